@@ -1,0 +1,70 @@
+# make demo and make test set up everything they need in .venv, the first time; after that they start at once.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+GPU    ?= $(wildcard /dev/nvidia[0-9]*)
+TESTS  ?=
+
+VENV := .venv
+PY   := $(VENV)/bin/python
+PIP  := $(PY) -m pip --disable-pip-version-check
+
+export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+
+.PHONY: help demo test test-all lint bench clean
+
+help:
+	@echo "make demo      show penstock at work"
+	@echo "make test      lint, type check and run the tests (minutes)"
+	@echo "make test-all  the same with the slow tests"
+	@echo "make lint      lint and type check alone"
+	@echo "make bench     run the benchmarks"
+	@echo "make clean     remove .venv and all caches"
+	@echo
+	@echo "PYTHON=python3.12 chooses the interpreter, TESTS='tests/ops -k norm' the tests."
+
+demo: $(VENV)/.core
+	@$(PY) -m penstock.demo
+
+test: lint
+	@$(PY) -m pytest -q -n 2 $(TESTS)
+
+test-all: lint
+	@$(PY) -m pytest -q -n 2 -m "not cuda" $(TESTS)
+
+lint: $(VENV)/.dev
+	@$(PY) -m ruff check --quiet --output-format=concise .
+	@$(PY) -m pyright --pythonpath $(PY)
+
+bench: $(VENV)/.dev
+	@set -e; for script in $(wildcard benchmarks/bench_*.py); do echo "== $$script"; $(PY) $$script; done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
+	  "penstock needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there): try make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)."
+	@$(PYTHON) -m venv $(VENV) || { echo "No virtual environment: Debian and Ubuntu have it in the package python3-venv." >&2; exit 1; }
+	@$(PIP) install --quiet --upgrade pip
+	@touch $@
+
+$(VENV)/.core: pyproject.toml | $(VENV)/.made
+	@echo "Installing penstock and its libraries (numpy, numba, ...) into $(VENV): about a minute, once."
+	@$(PIP) install --quiet --editable .
+	@touch $@
+
+# torch comes first and pinned. Its CUDA build brings gigabytes that are useless without a GPU, so there pip is asked
+# beforehand what it would fetch; if that is a CUDA build, torch is left out and the tests that need it are not run.
+$(VENV)/.dev: pyproject.toml | $(VENV)/.made
+	@echo "Installing torch and the development tools into $(VENV): 3 GB on disk and a few minutes, once."
+	@if [ -z "$(GPU)" ] && $(PIP) install --dry-run "$(TORCH)" 2>/dev/null | grep -q "^Would install.* nvidia-"; then \
+	  echo "No GPU here, and pip knows only the CUDA build of $(TORCH): going on without torch and the tests that need it."; \
+	  echo "For all tests let pip find the CPU build (PIP_EXTRA_INDEX_URL) or take the CUDA one: make clean; make test GPU=1"; \
+	  $(PIP) install --quiet --editable ".[server,grammar,check]"; \
+	else \
+	  $(PIP) install --quiet "$(TORCH)" && $(PIP) install --quiet --editable ".[dev]"; \
+	fi
+	@touch $@ $(VENV)/.core

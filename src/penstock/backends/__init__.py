@@ -1,0 +1,1 @@
+"""Kernels per device. Nothing here is imported until an op needs it."""

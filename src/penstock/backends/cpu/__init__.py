@@ -1,0 +1,1 @@
+"""Numba kernels for the CPU, one module per family of ops."""

@@ -1,0 +1,130 @@
+"""How every CPU kernel is compiled: `njit` with the project's options and a cache of its machine code.
+
+Numba's own cache misses edits in helper files, and processes that write one index at once can mix up kernels. Here each
+compiled signature is one file, put in place by rename, in a folder named after the content of all CPU sources. Other
+packages' caches are left alone; a folder that cannot be written only means compiling again in the next process.
+"""
+
+import contextlib
+import hashlib
+import inspect
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core import caching, compiler, serialize, sigutils
+
+from penstock.errors import InvalidArgument
+from penstock.settings import Settings
+
+# What a kernel may let LLVM do with its floats. Neither set lets it assume away NaN, infinity or the sign of zero.
+FUSED_MULTIPLY_ADD = frozenset({"contract"})
+SUM_IN_ANY_ORDER = frozenset({"reassoc", "contract"})
+
+
+def njit(
+    function: Callable | None = None,
+    *,
+    signature: str | Sequence[str] = (),
+    parallel: bool = False,
+    fastmath: frozenset[str] = frozenset(),
+    cache_dir: str | Path | None = None,
+    **options: Any,
+) -> Any:
+    """numba.njit that releases the GIL, divides by zero as NumPy does and caches in `cache_folder(cache_dir)`.
+
+    Without a signature a kernel is compiled or loaded at its first call with each set of types; with one or several,
+    when its module is imported, and other types raise TypeError. `options` go to Numba as they are (inline, locals).
+    """
+    if isinstance(fastmath, bool):
+        raise InvalidArgument(f"njit: fastmath is {fastmath}, expected a set of flags such as SUM_IN_ANY_ORDER")
+
+    def decorate(py_func: Callable) -> Any:
+        flags = set(fastmath) or False
+        kernel = numba.njit(error_model="numpy", nogil=True, parallel=parallel, fastmath=flags, **options)(py_func)
+        if kernel is py_func:  # NUMBA_DISABLE_JIT
+            return kernel
+        kernel._cache = _KernelCache(py_func, cache_dir)
+        for one in [signature] if isinstance(signature, str) else signature:
+            kernel.compile(one)
+        if signature:
+            kernel.disable_compile()
+        return kernel
+
+    return decorate if function is None else decorate(function)
+
+
+def cache_folder(root: str | Path | None = None) -> Path:
+    """`root/numba/<hash of sources and compiler>`; without root: PENSTOCK_CACHE_DIR, then the user's cache folder."""
+    root = root or Settings.from_env().cache_dir
+    if not root:
+        home = os.environ.get("XDG_CACHE_HOME", "")  # counts only if absolute, as the XDG specification says
+        root = Path(home if home.startswith("/") else "~/.cache", "penstock")
+    try:
+        return Path(root).expanduser() / "numba" / _SOURCES
+    except RuntimeError:  # a user without a home folder
+        return Path(os.devnull, _SOURCES)  # cannot be written
+
+
+def _source_hash(path: Path) -> str:
+    """Of a Python file, or all of a folder, and of the versions whose machine code or pickles may differ."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.implementation.cache_tag}".encode())
+    for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+        digest.update(f"\0{file.relative_to(path).as_posix()}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+_SOURCES = _source_hash(Path(__file__).parent)
+
+
+def _identity(py_func: Callable) -> tuple:
+    """Tells a function from others of its file: name, line and what it closes over."""
+    values = [inspect.unwrap(cell.cell_contents) for cell in py_func.__closure__ or ()]
+    closure = [_identity(value) if inspect.isfunction(value) else serialize.dumps(value) for value in values]
+    return py_func.__module__, py_func.__qualname__, py_func.__code__.co_firstlineno, closure
+
+
+class _KernelCache(caching.NullCache):
+    """Machine code of one kernel, a file per signature and CPU: sha256 of a pickle, then the pickle."""
+
+    def __init__(self, py_func: Callable, root: str | Path | None) -> None:
+        self._py_func, self._root = py_func, root
+        self._source = _source_hash(Path(py_func.__code__.co_filename))  # counts for kernels outside of this folder
+
+    @property
+    def cache_path(self) -> Any:
+        return cache_folder(self._root)
+
+    def _file(self, sig: Any, codegen: Any) -> Path:
+        module, name, *_ = identity = _identity(self._py_func)
+        types = map(str, sigutils.normalize_signature(sig))
+        key = hashlib.sha256(repr((*types, codegen.magic_tuple(), self._source, identity)).encode()).hexdigest()
+        return self.cache_path / f"{module}.{name}-{key[:32]}.nbc"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        try:
+            data = self._file(sig, target_context.codegen()).read_bytes()
+        except OSError:
+            return None
+        whole = hashlib.sha256(data[32:]).digest() == data[:32]
+        return compiler.CompileResult._rebuild(target_context, *pickle.loads(data[32:])) if whole else None
+
+    def save_overload(self, sig: Any, cres: Any) -> None:
+        if cres.library.has_dynamic_globals or cres.lifted:  # holds addresses that only this process knows
+            return
+        if _source_hash(Path(__file__).parent) != _SOURCES:  # edited since the import: nobody knows what was compiled
+            return
+        file, data = self._file(sig, cres.codegen), serialize.dumps(cres._reduce())
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+                whole = Path(scratch, "nbc")
+                whole.write_bytes(hashlib.sha256(data).digest() + data)
+                whole.replace(file)

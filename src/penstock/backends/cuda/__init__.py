@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA GPUs, one module per family of ops."""

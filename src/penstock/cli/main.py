@@ -1,0 +1,92 @@
+"""The `penstock` program: verbs, and how their errors reach the user.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. An error is one line on stderr, or its traceback with
+--debug.
+"""
+
+import os
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from penstock._version import __version__
+from penstock.cli.doctor import doctor
+from penstock.cli.kernels import kernels
+from penstock.errors import PenstockError
+from penstock.settings import Settings
+
+# Plain help text: it reads the same on a terminal, in a pipe and in a pager, at any width.
+app = typer.Typer(name="penstock", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command()(kernels)
+app.command()(doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def penstock(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; works after a verb too.")
+    ] = False,
+) -> None:
+    """Run quantized Mixture-of-Experts language models on NVIDIA GPUs and plain CPUs.
+
+    \b
+    Example: penstock kernels rms_norm
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the program and leave the interpreter with its exit status."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the program and return its exit status."""
+    debug = "--debug" in arguments
+    if debug:  # an option of the program, taken after the verb as well: there one thinks of it
+        arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
+    try:
+        debug = Settings.from_env().debug or debug
+        status = app(args=arguments, prog_name="penstock", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except typer.TyperException as error:
+        return _usage_error(error)
+    except BrokenPipeError:  # the reader has seen enough (head, less): say nothing, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:
+        if debug:
+            raise
+        _say(str(error) if isinstance(error, PenstockError) else f"{_unexpected(error)} (--debug shows where)")
+        return 1
+
+
+def _usage_error(error: Any) -> int:
+    """One line for an unknown verb, option or value, and where to read more."""
+    context = getattr(error, "ctx", None)
+    hint = f" (see {context.command_path} --help)" if context is not None else ""
+    _say(f"{error.format_message().rstrip('.')}{hint}")
+    return error.exit_code
+
+
+def _unexpected(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _say(message: str) -> None:
+    print(f"penstock: error: {' '.join(message.split())}", file=sys.stderr)

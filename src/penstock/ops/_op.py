@@ -1,0 +1,662 @@
+"""What an op is: a NumPy definition, checks on specs, and kernels found by device.
+
+A call runs: bind the arguments → survey the arrays (where they are, how they lie) → infer the outputs from specs
+(cached by shapes, dtypes and scalars) → check values on host arrays → run the kernel of the device, or the definition.
+Only the last step touches data, so graph symbols pass through everything before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from penstock.dtypes import ITEMSIZE, bfloat16, dtype_name, numpy_dtype
+from penstock.errors import BackendError, DTypeError, InvalidArgument, KernelNotFound, PenstockError, ShapeError
+from penstock.quant import ExpertBlobs, QuantizedTensor
+
+Array: TypeAlias = np.ndarray  # what a definition sees; callers may pass torch tensors or graph symbols
+
+DEVICES = ("cpu", "cuda")
+REGISTRY: dict[str, Op] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Shape and dtype name of an array: all that `infer` may look at."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * ITEMSIZE[self.dtype]
+
+
+class Symbol:
+    """An array that does not exist yet. An op called with one records a node instead of running.
+
+    `record(op, arguments, specs, out)` gets the bound arguments by name, the inferred specs (None for an output nobody
+    asked for) and the caller's `out=`; what it returns is the result of the call.
+    """
+
+    spec: Spec
+
+    def record(self, op: Op, arguments: dict[str, Any], specs: tuple[Spec | None, ...], out: Any) -> Any:
+        raise NotImplementedError
+
+
+Outputs: TypeAlias = "Spec | tuple[Spec | None, ...] | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function registered for one device. `variants` are its names for `backend(device, variant=…)`."""
+
+    run: Callable[..., None]
+    variants: tuple[str, ...] = ()
+    composed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Forced:
+    device: str
+    variant: str | None
+
+
+_FORCED: ContextVar[_Forced | None] = ContextVar("penstock_backend", default=None)
+
+
+@contextlib.contextmanager
+def backend(device: str, variant: str | None = None) -> Iterator[None]:
+    """Force the kernels of one device inside a `with` block: "cpu", "cuda", "reference" (the definitions) or "auto".
+
+    A forced device is strict: an op without a kernel there raises KernelNotFound, and so does an op without `variant`.
+    """
+    if device not in ("auto", "reference", *DEVICES):
+        raise InvalidArgument(f"backend: device is {device!r}, expected 'auto', 'reference', 'cpu' or 'cuda'")
+    if variant is not None and device not in DEVICES:
+        raise InvalidArgument(f"backend: variant {variant!r} needs device 'cpu' or 'cuda', not {device!r}")
+    token = _FORCED.set(None if device == "auto" else _Forced(device, variant))
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Arrays of every kind
+
+
+def _torch() -> Any:
+    """torch if the program has imported it, else None: an array cannot be a tensor before that."""
+    return sys.modules.get("torch")
+
+
+def is_array(value: object) -> bool:
+    if isinstance(value, np.ndarray | Symbol):
+        return True
+    torch = _torch()
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def spec_of(array: Any) -> Spec:
+    """The spec of a NumPy array, torch tensor or symbol."""
+    if isinstance(array, Symbol):
+        return array.spec
+    return Spec(tuple(array.shape), dtype_name(array.dtype))
+
+
+def place_of(array: Any) -> str:
+    """ "numpy", "symbol", or the torch device as a string ("cpu", "cuda:0")."""
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    return "symbol" if isinstance(array, Symbol) else str(array.device)
+
+
+def leaves(value: Any) -> tuple[Any, ...]:
+    """The arrays inside an argument: itself, the three of a quantized tensor, those of a sequence; () for a scalar."""
+    if is_array(value):
+        return (value,)
+    if isinstance(value, QuantizedTensor | ExpertBlobs):
+        return value.arrays
+    if isinstance(value, list | tuple):
+        return tuple(leaf for item in value for leaf in leaves(item))
+    return ()
+
+
+def numpy_view(value: Any) -> Any:
+    """Torch CPU tensors as NumPy arrays on the same memory; everything else unchanged."""
+    if isinstance(value, QuantizedTensor):
+        return value.to("cpu")
+    if isinstance(value, list | tuple):
+        return type(value)(numpy_view(item) for item in value)
+    torch = _torch()
+    if torch is None or not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    if value.dtype is torch.bfloat16:
+        return value.view(torch.int16).numpy().view(bfloat16)
+    return value.numpy()
+
+
+def torch_view(array: Any) -> Any:
+    """A NumPy array as a torch CPU tensor on the same memory."""
+    torch = _torch()
+    if array.dtype == bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _contiguous(array: Any) -> bool:
+    if isinstance(array, np.ndarray):
+        return array.flags.c_contiguous and array.flags.aligned
+    return isinstance(array, Symbol) or array.is_contiguous()
+
+
+def _address(array: Any) -> int:
+    return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """True if two contiguous arrays share memory."""
+    if isinstance(a, Symbol) or isinstance(b, Symbol):
+        return a is b
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.may_share_memory(a, b)  # compares bounds: exact for contiguous arrays
+    start_a, start_b = _address(a), _address(b)
+    bytes_a, bytes_b = spec_of(a).nbytes, spec_of(b).nbytes
+    return bytes_a > 0 and bytes_b > 0 and start_a < start_b + bytes_b and start_b < start_a + bytes_a
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    if isinstance(a, Symbol) or isinstance(b, Symbol):
+        return a is b
+    return _address(a) == _address(b) and spec_of(a) == spec_of(b)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Argument types, read from the annotations of the definition
+
+_SCALARS = (int, float, str, bool, type(None))
+
+
+def _fits(value: Any, kinds: frozenset[str]) -> bool:
+    if value is None:
+        return "None" in kinds
+    if isinstance(value, bool):
+        return "bool" in kinds
+    if isinstance(value, int):
+        return "int" in kinds or "float" in kinds
+    if isinstance(value, float):
+        return "float" in kinds
+    if isinstance(value, str):
+        return "str" in kinds
+    if isinstance(value, QuantizedTensor):
+        return "QuantizedTensor" in kinds
+    if isinstance(value, ExpertBlobs):
+        return "ExpertBlobs" in kinds
+    if isinstance(value, list | tuple):
+        each = all(isinstance(item, QuantizedTensor) for item in value)
+        return "Sequence[QuantizedTensor]" in kinds and len(value) > 0 and each
+    return "Array" in kinds and is_array(value)
+
+
+def _expected(kinds: frozenset[str]) -> str:
+    words = {"Array": "an array (NumPy or torch)", "int": "an int", "float": "a float", "str": "a string"}
+    words |= {"bool": "a bool", "None": "None", "QuantizedTensor": "a QuantizedTensor"}
+    words |= {"Sequence[QuantizedTensor]": "a sequence of QuantizedTensor"}
+    return " or ".join(words.get(kind, kind) for kind in sorted(kinds, key=lambda kind: (kind == "None", kind)))
+
+
+def _made_binder(name: str, signature: inspect.Signature) -> Callable[..., tuple[Any, ...]]:
+    """A function with the op's signature that returns its arguments as one tuple.
+
+    inspect's own bind takes 5 µs a call; this takes 0.3 and raises Python's own messages under the op's name.
+    """
+    defaults: dict[str, Any] = {}
+    parts: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        if parameter.default is parameter.empty:
+            parts.append(parameter.name)
+        else:
+            defaults[f"_{parameter.name}"] = parameter.default
+            parts.append(f"{parameter.name}=_{parameter.name}")
+    names = "".join(f"{parameter}, " for parameter in signature.parameters)
+    exec(f"def {name}({', '.join(parts)}): return ({names})", defaults)
+    return defaults[name]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What one combination of shapes, dtypes and scalars leads to."""
+
+    specs: tuple[Spec | None, ...]
+    single: bool  # one output asked for: return it bare, not in a tuple
+    empty: tuple[tuple[tuple[int, ...], np.dtype] | None, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.empty = tuple(None if s is None else (s.shape, numpy_dtype(s.dtype)) for s in self.specs)
+
+    def result(self, outputs: tuple[Any, ...]) -> Any:
+        wanted = tuple(output for output, spec in zip(outputs, self.specs, strict=True) if spec is not None)
+        return wanted[0] if self.single else (wanted or None)
+
+
+class Op:
+    """A public operation. Calling it looks at its arrays and runs the definition or a kernel; see the module's
+    docstring.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        infer: Callable[..., Outputs],
+        check: Callable[..., None] | None,
+        writes: tuple[str, ...],
+        alias: bool,
+        partial: bool,
+        sources: tuple[str, ...],
+    ) -> None:
+        functools.update_wrapper(self, body)
+        self.name: str = body.__name__
+        self.family: str = body.__module__.rpartition(".")[2]
+        self.doc: str = inspect.getdoc(body) or ""
+        self.body, self.infer, self.check = body, infer, check
+        self.writes, self.alias, self.partial, self.sources = writes, alias, partial, sources
+        own = inspect.signature(body)
+        parameters = [p for p in own.parameters.values() if not (partial and p.name == "out")]
+        self.params = tuple(p.name for p in parameters)
+        self.kinds = tuple(frozenset(k.strip() for k in str(p.annotation).split("|")) for p in parameters)
+        out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Array | tuple | None")
+        self.signature = own.replace(parameters=[*parameters, out])
+        self.__signature__ = self.signature
+        self._bind = _made_binder(self.name, own.replace(parameters=parameters))
+        self._plans: dict[Any, _Plan] = {}
+        self._kernels: dict[str, Kernel] = {}
+        self._searched: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}{self.signature}>"
+
+    # -- the call ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        values = self._bind(*args, **kwargs)
+        if any(isinstance(value, np.generic) for value in values):  # NumPy scalars are Python's numbers here
+            values = tuple(value.item() if isinstance(value, np.generic) else value for value in values)
+        place, key = self._survey(values)
+        plan = self._plan(values, key)
+        outputs = self._given(out, plan, place)
+        if outputs is not None or self.writes:
+            self._check_memory(values, outputs or ())
+        if place == "symbol":
+            symbol = next(leaf for leaf in leaves(values) if isinstance(leaf, Symbol))
+            return symbol.record(self, dict(zip(self.params, values, strict=True)), plan.specs, out)
+
+        device, run = self._route(place)
+        if device == "cuda":
+            return self._on_cuda(values, outputs, plan, run, place)
+        if place == "numpy":
+            return plan.result(self._on_host(values, outputs, plan, run))
+        if place != "cpu":
+            return self._through_host(values, outputs, plan, run, place)
+        shared = None if outputs is None else numpy_view(outputs)
+        results = self._on_host(numpy_view(values), shared, plan, run)
+        if outputs is None:
+            outputs = (None,) * len(results)
+        fresh = (r if r is None or o is not None else torch_view(r) for r, o in zip(results, outputs, strict=True))
+        return plan.result(tuple(f if o is None else o for f, o in zip(fresh, outputs, strict=True)))
+
+    def _survey(self, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+        """Where the arrays are, and a key of everything `infer` may look at. Raises on strided or mixed arrays."""
+        place, owner = "", ""
+        key: list[Any] = []
+        for name, value in zip(self.params, values, strict=True):
+            if type(value) in _SCALARS:
+                key += (type(value), value)
+                continue
+            if type(value) is np.ndarray:
+                here = "numpy"
+                key += (value.shape, value.dtype)
+                flags = value.flags
+                if not (flags.c_contiguous and flags.aligned):
+                    raise self._strided(name, value)
+            else:
+                here = self._survey_other(name, value, key)
+            if here == place or not here:
+                continue
+            if not place or here == "symbol":
+                place, owner = here, name
+            elif place != "symbol":
+                raise InvalidArgument(
+                    f"{self.name}: {name} is on {_spelled(here)}, expected {_spelled(place)}, where {owner} is"
+                )
+        return place or "numpy", tuple(key)
+
+    def _survey_other(self, name: str, value: Any, key: list[Any]) -> str:
+        place = ""
+        arrays = leaves(value)
+        for leaf in arrays:
+            if not _contiguous(leaf):
+                raise self._strided(name, leaf)
+            here = place_of(leaf)
+            if place and here != place:
+                raise InvalidArgument(f"{self.name}: {name} has parts on {_spelled(place)} and on {_spelled(here)}")
+            place = here
+        key += (type(value), tuple(spec_of(leaf) for leaf in arrays))
+        if not arrays:
+            key.append(value)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, QuantizedTensor | ExpertBlobs):
+                key += (item.shape, item.bits, item.group_size)
+        return place
+
+    def _strided(self, name: str, array: Any) -> ShapeError:
+        if isinstance(array, np.ndarray) and array.flags.c_contiguous:
+            return ShapeError(f"{self.name}: {name} is not aligned in memory, expected an aligned array: pass a copy")
+        found = f"{self.name}: {name} is not contiguous (shape {tuple(array.shape)})"
+        return ShapeError(f"{found}, expected a C-contiguous array: pass a copy")
+
+    def _plan(self, values: tuple[Any, ...], key: tuple[Any, ...]) -> _Plan:
+        try:
+            plan = self._plans.get(key)
+        except TypeError:  # an argument that cannot be hashed is one that cannot be right: say so
+            plan = None
+        if plan is not None:
+            return plan
+        specs = []
+        for name, kinds, value in zip(self.params, self.kinds, values, strict=True):
+            if not _fits(value, kinds):
+                shown = repr(value) if type(value) in _SCALARS else f"a {type(value).__name__}"
+                raise DTypeError(f"{self.name}: {name} is {shown}, expected {_expected(kinds)}")
+            specs.append(spec_of(value) if is_array(value) else value)
+        try:
+            inferred = self.infer(*specs)
+        except InvalidArgument as error:
+            raise type(error)(f"{self.name}: {error}") from None
+        outputs = inferred if isinstance(inferred, tuple) else () if inferred is None else (inferred,)
+        plan = _Plan(outputs, single=sum(spec is not None for spec in outputs) == 1)
+        if len(self._plans) >= 4096:  # positions given as ints make a new key each step
+            self._plans.clear()
+        self._plans[key] = plan
+        return plan
+
+    def _given(self, out: Any, plan: _Plan, place: str) -> tuple[Any, ...] | None:
+        """`out=` as one entry per output (None: allocate), checked against the specs."""
+        if out is None:
+            return None
+        given = out if isinstance(out, tuple | list) else (out,)
+        wanted = [spec for spec in plan.specs if spec is not None]
+        if len(given) == len(wanted) and len(wanted) < len(plan.specs):
+            rest = iter(given)
+            given = [next(rest) if spec is not None else None for spec in plan.specs]
+        if len(given) != len(plan.specs):
+            raise ShapeError(f"{self.name}: out has {len(given)} arrays, expected {len(wanted)}")
+        checked = []
+        for number, (array, spec) in enumerate(zip(given, plan.specs, strict=True)):
+            name = "out" if len(plan.specs) == 1 else f"out[{number}]"
+            if array is None or spec is None:  # a buffer for an output that was not asked for stays as it is
+                checked.append(None)
+                continue
+            if not is_array(array):
+                raise DTypeError(f"{self.name}: {name} is a {type(array).__name__}, expected an array")
+            found = spec_of(array)
+            if found.dtype != spec.dtype:
+                raise DTypeError(f"{self.name}: {name} has dtype {found.dtype}, expected {spec.dtype}")
+            if found.shape != spec.shape:
+                raise ShapeError(f"{self.name}: {name} has shape {found.shape}, expected {spec.shape}")
+            if place_of(array) != place:
+                raise InvalidArgument(
+                    f"{self.name}: {name} is on {_spelled(place_of(array))}, expected {_spelled(place)}"
+                )
+            if not _contiguous(array):
+                raise self._strided(name, array)
+            self._check_writable(name, array)
+            checked.append(array)
+        return tuple(checked)
+
+    def _check_writable(self, name: str, array: Any) -> None:
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise InvalidArgument(f"{self.name}: {name} is read-only, expected a writable array")
+
+    def _check_memory(self, values: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        """Outputs and written state overlap nothing, except that an aliasing op may write over an input of its
+        shape.
+        """
+        inputs = [(name, leaf) for name, value in zip(self.params, values, strict=True) for leaf in leaves(value)]
+        written = [(name, array) for name, array in inputs if name in self.writes]
+        for name, array in written:
+            self._check_writable(name, array)
+        for number, (name, array) in enumerate(written):
+            others = [item for item in inputs if item[0] not in self.writes] + written[:number]
+            for other, memory in others:
+                if _overlap(array, memory):
+                    raise InvalidArgument(f"{self.name}: {name} overlaps {other} in memory, expected separate arrays")
+        results = [(f"out[{i}]" if len(outputs) > 1 else "out", a) for i, a in enumerate(outputs) if a is not None]
+        for number, (name, array) in enumerate(results):
+            for other, memory in results[:number]:
+                if _overlap(array, memory):
+                    raise InvalidArgument(f"{self.name}: {name} overlaps {other} in memory, expected separate arrays")
+            for other, memory in inputs:
+                if _overlap(array, memory) and not (
+                    self.alias and other not in self.writes and _same_memory(array, memory)
+                ):
+                    rule = "the same start and shape, or no overlap" if self.alias else "no overlap"
+                    raise InvalidArgument(f"{self.name}: {name} overlaps {other} in memory, expected {rule}")
+
+    # -- where it runs -----------------------------------------------------------------------------------------------
+
+    def _route(self, place: str) -> tuple[str, Callable[..., None] | None]:
+        """Device to run on and the kernel there; None stands for the definition."""
+        device = "cpu" if place in ("numpy", "cpu") else "cuda"
+        forced = _FORCED.get()
+        if forced is None:
+            kernel = self.kernel(device)
+            if kernel is None:
+                if device == "cpu":
+                    return device, None
+                raise KernelNotFound(f"{self.name}: no kernel is registered for device 'cuda'")
+            return device, functools.partial(kernel.run, variant=None) if kernel.variants else kernel.run
+        if forced.device == "reference":
+            return "cpu", None
+        if forced.device != device and not (forced.device == "cuda" and place == "cpu"):
+            # Triton's interpreter runs GPU kernels on torch CPU tensors; that is how they are tested without a GPU.
+            raise InvalidArgument(
+                f"{self.name}: backend {forced.device!r} is forced, but the arrays are on {_spelled(place)}"
+            )
+        kernel = self.kernel(forced.device)
+        if kernel is None:
+            raise KernelNotFound(f"{self.name}: no kernel is registered for device {forced.device!r}")
+        if forced.variant is not None and forced.variant not in kernel.variants:
+            known = ", ".join(kernel.variants) or "none"
+            raise KernelNotFound(
+                f"{self.name}: variant {forced.variant!r} does not exist on {forced.device!r}, expected one of: {known}"
+            )
+        return forced.device, functools.partial(kernel.run, variant=forced.variant) if kernel.variants else kernel.run
+
+    def kernel(self, device: str) -> Kernel | None:
+        """The kernel of a device, importing the backend module of this family on first use."""
+        found = self._kernels.get(device)
+        if found is None and device not in self._searched:
+            module = f"penstock.backends.{device}.{self.family}"
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name is None or not module.startswith(error.name):
+                    raise BackendError(
+                        f"{self.name}: the {device} backend needs {error.name}, which is not installed"
+                    ) from error
+            self._searched.add(device)
+            found = self._kernels.get(device)
+        return found
+
+    def backends(self) -> dict[str, Kernel | None]:
+        """Kernel per device, None where there is none or the backend cannot be imported here."""
+        found: dict[str, Kernel | None] = {}
+        for device in DEVICES:
+            try:
+                found[device] = self.kernel(device)
+            except PenstockError:
+                found[device] = None
+        return found
+
+    def _check_values(self, values: tuple[Any, ...]) -> None:
+        if self.check is not None:
+            try:
+                self.check(*values)
+            except InvalidArgument as error:
+                raise type(error)(f"{self.name}: {error}") from None
+
+    def _on_host(
+        self, values: tuple[Any, ...], outputs: tuple[Any, ...] | None, plan: _Plan, run: Callable[..., None] | None
+    ) -> tuple[Any, ...]:
+        self._check_values(values)
+        if run is not None or self.partial:
+            fresh = np.zeros if self.partial else np.empty
+            if outputs is None:
+                outputs = tuple(None if e is None else fresh(*e) for e in plan.empty)
+            else:
+                pairs = zip(outputs, plan.empty, strict=True)
+                outputs = tuple(fresh(*e) if o is None and e is not None else o for o, e in pairs)
+            target = outputs[0] if len(outputs) == 1 else outputs
+            if run is None:
+                with np.errstate(all="ignore"):
+                    self.body(*values, out=target)
+            elif outputs:
+                run(*values, out=target)
+            else:
+                run(*values)
+            return outputs
+        with np.errstate(all="ignore"):
+            returned = self.body(*values)
+        results = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+        assert len(results) == len(plan.specs), (
+            f"{self.name}: definition gave {len(results)} outputs, not {len(plan.specs)}"
+        )
+        for result, spec in zip(results, plan.specs, strict=True):
+            if spec is None:
+                continue
+            assert spec_of(result) == spec, f"{self.name}: definition gave {spec_of(result)}, infer says {spec}"
+        if outputs is None:
+            return results
+        pairs = zip(outputs, results, strict=True)
+        return tuple(result if output is None else _copied(output, result) for output, result in pairs)
+
+    def _on_cuda(
+        self, values: tuple[Any, ...], outputs: tuple[Any, ...] | None, plan: _Plan, run: Any, place: str
+    ) -> Any:
+        torch = _torch()
+        given = outputs or (None,) * len(plan.specs)
+        fresh = torch.zeros if self.partial else torch.empty
+        outputs = tuple(
+            fresh(s.shape, dtype=getattr(torch, s.dtype), device=place) if o is None and s is not None else o
+            for o, s in zip(given, plan.specs, strict=True)
+        )
+        if outputs:
+            run(*values, out=outputs[0] if len(outputs) == 1 else outputs)
+        else:
+            run(*values)
+        return plan.result(outputs)
+
+    def _through_host(
+        self, values: tuple[Any, ...], outputs: tuple[Any, ...] | None, plan: _Plan, run: Any, place: str
+    ) -> Any:
+        """The definition on copies of GPU tensors (a forced "reference"); results and written state go back."""
+        copies = tuple(_host_copy(value) for value in values)
+        given = outputs or (None,) * len(plan.specs)
+        start = tuple(None if o is None else numpy_view(o.cpu()) for o in given)
+        results = self._on_host(copies, start if outputs else None, plan, run)
+        for name, value, copy in zip(self.params, values, copies, strict=True):
+            if name in self.writes and value is not None:
+                value.copy_(torch_view(copy))
+        back = []
+        for output, result in zip(given, results, strict=True):
+            tensor = None if result is None else torch_view(result)
+            back.append(output.copy_(tensor) if output is not None else None if tensor is None else tensor.to(place))
+        return plan.result(tuple(back))
+
+
+def _copied(output: Array, result: Array) -> Array:
+    np.copyto(output, result)
+    return output
+
+
+def _host_copy(value: Any) -> Any:
+    if isinstance(value, QuantizedTensor):
+        return value.to("cpu")
+    if isinstance(value, list | tuple):
+        return type(value)(_host_copy(item) for item in value)
+    return numpy_view(value.detach().cpu()) if is_array(value) else value
+
+
+def _spelled(place: str) -> str:
+    return {"numpy": "the host (NumPy)", "cpu": "the host (torch)"}.get(place, place)
+
+
+def op(
+    *,
+    infer: Callable[..., Outputs],
+    check: Callable[..., None] | None = None,
+    writes: tuple[str, ...] = (),
+    alias: bool = False,
+    partial: bool = False,
+    sources: tuple[str, ...] = (),
+) -> Callable[[Callable[..., Any]], Op]:
+    """Make an op of a NumPy definition.
+
+    infer    the definition's parameters, arrays as Spec → the outputs' Spec, or a tuple of them (None: not asked for)
+    check    the same parameters with host arrays; raises on values (ids, positions) out of range
+    writes   arguments that the op changes in place; everything else is only read
+    alias    `out=` may be an input of the same start, shape and dtype
+    partial  the definition takes `out` and leaves some of it as it was; a new output starts at zero
+    sources  names of the source kernels whose work the op does
+    """
+
+    def decorate(body: Callable[..., Any]) -> Op:
+        made = Op(body, infer, check, writes, alias, partial, sources)
+        if made.name in REGISTRY:
+            raise InvalidArgument(f"op: {made.name} is defined twice")
+        REGISTRY[made.name] = made
+        return made
+
+    return decorate
+
+
+def kernel(
+    op: Op, *, device: str, variants: tuple[str, ...] = (), composed: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a kernel: called with the op's arguments by position and `out=` (an array, or a tuple with None for what
+    nobody asked for), and with `variant=` (None: choose) if it has variants. It writes `out` and returns nothing.
+    """
+    if device not in DEVICES:
+        raise InvalidArgument(f"kernel: device is {device!r}, expected one of {', '.join(DEVICES)}")
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        if device in op._kernels:
+            raise InvalidArgument(f"kernel: {op.name} has two kernels for device {device!r}")
+        op._kernels[device] = Kernel(run, variants, composed)
+        return run
+
+    return decorate

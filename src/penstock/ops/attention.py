@@ -1,0 +1,379 @@
+"""Softmax attention with grouped query heads, over contiguous, slotted and paged caches.
+
+Query head h reads key-value head h // (H / Hkv). Key width D and value width Dv may differ. The scale of the scores
+is a required argument: it is D^(−1/2) in most families, 1 in Gemma 4, another number in MLA. cache.py has the layouts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from penstock.dtypes import round_to
+from penstock.errors import InvalidArgument, ShapeError
+from penstock.ops import _check
+from penstock.ops._op import Array, Spec, op
+from penstock.ops.cache import batched, capacity, check_layout, check_read, read_rows, row_width, table_of
+
+# -- one launch of the sources each ----------------------------------------------------------------------------------
+
+
+def _decode_cache(name: str, cache: Spec, H: int, heads_per_kv: int, seq_len: int) -> int:
+    """Width of a head in a contiguous cache."""
+    _check.positive(heads_per_kv=heads_per_kv)
+    if H % heads_per_kv:
+        raise InvalidArgument(f"heads_per_kv is {heads_per_kv}, expected a divisor of {H} (query heads)")
+    width = row_width(name, cache, 1)
+    if width % (H // heads_per_kv):
+        raise ShapeError(f"{name} has rows of {width}, expected a multiple of {H // heads_per_kv} (key-value heads)")
+    if not 0 <= seq_len <= cache.shape[0]:
+        raise InvalidArgument(f"seq_len is {seq_len}, expected 0 to {cache.shape[0]} (rows of {name})")
+    return width // (H // heads_per_kv)
+
+
+def _scores(q: Spec, k_cache: Spec, seq_len: int, scale: float, heads_per_kv: int, seq_stride: int) -> Spec:
+    _check.alike(q=q, k_cache=k_cache)
+    _check.axes("[H, D]", 2, q=q)
+    _check.filled(0, q=q)
+    _check.finite(scale=scale)
+    width = _decode_cache("k_cache", k_cache, q.shape[0], heads_per_kv, seq_len)
+    if width != q.shape[1]:
+        raise ShapeError(f"k_cache has heads of {width}, expected {q.shape[1]} as q")
+    if seq_stride < max(seq_len, 1):
+        raise InvalidArgument(f"seq_stride is {seq_stride}, expected at least {max(seq_len, 1)} (seq_len)")
+    return Spec((q.shape[0], seq_stride), q.dtype)
+
+
+@op(infer=_scores, partial=True, sources=("attn_scores_batched",))
+def attention_scores(
+    q: Array, k_cache: Array, seq_len: int, scale: float, heads_per_kv: int, seq_stride: int, out: Array | None = None
+) -> None:
+    """scores[h, p] = (Σ_d q[h, d] · k_cache[p, head(h), d]) · scale for p < seq_len.
+
+    q [H, D], k_cache [max_seq, Hkv · D] → [H, seq_stride]; columns from seq_len on keep what `out` held (0 if new).
+    """
+    H, D = q.shape
+    k = k_cache.reshape(len(k_cache), -1, D)[:seq_len].astype(np.float64)
+    heads = np.arange(H) // heads_per_kv
+    scores = np.einsum("hd,phd->hp", q.astype(np.float64), k[:, heads]) * scale
+    assert out is not None
+    out[:, :seq_len] = round_to(scores, q.dtype)
+
+
+def _softmaxed(scores: Spec, seq_len: int) -> Spec:
+    _check.floating(scores=scores)
+    _check.axes("[H, seq_stride]", 2, scores=scores)
+    _check.filled(0, scores=scores)
+    if not 0 <= seq_len <= scores.shape[1]:
+        raise InvalidArgument(f"seq_len is {seq_len}, expected 0 to {scores.shape[1]} (columns of scores)")
+    return scores
+
+
+def softmax(scores: Array) -> Array:
+    """Softmax over the last axis in float64; a row of nothing but −inf gives zeros."""
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    e = np.exp(scores - np.where(np.isneginf(top), 0, top))
+    total = e.sum(axis=-1, keepdims=True)
+    return e / np.where(total == 0, 1, total)
+
+
+@op(infer=_softmaxed, alias=True, sources=("attn_softmax_batched",))
+def attention_softmax(scores: Array, seq_len: int) -> Array:
+    """Softmax of the first seq_len columns of each row; the other columns pass through. `out=scores` is allowed."""
+    y = scores.copy()
+    y[:, :seq_len] = round_to(softmax(scores[:, :seq_len].astype(np.float64)), scores.dtype)
+    return y
+
+
+def _values(scores: Spec, v_cache: Spec, seq_len: int, heads_per_kv: int) -> Spec:
+    _softmaxed(scores, seq_len)
+    _check.alike(scores=scores, v_cache=v_cache)
+    width = _decode_cache("v_cache", v_cache, scores.shape[0], heads_per_kv, seq_len)
+    return Spec((scores.shape[0], width), scores.dtype)
+
+
+@op(infer=_values, sources=("attn_values_batched",))
+def attention_values(scores: Array, v_cache: Array, seq_len: int, heads_per_kv: int) -> Array:
+    """y[h, d] = Σ_{p < seq_len} scores[h, p] · v_cache[p, head(h), d]; v_cache [max_seq, Hkv · Dv] → [H, Dv]."""
+    H = scores.shape[0]
+    v = v_cache.reshape(len(v_cache), H // heads_per_kv, -1)[:seq_len].astype(np.float64)
+    weights = scores[:, :seq_len].astype(np.float64)
+    return round_to(np.einsum("hp,phd->hd", weights, v[:, np.arange(H) // heads_per_kv]), scores.dtype)
+
+
+def _split(q_proj: Spec) -> tuple[Spec, Spec]:
+    _check.floating(q_proj=q_proj)
+    _check.axes("[T, H, 2D]", 3, q_proj=q_proj)
+    _check.filled(q_proj=q_proj)
+    if q_proj.shape[2] % 2:
+        raise ShapeError(f"q_proj has shape {q_proj.shape}, expected an even last axis (q, then gate)")
+    half = Spec((*q_proj.shape[:2], q_proj.shape[2] // 2), q_proj.dtype)
+    return half, half
+
+
+@op(infer=_split, sources=("split_q_gate",))
+def split_q_gate(q_proj: Array) -> tuple[Array, Array]:
+    """[T, H, 2D] → q and gate [T, H, D]: side by side per head, not all of q before all of gate."""
+    D = q_proj.shape[2] // 2
+    return q_proj[..., :D].copy(), q_proj[..., D:].copy()
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def attend(q: Array, k: Array, v: Array, start: int, scale: float, window: int | None) -> Array:
+    """Rows q [T, H, D] at positions start … over keys [n, Hkv, D] and values [n, Hkv, Dv] of positions 0 … n − 1.
+
+    Row t sees p ≤ start + t and, with a window, p > start + t − window. float64 [T, H, Dv].
+    """
+    T, H, D = q.shape
+    Hkv = k.shape[1]
+    y = np.empty((T, H, v.shape[2]))
+    for low in range(0, T, 64):  # a block of queries at a time keeps the scores small
+        rows = np.arange(low, min(low + 64, T))
+        at = start + rows[:, None]
+        first = 0 if window is None else max(0, start + low - window + 1)
+        p = np.arange(first, start + rows[-1] + 1)
+        seen = (p <= at) if window is None else (p <= at) & (p > at - window)
+        grouped = q[rows].reshape(len(rows), Hkv, H // Hkv, D)
+        scores = np.einsum("tgrd,pgd->grtp", grouped, k[p], optimize=True) * scale
+        weights = softmax(np.where(seen, scores, -np.inf))
+        y[rows] = np.einsum("grtp,pgd->tgrd", weights, v[p], optimize=True).reshape(len(rows), H, -1)
+    return y
+
+
+def _heads(q: Spec, k_cache: Spec, v_cache: Spec, lead: int, names: tuple[str, str]) -> int:
+    """Checks H, Hkv, D; returns the value width Dv."""
+    _check.alike(q=q, **dict(zip(names, (k_cache, v_cache), strict=True)))
+    H, D = q.shape[-2:]
+    k_width, v_width = row_width(names[0], k_cache, lead), row_width(names[1], v_cache, lead)
+    if k_cache.shape[:lead] != v_cache.shape[:lead]:
+        raise ShapeError(
+            f"{names[1]} has shape {v_cache.shape}, expected {k_cache.shape[:lead]} in front as {names[0]}"
+        )
+    if k_width % D:
+        raise ShapeError(f"{names[0]} has rows of {k_width}, expected a multiple of {D} (the width of a head of q)")
+    Hkv = k_width // D
+    if H % Hkv:
+        raise ShapeError(f"q has {H} heads, expected a multiple of {Hkv} (the heads of {names[0]})")
+    if v_width % Hkv:
+        raise ShapeError(f"{names[1]} has rows of {v_width}, expected a multiple of {Hkv} (the heads of {names[0]})")
+    return v_width // Hkv
+
+
+def _scale_window(scale: float, window: int | None) -> None:
+    _check.finite(scale=scale)
+    if window is not None:
+        _check.positive(window=window)
+
+
+def _length(seq_len: int, room: int, name: str = "seq_len") -> None:
+    if not 0 <= seq_len <= room:
+        raise InvalidArgument(f"{name} is {seq_len}, expected 0 to {room} (positions in the cache)")
+
+
+def _spans(lengths: Array, window: int | None) -> list[tuple[int, int]]:
+    return [(0 if window is None else max(0, int(n) - window), int(n)) for n in lengths.reshape(-1)]
+
+
+def _decode_rows(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    lengths: Array,
+    scale: float,
+    window: int | None,
+    slots: Array | None = None,
+    block_table: Array | None = None,
+) -> list[Array]:
+    """One query row per sequence over its own cache; float64 [H, Dv] each."""
+    lead = 1 if slots is None and block_table is None else 2
+    D, Dv = q.shape[-1], _value_width(q, k_cache, v_cache, lead)
+    results = []
+    for b, (low, high) in enumerate(_spans(lengths, window)):
+        if high == low:
+            results.append(np.zeros((q.shape[1], Dv)))
+            continue
+        table = table_of(slots, block_table, b)
+        k = read_rows(k_cache, table, low, high).reshape(high - low, -1, D)
+        v = read_rows(v_cache, table, low, high).reshape(high - low, -1, Dv)
+        results.append(attend(q[b : b + 1].astype(np.float64), k, v, high - low - 1, scale, None)[0])
+    return results
+
+
+def _value_width(q: Array, k_cache: Array, v_cache: Array, lead: int) -> int:
+    Hkv = math.prod(k_cache.shape[lead:]) // q.shape[-1]
+    return math.prod(v_cache.shape[lead:]) // Hkv
+
+
+def _decode(
+    q: Spec,
+    k_cache: Spec,
+    v_cache: Spec,
+    seq_len: Spec | int,
+    scale: float,
+    window: int | None,
+    slots: Spec | None,
+) -> Spec:
+    per_row = batched("seq_len", seq_len)
+    _check.axes("[B, H, D]" if per_row else "[H, D]", 3 if per_row else 2, q=q)
+    _check.filled(1 if per_row else 0, q=q)
+    check_layout(slots, None, per_row, q.shape[0], "seq_len")
+    if isinstance(seq_len, Spec) and per_row:
+        _check.shape((q.shape[0],), "one per row of q", seq_len=seq_len)
+    _scale_window(scale, window)
+    Dv = _heads(q, k_cache, v_cache, 2 if per_row else 1, ("k_cache", "v_cache"))
+    if isinstance(seq_len, int):
+        _length(seq_len, k_cache.shape[0])
+    return Spec((*q.shape[:-1], Dv), q.dtype)
+
+
+def _check_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    seq_len: Array | int,
+    scale: float,
+    window: int | None,
+    slots: Array | None,
+) -> None:
+    lengths = np.asarray(seq_len)
+    room = capacity(k_cache, slots, None)
+    _check.in_range("seq_len", lengths, 0, room + 1, f"{room} positions in the cache")
+    check_read(k_cache, slots, None, _spans(lengths, window))
+
+
+@op(infer=_decode, check=_check_decode)
+def attention_decode(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    seq_len: int | Array,
+    scale: float,
+    window: int | None = None,
+    slots: Array | None = None,
+) -> Array:
+    """softmax(scale · q · kᵀ) · v over positions max(0, seq_len − window) … seq_len − 1; the query is the newest of
+    them.
+
+    q [H, D], caches [max_seq, Hkv · D] and [max_seq, Hkv · Dv] → [H, Dv]; or q [B, H, D], seq_len int32 [B], caches
+    [S, max_seq, …] and slots int32 [B] → [B, H, Dv]. seq_len = 0 gives zeros.
+    """
+    lengths = np.asarray(seq_len).reshape(-1)
+    rows = _decode_rows(q[None] if q.ndim == 2 else q, k_cache, v_cache, lengths, scale, window, slots)
+    Dv = _value_width(q, k_cache, v_cache, 1 if slots is None else 2)
+    return round_to(np.array(rows).reshape(*q.shape[:-1], Dv), q.dtype)
+
+
+def _prefill(
+    q: Spec,
+    k_cache: Spec,
+    v_cache: Spec,
+    start: Spec | int,
+    scale: float,
+    window: int | None,
+    block_table: Spec | None,
+) -> Spec:
+    _check.axes("[T, H, D]", 3, q=q)
+    _check.filled(q=q)
+    if batched("start", start):
+        raise ShapeError("start has one value per row, expected one number: the position of the first row")
+    check_layout(None, block_table, False, q.shape[0], "start")
+    _scale_window(scale, window)
+    Dv = _heads(q, k_cache, v_cache, 1 if block_table is None else 2, ("k_cache", "v_cache"))
+    if isinstance(start, int):
+        _length(start + q.shape[0], capacity(k_cache, None, block_table), "start + T")
+    return Spec((*q.shape[:-1], Dv), q.dtype)
+
+
+def _check_prefill(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    start: Array | int,
+    scale: float,
+    window: int | None,
+    block_table: Array | None,
+) -> None:
+    first, room = int(start), capacity(k_cache, None, block_table)
+    if first < 0 or first + len(q) > room:
+        raise InvalidArgument(f"start is {first}, expected 0 to {room - len(q)} ({len(q)} rows in {room} positions)")
+    low = 0 if window is None else max(0, first - window + 1)
+    check_read(k_cache, None, block_table, [(low, first + len(q) if len(q) else low)])
+
+
+@op(infer=_prefill, check=_check_prefill)
+def attention_prefill(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    start: int | Array,
+    scale: float,
+    window: int | None = None,
+    block_table: Array | None = None,
+) -> Array:
+    """Causal attention of T rows at positions start … start + T − 1, whose keys and values are already in the cache.
+
+    Row t sees p ≤ start + t and, with a window W, p > start + t − W: W positions, itself included.
+    q [T, H, D], caches [max_seq, Hkv · D] and [max_seq, Hkv · Dv], or pages with block_table int32 [n] → [T, H, Dv].
+    """
+    D, first = q.shape[2], int(start)
+    Dv = _value_width(q, k_cache, v_cache, 1 if block_table is None else 2)
+    if not len(q):
+        return np.empty((*q.shape[:-1], Dv), q.dtype)
+    low = 0 if window is None else max(0, first - window + 1)  # pages in front of the window may be gone
+    k = read_rows(k_cache, block_table, low, first + len(q)).reshape(first + len(q) - low, -1, D)
+    v = read_rows(v_cache, block_table, low, first + len(q)).reshape(len(k), -1, Dv)
+    return round_to(attend(q.astype(np.float64), k, v, first - low, scale, window), q.dtype)
+
+
+def _paged(
+    q: Spec,
+    k_pages: Spec,
+    v_pages: Spec,
+    block_table: Spec,
+    lengths: Spec,
+    scale: float,
+    window: int | None,
+) -> Spec:
+    _check.axes("[B, H, D]", 3, q=q)
+    _check.filled(q=q)
+    _check.dtype("int32", lengths=lengths)
+    _check.shape((q.shape[0],), "one per row of q", lengths=lengths)
+    check_layout(None, block_table, True, q.shape[0], "lengths")
+    _scale_window(scale, window)
+    return Spec((*q.shape[:-1], _heads(q, k_pages, v_pages, 2, ("k_pages", "v_pages"))), q.dtype)
+
+
+def _check_paged(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_table: Array,
+    lengths: Array,
+    scale: float,
+    window: int | None,
+) -> None:
+    room = capacity(k_pages, None, block_table)
+    _check.in_range("lengths", lengths, 0, room + 1, f"{room} positions in block_table")
+    check_read(k_pages, None, block_table, _spans(lengths, window))
+
+
+@op(infer=_paged, check=_check_paged)
+def attention_paged(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_table: Array,
+    lengths: Array,
+    scale: float,
+    window: int | None = None,
+) -> Array:
+    """`attention_decode` of B sequences over shared pages.
+
+    q [B, H, D], k_pages [P, page, Hkv · D], v_pages [P, page, Hkv · Dv], block_table int32 [B, n], lengths int32 [B]
+    (the new token counted) → [B, H, Dv]. Only pages inside the window are read.
+    """
+    rows = _decode_rows(q, k_pages, v_pages, lengths, scale, window, block_table=block_table)
+    return round_to(np.array(rows).reshape(*q.shape[:-1], _value_width(q, k_pages, v_pages, 2)), q.dtype)

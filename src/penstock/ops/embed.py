@@ -1,0 +1,42 @@
+"""Embedding look-ups: rows of a dense or quantized table."""
+
+from __future__ import annotations
+
+from penstock import quant
+from penstock.dtypes import numpy_dtype, round_to
+from penstock.ops import _check
+from penstock.ops._op import Array, Spec, op
+from penstock.ops.linear import result_dtype
+from penstock.quant import QuantizedTensor
+
+
+def _gathered(token_ids: Spec, table: Spec | QuantizedTensor, dtype: str | None) -> Spec:
+    _check.dtype("int32", token_ids=token_ids)
+    _check.axes("[T]", 0, 1, 2, token_ids=token_ids)
+    _check.axes("[vocab, dim]", 2, table=table)
+    _check.floating(table=table)
+    _check.filled(0, table=table)
+    kept = Spec(table.shape, "float32") if isinstance(table, QuantizedTensor) else table
+    return Spec((*token_ids.shape, table.shape[1]), result_dtype(kept, dtype))
+
+
+def _check_ids(token_ids: Array, table: Array | QuantizedTensor, dtype: str | None) -> None:
+    _check.in_range("token_ids", token_ids, 0, table.shape[0], f"vocabulary of {table.shape[0]}")
+
+
+@op(infer=_gathered, check=_check_ids)
+def embedding(token_ids: Array, table: Array, dtype: str | None = None) -> Array:
+    """table[token_ids]: int32 [T] and [vocab, dim] → [T, dim] in the table's dtype, or rounded to `dtype`."""
+    rows = table[token_ids]
+    return rows if dtype is None else round_to(rows, numpy_dtype(dtype))
+
+
+@op(infer=_gathered, check=_check_ids, sources=("embed_gather_4bit",))
+def quantized_embedding(token_ids: Array, table: QuantizedTensor, dtype: str | None = None) -> Array:
+    """Rows of a quantized table: code · scale + bias, bit-exact on every backend.
+
+    token_ids int32 [T], table [vocab, dim] → float32 [T, dim], or that rounded once to `dtype`.
+    """
+    rows = table.with_arrays(*(a[token_ids.reshape(-1)] for a in table.arrays))
+    y = quant.dequantize(rows).reshape(*token_ids.shape, table.shape[1])
+    return y if dtype is None else round_to(y, numpy_dtype(dtype))

@@ -1,0 +1,415 @@
+"""Multi-head latent attention (DeepSeek-V3) in the absorbed form: one latent row serves all heads as key and value.
+
+The weight between latents and heads comes whole or as a pair, quantized or dense:
+
+    kv_b         [H · P, R], P = nope + v_head_dim: rows h·P … h·P + nope − 1 are the key part of head h, then the
+    value part
+    embed_q      [H, R, nope], the key part of each head transposed, and
+    unembed_out  [H, v_head_dim, R], the value part
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.dtypes import round_to
+from penstock.errors import InvalidArgument, ShapeError
+from penstock.ops import _check
+from penstock.ops._op import Array, Spec, op
+from penstock.ops.attention import attend
+from penstock.ops.cache import batched, capacity, check_layout, check_read, read_rows, row_width, table_of
+from penstock.ops.linear import dense, result_dtype
+from penstock.ops.norm import f64
+from penstock.quant import QuantizedTensor
+
+# -- splitting -------------------------------------------------------------------------------------------------------
+
+
+def _split(q_full: Spec, kv_pre: Spec, nope: int, rope: int) -> tuple[Spec, Spec, Spec, Spec]:
+    dtype = _check.alike(q_full=q_full, kv_pre=kv_pre)
+    _check.axes("[T, H, nope + rope] or [H, nope + rope]", 2, 3, q_full=q_full)
+    _check.filled(q_full.ndim - 2, q_full=q_full)
+    if nope < 1 or rope < 1:
+        form = f"a last axis of nope + rope, both at least 1 (they are {nope} and {rope})"
+        raise ShapeError(f"q_full has shape {q_full.shape}, expected {form}")
+    _check.axes("[T, R + rope] or [R + rope]", q_full.ndim - 1, kv_pre=kv_pre)
+    lead = q_full.shape[:-2]
+    R = kv_pre.shape[-1] - rope
+    if R < 1:
+        raise ShapeError(f"kv_pre has shape {kv_pre.shape}, expected a last axis of more than {rope} (R + rope)")
+    _check.shape((*lead, R + rope), "T, R + rope", kv_pre=kv_pre)
+    heads = q_full.shape[:-1]
+    shapes = ((*heads, nope), (*heads, rope), (*lead, R), (*lead, rope))
+    q_nope, q_pe, kv_lat, k_pe = (Spec(shape, dtype) for shape in shapes)
+    return q_nope, q_pe, kv_lat, k_pe
+
+
+def _sizes(q_full: Any, kv_pre: Any, nope: int | None, kv_lora_rank: int | None) -> tuple[int, int]:
+    """Widths of the two parts of a query head, from either of them."""
+    if nope is None and kv_lora_rank is None:
+        raise InvalidArgument("nope and kv_lora_rank are both left out, expected one of them")
+    if nope is None:
+        rope = kv_pre.shape[-1] - kv_lora_rank
+        return q_full.shape[-1] - rope, rope
+    rope = q_full.shape[-1] - nope
+    if kv_lora_rank is not None and kv_pre.shape[-1] - kv_lora_rank != rope:
+        raise ShapeError(
+            f"kv_pre has shape {tuple(kv_pre.shape)}, expected a last axis of {kv_lora_rank + rope} (R + rope)"
+        )
+    return nope, rope
+
+
+@op(
+    infer=lambda q_full, kv_pre, nope, kv_lora_rank: _split(
+        q_full, kv_pre, *_sizes(q_full, kv_pre, nope, kv_lora_rank)
+    ),
+    sources=("mla_split_q_kv",),
+)
+def mla_split_q_kv(
+    q_full: Array, kv_pre: Array, nope: int | None = None, kv_lora_rank: int | None = None
+) -> tuple[Array, Array, Array, Array]:
+    """q_full [(T,) H, nope + rope] → q_nope, q_pe; kv_pre [(T,) R + rope] → kv_lat, k_pe. Pure copies.
+
+    Either of nope and kv_lora_rank (R) fixes where to cut.
+    """
+    nope, rope = _sizes(q_full, kv_pre, nope, kv_lora_rank)
+    R = kv_pre.shape[-1] - rope
+    return q_full[..., :nope].copy(), q_full[..., nope:].copy(), kv_pre[..., :R].copy(), kv_pre[..., R:].copy()
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _rows_per_head(kv_b: Any, H: int) -> int:
+    if kv_b.shape[0] % H:
+        raise ShapeError(f"kv_b has shape {tuple(kv_b.shape)}, expected a multiple of {H} rows (heads)")
+    return kv_b.shape[0] // H
+
+
+def _key_width(kv_b: Any, H: int, nope: int | None, v_head_dim: int | None) -> int:
+    """Key rows of each head of a whole kv_b."""
+    P = _rows_per_head(kv_b, H)
+    if nope is None and v_head_dim is None:
+        raise InvalidArgument("nope and v_head_dim are both left out, expected one of them with a whole kv_b")
+    keys = nope if nope is not None else P - (v_head_dim or 0)
+    if not 0 < keys < P or (v_head_dim is not None and keys + v_head_dim != P):
+        raise ShapeError(f"kv_b has {P} rows per head, expected nope + v_head_dim ({nope} and {v_head_dim} given)")
+    return keys
+
+
+def _per_head(x: Spec, name: str) -> tuple[int, int]:
+    _check.floating(**{name: x})
+    _check.axes(f"[T, H, {'R' if name == 'v_combine' else 'nope'}] with T optional", 2, 3, **{name: x})
+    _check.filled(x.ndim - 2, **{name: x})
+    return x.shape[-2], x.shape[-1]
+
+
+def _q_prime(q_nope: Spec, kv_b: Any) -> Spec:
+    H, nope = _per_head(q_nope, "q_nope")
+    _check.floating(kv_b=kv_b)
+    _check.axes("[H P, R] or [H, R, nope]", 2, 3, kv_b=kv_b)
+    _check.filled(0, kv_b=kv_b)
+    if len(kv_b.shape) == 3:
+        R = kv_b.shape[1]
+        _check.shape((H, R, nope), "H, R, nope", kv_b=kv_b)
+    else:
+        R = kv_b.shape[1]
+        if _rows_per_head(kv_b, H) < nope:
+            raise ShapeError(f"kv_b has {_rows_per_head(kv_b, H)} rows per head, expected at least {nope} (nope)")
+    return Spec((*q_nope.shape[:-1], R), q_nope.dtype)
+
+
+@op(infer=_q_prime, sources=("mla_q_prime_4bit",))
+def mla_q_prime(q_nope: Array, kv_b: QuantizedTensor | Array) -> Array:
+    """q'[h, c] = Σ_i q_nope[h, i] · W_K[h, i, c]: queries moved into the latent space.
+
+    q_nope [(T,) H, nope]; kv_b whole [H · P, R], or embed_q [H, R, nope] → [(T,) H, R].
+    """
+    H, nope = q_nope.shape[-2:]
+    w = dense(kv_b)
+    if kv_b.ndim == 2:
+        w = w.reshape(H, -1, w.shape[-1])[:, :nope].swapaxes(1, 2)  # [H, R, nope]
+    return round_to(np.einsum("...hi,hci->...hc", f64(q_nope), w), q_nope.dtype)
+
+
+def _out_per_head(v_combine: Spec, kv_b: Any, nope: int | None, v_head_dim: int | None) -> Spec:
+    H, R = _per_head(v_combine, "v_combine")
+    _check.floating(kv_b=kv_b)
+    _check.axes("[H P, R] or [H, v_head_dim, R]", 2, 3, kv_b=kv_b)
+    _check.filled(0, kv_b=kv_b)
+    if kv_b.shape[-1] != R:
+        raise ShapeError(f"kv_b has shape {tuple(kv_b.shape)}, expected a last axis of {R} (R)")
+    if len(kv_b.shape) == 3:
+        _check.shape((H, kv_b.shape[1], R), "H, v_head_dim, R", kv_b=kv_b)
+        width = kv_b.shape[1]
+    else:
+        width = _rows_per_head(kv_b, H) - _key_width(kv_b, H, nope, v_head_dim)
+    return Spec((*v_combine.shape[:-1], width), v_combine.dtype)
+
+
+@op(infer=_out_per_head, sources=("mla_out_per_head_4bit",))
+def mla_out_per_head(
+    v_combine: Array, kv_b: QuantizedTensor | Array, nope: int | None = None, v_head_dim: int | None = None
+) -> Array:
+    """y[h, f] = Σ_c v_combine[h, c] · W_V[h, f, c]: the latent result of each head as values.
+
+    v_combine [(T,) H, R]; kv_b whole [H · P, R] (then nope or v_head_dim says where its value rows start), or
+    unembed_out [H, v_head_dim, R] → [(T,) H, v_head_dim].
+    """
+    H, R = v_combine.shape[-2:]
+    w = dense(kv_b)
+    if kv_b.ndim == 2:
+        w = w.reshape(H, -1, R)[:, _key_width(kv_b, H, nope, v_head_dim) :]
+    return round_to(np.einsum("...hc,hfc->...hf", f64(v_combine), w), v_combine.dtype)
+
+
+def _expanded(
+    latent: Spec, kv_b: Any, unembed_out: Any, heads: int | None, nope: int | None, v_head_dim: int | None
+) -> tuple[Spec, Spec]:
+    _check.floating(latent=latent, kv_b=kv_b, unembed_out=unembed_out)
+    _check.axes("[T, R]", 2, latent=latent)
+    _check.filled(latent=latent)
+    T, R = latent.shape
+    _check.axes("[H P, R] or [H, R, nope]", 2, 3, kv_b=kv_b)
+    _check.filled(0, kv_b=kv_b)
+    if len(kv_b.shape) == 3:
+        if unembed_out is None:
+            raise InvalidArgument("unembed_out is left out, expected it beside an embed_q of three axes")
+        _check.axes("[H, v_head_dim, R]", 3, unembed_out=unembed_out)
+        _check.filled(0, unembed_out=unembed_out)
+        H, _, keys = kv_b.shape
+        values = unembed_out.shape[1]
+        _check.shape((H, R, keys), "H, R, nope", kv_b=kv_b)
+        _check.shape((H, values, R), "H, v_head_dim, R", unembed_out=unembed_out)
+    else:
+        if unembed_out is not None:
+            raise InvalidArgument("unembed_out is given with a whole kv_b, expected one or the other")
+        if heads is None:
+            raise InvalidArgument("heads is left out, expected the number of heads with a whole kv_b")
+        _check.positive(heads=heads)
+        H, keys = heads, _key_width(kv_b, heads, nope, v_head_dim)
+        values = _rows_per_head(kv_b, heads) - keys
+        if kv_b.shape[1] != R:
+            raise ShapeError(f"kv_b has shape {tuple(kv_b.shape)}, expected a last axis of {R} (R)")
+    return Spec((T, H, keys), latent.dtype), Spec((T, H, values), latent.dtype)
+
+
+@op(infer=_expanded)
+def mla_expand(
+    latent: Array,
+    kv_b: QuantizedTensor | Array,
+    unembed_out: QuantizedTensor | Array | None = None,
+    heads: int | None = None,
+    nope: int | None = None,
+    v_head_dim: int | None = None,
+) -> tuple[Array, Array]:
+    """Keys k[t, h] = W_K[h] · latent[t] and values v[t, h] = W_V[h] · latent[t]: the ordinary attention behind MLA.
+
+    latent [T, R]; kv_b whole [H · P, R] with heads and nope (or v_head_dim), or embed_q [H, R, nope] with unembed_out
+    [H, v_head_dim, R] → k [T, H, nope] (to be followed by the rope part) and v [T, H, v_head_dim].
+    """
+    if unembed_out is None:
+        assert heads is not None
+        w = dense(kv_b).reshape(heads, -1, latent.shape[1])
+        cut = _key_width(kv_b, heads, nope, v_head_dim)
+        keys, values = w[:, :cut], w[:, cut:]
+    else:
+        keys, values = dense(kv_b).swapaxes(1, 2), dense(unembed_out)
+    x = f64(latent)
+    k, v = (round_to(np.einsum("tc,hfc->thf", x, w), latent.dtype) for w in (keys, values))
+    return k, v
+
+
+# -- attention over latents ------------------------------------------------------------------------------------------
+
+
+def _queries(q_prime: Spec, q_pe: Spec, latent_cache: Spec, rope_k_cache: Spec, lead: int) -> None:
+    _check.alike(q_prime=q_prime, q_pe=q_pe, latent_cache=latent_cache, rope_k_cache=rope_k_cache)
+    _check.axes("[T, H, R] or [H, R]", 2, 3, q_prime=q_prime)
+    _check.filled(q_prime.ndim - 2, q_prime=q_prime, q_pe=q_pe)
+    _check.axes("the axes of q_prime", q_prime.ndim, q_pe=q_pe)
+    _check.shape((*q_prime.shape[:-1], q_pe.shape[-1]), "as q_prime but for the last axis", q_pe=q_pe)
+    for name, cache, width in (
+        ("latent_cache", latent_cache, q_prime.shape[-1]),
+        ("rope_k_cache", rope_k_cache, q_pe.shape[-1]),
+    ):
+        if row_width(name, cache, lead) != width:
+            raise ShapeError(f"{name} has shape {cache.shape}, expected rows of {width} as the query")
+    if latent_cache.shape[:lead] != rope_k_cache.shape[:lead]:
+        front = f"{latent_cache.shape[:lead]} in front as latent_cache"
+        raise ShapeError(f"rope_k_cache has shape {rope_k_cache.shape}, expected {front}")
+
+
+def _sdpa(
+    q_prime: Spec,
+    q_pe: Spec,
+    latent_cache: Spec,
+    rope_k_cache: Spec,
+    cache_len: Spec | int,
+    softmax_scale: float,
+    slots: Spec | None,
+    block_table: Spec | None,
+) -> Spec:
+    per_row = batched("cache_len", cache_len)
+    rows = q_prime.shape[0] if q_prime.ndim == 3 else 1
+    if per_row:
+        _check.axes("[B, H, R]", 3, q_prime=q_prime)
+        _check.shape((rows,), "one per row of q_prime", cache_len=cache_len)
+    check_layout(slots, block_table, per_row, rows, "cache_len")
+    _queries(q_prime, q_pe, latent_cache, rope_k_cache, 1 if slots is None and block_table is None else 2)
+    _check.finite(softmax_scale=softmax_scale)
+    if isinstance(cache_len, int):
+        _check_cache_len(cache_len, rows if q_prime.ndim == 3 else 0, capacity(latent_cache, slots, block_table))
+    return q_prime
+
+
+def _check_cache_len(cache_len: int, rows: int, room: int) -> None:
+    if not rows <= cache_len <= room:
+        raise InvalidArgument(f"cache_len is {cache_len}, expected {rows} to {room} (rows of the call, positions)")
+
+
+def _check_sdpa(
+    q_prime: Array,
+    q_pe: Array,
+    latent_cache: Array,
+    rope_k_cache: Array,
+    cache_len: Array | int,
+    softmax_scale: float,
+    slots: Array | None,
+    block_table: Array | None,
+) -> None:
+    room = capacity(latent_cache, slots, block_table)
+    lengths = np.asarray(cache_len)
+    if lengths.ndim == 0:
+        _check_cache_len(int(lengths), len(q_prime) if q_prime.ndim == 3 else 0, room)
+    else:
+        _check.in_range("cache_len", lengths, 0, room + 1, f"{room} positions in the cache")
+    check_read(latent_cache, slots, block_table, [(0, int(n)) for n in lengths.reshape(-1)])
+
+
+def _absorbed(q_prime: Array, q_pe: Array, latent: Array, rope_k: Array, start: int, scale: float) -> Array:
+    """Attention with one key-value head: keys [latent | rope_k], values latent. float64 [T, H, R]."""
+    q = np.concatenate([f64(q_prime), f64(q_pe)], axis=-1)
+    if len(latent) == 0:
+        return np.zeros(q_prime.shape)
+    return attend(q, np.concatenate([latent, rope_k], axis=-1)[:, None], latent[:, None], start, scale, None)
+
+
+@op(
+    infer=_sdpa,
+    check=_check_sdpa,
+    sources=("mla_sdpa_folded",),
+)
+def mla_sdpa(
+    q_prime: Array,
+    q_pe: Array,
+    latent_cache: Array,
+    rope_k_cache: Array,
+    cache_len: int | Array,
+    softmax_scale: float,
+    slots: Array | None = None,
+    block_table: Array | None = None,
+) -> Array:
+    """softmax_t((q'·latent[t] + q_pe·rope_k[t]) · softmax_scale) over the cache, applied to the latents → like q_prime.
+
+    One token: q_prime [H, R], q_pe [H, rope], caches [max_len, R] and [max_len, rope], t < cache_len. T tokens of one
+    sequence: q_prime [T, H, R], the last at position cache_len − 1, causal. B sequences: q_prime [B, H, R], cache_len
+    int32 [B], caches with slots or pages (see cache.py). cache_len = 0 gives zeros.
+    """
+    lengths = np.asarray(cache_len)
+    if lengths.ndim == 0:
+        latent, rope_k = (read_rows(c, block_table, 0, int(lengths)) for c in (latent_cache, rope_k_cache))
+        rows = q_prime if q_prime.ndim == 3 else q_prime[None]
+        pe = q_pe if q_pe.ndim == 3 else q_pe[None]
+        y = _absorbed(rows, pe, latent, rope_k, int(lengths) - len(rows), softmax_scale)
+        return round_to(y.reshape(q_prime.shape), q_prime.dtype)
+    y = np.empty(q_prime.shape)
+    for b, n in enumerate(lengths):
+        table = table_of(slots, block_table, b)
+        latent, rope_k = (read_rows(c, table, 0, int(n)) for c in (latent_cache, rope_k_cache))
+        one = slice(b, b + 1)
+        y[one] = _absorbed(q_prime[one], q_pe[one], latent, rope_k, int(n) - 1, softmax_scale)
+    return round_to(y, q_prime.dtype)
+
+
+def _tile(
+    running_max: Spec,
+    denominator: Spec,
+    accumulator: Spec,
+    q_prime: Spec,
+    q_pe: Spec,
+    latent_cache: Spec,
+    rope_k_cache: Spec,
+    tile_start: int,
+    tile_end: int,
+    softmax_scale: float,
+    first: bool,
+) -> None:
+    _check.axes("[H, R]", 2, q_prime=q_prime)
+    _queries(q_prime, q_pe, latent_cache, rope_k_cache, 1)
+    _check.dtype("float32", running_max=running_max, denominator=denominator, accumulator=accumulator)
+    _check.shape(q_prime.shape[:1], "H", running_max=running_max, denominator=denominator)
+    _check.shape(q_prime.shape, "as q_prime", accumulator=accumulator)
+    _check.finite(softmax_scale=softmax_scale)
+    if not 0 <= tile_start <= tile_end <= latent_cache.shape[0]:
+        limits = f"0 <= start <= end <= {latent_cache.shape[0]}"
+        raise InvalidArgument(f"tile_start and tile_end are {tile_start} and {tile_end}, expected {limits}")
+
+
+@op(
+    infer=_tile,
+    writes=("running_max", "denominator", "accumulator"),
+    sources=("mla_sdpa_tile_accumulate",),
+)
+def mla_sdpa_tile_accumulate(
+    running_max: Array,
+    denominator: Array,
+    accumulator: Array,
+    q_prime: Array,
+    q_pe: Array,
+    latent_cache: Array,
+    rope_k_cache: Array,
+    tile_start: int,
+    tile_end: int,
+    softmax_scale: float,
+    first: bool = False,
+) -> None:
+    """One tile of `mla_sdpa` with online softmax: merges positions tile_start … tile_end − 1 into the running state.
+
+    With m = max s, z = Σ exp(s − m), v = Σ exp(s − m) · latent of the tile and M' = max(M, m):
+    Z' = Z · exp(M − M') + z · exp(m − M'), V' likewise; a side whose maximum is −inf counts as nothing.
+    q_prime [H, R]; running_max, denominator float32 [H], accumulator float32 [H, R]. `first` starts from nothing,
+    whatever the state holds, also for an empty tile.
+    """
+    if first:
+        running_max[...], denominator[...], accumulator[...] = -np.inf, 0, 0
+    if tile_start == tile_end:
+        return
+    latent = read_rows(latent_cache, None, tile_start, tile_end)
+    rope_k = read_rows(rope_k_cache, None, tile_start, tile_end)
+    scores = (f64(q_prime) @ latent.T + f64(q_pe) @ rope_k.T) * softmax_scale  # [H, tile]
+    old, top = f64(running_max), scores.max(axis=1)
+    new = np.maximum(old, top)
+    weights = np.exp(scores - np.where(np.isneginf(top), 0, top)[:, None])
+    keep = np.where(np.isneginf(old), 0, np.exp(old - new))
+    take = np.where(np.isneginf(top), 0, np.exp(top - new))
+    running_max[...] = new
+    denominator[...] = f64(denominator) * keep + weights.sum(axis=1) * take
+    accumulator[...] = f64(accumulator) * keep[:, None] + (weights @ latent) * take[:, None]
+
+
+def _finalized(denominator: Spec, accumulator: Spec, dtype: str) -> Spec:
+    _check.dtype("float32", denominator=denominator, accumulator=accumulator)
+    _check.axes("[H, R]", 2, accumulator=accumulator)
+    _check.filled(0, accumulator=accumulator)
+    _check.shape(accumulator.shape[:1], "H", denominator=denominator)
+    return Spec(accumulator.shape, result_dtype(accumulator, dtype))
+
+
+@op(infer=_finalized, alias=True, sources=("mla_sdpa_tile_finalize",))
+def mla_sdpa_finalize(denominator: Array, accumulator: Array, dtype: str = "float32") -> Array:
+    """accumulator / denominator per head, 0 where the denominator is not above 0: the end of a tiled `mla_sdpa`."""
+    z = f64(denominator)[:, None]
+    return round_to(np.where(z > 0, f64(accumulator) / z, 0), dtype)

@@ -1,0 +1,426 @@
+"""Mixture-of-experts: routers, gated expert products, combination with the residual stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from penstock.dtypes import round_to
+from penstock.errors import InvalidArgument, ShapeError
+from penstock.ops import _check
+from penstock.ops._op import Array, Spec, op
+from penstock.ops.elementwise import ACTIVATIONS, expert_sum, sigmoid
+from penstock.ops.linear import ROUNDINGS, by_slot, check_slots, expert_at, product, slots_of, weight_matrix
+from penstock.quant import QuantizedTensor
+
+# -- routers ---------------------------------------------------------------------------------------------------------
+
+
+def _logits(logits: Spec, k: int, name: str) -> tuple[Spec, Spec]:
+    _check.dtype("float32", logits=logits)
+    _check.axes("[T, E] or [E]", 1, 2, logits=logits)
+    experts = logits.shape[-1]
+    if experts == 0:
+        raise ShapeError(f"logits has shape {logits.shape}, expected at least one expert")
+    if not 1 <= k <= experts:
+        raise InvalidArgument(f"{name} is {k}, expected 1 to {experts} (the number of experts)")
+    chosen = (*logits.shape[:-1], k)
+    return Spec(chosen, "int32"), Spec(chosen, "float32")
+
+
+def _probabilities(logits: Array) -> tuple[Array, Array]:
+    """softmax in float64 and, per row, whether it means anything (no NaN, no +inf, not all −inf)."""
+    top = logits.max(axis=-1, keepdims=True)
+    e = np.exp(logits.astype(np.float64) - top)
+    return e / e.sum(axis=-1, keepdims=True), np.isfinite(top)
+
+
+def _best(scores: Array, k: int) -> Array:
+    """Indices of the k largest of each row, descending, the lowest index first among equals."""
+    return np.argsort(-scores, axis=-1, kind="stable")[..., :k]
+
+
+def _route(logits: Spec, per_expert_scale: Spec | None, top_k: int) -> tuple[Spec, Spec]:
+    result = _logits(logits, top_k, "top_k")
+    _check.floating(per_expert_scale=per_expert_scale)
+    _check.shape(logits.shape[-1:], "one per expert", per_expert_scale=per_expert_scale)
+    return result
+
+
+@op(
+    infer=_route,
+    sources=(
+        "fused_moe_routing_f32",
+        "fused_moe_routing_f32_v2",
+        "fused_moe_routing_f32_v3",
+        "fused_moe_routing_batch_f32",
+        "fused_moe_routing_batch_f32_v3",
+    ),
+)
+def moe_route(logits: Array, per_expert_scale: Array | None, top_k: int) -> tuple[Array, Array]:
+    """The top_k experts of each row, best first, with renormalised and then scaled weights.
+
+    p = softmax(logits) over all experts; ids by logit, ties to the lowest index; w = p[ids] / Σ p[ids] · scale[ids]
+    logits float32 [(T,) E], per_expert_scale [E] or None → ids int32, weights float32 [(T,) k]. The weights are not
+    renormalised after the scale. A row with NaN or +inf, or all −inf, gives ids 0 and weights 0.
+    """
+    p, sound = _probabilities(logits)
+    ids = np.where(sound, _best(logits, top_k), 0)
+    chosen = np.take_along_axis(p, ids, axis=-1)
+    total = chosen.sum(axis=-1, keepdims=True)
+    scale = np.ones(logits.shape[-1]) if per_expert_scale is None else per_expert_scale.astype(np.float64)
+    weights = np.where(sound & (total > 0), chosen / total * scale[ids], 0)
+    return ids.astype(np.int32), weights.astype(np.float32)
+
+
+@op(infer=lambda logits, k: _logits(logits, k, "k"), sources=("moe_softmax_topk",))
+def moe_softmax_topk(logits: Array, k: int) -> tuple[Array, Array]:
+    """The k experts of each row in slot order with their softmax probabilities, not renormalised.
+
+    Slots start as experts 0 … k − 1; each later expert takes the slot of the smallest logit (the first such slot) if
+    its own is strictly larger. logits float32 [(T,) E] → ids int32, weights float32 [(T,) k], slots not sorted. A row
+    with NaN or +inf, or all −inf, gives ids 0 and weights 0.
+    """
+    p, sound = _probabilities(logits)
+    rows = logits.reshape(-1, logits.shape[-1])
+    ids = np.tile(np.arange(k), (len(rows), 1))
+    held = rows[:, :k].copy()
+    every = np.arange(len(rows))
+    for i in range(k, rows.shape[1]):
+        slot = np.argmin(held, axis=1)
+        better = rows[:, i] > held[every, slot]
+        held[every[better], slot[better]] = rows[better, i]
+        ids[every[better], slot[better]] = i
+    ids = np.where(sound, ids.reshape(*logits.shape[:-1], k), 0)
+    weights = np.where(sound, np.take_along_axis(p, ids, axis=-1), 0)
+    return ids.astype(np.int32), weights.astype(np.float32)
+
+
+def _group_route(
+    logits: Spec,
+    bias: Spec | None,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+) -> tuple[Spec, Spec]:
+    result = _logits(logits, top_k, "top_k")
+    experts = logits.shape[-1]
+    _check.floating(bias=bias)
+    _check.shape((experts,), "one per expert", bias=bias)
+    _check.finite(routed_scaling_factor=routed_scaling_factor)
+    _check.positive(n_group=n_group)
+    if experts % n_group:
+        raise InvalidArgument(f"n_group is {n_group}, expected a divisor of {experts} (the number of experts)")
+    if n_group > 1 and experts // n_group < 2:
+        raise InvalidArgument(f"n_group is {n_group}, expected at least 2 of the {experts} experts in a group")
+    if not 1 <= topk_group <= n_group:
+        raise InvalidArgument(f"topk_group is {topk_group}, expected 1 to {n_group} (n_group)")
+    kept = topk_group * (experts // n_group)
+    if top_k > kept:
+        raise InvalidArgument(f"top_k is {top_k}, expected at most {kept} (experts in topk_group groups)")
+    return result
+
+
+@op(infer=_group_route)
+def moe_group_route(
+    logits: Array,
+    bias: Array | None,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+) -> tuple[Array, Array]:
+    """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, groups of experts first.
+
+    s = σ(logits), c = s + bias in float32; keep the topk_group groups of largest (sum of their two best c); ids = the
+    top_k largest c among those, ties to the lowest index; w = s[ids], divided by Σ w + 1e-20 if norm_topk_prob, times
+    routed_scaling_factor. logits float32 [(T,) E], bias [E] or None → ids int32, weights float32 [(T,) k]. A row with
+    NaN gives ids 0 and weights 0.
+    """
+    experts = logits.shape[-1]
+    s = sigmoid(logits.astype(np.float64)).astype(np.float32)
+    choice = s if bias is None else s + bias.astype(np.float32)
+    sound = ~np.isnan(choice).any(axis=-1, keepdims=True)
+    if n_group > 1:
+        groups = choice.reshape(*choice.shape[:-1], n_group, experts // n_group)
+        two_best = np.sort(groups, axis=-1)[..., -2:]
+        keep = np.zeros(groups.shape[:-1], bool)
+        np.put_along_axis(keep, _best(two_best[..., 1] + two_best[..., 0], topk_group), True, axis=-1)
+        choice = np.where(keep[..., None], groups, -np.inf).reshape(choice.shape)
+    ids = np.where(sound, _best(choice, top_k), 0)
+    weights = np.take_along_axis(s, ids, axis=-1).astype(np.float64)
+    if norm_topk_prob:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    weights = np.where(sound, weights * routed_scaling_factor, 0)
+    return ids.astype(np.int32), weights.astype(np.float32)
+
+
+def _normalized(weights: Spec) -> Spec:
+    _check.dtype("float32", weights=weights)
+    _check.axes("[T, k] or [k]", 1, 2, weights=weights)
+    _check.filled(weights=weights)
+    return weights
+
+
+@op(infer=_normalized, alias=True, sources=("moe_normalize_weights",))
+def moe_normalize_weights(weights: Array) -> Array:
+    """weights / Σ weights per row; a row whose sum is not above 0 (or NaN) stays as it is. float32 [(T,) k]."""
+    w = weights.astype(np.float64)
+    total = w.sum(axis=-1, keepdims=True)
+    return (w * np.where(total > 0, 1 / total, 1)).astype(np.float32)
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _choice(x: Spec, ids: Spec, slot_of: Spec | None, act: str, activations: str) -> None:
+    _check.floating(x=x)
+    _check.dtype("int32", ids=ids, slot_of=slot_of)
+    _check.axes("[E]", 1, slot_of=slot_of)
+    _check.axes("[T, k] or [k]", 1, 2, ids=ids)
+    _check.filled(ids=ids)
+    _check.one_of(tuple(ACTIVATIONS), act=act)
+    _check.one_of(ROUNDINGS, activations=activations)
+
+
+def _gate_up_width(gate_w: Any, up_w: Any, K: int) -> int:
+    N = weight_matrix("gate_w", gate_w, K, lead=1)
+    if up_w is not None:
+        weight_matrix("up_w", up_w, K, lead=1)
+        _check.shape(tuple(gate_w.shape), "as gate_w", up_w=up_w)
+        return N
+    if N % 2:
+        raise ShapeError(f"gate_w has shape {tuple(gate_w.shape)}, expected an even number of rows (gate, then up)")
+    return N // 2
+
+
+def _expert_gate_up(
+    x: Spec, gate_w: Any, up_w: Any, ids: Spec, slot_of: Spec | None, act: str, activations: str
+) -> Spec:
+    _choice(x, ids, slot_of, act, activations)
+    _check.axes("[T, K] or [K]", ids.ndim, x=x)
+    _check.filled(x=x)
+    N = _gate_up_width(gate_w, up_w, x.shape[-1])
+    _check.shape((*ids.shape[:-1], x.shape[-1]), "one row per row of ids", x=x)
+    return Spec((*ids.shape, N), x.dtype)
+
+
+def _check_ids(ids: Array, stack: Any, slot_of: Array | None) -> None:
+    check_slots(ids, stack.shape[0], slot_of)
+
+
+@op(
+    infer=_expert_gate_up,
+    check=lambda x, gate_w, up_w, ids, slot_of, act, activations: _check_ids(ids, gate_w, slot_of),
+)
+def expert_gate_up(
+    x: Array,
+    gate_w: QuantizedTensor | Array,
+    up_w: QuantizedTensor | Array | None,
+    ids: Array,
+    slot_of: Array | None = None,
+    act: str = "silu",
+    activations: str = "float32",
+) -> Array:
+    """h[t, i] = act(gate_w[e] · x[t]) · (up_w[e] · x[t]) for the chosen experts e = ids[t, i].
+
+    x [(T,) K], gate_w and up_w [S, N, K] (up_w None: gate_w is [S, 2N, K], gate rows first), ids int32 [(T,) k],
+    slot_of int32 [E]: place of an expert in the stack, −1 = absent → [(T,) k, N]. act "silu" or "gelu_tanh".
+    """
+    K = x.shape[-1]
+    N = gate_w.shape[1] if up_w is not None else gate_w.shape[1] // 2
+    k = ids.shape[-1]
+    rows = x.reshape(-1, K)
+    h = np.empty((len(rows) * k, N))
+    for slot, where in by_slot(slots_of(ids, slot_of)):
+        gate = product(rows[where // k], expert_at(gate_w, slot), activations)
+        if up_w is None:
+            gate, up = gate[:, :N], gate[:, N:]
+        else:
+            up = product(rows[where // k], expert_at(up_w, slot), activations)
+        h[where] = ACTIVATIONS[act](gate) * up
+    return round_to(h.reshape(*ids.shape, N), x.dtype)
+
+
+def _expert_down(h: Spec, down_w: Any, ids: Spec, weights: Spec, slot_of: Spec | None, activations: str) -> Spec:
+    _check.floating(h=h)
+    _choice(h, ids, slot_of, "silu", activations)
+    _check.dtype("float32", weights=weights)
+    _check.shape(ids.shape, "as ids", weights=weights)
+    _check.axes("[T, k, I] or [k, I]", ids.ndim + 1, h=h)
+    _check.filled(h=h)
+    _check.shape((*ids.shape, h.shape[-1]), "one row per id", h=h)
+    return Spec((*ids.shape[:-1], weight_matrix("down_w", down_w, h.shape[-1], lead=1)), h.dtype)
+
+
+@op(
+    infer=_expert_down,
+    check=lambda h, down_w, ids, weights, slot_of, activations: _check_ids(ids, down_w, slot_of),
+)
+def expert_down_sum(
+    h: Array,
+    down_w: QuantizedTensor | Array,
+    ids: Array,
+    weights: Array,
+    slot_of: Array | None = None,
+    activations: str = "float32",
+) -> Array:
+    """y[t] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]), slots in order.
+
+    h [(T,) k, I], down_w [S, dim, I], ids int32 and weights float32 [(T,) k], slot_of as in `expert_gate_up` → [(T,)
+    dim].
+    """
+    rows = h.reshape(-1, h.shape[-1])
+    each = np.empty((len(rows), down_w.shape[1]))
+    for slot, where in by_slot(slots_of(ids, slot_of)):
+        each[where] = product(rows[where], expert_at(down_w, slot), activations)
+    return round_to(expert_sum(each.reshape(*ids.shape, each.shape[1]), weights), h.dtype)
+
+
+def _moe_forward(
+    x: Spec,
+    ids: Spec,
+    weights: Spec,
+    gate_w: Any,
+    up_w: Any,
+    down_w: Any,
+    slot_of: Spec | None,
+    act: str,
+    activations: str,
+) -> Spec:
+    h = _expert_gate_up(x, gate_w, up_w, ids, slot_of, act, activations)
+    y = _expert_down(h, down_w, ids, weights, slot_of, activations)
+    if down_w.shape[0] != gate_w.shape[0]:
+        raise ShapeError(f"down_w has {down_w.shape[0]} experts, expected {gate_w.shape[0]} as gate_w")
+    return y
+
+
+@op(
+    infer=_moe_forward,
+    check=lambda x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations: _check_ids(ids, gate_w, slot_of),
+)
+def moe_forward(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    gate_w: QuantizedTensor | Array,
+    up_w: QuantizedTensor | Array | None,
+    down_w: QuantizedTensor | Array,
+    slot_of: Array | None = None,
+    act: str = "silu",
+    activations: str = "float32",
+) -> Array:
+    """`expert_down_sum(expert_gate_up(x, …), …)`: the routed half of an MoE block, x [(T,) K] → [(T,) dim].
+
+    Kernels group the (token, slot) pairs by expert, so that each expert's weights are read once per call.
+    """
+    h = expert_gate_up.body(x, gate_w, up_w, ids, slot_of, act, activations)
+    return expert_down_sum.body(h, down_w, ids, weights, slot_of, activations)
+
+
+# -- combination -----------------------------------------------------------------------------------------------------
+
+
+def _combined(
+    h_mid: Spec,
+    expert_out: Spec | None,
+    weights: Spec | None,
+    shared_out: Spec | None,
+    shared_gate: Spec | float | None,
+    moe_sum: Spec | None,
+) -> Spec:
+    _check.alike(h_mid=h_mid, expert_out=expert_out, shared_out=shared_out, moe_sum=moe_sum)
+    _check.axes("[T, dim] or [dim]", 1, 2, h_mid=h_mid)
+    if h_mid.shape[-1] == 0:
+        raise ShapeError(f"h_mid has shape {h_mid.shape}, expected a last axis of at least 1")
+    if (expert_out is None) == (moe_sum is None) or (weights is None) != (expert_out is None):
+        raise InvalidArgument("expert_out with weights, or moe_sum, expected exactly one of the two")
+    _check.shape(h_mid.shape, "as h_mid", shared_out=shared_out, moe_sum=moe_sum)
+    lead = h_mid.shape[:-1]
+    if expert_out is not None and weights is not None:
+        _check.dtype("float32", weights=weights)
+        _check.axes("[T, k, dim] or [k, dim]", h_mid.ndim + 1, expert_out=expert_out)
+        k = expert_out.shape[-2]
+        _check.shape((*lead, k, h_mid.shape[-1]), "T, k, dim", expert_out=expert_out)
+        _check.shape((*lead, k), "T, k", weights=weights)
+    if shared_gate is not None and shared_out is None:
+        raise InvalidArgument("shared_gate is given without shared_out, expected both")
+    if isinstance(shared_gate, Spec):
+        if shared_gate.dtype not in ("float32", h_mid.dtype):
+            _check.dtype("float32", shared_gate=shared_gate)
+        if shared_gate.shape not in (lead, (*lead, 1)):
+            raise ShapeError(
+                f"shared_gate has shape {shared_gate.shape}, expected {lead} or {(*lead, 1)} (one per token)"
+            )
+    return h_mid
+
+
+@op(
+    infer=_combined,
+    alias=True,
+    sources=(
+        "moe_combine_residual_n_tokens",
+        "moe_combine_residual",
+        "moe_combine_residual_flat",
+        "moe_combine_residual_unscaled",
+    ),
+)
+def moe_combine_residual(
+    h_mid: Array,
+    expert_out: Array | None,
+    weights: Array | None,
+    shared_out: Array | None,
+    shared_gate: Array | float | None = None,
+    moe_sum: Array | None = None,
+) -> Array:
+    """(h_mid + moe) + σ(shared_gate) · shared_out, moe = Σ_i weights[i] · expert_out[i] or the given moe_sum.
+
+    h_mid, shared_out, moe_sum [(T,) dim]; expert_out [(T,) k, dim] with weights float32 [(T,) k], k = 0 allowed;
+    shared_gate one score before the sigmoid per token, None adds shared_out as it is; shared_out None: no shared
+    expert.
+    """
+    y = h_mid.astype(np.float64)
+    if moe_sum is not None:
+        y = y + moe_sum.astype(np.float64)
+    elif expert_out is not None and weights is not None:
+        y = y + expert_sum(expert_out, weights)
+    if shared_out is not None:
+        gate: Array | float = 1.0
+        if isinstance(shared_gate, np.ndarray):
+            gate = sigmoid(shared_gate.astype(np.float64).reshape(*h_mid.shape[:-1], 1))
+        elif shared_gate is not None:
+            gate = sigmoid(np.array([shared_gate], np.float64))
+        y = y + gate * shared_out.astype(np.float64)
+    return round_to(y, h_mid.dtype)
+
+
+def _bucket(out_sum: Spec, bucket_out: Spec, token_idx: Spec, weights: Spec) -> None:
+    _check.alike(out_sum=out_sum, bucket_out=bucket_out)
+    _check.dtype("int32", token_idx=token_idx)
+    _check.dtype("float32", weights=weights)
+    _check.axes("[T, dim]", 2, out_sum=out_sum)
+    _check.filled(out_sum=out_sum)
+    _check.axes("[B]", 1, token_idx=token_idx)
+    _check.shape((token_idx.shape[0], out_sum.shape[1]), "one row per token_idx", bucket_out=bucket_out)
+    _check.shape(token_idx.shape, "as token_idx", weights=weights)
+
+
+@op(
+    infer=_bucket,
+    check=lambda out_sum, bucket_out, token_idx, weights: _check.in_range("token_idx", token_idx, 0, len(out_sum)),
+    writes=("out_sum",),
+    sources=("moe_bucket_accumulate",),
+)
+def moe_bucket_accumulate(out_sum: Array, bucket_out: Array, token_idx: Array, weights: Array) -> None:
+    """out_sum[token_idx[b]] += bucket_out[b] · weights[b]: one expert's rows added into the sums of their tokens.
+
+    out_sum [T, dim] is changed; bucket_out [B, dim], token_idx int32 [B], weights float32 [B]. A token named twice
+    gets both.
+    """
+    total = out_sum.astype(np.float64)
+    np.add.at(total, token_idx, bucket_out.astype(np.float64) * weights[:, None].astype(np.float64))
+    out_sum[...] = round_to(total, out_sum.dtype)

@@ -1,0 +1,363 @@
+"""RMS norms and their fusions with residual adds, products and weighted expert sums.
+
+Throughout, rinv(v) = 1 / sqrt(mean(v²) + eps) over the last axis and n(v, w) = v · rinv(v) · w. Weights multiply as
+they are: files that store w for a factor 1 + w get the 1 at load. All sums are formed in float64 and rounded once
+per output. Activations are float32, float16 or bfloat16, alike in one call; weights any of the three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from penstock.dtypes import round_to
+from penstock.errors import InvalidArgument, ShapeError
+from penstock.ops import _check
+from penstock.ops._op import Array, Spec, op
+from penstock.ops.elementwise import expert_sum, silu
+
+
+def f64(x: Array | float) -> Array:
+    return np.asarray(x).astype(np.float64)
+
+
+def normed(v: Array, eps: float, weight: Array | float = 1.0) -> Array:
+    """n(v, weight) of a float64 array."""
+    return v * (1 / np.sqrt(np.mean(v * v, axis=-1, keepdims=True) + eps)) * f64(weight)
+
+
+def _rows(eps: float, weights: Mapping[str, Spec | None], **activations: Spec) -> Spec:
+    """Activations alike in shape and dtype, [..., dim]; weights [dim]."""
+    first_name, first = next(iter(activations.items()))
+    _check.alike(**activations)
+    _check.axes("[..., dim]", *range(1, 9), **{first_name: first})
+    _check.filled(**{first_name: first})
+    dim = first.shape[-1]
+    if dim == 0:
+        raise ShapeError(f"{first_name} has shape {first.shape}, expected a last axis of at least 1")
+    _check.shape(first.shape, f"as {first_name}", **activations)
+    _check.floating(**weights)
+    _check.shape((dim,), f"last axis of {first_name}", **weights)
+    _check.eps(eps)
+    return first
+
+
+def _scalar(name: str, scalar: Spec | float, dim: int) -> None:
+    if isinstance(scalar, Spec):
+        _check.floating(**{name: scalar})
+        if scalar.size != 1 and scalar.shape != (dim,):
+            raise ShapeError(f"{name} has shape {scalar.shape}, expected one element or ({dim},)")
+
+
+def _factor(scalar: Array | float) -> Array:
+    return f64(scalar).reshape(-1)
+
+
+@op(
+    infer=lambda x, weight, eps: _rows(eps, {"weight": weight}, x=x),
+    alias=True,
+    sources=(
+        "rms_norm_sum_sq",
+        "rms_norm_apply",
+        "rms_norm_apply_bf16",
+        "rms_norm_bf16_fused_n_tokens",
+        "rms_norm_per_head_n_tokens",
+        "rms_norm_f32",
+        "rms_norm_f32_v2",
+        "rms_norm_f16",
+        "rms_norm_bf16",
+        "rms_norm_no_scale_f32",
+        "rms_norm_no_scale_f32_v2",
+        "rms_norm_no_scale_bf16",
+    ),
+)
+def rms_norm(x: Array, weight: Array | None = None, eps: float = 1e-6) -> Array:
+    """Scale each row of x to unit root mean square, then by weight.
+
+    y = x · rinv(x) · weight; weight None leaves the factor out
+    x [..., dim], weight [dim]; y has x's shape and dtype. A zero row gives 0, with eps = 0 NaN. `out=x` is allowed.
+    """
+    return round_to(normed(f64(x), eps, 1.0 if weight is None else weight), x.dtype)
+
+
+@op(
+    infer=lambda x, norm_weight, scale, eps: _rows(eps, {"norm_weight": norm_weight}, x=x, scale=scale),
+    alias=True,
+    sources=("rms_norm_mul_f32", "rms_norm_mul_f16", "rms_norm_mul_bf16"),
+)
+def rms_norm_mul(x: Array, norm_weight: Array, scale: Array, eps: float = 1e-6) -> Array:
+    """n(x, norm_weight) · scale, scale [..., dim] like x (a whole operand, not a vector)."""
+    return round_to(normed(f64(x), eps, norm_weight) * f64(scale), x.dtype)
+
+
+def _triple(x: Spec, wa: Spec, wb: Spec, wc: Spec, eps: float) -> tuple[Spec, Spec, Spec]:
+    y = _rows(eps, {"wa": wa, "wb": wb, "wc": wc}, x=x)
+    return y, y, y
+
+
+@op(infer=_triple, alias=True, sources=("rms_norm_f32_triple",))
+def rms_norm_triple(x: Array, wa: Array, wb: Array, wc: Array, eps: float = 1e-6) -> tuple[Array, Array, Array]:
+    """n(x, wa), n(x, wb), n(x, wc) from one reduction."""
+    v = f64(x)
+    ya, yb, yc = (round_to(normed(v, eps, w), x.dtype) for w in (wa, wb, wc))
+    return ya, yb, yc
+
+
+def _qk(
+    x: Spec, num_k_heads: int, key_dim: int, key_offset: int, inv_scale: float | None, eps: float, eps_on: str
+) -> Spec:
+    _check.floating(x=x)
+    _check.axes("[T, per_token_total]", 2, x=x)
+    _check.filled(x=x)
+    _check.positive(num_k_heads=num_k_heads, key_dim=key_dim)
+    _check.eps(eps)
+    _check.one_of(("sum", "mean"), eps_on=eps_on)
+    if inv_scale is not None:
+        _check.finite(inv_scale=inv_scale)
+    width = num_k_heads * key_dim
+    if key_offset < width:
+        raise InvalidArgument(f"key_offset is {key_offset}, expected at least {width} (num_k_heads · key_dim)")
+    if key_offset + width > x.shape[1]:
+        raise ShapeError(f"x has {x.shape[1]} columns, expected at least {key_offset + width} (key_offset + keys)")
+    return x
+
+
+@op(infer=_qk, alias=True, sources=("rms_norm_qk",))
+def rms_norm_qk(
+    x: Array,
+    num_k_heads: int,
+    key_dim: int,
+    key_offset: int,
+    inv_scale: float | None = None,
+    eps: float = 1e-6,
+    eps_on: str = "sum",
+) -> Array:
+    """L2-normalise the q and k heads at the front of each row; the rest of the row passes through.
+
+    q ← q / sqrt(Σq² + eps) · inv_scale      heads h at columns h · key_dim
+    k ← k / sqrt(Σk² + eps)                  heads h at columns key_offset + h · key_dim
+    x [T, per_token_total]; inv_scale defaults to key_dim^(−1/2). eps_on="mean" adds eps to the mean of squares, key_dim
+    times as much: what an older kernel did, kept for comparison.
+    """
+    y = x.copy()
+    width = num_k_heads * key_dim
+    added = eps * key_dim if eps_on == "mean" else eps
+    for start, factor in ((0, key_dim**-0.5 if inv_scale is None else inv_scale), (key_offset, 1.0)):
+        heads = f64(x[:, start : start + width]).reshape(-1, num_k_heads, key_dim)
+        unit = heads / np.sqrt(np.sum(heads * heads, axis=-1, keepdims=True) + added)
+        y[:, start : start + width] = round_to(unit * factor, x.dtype).reshape(-1, width)
+    return y
+
+
+def _gated(values: Spec, z: Spec, weight: Spec, eps: float) -> Spec:
+    _check.axes("[T, Hv, Dv]", 3, values=values)
+    return _rows(eps, {"weight": weight}, values=values, z=z)
+
+
+@op(infer=_gated, alias=True, sources=("gated_rms_norm",))
+def gated_rms_norm(values: Array, z: Array, weight: Array, eps: float = 1e-6) -> Array:
+    """values · rinv(values) · silu(z) · weight, per head: the norm sees values alone, before the gate.
+
+    values, z [T, Hv, Dv], weight [Dv].
+    """
+    return round_to(normed(f64(values), eps) * silu(f64(z)) * f64(weight), values.dtype)
+
+
+@op(
+    infer=lambda residual, x, weight, eps: _rows(eps, {"weight": weight}, residual=residual, x=x),
+    alias=True,
+    sources=("fused_norm_add_f32", "fused_norm_add_f32_v2"),
+)
+def norm_add(residual: Array, x: Array, weight: Array, eps: float = 1e-6) -> Array:
+    """residual + n(x, weight): the norm is of x alone."""
+    return round_to(f64(residual) + normed(f64(x), eps, weight), x.dtype)
+
+
+def _with_scalar(residual: Spec, x: Spec, weight: Spec, scalar: Spec | float, eps: float) -> Spec:
+    y = _rows(eps, {"weight": weight}, residual=residual, x=x)
+    _scalar("scalar", scalar, y.shape[-1])
+    return y
+
+
+@op(infer=_with_scalar, alias=True, sources=("fused_norm_add_scalar_f32",))
+def norm_add_scalar(residual: Array, x: Array, weight: Array, scalar: Array | float, eps: float = 1e-6) -> Array:
+    """(residual + n(x, weight)) · scalar; scalar is a number, one element, or a vector [dim]."""
+    return round_to((f64(residual) + normed(f64(x), eps, weight)) * _factor(scalar), x.dtype)
+
+
+def _with_sum(residual: Spec, x: Spec, weight: Spec, eps: float, write_sum: bool) -> tuple[Spec, Spec | None]:
+    y = _rows(eps, {"weight": weight}, residual=residual, x=x)
+    return y, y if write_sum else None
+
+
+@op(infer=_with_sum, alias=True, sources=("fused_residual_norm_f32",))
+def residual_norm(
+    residual: Array, x: Array, weight: Array, eps: float = 1e-6, write_sum: bool = False
+) -> tuple[Array, Array | None]:
+    """v = residual + x; n(v, weight), and with write_sum also v.
+
+    `out=(y, sum)` may put the sum over residual or x; without write_sum a buffer given for it is left alone.
+    """
+    v = f64(residual) + f64(x)
+    return round_to(normed(v, eps, weight), x.dtype), round_to(v, x.dtype) if write_sum else None
+
+
+@op(infer=_with_scalar, alias=True, sources=("fused_residual_norm_scalar_f32",))
+def residual_norm_scalar(residual: Array, x: Array, weight: Array, scalar: Array | float, eps: float = 1e-6) -> Array:
+    """n(residual + x, weight) · scalar."""
+    return round_to(normed(f64(residual) + f64(x), eps, weight) * _factor(scalar), x.dtype)
+
+
+def _wsum(expert_out: Spec, weights: Spec, eps: float, norms: Mapping[str, Spec | None], **rows: Spec) -> Spec:
+    """expert_out [rows, k, dim] with k ≥ 1, weights float32 [rows, k], the rest [rows, dim]."""
+    _check.axes("[rows, k, dim]", 3, expert_out=expert_out)
+    _check.filled(expert_out=expert_out)
+    _check.dtype("float32", weights=weights)
+    _check.shape(expert_out.shape[:2], "rows and k of expert_out", weights=weights)
+    _check.alike(expert_out=expert_out, **rows)
+    _check.shape((expert_out.shape[0], expert_out.shape[2]), "rows and dim of expert_out", **rows)
+    return _rows(eps, norms, **rows)
+
+
+@op(
+    infer=lambda expert_out, weights, residual, norm_weight, eps: _wsum(
+        expert_out, weights, eps, {"norm_weight": norm_weight}, residual=residual
+    ),
+    alias=True,
+    sources=("fused_moe_wsum_norm_add_f32",),
+)
+def moe_wsum_norm_add(
+    expert_out: Array, weights: Array, residual: Array, norm_weight: Array, eps: float = 1e-6
+) -> Array:
+    """residual + n(v, norm_weight) with v = Σ_i expert_out[:, i] · weights[:, i].
+
+    expert_out [rows, k, dim], weights float32 [rows, k], residual [rows, dim].
+    """
+    return round_to(f64(residual) + normed(expert_sum(expert_out, weights), eps, norm_weight), residual.dtype)
+
+
+@op(
+    infer=lambda expert_out, weights, residual, res_norm_weight, moe_norm_weight, eps: _wsum(
+        expert_out,
+        weights,
+        eps,
+        {"res_norm_weight": res_norm_weight, "moe_norm_weight": moe_norm_weight},
+        residual=residual,
+    ),
+    alias=True,
+    sources=("fused_moe_wsum_dnorm_add_f32",),
+)
+def moe_wsum_dnorm_add(
+    expert_out: Array,
+    weights: Array,
+    residual: Array,
+    res_norm_weight: Array,
+    moe_norm_weight: Array,
+    eps: float = 1e-6,
+) -> Array:
+    """n(residual, res_norm_weight) + n(v, moe_norm_weight), v the weighted expert sum: the raw residual is not
+    added.
+    """
+    v = expert_sum(expert_out, weights)
+    y = normed(f64(residual), eps, res_norm_weight) + normed(v, eps, moe_norm_weight)
+    return round_to(y, residual.dtype)
+
+
+def _post_attn(
+    hidden: Spec, attn_out: Spec, post_attn_w: Spec, wa: Spec, wb: Spec, wc: Spec, eps: float
+) -> tuple[Spec, Spec, Spec, Spec]:
+    weights = {"post_attn_w": post_attn_w, "wa": wa, "wb": wb, "wc": wc}
+    y = _rows(eps, weights, hidden=hidden, attn_out=attn_out)
+    return y, y, y, y
+
+
+@op(
+    infer=_post_attn,
+    alias=True,
+    sources=("fused_post_attn_triple_norm_f32", "fused_post_attn_triple_norm_f32_v2"),
+)
+def post_attn_triple_norm(
+    hidden: Array, attn_out: Array, post_attn_w: Array, wa: Array, wb: Array, wc: Array, eps: float = 1e-6
+) -> tuple[Array, Array, Array, Array]:
+    """res = hidden + n(attn_out, post_attn_w); returns res, n(res, wa), n(res, wb), n(res, wc)."""
+    res = f64(hidden) + normed(f64(attn_out), eps, post_attn_w)
+    ya, yb, yc = (round_to(normed(res, eps, w), hidden.dtype) for w in (wa, wb, wc))
+    return round_to(res, hidden.dtype), ya, yb, yc
+
+
+def _endlayer(
+    addend: Spec,
+    moe_accum: Spec,
+    residual: Spec,
+    w2: Spec,
+    w3: Spec,
+    layer_scalar: Spec | float,
+    eps: float,
+    return_mid: bool,
+) -> tuple[Spec | None, Spec]:
+    y = _rows(eps, {"w2": w2, "w3": w3}, addend=addend, moe_accum=moe_accum, residual=residual)
+    _scalar("layer_scalar", layer_scalar, y.shape[-1])
+    return y if return_mid else None, y
+
+
+def _end_of_layer(
+    addend: Array, v: Array, residual: Array, w2: Array, w3: Array, scalar: Array | float, eps: float, return_mid: bool
+) -> tuple[Array | None, Array]:
+    mid = f64(addend) + normed(v, eps, w2)
+    hidden = (f64(residual) + normed(mid, eps, w3)) * _factor(scalar)
+    return round_to(mid, addend.dtype) if return_mid else None, round_to(hidden, addend.dtype)
+
+
+@op(
+    infer=_endlayer,
+    alias=True,
+    sources=("fused_post_ff_norm2_endlayer_f32", "fused_post_ff_norm2_endlayer_f32_v2"),
+)
+def post_ff_norm2_endlayer(
+    addend: Array,
+    moe_accum: Array,
+    residual: Array,
+    w2: Array,
+    w3: Array,
+    layer_scalar: Array | float,
+    eps: float = 1e-6,
+    return_mid: bool = True,
+) -> tuple[Array | None, Array]:
+    """m = addend + n(moe_accum, w2); h = (residual + n(m, w3)) · layer_scalar; returns m (unless told not to) and h.
+
+    For a Gemma 4 layer addend is the normed output of the dense MLP and residual the stream after attention.
+    """
+    return _end_of_layer(addend, f64(moe_accum), residual, w2, w3, layer_scalar, eps, return_mid)
+
+
+def _wsum_endlayer(
+    expert_out: Spec,
+    weights: Spec,
+    addend: Spec,
+    residual: Spec,
+    w2: Spec,
+    w3: Spec,
+    layer_scalar: Spec | float,
+    eps: float,
+    return_mid: bool,
+) -> tuple[Spec | None, Spec]:
+    y = _wsum(expert_out, weights, eps, {"w2": w2, "w3": w3}, addend=addend, residual=residual)
+    _scalar("layer_scalar", layer_scalar, y.shape[-1])
+    return y if return_mid else None, y
+
+
+@op(infer=_wsum_endlayer, alias=True, sources=("fused_moe_wsum_post_ff_norm2_endlayer_f32_v2",))
+def moe_wsum_post_ff_norm2_endlayer(
+    expert_out: Array,
+    weights: Array,
+    addend: Array,
+    residual: Array,
+    w2: Array,
+    w3: Array,
+    layer_scalar: Array | float,
+    eps: float = 1e-6,
+    return_mid: bool = True,
+) -> tuple[Array | None, Array]:
+    """`post_ff_norm2_endlayer` with moe_accum = Σ_i expert_out[:, i] · weights[:, i] formed on the way."""
+    return _end_of_layer(addend, expert_sum(expert_out, weights), residual, w2, w3, layer_scalar, eps, return_mid)

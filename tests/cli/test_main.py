@@ -1,0 +1,100 @@
+import subprocess
+import sys
+
+import pytest
+
+import penstock
+from penstock.cli import main
+from penstock.errors import BackendError
+from tests.cli.common import call, program
+
+
+def test_version_is_the_package_version(capsys):
+    shown = call(capsys, "--version")
+    assert (shown.status, shown.out, shown.err) == (0, f"penstock {penstock.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("kernels", "--help"), ("doctor", "--help")])
+def test_help_shows_an_example_and_fits_80_columns(capsys, monkeypatch, arguments):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = call(capsys, *arguments)
+    assert shown.status == 0
+    assert "Example" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nosuch",), "penstock: error: No such command 'nosuch' (see penstock --help)\n"),
+        (("doctor", "--nosuch"), "penstock: error: No such option: --nosuch (see penstock doctor --help)\n"),
+        (("kernels", "--family"), "penstock: error: Option '--family' requires an argument\n"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(capsys, arguments, message):
+    shown = call(capsys, *arguments)
+    assert (shown.status, shown.out, shown.err) == (2, "", message)
+
+
+def test_unknown_setting_is_one_line_and_status_1():
+    shown = program("kernels", PENSTOCK_THREDS="2")
+    assert (shown.status, shown.out) == (1, "")
+    assert shown.err.startswith("penstock: error: PENSTOCK_THREDS is not a setting, expected one of PENSTOCK_THREADS")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Make the program raise what is put into the returned list."""
+    raised: list[BaseException] = []
+
+    def fail(**_):
+        raise raised[0]
+
+    monkeypatch.setattr(main, "app", fail)
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (BackendError("rms_norm: two\nlines"), 1, "penstock: error: rms_norm: two lines\n"),
+        (OSError(2, "No such file", "x"), 1, "penstock: error: [Errno 2] No such file: 'x' (--debug shows where)\n"),
+        (RuntimeError("oops"), 1, "penstock: error: RuntimeError: oops (--debug shows where)\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_error_is_one_line(capsys, failing, error, status, message):
+    failing.append(error)
+    shown = call(capsys, "kernels")
+    assert (shown.status, shown.err) == (status, message)
+
+
+@pytest.mark.parametrize("how", ["before", "after", "setting"])
+def test_debug_lets_the_error_through(failing, monkeypatch, how):
+    failing.append(BackendError("rms_norm: broken"))
+    if how == "setting":
+        monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    arguments = {"before": ["--debug", "kernels"], "after": ["kernels", "--debug"], "setting": ["kernels"]}[how]
+    with pytest.raises(BackendError):
+        main.run(arguments)
+
+
+def test_debug_shows_a_traceback_and_status_1():
+    shown = program("kernels", "nosuch", "--debug")
+    assert shown.status == 1
+    assert shown.err.startswith("Traceback")
+    assert "KernelNotFound" in shown.err
+
+
+def test_closed_pipe_is_silent():
+    shown = program("kernels", "--json", shell="| true")
+    assert (shown.status, shown.out, shown.err) == (0, "", "")
+    full = program("kernels", "--json", shell="> /dev/full")
+    assert full.status == 1
+    assert full.err.count("\n") == 1
+
+
+def test_import_is_light():
+    code = "import sys, penstock.cli.main; print({'torch', 'triton', 'numba', 'llvmlite'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

@@ -1,0 +1,34 @@
+import os
+
+# On some virtual CPUs torch's bfloat16 kernels choose instructions that are listed but not usable, and the process dies
+# with SIGILL. This keeps them below that; it has to be set before torch is imported.
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything
+
+import importlib.util
+import re
+import zlib
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+
+hypothesis.settings.register_profile("penstock", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.load_profile("penstock")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that depend on the name of the test (with its parameters) alone."""
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+_IMPORTS_TORCH = re.compile(r"^(?:import|from) (?:torch|triton|transformers)\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without torch (see the Makefile) the modules that import it at their top are left out."""
+    if collection_path.suffix != ".py" or importlib.util.find_spec("torch") is not None:
+        return None
+    return True if _IMPORTS_TORCH.search(collection_path.read_text()) else None

@@ -1,0 +1,821 @@
+"""One table of calls for every op: small, every axis another size, one of them ragged, decode- and prefill-shaped.
+
+A case makes the arguments by name. Tests use the table for what must hold of every op (purity, `out=`, torch tensors)
+and to compare kernels with the definition. `rel` bounds |kernel − definition| in float32: per element against max(|y|,
+1), or against the largest output of the call where `whole` is set (sums that may cancel); 0 means the same bits.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock import ops
+from penstock.ops import rope_inv_freq
+from tests.ops.common import DTYPES, normal, quantized
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    label: str
+    make: Callable[..., Arguments]
+    sizes: tuple[Any, ...]
+    rel: float
+    whole: bool
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.label}"
+
+    def arguments(self, dtype: str) -> Arguments:
+        rng = np.random.default_rng(zlib.crc32(f"{self}-{dtype}".encode()))
+        return self.make(rng, dtype, *self.sizes)
+
+
+CASES: list[Case] = []
+
+
+def case(
+    *names: str,
+    sizes: dict[str, tuple[Any, ...]],
+    rel: float = 2e-6,
+    whole: bool = False,
+    dtypes: tuple[str, ...] = DTYPES,
+) -> Callable[[Callable[..., Arguments]], Callable[..., Arguments]]:
+    """Register a maker `(rng, dtype, *sizes) → arguments` for each op and each labelled tuple of sizes."""
+
+    def register(make: Callable[..., Arguments]) -> Callable[..., Arguments]:
+        CASES.extend(
+            Case(name, label, make, size, rel, whole, dtypes) for name in names for label, size in sizes.items()
+        )
+        return make
+
+    return register
+
+
+def by_op(name: str) -> list[Case]:
+    return [case for case in CASES if case.op == name]
+
+
+def ids_of(rng: np.random.Generator, rows: int, k: int, experts: int) -> np.ndarray:
+    """k distinct experts per row."""
+    return np.stack([rng.permutation(experts)[:k] for _ in range(rows)]).astype(np.int32).reshape(rows, k)
+
+
+ROWS = {"decode": (1, 64), "ragged": (5, 61), "wide": (3, 2816), "one": (2, 1), "tall": (130, 33), "empty": (0, 7)}
+
+# -- elementwise -----------------------------------------------------------------------------------------------------
+
+
+@case("residual_add", sizes=ROWS, rel=0)
+def _residual_add(rng, dtype, rows, dim):
+    return {"a": normal(rng, rows, dim, dtype=dtype), "b": normal(rng, rows, dim, dtype=dtype)}
+
+
+@case("add", "mul", sizes=ROWS, rel=0)
+def _whole_operand(rng, dtype, rows, dim):
+    return {"a": normal(rng, rows, dim, dtype=dtype), "b": normal(rng, rows, dim, dtype=dtype)}
+
+
+@case("add", "mul", sizes={"vector": (5, 61)}, rel=0)
+def _vector_operand(rng, dtype, rows, dim):
+    return {"a": normal(rng, rows, dim, dtype=dtype), "b": normal(rng, dim, dtype="float32")}
+
+
+@case("add", "mul", sizes={"number": (5, 61)}, rel=1e-7)
+def _number_operand(rng, dtype, rows, dim):
+    return {"a": normal(rng, rows, dim, dtype=dtype), "b": 53.06599665}
+
+
+@case("gelu_tanh", sizes=ROWS)
+def _unary(rng, dtype, rows, dim):
+    return {"x": normal(rng, rows, dim, dtype=dtype, scale=3)}
+
+
+@case("swiglu", "geglu", sizes=ROWS)
+def _gated(rng, dtype, rows, dim):
+    return {"gate": normal(rng, rows, dim, dtype=dtype, scale=3), "up": normal(rng, rows, dim, dtype=dtype)}
+
+
+@case("softcap", sizes=ROWS)
+def _softcap(rng, dtype, rows, dim):
+    return {"x": normal(rng, rows, dim, dtype=dtype, scale=20), "cap": 30.0}
+
+
+@case("sigmoid_gate", sizes=ROWS)
+def _sigmoid_gate(rng, dtype, rows, dim):
+    return {"x": normal(rng, rows, dim, dtype=dtype), "gate": normal(rng, rows, dim, dtype=dtype, scale=3)}
+
+
+EXPERT_SUMS = {"decode": (1, 8, 64), "ragged": (5, 3, 61), "wide": (2, 8, 2816), "one": (3, 1, 1), "empty": (0, 2, 5)}
+
+
+@case("weighted_sum", sizes={**EXPERT_SUMS, "none": (2, 0, 5)})
+def _weighted_sum(rng, dtype, rows, k, dim):
+    return {"expert_out": normal(rng, rows, k, dim, dtype=dtype), "weights": normal(rng, rows, k, scale=0.3)}
+
+
+# -- norm ------------------------------------------------------------------------------------------------------------
+
+
+@case("rms_norm", sizes=ROWS)
+def _rms_norm(rng, dtype, rows, dim):
+    return {"x": normal(rng, rows, dim, dtype=dtype), "weight": normal(rng, dim, dtype="bfloat16"), "eps": 1e-5}
+
+
+@case("rms_norm", sizes={"heads": (3, 5, 128), "bare": (2, 3, 31)})
+def _rms_norm_heads(rng, dtype, rows, heads, dim):
+    return {"x": normal(rng, rows, heads, dim, dtype=dtype)}
+
+
+@case("rms_norm_mul", sizes=ROWS)
+def _rms_norm_mul(rng, dtype, rows, dim):
+    x, scale = normal(rng, rows, dim, dtype=dtype), normal(rng, rows, dim, dtype=dtype)
+    return {"x": x, "norm_weight": normal(rng, dim, dtype="float16"), "scale": scale}
+
+
+@case("rms_norm_triple", sizes=ROWS)
+def _rms_norm_triple(rng, dtype, rows, dim):
+    weights = {name: normal(rng, dim, dtype=kind) for name, kind in zip(("wa", "wb", "wc"), DTYPES, strict=True)}
+    return {"x": normal(rng, rows, dim, dtype=dtype), **weights}
+
+
+@case("rms_norm_qk", sizes={"decode": (1, 4, 128, 96), "ragged": (5, 3, 20, 7), "empty": (0, 2, 8, 3)})
+def _rms_norm_qk(rng, dtype, rows, heads, key_dim, rest):
+    x = normal(rng, rows, 2 * heads * key_dim + rest + 2, dtype=dtype)
+    return {"x": x, "num_k_heads": heads, "key_dim": key_dim, "key_offset": heads * key_dim + 2}
+
+
+@case("gated_rms_norm", sizes={"decode": (1, 4, 128), "ragged": (5, 3, 61), "empty": (0, 2, 8)})
+def _gated_rms_norm(rng, dtype, rows, heads, dim):
+    values, z = normal(rng, rows, heads, dim, dtype=dtype), normal(rng, rows, heads, dim, dtype=dtype, scale=3)
+    return {"values": values, "z": z, "weight": normal(rng, dim, dtype="bfloat16")}
+
+
+@case("norm_add", "residual_norm", sizes=ROWS)
+def _norm_add(rng, dtype, rows, dim):
+    residual, x = normal(rng, rows, dim, dtype=dtype), normal(rng, rows, dim, dtype=dtype)
+    return {"residual": residual, "x": x, "weight": normal(rng, dim, dtype="bfloat16")}
+
+
+@case("residual_norm", sizes={"sum": (5, 61), "sum-wide": (1, 2816)})
+def _residual_norm_sum(rng, dtype, rows, dim):
+    return {**_norm_add(rng, dtype, rows, dim), "write_sum": True}
+
+
+@case("norm_add_scalar", "residual_norm_scalar", sizes=ROWS)
+def _with_scalar(rng, dtype, rows, dim):
+    return {**_norm_add(rng, dtype, rows, dim), "scalar": normal(rng, 1, dtype="bfloat16")}
+
+
+@case("norm_add_scalar", "residual_norm_scalar", sizes={"vector": (5, 61)})
+def _with_vector(rng, dtype, rows, dim):
+    return {**_norm_add(rng, dtype, rows, dim), "scalar": normal(rng, dim)}
+
+
+@case("norm_add_scalar", "residual_norm_scalar", sizes={"number": (5, 61)})
+def _with_number(rng, dtype, rows, dim):
+    return {**_norm_add(rng, dtype, rows, dim), "scalar": 0.75}
+
+
+WSUMS = {label: size for label, size in EXPERT_SUMS.items() if label != "one"}
+
+
+@case("moe_wsum_norm_add", sizes=WSUMS, rel=4e-6)
+def _moe_wsum_norm_add(rng, dtype, rows, k, dim):
+    residual, weight = normal(rng, rows, dim, dtype=dtype), normal(rng, dim)
+    return {**_weighted_sum(rng, dtype, rows, k, dim), "residual": residual, "norm_weight": weight}
+
+
+@case("moe_wsum_dnorm_add", sizes=WSUMS, rel=4e-6)
+def _moe_wsum_dnorm_add(rng, dtype, rows, k, dim):
+    names = {"res_norm_weight": normal(rng, dim), "moe_norm_weight": normal(rng, dim, dtype="bfloat16")}
+    return {**_weighted_sum(rng, dtype, rows, k, dim), "residual": normal(rng, rows, dim, dtype=dtype), **names}
+
+
+@case("post_attn_triple_norm", sizes=ROWS, rel=4e-6)
+def _post_attn_triple_norm(rng, dtype, rows, dim):
+    rows_of = {name: normal(rng, rows, dim, dtype=dtype) for name in ("hidden", "attn_out")}
+    return {**rows_of, **{name: normal(rng, dim) for name in ("post_attn_w", "wa", "wb", "wc")}}
+
+
+@case("post_ff_norm2_endlayer", sizes=ROWS, rel=4e-6)
+def _post_ff_norm2_endlayer(rng, dtype, rows, dim):
+    rows_of = {name: normal(rng, rows, dim, dtype=dtype) for name in ("addend", "moe_accum", "residual")}
+    return {**rows_of, "w2": normal(rng, dim), "w3": normal(rng, dim, dtype="bfloat16"), "layer_scalar": normal(rng, 1)}
+
+
+@case("post_ff_norm2_endlayer", sizes={"hidden-only": (5, 61)}, rel=4e-6)
+def _post_ff_hidden_only(rng, dtype, rows, dim):
+    return {**_post_ff_norm2_endlayer(rng, dtype, rows, dim), "return_mid": False}
+
+
+@case("moe_wsum_post_ff_norm2_endlayer", sizes=WSUMS, rel=6e-6)
+def _moe_wsum_post_ff(rng, dtype, rows, k, dim):
+    rows_of = {name: normal(rng, rows, dim, dtype=dtype) for name in ("addend", "residual")}
+    weights = {"w2": normal(rng, dim), "w3": normal(rng, dim), "layer_scalar": normal(rng, dim)}
+    return {**_weighted_sum(rng, dtype, rows, k, dim), **rows_of, **weights}
+
+
+# -- linear and embed ------------------------------------------------------------------------------------------------
+
+
+@case(
+    "dequantize",
+    sizes={f"{bits}bit": (bits, gs) for bits, gs in ((2, 32), (3, 64), (4, 128), (5, 32), (6, 64), (8, 32))},
+    rel=0,
+)
+def _dequantize(rng, dtype, bits, gs):
+    return {"w": quantized(rng, 2, 5, 384, bits=bits, group_size=gs), "dtype": dtype}
+
+
+MATMULS = {
+    "decode": (1, 61, 192),
+    "ragged": (5, 7, 96),
+    "prefill": (37, 33, 128),
+    "row": (1, 1, 64),
+    "empty": (0, 3, 32),
+}
+
+
+@case("matmul", sizes=MATMULS, rel=4e-6, whole=True)
+def _matmul(rng, dtype, T, N, K):
+    return {"x": normal(rng, T, K, dtype=dtype), "w": normal(rng, N, K, dtype="float16", scale=K**-0.5)}
+
+
+@case("matmul", sizes={"bfloat16": (3, 61, 80), "float32": (3, 61, 83)}, rel=4e-6, whole=True)
+def _matmul_kinds(rng, dtype, T, N, K):
+    kind = "bfloat16" if K % 2 == 0 else "float32"
+    return {"x": normal(rng, T, K, dtype=dtype), "w": normal(rng, N, K, dtype=kind, scale=K**-0.5), "dtype": "float32"}
+
+
+@case("bf16_matmul", sizes=MATMULS, rel=4e-6, whole=True)
+def _bf16_matmul(rng, dtype, T, N, K):
+    return {
+        "x": normal(rng, T, K, dtype=dtype),
+        "w": normal(rng, N, K, dtype="bfloat16", scale=K**-0.5),
+        "dtype": "float32",
+    }
+
+
+@case("quantized_matmul", sizes=MATMULS, rel=4e-6, whole=True)
+def _quantized_matmul(rng, dtype, T, N, K):
+    return {"x": normal(rng, T, K, dtype=dtype), "w": quantized(rng, N, K)}
+
+
+BITS = {f"{bits}bit-g{gs}": (bits, gs) for bits in (2, 3, 4, 5, 6, 8) for gs in (32, 64, 128)}
+
+
+@case(
+    "quantized_matmul",
+    sizes={f"{label}-T{T}": (T, *size) for label, size in BITS.items() for T in (3, 19)},
+    rel=4e-6,
+    whole=True,
+)
+def _quantized_matmul_bits(rng, dtype, T, bits, gs):
+    kind = DTYPES[bits % 3]
+    return {"x": normal(rng, T, 256, dtype=dtype), "w": quantized(rng, 13, 256, bits=bits, group_size=gs, dtype=kind)}
+
+
+@case(
+    "quantized_matmul",
+    sizes={f"int8-{label}-T{T}": (T, *size) for label, size in BITS.items() for T in (2, 19)},
+    rel=4e-6,
+    whole=True,
+)
+def _quantized_matmul_int8(rng, dtype, T, bits, gs):
+    return {**_quantized_matmul_bits(rng, dtype, T, bits, gs), "activations": "int8", "dtype": "float32"}
+
+
+@case("fused_gate_up_swiglu", sizes=MATMULS, rel=4e-6, whole=True)
+def _fused_gate_up_swiglu(rng, dtype, T, N, K):
+    return {"x": normal(rng, T, K, dtype=dtype), "gate_w": quantized(rng, N, K), "up_w": quantized(rng, N, K)}
+
+
+@case("expert_matmul", sizes={"shared": (5, 3, 13, 64)}, rel=4e-6, whole=True)
+def _expert_matmul(rng, dtype, E, k, N, K):
+    return {"x": normal(rng, K, dtype=dtype), "experts": quantized(rng, E, N, K), "ids": ids_of(rng, 1, k, E)[0]}
+
+
+@case("expert_matmul", sizes={"sequence": (4, 9, 32)}, rel=4e-6, whole=True)
+def _expert_matmul_sequence(rng, dtype, E, N, K):
+    return {"x": normal(rng, E, K, dtype=dtype), "experts": [quantized(rng, N, K, bits=8) for _ in range(E)]}
+
+
+@case("expert_matmul", sizes={"stack": (6, 2, 3, 7, 32)}, rel=4e-6, whole=True)
+def _expert_matmul_stack(rng, dtype, E, T, k, N, K):
+    slot_of = rng.permutation(E).astype(np.int32)
+    x = normal(rng, T, k, K, dtype=dtype)
+    return {"x": x, "experts": quantized(rng, E, N, K, bits=2), "ids": ids_of(rng, T, k, E), "slot_of": slot_of}
+
+
+@case("embedding", sizes={"some": (7, 11, 20), "empty": (0, 3, 5)}, rel=0)
+def _embedding(rng, dtype, T, vocab, dim):
+    return {"token_ids": rng.integers(0, vocab, T).astype(np.int32), "table": normal(rng, vocab, dim, dtype=dtype)}
+
+
+@case("quantized_embedding", sizes={f"{bits}bit": (5, 9, bits) for bits in (2, 3, 4, 5, 6, 8)}, rel=0)
+def _quantized_embedding(rng, dtype, T, vocab, bits):
+    ids = rng.integers(0, vocab, T).astype(np.int32)
+    return {"token_ids": ids, "table": quantized(rng, vocab, 96, bits=bits), "dtype": dtype}
+
+
+# -- moe -------------------------------------------------------------------------------------------------------------
+
+ROUTES = {
+    "decode": (1, 128, 8),
+    "ragged": (5, 33, 3),
+    "all": (3, 4, 4),
+    "one": (2, 1, 1),
+    "many": (70, 512, 10),
+    "empty": (0, 8, 2),
+}
+F32 = ("float32",)
+
+
+@case("moe_route", sizes=ROUTES, dtypes=F32)
+def _moe_route(rng, dtype, T, E, k):
+    return {"logits": normal(rng, T, E, scale=2), "per_expert_scale": normal(rng, E, dtype="bfloat16"), "top_k": k}
+
+
+@case("moe_softmax_topk", sizes=ROUTES, dtypes=F32)
+def _moe_softmax_topk(rng, dtype, T, E, k):
+    return {"logits": normal(rng, T, E, scale=2), "k": k}
+
+
+@case(
+    "moe_group_route",
+    sizes={"decode": (1, 32, 4, 2, 5), "ragged": (5, 24, 3, 2, 4), "flat": (3, 7, 1, 1, 3)},
+    dtypes=F32,
+)
+def _moe_group_route(rng, dtype, T, E, G, keep, k):
+    routing = {"n_group": G, "topk_group": keep, "top_k": k, "routed_scaling_factor": 2.5}
+    return {"logits": normal(rng, T, E), "bias": normal(rng, E, scale=0.1), **routing}
+
+
+@case("moe_normalize_weights", sizes={"decode": (1, 8), "ragged": (5, 3), "empty": (0, 2)}, dtypes=F32)
+def _moe_normalize_weights(rng, dtype, T, k):
+    weights = np.abs(normal(rng, T, k))
+    weights[2:3] = 0
+    return {"weights": weights}
+
+
+EXPERTS = {"decode": (1, 5, 3, 33, 64, 40), "ragged": (6, 4, 2, 32, 96, 7), "prefill": (23, 3, 2, 64, 32, 5)}
+
+
+@case("expert_gate_up", sizes=EXPERTS, rel=4e-6, whole=True)
+def _expert_gate_up(rng, dtype, T, E, k, N, K, dim):
+    stacks = {name: quantized(rng, E, N, K) for name in ("gate_w", "up_w")}
+    return {"x": normal(rng, T, K, dtype=dtype), **stacks, "ids": ids_of(rng, T, k, E)}
+
+
+@case("expert_gate_up", sizes={f"joined-{label}": size for label, size in EXPERTS.items()}, rel=4e-6, whole=True)
+def _expert_gate_up_joined(rng, dtype, T, E, k, N, K, dim):
+    joined = normal(rng, E, 2 * N, K, dtype="bfloat16", scale=K**-0.5)
+    slot_of = np.concatenate([rng.permutation(E), [-1]]).astype(np.int32)
+    x, ids = normal(rng, T, K, dtype=dtype), ids_of(rng, T, k, E)
+    return {"x": x, "gate_w": joined, "up_w": None, "ids": ids, "slot_of": slot_of, "act": "gelu_tanh"}
+
+
+@case("expert_gate_up", sizes={f"int8-{label}": size for label, size in EXPERTS.items()}, rel=4e-6, whole=True)
+def _expert_gate_up_int8(rng, dtype, T, E, k, N, K, dim):
+    return {**_expert_gate_up(rng, dtype, T, E, k, N, K, dim), "activations": "int8"}
+
+
+def _down(rng, dtype, T, E, k, K, dim):
+    ids, weights = ids_of(rng, T, k, E), np.abs(normal(rng, T, k))
+    return {"h": normal(rng, T, k, K, dtype=dtype), "down_w": quantized(rng, E, dim, K), "ids": ids, "weights": weights}
+
+
+@case("expert_down_sum", sizes=EXPERTS, rel=4e-6, whole=True)
+def _expert_down_sum(rng, dtype, T, E, k, N, K, dim):
+    return _down(rng, dtype, T, E, k, K, dim)
+
+
+@case("expert_down_sum", sizes={"int8": (2, 5, 3, 64, 9), "int8-prefill": (23, 3, 2, 32, 9)}, rel=4e-6, whole=True)
+def _expert_down_sum_int8(rng, dtype, T, E, k, K, dim):
+    return {**_down(rng, dtype, T, E, k, K, dim), "activations": "int8"}
+
+
+@case(
+    "moe_forward",
+    sizes={"decode": (1, 5, 3, 32, 64), "ragged": (6, 4, 2, 64, 32), "prefill": (40, 3, 2, 32, 32)},
+    rel=4e-6,
+    whole=True,
+)
+def _moe_forward(rng, dtype, T, E, k, N, K):
+    stacks = {"gate_w": quantized(rng, E, N, K), "up_w": quantized(rng, E, N, K), "down_w": quantized(rng, E, K, N)}
+    return {
+        "x": normal(rng, T, K, dtype=dtype),
+        "ids": ids_of(rng, T, k, E),
+        "weights": np.abs(normal(rng, T, k)),
+        **stacks,
+    }
+
+
+@case("moe_combine_residual", sizes=EXPERT_SUMS)
+def _moe_combine_residual(rng, dtype, T, k, dim):
+    rows = {name: normal(rng, T, dim, dtype=dtype) for name in ("h_mid", "shared_out")}
+    return {**rows, **_weighted_sum(rng, dtype, T, k, dim), "shared_gate": normal(rng, T, 1)}
+
+
+@case("moe_combine_residual", sizes={"sum": (5, 61)})
+def _moe_combine_sum(rng, dtype, T, dim):
+    rows = {name: normal(rng, T, dim, dtype=dtype) for name in ("h_mid", "shared_out", "moe_sum")}
+    return {**rows, "expert_out": None, "weights": None}
+
+
+@case("moe_bucket_accumulate", sizes={"some": (7, 4, 61), "none": (3, 0, 5)})
+def _moe_bucket_accumulate(rng, dtype, T, B, dim):
+    where = rng.permutation(T)[:B].astype(np.int32)
+    sums = {"out_sum": normal(rng, T, dim, dtype=dtype), "bucket_out": normal(rng, B, dim, dtype=dtype)}
+    return {**sums, "token_idx": where, "weights": normal(rng, B)}
+
+
+# -- attention and cache ---------------------------------------------------------------------------------------------
+
+HEADS = {"gqa": (6, 2, 20, 12), "mha": (3, 3, 64, 64), "mqa": (5, 1, 33, 40)}
+
+
+@case("attention_scores", sizes=HEADS, rel=4e-6, whole=True)
+def _attention_scores(rng, dtype, H, Hkv, D, Dv):
+    cache = normal(rng, 19, Hkv * D, dtype=dtype)
+    sizes = {"seq_len": 13, "scale": D**-0.5, "heads_per_kv": H // Hkv, "seq_stride": 17}
+    return {"q": normal(rng, H, D, dtype=dtype), "k_cache": cache, **sizes}
+
+
+@case("attention_softmax", sizes={"some": (5, 17, 13), "all": (3, 64, 64), "none": (2, 4, 0)})
+def _attention_softmax(rng, dtype, H, columns, seq_len):
+    return {"scores": normal(rng, H, columns, dtype=dtype, scale=3), "seq_len": seq_len}
+
+
+@case("attention_values", sizes=HEADS, rel=4e-6, whole=True)
+def _attention_values(rng, dtype, H, Hkv, D, Dv):
+    scores, cache = np.abs(normal(rng, H, 17, dtype=dtype)), normal(rng, 19, Hkv * Dv, dtype=dtype)
+    return {"scores": scores, "v_cache": cache, "seq_len": 13, "heads_per_kv": H // Hkv}
+
+
+@case("split_q_gate", sizes={"decode": (1, 4, 64), "ragged": (5, 3, 17), "empty": (0, 2, 4)}, rel=0)
+def _split_q_gate(rng, dtype, T, H, D):
+    return {"q_proj": normal(rng, T, H, 2 * D, dtype=dtype)}
+
+
+def _caches(rng, dtype, *lead, Hkv, D, Dv):
+    return normal(rng, *lead, Hkv * D, dtype=dtype), normal(rng, *lead, Hkv * Dv, dtype=dtype)
+
+
+@case("attention_decode", sizes={**HEADS, "window": (4, 2, 16, 16)}, rel=4e-6, whole=True)
+def _attention_decode(rng, dtype, H, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 150, Hkv=Hkv, D=D, Dv=Dv)
+    window = 9 if D == 16 else None
+    return {
+        "q": normal(rng, H, D, dtype=dtype),
+        "k_cache": k,
+        "v_cache": v,
+        "seq_len": 141,
+        "scale": D**-0.5,
+        "window": window,
+    }
+
+
+@case("attention_decode", sizes={"slots": (3, 6, 2, 20, 12)}, rel=4e-6, whole=True)
+def _attention_decode_slots(rng, dtype, B, H, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, B + 2, 23, Hkv=Hkv, D=D, Dv=Dv)
+    where = {"seq_len": np.array([0, 23, 7], np.int32), "slots": np.array([4, 0, 2], np.int32)}
+    return {"q": normal(rng, B, H, D, dtype=dtype), "k_cache": k, "v_cache": v, "scale": 0.5, **where}
+
+
+@case("attention_prefill", sizes={**HEADS, "window": (4, 2, 16, 16)}, rel=4e-6, whole=True)
+def _attention_prefill(rng, dtype, H, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 150, Hkv=Hkv, D=D, Dv=Dv)
+    window = 9 if D == 16 else None
+    return {
+        "q": normal(rng, 77, H, D, dtype=dtype),
+        "k_cache": k,
+        "v_cache": v,
+        "start": 70,
+        "scale": D**-0.5,
+        "window": window,
+    }
+
+
+@case("attention_prefill", sizes={"pages": (6, 2, 20, 12), "empty": (2, 1, 8, 8)}, rel=4e-6, whole=True)
+def _attention_prefill_pages(rng, dtype, H, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 9, 16, Hkv=Hkv, D=D, Dv=Dv)
+    table, start = rng.permutation(9)[:7].astype(np.int32), np.array(31, np.int32)
+    T = 0 if D == 8 else 50
+    return {
+        "q": normal(rng, T, H, D, dtype=dtype),
+        "k_cache": k,
+        "v_cache": v,
+        "start": start,
+        "scale": 1.0,
+        "block_table": table,
+    }
+
+
+@case("attention_paged", sizes={**HEADS, "window": (4, 2, 16, 16)}, rel=4e-6, whole=True)
+def _attention_paged(rng, dtype, H, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 31, 16, Hkv=Hkv, D=D, Dv=Dv)
+    table = rng.permutation(30).reshape(3, 10).astype(np.int32)
+    where = {"block_table": table, "lengths": np.array([17, 0, 160], np.int32), "window": 9 if D == 16 else None}
+    return {"q": normal(rng, 3, H, D, dtype=dtype), "k_pages": k, "v_pages": v, "scale": D**-0.5, **where}
+
+
+@case("kv_cache_append", sizes={"some": (3, 2, 5, 7), "none": (0, 1, 2, 3)}, rel=0)
+def _kv_cache_append(rng, dtype, T, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 11, Hkv=Hkv, D=D, Dv=Dv)
+    sources = {"k_src": normal(rng, T, Hkv, D, dtype=dtype), "v_src": normal(rng, T, Hkv * Dv, dtype=dtype)}
+    return {**sources, "k_cache": k, "v_cache": v, "kv_start": 8}
+
+
+@case("kv_cache_append", sizes={"slots": (3, 2, 5, 7)}, rel=0)
+def _kv_cache_append_slots(rng, dtype, B, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 5, 11, Hkv=Hkv, D=D, Dv=Dv)
+    where = {"kv_start": np.array([10, 0, 3], np.int32), "slots": np.array([1, 4, 0], np.int32)}
+    return {
+        "k_src": normal(rng, B, Hkv * D, dtype=dtype),
+        "v_src": normal(rng, B, Hkv * Dv, dtype=dtype),
+        "k_cache": k,
+        "v_cache": v,
+        **where,
+    }
+
+
+@case("kv_pages_append", sizes={"sequence": (9, 2, 5, 7)}, rel=0)
+def _kv_pages_append(rng, dtype, T, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 6, 4, Hkv=Hkv, D=D, Dv=Dv)
+    where = {"block_table": np.array([5, 0, 3, 1], np.int32), "positions": 6}
+    return {
+        "k_src": normal(rng, T, Hkv * D, dtype=dtype),
+        "v_src": normal(rng, T, Hkv * Dv, dtype=dtype),
+        "k_pages": k,
+        "v_pages": v,
+        **where,
+    }
+
+
+@case("kv_pages_append", sizes={"batch": (2, 2, 5, 7)}, rel=0)
+def _kv_pages_append_batch(rng, dtype, B, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 6, 4, Hkv=Hkv, D=D, Dv=Dv)
+    where = {"block_table": np.array([[5, 0], [3, 1]], np.int32), "positions": np.array([6, 3], np.int32)}
+    return {
+        "k_src": normal(rng, B, Hkv * D, dtype=dtype),
+        "v_src": normal(rng, B, Hkv * Dv, dtype=dtype),
+        "k_pages": k,
+        "v_pages": v,
+        **where,
+    }
+
+
+@case("mla_cache_append", sizes={"one": (7, 5), "many": (9, 3)}, rel=0)
+def _mla_cache_append(rng, dtype, R, rope):
+    lead = () if R == 7 else (4,)
+    sources = {"kv_lat": normal(rng, *lead, R, dtype=dtype), "k_pe": normal(rng, *lead, rope, dtype=dtype)}
+    return {
+        **sources,
+        "latent_cache": normal(rng, 12, R, dtype=dtype),
+        "rope_k_cache": normal(rng, 12, rope, dtype=dtype),
+        "pos": 5,
+    }
+
+
+@case("mla_cache_append", sizes={"pages": (9, 3)}, rel=0)
+def _mla_cache_append_pages(rng, dtype, R, rope):
+    sources = {"kv_lat": normal(rng, 2, R, dtype=dtype), "k_pe": normal(rng, 2, rope, dtype=dtype)}
+    caches = {"latent_cache": normal(rng, 5, 4, R, dtype=dtype), "rope_k_cache": normal(rng, 5, 4, rope, dtype=dtype)}
+    where = {"pos": np.array([5, 2], np.int32), "block_table": np.array([[4, 1], [0, 3]], np.int32)}
+    return {**sources, **caches, **where}
+
+
+# -- rope ------------------------------------------------------------------------------------------------------------
+
+ROPES = {"decode": (1, 4, 64, 64), "partial": (5, 3, 40, 12), "prefill": (33, 2, 128, 128), "empty": (0, 2, 8, 8)}
+
+
+@case("rope", sizes=ROPES)
+def _rope(rng, dtype, T, H, D, width):
+    return {
+        "x": normal(rng, T, H, D, dtype=dtype),
+        "inv_freq": rope_inv_freq(width, 1e4),
+        "start_pos": 4000,
+        "rotary_dim": width,
+    }
+
+
+@case("rope", sizes={"positions": (5, 3, 32, 20)})
+def _rope_positions(rng, dtype, T, H, D, width):
+    at = rng.integers(0, 131072, T).astype(np.int32)
+    kind = {"rotary_dim": width, "mscale": 1.25, "interleaved": True}
+    return {"x": normal(rng, T, H, D, dtype=dtype), "inv_freq": rope_inv_freq(width, 1e6), "start_pos": at, **kind}
+
+
+@case("head_norm_rope", sizes=ROPES)
+def _head_norm_rope(rng, dtype, T, H, D, width):
+    x, weight = normal(rng, T, H, D, dtype=dtype), normal(rng, D, dtype="bfloat16")
+    return {"x": x, "weight": weight, "inv_freq": rope_inv_freq(width, 1e4), "start_pos": 17, "rotary_dim": width}
+
+
+@case("rope_inv_freq", sizes={"plain": (64, 1e4)}, dtypes=F32, rel=0)
+def _rope_inv_freq(rng, dtype, dim, theta):
+    return {"dim": dim, "theta": theta}
+
+
+@case("yarn_inv_freq", sizes={"deepseek": (64, 1e4, 40.0, 4096)}, dtypes=F32, rel=0)
+def _yarn_inv_freq(rng, dtype, dim, theta, factor, original):
+    return {"dim": dim, "theta": theta, "factor": factor, "original_max_position": original}
+
+
+@case("proportional_inv_freq", sizes={"gemma": (128, 1e6, 0.25)}, dtypes=F32, rel=0)
+def _proportional_inv_freq(rng, dtype, head_dim, theta, part):
+    return {"head_dim": head_dim, "theta": theta, "partial_rotary_factor": part}
+
+
+# -- delta -----------------------------------------------------------------------------------------------------------
+
+CONVS = {"decode": (1, 64, 4), "ragged": (5, 37, 4), "short": (2, 9, 3), "empty": (0, 5, 4), "long": (70, 33, 4)}
+
+
+@case("conv1d_causal", sizes=CONVS)
+def _conv1d_causal(rng, dtype, T, C, W):
+    state, weight = normal(rng, W - 1, C, dtype=dtype), normal(rng, C, W, dtype="bfloat16")
+    return {"x": normal(rng, T, C, dtype=dtype), "state": state, "weight": weight}
+
+
+@case("conv1d_causal", sizes={"slots": (3, 37, 4)})
+def _conv1d_causal_slots(rng, dtype, B, C, W):
+    state, weight = normal(rng, 5, W - 1, C), normal(rng, C, W)
+    return {
+        "x": normal(rng, B, C, dtype=dtype),
+        "state": state,
+        "weight": weight,
+        "slots": np.array([4, 0, 2], np.int32),
+    }
+
+
+@case("conv1d_state_update", sizes=CONVS, rel=0)
+def _conv1d_state_update(rng, dtype, T, C, W):
+    return {"state": normal(rng, W - 1, C, dtype=dtype), "x": normal(rng, T, C, dtype=dtype)}
+
+
+@case("conv1d_state_update", sizes={"slots": (3, 37, 4)}, rel=0)
+def _conv1d_state_update_slots(rng, dtype, B, C, W):
+    return {
+        "state": normal(rng, 5, W - 1, C),
+        "x": normal(rng, B, C, dtype=dtype),
+        "slots": np.array([4, 0, 2], np.int32),
+    }
+
+
+@case("gdn_decay_beta", sizes={"decode": (1, 32), "ragged": (5, 7), "empty": (0, 2)})
+def _gdn_decay_beta(rng, dtype, T, Hv):
+    rows = {name: normal(rng, T, Hv, dtype=dtype, scale=3) for name in ("alpha", "beta")}
+    return {**rows, "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv, dtype="bfloat16")}
+
+
+DELTAS = {
+    "decode": (1, 2, 4, 64, 32),
+    "ragged": (21, 2, 6, 20, 12),
+    "long": (70, 1, 2, 32, 64),
+    "empty": (0, 1, 1, 4, 4),
+}
+
+
+@case("gated_delta_net", sizes=DELTAS, rel=2e-5, whole=True)
+def _gated_delta_net(rng, dtype, T, Hk, Hv, Dk, Dv):
+    qkv = normal(rng, T, 2 * Hk * Dk + Hv * Dv, dtype=dtype, scale=Dk**-0.5)
+    gates = {"g": rng.uniform(0.7, 1, (T, Hv)).astype("float32"), "b": rng.uniform(0, 1, (T, Hv)).astype("float32")}
+    return {"state": normal(rng, Hv, Dv, Dk, scale=0.1), "qkv": qkv, **gates, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv}
+
+
+@case("gated_delta_net", sizes={f"chunkwise-{label}": size for label, size in DELTAS.items()}, rel=4e-5, whole=True)
+def _gated_delta_net_chunkwise(rng, dtype, T, Hk, Hv, Dk, Dv):
+    call = _gated_delta_net(rng, dtype, T, Hk, Hv, Dk, Dv)
+    call["g"][3:5] = 0
+    return {**call, "method": "chunkwise"}
+
+
+@case("gated_delta_net", sizes={"slots": (3, 2, 4, 16, 12)}, rel=2e-5, whole=True)
+def _gated_delta_net_slots(rng, dtype, B, Hk, Hv, Dk, Dv):
+    state, slots = normal(rng, 5, Hv, Dv, Dk, scale=0.1), np.array([4, 0, 2], np.int32)
+    return {**_gated_delta_net(rng, dtype, B, Hk, Hv, Dk, Dv), "state": state, "slots": slots}
+
+
+# -- mla -------------------------------------------------------------------------------------------------------------
+
+
+@case("mla_split_q_kv", sizes={"decode": (3, 16, 8, 20), "many": (5, 12, 4, 9)}, rel=0)
+def _mla_split_q_kv(rng, dtype, H, nope, rope, R):
+    lead = () if H == 3 else (7,)
+    return {
+        "q_full": normal(rng, *lead, H, nope + rope, dtype=dtype),
+        "kv_pre": normal(rng, *lead, R + rope, dtype=dtype),
+        "nope": nope,
+    }
+
+
+@case("mla_q_prime", sizes={"whole": (3, 5, 20, 12, 64), "one": (0, 4, 32, 32, 32)}, rel=4e-6, whole=True)
+def _mla_q_prime(rng, dtype, T, H, nope, vd, R):
+    lead = (T,) if T else ()
+    return {"q_nope": normal(rng, *lead, H, nope, dtype=dtype), "kv_b": quantized(rng, H * (nope + vd), R)}
+
+
+@case("mla_q_prime", sizes={"pair": (3, 5, 32, 40)}, rel=4e-6, whole=True)
+def _mla_q_prime_pair(rng, dtype, T, H, nope, R):
+    return {"q_nope": normal(rng, T, H, nope, dtype=dtype), "kv_b": quantized(rng, H, R, nope)}
+
+
+@case("mla_q_prime", sizes={"dense": (3, 5, 20, 12, 24)}, rel=4e-6, whole=True)
+def _mla_q_prime_dense(rng, dtype, T, H, nope, vd, R):
+    return {
+        "q_nope": normal(rng, T, H, nope, dtype=dtype),
+        "kv_b": normal(rng, H * (nope + vd), R, dtype="bfloat16", scale=0.1),
+    }
+
+
+@case("mla_out_per_head", sizes={"whole": (3, 5, 20, 12, 64)}, rel=4e-6, whole=True)
+def _mla_out_per_head(rng, dtype, T, H, nope, vd, R):
+    return {"v_combine": normal(rng, T, H, R, dtype=dtype), "kv_b": quantized(rng, H * (nope + vd), R), "nope": nope}
+
+
+@case("mla_out_per_head", sizes={"pair": (5, 12, 64)}, rel=4e-6, whole=True)
+def _mla_out_per_head_pair(rng, dtype, H, vd, R):
+    return {"v_combine": normal(rng, H, R, dtype=dtype), "kv_b": quantized(rng, H, vd, R)}
+
+
+@case("mla_out_per_head", sizes={"dense": (5, 20, 12, 24)}, rel=4e-6, whole=True)
+def _mla_out_per_head_dense(rng, dtype, H, nope, vd, R):
+    kv_b = normal(rng, H * (nope + vd), R, dtype="float16", scale=0.1)
+    return {"v_combine": normal(rng, H, R, dtype=dtype), "kv_b": kv_b, "v_head_dim": vd}
+
+
+@case("mla_expand", sizes={"whole": (7, 5, 20, 12, 64), "prefill": (40, 2, 16, 16, 32)}, rel=4e-6, whole=True)
+def _mla_expand(rng, dtype, T, H, nope, vd, R):
+    return {
+        "latent": normal(rng, T, R, dtype=dtype),
+        "kv_b": quantized(rng, H * (nope + vd), R),
+        "heads": H,
+        "nope": nope,
+    }
+
+
+@case("mla_expand", sizes={"pair": (7, 5, 32, 12, 64)}, rel=4e-6, whole=True)
+def _mla_expand_pair(rng, dtype, T, H, nope, vd, R):
+    return {
+        "latent": normal(rng, T, R, dtype=dtype),
+        "kv_b": quantized(rng, H, R, nope),
+        "unembed_out": quantized(rng, H, vd, R),
+    }
+
+
+def _latents(rng, dtype, *lead, R, rope):
+    return {"latent_cache": normal(rng, *lead, R, dtype=dtype), "rope_k_cache": normal(rng, *lead, rope, dtype=dtype)}
+
+
+@case("mla_sdpa", sizes={"decode": (5, 40, 12, 141), "none": (2, 8, 4, 0)}, rel=4e-6, whole=True)
+def _mla_sdpa(rng, dtype, H, R, rope, n):
+    q = {"q_prime": normal(rng, H, R, dtype=dtype), "q_pe": normal(rng, H, rope, dtype=dtype)}
+    return {**q, **_latents(rng, dtype, 150, R=R, rope=rope), "cache_len": n, "softmax_scale": 0.2}
+
+
+@case("mla_sdpa", sizes={"causal": (23, 5, 40, 12)}, rel=4e-6, whole=True)
+def _mla_sdpa_causal(rng, dtype, T, H, R, rope):
+    q = {"q_prime": normal(rng, T, H, R, dtype=dtype), "q_pe": normal(rng, T, H, rope, dtype=dtype)}
+    return {**q, **_latents(rng, dtype, 50, R=R, rope=rope), "cache_len": 41, "softmax_scale": 0.2}
+
+
+@case("mla_sdpa", sizes={"pages": (3, 5, 40, 12)}, rel=4e-6, whole=True)
+def _mla_sdpa_pages(rng, dtype, B, H, R, rope):
+    q = {"q_prime": normal(rng, B, H, R, dtype=dtype), "q_pe": normal(rng, B, H, rope, dtype=dtype)}
+    where = {
+        "cache_len": np.array([9, 0, 16], np.int32),
+        "block_table": rng.permutation(12).reshape(3, 4).astype(np.int32),
+    }
+    return {**q, **_latents(rng, dtype, 13, 4, R=R, rope=rope), **where, "softmax_scale": 0.2}
+
+
+@case("mla_sdpa_tile_accumulate", sizes={"first": (5, 40, 12, True), "later": (3, 33, 8, False)}, rel=4e-6, whole=True)
+def _mla_sdpa_tile_accumulate(rng, dtype, H, R, rope, first):
+    state = {"running_max": normal(rng, H), "denominator": np.abs(normal(rng, H)), "accumulator": normal(rng, H, R)}
+    call = _mla_sdpa(rng, dtype, H, R, rope, 0)
+    del call["cache_len"]
+    return {**state, **call, "tile_start": 7, "tile_end": 90, "first": first}
+
+
+@case("mla_sdpa_finalize", sizes={"some": (5, 33)})
+def _mla_sdpa_finalize(rng, dtype, H, R):
+    denominator = np.abs(normal(rng, H))
+    denominator[2] = 0
+    return {"denominator": denominator, "accumulator": normal(rng, H, R), "dtype": dtype}
+
+
+def call(op: Any, arguments: Arguments, **extra: Any) -> Any:
+    return op(**arguments, **extra)
+
+
+ALL_OPS = tuple(sorted(ops.REGISTRY))

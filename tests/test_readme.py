@@ -1,0 +1,59 @@
+"""Everything that README.md shows runs as written."""
+
+import importlib.util
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import run
+from penstock.settings import Settings, variable
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line.partition("#")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+
+
+def test_readme_python_blocks_run_in_order(capsys):
+    names: dict[str, object] = {}
+    for block in blocks("python"):
+        if "import torch" in block and importlib.util.find_spec("torch") is None:
+            continue
+        exec(compile(block, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    # comments behind a print show the start of what it prints
+    for block in blocks("python"):
+        for shown in re.findall(r"# (QuantizedTensor\(.*?|rms_norm: .*?) ?\.\.\.", block):
+            assert shown in printed
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("penstock ")])
+def test_readme_penstock_commands_run(capsys, command):
+    assert run(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith("penstock ")])
+def test_readme_make_targets_exist(command):
+    program, target = command.split()
+    assert program == "make"
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_readme_lists_every_setting():
+    listed = re.findall(r"^\| `(PENSTOCK_\w+)` \| (.*) \|$", README, re.MULTILINE)
+    assert [name for name, _ in listed] == [variable(setting) for setting in fields(Settings)]
+    for (name, text), setting in zip(listed, fields(Settings), strict=True):
+        assert text.startswith(setting.metadata["help"]), name
+
+
+def test_readme_links_lead_somewhere():
+    assert all((ROOT / target).exists() for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README))
