@@ -53,8 +53,10 @@ def package(tmp_path):
     """A copy of what kernels need of penstock, with a helper file and a kernel file of its own."""
     cpu = tmp_path / "penstock" / "backends" / "cpu"
     cpu.mkdir(parents=True)
-    for name in ("errors.py", "settings.py", "backends/cpu/_compile.py"):
+    for name in ("errors.py", "settings.py", "backends/cpu/_compile.py", "backends/cpu/_progress.py"):
         shutil.copy(PACKAGE / name, tmp_path / "penstock" / name)
+    for folder in (cpu, cpu.parent, cpu.parent.parent):  # a regular package wins over an installed penstock
+        (folder / "__init__.py").touch()
     (cpu / "helper.py").write_text(HELPER)
     (cpu / "kernels.py").write_text(KERNELS)
     return tmp_path

@@ -20,6 +20,7 @@ import llvmlite
 import numba
 from numba.core import caching, compiler, serialize, sigutils
 
+from penstock.backends.cpu import _progress
 from penstock.errors import InvalidArgument
 from penstock.settings import Settings
 
@@ -51,6 +52,7 @@ def njit(
         if kernel is py_func:  # NUMBA_DISABLE_JIT
             return kernel
         kernel._cache = _KernelCache(py_func, cache_dir)
+        kernel.compile = _shown(kernel.compile)
         for one in [signature] if isinstance(signature, str) else signature:
             kernel.compile(one)
         if signature:
@@ -58,6 +60,14 @@ def njit(
         return kernel
 
     return decorate if function is None else decorate(function)
+
+
+def _shown(compile: Callable) -> Callable:
+    def compile_in_sight(sig: Any) -> Any:
+        with _progress.compiling():
+            return compile(sig)
+
+    return compile_in_sight
 
 
 def cache_folder(root: str | Path | None = None) -> Path:
@@ -112,9 +122,12 @@ class _KernelCache(caching.NullCache):
         try:
             data = self._file(sig, target_context.codegen()).read_bytes()
         except OSError:
-            return None
+            data = b""
         whole = hashlib.sha256(data[32:]).digest() == data[:32]
-        return compiler.CompileResult._rebuild(target_context, *pickle.loads(data[32:])) if whole else None
+        if not whole:
+            _progress.show(self._py_func.__qualname__.rpartition(".")[2].lstrip("_"))
+            return None
+        return compiler.CompileResult._rebuild(target_context, *pickle.loads(data[32:]))
 
     def save_overload(self, sig: Any, cres: Any) -> None:
         if cres.library.has_dynamic_globals or cres.lifted:  # holds addresses that only this process knows

@@ -1,0 +1,43 @@
+"""A line on the terminal while kernels are compiled, which happens once per machine and takes a second or two each."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_lock = threading.RLock()
+_depth = 0
+_line: Any = None
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Around a compilation that may turn out to be a read from the cache; nested ones share the line."""
+    global _depth, _line
+    with _lock:
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0 and _line is not None:
+                _line.stop()
+                _line = None
+
+
+def show(name: str) -> None:
+    """Name the kernel that is being compiled, if somebody is watching; its parts go without saying."""
+    global _line
+    if _depth != 1 or not sys.stderr.isatty():
+        return
+    text = f"compiling kernels for this CPU, once: {name}"
+    with _lock:
+        if _line is None:
+            from rich.console import Console
+
+            _line = Console(stderr=True).status(text)
+            _line.start()
+        else:
+            _line.update(text)
