@@ -450,3 +450,12 @@ def test_attention_names_the_argument_and_what_it_expected(form, change, error, 
 @pytest.mark.parametrize("form", VALID)
 def test_attention_accepts_the_calls_that_the_refusals_start_from(form):
     ops.REGISTRY[form.split()[0]](**VALID[form])
+
+
+def test_attention_paged_refuses_a_ring_shorter_than_what_it_reads(rng):
+    q, k, v = normal(rng, 1, 2, 4), normal(rng, 3, 2, 4), normal(rng, 3, 2, 4)
+    ring = {"block_table": i32([0, 1, 2, 0, 1]), "lengths": i32(9), "scale": 1.0}
+    call = {"q": q, "k_pages": k, "v_pages": v, **ring}
+    message = "block_table has a page twice in positions 1 to 8, expected distinct pages"
+    assert_refused(ops.attention_paged, {**call, "window": 8}, InvalidArgument, message)
+    assert ops.attention_paged(**call, window=5).shape == (1, 2, 4)

@@ -154,7 +154,7 @@ REFUSED = {
         ({"block_table": i32(0, 1, 5, 2)}, InvalidArgument, "block_table has 5, expected 0 to 4 (5 pages)"),
         ({"block_table": i32(0, -1, 2, 3)}, InvalidArgument, "block_table has -1, expected 0 to 4 (5 pages)"),
         ({"block_table": i32([0, 1], [2, 3])}, ShapeError, "block_table has shape (2, 2), expected [n]"),
-        ({"positions": 1, "block_table": i32(3, 3)}, InvalidArgument, "block_table has the same value twice"),
+        ({"positions": 1, "block_table": i32(3, 3)}, InvalidArgument, "block_table has a page twice in positions 1 to"),
         ({"v_pages": zeros(5, 3, 4)}, ShapeError, "v_pages has shape (5, 3, 4), expected (5, 2) in front"),
         ({"k_pages": zeros(5, 6)}, ShapeError, "k_pages has shape (5, 6), expected [pages, page, width]"),
     ],
