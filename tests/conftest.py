@@ -4,6 +4,7 @@ import os
 # with SIGILL. This keeps them below that; it has to be set before torch is imported.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two test processes share the cores: waiting threads must not spin
 
 import importlib.util
 import re

@@ -76,6 +76,11 @@ class QuantizedTensor:
         """The logical shape (..., N, K)."""
         return (*(int(size) for size in self.packed.shape[:-1]), int(self.packed.shape[-1]) * 32 // self.bits)
 
+    @functools.cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Everything about the format: equal for tensors that fit the same kernels."""
+        return self.shape, self.bits, self.group_size, self.dtype
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

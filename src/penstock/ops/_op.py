@@ -75,6 +75,11 @@ class Kernel:
     run: Callable[..., None]
     variants: tuple[str, ...] = ()
     composed: bool = False
+    choosing: Callable[..., None] = field(init=False)  # `run` with the choice of a variant left to it
+
+    def __post_init__(self) -> None:
+        choosing = functools.partial(self.run, variant=None) if self.variants else self.run
+        object.__setattr__(self, "choosing", choosing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,13 +308,10 @@ class Op:
     # -- the call ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-        values = self._bind(*args, **kwargs)
-        if any(isinstance(value, np.generic) for value in values):  # NumPy scalars are Python's numbers here
-            values = tuple(value.item() if isinstance(value, np.generic) else value for value in values)
-        place, key = self._survey(values)
+        values, place, key = self._survey(self._bind(*args, **kwargs))
         plan = self._plan(values, key)
         outputs = self._given(out, plan, place)
-        if outputs is not None or self.writes:
+        if self.writes or (outputs is not None and _may_overlap(outputs, values)):
             self._check_memory(values, outputs or ())
         if place == "symbol":
             symbol = next(leaf for leaf in leaves(values) if isinstance(leaf, Symbol))
@@ -329,8 +331,8 @@ class Op:
         fresh = (r if r is None or o is not None else torch_view(r) for r, o in zip(results, outputs, strict=True))
         return plan.result(tuple(f if o is None else o for f, o in zip(fresh, outputs, strict=True)))
 
-    def _survey(self, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-        """Where the arrays are, and a key of everything `infer` may look at. Raises on strided or mixed arrays."""
+    def _survey(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, tuple[Any, ...]]:
+        """The values, where their arrays are, and a key of all that `infer` looks at; strided or mixed ones raise."""
         place, owner = "", ""
         key: list[Any] = []
         for name, value in zip(self.params, values, strict=True):
@@ -343,6 +345,11 @@ class Op:
                 flags = value.flags
                 if not (flags.c_contiguous and flags.aligned):
                     raise self._strided(name, value)
+            elif type(value) is QuantizedTensor:
+                here = place_of(value.packed)
+                key.append(value.key)
+            elif isinstance(value, np.generic):  # NumPy's scalars are Python's numbers here
+                return self._survey(tuple(v.item() if isinstance(v, np.generic) else v for v in values))
             else:
                 here = self._survey_other(name, value, key)
             if here == place or not here:
@@ -353,7 +360,7 @@ class Op:
                 raise InvalidArgument(
                     f"{self.name}: {name} is on {_spelled(here)}, expected {_spelled(place)}, where {owner} is"
                 )
-        return place or "numpy", tuple(key)
+        return values, place or "numpy", tuple(key)
 
     def _survey_other(self, name: str, value: Any, key: list[Any]) -> str:
         place = ""
@@ -407,6 +414,10 @@ class Op:
         """`out=` as one entry per output (None: allocate), checked against the specs."""
         if out is None:
             return None
+        if type(out) is np.ndarray and place == "numpy" and len(plan.empty) == 1:
+            flags = out.flags
+            if (out.shape, out.dtype) == plan.empty[0] and flags.c_contiguous and flags.aligned and flags.writeable:
+                return (out,)
         given = out if isinstance(out, tuple | list) else (out,)
         wanted = [spec for spec in plan.specs if spec is not None]
         if len(given) == len(wanted) and len(wanted) < len(plan.specs):
@@ -478,7 +489,7 @@ class Op:
                 if device == "cpu":
                     return device, None
                 raise KernelNotFound(f"{self.name}: no kernel is registered for device 'cuda'")
-            return device, functools.partial(kernel.run, variant=None) if kernel.variants else kernel.run
+            return device, kernel.choosing
         if forced.device == "reference":
             return "cpu", None
         if forced.device != device and not (forced.device == "cuda" and place == "cpu"):
@@ -494,7 +505,8 @@ class Op:
             raise KernelNotFound(
                 f"{self.name}: variant {forced.variant!r} does not exist on {forced.device!r}, expected one of: {known}"
             )
-        return forced.device, functools.partial(kernel.run, variant=forced.variant) if kernel.variants else kernel.run
+        chosen = kernel.choosing if forced.variant is None else functools.partial(kernel.run, variant=forced.variant)
+        return forced.device, chosen
 
     def kernel(self, device: str) -> Kernel | None:
         """The kernel of a device, importing the backend module of this family on first use."""
@@ -596,6 +608,19 @@ class Op:
             tensor = None if result is None else torch_view(result)
             back.append(output.copy_(tensor) if output is not None else None if tensor is None else tensor.to(place))
         return plan.result(tuple(back))
+
+
+def _may_overlap(outputs: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
+    """False if one NumPy output lies apart from all inputs, which is the usual case and needs no closer look."""
+    if len(outputs) != 1 or not isinstance(outputs[0], np.ndarray):
+        return True
+    for value in values:
+        if type(value) in _SCALARS:
+            continue
+        for leaf in (value,) if type(value) is np.ndarray else leaves(value):
+            if not isinstance(leaf, np.ndarray) or np.may_share_memory(leaf, outputs[0]):
+                return True
+    return False
 
 
 def _copied(output: Array, result: Array) -> Array:

@@ -1,0 +1,432 @@
+"""Routers of mixture-of-experts blocks and what adds the experts' results to the residual stream, on the CPU.
+
+Experts are ranked by integers that order as their scores do, the expert's number in the lower half: the largest of them
+is the best score and, among equals, the lowest index, and a maximum of integers vectorises.
+"""
+
+import math
+
+import numpy as np
+from numba import prange
+
+from penstock import ops
+from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, njit
+from penstock.backends.cpu._formats import fmt, frozen, pattern_of
+from penstock.backends.cpu._math import exp32, sigmoid32
+from penstock.backends.cpu._rows import bytes_in, bytes_out, itemsize, load_bytes, store_bytes
+from penstock.backends.cpu._threads import run
+from penstock.ops._op import kernel
+
+_SOFTMAX, _SLOTS, _GROUPS = 0, 1, 2  # which router
+_LEAST, _MOST = np.int64(-(2**63)), np.int64(2**63 - 1)
+_LAST = np.int64(2**31 - 1)
+_CHUNK = 16  # rows a thread takes at once
+_SERIAL = 1 << 13  # logits up to which one thread is faster than waking the others
+_NONE = np.empty(0, np.float32)
+_NONE.flags.writeable = False
+
+_LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, float.fromhex("0x1.62e42fee00000p-1"), 1.90821492927058770002e-10
+_ROUNDER = 1.5 * 2.0**52  # added to a float64, it leaves the nearest integer in the lowest bits
+_C2, _C3, _C4, _C5, _C6, _C7, _C8, _C9, _C10, _C11, _C12, _C13 = (1 / math.factorial(n) for n in range(2, 14))
+
+# -- routers ---------------------------------------------------------------------------------------------------------
+
+
+@kernel(ops.moe_route, device="cpu")
+def moe_route(logits: np.ndarray, per_expert_scale: np.ndarray | None, top_k: int, *, out) -> None:
+    _route(_SOFTMAX, logits, per_expert_scale, 1, 1, False, 1.0, out)
+
+
+@kernel(ops.moe_softmax_topk, device="cpu")
+def moe_softmax_topk(logits: np.ndarray, k: int, *, out) -> None:
+    _route(_SLOTS, logits, None, 1, 1, False, 1.0, out)
+
+
+@kernel(ops.moe_group_route, device="cpu")
+def moe_group_route(
+    logits: np.ndarray,
+    bias: np.ndarray | None,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    *,
+    out,
+) -> None:
+    _route(_GROUPS, logits, bias, n_group, topk_group, norm_topk_prob, float(routed_scaling_factor), out)
+
+
+def _route(router, logits, per_expert, n_group, topk_group, norm, factor, out) -> None:
+    if logits.size == 0:
+        return
+    ids, weights = out
+    experts = logits.shape[-1]
+    per_expert = _NONE if per_expert is None else frozen(per_expert.astype(np.float32, copy=False))
+    rows = frozen(logits.reshape(-1, experts))
+    args = (router, rows, per_expert, n_group, topk_group, norm, factor)
+    args = (*args, ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, ids.shape[-1]))
+    if logits.size <= _SERIAL:
+        _route_some(*args, 0, len(rows))
+    else:
+        run(_route_rows, *args)
+
+
+# route     ids, weights of each row of logits as ops.moe_route, moe_softmax_topk and moe_group_route define them
+# shapes    logits float32 [T, E]; per_expert float32 [E] (scale or bias) or [0]; ids int32, weights float32 [T, k]
+# threads   prange over chunks of rows; a row belongs to one thread
+# bytes     T * E * 4 in, T * k * 8 out; keys and scores of a row stay in cache
+# limits    E below 2**31; k passes over E, so meant for k much smaller than E
+@njit(parallel=True)
+def _route_rows(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights):
+    T = logits.shape[0]
+    for c in prange((T + _CHUNK - 1) // _CHUNK):
+        stop = min(T, (c + 1) * _CHUNK)
+        _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights, c * _CHUNK, stop)
+
+
+@njit
+def _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights, start, stop):
+    E = logits.shape[1]
+    keys, scores, choice = np.empty(E, np.int64), np.empty(E, np.float32), np.empty(E, np.float32)
+    groups, few = np.empty(n_group, np.int64), np.zeros((ids.shape[1] + 15) // 16 * 16, np.float32)
+    for t in range(start, stop):
+        if router == _SOFTMAX:
+            _softmax_row(logits[t], per_expert, keys, few, ids[t], weights[t])
+        elif router == _SLOTS:
+            _slots_row(logits[t], keys, scores, ids[t], weights[t])
+        else:
+            _groups_row(
+                logits[t], per_expert, topk_group, norm, factor, keys, scores, choice, groups, ids[t], weights[t]
+            )
+
+
+@njit
+def _nothing(ids, weights):
+    """What a row without meaning gives."""
+    for i in range(ids.size):
+        ids[i] = 0
+        weights[i] = np.float32(0)
+
+
+@njit
+def _key(x, j):
+    """Orders as (x descending, j ascending) does, largest first; -0 equals 0, NaN has no place."""
+    p = np.int64(pattern_of(x + np.float32(0)))
+    p = p if p >= 0 else p ^ np.int64(0x7FFFFFFF)
+    return (p << np.int64(32)) | (_LAST - j)
+
+
+@njit
+def _rank(scores, keys):
+    """Keys of a row of scores; False if one is NaN."""
+    nan = np.int64(0)
+    for j in range(keys.size):
+        x = scores[j]
+        nan |= np.int64(x != x)
+        keys[j] = _key(x, np.int64(j))
+    return nan == 0
+
+
+@njit
+def _best_below(keys, bar):
+    """The largest key below `bar`. Keys differ, so that nothing has to be taken out: a scan that follows a store into
+    its range waits for it.
+    """
+    best = _LEAST
+    for j in range(keys.size):
+        best = max(best, keys[j] if keys[j] < bar else _LEAST)
+    return best
+
+
+@njit
+def _choose(keys, ids):
+    """The numbers of the largest keys, in order."""
+    bar = _MOST
+    for i in range(ids.size):
+        bar = _best_below(keys, bar)
+        ids[i] = _LAST - (bar & np.int64(0xFFFFFFFF))
+
+
+@njit
+def _softmax_row(logits, scale, keys, few, ids, weights):
+    """The normaliser of the softmax over all experts cancels: only the chosen ones need an exponential."""
+    if not _rank(logits, keys):
+        return _nothing(ids, weights)
+    _choose(keys, ids)
+    top = logits[ids[0]]
+    if not np.isfinite(top):
+        return _nothing(ids, weights)
+    for i in range(ids.size):
+        few[i] = logits[ids[i]] - top
+    for i in range(few.size):  # a multiple of 16, so that all of it vectorises
+        few[i] = exp32(few[i])
+    total = np.float32(0)
+    for i in range(ids.size):
+        total += few[i]
+    for i in range(ids.size):
+        w = few[i] / total
+        weights[i] = w * scale[ids[i]] if scale.size > 0 else w
+    return None
+
+
+@njit
+def _slots_row(logits, keys, scores, ids, weights):
+    E, k = logits.size, ids.size
+    high, nan = np.float32(-np.inf), False
+    for j in range(E):
+        x = logits[j]
+        nan |= x != x
+        high = x if x > high else high
+    if nan or not np.isfinite(high):
+        return _nothing(ids, weights)
+    for j in range(E):
+        scores[j] = exp32(logits[j] - high)
+    total = _any_order_sum(scores)
+    for i in range(k):
+        ids[i] = i
+        keys[i] = _slot_key(logits[i], i)
+    slot = _least_slot(keys, k)
+    bar = logits[ids[slot]]
+    for j in range(k, E):
+        if logits[j] > bar:
+            ids[slot] = j
+            keys[slot] = _slot_key(logits[j], slot)
+            slot = _least_slot(keys, k)
+            bar = logits[ids[slot]]
+    for i in range(k):
+        weights[i] = scores[ids[i]] / total
+    return None
+
+
+@njit
+def _slot_key(x, slot):
+    """Orders as (x, slot) does."""
+    return (_key(x, np.int64(0)) - _LAST) | np.int64(slot)
+
+
+@njit
+def _least_slot(keys, k):
+    least = keys[0]
+    for i in range(1, k):
+        least = min(least, keys[i])
+    return least & np.int64(0xFFFFFFFF)
+
+
+@njit(fastmath=frozenset({"reassoc"}))
+def _any_order_sum(values):
+    total = np.float32(0)
+    for j in range(values.size):
+        total += values[j]
+    return total
+
+
+@njit
+def _groups_row(logits, bias, topk_group, norm, factor, keys, scores, choice, groups, ids, weights):
+    E, G = logits.size, groups.size
+    size = E // G
+    for j in range(E):
+        scores[j] = _sigmoid(logits[j])
+    if bias.size > 0:
+        for j in range(E):
+            choice[j] = scores[j] + bias[j]
+    else:
+        for j in range(E):
+            choice[j] = scores[j]
+    if not _rank(choice, keys):
+        return _nothing(ids, weights)
+    if G > 1:
+        by_group = choice.reshape((G, size))
+        for i in range(G):
+            first, second = np.float32(-np.inf), np.float32(-np.inf)
+            for j in range(size):
+                x = by_group[i, j]
+                low = x if x < first else first
+                first = x if x > first else first
+                second = low if low > second else second
+            both = first + second
+            # a sum of inf and -inf ranks after everything, as in a sort
+            groups[i] = _key(both, np.int64(i)) if both == both else (_LEAST | (_LAST - i))
+        bar = _MOST
+        for _ in range(topk_group):
+            bar = _best_below(groups, bar)
+        for i in range(G):
+            if groups[i] < bar:
+                for j in range(i * size, (i + 1) * size):
+                    keys[j] = _key(np.float32(-np.inf), np.int64(j))
+    _choose(keys, ids)
+    total = 0.0
+    for i in range(ids.size):
+        total += np.float64(scores[ids[i]])
+    for i in range(ids.size):
+        w = np.float64(scores[ids[i]])
+        weights[i] = np.float32((w / (total + 1e-20) if norm else w) * factor)
+    return None
+
+
+@njit(forceinline=True, fastmath=FUSED_MULTIPLY_ADD)
+def _sigmoid(logit):
+    """The float64 sigmoid, within 1e-15 of itself, rounded to float32: the same number as the definition's, so that
+    choices made with it agree."""
+    x = np.float64(logit)
+    a = -abs(x)
+    a = -700.0 if a < -700.0 else a
+    t = a * _LOG2_E + _ROUNDER
+    n = t - _ROUNDER
+    r = a - n * _LN2_HIGH - n * _LN2_LOW
+    p = _C8 + r * (_C9 + r * (_C10 + r * (_C11 + r * (_C12 + r * _C13))))
+    p = _C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * (_C6 + r * (_C7 + r * p)))))
+    p = 1.0 + (r + r * r * p)
+    power = np.int64((np.float64(t).view(np.int64) << np.int64(52)) + np.int64(1023 << 52))
+    e = p * power.view(np.float64)
+    return np.float32((1.0 if x >= 0 else e) / (1.0 + e))
+
+
+@kernel(ops.moe_normalize_weights, device="cpu")
+def moe_normalize_weights(weights: np.ndarray, *, out: np.ndarray) -> None:
+    if out.size:
+        k = out.shape[-1]
+        _normalize(frozen(weights.reshape(-1, k)), out.reshape(-1, k))
+
+
+# normalize out[t] = weights[t] / sum(weights[t]) where the sum is above 0, else weights[t]; sum in float64
+# shapes    weights, out float32 [T, k]; out may be weights
+# threads   one: a few kilobytes
+# bytes     2 * T * k * 4
+# limits    none
+@njit
+def _normalize(weights, out):
+    for t in range(weights.shape[0]):
+        total = 0.0
+        for i in range(weights.shape[1]):
+            total += np.float64(weights[t, i])
+        inverse = 1.0 / total if total > 0 else 1.0
+        for i in range(weights.shape[1]):
+            out[t, i] = np.float32(np.float64(weights[t, i]) * inverse)
+
+
+# -- combination -----------------------------------------------------------------------------------------------------
+
+
+@kernel(ops.moe_combine_residual, device="cpu")
+def moe_combine_residual(
+    h_mid: np.ndarray,
+    expert_out: np.ndarray | None,
+    weights: np.ndarray | None,
+    shared_out: np.ndarray | None,
+    shared_gate: np.ndarray | float | None = None,
+    moe_sum: np.ndarray | None = None,
+    *,
+    out: np.ndarray,
+) -> None:
+    if out.size == 0:
+        return
+    T = out.size // out.shape[-1]
+    if weights is None:  # the given sum is one expert of weight 1
+        expert_out, weights = moe_sum, np.ones(T, np.float32)
+    k = weights.size // T
+    if isinstance(shared_gate, np.ndarray):
+        scores = shared_gate.astype(np.float32, copy=False).reshape(-1)
+    else:
+        scores = _NONE if shared_gate is None else np.full(T, shared_gate, np.float32)
+    experts = bytes_in(expert_out if k else None)
+    args = (bytes_in(h_mid), experts, frozen(weights.reshape(-1)), bytes_in(shared_out), frozen(scores))
+    args = (*args, k, fmt(out), bytes_out(out))
+    if T * (k + 2) * out.shape[-1] <= 1 << 16:
+        _combine_some(*args, 0, T)
+    else:
+        run(_combine_rows, *args)
+
+
+# combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * (1 or sigmoid(gate[t])), slots in order
+# shapes    rows of one format as bytes: h, out [T, dim], experts [T * k, dim], shared [T, dim] or no bytes; float32:
+#           weights [T * k], gate [T] or [0]; out may be h, shared or the experts if k = 1
+# threads   prange over rows; a row belongs to one thread
+# bytes     (k + 3) * T * dim * itemsize, each once
+# limits    none
+@njit(parallel=True)
+def _combine_rows(h, experts, weights, shared, gate, k, fmt, out):
+    T = out.shape[0]
+    for c in prange((T + 3) // 4):
+        _combine_some(h, experts, weights, shared, gate, k, fmt, out, 4 * c, min(T, 4 * c + 4))
+
+
+@njit
+def _combine_some(h, experts, weights, shared, gate, k, fmt, out, start, stop):
+    dim = out.shape[1] // itemsize(fmt)
+    total, row = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    for t in range(start, stop):
+        for j in range(dim):
+            total[j] = np.float32(0)
+        for i in range(t * k, (t + 1) * k):
+            load_bytes(experts[i], fmt, row)
+            _add_scaled(total, row, weights[i])
+        load_bytes(h[t], fmt, row)
+        _add_scaled(total, row, np.float32(1))
+        if shared.shape[1] > 0:
+            load_bytes(shared[t], fmt, row)
+            _add_scaled(total, row, sigmoid32(gate[t]) if gate.size > 0 else np.float32(1))
+        store_bytes(total, fmt, out[t])
+
+
+@njit(fastmath=FUSED_MULTIPLY_ADD)
+def _add_scaled(total, row, scale):
+    for j in range(total.size):
+        total[j] += row[j] * scale
+
+
+@kernel(ops.moe_bucket_accumulate, device="cpu")
+def moe_bucket_accumulate(
+    out_sum: np.ndarray, bucket_out: np.ndarray, token_idx: np.ndarray, weights: np.ndarray
+) -> None:
+    if bucket_out.size == 0:
+        return
+    args = (bytes_in(bucket_out), frozen(token_idx), frozen(weights), fmt(out_sum), bytes_out(out_sum))
+    following, first = np.empty(token_idx.size, np.int32), np.empty(token_idx.size, np.bool_)
+    _find_repeats(args[1], len(out_sum), following, first)
+    if bucket_out.size <= 1 << 14:
+        _accumulate_some(*args, following, first, 0, token_idx.size)
+    else:
+        run(_accumulate_rows, *args, following, first)
+
+
+@njit
+def _find_repeats(token_idx, T, following, first):
+    """following[b]: the next row of the same token or -1; first[b]: no row before b has its token."""
+    last = np.full(T, -1, np.int32)
+    for b in range(token_idx.size):
+        token = token_idx[b]
+        first[b] = last[token] < 0
+        if not first[b]:
+            following[last[token]] = b
+        following[b] = -1
+        last[token] = b
+
+
+# accumulate total[token_idx[b]] += bucket[b] * weights[b], rounded once for each token
+# shapes    bucket [B, dim], total [T, dim]: rows of one format as bytes; token_idx int32, weights float32 [B]
+# threads   prange over rows b; the first row of a token takes the others of that token along, so no two threads meet
+# bytes     3 * B * dim * itemsize
+# limits    none
+@njit(parallel=True)
+def _accumulate_rows(bucket, token_idx, weights, fmt, total, following, first):
+    B = token_idx.size
+    for c in prange((B + 7) // 8):
+        _accumulate_some(bucket, token_idx, weights, fmt, total, following, first, 8 * c, min(B, 8 * c + 8))
+
+
+@njit
+def _accumulate_some(bucket, token_idx, weights, fmt, total, following, first, start, stop):
+    dim = total.shape[1] // itemsize(fmt)
+    sums, row = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    for begin in range(start, stop):
+        if not first[begin]:
+            continue
+        token = token_idx[begin]
+        load_bytes(total[token], fmt, sums)
+        b = begin
+        while b >= 0:
+            load_bytes(bucket[b], fmt, row)
+            _add_scaled(sums, row, weights[b])
+            b = following[b]
+        store_bytes(sums, fmt, total[token])

@@ -1,0 +1,681 @@
+"""Vector code that Numba cannot express, as LLVM IR behind intrinsics: unpacking codes, int8 and float32 dot products.
+
+Each intrinsic is a small function on pointers with a few arguments that are constants of the calling kernel (bits, the
+dot instruction, tile sizes). Vectors are 512 bits wide; LLVM cuts them to what the CPU has. Arithmetic is spelled out:
+no flag allows it to be reassociated or contracted, so every variant and every tile gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+LANES = 16
+V16F, V16I, V16H, V64B = (ir.VectorType(t, n) for t, n in ((F32, 16), (I32, 16), (I16, 16), (I8, 64)))
+
+FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # formats of scales and dense weights, as in quant.py
+
+# How 64 unsigned codes meet 64 signed bytes: AVX-512 VNNI, its 256-bit form, or AVX2's 16-bit multiply-add after
+# widening (the 8-bit one saturates).
+VNNI, VNNI256, AVX2 = 0, 1, 2
+
+AHEAD = 8192  # bytes of codes fetched into L2 in advance: the CPU's own prefetching stops at pages
+
+
+def _const(vector: ir.VectorType, values: Any) -> ir.Constant:
+    return ir.Constant(vector, list(values) if isinstance(values, list | range) else [values] * vector.count)
+
+
+class _Code:
+    """An IR builder with the few vector idioms used below."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.b = builder
+
+    def function(self, name: str, result: ir.Type, *args: ir.Type) -> ir.Function:
+        module = self.b.module
+        return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, args), name)
+
+    def at(self, pointer: ir.Value, index: ir.Value | int, element: ir.Type) -> ir.Value:
+        return self.b.gep(pointer, [I64(index) if isinstance(index, int) else index], source_etype=element)
+
+    def load(self, pointer: ir.Value, kind: ir.Type) -> ir.Value:
+        value = self.b.load(self.b.bitcast(pointer, kind.as_pointer()), typ=kind)
+        value.align = 1
+        return value
+
+    def store(self, value: ir.Value, pointer: ir.Value) -> None:
+        self.b.store(value, self.b.bitcast(pointer, value.type.as_pointer())).align = 1
+
+    def shuffle(self, a: ir.Value, b: ir.Value, lanes: list[int] | range) -> ir.Value:
+        return self.b.shuffle_vector(a, b, _const(ir.VectorType(I32, len(lanes)), lanes))
+
+    def splat(self, scalar: ir.Value) -> ir.Value:
+        empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+        return self.shuffle(self.b.insert_element(empty, scalar, I32(0)), empty, [0] * LANES)
+
+    def pair_sums(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Sums of neighbouring lanes: those of a, then those of b."""
+        n = a.type.count
+        return self.b.add(self.shuffle(a, b, range(0, 2 * n, 2)), self.shuffle(a, b, range(1, 2 * n, 2)))
+
+    def quad_sums(self, v: list[ir.Value], how: int) -> ir.Value:
+        """Sums of 4 neighbouring lanes of 4 vectors, in order. The sums of two lanes fit 16 bits."""
+        b = self.b
+        if how != VNNI:
+            return self.pair_sums(self.pair_sums(v[0], v[1]), self.pair_sums(v[2], v[3]))
+        # Pack two vectors to 16 bits, multiply by 1 and add neighbours: it stays inside blocks of four lanes, which is
+        # half the work of shuffling across them.
+        words = ir.VectorType(I16, 32)
+        pack = self.function("llvm.x86.avx512.packssdw.512", words, V16I, V16I)
+        madd = self.function("llvm.x86.avx512.pmaddw.d.512", V16I, words, words)
+        while len(v) > 1:
+            v = [b.call(madd, [b.call(pack, [v[i], v[i + 1]]), _const(words, 1)]) for i in range(0, len(v), 2)]
+        return self.shuffle(v[0], v[0], [4 * (i % 4) + i // 4 for i in range(LANES)])
+
+    def sums_of_32(self, row: ir.Value, start: ir.Value, bits: int, how: int) -> Callable[[ir.Value], ir.Value]:
+        """512 elements of a row of codes, unpacked; the result takes a pointer to x and gives 16 sums over 32."""
+        b, zero = self.b, _const(V16I, 0)
+        if bits != 4:
+            parts = [self.codes(row, b.add(start, I64(64 * c)), bits) for c in range(8)]
+
+            def natural(x):
+                v = [self.dot(zero, p, self.load(self.at(x, 64 * c, I8), V64B), how) for c, p in enumerate(parts)]
+                while len(v) > 1:
+                    v = [self.pair_sums(v[i], v[i + 1]) for i in range(0, len(v), 2)]
+                return v[0]
+
+            return natural
+        # 64 bytes hold 128 codes: their low halves meet the even x, their high halves the odd x, in the same lanes
+        words = ir.VectorType(I16, 32)
+        halves = []
+        for c in range(4):
+            raw = self.load(self.at(row, b.add(b.lshr(start, I64(1)), I64(64 * c)), I8), words)
+            halves.append(
+                [b.bitcast(b.and_(v, _const(words, 0x0F0F)), V64B) for v in (raw, b.lshr(raw, _const(words, 4)))]
+            )
+
+        def paired(x):
+            v = []
+            for c, (low, high) in enumerate(halves):
+                even, odd = (self.load(self.at(x, 128 * c + 64 * i, I8), V64B) for i in (0, 1))
+                v.append(self.dot(self.dot(zero, low, even, how), high, odd, how))
+            return self.quad_sums(v, how)
+
+        return paired
+
+    def divider(self, power: ir.Value) -> Callable[[ir.Value], ir.Value]:
+        """Division of what is not negative by a power of two that is known at run time only."""
+        zeros = self.function("llvm.cttz.i64", I64, I64, ir.IntType(1))
+        shift = self.b.call(zeros, [power, ir.IntType(1)(0)])
+        return lambda value: self.b.lshr(value, shift)
+
+    def lane_sum(self, v: ir.Value) -> ir.Value:
+        """The sum of 16 float lanes as a fixed tree: lanes 8 apart, then 4, 2, 1."""
+        for n in (8, 4, 2, 1):
+            v = self.b.fadd(self.shuffle(v, v, range(n)), self.shuffle(v, v, range(n, 2 * n)))
+        return self.b.extract_element(v, I32(0))
+
+    def loop(self, start: Any, stop: ir.Value, step: int, body: Callable[..., Any], *carried: ir.Value) -> list:
+        """`for i in range(start, stop, step)`; body(i, *carried) returns the carried values of the next round."""
+        b, entry = self.b, self.b.block
+        head, inside, after = (b.append_basic_block(name) for name in ("head", "inside", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        i = b.phi(I64)
+        i.add_incoming(I64(start) if isinstance(start, int) else start, entry)
+        values = [b.phi(value.type) for value in carried]
+        for phi, value in zip(values, carried, strict=True):
+            phi.add_incoming(value, entry)
+        b.cbranch(b.icmp_signed("<", i, stop), inside, after)
+        b.position_at_end(inside)
+        following = body(i, *values) or ()
+        end = b.block
+        i.add_incoming(b.add(i, I64(step)), end)
+        for phi, value in zip(values, following, strict=True):
+            phi.add_incoming(value, end)
+        b.branch(head)
+        b.position_at_end(after)
+        return values
+
+    def prefetch(self, pointer: ir.Value) -> None:
+        fetch = self.function("llvm.prefetch.p0", ir.VoidType(), I8.as_pointer(), I32, I32, I32)
+        self.b.call(fetch, [pointer, I32(0), I32(2), I32(1)])
+
+    # -- formats -----------------------------------------------------------------------------------------------------
+
+    def widen(self, bits: ir.Value, fmt: int) -> ir.Value:
+        """16 floats of 16-bit or float32 patterns."""
+        b = self.b
+        if fmt == FLOAT32:
+            return bits
+        wide = b.zext(bits, V16I)
+        if fmt == BFLOAT16:
+            return b.bitcast(b.shl(wide, _const(V16I, 16)), V16F)
+        magnitude = b.shl(b.and_(wide, _const(V16I, 0x7FFF)), _const(V16I, 13))
+        sign = b.shl(b.and_(wide, _const(V16I, 0x8000)), _const(V16I, 16))
+        # the exponents' biases differ by 112; the product also normalises subnormals
+        finite = b.bitcast(b.fmul(b.bitcast(magnitude, V16F), _const(V16F, 2.0**112)), V16I)
+        special = b.or_(magnitude, _const(V16I, 0x7F800000))
+        value = b.select(b.icmp_signed("<", magnitude, _const(V16I, 0x0F800000)), finite, special)
+        return b.bitcast(b.or_(sign, value), V16F)
+
+    def floats(self, base: ir.Value, index: ir.Value | int, fmt: int, mask: ir.Value | None = None) -> ir.Value:
+        """16 numbers of a format at base[index …] as float32; lanes outside of the mask are 0."""
+        element, vector = (F32, V16F) if fmt == FLOAT32 else (I16, V16H)
+        pointer = self.at(self.b.bitcast(base, element.as_pointer()), index, element)
+        return self.widen(self.load(pointer, vector) if mask is None else self.masked(pointer, vector, mask), fmt)
+
+    def masked(self, pointer: ir.Value, vector: ir.VectorType, mask: ir.Value) -> ir.Value:
+        name = {F32: "f32", I32: "i32", I16: "i16"}[vector.element]
+        kind = vector.as_pointer()
+        bools = ir.VectorType(ir.IntType(1), LANES)
+        load = self.function(f"llvm.masked.load.v16{name}.p0", vector, kind, I32, bools, vector)
+        return self.b.call(load, [self.b.bitcast(pointer, kind), I32(1), mask, _const(vector, 0)])
+
+    def below(self, count: ir.Value) -> ir.Value:
+        """Lanes 0 … count − 1."""
+        return self.b.icmp_signed("<", _const(V16I, range(LANES)), self.splat(self.b.trunc(count, I32)))
+
+    # -- codes -------------------------------------------------------------------------------------------------------
+
+    def bytes64(self, pointer: ir.Value, n: int) -> ir.Value:
+        """n ≤ 64 bytes, zeros behind them."""
+        raw = self.load(pointer, ir.VectorType(I8, n))
+        return raw if n == 64 else self.shuffle(raw, _const(raw.type, 0), [min(i, n) for i in range(64)])
+
+    def codes(self, row: ir.Value, start: ir.Value, bits: int, half: bool = False) -> ir.Value:
+        """Elements start … start + 63 of a row of packed codes, one to a byte; `half`: 32 of them, then zeros."""
+        b = self.b
+        pointer = self.at(row, b.lshr(b.mul(start, I64(bits)), I64(3)), I8)
+        n = 4 * bits if half else 8 * bits
+        raw = self.load(pointer, ir.VectorType(I8, n))
+        if half:
+            raw = self.shuffle(raw, _const(raw.type, 0), [min(i, n) for i in range(2 * n)])
+        if bits == 8:
+            return raw
+        if bits == 4:
+            v = ir.VectorType(I16, 32)
+            pairs = b.zext(raw, v)
+            return b.bitcast(b.and_(b.or_(pairs, b.shl(pairs, _const(v, 4))), _const(v, 0x0F0F)), V64B)
+        # 8 codes go into a 64-bit lane of their own and are spread over its bytes in three halvings
+        v = ir.VectorType(I64, 8)
+        lanes = [q * bits + t if t < bits else 8 * bits for q in range(8) for t in range(8)]
+        x = b.bitcast(self.shuffle(raw, _const(raw.type, 0), lanes), v)
+        for width, shift in ((4 * bits, 32), (2 * bits, 16), (bits, 8)):
+            low = sum(((1 << width) - 1) << at for at in range(0, 64, 2 * shift))
+            high = b.and_(b.shl(x, _const(v, shift - width)), _const(v, low << shift))
+            x = b.or_(b.and_(x, _const(v, low)), high)
+        return b.bitcast(x, V64B)
+
+    def dot(self, total: ir.Value, codes: ir.Value, x: ir.Value, how: int) -> ir.Value:
+        """total + products of 64 unsigned and 64 signed bytes, 4 neighbours summed in each of 16 int32 lanes."""
+        b = self.b
+        if how == VNNI:
+            dot = self.function("llvm.x86.avx512.vpdpbusd.512", V16I, V16I, V16I, V16I)
+            return b.call(dot, [total, b.bitcast(codes, V16I), b.bitcast(x, V16I)])
+        half = ir.VectorType(I32, 8)
+        if how == VNNI256:
+            dot = self.function("llvm.x86.avx512.vpdpbusd.256", half, half, half, half)
+            parts = [
+                b.call(
+                    dot, [_const(half, 0), *(b.bitcast(self.shuffle(v, v, range(i, i + 32)), half) for v in (codes, x))]
+                )
+                for i in (0, 32)
+            ]
+            return b.add(total, self.shuffle(*parts, range(LANES)))
+        words = ir.VectorType(I16, 16)
+        madd = self.function("llvm.x86.avx2.pmadd.wd", half, words, words)
+        pairs = []
+        for i in range(0, 64, 16):
+            c, s = (self.shuffle(v, v, range(i, i + 16)) for v in (codes, x))
+            pairs.append(b.call(madd, [b.zext(c, words), b.sext(s, words)]))
+        return b.add(total, self.shuffle(self.pair_sums(*pairs[:2]), self.pair_sums(*pairs[2:]), range(LANES)))
+
+
+_Pointer = types.CPointer
+_U8, _S8, _INT, _FLOAT = (_Pointer(t) for t in (types.uint8, types.int8, types.int32, types.float32))
+
+
+def _constants(*values: Any) -> list[int] | None:
+    return [v.literal_value for v in values] if all(isinstance(v, types.IntegerLiteral) for v in values) else None
+
+
+@intrinsic(prefer_literal=True)
+def at(typingctx, array, index):
+    """Pointer to element `index` of a contiguous array."""
+    sig = _Pointer(array.dtype)(array, types.int64)
+
+    def codegen(context, builder, sig, args):
+        data = context.make_array(sig.args[0])(context, builder, args[0]).data
+        return builder.gep(data, [args[1]], source_etype=context.get_data_type(sig.args[0].dtype))
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def group_dots(typingctx, codes, xq, sums, T, K, gs, bits, how):
+    """sums[t, g] = Σ code · xq[t] over group g: one packed row of K codes against T rows of K bytes.
+
+    For 4-bit codes x is paired: of each 128 elements in whole blocks of 512 the even ones come first, then the odd.
+    """
+    if (fixed := _constants(bits, how)) is None:
+        return None
+    sig = types.void(_U8, _S8, _INT, types.int64, types.int64, types.int64, bits, how)
+
+    def codegen(context, builder, sig, args):
+        code, (nbits, kind) = _Code(builder), fixed
+        row, xq, sums, T, K, gs = args[:6]
+        b, zero = builder, _const(V16I, 0)
+        group_of = code.divider(gs)
+        groups = group_of(K)
+        is_32, is_64 = (b.icmp_signed("==", gs, I64(size)) for size in (32, 64))
+
+        def target(t, k):
+            return code.at(sums, b.add(b.mul(t, groups), group_of(k)), I32)
+
+        def x_at(t, k):
+            return code.at(xq, b.add(b.mul(t, K), k), I8)
+
+        def first(v, n, place):
+            code.store(code.shuffle(v, v, range(n)), place)
+
+        def block(k):  # 512 elements: 16 sums over 32, then sums over groups
+            for line in range(nbits):
+                code.prefetch(code.at(row, b.add(b.mul(b.lshr(k, I64(3)), I64(nbits)), I64(AHEAD + 64 * line)), I8))
+            sums_with = code.sums_of_32(row, k, nbits, kind)
+
+            def token(t):
+                place, total = target(t, k), sums_with(x_at(t, k))
+                with b.if_else(is_32) as (then, otherwise):
+                    with then:
+                        code.store(total, place)
+                    with otherwise:
+                        pairs = code.pair_sums(total, total)
+                        with b.if_else(is_64) as (then_64, then_128):
+                            with then_64:
+                                first(pairs, 8, place)
+                            with then_128:
+                                first(code.pair_sums(pairs, pairs), 4, place)
+
+            code.loop(0, T, 1, token)
+
+        def one(k, half=False):  # 64 elements, or the last 32
+            part = code.codes(row, k, nbits, half)
+            starts = b.icmp_signed("==", b.and_(k, b.sub(gs, I64(1))), I64(0))
+
+            def token(t):
+                place = target(t, k)
+                v = code.dot(zero, part, code.bytes64(x_at(t, k), 32 if half else 64), kind)
+                for _ in range(3):
+                    v = code.pair_sums(v, zero)
+                with b.if_else(is_32) as (then, otherwise):
+                    with then:
+                        first(v, 1 if half else 2, place)
+                    with otherwise:
+                        before = b.select(starts, I32(0), code.load(place, I32))
+                        both = b.add(b.extract_element(v, I32(0)), b.extract_element(v, I32(1)))
+                        code.store(b.add(before, both), place)
+
+            code.loop(0, T, 1, token)
+
+        many, whole = b.and_(K, I64(-512)), b.and_(K, I64(-64))
+        code.loop(0, many, 512, block)
+        code.loop(many, whole, 64, one)
+        code.loop(whole, K, 64, lambda k: one(k, half=True))
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
+    """Σ_g (scale_g · delta_g) · sums_g + bias_g · total_g; lane g % 16 collects group g, then the lanes' tree.
+
+    Scales, biases and dense weights come as bytes here and below; `fmt` says what they are.
+    """
+    if (fixed := _constants(fmt)) is None:
+        return None
+    sig = types.float32(_INT, _U8, _U8, _FLOAT, _FLOAT, types.int64, fmt)
+
+    def codegen(context, builder, sig, args):
+        code, (kind,) = _Code(builder), fixed
+        sums, scales, biases, delta, total, groups = args[:6]
+        b = builder
+
+        def step(g, acc, mask=None):
+            ints = (
+                code.load(code.at(sums, g, I32), V16I)
+                if mask is None
+                else code.masked(code.at(sums, g, I32), V16I, mask)
+            )
+            s, bias = code.floats(scales, g, kind, mask), code.floats(biases, g, kind, mask)
+            d, x = code.floats(delta, g, FLOAT32, mask), code.floats(total, g, FLOAT32, mask)
+            acc = b.fadd(acc, b.fmul(b.fmul(s, d), b.sitofp(ints, V16F)))
+            return [b.fadd(acc, b.fmul(bias, x))]
+
+        whole = b.and_(groups, I64(-LANES))
+        (acc,) = code.loop(0, whole, LANES, step, _const(V16F, 0.0))
+        mask = code.below(b.sub(groups, whole))
+        return code.lane_sum(step(whole, acc, mask)[0])
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def code_panel(typingctx, codes, stride, rows, panel, K, bits):
+    """Codes of up to 16 rows as panel[K/4][16][4]: the bytes that meet one broadcast group of four x, row by row.
+
+    Rows from `rows` on repeat the last one.
+    """
+    if (fixed := _constants(bits)) is None:
+        return None
+    sig = types.void(_U8, types.int64, types.int64, _U8, types.int64, bits)
+
+    def codegen(context, builder, sig, args):
+        code, (nbits,) = _Code(builder), fixed
+        base, stride, rows, panel, K = args[:5]
+        b = builder
+        last = b.sub(rows, I64(1))
+        starts = []
+        for r in range(LANES):
+            row = b.select(b.icmp_signed("<", I64(r), last), I64(r), last)
+            starts.append(code.at(base, b.mul(row, stride), I8))
+
+        def chunk(k, half=False):
+            v = [b.bitcast(code.codes(start, k, nbits, half), V16I) for start in starts]
+            for n in (8, 4, 2, 1):  # transpose 16 × 16 words: exchange blocks of n
+                w = list(v)
+                for i in range(LANES):
+                    if i & n:
+                        continue
+                    low = [(lane if not lane & n else (lane & ~n) + LANES) for lane in range(LANES)]
+                    high = [(lane | n if not lane & n else lane + LANES) for lane in range(LANES)]
+                    w[i], w[i | n] = code.shuffle(v[i], v[i | n], low), code.shuffle(v[i], v[i | n], high)
+                v = w
+            for i in range(LANES // 2 if half else LANES):
+                code.store(v[i], code.at(panel, b.add(b.mul(k, I64(LANES)), I64(64 * i)), I8))
+
+        whole = b.and_(K, I64(-64))
+        code.loop(0, whole, 64, chunk)
+        code.loop(whole, K, 64, lambda k: chunk(k, half=True))
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def scale_panel(typingctx, scales, stride, rows, panel, groups, fmt):
+    """Scales (or biases) of up to 16 rows as float32 panel[groups][16]; rows from `rows` on repeat the last one."""
+    if (fixed := _constants(fmt)) is None:
+        return None
+    sig = types.void(_U8, types.int64, types.int64, _FLOAT, types.int64, fmt)
+
+    def codegen(context, builder, sig, args):
+        code, (kind,) = _Code(builder), fixed
+        base, stride, rows, panel, groups = args[:5]
+        b = builder
+        element = F32 if kind == FLOAT32 else I16
+        last = b.sub(rows, I64(1))
+
+        def row(r):
+            source = b.select(b.icmp_signed("<", r, last), r, last)
+            start = b.bitcast(code.at(base, b.mul(source, stride), I8), element.as_pointer())
+
+            def one(g):
+                value = code.widen(code.splat(code.load(code.at(start, g, element), element)), kind)
+                to = code.at(panel, b.add(b.mul(g, I64(LANES)), r), F32)
+                code.store(b.extract_element(value, I32(0)), to)
+
+            code.loop(0, groups, 1, one)
+
+        code.loop(0, I64(LANES), 1, row)
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs, tokens):
+    """`scaled_sum` of 16 rows for a few tokens at once, the same bits: rows in lanes, x broadcast four bytes at a time.
+
+    panel as code_panel makes it; scales, biases float32 [K/gs, 16]; xq [tokens, K]; delta, total [tokens, K/gs]; acc
+    float32 [16, tokens, 16] is scratch; y[t · y_stride + r] for r < rows. AVX-512 VNNI.
+    """
+    if (fixed := _constants(tokens)) is None:
+        return None
+    sig = types.void(
+        _U8,
+        _FLOAT,
+        _FLOAT,
+        _S8,
+        _FLOAT,
+        _FLOAT,
+        _FLOAT,
+        _FLOAT,
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int64,
+        tokens,
+    )
+
+    def codegen(context, builder, sig, args):
+        code, (n,) = _Code(builder), fixed
+        panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs = args[:12]
+        b = builder
+        groups = b.sdiv(K, gs)
+        zero = _const(V16F, 0.0)
+
+        def clear(i):
+            code.store(zero, code.at(acc, b.mul(i, I64(LANES)), F32))
+
+        code.loop(0, I64(LANES * n), 1, clear)
+        x_rows = [code.at(xq, b.mul(I64(t), K), I8) for t in range(n)]
+
+        def group(g):
+            first = b.mul(g, gs)
+
+            def four(k, *ints):
+                w = code.load(code.at(panel, b.mul(k, I64(LANES)), I8), V64B)
+                return [
+                    code.dot(ints[t], w, b.bitcast(code.splat(code.load(code.at(x_rows[t], k, I8), I32)), V64B), VNNI)
+                    for t in range(n)
+                ]
+
+            def sixteen(k, *ints):
+                for step in range(0, 16, 4):
+                    ints = four(b.add(k, I64(step)), *ints)
+                return ints
+
+            ints = code.loop(first, b.add(first, gs), 16, sixteen, *[_const(V16I, 0)] * n)
+            s, bias = (code.floats(v, b.mul(g, I64(LANES)), FLOAT32) for v in (scales, biases))
+            lane = b.and_(g, I64(LANES - 1))
+            for t in range(n):
+                at = b.add(b.mul(I64(t), groups), g)
+                d, x = (code.splat(code.load(code.at(v, at, F32), F32)) for v in (delta, total))
+                place = code.at(acc, b.mul(b.add(b.mul(lane, I64(n)), I64(t)), I64(LANES)), F32)
+                a = b.fadd(code.load(place, V16F), b.fmul(b.fmul(s, d), b.sitofp(ints[t], V16F)))
+                code.store(b.fadd(a, b.fmul(bias, x)), place)
+
+        code.loop(0, groups, 1, group)
+        full = b.icmp_signed("==", rows, I64(LANES))
+        for t in range(n):
+            v = [code.load(code.at(acc, (lane * n + t) * LANES, F32), V16F) for lane in range(LANES)]
+            while len(v) > 1:
+                v = [b.fadd(v[i], v[i + len(v) // 2]) for i in range(len(v) // 2)]
+            place = code.at(y, b.mul(I64(t), y_stride), F32)
+            with b.if_else(full) as (then, otherwise):
+                with then:
+                    code.store(v[0], place)
+                with otherwise:
+                    name = "llvm.masked.store.v16f32.p0"
+                    bools = ir.VectorType(ir.IntType(1), LANES)
+                    store = code.function(name, ir.VoidType(), V16F, V16F.as_pointer(), I32, bools)
+                    b.call(store, [v[0], b.bitcast(place, V16F.as_pointer()), I32(1), code.below(rows)])
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def dense_codes(typingctx, codes, scales, biases, out, K, gs, bits, fmt):
+    """out[j] = code_j · scale_g + bias_g in float32, product and sum each rounded: one packed row made dense."""
+    if (fixed := _constants(bits, fmt)) is None:
+        return None
+    sig = types.void(_U8, _U8, _U8, _FLOAT, types.int64, types.int64, bits, fmt)
+
+    def codegen(context, builder, sig, args):
+        code, (nbits, kind) = _Code(builder), fixed
+        row, scales, biases, out, K, gs = args[:6]
+        b = builder
+
+        def scalar(base, g):
+            element = F32 if kind == FLOAT32 else I16
+            one = code.load(code.at(b.bitcast(base, element.as_pointer()), g, element), element)
+            return code.widen(code.splat(one), kind)
+
+        group_of = code.divider(gs)
+
+        def group_part(bytes32, k):
+            g = group_of(k)
+            s, bias = scalar(scales, g), scalar(biases, g)
+            for i in (0, 16):
+                q = b.uitofp(b.zext(code.shuffle(bytes32, bytes32, range(i, i + 16)), V16I), V16F)
+                code.store(b.fadd(b.fmul(q, s), bias), code.at(out, b.add(k, I64(i)), F32))
+
+        def chunk(k, half=False):
+            v = code.codes(row, k, nbits, half)
+            group_part(code.shuffle(v, v, range(32)), k)
+            if not half:
+                group_part(code.shuffle(v, v, range(32, 64)), b.add(k, I64(32)))
+
+        whole = b.and_(K, I64(-64))
+        code.loop(0, whole, 64, chunk)
+        code.loop(whole, K, 64, lambda k: chunk(k, half=True))
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def coded_dots(typingctx, codes, stride, scales, biases, groups, x, y, K, gs, bits, rows):
+    """y[r] = `float_dots` of rows that `dense_codes` would make, the same bits, without storing them.
+
+    scales, biases float32 [rows, groups]; x float32 [K].
+    """
+    if (fixed := _constants(bits, rows)) is None:
+        return None
+    sig = types.void(
+        _U8, types.int64, _FLOAT, _FLOAT, types.int64, _FLOAT, _FLOAT, types.int64, types.int64, bits, rows
+    )
+
+    def codegen(context, builder, sig, args):
+        code, (nbits, R) = _Code(builder), fixed
+        codes, stride, scales, biases, groups, x, y, K, gs = args[:9]
+        b = builder
+        fma = code.function("llvm.fma.v16f32", V16F, V16F, V16F, V16F)
+        starts = [code.at(codes, b.mul(I64(r), stride), I8) for r in range(R)]
+        group_of = code.divider(gs)
+
+        def chunk(k, *acc, half=False):
+            acc, parts = list(acc), [code.codes(start, k, nbits, half) for start in starts]
+            for block in range(0, 32 if half else 64, 32):
+                at_k = b.add(k, I64(block))
+                g = group_of(at_k)
+                xs = [code.floats(x, b.add(at_k, I64(i)), FLOAT32) for i in (0, 16)]
+                for r in range(R):
+                    place = b.add(b.mul(I64(r), groups), g)
+                    s, bias = (code.splat(code.load(code.at(v, place, F32), F32)) for v in (scales, biases))
+                    for i in (0, 1):
+                        lanes = range(block + 16 * i, block + 16 * i + 16)
+                        q = b.uitofp(b.zext(code.shuffle(parts[r], parts[r], lanes), V16I), V16F)
+                        acc[r] = b.call(fma, [b.fadd(b.fmul(q, s), bias), xs[i], acc[r]])
+            return acc
+
+        whole = b.and_(K, I64(-64))
+        acc = code.loop(0, whole, 64, chunk, *[_const(V16F, 0.0)] * R)
+        acc = code.loop(whole, K, 64, lambda k, *acc: chunk(k, *acc, half=True), *acc)
+        for r in range(R):
+            code.store(code.lane_sum(acc[r]), code.at(y, r, F32))
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def dense_row(typingctx, row, out, K, fmt):
+    """out[j] = float32 of a row of 16-bit floats."""
+    if (fixed := _constants(fmt)) is None:
+        return None
+    sig = types.void(_U8, _FLOAT, types.int64, fmt)
+
+    def codegen(context, builder, sig, args):
+        code, (kind,) = _Code(builder), fixed
+        row, out, K = args[:3]
+        b = builder
+        whole = b.and_(K, I64(-LANES))
+
+        def sixteen(k):
+            code.store(code.floats(row, k, kind), code.at(out, k, F32))
+
+        code.loop(0, whole, LANES, sixteen)
+
+        def one(k):
+            code.store(b.extract_element(code.floats(row, k, kind, code.below(I64(1))), I32(0)), code.at(out, k, F32))
+
+        code.loop(whole, K, 1, one)
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def float_dots(typingctx, w, w_stride, x, x_stride, y, y_stride, K, rows, tokens):
+    """y[t, r] = Σ_j w[r, j] · x[t, j] for a tile of rows × tokens: lane j % 16 collects by fused multiply-add, then
+    the tree.
+
+    The order of the sum depends on nothing but K, so tiles of any size give the same bits.
+    """
+    if (fixed := _constants(rows, tokens)) is None:
+        return None
+    sig = types.void(_FLOAT, types.int64, _FLOAT, types.int64, _FLOAT, types.int64, types.int64, rows, tokens)
+
+    def codegen(context, builder, sig, args):
+        code, (R, T) = _Code(builder), fixed
+        w, w_stride, x, x_stride, y, y_stride, K = args[:7]
+        b = builder
+        fma = code.function("llvm.fma.v16f32", V16F, V16F, V16F, V16F)
+        w_rows = [code.at(w, b.mul(I64(r), w_stride), F32) for r in range(R)]
+        x_rows = [code.at(x, b.mul(I64(t), x_stride), F32) for t in range(T)]
+
+        def step(k, *acc, mask=None):
+            ws, xs = ([code.floats(row, k, FLOAT32, mask) for row in part] for part in (w_rows, x_rows))
+            return [b.call(fma, [ws[r], xs[t], acc[r * T + t]]) for r in range(R) for t in range(T)]
+
+        whole = b.and_(K, I64(-LANES))
+        acc = code.loop(0, whole, LANES, step, *[_const(V16F, 0.0)] * (R * T))
+        rest = b.sub(K, whole)
+        with b.if_else(b.icmp_signed("==", rest, I64(0))) as (then, otherwise):
+            with then:
+                even = b.block
+            with otherwise:
+                tail = step(whole, *acc, mask=code.below(rest))
+                ragged = b.block
+        for r in range(R):
+            for t in range(T):
+                v = b.phi(V16F)
+                v.add_incoming(acc[r * T + t], even)
+                v.add_incoming(tail[r * T + t], ragged)
+                acc[r * T + t] = v
+        for r in range(R):
+            for t in range(T):
+                code.store(code.lane_sum(acc[r * T + t]), code.at(y, b.add(b.mul(I64(t), y_stride), I64(r)), F32))
+        return context.get_dummy_value()
+
+    return sig, codegen

@@ -1,0 +1,493 @@
+"""The gated delta net on the CPU: causal convolution, gates, and the delta rule in two arrangements.
+
+`_step_heads` keeps the state's rows as they are: one pass over a row decays it, reads it with k and q and adds the
+correction, so that a decode step moves the state through the cores once. `_lane_heads`, for many tokens, turns the
+state around: 32 value rows lie in the lanes of two vectors and one fused pass over Dk serves a token, at three
+multiply-adds per element of the state. That is what the chunkwise form needs as well, without its triangular solves
+and ratios of decays.
+"""
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from penstock import ops
+from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
+from penstock.backends.cpu._formats import FLOAT32, fmt, frozen
+from penstock.backends.cpu._math import exp32, sigmoid32, silu32, softplus32
+from penstock.backends.cpu._rows import (
+    bytes_in,
+    bytes_out,
+    copy_bytes,
+    itemsize,
+    load_block,
+    load_bytes,
+    store_block,
+    store_bytes,
+)
+from penstock.backends.cpu._simd import F32, I64, V16F, _Code, _const, at
+from penstock.backends.cpu._threads import run
+from penstock.ops._op import kernel
+
+_ONE_SEQUENCE = np.full(1, -1, np.int32)  # stands for slots where the state has no slot axis
+_ONE_SEQUENCE.flags.writeable = False
+
+
+def _slots(slots: np.ndarray | None) -> np.ndarray:
+    return _ONE_SEQUENCE if slots is None else frozen(slots)
+
+
+# -- convolution -----------------------------------------------------------------------------------------------------
+
+_CHANNELS, _TOKENS = 4096, 32  # a task of the convolution: its rows and taps stay in the second-level cache
+_SERIAL_CONV = 1 << 14  # outputs up to which one thread is faster than waking the others
+
+
+@kernel(ops.conv1d_causal, device="cpu")
+def conv1d_causal(
+    x: np.ndarray, state: np.ndarray, weight: np.ndarray, slots: np.ndarray | None = None, *, out: np.ndarray
+) -> None:
+    if out.size == 0:
+        return
+    args = (bytes_in(x), bytes_in(state), weight.reshape(-1).view(np.uint8), _slots(slots))
+    args[2].flags.writeable = False
+    args = (*args, fmt(x), fmt(state), fmt(weight), bytes_out(out))
+    if out.size <= _SERIAL_CONV:
+        _convolve_some(*args, 0, len(x), 0, x.shape[1])
+    else:
+        run(_convolve, *args)
+
+
+# conv1d    out[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state then x; by slots: seq = state[slots[t]],
+# x[t]
+# shapes    rows of any format as bytes: x, out [T, C], state [(S *) (W - 1), C]; weight the bytes of [C, W]
+# threads   prange over blocks of rows and channels
+# bytes     2 * T * C * itemsize, the state and the weights once for each block of rows
+# limits    none
+@njit(parallel=True)
+def _convolve(x, state, weight, slots, x_fmt, state_fmt, weight_fmt, out):
+    T, C = x.shape[0], x.shape[1] // itemsize(x_fmt)
+    across, down = (C + _CHANNELS - 1) // _CHANNELS, (T + _TOKENS - 1) // _TOKENS
+    for task in prange(across * down):
+        t, c = _TOKENS * (task // across), _CHANNELS * (task % across)
+        tokens, channels = min(T, t + _TOKENS), min(C, c + _CHANNELS)
+        _convolve_some(x, state, weight, slots, x_fmt, state_fmt, weight_fmt, out, t, tokens, c, channels)
+
+
+@njit
+def _convolve_some(x, state, weight, slots, x_fmt, state_fmt, weight_fmt, out, t0, t1, c0, c1):
+    xs, ss, ws = itemsize(x_fmt), itemsize(state_fmt), itemsize(weight_fmt)
+    C = x.shape[1] // xs
+    W = weight.size // (C * ws)
+    width = min(_CHANNELS, c1 - c0)
+    taps, seen = np.empty((W, width), np.float32), np.empty((W, width), np.float32)
+    flat, y = np.empty(W * width, np.float32), np.empty(width, np.float32)
+    for first in range(c0, c1, _CHANNELS):
+        n = min(_CHANNELS, c1 - first)
+        load_bytes(weight[first * W * ws : (first + n) * W * ws], weight_fmt, flat)
+        _turn_taps(flat, taps, n)
+        for t in range(t0, t1):
+            # row r of state followed by x lies in seen[r % W]
+            if slots[0] >= 0:
+                for j in range(W - 1):
+                    row = state[np.int64(slots[t]) * (W - 1) + j]
+                    load_bytes(row[first * ss : (first + n) * ss], state_fmt, seen[(t + j) % W])
+            elif t == t0:
+                for r in range(t, t + W - 1):
+                    if r < W - 1:
+                        load_bytes(state[r, first * ss : (first + n) * ss], state_fmt, seen[r % W])
+                    else:
+                        load_bytes(x[r - W + 1, first * xs : (first + n) * xs], x_fmt, seen[r % W])
+            load_bytes(x[t, first * xs : (first + n) * xs], x_fmt, seen[(t + W - 1) % W])
+            result = out[t, first * xs : (first + n) * xs]
+            if x_fmt == FLOAT32:
+                _convolve_row(seen, taps, t, result.view(np.float32))
+            else:
+                _convolve_row(seen, taps, t, y[:n])
+                store_bytes(y, x_fmt, result)
+
+
+@njit
+def _turn_taps(flat, taps, n):
+    W = taps.shape[0]
+    if W == 4:  # four outputs of one loop vectorise, one with a stride does not
+        a, b, c, d = taps[0], taps[1], taps[2], taps[3]
+        for i in range(n):
+            a[i], b[i], c[i], d[i] = flat[4 * i], flat[4 * i + 1], flat[4 * i + 2], flat[4 * i + 3]
+    else:
+        for i in range(n):
+            for j in range(W):
+                taps[j, i] = flat[W * i + j]
+
+
+@njit(fastmath=FUSED_MULTIPLY_ADD)
+def _convolve_row(seen, taps, t, y):
+    W = taps.shape[0]
+    if W == 4:
+        r0, r1, r2, r3 = seen[t % 4], seen[(t + 1) % 4], seen[(t + 2) % 4], seen[(t + 3) % 4]
+        t0, t1, t2, t3 = taps[0], taps[1], taps[2], taps[3]
+        for c in range(y.size):
+            y[c] = silu32(r0[c] * t0[c] + r1[c] * t1[c] + r2[c] * t2[c] + r3[c] * t3[c])
+    else:
+        for c in range(y.size):
+            y[c] = np.float32(0)
+        for j in range(W):
+            row, tap = seen[(t + j) % W], taps[j]
+            for c in range(y.size):
+                y[c] += row[c] * tap[c]
+        for c in range(y.size):
+            y[c] = silu32(y[c])
+
+
+@kernel(ops.conv1d_state_update, device="cpu")
+def conv1d_state_update(state: np.ndarray, x: np.ndarray, slots: np.ndarray | None = None) -> None:
+    if x.size and state.size:
+        keep = state.shape[-2]
+        _shift(bytes_in(x), _slots(slots), keep, fmt(x), fmt(state), bytes_out(state))
+
+
+# shift     state <- the last W - 1 rows of state followed by x; by slots: of state[slots[t]] followed by x[t]
+# shapes    rows of any format as bytes: x [T, C], state [(S *) (W - 1), C], of x's format or float32
+# threads   one
+# bytes     2 * (W - 1) * C * itemsize
+# limits    none
+@njit
+def _shift(x, slots, keep, x_fmt, state_fmt, state):
+    T = x.shape[0]
+    by_slot = slots[0] >= 0
+    rows = 1 if by_slot else T  # new rows of each sequence
+    for s in range(slots.size):
+        base = np.int64(slots[s]) * keep if by_slot else np.int64(0)
+        for i in range(keep):
+            row = state[base + i]
+            source = i + rows - keep  # the row of x that becomes row i, if there is one
+            if source < 0:
+                copy_bytes(state[base + i + rows], row)
+            elif x_fmt == state_fmt:
+                copy_bytes(x[s + source], row)
+            else:
+                load_bytes(x[s + source], x_fmt, row.view(np.float32))
+
+
+# -- gates -----------------------------------------------------------------------------------------------------------
+
+
+@kernel(ops.gdn_decay_beta, device="cpu")
+def gdn_decay_beta(alpha: np.ndarray, beta: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray, *, out) -> None:
+    g, b = out
+    if g.size:
+        A_log, dt_bias = (frozen(v.astype(np.float32, copy=False)) for v in (A_log, dt_bias))
+        _decay_beta(bytes_in(alpha), bytes_in(beta), A_log, dt_bias, fmt(alpha), g, b)
+
+
+# decay     g = exp(-exp(A_log) * softplus(alpha + dt_bias)), b = sigmoid(beta)
+# shapes    alpha, beta [T, Hv]: rows of one format as bytes; A_log, dt_bias [Hv], g, b [T, Hv] float32
+# threads   one: T * Hv is small
+# bytes     T * Hv * (2 * itemsize + 8)
+# limits    none
+@njit
+def _decay_beta(alpha, beta, A_log, dt_bias, fmt, g, b):
+    T, Hv = g.shape
+    rows = max(1, min(T, 512 // Hv))  # taken as one long row, which vectorises better than short ones
+    rate, bias, x = np.empty(rows * Hv, np.float32), np.empty(rows * Hv, np.float32), np.empty(rows * Hv, np.float32)
+    for i in range(rows):
+        for h in range(Hv):
+            rate[i * Hv + h] = -exp32(A_log[h])
+            bias[i * Hv + h] = dt_bias[h]
+    width = Hv * itemsize(fmt)
+    alpha, beta, decays, strengths = alpha.reshape(-1), beta.reshape(-1), g.reshape(-1), b.reshape(-1)
+    for first in range(0, T, rows):
+        stop = min(T, first + rows)
+        load_bytes(alpha[first * width : stop * width], fmt, x)
+        _decay_row(x, rate, bias, decays[first * Hv : stop * Hv])
+        load_bytes(beta[first * width : stop * width], fmt, x)
+        _sigmoid_row(x, strengths[first * Hv : stop * Hv])
+
+
+@njit
+def _decay_row(x, rate, bias, out):
+    for i in range(out.size):
+        out[i] = exp32(rate[i] * softplus32(x[i] + bias[i]))
+
+
+@njit
+def _sigmoid_row(x, out):
+    for i in range(out.size):
+        out[i] = sigmoid32(x[i])
+
+
+# -- delta rule ------------------------------------------------------------------------------------------------------
+
+_BLOCK = 8  # tokens that `_step_heads` gathers while a row of the state is in the first-level cache
+_SPAN = 128  # tokens whose q, k, v a task of `_lane_heads` holds at once
+_WIDTH = 32  # value rows in lanes
+_GATES = 10  # numbers for each pair of tokens
+_LANES_FROM = 8  # tokens from which turning the state around pays
+_SERIAL_DELTA = 1 << 15  # elements of the state times tokens up to which one thread is faster than waking the others
+_SMALL, _LARGE = 2.0**-16, 2.0**16  # bounds of the decay that `_lane_heads` leaves out of its state
+
+
+@kernel(ops.gated_delta_net, device="cpu")
+def gated_delta_net(
+    state: np.ndarray,
+    qkv: np.ndarray,
+    g: np.ndarray,
+    b: np.ndarray,
+    Hk: int,
+    Hv: int,
+    Dk: int,
+    Dv: int,
+    method: str = "auto",
+    chunk: int = 16,
+    slots: np.ndarray | None = None,
+    *,
+    out: np.ndarray,
+) -> None:
+    T = len(qkv)
+    if T == 0:
+        return
+    heads = state.reshape(-1, Dv, Dk)
+    rows = (bytes_in(qkv), frozen(g), frozen(b), Hk, fmt(qkv), bytes_out(out.reshape(T, Hv * Dv)))
+    wide = method == "chunkwise" or (method == "auto" and T >= _LANES_FROM)
+    if wide and slots is None and not numba.config.DISABLE_JIT:
+        run(_lane_heads, heads, *rows)
+    elif T * Hv * Dv * Dk <= _SERIAL_DELTA:
+        _step_some(heads, _slots(slots), *rows, 0, (1 if slots is None else T) * Hv)
+    else:
+        run(_step_heads, heads, _slots(slots), *rows)
+
+
+# delta     for each token: S <- g S; d = (v - S k) b; S <- S + d k'; y = S q, from one read of S: y = g S q + d (k q)
+# shapes    state float32 [(S *) Hv, Dv, Dk], written; qkv [T, 2 Hk Dk + Hv Dv], out [T, Hv Dv] as bytes; g, b [T, Hv]
+# threads   prange over sequences and heads; the arithmetic of a token does not depend on how many there are
+# bytes     the state twice for each block of 8 tokens (in and out), qkv and out once
+# limits    none
+@njit(parallel=True)
+def _step_heads(state, slots, qkv, g, b, Hk, fmt, out):
+    for task in prange(slots.size * g.shape[1]):
+        _step_some(state, slots, qkv, g, b, Hk, fmt, out, task, task + 1)
+
+
+@njit
+def _step_some(state, slots, qkv, g, b, Hk, fmt, out, start, stop):
+    Hv, Dv, Dk = g.shape[1], state.shape[1], state.shape[2]
+    T = 1 if slots[0] >= 0 else g.shape[0]  # tokens of each sequence
+    n = min(T, _BLOCK)
+    q, k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
+    v, y = np.empty((n, Dv), np.float32), np.empty((n, Dv), np.float32)
+    gates = np.empty((n, 3), np.float32)
+    for task in range(start, stop):
+        s, h = task // Hv, task % Hv
+        S = state[(slots[s] if slots[0] >= 0 else 0) * Hv + h]
+        for first in range(s * T, (s + 1) * T, _BLOCK):
+            n = min(_BLOCK, (s + 1) * T - first)
+            _load_heads(qkv, fmt, first, n, h, Hk, Hv, Dv, q, k, v)
+            for i in range(n):
+                gates[i, 0], gates[i, 1], gates[i, 2] = g[first + i, h], b[first + i, h], _dot(k[i], q[i])
+            _step_block(S, q, k, v, gates, y, n)
+            store_block(y[:n], fmt, first, h * Dv, Dv, out)
+
+
+@njit
+def _load_heads(qkv, fmt, first, n, h, Hk, Hv, Dv, q, k, v):
+    """q, k and v of value head h for n tokens, as float32."""
+    Dk = q.shape[1]
+    key_head = h // (Hv // Hk)
+    load_block(qkv, fmt, first, key_head * Dk, Dk, q[:n])
+    load_block(qkv, fmt, first, (Hk + key_head) * Dk, Dk, k[:n])
+    load_block(qkv, fmt, first, 2 * Hk * Dk + h * Dv, Dv, v[:n])
+
+
+@njit(fastmath=SUM_IN_ANY_ORDER)
+def _dot(a, b):
+    total = np.float32(0)
+    for j in range(a.size):
+        total += a[j] * b[j]
+    return total
+
+
+@njit(fastmath=SUM_IN_ANY_ORDER)
+def _step_block(S, q, k, v, gates, y, n):
+    Dv, Dk = S.shape
+    for r in range(Dv):
+        for i in range(n):
+            with_k, with_q = np.float32(0), np.float32(0)
+            for j in range(Dk):
+                with_k += S[r, j] * k[i, j]
+                with_q += S[r, j] * q[i, j]
+            decay = gates[i, 0]
+            change = (v[i, r] - decay * with_k) * gates[i, 1]
+            for j in range(Dk):
+                S[r, j] = decay * S[r, j] + change * k[i, j]
+            y[i, r] = decay * with_q + change * gates[i, 2]
+
+
+# delta     the same for many tokens, with 32 rows of the state in lanes and two tokens at a time: S = c Z, c the
+#           product of the decays since Z was last scaled. From Z k of both tokens (found in the pass before) come their
+#           a = (v - c Z k) b / c; one pass over Z then does Z <- Z + a k' and c Z q for each, and Z k of the next two
+# shapes    as _step_heads, one sequence
+# threads   prange over heads
+# bytes     the state twice (in and out), qkv and out once (q and k once for each of their value heads)
+# limits    needs a compiler: the pass is vector code
+@njit(parallel=True)
+def _lane_heads(state, qkv, g, b, Hk, fmt, out):
+    for h in prange(state.shape[0]):
+        _lane_head(state[h], qkv, g, b, h, Hk, fmt, out)
+
+
+@njit
+def _lane_head(S, qkv, g, b, h, Hk, fmt, out):
+    T, Hv = g.shape
+    Dv, Dk = S.shape
+    panels = (Dv + _WIDTH - 1) // _WIDTH
+    size, width = panels * Dk * _WIDTH, panels * _WIDTH
+    n = min(T + T % 2, _SPAN)
+    memory = np.zeros(size + 16, np.float32)
+    start = (-memory.ctypes.data % 64) // 4  # a vector of Z lies in one cache line
+    Z = memory[start : start + size].reshape((panels, Dk, _WIDTH))
+    q, k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
+    v, y = np.zeros((n, width), np.float32), np.empty((n, width), np.float32)
+    gates = np.empty((n // 2, _GATES), np.float32)
+    for r in range(Dv):
+        panel, lane = Z[r // _WIDTH], r % _WIDTH
+        for j in range(Dk):
+            panel[j, lane] = S[r, j]
+    c = 1.0
+    for first in range(0, T, _SPAN):
+        n = min(_SPAN, T - first)
+        pairs = (n + 1) // 2
+        _load_heads(qkv, fmt, first, n, h, Hk, Hv, Dv, q, k, v)
+        if n % 2:  # a token that changes nothing
+            q[n, :], k[n, :], v[n, :] = np.float32(0), np.float32(0), np.float32(0)
+        c = _lane_gates(g, b, first, n, h, k, c, gates)
+        for p in range(panels):
+            _lane_pass(
+                at(Z, p * Dk * _WIDTH), at(q, 0), at(k, 0), at(v, p * _WIDTH), at(gates, 0), at(y, p * _WIDTH),
+                pairs, Dk, width,
+            )  # fmt: skip
+        store_block(y[:n], fmt, first, h * Dv, Dv, out)
+    last = np.float32(c)
+    for r in range(Dv):
+        panel, lane = Z[r // _WIDTH], r % _WIDTH
+        for j in range(Dk):
+            S[r, j] = panel[j, lane] * last
+
+
+@njit
+def _lane_gates(g, b, first, n, h, k, c, gates):
+    """Fills gates for n tokens; returns c after them."""
+    for pair in range((n + 1) // 2):
+        for i in range(2):
+            t = 2 * pair + i
+            strength, scale = 0.0, 1.0
+            if t < n:
+                c *= np.float64(g[first + t, h])
+                if not _SMALL <= abs(c) <= _LARGE:
+                    scale, c = c, 1.0
+                strength = np.float64(b[first + t, h]) / c
+            gates[pair, i] = np.float32(scale)
+            gates[pair, 2 + i] = np.float32(c)
+            gates[pair, 4 + i] = np.float32(scale * c)
+            gates[pair, 6 + i] = np.float32(strength)
+        gates[pair, 8] = _dot(k[2 * pair], k[2 * pair + 1])
+        gates[pair, 9] = np.float32(gates[pair, 0] == 1 and gates[pair, 1] == 1)
+    return c
+
+
+_FLOAT = types.CPointer(types.float32)
+
+
+@intrinsic
+def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
+    """Tokens two by two over one panel Z [Dk, 32]; q, k [2 pairs, Dk], v, y 32 columns of rows of `stride`.
+
+    gates [pairs, _GATES], two each: what Z is scaled with first, c, the product of these, b / c; then the product of
+    the two k, and whether nothing is scaled.
+    """
+    sig = types.void(*[_FLOAT] * 6, types.int64, types.int64, types.int64)
+
+    def codegen(context, builder, sig, args):
+        code, b = _Code(builder), builder
+        Z, q, k, v, gates, y, pairs, Dk, stride = args
+        vectors = range(_WIDTH // 16)
+        two = range(2)
+        zero = [_const(V16F, 0.0)] * (2 * len(vectors))
+        fma = code.function("llvm.fma.v16f32", V16F, V16F, V16F, V16F)
+        even = b.and_(Dk, I64(-2))
+
+        def spread(base, index):
+            return code.splat(code.load(code.at(base, index, F32), F32))
+
+        def over_keys(element, sums):
+            """element(j, *sums) for each key j, two in a round."""
+
+            def round_of_two(j, *sums):
+                return element(b.add(j, I64(1)), *element(j, *sums))
+
+            return code.loop(even, Dk, 1, element, *code.loop(0, even, 2, round_of_two, *sums))
+
+        def place(j, i):
+            return code.at(Z, b.add(b.mul(j, I64(_WIDTH)), I64(16 * i)), F32)
+
+        def products(numbers, factors, sums):
+            return [b.call(fma, [numbers[i], factors[n], sums[2 * i + n]]) for i in vectors for n in two]
+
+        def read(j, *sums):
+            old = [code.load(place(j, i), V16F) for i in vectors]
+            return products(old, [spread(k, j), spread(k, b.add(j, Dk))], sums)
+
+        def pair(p, *z):
+            mine = code.at(gates, b.mul(p, I64(_GATES)), F32)
+            gate = [spread(mine, i) for i in range(9)]
+            scale, c, whole, strength, both = gate[0:2], gate[2:4], gate[4:6], gate[6:8], gate[8]
+            rows = [b.mul(b.add(b.mul(p, I64(2)), I64(n)), stride) for n in two]
+            this = [b.mul(b.add(b.mul(p, I64(2)), I64(n)), Dk) for n in two]
+            more = b.icmp_signed("<", b.add(p, I64(1)), pairs)
+            ahead = [b.select(more, b.add(row, b.mul(Dk, I64(2))), row) for row in this]
+            pieces = ((q, this), (k, this), (k, ahead))
+            q_rows, k_rows, next_rows = ([code.at(base, start, F32) for start in starts] for base, starts in pieces)
+            a = []
+            for i in vectors:
+                value = [code.load(code.at(v, b.add(row, I64(16 * i)), F32), V16F) for row in rows]
+                one = b.fmul(b.fsub(value[0], b.fmul(whole[0], z[2 * i])), strength[0])
+                with_k = b.fadd(b.fmul(scale[0], z[2 * i + 1]), b.fmul(one, both))
+                a.append([one, b.fmul(b.fsub(value[1], b.fmul(whole[1], with_k)), strength[1])])
+
+            def moved(scaled):
+                def element(j, *sums):
+                    keys, queries, nexts = ([spread(row, j) for row in rows] for rows in (k_rows, q_rows, next_rows))
+                    read, found = list(sums[: len(zero)]), list(sums[len(zero) :])
+                    new = [code.load(place(j, i), V16F) for i in vectors]
+                    for n in two:
+                        for i in vectors:
+                            old = b.fmul(new[i], scale[n]) if scaled else new[i]
+                            new[i] = b.call(fma, [a[i][n], keys[n], old])
+                            read[2 * i + n] = b.call(fma, [new[i], queries[n], read[2 * i + n]])
+                    for i in vectors:
+                        code.store(new[i], place(j, i))
+                    return [*read, *products(new, nexts, found)]
+
+                return over_keys(element, zero + zero)
+
+            plainly = b.fcmp_ordered("==", code.load(code.at(mine, 9, F32), F32), ir.Constant(F32, 1.0))
+            with b.if_else(plainly) as (then, otherwise):
+                with then:
+                    plain, plain_end = moved(False), b.block
+                with otherwise:
+                    scaled, scaled_end = moved(True), b.block
+            sums = []
+            for one, other in zip(plain, scaled, strict=True):
+                sums.append(b.phi(V16F))
+                sums[-1].add_incoming(one, plain_end)
+                sums[-1].add_incoming(other, scaled_end)
+            for i in vectors:
+                for n in two:
+                    code.store(b.fmul(sums[2 * i + n], c[n]), code.at(y, b.add(rows[n], I64(16 * i)), F32))
+            return sums[len(zero) :]
+
+        code.loop(0, pairs, 1, pair, *over_keys(read, zero))
+        return context.get_dummy_value()
+
+    return sig, codegen

@@ -1,0 +1,759 @@
+"""Products with dense and quantized weights: one grouped product behind all of them.
+
+A call is a list of groups; group i multiplies rows lo[i] … hi[i] − 1 of x with weight slot[i] of a stack [S, N, K]. A
+plain product is one group, experts are one group each. Two ways of multiplying:
+
+    int8      x is rounded to bytes per group of the weight; codes and bytes meet in integer dot products (exact), and
+              (scale · delta) · Σ code·xq + bias · Σ x is added up in float32 in a fixed order
+    float32   weights become float32 rows in cache, products are fused multiply-adds into 16 lanes
+
+In both the order of a sum depends on K alone: not on threads, tokens, tiles or the instructions used.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from numba import prange
+
+from penstock import ops
+from penstock.backends.cpu import _simd
+from penstock.backends.cpu._compile import SUM_IN_ANY_ORDER, njit
+from penstock.backends.cpu._formats import (
+    FLOAT32,
+    fmt,
+    frozen,
+    load_row,
+    number,
+    pattern_of,
+    readable,
+    store_row,
+    widened,
+    writable,
+)
+from penstock.backends.cpu._math import silu32
+from penstock.backends.cpu._simd import at
+from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.features import usable_features
+from penstock.backends.cpu.quant import dequantize_into
+from penstock.errors import BackendError
+from penstock.ops import kernel
+from penstock.quant import ExpertBlobs, QuantizedTensor
+
+PORTABLE = 3
+VARIANTS = {"vnni": _simd.VNNI, "avx_vnni": _simd.VNNI256, "avx2": _simd.AVX2, "portable": PORTABLE}
+NEEDS = {
+    "vnni": ("avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
+    "avx_vnni": ("avx2", "avx_vnni"),
+    "avx2": ("avx2",),
+    "portable": (),
+}
+STRIP = 16  # rows of a weight that one task takes: the lanes of a panel
+FEW = 2  # tokens up to which a row is read against all of them; above, 16 rows become a panel first (2.4 × at 8 tokens)
+SMALL = 1 << 17  # weight bytes × tokens below which one thread is faster than waking the others
+
+
+@functools.cache
+def _runs_here(variant: str) -> bool:
+    """Both the CPU and the compiler know the instructions of a variant."""
+    if numba.config.DISABLE_JIT or numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        return variant == "portable"  # an instruction that LLVM was told not to know ends the process
+    features = usable_features()
+    wanted = NEEDS["vnni"] if variant == "avx_vnni" and "avx_vnni" not in features else NEEDS[variant]
+    return set(wanted) <= features  # AVX-512 VNNI has the 256-bit form too
+
+
+@functools.cache
+def _best() -> int:
+    return next(how for name, how in VARIANTS.items() if _runs_here(name))
+
+
+def chosen(variant: str | None) -> int:
+    if variant is None:
+        return _best()
+    if not _runs_here(variant):
+        raise BackendError(
+            f"quantized product: variant {variant!r} needs {', '.join(NEEDS[variant])}, not all usable here"
+        )
+    return VARIANTS[variant]
+
+
+# -- operands --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stack:
+    """Views of a weight [S, N, K] as kernels take them. Dense weights have bits 0 and their numbers in `codes`."""
+
+    codes: np.ndarray  # all three as bytes: [S, N, K · bits / 8], or [S, N, K · itemsize]
+    scales: np.ndarray  # [S, N, K / gs · itemsize]
+    biases: np.ndarray
+    bits: int
+    gs: int
+    fmt: int
+    K: int
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[1]
+
+
+_stacks: weakref.WeakKeyDictionary[QuantizedTensor, Stack] = weakref.WeakKeyDictionary()
+_NONE = frozen(np.zeros((1, 1, 1), np.uint8))
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of [(S,) N, n] as [S, N, n · itemsize]: one signature of a kernel for all formats."""
+    return frozen(array.view(np.uint8).reshape(-1, array.shape[-2], array.shape[-1] * array.itemsize))
+
+
+def stack_of(w: QuantizedTensor | np.ndarray) -> Stack:
+    """The views of a weight [N, K] or [S, N, K]; those of a quantized tensor are made once."""
+    if not isinstance(w, QuantizedTensor):
+        return Stack(_bytes(w), _NONE, _NONE, 0, 1, fmt(w), w.shape[-1])
+    stack = _stacks.get(w)
+    if stack is None:
+        stack = Stack(*map(_bytes, w.arrays), w.bits, w.group_size, fmt(w.scales), w.shape[-1])
+        _stacks[w] = stack
+    return stack
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Groups:
+    """Which rows of x meet which weight of a stack."""
+
+    slot: np.ndarray  # int64 each
+    lo: np.ndarray
+    hi: np.ndarray
+    least: int  # rows of the smallest group
+
+
+@functools.lru_cache(maxsize=64)
+def whole(rows: int) -> Groups:
+    """All rows against the only weight."""
+    return Groups(*(np.array([value]) for value in (0, 0, rows)), rows)
+
+
+def float_rows(x: np.ndarray) -> np.ndarray:
+    """x [..., K] as float32 [T, K]; float32 itself is not copied."""
+    rows = x.reshape(-1, x.shape[-1])
+    if x.dtype == np.float32:
+        return frozen(rows)
+    wide = np.empty(rows.shape, np.float32)
+    _by_rows(_widen, _widen_parallel, rows, readable(rows), fmt(rows), wide)
+    return frozen(wide)
+
+
+def float_target(out: np.ndarray) -> np.ndarray:
+    """Where float32 results go: `out` itself, or scratch to be rounded into it by `finish`."""
+    return out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
+
+
+def finish(y: np.ndarray, out: np.ndarray) -> None:
+    """Round float32 results into an `out` of another format."""
+    if y is not out:
+        rows = out.reshape(-1, out.shape[-1])
+        _by_rows(_narrow, _narrow_parallel, rows, frozen(y.reshape(rows.shape)), fmt(out), writable(rows))
+
+
+def _by_rows(serial: Any, parallel: Any, rows: np.ndarray, *args: Any) -> None:
+    if rows.size < 1 << 15:
+        serial(*args)
+    else:
+        run(parallel, *args)
+
+
+@njit
+def _widen(x, kind, out):
+    for t in range(x.shape[0]):
+        load_row(x[t], kind, out[t])
+
+
+@njit(parallel=True)
+def _widen_parallel(x, kind, out):
+    for t in prange(x.shape[0]):
+        load_row(x[t], kind, out[t])
+
+
+@njit
+def _narrow(x, kind, out):
+    for t in range(x.shape[0]):
+        store_row(x[t], kind, out[t])
+
+
+@njit(parallel=True)
+def _narrow_parallel(x, kind, out):
+    for t in prange(x.shape[0]):
+        store_row(x[t], kind, out[t])
+
+
+# -- int8 activations ------------------------------------------------------------------------------------------------
+
+
+# int8_row  delta = max|x| / 127, xq = clip(rint(x / delta), −127, 127), total = Σ x, per group of gs
+# shapes    x float32 [K]; xq int8 [K]; delta, total float32 [K / gs]
+# threads   prange over rows in `_int8_rows`; a row belongs to one thread
+# bytes     5 · K + 8 · K / gs
+# limits    a group with NaN or infinity gets a NaN delta, so that it shows in the result
+@njit(fastmath=SUM_IN_ANY_ORDER)
+def _int8_row(x, gs, xq, delta, total):
+    for g in range(delta.size):
+        part, bytes_out = x[g * gs : (g + 1) * gs], xq[g * gs : (g + 1) * gs]
+        top, sum_x = np.int32(0), np.float32(0)
+        for j in range(gs):
+            top = max(top, np.int32(pattern_of(part[j]) & np.int32(0x7FFFFFFF)))  # |x| orders as its bits do
+            sum_x += part[j]
+        d = number(top) / np.float32(127)
+        delta[g] = d if top < np.int32(0x7F800000) else np.float32(np.nan)
+        total[g] = sum_x
+        if d == 0 or top >= np.int32(0x7F800000):
+            for j in range(gs):
+                bytes_out[j] = 0
+        else:
+            for j in range(gs):
+                q = np.rint(part[j] / d)
+                q = min(max(q, np.float32(-127)), np.float32(127))
+                bytes_out[j] = np.int8(np.int32(q))
+
+
+@njit
+def _int8_rows(x, gs, xq, delta, total):
+    for t in range(x.shape[0]):
+        _int8_row(x[t], gs, xq[t], delta[t], total[t])
+
+
+@njit(parallel=True)
+def _int8_rows_parallel(x, gs, xq, delta, total):
+    for t in prange(x.shape[0]):
+        _int8_row(x[t], gs, xq[t], delta[t], total[t])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bytes:
+    """Rows of x as bytes [P, K] with delta and total [P, K / gs]; `paired` is what 4-bit rows are read against."""
+
+    xq: np.ndarray
+    paired: np.ndarray
+    delta: np.ndarray
+    total: np.ndarray
+
+    def map(self, move: Callable[[np.ndarray], np.ndarray]) -> Bytes:
+        """Every array moved alike."""
+        xq = move(self.xq)
+        paired = xq if self.paired is self.xq else move(self.paired)
+        return Bytes(xq, paired, move(self.delta), move(self.total))
+
+
+def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
+    """float32 [P, K] as a product with w wants it."""
+    P, K = x.shape
+    xq = np.empty((P, K), np.int8)
+    delta, total = np.empty((P, K // w.gs), np.float32), np.empty((P, K // w.gs), np.float32)
+    _by_rows(_int8_rows, _int8_rows_parallel, x, x, w.gs, xq, delta, total)
+    paired = xq
+    if w.bits == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
+        paired = np.empty((P, K), np.int8)
+        _paired(frozen(xq), paired)
+    return Bytes(xq, paired, delta, total)
+
+
+@njit
+def _number_at(row, i, kind):
+    """Number i of a row of bytes that holds floats of a format."""
+    if kind == FLOAT32:
+        return number(
+            np.int32(row[4 * i])
+            | np.int32(row[4 * i + 1]) << np.int32(8)
+            | np.int32(row[4 * i + 2]) << np.int32(16)
+            | np.int32(row[4 * i + 3]) << np.int32(24)
+        )
+    return widened(np.int32(row[2 * i]) | np.int32(row[2 * i + 1]) << np.int32(8), kind)
+
+
+@njit
+def _code_at(row, j, bits):
+    """Code j of a packed row."""
+    at_bit = j * bits
+    word = np.int32(row[at_bit >> 3])
+    if (at_bit & 7) + bits > 8:
+        word |= np.int32(row[(at_bit >> 3) + 1]) << np.int32(8)
+    return (word >> (at_bit & 7)) & ((1 << bits) - 1)
+
+
+# paired    of each 128 bytes in whole blocks of 512 the even ones, then the odd ones; the rest as it is
+# shapes    x, out int8 [T, K]
+# threads   none: a few rows
+# bytes     2 · T · K
+# limits    none
+@njit
+def _paired(x, out):
+    K = x.shape[1]
+    whole = K // 512 * 512
+    for t in range(x.shape[0]):
+        for start in range(0, whole, 128):
+            source, to = x[t, start : start + 128], out[t, start : start + 128]
+            for j in range(64):
+                to[j] = source[2 * j]
+                to[64 + j] = source[2 * j + 1]
+        for j in range(whole, K):
+            out[t, j] = x[t, j]
+
+
+# portable_dot  what group_dots and scaled_sum of _simd.py give together, in plain Python: the same bits everywhere
+# shapes        codes, scales, biases: one row of a Stack; xq int8 [K]; delta, total float32 [K / gs]
+# threads       none: one row against one token
+# bytes         K · bits / 8 + K / gs · 2 · itemsize
+# limits        no fast-math: each product and sum is rounded, lane g % 16 collects group g
+@njit
+def _portable_dot(codes, scales, biases, kind, bits, gs, xq, delta, total):
+    lanes = np.zeros(_simd.LANES, np.float32)
+    for g in range(delta.size):
+        dot = 0
+        for j in range(g * gs, (g + 1) * gs):
+            dot += _code_at(codes, j, bits) * np.int32(xq[j])
+        lane = g % _simd.LANES
+        scaled = np.float32(_number_at(scales, g, kind) * delta[g]) * np.float32(dot)
+        lanes[lane] = np.float32(lanes[lane] + scaled)
+        lanes[lane] = np.float32(lanes[lane] + np.float32(_number_at(biases, g, kind) * total[g]))
+    for n in (8, 4, 2, 1):
+        for i in range(n):
+            lanes[i] = np.float32(lanes[i] + lanes[i + n])
+    return lanes[0]
+
+
+@functools.cache
+def int8_product(bits: int, how: int) -> tuple[Any, Any]:
+    """Serial and parallel kernel of the grouped product with int8 activations, for one width of codes."""
+    if how == PORTABLE:
+
+        @njit
+        def task(codes, scales, biases, kind, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+            for n in range(first, min(first + STRIP, codes.shape[1])):
+                for t in range(lo, hi):
+                    y[t, n] = _portable_dot(
+                        codes[slot, n], scales[slot, n], biases[slot, n], kind, bits, gs, xq[t], delta[t], total[t]
+                    )
+
+    else:
+        # int8_rows  y[t, n] = Σ_g (scale · delta) · Σ code·xq + bias · total for 16 rows n, one row of codes at a time
+        # shapes     codes, scales, biases as in Stack; xq int8 [P, K]; delta, total float32 [P, G]; y [P, N]
+        # threads    none: one task; a row's codes are read once for all tokens
+        # bytes      16 · (K · bits / 8 + 2 · G · itemsize) per task, x stays in cache
+        # limits     instructions of `how`
+        @njit
+        def rows_task(codes, scales, biases, kind, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+            K, groups = xq.shape[1], delta.shape[1]
+            sums = np.empty((hi - lo, groups), np.int32)
+            for n in range(first, min(first + STRIP, codes.shape[1])):
+                row = slot * codes.shape[1] + n
+                scale_row = row * scales.shape[2]
+                c = at(codes, row * codes.shape[2])
+                _simd.group_dots(c, at(xp, lo * K), at(sums, 0), hi - lo, K, gs, bits, how)
+                for t in range(hi - lo):
+                    ints, s, b = at(sums, t * groups), at(scales, scale_row), at(biases, scale_row)
+                    d, x = at(delta, (lo + t) * groups), at(total, (lo + t) * groups)
+                    if kind == 0:
+                        y[lo + t, n] = _simd.scaled_sum(ints, s, b, d, x, groups, 0)
+                    elif kind == 1:
+                        y[lo + t, n] = _simd.scaled_sum(ints, s, b, d, x, groups, 1)
+                    else:
+                        y[lo + t, n] = _simd.scaled_sum(ints, s, b, d, x, groups, 2)
+
+        task = rows_task
+
+    if how == _simd.VNNI:
+        # panel_task  the same for many tokens: 16 rows unpacked once, rows in lanes, tokens in tiles of 8
+        # shapes      as above; panel uint8 [K/4, 16, 4], scales and biases float32 [G, 16]
+        # threads     none: one task
+        # bytes       the strip once; the panel (16 · K bytes, in L2) once per tile of tokens
+        # limits      AVX-512 VNNI
+        @njit
+        def panel_task(codes, scales, biases, kind, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+            if hi - lo <= FEW:
+                rows_task(codes, scales, biases, kind, gs, slot, first, xq, xp, delta, total, lo, hi, y)
+                return
+            N, K, groups = codes.shape[1], xq.shape[1], delta.shape[1]
+            rows = min(STRIP, N - first)
+            panel = np.empty(K * STRIP, np.uint8)
+            s, b = np.empty((groups, STRIP), np.float32), np.empty((groups, STRIP), np.float32)
+            acc = np.empty(STRIP * 8 * STRIP, np.float32)
+            stride = codes.shape[2]
+            _simd.code_panel(at(codes, (slot * N + first) * stride), stride, rows, at(panel, 0), K, bits)
+            each = scales.shape[2]
+            to_s, to_b = at(s, 0), at(b, 0)
+            from_s, from_b = at(scales, (slot * N + first) * each), at(biases, (slot * N + first) * each)
+            if kind == 0:
+                _simd.scale_panel(from_s, each, rows, to_s, groups, 0)
+                _simd.scale_panel(from_b, each, rows, to_b, groups, 0)
+            elif kind == 1:
+                _simd.scale_panel(from_s, each, rows, to_s, groups, 1)
+                _simd.scale_panel(from_b, each, rows, to_b, groups, 1)
+            else:
+                _simd.scale_panel(from_s, each, rows, to_s, groups, 2)
+                _simd.scale_panel(from_b, each, rows, to_b, groups, 2)
+            t = lo
+            while t < hi:
+                x, d, sx = at(xq, t * K), at(delta, t * groups), at(total, t * groups)
+                to = at(y, t * N + first)
+                ps, pb, pp, pa = at(s, 0), at(b, 0), at(panel, 0), at(acc, 0)
+                if hi - t >= 8:
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, 8)
+                    t += 8
+                elif hi - t >= 4:
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, 4)
+                    t += 4
+                else:
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, 1)
+                    t += 1
+
+        task = panel_task
+
+    @njit
+    def serial(codes, scales, biases, kind, gs, slot, lo, hi, xq, xp, delta, total, y):
+        strips = (codes.shape[1] + STRIP - 1) // STRIP
+        for i in range(slot.size * strips):
+            g, first = i // strips, i % strips * STRIP
+            task(codes, scales, biases, kind, gs, slot[g], first, xq, xp, delta, total, lo[g], hi[g], y)
+
+    @njit(parallel=True)
+    def parallel(codes, scales, biases, kind, gs, slot, lo, hi, xq, xp, delta, total, y):
+        strips = (codes.shape[1] + STRIP - 1) // STRIP
+        for i in prange(slot.size * strips):
+            g, first = i // strips, i % strips * STRIP
+            task(codes, scales, biases, kind, gs, slot[g], first, xq, xp, delta, total, lo[g], hi[g], y)
+
+    return serial, parallel
+
+
+# -- float32 ---------------------------------------------------------------------------------------------------------
+
+
+@njit(fastmath=SUM_IN_ANY_ORDER)
+def _plain_dot(w, x):
+    total = np.float32(0)
+    for j in range(w.size):
+        total += w[j] * x[j]
+    return total
+
+
+@njit
+def _plain_weights(codes, scales, biases, kind, bits, gs, out):
+    """A row of a Stack as float32."""
+    for j in range(out.size):
+        if bits == 0:
+            out[j] = _number_at(codes, j, kind)
+        else:
+            q = np.float32(_code_at(codes, j, bits))
+            out[j] = np.float32(q * _number_at(scales, j // gs, kind)) + _number_at(biases, j // gs, kind)
+
+
+@functools.cache
+def float_product(bits: int, how: int) -> tuple[Any, Any]:
+    """Serial and parallel kernel of the grouped product in float32; bits 0 stands for dense weights."""
+    if how == PORTABLE:
+
+        @njit
+        def widen_weight(codes, scales, biases, kind, gs, slot, n, out):
+            _plain_weights(codes[slot, n], scales[slot, n], biases[slot, n], kind, bits, gs, out)
+
+    elif bits == 0:
+
+        @njit
+        def widen_weight(codes, scales, biases, kind, gs, slot, n, out):
+            row, to = at(codes, (slot * codes.shape[1] + n) * codes.shape[2]), at(out, 0)
+            if kind == 0:
+                _simd.dense_row(row, to, out.size, 0)
+            elif kind == 1:
+                _simd.dense_row(row, to, out.size, 1)
+            else:
+                _simd.dense_row(row, to, out.size, 2)
+
+    else:
+
+        @njit
+        def widen_weight(codes, scales, biases, kind, gs, slot, n, out):
+            row = slot * codes.shape[1] + n
+            c, to = at(codes, row * codes.shape[2]), at(out, 0)
+            s, b = at(scales, row * scales.shape[2]), at(biases, row * scales.shape[2])
+            if kind == 0:
+                _simd.dense_codes(c, s, b, to, out.size, gs, bits, 0)
+            elif kind == 1:
+                _simd.dense_codes(c, s, b, to, out.size, gs, bits, 1)
+            else:
+                _simd.dense_codes(c, s, b, to, out.size, gs, bits, 2)
+
+    if how == PORTABLE:
+
+        @njit
+        def tile(dense, r, rows, x, t, tokens, y, n):
+            for i in range(rows):
+                for j in range(tokens):
+                    y[t + j, n + i] = _plain_dot(dense[r + i], x[t + j])
+
+    else:
+
+        @njit
+        def tile(dense, r, rows, x, t, tokens, y, n):
+            K, N = x.shape[1], y.shape[1]
+            w, xs, to = at(dense, r * K), at(x, t * K), at(y, t * N + n)
+            if rows == 4 and tokens == 4:
+                _simd.float_dots(w, K, xs, K, to, N, K, 4, 4)
+            elif rows == 4:
+                _simd.float_dots(w, K, xs, K, to, N, K, 4, 1)
+            elif tokens == 4:
+                _simd.float_dots(w, K, xs, K, to, N, K, 1, 4)
+            else:
+                _simd.float_dots(w, K, xs, K, to, N, K, 1, 1)
+
+    # dense_task  y[t, n] = Σ_j x[t, j] · W[n, j] for `strip` rows n of one weight, made dense first
+    # shapes      codes, scales, biases as in Stack; x float32 [P, K]; y [P, N]; dense float32 [strip, K] is scratch
+    # threads     none: one task
+    # bytes       the strip once; dense (in L2) once per 4 tokens
+    # limits      none
+    @njit
+    def dense_task(codes, scales, biases, kind, gs, slot, first, strip, x, lo, hi, y):
+        N, K = codes.shape[1], x.shape[1]
+        rows = min(strip, N - first)
+        dense = np.empty((rows, K), np.float32)
+        for r in range(rows):
+            widen_weight(codes, scales, biases, kind, gs, slot, first + r, dense[r])
+        t = lo
+        while t < hi:
+            tokens = 4 if hi - t >= 4 else 1
+            r = 0
+            while r < rows:
+                block = 4 if rows - r >= 4 else 1
+                tile(dense, r, block, x, t, tokens, y, first + r)
+                r += block
+            t += tokens
+
+    task = dense_task
+    if bits and how != PORTABLE:
+
+        @njit
+        def widen_scales(scales, kind, row, out):
+            source, to = at(scales, row * scales.shape[2]), at(out, 0)
+            if kind == 0:
+                _simd.dense_row(source, to, out.size, 0)
+            elif kind == 1:
+                _simd.dense_row(source, to, out.size, 1)
+            else:
+                _simd.dense_row(source, to, out.size, 2)
+
+        # coded_task  the same for a few tokens: codes become floats in registers, 4 rows at a time
+        # shapes      as above; scales and biases of 4 rows as float32 are scratch
+        # threads     none: one task
+        # bytes       the strip once per token, x in cache
+        # limits      none
+        @njit
+        def coded_task(codes, scales, biases, kind, gs, slot, first, strip, x, lo, hi, y):
+            if hi - lo >= 4:
+                dense_task(codes, scales, biases, kind, gs, slot, first, strip, x, lo, hi, y)
+                return
+            N, K, stride = codes.shape[1], x.shape[1], codes.shape[2]
+            groups, last = K // gs, min(first + strip, N)
+            s, b = np.empty((4, groups), np.float32), np.empty((4, groups), np.float32)
+            n = first
+            while n < last:
+                rows = 4 if last - n >= 4 else 1
+                for r in range(rows):
+                    widen_scales(scales, kind, slot * N + n + r, s[r])
+                    widen_scales(biases, kind, slot * N + n + r, b[r])
+                c = at(codes, (slot * N + n) * stride)
+                for t in range(lo, hi):
+                    to, xs = at(y, t * N + n), at(x, t * K)
+                    if rows == 4:
+                        _simd.coded_dots(c, stride, at(s, 0), at(b, 0), groups, xs, to, K, gs, bits, 4)
+                    else:
+                        _simd.coded_dots(c, stride, at(s, 0), at(b, 0), groups, xs, to, K, gs, bits, 1)
+                n += rows
+
+        task = coded_task
+
+    @njit
+    def serial(codes, scales, biases, kind, gs, slot, lo, hi, strip, x, y):
+        strips = (codes.shape[1] + strip - 1) // strip
+        for i in range(slot.size * strips):
+            g, first = i // strips, i % strips * strip
+            task(codes, scales, biases, kind, gs, slot[g], first, strip, x, lo[g], hi[g], y)
+
+    @njit(parallel=True)
+    def parallel(codes, scales, biases, kind, gs, slot, lo, hi, strip, x, y):
+        strips = (codes.shape[1] + strip - 1) // strip
+        for i in prange(slot.size * strips):
+            g, first = i // strips, i % strips * strip
+            task(codes, scales, biases, kind, gs, slot[g], first, strip, x, lo[g], hi[g], y)
+
+    return serial, parallel
+
+
+# -- the product -----------------------------------------------------------------------------------------------------
+
+
+def grouped_product(
+    x: np.ndarray, w: Stack, groups: Groups, y: np.ndarray, activations: str, variant: str | None = None
+) -> None:
+    """y[p] = W[slot] · x[p] for every group: x float32 [P, K], y float32 [P, N]."""
+    if y.size == 0:
+        return
+    how = chosen(variant)
+    if activations == "int8" and w.bits:
+        quantized_product(int8_rows(x, w, groups, how), w, groups, y, how)
+        return
+    kernels = float_product(w.bits, how)
+    strip = 32 if len(x) >= 16 * len(groups.slot) else 8
+    args = (w.codes, w.scales, w.biases, w.fmt, w.gs, groups.slot, groups.lo, groups.hi, strip, x, y)
+    _launch(kernels, w, groups, args)
+
+
+def quantized_product(x: Bytes, w: Stack, groups: Groups, y: np.ndarray, how: int) -> None:
+    """`grouped_product` of rows that are bytes already."""
+    rows = (frozen(x.xq), frozen(x.paired), frozen(x.delta), frozen(x.total))
+    args = (w.codes, w.scales, w.biases, w.fmt, w.gs, groups.slot, groups.lo, groups.hi, *rows, y)
+    _launch(int8_product(w.bits, how), w, groups, args)
+
+
+def _launch(kernels: tuple[Any, Any], w: Stack, groups: Groups, args: tuple[Any, ...]) -> None:
+    work = w.codes[0].nbytes * max(len(groups.slot), args[-1].shape[0])
+    if work < SMALL:
+        kernels[0](*args)
+    else:
+        run(kernels[1], *args)
+
+
+def product_into(x: np.ndarray, w: Any, out: np.ndarray, activations: str, variant: str | None) -> None:
+    """One weight [N, K] against all rows of x [..., K] into out [..., N]."""
+    rows = float_rows(x)
+    y = float_target(out)
+    flat = y.reshape(len(rows), out.shape[-1])
+    grouped_product(rows, stack_of(w), whole(len(rows)), flat, activations, variant)
+    finish(y, out)
+
+
+@kernel(ops.dequantize, device="cpu")
+def dequantize(w, dtype, *, out):
+    dequantize_into(w, out)
+
+
+@kernel(ops.matmul, device="cpu")
+def matmul(x, w, dtype, *, out):
+    product_into(x, w, out, "float32", None)
+
+
+@kernel(ops.bf16_matmul, device="cpu")
+def bf16_matmul(x, w, dtype, *, out):
+    product_into(x, w, out, "float32", None)
+
+
+@kernel(ops.quantized_matmul, device="cpu", variants=tuple(VARIANTS))
+def quantized_matmul(x, w, activations, dtype, *, out, variant):
+    product_into(x, w, out, activations, variant)
+
+
+# gate_times_up  y = silu(gate) · up
+# shapes         gate, up, y float32 [rows, N]; y may be gate
+# threads        prange over rows in the parallel form
+# bytes          12 · rows · N
+# limits         none
+@njit
+def _gate_times_up(gate, up, y):
+    for t in range(gate.shape[0]):
+        for j in range(gate.shape[1]):
+            y[t, j] = silu32(gate[t, j]) * up[t, j]
+
+
+@njit(parallel=True)
+def _gate_times_up_parallel(gate, up, y):
+    for t in prange(gate.shape[0]):
+        for j in range(gate.shape[1]):
+            y[t, j] = silu32(gate[t, j]) * up[t, j]
+
+
+@kernel(ops.fused_gate_up_swiglu, device="cpu", variants=tuple(VARIANTS))
+def fused_gate_up_swiglu(x, gate_w, up_w, activations, *, out, variant):
+    rows, how = float_rows(x), chosen(variant)
+    if out.size == 0:
+        return
+    y = float_target(out)
+    gate, up = y.reshape(len(rows), out.shape[-1]), np.empty((len(rows), out.shape[-1]), np.float32)
+    both = (stack_of(gate_w), gate), (stack_of(up_w), up)
+    if activations == "int8":
+        shared = int8_rows(rows, both[0][0], whole(len(rows)), how)
+        for w, to in both:
+            quantized_product(shared, w, whole(len(rows)), to, how)
+    else:
+        for w, to in both:
+            grouped_product(rows, w, whole(len(rows)), to, activations, variant)
+    _by_rows(_gate_times_up, _gate_times_up_parallel, gate, gate, up, gate)
+    finish(y, out)
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pairs:
+    """(row, slot) pairs of a routing, sorted by the weight they meet."""
+
+    order: np.ndarray | None  # sorted position → pair; None: as they came
+    groups: Groups
+
+    def gather(self, rows: np.ndarray, k: int) -> np.ndarray:
+        """Row of each sorted pair, from one row per token."""
+        if self.order is None:
+            return frozen(rows.repeat(k, axis=0) if k > 1 else rows)
+        return frozen(rows[self.order // k])
+
+    def sort(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of pairs in sorted order."""
+        return frozen(rows if self.order is None else rows[self.order])
+
+    def restore(self, rows: np.ndarray, out: np.ndarray) -> None:
+        """Sorted rows back to the order of the pairs."""
+        if self.order is None:
+            out[...] = rows
+        else:
+            out[self.order] = rows
+
+
+def pairs_of(slots: np.ndarray, tokens: int) -> Pairs:
+    """Group equal slots [P] of a routing. One token's experts are distinct (or read twice), so each is a group."""
+    P = slots.size
+    if tokens <= 1:
+        at_row = np.arange(P)
+        return Pairs(None, Groups(slots.astype(np.int64), at_row, at_row + 1, 1))
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order].astype(np.int64)
+    lo = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    hi = np.append(lo[1:], P)
+    return Pairs(order, Groups(ordered[lo], lo, hi, int((hi - lo).min())))
+
+
+@kernel(ops.expert_matmul, device="cpu", variants=tuple(VARIANTS))
+def expert_matmul(x, experts, ids, slot_of, activations, *, out, variant):
+    if isinstance(experts, ExpertBlobs):
+        experts = experts.experts
+    count = len(experts) if isinstance(experts, list | tuple) else experts.shape[0]
+    if ids is None:
+        ids = np.arange(count if slot_of is None else len(slot_of), dtype=np.int32)
+    slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
+    shared = x.ndim == ids.ndim
+    pairs = pairs_of(slots, slots.size // ids.shape[-1])
+    rows = float_rows(x)
+    sorted_rows = pairs.gather(rows, ids.shape[-1]) if shared else pairs.sort(rows)
+    y = np.empty((slots.size, out.shape[-1]), np.float32)
+    if isinstance(experts, list | tuple):
+        for slot, lo, hi in zip(pairs.groups.slot, pairs.groups.lo, pairs.groups.hi, strict=True):
+            part = frozen(sorted_rows[lo:hi])
+            grouped_product(part, stack_of(experts[slot]), whole(int(hi - lo)), y[lo:hi], activations, variant)
+    else:
+        grouped_product(sorted_rows, stack_of(experts), pairs.groups, y, activations, variant)
+    target = float_target(out)
+    pairs.restore(y, target.reshape(y.shape))
+    finish(target, out)

@@ -1,0 +1,291 @@
+"""Multi-head latent attention: `_attend` with one latent row as key and value of all heads, and products with kv_b."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from numba import prange
+
+from penstock import ops
+from penstock.backends.cpu import _simd
+from penstock.backends.cpu._attend import (
+    RAGGED,
+    TILE,
+    WHOLE,
+    attend,
+    claim,
+    floats,
+    load,
+    merge,
+    products,
+    raw,
+    store,
+    task_rows,
+    tile,
+    words,
+    writable_words,
+)
+from penstock.backends.cpu._compile import njit
+from penstock.backends.cpu._formats import FLOAT32, fmt, frozen
+from penstock.backends.cpu._threads import run, threads
+from penstock.backends.cpu.cache import split
+from penstock.backends.cpu.quant import dequantize_into
+from penstock.ops import kernel
+from penstock.quant import QuantizedTensor
+
+_NOTHING, _ZERO = np.float32(-np.inf), np.float32(0)
+
+
+@kernel(ops.mla_split_q_kv, device="cpu")
+def mla_split_q_kv(q_full, kv_pre, nope, kv_lora_rank, *, out):
+    q_nope, q_pe, kv_lat, k_pe = out
+    split(q_full, q_nope, q_pe)
+    split(kv_pre, kv_lat, k_pe)
+
+
+# -- attention over latents ------------------------------------------------------------------------------------------
+
+
+@kernel(ops.mla_sdpa, device="cpu")
+def mla_sdpa(q_prime, q_pe, latent_cache, rope_k_cache, cache_len, softmax_scale, slots, block_table, *, out):
+    rope = (q_pe, rope_k_cache)
+    attend(q_prime, latent_cache, latent_cache, cache_len, softmax_scale, None, slots, block_table, out, rope)
+
+
+# accumulate  M, Z, V = merge of the running state with the blocks of a tile, in their order
+# shapes      M, Z float32 [H], V float32 [H, R]; parts [blocks, tasks, rows, state] as `attend` leaves them
+# threads     one
+# bytes       H * R numbers of every block, and twice those of V
+# limits      none
+@njit
+def _accumulate(sizes, parts, running_max, denominator, accumulator):
+    R, state = sizes.Dv, sizes.state
+    acc = np.empty(state, np.float32)
+    for task in range(sizes.tiles):
+        _, _, first, rows = task_rows(sizes, task)
+        for r in range(rows):
+            h = first + r
+            for j in range(R):
+                acc[j] = accumulator[h, j]
+            acc[state - 2], acc[state - 1] = running_max[h], denominator[h]
+            for block in range(sizes.blocks):
+                at = ((block * sizes.tiles + task) * sizes.rows + r) * state
+                merge(floats(acc, 0), floats(parts, at), state, R)
+            for j in range(R):
+                accumulator[h, j] = acc[j]
+            running_max[h], denominator[h] = acc[state - 2], acc[state - 1]
+
+
+@kernel(ops.mla_sdpa_tile_accumulate, device="cpu")
+def mla_sdpa_tile_accumulate(
+    running_max, denominator, accumulator, q_prime, q_pe, latent_cache, rope_k_cache, start, end, softmax_scale, first
+):
+    if first:
+        running_max.fill(-np.inf)
+        denominator.fill(0)
+        accumulator.fill(0)
+    if start == end:
+        return
+    rope = (q_pe, rope_k_cache)
+    done = attend(q_prime, latent_cache, latent_cache, end, softmax_scale, end - start, None, None, None, rope)
+    assert done is not None
+    _accumulate(*done, running_max, denominator, accumulator)
+
+
+# finalize  y[h] = V[h] / Z[h], 0 where Z[h] is not above 0
+# shapes    Z float32 [H], V float32 [H, R] as words, y [H, R] as words of any format
+# threads   one
+# bytes     V in, y out
+# limits    none; y may be V
+@njit
+def _finalize(denominator, accumulator, form, y):
+    H = denominator.size
+    R = accumulator.size // 2 // H
+    row = np.empty(R, np.float32)
+    for h in range(H):
+        load(accumulator, FLOAT32, h * R, floats(row, 0), R)
+        z = denominator[h]
+        for j in range(R):
+            row[j] = row[j] / z if z > _ZERO else _ZERO
+        store(floats(row, 0), form, y, h * R, R)
+
+
+@kernel(ops.mla_sdpa_finalize, device="cpu")
+def mla_sdpa_finalize(denominator, accumulator, dtype, *, out):
+    _finalize(frozen(denominator), words(accumulator), fmt(out), writable_words(out))
+
+
+# -- products with the weight between latents and heads --------------------------------------------------------------
+
+TOKENS = 64  # rows of x that a task takes
+_WIDTH = 64  # columns that a single row of x adds up at once
+_FEW = 1 << 18  # multiplications that one thread does before others are awake
+
+if numba.config.DISABLE_JIT:
+
+    def dots(w, w_row, x, x_row, y, y_row, K, rows, tokens):
+        for t in range(tokens):
+            for r in range(rows):
+                y[t * y_row + r] = np.dot(w[r * w_row : r * w_row + K], x[t * x_row : t * x_row + K])
+
+else:
+    dots = _simd.float_dots
+
+
+@njit
+def _dot_rows(w, n, x, tokens, y):
+    """y[t, r] = w[r].x[t] for n rows; there is room for 8 rows of w and y's columns, and 4 of x, at a time."""
+    K, y_row = w.shape[1], y.shape[1]
+    if tokens == 1:
+        for r in range(0, n, 8):
+            dots(floats(w, r * K), K, floats(x, 0), K, floats(y, r), y_row, K, 8, 1)
+        return
+    for r in range(0, n, 4):
+        for t in range(0, tokens, 4):
+            dots(floats(w, r * K), K, floats(x, t * K), K, floats(y, t * y_row + r), y_row, K, 4, 4)
+
+
+@njit
+def _add_rows(x, x_row, w, n, tokens, y, keep):
+    """y[t] = sum_i x[t, i] * w[i] over n rows, added to y if `keep`; sums in the order of i."""
+    K, y_row = w.shape[1], y.shape[1]
+    if tokens > 1:
+        products(x, x_row, 1, floats(w, 0), K, floats(y, 0), y_row, n, tokens, K, keep, 0)
+        return
+    for j in range(0, K, _WIDTH):
+        b, c = floats(w, j), floats(y, j)
+        if K - j >= _WIDTH:
+            tile(x, x_row, 1, b, K, c, y_row, n, 1, K - j, keep, 0, 1, _WIDTH, WHOLE)
+        else:
+            tile(x, x_row, 1, b, K, c, y_row, n, 1, K - j, keep, 0, 1, _WIDTH, RAGGED)
+
+
+@functools.cache
+def _per_head(bits: int) -> tuple[Any, Any]:
+    """The product for weights of `bits` (0: dense), on one thread and on all."""
+    if bits:
+
+        @njit
+        def dense(w, scales, biases, form, gs, row, n, groups, out):
+            K = out.shape[1]
+            per_row = K // gs
+            load(scales, form, row * per_row, floats(groups, 0), n * per_row)
+            load(biases, form, row * per_row, floats(groups, groups.shape[1]), n * per_row)
+            for i in range(n):
+                codes = raw(w, (row + i) * K * bits // 8)
+                s, b = raw(groups, 4 * i * per_row), raw(groups, 4 * (groups.shape[1] + i * per_row))
+                _simd.dense_codes(codes, s, b, floats(out, i * K), K, gs, bits, FLOAT32)
+
+    else:
+
+        @njit
+        def dense(w, scales, biases, form, gs, row, n, groups, out):
+            for i in range(n):
+                load(scales, form, (row + i) * out.shape[1], floats(out, i * out.shape[1]), out.shape[1])
+
+    @njit
+    def work(counter, by_rows, w, scales, biases, shape, x, form, y):
+        T, H, x_heads, per_head, first, n, K, gs, w_form = shape
+        X, Y = (n, K) if by_rows else (K, n)
+        chunk = 16 if T == 1 else 64
+        tokens = min(T, TOKENS)
+        xs = np.empty((tokens + 3, X), np.float32)
+        rows = np.empty((chunk, K), np.float32)
+        groups = np.empty((2, chunk * (K // gs)), np.float32)
+        ys = np.empty((tokens + TILE, (Y if by_rows else chunk) + _WIDTH), np.float32)
+        blocks = (T + TOKENS - 1) // TOKENS
+        unit = claim(counter)
+        while unit < H * blocks:
+            h, t0 = unit // blocks, unit % blocks * TOKENS
+            count = min(TOKENS, T - t0)
+            for t in range(count):
+                load(x, form, ((t0 + t) * x_heads + h % x_heads) * X, floats(xs, t * X), X)
+            for i in range(0, n, chunk):
+                m = min(chunk, n - i)
+                dense(w, scales, biases, w_form, gs, h * per_head + first + i, m, groups, rows)
+                if by_rows:
+                    _add_rows(floats(xs, i), X, rows, m, count, ys, i)
+                else:
+                    _dot_rows(rows, m, xs, count, ys)
+                    for t in range(count):
+                        store(floats(ys, t * ys.shape[1]), form, y, ((t0 + t) * H + h) * Y + i, m)
+            if by_rows:
+                for t in range(count):
+                    store(floats(ys, t * ys.shape[1]), form, y, ((t0 + t) * H + h) * Y, Y)
+            unit = claim(counter)
+
+    # per_head  y[t, h, j] = sum_c w[h, first + j, c] * x[t, h, c], or by rows
+    #           y[t, h, c] = sum_j x[t, h, j] * w[h, first + j, c]
+    # shapes    w [H, per_head, K] packed bytes with scales and biases [H, per_head, K / gs] as words, or words alone in
+    #           `scales`; n rows of each head count; x [T, H or 1, K or n], y [T, H, n or K] as words; float32 sums
+    # threads   workers take heads, 64 rows of x at a time; a sum belongs to one of them
+    # bytes     n rows of w for each head and 64 rows of x; they become float32 16 or 64 at a time, in cache
+    # limits    K a multiple of 32 for packed w
+    @njit(parallel=True)
+    def work_all(workers, counter, by_rows, w, scales, biases, shape, x, form, y):
+        for _ in prange(workers):
+            work(counter, by_rows, w, scales, biases, shape, x, form, y)
+
+    return work, work_all
+
+
+_NO_BYTES, _NO_WORDS = np.zeros(0, np.uint8), words(np.zeros(0, np.float32))
+_NO_BYTES.flags.writeable = False
+
+
+def _multiply(w: Any, x: np.ndarray, out: np.ndarray, by_rows: bool, first: int, n: int) -> None:
+    """The product of x [(T,) H or 1, …] with rows first … first + n - 1 of each head of w [H * P, K] or [H, P, K]."""
+    H, K = out.shape[-2], w.shape[-1]
+    T = out.size // (H * out.shape[-1])
+    if T == 0:
+        return
+    if isinstance(w, QuantizedTensor) and numba.config.DISABLE_JIT:
+        plain = np.empty(w.shape, np.float32)
+        dequantize_into(w, plain)
+        w = plain
+    if isinstance(w, QuantizedTensor):
+        packed = w.packed.reshape(-1).view(np.uint8)
+        packed.flags.writeable = False
+        bits, weights, packing = w.bits, (packed, words(w.scales), words(w.biases)), (w.group_size, fmt(w.scales))
+    else:
+        bits, weights, packing = 0, (_NO_BYTES, words(w), _NO_WORDS), (K, fmt(w))
+    per_head = w.shape[0] // H if w.ndim == 2 else w.shape[1]
+    X = n if by_rows else K
+    x_heads = x.size // (T * X)
+    shape = (T, H, x_heads, per_head, first, n, K, *packing)
+    arguments = (np.zeros(1, np.int64), by_rows, *weights, shape, words(x), fmt(x), writable_words(out))
+    work, work_all = _per_head(bits)
+    if T * H * K * n <= _FEW:
+        work(*arguments)
+    else:
+        run(work_all, min(threads(), H * -(-T // TOKENS)), *arguments)
+
+
+@kernel(ops.mla_q_prime, device="cpu")
+def mla_q_prime(q_nope, kv_b, *, out):
+    if len(kv_b.shape) == 3:
+        _multiply(kv_b, q_nope, out, False, 0, kv_b.shape[1])
+    else:
+        _multiply(kv_b, q_nope, out, True, 0, q_nope.shape[-1])
+
+
+@kernel(ops.mla_out_per_head, device="cpu")
+def mla_out_per_head(v_combine, kv_b, nope, v_head_dim, *, out):
+    n = out.shape[-1]
+    first = 0 if len(kv_b.shape) == 3 else kv_b.shape[0] // out.shape[-2] - n
+    _multiply(kv_b, v_combine, out, False, first, n)
+
+
+@kernel(ops.mla_expand, device="cpu")
+def mla_expand(latent, kv_b, unembed_out, heads, nope, v_head_dim, *, out):
+    k, v = out
+    x = latent[:, None]
+    if unembed_out is None:
+        _multiply(kv_b, x, k, False, 0, k.shape[-1])
+        _multiply(kv_b, x, v, False, k.shape[-1], v.shape[-1])
+    else:
+        _multiply(kv_b, x, k, True, 0, latent.shape[1])
+        _multiply(unembed_out, x, v, False, 0, v.shape[-1])

@@ -1,0 +1,180 @@
+"""Expert products of a routed block. Routers and combination are in _route.py.
+
+The (token, slot) pairs of a routing are sorted by expert, so that each expert's weights are read once per call; with
+one token every pair is its own group. Decode and prefill run the same grouped product, and a pair's result does not
+depend on who else is in the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+import penstock.backends.cpu._route  # noqa: F401  (registers the routers)
+from penstock import ops
+from penstock.backends.cpu._compile import njit
+from penstock.backends.cpu._formats import frozen
+from penstock.backends.cpu._math import gelu32, silu32
+from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.linear import (
+    VARIANTS,
+    Pairs,
+    Stack,
+    chosen,
+    finish,
+    float_rows,
+    float_target,
+    grouped_product,
+    int8_rows,
+    pairs_of,
+    quantized_product,
+    stack_of,
+)
+from penstock.ops import kernel
+
+GELU = {"silu": False, "gelu_tanh": True}
+
+
+# gated    h[p, j] = act(gate[p, j]) · up[p, j]
+# shapes   gate, up, h float32 [P, N]; gate and up may be halves of one [P, 2N]
+# threads  prange over rows in the parallel form; a row belongs to one thread
+# bytes    12 · P · N
+# limits   none
+@njit
+def _gated_row(gate, up, gelu, h):
+    if gelu:
+        for j in range(h.size):
+            h[j] = gelu32(gate[j]) * up[j]
+    else:
+        for j in range(h.size):
+            h[j] = silu32(gate[j]) * up[j]
+
+
+@njit
+def _gated(gate, up, gelu, h):
+    for p in range(h.shape[0]):
+        _gated_row(gate[p], up[p], gelu, h[p])
+
+
+@njit(parallel=True)
+def _gated_parallel(gate, up, gelu, h):
+    for p in prange(h.shape[0]):
+        _gated_row(gate[p], up[p], gelu, h[p])
+
+
+# weighted  y[t] = Σ_i weights[t, i] · rows[place[t, i]], slots in order
+# shapes    rows float32 [P, dim] of sorted pairs; place int64 [T, k]; weights float32 [T, k]; y float32 [T, dim]
+# threads   prange over tokens in the parallel form
+# bytes     4 · (P + T) · dim
+# limits    none
+@njit
+def _weighted_row(rows, place, weights, y):
+    y[:] = 0
+    for i in range(place.size):
+        w, row = weights[i], rows[place[i]]
+        for j in range(y.size):
+            y[j] += w * row[j]
+
+
+@njit
+def _weighted(rows, place, weights, y):
+    for t in range(y.shape[0]):
+        _weighted_row(rows, place[t], weights[t], y[t])
+
+
+@njit(parallel=True)
+def _weighted_parallel(rows, place, weights, y):
+    for t in prange(y.shape[0]):
+        _weighted_row(rows, place[t], weights[t], y[t])
+
+
+def _by_size(serial: Any, parallel: Any, size: int, *args: Any) -> None:
+    if size < 1 << 14:
+        serial(*args)
+    else:
+        run(parallel, *args)
+
+
+def _sorted_pairs(ids: np.ndarray, slot_of: np.ndarray | None) -> Pairs:
+    return pairs_of((ids if slot_of is None else slot_of[ids]).reshape(-1), ids.size // ids.shape[-1])
+
+
+def _gate_up(
+    x: np.ndarray, k: int, pairs: Pairs, gate_w: Any, up_w: Any, act: str, activations: str, variant: str | None
+) -> np.ndarray:
+    """act(gate) · up of the sorted pairs: float32 [P, N] from one float32 row per token."""
+    stacks = [stack_of(w) for w in (gate_w, up_w) if w is not None]
+    products = [np.empty((len(x) * k, w.rows), np.float32) for w in stacks]
+    alike = len({(w.bits, w.gs) for w in stacks}) == 1
+    if activations == "int8" and stacks[0].bits and alike:  # one rounding of x serves all its experts
+        how = chosen(variant)
+        rows = int8_rows(x, stacks[0], pairs.groups, how).map(lambda a: pairs.gather(a, k))
+        for w, y in zip(stacks, products, strict=True):
+            quantized_product(rows, w, pairs.groups, y, how)
+    else:
+        rows = pairs.gather(x, k)
+        for w, y in zip(stacks, products, strict=True):
+            grouped_product(rows, w, pairs.groups, y, activations, variant)
+    N = stacks[0].rows if up_w is not None else stacks[0].rows // 2
+    gate, up = products if up_w is not None else (products[0][:, :N], products[0][:, N:])
+    h = np.empty(gate.shape, np.float32)
+    _by_size(_gated, _gated_parallel, h.size, gate, up, GELU[act], h)
+    return h
+
+
+def _down_sum(
+    h: np.ndarray,
+    shape: tuple[int, ...],
+    pairs: Pairs,
+    down_w: Any,
+    weights: np.ndarray,
+    out: np.ndarray,
+    activations: str,
+    variant: str | None,
+) -> None:
+    """Weighted sum over slots of the down projections of sorted pairs h [P, I]."""
+    stack: Stack = stack_of(down_w)
+    each = np.empty((len(h), stack.rows), np.float32)
+    grouped_product(frozen(h), stack, pairs.groups, each, activations, variant)
+    place = np.arange(len(h))
+    if pairs.order is not None:
+        place[pairs.order] = np.arange(len(h))
+    k = shape[-1]
+    y = float_target(out)
+    flat = y.reshape(-1, stack.rows)
+    _by_size(_weighted, _weighted_parallel, each.size, each, place.reshape(-1, k), frozen(weights.reshape(-1, k)), flat)
+    finish(y, out)
+
+
+@kernel(ops.expert_gate_up, device="cpu", variants=tuple(VARIANTS))
+def expert_gate_up(x, gate_w, up_w, ids, slot_of, act, activations, *, out, variant):
+    if out.size == 0:
+        return
+    pairs = _sorted_pairs(ids, slot_of)
+    h = _gate_up(float_rows(x), ids.shape[-1], pairs, gate_w, up_w, act, activations, variant)
+    y = float_target(out)
+    pairs.restore(h, y.reshape(h.shape))
+    finish(y, out)
+
+
+@kernel(ops.expert_down_sum, device="cpu", variants=tuple(VARIANTS))
+def expert_down_sum(h, down_w, ids, weights, slot_of, activations, *, out, variant):
+    if out.size == 0:
+        return
+    pairs = _sorted_pairs(ids, slot_of)
+    _down_sum(pairs.sort(float_rows(h)), ids.shape, pairs, down_w, weights, out, activations, variant)
+
+
+@kernel(ops.moe_forward, device="cpu", variants=tuple(VARIANTS))
+def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, *, out, variant):
+    if out.size == 0:
+        return
+    pairs = _sorted_pairs(ids, slot_of)
+    h = _gate_up(float_rows(x), ids.shape[-1], pairs, gate_w, up_w, act, activations, variant)
+    if x.dtype != np.float32:  # the definition rounds h, as the two ops on their own would
+        rounded = np.empty(h.shape, x.dtype)
+        finish(h, rounded)
+        h = float_rows(rounded)
+    _down_sum(h, ids.shape, pairs, down_w, weights, out, activations, variant)

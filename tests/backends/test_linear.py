@@ -1,0 +1,187 @@
+"""CPU products beyond the cases of tests/ops: the same bits for every variant, tile, thread count and batch."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import ops
+from penstock.backends.cpu import _threads, features, linear
+from penstock.errors import BackendError
+from penstock.quant import ExpertBlobs, QuantizedTensor, pack_codes
+from tests.ops.common import assert_close, assert_same_bits, normal, quantized
+
+VARIANTS = [name for name in linear.VARIANTS if linear._runs_here(name)]
+FORMATS = [
+    pytest.param(bits, gs, marks=[] if bits in (3, 4, 8) else pytest.mark.slow)  # each width compiles every variant
+    for bits in (2, 3, 4, 5, 6, 8)
+    for gs in (32, 64, 128)
+]
+
+
+def on_cpu(op, *args, variant=None, **kwargs):
+    with penstock.backend("cpu", variant=variant):
+        return op(*args, **kwargs)
+
+
+@pytest.fixture
+def two_threads():
+    before = _threads.threads()
+    yield
+    _threads.set_threads(before)
+
+
+def test_best_variant_is_one_that_runs():
+    assert linear._best() == linear.VARIANTS[VARIANTS[0]]
+    assert "portable" in VARIANTS
+
+
+def test_variant_that_cannot_run_is_refused(monkeypatch, rng):
+    monkeypatch.setattr(linear, "_runs_here", lambda name: name == "portable")
+    with pytest.raises(BackendError, match=r"variant 'vnni' needs avx512f, .*, not all usable here"):
+        on_cpu(ops.quantized_matmul, normal(rng, 1, 64), quantized(rng, 3, 64), variant="vnni")
+
+
+@pytest.mark.parametrize("bits, gs", FORMATS)
+def test_quantized_matmul_int8_has_the_same_bits_in_every_variant(bits, gs, rng):
+    w = quantized(rng, 19, 3 * 512 + 128, bits=bits, group_size=gs, dtype=("float32", "float16", "bfloat16")[bits % 3])
+    x = normal(rng, 5, w.shape[1])
+    want = on_cpu(ops.quantized_matmul, x, w, "int8", variant="portable")
+    for variant in VARIANTS:
+        assert_same_bits(variant, on_cpu(ops.quantized_matmul, x, w, "int8", variant=variant), want)
+
+
+@pytest.mark.parametrize("K", [32, 64, 96, 480, 512, 544, 1056])
+def test_quantized_matmul_takes_every_multiple_of_a_group(K, rng):
+    w, x = quantized(rng, 17, K), normal(rng, 3, K)
+    for activations in ("int8", "float32"):
+        with penstock.backend("reference"):
+            want = ops.quantized_matmul(x, w, activations)
+        got = on_cpu(ops.quantized_matmul, x, w, activations)
+        assert_close("y", got, want, 4e-6, np.abs(want).max())
+
+
+@pytest.mark.parametrize("activations", ["int8", "float32"])
+@pytest.mark.parametrize("N", [1, 7, 15, 16, 17, 33])
+def test_quantized_matmul_rows_do_not_depend_on_the_batch(activations, N, rng):
+    w, x = quantized(rng, N, 192), normal(rng, 32, 192)
+    single = np.concatenate([on_cpu(ops.quantized_matmul, x[t : t + 1], w, activations) for t in range(32)])
+    for B in range(1, 33):
+        assert_same_bits(f"B = {B}", on_cpu(ops.quantized_matmul, x[:B], w, activations), single[:B])
+
+
+@pytest.mark.parametrize("activations", ["int8", "float32"])
+def test_products_do_not_depend_on_the_number_of_threads(activations, rng, two_threads):
+    w, x = quantized(rng, 700, 512), normal(rng, 9, 512)
+    gate, down = quantized(rng, 6, 96, 512), quantized(rng, 6, 512, 96)
+    ids, weights = np.stack([rng.permutation(6)[:2] for _ in range(9)]).astype(np.int32), np.abs(normal(rng, 9, 2))
+    results = []
+    for count in (1, min(2, _threads.available())):
+        _threads.set_threads(count)
+        experts = on_cpu(ops.moe_forward, x, ids, weights, gate, gate, down, activations=activations)
+        results.append((on_cpu(ops.quantized_matmul, x, w, activations), experts))
+    for one, two in zip(*results, strict=True):
+        assert_same_bits("y", one, two)
+
+
+@pytest.mark.parametrize("activations", ["int8", "float32"])
+def test_moe_forward_rows_do_not_depend_on_the_batch(activations, rng):
+    gate, up, down = quantized(rng, 5, 32, 128), quantized(rng, 5, 32, 128), quantized(rng, 5, 128, 32)
+    x, weights = normal(rng, 32, 128), np.abs(normal(rng, 32, 3))
+    ids = np.stack([rng.permutation(5)[:3] for _ in range(32)]).astype(np.int32)
+
+    def run(rows):
+        return on_cpu(ops.moe_forward, x[rows], ids[rows], weights[rows], gate, up, down, activations=activations)
+
+    single = np.concatenate([run(slice(t, t + 1)) for t in range(32)])
+    for B in (2, 3, 8, 31, 32):
+        assert_same_bits(f"B = {B}", run(slice(0, B)), single[:B])
+
+
+def test_expert_matmul_reads_blobs_and_sequences_like_a_stack(rng):
+    stack, x = quantized(rng, 4, 9, 64), normal(rng, 64)
+    ids = np.array([3, 0, 3], np.int32)
+    want = on_cpu(ops.expert_matmul, x, stack, ids)
+    blobs = [np.concatenate([a.view(np.uint8).reshape(-1) for a in stack[e].arrays]) for e in range(4)]
+    words, scales = stack[0].packed.nbytes, stack[0].scales.nbytes
+    as_blobs = ExpertBlobs(blobs, 0, words, words + scales, 9, 64, 4, 32)
+    assert_same_bits("sequence", on_cpu(ops.expert_matmul, x, [stack[e] for e in range(4)], ids), want)
+    assert_same_bits("blobs", on_cpu(ops.expert_matmul, x, as_blobs, ids), want)
+
+
+def test_quantized_matmul_reads_a_memory_map_without_copying(tmp_path, rng):
+    w = quantized(rng, 33, 128)
+    for name, array in zip(("packed", "scales", "biases"), w.arrays, strict=True):
+        array.view(np.uint8).tofile(tmp_path / name)
+    mapped = QuantizedTensor(
+        np.memmap(tmp_path / "packed", np.uint32, "r", shape=w.packed.shape),
+        np.memmap(tmp_path / "scales", w.scales.dtype, "r", shape=w.scales.shape),
+        np.memmap(tmp_path / "biases", w.biases.dtype, "r", shape=w.biases.shape),
+        w.bits,
+        w.group_size,
+    )
+    x = normal(rng, 2, 128)
+    assert_same_bits("y", on_cpu(ops.quantized_matmul, x, mapped, "int8"), on_cpu(ops.quantized_matmul, x, w, "int8"))
+    assert np.shares_memory(linear.stack_of(mapped).codes, mapped.packed)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_quantized_matmul_int8_shows_what_is_not_finite(bad, rng):
+    w, x = quantized(rng, 5, 64), normal(rng, 3, 64)
+    x[1, 40] = bad
+    for variant in VARIANTS:
+        y = on_cpu(ops.quantized_matmul, x, w, "int8", variant=variant)
+        assert np.isnan(y[1]).all()
+        assert np.isfinite(y[[0, 2]]).all()
+
+
+def test_int8_rows_round_ties_to_even_and_keep_tiny_groups():
+    x = np.zeros((1, 96), np.float32)
+    x[0, :4] = [127, 0.5, 1.5, -2.5]
+    x[0, 32:35] = np.array([190, 190 | 1 << 31, 64], np.uint32).view(np.float32)  # subnormals: delta is one step
+    w = linear.stack_of(quantized(np.random.default_rng(0), 1, 96))
+    rows = linear.int8_rows(x, w, linear.whole(1), linear.PORTABLE)
+    xq, delta, total = rows.xq, rows.delta, rows.total
+    assert xq[0, :4].tolist() == [127, 0, 2, -2]
+    assert xq[0, 32:35].tolist() == [127, -127, 64]
+    assert delta[0].tolist() == [1.0, np.float32(1.401298464324817e-45), 0.0]
+    assert not xq[0, 64:].any()
+    assert total[0, 0] == np.float32(126.5)
+
+
+@pytest.mark.slow
+def test_offsets_beyond_two_to_the_31_are_reached(rng):
+    N, K = (1 << 26) + 16, 64  # 2.1 GB of packed words: the last row lies past a 32-bit byte offset
+    packed = np.zeros((N, K // 8), np.uint32)
+    scales = np.zeros((N, 1), np.float32)
+    packed[-1] = pack_codes(np.arange(K) % 16, 4)
+    scales[-1] = 1
+    if features.memory()[1] // 3 < (1 << 31):
+        pytest.skip("too little memory")
+    w = QuantizedTensor(packed, scales, np.zeros_like(scales), 4, 64)
+    x = np.ones((1, K), np.float32)
+    assert on_cpu(ops.quantized_matmul, x, w, "int8")[0, -1] == pytest.approx(480, rel=1e-6)
+
+
+def test_portable_variant_runs_without_the_compiler():
+    code = """
+import numpy as np, penstock
+from penstock import ops
+rng = np.random.default_rng(0)
+w = penstock.quant.quantize_reference(rng.standard_normal((3, 64)).astype("f4"), 4, 32)
+x = rng.standard_normal((2, 64)).astype("f4")
+for activations in ("int8", "float32"):
+    with penstock.backend("cpu"):
+        got = ops.quantized_matmul(x, w, activations)
+    with penstock.backend("reference"):
+        want = ops.quantized_matmul(x, w, activations)
+    assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
+print("ok")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True
+    )
+    assert done.stdout == "ok\n", done.stderr
