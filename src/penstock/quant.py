@@ -81,6 +81,12 @@ class QuantizedTensor:
         """Everything about the format: equal for tensors that fit the same kernels."""
         return self.shape, self.bits, self.group_size, self.dtype
 
+    @functools.cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First address of each array and the one behind its end (NumPy arrays)."""
+        starts = [a.__array_interface__["data"][0] for a in self.arrays]
+        return tuple((start, start + a.nbytes) for start, a in zip(starts, self.arrays, strict=True))
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

@@ -614,12 +614,16 @@ def _may_overlap(outputs: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
     """False if one NumPy output lies apart from all inputs, which is the usual case and needs no closer look."""
     if len(outputs) != 1 or not isinstance(outputs[0], np.ndarray):
         return True
+    start = _address(outputs[0])
+    end = start + outputs[0].nbytes
     for value in values:
         if type(value) in _SCALARS:
             continue
-        for leaf in (value,) if type(value) is np.ndarray else leaves(value):
-            if not isinstance(leaf, np.ndarray) or np.may_share_memory(leaf, outputs[0]):
+        if type(value) is np.ndarray:
+            if np.may_share_memory(value, outputs[0]):
                 return True
+        elif type(value) is not QuantizedTensor or any(start < stop and at < end for at, stop in value.spans):
+            return True
     return False
 
 

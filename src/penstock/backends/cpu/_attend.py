@@ -33,7 +33,8 @@ from penstock.backends.cpu._threads import run, threads
 from penstock.backends.cpu.features import usable_features
 
 BLOCK = 256  # positions
-RUN = 64  # positions whose values are added up in registers before the next columns; also the rows widened at once
+RUN = 64  # positions whose values are added up in registers before the next columns
+FEW_RUN = 16  # the same for halves of a decode step
 ROWS = 64  # query rows of a task
 
 # A tile of products holds rows x vectors of 16 sums in registers: 16 of AVX-512's 32, else 8 of 16 half as wide.
@@ -430,28 +431,28 @@ def products(a, a_row, a_step, b, b_step, c, c_row, K, rows, cols, keep, ahead):
 
 
 @njit
-def _scores(keys, step, q, s, n, K, width, keep):
+def _scores(keys, step, q, s, n, K, width, keep, ahead):
     """s[p, r] = sum_d keys[p, d] * q[d, r] of n keys for the rows of one panel, added to s if `keep`."""
     if width == HALF:
         for i in range(0, n, HALF):
             a, c = forward(keys, i * step), forward(s, i * width)
-            tile(a, step, 1, q, width, c, width, K, n - i, width, keep, 2 * HALF * step, HALF, HALF, KEYS)
+            tile(a, step, 1, q, width, c, width, K, n - i, width, keep, ahead, HALF, HALF, KEYS)
         return
     for i in range(0, n, TILE):
         a, c = forward(keys, i * step), forward(s, i * width)
         if width == LANES:
-            tile(a, step, 1, q, width, c, width, K, n - i, width, keep, 2 * TILE * step, TILE, LANES, KEYS)
+            tile(a, step, 1, q, width, c, width, K, n - i, width, keep, ahead, TILE, LANES, KEYS)
         else:
             for j in range(0, width, STRIDE):
                 x, y = forward(q, j), forward(c, j)
-                tile(a, step, 1, x, width, y, width, K, n - i, width, keep, 2 * TILE * step, TILE, STRIDE, KEYS)
+                tile(a, step, 1, x, width, y, width, K, n - i, width, keep, ahead, TILE, STRIDE, KEYS)
 
 
 @njit
-def _add_values(s, values, step, acc, acc_row, n, rows, cols, width, marked):
+def _add_values(s, values, step, acc, acc_row, n, rows, cols, width, marked, ahead):
     """acc[r, c] += sum_p s[p, r] * values[p, c] over n positions for the rows of one panel."""
     if not marked:
-        products(s, 1, width, values, step, acc, acc_row, n, rows, cols, 1, RUN * step)
+        products(s, 1, width, values, step, acc, acc_row, n, rows, cols, 1, ahead)
         return
     for j in range(0, cols, STRIDE):
         for i in range(0, rows, TILE):
@@ -460,26 +461,32 @@ def _add_values(s, values, step, acc, acc_row, n, rows, cols, width, marked):
 
 
 @njit
-def _rows_at(stack, table, b, head, heads, page, form, p, stop, most, K, buffer):
-    """Pointer to K numbers of a head at position p, the step to the next one, and for how many positions it holds.
-
-    That is up to `stop`, the end of a page, and `most`. Halves are widened into the buffer, RUN rows at a time.
-    """
-    inside = p % page
-    at = (np.int64(table[b, p // page]) * page + inside) * heads * K + head * K
-    n = min(stop - p, page - inside, most)
-    if form == FLOAT32:
-        return floats(stack, at), heads * K, n
-    n = min(n, RUN)
-    _fetch_halves(stack, at + n * heads * K, heads * K, n, K)
-    for i in range(n):
-        load(stack, form, at + i * heads * K, forward(buffer, i * K), K)
-    return buffer, K, n
+def _first_number(table, sizes, b, head, p, K):
+    """Where the K numbers of a head at position p start."""
+    row = np.int64(table[b, p // sizes.page]) * sizes.page + p % sizes.page
+    return (row * sizes.Hkv + head) * K
 
 
 @njit
-def _fetch_halves(stack, at, step, n, K):
-    fetch(floats(stack, at // 2), step // 2, n, (K + 1) // 2)
+def _rows_at(stack, table, sizes, b, head, p, stop, most, K, buffer):
+    """Pointer to the K numbers of a head at position p, step to the next, for how many positions, and what to ask for.
+
+    Those are up to `stop`, the end of a page, and `most`; halves are widened into the buffer. The last number leads
+    from a row to one that is wanted soon: some rows on where many follow each other, else the row after all of these.
+    """
+    at, step = _first_number(table, sizes, b, head, p, K), sizes.Hkv * K
+    n = min(stop - p, sizes.page - p % sizes.page, most)
+    ahead = 0
+    if n > RUN:
+        ahead = 2 * HALF * step
+    elif p + n < stop:
+        ahead = _first_number(table, sizes, b, head, p + n, K) - at
+    if sizes.fmt == FLOAT32:
+        return floats(stack, at), step, n, ahead
+    fetch(floats(stack, (at + ahead) // 2), step // 2, n, (K + 1) // 2)
+    for i in range(n):
+        load(stack, sizes.fmt, at + i * step, forward(buffer, i * K), K)
+    return buffer, K, n, 0
 
 
 @njit
@@ -489,26 +496,27 @@ def _block(k, e, v, table, sizes, task, scale, low, high, q, s, buffer, top, tot
     q [panels, D + E, width], s [panels, BLOCK + HALF, width], low, high, top, total [rows]; all pointers.
     """
     b, head, first, stop, rows = task
-    D, E, Dv, width, state, form, heads = sizes.D, sizes.E, sizes.Dv, sizes.width, sizes.state, sizes.fmt, sizes.Hkv
+    D, E, Dv, width, state, direct = sizes.D, sizes.E, sizes.Dv, sizes.width, sizes.state, sizes.fmt == FLOAT32
+    most = RUN if direct or rows > LANES else FEW_RUN  # widened rows of a decode step stay in the first cache
     panel = (BLOCK + HALF) * width
     panels = (rows + width - 1) // width
     p = first
     while p < stop:
-        keys, step, n = _rows_at(k, table, b, head, heads, sizes.page, form, p, stop, BLOCK, D, buffer)
+        keys, step, n, ahead = _rows_at(k, table, sizes, b, head, p, stop, BLOCK if direct else most, D, buffer)
         for i in range(panels):
             queries, scores = forward(q, i * (D + E) * width), forward(s, i * panel + (p - first) * width)
-            _scores(keys, step, queries, scores, n, D, width, 0)
+            _scores(keys, step, queries, scores, n, D, width, 0, ahead)
         if E:
-            keys, step, n = _rows_at(e, table, b, head, heads, sizes.page, form, p, stop, BLOCK, E, buffer)
+            keys, step, n, ahead = _rows_at(e, table, sizes, b, head, p, stop, BLOCK if direct else most, E, buffer)
             for i in range(panels):
                 queries, scores = forward(q, (i * (D + E) + D) * width), forward(s, i * panel + (p - first) * width)
-                _scores(keys, step, queries, scores, n, E, width, 1)
+                _scores(keys, step, queries, scores, n, E, width, 1, ahead)
         p += n  # a tile wrote a few rows more; the next one starts there
-    at = (np.int64(table[b, first // sizes.page]) * sizes.page + first % sizes.page) * heads * Dv + head * Dv
-    if form == FLOAT32:
-        fetch(floats(v, at), heads * Dv, RUN, Dv)
+    at, n = _first_number(table, sizes, b, head, first, Dv), min(most, sizes.page - first % sizes.page, stop - first)
+    if direct:
+        fetch(floats(v, at), sizes.Hkv * Dv, n, Dv)
     else:
-        _fetch_halves(v, at, heads * Dv, RUN, Dv)
+        fetch(floats(v, at // 2), sizes.Hkv * Dv // 2, n, (Dv + 1) // 2)
 
     every, until = first, stop  # positions in between are seen by every row
     for r in range(rows):
@@ -532,11 +540,12 @@ def _block(k, e, v, table, sizes, task, scale, low, high, q, s, buffer, top, tot
     p = first
     while p < stop:
         end = min(every, stop) if p < every else until if p < until else stop
-        values, step, n = _rows_at(v, table, b, head, heads, sizes.page, form, p, end, RUN, Dv, buffer)
+        values, step, n, ahead = _rows_at(v, table, sizes, b, head, p, end, most, Dv, buffer)
         marked = p < every or p >= until
         for i in range(panels):
             scores, target = forward(s, i * panel + (p - first) * width), forward(acc, i * width * state)
-            _add_values(scores, values, step, target, state, n, min(width, rows - i * width), Dv, width, marked)
+            live = min(width, rows - i * width)
+            _add_values(scores, values, step, target, state, n, live, Dv, width, marked, ahead)
         p += n
 
 
@@ -685,15 +694,15 @@ _ONE_PAGE = frozen(np.zeros((1, 1), np.int32))
 
 
 @functools.lru_cache(maxsize=512)
-def _layout(B: int, T: int, H: int, D: int, E: int, key: tuple[int, ...], value: tuple[int, ...], form: int) -> Sizes:
-    """Sizes of a call on caches whose rows have these shapes, with one page of no rows."""
+def _layout(B: int, T: int, H: int, D: int, E: int, page: int, key: tuple, value: tuple, form: int) -> Sizes:
+    """Sizes of a call on caches whose rows have the shapes key and value."""
     Hkv = math.prod(key) // D
     Dv = math.prod(value) // Hkv
     rows = T * H // Hkv
     width = HALF if rows <= HALF else LANES if rows <= LANES else 2 * LANES
     size = min(-(-rows // width) * width, ROWS)
     state = -(-Dv // STRIDE) * STRIDE + LANES
-    return Sizes(B, T, H // Hkv, Hkv, D, E, Dv, 0, form, size, width, -(-rows // size), 0, state)
+    return Sizes(B, T, H // Hkv, Hkv, D, E, Dv, page, form, size, width, -(-rows // size), 0, state)
 
 
 def attend(
@@ -729,7 +738,7 @@ def attend(
     else:
         lead, page, table = 1, max(1, k.shape[0]), _ONE_PAGE
     E, qe, e = (0, _NO_WORDS, _NO_WORDS) if rope is None else (rope[0].shape[-1], words(rope[0]), words(rope[1]))
-    sizes = _layout(B, T, *q.shape[-2:], E, k.shape[lead:], v.shape[lead:], fmt(q))
+    sizes = _layout(B, T, *q.shape[-2:], E, page, k.shape[lead:], v.shape[lead:], fmt(q))
     window = _ALL if window is None else window
 
     workers, blocks, parts = 1, 0, _NO_PARTS
@@ -743,8 +752,7 @@ def attend(
         if out is not None and (blocks == 1 or numbers > _PARTS):
             blocks = 0
         else:
-            parts = np.empty(numbers, np.float32)
-    sizes = sizes._replace(page=page, blocks=blocks)
+            parts, sizes = np.empty(numbers, np.float32), sizes._replace(blocks=blocks)
 
     target = _NO_OUT if out is None else writable_words(out)
     arguments = (np.zeros(1, np.int64), words(q), qe, words(k), e, words(v), frozen(table), frozen(lengths))

@@ -60,8 +60,7 @@ def conv1d_causal(
         run(_convolve, *args)
 
 
-# conv1d    out[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state then x; by slots: seq = state[slots[t]],
-# x[t]
+# conv1d    out[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
 # shapes    rows of any format as bytes: x, out [T, C], state [(S *) (W - 1), C]; weight the bytes of [C, W]
 # threads   prange over blocks of rows and channels
 # bytes     2 * T * C * itemsize, the state and the weights once for each block of rows

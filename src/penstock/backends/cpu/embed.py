@@ -47,8 +47,8 @@ def _gather(token_ids, packed, scales, biases, bits, group_size, table_fmt, out)
 
 
 # gather    out[t] = table[ids[t]] rounded to out's format; a quantized row is code * scale + bias in float32 first
-# shapes    ids int32 [T]; rows as bytes: packed [vocab, ...], scales, biases [vocab, K / gs] of fmt, out [T, K] of
-# out_fmt;           bits = 0: packed is a dense table of fmt, scales and biases are not read
+# shapes    ids int32 [T]; rows as bytes: packed [vocab, ...], scales, biases [vocab, K / gs] of fmt, out [T, K]; for
+#           bits = 0 packed is a dense table of fmt, and scales and biases are not read
 # threads   prange over chunks of rows
 # bytes     a row of the table in and a row of out, once for each id
 # limits    gs a multiple of 32; no fast-math: a fused multiply-add would round once instead of twice

@@ -259,7 +259,7 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
     paired = xq
     if w.bits == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
         paired = np.empty((P, K), np.int8)
-        _paired(frozen(xq), paired)
+        _paired(xq, paired)
     return Bytes(xq, paired, delta, total)
 
 
@@ -614,7 +614,7 @@ def grouped_product(
 
 def quantized_product(x: Bytes, w: Stack, groups: Groups, y: np.ndarray, how: int) -> None:
     """`grouped_product` of rows that are bytes already."""
-    rows = (frozen(x.xq), frozen(x.paired), frozen(x.delta), frozen(x.total))
+    rows = (x.xq, x.paired, x.delta, x.total)  # made for this call, so writable: one signature
     args = (w.codes, w.scales, w.biases, w.fmt, w.gs, groups.slot, groups.lo, groups.hi, *rows, y)
     _launch(int8_product(w.bits, how), w, groups, args)
 
@@ -705,10 +705,8 @@ class Pairs:
     groups: Groups
 
     def gather(self, rows: np.ndarray, k: int) -> np.ndarray:
-        """Row of each sorted pair, from one row per token."""
-        if self.order is None:
-            return frozen(rows.repeat(k, axis=0) if k > 1 else rows)
-        return frozen(rows[self.order // k])
+        """Row of each sorted pair, from one row per token: a new array."""
+        return rows.repeat(k, axis=0) if self.order is None else rows[self.order // k]
 
     def sort(self, rows: np.ndarray) -> np.ndarray:
         """Rows of pairs in sorted order."""
@@ -746,7 +744,7 @@ def expert_matmul(x, experts, ids, slot_of, activations, *, out, variant):
     shared = x.ndim == ids.ndim
     pairs = pairs_of(slots, slots.size // ids.shape[-1])
     rows = float_rows(x)
-    sorted_rows = pairs.gather(rows, ids.shape[-1]) if shared else pairs.sort(rows)
+    sorted_rows = frozen(pairs.gather(rows, ids.shape[-1])) if shared else pairs.sort(rows)
     y = np.empty((slots.size, out.shape[-1]), np.float32)
     if isinstance(experts, list | tuple):
         for slot, lo, hi in zip(pairs.groups.slot, pairs.groups.lo, pairs.groups.hi, strict=True):

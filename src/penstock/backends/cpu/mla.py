@@ -7,7 +7,8 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import prange
+from numba import prange, types
+from numba.extending import intrinsic
 
 from penstock import ops
 from penstock.backends.cpu import _simd
@@ -17,7 +18,9 @@ from penstock.backends.cpu._attend import (
     WHOLE,
     attend,
     claim,
+    fetch,
     floats,
+    forward,
     load,
     merge,
     products,
@@ -30,6 +33,7 @@ from penstock.backends.cpu._attend import (
 )
 from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import FLOAT32, fmt, frozen
+from penstock.backends.cpu._simd import F32, I8, I64, V16F, V16I
 from penstock.backends.cpu._threads import run, threads
 from penstock.backends.cpu.cache import split
 from penstock.backends.cpu.quant import dequantize_into
@@ -121,6 +125,8 @@ def mla_sdpa_finalize(denominator, accumulator, dtype, *, out):
 # -- products with the weight between latents and heads --------------------------------------------------------------
 
 TOKENS = 64  # rows of x that a task takes
+CHUNK = 64  # rows of w that become float32 at once
+STRIP = 16  # rows of codes that are added up in registers before the next columns
 _WIDTH = 64  # columns that a single row of x adds up at once
 _FEW = 1 << 18  # multiplications that one thread does before others are awake
 
@@ -136,16 +142,16 @@ else:
 
 
 @njit
-def _dot_rows(w, n, x, tokens, y):
-    """y[t, r] = w[r].x[t] for n rows; there is room for 8 rows of w and y's columns, and 4 of x, at a time."""
-    K, y_row = w.shape[1], y.shape[1]
+def _dot_rows(w, n, x, tokens, y, y_row):
+    """y[t, r] = w[r].x[t] for n rows; there is room for 4 rows of w, of x and of columns of y at a time."""
+    K = w.shape[1]
     if tokens == 1:
-        for r in range(0, n, 8):
-            dots(floats(w, r * K), K, floats(x, 0), K, floats(y, r), y_row, K, 8, 1)
+        for r in range(0, n, 4):
+            dots(floats(w, r * K), K, floats(x, 0), K, forward(y, r), y_row, K, 4, 1)
         return
     for r in range(0, n, 4):
         for t in range(0, tokens, 4):
-            dots(floats(w, r * K), K, floats(x, t * K), K, floats(y, t * y_row + r), y_row, K, 4, 4)
+            dots(floats(w, r * K), K, floats(x, t * K), K, forward(y, t * y_row + r), y_row, K, 4, 4)
 
 
 @njit
@@ -163,21 +169,99 @@ def _add_rows(x, x_row, w, n, tokens, y, keep):
             tile(x, x_row, 1, b, K, c, y_row, n, 1, K - j, keep, 0, 1, _WIDTH, RAGGED)
 
 
+@intrinsic(prefer_literal=True)
+def _add_coded_rows(typingctx, codes, stride, scales, biases, groups, x, n, y, K, gs, keep, bits):
+    """y[c] = sum_i x[i] * w[i, c] over the n rows that `dense_codes` would make, added to y if `keep`.
+
+    scales, biases float32 [n, groups]. The sums of `_add_rows`, bit for bit, without storing the rows.
+    """
+    if (fixed := _simd._constants(bits)) is None:
+        return None
+    size, pointer = types.int64, types.CPointer(types.float32)
+    sig = types.void(
+        types.CPointer(types.uint8), size, pointer, pointer, size, pointer, size, pointer, size, size, size, bits
+    )
+
+    def codegen(context, builder, sig, args):
+        code, (nbits,) = _simd._Code(builder), fixed
+        codes, stride, scales, biases, groups, x, n, y, K, gs, keep = args[:11]
+        b = builder
+        fma = code.function("llvm.fma.v16f32", V16F, V16F, V16F, V16F)
+        group_of = code.divider(gs)
+        kept = b.icmp_signed("!=", keep, I64(0))
+
+        def columns(k, half=False):
+            count = 2 if half else 4
+            blocks = [group_of(b.add(k, I64(block))) for block in range(0, 16 * count, 32)]
+
+            def row(i, *acc):
+                part = code.codes(code.at(codes, b.mul(i, stride), I8), k, nbits, half)
+                weight = code.splat(code.load(code.at(x, i, F32), F32))
+                new = []
+                for v in range(count):
+                    place = b.add(b.mul(i, groups), blocks[v // 2])
+                    s, bias = (code.splat(code.load(code.at(base, place, F32), F32)) for base in (scales, biases))
+                    lanes = code.shuffle(part, part, range(16 * v, 16 * v + 16))
+                    q = b.uitofp(b.zext(lanes, V16I), V16F)
+                    new.append(b.call(fma, [weight, b.fadd(b.fmul(q, s), bias), acc[v]]))
+                return new
+
+            places = [code.at(code.at(y, k, F32), 16 * v, F32) for v in range(count)]
+            start = [b.select(kept, code.load(place, V16F), _simd._const(V16F, 0.0)) for place in places]
+            for total, place in zip(code.loop(0, n, 1, row, *start), places, strict=True):
+                code.store(total, place)
+
+        whole = b.and_(K, I64(-64))
+        code.loop(0, whole, 64, columns)
+        code.loop(whole, K, 64, lambda k: columns(k, half=True))
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
 @functools.cache
 def _per_head(bits: int) -> tuple[Any, Any]:
     """The product for weights of `bits` (0: dense), on one thread and on all."""
     if bits:
 
         @njit
+        def load_groups(scales, biases, form, at, count, groups):
+            load(scales, form, at, floats(groups, 0), count)
+            load(biases, form, at, floats(groups, groups.shape[1]), count)
+
+        @njit
         def dense(w, scales, biases, form, gs, row, n, groups, out):
             K = out.shape[1]
             per_row = K // gs
-            load(scales, form, row * per_row, floats(groups, 0), n * per_row)
-            load(biases, form, row * per_row, floats(groups, groups.shape[1]), n * per_row)
+            load_groups(scales, biases, form, row * per_row, n * per_row, groups)
             for i in range(n):
                 codes = raw(w, (row + i) * K * bits // 8)
                 s, b = raw(groups, 4 * i * per_row), raw(groups, 4 * (groups.shape[1] + i * per_row))
                 _simd.dense_codes(codes, s, b, floats(out, i * K), K, gs, bits, FLOAT32)
+
+        @njit
+        def one_row(by_rows, w, scales, biases, form, gs, row, n, K, groups, x, y):
+            """The product of a single row of x; False: not done here."""
+            per_row = K // gs
+            load_groups(scales, biases, form, row * per_row, n * per_row, groups)
+            stride = K * bits // 8
+            if by_rows:
+                for i in range(0, n, STRIP):
+                    s, b = floats(groups, i * per_row), floats(groups, groups.shape[1] + i * per_row)
+                    codes, m = raw(w, (row + i) * stride), min(STRIP, n - i)
+                    _add_coded_rows(codes, stride, s, b, per_row, forward(x, i), m, y, K, gs, i, bits)
+                return True
+            for i in range(0, n, 4):
+                s, b = floats(groups, i * per_row), floats(groups, groups.shape[1] + i * per_row)
+                codes, target = raw(w, (row + i) * stride), forward(y, i)
+                if n - i >= 4:
+                    _simd.coded_dots(codes, stride, s, b, per_row, x, target, K, gs, bits, 4)
+                else:
+                    for j in range(n - i):
+                        s, b = forward(s, j * per_row), forward(b, j * per_row)
+                        codes = raw(w, (row + i + j) * stride)
+                        _simd.coded_dots(codes, stride, s, b, per_row, x, forward(target, j), K, gs, bits, 1)
+            return True
 
     else:
 
@@ -186,43 +270,51 @@ def _per_head(bits: int) -> tuple[Any, Any]:
             for i in range(n):
                 load(scales, form, (row + i) * out.shape[1], floats(out, i * out.shape[1]), out.shape[1])
 
+        @njit
+        def one_row(by_rows, w, scales, biases, form, gs, row, n, K, groups, x, y):
+            return False
+
     @njit
     def work(counter, by_rows, w, scales, biases, shape, x, form, y):
         T, H, x_heads, per_head, first, n, K, gs, w_form = shape
         X, Y = (n, K) if by_rows else (K, n)
-        chunk = 16 if T == 1 else 64
         tokens = min(T, TOKENS)
         xs = np.empty((tokens + 3, X), np.float32)
-        rows = np.empty((chunk, K), np.float32)
-        groups = np.empty((2, chunk * (K // gs)), np.float32)
-        ys = np.empty((tokens + TILE, (Y if by_rows else chunk) + _WIDTH), np.float32)
+        rows = np.empty((CHUNK, K), np.float32)
+        groups = np.empty((2, max(n, CHUNK) * (K // gs)), np.float32)
+        ys = np.empty((tokens + TILE, Y + _WIDTH), np.float32)
         blocks = (T + TOKENS - 1) // TOKENS
         unit = claim(counter)
         while unit < H * blocks:
+            following = claim(counter)
+            if bits and T == 1:  # its codes arrive while this head is worked on
+                fetch(floats(w, (following * per_head + first) * K * bits // 32), 0, 1, n * K * bits // 32)
             h, t0 = unit // blocks, unit % blocks * TOKENS
-            count = min(TOKENS, T - t0)
+            row, count = h * per_head + first, min(TOKENS, T - t0)
             for t in range(count):
                 load(x, form, ((t0 + t) * x_heads + h % x_heads) * X, floats(xs, t * X), X)
-            for i in range(0, n, chunk):
-                m = min(chunk, n - i)
-                dense(w, scales, biases, w_form, gs, h * per_head + first + i, m, groups, rows)
+            done = False
+            if T == 1:
+                done = one_row(
+                    by_rows, w, scales, biases, w_form, gs, row, n, K, groups, floats(xs, 0), floats(ys, 0)
+                )
+            for i in range(0, 0 if done else n, CHUNK):
+                m = min(CHUNK, n - i)
+                dense(w, scales, biases, w_form, gs, row + i, m, groups, rows)
                 if by_rows:
                     _add_rows(floats(xs, i), X, rows, m, count, ys, i)
                 else:
-                    _dot_rows(rows, m, xs, count, ys)
-                    for t in range(count):
-                        store(floats(ys, t * ys.shape[1]), form, y, ((t0 + t) * H + h) * Y + i, m)
-            if by_rows:
-                for t in range(count):
-                    store(floats(ys, t * ys.shape[1]), form, y, ((t0 + t) * H + h) * Y, Y)
-            unit = claim(counter)
+                    _dot_rows(rows, m, xs, count, floats(ys, i), ys.shape[1])
+            for t in range(count):
+                store(floats(ys, t * ys.shape[1]), form, y, ((t0 + t) * H + h) * Y, Y)
+            unit = following
 
     # per_head  y[t, h, j] = sum_c w[h, first + j, c] * x[t, h, c], or by rows
     #           y[t, h, c] = sum_j x[t, h, j] * w[h, first + j, c]
     # shapes    w [H, per_head, K] packed bytes with scales and biases [H, per_head, K / gs] as words, or words alone in
     #           `scales`; n rows of each head count; x [T, H or 1, K or n], y [T, H, n or K] as words; float32 sums
     # threads   workers take heads, 64 rows of x at a time; a sum belongs to one of them
-    # bytes     n rows of w for each head and 64 rows of x; they become float32 16 or 64 at a time, in cache
+    # bytes     n rows of w for each head and 64 rows of x; for several x they become float32 in cache, 64 at a time
     # limits    K a multiple of 32 for packed w
     @njit(parallel=True)
     def work_all(workers, counter, by_rows, w, scales, biases, shape, x, form, y):

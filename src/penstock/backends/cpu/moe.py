@@ -91,7 +91,7 @@ def _weighted_parallel(rows, place, weights, y):
 
 
 def _by_size(serial: Any, parallel: Any, size: int, *args: Any) -> None:
-    if size < 1 << 14:
+    if size < 1 << 17:
         serial(*args)
     else:
         run(parallel, *args)
@@ -114,7 +114,7 @@ def _gate_up(
         for w, y in zip(stacks, products, strict=True):
             quantized_product(rows, w, pairs.groups, y, how)
     else:
-        rows = pairs.gather(x, k)
+        rows = frozen(pairs.gather(x, k))
         for w, y in zip(stacks, products, strict=True):
             grouped_product(rows, w, pairs.groups, y, activations, variant)
     N = stacks[0].rows if up_w is not None else stacks[0].rows // 2
