@@ -52,7 +52,8 @@ def matvec(N: int, K: int, activations: str, rounds: int, bits: int = 4) -> dict
 
 def line(op: str, shape: tuple[int, ...], seconds: float, nbytes: int, flops: float | None = None) -> dict[str, Any]:
     made: dict[str, Any] = {"op": op, "shape": list(shape), "us": seconds * 1e6, "GB_per_s": nbytes / seconds / 1e9}
-    made["share_of_read"] = nbytes / seconds / 1e9 / common.read_rate()
+    made["read_GB_per_s"] = common.read_rate()
+    made["share_of_read"] = nbytes / seconds / 1e9 / made["read_GB_per_s"]
     made["GFLOP_per_s"] = None if flops is None else flops / seconds / 1e9
     return made
 

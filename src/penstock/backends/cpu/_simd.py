@@ -147,6 +147,21 @@ class _Code:
         fetch = self.function("llvm.prefetch.p0", ir.VoidType(), I8.as_pointer(), I32, I32, I32)
         self.b.call(fetch, [pointer, I32(0), I32(2), I32(1)])
 
+    def last(self, rest: ir.Value, values: list, body: Callable[[], list]) -> list:
+        """What `body` makes of the values if anything is left, else the values as they are."""
+        b = self.b
+        with b.if_else(b.icmp_signed("==", rest, I64(0))) as (then, otherwise):
+            with then:
+                even = b.block
+            with otherwise:
+                changed = body()
+                ragged = b.block
+        merged = [b.phi(value.type) for value in values]
+        for phi, value, new in zip(merged, values, changed, strict=True):
+            phi.add_incoming(value, even)
+            phi.add_incoming(new, ragged)
+        return merged
+
     # -- formats -----------------------------------------------------------------------------------------------------
 
     def widen(self, bits: ir.Value, fmt: int) -> ir.Value:
@@ -361,8 +376,9 @@ def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
 
         whole = b.and_(groups, I64(-LANES))
         (acc,) = code.loop(0, whole, LANES, step, _const(V16F, 0.0))
-        mask = code.below(b.sub(groups, whole))
-        return code.lane_sum(step(whole, acc, mask)[0])
+        rest = b.sub(groups, whole)
+        (acc,) = code.last(rest, [acc], lambda: step(whole, acc, code.below(rest)))
+        return code.lane_sum(acc)
 
     return sig, codegen
 
@@ -661,18 +677,7 @@ def float_dots(typingctx, w, w_stride, x, x_stride, y, y_stride, K, rows, tokens
         whole = b.and_(K, I64(-LANES))
         acc = code.loop(0, whole, LANES, step, *[_const(V16F, 0.0)] * (R * T))
         rest = b.sub(K, whole)
-        with b.if_else(b.icmp_signed("==", rest, I64(0))) as (then, otherwise):
-            with then:
-                even = b.block
-            with otherwise:
-                tail = step(whole, *acc, mask=code.below(rest))
-                ragged = b.block
-        for r in range(R):
-            for t in range(T):
-                v = b.phi(V16F)
-                v.add_incoming(acc[r * T + t], even)
-                v.add_incoming(tail[r * T + t], ragged)
-                acc[r * T + t] = v
+        acc = code.last(rest, acc, lambda: step(whole, *acc, mask=code.below(rest)))
         for r in range(R):
             for t in range(T):
                 code.store(code.lane_sum(acc[r * T + t]), code.at(y, b.add(b.mul(I64(t), y_stride), I64(r)), F32))
