@@ -12,6 +12,7 @@ import pytest
 
 from penstock import ops
 from penstock.backends.cpu import _attend, _threads
+from penstock.backends.cpu.features import usable_features
 from tests.ops.common import DTYPES, EPS, assert_close, assert_same_bits, normal, run_on
 
 HEADS = {  # H, Hkv, D, Dv: 1, 8, 16, more and many query rows of a head; odd and even widths
@@ -260,3 +261,30 @@ def check_uncompiled(family):
 
 def test_kernels_run_uncompiled():
     check_uncompiled("attention")
+
+
+_NARROW = """
+import sys
+import numpy as np
+from penstock.backends.cpu import features
+features.usable_features = lambda: frozenset({"avx", "avx2", "fma"})
+from penstock import ops
+from penstock.backends.cpu import _attend
+
+assert (_attend.TILE, _attend.STRIDE) == (4, 16)
+_attend.threads = lambda: 1
+given = np.load(sys.argv[1])
+np.save(sys.argv[2], ops.attention_prefill(given["q"], given["k"], given["v"], 250, 0.3, 40))
+"""
+
+
+@pytest.mark.skipif("avx512f" not in usable_features(), reason="the CPU has no wider instructions than the test's")
+def test_narrow_vectors_give_the_same_bits(tmp_path, rng):
+    q, k, v = made(rng, (20, 1, 16, 33), 300, 50)
+    np.savez(tmp_path / "given.npz", q=q, k=k, v=v)
+    command = [sys.executable, "-c", _NARROW, str(tmp_path / "given.npz"), str(tmp_path / "y.npy")]
+    env = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    want = run_on("cpu", ops.attention_prefill, q, k, v, 250, 0.3, 40)
+    assert_same_bits("y", np.load(tmp_path / "y.npy"), want)
