@@ -37,7 +37,7 @@ from penstock.backends.cpu._formats import (
     widened,
     writable,
 )
-from penstock.backends.cpu._math import silu32
+from penstock.backends.cpu._math import gelu32, silu32
 from penstock.backends.cpu._simd import at
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.features import usable_features
@@ -146,7 +146,7 @@ def float_rows(x: np.ndarray) -> np.ndarray:
     if x.dtype == np.float32:
         return frozen(rows)
     wide = np.empty(rows.shape, np.float32)
-    _by_rows(_widen, _widen_parallel, rows, readable(rows), fmt(rows), wide)
+    by_size(_widen, _widen_parallel, rows.size, readable(rows), fmt(rows), wide)
     return frozen(wide)
 
 
@@ -159,11 +159,12 @@ def finish(y: np.ndarray, out: np.ndarray) -> None:
     """Round float32 results into an `out` of another format."""
     if y is not out:
         rows = out.reshape(-1, out.shape[-1])
-        _by_rows(_narrow, _narrow_parallel, rows, frozen(y.reshape(rows.shape)), fmt(out), writable(rows))
+        by_size(_narrow, _narrow_parallel, rows.size, frozen(y.reshape(rows.shape)), fmt(out), writable(rows))
 
 
-def _by_rows(serial: Any, parallel: Any, rows: np.ndarray, *args: Any) -> None:
-    if rows.size < 1 << 15:
+def by_size(serial: Any, parallel: Any, size: int, *args: Any) -> None:
+    """One of two forms of a row kernel, by the numbers it works on."""
+    if size < 1 << 15:
         serial(*args)
     else:
         run(parallel, *args)
@@ -255,7 +256,7 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
     P, K = x.shape
     xq = np.empty((P, K), np.int8)
     delta, total = np.empty((P, K // w.gs), np.float32), np.empty((P, K // w.gs), np.float32)
-    _by_rows(_int8_rows, _int8_rows_parallel, x, x, w.gs, xq, delta, total)
+    by_size(_int8_rows, _int8_rows_parallel, x.size, x, w.gs, xq, delta, total)
     paired = xq
     if w.bits == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
         paired = np.empty((P, K), np.int8)
@@ -656,41 +657,68 @@ def quantized_matmul(x, w, activations, dtype, *, out, variant):
     product_into(x, w, out, activations, variant)
 
 
-# gate_times_up  y = silu(gate) · up
-# shapes         gate, up, y float32 [rows, N]; y may be gate
-# threads        prange over rows in the parallel form
-# bytes          12 · rows · N
-# limits         none
+def shared_products(
+    x: np.ndarray,
+    stacks: list[Stack],
+    groups: Groups,
+    gather: Callable[[np.ndarray], np.ndarray],
+    products: list[np.ndarray],
+    activations: str,
+    variant: str | None,
+) -> None:
+    """Several weights against the same rows, which `gather` makes from x; int8 rounds x once for all that it meets."""
+    if activations == "int8" and stacks[0].bits and len({(w.bits, w.gs) for w in stacks}) == 1:
+        how = chosen(variant)
+        rows = int8_rows(x, stacks[0], groups, how).map(gather)
+        for w, y in zip(stacks, products, strict=True):
+            quantized_product(rows, w, groups, y, how)
+    else:
+        rows = frozen(gather(x))
+        for w, y in zip(stacks, products, strict=True):
+            grouped_product(rows, w, groups, y, activations, variant)
+
+
+# gated    h[p, j] = act(gate[p, j]) · up[p, j]
+# shapes   gate, up, h float32 [P, N]; gate and up may be halves of one [P, 2N], h may be gate
+# threads  prange over rows in the parallel form; a row belongs to one thread
+# bytes    12 · P · N
+# limits   none
 @njit
-def _gate_times_up(gate, up, y):
-    for t in range(gate.shape[0]):
-        for j in range(gate.shape[1]):
-            y[t, j] = silu32(gate[t, j]) * up[t, j]
+def _gated_row(gate, up, gelu, h):
+    if gelu:
+        for j in range(h.size):
+            h[j] = gelu32(gate[j]) * up[j]
+    else:
+        for j in range(h.size):
+            h[j] = silu32(gate[j]) * up[j]
+
+
+@njit
+def _gated(gate, up, gelu, h):
+    for p in range(h.shape[0]):
+        _gated_row(gate[p], up[p], gelu, h[p])
 
 
 @njit(parallel=True)
-def _gate_times_up_parallel(gate, up, y):
-    for t in prange(gate.shape[0]):
-        for j in range(gate.shape[1]):
-            y[t, j] = silu32(gate[t, j]) * up[t, j]
+def _gated_parallel(gate, up, gelu, h):
+    for p in prange(h.shape[0]):
+        _gated_row(gate[p], up[p], gelu, h[p])
+
+
+def gated(gate: np.ndarray, up: np.ndarray, act: str, h: np.ndarray) -> None:
+    """h = act(gate) · up, act "silu" or "gelu_tanh"."""
+    by_size(_gated, _gated_parallel, h.size, gate, up, act == "gelu_tanh", h)
 
 
 @kernel(ops.fused_gate_up_swiglu, device="cpu", variants=tuple(VARIANTS))
 def fused_gate_up_swiglu(x, gate_w, up_w, activations, *, out, variant):
-    rows, how = float_rows(x), chosen(variant)
     if out.size == 0:
         return
-    y = float_target(out)
+    rows, y = float_rows(x), float_target(out)
     gate, up = y.reshape(len(rows), out.shape[-1]), np.empty((len(rows), out.shape[-1]), np.float32)
-    both = (stack_of(gate_w), gate), (stack_of(up_w), up)
-    if activations == "int8":
-        shared = int8_rows(rows, both[0][0], whole(len(rows)), how)
-        for w, to in both:
-            quantized_product(shared, w, whole(len(rows)), to, how)
-    else:
-        for w, to in both:
-            grouped_product(rows, w, whole(len(rows)), to, activations, variant)
-    _by_rows(_gate_times_up, _gate_times_up_parallel, gate, gate, up, gate)
+    stacks = [stack_of(gate_w), stack_of(up_w)]
+    shared_products(rows, stacks, whole(len(rows)), lambda a: a, [gate, up], activations, variant)
+    gated(gate, up, "silu", gate)
     finish(y, out)
 
 

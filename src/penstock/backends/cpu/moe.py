@@ -16,52 +16,21 @@ import penstock.backends.cpu._route  # noqa: F401  (registers the routers)
 from penstock import ops
 from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import frozen
-from penstock.backends.cpu._math import gelu32, silu32
-from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.linear import (
     VARIANTS,
     Pairs,
     Stack,
-    chosen,
+    by_size,
     finish,
     float_rows,
     float_target,
+    gated,
     grouped_product,
-    int8_rows,
     pairs_of,
-    quantized_product,
+    shared_products,
     stack_of,
 )
 from penstock.ops import kernel
-
-GELU = {"silu": False, "gelu_tanh": True}
-
-
-# gated    h[p, j] = act(gate[p, j]) · up[p, j]
-# shapes   gate, up, h float32 [P, N]; gate and up may be halves of one [P, 2N]
-# threads  prange over rows in the parallel form; a row belongs to one thread
-# bytes    12 · P · N
-# limits   none
-@njit
-def _gated_row(gate, up, gelu, h):
-    if gelu:
-        for j in range(h.size):
-            h[j] = gelu32(gate[j]) * up[j]
-    else:
-        for j in range(h.size):
-            h[j] = silu32(gate[j]) * up[j]
-
-
-@njit
-def _gated(gate, up, gelu, h):
-    for p in range(h.shape[0]):
-        _gated_row(gate[p], up[p], gelu, h[p])
-
-
-@njit(parallel=True)
-def _gated_parallel(gate, up, gelu, h):
-    for p in prange(h.shape[0]):
-        _gated_row(gate[p], up[p], gelu, h[p])
 
 
 # weighted  y[t] = Σ_i weights[t, i] · rows[place[t, i]], slots in order
@@ -90,13 +59,6 @@ def _weighted_parallel(rows, place, weights, y):
         _weighted_row(rows, place[t], weights[t], y[t])
 
 
-def _by_size(serial: Any, parallel: Any, size: int, *args: Any) -> None:
-    if size < 1 << 17:
-        serial(*args)
-    else:
-        run(parallel, *args)
-
-
 def _sorted_pairs(ids: np.ndarray, slot_of: np.ndarray | None) -> Pairs:
     return pairs_of((ids if slot_of is None else slot_of[ids]).reshape(-1), ids.size // ids.shape[-1])
 
@@ -107,20 +69,11 @@ def _gate_up(
     """act(gate) · up of the sorted pairs: float32 [P, N] from one float32 row per token."""
     stacks = [stack_of(w) for w in (gate_w, up_w) if w is not None]
     products = [np.empty((len(x) * k, w.rows), np.float32) for w in stacks]
-    alike = len({(w.bits, w.gs) for w in stacks}) == 1
-    if activations == "int8" and stacks[0].bits and alike:  # one rounding of x serves all its experts
-        how = chosen(variant)
-        rows = int8_rows(x, stacks[0], pairs.groups, how).map(lambda a: pairs.gather(a, k))
-        for w, y in zip(stacks, products, strict=True):
-            quantized_product(rows, w, pairs.groups, y, how)
-    else:
-        rows = frozen(pairs.gather(x, k))
-        for w, y in zip(stacks, products, strict=True):
-            grouped_product(rows, w, pairs.groups, y, activations, variant)
+    shared_products(x, stacks, pairs.groups, lambda a: pairs.gather(a, k), products, activations, variant)
     N = stacks[0].rows if up_w is not None else stacks[0].rows // 2
     gate, up = products if up_w is not None else (products[0][:, :N], products[0][:, N:])
     h = np.empty(gate.shape, np.float32)
-    _by_size(_gated, _gated_parallel, h.size, gate, up, GELU[act], h)
+    gated(gate, up, act, h)
     return h
 
 
@@ -144,7 +97,7 @@ def _down_sum(
     k = shape[-1]
     y = float_target(out)
     flat = y.reshape(-1, stack.rows)
-    _by_size(_weighted, _weighted_parallel, each.size, each, place.reshape(-1, k), frozen(weights.reshape(-1, k)), flat)
+    by_size(_weighted, _weighted_parallel, each.size, each, place.reshape(-1, k), frozen(weights.reshape(-1, k)), flat)
     finish(y, out)
 
 
