@@ -48,6 +48,8 @@ def njit(
 
     def decorate(py_func: Callable) -> Any:
         flags = set(fastmath) or False
+        if py_func.__closure__:  # code of two processes may meet in a third: kernels of one factory need names
+            py_func.__qualname__ += "_" + hashlib.sha256(repr(_identity(py_func)).encode()).hexdigest()[:12]
         kernel = numba.njit(error_model="numpy", nogil=True, parallel=parallel, fastmath=flags, **options)(py_func)
         if kernel is py_func:  # NUMBA_DISABLE_JIT
             return kernel
