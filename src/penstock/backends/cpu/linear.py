@@ -203,7 +203,7 @@ def _narrow_parallel(x, kind, out):
 # bytes     5 · K + 8 · K / gs
 # limits    a group with NaN or infinity gets a NaN delta, so that it shows in the result
 @njit(fastmath=SUM_IN_ANY_ORDER)
-def _int8_row(x, gs, xq, delta, total):
+def int8_row(x, gs, xq, delta, total):
     for g in range(delta.size):
         part, bytes_out = x[g * gs : (g + 1) * gs], xq[g * gs : (g + 1) * gs]
         top, sum_x = np.int32(0), np.float32(0)
@@ -226,13 +226,13 @@ def _int8_row(x, gs, xq, delta, total):
 @njit
 def _int8_rows(x, gs, xq, delta, total):
     for t in range(x.shape[0]):
-        _int8_row(x[t], gs, xq[t], delta[t], total[t])
+        int8_row(x[t], gs, xq[t], delta[t], total[t])
 
 
 @njit(parallel=True)
 def _int8_rows_parallel(x, gs, xq, delta, total):
     for t in prange(x.shape[0]):
-        _int8_row(x[t], gs, xq[t], delta[t], total[t])
+        int8_row(x[t], gs, xq[t], delta[t], total[t])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -260,7 +260,7 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
     paired = xq
     if w.bits == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
         paired = np.empty((P, K), np.int8)
-        _paired(xq, paired)
+        pair_rows(xq, paired)
     return Bytes(xq, paired, delta, total)
 
 
@@ -287,13 +287,13 @@ def _code_at(row, j, bits):
     return (word >> (at_bit & 7)) & ((1 << bits) - 1)
 
 
-# paired    of each 128 bytes in whole blocks of 512 the even ones, then the odd ones; the rest as it is
+# pair_rows of each 128 bytes in whole blocks of 512 the even ones, then the odd ones; the rest as it is
 # shapes    x, out int8 [T, K]
 # threads   none: a few rows
 # bytes     2 · T · K
 # limits    none
 @njit
-def _paired(x, out):
+def pair_rows(x, out):
     K = x.shape[1]
     whole = K // 512 * 512
     for t in range(x.shape[0]):
@@ -326,6 +326,35 @@ def _portable_dot(codes, scales, biases, kind, bits, gs, xq, delta, total):
         for i in range(n):
             lanes[i] = np.float32(lanes[i] + lanes[i + n])
     return lanes[0]
+
+
+@functools.cache
+def int8_one(bits: int, how: int) -> Any:
+    """The product of some rows of codes with one token, int8, as other kernels call it."""
+
+    # int8_one  out[i] = row first + i of the weight · token t, for out.size rows
+    # shapes    codes, scales, biases as in Stack; xp int8 [P, K] paired; delta, total float32 [P, G]; out float32
+    # threads   none: part of a task
+    # bytes     out.size · (K · bits / 8 + 2 · G · itemsize)
+    # limits    instructions of `how`, not PORTABLE
+    @njit
+    def rows(codes, scales, biases, kind, gs, first, xp, delta, total, t, out):
+        K, groups = xp.shape[1], delta.shape[1]
+        sums = np.empty(groups, np.int32)
+        stride, each = codes.shape[2], scales.shape[2]
+        x, d, sx, ints = at(xp, t * K), at(delta, t * groups), at(total, t * groups), at(sums, 0)
+        for i in range(out.size):
+            row = first + i
+            _simd.group_dots(at(codes, row * stride), x, ints, 1, K, gs, bits, how)
+            s, b = at(scales, row * each), at(biases, row * each)
+            if kind == 0:
+                out[i] = _simd.scaled_sum(ints, s, b, d, sx, groups, 0)
+            elif kind == 1:
+                out[i] = _simd.scaled_sum(ints, s, b, d, sx, groups, 1)
+            else:
+                out[i] = _simd.scaled_sum(ints, s, b, d, sx, groups, 2)
+
+    return rows
 
 
 @functools.cache
@@ -684,7 +713,7 @@ def shared_products(
 # bytes    12 · P · N
 # limits   none
 @njit
-def _gated_row(gate, up, gelu, h):
+def gated_row(gate, up, gelu, h):
     if gelu:
         for j in range(h.size):
             h[j] = gelu32(gate[j]) * up[j]
@@ -696,13 +725,13 @@ def _gated_row(gate, up, gelu, h):
 @njit
 def _gated(gate, up, gelu, h):
     for p in range(h.shape[0]):
-        _gated_row(gate[p], up[p], gelu, h[p])
+        gated_row(gate[p], up[p], gelu, h[p])
 
 
 @njit(parallel=True)
 def _gated_parallel(gate, up, gelu, h):
     for p in prange(h.shape[0]):
-        _gated_row(gate[p], up[p], gelu, h[p])
+        gated_row(gate[p], up[p], gelu, h[p])
 
 
 def gated(gate: np.ndarray, up: np.ndarray, act: str, h: np.ndarray) -> None:

@@ -7,6 +7,7 @@ depend on who else is in the call.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,32 @@ import penstock.backends.cpu._route  # noqa: F401  (registers the routers)
 from penstock import ops
 from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import frozen
+from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.linear import (
+    PORTABLE,
+    STRIP,
     VARIANTS,
     Pairs,
     Stack,
     by_size,
+    chosen,
     finish,
     float_rows,
     float_target,
     gated,
+    gated_row,
     grouped_product,
+    int8_one,
+    int8_row,
+    int8_rows,
+    pair_rows,
     pairs_of,
     shared_products,
     stack_of,
+    whole,
 )
 from penstock.ops import kernel
+from penstock.quant import QuantizedTensor
 
 
 # weighted  y[t] = Σ_i weights[t, i] · rows[place[t, i]], slots in order
@@ -120,9 +132,93 @@ def expert_down_sum(h, down_w, ids, weights, slot_of, activations, *, out, varia
     _down_sum(pairs.sort(float_rows(h)), ids.shape, pairs, down_w, weights, out, activations, variant)
 
 
+WIDE = 64  # rows of a down projection that one task takes: 16 KB of each expert at a width of 512
+
+
+@functools.cache
+def token_block(up_bits: int, down_bits: int, how: int) -> Any:
+    """The kernel that takes one token through its chosen experts, int8, for two widths of codes."""
+    up_rows, down_rows = int8_one(up_bits, how), int8_one(down_bits, how)
+
+    # token_block  h[i] = act(gate_e · x) · (up_e · x), e = slot[i];  y = Σ_i weights[i] · (down_e · h[i]), in order
+    # shapes       gate, up [S, N, ·], down [S, dim, ·] as in Stack, up rows from `offset` on; xp int8 [1, K] with delta
+    #              and total; slot int64, weights float32 [k]; h float32, hq and hp int8 [k, I]; y float32 [dim]
+    # threads      prange over strips of h, then over strips of y; a number belongs to one thread
+    # bytes        the weights of k experts once
+    # limits       instructions of `how`
+    @njit(parallel=True)
+    def block(
+        gate, gate_s, gate_b, up, up_s, up_b, offset, down, down_s, down_b, kind, up_gs, down_gs,
+        slot, weights, xp, delta, total, gelu, h, hq, hp, h_delta, h_total, y,
+    ):  # fmt: skip
+        k, width = h.shape
+        strips = (width + STRIP - 1) // STRIP
+        for i in prange(k * strips):
+            e, first = i // strips, i % strips * STRIP
+            rows = min(STRIP, width - first)
+            g, u = np.empty(rows, np.float32), np.empty(rows, np.float32)
+            up_rows(gate, gate_s, gate_b, kind, up_gs, slot[e] * gate.shape[1] + first, xp, delta, total, 0, g)
+            up_rows(up, up_s, up_b, kind, up_gs, slot[e] * up.shape[1] + offset + first, xp, delta, total, 0, u)
+            gated_row(g, u, gelu, h[e, first : first + rows])
+        for e in range(k):
+            int8_row(h[e], down_gs, hq[e], h_delta[e], h_total[e])
+        if down_bits == 4:
+            pair_rows(hq, hp)
+        dim = y.size
+        for i in prange((dim + WIDE - 1) // WIDE):
+            first = i * WIDE
+            rows = min(WIDE, dim - first)
+            one, part = np.empty(rows, np.float32), y[first : first + rows]
+            part[:] = 0
+            for e in range(k):
+                at_row = slot[e] * dim + first
+                down_rows(down, down_s, down_b, kind, down_gs, at_row, hp, h_delta, h_total, e, one)
+                w = weights[e]
+                for j in range(rows):
+                    part[j] += w * one[j]
+
+    return block
+
+
+def _one_token(
+    x: np.ndarray, slots: np.ndarray, weights: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, act: str, how: int
+) -> np.ndarray:
+    """All of `moe_forward` for one float32 row [1, K]."""
+    gate, down = stack_of(gate_w), stack_of(down_w)
+    up = gate if up_w is None else stack_of(up_w)
+    k, width = slots.size, gate.rows if up_w is not None else gate.rows // 2
+    rows = int8_rows(x, gate, whole(1), how)
+    h, hq = np.empty((k, width), np.float32), np.empty((2, k, width), np.int8)
+    sums, y = np.empty((2, k, width // down.gs), np.float32), np.empty(down.rows, np.float32)
+    run(
+        token_block(gate.bits, down.bits, how),
+        gate.codes, gate.scales, gate.biases, up.codes, up.scales, up.biases, 0 if up_w is not None else width,
+        down.codes, down.scales, down.biases, gate.fmt, gate.gs, down.gs,
+        slots.astype(np.int64), frozen(weights.reshape(-1)), rows.paired, rows.delta, rows.total, act == "gelu_tanh",
+        h, hq[0], hq[1 if down.bits == 4 else 0], sums[0], sums[1], y,
+    )  # fmt: skip
+    return y
+
+
+def _fits_one_launch(x: np.ndarray, ids: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activations: str) -> bool:
+    weights = [w for w in (gate_w, up_w, down_w) if w is not None]
+    return (
+        activations == "int8"
+        and ids.size == ids.shape[-1]
+        and x.dtype == np.float32
+        and all(isinstance(w, QuantizedTensor) and w.dtype == gate_w.dtype for w in weights)
+        and (up_w is None or (up_w.bits, up_w.group_size) == (gate_w.bits, gate_w.group_size))
+    )
+
+
 @kernel(ops.moe_forward, device="cpu", variants=tuple(VARIANTS))
 def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, *, out, variant):
     if out.size == 0:
+        return
+    how = chosen(variant)
+    if how != PORTABLE and _fits_one_launch(x, ids, gate_w, up_w, down_w, activations):
+        slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
+        out.reshape(-1)[:] = _one_token(float_rows(x), slots, weights, gate_w, up_w, down_w, act, how)
         return
     pairs = _sorted_pairs(ids, slot_of)
     h = _gate_up(float_rows(x), ids.shape[-1], pairs, gate_w, up_w, act, activations, variant)

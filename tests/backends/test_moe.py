@@ -1,0 +1,80 @@
+"""One token through its experts in one launch: the same bits as gate and up, activation, down and sum on their own."""
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import ops
+from penstock.backends.cpu import _threads, linear
+from tests.ops.common import assert_same_bits, normal, quantized
+
+VARIANTS = [name for name in linear.VARIANTS if linear._runs_here(name)]
+E, DIM, WIDTH, K = 5, 3 * 64, 2 * 128 + 64, 3
+
+
+def stacks(rng, up_bits=4, down_bits=4, dim=DIM, width=WIDTH, dtype="bfloat16"):
+    gate, up = (quantized(rng, E, width, dim, bits=up_bits, group_size=64, dtype=dtype) for _ in range(2))
+    return gate, up, quantized(rng, E, dim, width, bits=down_bits, group_size=32, dtype=dtype)
+
+
+def apart(x, ids, weights, gate, up, down, slot_of=None, act="silu"):
+    """The block as two ops, each with launches of its own."""
+    h = ops.expert_gate_up(x, gate, up, ids, slot_of, act, activations="int8")
+    return ops.expert_down_sum(h, down, ids, weights, slot_of, activations="int8")
+
+
+def token(rng, dim=DIM, k=K):
+    ids = rng.permutation(E)[None, :k].astype(np.int32)
+    return normal(rng, 1, dim), ids, rng.random((1, k), dtype=np.float32)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_moe_forward_of_one_token_has_the_bits_of_its_parts(variant, rng):
+    gate, up, down = stacks(rng)
+    x, ids, weights = token(rng)
+    with penstock.backend("cpu", variant=variant):
+        y = ops.moe_forward(x, ids, weights, gate, up, down, activations="int8", out=np.full((1, DIM), np.nan, "f4"))
+        assert_same_bits("y", y, apart(x, ids, weights, gate, up, down))
+        assert_same_bits("one row", ops.moe_forward(x[0], ids[0], weights[0], gate, up, down, activations="int8"), y[0])
+
+
+@pytest.mark.parametrize("up_bits, down_bits", [(4, 8), pytest.param(3, 4, marks=pytest.mark.slow)])
+def test_moe_forward_of_one_token_takes_other_bits_for_down(up_bits, down_bits, rng):
+    gate, up, down = stacks(rng, up_bits, down_bits, dtype="float16")
+    call = (*token(rng), gate, up, down)
+    assert_same_bits("y", ops.moe_forward(*call, activations="int8"), apart(*call))
+
+
+def test_moe_forward_of_one_token_takes_joined_weights_and_slots_and_gelu(rng):
+    gate, up, down = stacks(rng)
+    joined = gate.with_arrays(*(np.concatenate(both, axis=1) for both in zip(gate.arrays, up.arrays, strict=True)))
+    x, ids, weights = token(rng)
+    want = apart(x, ids, weights, gate, up, down, act="gelu_tanh")
+    y = ops.moe_forward(x, ids, weights, joined, None, down, act="gelu_tanh", activations="int8")
+    assert_same_bits("joined", y, want)
+    place = np.array([4, 2, 0, 1, 3], np.int32)  # expert e lies in slot place[e]
+    moved = [w.with_arrays(*(a[np.argsort(place)] for a in w.arrays)) for w in (gate, up, down)]
+    y = ops.moe_forward(x, ids, weights, *moved, slot_of=place, act="gelu_tanh", activations="int8")
+    assert_same_bits("moved", y, want)
+
+
+def test_moe_forward_of_one_token_does_not_depend_on_threads_or_strips(rng):
+    gate, up, down = stacks(rng, dim=64 * 3 + 64, width=32 * 5)
+    call = (*token(rng, dim=64 * 3 + 64, k=1), gate, up, down)
+    before = _threads.threads()
+    try:
+        results = []
+        for count in range(1, _threads.available() + 1):
+            _threads.set_threads(count)
+            results.append(ops.moe_forward(*call, activations="int8"))
+    finally:
+        _threads.set_threads(before)
+    for y in results:
+        assert_same_bits("y", y, apart(*call))
+
+
+def test_moe_forward_of_one_token_shows_what_is_not_finite(rng):
+    gate, up, down = stacks(rng)
+    x, ids, weights = token(rng)
+    x[0, 70] = np.nan
+    assert np.isnan(ops.moe_forward(x, ids, weights, gate, up, down, activations="int8")).all()
