@@ -20,7 +20,7 @@ import llvmlite
 import numba
 from numba.core import caching, compiler, serialize, sigutils
 
-from penstock.backends.cpu import _progress
+from penstock.backends.cpu import _claims, _progress
 from penstock.errors import InvalidArgument
 from penstock.settings import Settings
 
@@ -66,10 +66,13 @@ def njit(
 
 def _shown(compile: Callable) -> Callable:
     def compile_in_sight(sig: Any) -> Any:
-        with _progress.compiling():
+        with _progress.compiling() as outermost, _claims.hold(compile.__self__, sig) if outermost else _nothing():
             return compile(sig)
 
     return compile_in_sight
+
+
+_nothing = contextlib.nullcontext
 
 
 def cache_folder(root: str | Path | None = None) -> Path:
@@ -113,7 +116,8 @@ class _KernelCache(caching.NullCache):
     def cache_path(self) -> Any:
         return cache_folder(self._root)
 
-    def _file(self, sig: Any, codegen: Any) -> Path:
+    def file(self, sig: Any, codegen: Any) -> Path:
+        """Where the machine code of one signature on one CPU belongs."""
         module, name, *_ = identity = _identity(self._py_func)
         types = map(str, sigutils.normalize_signature(sig))
         key = hashlib.sha256(repr((*types, codegen.magic_tuple(), self._source, identity)).encode()).hexdigest()
@@ -122,7 +126,7 @@ class _KernelCache(caching.NullCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
         try:
-            data = self._file(sig, target_context.codegen()).read_bytes()
+            data = self.file(sig, target_context.codegen()).read_bytes()
         except OSError:
             data = b""
         whole = hashlib.sha256(data[32:]).digest() == data[:32]
@@ -136,7 +140,7 @@ class _KernelCache(caching.NullCache):
             return
         if _source_hash(Path(__file__).parent) != _SOURCES:  # edited since the import: nobody knows what was compiled
             return
-        file, data = self._file(sig, cres.codegen), serialize.dumps(cres._reduce())
+        file, data = self.file(sig, cres.codegen), serialize.dumps(cres._reduce())
         with contextlib.suppress(OSError):
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=file.parent) as scratch:

@@ -12,13 +12,14 @@ _line: Any = None
 
 
 @contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Around a compilation that may turn out to be a read from the cache; nested ones share the line."""
+def compiling() -> Iterator[bool]:
+    """Around a compilation that may turn out to be a read from the cache; nested ones share the line and get False."""
     global _depth, _line
     with _lock:
         _depth += 1
+        outermost = _depth == 1
     try:
-        yield
+        yield outermost
     finally:
         with _lock:
             _depth -= 1

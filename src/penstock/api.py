@@ -1,0 +1,365 @@
+"""`penstock.load` and the model it returns: generate, stream, chat, logits, sessions."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock import models
+from penstock.engine import ahead
+from penstock.engine.engine import Engine, Model
+from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
+from penstock.engine.memory import available_memory, peak_memory
+from penstock.engine.session import Session, read_about, restore_into
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory
+from penstock.models.source import Random, Stored
+from penstock.settings import Settings
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.hub import resolve
+
+DEVICES = ("auto", "cpu", "cuda", "reference")
+DTYPES = ("auto", "float32", "bfloat16")
+ACTIVATIONS = ("auto", "int8", "float32")
+
+_WORKING = 256 << 20  # bytes for activations of a prefill piece, the tokenizer and the interpreter itself
+
+
+@dataclass
+class Stats:
+    """What a model has done and what it holds. Times are sums over all calls; experts are None unless streamed."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    peak_memory: int = 0
+    expert_hits: int | None = None
+
+    @property
+    def prompt_tps(self) -> float:
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        return self.generated_tokens / self.generation_seconds if self.generation_seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
+            f"Generation: {self.generated_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
+            f"Peak memory: {self.peak_memory / 1e9:.3f} GB"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"prompt_tps": self.prompt_tps, "generation_tps": self.generation_tps}
+
+
+class LLM:
+    """A loaded model. Made by `load`; methods may be called from several threads."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, path: str | None, notices: Seq[str]) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._path = path
+        self._stats = Stats(weight_bytes=engine.model.nbytes)
+        self.notices = tuple(notices)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidArgument("tokenizer: this model was made up without one, expected token ids")
+        return self._tokenizer
+
+    @property
+    def config(self) -> Any:
+        return self._engine.model.config
+
+    @property
+    def max_context(self) -> int:
+        return self._engine.max_context
+
+    def __repr__(self) -> str:
+        return f"LLM({self.config.model_type}, {self._engine.device}, context {self.max_context})"
+
+    def stats(self) -> Stats:
+        """Tokens, seconds, bytes so far (a copy)."""
+        now = Stats(**asdict(self._stats))
+        now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, peak_memory()
+        return now
+
+    def logits(self, token_ids: Seq[int]) -> np.ndarray:
+        """Scores of the next token after each of `token_ids`, float32 [T, vocab]: one sequence, teacher-forced."""
+        ids = self._engine._ids(token_ids)
+        if not len(ids):
+            return np.empty((0, self.config.vocab_size), np.float32)
+        sequence = self._engine.open()
+        try:
+            return self._engine.prefill(sequence, ids.tolist(), every=True)
+        finally:
+            self._engine.close(sequence)
+
+    def generate(
+        self,
+        prompt: str | Seq[int] | Seq[str] | Seq[Seq[int]],
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Seq[str] = (),
+        logprobs: int | None = None,
+        **more: Any,
+    ) -> Any:
+        """Continue a prompt: text (encoded as the tokenizer says, no chat template) or token ids → Completion.
+
+        A list of prompts gives a list of completions, decoded together. `more`: repetition_penalty, presence_penalty,
+        frequency_penalty, logit_bias and the other fields of SamplingParams, and extra_eos (token ids).
+        """
+        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        options |= {"logprobs": logprobs, **more}
+        if _one(prompt):
+            requests = [self._request(prompt, max_tokens, stop, options)]
+        else:
+            requests = [self._request(one, max_tokens, stop, options) for one in prompt]  # type: ignore[union-attr]
+        for _ in self._run(requests):
+            pass
+        done = [request.completion() for request in requests]
+        return done[0] if _one(prompt) else done
+
+    def stream(
+        self,
+        prompt: str | Seq[int],
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Seq[str] = (),
+        logprobs: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        **more: Any,
+    ) -> Iterator[Chunk]:
+        """As `generate` for one prompt, a Chunk per token. The prompt is checked now, computed with the first chunk."""
+        options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        request = self._request(prompt, max_tokens, stop, options | {"logprobs": logprobs, **more})
+        return (chunk for _, chunk in self._run([request], progress))
+
+    def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
+        """Answer a conversation: `messages` through the model's chat template, then as `generate`."""
+        template = {key: options.pop(key) for key in ("tools", "template_variables") if key in options}
+        return self.generate(self.chat_tokens(messages, **template), **options)
+
+    def stream_chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
+        """As `chat`, a Chunk per token."""
+        template = {key: options.pop(key) for key in ("tools", "template_variables") if key in options}
+        return self.stream(self.chat_tokens(messages, **template), **options)
+
+    def chat_tokens(
+        self,
+        messages: Seq[Mapping[str, Any]],
+        tools: Seq[Mapping[str, Any]] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt of a conversation, with the beginning of the answer; special tokens come from the template."""
+        text = self.tokenizer.apply_chat_template(list(messages), tools=tools, **(template_variables or {}))
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def session(self) -> Session:
+        """A conversation that keeps its state."""
+        return Session(self._engine, self.tokenizer, self._path)
+
+    def _request(self, prompt: Any, max_tokens: int, stop: str | Seq[str], options: Mapping[str, Any]) -> Request:
+        options = dict(options)
+        extra = options.pop("extra_eos", ())
+        params = sampling_params(options)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._engine._ids(prompt).tolist()
+        stops = [stop] if isinstance(stop, str) else stop
+        return Request(ids, params, self.tokenizer, self._engine, max_tokens=max_tokens, stop=stops, extra_eos=extra)
+
+    def _run(
+        self, requests: Seq[Request], progress: Callable[[int], None] | None = None
+    ) -> Iterator[tuple[int, Chunk]]:
+        try:
+            yield from run(self._engine, requests, progress)
+        finally:
+            for request in requests:
+                timings = request.timings
+                self._stats.prompt_tokens += timings.prompt_tokens
+                self._stats.prompt_seconds += timings.prompt_seconds
+                self._stats.generated_tokens += timings.generated_tokens
+            self._stats.generation_seconds += max((r.timings.generation_seconds for r in requests), default=0.0)
+
+
+def _one(prompt: Any) -> bool:
+    """A single prompt: text, or a sequence of integers."""
+    if isinstance(prompt, str | np.ndarray):
+        return True
+    if not isinstance(prompt, Seq):
+        raise InvalidArgument(f"prompt is a {type(prompt).__name__}, expected text, token ids or a list of prompts")
+    return len(prompt) > 0 and all(isinstance(item, int | np.integer) for item in prompt)
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    activations: str = "auto",
+    max_context: int | None = None,
+    expert_cache: str = "auto",
+    threads: int | None = None,
+    *,
+    revision: str | None = None,
+    offline: bool | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> LLM:
+    """Load a checkpoint: a folder, a Hugging Face id, or None for the built-in demo model.
+
+    device "auto", "cpu", "reference" (NumPy, slow); dtype of activations; activations "int8" (auto) or "float32" for
+    quantized products on the CPU; max_context: positions per sequence, by default the model's, or what fits in memory.
+    Weights are read from the files by memory map. `notify` receives remarks (skipped tensors, copies), else they are
+    logged. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
+    """
+    device, dtype, activations = _choices(device, dtype, activations, expert_cache, threads)
+    folder: Path = (
+        _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)
+    )
+    notify = notify or logging.getLogger("penstock").info
+    checkpoint = Checkpoint.open(folder)
+    family = models.family_of(checkpoint.config)
+    config = family.read_config(checkpoint.config)
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, expected at most {config.vocab_size}"
+        )
+    _check_fits(f"{folder}", checkpoint.misaligned_nbytes)
+    if device == "cpu":
+        ahead.start({"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads})
+    source = Stored(checkpoint, *family.names(checkpoint, config))
+    weights = family.read_weights(source, config)
+    notices = [*checkpoint.notices, *_left_over(source, family.SKIPPED)]
+    for notice in notices:
+        notify(notice)
+    model = Model(family, config, weights, checkpoint.fingerprint, checkpoint.nbytes)
+    engine = _engine(model, device, dtype, activations, max_context, f"{folder}")
+    return LLM(engine, tokenizer, None if path_or_hub_id is None else str(path_or_hub_id), notices)
+
+
+def load_random(
+    config: Mapping[str, Any],
+    device: str = "auto",
+    dtype: str = "auto",
+    activations: str = "auto",
+    max_context: int | None = None,
+    threads: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> LLM:
+    """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks."""
+    device, dtype, activations = _choices(device, dtype, activations, "auto", threads)
+    family = models.family_of(dict(config))
+    checked = family.read_config(dict(config))
+    weights = family.read_weights(Random(config, seed, progress), checked)
+    model = Model(family, checked, weights, f"random-{seed}", models.bytes_of(weights))
+    return LLM(_engine(model, device, dtype, activations, max_context, "random weights"), None, None, ())
+
+
+def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:
+    """A session saved by `Session.save`, on a loaded model or on the one it names (which must be on this machine)."""
+    if llm is None:
+        _, about = read_about(path)
+        llm = load(about["model"] or None, dtype=about["dtype"], activations=about["activations"], offline=True)
+    session = llm.session()
+    try:
+        restore_into(session, path)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def _choices(device: str, dtype: str, activations: str, expert_cache: str, threads: int | None) -> tuple[str, str, str]:
+    for name, value, allowed in (
+        ("device", device, DEVICES),
+        ("dtype", dtype, DTYPES),
+        ("activations", activations, ACTIVATIONS),
+    ):
+        if value not in allowed:
+            raise InvalidArgument(f"load: {name} is {value!r}, expected one of {', '.join(allowed)}")
+    if expert_cache != "auto":
+        raise InvalidArgument(
+            f"load: expert_cache is {expert_cache!r}, expected 'auto' (experts stay in the memory map)"
+        )
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+        raise InvalidArgument(f"load: threads is {threads!r}, expected an integer")
+    settings = Settings.from_env()
+    if device == "auto":
+        device = settings.device if settings.device != "auto" else "cpu"
+    if device == "cuda":
+        raise BackendError("load: device is 'cuda', expected 'cpu': this version has no CUDA kernels")
+    if (count := threads if threads is not None else settings.threads) is not None and device == "cpu":
+        from penstock.backends.cpu._threads import set_threads
+
+        set_threads(count)
+    return device, "float32" if dtype == "auto" else dtype, "int8" if activations == "auto" else activations
+
+
+def _check_fits(what: str, need: int) -> None:
+    free = available_memory()
+    if need + _WORKING > free:
+        raise OutOfMemory(
+            f"{what}: needs {(need + _WORKING) / 1e9:.2f} GB of memory beside its files, {free / 1e9:.2f} GB are free"
+        )
+
+
+def _engine(model: Model, device: str, dtype: str, activations: str, max_context: int | None, what: str) -> Engine:
+    limit = model.config.max_positions
+    if max_context is None:
+        chosen = limit
+    elif isinstance(max_context, bool) or not isinstance(max_context, int) or not 1 <= max_context <= limit:
+        raise InvalidArgument(f"load: max_context is {max_context!r}, expected 1 to {limit} (the model's positions)")
+    else:
+        chosen = max_context
+    engine = Engine(model, device=device, activations=activations, dtype=dtype, max_context=chosen)
+    if max_context is not None:
+        _check_fits(what, engine.caches.bytes_of(chosen))
+    else:
+        free = available_memory() - _WORKING
+        while engine.max_context > 256 and engine.caches.bytes_of(engine.max_context) > free:
+            engine.max_context //= 2
+        _check_fits(what, engine.caches.bytes_of(min(engine.max_context, 256)))
+    return engine
+
+
+def _left_over(source: Stored, skipped: Seq[str]) -> list[str]:
+    """One remark about parts that penstock does not run, one about tensors that nobody knows."""
+    unused = source.unused()
+    known = [name for name in unused if name.startswith(tuple(skipped))]
+    other = [name for name in unused if not name.startswith(tuple(skipped))]
+    notices = []
+    if known:
+        kinds = sorted({next(s for s in skipped if name.startswith(s)).rstrip(".") for name in known})
+        notices.append(f"{source.checkpoint.path}: {len(known)} tensors of {', '.join(kinds)} are skipped")
+    if other:
+        shown = ", ".join(other[:3]) + (" …" if len(other) > 3 else "")
+        notices.append(f"{source.checkpoint.path}: {len(other)} tensors are not part of the model: {shown}")
+    return notices
+
+
+def _demo_folder() -> Path:
+    folder = Path(__file__).parent / "demo" / "model"
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder}: the demo model is not installed, expected it in the package")
+    return folder

@@ -1,0 +1,96 @@
+"""Compile a model's kernels in a second process while the first one starts to run: half the wait of a first run.
+
+The first process calls `start`, runs its steps as usual, and waits for kernels that the helper is compiling. The helper
+loads the same model, runs small steps again and again, skips kernels that the first process is at, and leaves when
+nothing is left to compile. It computes nonsense, and nobody reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.engine import Engine
+
+PREFILL, PASSES, SECONDS = 20, 200, 120.0
+
+
+def start(options: dict[str, Any]) -> None:
+    """Start a helper for `load(**options)` if this machine has compiled nothing yet and has a second core.
+
+    A helper that cannot start or fails costs nothing: the first process compiles what is missing.
+    """
+    from penstock.backends.cpu import _claims
+    from penstock.backends.cpu._compile import cache_folder
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    folder = cache_folder()
+    if _claims.helping or _claims.helper is not None or cores < 2 or any(folder.glob("*.nbc")):
+        return
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _claims.helper = subprocess.Popen(
+            [sys.executable, "-m", "penstock.engine.ahead"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        _claims.helper.stdin.write(json.dumps({"options": options, "parent": os.getpid()}))
+        _claims.helper.stdin.close()
+
+
+def run(engine: Engine, parent: int) -> None:
+    """Steps over and over until one meets no claimed kernel, the parent has gone, or time is up."""
+    from penstock.backends.cpu import _claims
+    from penstock.ops._op import Op
+
+    met = 0
+    plain = Op._on_host
+
+    def forgiving(self: Op, values: Any, outputs: Any, plan: Any, run: Any) -> Any:
+        nonlocal met
+
+        def skipping(*args: Any, **kwargs: Any) -> None:
+            nonlocal met
+            try:
+                run(*args, **kwargs)
+            except _claims.Claimed:
+                met += 1
+                out = kwargs.get("out", ())
+                for array in out if isinstance(out, tuple) else (out,):
+                    if isinstance(array, np.ndarray):
+                        array[...] = 0  # ids and lengths made of it stay valid
+
+        return plain(self, values, outputs, plan, None if run is None else skipping)
+
+    Op._on_host = forgiving  # type: ignore[method-assign]
+    end = time.monotonic() + SECONDS
+    for _ in range(PASSES):
+        met = 0
+        sequence = engine.open()
+        engine.decode([sequence], [0])
+        engine.prefill(sequence, [0] * PREFILL)
+        engine.close(sequence)
+        if not met or time.monotonic() > end or os.getppid() != parent:
+            return
+
+
+def main() -> None:
+    from penstock.api import load
+    from penstock.backends.cpu import _claims
+
+    given = json.load(sys.stdin)
+    _claims.helping = True
+    run(load(**given["options"])._engine, given["parent"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""The memory of sequences: pages of keys and values, slots of recurrent state, and copies of a moment of both.
+
+Pages are counted. A snapshot holds the pages of its moment and a copy of the recurrent state; a sequence that writes
+into a page that somebody else holds writes into a copy of its own. Layers of one window share page numbers: page p of
+a sequence is row p of every such layer's arrays. Pages that have left a window go back at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.engine.memory import available_memory
+from penstock.errors import OutOfMemory
+from penstock.models.step import PAGE, Layout, Pages, empty
+
+_KEEP_FREE = 64 << 20  # bytes of memory that growing a cache leaves to everything else
+
+
+class PageTable:
+    """Pages of one sequence or snapshot in one pool: block b of the positions lies in page ids[b], from `first` on."""
+
+    def __init__(self, ids: Seq[int] = (), first: int = 0) -> None:
+        self.ids = list(ids)
+        self.first = first  # blocks before it have left the window and hold no page
+        self._array: np.ndarray | None = None
+
+    @property
+    def live(self) -> list[int]:
+        return self.ids[self.first :]
+
+    def changed(self) -> None:
+        self._array = None
+
+    @property
+    def array(self) -> np.ndarray:
+        """int32 [blocks] for the kernels; blocks without a page name page 0, which is never read for them."""
+        if self._array is None:
+            self._array = np.array(self.ids or [0], np.int32)
+        return self._array
+
+
+class PagePool:
+    """Numbers of the pages of all layers with one window."""
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.references: list[int] = []
+        self.free: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        return len(self.references)
+
+    @property
+    def used(self) -> int:
+        return self.capacity - len(self.free)
+
+    def grow(self, capacity: int) -> None:
+        self.free.extend(range(capacity - 1, self.capacity - 1, -1))
+        self.references.extend([0] * (capacity - self.capacity))
+
+    def take(self) -> int:
+        page = self.free.pop()
+        self.references[page] = 1
+        return page
+
+    def hold(self, pages: Seq[int]) -> None:
+        for page in pages:
+            self.references[page] += 1
+
+    def release(self, pages: Seq[int]) -> None:
+        for page in pages:
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self.free.append(page)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sequence in the caches: `length` positions, a slot of recurrent state, a page table per window."""
+
+    slot: int
+    tables: dict[int | None, PageTable]
+    length: int = 0
+    spoiled: bool = False  # a step stopped half-way: recurrent state may be ahead of `length`
+    closed: bool = field(default=False, repr=False)
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A moment of a sequence: its pages, held, and a copy of its recurrent state (nothing for pure attention)."""
+
+    length: int
+    tables: dict[int | None, PageTable]
+    state: list[tuple[np.ndarray, np.ndarray] | None]
+    closed: bool = field(default=False, repr=False)
+
+
+class Caches:
+    """Arrays of all layers, and who owns which part of them. Grows by doubling; raises OutOfMemory when it cannot."""
+
+    def __init__(self, layouts: Seq[Layout], dtype: np.dtype) -> None:
+        self.layouts = tuple(layouts)
+        self.dtype = np.dtype(dtype)
+        self.arrays = [empty(layout, 0, 0, self.dtype) for layout in self.layouts]
+        windows = {layout.window for layout in self.layouts if isinstance(layout, Pages)}
+        self.pools = {window: PagePool(window) for window in sorted(windows, key=lambda w: -1 if w is None else w)}
+        self._slots = 0
+        self._free_slots: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes + b.nbytes for a, b in self.arrays)
+
+    def bytes_of(self, length: int) -> int:
+        """What a sequence of `length` positions takes: its pages (no more than a window's) and its recurrent state."""
+        total = 0
+        for layout in self.layouts:
+            rows = 1
+            if isinstance(layout, Pages):
+                rows = -(-length // PAGE)
+                if layout.window is not None:
+                    rows = min(rows, -(-layout.window // PAGE) + 2)
+            total += rows * self._row_bytes(layout)
+        return total
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> Sequence:
+        if not self._free_slots:
+            self._grow_slots(max(1, 2 * self._slots))
+        slot = self._free_slots.pop()
+        for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True):
+            if not isinstance(layout, Pages):
+                conv[slot] = 0
+                state[slot] = 0
+        return Sequence(slot, {window: PageTable() for window in self.pools})
+
+    def close(self, sequence: Sequence) -> None:
+        if not sequence.closed:
+            sequence.closed = True
+            self._release(sequence.tables)
+            self._free_slots.append(sequence.slot)
+
+    def reserve(self, sequence: Sequence, count: int) -> None:
+        """Make the next `count` positions of a sequence its own to write."""
+        end = sequence.length + count
+        wanted = {window: self._missing(sequence, window, end) for window in self.pools}
+        for window, pages in wanted.items():
+            self._grow_pages(window, pages)
+        for window, pool in self.pools.items():
+            table = sequence.tables[window]
+            at = sequence.length // PAGE
+            if at < len(table.ids) and pool.references[table.ids[at]] > 1:
+                self._copy_page(window, table, at)
+            while len(table.ids) * PAGE < end:
+                table.ids.append(pool.take())
+                table.changed()
+
+    def advance(self, sequence: Sequence, count: int) -> None:
+        """The next `count` positions have been written; pages that no later position reads go back."""
+        sequence.length += count
+        for window, pool in self.pools.items():
+            if window is None:
+                continue
+            table = sequence.tables[window]
+            dead = max(0, sequence.length - window + 1) // PAGE  # the next token reads from length - window + 1 on
+            if dead > table.first:
+                pool.release(table.ids[table.first : dead])
+                table.ids[table.first : dead] = [0] * (dead - table.first)
+                table.first = dead
+                table.changed()
+
+    def snapshot(self, sequence: Sequence) -> Snapshot:
+        tables = {}
+        for window, table in sequence.tables.items():
+            self.pools[window].hold(table.live)
+            tables[window] = PageTable(table.ids, table.first)
+        state = [
+            None if isinstance(layout, Pages) else (conv[sequence.slot].copy(), state[sequence.slot].copy())
+            for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True)
+        ]
+        return Snapshot(sequence.length, tables, state)
+
+    def rewind(self, sequence: Sequence, snapshot: Snapshot) -> None:
+        """Put a sequence (the snapshot's own or another one) into the state of the snapshot, which stays valid."""
+        for window, table in snapshot.tables.items():
+            self.pools[window].hold(table.live)
+        self._release(sequence.tables)
+        sequence.tables = {window: PageTable(table.ids, table.first) for window, table in snapshot.tables.items()}
+        sequence.length, sequence.spoiled = snapshot.length, False
+        for kept, (conv, state) in zip(snapshot.state, self.arrays, strict=True):
+            if kept is not None:
+                conv[sequence.slot], state[sequence.slot] = kept
+
+    def drop(self, snapshot: Snapshot) -> None:
+        if not snapshot.closed:
+            snapshot.closed = True
+            self._release(snapshot.tables)
+
+    def _release(self, tables: dict[int | None, PageTable]) -> None:
+        for window, table in tables.items():
+            self.pools[window].release(table.live)
+
+    # -- rows, for files ---------------------------------------------------------------------------------------------
+
+    def rows(self, sequence: Sequence, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of what a layer keeps: the rows of its live positions, or its recurrent state."""
+        layout, (first, second) = self.layouts[layer], self.arrays[layer]
+        if not isinstance(layout, Pages):
+            return first[sequence.slot].copy(), second[sequence.slot].copy()
+        table = sequence.tables[layout.window]
+        count = sequence.length - table.first * PAGE
+        kept = (a[table.live].reshape(len(table.live) * PAGE, a.shape[-1])[:count] for a in (first, second))
+        return tuple(kept)  # type: ignore[return-value]
+
+    def fill(self, sequence: Sequence, length: int, rows: Seq[tuple[np.ndarray, np.ndarray]]) -> None:
+        """The reverse of `rows` for all layers, into a sequence that has just been opened."""
+        self.reserve(sequence, length)
+        self.advance(sequence, length)
+        for layout, arrays, kept in zip(self.layouts, self.arrays, rows, strict=True):
+            for array, values in zip(arrays, kept, strict=True):
+                if not isinstance(layout, Pages):
+                    array[sequence.slot] = values
+                    continue
+                table = sequence.tables[layout.window]
+                for i, page in enumerate(table.live):
+                    part = values[i * PAGE : (i + 1) * PAGE]
+                    array[page, : len(part)] = part
+
+    # -- growth ------------------------------------------------------------------------------------------------------
+
+    def _missing(self, sequence: Sequence, window: int | None, end: int) -> int:
+        table, pool = sequence.tables[window], self.pools[window]
+        at = sequence.length // PAGE
+        copied = at < len(table.ids) and pool.references[table.ids[at]] > 1
+        return max(0, -(-end // PAGE) - len(table.ids)) + copied
+
+    def _copy_page(self, window: int | None, table: PageTable, block: int) -> None:
+        pool, old = self.pools[window], table.ids[block]
+        page = pool.take()
+        for layout, arrays in zip(self.layouts, self.arrays, strict=True):
+            if isinstance(layout, Pages) and layout.window == window:
+                for array in arrays:
+                    array[page] = array[old]
+        pool.release([old])
+        table.ids[block] = page
+        table.changed()
+
+    def _grow_pages(self, window: int | None, wanted: int) -> None:
+        pool = self.pools[window]
+        if wanted <= len(pool.free):
+            return
+        capacity = max(pool.capacity + wanted - len(pool.free), min(2 * pool.capacity, pool.capacity + 256), 4)
+        layers = [n for n, layout in enumerate(self.layouts) if isinstance(layout, Pages) and layout.window == window]
+        self._grow(layers, capacity, 0)
+        pool.grow(capacity)
+
+    def _grow_slots(self, capacity: int) -> None:
+        layers = [n for n, layout in enumerate(self.layouts) if not isinstance(layout, Pages)]
+        self._grow(layers, 0, capacity)
+        self._free_slots.extend(range(capacity - 1, self._slots - 1, -1))
+        self._slots = capacity
+
+    def _grow(self, layers: Seq[int], pages: int, slots: int) -> None:
+        rows = max(pages, slots) - (len(self.arrays[layers[0]][0]) if layers else 0)
+        need = rows * sum(self._row_bytes(self.layouts[n]) for n in layers)
+        free = available_memory()
+        if need + _KEEP_FREE > free:
+            raise OutOfMemory(
+                f"cache: {need / 1e9:.2f} GB more are needed, {free / 1e9:.2f} GB are free; "
+                "use a shorter context, fewer sequences, or close sessions"
+            )
+        for n in layers:
+            grown = empty(self.layouts[n], pages, slots, self.dtype)
+            for new, array in zip(grown, self.arrays[n], strict=True):
+                new[: len(array)] = array
+            self.arrays[n] = grown
+
+    def _row_bytes(self, layout: Layout) -> int:
+        """Bytes of one page, or of one slot, of a layer."""
+        if isinstance(layout, Pages):
+            return PAGE * (layout.first + layout.second) * self.dtype.itemsize
+        return math.prod(layout.conv) * self.dtype.itemsize + math.prod(layout.state) * 4

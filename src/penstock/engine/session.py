@@ -1,0 +1,302 @@
+"""A conversation that keeps its state: append, generate, go back, save.
+
+Recurrent layers forget how they came to a state, so a session can only go back to a snapshot. A snapshot is cheap: it
+holds pages that the session would write again only in a copy, and copies the recurrent state (megabytes per layer).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.dtypes import dtype_name
+from penstock.engine.cache import Snapshot
+from penstock.engine.engine import Engine
+from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
+from penstock.engine.tokenizer import Tokenizer
+from penstock.errors import CheckpointError, InvalidArgument
+from penstock.models.step import PAGE, Pages
+from penstock.weights.safetensors import SafetensorsFile
+
+FORMAT = "penstock-session"
+VERSION = 1
+
+
+@dataclass(eq=False)
+class Moment:
+    """What `Session.snapshot` returns: give it to `Session.rewind`."""
+
+    tokens: tuple[int, ...]
+    logits: np.ndarray | None
+    kept: Snapshot
+    session: int
+
+
+class Session:
+    """One sequence of a model. `tokens` is all it has read and written; the last one may not have been computed yet."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str | None) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._model = model
+        self._sequence = engine.open()
+        self._logits: np.ndarray | None = None
+        self.tokens: list[int] = []
+        self._closing = weakref.finalize(self, engine.close, self._sequence)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back. A closed session refuses everything else."""
+        self._closing()
+
+    def append(self, prompt: str | Seq[int], progress: Callable[[int], None] | None = None) -> int:
+        """Read text (without a template or added special tokens, unless it is the first) or token ids; their number."""
+        ids = self._encoded(prompt)
+        self._read([*self.tokens, *ids], progress)
+        return len(ids)
+
+    def _read(self, tokens: list[int], progress: Callable[[int], None] | None) -> None:
+        """Compute those of `tokens` that the caches do not hold yet. If that fails the session has what was done."""
+        done = self._sequence.length
+        if done == len(tokens):
+            return
+        try:
+            logits = self._engine.prefill(self._sequence, tokens[done:], progress=progress)
+        except BaseException:
+            self._keep(tokens, done)
+            raise
+        self.tokens, self._logits = tokens, logits
+
+    def _keep(self, tokens: list[int], done: int) -> None:
+        """After a failure: `tokens` as far as they were computed, if that is more than the `done` of before."""
+        if self._sequence.length > done:
+            self.tokens, self._logits = tokens[: max(self._sequence.length, len(self.tokens))], None
+
+    def _encoded(self, prompt: str | Seq[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, add_special_tokens=not self.tokens)
+        return [int(token) for token in self._engine._ids(prompt)]
+
+    def stream(
+        self,
+        prompt: str | Seq[int] = (),
+        max_tokens: int = 256,
+        stop: str | Seq[str] = (),
+        progress: Callable[[int], None] | None = None,
+        **sampling: Any,
+    ) -> Iterator[Chunk]:
+        """Append a prompt and continue it, token by token. What was generated belongs to the session."""
+        return self._streamed(self._request(prompt, max_tokens, stop, sampling), progress)
+
+    def generate(
+        self, prompt: str | Seq[int] = (), max_tokens: int = 256, stop: str | Seq[str] = (), **sampling: Any
+    ) -> Completion:
+        """Append a prompt and continue it; sampling as in `LLM.generate`."""
+        request = self._request(prompt, max_tokens, stop, sampling)
+        for _ in self._streamed(request, None):
+            pass
+        return request.completion()
+
+    def _request(
+        self, prompt: str | Seq[int], max_tokens: int, stop: str | Seq[str], sampling: dict[str, Any]
+    ) -> Request:
+        ids = self._encoded(prompt)
+        if not ids and not self.tokens:
+            raise InvalidArgument("session: it is empty and so is the prompt, expected at least one token")
+        done = self._sequence.length
+        return Request(
+            [*self.tokens[done:], *ids],
+            sampling_params({key: value for key, value in sampling.items() if key != "extra_eos"}),
+            self._tokenizer,
+            self._engine,
+            max_tokens=max_tokens,
+            stop=[stop] if isinstance(stop, str) else stop,
+            extra_eos=sampling.get("extra_eos", ()),
+            sequence=self._sequence,
+            context=self.tokens[:done],
+            logits=self._logits,
+        )
+
+    def _streamed(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
+        done = self._sequence.length
+        read = [*self.tokens[:done], *request.prompt]
+        chunks = run(self._engine, [request], progress)
+        try:
+            for _, chunk in chunks:
+                self.tokens = [*read, *request.tokens]
+                self._logits = None  # of the token before this one
+                yield chunk
+        finally:
+            chunks.close()  # type: ignore[attr-defined]
+            if not request.tokens:
+                self._keep(read, done)
+
+    def advance(
+        self, tokens: Seq[int], moments: Seq[Moment] = (), progress: Callable[[int], None] | None = None
+    ) -> int:
+        """Make the session hold exactly `tokens`, from the latest state that is a beginning of them; how many it kept.
+
+        Candidates are the session itself and `moments`; without a fitting one everything is read again. A state that
+        holds all of `tokens` but not the scores after them does not fit: nothing could be generated from it.
+        """
+        ids = [int(token) for token in self._engine._ids(tokens)]
+        if self._sequence.closed:
+            raise InvalidArgument("session: it was closed, expected an open one")
+        done = self._sequence.length
+
+        def fits(tokens: Seq[int], length: int, logits: np.ndarray | None) -> bool:
+            return ids[: len(tokens)] == list(tokens) and (length < len(ids) or logits is not None or not ids)
+
+        own = not self._sequence.spoiled and fits(self.tokens[:done], done, self._logits)
+        fitting = [moment for moment in moments if fits(moment.tokens, moment.kept.length, moment.logits)]
+        best = max(fitting, key=lambda m: m.kept.length, default=None)
+        if best is not None and (not own or best.kept.length > done):
+            self.rewind(best)
+        elif not own:
+            self._restart()
+        done = self._sequence.length
+        self._read(ids, progress)
+        self.tokens = ids
+        return done
+
+    def _restart(self) -> None:
+        self._engine.close(self._sequence)
+        self._closing.detach()
+        self._sequence = self._engine.open()
+        self._closing = weakref.finalize(self, self._engine.close, self._sequence)
+        self.tokens, self._logits = [], None
+
+    def snapshot(self) -> Moment:
+        """Remember this moment. It stays valid while the model is loaded, also after the session has gone on."""
+        kept = self._engine.snapshot(self._sequence)
+        moment = Moment(tuple(self.tokens), self._logits, kept, id(self._engine))
+        weakref.finalize(moment, self._engine.drop, kept)
+        return moment
+
+    def rewind(self, moment: Moment) -> None:
+        """Be as at `moment`, which may be another session's of the same model."""
+        if moment.session != id(self._engine):
+            raise InvalidArgument("rewind: the snapshot belongs to another model, expected one of this model")
+        self._engine.rewind(self._sequence, moment.kept)
+        self.tokens, self._logits = list(moment.tokens), moment.logits
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything into one file (safetensors), under a temporary name first."""
+        from safetensors.numpy import save_file
+
+        engine, sequence = self._engine, self._sequence
+        engine._check_room(sequence, 0)
+        arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
+        if self._logits is not None:
+            arrays["logits"] = self._logits
+        with engine._lock:
+            for n in range(len(engine.caches.layouts)):
+                for part, array in zip(("first", "second"), engine.caches.rows(sequence, n), strict=True):
+                    arrays[f"layers.{n}.{part}"] = np.ascontiguousarray(array)
+        about = {
+            "format": FORMAT,
+            "version": str(VERSION),
+            "model": self._model or "",
+            "fingerprint": engine.model.fingerprint,
+            "dtype": engine.dtype,
+            "activations": engine.activations,
+            "length": str(sequence.length),
+        }
+        about["digest"] = _digest(about, arrays)
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            save_file(arrays, temporary, about)
+            temporary.replace(target)
+        except OSError as error:
+            raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def read_about(path: str | os.PathLike[str]) -> tuple[SafetensorsFile, dict[str, str]]:
+    """A session file and its description. Raises CheckpointError for anything that is not a session of this version."""
+    file = SafetensorsFile.open(Path(path))
+    about = dict(file.metadata)
+    if about.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: format is {about.get('format')!r}, expected a saved session ({FORMAT!r})")
+    if about.get("version") != str(VERSION):
+        raise CheckpointError(f"{path}: version is {str(about.get('version'))[:20]!r}, expected {VERSION}")
+    missing = [key for key in ("model", "fingerprint", "dtype", "activations", "length", "digest") if key not in about]
+    if missing or not about["length"].isdecimal() or len(about["length"]) > 10:
+        raise CheckpointError(f"{path}: the description lacks {', '.join(missing) or 'a length'}, expected a session")
+    return file, about
+
+
+def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
+    """Fill a new session from a file of the same model, dtype and activations."""
+    file, about = read_about(path)
+    engine = session._engine
+    for key, own in (
+        ("fingerprint", engine.model.fingerprint),
+        ("dtype", engine.dtype),
+        ("activations", engine.activations),
+    ):
+        if about[key] != own:
+            what = {"fingerprint": "another model or quantization"}.get(key, f"{key} {about[key][:20]!r}")
+            raise CheckpointError(f"{path}: was saved with {what}, expected this model's ({key} {own[:16]!r})")
+    length = int(about["length"])
+    if length > engine.max_context:
+        raise CheckpointError(f"{path}: has {length} positions, expected at most {engine.max_context} (max_context)")
+    arrays = {name: file.array(name) for name in file.tensors}
+    wanted = {"tokens": ((arrays["tokens"].size,), "int32")} if "tokens" in arrays else {"tokens": ((0,), "int32")}
+    if "logits" in arrays:
+        wanted["logits"] = ((engine.model.config.vocab_size,), "float32")
+    for n, layout in enumerate(engine.caches.layouts):
+        if isinstance(layout, Pages):
+            dead = 0 if layout.window is None else max(0, length - layout.window + 1) // PAGE
+            shapes = [((length - dead * PAGE, width), engine.dtype) for width in (layout.first, layout.second)]
+        else:
+            shapes = [(layout.conv, engine.dtype), (layout.state, "float32")]
+        wanted |= {f"layers.{n}.{part}": shape for part, shape in zip(("first", "second"), shapes, strict=True)}
+    for name, (shape, dtype) in wanted.items():
+        if name not in arrays or tuple(arrays[name].shape) != tuple(shape) or dtype_name(arrays[name].dtype) != dtype:
+            raise CheckpointError(f"{path}: {name} is missing or not {dtype} {list(shape)}, expected a whole session")
+    if set(arrays) != set(wanted) or _digest(about, arrays) != about["digest"]:
+        raise CheckpointError(f"{path}: the contents do not fit their digest, expected an unchanged file")
+    tokens = arrays["tokens"].tolist()
+    if not length <= len(tokens) <= length + 1:
+        raise CheckpointError(f"{path}: has {len(tokens)} tokens for {length} positions, expected as many or one more")
+    try:
+        engine._ids(tokens)
+    except InvalidArgument as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    rows = [
+        tuple(arrays[f"layers.{n}.{part}"] for part in ("first", "second")) for n in range(len(engine.caches.layouts))
+    ]
+    with engine._lock:
+        engine.caches.fill(session._sequence, length, rows)  # type: ignore[arg-type]
+    session.tokens = tokens
+    session._logits = np.array(arrays["logits"]) if "logits" in arrays else None
+
+
+def _digest(about: dict[str, str], arrays: dict[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(json.dumps({k: v for k, v in about.items() if k != "digest"}, sort_keys=True).encode())
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+        digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,61 @@
+"""Model families: each module reads its config and weights and is a plain sequence of ops.
+
+A family module has MODEL_TYPES, SKIPPED, read_config, names, read_weights, caches, forward and logits; `FAMILIES` says
+which module runs which `model_type` of config.json. docs/adding-a-model.md shows how one is added.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import CheckpointError
+from penstock.quant import QuantizedTensor
+
+FAMILIES = {
+    "qwen3_5_moe": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_next": "qwen3_5",
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
+    "deepseek_v3": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "qwen3_moe": "llama",
+}
+
+
+def family_of(config: dict[str, Any]) -> ModuleType:
+    """The module for a config.json. Raises CheckpointError naming the model_type if there is none."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        found = "is missing" if model_type is None else f"is {str(model_type)[:80]!r}"
+        raise CheckpointError(f"config.json: model_type {found}, expected one of {', '.join(FAMILIES)}")
+    return importlib.import_module(f"penstock.models.{FAMILIES[model_type]}")
+
+
+def bytes_of(weights: Any) -> int:
+    """Bytes of all arrays in a family's weights; one that stands in two places (a tied head) counts once."""
+    seen: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, tuple | list):
+            for item in value:
+                visit(item)
+        elif isinstance(value, np.ndarray | QuantizedTensor):
+            seen[id(value)] = value.nbytes
+        elif is_dataclass(value):
+            for item in fields(value):
+                visit(getattr(value, item.name))
+
+    visit(weights)
+    return sum(seen.values())

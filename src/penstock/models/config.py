@@ -1,0 +1,135 @@
+"""Reading config.json strictly: every key a model relies on is named, typed and checked before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.errors import CheckpointError
+
+_MISSING: Any = object()
+_LARGEST = 1 << 31  # sizes, counts and positions are int32 in kernels
+
+
+class Fields:
+    """The keys of one JSON object, with errors that say where a value stands, what it is and what was expected.
+
+    Raises CheckpointError for a missing key without a default and for a value of another kind or out of range. A key
+    that is null counts as missing where a default is given.
+    """
+
+    def __init__(self, values: Any, where: str) -> None:
+        if not isinstance(values, Mapping):
+            raise CheckpointError(f"{where} is {_shown(values)}, expected an object")
+        self.values: Mapping[str, Any] = values
+        self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def error(self, key: str, expected: str) -> CheckpointError:
+        if key not in self.values:
+            return CheckpointError(f"{self.where}: {key} is missing, expected {expected}")
+        return CheckpointError(f"{self.where}: {key} is {_shown(self.values[key])}, expected {expected}")
+
+    def _value(self, key: str, default: Any, expected: str) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            if default is _MISSING:
+                raise self.error(key, expected)
+            return default
+        return value
+
+    def integer(self, key: str, default: Any = _MISSING, least: int = 1, most: int = _LARGEST) -> Any:
+        expected = f"an integer from {least} to {most}"
+        value = self._value(key, default, expected)
+        if value is default:
+            return value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # some exporters write 32000.0
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(key, expected)
+        return value
+
+    def number(self, key: str, default: Any = _MISSING, above: float = -math.inf, most: float = math.inf) -> Any:
+        bounds = (f" above {above:g}" if above > -math.inf else "") + (f" up to {most:g}" if most < math.inf else "")
+        value = self._value(key, default, f"a number{bounds}")
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"a number{bounds}")
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not (math.isfinite(value) and above < value <= most):
+            raise self.error(key, f"a number{bounds}")
+        return value
+
+    def boolean(self, key: str, default: Any = _MISSING) -> Any:
+        value = self._value(key, default, "true or false")
+        if not isinstance(value, bool) and value is not default:
+            raise self.error(key, "true or false")
+        return value
+
+    def choice(self, key: str, allowed: Sequence[Any], default: Any = _MISSING) -> Any:
+        """One of the values that penstock supports."""
+        expected = f"one of {', '.join(map(repr, allowed))}" if len(allowed) > 1 else repr(allowed[0])
+        value = self._value(key, default, expected)
+        if value is not default and not any(type(value) is type(a) and value == a for a in allowed):
+            raise self.error(key, expected)
+        return value
+
+    def items(self, key: str, kind: type, default: Any = _MISSING) -> Any:
+        """A list of strings or integers."""
+        expected = f"a list of {'strings' if kind is str else 'integers'}"
+        value = self._value(key, default, expected)
+        if value is default:
+            return value
+        if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, kind) for v in value):
+            raise self.error(key, expected)
+        return tuple(value)
+
+    def table(self, key: str, default: Any = _MISSING) -> Any:
+        """A nested object, itself as Fields."""
+        value = self._value(key, default, "an object")
+        if value is default:
+            return value
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return Fields(value, f"{self.where}: {key}")
+
+    def require(self, condition: bool, message: str) -> None:
+        """A relation between several keys holds."""
+        if not condition:
+            raise CheckpointError(f"{self.where}: {message}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write very long integers
+        return f"a very long {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def layer_types(
+    fields: Fields, layers: int, known: Sequence[str], interval: int | None = None, default: str | None = None
+) -> tuple[str, ...]:
+    """`layer_types`, or every `interval`-th layer of the last known kind and the others of the first."""
+    found = fields.items("layer_types", str, None)
+    if found is None:
+        if interval is None:
+            if default is None:
+                raise fields.error("layer_types", f"a list of {layers} layer kinds")
+            return (default,) * layers
+        return tuple(known[-1] if (n + 1) % interval == 0 else known[0] for n in range(layers))
+    for kind in found:
+        if kind not in known:
+            raise CheckpointError(f"{fields.where}: layer_types has {kind!r}, expected {', '.join(map(repr, known))}")
+    if len(found) != layers:
+        raise CheckpointError(
+            f"{fields.where}: layer_types has {len(found)} entries, expected {layers} (one per layer)"
+        )
+    return found

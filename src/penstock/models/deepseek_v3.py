@@ -1,0 +1,318 @@
+"""DeepSeek-V3 and Cogito-V2: latent attention (MLA), group-limited sigmoid routing, a shared expert.
+
+model_type `deepseek_v3` and `kimi_k2`. The cache holds a latent [R] and a rotated key [rope] per position, shared by
+all heads. A few tokens attend in the latent space (absorbed); a long piece of prompt expands the cached latents to keys
+and values first. Axis letters: T tokens, H heads, R rank of the latent, nope and rope the two parts of a head's query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock import ops
+from penstock.models.config import Fields
+from penstock.models.layers import (
+    ExpertStack,
+    Joined,
+    Mlp,
+    embed,
+    experts,
+    flat,
+    heads,
+    join,
+    linear,
+    mlp,
+    project,
+    read_experts,
+    read_mlp,
+)
+from penstock.models.rope import Rope, read_rope
+from penstock.models.source import Source, Weight
+from penstock.models.step import PAGE, Layout, Pages, Step
+from penstock.ops._op import Array
+from penstock.weights.checkpoint import Checkpoint
+
+MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+SKIPPED = ("mtp.", "model.mtp.")
+
+_INNER_EPS = 1e-6  # of the norms inside MLA, whatever rms_norm_eps says
+_EXPANDED_BYTES = 1 << 29  # keys and values that a piece of prompt may expand to
+
+
+@dataclass(frozen=True)
+class Config:
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    dim: int
+    layers: int
+    norm_eps: float
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope_dim: int
+    value_dim: int
+    rope: Rope
+    interleaved: bool
+    scale: float
+    tied: bool
+    mlp_width: int
+    dense_layers: int
+    experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int
+    groups: int
+    top_groups: int
+    renormalise: bool
+    routed_scale: float
+
+
+def read_config(raw: dict) -> Config:
+    """The config of a text model. Raises CheckpointError for what is missing, inconsistent or not supported."""
+    fields = Fields(raw, "config.json")
+    fields.choice("hidden_act", ("silu",), "silu")
+    fields.choice("attention_bias", (False,), False)
+    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
+    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    fields.choice("moe_layer_freq", (1,), 1)
+    layers = fields.integer("num_hidden_layers", most=4096)
+    nope, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
+    max_positions = fields.integer("max_position_embeddings", 4096)
+    rope = read_rope(fields, rope_dim, max_positions, theta=10000.0)
+    fields.require(rope.width == rope_dim, "partial_rotary_factor is not 1, expected all of qk_rope_head_dim to turn")
+
+    count = fields.integer("n_routed_experts", 0, least=0)
+    dense = fields.integer("first_k_dense_replace", 0, least=0) if count else layers
+    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    k = fields.integer("num_experts_per_tok", most=count) if count else 0
+    if count:
+        fields.require(count % groups == 0, f"n_routed_experts is {count}, expected a multiple of n_group ({groups})")
+        fields.require(top_groups <= groups, f"topk_group is {top_groups}, expected at most n_group ({groups})")
+        fields.require(
+            groups == 1 or count // groups >= 2, f"n_group is {groups}, expected two experts or more in each"
+        )
+        room = top_groups * (count // groups)
+        fields.require(k <= room, f"num_experts_per_tok is {k}, expected at most {room} (topk_group groups of experts)")
+    expert_width = fields.integer("moe_intermediate_size") if count else 0
+    return Config(
+        model_type=fields.choice("model_type", MODEL_TYPES),
+        vocab_size=fields.integer("vocab_size"),
+        max_positions=max_positions,
+        dim=fields.integer("hidden_size"),
+        layers=layers,
+        norm_eps=fields.number("rms_norm_eps", above=0),
+        heads=fields.integer("num_attention_heads"),
+        q_rank=fields.integer("q_lora_rank", None),
+        kv_rank=fields.integer("kv_lora_rank"),
+        nope=nope,
+        rope_dim=rope_dim,
+        value_dim=fields.integer("v_head_dim"),
+        rope=rope,
+        interleaved=fields.boolean("rope_interleave", True),
+        scale=(nope + rope_dim) ** -0.5 * rope.score_gain,
+        tied=fields.boolean("tie_word_embeddings", False),
+        mlp_width=fields.integer("intermediate_size") if dense else 0,
+        dense_layers=min(dense, layers),
+        experts=count,
+        top_k=k,
+        expert_width=expert_width,
+        shared_width=expert_width * (fields.integer("n_shared_experts", 0, least=0) if count else 0),
+        groups=groups,
+        top_groups=top_groups,
+        renormalise=fields.boolean("norm_topk_prob", True),
+        routed_scale=fields.number("routed_scaling_factor", 1.0, above=0),
+    )
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attention:
+    inputs: Joined  # q_a [q_rank, dim] (or q itself) and kv_a [R + rope, dim]
+    q_norm: np.ndarray | None
+    q_b: Weight | None  # [H · (nope + rope), q_rank]
+    kv_norm: np.ndarray
+    key: Weight  # kv_b whole [H · (nope + vd), R], or embed_q [H, R, nope]
+    value: Weight | None  # unembed_out [H, vd, R]; None: the value rows of kv_b
+    out: Weight
+
+
+@dataclass(frozen=True)
+class Experts:
+    router: Weight
+    bias: np.ndarray | None
+    routed: ExpertStack
+    shared: Mlp | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    attention_norm: np.ndarray
+    attention: Attention
+    mlp_norm: np.ndarray
+    mlp: Mlp | Experts
+
+
+@dataclass(frozen=True)
+class Weights:
+    embed: Weight
+    layers: tuple[Layer, ...]
+    norm: np.ndarray
+    head: Weight
+
+
+def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
+    """Prefix of the tensors, prefix of `lm_head`, and the layout ("hf" or "mlx")."""
+    stacked = any(".switch_mlp." in name or name.endswith(".scales") for name in checkpoint.names)
+    return "model.", "", "mlx" if stacked else "hf"
+
+
+def read_weights(source: Source, config: Config) -> Weights:
+    table = source.weight("embed_tokens", config.vocab_size, config.dim)
+    layers = tuple(_layer(source, config, n) for n in range(config.layers))
+    head = table if config.tied else source.weight("lm_head", config.vocab_size, config.dim)
+    return Weights(table, layers, source.vector("norm", config.dim), head)
+
+
+def _layer(source: Source, config: Config, n: int) -> Layer:
+    dim, path = config.dim, f"layers.{n}"
+    block: Mlp | Experts
+    if n < config.dense_layers:
+        block = read_mlp(source, f"{path}.mlp", dim, config.mlp_width)
+    else:
+        bias = f"{path}.mlp.gate.e_score_correction_bias"
+        shared = config.shared_width
+        block = Experts(
+            source.weight(f"{path}.mlp.gate", config.experts, dim),
+            source.vector(bias, config.experts) if bias in source else None,
+            read_experts(source, f"{path}.mlp", "switch_mlp", config.experts, dim, config.expert_width),
+            read_mlp(source, f"{path}.mlp.shared_experts", dim, shared) if shared else None,
+        )
+    return Layer(
+        source.vector(f"{path}.input_layernorm", dim),
+        _attention(source, config, f"{path}.self_attn."),
+        source.vector(f"{path}.post_attention_layernorm", dim),
+        block,
+    )
+
+
+def _attention(source: Source, config: Config, path: str) -> Attention:
+    H, R, dim = config.heads, config.kv_rank, config.dim
+    width, vd = config.nope + config.rope_dim, config.value_dim
+    per_head = np.concatenate([np.arange(config.nope), config.nope + _halves(config)])
+    q_rows = (np.arange(H)[:, None] * width + per_head).reshape(-1)
+    kv_rows = np.concatenate([np.arange(R), R + _halves(config)])
+    kv_a = source.rows(path + "kv_a_proj_with_mqa", kv_rows, R + config.rope_dim, dim)
+    if config.q_rank is None:
+        q_norm, q_b, first = None, None, source.rows(path + "q_proj", q_rows, H * width, dim)
+    else:
+        first = source.weight(path + "q_a_proj", config.q_rank, dim)
+        q_norm = source.vector(path + "q_a_layernorm", config.q_rank)
+        q_b = source.rows(path + "q_b_proj", q_rows, H * width, config.q_rank)
+    if path + "embed_q" in source:
+        key = source.weight(path + "embed_q", H, R, config.nope)
+        value = source.weight(path + "unembed_out", H, vd, R)
+    else:
+        key, value = source.weight(path + "kv_b_proj", H * (config.nope + vd), R), None
+    kv_norm = source.vector(path + "kv_a_layernorm", R)
+    out = source.weight(path + "o_proj", dim, H * vd)
+    return Attention(join(first, kv_a), q_norm, q_b, kv_norm, key, value, out)
+
+
+def _halves(config: Config) -> np.ndarray:
+    """Order of rotary rows that turns neighbouring pairs (2i, 2i + 1) into pairs (i, i + rope/2)."""
+    order = np.arange(config.rope_dim)
+    return np.concatenate([order[::2], order[1::2]]) if config.interleaved else order
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def caches(config: Config) -> tuple[Layout, ...]:
+    return (Pages(config.kv_rank, config.rope_dim),) * config.layers
+
+
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+    """The residual stream after the last layer, [T, dim]; `logits` makes scores of its rows."""
+    h = embed(step, w.embed)
+    for layer, state in zip(w.layers, cache, strict=True):
+        x = ops.rms_norm(h, layer.attention_norm, config.norm_eps)
+        h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
+        x = ops.rms_norm(h, layer.mlp_norm, config.norm_eps)
+        if isinstance(layer.mlp, Mlp):
+            h = ops.residual_add(h, mlp(step, x, layer.mlp))
+        else:
+            h = moe(step, h, x, layer.mlp, config)
+    return h
+
+
+def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
+    """Scores of the next token, float32 [T, vocab]."""
+    return linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
+
+
+def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+    """Latent attention. x [T, dim] → [T, dim]."""
+    rope = config.rope
+    q, kv = project(step, x, w.inputs)
+    if w.q_b is not None:
+        q = linear(step, ops.rms_norm(q, w.q_norm, _INNER_EPS), w.q_b)
+    q_nope, q_pe, latent, k_pe = ops.mla_split_q_kv(heads(q, config.heads), kv, config.nope)
+    latent = ops.rms_norm(latent, w.kv_norm, _INNER_EPS)
+    q_pe = ops.rope(q_pe, rope.inv_freq, step.positions, None, rope.mscale)
+    k_pe = flat(ops.rope(heads(k_pe, 1), rope.inv_freq, step.positions, None, rope.mscale))
+    table = step.tables[None]
+    ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table)
+    if step.lengths is None and _expands(config, x.shape[0], int(step.positions) + x.shape[0]):
+        y = expanded(step, q_nope, q_pe, w, config, cache)
+    else:
+        lengths = step.positions + np.int32(x.shape[0]) if step.lengths is None else step.lengths
+        q_latent = ops.mla_q_prime(q_nope, w.key)  # [T, H, R]
+        y = ops.mla_sdpa(q_latent, q_pe, *cache, np.asarray(lengths), config.scale, block_table=table)
+        y = ops.mla_out_per_head(y, w.key if w.value is None else w.value, config.nope if w.value is None else None)
+    return linear(step, flat(y), w.out)
+
+
+def _expands(config: Config, T: int, length: int) -> bool:
+    """Whether T tokens at the end of `length` positions are cheaper after expanding the cache to keys and values.
+
+    Per position: expanding costs R · (nope + vd) multiplications per head once; a token then saves the difference
+    between the latent's width and a head's.
+    """
+    R, rope, nope, vd = config.kv_rank, config.rope_dim, config.nope, config.value_dim
+    saved = (2 * R + rope) - (nope + rope + vd)
+    nbytes = 4 * length * config.heads * (nope + rope + vd)
+    return T * saved > R * (nope + vd) and nbytes <= _EXPANDED_BYTES
+
+
+def expanded(step: Step, q_nope: Array, q_pe: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+    """Ordinary causal attention over keys and values made from the cached latents, [T, H, vd]."""
+    H, T = config.heads, q_nope.shape[0]
+    length = int(step.positions) + T
+    pages = step.tables[None][: -(-length // PAGE)]
+    latent, k_pe = (part[pages].reshape(len(pages) * PAGE, part.shape[-1])[:length] for part in cache)
+    if w.value is None:
+        keys, values = ops.mla_expand(latent, w.key, heads=H, nope=config.nope)
+    else:
+        keys, values = ops.mla_expand(latent, w.key, w.value)
+    shared = np.broadcast_to(k_pe[:, None], (length, H, config.rope_dim))
+    keys = np.concatenate([keys, shared], axis=2).reshape(length, H * (config.nope + config.rope_dim))
+    q = np.concatenate([q_nope, q_pe], axis=2)
+    return ops.attention_prefill(q, keys, values.reshape(length, -1), step.positions, config.scale)
+
+
+def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
+    """h + Σ chosen experts of x + shared expert of x, h and x [T, dim]."""
+    scores = linear(step, x, w.router, "float32")
+    ids, weights = ops.moe_group_route(
+        scores, w.bias, config.groups, config.top_groups, config.top_k, config.renormalise, config.routed_scale
+    )
+    routed = experts(step, x, ids, weights, w.routed)
+    shared = None if w.shared is None else mlp(step, x, w.shared)
+    return ops.moe_combine_residual(h, None, None, shared, None, moe_sum=routed)

@@ -1,0 +1,346 @@
+"""Gemma 4: sliding and global attention, a dense MLP beside experts (26B-A4B) or alone, per-layer inputs.
+
+model_type `gemma4` (config under `text_config`) and `gemma4_text`. Sliding layers have values of their own and plain
+rotary positions; global layers are wider, turn a quarter of their channels, and may use their raw keys as values. The
+last `num_kv_shared_layers` layers read the cache of the last layer of their kind before them. Axis letters: T tokens,
+H query heads, Hkv key/value heads, D width of a head, P width of the per-layer inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock import ops
+from penstock.models.config import Fields, layer_types
+from penstock.models.layers import (
+    ExpertStack,
+    Joined,
+    Mlp,
+    embed,
+    experts,
+    flat,
+    heads,
+    join,
+    linear,
+    mlp,
+    project,
+    read_experts,
+    read_mlp,
+)
+from penstock.models.rope import Rope, read_rope
+from penstock.models.source import Source, Weight
+from penstock.models.step import Layout, Pages, Step, attend, attend_only
+from penstock.ops._op import Array
+from penstock.weights.checkpoint import Checkpoint
+
+MODEL_TYPES = ("gemma4", "gemma4_text")
+SKIPPED = tuple(
+    f"{prefix}{part}"
+    for prefix in ("", "model.")
+    for part in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.", "mtp.")
+)
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ROPES = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    _FULL: {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the layers of one kind have in common."""
+
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None
+    values: bool  # a projection of their own; else the raw keys
+
+
+@dataclass(frozen=True)
+class Config:
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    dim: int
+    layer_types: tuple[str, ...]
+    kinds: dict[str, Kind]
+    sources: tuple[int, ...]  # per layer the layer whose cache it reads: itself, or the one it shares with
+    norm_eps: float
+    heads: int
+    mlp_widths: tuple[int, ...]
+    tied: bool
+    softcap: float | None
+    per_layer_width: int  # 0: no per-layer inputs
+    per_layer_vocab: int
+    experts: int  # 0: no experts
+    top_k: int
+    expert_width: int
+
+
+def read_config(raw: dict) -> Config:
+    """The config of a text model. Raises CheckpointError for what is missing, inconsistent or not supported."""
+    top = Fields(raw, "config.json")
+    fields = top.table("text_config", top)
+    model_type = fields.choice("model_type", MODEL_TYPES, None) or top.choice("model_type", MODEL_TYPES)
+    layers = fields.integer("num_hidden_layers", most=4096)
+    kinds_of = layer_types(fields, layers, (_SLIDING, _FULL), fields.integer("sliding_window_pattern", 6))
+    H = fields.integer("num_attention_heads")
+    fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    fields.choice("attention_bias", (False,), False)
+    fields.choice("use_bidirectional_attention", ("vision",), None)  # text attends causally
+    max_positions = fields.integer("max_position_embeddings", 131072)
+
+    shared = fields.integer("num_kv_shared_layers", 0, least=0, most=layers - 1)
+    first_shared = layers - shared
+    last = {kind: n for n, kind in enumerate(kinds_of[:first_shared])}
+    for kind in kinds_of[first_shared:]:
+        fields.require(kind in last, f"num_kv_shared_layers is {shared}, but no layer before has {kind} to share")
+    width = fields.integer("intermediate_size")
+    wide = 2 if fields.boolean("use_double_wide_mlp", False) else 1
+    moe = fields.boolean("enable_moe_block", False)
+    count = fields.integer("num_experts") if moe else 0
+    per_layer = fields.integer("hidden_size_per_layer_input", 0, least=0)
+    vocab = fields.integer("vocab_size")
+    return Config(
+        model_type=model_type,
+        vocab_size=vocab,
+        max_positions=max_positions,
+        dim=fields.integer("hidden_size"),
+        layer_types=kinds_of,
+        kinds={kind: _kind(fields, kind, H, max_positions) for kind in sorted(set(kinds_of))},
+        sources=tuple(n if n < first_shared else last[kind] for n, kind in enumerate(kinds_of)),
+        norm_eps=fields.number("rms_norm_eps", above=0),
+        heads=H,
+        mlp_widths=tuple(width * (wide if 0 < first_shared <= n else 1) for n in range(layers)),
+        tied=fields.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", True)),
+        softcap=fields.number("final_logit_softcapping", None, above=0),
+        per_layer_width=per_layer,
+        per_layer_vocab=fields.integer("vocab_size_per_layer_input", vocab) if per_layer else 0,
+        experts=count,
+        top_k=fields.integer("top_k_experts", most=count) if moe else 0,
+        expert_width=fields.integer("moe_intermediate_size") if moe else 0,
+    )
+
+
+def _kind(fields: Fields, kind: str, H: int, max_positions: int) -> Kind:
+    tables = fields.table("rope_parameters", None)
+    parameters = tables.table(kind, None) if tables is not None else None
+    parameters = parameters or Fields(_ROPES[kind], f"{fields.where}: rope_parameters")
+    kv_heads, head_dim, values = fields.integer("num_key_value_heads"), fields.integer("head_dim"), True
+    window = fields.integer("sliding_window")
+    if kind == _FULL:
+        head_dim, window = fields.integer("global_head_dim", head_dim), None
+        if fields.boolean("attention_k_eq_v", False):
+            kv_heads, values = fields.integer("num_global_key_value_heads", kv_heads), False
+    fields.require(H % kv_heads == 0, f"num_attention_heads is {H}, expected a multiple of {kv_heads} key/value heads")
+    return Kind(kv_heads, head_dim, read_rope(fields, head_dim, max_positions, parameters), window, values)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attention:
+    inputs: Joined  # q [H · D, dim], then k [Hkv · D, dim] and v unless they come from elsewhere
+    out: Weight
+    q_norm: np.ndarray
+    k_norm: np.ndarray | None  # None: reads the keys and values of another layer
+
+
+@dataclass(frozen=True)
+class Experts:
+    router: Weight
+    router_norm: np.ndarray  # router.scale · dim^(−1/2)
+    expert_scale: np.ndarray
+    routed: ExpertStack
+    input_norm: np.ndarray
+    dense_norm: np.ndarray  # of the dense MLP's output
+    output_norm: np.ndarray
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    gate: Weight
+    out: Weight
+    norm: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: np.ndarray
+    attention: Attention
+    attention_norm: np.ndarray
+    mlp_norm: np.ndarray
+    mlp: Mlp
+    experts: Experts | None
+    output_norm: np.ndarray
+    per_layer: PerLayer | None
+    scalar: np.ndarray
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    table: Weight  # [vocab, layers · P]
+    projection: Weight  # [layers · P, dim]
+    norm: np.ndarray
+
+
+@dataclass(frozen=True)
+class Weights:
+    embed: Weight
+    per_layer: PerLayerInputs | None
+    layers: tuple[Layer, ...]
+    norm: np.ndarray
+    head: Weight
+
+
+def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
+    """Prefix of the text model's tensors, prefix of `lm_head`, and the layout ("hf" or "mlx")."""
+    spellings = (("language_model.model.", "language_model.", "mlx"), ("model.language_model.", "", "hf"))
+    found = [spelling for spelling in spellings if f"{spelling[0]}norm.weight" in checkpoint]
+    stacked = any(".switch_glu." in name or name.endswith(".scales") for name in checkpoint.names)
+    return found[0] if found else ("model.", "", "mlx" if stacked else "hf")
+
+
+def read_weights(source: Source, config: Config) -> Weights:
+    dim, count, P = config.dim, len(config.layer_types), config.per_layer_width
+    table = source.weight("embed_tokens", config.vocab_size, dim)
+    inputs = None
+    if P:
+        inputs = PerLayerInputs(
+            source.weight("embed_tokens_per_layer", config.per_layer_vocab, count * P),
+            source.weight("per_layer_model_projection", count * P, dim),
+            source.vector("per_layer_projection_norm", P),
+        )
+    layers = tuple(_layer(source, config, n) for n in range(count))
+    head = table if config.tied else source.weight("lm_head", config.vocab_size, dim)
+    return Weights(table, inputs, layers, source.vector("norm", dim), head)
+
+
+def _layer(source: Source, config: Config, n: int) -> Layer:
+    dim, P, path = config.dim, config.per_layer_width, f"layers.{n}."
+    per_layer = None
+    if P:
+        per_layer = PerLayer(
+            source.weight(path + "per_layer_input_gate", P, dim),
+            source.weight(path + "per_layer_projection", dim, P),
+            source.vector(path + "post_per_layer_input_norm", dim),
+        )
+    return Layer(
+        source.vector(path + "input_layernorm", dim),
+        _attention(source, config, n, path + "self_attn."),
+        source.vector(path + "post_attention_layernorm", dim),
+        source.vector(path + "pre_feedforward_layernorm", dim),
+        read_mlp(source, path + "mlp", dim, config.mlp_widths[n]),
+        _experts(source, config, path) if config.experts else None,
+        source.vector(path + "post_feedforward_layernorm", dim),
+        per_layer,
+        source.vector(path + "layer_scalar", 1),
+    )
+
+
+def _attention(source: Source, config: Config, n: int, path: str) -> Attention:
+    kind, dim = config.kinds[config.layer_types[n]], config.dim
+    rows = {"q": config.heads * kind.head_dim}
+    if config.sources[n] == n:
+        rows |= {"k": kind.kv_heads * kind.head_dim} | ({"v": kind.kv_heads * kind.head_dim} if kind.values else {})
+    return Attention(
+        join(*(source.weight(f"{path}{part}_proj", count, dim) for part, count in rows.items())),
+        source.weight(path + "o_proj", dim, rows["q"]),
+        source.vector(path + "q_norm", kind.head_dim),
+        source.vector(path + "k_norm", kind.head_dim) if "k" in rows else None,
+    )
+
+
+def _experts(source: Source, config: Config, path: str) -> Experts:
+    dim = config.dim
+    return Experts(
+        source.weight(path + "router.proj", config.experts, dim),
+        source.vector(path + "router.scale", dim) * np.float32(dim**-0.5),
+        source.vector(path + "router.per_expert_scale", config.experts),
+        read_experts(source, path + "experts", "switch_glu", config.experts, dim, config.expert_width),
+        source.vector(path + "pre_feedforward_layernorm_2", dim),
+        source.vector(path + "post_feedforward_layernorm_1", dim),
+        source.vector(path + "post_feedforward_layernorm_2", dim),
+    )
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def caches(config: Config) -> tuple[Layout, ...]:
+    """One cache per layer; a layer that shares another's has an empty one."""
+    layouts = []
+    for n, name in enumerate(config.layer_types):
+        kind = config.kinds[name]
+        width = kind.kv_heads * kind.head_dim if config.sources[n] == n else 0
+        layouts.append(Pages(width, width, kind.window))
+    return tuple(layouts)
+
+
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+    """The residual stream after the last layer, [T, dim]; `logits` makes scores of its rows."""
+    eps = config.norm_eps
+    h = ops.mul(embed(step, w.embed), math.sqrt(config.dim))
+    inputs = per_layer_inputs(step, h, w.per_layer, config) if w.per_layer is not None else None
+    for n, layer in enumerate(w.layers):
+        x = ops.rms_norm(h, layer.input_norm, eps)
+        x = attention(step, x, layer.attention, config, n, cache[config.sources[n]])
+        h = ops.residual_add(h, ops.rms_norm(x, layer.attention_norm, eps))
+        x = mlp(step, ops.rms_norm(h, layer.mlp_norm, eps), layer.mlp, "gelu_tanh")
+        if layer.experts is not None:
+            x = ops.add(ops.rms_norm(x, layer.experts.dense_norm, eps), moe(step, h, layer.experts, config))
+        h = ops.residual_add(h, ops.rms_norm(x, layer.output_norm, eps))
+        if layer.per_layer is not None and inputs is not None:
+            x = ops.geglu(linear(step, h, layer.per_layer.gate), inputs[n])
+            x = linear(step, x, layer.per_layer.out)
+            h = ops.residual_add(h, ops.rms_norm(x, layer.per_layer.norm, eps))
+        h = ops.mul(h, layer.scalar)
+    return h
+
+
+def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
+    """Scores of the next token, float32 [T, vocab]."""
+    y = linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
+    return y if config.softcap is None else ops.softcap(y, config.softcap)
+
+
+def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache: tuple[Array, Array]) -> Array:
+    """Attention with normed heads and scale 1. Values are normed without a weight. x [T, dim] → [T, dim]."""
+    kind, eps = config.kinds[config.layer_types[n]], config.norm_eps
+    rope = kind.rope
+    q, *kv = project(step, x, w.inputs)
+    q = ops.rms_norm(heads(q, config.heads), w.q_norm, eps)
+    q = ops.rope(q, rope.inv_freq, step.positions, rope.width, rope.mscale)
+    if w.k_norm is None:
+        return linear(step, flat(attend_only(step, cache, q, 1.0, kind.window)), w.out)
+    raw = heads(kv[0], kind.kv_heads)  # [T, Hkv, D]
+    k = ops.rope(ops.rms_norm(raw, w.k_norm, eps), rope.inv_freq, step.positions, rope.width, rope.mscale)
+    v = ops.rms_norm(heads(kv[1], kind.kv_heads) if kind.values else raw, None, eps)
+    return linear(step, flat(attend(step, cache, q, k, v, 1.0, kind.window)), w.out)
+
+
+def moe(step: Step, h: Array, w: Experts, config: Config) -> Array:
+    """Normed sum of the chosen experts; router and experts see the residual stream through norms of their own."""
+    scores = linear(step, ops.rms_norm(h, w.router_norm, config.norm_eps), w.router, "float32")
+    ids, weights = ops.moe_route(scores, w.expert_scale, config.top_k)
+    x = ops.rms_norm(h, w.input_norm, config.norm_eps)
+    return ops.rms_norm(experts(step, x, ids, weights, w.routed, "gelu_tanh"), w.output_norm, config.norm_eps)
+
+
+def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: Config) -> list[Array]:
+    """(normed projection of the embedding + row of the second table · √P) / √2, one [T, P] per layer."""
+    count, P = len(config.layer_types), config.per_layer_width
+    T = h.shape[0]
+    # eps belongs to the scaled projection: scaling by dim^(−1/2) inside the norm would divide it by dim
+    projected = ops.mul(linear(step, h, w.projection), config.dim**-0.5).reshape(T, count, P)
+    projected = ops.rms_norm(projected, w.norm, config.norm_eps)
+    rows = ops.mul(embed(step, w.table), math.sqrt(P)).reshape(T, count, P)
+    both = ops.mul(ops.add(projected, rows), 2**-0.5)
+    return [np.ascontiguousarray(both[:, n]) for n in range(count)]

@@ -1,0 +1,272 @@
+"""Llama and its relatives: attention with rotary positions, a gated MLP or experts, nothing recurrent.
+
+model_type `llama` (Llama 2 and 3, SmolLM2), `mistral` (sliding window), `qwen2`, `qwen3` (normed heads), `qwen3_moe`
+(Qwen3-30B-A3B). Axis letters: T tokens, H query heads, Hkv key/value heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock import ops
+from penstock.models.config import Fields, layer_types
+from penstock.models.layers import (
+    ExpertStack,
+    Joined,
+    Mlp,
+    embed,
+    experts,
+    flat,
+    heads,
+    join,
+    linear,
+    mlp,
+    project,
+    read_experts,
+    read_mlp,
+)
+from penstock.models.rope import Rope, read_rope
+from penstock.models.source import Source, Weight
+from penstock.models.step import Layout, Pages, Step, attend
+from penstock.ops._op import Array
+from penstock.weights.checkpoint import Checkpoint
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SKIPPED = ("model.vision_tower.", "vision_tower.", "mtp.")
+
+
+@dataclass(frozen=True)
+class Config:
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    dim: int
+    windows: tuple[int | None, ...]  # one per layer
+    norm_eps: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    head_norms: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    tied: bool
+    mlp_width: int
+    dense_layers: frozenset[int]
+    experts: int
+    top_k: int
+    expert_width: int
+    renormalise: bool
+
+
+def read_config(raw: dict) -> Config:
+    """The config of a text model. Raises CheckpointError for what is missing, inconsistent or not supported."""
+    fields = Fields(raw, "config.json")
+    model_type = fields.choice("model_type", MODEL_TYPES)
+    layers = fields.integer("num_hidden_layers", most=4096)
+    H = fields.integer("num_attention_heads")
+    Hkv = fields.integer("num_key_value_heads", H)
+    fields.require(H % Hkv == 0, f"num_attention_heads is {H}, expected a multiple of num_key_value_heads ({Hkv})")
+    dim = fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", None)
+    if head_dim is None:
+        fields.require(dim % H == 0, f"head_dim is missing and hidden_size {dim} is no multiple of {H} heads")
+        head_dim = dim // H
+    fields.choice("hidden_act", ("silu",), "silu")
+    fields.choice("pretraining_tp", (1,), 1)
+    max_positions = fields.integer("max_position_embeddings", 1 << 15)
+    count = fields.integer("num_experts", 0, least=0) if model_type == "qwen3_moe" else 0
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = {n for n in range(layers) if not count or (n + 1) % step or n in fields.items("mlp_only_layers", int, ())}
+    attention_bias = fields.boolean("attention_bias", False)
+    return Config(
+        model_type=model_type,
+        vocab_size=fields.integer("vocab_size"),
+        max_positions=max_positions,
+        dim=dim,
+        windows=_windows(fields, model_type, layers),
+        norm_eps=fields.number("rms_norm_eps", above=0),
+        heads=H,
+        kv_heads=Hkv,
+        head_dim=head_dim,
+        rope=read_rope(fields, head_dim, max_positions, theta=10000.0),
+        head_norms=model_type in ("qwen3", "qwen3_moe"),
+        qkv_bias=attention_bias or model_type == "qwen2",
+        out_bias=attention_bias,
+        mlp_bias=fields.boolean("mlp_bias", False),
+        tied=fields.boolean("tie_word_embeddings", False),
+        mlp_width=fields.integer("intermediate_size") if dense else 0,
+        dense_layers=frozenset(dense),
+        experts=count,
+        top_k=fields.integer("num_experts_per_tok", most=count) if count else 0,
+        expert_width=fields.integer("moe_intermediate_size") if count else 0,
+        renormalise=fields.boolean("norm_topk_prob", False) if count else True,
+    )
+
+
+def _windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, ...]:
+    """Mistral's window counts for all layers; Qwen's only with `use_sliding_window`, from a layer on or by list."""
+    window = fields.integer("sliding_window", None)
+    if model_type != "mistral" and not fields.boolean("use_sliding_window", False):
+        window = None
+    if window is None:
+        return (None,) * layers
+    if fields.items("layer_types", str, None) is not None:
+        kinds = layer_types(fields, layers, ("sliding_attention", "full_attention"))
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = 0 if model_type == "mistral" else fields.integer("max_window_layers", 0, least=0)
+    return tuple(window if n >= first else None for n in range(layers))
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attention:
+    inputs: Joined  # q [H · D, dim], k and v [Hkv · D, dim]
+    out: Weight
+    input_biases: tuple[np.ndarray, ...]  # of q, k, v, or none
+    out_bias: np.ndarray | None
+    q_norm: np.ndarray | None
+    k_norm: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class BiasedMlp:
+    mlp: Mlp
+    gate_bias: np.ndarray
+    up_bias: np.ndarray
+    down_bias: np.ndarray
+
+
+@dataclass(frozen=True)
+class Experts:
+    router: Weight
+    routed: ExpertStack
+
+
+@dataclass(frozen=True)
+class Layer:
+    attention_norm: np.ndarray
+    attention: Attention
+    mlp_norm: np.ndarray
+    mlp: Mlp | BiasedMlp | Experts
+
+
+@dataclass(frozen=True)
+class Weights:
+    embed: Weight
+    layers: tuple[Layer, ...]
+    norm: np.ndarray
+    head: Weight
+
+
+def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
+    """Prefix of the tensors, prefix of `lm_head`, and the layout; the two layouts differ in the experts' names only."""
+    stacked = any(".switch_mlp." in name or name.endswith(".scales") for name in checkpoint.names)
+    return "model.", "", "mlx" if stacked else "hf"
+
+
+def read_weights(source: Source, config: Config) -> Weights:
+    table = source.weight("embed_tokens", config.vocab_size, config.dim)
+    layers = tuple(_layer(source, config, n) for n in range(len(config.windows)))
+    head = table if config.tied else source.weight("lm_head", config.vocab_size, config.dim)
+    return Weights(table, layers, source.vector("norm", config.dim), head)
+
+
+def _layer(source: Source, config: Config, n: int) -> Layer:
+    dim, path = config.dim, f"layers.{n}"
+    block: Mlp | BiasedMlp | Experts
+    if n not in config.dense_layers:
+        routed = read_experts(source, f"{path}.mlp", "switch_mlp", config.experts, dim, config.expert_width)
+        block = Experts(source.weight(f"{path}.mlp.gate", config.experts, dim), routed)
+    else:
+        block = read_mlp(source, f"{path}.mlp", dim, config.mlp_width)
+        if config.mlp_bias:
+            width = config.mlp_width
+            gate, up, down = (
+                source.vector(f"{path}.mlp.{part}_proj.bias", size)
+                for part, size in (("gate", width), ("up", width), ("down", dim))
+            )
+            block = BiasedMlp(block, gate, up, down)
+    return Layer(
+        source.vector(f"{path}.input_layernorm", dim),
+        _attention(source, config, f"{path}.self_attn."),
+        source.vector(f"{path}.post_attention_layernorm", dim),
+        block,
+    )
+
+
+def _attention(source: Source, config: Config, path: str) -> Attention:
+    H, Hkv, D, dim = config.heads, config.kv_heads, config.head_dim, config.dim
+    parts = (("q", H * D), ("k", Hkv * D), ("v", Hkv * D))
+    inputs = join(*(source.weight(f"{path}{part}_proj", rows, dim) for part, rows in parts))
+    biases = [source.vector(f"{path}{part}_proj.bias", rows) for part, rows in parts] if config.qkv_bias else []
+    return Attention(
+        inputs,
+        source.weight(path + "o_proj", dim, H * D),
+        tuple(biases),
+        source.vector(path + "o_proj.bias", dim) if config.out_bias else None,
+        source.vector(path + "q_norm", D) if config.head_norms else None,
+        source.vector(path + "k_norm", D) if config.head_norms else None,
+    )
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def caches(config: Config) -> tuple[Layout, ...]:
+    kv = config.kv_heads * config.head_dim
+    return tuple(Pages(kv, kv, window) for window in config.windows)
+
+
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+    """The residual stream after the last layer, [T, dim]; `logits` makes scores of its rows."""
+    h = embed(step, w.embed)
+    for layer, window, state in zip(w.layers, config.windows, cache, strict=True):
+        x = ops.rms_norm(h, layer.attention_norm, config.norm_eps)
+        h = ops.residual_add(h, attention(step, x, layer.attention, config, state, window))
+        x = ops.rms_norm(h, layer.mlp_norm, config.norm_eps)
+        h = ops.residual_add(h, feed_forward(step, x, layer.mlp, config))
+    return h
+
+
+def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
+    """Scores of the next token, float32 [T, vocab]."""
+    return linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
+
+
+def attention(
+    step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array], window: int | None
+) -> Array:
+    """Causal attention with rotary positions. x [T, dim] → [T, dim]."""
+    rope = config.rope
+    q, k, v = project(step, x, w.inputs)
+    if w.input_biases:
+        q, k, v = (ops.add(part, bias) for part, bias in zip((q, k, v), w.input_biases, strict=True))
+    q, k, v = heads(q, config.heads), heads(k, config.kv_heads), heads(v, config.kv_heads)  # [T, H, D]
+    if w.q_norm is not None:
+        q, k = ops.rms_norm(q, w.q_norm, config.norm_eps), ops.rms_norm(k, w.k_norm, config.norm_eps)
+    q = ops.rope(q, rope.inv_freq, step.positions, rope.width, rope.mscale)
+    k = ops.rope(k, rope.inv_freq, step.positions, rope.width, rope.mscale)
+    y = attend(step, cache, q, k, v, config.head_dim**-0.5, window)
+    y = linear(step, flat(y), w.out)
+    return y if w.out_bias is None else ops.add(y, w.out_bias)
+
+
+def feed_forward(step: Step, x: Array, w: Mlp | BiasedMlp | Experts, config: Config) -> Array:
+    """The second half of a layer, x [T, dim] → [T, dim]."""
+    if isinstance(w, Mlp):
+        return mlp(step, x, w)
+    if isinstance(w, BiasedMlp):
+        gate, up = project(step, x, w.mlp.gate_up)
+        y = ops.swiglu(ops.add(gate, w.gate_bias), ops.add(up, w.up_bias))
+        return ops.add(linear(step, y, w.mlp.down), w.down_bias)
+    ids, weights = ops.moe_softmax_topk(linear(step, x, w.router, "float32"), config.top_k)
+    if config.renormalise:
+        weights = ops.moe_normalize_weights(weights)
+    return experts(step, x, ids, weights, w.routed)

@@ -1,0 +1,341 @@
+"""Qwen3.5 / Qwen3.6 and Qwen3-Next: Gated DeltaNet and gated attention layers, with experts or a dense MLP.
+
+model_type `qwen3_5_moe`, `qwen3_5_moe_text`, `qwen3_5`, `qwen3_5_text` (config under `text_config`) and `qwen3_next`.
+Axis letters: T tokens, H query heads, Hkv key/value heads, D width of a head; in DeltaNet layers Hk and Hv heads of
+width Dk and Dv, and a convolution over W positions; E experts of width I, k chosen per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock import ops
+from penstock.models.config import Fields, layer_types
+from penstock.models.layers import (
+    ExpertStack,
+    Joined,
+    Mlp,
+    embed,
+    experts,
+    flat,
+    heads,
+    join,
+    linear,
+    mlp,
+    project,
+    read_experts,
+    read_mlp,
+)
+from penstock.models.rope import Rope, read_rope
+from penstock.models.source import Source, Weight
+from penstock.models.step import Layout, Pages, Recurrent, Step, attend, convolve, delta_rule
+from penstock.ops._op import Array
+from penstock.weights.checkpoint import Checkpoint
+
+MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next")
+SKIPPED = ("model.visual.", "vision_tower.", "visual.", "mtp.", "model.mtp.", "language_model.mtp.")
+
+_KINDS = ("linear_attention", "full_attention")
+
+
+@dataclass(frozen=True)
+class Config:
+    model_type: str
+    vocab_size: int
+    max_positions: int
+    dim: int
+    layer_types: tuple[str, ...]
+    norm_eps: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    key_heads: int  # of DeltaNet layers, as the next four
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    tied: bool
+    mlp_width: int  # of dense layers
+    dense_layers: frozenset[int]
+    experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int
+    renormalise: bool
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+def read_config(raw: dict) -> Config:
+    """The config of a text model. Raises CheckpointError for what is missing, inconsistent or not supported."""
+    top = Fields(raw, "config.json")
+    fields = top.table("text_config", top)
+    model_type = fields.choice("model_type", MODEL_TYPES, None) or top.choice("model_type", MODEL_TYPES)
+    layers = fields.integer("num_hidden_layers", most=4096)
+    H, Hkv = fields.integer("num_attention_heads"), fields.integer("num_key_value_heads")
+    dim = fields.integer("hidden_size")
+    fields.require(H % Hkv == 0, f"num_attention_heads is {H}, expected a multiple of num_key_value_heads ({Hkv})")
+    head_dim = fields.integer("head_dim", None)
+    if head_dim is None:
+        fields.require(dim % H == 0, f"head_dim is missing, expected it: hidden_size {dim} is no multiple of {H} heads")
+        head_dim = dim // H
+    Hk, Hv = fields.integer("linear_num_key_heads"), fields.integer("linear_num_value_heads")
+    fields.require(Hv % Hk == 0, f"linear_num_value_heads is {Hv}, expected a multiple of linear_num_key_heads ({Hk})")
+    fields.choice("hidden_act", ("silu",), "silu")
+    fields.choice("attention_bias", (False,), False)
+    fields.choice("attn_output_gate", (True,), True)
+    max_positions = fields.integer("max_position_embeddings", 1 << 18)
+
+    count = fields.integer("num_experts", 0, least=0)
+    k = fields.integer("num_experts_per_tok", most=count) if count else 0
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = {n for n in range(layers) if not count or (n + 1) % step or n in fields.items("mlp_only_layers", int, ())}
+    return Config(
+        model_type=model_type,
+        vocab_size=fields.integer("vocab_size"),
+        max_positions=max_positions,
+        dim=dim,
+        layer_types=layer_types(fields, layers, _KINDS, fields.integer("full_attention_interval", 4)),
+        norm_eps=fields.number("rms_norm_eps", above=0),
+        heads=H,
+        kv_heads=Hkv,
+        head_dim=head_dim,
+        rope=read_rope(fields, head_dim, max_positions, share=0.25),
+        key_heads=Hk,
+        value_heads=Hv,
+        key_dim=fields.integer("linear_key_head_dim"),
+        value_dim=fields.integer("linear_value_head_dim"),
+        conv_width=fields.integer("linear_conv_kernel_dim", most=64),
+        tied=fields.boolean("tie_word_embeddings", False) or top.boolean("tie_word_embeddings", False),
+        mlp_width=fields.integer("intermediate_size") if dense else 0,
+        dense_layers=frozenset(dense),
+        experts=count,
+        top_k=k,
+        expert_width=fields.integer("moe_intermediate_size") if count else 0,
+        shared_width=fields.integer("shared_expert_intermediate_size") if count else 0,
+        renormalise=fields.boolean("norm_topk_prob", True),
+    )
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    inputs: Joined  # qkv [2 Hk Dk + Hv Dv, dim] (all q heads, all k heads, all v heads), z [Hv Dv, dim], a, b [Hv, dim]
+    conv: np.ndarray  # [conv_dim, W]
+    A_log: np.ndarray
+    dt_bias: np.ndarray
+    norm: np.ndarray
+    out: Weight
+
+
+@dataclass(frozen=True)
+class Attention:
+    inputs: Joined  # q [H · 2D, dim] (per head D rows of q, then D rows of the gate), k and v [Hkv · D, dim]
+    out: Weight
+    q_norm: np.ndarray
+    k_norm: np.ndarray
+
+
+@dataclass(frozen=True)
+class Experts:
+    scores: Joined  # router [E, dim] and the gate of the shared expert [1, dim]
+    routed: ExpertStack
+    shared: Mlp
+
+
+@dataclass(frozen=True)
+class Layer:
+    mixer_norm: np.ndarray
+    mixer: DeltaNet | Attention
+    mlp_norm: np.ndarray
+    mlp: Experts | Mlp
+
+
+@dataclass(frozen=True)
+class Weights:
+    embed: Weight
+    layers: tuple[Layer, ...]
+    norm: np.ndarray
+    head: Weight
+
+
+def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
+    """Prefix of the text model's tensors, prefix of `lm_head`, and the layout ("hf" or "mlx").
+
+    HF files keep the convolution as [C, 1, W] and norm weights without their + 1; mlx-lm turned both.
+    """
+    spellings = (("language_model.model.", "language_model.", "mlx"), ("model.language_model.", "", "hf"))
+    found = [spelling for spelling in spellings if f"{spelling[0]}norm.weight" in checkpoint]
+    prefix, head, layout = found[0] if found else ("model.", "", "")
+    for name in checkpoint.names:
+        if name.endswith("conv1d.weight") and len(checkpoint.shape(name)) == 3:
+            _, second, third = checkpoint.shape(name)
+            if second != third:
+                layout = "hf" if second == 1 else "mlx"
+                break
+    if not layout:
+        layout = "mlx" if any(name.endswith(".scales") or ".switch_mlp." in name for name in checkpoint.names) else "hf"
+    return prefix, head, layout
+
+
+def read_weights(source: Source, config: Config) -> Weights:
+    layers = tuple(_layer(source, config, n, kind) for n, kind in enumerate(config.layer_types))
+    table = source.weight("embed_tokens", config.vocab_size, config.dim)
+    # A file of a tied model with a head all the same has been trained on: the head counts, as in transformers.
+    tied = config.tied and "lm_head" not in source
+    head = table if tied else source.weight("lm_head", config.vocab_size, config.dim)
+    return Weights(table, layers, _offset(source, "norm", config.dim), head)
+
+
+def _offset(source: Source, path: str, *shape: int) -> np.ndarray:
+    """A norm weight that HF files store less 1."""
+    weight = source.vector(path, *shape)
+    return weight + np.float32(1) if source.layout == "hf" else weight
+
+
+def _layer(source: Source, config: Config, n: int, kind: str) -> Layer:
+    dim, path = config.dim, f"layers.{n}"
+    if n in config.dense_layers:
+        block = read_mlp(source, f"{path}.mlp", dim, config.mlp_width)
+    else:
+        block = Experts(
+            join(
+                source.weight(f"{path}.mlp.gate", config.experts, dim),
+                source.weight(f"{path}.mlp.shared_expert_gate", 1, dim),
+            ),
+            read_experts(source, f"{path}.mlp", "switch_mlp", config.experts, dim, config.expert_width),
+            read_mlp(source, f"{path}.mlp.shared_expert", dim, config.shared_width),
+        )
+    return Layer(
+        _offset(source, f"{path}.input_layernorm", dim),
+        _delta_net(source, config, f"{path}.linear_attn.")
+        if kind == "linear_attention"
+        else _attention(source, config, f"{path}.self_attn."),
+        _offset(source, f"{path}.post_attention_layernorm", dim),
+        block,
+    )
+
+
+def _attention(source: Source, config: Config, path: str) -> Attention:
+    H, Hkv, D, dim = config.heads, config.kv_heads, config.head_dim, config.dim
+    return Attention(
+        join(
+            source.weight(path + "q_proj", 2 * H * D, dim),
+            source.weight(path + "k_proj", Hkv * D, dim),
+            source.weight(path + "v_proj", Hkv * D, dim),
+        ),
+        source.weight(path + "o_proj", dim, H * D),
+        _offset(source, path + "q_norm", D),
+        _offset(source, path + "k_norm", D),
+    )
+
+
+def _delta_net(source: Source, config: Config, path: str) -> DeltaNet:
+    Hv, Dv, dim, W = config.value_heads, config.value_dim, config.dim, config.conv_width
+    if config.model_type == "qwen3_next":
+        qkv, z, b, a = _joined_projections(source, config, path)
+    else:
+        qkv = source.weight(path + "in_proj_qkv", config.conv_dim, dim)
+        z = source.weight(path + "in_proj_z", Hv * Dv, dim)
+        b, a = (source.weight(f"{path}in_proj_{part}", Hv, dim) for part in ("b", "a"))
+    conv_shape = (config.conv_dim, 1, W) if source.layout == "hf" else (config.conv_dim, W, 1)
+    return DeltaNet(
+        join(qkv, z, a, b),
+        source.vector(path + "conv1d", *conv_shape).reshape(config.conv_dim, W),
+        source.vector(path + "A_log", Hv),
+        source.vector(path + "dt_bias", Hv),
+        source.vector(path + "norm", Dv),
+        source.weight(path + "out_proj", dim, Hv * Dv),
+    )
+
+
+def _joined_projections(source: Source, config: Config, path: str) -> tuple[Weight, Weight, Weight, Weight]:
+    """Qwen3-Next keeps q, k, v, z together, and b, a, key head by key head; rows are put into the order of Qwen3.5."""
+    Hk, Hv, Dk, Dv, dim = config.key_heads, config.value_heads, config.key_dim, config.value_dim, config.dim
+    per = Hv // Hk
+    rows = np.arange(Hk * (2 * Dk + 2 * per * Dv)).reshape(Hk, 2 * Dk + 2 * per * Dv)
+    q, k, v, z = (part.reshape(-1) for part in np.split(rows, np.cumsum([Dk, Dk, per * Dv]), axis=1))
+    gates = np.arange(2 * Hv).reshape(Hk, 2 * per)
+    b, a = gates[:, :per].reshape(-1), gates[:, per:].reshape(-1)
+    joined, pair = (path + "in_proj_qkvz", rows.size, dim), (path + "in_proj_ba", 2 * Hv, dim)
+    return (
+        source.rows(joined[0], np.concatenate([q, k, v]), *joined[1:]),
+        source.rows(joined[0], z, *joined[1:]),
+        source.rows(pair[0], b, *pair[1:]),
+        source.rows(pair[0], a, *pair[1:]),
+    )
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def caches(config: Config) -> tuple[Layout, ...]:
+    """One cache per layer."""
+    kv = config.kv_heads * config.head_dim
+    pages = Pages(kv, kv)
+    recurrent = Recurrent(
+        (config.conv_width - 1, config.conv_dim), (config.value_heads, config.value_dim, config.key_dim)
+    )
+    return tuple(recurrent if kind == "linear_attention" else pages for kind in config.layer_types)
+
+
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+    """The residual stream after the last layer, [T, dim]; `logits` makes scores of its rows."""
+    h = embed(step, w.embed)
+    for layer, state in zip(w.layers, cache, strict=True):
+        x = ops.rms_norm(h, layer.mixer_norm, config.norm_eps)
+        if isinstance(layer.mixer, DeltaNet):
+            h = ops.residual_add(h, delta_net(step, x, layer.mixer, config, state))
+        else:
+            h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
+        x = ops.rms_norm(h, layer.mlp_norm, config.norm_eps)
+        if isinstance(layer.mlp, Mlp):
+            h = ops.residual_add(h, mlp(step, x, layer.mlp))
+        else:
+            h = moe(step, h, x, layer.mlp, config)
+    return h
+
+
+def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
+    """Scores of the next token, float32 [T, vocab]."""
+    return linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
+
+
+def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Array, Array]) -> Array:
+    """Gated DeltaNet: convolution, normalised q and k, the delta rule, a gated norm. x [T, dim] → [T, dim]."""
+    Hk, Hv, Dk, Dv = config.key_heads, config.value_heads, config.key_dim, config.value_dim
+    qkv, z, alpha, beta = project(step, x, w.inputs)
+    y = ops.rms_norm_qk(convolve(step, cache, qkv, w.conv), Hk, Dk, Hk * Dk)
+    g, b = ops.gdn_decay_beta(alpha, beta, w.A_log, w.dt_bias)
+    d = delta_rule(step, cache, y, g, b, Hk, Hv, Dk, Dv)  # [T, Hv, Dv]
+    return linear(step, flat(ops.gated_rms_norm(d, heads(z, Hv), w.norm, config.norm_eps)), w.out)
+
+
+def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+    """Softmax attention with normed heads, partial rotation and a gate on the output. x [T, dim] → [T, dim]."""
+    rope, eps = config.rope, config.norm_eps
+    q, k, v = project(step, x, w.inputs)
+    q, gate = ops.split_q_gate(heads(q, config.heads))  # [T, H, D] each
+    q = ops.rope(ops.rms_norm(q, w.q_norm, eps), rope.inv_freq, step.positions, rope.width, rope.mscale)
+    k = ops.rms_norm(heads(k, config.kv_heads), w.k_norm, eps)  # [T, Hkv, D]
+    k = ops.rope(k, rope.inv_freq, step.positions, rope.width, rope.mscale)
+    y = attend(step, cache, q, k, heads(v, config.kv_heads), config.head_dim**-0.5)
+    return linear(step, flat(ops.sigmoid_gate(y, gate)), w.out)
+
+
+def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
+    """h + Σ chosen experts of x + σ(score) · shared expert of x, h and x [T, dim]."""
+    logits, score = project(step, x, w.scores, "float32")
+    ids, weights = ops.moe_softmax_topk(logits, config.top_k)
+    if config.renormalise:
+        weights = ops.moe_normalize_weights(weights)
+    routed = experts(step, x, ids, weights, w.routed)
+    return ops.moe_combine_residual(h, None, None, mlp(step, x, w.shared), score, moe_sum=routed)

@@ -1,0 +1,109 @@
+"""What one call of a model works on, and the caches it reads and writes.
+
+Two kinds of step: `prefill`, T tokens of one sequence, and `decode`, one token of each of B sequences. Models are
+written once for both; the difference is in the ops' arguments and lives here. Axis letters: T tokens, B sequences,
+P pages, S slots (one per sequence), H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock import ops
+from penstock.ops._op import Array
+
+PAGE = 256  # positions in a page: also the grid on which prefill is cut, so that a page is written by one piece
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Cache of a layer that attends: two arrays of rows per position, in pages [P, PAGE, width].
+
+    Keys and values for attention, or latent and rotary key for MLA. window: positions that are still read, None for
+    all; layers of one window share their block tables.
+    """
+
+    first: int
+    second: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """Cache of a linear-attention layer: last rows of the convolution [S, W − 1, C], the state [S, Hv, Dv, Dk]."""
+
+    conv: tuple[int, int]
+    state: tuple[int, int, int]
+
+
+Layout = Pages | Recurrent
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call. Decode: tokens, positions, lengths, slots int32 [B], tables [B, n] per window. Prefill: tokens [T],
+    positions a 0-d array (that of the first token), lengths None, slots None and `slot` the sequence's, tables [n].
+    """
+
+    tokens: Array
+    positions: Array
+    tables: Mapping[int | None, Array]
+    slot: int = 0
+    slots: Array | None = None
+    lengths: Array | None = None
+    activations: str = "float32"  # how quantized products round x
+    dtype: str = "float32"  # of the residual stream
+
+    @property
+    def decoding(self) -> bool:
+        return self.slots is not None
+
+
+def attend(
+    step: Step,
+    cache: tuple[Array, Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    window: int | None = None,
+) -> Array:
+    """Append k, v [T, Hkv, D] to the cache and attend with q [T, H, D] over it → [T, H, Dv]."""
+    ops.kv_pages_append(k, v, *cache, step.tables[window], step.positions)
+    return attend_only(step, cache, q, scale, window)
+
+
+def attend_only(step: Step, cache: tuple[Array, Array], q: Array, scale: float, window: int | None = None) -> Array:
+    """Attend with q [T, H, D] over a cache that already holds this step's keys and values → [T, H, Dv]."""
+    keys, values = cache
+    table = step.tables[window]
+    if step.lengths is not None:
+        return ops.attention_paged(q, keys, values, table, step.lengths, scale, window)
+    return ops.attention_prefill(q, keys, values, step.positions, scale, window, block_table=table)
+
+
+def convolve(step: Step, cache: tuple[Array, Array], x: Array, weight: Array) -> Array:
+    """Causal convolution of x [T, C] with what the sequence had before, whose last rows move on."""
+    rows = cache[0] if step.decoding else cache[0][step.slot]
+    y = ops.conv1d_causal(x, rows, weight, slots=step.slots)
+    ops.conv1d_state_update(rows, x, slots=step.slots)
+    return y
+
+
+def delta_rule(
+    step: Step, cache: tuple[Array, Array], qkv: Array, g: Array, b: Array, Hk: int, Hv: int, Dk: int, Dv: int
+) -> Array:
+    """The gated delta rule from the sequence's state, which moves on → [T, Hv, Dv]."""
+    state = cache[1] if step.decoding else cache[1][step.slot]
+    return ops.gated_delta_net(state, qkv, g, b, Hk, Hv, Dk, Dv, slots=step.slots)
+
+
+def empty(layout: Layout, pages: int, slots: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Host arrays of one layer's cache. A recurrent state is float32 whatever the activations are."""
+    if isinstance(layout, Pages):
+        shape = (pages, PAGE)
+        return np.zeros((*shape, layout.first), dtype), np.zeros((*shape, layout.second), dtype)
+    return np.zeros((slots, *layout.conv), dtype), np.zeros((slots, *layout.state), np.float32)

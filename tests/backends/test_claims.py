@@ -1,0 +1,95 @@
+"""Two processes share the compilation of kernels: one waits, one skips, and nobody waits for the dead."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.backends.cpu import _claims
+
+
+class Kernel:
+    """What `hold` needs to know of a kernel."""
+
+    def __init__(self, file: Path) -> None:
+        self._cache = SimpleNamespace(file=lambda sig, codegen: file)
+        self.targetctx = SimpleNamespace(codegen=lambda: None)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "folder" / "kernel.nbc"
+
+
+@pytest.fixture
+def helped(monkeypatch):
+    monkeypatch.setattr(_claims, "helper", SimpleNamespace(poll=lambda: None))
+
+
+def test_hold_does_nothing_for_a_process_on_its_own(file):
+    with _claims.hold(Kernel(file), None):
+        assert not file.parent.exists()
+
+
+def test_hold_claims_while_compiling_and_lets_go(file, helped):
+    with pytest.raises(KeyError), _claims.hold(Kernel(file), None):
+        assert file.with_suffix(".claim").read_text() == str(os.getpid())
+        raise KeyError
+    assert not file.with_suffix(".claim").exists()
+
+
+def test_hold_skips_in_a_helper_what_is_claimed(file, monkeypatch):
+    monkeypatch.setattr(_claims, "helping", True)
+    file.parent.mkdir()
+    file.with_suffix(".claim").write_text("1")
+    with pytest.raises(_claims.Claimed), _claims.hold(Kernel(file), None):
+        pytest.fail("compiled what somebody else is compiling")
+    file.write_text("machine code")
+    with _claims.hold(Kernel(file), None):
+        pass
+    assert file.with_suffix(".claim").exists()  # not this process's to remove
+
+
+def test_hold_waits_for_the_helper(file, helped):
+    file.parent.mkdir()
+    file.with_suffix(".claim").write_text("1")
+    threading.Timer(0.1, file.write_text, ["machine code"]).start()
+    with _claims.hold(Kernel(file), None):
+        assert file.exists()
+
+
+def test_hold_does_not_wait_for_a_helper_that_died(file, monkeypatch):
+    monkeypatch.setattr(_claims, "helper", SimpleNamespace(poll=lambda: 1))
+    file.parent.mkdir()
+    file.with_suffix(".claim").write_text("1")
+    start = time.monotonic()
+    with _claims.hold(Kernel(file), None):
+        assert time.monotonic() - start < 5
+
+
+def test_hold_in_a_folder_that_cannot_be_written_compiles(helped):
+    with _claims.hold(Kernel(Path(os.devnull, "kernel.nbc")), None):
+        pass
+
+
+@pytest.mark.slow  # compiles the kernels of a model from nothing
+def test_first_run_is_shared_by_two_processes_and_gives_the_same_text(tmp_path):
+    script = (
+        "import penstock; from penstock.backends.cpu import _claims; llm = penstock.load();"
+        "print(_claims.helper is not None, llm.generate('Once upon a time', max_tokens=8).tokens)"
+    )
+    environment = os.environ | {"PENSTOCK_CACHE_DIR": str(tmp_path)}
+    runs = [
+        subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    (cold, *first), (warm, *second) = (run.stdout.split(" ", 1) for run in runs)
+    assert first == second
+    assert warm == "False"
+    assert cold == str(len(os.sched_getaffinity(0)) > 1)
+    assert not list(tmp_path.rglob("*.claim"))
