@@ -231,8 +231,8 @@ def row(op: str, shape: Sequence[int], dtype: str, seconds: float, nbytes: int, 
     return made | shares(nbytes, seconds) | extra
 
 
-def report(title: str, rows: Iterable[dict[str, Any]], json_file: Path | None = None) -> None:
-    """Print the machine and the table, and write both as JSON if asked to."""
+def report(title: str, rows: Iterable[dict[str, Any]], json_file: Path | None = None, **summary: float) -> None:
+    """Print the machine, the table and a summary, and write them as JSON if asked to."""
     rows = list(rows)
     where = machine()
     # a pipe or file has no width of its own: wide enough for every column
@@ -247,8 +247,10 @@ def report(title: str, rows: Iterable[dict[str, Any]], json_file: Path | None = 
     for one in rows:
         table.add_row(*(_cell(name, one.get(name)) for name in columns))
     console.print(table)
+    for name, value in summary.items():
+        console.print(f"{name.replace('_', ' ')}: {_cell(name, value)}")
     if json_file is not None:
-        content = {"title": title, "machine": where, "yardsticks": yardsticks, "rows": rows}
+        content = {"title": title, "machine": where, "yardsticks": yardsticks, **summary, "rows": rows}
         json_file.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -17,6 +17,10 @@ from penstock.errors import InvalidArgument
 PACKAGE = Path(penstock.errors.__file__).parent
 
 KERNELS = """
+import sys
+
+import numpy as np
+
 from penstock.backends.cpu import helper
 from penstock.backends.cpu._compile import njit
 
@@ -30,14 +34,33 @@ def scaled_by(factor, inner=helper.step):
         return factor * inner(x)
     return scaled
 
+def largest_by(factor):
+    @njit
+    def ordered(x, y):  # too long for LLVM to put it into its caller: there it stays a symbol
+        order = np.argsort(x)
+        for i in range(x.size):
+            for j in range(x.size):
+                y[i] = factor * x[order[j]] if i == j else y[i]
+
+    @njit
+    def largest(x):
+        n, y = np.arange(x + 1), np.zeros(x + 1, np.int64)
+        ordered(n, y)
+        ordered(n[::-1].copy(), y)
+        return y[x]
+    return largest
+
 def report(kernel, x):
     print(kernel(x), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()), flush=True)
 
 if __name__ == "__main__":
     from penstock.backends.cpu import kernels
-    kernels.report(kernels.twice, 10)
-    kernels.report(kernels.scaled_by(3), 10)
-    kernels.report(kernels.scaled_by(5, kernels.scaled_by(1)), 10)
+    for factor in map(int, sys.argv[1:]):
+        kernels.report(kernels.largest_by(factor), 10)
+    if not sys.argv[1:]:
+        kernels.report(kernels.twice, 10)
+        kernels.report(kernels.scaled_by(3), 10)
+        kernels.report(kernels.scaled_by(5, kernels.scaled_by(1)), 10)
 """
 HELPER = """
 from penstock.backends.cpu._compile import njit
@@ -53,7 +76,8 @@ def package(tmp_path):
     """A copy of what kernels need of penstock, with a helper file and a kernel file of its own."""
     cpu = tmp_path / "penstock" / "backends" / "cpu"
     cpu.mkdir(parents=True)
-    for name in ("errors.py", "settings.py", "backends/cpu/_compile.py", "backends/cpu/_progress.py"):
+    parts = [f"backends/cpu/_{part}.py" for part in ("claims", "compile", "progress")]
+    for name in ("errors.py", "settings.py", *parts):
         shutil.copy(PACKAGE / name, tmp_path / "penstock" / name)
     for folder in (cpu, cpu.parent, cpu.parent.parent):  # a regular package wins over an installed penstock
         (folder / "__init__.py").touch()
@@ -62,11 +86,11 @@ def package(tmp_path):
     return tmp_path
 
 
-def run(package, cache):
-    """Value, cache hits and cache misses of three kernels in a fresh process."""
+def run(package, cache, *factors):
+    """Value, cache hits and cache misses in a fresh process: of three kernels, or of one for each factor."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PENSTOCK_", "NUMBA_"))}
     child = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "penstock.backends.cpu.kernels"],
+        [sys.executable, "-W", "error", "-m", "penstock.backends.cpu.kernels", *map(str, factors)],
         env={**clean, "PYTHONPATH": str(package), "PENSTOCK_CACHE_DIR": str(cache)},
         cwd=package,
         capture_output=True,
@@ -87,6 +111,17 @@ def test_njit_loads_in_a_second_process_and_sees_an_edited_helper(package):
     helper.write_text(HELPER.replace("x + 1", "x + 2"))
     assert run(package, cache) == [(24, 0, 1), (36, 0, 1), (60, 0, 1)]
     assert len(list((cache / "numba").iterdir())) == 2
+
+
+def test_kernels_of_one_factory_run_their_own_code_wherever_they_were_compiled(package):
+    """Each process numbers what it compiles from the start: without names of their own, functions of two processes
+    would meet in a third under one symbol, and one of them would run for both.
+    """
+    cache = package / "cache"
+    assert run(package, cache, 3) == [(30, 0, 1)]
+    assert run(package, cache, 5) == [(50, 0, 1)]
+    assert run(package, cache, 3, 5) == [(30, 1, 0), (50, 1, 0)]
+    assert run(package, cache, 5, 3) == [(50, 1, 0), (30, 1, 0)]
 
 
 def test_njit_compiles_where_the_folder_cannot_be_written(package):

@@ -80,17 +80,37 @@ def finite(**numbers: float) -> None:
             raise InvalidArgument(f"{name} is {number}, expected a finite number")
 
 
+_FEW = 64  # up to here Python's own loop over the numbers is faster than NumPy's overhead
+
+
+def bounds(values: Array | int) -> tuple[float, float]:
+    """Smallest and largest of some numbers; of none (inf, -inf)."""
+    if isinstance(values, int):
+        return values, values
+    if values.size == 0:
+        return np.inf, -np.inf
+    if values.size <= _FEW:
+        numbers = values.ravel().tolist()
+        return int(min(numbers)), int(max(numbers))
+    return int(values.min()), int(values.max())
+
+
 def in_range(name: str, values: Array | int, low: int, high: int, why: str = "") -> None:
     """Host values lie in low … high − 1."""
-    array = np.asarray(values)
-    if array.size == 0:
-        return
-    smallest, largest = int(array.min()), int(array.max())
+    smallest, largest = bounds(values)
     if smallest < low or largest >= high:
         found = smallest if smallest < low else largest
         raise InvalidArgument(f"{name} has {found}, expected {low} to {high - 1}{f' ({why})' if why else ''}")
 
 
+def distinct(values: Array) -> bool:
+    """No number of an integer array [n] stands in it twice."""
+    if values.size <= _FEW:
+        return values.size < 2 or len(set(values.tolist())) == values.size
+    ordered = np.sort(values)
+    return not (ordered[1:] == ordered[:-1]).any()
+
+
 def unique(name: str, values: Array) -> None:
-    if np.unique(values).size != values.size:
+    if not distinct(values):
         raise InvalidArgument(f"{name} has the same value twice, expected distinct values")

@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -202,7 +202,8 @@ def _same_memory(a: Any, b: Any) -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 # Argument types, read from the annotations of the definition
 
-_SCALARS = (int, float, str, bool, type(None))
+_SCALARS = frozenset((int, float, str, bool, type(None)))
+_ORDERLY = 0x101  # of an array's flags.num: C-contiguous and aligned
 
 
 def _fits(value: Any, kinds: frozenset[str]) -> bool:
@@ -260,11 +261,15 @@ class _Plan:
     specs: tuple[Spec | None, ...]
     single: bool  # one output asked for: return it bare, not in a tuple
     empty: tuple[tuple[tuple[int, ...], np.dtype] | None, ...] = field(init=False)
+    whole: bool = field(init=False)  # every output is asked for
 
     def __post_init__(self) -> None:
         self.empty = tuple(None if s is None else (s.shape, numpy_dtype(s.dtype)) for s in self.specs)
+        self.whole = None not in self.specs
 
     def result(self, outputs: tuple[Any, ...]) -> Any:
+        if self.whole:
+            return outputs[0] if self.single else outputs or None
         wanted = tuple(output for output, spec in zip(outputs, self.specs, strict=True) if spec is not None)
         return wanted[0] if self.single else (wanted or None)
 
@@ -298,6 +303,9 @@ class Op:
         self.signature = own.replace(parameters=[*parameters, out])
         self.__signature__ = self.signature
         self._bind = _made_binder(self.name, own.replace(parameters=parameters))
+        written = [self.params.index(name) for name in writes]
+        rest = [i for i in range(len(self.params)) if i not in written]
+        self._written = tuple((place, [*rest, *written[:number]]) for number, place in enumerate(written))
         self._plans: dict[Any, _Plan] = {}
         self._kernels: dict[str, Kernel] = {}
         self._searched: set[str] = set()
@@ -311,7 +319,7 @@ class Op:
         values, place, key = self._survey(self._bind(*args, **kwargs))
         plan = self._plan(values, key)
         outputs = self._given(out, plan, place)
-        if self.writes or (outputs is not None and _may_overlap(outputs, values)):
+        if (outputs is not None or self.writes) and not self._apart(values, outputs or ()):
             self._check_memory(values, outputs or ())
         if place == "symbol":
             symbol = next(leaf for leaf in leaves(values) if isinstance(leaf, Symbol))
@@ -333,19 +341,36 @@ class Op:
 
     def _survey(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, tuple[Any, ...]]:
         """The values, where their arrays are, and a key of all that `infer` looks at; strided or mixed ones raise."""
+        key: list[Any] = []
+        for value in values:  # the usual case, all NumPy, in half the time
+            kind = type(value)
+            if kind is np.ndarray:
+                if value.flags.num & _ORDERLY != _ORDERLY:
+                    return self._survey_closely(values)
+                key += (value.shape, value.dtype)
+            elif kind in _SCALARS:
+                key += (kind, value)
+            elif kind is QuantizedTensor and type(value.packed) is np.ndarray:
+                key.append(value.key)
+            else:
+                return self._survey_closely(values)
+        return values, "numpy", tuple(key)
+
+    def _survey_closely(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, tuple[Any, ...]]:
+        """`_survey` of arrays of any kind: says what is wrong with which."""
         place, owner = "", ""
         key: list[Any] = []
         for name, value in zip(self.params, values, strict=True):
-            if type(value) in _SCALARS:
-                key += (type(value), value)
+            kind = type(value)
+            if kind in _SCALARS:
+                key += (kind, value)
                 continue
-            if type(value) is np.ndarray:
+            if kind is np.ndarray:
                 here = "numpy"
                 key += (value.shape, value.dtype)
-                flags = value.flags
-                if not (flags.c_contiguous and flags.aligned):
+                if value.flags.num & _ORDERLY != _ORDERLY:
                     raise self._strided(name, value)
-            elif type(value) is QuantizedTensor:
+            elif kind is QuantizedTensor:
                 here = place_of(value.packed)
                 key.append(value.key)
             elif isinstance(value, np.generic):  # NumPy's scalars are Python's numbers here
@@ -414,17 +439,15 @@ class Op:
         """`out=` as one entry per output (None: allocate), checked against the specs."""
         if out is None:
             return None
-        if type(out) is np.ndarray and place == "numpy" and len(plan.empty) == 1:
-            flags = out.flags
-            if (out.shape, out.dtype) == plan.empty[0] and flags.c_contiguous and flags.aligned and flags.writeable:
-                return (out,)
         given = out if isinstance(out, tuple | list) else (out,)
-        wanted = [spec for spec in plan.specs if spec is not None]
-        if len(given) == len(wanted) and len(wanted) < len(plan.specs):
+        if len(given) != len(plan.specs):
+            wanted = sum(spec is not None for spec in plan.specs)
+            if len(given) != wanted:
+                raise ShapeError(f"{self.name}: out has {len(given)} arrays, expected {wanted}")
             rest = iter(given)
             given = [next(rest) if spec is not None else None for spec in plan.specs]
-        if len(given) != len(plan.specs):
-            raise ShapeError(f"{self.name}: out has {len(given)} arrays, expected {len(wanted)}")
+        if place == "numpy" and all(map(_ready, given, plan.empty)):
+            return tuple(given)
         checked = []
         for number, (array, spec) in enumerate(zip(given, plan.specs, strict=True)):
             name = "out" if len(plan.specs) == 1 else f"out[{number}]"
@@ -451,6 +474,25 @@ class Op:
     def _check_writable(self, name: str, array: Any) -> None:
         if isinstance(array, np.ndarray) and not array.flags.writeable:
             raise InvalidArgument(f"{self.name}: {name} is read-only, expected a writable array")
+
+    def _apart(self, values: tuple[Any, ...], outputs: tuple[Any, ...]) -> bool:
+        """True if all that is written is writable and lies apart from the rest, which is the usual case and found
+        quickly. `_check_memory` looks closer.
+        """
+        for place, others in self._written:
+            state = values[place]
+            if state is None:
+                continue
+            if type(state) is not np.ndarray or not state.flags.writeable or not _clear(state, values, others):
+                return False
+        for number, output in enumerate(outputs):
+            if output is None:
+                continue
+            if type(output) is not np.ndarray or not _clear(output, outputs, range(number)):
+                return False
+            if not _clear(output, values, range(len(values)), self.alias and not self.writes):
+                return False
+        return True
 
     def _check_memory(self, values: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
         """Outputs and written state overlap nothing, except that an aliasing op may write over an input of its
@@ -535,20 +577,21 @@ class Op:
         return found
 
     def _check_values(self, values: tuple[Any, ...]) -> None:
-        if self.check is not None:
-            try:
-                self.check(*values)
-            except InvalidArgument as error:
-                raise type(error)(f"{self.name}: {error}") from None
+        assert self.check is not None
+        try:
+            self.check(*values)
+        except InvalidArgument as error:
+            raise type(error)(f"{self.name}: {error}") from None
 
     def _on_host(
         self, values: tuple[Any, ...], outputs: tuple[Any, ...] | None, plan: _Plan, run: Callable[..., None] | None
     ) -> tuple[Any, ...]:
-        self._check_values(values)
+        if self.check is not None:
+            self._check_values(values)
         if run is not None or self.partial:
             fresh = np.zeros if self.partial else np.empty
             if outputs is None:
-                outputs = tuple(None if e is None else fresh(*e) for e in plan.empty)
+                outputs = tuple([None if e is None else fresh(*e) for e in plan.empty])
             else:
                 pairs = zip(outputs, plan.empty, strict=True)
                 outputs = tuple(fresh(*e) if o is None and e is not None else o for o, e in pairs)
@@ -610,21 +653,29 @@ class Op:
         return plan.result(tuple(back))
 
 
-def _may_overlap(outputs: tuple[Any, ...], values: tuple[Any, ...]) -> bool:
-    """False if one NumPy output lies apart from all inputs, which is the usual case and needs no closer look."""
-    if len(outputs) != 1 or not isinstance(outputs[0], np.ndarray):
+def _ready(array: Any, empty: tuple[tuple[int, ...], np.dtype] | None) -> bool:
+    """True if a kernel can write this NumPy array as the output it was made for, or is to make one (None)."""
+    if array is None:
         return True
-    start = _address(outputs[0])
-    end = start + outputs[0].nbytes
-    for value in values:
-        if type(value) in _SCALARS:
+    if type(array) is not np.ndarray or empty is None or array.shape != empty[0] or array.dtype != empty[1]:
+        return False
+    flags = array.flags
+    return flags.num & _ORDERLY == _ORDERLY and flags.writeable
+
+
+def _clear(array: np.ndarray, others: tuple[Any, ...], places: Iterable[int], may_be: bool = False) -> bool:
+    """False if the array shares memory with one of the others at these places, or might; `may_be`: it may be one."""
+    for i in places:
+        other = others[i]
+        kind = type(other)
+        if kind in _SCALARS or (may_be and other is array):
             continue
-        if type(value) is np.ndarray:
-            if np.may_share_memory(value, outputs[0]):
-                return True
-        elif type(value) is not QuantizedTensor or any(start < stop and at < end for at, stop in value.spans):
-            return True
-    return False
+        if kind is np.ndarray:
+            if np.may_share_memory(array, other):
+                return False
+        elif kind is not QuantizedTensor or not _clear(array, other.arrays, range(3)):
+            return False
+    return True
 
 
 def _copied(output: Array, result: Array) -> Array:

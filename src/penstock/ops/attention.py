@@ -173,8 +173,9 @@ def _length(seq_len: int, room: int, name: str = "seq_len") -> None:
         raise InvalidArgument(f"{name} is {seq_len}, expected 0 to {room} (positions in the cache)")
 
 
-def _spans(lengths: Array, window: int | None) -> list[tuple[int, int]]:
-    return [(0 if window is None else max(0, int(n) - window), int(n)) for n in lengths.reshape(-1)]
+def _spans(lengths: Array | int, window: int | None) -> list[tuple[int, int]]:
+    each = [lengths] if isinstance(lengths, int) else lengths.ravel().tolist()
+    return [(0 if window is None else max(0, n - window), n) for n in each]
 
 
 def _decode_rows(
@@ -238,10 +239,9 @@ def _check_decode(
     window: int | None,
     slots: Array | None,
 ) -> None:
-    lengths = np.asarray(seq_len)
     room = capacity(k_cache, slots, None)
-    _check.in_range("seq_len", lengths, 0, room + 1, f"{room} positions in the cache")
-    check_read(k_cache, slots, None, _spans(lengths, window))
+    _check.in_range("seq_len", seq_len, 0, room + 1, f"{room} positions in the cache")
+    check_read(k_cache, slots, None, _spans(seq_len, window))
 
 
 @op(infer=_decode, check=_check_decode)

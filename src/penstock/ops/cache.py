@@ -97,12 +97,17 @@ def check_read(cache: Array, slots: Array | None, block_table: Array | None, spa
     if slots is not None:
         _check.in_range("slots", slots, 0, cache.shape[0], f"{cache.shape[0]} slots")
     if block_table is not None:
-        tables = block_table if block_table.ndim == 2 else block_table[None]
+        tables = block_table if block_table.ndim == 2 else (block_table,)
         page = cache.shape[1]
         for table, (low, high) in zip(tables, spans, strict=True):
-            used = table[low // page : -(-high // page)] if high > low else table[:0]
+            if high == low:
+                continue
+            first, stop = low // page, -(-high // page)
+            if stop - first == 1 and 0 <= table.item(first) < cache.shape[0]:  # what a decode step appends to
+                continue
+            used = table[first:stop]
             _check.in_range("block_table", used, 0, cache.shape[0], f"{cache.shape[0]} pages")
-            if np.unique(used).size != used.size:
+            if not _check.distinct(used):
                 found = f"block_table has a page twice in positions {low} to {high - 1}"
                 raise InvalidArgument(f"{found}, expected distinct pages")
 
@@ -113,21 +118,20 @@ def check_read(cache: Array, slots: Array | None, block_table: Array | None, spa
 def _check_append(name: str, cache: Any, rows: int, slots: Any, block_table: Any, positions: Any) -> None:
     """Host values: positions inside the cache, pages and slots that exist, no row written twice."""
     room = capacity(cache, slots, block_table)
-    start = np.asarray(positions)
-    if start.ndim == 0:
-        if not 0 <= int(start) <= room - rows:
-            raise InvalidArgument(
-                f"{name} is {int(start)}, expected 0 to {room - rows} ({rows} rows into {room} positions)"
-            )
-        check_read(cache, slots, block_table, [(int(start), int(start) + rows)])
+    if isinstance(positions, int) or positions.ndim == 0:
+        start = int(positions)
+        if not 0 <= start <= room - rows:
+            raise InvalidArgument(f"{name} is {start}, expected 0 to {room - rows} ({rows} rows into {room} positions)")
+        check_read(cache, slots, block_table, [(start, start + rows)])
         return
-    _check.in_range(name, start, 0, room, f"{room} positions")
-    check_read(cache, slots, block_table, [(int(p), int(p) + 1) for p in start])
+    _check.in_range(name, positions, 0, room, f"{room} positions")
+    check_read(cache, slots, block_table, [(p, p + 1) for p in positions.tolist()])
     if slots is not None:
         _check.unique("slots", slots)
-    elif start.size:
+    elif positions.size > 1:
         page = cache.shape[1]
-        _check.unique("block_table", block_table[np.arange(start.size), start // page] * page + start % page)
+        rows_of = block_table[np.arange(positions.size), positions // page] * page + positions % page
+        _check.unique("block_table", rows_of)
 
 
 def _write_rows(cache: Array, src: Array, slots: Array | None, block_table: Array | None, positions: Any) -> None:

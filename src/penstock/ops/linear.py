@@ -209,7 +209,7 @@ def check_slots(ids: Array, slots: int, slot_of: Array | None) -> None:
         return
     _check.in_range("ids", ids, 0, len(slot_of), f"{len(slot_of)} experts")
     used = slot_of[ids]
-    if (used < 0).any():
+    if _check.bounds(used)[0] < 0:
         raise InvalidArgument(
             f"ids has {int(ids[used < 0][0])}, an absent expert (slot_of is -1), expected present ones"
         )

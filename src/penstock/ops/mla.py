@@ -281,12 +281,13 @@ def _check_sdpa(
     block_table: Array | None,
 ) -> None:
     room = capacity(latent_cache, slots, block_table)
-    lengths = np.asarray(cache_len)
-    if lengths.ndim == 0:
-        _check_cache_len(int(lengths), len(q_prime) if q_prime.ndim == 3 else 0, room)
+    if isinstance(cache_len, int) or cache_len.ndim == 0:
+        lengths = [int(cache_len)]
+        _check_cache_len(lengths[0], len(q_prime) if q_prime.ndim == 3 else 0, room)
     else:
-        _check.in_range("cache_len", lengths, 0, room + 1, f"{room} positions in the cache")
-    check_read(latent_cache, slots, block_table, [(0, int(n)) for n in lengths.reshape(-1)])
+        _check.in_range("cache_len", cache_len, 0, room + 1, f"{room} positions in the cache")
+        lengths = cache_len.tolist()
+    check_read(latent_cache, slots, block_table, [(0, n) for n in lengths])
 
 
 def _absorbed(q_prime: Array, q_pe: Array, latent: Array, rope_k: Array, start: int, scale: float) -> Array:

@@ -156,7 +156,10 @@ def _at(start_pos: Array | int, positions: Array | None) -> Array:
 
 
 def _check_positions(start_pos: Array | int, positions: Array | None) -> None:
-    _check.in_range("start_pos" if positions is None else "positions", _at(start_pos, positions), 0, 2**31)
+    if positions is None:
+        _check.in_range("start_pos", start_pos, 0, 2**31)
+    else:
+        _check.in_range("positions", positions, 0, 2**31)
 
 
 def rotate(x: Array, inv_freq: Array, at: Array, rotary_dim: int | None, mscale: float, interleaved: bool) -> Array:

@@ -46,6 +46,7 @@ HALF = 8  # rows and columns of the tiles of scores where 8 query rows share the
 _LINE = 16  # numbers in 64 bytes
 
 WHOLE, RAGGED, MARKED, KEYS = 0, 1, 2, 3
+_WORD = np.dtype(np.uint16)
 _MARK = -0x80000000  # bits of -0.0, the weight of a key that a row does not see; exp never gives it
 
 _FEW = 1 << 19  # multiplications that one thread does before others are awake
@@ -374,13 +375,14 @@ else:
 
 def words(array: np.ndarray) -> np.ndarray:
     """A contiguous array as a read-only list of 16-bit words."""
-    view = array.reshape(-1).view(np.uint16)
-    view.flags.writeable = False
+    view = array.ravel().view(_WORD)
+    view.setflags(False)
     return view
 
 
 def writable_words(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint16)
+    assert array.flags.c_contiguous
+    return array.ravel().view(_WORD)
 
 
 @njit

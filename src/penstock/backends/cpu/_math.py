@@ -21,6 +21,7 @@ _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440054690583e-
 
 _EXP_LEAST, _EXP_MOST = np.float32(-104), np.float32(89)  # exp is 0 below and infinite above
 _SIGMOID_MOST = np.float32(87.33)  # e**-x is a normal float32 up to here
+_ROUNDER = np.float32(1.5 * 2.0**23)  # added to a float32, it leaves the nearest integer in the lowest bits
 _TANH_MOST = np.float32(10)  # tanh rounds to 1 from 9.01 on
 _LOG_LEAST_NORMAL = np.int32(0x00800000)
 _ROOT_HALF = np.int32(0x3F3504F3)  # sqrt(1/2)
@@ -81,15 +82,15 @@ def exp32(x):
 
 @_inlined(fastmath=FUSED_MULTIPLY_ADD)
 def _sigmoid_of_number(x):
-    """1 / (1 + e**-x) of what is not NaN; 0 below -87.33, where e**-|x| would be subnormal."""
-    a = abs(x)
-    c = a if a < _SIGMOID_MOST else _SIGMOID_MOST
-    n = np.rint(c * -_LOG2_E)
+    """1 / (1 + e**-x) of what is not NaN; 0 below -87.33, where it would be subnormal."""
+    c = x if x > -_SIGMOID_MOST else -_SIGMOID_MOST
+    c = c if c < _SIGMOID_MOST else _SIGMOID_MOST
+    t = c * -_LOG2_E + _ROUNDER
+    n = t - _ROUNDER
     r = -c - n * _LN2_HIGH - n * _LN2_LOW
-    k = np.int32(n)
-    e = number(pattern_of(_ONE + _expm1_reduced(r)) + (k << np.int32(23)))
-    e = e if a < _SIGMOID_MOST else _ZERO
-    return (_ONE if x >= _ZERO else e) / (_ONE + e)
+    e = number(pattern_of(_ONE + _expm1_reduced(r)) + (pattern_of(t) << np.int32(23)))
+    y = _ONE / (_ONE + e)
+    return y if x > -_SIGMOID_MOST else _ZERO
 
 
 @_inlined
@@ -115,13 +116,13 @@ def gelu32(x):
 def tanh32(x):
     """tanh(x) = m / (m + 2) with m = e**(2 |x|) - 1, and the sign of x."""
     a = abs(x)
-    c = _TWO * (a if a < _TANH_MOST else _TANH_MOST)
-    n = np.rint(c * _LOG2_E)
+    c = _TWO * (_TANH_MOST if a > _TANH_MOST else a)  # NaN stays NaN to the end
+    t = c * _LOG2_E + _ROUNDER
+    n = t - _ROUNDER
     r = c - n * _LN2_HIGH - n * _LN2_LOW
-    scale = _power_of_two(np.int32(n))
+    scale = number((pattern_of(t) << np.int32(23)) + np.int32(127 << 23))
     m = scale * _expm1_reduced(r) + (scale - _ONE)
-    y = number(pattern_of(m / (m + _TWO)) | (pattern_of(x) & np.int32(-0x80000000)))
-    return y if x == x else x
+    return number(pattern_of(m / (m + _TWO)) | (pattern_of(x) & np.int32(-0x80000000)))
 
 
 @_inlined(fastmath=FUSED_MULTIPLY_ADD)

@@ -1,7 +1,8 @@
 """Routers of mixture-of-experts blocks and what adds the experts' results to the residual stream, on the CPU.
 
-Experts are ranked by integers that order as their scores do, the expert's number in the lower half: the largest of them
-is the best score and, among equals, the lowest index, and a maximum of integers vectorises.
+Few experts pass the bar of `_topk`, and those are ranked. Where many do (ties, more than 16 wanted) experts are ranked
+by integers that order as their scores do, the expert's number in the lower half: the largest of them is the best score
+and, among equals, the lowest index, and a maximum of integers vectorises.
 """
 
 import math
@@ -10,17 +11,20 @@ import numpy as np
 from numba import prange
 
 from penstock import ops
+from penstock.backends.cpu._attend import floats, peek
 from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, njit
 from penstock.backends.cpu._formats import fmt, frozen, pattern_of
 from penstock.backends.cpu._math import exp32, sigmoid32
 from penstock.backends.cpu._rows import bytes_in, bytes_out, itemsize, load_bytes, store_bytes
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu._topk import WORD, kth_peak, lowest, passing, rank, softmax, two_best
 from penstock.ops._op import kernel
 
 _SOFTMAX, _SLOTS, _GROUPS = 0, 1, 2  # which router
 _LEAST, _MOST = np.int64(-(2**63)), np.int64(2**63 - 1)
 _LAST = np.int64(2**31 - 1)
-_CHUNK = 16  # rows a thread takes at once
+_FEW = 16  # that `rank` takes
+_CHUNK = 32  # rows a thread takes at once
 _SERIAL = 1 << 13  # logits up to which one thread is faster than waking the others
 _NONE = np.empty(0, np.float32)
 _NONE.flags.writeable = False
@@ -76,7 +80,7 @@ def _route(router, logits, per_expert, n_group, topk_group, norm, factor, out) -
 # shapes    logits float32 [T, E]; per_expert float32 [E] (scale or bias) or [0]; ids int32, weights float32 [T, k]
 # threads   prange over chunks of rows; a row belongs to one thread
 # bytes     T * E * 4 in, T * k * 8 out; keys and scores of a row stay in cache
-# limits    E below 2**31; k passes over E, so meant for k much smaller than E
+# limits    E below 2**31; with k above 16, or many equal scores, k passes over E
 @njit(parallel=True)
 def _route_rows(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights):
     T = logits.shape[0]
@@ -85,28 +89,18 @@ def _route_rows(router, logits, per_expert, n_group, topk_group, norm, factor, i
         _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights, c * _CHUNK, stop)
 
 
+# Loops over rows are inside of the functions that use arrays: passing ten arrays to a function counts ten references up
+# and down, atomically, which takes longer than a row.
+
+
 @njit
 def _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights, start, stop):
-    E = logits.shape[1]
-    keys, scores, choice = np.empty(E, np.int64), np.empty(E, np.float32), np.empty(E, np.float32)
-    groups, few = np.empty(n_group, np.int64), np.zeros((ids.shape[1] + 15) // 16 * 16, np.float32)
-    for t in range(start, stop):
-        if router == _SOFTMAX:
-            _softmax_row(logits[t], per_expert, keys, few, ids[t], weights[t])
-        elif router == _SLOTS:
-            _slots_row(logits[t], keys, scores, ids[t], weights[t])
-        else:
-            _groups_row(
-                logits[t], per_expert, topk_group, norm, factor, keys, scores, choice, groups, ids[t], weights[t]
-            )
-
-
-@njit
-def _nothing(ids, weights):
-    """What a row without meaning gives."""
-    for i in range(ids.size):
-        ids[i] = 0
-        weights[i] = np.float32(0)
+    if router == _SOFTMAX:
+        _softmax_rows(logits, per_expert, ids, weights, start, stop)
+    elif router == _SLOTS:
+        _slots_rows(logits, ids, weights, start, stop)
+    else:
+        _groups_rows(logits, per_expert, n_group, topk_group, norm, factor, ids, weights, start, stop)
 
 
 @njit
@@ -115,17 +109,6 @@ def _key(x, j):
     p = np.int64(pattern_of(x + np.float32(0)))
     p = p if p >= 0 else p ^ np.int64(0x7FFFFFFF)
     return (p << np.int64(32)) | (_LAST - j)
-
-
-@njit
-def _rank(scores, keys):
-    """Keys of a row of scores; False if one is NaN."""
-    nan = np.int64(0)
-    for j in range(keys.size):
-        x = scores[j]
-        nan |= np.int64(x != x)
-        keys[j] = _key(x, np.int64(j))
-    return nan == 0
 
 
 @njit
@@ -139,64 +122,107 @@ def _best_below(keys, bar):
     return best
 
 
-@njit
-def _choose(keys, ids):
-    """The numbers of the largest keys, in order."""
-    bar = _MOST
-    for i in range(ids.size):
-        bar = _best_below(keys, bar)
-        ids[i] = _LAST - (bar & np.int64(0xFFFFFFFF))
+@njit(forceinline=True)
+def _candidates(scores, start, k, keys, found):
+    """Numbers and scores of experts among which are the k best of the keys.size from `start` on, in order of their
+    numbers; (how many, the best score). -1: there is NaN. More than 16: these are not all.
+    """
+    E = keys.size
+    bar, top = kth_peak(floats(scores, start), E, min(k, _FEW))
+    if bar != bar:
+        return -1, top
+    if k > _FEW:
+        return k, top
+    n = 0
+    for base in range(0, E, WORD):
+        word = passing(floats(scores, start + base), E - base, bar)
+        while word != 0:
+            if n < _FEW:
+                keys[n] = base + lowest(word)
+                found[n] = peek(floats(scores, start), keys[n])
+            n += 1
+            word &= word - 1
+    return n, top
 
 
 @njit
-def _softmax_row(logits, scale, keys, few, ids, weights):
+def _best_of_all(scores, start, keys, t, ids):
+    """ids[t] = the largest of the keys.size scores from `start` on, best first, ties to the lowest index."""
+    for j in range(keys.size):
+        keys[j] = _key(peek(floats(scores, start), j), np.int64(j))
+    below = _MOST
+    for i in range(ids.shape[1]):
+        below = _best_below(keys, below)
+        ids[t, i] = _LAST - (below & np.int64(0xFFFFFFFF))
+
+
+@njit
+def _softmax_rows(logits, scale, ids, weights, start, stop):
     """The normaliser of the softmax over all experts cancels: only the chosen ones need an exponential."""
-    if not _rank(logits, keys):
-        return _nothing(ids, weights)
-    _choose(keys, ids)
-    top = logits[ids[0]]
-    if not np.isfinite(top):
-        return _nothing(ids, weights)
-    for i in range(ids.size):
-        few[i] = logits[ids[i]] - top
-    for i in range(few.size):  # a multiple of 16, so that all of it vectorises
-        few[i] = exp32(few[i])
-    total = np.float32(0)
-    for i in range(ids.size):
-        total += few[i]
-    for i in range(ids.size):
-        w = few[i] / total
-        weights[i] = w * scale[ids[i]] if scale.size > 0 else w
-    return None
+    E, k = logits.shape[1], ids.shape[1]
+    keys, found, shares = np.empty(E, np.int64), np.empty(_FEW, np.float32), np.empty(_FEW, np.float32)
+    places, order = np.empty(_FEW, np.int32), np.empty(_FEW, np.int32)
+    for t in range(start, stop):
+        n, top = _candidates(logits, t * E, k, keys, found)
+        if n < 0 or not np.isfinite(top):
+            for i in range(k):
+                ids[t, i], weights[t, i] = 0, np.float32(0)
+            continue
+        if n > _FEW:
+            _best_of_all(logits, t * E, keys, t, ids)
+            _softmax_of_all(logits, top, t, ids, weights)
+        else:
+            softmax(floats(found, 0), n, k, places, shares)
+            for i in range(n):  # into rows with room for all: no CPU foresees which of them are among the k best
+                order[places[i]] = keys[i]
+                found[places[i]] = shares[i]
+            for i in range(k):
+                ids[t, i], weights[t, i] = order[i], found[i]
+        if scale.size > 0:
+            for i in range(k):
+                weights[t, i] *= scale[ids[t, i]]
 
 
 @njit
-def _slots_row(logits, keys, scores, ids, weights):
-    E, k = logits.size, ids.size
-    high, nan = np.float32(-np.inf), False
-    for j in range(E):
-        x = logits[j]
-        nan |= x != x
-        high = x if x > high else high
-    if nan or not np.isfinite(high):
-        return _nothing(ids, weights)
-    for j in range(E):
-        scores[j] = exp32(logits[j] - high)
-    total = _any_order_sum(scores)
-    for i in range(k):
-        ids[i] = i
-        keys[i] = _slot_key(logits[i], i)
-    slot = _least_slot(keys, k)
-    bar = logits[ids[slot]]
-    for j in range(k, E):
-        if logits[j] > bar:
-            ids[slot] = j
-            keys[slot] = _slot_key(logits[j], slot)
-            slot = _least_slot(keys, k)
-            bar = logits[ids[slot]]
-    for i in range(k):
-        weights[i] = scores[ids[i]] / total
-    return None
+def _softmax_of_all(logits, top, t, ids, weights):
+    total = np.float32(0)
+    for i in range(ids.shape[1]):
+        weights[t, i] = exp32(logits[t, ids[t, i]] - top)
+        total += weights[t, i]
+    for i in range(ids.shape[1]):
+        weights[t, i] /= total
+
+
+@njit
+def _slots_rows(logits, ids, weights, start, stop):
+    E, k = logits.shape[1], ids.shape[1]
+    held, scores = np.empty(k, np.int64), np.empty(E, np.float32)
+    for t in range(start, stop):
+        bar, high = kth_peak(floats(logits, t * E), E, 1)
+        if not np.isfinite(bar):
+            for i in range(k):
+                ids[t, i], weights[t, i] = 0, np.float32(0)
+            continue
+        for j in range(E):
+            scores[j] = exp32(logits[t, j] - high)
+        total = _any_order_sum(scores)
+        for i in range(k):
+            ids[t, i] = i
+            held[i] = _slot_key(logits[t, i], i)
+        slot = _least_slot(held)
+        bar = logits[t, ids[t, slot]]
+        for base in range(k, E, WORD):
+            word = passing(floats(logits, t * E + base), E - base, bar)
+            while word != 0:
+                j = base + lowest(word)
+                if logits[t, j] > bar:
+                    ids[t, slot] = j
+                    held[slot] = _slot_key(logits[t, j], slot)
+                    slot = _least_slot(held)
+                    bar = logits[t, ids[t, slot]]
+                word &= word - 1
+        for i in range(k):
+            weights[t, i] = scores[ids[t, i]] / total
 
 
 @njit
@@ -205,15 +231,15 @@ def _slot_key(x, slot):
     return (_key(x, np.int64(0)) - _LAST) | np.int64(slot)
 
 
-@njit
-def _least_slot(keys, k):
-    least = keys[0]
-    for i in range(1, k):
-        least = min(least, keys[i])
+@njit(forceinline=True)
+def _least_slot(held):
+    least = held[0]
+    for i in range(1, held.size):
+        least = min(least, held[i])
     return least & np.int64(0xFFFFFFFF)
 
 
-@njit(fastmath=frozenset({"reassoc"}))
+@njit(fastmath=frozenset({"reassoc"}), forceinline=True)
 def _any_order_sum(values):
     total = np.float32(0)
     for j in range(values.size):
@@ -222,46 +248,67 @@ def _any_order_sum(values):
 
 
 @njit
-def _groups_row(logits, bias, topk_group, norm, factor, keys, scores, choice, groups, ids, weights):
-    E, G = logits.size, groups.size
-    size = E // G
-    for j in range(E):
+def _score(logits, bias, scores, choice):
+    """The scores of a row and what its choice goes by; False if that has NaN."""
+    for j in range(scores.size):
         scores[j] = _sigmoid(logits[j])
+    nan = np.int32(0)
     if bias.size > 0:
-        for j in range(E):
+        for j in range(choice.size):
             choice[j] = scores[j] + bias[j]
+            nan |= np.int32(choice[j] != choice[j])
     else:
-        for j in range(E):
+        for j in range(choice.size):
             choice[j] = scores[j]
-    if not _rank(choice, keys):
-        return _nothing(ids, weights)
-    if G > 1:
-        by_group = choice.reshape((G, size))
-        for i in range(G):
-            first, second = np.float32(-np.inf), np.float32(-np.inf)
-            for j in range(size):
-                x = by_group[i, j]
-                low = x if x < first else first
-                first = x if x > first else first
-                second = low if low > second else second
-            both = first + second
-            # a sum of inf and -inf ranks after everything, as in a sort
-            groups[i] = _key(both, np.int64(i)) if both == both else (_LEAST | (_LAST - i))
-        bar = _MOST
-        for _ in range(topk_group):
-            bar = _best_below(groups, bar)
-        for i in range(G):
-            if groups[i] < bar:
-                for j in range(i * size, (i + 1) * size):
-                    keys[j] = _key(np.float32(-np.inf), np.int64(j))
-    _choose(keys, ids)
-    total = 0.0
-    for i in range(ids.size):
-        total += np.float64(scores[ids[i]])
-    for i in range(ids.size):
-        w = np.float64(scores[ids[i]])
-        weights[i] = np.float32((w / (total + 1e-20) if norm else w) * factor)
-    return None
+            nan |= np.int32(choice[j] != choice[j])
+    return nan == 0
+
+
+@njit
+def _groups_rows(logits, bias, n_group, topk_group, norm, factor, ids, weights, start, stop):
+    E, k = logits.shape[1], ids.shape[1]
+    scores, choice, groups = np.empty(E, np.float32), np.empty(E, np.float32), np.empty(n_group, np.int64)
+    keys, found = np.empty(E, np.int64), np.empty(_FEW, np.float32)
+    places, order = np.empty(_FEW, np.int32), np.empty(_FEW, np.int32)
+    for t in range(start, stop):
+        if not _score(logits[t], bias, scores, choice):
+            for i in range(k):
+                ids[t, i], weights[t, i] = 0, np.float32(0)
+            continue
+        if n_group > 1:
+            _drop_groups(choice, topk_group, groups)
+        n, _ = _candidates(choice, 0, k, keys, found)
+        if n > _FEW:
+            _best_of_all(choice, 0, keys, t, ids)
+        else:
+            rank(floats(found, 0), n, places)
+            for i in range(n):
+                order[places[i]] = keys[i]
+            for i in range(k):
+                ids[t, i] = order[i]
+        total = 0.0
+        for i in range(k):
+            total += np.float64(scores[ids[t, i]])
+        for i in range(k):
+            w = np.float64(scores[ids[t, i]])
+            weights[t, i] = np.float32((w / (total + 1e-20) if norm else w) * factor)
+
+
+@njit(forceinline=True)
+def _drop_groups(choice, topk_group, groups):
+    """Nothing is chosen from groups behind the best ones, by the sums of their two best."""
+    size = choice.size // groups.size
+    for i in range(groups.size):
+        both = two_best(floats(choice, i * size), size)
+        # a sum of inf and -inf ranks after everything, as in a sort
+        groups[i] = _key(both, np.int64(i)) if both == both else (_LEAST | (_LAST - i))
+    bar = _MOST
+    for _ in range(topk_group):
+        bar = _best_below(groups, bar)
+    for i in range(groups.size):
+        if groups[i] < bar:
+            for j in range(i * size, (i + 1) * size):
+                choice[j] = np.float32(-np.inf)
 
 
 @njit(forceinline=True, fastmath=FUSED_MULTIPLY_ADD)

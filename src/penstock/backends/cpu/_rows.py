@@ -5,7 +5,8 @@ import numpy as np
 from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import BFLOAT16, FLOAT16, FLOAT32, load_row, rounded, store_row, widened
 
-_NOTHING = np.empty((1, 0), np.uint8)
+_UINT8 = np.dtype(np.uint8)
+_NOTHING = np.empty((1, 0), _UINT8)
 _NOTHING.flags.writeable = False
 
 
@@ -13,14 +14,14 @@ def bytes_in(array: np.ndarray | None) -> np.ndarray:
     """The bytes of an input [..., n] as [rows, n * itemsize], read-only; no rows at all for None."""
     if array is None:
         return _NOTHING
-    view = (array if array.ndim == 2 else array.reshape(-1, array.shape[-1])).view(np.uint8)
-    view.flags.writeable = False
+    view = (array if array.ndim == 2 else array.reshape(-1, array.shape[-1])).view(_UINT8)
+    view.setflags(False)
     return view
 
 
 def bytes_out(array: np.ndarray) -> np.ndarray:
     """The bytes of an output or a state [..., n] as [rows, n * itemsize]."""
-    return (array if array.ndim == 2 else array.reshape(-1, array.shape[-1])).view(np.uint8)
+    return (array if array.ndim == 2 else array.reshape(-1, array.shape[-1])).view(_UINT8)
 
 
 @njit

@@ -51,8 +51,7 @@ def conv1d_causal(
 ) -> None:
     if out.size == 0:
         return
-    args = (bytes_in(x), bytes_in(state), weight.reshape(-1).view(np.uint8), _slots(slots))
-    args[2].flags.writeable = False
+    args = (bytes_in(x), bytes_in(state), frozen(weight.ravel().view(np.uint8)), _slots(slots))
     args = (*args, fmt(x), fmt(state), fmt(weight), bytes_out(out))
     if out.size <= _SERIAL_CONV:
         _convolve_some(*args, 0, len(x), 0, x.shape[1])
@@ -85,8 +84,12 @@ def _convolve_some(x, state, weight, slots, x_fmt, state_fmt, weight_fmt, out, t
     flat, y = np.empty(W * width, np.float32), np.empty(width, np.float32)
     for first in range(c0, c1, _CHANNELS):
         n = min(_CHANNELS, c1 - first)
-        load_bytes(weight[first * W * ws : (first + n) * W * ws], weight_fmt, flat)
-        _turn_taps(flat, taps, n)
+        part = weight[first * W * ws : (first + n) * W * ws]
+        if weight_fmt == FLOAT32:
+            _turn_taps(part.view(np.float32), taps, n)
+        else:
+            load_bytes(part, weight_fmt, flat)
+            _turn_taps(flat, taps, n)
         for t in range(t0, t1):
             # row r of state followed by x lies in seen[r % W]
             if slots[0] >= 0:

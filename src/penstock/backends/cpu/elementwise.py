@@ -42,7 +42,7 @@ def flat_out(array: np.ndarray) -> np.ndarray:
 
 def slots(weights: np.ndarray) -> np.ndarray:
     """Weights of expert slots as read-only float32 [rows, k]."""
-    rows = weights.reshape(-1, weights.shape[-1]).view()
+    rows = (weights if weights.ndim == 2 else weights.reshape(-1, weights.shape[-1])).view()
     rows.setflags(False)
     return rows
 

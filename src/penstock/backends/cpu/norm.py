@@ -30,9 +30,11 @@ from penstock.ops._op import kernel
 
 PLAIN, ADDED, NORMED = range(3)  # how v comes from x: x, a + x, a + n(x, w_mid)
 ALONE, TIMES, GATED, PLUS, PLUS_NORMED = range(5)  # what happens to n(v, w): · b, · silu(b), + b, + n(b, w_mid)
+_AS_IS, _BY_NUMBER, _BY_VECTOR = range(3)  # s: nothing, one number, an array
 
 _BLOCK = 2048  # numbers of a block of rows, if rows are shorter than that
 _CHUNK = 16  # blocks that a thread takes at once
+_ONE = np.float32(1)
 _NO_SLOTS = np.empty((0, 0), np.float32)
 _NO_SLOTS.flags.writeable = False
 
@@ -72,14 +74,24 @@ def scaled_rows(v, n, rinv, w, b, merge, y):
         for i in range(n):
             for j in range(v.shape[1]):
                 y[i, j] = v[i, j] * rinv[i] * w[j]
-    elif merge in (TIMES, GATED):
+    elif merge == TIMES:
         for i in range(n):
             for j in range(v.shape[1]):
                 y[i, j] = v[i, j] * rinv[i] * w[j] * b[i, j]
+    elif merge == GATED:
+        for i in range(n):
+            for j in range(v.shape[1]):
+                y[i, j] = v[i, j] * rinv[i] * w[j] * silu32(b[i, j])
     else:
         for i in range(n):
             for j in range(v.shape[1]):
                 y[i, j] = b[i, j] + v[i, j] * rinv[i] * w[j]
+
+
+@njit
+def _multiply(y, factor):
+    for j in range(y.size):
+        y[j] *= factor
 
 
 @njit
@@ -96,17 +108,13 @@ def _add(y, b):
 
 
 @njit
-def _silu(y):
-    for j in range(y.size):
-        y[j] = silu32(y[j])
-
-
-@njit
-def _load_vectors(vectors, fmts, dim):
+def _load_vectors(vectors, fmts, wanted, dim):
     """Weights as float32 [5, dim]; an empty one is all 1, one of a single element is that element throughout."""
     loaded = np.empty((len(vectors), dim), np.float32)
     first = np.empty(1, np.float32)
     for i in range(len(vectors)):
+        if not wanted[i]:
+            continue
         size = vectors[i].size // 2 if fmts[i] == FLOAT32 else vectors[i].size
         if size == dim:
             load(vectors[i], fmts[i], 0, loaded[i])
@@ -119,10 +127,12 @@ def _load_vectors(vectors, fmts, dim):
 
 
 @njit
-def _norm_blocks(program, x, slot_weights, a, b, fmt, vectors, fmts, dim, eps, mid, outs, start, stop):
+def _norm_blocks(program, x, slot_weights, a, b, fmt, vectors, fmts, factor, dim, eps, mid, outs, start, stop):
     """Rows start … stop - 1 of `_norm_parallel`."""
     source, merge, scaled = program
-    w = _load_vectors(vectors, fmts, dim)
+    middle = source == NORMED or merge == PLUS_NORMED
+    wanted = (True, outs[1].size > 0, outs[2].size > 0, middle, scaled == _BY_VECTOR)
+    w = _load_vectors(vectors, fmts, wanted, dim)
     w_mid, s = w[3], w[4]
     rows = max(1, _BLOCK // dim)
     scratch = np.empty((4, rows, dim), np.float32)
@@ -146,9 +156,7 @@ def _norm_blocks(program, x, slot_weights, a, b, fmt, vectors, fmts, dim, eps, m
             unit_factors(v, n, dim, eps, rinv)
             scaled_rows(v, n, rinv, w_mid, ra, PLUS, y)
             v, y = y, v
-        if merge == GATED:
-            _silu(rb.reshape(-1)[:span])
-        elif merge == PLUS_NORMED:
+        if merge == PLUS_NORMED:
             unit_factors(rb, n, dim, eps, rinv)
             scaled_rows(rb, n, rinv, w_mid, ra, ALONE, y)
             rb, y = y, rb
@@ -158,23 +166,26 @@ def _norm_blocks(program, x, slot_weights, a, b, fmt, vectors, fmts, dim, eps, m
         for k in range(len(outs)):
             if outs[k].size > 0:
                 scaled_rows(v, n, rinv, w[k], rb, merge, y)
-                if scaled:
+                if scaled == _BY_VECTOR:
                     _multiply_rows(y, n, s)
+                elif scaled == _BY_NUMBER:
+                    _multiply(y.reshape(-1)[:span], factor)
                 store(y.reshape(-1)[:span], fmt, outs[k], r * dim)
 
 
 # norm      v = x or sum_i weights[i] * x[i];  v = v, a + v or a + n(v, w_mid);  mid = v
 #           y_k = n(v, w_k) · s, with n(v, w_k) alone, · b, · silu(b), + b or + n(b, w_mid);  n as in penstock.ops.norm
-# shapes    x [rows, dim] or [rows, slots, dim]; a, b, mid, y_k [rows, dim]; w_k, w_mid, s [dim] of any format each
+# shapes    x [rows, dim] or [rows, slots, dim]; a, b, mid, y_k [rows, dim]; w_k, w_mid, s [dim] of any format each, or
+#           s the number `factor`
 # threads   prange over chunks of rows; a row belongs to one thread and its sums have one order for each dim
 # bytes     x, a, b, mid, y_k once each; the vectors once per chunk of 32k numbers
 # limits    sums a + x and weighted sums are float32: beyond its range they are infinite
 @njit(parallel=True)
-def _norm_parallel(program, x, slot_weights, a, b, fmt, vectors, fmts, dim, eps, mid, outs, rows):
+def _norm_parallel(program, x, slot_weights, a, b, fmt, vectors, fmts, factor, dim, eps, mid, outs, rows):
     step = max(1, _BLOCK // dim) * _CHUNK
     for c in prange((rows + step - 1) // step):
         start, stop = c * step, min(rows, (c + 1) * step)
-        _norm_blocks(program, x, slot_weights, a, b, fmt, vectors, fmts, dim, eps, mid, outs, start, stop)
+        _norm_blocks(program, x, slot_weights, a, b, fmt, vectors, fmts, factor, dim, eps, mid, outs, start, stop)
 
 
 def _run(
@@ -196,19 +207,33 @@ def _run(
     if outs[0].size == 0:
         return
     dim = outs[0].shape[-1]
-    if scalar is not None and not isinstance(scalar, np.ndarray):
-        scalar = np.array([scalar], np.float32)
+    scaled, factor = (_AS_IS, _ONE) if scalar is None else (_BY_VECTOR, _ONE)
+    if scaled and not isinstance(scalar, np.ndarray):
+        scaled, factor, scalar = _BY_NUMBER, np.float32(scalar), None
     w0, w1, w2 = weights if len(weights) == 3 else (weights[0], None, None)
     y1, y2 = (flat_out(outs[1]), flat_out(outs[2])) if len(outs) == 3 else (NO_OUTPUT, NO_OUTPUT)
-    call = (
-        (source, merge, scalar is not None),
+    call = (  # without helpers: a call of Python's for each of these would cost as much as the norm of a row
+        (source, merge, scaled),
         flat(x),
         _NO_SLOTS if slot_weights is None else slots(slot_weights),
-        _bits(a),
-        _bits(b),
+        NOTHING if a is None else flat(a),
+        NOTHING if b is None else flat(b),
         fmt(x),
-        (_bits(w0), _bits(w1), _bits(w2), _bits(w_mid), _bits(scalar)),
-        (_fmt(w0), _fmt(w1), _fmt(w2), _fmt(w_mid), _fmt(scalar)),
+        (
+            NOTHING if w0 is None else flat(w0),
+            NOTHING if w1 is None else flat(w1),
+            NOTHING if w2 is None else flat(w2),
+            NOTHING if w_mid is None else flat(w_mid),
+            NOTHING if scalar is None else flat(scalar),
+        ),
+        (
+            FLOAT32 if w0 is None else fmt(w0),
+            FLOAT32 if w1 is None else fmt(w1),
+            FLOAT32 if w2 is None else fmt(w2),
+            FLOAT32 if w_mid is None else fmt(w_mid),
+            FLOAT32 if scalar is None else fmt(scalar),
+        ),
+        factor,
         dim,
         float(eps),
         NO_OUTPUT if mid is None else flat_out(mid),
@@ -219,14 +244,6 @@ def _run(
         _norm_blocks(*call, 0, rows)
     else:
         _threads.run(_norm_parallel, *call, rows)
-
-
-def _bits(array: np.ndarray | None) -> np.ndarray:
-    return NOTHING if array is None else flat(array)
-
-
-def _fmt(array: np.ndarray | None) -> int:
-    return FLOAT32 if array is None else fmt(array)
 
 
 @kernel(ops.rms_norm, device="cpu")
