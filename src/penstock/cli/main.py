@@ -11,13 +11,20 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from penstock._version import __version__
+from penstock.cli.bench import bench
+from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
+from penstock.cli.generate import generate
 from penstock.cli.kernels import kernels
 from penstock.errors import PenstockError
 from penstock.settings import Settings
 
 # Plain help text: it reads the same on a terminal, in a pipe and in a pager, at any width.
 app = typer.Typer(name="penstock", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command(context_settings={"allow_extra_args": True})(generate)
+app.command()(chat)
+app.command()(bench)
+app.command("benchmark", hidden=True)(bench)  # as mlx-lm calls it
 app.command()(kernels)
 app.command()(doctor)
 

@@ -22,9 +22,7 @@ def main() -> None:
         f"{cfg.top_k} of {cfg.experts} experts per token, {stats.weight_bytes / 1e6:.0f} MB of 4-bit weights",
         file=sys.stderr,
     )
-    print(
-        'next: penstock generate -p "Tell me a story"   penstock chat   penstock generate --model FOLDER', file=sys.stderr
-    )
+    print('next: penstock generate -p "Tell me a story", penstock chat, penstock bench', file=sys.stderr)
 
 
 if __name__ == "__main__":

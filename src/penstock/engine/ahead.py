@@ -36,15 +36,17 @@ def start(options: dict[str, Any]) -> None:
         return
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _claims.helper = subprocess.Popen(
+        helper = subprocess.Popen(
             [sys.executable, "-m", "penstock.engine.ahead"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        _claims.helper.stdin.write(json.dumps({"options": options, "parent": os.getpid()}))
-        _claims.helper.stdin.close()
+        assert helper.stdin is not None
+        with helper.stdin:
+            helper.stdin.write(json.dumps({"options": options, "parent": os.getpid()}))
+        _claims.helper = helper
 
 
 def run(engine: Engine, parent: int) -> None:

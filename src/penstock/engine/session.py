@@ -102,7 +102,9 @@ class Session:
         progress: Callable[[int], None] | None = None,
         **sampling: Any,
     ) -> Iterator[Chunk]:
-        """Append a prompt and continue it, token by token. What was generated belongs to the session."""
+        """Append a prompt and continue it, token by token. What was generated belongs to the session. Sampling and
+        extra_eos as in `LLM.generate`.
+        """
         return self._streamed(self._request(prompt, max_tokens, stop, sampling), progress)
 
     def generate(
@@ -201,6 +203,7 @@ class Session:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything into one file (safetensors), under a temporary name first."""
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         engine, sequence = self._engine, self._sequence
@@ -227,8 +230,8 @@ class Session:
         try:
             save_file(arrays, temporary, about)
             temporary.replace(target)
-        except OSError as error:
-            raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{target}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
         finally:
             temporary.unlink(missing_ok=True)
 

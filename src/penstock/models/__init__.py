@@ -44,18 +44,25 @@ def family_of(config: dict[str, Any]) -> ModuleType:
 
 
 def bytes_of(weights: Any) -> int:
-    """Bytes of all arrays in a family's weights; one that stands in two places (a tied head) counts once."""
-    seen: dict[int, int] = {}
+    """Bytes of all arrays in a family's weights; memory that several of them show (joined parts, a tied head) once."""
+    spans: set[tuple[int, int]] = set()
 
     def visit(value: Any) -> None:
         if isinstance(value, tuple | list):
             for item in value:
                 visit(item)
-        elif isinstance(value, np.ndarray | QuantizedTensor):
-            seen[id(value)] = value.nbytes
+        elif isinstance(value, QuantizedTensor):
+            visit(value.arrays)
+        elif isinstance(value, np.ndarray):
+            start = value.__array_interface__["data"][0]
+            spans.add((start, start + value.nbytes))
         elif is_dataclass(value):
             for item in fields(value):
                 visit(getattr(value, item.name))
 
     visit(weights)
-    return sum(seen.values())
+    total = end = 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total

@@ -69,19 +69,19 @@ def project(step: Step, x: Array, w: Joined, dtype: str | None = None) -> tuple[
 
 
 @dataclass(frozen=True)
-class Mlp:
-    """A gated feed-forward block."""
-
-    gate_up: Joined
-    down: Weight
-
-
-@dataclass(frozen=True)
 class ExpertStack:
     """Feed-forward blocks of E experts: gate, up [E, I, dim], down [E, dim, I]. up None: gate rows, then up rows."""
 
     gate: Weight
     up: Weight | None
+    down: Weight
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated feed-forward block."""
+
+    gate_up: Joined
     down: Weight
 
 

@@ -54,7 +54,7 @@ def njit(
         if kernel is py_func:  # NUMBA_DISABLE_JIT
             return kernel
         kernel._cache = _KernelCache(py_func, cache_dir)
-        kernel.compile = _shown(kernel.compile)
+        kernel.compile = _shown(kernel)
         for one in [signature] if isinstance(signature, str) else signature:
             kernel.compile(one)
         if signature:
@@ -64,9 +64,11 @@ def njit(
     return decorate if function is None else decorate(function)
 
 
-def _shown(compile: Callable) -> Callable:
+def _shown(kernel: Any) -> Callable:
+    compile = kernel.compile
+
     def compile_in_sight(sig: Any) -> Any:
-        with _progress.compiling() as outermost, _claims.hold(compile.__self__, sig) if outermost else _nothing():
+        with _progress.compiling() as outermost, _claims.hold(kernel, sig) if outermost else _nothing():
             return compile(sig)
 
     return compile_in_sight

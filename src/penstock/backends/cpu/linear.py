@@ -358,6 +358,36 @@ def int8_one(bits: int, how: int) -> Any:
 
 
 @functools.cache
+def int8_few(bits: int, how: int) -> Any:
+    """The kernel of a product with at most FEW rows of float32, from rounding them to the results in one call."""
+    one = int8_one(bits, how)
+
+    # int8_few  y[t] = W · int8(x[t]) for one weight and a few rows
+    # shapes    codes, scales, biases as in Stack, S = 1; x float32 [T, K]; y float32 [T, N]
+    # threads   prange over strips of the weight; a number belongs to one thread
+    # bytes     the weight once per row of x (the second finds it in cache), x stays in cache
+    # limits    instructions of `how`, not PORTABLE
+    @njit(parallel=True)
+    def few(codes, scales, biases, kind, gs, x, y):
+        T, K = x.shape
+        xq, xp = np.empty((T, K), np.int8), np.empty((T, K), np.int8)
+        delta, total = np.empty((T, K // gs), np.float32), np.empty((T, K // gs), np.float32)
+        for t in range(T):
+            int8_row(x[t], gs, xq[t], delta[t], total[t])
+        if bits == 4:
+            pair_rows(xq, xp)
+        else:
+            xp[:] = xq
+        N = y.shape[1]
+        for i in prange((N + STRIP - 1) // STRIP):
+            first = i * STRIP
+            for t in range(T):
+                one(codes, scales, biases, kind, gs, first, xp, delta, total, t, y[t, first : min(first + STRIP, N)])
+
+    return few
+
+
+@functools.cache
 def int8_product(bits: int, how: int) -> tuple[Any, Any]:
     """Serial and parallel kernel of the grouped product with int8 activations, for one width of codes."""
     if how == PORTABLE:
@@ -662,7 +692,12 @@ def product_into(x: np.ndarray, w: Any, out: np.ndarray, activations: str, varia
     rows = float_rows(x)
     y = float_target(out)
     flat = y.reshape(len(rows), out.shape[-1])
-    grouped_product(rows, stack_of(w), whole(len(rows)), flat, activations, variant)
+    stack = stack_of(w)
+    few = activations == "int8" and stack.bits and 0 < len(rows) <= FEW and stack.codes.nbytes >= SMALL
+    if few and (how := chosen(variant)) != PORTABLE:
+        run(int8_few(stack.bits, how), stack.codes, stack.scales, stack.biases, stack.fmt, stack.gs, rows, flat)
+    else:
+        grouped_product(rows, stack, whole(len(rows)), flat, activations, variant)
     finish(y, out)
 
 

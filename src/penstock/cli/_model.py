@@ -1,0 +1,432 @@
+"""Options that several verbs share, and what becomes of them: a loaded model, sampling, a prompt, a refusal.
+
+A verb takes groups of options as dataclasses; `verb` turns each field into an option of the command line. Names are
+those of mlx-lm, and where it has none those of llama.cpp and vLLM. An option that they know and penstock lacks is
+refused by its name.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+from rich.console import Console
+
+from penstock.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from penstock.api import LLM
+
+
+class UsageError(typer.TyperException):
+    """Wrong usage that the parser does not see; the program ends with status 2."""
+
+    exit_code = 2
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Verbs
+
+
+def verb(refused: Mapping[str, str | None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a Typer command of a function whose parameters are options or dataclasses of options.
+
+    `refused` has the spellings of options that penstock knows and lacks: None for a flag, else the value that asks for
+    nothing special and is let through ("" if there is none).
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        groups: dict[str, type] = {}
+        parameters: list[Parameter] = []
+        for parameter in signature(function, eval_str=True).parameters.values():
+            if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+                groups[parameter.name] = parameter.annotation
+                parameters += _options_of(parameter.annotation)
+            else:
+                parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+        hidden = [_refusal(n, name, neutral) for n, (name, neutral) in enumerate(refused.items())]
+
+        def command(**values: Any) -> None:
+            for option in hidden:
+                del values[option.name]
+            made = {
+                name: group(**{field.name: values.pop(field.name) for field in fields(group)})
+                for name, group in groups.items()
+            }
+            return function(**made, **values)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        # Typer reads these instead of the function's own
+        command.__signature__ = Signature([*parameters, *hidden])  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in (*parameters, *hidden)}
+        return command
+
+    return decorate
+
+
+def _options_of(group: type) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    assert is_dataclass(group) and all(field.default is not MISSING for field in fields(group))
+    return [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(group)
+    ]
+
+
+def _refusal(number: int, name: str, neutral: str | None) -> Parameter:
+    def refuse(value: Any) -> Any:
+        if value is None or value is False or (neutral and _same(value, neutral)):
+            return value
+        raise UsageError(f"{name}: not supported by penstock yet" + (f", except {neutral}" if neutral else ""))
+
+    option = typer.Option(name, hidden=True, callback=refuse)
+    kind = Annotated[bool, option] if neutral is None else Annotated[str | None, option]
+    default = False if neutral is None else None
+    return Parameter(f"refused_{number}", Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _same(value: str, neutral: str) -> bool:
+    """Equal as text or as numbers."""
+    try:
+        return float(value) == float(neutral)
+    except ValueError:
+        return value == neutral
+
+
+# Options of mlx-lm, llama.cpp and vLLM for things that penstock lacks; these fit every verb that loads a model.
+REFUSED: dict[str, str | None] = {
+    "--trust-remote-code": None,
+    "--adapter-path": "",
+    "--lora": "",
+    "--lora-scaled": "",
+    "--pipeline": None,
+    "--draft-model": "",
+    "--model-draft": "",
+    "-md": "",
+    "--num-draft-tokens": "3",
+    "--spec-type": "",
+    "--spec-draft-n-max": "",
+    "--speculative-config": "",
+    "--quantize-activations": None,
+    "-qa": None,
+    "--kv-bits": "",
+    "--kv-group-size": "64",
+    "--quantized-kv-start": "5000",
+    "--kv-cache-dtype": "auto",
+    "--cache-type-k": "",
+    "-ctk": "",
+    "--cache-type-v": "",
+    "-ctv": "",
+    "--prefill-step-size": "256",
+    "--expert-cache": "auto",
+    "--moe-cache-size": "",
+    "--moe-expert-cache": "",
+    "--moe-stream-cache": "",
+    "--moe-expert-cache-size": "",
+    "--expert-host": "auto",
+    "--expert-io": "auto",
+    "--expert-policy": "auto",
+    "--n-gpu-layers": "auto",
+    "--gpu-layers": "auto",
+    "-ngl": "auto",
+    "--override-tensor": "",
+    "-ot": "",
+    "--cpu-moe": None,
+    "-cmoe": None,
+    "--n-cpu-moe": "",
+    "-ncmoe": "",
+    "--fit": "on",
+    "-fit": "on",
+    "--fit-target": "",
+    "-fitt": "",
+    "--flash-attn": "auto",
+    "-fa": "auto",
+    "--load-mode": "auto",
+    "-lm": "auto",
+    "--mlock": None,
+    "--no-mmap": None,
+    "--numa": "",
+    "--check-tensors": None,
+    "--gpu-memory-utilization": "",
+    "--cpu-offload-gb": "0",
+    "--tensor-parallel-size": "1",
+    "-tp": "1",
+    "--pipeline-parallel-size": "1",
+    "-pp": "1",
+    "--enable-expert-parallel": None,
+    "--quantization": "",
+    "--load-format": "auto",
+    "--rope-scaling": "",
+    "--rope-freq-base": "",
+    "--rope-freq-scale": "",
+}
+
+REFUSED_SAMPLING: dict[str, str | None] = {
+    "--xtc-probability": "0",
+    "--xtc-threshold": "0.1",
+    "--min-tokens-to-keep": "1",
+    "--samplers": "",
+    "--sampling-seq": "",
+    "--typical": "1",
+    "--typical-p": "1",
+    "--top-nsigma": "-1",
+    "--top-n-sigma": "-1",
+    "--mirostat": "0",
+    "--dynatemp-range": "0",
+    "--dry-multiplier": "0",
+    "--repeat-last-n": "",
+    "--logit-bias": "",
+    "--grammar": "",
+    "--grammar-file": "",
+    "--json-schema": "",
+    "--json-schema-file": "",
+    "-j": "",
+    "--image": "",
+    "--mmproj": "",
+    "--chat-template": "",
+    "--chat-template-file": "",
+    "--use-default-chat-template": None,
+    "--reasoning-format": "none",
+    "--reasoning-budget": "-1",
+    "--ignore-eos": None,
+}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Groups of options
+
+
+def size(text: str) -> int:
+    """A number of tokens: 4096, 32k (32 000) or 32K (32 768), 1m or 1M."""
+    factor = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}.get(text[-1:], 1)
+    digits = text if factor == 1 else text[:-1]
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 12):
+        raise typer.BadParameter(f"{text!r} is no number of tokens such as 4096, 32k or 32K")
+    return int(digits) * factor
+
+
+@dataclass(frozen=True)
+class AnyModel:
+    """Which model, and how it computes."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-hf", "--hf-repo", metavar="M", help="Folder or hub id; the built-in demo model if left out."
+        ),
+    ] = None
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a hub model.")
+    ] = None
+    offline: Annotated[bool, typer.Option("--offline", help="Use only what has been downloaded before.")] = False
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "reference"], typer.Option("--device", help="Where the model runs.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], typer.Option("--dtype", help="Numbers between the layers.")
+    ] = "auto"
+    activations: Annotated[
+        Literal["auto", "int8", "float32"],
+        typer.Option("--activations", help="Rounding inside quantized products; float32 is exact and slower."),
+    ] = "auto"
+
+    @property
+    def name(self) -> str:
+        return "demo" if self.model is None else self.model.rstrip("/").rpartition("/")[2] or self.model
+
+    def _load(self, max_context: int | None, threads: int | None, notify: Callable[[str], None] | None) -> LLM:
+        from penstock import api
+
+        return api.load(
+            self.model,
+            device=self.device,
+            dtype=self.dtype,
+            activations=self.activations,
+            max_context=max_context,
+            threads=threads,
+            revision=self.revision,
+            offline=self.offline or None,
+            notify=notify,
+        )
+
+
+@dataclass(frozen=True)
+class ModelOptions(AnyModel):
+    """Which model, and how much of the machine it takes."""
+
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            "--max-kv-size",
+            "--ctx-size",
+            "-c",
+            "--max-model-len",
+            metavar="N",
+            parser=size,
+            help="Positions of the context (32k, 32K); by default all that the model has and memory allows.",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option("--threads", "-t", metavar="N", min=1, help="Threads; all physical cores if left out.")
+    ] = None
+
+    def load(self, notify: Callable[[str], None] | None) -> LLM:
+        """The model; remarks about it go to `notify`."""
+        return self._load(self.max_context or None, self.threads, notify)
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How a token is chosen."""
+
+    temp: Annotated[float, typer.Option("--temp", min=0, help="Sampling temperature; 0 takes the best token.")] = 0.0
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0, max=1, help="Keep the likeliest tokens up to this sum.")
+    ] = 1.0
+    min_p: Annotated[
+        float, typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the likeliest one.")
+    ] = 0.0
+    top_k: Annotated[int, typer.Option("--top-k", min=-1, help="Keep this many tokens; 0 keeps all.")] = 0
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", "--repeat-penalty", help="Divides the logits of earlier tokens.")
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="Taken from the logits of generated tokens.")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="The same, once per occurrence.")
+    ] = 0.0
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """As `LLM.stream` and `Session.stream` take them, but for the seed. Raises UsageError for a wrong value."""
+        from penstock.engine.sampling import SamplingParams
+
+        chosen: dict[str, Any] = {
+            "temperature": self.temp,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "top_k": self.top_k,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+        }
+        try:
+            SamplingParams(**chosen)  # before a model is loaded
+        except InvalidArgument as error:
+            raise UsageError(str(error)) from None
+        return chosen | {"stop": [checked_text("--stop", text) for text in self.stop or ()]}
+
+
+SEED = typer.Option("--seed", "-s", metavar="N", min=0, max=2**64 - 1, help="Of the random choices.")
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What the chat template is given besides the messages."""
+
+    system_prompt: Annotated[
+        str | None, typer.Option("--system-prompt", "-sys", metavar="TEXT", help="First message, of role system.")
+    ] = None
+    chat_template_config: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template-config",
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help="Variables of the template, such as '{\"enable_thinking\": false}'.",
+        ),
+    ] = None
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What stands before the first message of the user."""
+        if self.system_prompt is None:
+            return []
+        return [{"role": "system", "content": checked_text("--system-prompt", self.system_prompt)}]
+
+    def variables(self) -> dict[str, Any]:
+        """The variables of --chat-template-config. Raises UsageError unless they are a JSON object."""
+        if self.chat_template_config is None:
+            return {}
+        try:
+            found = json.loads(self.chat_template_config)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--chat-template-config: not valid JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise UsageError(f"--chat-template-config: is a {type(found).__name__}, expected a JSON object")
+        for taken in ("messages", "add_generation_prompt"):
+            if taken in found:
+                raise UsageError(f"--chat-template-config: {taken!r} is set by penstock, expected other variables")
+        return found
+
+
+def checked_text(name: str, text: str) -> str:
+    """Text from the command line or standard input. Raises InvalidArgument if its bytes were no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{name}: is not valid UTF-8") from None
+    return text
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+def note(text: str) -> None:
+    """A remark on stderr, dim on a terminal."""
+    console = Console(stderr=True, highlight=False)
+    dim = "dim" if console.is_terminal and not console.no_color else ""
+    console.print(text, style=dim, markup=False, emoji=False, soft_wrap=True)
+
+
+def tolerant_stdout() -> None:
+    """Let stdout replace what its encoding lacks: a model may write any character, a terminal may know only ASCII."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+class Reading:
+    """Progress over a long prompt: a bar on stderr, if that is a terminal, until the last token has been read.
+
+    An instance is what `progress=` takes. Nothing is shown before the first piece is done: it may have to compile.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._bar: Progress | None = None
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        if self._done >= self._total:
+            self.close()
+        elif sys.stderr.isatty():
+            if self._bar is None:
+                from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+                columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+                self._bar.add_task("reading", total=self._total)
+                self._bar.start()
+            self._bar.update(self._bar.task_ids[0], completed=self._done)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def rate(count: int, seconds: float) -> float:
+    """Tokens per second; 0 for no time at all."""
+    return count / seconds if seconds > 0 and math.isfinite(seconds) else 0.0

@@ -1,0 +1,640 @@
+"""penstock bench: how fast a model reads prompts and writes tokens here, in the form of llama-bench."""
+
+import csv
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import typer
+from rich.console import Console
+
+from penstock.cli._bandwidth import BYTES, ReadBandwidth
+from penstock.cli._model import REFUSED, AnyModel, UsageError, note, verb
+from penstock.cli._output import print_json
+from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.quant import QuantizedTensor
+
+if TYPE_CHECKING:
+    from penstock.api import LLM
+    from penstock.engine.engine import Engine
+
+_STACKS = ("routed", "experts")  # fields of a family's weights that hold [E, …], of which a token reads top_k
+_TABLES = ("embed", "table")  # fields of which a token reads one row
+
+_REFUSED = {
+    **REFUSED,
+    "--ubatch-size": "",
+    "-ub": "",
+    "--poll": "",
+    "--prio": "",
+    "--split-mode": "",
+    "-sm": "",
+    "--main-gpu": "",
+    "-mg": "",
+    "--tensor-split": "",
+    "-ts": "",
+    "--no-kv-offload": "",
+    "-nkvo": "",
+    "--embeddings": "",
+    "--cpu-mask": "",
+    "--cpu-strict": "",
+    "--delay": "0",
+    "--max-kv-size": "",
+}
+
+
+@dataclass(frozen=True)
+class BenchModel(AnyModel):
+    """As every model, with llama-bench's short name."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", "-hf", "--hf-repo", metavar="M", help="Folder or hub id; by default the demo model."
+        ),
+    ] = None
+
+
+@verb(_REFUSED)
+def bench(
+    model: BenchModel,
+    random: Annotated[
+        str | None,
+        typer.Option("--random", metavar="CONFIG", help="A config.json, or the name of a shipped one; random weights."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", metavar="N", help="With --random: the first N layers, or all; else as the file says."),
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option("-p", "--n-prompt", "--prompt-tokens", metavar="N", help="Prompt sizes; 0 for none.")
+    ] = "512",
+    generations: Annotated[
+        str,
+        typer.Option("-n", "--n-gen", "-g", "--generation-tokens", metavar="N", help="Tokens to write; 0 for none."),
+    ] = "128",
+    pairs: Annotated[
+        list[str] | None, typer.Option("-pg", metavar="P,N", help="A prompt and its answer; may be repeated.")
+    ] = None,
+    depths: Annotated[
+        str, typer.Option("-d", "--n-depth", metavar="N", help="Tokens that are in the context before.")
+    ] = "0",
+    batches: Annotated[
+        str, typer.Option("-b", "--batch-size", metavar="N", help="Sequences that write together.")
+    ] = "1",
+    threads: Annotated[
+        str | None, typer.Option("-t", "--threads", metavar="N", help="Threads; by default all physical cores.")
+    ] = None,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", "--num-trials", metavar="N", min=1, help="Of every measurement.")
+    ] = 5,
+    output: Annotated[
+        Literal["md", "json", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the output.")
+    ] = "md",
+) -> None:
+    """Measure tokens per second: pp512 reads a prompt, tg128 writes tokens, @ d4096 with that many before.
+
+    -p -n -d -b -t take lists and ranges: 128,512 or 0-4096+1024 or 1-8*2. GB/s are the weights that a token needs, "of
+    read" is their share of what this machine's memory gave to a plain read in the same minute.
+
+    \b
+    Examples:
+      penstock bench
+      penstock bench --random qwen3.6-35b-a3b --layers 8 -p 512 -n 128 -d 0,4096
+      penstock bench -m ./my-model -p 0 -n 64 -b 1-8*2 -o json
+    """
+    if model.model is not None and random is not None:
+        raise UsageError("--random: made-up weights need no --model, expected one of the two")
+    if layers is not None and random is None:
+        raise UsageError("--layers: expected together with --random; a stored model runs whole")
+    tests = planned(
+        numbers("-p", prompts),
+        numbers("-n", generations),
+        pairs or [],
+        numbers("-d", depths),
+        numbers("-b", batches, 1),
+    )
+    counts: list[int | None] = [*numbers("-t", threads, 1)] if threads is not None else [None]
+    need = max(test.depth + test.prompt + test.generation for test in tests)
+    if random is None:
+        name, llm = model.name, model._load(need, counts[0], note)
+    else:
+        name, llm = _made_up(model, random, layers, need, counts[0])
+    printer = _PRINTERS[output](name, any(test.batch > 1 for test in tests))
+    for count in counts:
+        with _Threads(llm, count) as used:
+            for row in measured(llm, name, tests, repetitions, used):
+                printer.row(row)
+    printer.end()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What to measure
+
+
+@dataclass(frozen=True)
+class Test:
+    """One line of the table."""
+
+    prompt: int
+    generation: int
+    depth: int
+    batch: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [f"pp{self.prompt}"] if self.prompt else []
+        parts += [f"tg{self.generation}"] if self.generation else []
+        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.generation * self.batch
+
+
+def planned(
+    prompts: list[int], generations: list[int], pairs: list[str], depths: list[int], batches: list[int]
+) -> list[Test]:
+    """The lines of the table in their order. Raises UsageError if there are none."""
+    both = []
+    for pair in pairs:
+        found = numbers("-pg", pair, 1)
+        if len(found) != 2:
+            raise UsageError(f"-pg: is {pair!r}, expected two numbers such as 512,128")
+        both.append(found)
+    tests = []
+    for depth in depths:
+        tests += [Test(prompt, 0, depth) for prompt in prompts if prompt]
+        tests += [Test(0, count, depth, batch) for batch in batches for count in generations if count]
+        tests += [Test(prompt, count, depth) for prompt, count in both]
+    if not tests:
+        raise UsageError("-p and -n: are both 0, expected something to measure")
+    return tests
+
+
+def numbers(option: str, text: str, least: int = 0) -> list[int]:
+    """A list such as 128,512, with ranges first-last, first-last+step and first-last*factor. Raises UsageError."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?\s*", part, re.ASCII)
+        if match is None:
+            raise UsageError(f"{option}: is {text!r}, expected numbers such as 128,512 or 0-4096+1024 or 1-8*2")
+        first, last, how, step = match.groups()
+        value, end, by = int(first), int(last or first), int(step or 1)
+        if end < value or (last and by < (2 if how == "*" else 1)) or (how == "*" and value == 0):
+            raise UsageError(f"{option}: {part.strip()!r} is no rising range")
+        while value <= end and len(found) <= 1000:
+            found.append(value)
+            value = value * by if how == "*" else value + by
+    if len(found) > 1000 or min(found) < least:
+        raise UsageError(f"{option}: is {text!r}, expected up to 1000 numbers of at least {least}")
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement, with llama-bench's names, and mlx-lm's for the speeds (tokens per second) and memory (GB)."""
+
+    model: str
+    model_type: str
+    model_size: int  # bytes
+    model_n_params: int
+    backend: str
+    n_threads: int
+    test: str
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    batch_size: int
+    avg_ns: float
+    stddev_ns: float
+    avg_ts: float
+    stddev_ts: float
+    samples_ns: list[int]
+    samples_ts: list[float]
+    prompt_tps: float | None
+    generation_tps: float | None
+    peak_memory: float
+    active_bytes: int  # weights that a step of `batch_size` tokens reads
+    gb_per_s: float | None
+    read_gb_per_s: float | None
+    share_of_read: float | None
+
+
+def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, threads: int) -> Iterator[Row]:
+    """Run the tests one after the other."""
+    engine, rng = llm._engine, np.random.default_rng(0)
+    with ExitStack() as stack:
+        bandwidth = None
+        for number, test in enumerate(tests):
+            writes = test.generation and not test.prompt
+            if writes and bandwidth is None:
+                bandwidth = stack.enter_context(ReadBandwidth(threads, _room()))
+            with _shown(f"{number + 1}: {test.name}") as progress:
+                seconds, rates = _timed(engine, test, repetitions, rng, bandwidth if writes else None, progress)
+            yield _row(llm, name, test, threads, seconds, rates)
+
+
+def _room() -> int:
+    """Bytes for the array whose reading is the yardstick: fewer where memory is short."""
+    from penstock.engine.memory import available_memory
+
+    return max(1 << 26, min(BYTES, available_memory() // 4))
+
+
+def _timed(
+    engine: "Engine",
+    test: Test,
+    repetitions: int,
+    rng: np.random.Generator,
+    bandwidth: ReadBandwidth | None,
+    progress: Callable[[str], None],
+) -> tuple[list[float], list[float]]:
+    """Seconds of every repetition, and the read bandwidths measured before and after."""
+    vocab = engine.model.config.vocab_size
+    sequences, snapshots = [], []
+    try:
+        for _ in range(test.batch):
+            sequence = engine.open()
+            sequences.append(sequence)
+            if test.depth:
+                progress("filling the context")
+                engine.prefill(sequence, rng.integers(0, vocab, test.depth).tolist())
+            snapshots.append(engine.snapshot(sequence))
+
+        def run(prompt: int, steps: int) -> float:
+            for sequence, snapshot in zip(sequences, snapshots, strict=True):
+                engine.rewind(sequence, snapshot)
+            tokens = rng.integers(0, vocab, prompt).tolist()
+            written = rng.integers(0, vocab, (steps, test.batch)).tolist()
+            start = time.perf_counter()
+            if prompt:
+                engine.prefill(sequences[0], tokens)
+            for row in written:
+                engine.decode(sequences, row)
+            return time.perf_counter() - start
+
+        progress("warming up")
+        run(test.prompt, min(test.generation, 8))  # compiles, and touches every page once
+        rates = [bandwidth.measure() if bandwidth else None]
+        seconds = []
+        for repetition in range(repetitions):
+            progress(f"repetition {repetition + 1} of {repetitions}")
+            seconds.append(run(test.prompt, test.generation))
+        rates.append(bandwidth.measure() if bandwidth else None)
+    finally:
+        for snapshot in snapshots:
+            engine.drop(snapshot)
+        for sequence in sequences:
+            engine.close(sequence)
+    return seconds, [rate for rate in rates if rate]
+
+
+def _row(llm: "LLM", name: str, test: Test, threads: int, seconds: list[float], rates: list[float]) -> Row:
+    arrays = [array for _, array in distinct_arrays(llm._engine.model.weights)]
+    speeds = [test.tokens / one for one in seconds]
+    speed, active = statistics.fmean(speeds), active_bytes(llm, test.batch)
+    writes = test.generation and not test.prompt
+    moved = active * speed / test.batch / 1e9 if writes else None
+    read = max(rates, default=None)
+    return Row(
+        model=name,
+        model_type=llm.config.model_type,
+        model_size=sum(array.nbytes for array in arrays),
+        model_n_params=sum(math.prod(array.shape) for array in arrays),
+        backend=llm._engine.device.upper(),
+        n_threads=threads,
+        test=test.name,
+        n_prompt=test.prompt,
+        n_gen=test.generation,
+        n_depth=test.depth,
+        batch_size=test.batch,
+        avg_ns=statistics.fmean(seconds) * 1e9,
+        stddev_ns=_deviation(seconds) * 1e9,
+        avg_ts=speed,
+        stddev_ts=_deviation(speeds),
+        samples_ns=[round(one * 1e9) for one in seconds],
+        samples_ts=speeds,
+        prompt_tps=speed if not test.generation else None,
+        generation_tps=speed if writes else None,
+        peak_memory=llm.stats().peak_memory / 1e9,
+        active_bytes=active,
+        gb_per_s=moved,
+        read_gb_per_s=read,
+        share_of_read=moved / read if moved and read else None,
+    )
+
+
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+class _Threads:
+    """The CPU kernels' threads for a while; the reference backend has no say in them."""
+
+    def __init__(self, llm: "LLM", count: int | None) -> None:
+        self._llm, self._count = llm, count
+
+    def __enter__(self) -> int:
+        if self._llm._engine.device != "cpu":
+            return 1
+        from penstock.backends.cpu import _threads
+
+        self._before = _threads.threads()
+        if self._count is not None:
+            _threads.set_threads(self._count)
+        return _threads.threads()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._llm._engine.device == "cpu":
+            from penstock.backends.cpu import _threads
+
+            _threads.set_threads(self._before)
+
+
+@contextmanager
+def _shown(what: str) -> Iterator[Callable[[str], None]]:
+    """What is being done, on stderr if that is a terminal; silent else."""
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    with Console(stderr=True).status(what) as status:
+        yield lambda step: status.update(f"{what}: {step}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def active_bytes(llm: "LLM", batch: int = 1) -> int:
+    """Bytes of the weights that a step reads for `batch` tokens, each once.
+
+    Matrices count whole, of a table of embeddings a row per token. Of E experts a token takes top_k: a step of several
+    tokens reads E · (1 − (1 − top_k/E)^batch) of them on average when every expert is as likely.
+    """
+    top_k = getattr(llm.config, "top_k", 0)
+    total = 0.0
+    for path, array in distinct_arrays(llm._engine.model.weights):
+        share = 1.0
+        if path[-1] in _TABLES:
+            share = min(1.0, batch / array.shape[0])
+        elif top_k and len(array.shape) == 3 and any(name in _STACKS for name in path):
+            share = 1 - (1 - min(1.0, top_k / array.shape[0])) ** batch
+        total += array.nbytes * share
+    return round(total)
+
+
+def distinct_arrays(weights: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """The arrays of a family's weights, with the names of the fields that lead to each.
+
+    Of arrays that share their memory (views of joined weights, a head that is the table of embeddings) only the largest
+    appears, and rather as anything else than as a table.
+    """
+    found = [(_span(array), path, array) for path, array in _arrays(weights)]
+    found.sort(key=lambda one: (one[0][0], -one[0][1], one[1][-1] in _TABLES))
+    kept, end = [], -1
+    for (_, stop), path, array in found:
+        if stop > end:
+            kept.append((path, array))
+            end = stop
+    return kept
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """First address of an array (of codes, if quantized) and the one behind its end."""
+    if isinstance(array, QuantizedTensor):
+        array = array.packed
+    start = array.__array_interface__["data"][0]
+    return start, start + array.nbytes
+
+
+def _arrays(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, np.ndarray | QuantizedTensor):
+        yield path, value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _arrays(item, path)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _arrays(getattr(value, field.name), (*path, field.name))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Made-up models
+
+
+def _made_up(
+    model: BenchModel, config: str, layers: str | None, max_context: int, threads: int | None
+) -> "tuple[str, LLM]":
+    """A model of a config.json with random weights, and its name."""
+    from penstock import api, models
+    from penstock.engine.memory import available_memory
+
+    path = config_file(config)
+    raw, shown = cut(read_config(path), layers, str(path))
+    name = (path.parent.name if path.name == "config.json" else path.stem) + shown
+    family = models.family_of(raw)
+    need = _bytes_needed(family, raw)
+    if need > (free := available_memory()):
+        raise OutOfMemory(
+            f"{path}: needs {need / 1e9:.1f} GB{shown}, {free / 1e9:.1f} GB are free; --layers takes fewer"
+        )
+    with _shown(f"making up {need / 1e9:.1f} GB of weights") as progress:
+        made = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal made
+            made += nbytes
+            progress(f"{made / 1e9:.1f} GB")
+
+        llm = api.load_random(
+            raw,
+            device=model.device,
+            dtype=model.dtype,
+            activations=model.activations,
+            max_context=max_context,
+            threads=threads,
+            progress=count,
+        )
+    return name, llm
+
+
+def _bytes_needed(family: Any, raw: dict[str, Any]) -> int:
+    """Bytes of a model's weights, without making them."""
+    from penstock.models.source import Random
+
+    total = 0
+
+    class Sizes(Random):
+        def weight(self, path: str, *shape: int) -> Any:
+            nonlocal total
+            *rows, K = shape
+            row = super().weight(path, 1, K)
+            total += row.nbytes * math.prod(rows)
+            return row
+
+    family.read_weights(Sizes(raw), family.read_config(raw))
+    return total
+
+
+def config_file(name: str) -> Path:
+    """The config.json at a path, in a folder, or shipped under benchmarks/configs by that name.
+
+    Raises CheckpointError naming those that are shipped.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path / "config.json"
+    if path.exists() or path.suffix == ".json":
+        return path
+    folders = [folder / "benchmarks" / "configs" for folder in (Path(__file__).parents[3], Path.cwd())]
+    shipped = {file.stem: file for folder in reversed(folders) if folder.is_dir() for file in folder.glob("*.json")}
+    if name.lower() not in shipped:
+        known = f" or one of {', '.join(sorted(shipped))}" if shipped else ""
+        raise CheckpointError(f"--random: there is no {name!r}, expected the path of a config.json{known}")
+    return shipped[name.lower()]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json. Raises CheckpointError unless it is an object."""
+    from penstock.weights.files import read_json
+
+    raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: is a {type(raw).__name__}, expected an object")
+    return raw
+
+
+def cut(raw: Mapping[str, Any], layers: str | None, where: str) -> tuple[dict[str, Any], str]:
+    """A config with its first layers only, and a remark about it for the model's name.
+
+    As many as `layers` says ("all", or a number), else as the config's own key "layers" says, else all.
+    """
+    config = dict(raw)
+    own = config.pop("layers", None)
+    inner = config.get("text_config")
+    text = dict(inner) if isinstance(inner, dict) and "num_hidden_layers" in inner else config
+    whole = text.get("num_hidden_layers")
+    if layers == "all" or (layers is None and own is None):
+        return config, ""
+    if layers is not None and not re.fullmatch(r"[0-9]{1,6}", layers):
+        raise UsageError(f"--layers: is {layers!r}, expected a number or all")
+    count = own if layers is None else int(layers)
+    if not isinstance(whole, int) or isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= whole:
+        raise InvalidArgument(f"{where}: layers is {count!r}, expected 1 to {whole} (num_hidden_layers) or all")
+    text["num_hidden_layers"] = count
+    if isinstance(kinds := text.get("layer_types"), list):
+        text["layer_types"] = kinds[:count]
+    if text is not config:
+        config["text_config"] = text
+    return config, f", {count} of {whole} layers" if count < whole else ""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+class _Markdown:
+    """A table as llama-bench prints it, row by row."""
+
+    def __init__(self, name: str, batches: bool) -> None:
+        self._columns = {"model": max(20, len(name)), "size": 11, "params": 10, "backend": 9, "threads": 7}
+        self._columns |= {"batch": 5} if batches else {}
+        self._columns |= {"test": 17, "t/s": 17, "GB/s": 6, "of read": 7}
+        self._started = False
+
+    def row(self, row: Row) -> None:
+        if not self._started:
+            self._started = True
+            self._print({name: name for name in self._columns})
+            rules = (f"{'-' * (width + 1)}{'-' if n == 0 else ':'}" for n, width in enumerate(self._columns.values()))
+            print(f"|{'|'.join(rules)}|", flush=True)
+        cells = {
+            "model": row.model,
+            "size": _bytes(row.model_size),
+            "params": _count(row.model_n_params),
+            "backend": row.backend,
+            "threads": str(row.n_threads),
+            "batch": str(row.batch_size),
+            "test": row.test,
+            "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
+            "GB/s": "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
+            "of read": "" if row.share_of_read is None else f"{row.share_of_read:.0%}",
+        }
+        self._print(cells)
+
+    def _print(self, cells: Mapping[str, str]) -> None:
+        shown = (
+            cells[name].ljust(width) if name == "model" else cells[name].rjust(width)
+            for name, width in self._columns.items()
+        )
+        print(f"| {' | '.join(shown)} |", flush=True)
+
+    def end(self) -> None:
+        pass
+
+
+class _Json:
+    """All rows as one list."""
+
+    def __init__(self, name: str, batches: bool) -> None:
+        self._rows: list[dict[str, Any]] = []
+
+    def row(self, row: Row) -> None:
+        self._rows.append(asdict(row))
+
+    def end(self) -> None:
+        print_json(self._rows)
+
+
+class _JsonLines:
+    """A row per line."""
+
+    def __init__(self, name: str, batches: bool) -> None:
+        pass
+
+    def row(self, row: Row) -> None:
+        print(json.dumps(asdict(row), ensure_ascii=False), flush=True)
+
+    def end(self) -> None:
+        pass
+
+
+class _Csv:
+    """A heading and a row per line; the samples are left to JSON."""
+
+    def __init__(self, name: str, batches: bool) -> None:
+        names = [field.name for field in fields(Row) if not field.name.startswith("samples")]
+        self._writer = csv.DictWriter(sys.stdout, names, extrasaction="ignore", lineterminator="\n")
+        self._writer.writeheader()
+
+    def row(self, row: Row) -> None:
+        self._writer.writerow(asdict(row))
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        pass
+
+
+_PRINTERS = {"md": _Markdown, "json": _Json, "jsonl": _JsonLines, "csv": _Csv}
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
+
+
+def _count(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"

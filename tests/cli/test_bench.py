@@ -1,0 +1,362 @@
+import csv
+import io
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import QuantizedTensor, api, models
+from penstock.cli import bench as verb
+from penstock.cli._bandwidth import ReadBandwidth
+from penstock.cli._model import UsageError
+from penstock.errors import CheckpointError, InvalidArgument
+from tests.cli.common import call
+
+SHIPPED = Path(__file__).parents[2] / "benchmarks" / "configs"
+
+TINY = {
+    "model_type": "qwen3_next",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "partial_rotary_factor": 0.5,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "quantization": {"bits": 4, "group_size": 32},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_yardstick(monkeypatch):
+    monkeypatch.setattr(verb, "_room", lambda: 1 << 24)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY | {"layers": 2}))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return api.load_random(TINY, device="reference")
+
+
+def run(capsys, tiny, *options):
+    return call(capsys, "bench", "--random", tiny, "--device", "reference", "-r", "2", *options)
+
+
+def test_bench_prints_llama_benchs_table(capsys, tiny):
+    shown = run(capsys, tiny, "-p", "5", "-n", "2", "-d", "0,3")
+    assert (shown.status, shown.err) == (0, "")
+    heading, rule, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown.out.splitlines())
+    assert heading == ["model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of read"]
+    assert all(set(cell) <= {"-", ":"} for cell in rule)
+    assert [row[5] for row in rows] == ["pp5", "tg2", "pp5 @ d3", "tg2 @ d3"]
+    assert {row[0] for row in rows} == {"tiny, 2 of 3 layers"}
+    assert {row[3] for row in rows} == {"REFERENCE"}
+    assert all(" ± " in row[6] for row in rows)
+    assert [bool(row[7]) for row in rows] == [False, True, False, True]
+    assert len({len(line) for line in shown.out.splitlines()}) == 1
+
+
+def test_bench_json_has_the_names_of_both_peers(capsys, tiny):
+    shown = run(capsys, tiny, "-p", "4", "-n", "2", "-b", "1,3", "-o", "json")
+    prompt, alone, together = json.loads(shown.out)
+    assert (prompt["test"], prompt["n_prompt"], prompt["n_gen"], prompt["n_depth"]) == ("pp4", 4, 0, 0)
+    assert prompt["prompt_tps"] == prompt["avg_ts"] > 0
+    assert prompt["generation_tps"] is None and prompt["share_of_read"] is None
+    assert alone["generation_tps"] == alone["avg_ts"] > 0
+    assert alone["prompt_tps"] is None
+    assert (alone["batch_size"], together["batch_size"]) == (1, 3)
+    assert together["avg_ts"] == pytest.approx(sum(3 * 2 / ns * 1e9 for ns in together["samples_ns"]) / 2)
+    for row in (alone, together):
+        assert row["read_gb_per_s"] > 0.1
+        assert row["share_of_read"] == pytest.approx(row["gb_per_s"] / row["read_gb_per_s"])
+        assert row["gb_per_s"] == pytest.approx(row["active_bytes"] * row["avg_ts"] / row["batch_size"] / 1e9)
+        assert len(row["samples_ts"]) == len(row["samples_ns"]) == 2
+        assert row["peak_memory"] > 0.01
+
+
+def test_bench_jsonl_and_csv_have_a_line_per_row(capsys, tiny):
+    lines = run(capsys, tiny, "-p", "2,3", "-n", "0", "-o", "jsonl").out.splitlines()
+    assert [json.loads(line)["test"] for line in lines] == ["pp2", "pp3"]
+    rows = list(csv.DictReader(io.StringIO(run(capsys, tiny, "-p", "2", "-n", "1", "-o", "csv").out)))
+    assert [row["test"] for row in rows] == ["pp2", "tg1"]
+    assert float(rows[1]["avg_ts"]) > 0 and rows[0]["generation_tps"] == ""
+
+
+def test_bench_layers_override_the_file(capsys, tiny):
+    found = {}
+    for layers in ("1", "all", None):
+        options = ("-p", "2", "-n", "0", "-o", "jsonl", *(("--layers", layers) if layers else ()))
+        found[layers] = json.loads(run(capsys, tiny, *options).out)
+    assert [found[layers]["model"] for layers in found] == ["tiny, 1 of 3 layers", "tiny", "tiny, 2 of 3 layers"]
+    sizes = [found[layers]["model_n_params"] for layers in ("1", None, "all")]
+    assert sizes == sorted(sizes) and len(set(sizes)) == 3
+
+
+def test_bench_runs_on_the_cpu_kernels(capsys, tiny):
+    options = "-p 2 -n 2 -pg 2,2 -t 1 -r 1 -o jsonl".split()
+    shown = call(capsys, "benchmark", "--random", tiny, *options)
+    rows = [json.loads(line) for line in shown.out.splitlines()]
+    assert [(row["test"], row["backend"], row["n_threads"]) for row in rows] == [
+        ("pp2", "CPU", 1),
+        ("tg2", "CPU", 1),
+        ("pp2+tg2", "CPU", 1),
+    ]
+
+
+def test_bench_measures_the_demo_model_if_none_is_named(capsys):
+    shown = call(capsys, "bench", "--device", "reference", "-p", "1", "-n", "0", "-r", "1", "-o", "jsonl")
+    assert json.loads(shown.out)["model"] == "demo"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "m", "--random", "r"), "--random: made-up weights need no --model"),
+        (("--layers", "2"), "--layers: expected together with --random"),
+        (("-p", "0", "-n", "0"), "-p and -n: are both 0"),
+        (("-p", "x"), "-p: is 'x', expected numbers"),
+        (("-d", "9-1"), "-d: '9-1' is no rising range"),
+        (("-b", "0"), "-b: is '0', expected up to 1000 numbers of at least 1"),
+        (("-t", "0"), "-t: is '0'"),
+        (("-pg", "5"), "-pg: is '5', expected two numbers such as 512,128"),
+        (("-o", "sql"), "Invalid value for '-o' / '--output'"),
+        (("-r", "0"), "Invalid value for '-r'"),
+        (("-ub", "512"), "-ub: not supported by penstock yet"),
+        (("-ngl", "99"), "-ngl: not supported by penstock yet"),
+    ],
+)
+def test_bench_wrong_usage_is_status_2(capsys, arguments, message):
+    shown = call(capsys, "bench", *arguments)
+    assert (shown.status, shown.out) == (2, "")
+    assert shown.err.startswith(f"penstock: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--random", "nosuch"), "--random: there is no 'nosuch', expected the path of a config.json"),
+        (("--random", "/nowhere/config.json"), "/nowhere/config.json: no such file"),
+        (("--random", "gemma4-26b-a4b"), "config.json: model_type is 'gemma4', expected one of"),
+        (("--random", "qwen3.5-397b-a17b", "--layers", "all"), f"{SHIPPED}/qwen3.5-397b-a17b.json: needs 223.0 GB, "),
+        (("--model", "/nowhere/model"), "'/nowhere/model': no such folder"),
+    ],
+)
+def test_bench_failures_are_one_line_and_status_1(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("penstock.engine.memory.available_memory", lambda: 24 << 30)
+    if "gemma4-26b-a4b" in arguments:
+        monkeypatch.setattr(models, "FAMILIES", {"qwen3_next": "qwen3_5"})
+    shown = call(capsys, "bench", *arguments)
+    assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
+    assert shown.err.startswith(f"penstock: error: {message}")
+
+
+def test_bench_refuses_what_is_longer_than_the_context(capsys, tiny):
+    shown = run(capsys, tiny, "-p", "200", "-d", "500")
+    assert shown.status == 1
+    assert "max_context is 700, expected 1 to 512" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("512", [512]),
+        ("1,8, 3", [1, 8, 3]),
+        ("0-4+2", [0, 2, 4]),
+        ("1-9*3", [1, 3, 9]),
+        ("3-5", [3, 4, 5]),
+        ("2-7*2,1", [2, 4, 1]),
+    ],
+)
+def test_numbers_reads_lists_and_ranges(text, expected):
+    assert verb.numbers("-p", text) == expected
+
+
+@pytest.mark.parametrize("text", ["", ",", "1,,2", "-5", "1-4*1", "0-8*2", "1-4+0", "1-", "1.5", "１", "0-99999"])
+def test_numbers_refuses_the_rest(text):
+    with pytest.raises(UsageError, match="^-p: "):
+        verb.numbers("-p", text)
+
+
+def test_planned_orders_tests_by_depth():
+    names = [test.name for test in verb.planned([512, 0], [128], ["64,32"], [0, 4096], [1])]
+    assert names == ["pp512", "tg128", "pp64+tg32", "pp512 @ d4096", "tg128 @ d4096", "pp64+tg32 @ d4096"]
+
+
+def stored(llm):
+    """All bytes of a model; each weight is there once, whatever refers to it."""
+    return sum(array.nbytes for _, array in verb.distinct_arrays(llm._engine.model.weights))
+
+
+def test_active_bytes_counts_chosen_experts_and_one_row(llm):
+    weights = llm._engine.model.weights
+    routed = [layer.mlp.routed for layer in weights.layers]
+    stacks = sum(w.nbytes for stack in routed for w in (stack.gate, stack.up, stack.down))
+    row = weights.embed.nbytes // TINY["vocab_size"]
+    other = stored(llm) - stacks - weights.embed.nbytes
+    assert verb.active_bytes(llm) == other + stacks * 2 // 8 + row
+    assert verb.active_bytes(llm, 2) == round(other + stacks * (1 - (6 / 8) ** 2) + 2 * row)
+
+
+def test_active_bytes_counts_a_tied_head_once(llm):
+    tied = api.load_random(TINY | {"tie_word_embeddings": True}, device="reference")
+    table = llm._engine.model.weights.embed.nbytes
+    assert verb.active_bytes(tied) == verb.active_bytes(llm) - table // TINY["vocab_size"]
+    assert stored(tied) == stored(llm) - table
+
+
+def test_distinct_arrays_leaves_out_views(rng):
+    @dataclass
+    class Weights:
+        embed: Any
+        parts: Any
+        whole: Any
+        head: Any
+
+    whole = rng.standard_normal((6, 4))
+    q = QuantizedTensor(np.zeros((3, 8), "uint32"), np.zeros((3, 1), "float32"), np.zeros((3, 1), "float32"), 4, 64)
+    weights = Weights(q, (whole[:2], whole[2:]), whole, q)
+    assert [(path, array.shape) for path, array in verb.distinct_arrays(weights)] in (
+        [(("whole",), (6, 4)), (("head",), (3, 64))],
+        [(("head",), (3, 64)), (("whole",), (6, 4))],
+    )
+
+
+def test_bytes_needed_is_what_the_weights_take(llm):
+    vectors = sum(a.nbytes for _, a in verb.distinct_arrays(llm._engine.model.weights) if isinstance(a, np.ndarray))
+    assert verb._bytes_needed(models.family_of(TINY), TINY) == stored(llm) - vectors
+
+
+def test_cut_shortens_nested_configs_and_leaves_its_argument():
+    raw = {"layers": 1, "text_config": {"num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"]}}
+    kept = json.dumps(raw)
+    three = {"text_config": {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}}
+    assert verb.cut(raw, "3", "x") == (three, ", 3 of 4 layers")
+    assert verb.cut(raw, None, "x")[0]["text_config"]["layer_types"] == ["a"]
+    assert verb.cut(raw, "all", "x") == ({"text_config": raw["text_config"]}, "")
+    assert json.dumps(raw) == kept
+    for layers in ("0", "5"):
+        with pytest.raises(InvalidArgument, match=f"x: layers is {layers}, expected 1 to 4"):
+            verb.cut(raw, layers, "x")
+    with pytest.raises(UsageError, match="--layers: is 'some', expected a number or all"):
+        verb.cut(raw, "some", "x")
+    with pytest.raises(InvalidArgument, match="layers is True"):
+        verb.cut(raw | {"layers": True}, None, "x")
+
+
+@pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
+def test_shipped_configs_have_the_published_number_of_parameters(file):
+    raw = verb.read_config(file)
+    text = raw.get("text_config", raw)
+    published = {
+        "qwen3.6-35b-a3b": (35, 3),
+        "qwen3-next-80b-a3b": (80, 3),
+        "qwen3.5-397b-a17b": (397, 17),
+        "gemma4-26b-a4b": (25.2, 3.8),
+        "deepseek-v3": (671, 37),
+    }[file.stem]
+    assert 1 <= raw["layers"] < text["num_hidden_layers"]
+    assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]
+    assert count_parameters(text) == pytest.approx(published[0] * 1e9, rel=0.02)
+    assert verb.config_file(file.stem.upper()) == file
+
+
+def count_parameters(c):
+    """Of a text model, from the shapes of its matrices alone."""
+    dim, total = c["hidden_size"], 0
+    kinds = c.get("layer_types") or [
+        "full_attention" if (n + 1) % c.get("full_attention_interval", 1) == 0 else "linear_attention"
+        for n in range(c["num_hidden_layers"])
+    ]
+    for n, kind in enumerate(kinds):
+        H, D, Hkv = c["num_attention_heads"], c.get("head_dim", 0), c["num_key_value_heads"]
+        if "kv_lora_rank" in c:
+            nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+            total += dim * c["q_lora_rank"] + c["q_lora_rank"] * H * (nope + rope)
+            total += dim * (c["kv_lora_rank"] + rope) + c["kv_lora_rank"] * H * (nope + v) + H * v * dim
+        elif kind == "linear_attention":
+            key = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+            value = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+            total += dim * (2 * key + 2 * value) + value * dim
+        elif "global_head_dim" in c:
+            whole = kind == "full_attention"  # where values are keys
+            D, Hkv = (c["global_head_dim"], c["num_global_key_value_heads"]) if whole else (D, Hkv)
+            total += dim * D * (2 * H + (1 if whole else 2) * Hkv)
+        else:
+            total += dim * D * (3 * H + 2 * Hkv)  # q with its gate, o, k, v
+        expert = 3 * dim * c["moe_intermediate_size"]
+        if n < c.get("first_k_dense_replace", 0):
+            total += 3 * dim * c["intermediate_size"]
+        else:
+            total += c.get("num_experts", c.get("n_routed_experts")) * expert
+            total += 3 * dim * c.get("shared_expert_intermediate_size", 0) + c.get("n_shared_experts", 0) * expert
+            total += 3 * dim * c["intermediate_size"] if "global_head_dim" in c else 0
+    return total + c["vocab_size"] * dim * (1 if c["tie_word_embeddings"] else 2)
+
+
+def test_shipped_configs_of_known_families_are_read():
+    read = []
+    for file in SHIPPED.glob("*.json"):
+        raw, _ = verb.cut(verb.read_config(file), None, file.stem)
+        if raw["model_type"] in models.FAMILIES:
+            models.family_of(raw).read_config(raw)
+            read.append(file.stem)
+    assert {"qwen3.6-35b-a3b", "qwen3-next-80b-a3b", "qwen3.5-397b-a17b"} <= set(read)
+
+
+def test_read_config_refuses_what_is_no_object(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text("[]")
+    with pytest.raises(CheckpointError, match="is a list, expected an object"):
+        verb.read_config(verb.config_file(str(tmp_path)))
+
+
+def test_read_bandwidth_measures_in_another_process():
+    with ReadBandwidth(2, 1 << 24) as bandwidth:
+        rates = [bandwidth.measure(), bandwidth.measure()]
+    assert all(0.1 < rate < 1e5 for rate in rates)
+
+
+def test_read_bandwidth_of_a_process_that_died_is_none():
+    bandwidth = ReadBandwidth(1, 1 << 20)
+    bandwidth._command = [sys.executable, "-c", ""]
+    with bandwidth:
+        bandwidth._process.wait()
+        assert bandwidth.measure() is None
+
+
+def test_bench_shows_progress_on_a_terminal_only(monkeypatch, capsys):
+    monkeypatch.setattr(verb.sys, "stderr", SimpleNamespace(isatty=lambda: False))
+    with verb._shown("x") as progress:
+        progress("y")
+    assert capsys.readouterr().out == ""
+
+
+def test_bench_help_fits_80_columns_and_shows_an_example(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = call(capsys, "bench", "--help")
+    assert "Examples:" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80

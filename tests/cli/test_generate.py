@@ -1,0 +1,345 @@
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from penstock import api
+from penstock.cli import generate as verb
+from penstock.cli._model import REFUSED, REFUSED_SAMPLING
+from tests.cli.common import call, program
+from tests.cli.model import write_small_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_small_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return api.load(folder, device="reference")
+
+
+@pytest.fixture
+def loaded(monkeypatch, llm):
+    """Let the program use the model that is already there; the arguments it would have loaded one with."""
+    asked = {}
+
+    def load(model, notify=None, **arguments):
+        asked.update(arguments, model=model, notify=notify)
+        if notify:
+            notify("a remark")
+        return llm
+
+    monkeypatch.setattr(api, "load", load)
+    return asked
+
+
+def typed(monkeypatch, text):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def test_generate_prints_text_to_stdout_and_numbers_to_stderr(capsys, loaded, llm):
+    shown = call(capsys, "generate", "-p", "Once upon a time", "-m", "5")
+    expected = llm.chat([{"role": "user", "content": "Once upon a time"}], max_tokens=5)
+    assert (shown.status, shown.out) == (0, f"{expected.text}\n")
+    remark, prompt, generation, memory = shown.err.splitlines()
+    assert remark == "a remark"
+    assert prompt.startswith(f"Prompt: {expected.usage.prompt_tokens} tokens, ")
+    assert prompt.endswith(" tokens-per-sec")
+    assert generation.startswith("Generation: 5 tokens, ")
+    assert memory.startswith("Peak memory: 0.") and memory.endswith(" GB")
+
+
+def test_generate_quietly_prints_the_text_alone(capsys, loaded, llm):
+    shown = call(capsys, "generate", "-p", "hello", "-m", "2", "--ignore-chat-template", "--verbose", "F")
+    assert shown.err == ""
+    assert shown.out == llm.generate("hello", max_tokens=2).text + "\n"
+    assert loaded["notify"] is None
+
+
+def test_generate_has_the_defaults_of_mlx_lm(capsys, loaded, monkeypatch, llm):
+    asked = {}
+    monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: asked.update(arguments, tokens=tokens) or iter(()))
+    assert call(capsys, "generate").status == 0
+    assert loaded["model"] is None
+    assert loaded["max_context"] is None and loaded["threads"] is None and loaded["offline"] is None
+    assert asked["tokens"] == llm.chat_tokens([{"role": "user", "content": "hello"}])
+    expected = {"max_tokens": 100, "temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "logprobs": None}
+    assert asked.items() >= expected.items()
+    assert isinstance(asked["seed"], int)
+
+
+def test_generate_options_reach_the_model(capsys, loaded, monkeypatch, llm):
+    asked = {}
+    monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: asked.update(arguments, tokens=tokens) or iter(()))
+    options = "-hf some/model --revision main --offline --device cpu --dtype float32 --activations float32 -t 1 -c 2K"
+    options += " --temp 0.7 --top-p 0.9 --min-p 0.05 --top-k 40 --seed 7 --repetition-penalty 1.1 --stop END --stop ."
+    options += " --presence-penalty 0.5 --frequency-penalty 0.25 -m 3 --extra-eos-token 5 <|im_end|> -p"
+    shown = call(capsys, "generate", *options.split(), r"a\tb\nc")
+    assert shown.status == 0
+    assert loaded.items() >= {
+        "model": "some/model",
+        "revision": "main",
+        "offline": True,
+        "device": "cpu",
+        "dtype": "float32",
+        "activations": "float32",
+        "threads": 1,
+        "max_context": 2048,
+    }.items()
+    assert asked["tokens"] == llm.chat_tokens([{"role": "user", "content": "a\tb\nc"}])
+    assert asked.items() >= {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "top_k": 40,
+        "seed": 7,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "max_tokens": 3,
+        "extra_eos": [5, 3],
+        "stop": ["END", "."],
+    }.items()
+
+
+@pytest.mark.parametrize("spelling", ["--max-kv-size", "-c", "--ctx-size", "--max-model-len"])
+@pytest.mark.parametrize(("text", "context"), [("512", 512), ("1k", 1000), ("0", None)])
+def test_generate_takes_the_context_under_every_name(capsys, loaded, monkeypatch, llm, spelling, text, context):
+    monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: iter(()))
+    assert call(capsys, "generate", spelling, text).status == 0
+    assert loaded["max_context"] == context
+
+
+def test_generate_json_is_one_object(capsys, loaded, llm):
+    options = ("--temp", "0.9", "--seed", "11", "--logprobs", "2", "--json", "--ignore-chat-template")
+    shown = call(capsys, "generate", "-p", "The", "-m", "4", *options)
+    found = json.loads(shown.out)
+    expected = llm.generate("The", max_tokens=4, temperature=0.9, seed=11, logprobs=2)
+    assert (shown.status, shown.err) == (0, "")
+    assert (found["text"], found["tokens"], found["finish_reason"]) == (expected.text, expected.tokens, "length")
+    assert found["seed"] == 11
+    assert found["usage"] == {
+        "prompt_tokens": expected.usage.prompt_tokens,
+        "completion_tokens": 4,
+        "total_tokens": expected.usage.prompt_tokens + 4,
+        "cached_tokens": 0,
+    }
+    assert found["timings"]["prompt_tps"] > 0 and found["timings"]["generation_tps"] > 0
+    assert [one["token"] for one in found["logprobs"]] == expected.tokens
+    assert [one["logprob"] for one in found["logprobs"]] == expected.logprobs
+    assert all(len(one["top_logprobs"]) == 2 for one in found["logprobs"])
+
+
+def test_generate_json_names_a_seed_that_gives_the_text_again(capsys, loaded):
+    options = ("-p", "The", "-m", "4", "--temp", "2", "--json", "--ignore-chat-template")
+    first = json.loads(call(capsys, "generate", *options).out)
+    again = json.loads(call(capsys, "generate", *options, "--seed", str(first["seed"])).out)
+    assert again["tokens"] == first["tokens"]
+
+
+def test_generate_reads_the_prompt_from_stdin(capsys, loaded, monkeypatch, llm):
+    typed(monkeypatch, "a\\n\nb")
+    shown = call(capsys, "generate", "-p", "-", "-m", "1", "--json", "--ignore-chat-template")
+    assert json.loads(shown.out)["usage"]["prompt_tokens"] == len(llm.tokenizer.encode("a\\n\nb"))
+
+
+def test_generate_puts_system_prompt_variables_and_beginning_into_the_template(capsys, tmp_path, monkeypatch):
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}{{ mood }}{{ bos_token }}>"
+    folder = write_small_model(tmp_path / "m", chat_template=template)
+    model = api.load(folder, device="reference")
+    prompts = []
+    monkeypatch.setattr(api, "load", lambda *_, **__: model)
+    monkeypatch.setattr(model, "stream", lambda tokens, **_: prompts.append(tokens) or iter(()))
+    options = ("--system-prompt", "be kind", "--chat-template-config", '{"mood": "mild"}', "--prefill-response", "Yes,")
+    assert call(capsys, "generate", "-p", "hi", *options).status == 0
+    text = "system:be kind|user:hi|mild<|bos|>>Yes,"
+    assert prompts == [model.tokenizer.encode(text, add_special_tokens=False)]
+
+
+def test_generate_without_a_template_takes_the_prompt_as_it_is(capsys, tmp_path):
+    folder = write_small_model(tmp_path / "m", chat_template=None)
+    shown = call(capsys, "generate", "--model", folder, "--device", "reference", "-p", "hi", "-m", "2", "--json")
+    expected = api.load(folder, device="reference").generate("hi", max_tokens=2)
+    assert json.loads(shown.out)["tokens"] == expected.tokens
+    refused = call(capsys, "generate", "--model", folder, "--device", "reference", "--system-prompt", "x")
+    assert refused.status == 2
+    assert refused.err.endswith("--system-prompt: the model has no chat template, expected a prompt alone\n")
+
+
+def test_generate_ends_at_extra_tokens_and_stop_texts(capsys, loaded, llm):
+    common = ("-p", "a", "--ignore-chat-template", "--json", "-m", "4")
+    whole = json.loads(call(capsys, "generate", *common).out)
+    cut = json.loads(call(capsys, "generate", *common, "--extra-eos-token", str(whole["tokens"][2])).out)
+    assert (cut["tokens"], cut["finish_reason"]) == (whole["tokens"][:3], "stop")
+    assert cut["text"] == llm.tokenizer.decode(whole["tokens"][:2])
+    middle = whole["text"][2:4]
+    stopped = json.loads(call(capsys, "generate", *common, "--stop", middle).out)
+    assert (stopped["text"], stopped["finish_reason"]) == (whole["text"].partition(middle)[0], "stop")
+
+
+def test_generate_continues_a_saved_session(capsys, loaded, llm, tmp_path):
+    file = str(tmp_path / "session.safetensors")
+    with llm.session() as session:
+        session.append(llm.chat_tokens([{"role": "user", "content": "Once upon"}])[:-4])  # without what ends a message
+        session.save(file)
+        read = len(session)
+    options = ("--prompt-cache-file", file, "-p", " a time", "-m", "3", "--json")
+    found = json.loads(call(capsys, "generate", *options).out)
+    rest = llm.tokenizer.encode(" a time<|im_end|>\n<|im_start|>assistant\n")
+    whole = llm.generate([*session.tokens, *rest], max_tokens=3)
+    assert found["tokens"] == whole.tokens
+    assert found["usage"]["cached_tokens"] == read
+    assert found["usage"]["prompt_tokens"] == whole.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("option", sorted(REFUSED | REFUSED_SAMPLING))
+def test_generate_refuses_what_it_lacks_by_name(capsys, option):
+    value = () if (REFUSED | REFUSED_SAMPLING)[option] is None else ("17",)
+    shown = call(capsys, "generate", option, *value)
+    assert (shown.status, shown.out) == (2, "")
+    assert shown.err.startswith(f"penstock: error: {option}: not supported by penstock yet")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [("--prefill-step-size", "256"), ("--xtc-probability", "0.0"), ("-fa", "auto")])
+def test_generate_lets_values_pass_that_ask_for_nothing(capsys, loaded, monkeypatch, llm, option):
+    monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: iter(()))
+    assert call(capsys, "generate", *option).status == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prefill-step-size", "2048"), "--prefill-step-size: not supported by penstock yet, except 256"),
+        (("hello",), "Got unexpected extra argument (hello)"),
+        (("--logprobs", "2"), "--logprobs: expected together with --json"),
+        (("--verbose", "maybe"), "--verbose: is 'maybe', expected T or F"),
+        (("--chat-template-config", "{"), "--chat-template-config: not valid JSON"),
+        (("--chat-template-config", "[1]"), "--chat-template-config: is a list, expected a JSON object"),
+        (("--chat-template-config", '{"messages": []}'), "--chat-template-config: 'messages' is set by penstock"),
+        (("--prompt-cache-file", "x", "--system-prompt", "y"), "--system-prompt: belongs before what"),
+        (("--prompt-cache-file", "x", "--extra-eos-token", "y"), "--extra-eos-token: not supported together"),
+        (("--max-tokens", "0"), "Invalid value for '--max-tokens' / '-m'"),
+        (("--temp", "-1"), "Invalid value for '--temp'"),
+        (("--temp", "nan"), "Invalid value for '--temp'"),
+        (("--repetition-penalty", "0"), "repetition_penalty is 0"),
+        (("--top-p", "2"), "Invalid value for '--top-p'"),
+        (("--seed", "-1"), "Invalid value for '--seed' / '-s'"),
+        (("--device", "tpu"), "Invalid value for '--device'"),
+        (("-c", "many"), "Invalid value for '--max-kv-size'"),
+        (("-c", ""), "Invalid value for '--max-kv-size'"),
+    ],
+)
+def test_generate_wrong_usage_is_status_2_before_anything_is_loaded(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(api, "load", lambda *_, **__: pytest.fail("loaded"))
+    shown = call(capsys, "generate", *arguments)
+    assert (shown.status, shown.out) == (2, "")
+    assert shown.err.startswith(f"penstock: error: {message}")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "/nowhere/model"), "'/nowhere/model': no such folder"),
+        (("-p", "\udcff"), "--prompt: is not valid UTF-8"),
+        (("--stop", "\udcff"), "--stop: is not valid UTF-8"),
+    ],
+)
+def test_generate_failures_are_one_line_and_status_1(capsys, arguments, message):
+    shown = call(capsys, "generate", *arguments)
+    assert (shown.status, shown.out) == (1, "")
+    assert shown.err.startswith(f"penstock: error: {message}")
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-p", "", "--ignore-chat-template"), "prompt has no tokens"),
+        (("-p", "a " * 3000), "prompt has "),
+        (("--extra-eos-token", "5000"), "--extra-eos-token: is 5000, expected a token id below 4096"),
+        (("--extra-eos-token", "no such token"), "--extra-eos-token: 'no such token' is"),
+        (("--prompt-cache-file", "/nowhere/file"), "/nowhere/file: no such file"),
+    ],
+)
+def test_generate_refuses_what_does_not_fit_the_model(capsys, loaded, arguments, message):
+    shown = call(capsys, "generate", *arguments)
+    assert (shown.status, shown.out) == (1, "")
+    assert shown.err.splitlines()[-1].startswith(f"penstock: error: {message}")
+
+
+def test_generate_of_the_demo_model_in_a_pipe():
+    shown = program("generate", "-p", "Once", "-m", "3", "--device", "reference", shell="| cat")
+    assert shown.status == 0
+    assert shown.out.endswith("\n") and "==========" not in shown.out
+    assert [line.partition(":")[0] for line in shown.err.splitlines()] == ["Prompt", "Generation", "Peak memory"]
+
+
+def test_generate_is_quiet_when_nobody_reads_on(folder):
+    options = ("generate", "--model", folder, "--device", "reference", "--ignore-chat-template", "--verbose", "F")
+    shown = program(*options, "-m", "500", shell="| head -c 1")
+    assert len(shown.out) == 1
+    assert shown.err == ""
+
+
+def test_generate_on_a_terminal_prints_rules_as_mlx_lm(folder):
+    options = ["--model", folder, "--device", "reference", "-m", "2", "--ignore-chat-template"]
+    status, text = in_terminal("generate", *options)
+    lines = text.splitlines()
+    at = lines.index("==========")
+    assert status == 0
+    assert lines[at + 2] == "=========="
+    assert [line.partition(":")[0] for line in lines[at + 3 :]] == ["Prompt", "Generation", "Peak memory"]
+
+
+def in_terminal(*arguments):
+    """The program's status and all that it writes to a terminal."""
+    master, terminal = pty.openpty()
+    command = [sys.executable, "-m", "penstock", *arguments]
+    env = os.environ | {"NO_COLOR": "1"}
+    child = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=env)
+    os.close(terminal)
+    text = b""
+    while True:
+        try:
+            data = os.read(master, 4096)
+        except OSError:  # how Linux says that the other side is closed
+            data = b""
+        if not data:
+            break
+        text += data
+    os.close(master)
+    return child.wait(), text.decode()
+
+
+def test_generate_stops_at_ctrl_c_without_a_traceback(folder):
+    options = ["--model", folder, "--device", "reference", "-m", "2000", "--ignore-chat-template", "-p", "a"]
+    command = [sys.executable, "-m", "penstock", "generate", *options]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first = child.stdout.read(1)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert (first + out).endswith(b"\n")
+    assert b"Traceback" not in err and b"Generation" not in err
+
+
+def test_generate_help_fits_80_columns_and_shows_an_example(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = call(capsys, "generate", "--help")
+    assert "Examples:" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+    assert "--kv-bits" not in shown.out
+
+
+def test_token_id_takes_ids_and_texts(llm):
+    assert verb._token_id(llm, "3") == 3
+    assert verb._token_id(llm, "<|im_end|>") == 3
