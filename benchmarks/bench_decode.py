@@ -104,10 +104,9 @@ def main(argv: list[str] | None = None) -> None:
 
     llm = load_random(config_of(args.config, args.layers, args.vocab), max_context=4096)
     check(llm)
-    nbytes, best, rate = active_bytes(llm), float("inf"), 0.0
-    for _ in range(args.rounds):
-        rate = max(rate, read_rate())
-        best = min(best, seconds_per_token(llm, args.tokens))
+    nbytes = active_bytes(llm)
+    rounds = [(seconds_per_token(llm, args.tokens), read_rate()) for _ in range(args.rounds)]
+    best, rate = min(rounds)  # with the read rate of its own minute
     with Profile() as profile:
         start = time.perf_counter()
         seconds_per_token(llm, args.tokens)

@@ -16,10 +16,12 @@ from penstock import models
 from penstock.engine import ahead
 from penstock.engine.engine import Engine, Model
 from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
+from penstock.engine.gguf_tokenizer import gguf_tokenizer
 from penstock.engine.memory import available_memory, peak_memory
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory
+from penstock.models.gguf import open_gguf
 from penstock.models.source import Random, Stored
 from penstock.settings import Settings
 from penstock.weights.checkpoint import Checkpoint
@@ -224,7 +226,7 @@ def load(
     offline: bool | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> LLM:
-    """Load a checkpoint: a folder, a Hugging Face id, or None for the built-in demo model.
+    """Load a model: a folder, a .gguf file, a Hugging Face id, or None for the built-in demo model.
 
     device "auto", "cpu", "reference" (NumPy, slow); dtype of activations; activations "int8" (auto) or "float32" for
     quantized products on the CPU; max_context: positions per sequence, by default the model's, or what fits in memory.
@@ -236,25 +238,46 @@ def load(
         _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)
     )
     notify = notify or logging.getLogger("penstock").info
+    options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
+    model, tokenizer, notices = (_read_gguf if folder.is_file() else _read_folder)(folder, device, options)
+    for notice in notices:
+        notify(notice)
+    engine = _engine(model, device, dtype, activations, max_context, f"{folder}")
+    return LLM(engine, tokenizer, None if path_or_hub_id is None else str(path_or_hub_id), notices)
+
+
+def _read_folder(folder: Path, device: str, options: dict[str, Any]) -> tuple[Model, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, expected at most {config.vocab_size}"
-        )
+    _check_vocab(f"{folder}", tokenizer, config)
     _check_fits(f"{folder}", checkpoint.misaligned_nbytes)
     if device == "cpu":
-        ahead.start({"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads})
+        ahead.start(options)
     source = Stored(checkpoint, *family.names(checkpoint, config))
     weights = family.read_weights(source, config)
     notices = [*checkpoint.notices, *_left_over(source, family.SKIPPED)]
-    for notice in notices:
-        notify(notice)
-    model = Model(family, config, weights, checkpoint.fingerprint, checkpoint.nbytes)
-    engine = _engine(model, device, dtype, activations, max_context, f"{folder}")
-    return LLM(engine, tokenizer, None if path_or_hub_id is None else str(path_or_hub_id), notices)
+    return Model(family, config, weights, checkpoint.fingerprint, checkpoint.nbytes), tokenizer, notices
+
+
+def _read_gguf(path: Path, device: str, options: dict[str, Any]) -> tuple[Model, Tokenizer, list[str]]:
+    found = open_gguf(path)
+    config = found.read_config()
+    tokenizer = gguf_tokenizer(found.file)
+    _check_vocab(f"{path}", tokenizer, config)
+    _check_fits(f"{path}", found.copied_nbytes)
+    if device == "cpu":
+        ahead.start(options)
+    weights = found.family.read_weights(found.source, config)
+    return Model(found.family, config, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
+
+
+def _check_vocab(what: str, tokenizer: Tokenizer, config: Any) -> None:
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{what}: the tokenizer has {tokenizer.vocab_size} tokens, expected at most {config.vocab_size}"
+        )
 
 
 def load_random(

@@ -74,14 +74,19 @@ def test_resolve_takes_a_path_object_for_a_path(hub):
 
 
 def test_resolve_refuses_files_and_broken_links(hub, tmp_path):
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "dangling").symlink_to("gone")
     (tmp_path / "loop").symlink_to("loop")
-    assert refusal("model.gguf") == "model.gguf: is a file, expected a model folder"
+    assert refusal("model.safetensors") == "model.safetensors: is a file, expected a model folder"
     assert refusal("dangling") == "dangling: is a link to gone, which does not exist"
     assert refusal("loop") == "loop: is a link that leads back to itself"
     assert "cannot be opened" in refusal("a\0b") or "no such folder" in refusal("a\0b")
     assert "cannot be opened" in refusal("~no-such-user-here/x")
+
+
+def test_resolve_takes_a_gguf_file(hub, tmp_path):
+    (tmp_path / "model.gguf").touch()
+    assert resolve(tmp_path / "model.gguf") == tmp_path / "model.gguf" and hub.calls == []
 
 
 def test_resolve_refuses_a_revision_of_a_folder(hub):

@@ -10,6 +10,7 @@ PROMPT = "Once upon a time there was a poor man who had three sons."
 
 
 def main() -> None:
+    penstock.load().generate(PROMPT, max_tokens=2)  # compiles what this machine has not compiled yet
     llm = penstock.load()
     print(f"\n{PROMPT}", end="", flush=True)
     options = {"temperature": 0.45, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.05}

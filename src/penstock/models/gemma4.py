@@ -90,6 +90,8 @@ def read_config(raw: dict) -> Config:
     model_type = fields.choice("model_type", MODEL_TYPES, None) or top.choice("model_type", MODEL_TYPES)
     layers = fields.integer("num_hidden_layers", most=4096)
     kinds_of = layer_types(fields, layers, (_SLIDING, _FULL), fields.integer("sliding_window_pattern", 6))
+    if "layer_types" not in fields:
+        kinds_of = (*kinds_of[:-1], _FULL)  # the last layer is global, whatever the pattern says
     H = fields.integer("num_attention_heads")
     fields.choice("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     fields.choice("attention_bias", (False,), False)
@@ -105,7 +107,7 @@ def read_config(raw: dict) -> Config:
     wide = 2 if fields.boolean("use_double_wide_mlp", False) else 1
     moe = fields.boolean("enable_moe_block", False)
     count = fields.integer("num_experts") if moe else 0
-    per_layer = fields.integer("hidden_size_per_layer_input", 0, least=0)
+    per_layer = fields.integer("hidden_size_per_layer_input", 256, least=0)
     vocab = fields.integer("vocab_size")
     return Config(
         model_type=model_type,
@@ -113,7 +115,7 @@ def read_config(raw: dict) -> Config:
         max_positions=max_positions,
         dim=fields.integer("hidden_size"),
         layer_types=kinds_of,
-        kinds={kind: _kind(fields, kind, H, max_positions) for kind in sorted(set(kinds_of))},
+        kinds={kind: _kind(fields, kind, kinds_of, H, max_positions) for kind in sorted(set(kinds_of))},
         sources=tuple(n if n < first_shared else last[kind] for n, kind in enumerate(kinds_of)),
         norm_eps=fields.number("rms_norm_eps", above=0),
         heads=H,
@@ -128,18 +130,36 @@ def read_config(raw: dict) -> Config:
     )
 
 
-def _kind(fields: Fields, kind: str, H: int, max_positions: int) -> Kind:
+def _kind(fields: Fields, kind: str, kinds_of: Sequence[str], H: int, max_positions: int) -> Kind:
     tables = fields.table("rope_parameters", None)
     parameters = tables.table(kind, None) if tables is not None else None
     parameters = parameters or Fields(_ROPES[kind], f"{fields.where}: rope_parameters")
     kv_heads, head_dim, values = fields.integer("num_key_value_heads"), fields.integer("head_dim"), True
     window = fields.integer("sliding_window")
     if kind == _FULL:
-        head_dim, window = fields.integer("global_head_dim", head_dim), None
-        if fields.boolean("attention_k_eq_v", False):
-            kv_heads, values = fields.integer("num_global_key_value_heads", kv_heads), False
+        values, window = not fields.boolean("attention_k_eq_v", False), None
+        if "per_layer_config" not in fields:
+            head_dim = fields.integer("global_head_dim", 512)
+            kv_heads = kv_heads if values else fields.integer("num_global_key_value_heads", kv_heads)
+    if "per_layer_config" in fields:
+        kv_heads, head_dim = _overridden(fields, kind, kinds_of, kv_heads, head_dim)
     fields.require(H % kv_heads == 0, f"num_attention_heads is {H}, expected a multiple of {kv_heads} key/value heads")
     return Kind(kv_heads, head_dim, read_rope(fields, head_dim, max_positions, parameters), window, values)
+
+
+def _overridden(
+    fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: int, head_dim: int
+) -> tuple[int, int]:
+    """Heads and their width by `per_layer_config`, which newer files have instead of the `global_` keys."""
+    tables = fields.table("per_layer_config")
+    found = set()
+    for n in (n for n, other in enumerate(kinds_of) if other == kind):
+        table = tables.table(str(n), None) or Fields({}, tables.where)
+        for key in table.values:
+            table.require(key in ("head_dim", "num_key_value_heads"), f"{key} is not known, expected it left out")
+        found.add((table.integer("num_key_value_heads", kv_heads), table.integer("head_dim", head_dim)))
+    tables.require(len(found) == 1, f"layers of {kind} differ, expected them alike")
+    return found.pop()
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------
@@ -219,7 +239,9 @@ def read_weights(source: Source, config: Config) -> Weights:
             source.vector("per_layer_projection_norm", P),
         )
     layers = tuple(_layer(source, config, n) for n in range(count))
-    head = table if config.tied else source.weight("lm_head", config.vocab_size, dim)
+    # A file of a tied model with a head all the same has been trained on: the head counts, as in transformers.
+    tied = config.tied and "lm_head" not in source
+    head = table if tied else source.weight("lm_head", config.vocab_size, dim)
     return Weights(table, inputs, layers, source.vector("norm", dim), head)
 
 

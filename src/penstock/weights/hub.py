@@ -46,7 +46,7 @@ def _local(text: str) -> Path | None:
         there = bool(text) and (path.exists() or path.is_symlink())
     except (OSError, ValueError, RuntimeError) as error:  # no permission, a NUL, an unknown ~user
         raise CheckpointError(f"{short(text)}: cannot be opened: {error}") from None
-    if there:
+    if there and not (path.suffix == ".gguf" and path.is_file()):
         list_folder(path)
     return path if there else None
 

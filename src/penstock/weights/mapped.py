@@ -1,0 +1,55 @@
+"""A file of weights, opened without trust and mapped into memory only when an array is asked for."""
+
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import CheckpointError
+from penstock.weights.files import open_regular
+
+
+class MappedFile:
+    """An open regular file. It stays open as long as this object lives, the mapping as long as a view of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = open_regular(path)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+        self._map: mmap.mmap | None = None
+
+    def read(self, start: int, count: int) -> bytes:
+        """`count` bytes; raises CheckpointError for a disk error and for a file that ends before them."""
+        out = bytearray(count)
+        view, done = memoryview(out), 0
+        while done < count:
+            try:
+                got = os.preadv(self._descriptor, [view[done:]], start + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read at byte {start + done}: {error.strerror}") from None
+            if got == 0:
+                raise CheckpointError(f"{self.path}: ends at byte {start + done}, expected {start + count} or more")
+            done += got
+        return bytes(out)
+
+    def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Bytes of the file as a read-only array; the caller has checked that they lie inside of it.
+
+        Raises CheckpointError for a file whose size changed since it was opened.
+        """
+        # A page behind the end of a shortened file is not an error but the death of the process (SIGBUS).
+        if (size := os.fstat(self._descriptor).st_size) != self.size:
+            raise CheckpointError(f"{self.path}: has {size} bytes, expected the {self.size} it had when it was opened")
+        if 0 in shape:
+            array = np.empty(shape, dtype)
+            array.flags.writeable = False
+            return array
+        if self._map is None:
+            try:
+                self._map = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{self.path}: cannot be mapped into memory: {error}") from None
+        return np.ndarray(shape, dtype, self._map, start)
