@@ -22,27 +22,35 @@ class MappedFile:
         self._map: mmap.mmap | None = None
 
     def read(self, start: int, count: int) -> bytes:
-        """`count` bytes; raises CheckpointError for a disk error and for a file that ends before them."""
+        """`count` bytes; raises CheckpointError as `read_into`."""
         out = bytearray(count)
-        view, done = memoryview(out), 0
-        while done < count:
+        self.read_into(memoryview(out), start)
+        return bytes(out)
+
+    def read_into(self, out: memoryview, start: int) -> None:
+        """Fill `out`; raises CheckpointError for a disk error and for a file that ends before."""
+        done = 0
+        while done < len(out):
             try:
-                got = os.preadv(self._descriptor, [view[done:]], start + done)
+                got = os.preadv(self._descriptor, [out[done:]], start + done)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read at byte {start + done}: {error.strerror}") from None
             if got == 0:
-                raise CheckpointError(f"{self.path}: ends at byte {start + done}, expected {start + count} or more")
+                raise CheckpointError(f"{self.path}: ends at byte {start + done}, expected {start + len(out)} or more")
             done += got
-        return bytes(out)
+
+    def check_size(self) -> None:
+        """Raises CheckpointError for a file whose size changed since it was opened."""
+        # A page behind the end of a shortened file is not an error but the death of the process (SIGBUS).
+        if (size := os.fstat(self._descriptor).st_size) != self.size:
+            raise CheckpointError(f"{self.path}: has {size} bytes, expected the {self.size} it had when it was opened")
 
     def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Bytes of the file as a read-only array; the caller has checked that they lie inside of it.
 
         Raises CheckpointError for a file whose size changed since it was opened.
         """
-        # A page behind the end of a shortened file is not an error but the death of the process (SIGBUS).
-        if (size := os.fstat(self._descriptor).st_size) != self.size:
-            raise CheckpointError(f"{self.path}: has {size} bytes, expected the {self.size} it had when it was opened")
+        self.check_size()
         if 0 in shape:
             array = np.empty(shape, dtype)
             array.flags.writeable = False

@@ -4,7 +4,6 @@ A file is an 8-byte little-endian header length, a JSON header `{name: {dtype, s
 which the tensors fill without gaps. What is not exactly so is refused with CheckpointError.
 """
 
-import mmap
 import os
 import re
 import weakref
@@ -15,7 +14,8 @@ import numpy as np
 
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError
-from penstock.weights.files import kind_of, open_regular, parse_json, short
+from penstock.weights.files import kind_of, parse_json, short
+from penstock.weights.mapped import MappedFile
 
 HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 RANK_LIMIT = 8
@@ -70,25 +70,21 @@ class SafetensorsFile:
     Opening reads the header alone. The file stays open as long as this object lives, the mapping as long as an array.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-        self.size = os.fstat(descriptor).st_size
+    def __init__(self, file: MappedFile) -> None:
+        self._file = file
+        self.path, self.size = file.path, file.size
         self.notices: list[str] = []
         header, data_start = self._read_header()
         self.metadata = self._checked_metadata(header.pop("__metadata__", {}))
         self.tensors = {name: self._checked_entry(name, entry, data_start) for name, entry in header.items()}
         self._check_layout(data_start)
-        self._map: mmap.mmap | None = None
         self._copies: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
         self._copied: set[str] = set()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "SafetensorsFile":
         """Read and check the header of a file; raises CheckpointError for anything that is not as it should be."""
-        path = Path(path)
-        return cls(path, open_regular(path))
+        return cls(MappedFile(Path(path)))
 
     def __repr__(self) -> str:
         return f"SafetensorsFile({str(self.path)!r}, {len(self.tensors)} tensors, {self.size} bytes)"
@@ -103,16 +99,10 @@ class SafetensorsFile:
             raise CheckpointError(f"{self.path}: has no tensor {short(name)}")
         info = self.tensors[name]
         dtype = DTYPES[info.dtype]
-        # A page behind the end of a shortened file is not an error but the death of the process (SIGBUS).
-        if (size := os.fstat(self._descriptor).st_size) != self.size:
-            raise CheckpointError(f"{self.path}: has {size} bytes, expected the {self.size} it had when it was opened")
-        if info.nbytes == 0:
-            array = np.empty(info.shape, dtype)
-            array.flags.writeable = False
-            return array
-        if not info.aligned:
+        if info.nbytes and not info.aligned:
+            self._file.check_size()
             return self._copy(name, info).view(dtype).reshape(info.shape)
-        return np.ndarray(info.shape, dtype, self._mapping(), info.start)
+        return self._file.view(info.start, info.shape, dtype)
 
     @property
     def misaligned_nbytes(self) -> int:
@@ -124,39 +114,20 @@ class SafetensorsFile:
         """How many tensors were copied so far because they are not aligned, and their bytes."""
         return len(self._copied), sum(self.tensors[name].nbytes for name in self._copied)
 
-    def _mapping(self) -> mmap.mmap:
-        if self._map is None:
-            try:
-                self._map = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{self.path}: cannot be mapped into memory: {error}") from None
-        return self._map
-
     def _copy(self, name: str, info: TensorInfo) -> np.ndarray:
         """The bytes of a tensor in memory of their own; read, not copied from the mapping, which would count twice."""
         copy = self._copies.get(name)
         if copy is None:
             copy = np.empty(info.nbytes, np.uint8)
-            self._read(copy.data, info.start)
+            self._file.read_into(copy.data, info.start)
             copy.flags.writeable = False
             self._copies[name] = copy
             self._copied.add(name)
         return copy
 
-    def _read(self, out: memoryview, start: int) -> None:
-        done = 0
-        while done < len(out):
-            try:
-                count = os.preadv(self._descriptor, [out[done:]], start + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read at byte {start + done}: {error.strerror}") from None
-            if count == 0:
-                raise CheckpointError(f"{self.path}: ends at byte {start + done}, expected {start + len(out)} or more")
-            done += count
-
     def _read_header(self) -> tuple[dict[str, Any], int]:
         """The header as an object and the position of the data."""
-        head = self._bytes(0, min(self.size, 512))
+        head = self._file.read(0, min(self.size, 512))
         length = int.from_bytes(head[:8], "little")
         if self.size < 8 or not 0 < length <= min(HEADER_LIMIT, self.size - 8):
             if kind := kind_of(head):
@@ -166,16 +137,11 @@ class SafetensorsFile:
                 raise CheckpointError(f"{self.path}: has {found}, expected a safetensors file")
             limit = f"1 to {min(HEADER_LIMIT, self.size - 8)} (the file has {self.size} bytes)"
             raise CheckpointError(f"{self.path}: header length is {length}, expected {limit}")
-        text = self._bytes(8, length)
+        text = self._file.read(8, length)
         if text[:1] != b"{":
             raise CheckpointError(f"{self.path}: header starts with {short(text[:1])}, expected '{{'")
         header = parse_json(text, f"{self.path}: header")
         return header, 8 + length
-
-    def _bytes(self, start: int, count: int) -> bytes:
-        out = bytearray(count)
-        self._read(memoryview(out), start)
-        return bytes(out)
 
     def _checked_metadata(self, metadata: Any) -> dict[str, str]:
         if not isinstance(metadata, dict):
