@@ -125,7 +125,7 @@ def int8_loop(x, w):
         delta = max(abs(v) for v in group) / np.float32(127)
         xq = [0 if delta == 0 else round(v / delta) for v in group]  # Python rounds half to even
         dot = sum(int(c) * q for c, q in zip(codes[n, g * gs : (g + 1) * gs], xq, strict=True))
-        y[t, n] += float(w.scales[n, g]) * float(delta) * dot + float(w.biases[n, g]) * math.fsum(group)
+        y[t, n] += float(delta) * (float(w.scales[n, g]) * dot + float(w.biases[n, g]) * sum(xq))
     return y
 
 
@@ -142,10 +142,10 @@ def test_quantized_matmul_int8_is_the_written_formula(bits, group_size, dtype, r
     assert_close("y", y, want, 1.01 * EPS["float32"], np.maximum(np.abs(want), 1e-3))
     exact = f64(x) @ f64(penstock.dequantize(w)).T
     assert (y != round_to(exact, np.float32)).any()
-    # |x − delta · xq| ≤ delta / 2 for each x, and the biases meet x itself
+    # |x − delta · xq| ≤ delta / 2 for each x
     delta = np.abs(f64(x)).reshape(4, -1, group_size).max(axis=-1) / 127
-    codes = unpack_codes(w.packed, bits).reshape(3, -1, group_size).sum(axis=-1)
-    bound = (delta[:, None] / 2 * np.abs(f64(w.scales)) * codes).sum(axis=-1)
+    weights = np.abs(f64(penstock.dequantize(w))).reshape(3, -1, group_size).sum(axis=-1)
+    bound = (delta[:, None] / 2 * weights).sum(axis=-1)
     assert (np.abs(y - exact) <= bound * (1 + 1e-5) + 1e-5).all()
 
 

@@ -176,7 +176,9 @@ def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
 def read_weights(source: Source, config: Config) -> Weights:
     table = source.weight("embed_tokens", config.vocab_size, config.dim)
     layers = tuple(_layer(source, config, n) for n in range(config.layers))
-    head = table if config.tied else source.weight("lm_head", config.vocab_size, config.dim)
+    # A file of a tied model with a head all the same has been trained on: the head counts, as in transformers.
+    tied = config.tied and "lm_head" not in source
+    head = table if tied else source.weight("lm_head", config.vocab_size, config.dim)
     return Weights(table, layers, source.vector("norm", config.dim), head)
 
 

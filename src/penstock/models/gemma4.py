@@ -102,7 +102,7 @@ def read_config(raw: dict) -> Config:
     first_shared = layers - shared
     last = {kind: n for n, kind in enumerate(kinds_of[:first_shared])}
     for kind in kinds_of[first_shared:]:
-        fields.require(kind in last, f"num_kv_shared_layers is {shared}, but no layer before has {kind} to share")
+        fields.require(kind in last, f"num_kv_shared_layers is {shared}, expected a layer of {kind} before those")
     width = fields.integer("intermediate_size")
     wide = 2 if fields.boolean("use_double_wide_mlp", False) else 1
     moe = fields.boolean("enable_moe_block", False)
@@ -147,9 +147,7 @@ def _kind(fields: Fields, kind: str, kinds_of: Sequence[str], H: int, max_positi
     return Kind(kv_heads, head_dim, read_rope(fields, head_dim, max_positions, parameters), window, values)
 
 
-def _overridden(
-    fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: int, head_dim: int
-) -> tuple[int, int]:
+def _overridden(fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: int, head_dim: int) -> tuple[int, int]:
     """Heads and their width by `per_layer_config`, which newer files have instead of the `global_` keys."""
     tables = fields.table("per_layer_config")
     found = set()

@@ -72,14 +72,15 @@ def read_config(raw: dict) -> Config:
     Hkv = fields.integer("num_key_value_heads", H)
     fields.require(H % Hkv == 0, f"num_attention_heads is {H}, expected a multiple of num_key_value_heads ({Hkv})")
     dim = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", None)
+    head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else None)
     if head_dim is None:
-        fields.require(dim % H == 0, f"head_dim is missing and hidden_size {dim} is no multiple of {H} heads")
+        fields.require(dim % H == 0, f"head_dim is missing, expected it: hidden_size {dim} is no multiple of {H} heads")
         head_dim = dim // H
     fields.choice("hidden_act", ("silu",), "silu")
     fields.choice("pretraining_tp", (1,), 1)
     max_positions = fields.integer("max_position_embeddings", 1 << 15)
-    count = fields.integer("num_experts", 0, least=0) if model_type == "qwen3_moe" else 0
+    count_key = "num_local_experts" if "num_local_experts" in fields else "num_experts"  # as newer files spell it
+    count = fields.integer(count_key, least=0) if model_type == "qwen3_moe" else 0
     step = fields.integer("decoder_sparse_step", 1)
     dense = {n for n in range(layers) if not count or (n + 1) % step or n in fields.items("mlp_only_layers", int, ())}
     attention_bias = fields.boolean("attention_bias", False)
@@ -96,7 +97,7 @@ def read_config(raw: dict) -> Config:
         rope=read_rope(fields, head_dim, max_positions, theta=10000.0),
         head_norms=model_type in ("qwen3", "qwen3_moe"),
         qkv_bias=attention_bias or model_type == "qwen2",
-        out_bias=attention_bias,
+        out_bias=attention_bias and model_type != "qwen2",
         mlp_bias=fields.boolean("mlp_bias", False),
         tied=fields.boolean("tie_word_embeddings", False),
         mlp_width=fields.integer("intermediate_size") if dense else 0,
@@ -109,7 +110,9 @@ def read_config(raw: dict) -> Config:
 
 
 def _windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, ...]:
-    """Mistral's window counts for all layers; Qwen's only with `use_sliding_window`, from a layer on or by list."""
+    """Mistral's window counts for all layers; Qwen's only with `use_sliding_window`, for all layers of a model with
+    experts, from a layer on or by list else.
+    """
     window = fields.integer("sliding_window", None)
     if model_type != "mistral" and not fields.boolean("use_sliding_window", False):
         window = None
@@ -118,7 +121,7 @@ def _windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, 
     if fields.items("layer_types", str, None) is not None:
         kinds = layer_types(fields, layers, ("sliding_attention", "full_attention"))
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = 0 if model_type == "mistral" else fields.integer("max_window_layers", 0, least=0)
+    first = fields.integer("max_window_layers", 28, least=0) if model_type in ("qwen2", "qwen3") else 0
     return tuple(window if n >= first else None for n in range(layers))
 
 
@@ -174,7 +177,9 @@ def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
 def read_weights(source: Source, config: Config) -> Weights:
     table = source.weight("embed_tokens", config.vocab_size, config.dim)
     layers = tuple(_layer(source, config, n) for n in range(len(config.windows)))
-    head = table if config.tied else source.weight("lm_head", config.vocab_size, config.dim)
+    # A file of a tied model with a head all the same has been trained on: the head counts, as in transformers.
+    tied = config.tied and "lm_head" not in source
+    head = table if tied else source.weight("lm_head", config.vocab_size, config.dim)
     return Weights(table, layers, source.vector("norm", config.dim), head)
 
 

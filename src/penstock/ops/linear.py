@@ -5,7 +5,7 @@ sums are formed in float64 and rounded once. With activations="int8" a quantized
 group of the weight (as CPU kernels do for speed):
 
     delta = max|x| / 127, xq = rint(x / delta) in float32
-    y = Σ_g (scale_g · delta_g · Σ_j code_j · xq_j + bias_g · Σ_j x_j)
+    y = Σ_g (scale_g · delta_g · Σ_j code_j · xq_j + bias_g · delta_g · Σ_j xq_j)
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _int8_product(x: Array, w: QuantizedTensor) -> Array:
     delta = np.max(np.abs(groups), axis=-1, keepdims=True, initial=0) / np.float32(127)
     xq = np.where(delta == 0, 0, np.clip(np.rint(groups / delta), -127, 127))
     rounded = (xq.astype(np.float64) * delta.astype(np.float64)).reshape(x.shape)
-    sums = groups.astype(np.float64).sum(axis=-1)  # [T, G]
+    sums = rounded.reshape(groups.shape).sum(axis=-1)  # [T, G]
     y = np.empty((len(x), w.shape[0]))
     for rows, part in _blocks(w):
         scales = np.repeat(part.scales.astype(np.float64), w.group_size, axis=-1)

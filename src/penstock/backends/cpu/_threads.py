@@ -4,7 +4,11 @@ Parallel kernels run one at a time: each takes all threads, and Numba's fallback
 once.
 """
 
+import os
+import statistics
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -12,6 +16,11 @@ import numba
 from penstock.backends.cpu.features import physical_cores
 from penstock.errors import InvalidArgument
 from penstock.settings import Settings
+
+# Between two kernels OpenMP's threads wait in a loop, for milliseconds; on processors that others want too, the thread
+# that everybody waits for then gets no time. A thousand turns are about 20 us. Decoding the demo model beside one busy
+# process on 2 processors: 3 tokens/s with the library's default, 160 with this; alone 285 and 240.
+_TURNS_IN_COMPANY = "1000"
 
 _lock = threading.Lock()
 _count: int | None = None
@@ -45,6 +54,26 @@ def run(kernel: Any, *args: Any) -> Any:
     count = threads()
     with _lock:
         if getattr(_here, "count", None) != count:
+            _wait_politely(count)
             numba.set_num_threads(count)
             _here.count = count
         return kernel(*args)
+
+
+def _wait_politely(count: int) -> None:
+    """Before OpenMP starts its threads: let them sleep soon if other processes want the processors now.
+
+    What the user has said of it (OMP_WAIT_POLICY, GOMP_SPINCOUNT) counts.
+    """
+    if "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ:
+        return
+    waiting = []
+    for _ in range(5):
+        try:
+            waiting.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]))
+        except (OSError, ValueError, IndexError):
+            return
+        time.sleep(0.002)
+    others = statistics.median(waiting) - 1
+    if others + count > (os.cpu_count() or 1):
+        os.environ["GOMP_SPINCOUNT"] = _TURNS_IN_COMPANY

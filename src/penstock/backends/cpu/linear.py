@@ -4,7 +4,7 @@ A call is a list of groups; group i multiplies rows lo[i] … hi[i] − 1 of x w
 plain product is one group, experts are one group each. Two ways of multiplying:
 
     int8      x is rounded to bytes per group of the weight; codes and bytes meet in integer dot products (exact), and
-              (scale · delta) · Σ code·xq + bias · Σ x is added up in float32 in a fixed order
+              (scale · delta) · Σ code·xq + bias · (delta · Σ xq) is added up in float32 in a fixed order
     float32   weights become float32 rows in cache, products are fused multiply-adds into 16 lanes
 
 In both the order of a sum depends on K alone: not on threads, tokens, tiles or the instructions used.
@@ -197,7 +197,7 @@ def _narrow_parallel(x, kind, out):
 # -- int8 activations ------------------------------------------------------------------------------------------------
 
 
-# int8_row  delta = max|x| / 127, xq = clip(rint(x / delta), −127, 127), total = Σ x, per group of gs
+# int8_row  delta = max|x| / 127, xq = clip(rint(x / delta), −127, 127), total = delta · Σ xq, per group of gs
 # shapes    x float32 [K]; xq int8 [K]; delta, total float32 [K / gs]
 # threads   prange over rows in `_int8_rows`; a row belongs to one thread
 # bytes     5 · K + 8 · K / gs
@@ -206,13 +206,11 @@ def _narrow_parallel(x, kind, out):
 def int8_row(x, gs, xq, delta, total):
     for g in range(delta.size):
         part, bytes_out = x[g * gs : (g + 1) * gs], xq[g * gs : (g + 1) * gs]
-        top, sum_x = np.int32(0), np.float32(0)
+        top, sum_q = np.int32(0), np.int32(0)
         for j in range(gs):
             top = max(top, np.int32(pattern_of(part[j]) & np.int32(0x7FFFFFFF)))  # |x| orders as its bits do
-            sum_x += part[j]
         d = number(top) / np.float32(127)
         delta[g] = d if top < np.int32(0x7F800000) else np.float32(np.nan)
-        total[g] = sum_x
         if d == 0 or top >= np.int32(0x7F800000):
             for j in range(gs):
                 bytes_out[j] = 0
@@ -221,6 +219,8 @@ def int8_row(x, gs, xq, delta, total):
                 q = np.rint(part[j] / d)
                 q = min(max(q, np.float32(-127)), np.float32(127))
                 bytes_out[j] = np.int8(np.int32(q))
+                sum_q += np.int32(q)
+        total[g] = np.float32(sum_q) * delta[g]
 
 
 @njit

@@ -1,0 +1,396 @@
+"""Pages and slots: who holds what, copies on write, windows, growth, refusals before anything is allocated."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from penstock.engine import cache, memory
+from penstock.engine.cache import Caches, PageTable, Sequence, Snapshot
+from penstock.errors import OutOfMemory
+from penstock.models.step import PAGE, Layout, Pages, Recurrent
+
+WINDOW = 300
+LAYOUTS: tuple[Layout, ...] = (
+    Pages(3, 2),
+    Recurrent((3, 5), (2, 4, 6)),
+    Pages(7, 1, WINDOW),
+    Pages(4, 4),
+)
+
+
+def made(*layouts: Layout, dtype: str = "float32") -> Caches:
+    return Caches(layouts or LAYOUTS, np.dtype(dtype))
+
+
+def used(caches: Caches) -> dict[int | None, int]:
+    return {window: pool.used for window, pool in caches.pools.items()}
+
+
+def write(caches: Caches, sequence: Sequence, values: np.ndarray) -> None:
+    """Append one position per value: in every layer and part each channel holds that value; states hold the last."""
+    caches.reserve(sequence, len(values))
+    for layout, arrays in zip(caches.layouts, caches.arrays, strict=True):
+        for array in arrays:
+            if not isinstance(layout, Pages):
+                array[sequence.slot] = values[-1]
+                continue
+            ids = sequence.tables[layout.window].ids
+            for position, value in enumerate(values, sequence.length):
+                array[ids[position // PAGE], position % PAGE] = value
+    caches.advance(sequence, len(values))
+
+
+def read(caches: Caches, sequence: Sequence, layer: int) -> np.ndarray:
+    """The values of the live positions of a layer, or of its state."""
+    first, second = caches.rows(sequence, layer)
+    if not isinstance(caches.layouts[layer], Pages):
+        assert (first == first.flat[0]).all() and (second == first.flat[0]).all()
+        return first
+    assert (first == first[:, :1]).all() and (second == first[:, :1]).all()
+    return first[:, 0]
+
+
+def holds(caches: Caches, sequence: Sequence, values: np.ndarray) -> None:
+    """Every layer of the sequence holds these values, a windowed one those that are still read and perhaps more."""
+    assert sequence.length == len(values)
+    for n, layout in enumerate(caches.layouts):
+        got = read(caches, sequence, n)
+        if not isinstance(layout, Pages):
+            assert (got == (values[-1] if len(values) else 0)).all()
+        else:
+            least = len(values) if layout.window is None else min(len(values), layout.window - 1)
+            assert least <= len(got) < least + PAGE + (0 if layout.window is None else 1)
+            np.testing.assert_array_equal(got, values[len(values) - len(got) :])
+
+
+# -- slots and pages -------------------------------------------------------------------------------------------------
+
+
+def test_open_gives_each_sequence_a_clean_slot() -> None:
+    caches = made()
+    sequences = [caches.open() for _ in range(5)]
+    assert len({sequence.slot for sequence in sequences}) == 5
+    write(caches, sequences[2], np.array([9.0]))
+    slot = sequences[2].slot
+    caches.close(sequences[2])
+    again = caches.open()
+    assert again.slot == slot
+    holds(caches, again, np.empty(0))
+
+
+@pytest.mark.parametrize("count, pages", [(0, 0), (1, 1), (255, 1), (256, 1), (257, 2), (600, 3)])
+def test_reserve_takes_the_pages_that_positions_need(count: int, pages: int) -> None:
+    caches = made(Pages(3, 2))
+    sequence = caches.open()
+    caches.reserve(sequence, count)
+    assert used(caches) == {None: pages} and len(sequence.tables[None].ids) == pages
+    caches.reserve(sequence, count)  # a step that failed is tried again
+    assert used(caches) == {None: pages}
+
+
+def test_advance_fills_a_page_before_it_takes_the_next() -> None:
+    caches = made(Pages(3, 2))
+    sequence = caches.open()
+    for count in (100, 100, 56):
+        caches.reserve(sequence, count)
+        caches.advance(sequence, count)
+        assert used(caches) == {None: 1}
+    caches.reserve(sequence, 1)
+    assert used(caches) == {None: 2} and sequence.length == 256
+
+
+def test_layers_of_one_window_share_page_numbers() -> None:
+    caches = made()
+    assert set(caches.pools) == {None, WINDOW}
+    sequence = caches.open()
+    write(caches, sequence, np.arange(10.0))
+    assert used(caches) == {None: 1, WINDOW: 1}
+    assert len(caches.arrays[0][0]) == len(caches.arrays[3][0])
+
+
+def test_close_gives_everything_back_once() -> None:
+    caches = made()
+    first, second = caches.open(), caches.open()
+    write(caches, first, np.arange(500.0))
+    write(caches, second, np.arange(3.0))
+    caches.close(first)
+    caches.close(first)
+    assert used(caches) == {None: 1, WINDOW: 1}
+    holds(caches, second, np.arange(3.0))
+    caches.close(second)
+    assert used(caches) == {None: 0, WINDOW: 0}
+    assert sorted(caches._free_slots) == list(range(caches._slots))
+    assert all(count == 0 for pool in caches.pools.values() for count in pool.references)
+
+
+def test_table_of_nothing_names_a_page_for_the_kernels() -> None:
+    assert PageTable().array.tolist() == [0] and PageTable().array.dtype == np.int32
+
+
+# -- snapshots -------------------------------------------------------------------------------------------------------
+
+
+def test_snapshot_costs_no_page_until_somebody_writes() -> None:
+    caches = made()
+    sequence = caches.open()
+    write(caches, sequence, np.arange(300.0))
+    before = used(caches)
+    snapshot = caches.snapshot(sequence)
+    assert used(caches) == before
+    write(caches, sequence, np.arange(300.0, 310.0))
+    assert used(caches) == {None: before[None] + 1, WINDOW: before[WINDOW] + 1}  # the half-full page, copied
+    write(caches, sequence, np.arange(310.0, 320.0))
+    assert used(caches) == {None: before[None] + 1, WINDOW: before[WINDOW] + 1}
+    holds(caches, sequence, np.arange(320.0))
+    caches.rewind(sequence, snapshot)
+    holds(caches, sequence, np.arange(300.0))
+
+
+def test_snapshot_at_the_edge_of_a_page_copies_nothing() -> None:
+    caches = made(Pages(3, 2))
+    sequence = caches.open()
+    write(caches, sequence, np.arange(256.0))
+    snapshot = caches.snapshot(sequence)
+    write(caches, sequence, np.arange(256.0, 257.0))
+    assert used(caches) == {None: 2}
+    caches.drop(snapshot)
+    assert used(caches) == {None: 2}
+
+
+def test_rewind_as_often_as_one_likes_and_into_another_sequence() -> None:
+    caches = made()
+    sequence, other = caches.open(), caches.open()
+    write(caches, sequence, np.arange(100.0))
+    write(caches, other, np.full(700, 5.0))
+    snapshot = caches.snapshot(sequence)
+    for start in (200.0, 300.0):
+        write(caches, sequence, np.arange(start, start + 400))
+        caches.rewind(sequence, snapshot)
+        holds(caches, sequence, np.arange(100.0))
+    caches.rewind(other, snapshot)
+    write(caches, other, np.array([1.0, 2.0]))
+    write(caches, sequence, np.array([3.0]))
+    holds(caches, other, np.append(np.arange(100.0), [1, 2]))
+    holds(caches, sequence, np.append(np.arange(100.0), 3))
+    for one in (sequence, other):
+        caches.close(one)
+    caches.drop(snapshot)
+    caches.drop(snapshot)
+    assert used(caches) == {None: 0, WINDOW: 0}
+
+
+def test_rewind_heals_a_spoiled_sequence() -> None:
+    caches = made()
+    sequence = caches.open()
+    write(caches, sequence, np.arange(5.0))
+    snapshot = caches.snapshot(sequence)
+    sequence.spoiled = True
+    caches.rewind(sequence, snapshot)
+    assert not sequence.spoiled
+
+
+# -- windows ---------------------------------------------------------------------------------------------------------
+
+
+def test_advance_releases_pages_that_left_the_window() -> None:
+    caches = made(Pages(3, 2, WINDOW))
+    sequence = caches.open()
+    most = 0
+    for start in range(0, 2560, 64):
+        write(caches, sequence, np.arange(start, start + 64.0))
+        most = max(most, used(caches)[WINDOW])
+        holds(caches, sequence, np.arange(start + 64.0))
+    assert most <= -(-WINDOW // PAGE) + 1
+    caches.close(sequence)
+    assert used(caches) == {WINDOW: 0}
+
+
+@pytest.mark.parametrize("window", [1, 2, 255, 256, 257, 512])
+def test_advance_keeps_what_the_next_token_reads(window: int) -> None:
+    """The token at position p reads p - window + 1 … p."""
+    caches = made(Pages(3, 2, window))
+    sequence = caches.open()
+    for length in range(1, 900):
+        caches.reserve(sequence, 1)
+        caches.advance(sequence, 1)
+        first = sequence.tables[window].first * PAGE
+        assert first <= max(0, length - window + 1) < first + PAGE
+
+
+def test_snapshot_keeps_pages_that_leave_the_window_later() -> None:
+    caches = made(Pages(3, 2, WINDOW))
+    sequence = caches.open()
+    write(caches, sequence, np.arange(256.0))
+    snapshot = caches.snapshot(sequence)
+    write(caches, sequence, np.arange(256.0, 1200.0))
+    caches.rewind(sequence, snapshot)
+    holds(caches, sequence, np.arange(256.0))
+
+
+# -- growth ----------------------------------------------------------------------------------------------------------
+
+
+def test_growth_keeps_contents() -> None:
+    caches = made()
+    sequences = [caches.open() for _ in range(7)]
+    texts = [np.arange(50.0 * n, 50.0 * n + 90 * (n + 1)) for n in range(7)]
+    for sequence, text in zip(sequences, texts, strict=True):
+        write(caches, sequence, text)
+    for sequence, text in zip(sequences, texts, strict=True):
+        holds(caches, sequence, text)
+
+
+def test_bytes_of_is_what_a_sequence_takes() -> None:
+    caches = made(dtype="float16")
+    state, conv = 2 * 4 * 6 * 4, 3 * 5 * 2  # the state is float32 whatever the activations are
+    for length, pages, windowed in ((1, 1, 1), (257, 2, 2), (10_000, 40, 4)):
+        row = PAGE * 2
+        assert caches.bytes_of(length) == state + conv + row * (pages * (5 + 8) + windowed * 8)
+    sequence = caches.open()
+    caches.reserve(sequence, 4 * PAGE)
+    assert caches.nbytes == caches.bytes_of(4 * PAGE)
+
+
+@contextmanager
+def memory_of(patch: pytest.MonkeyPatch, size: int) -> Iterator[None]:
+    with patch.context() as inner:
+        inner.setattr(cache, "available_memory", lambda: size)
+        yield
+
+
+def test_reserve_refuses_before_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = made()
+    sequence = caches.open()
+    write(caches, sequence, np.arange(40.0))
+    before = used(caches), caches.nbytes, [id(array) for arrays in caches.arrays for array in arrays]
+    with (
+        memory_of(monkeypatch, 64 << 20),
+        pytest.raises(OutOfMemory, match=r"^cache: 0.01 GB more are needed, 0.07 GB") as caught,
+    ):
+        caches.reserve(sequence, 100_000)
+    assert "\n" not in str(caught.value) and isinstance(caught.value, MemoryError)
+    assert before == (used(caches), caches.nbytes, [id(array) for arrays in caches.arrays for array in arrays])
+    write(caches, sequence, np.arange(40.0, 3000.0))
+    holds(caches, sequence, np.arange(3000.0))
+
+
+def test_reserve_of_absurd_lengths_is_refused_at_once() -> None:
+    caches = made(Pages(1 << 20, 1 << 20))
+    with pytest.raises(OutOfMemory):
+        caches.reserve(caches.open(), 1 << 30)
+
+
+def test_open_refuses_before_it_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = made()
+    with memory_of(monkeypatch, 0), pytest.raises(OutOfMemory):
+        caches.open()
+    assert caches.open().slot == 0
+
+
+# -- rows and fill ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 300, 301, 1000])
+def test_fill_is_the_reverse_of_rows(length: int) -> None:
+    caches, other = made(), made()
+    sequence = caches.open()
+    values = np.arange(1.0, length + 1)
+    if length:
+        write(caches, sequence, values)
+    rows = [caches.rows(sequence, n) for n in range(len(LAYOUTS))]
+    occupied = other.open()
+    write(other, occupied, np.full(30, -1.0))
+    target = other.open()
+    other.fill(target, length, rows)
+    holds(other, target, values)
+    write(other, target, np.array([7.0]))
+    holds(other, target, np.append(values, 7))
+    holds(other, occupied, np.full(30, -1.0))
+
+
+# -- anything, in any order ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_caches_hold_what_was_written_whatever_happens(seed: int) -> None:
+    """Random steps on several sequences and snapshots, against lists that say what each should hold."""
+    rng = np.random.default_rng(seed)
+    caches = made(Pages(3, 2), Recurrent((3, 5), (2, 4, 6)), Pages(7, 1, WINDOW))
+    live: list[tuple[Sequence, np.ndarray]] = []
+    kept: list[tuple[Snapshot, np.ndarray]] = []
+    counter = 0.0
+
+    def one(items: list) -> int:
+        return int(rng.integers(len(items)))
+
+    def open_() -> None:
+        live.append((caches.open(), np.empty(0)))
+
+    def write_() -> None:
+        nonlocal counter
+        n = one(live)
+        count = int(rng.choice([1, 2, 100, 255, 256, 300]))
+        values = np.arange(counter, counter + count)
+        counter += count
+        write(caches, live[n][0], values)
+        live[n] = live[n][0], np.concatenate([live[n][1], values])
+
+    def snapshot_() -> None:
+        sequence, values = live[one(live)]
+        kept.append((caches.snapshot(sequence), values))
+
+    def rewind_() -> None:
+        if kept:
+            n, (snapshot, values) = one(live), kept[one(kept)]
+            caches.rewind(live[n][0], snapshot)
+            live[n] = live[n][0], values
+
+    def drop_() -> None:
+        if kept:
+            caches.drop(kept.pop(one(kept))[0])
+
+    def close_() -> None:
+        if len(live) > 1:
+            caches.close(live.pop(one(live))[0])
+
+    actions: list[Callable[[], None]] = [open_, write_, write_, write_, snapshot_, rewind_, drop_, close_]
+    open_()
+    for _ in range(120):
+        actions[one(actions)]()
+        for sequence, values in live:
+            holds(caches, sequence, values)
+    for sequence, _ in live:
+        caches.close(sequence)
+    for snapshot, _ in kept:
+        caches.drop(snapshot)
+    for pool in caches.pools.values():
+        assert pool.used == 0 and all(count == 0 for count in pool.references)
+        assert sorted(pool.free) == list(range(pool.capacity))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_available_memory_is_a_sensible_number() -> None:
+    assert 0 < memory.available_memory() < 1 << 63
+
+
+def test_available_memory_knows_the_limit_of_a_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    free = memory.available_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert memory.available_memory() == pytest.approx(free, rel=0.5)
+    (tmp_path / "memory.max").write_text("5000000\n")
+    assert memory.available_memory() == 4_000_000
+    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 300000\nactive_file 200000\nslab 1\n")
+    assert memory.available_memory() == 4_500_000
+    (tmp_path / "memory.current").write_text("9000000\n")
+    assert memory.available_memory() == 0
+
+
+def test_peak_memory_is_at_least_what_is_in_use() -> None:
+    block = np.ones(3_000_000)
+    assert memory.peak_memory() > block.nbytes
