@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ DEVICES = ("auto", "cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")
 ACTIVATIONS = ("auto", "int8", "float32")
 
+_LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _WORKING = 256 << 20  # bytes for activations of a prefill piece, the tokenizer and the interpreter itself
 
 
@@ -233,6 +236,8 @@ def load(
     Weights are read from the files by memory map. `notify` receives remarks (skipped tensors, copies), else they are
     logged. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
     """
+    if not isinstance(path_or_hub_id, str | os.PathLike | None):
+        raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
     device, dtype, activations = _choices(device, dtype, activations, expert_cache, threads)
     folder: Path = (
         _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)
@@ -243,7 +248,15 @@ def load(
     for notice in notices:
         notify(notice)
     engine = _engine(model, device, dtype, activations, max_context, f"{folder}")
-    return LLM(engine, tokenizer, None if path_or_hub_id is None else str(path_or_hub_id), notices)
+    return LLM(engine, tokenizer, _named(path_or_hub_id, folder), notices)
+
+
+def _named(given: str | os.PathLike[str] | None, folder: Path) -> str | None:
+    """How a saved session finds its model again: nothing for the demo model, a whole path, or the hub id."""
+    if given is None:
+        return None
+    here = Path(given).expanduser()
+    return str(folder.resolve()) if here.exists() else str(given)
 
 
 def _read_folder(folder: Path, device: str, options: dict[str, Any]) -> tuple[Model, Tokenizer, list[str]]:
@@ -252,12 +265,12 @@ def _read_folder(folder: Path, device: str, options: dict[str, Any]) -> tuple[Mo
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
     _check_vocab(f"{folder}", tokenizer, config)
-    _check_fits(f"{folder}", checkpoint.misaligned_nbytes)
+    _check_fits(f"{folder}", _copied_bytes(checkpoint))
     if device == "cpu":
         ahead.start(options)
     source = Stored(checkpoint, *family.names(checkpoint, config))
     weights = family.read_weights(source, config)
-    notices = [*checkpoint.notices, *_left_over(source, family.SKIPPED)]
+    notices = [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
     return Model(family, config, weights, checkpoint.fingerprint, checkpoint.nbytes), tokenizer, notices
 
 
@@ -271,6 +284,19 @@ def _read_gguf(path: Path, device: str, options: dict[str, Any]) -> tuple[Model,
         ahead.start(options)
     weights = found.family.read_weights(found.source, config)
     return Model(found.family, config, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
+
+
+def _copied_bytes(checkpoint: Checkpoint) -> int:
+    """What loading takes beside the files: misaligned tensors, experts to be stacked, projections to be joined."""
+    total = checkpoint.misaligned_nbytes
+    for name in checkpoint.names:
+        module = name.rpartition(".")[0]
+        stacked = _ONE_EXPERT.search(name) is not None
+        joined = len(checkpoint.shape(name)) == 2 and f"{module}.scales" in checkpoint
+        if stacked or (joined and not module.endswith(("embed_tokens", "lm_head"))):
+            _, start, stop = checkpoint.location(name)
+            total += stop - start
+    return total
 
 
 def _check_vocab(what: str, tokenizer: Tokenizer, config: Any) -> None:
@@ -366,14 +392,21 @@ def _engine(model: Model, device: str, dtype: str, activations: str, max_context
     return engine
 
 
-def _left_over(source: Stored, skipped: Seq[str]) -> list[str]:
+def _left_over(source: Stored, skipped: Seq[str], layers: int) -> list[str]:
     """One remark about parts that penstock does not run, one about tensors that nobody knows."""
-    unused = source.unused()
-    known = [name for name in unused if name.startswith(tuple(skipped))]
-    other = [name for name in unused if not name.startswith(tuple(skipped))]
+
+    def part(name: str) -> str | None:
+        layer = _LAYER.search(name)
+        if layer is not None and int(layer[1]) >= layers:
+            return f"layers from {layers} on (prediction of further tokens)"
+        return next((start.rstrip(".") for start in skipped if name.startswith(start)), None)
+
+    parts = {name: part(name) for name in source.unused()}
+    known = [name for name, found in parts.items() if found is not None]
+    other = [name for name, found in parts.items() if found is None]
     notices = []
     if known:
-        kinds = sorted({next(s for s in skipped if name.startswith(s)).rstrip(".") for name in known})
+        kinds = sorted({found for found in parts.values() if found is not None})
         notices.append(f"{source.checkpoint.path}: {len(known)} tensors of {', '.join(kinds)} are skipped")
     if other:
         shown = ", ".join(other[:3]) + (" …" if len(other) > 3 else "")

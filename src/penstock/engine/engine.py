@@ -1,7 +1,7 @@
 """Runs a model for sequences: prefill on a grid of positions, decode of several sequences at once.
 
-A step's arithmetic for one sequence depends on nothing but its tokens: neither on how a prompt was cut, nor on who else
-is in the batch, nor on where its pages lie.
+A step's arithmetic for one sequence depends neither on who else is in the batch nor on where its pages lie. Prompts are
+cut at multiples of GRID, so the answer does not depend on whether a part of the prompt was there before.
 """
 
 from __future__ import annotations

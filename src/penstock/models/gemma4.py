@@ -29,6 +29,7 @@ from penstock.models.layers import (
     mlp,
     project,
     read_experts,
+    read_head,
     read_mlp,
 )
 from penstock.models.rope import Rope, read_rope
@@ -237,9 +238,7 @@ def read_weights(source: Source, config: Config) -> Weights:
             source.vector("per_layer_projection_norm", P),
         )
     layers = tuple(_layer(source, config, n) for n in range(count))
-    # A file of a tied model with a head all the same has been trained on: the head counts, as in transformers.
-    tied = config.tied and "lm_head" not in source
-    head = table if tied else source.weight("lm_head", config.vocab_size, dim)
+    head = read_head(source, config.tied, table)
     return Weights(table, inputs, layers, source.vector("norm", dim), head)
 
 

@@ -90,6 +90,14 @@ def read_mlp(source: Source, path: str, dim: int, width: int) -> Mlp:
     return Mlp(join(gate, up), source.weight(f"{path}.down_proj", dim, width))
 
 
+def read_head(source: Source, tied: bool, table: Weight) -> Weight:
+    """The output head, of the shape of the embedding table, which a tied model uses.
+
+    A file of a tied model that has a head all the same has been trained on: the head counts, as in transformers.
+    """
+    return table if tied and "lm_head" not in source else source.weight("lm_head", *table.shape)
+
+
 def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, width: int) -> ExpertStack:
     """Experts in any of three spellings: `stacked` (MLX), `gate_up_proj` (joined), or one module per expert."""
     if f"{path}.{stacked}.gate_proj" in source:

@@ -26,6 +26,7 @@ from penstock.models.layers import (
     mlp,
     project,
     read_experts,
+    read_head,
     read_mlp,
 )
 from penstock.models.rope import Rope, read_rope
@@ -177,9 +178,7 @@ def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
 def read_weights(source: Source, config: Config) -> Weights:
     table = source.weight("embed_tokens", config.vocab_size, config.dim)
     layers = tuple(_layer(source, config, n) for n in range(len(config.windows)))
-    # A file of a tied model with a head all the same has been trained on: the head counts, as in transformers.
-    tied = config.tied and "lm_head" not in source
-    head = table if tied else source.weight("lm_head", config.vocab_size, config.dim)
+    head = read_head(source, config.tied, table)
     return Weights(table, layers, source.vector("norm", config.dim), head)
 
 

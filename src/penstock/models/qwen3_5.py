@@ -27,6 +27,7 @@ from penstock.models.layers import (
     mlp,
     project,
     read_experts,
+    read_head,
     read_mlp,
 )
 from penstock.models.rope import Rope, read_rope
@@ -189,9 +190,7 @@ def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
 def read_weights(source: Source, config: Config) -> Weights:
     layers = tuple(_layer(source, config, n, kind) for n, kind in enumerate(config.layer_types))
     table = source.weight("embed_tokens", config.vocab_size, config.dim)
-    # A file of a tied model with a head all the same has been trained on: the head counts, as in transformers.
-    tied = config.tied and "lm_head" not in source
-    head = table if tied else source.weight("lm_head", config.vocab_size, config.dim)
+    head = read_head(source, config.tied, table)
     return Weights(table, layers, _offset(source, "norm", config.dim), head)
 
 
