@@ -75,7 +75,6 @@ def torch_model(folder: Path, load: bool = False) -> Any:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
     nested = "text_config" in json.loads((folder / "config.json").read_text())
     kind: Any = transformers.AutoModelForImageTextToText if nested else transformers.AutoModelForCausalLM

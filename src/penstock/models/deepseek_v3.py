@@ -177,7 +177,7 @@ def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
 def read_weights(source: Source, config: Config) -> Weights:
     table = source.weight("embed_tokens", config.vocab_size, config.dim)
     layers = tuple(_layer(source, config, n) for n in range(config.layers))
-    head = read_head(source, config.tied, table)
+    head = read_head(source, config.tied, table, config.vocab_size, config.dim)
     return Weights(table, layers, source.vector("norm", config.dim), head)
 
 

@@ -238,7 +238,7 @@ def read_weights(source: Source, config: Config) -> Weights:
             source.vector("per_layer_projection_norm", P),
         )
     layers = tuple(_layer(source, config, n) for n in range(count))
-    head = read_head(source, config.tied, table)
+    head = read_head(source, config.tied, table, config.vocab_size, dim)
     return Weights(table, inputs, layers, source.vector("norm", dim), head)
 
 

@@ -90,12 +90,12 @@ def read_mlp(source: Source, path: str, dim: int, width: int) -> Mlp:
     return Mlp(join(gate, up), source.weight(f"{path}.down_proj", dim, width))
 
 
-def read_head(source: Source, tied: bool, table: Weight) -> Weight:
-    """The output head, of the shape of the embedding table, which a tied model uses.
+def read_head(source: Source, tied: bool, table: Weight, vocab: int, dim: int) -> Weight:
+    """The output head [vocab, dim]; a tied model uses the embedding table.
 
     A file of a tied model that has a head all the same has been trained on: the head counts, as in transformers.
     """
-    return table if tied and "lm_head" not in source else source.weight("lm_head", *table.shape)
+    return table if tied and "lm_head" not in source else source.weight("lm_head", vocab, dim)
 
 
 def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, width: int) -> ExpertStack:

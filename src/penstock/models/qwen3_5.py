@@ -190,7 +190,7 @@ def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
 def read_weights(source: Source, config: Config) -> Weights:
     layers = tuple(_layer(source, config, n, kind) for n, kind in enumerate(config.layer_types))
     table = source.weight("embed_tokens", config.vocab_size, config.dim)
-    head = read_head(source, config.tied, table)
+    head = read_head(source, config.tied, table, config.vocab_size, config.dim)
     return Weights(table, layers, _offset(source, "norm", config.dim), head)
 
 
