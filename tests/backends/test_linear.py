@@ -64,6 +64,17 @@ def test_quantized_matmul_takes_every_multiple_of_a_group(K, rng):
         assert_close("y", got, want, 4e-6, np.abs(want).max())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("K", [2 * 512 + 32, 3 * 512 - 32, 2 * 512])
+def test_quantized_matmul_of_a_few_rows_has_the_bits_of_many(bits, K, rng):
+    w = quantized(rng, linear.SMALL * 8 // (bits * K) + 5, K, bits=bits, group_size=32)  # large enough for two threads
+    x = normal(rng, 5, K)
+    many = on_cpu(ops.quantized_matmul, x, w, "int8")
+    for variant in (name for name in VARIANTS if name != "portable"):
+        for rows in (slice(0, 1), slice(1, 3)):
+            assert_same_bits(variant, on_cpu(ops.quantized_matmul, x[rows], w, "int8", variant=variant), many[rows])
+
+
 @pytest.mark.parametrize("activations", ["int8", "float32"])
 @pytest.mark.parametrize("N", [1, 7, 15, 16, 17, 33])
 def test_quantized_matmul_rows_do_not_depend_on_the_batch(activations, N, rng):

@@ -9,7 +9,7 @@ from penstock.backends.cpu import _threads, linear
 from tests.ops.common import assert_same_bits, normal, quantized
 
 VARIANTS = [name for name in linear.VARIANTS if linear._runs_here(name)]
-E, DIM, WIDTH, K = 5, 3 * 64, 2 * 128 + 64, 3
+E, DIM, WIDTH, K = 5, 3 * 64 + 512, 2 * 128 + 64, 3  # a ragged end behind a block of 512
 
 
 def stacks(rng, up_bits=4, down_bits=4, dim=DIM, width=WIDTH, dtype="bfloat16"):

@@ -306,6 +306,26 @@ def pair_rows(x, out):
             out[t, j] = x[t, j]
 
 
+# pair_tail the last 512 bytes of each row as `pair_rows` would have them, or as they are
+# shapes    x int8 [T, K]; out int8 [T, 512], not written where K is below 512 or a multiple of it
+# threads   none: a few rows
+# bytes     1024 · T
+# limits    none
+@njit
+def pair_tail(x, pairs, out):
+    K = x.shape[1]
+    if K < 512 or K % 512 == 0:
+        return
+    for t in range(x.shape[0]):
+        for start in range(0, 512, 128):
+            source, to = x[t, K - 512 + start : K - 384 + start], out[t, start : start + 128]
+            for j in range(64):
+                if pairs:
+                    to[j], to[64 + j] = source[2 * j], source[2 * j + 1]
+                else:
+                    to[j], to[64 + j] = source[j], source[64 + j]
+
+
 # portable_dot  what group_dots and scaled_sum of _simd.py give together, in plain Python: the same bits everywhere
 # shapes        codes, scales, biases: one row of a Stack; xq int8 [K]; delta, total float32 [K / gs]
 # threads       none: one row against one token
@@ -333,19 +353,27 @@ def int8_one(bits: int, how: int) -> Any:
     """The product of some rows of codes with one token, int8, as other kernels call it."""
 
     # int8_one  out[i] = row first + i of the weight · token t, for out.size rows
-    # shapes    codes, scales, biases as in Stack; xp int8 [P, K] paired; delta, total float32 [P, G]; out float32
+    # shapes    codes, scales, biases as in Stack; xp int8 [P, K] paired, xt int8 [P, 512] its tail; delta, total
+    #           float32 [P, G]; out float32
     # threads   none: part of a task
     # bytes     out.size · (K · bits / 8 + 2 · G · itemsize)
     # limits    instructions of `how`, not PORTABLE
     @njit
-    def rows(codes, scales, biases, kind, gs, first, xp, delta, total, t, out):
+    def rows(codes, scales, biases, kind, gs, first, xp, xt, delta, total, t, out):
         K, groups = xp.shape[1], delta.shape[1]
         sums = np.empty(groups, np.int32)
         stride, each = codes.shape[2], scales.shape[2]
         x, d, sx, ints = at(xp, t * K), at(delta, t * groups), at(total, t * groups), at(sums, 0)
+        # A ragged row ends with a whole block of 512 that goes over some groups again: their sums are integers, so they
+        # come out the same, and a block is as fast as 64 elements by themselves.
+        ragged = K > 512 and K % 512 != 0
+        blocks = K // 512 * 512 if ragged else K
+        tail, tail_x, tail_ints = (K - 512) * bits // 8, at(xt, t * 512), at(sums, (K - 512) // gs if ragged else 0)
         for i in range(out.size):
             row = first + i
-            _simd.group_dots(at(codes, row * stride), x, ints, 1, K, gs, bits, how)
+            _simd.group_dots(at(codes, row * stride), x, ints, 1, blocks, gs, bits, how)
+            if ragged:
+                _simd.group_dots(at(codes, row * stride + tail), tail_x, tail_ints, 1, 512, gs, bits, how)
             s, b = at(scales, row * each), at(biases, row * each)
             if kind == 0:
                 out[i] = _simd.scaled_sum(ints, s, b, d, sx, groups, 0)
@@ -378,11 +406,14 @@ def int8_few(bits: int, how: int) -> Any:
             pair_rows(xq, xp)
         else:
             xp[:] = xq
+        xt = np.empty((T, 512), np.int8)
+        pair_tail(xq, bits == 4, xt)
         N = y.shape[1]
         for i in prange((N + STRIP - 1) // STRIP):
             first = i * STRIP
             for t in range(T):
-                one(codes, scales, biases, kind, gs, first, xp, delta, total, t, y[t, first : min(first + STRIP, N)])
+                part = y[t, first : min(first + STRIP, N)]
+                one(codes, scales, biases, kind, gs, first, xp, xt, delta, total, t, part)
 
     return few
 

@@ -36,6 +36,7 @@ from penstock.backends.cpu.linear import (
     int8_row,
     int8_rows,
     pair_rows,
+    pair_tail,
     pairs_of,
     shared_products,
     stack_of,
@@ -141,29 +142,33 @@ def token_block(up_bits: int, down_bits: int, how: int) -> Any:
     up_rows, down_rows = int8_one(up_bits, how), int8_one(down_bits, how)
 
     # token_block  h[i] = act(gate_e · x) · (up_e · x), e = slot[i];  y = Σ_i weights[i] · (down_e · h[i]), in order
-    # shapes       gate, up [S, N, ·], down [S, dim, ·] as in Stack, up rows from `offset` on; xp int8 [1, K] with delta
-    #              and total; slot int64, weights float32 [k]; h float32, hq and hp int8 [k, I]; y float32 [dim]
+    # shapes       gate, up [S, N, ·], down [S, dim, ·] as in Stack, up rows from `offset` on; xq, xp int8 [1, K] with
+    #              delta and total; slot int64, weights float32 [k]; h float32, hq and hp int8 [k, I]; y float32 [dim]
     # threads      prange over strips of h, then over strips of y; a number belongs to one thread
     # bytes        the weights of k experts once
     # limits       instructions of `how`
     @njit(parallel=True)
     def block(
         gate, gate_s, gate_b, up, up_s, up_b, offset, down, down_s, down_b, kind, up_gs, down_gs,
-        slot, weights, xp, delta, total, gelu, h, hq, hp, h_delta, h_total, y,
+        slot, weights, xq, xp, delta, total, gelu, h, hq, hp, h_delta, h_total, y,
     ):  # fmt: skip
         k, width = h.shape
+        xt, ht = np.empty((1, 512), np.int8), np.empty((k, 512), np.int8)
+        pair_tail(xq, up_bits == 4, xt)
         strips = (width + STRIP - 1) // STRIP
         for i in prange(k * strips):
             e, first = i // strips, i % strips * STRIP
             rows = min(STRIP, width - first)
             g, u = np.empty(rows, np.float32), np.empty(rows, np.float32)
-            up_rows(gate, gate_s, gate_b, kind, up_gs, slot[e] * gate.shape[1] + first, xp, delta, total, 0, g)
-            up_rows(up, up_s, up_b, kind, up_gs, slot[e] * up.shape[1] + offset + first, xp, delta, total, 0, u)
+            up_rows(gate, gate_s, gate_b, kind, up_gs, slot[e] * gate.shape[1] + first, xp, xt, delta, total, 0, g)
+            at_up = slot[e] * up.shape[1] + offset + first
+            up_rows(up, up_s, up_b, kind, up_gs, at_up, xp, xt, delta, total, 0, u)
             gated_row(g, u, gelu, h[e, first : first + rows])
         for e in range(k):
             int8_row(h[e], down_gs, hq[e], h_delta[e], h_total[e])
         if down_bits == 4:
             pair_rows(hq, hp)
+        pair_tail(hq, down_bits == 4, ht)
         dim = y.size
         for i in prange((dim + WIDE - 1) // WIDE):
             first = i * WIDE
@@ -172,7 +177,7 @@ def token_block(up_bits: int, down_bits: int, how: int) -> Any:
             part[:] = 0
             for e in range(k):
                 at_row = slot[e] * dim + first
-                down_rows(down, down_s, down_b, kind, down_gs, at_row, hp, h_delta, h_total, e, one)
+                down_rows(down, down_s, down_b, kind, down_gs, at_row, hp, ht, h_delta, h_total, e, one)
                 w = weights[e]
                 for j in range(rows):
                     part[j] += w * one[j]
@@ -194,7 +199,8 @@ def _one_token(
         token_block(gate.bits, down.bits, how),
         gate.codes, gate.scales, gate.biases, up.codes, up.scales, up.biases, 0 if up_w is not None else width,
         down.codes, down.scales, down.biases, gate.fmt, gate.gs, down.gs,
-        slots.astype(np.int64), frozen(weights.reshape(-1)), rows.paired, rows.delta, rows.total, act == "gelu_tanh",
+        slots.astype(np.int64), frozen(weights.reshape(-1)), rows.xq, rows.paired, rows.delta, rows.total,
+        act == "gelu_tanh",
         h, hq[0], hq[1 if down.bits == 4 else 0], sums[0], sums[1], y,
     )  # fmt: skip
     return y
