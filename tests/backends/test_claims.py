@@ -92,4 +92,7 @@ def test_first_run_is_shared_by_two_processes_and_gives_the_same_text(tmp_path):
     assert first == second
     assert warm == "False"
     assert cold == str(len(os.sched_getaffinity(0)) > 1)
+    end = time.monotonic() + 60  # the helper ends the kernel it is at
+    while list(tmp_path.rglob("*.claim")) and time.monotonic() < end:
+        time.sleep(0.1)
     assert not list(tmp_path.rglob("*.claim"))

@@ -62,6 +62,8 @@ def run(engine: Engine, parent: int) -> None:
 
         def skipping(*args: Any, **kwargs: Any) -> None:
             nonlocal met
+            if os.getppid() != parent:
+                raise SystemExit
             try:
                 run(*args, **kwargs)
             except _claims.Claimed:
@@ -81,7 +83,7 @@ def run(engine: Engine, parent: int) -> None:
         engine.decode([sequence], [0])
         engine.prefill(sequence, [0] * PREFILL)
         engine.close(sequence)
-        if not met or time.monotonic() > end or os.getppid() != parent:
+        if not met or time.monotonic() > end:
             return
 
 
