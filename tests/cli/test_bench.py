@@ -277,6 +277,7 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "qwen3.5-397b-a17b": (397, 17),
         "gemma4-26b-a4b": (25.2, 3.8),
         "deepseek-v3": (671, 37),
+        "llama-3.2-3b": (3.21, 3.21),
     }[file.stem]
     assert 1 <= raw["layers"] < text["num_hidden_layers"]
     assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]
@@ -293,6 +294,9 @@ def count_parameters(c):
     ]
     for n, kind in enumerate(kinds):
         H, D, Hkv = c["num_attention_heads"], c.get("head_dim", 0), c["num_key_value_heads"]
+        if "moe_intermediate_size" not in c:
+            total += dim * D * (2 * H + 2 * Hkv) + 3 * dim * c["intermediate_size"]
+            continue
         if "kv_lora_rank" in c:
             nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
             total += dim * c["q_lora_rank"] + c["q_lora_rank"] * H * (nope + rope)

@@ -6,15 +6,15 @@ import sys
 
 import penstock
 
-PROMPT = "Once upon a time there was a poor man who had three sons."
+PROMPT = "Once upon a time there was a king who had a daughter."
 
 
 def main() -> None:
     penstock.load().generate(PROMPT, max_tokens=2)  # compiles what this machine has not compiled yet
     llm = penstock.load()
     print(f"\n{PROMPT}", end="", flush=True)
-    options = {"temperature": 0.45, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.05}
-    for chunk in llm.stream(PROMPT, max_tokens=170, stop="\nQuestion", **options):
+    options = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "repetition_penalty": 1.08}
+    for chunk in llm.stream(PROMPT, max_tokens=150, stop="\nQuestion", **options):
         print(chunk.text, end="", flush=True)
     print(" …\n")
     stats, cfg = llm.stats(), llm.config
