@@ -7,7 +7,7 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu import _threads
-from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, njit
+from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import FLOAT32, fmt
 from penstock.backends.cpu._math import SINCOS_MOST, sincos
 from penstock.backends.cpu.elementwise import NOTHING, SERIAL, flat, flat_out, load, store
@@ -54,9 +54,13 @@ def _angles(position, inv_freq, mscale, angle, c, s):
             c[i], s[i] = np.float32(cos * mscale), np.float32(sin * mscale)
 
 
-@njit(fastmath=FUSED_MULTIPLY_ADD)
+@njit
 def _rotate(v, n, c, s, interleaved, y):
-    """The rotary channels of n heads; the rest of y is left alone."""
+    """The rotary channels of n heads; the rest of y is left alone.
+
+    No fused multiply-add: which of the two products it takes in depends on what is compiled around it, and a kernel
+    must give the same bits in the process that compiled it and in one that read it from the cache.
+    """
     half = c.size
     if interleaved:
         for h in range(n):
