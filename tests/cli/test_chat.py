@@ -250,10 +250,6 @@ def test_chat_on_a_terminal_prompts_and_keeps_a_private_history(folder, tmp_path
     os.close(terminal)
     try:
         until(master, b">> ")
-        os.write(master, b"half a line")
-        until(master, b"half a line")
-        os.write(master, b"\x03")
-        until(master, b"ends\r\n>> ")
         os.write(master, b"hello\n")
         until(master, b"tok/s]\r\n>> ")
         os.write(master, b"\x04")
@@ -269,7 +265,7 @@ def test_chat_on_a_terminal_prompts_and_keeps_a_private_history(folder, tmp_path
 def until(master, text):
     seen = b""
     while text not in seen:
-        assert select.select([master], [], [], 300)[0], seen  # the first answer may compile kernels
+        assert select.select([master], [], [], 60)[0], seen
         seen += os.read(master, 4096)
 
 
