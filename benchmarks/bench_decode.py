@@ -7,7 +7,6 @@ this minute ÷ weights that a token needs), and a profile: seconds inside kernel
 kernels (checks, allocation), and outside ops (model, engine). Timing every op slows a step by a few per cent.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -19,18 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from common import parse, parser, read_rate, report
 
 from penstock.api import LLM, load_random
-from penstock.cli.bench import active_bytes
+from penstock.cli.bench import active_bytes, cut, read_config
 from penstock.ops._op import Op
 
 
 def config_of(path: Path, layers: int, vocab: int | None) -> dict[str, Any]:
-    config = json.loads(path.read_text())
-    inner = config.get("text_config", config)
-    inner["num_hidden_layers"] = layers
-    if "layer_types" in inner:
-        inner["layer_types"] = inner["layer_types"][:layers]
+    config, _ = cut(read_config(path), str(layers), f"{path}")
     if vocab is not None:
-        inner["vocab_size"] = vocab
+        config.get("text_config", config)["vocab_size"] = vocab
     return config
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from penstock.backends.cpu import features
 from penstock.engine import cache, memory
 from penstock.engine.cache import Caches, PageTable, Sequence, Snapshot
 from penstock.errors import OutOfMemory
@@ -378,8 +380,14 @@ def test_available_memory_is_a_sensible_number() -> None:
 
 
 def test_available_memory_knows_the_limit_of_a_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     free = memory.available_memory()
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/\n")
+    (tmp_path / "meminfo").write_text(Path("/proc/meminfo").read_text())
+    monkeypatch.setattr(features, "PROC", tmp_path)
+    monkeypatch.setattr(features, "SYS", tmp_path)
+    tmp_path = tmp_path / "fs" / "cgroup"
+    tmp_path.mkdir(parents=True)
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("1000000\n")
     assert memory.available_memory() == pytest.approx(free, rel=0.5)

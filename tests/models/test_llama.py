@@ -300,7 +300,11 @@ def test_the_output_bias_of_qwen2_is_never_there(hf: Callable[[str], Case], tmp_
 # -- wrong readings: what the bounds above would show ----------------------------------------------------------------
 
 no_bias = With(add=lambda x, y: x)
-half = With(rope=lambda x, inv_freq, positions, width, mscale: ops.rope(x, inv_freq, positions, width, 1.0))
+
+
+def half(step, x, rope):
+    return ops.rope(x, rope.inv_freq, step.positions, rope.width, 1.0)
+
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no norm of heads": (
@@ -309,7 +313,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "no biases": ("qwen2", {"ops": no_bias}),
     "no biases of the MLP": ("biases", {"ops": no_bias}),
-    "no gain of YaRN": ("yarn", {"ops": half}),
+    "no gain of YaRN": ("yarn", {"turn": half}),
     "no renormalisation": ("moe", {"ops": With(moe_normalize_weights=lambda weights: weights)}),
 }
 

@@ -29,9 +29,10 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
+    turn,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight
+from penstock.models.source import Source, Weight, text_names
 from penstock.models.step import PAGE, Layout, Pages, Step
 from penstock.ops._op import Array
 from penstock.weights.checkpoint import Checkpoint
@@ -170,8 +171,7 @@ class Weights:
 
 def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
     """Prefix of the tensors, prefix of `lm_head`, and the layout ("hf" or "mlx")."""
-    stacked = any(".switch_mlp." in name or name.endswith(".scales") for name in checkpoint.names)
-    return "model.", "", "mlx" if stacked else "hf"
+    return text_names(checkpoint)
 
 
 def read_weights(source: Source, config: Config) -> Weights:
@@ -260,14 +260,13 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
 
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
     """Latent attention. x [T, dim] → [T, dim]."""
-    rope = config.rope
     q, kv = project(step, x, w.inputs)
     if w.q_b is not None:
         q = linear(step, ops.rms_norm(q, w.q_norm, _INNER_EPS), w.q_b)
     q_nope, q_pe, latent, k_pe = ops.mla_split_q_kv(heads(q, config.heads), kv, config.nope)
     latent = ops.rms_norm(latent, w.kv_norm, _INNER_EPS)
-    q_pe = ops.rope(q_pe, rope.inv_freq, step.positions, None, rope.mscale)
-    k_pe = flat(ops.rope(heads(k_pe, 1), rope.inv_freq, step.positions, None, rope.mscale))
+    q_pe = turn(step, q_pe, config.rope)
+    k_pe = flat(turn(step, heads(k_pe, 1), config.rope))
     table = step.tables[None]
     ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table)
     if step.lengths is None and _expands(config, x.shape[0], int(step.positions) + x.shape[0]):

@@ -31,9 +31,10 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
+    turn,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight
+from penstock.models.source import Source, Weight, text_names
 from penstock.models.step import Layout, Pages, Step, attend, attend_only
 from penstock.ops._op import Array
 from penstock.weights.checkpoint import Checkpoint
@@ -221,10 +222,7 @@ class Weights:
 
 def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
     """Prefix of the text model's tensors, prefix of `lm_head`, and the layout ("hf" or "mlx")."""
-    spellings = (("language_model.model.", "language_model.", "mlx"), ("model.language_model.", "", "hf"))
-    found = [spelling for spelling in spellings if f"{spelling[0]}norm.weight" in checkpoint]
-    stacked = any(".switch_glu." in name or name.endswith(".scales") for name in checkpoint.names)
-    return found[0] if found else ("model.", "", "mlx" if stacked else "hf")
+    return text_names(checkpoint)
 
 
 def read_weights(source: Source, config: Config) -> Weights:
@@ -333,14 +331,13 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
 def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache: tuple[Array, Array]) -> Array:
     """Attention with normed heads and scale 1. Values are normed without a weight. x [T, dim] → [T, dim]."""
     kind, eps = config.kinds[config.layer_types[n]], config.norm_eps
-    rope = kind.rope
     q, *kv = project(step, x, w.inputs)
     q = ops.rms_norm(heads(q, config.heads), w.q_norm, eps)
-    q = ops.rope(q, rope.inv_freq, step.positions, rope.width, rope.mscale)
+    q = turn(step, q, kind.rope)
     if w.k_norm is None:
         return linear(step, flat(attend_only(step, cache, q, 1.0, kind.window)), w.out)
     raw = heads(kv[0], kind.kv_heads)  # [T, Hkv, D]
-    k = ops.rope(ops.rms_norm(raw, w.k_norm, eps), rope.inv_freq, step.positions, rope.width, rope.mscale)
+    k = turn(step, ops.rms_norm(raw, w.k_norm, eps), kind.rope)
     v = ops.rms_norm(heads(kv[1], kind.kv_heads) if kind.values else raw, None, eps)
     return linear(step, flat(attend(step, cache, q, k, v, 1.0, kind.window)), w.out)
 

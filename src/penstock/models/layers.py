@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock import ops
+from penstock.models.rope import Rope
 from penstock.models.source import Source, Weight
 from penstock.models.step import Step
 from penstock.ops._op import Array
@@ -24,6 +25,11 @@ def embed(step: Step, table: Weight) -> Array:
     """Rows of an embedding table [T, dim], in the dtype of the residual stream."""
     gather = ops.quantized_embedding if isinstance(table, QuantizedTensor) else ops.embedding
     return gather(step.tokens, table, dtype=step.dtype)
+
+
+def turn(step: Step, x: Array, rope: Rope) -> Array:
+    """x [T, H, D] with the rotary channels of each token turned by its position."""
+    return ops.rope(x, rope.inv_freq, step.positions, rope.width, rope.mscale)
 
 
 def heads(x: Array, count: int) -> Array:

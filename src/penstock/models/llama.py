@@ -28,9 +28,10 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
+    turn,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight
+from penstock.models.source import Source, Weight, text_names
 from penstock.models.step import Layout, Pages, Step, attend
 from penstock.ops._op import Array
 from penstock.weights.checkpoint import Checkpoint
@@ -171,8 +172,7 @@ class Weights:
 
 def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
     """Prefix of the tensors, prefix of `lm_head`, and the layout; the two layouts differ in the experts' names only."""
-    stacked = any(".switch_mlp." in name or name.endswith(".scales") for name in checkpoint.names)
-    return "model.", "", "mlx" if stacked else "hf"
+    return text_names(checkpoint)
 
 
 def read_weights(source: Source, config: Config) -> Weights:
@@ -248,15 +248,13 @@ def attention(
     step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array], window: int | None
 ) -> Array:
     """Causal attention with rotary positions. x [T, dim] → [T, dim]."""
-    rope = config.rope
     q, k, v = project(step, x, w.inputs)
     if w.input_biases:
         q, k, v = (ops.add(part, bias) for part, bias in zip((q, k, v), w.input_biases, strict=True))
     q, k, v = heads(q, config.heads), heads(k, config.kv_heads), heads(v, config.kv_heads)  # [T, H, D]
     if w.q_norm is not None:
         q, k = ops.rms_norm(q, w.q_norm, config.norm_eps), ops.rms_norm(k, w.k_norm, config.norm_eps)
-    q = ops.rope(q, rope.inv_freq, step.positions, rope.width, rope.mscale)
-    k = ops.rope(k, rope.inv_freq, step.positions, rope.width, rope.mscale)
+    q, k = turn(step, q, config.rope), turn(step, k, config.rope)
     y = attend(step, cache, q, k, v, config.head_dim**-0.5, window)
     y = linear(step, flat(y), w.out)
     return y if w.out_bias is None else ops.add(y, w.out_bias)

@@ -29,9 +29,10 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
+    turn,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight
+from penstock.models.source import Source, Weight, text_names
 from penstock.models.step import Layout, Pages, Recurrent, Step, attend, convolve, delta_rule
 from penstock.ops._op import Array
 from penstock.weights.checkpoint import Checkpoint
@@ -173,17 +174,12 @@ def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
 
     HF files keep the convolution as [C, 1, W] and norm weights without their + 1; mlx-lm turned both.
     """
-    spellings = (("language_model.model.", "language_model.", "mlx"), ("model.language_model.", "", "hf"))
-    found = [spelling for spelling in spellings if f"{spelling[0]}norm.weight" in checkpoint]
-    prefix, head, layout = found[0] if found else ("model.", "", "")
+    prefix, head, layout = text_names(checkpoint)
     for name in checkpoint.names:
         if name.endswith("conv1d.weight") and len(checkpoint.shape(name)) == 3:
             _, second, third = checkpoint.shape(name)
             if second != third:
-                layout = "hf" if second == 1 else "mlx"
-                break
-    if not layout:
-        layout = "mlx" if any(name.endswith(".scales") or ".switch_mlp." in name for name in checkpoint.names) else "hf"
+                return prefix, head, "hf" if second == 1 else "mlx"
     return prefix, head, layout
 
 
@@ -320,12 +316,11 @@ def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Ar
 
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
     """Softmax attention with normed heads, partial rotation and a gate on the output. x [T, dim] → [T, dim]."""
-    rope, eps = config.rope, config.norm_eps
+    eps = config.norm_eps
     q, k, v = project(step, x, w.inputs)
     q, gate = ops.split_q_gate(heads(q, config.heads))  # [T, H, D] each
-    q = ops.rope(ops.rms_norm(q, w.q_norm, eps), rope.inv_freq, step.positions, rope.width, rope.mscale)
-    k = ops.rms_norm(heads(k, config.kv_heads), w.k_norm, eps)  # [T, Hkv, D]
-    k = ops.rope(k, rope.inv_freq, step.positions, rope.width, rope.mscale)
+    q = turn(step, ops.rms_norm(q, w.q_norm, eps), config.rope)
+    k = turn(step, ops.rms_norm(heads(k, config.kv_heads), w.k_norm, eps), config.rope)  # [T, Hkv, D]
     y = attend(step, cache, q, k, heads(v, config.kv_heads), config.head_dim**-0.5)
     return linear(step, flat(ops.sigmoid_gate(y, gate)), w.out)
 

@@ -27,7 +27,6 @@ class Rope:
     width: int
     mscale: float = 1.0
     score_gain: float = 1.0  # what YaRN multiplies the softmax scale by (models that use mscale_all_dim)
-    interleaved: bool = False
 
 
 def read_rope(

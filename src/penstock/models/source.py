@@ -45,6 +45,16 @@ class Source(Protocol):
         ...
 
 
+def text_names(checkpoint: Checkpoint) -> tuple[str, str, str]:
+    """Prefix of a text model's tensors, prefix of its `lm_head`, and the layout; alone, or beside a vision tower."""
+    spellings = (("language_model.model.", "language_model.", "mlx"), ("model.language_model.", "", "hf"))
+    for spelling in spellings:
+        if f"{spelling[0]}norm.weight" in checkpoint:
+            return spelling
+    turned = any(".switch_" in name or name.endswith(".scales") for name in checkpoint.names)
+    return "model.", "", "mlx" if turned else "hf"
+
+
 class Stored:
     """Weights of a checkpoint, each checked against the shape that the config implies.
 

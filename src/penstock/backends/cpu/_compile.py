@@ -68,13 +68,12 @@ def _shown(kernel: Any) -> Callable:
     compile = kernel.compile
 
     def compile_in_sight(sig: Any) -> Any:
-        with _progress.compiling() as outermost, _claims.hold(kernel, sig) if outermost else _nothing():
+        with _progress.compiling() as outermost, (
+            _claims.hold(kernel, sig) if outermost else contextlib.nullcontext()
+        ):
             return compile(sig)
 
     return compile_in_sight
-
-
-_nothing = contextlib.nullcontext
 
 
 def cache_folder(root: str | Path | None = None) -> Path:

@@ -24,6 +24,7 @@ _TURNS_IN_COMPANY = "1000"
 
 _lock = threading.Lock()
 _count: int | None = None
+_started = False  # OpenMP has read its settings
 _here = threading.local()  # Numba keeps the number of threads per calling thread
 
 
@@ -51,10 +52,13 @@ def set_threads(count: int) -> None:
 
 def run(kernel: Any, *args: Any) -> Any:
     """Call a parallel kernel."""
+    global _started
     count = threads()
     with _lock:
         if getattr(_here, "count", None) != count:
-            _wait_politely(count)
+            if not _started:
+                _wait_politely(count)
+                _started = True
             numba.set_num_threads(count)
             _here.count = count
         return kernel(*args)

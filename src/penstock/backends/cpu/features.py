@@ -162,8 +162,11 @@ def physical_cores() -> int:
     return min(len(cores), _cpu_quota())
 
 
-def memory() -> tuple[int, int]:
-    """Bytes of memory this process may use, and how much of it is free now; zeros where the system does not tell."""
+def memory(reclaim: bool = False) -> tuple[int, int]:
+    """Bytes of memory this process may use, and how much of it is free now; zeros where the system does not tell.
+
+    With `reclaim` page cache that a control group counts as used, and could drop, is free.
+    """
     sizes = {}
     for line in _read(PROC / "meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -174,8 +177,15 @@ def memory() -> tuple[int, int]:
             limit_bytes, used_bytes = _read(group / limit), _read(group / used)
             if limit_bytes.isdigit() and used_bytes.isdigit():
                 total = min(total, int(limit_bytes))
-                free = min(free, max(0, int(limit_bytes) - int(used_bytes)))
+                cached = _page_cache(group) if reclaim else 0
+                free = min(free, max(0, int(limit_bytes) - int(used_bytes) + cached))
     return total, free
+
+
+def _page_cache(group: Path) -> int:
+    """Bytes of files that a control group keeps in memory."""
+    lines = _read(group / "memory.stat").splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
 
 
 def _read(path: Path) -> str:
