@@ -9,21 +9,23 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from penstock import models
+from penstock.backends.cuda import features as cuda
 from penstock.engine import ahead
 from penstock.engine.engine import Engine, Model
 from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
 from penstock.engine.gguf_tokenizer import gguf_tokenizer
-from penstock.engine.memory import available_memory, peak_memory
+from penstock.engine.place import Host, Place, place_of
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory
+from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.models.gguf import open_gguf
-from penstock.models.source import Random, Stored
+from penstock.models.source import Placed, Random, Source, Stored
 from penstock.settings import Settings
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.hub import resolve
@@ -99,7 +101,7 @@ class LLM:
     def stats(self) -> Stats:
         """Tokens, seconds, bytes so far (a copy)."""
         now = Stats(**asdict(self._stats))
-        now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, peak_memory()
+        now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, self._engine.place.peak()
         return now
 
     def logits(self, token_ids: Seq[int]) -> np.ndarray:
@@ -225,29 +227,33 @@ def load(
     expert_cache: str = "auto",
     threads: int | None = None,
     *,
+    deterministic: bool = False,
     revision: str | None = None,
     offline: bool | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None for the built-in demo model.
 
-    device "auto", "cpu", "reference" (NumPy, slow); dtype of activations; activations "int8" (auto) or "float32" for
-    quantized products on the CPU; max_context: positions per sequence, by default the model's, or what fits in memory.
-    Weights are read from the files by memory map. `notify` receives remarks (skipped tensors, copies), else they are
-    logged. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
+    device "auto" (a GPU if it can be used), "cpu", "cuda", "reference" (NumPy, slow); dtype of activations (auto:
+    float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on the
+    CPU); max_context: positions per sequence, by default the model's, or what fits in memory. deterministic: on a GPU
+    an answer's bits do not depend on the requests decoded beside it (on the CPU they never do). Weights are read from
+    the files by memory map. `notify` receives remarks (skipped tensors, copies), else they are logged. Raises
+    CheckpointError, InvalidArgument, OutOfMemory, BackendError.
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
     device, dtype, activations = _choices(device, dtype, activations, expert_cache, threads)
+    place = place_of(device)
     folder: Path = (
         _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)
     )
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
-    model, tokenizer, notices = (_read_gguf if folder.is_file() else _read_folder)(folder, device, options)
+    model, tokenizer, notices = (_read_gguf if folder.is_file() else _read_folder)(folder, device, place, options)
     for notice in notices:
         notify(notice)
-    engine = _engine(model, device, dtype, activations, max_context, f"{folder}")
+    engine = _engine(model, device, place, dtype, activations, max_context, deterministic, f"{folder}")
     return LLM(engine, tokenizer, _named(path_or_hub_id, folder), notices)
 
 
@@ -259,31 +265,41 @@ def _named(given: str | os.PathLike[str] | None, folder: Path) -> str | None:
     return str(folder.resolve()) if here.exists() else str(given)
 
 
-def _read_folder(folder: Path, device: str, options: dict[str, Any]) -> tuple[Model, Tokenizer, list[str]]:
+def _read_folder(
+    folder: Path, device: str, place: Place, options: dict[str, Any]
+) -> tuple[Model, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
     _check_vocab(f"{folder}", tokenizer, config)
-    _check_fits(f"{folder}", _copied_bytes(checkpoint))
+    _check_fits(f"{folder}", place, checkpoint.nbytes, _copied_bytes(checkpoint))
     if device == "cpu":
         ahead.start(options)
     source = Stored(checkpoint, *family.names(checkpoint, config))
-    weights = family.read_weights(source, config)
+    weights, placed = _weights(family, source, config, place)
     notices = [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
-    return Model(family, config, weights, checkpoint.fingerprint, checkpoint.nbytes), tokenizer, notices
+    return Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes), tokenizer, notices
 
 
-def _read_gguf(path: Path, device: str, options: dict[str, Any]) -> tuple[Model, Tokenizer, list[str]]:
+def _read_gguf(path: Path, device: str, place: Place, options: dict[str, Any]) -> tuple[Model, Tokenizer, list[str]]:
     found = open_gguf(path)
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
     _check_vocab(f"{path}", tokenizer, config)
-    _check_fits(f"{path}", found.copied_nbytes)
+    _check_fits(f"{path}", place, found.nbytes, found.copied_nbytes)
     if device == "cpu":
         ahead.start(options)
-    weights = found.family.read_weights(found.source, config)
-    return Model(found.family, config, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
+    weights, placed = _weights(found.family, found.source, config, place)
+    return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
+
+
+def _weights(family: ModuleType, source: Source, config: Any, place: Place) -> tuple[Any, Any]:
+    """A family's weights and config with their arrays in place: matrices as they are read, small ones at the end."""
+    if isinstance(place, Host):
+        return family.read_weights(source, config), config
+    weights = family.read_weights(Placed(source, place.put), config)
+    return models.placed(weights, place.put), models.placed(config, place.put)
 
 
 def _copied_bytes(checkpoint: Checkpoint) -> int:
@@ -315,14 +331,19 @@ def load_random(
     threads: int | None = None,
     seed: int = 0,
     progress: Callable[[int], None] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> LLM:
     """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks."""
     device, dtype, activations = _choices(device, dtype, activations, "auto", threads)
+    place = place_of(device)
     family = models.family_of(dict(config))
-    checked = family.read_config(dict(config))
-    weights = family.read_weights(Random(config, seed, progress), checked)
+    weights, checked = _weights(family, Random(config, seed, progress), family.read_config(dict(config)), place)
     model = Model(family, checked, weights, f"random-{seed}", models.bytes_of(weights))
-    return LLM(_engine(model, device, dtype, activations, max_context, "random weights"), None, None, ())
+    what = "random weights"
+    return LLM(
+        _engine(model, device, place, dtype, activations, max_context, deterministic, what), None, None, ()
+    )
 
 
 def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:
@@ -355,25 +376,35 @@ def _choices(device: str, dtype: str, activations: str, expert_cache: str, threa
         raise InvalidArgument(f"load: threads is {threads!r}, expected an integer")
     settings = Settings.from_env()
     if device == "auto":
-        device = settings.device if settings.device != "auto" else "cpu"
-    if device == "cuda":
-        raise BackendError("load: device is 'cuda', expected 'cpu': this version has no CUDA kernels")
+        device = settings.device if settings.device != "auto" else "cpu" if cuda.unusable() else "cuda"
     if (count := threads if threads is not None else settings.threads) is not None and device == "cpu":
         from penstock.backends.cpu._threads import set_threads
 
         set_threads(count)
-    return device, "float32" if dtype == "auto" else dtype, "int8" if activations == "auto" else activations
+    on_gpu = device == "cuda"
+    dtype = dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
+    return device, dtype, activations if activations != "auto" else "float32" if on_gpu else "int8"
 
 
-def _check_fits(what: str, need: int) -> None:
-    free = available_memory()
-    if need + _WORKING > free:
-        raise OutOfMemory(
-            f"{what}: needs {(need + _WORKING) / 1e9:.2f} GB of memory beside its files, {free / 1e9:.2f} GB are free"
-        )
+def _check_fits(what: str, place: Place, files: int, copies: int) -> None:
+    """Weights fit: on the host `copies` beside the mapped files, on a GPU all of them."""
+    host = isinstance(place, Host)
+    need, free = (copies if host else files) + _WORKING, place.free()
+    if need > free:
+        found = f"{what}: needs {need / 1e9:.2f} GB of {place.memory}{' beside its files' if host else ''}"
+        raise OutOfMemory(f"{found}, {free / 1e9:.2f} GB are free" + ("" if host else "; device='cpu' may fit"))
 
 
-def _engine(model: Model, device: str, dtype: str, activations: str, max_context: int | None, what: str) -> Engine:
+def _engine(
+    model: Model,
+    device: str,
+    place: Place,
+    dtype: str,
+    activations: str,
+    max_context: int | None,
+    deterministic: bool,
+    what: str,
+) -> Engine:
     limit = model.config.max_positions
     if max_context is None:
         chosen = limit
@@ -381,14 +412,24 @@ def _engine(model: Model, device: str, dtype: str, activations: str, max_context
         raise InvalidArgument(f"load: max_context is {max_context!r}, expected 1 to {limit} (the model's positions)")
     else:
         chosen = max_context
-    engine = Engine(model, device=device, activations=activations, dtype=dtype, max_context=chosen)
-    if max_context is not None:
-        _check_fits(what, engine.caches.bytes_of(chosen))
-    else:
-        free = available_memory() - _WORKING
-        while engine.max_context > 256 and engine.caches.bytes_of(engine.max_context) > free:
-            engine.max_context //= 2
-        _check_fits(what, engine.caches.bytes_of(min(engine.max_context, 256)))
+    engine = Engine(
+        model,
+        device=device,
+        activations=activations,
+        dtype=dtype,
+        max_context=chosen,
+        deterministic=deterministic,
+        place=place,
+    )
+    free = place.free() - _WORKING
+    while (max_context is None and engine.max_context > 256) and engine.caches.bytes_of(engine.max_context) > free:
+        engine.max_context //= 2
+    need = engine.caches.bytes_of(engine.max_context if max_context is not None else min(engine.max_context, 256))
+    if need > free:
+        fitting = next((n for n in (chosen >> k for k in range(1, 30)) if engine.caches.bytes_of(n) <= free), 0)
+        advice = f"; max_context={fitting} would fit" if fitting else ""
+        found = f"{what}: {engine.max_context} positions need {need / 1e9:.2f} GB of {place.memory}"
+        raise OutOfMemory(f"{found}, {max(free, 0) / 1e9:.2f} GB are free{advice}")
     return engine
 
 

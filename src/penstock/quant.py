@@ -135,7 +135,7 @@ class QuantizedTensor:
         """
         if device == "cpu":
             return self if isinstance(self.packed, np.ndarray) else self.with_arrays(*map(_to_numpy, self.arrays))
-        return self.with_arrays(*(_to_torch(a, device) for a in self.arrays))
+        return self.with_arrays(*(to_torch(a, device) for a in self.arrays))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -287,7 +287,7 @@ def dequantize(w: QuantizedTensor, dtype: str = "float32") -> Any:
     if dtype not in FLOATS:
         raise DTypeError(f"dequantize: dtype is {dtype!r}, expected one of {', '.join(FLOATS)}")
     if _is_torch(w.packed):
-        return _to_torch(dequantize(w.to("cpu"), dtype), "torch" if w.device == "cpu" else w.device)
+        return to_torch(dequantize(w.to("cpu"), dtype), "torch" if w.device == "cpu" else w.device)
     inner = numpy_dtype(dtype if dtype == w.dtype else "float32")
     groups, step = w.scales.size, _BLOCK // w.group_size
     packed, scales, biases = (a.reshape(groups, a.size // max(groups, 1)) for a in w.arrays)
@@ -473,7 +473,7 @@ def _to_numpy(tensor: Any) -> np.ndarray:
     return tensor.numpy().view(np.uint32) if tensor.dtype is torch.int32 else tensor.numpy()
 
 
-def _to_torch(array: Any, device: str) -> Any:
+def to_torch(array: Any, device: str) -> Any:
     """An array or tensor as a torch tensor: "torch" on the host, on the same memory if possible; "cuda" or "cuda:n"."""
     if device != "torch" and device != "cuda" and not device.startswith("cuda:"):
         raise InvalidArgument(f"QuantizedTensor.to: device is {device!r}, expected cpu, torch, cuda or cuda:<n>")

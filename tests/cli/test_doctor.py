@@ -47,7 +47,7 @@ def without_gpu(report):
         "errors": {},
         "packages": report["packages"] | {"torch": "2.13.0+cpu", "triton": "3.9.0"},
         "cpu": report["cpu"] | {"unusable": {}},
-        "cuda": {"available": False, "driver": None, "torch_built_for": None, "devices": []},
+        "cuda": {"available": False, "driver": None, "torch_built_for": None, "devices": [], "unusable": "x"},
     }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.backends.cpu import features
-from penstock.engine import cache, memory
+from penstock.engine import memory, place
 from penstock.engine.cache import Caches, PageTable, Sequence, Snapshot
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE, Layout, Pages, Recurrent
@@ -23,7 +23,7 @@ LAYOUTS: tuple[Layout, ...] = (
 
 
 def made(*layouts: Layout, dtype: str = "float32") -> Caches:
-    return Caches(layouts or LAYOUTS, np.dtype(dtype))
+    return Caches(layouts or LAYOUTS, dtype)
 
 
 def used(caches: Caches) -> dict[int | None, int]:
@@ -258,7 +258,7 @@ def test_bytes_of_is_what_a_sequence_takes() -> None:
 @contextmanager
 def memory_of(patch: pytest.MonkeyPatch, size: int) -> Iterator[None]:
     with patch.context() as inner:
-        inner.setattr(cache, "available_memory", lambda: size)
+        inner.setattr(place, "available_memory", lambda: size)
         yield
 
 
@@ -269,7 +269,7 @@ def test_reserve_refuses_before_it_allocates(monkeypatch: pytest.MonkeyPatch) ->
     before = used(caches), caches.nbytes, [id(array) for arrays in caches.arrays for array in arrays]
     with (
         memory_of(monkeypatch, 64 << 20),
-        pytest.raises(OutOfMemory, match=r"^cache: 0.01 GB more are needed, 0.07 GB") as caught,
+        pytest.raises(OutOfMemory, match=r"^cache: 0.01 GB more of memory are needed, 0.07 GB") as caught,
     ):
         caches.reserve(sequence, 100_000)
     assert "\n" not in str(caught.value) and isinstance(caught.value, MemoryError)

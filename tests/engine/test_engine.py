@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock.api import LLM
-from penstock.engine import cache
+from penstock.engine import place
 from penstock.engine.engine import GRID, Engine
 from penstock.errors import InvalidArgument, OutOfMemory
 from tests.models.common import VOCAB, small_config, some_tokens, write_model
@@ -191,7 +191,7 @@ def test_out_of_memory_leaves_sequences_as_they_were(engine: Engine, monkeypatch
     for other in others:
         engine.prefill(other, [1])
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "available_memory", lambda: 0)
+        patch.setattr(place, "available_memory", lambda: 0)
         with pytest.raises(OutOfMemory):
             engine.decode([sequence], tokens[256:257])
         with pytest.raises(OutOfMemory):

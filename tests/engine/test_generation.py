@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock.api import LLM
-from penstock.engine import cache
+from penstock.engine import place
 from penstock.engine.generation import MAX_BATCH, Request, Timings, run, sampling_params
 from penstock.engine.sampling import SamplingParams
 from penstock.errors import BackendError, DTypeError, InvalidArgument, OutOfMemory
@@ -275,7 +275,7 @@ def test_run_closes_its_sequences_when_the_reader_stops(llm: LLM) -> None:
 
 def test_run_closes_its_sequences_when_memory_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm.generate([1], max_tokens=1)
-    monkeypatch.setattr(cache, "available_memory", lambda: 0)
+    monkeypatch.setattr(place, "available_memory", lambda: 0)
     with pytest.raises(OutOfMemory):
         llm.generate([[1]] * 64, max_tokens=2)
 

@@ -799,6 +799,21 @@ def _mla_sdpa_pages(rng, dtype, B, H, R, rope):
     return {**q, **_latents(rng, dtype, 13, 4, R=R, rope=rope), **where, "softmax_scale": 0.2}
 
 
+@case("mla_prefill", sizes={"pages": (7, 5, 20, 12, 64, 6), "empty": (0, 2, 8, 4, 32, 4)}, rel=4e-6, whole=True)
+def _mla_prefill_pages(rng, dtype, T, H, nope, vd, R, rope):
+    q = {"q_nope": normal(rng, T, H, nope, dtype=dtype), "q_pe": normal(rng, T, H, rope, dtype=dtype)}
+    table = rng.permutation(9)[:5].astype(np.int32)
+    where = {"start": np.array(9, np.int32), "softmax_scale": 0.2, "kv_b": quantized(rng, H * (nope + vd), R)}
+    return {**q, **_latents(rng, dtype, 9, 4, R=R, rope=rope), **where, "block_table": table}
+
+
+@case("mla_prefill", sizes={"pair": (11, 3, 32, 12, 64, 6)}, rel=4e-6, whole=True)
+def _mla_prefill_pair(rng, dtype, T, H, nope, vd, R, rope):
+    q = {"q_nope": normal(rng, T, H, nope, dtype=dtype), "q_pe": normal(rng, T, H, rope, dtype=dtype)}
+    weights = {"kv_b": quantized(rng, H, R, nope), "unembed_out": quantized(rng, H, vd, R)}
+    return {**q, **_latents(rng, dtype, 30, R=R, rope=rope), "start": 13, "softmax_scale": 0.2, **weights}
+
+
 @case("mla_sdpa_tile_accumulate", sizes={"first": (5, 40, 12, True), "later": (3, 33, 8, False)}, rel=4e-6, whole=True)
 def _mla_sdpa_tile_accumulate(rng, dtype, H, R, rope, first):
     state = {"running_max": normal(rng, H), "denominator": np.abs(normal(rng, H)), "accumulator": normal(rng, H, R)}

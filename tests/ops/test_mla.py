@@ -36,6 +36,7 @@ from tests.ops.common import (
     i32,
     normal,
     quantized,
+    run_on,
     zeros,
 )
 
@@ -499,3 +500,55 @@ def test_mla_names_the_argument_and_what_it_expected(form, change, error, messag
 @pytest.mark.parametrize("form", VALID)
 def test_mla_accepts_the_calls_that_the_refusals_start_from(form):
     ops.REGISTRY[form.split()[0]](**copy.deepcopy(VALID[form]))
+
+
+# -- mla_prefill -----------------------------------------------------------------------------------------------------
+
+
+def prefill_call(rng, T=5, H=3, nope=8, vd=6, R=32, rope=4, start=7):
+    latent, rope_k = normal(rng, 20, R), normal(rng, 20, rope)
+    return {
+        "q_nope": normal(rng, T, H, nope),
+        "q_pe": normal(rng, T, H, rope),
+        "latent_cache": latent,
+        "rope_k_cache": rope_k,
+        "start": start,
+        "softmax_scale": 0.3,
+        "kv_b": normal(rng, H * (nope + vd), R, scale=R**-0.5),
+    }
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+def test_mla_prefill_is_the_absorbed_attention(device, rng):
+    call = prefill_call(rng)
+    got = run_on(device, ops.mla_prefill, **call)
+    q = run_on(device, ops.mla_q_prime, call["q_nope"], call["kv_b"])
+    y = run_on(device, ops.mla_sdpa, q, call["q_pe"], call["latent_cache"], call["rope_k_cache"], 12, 0.3)
+    want = run_on(device, ops.mla_out_per_head, y, call["kv_b"], v_head_dim=6)
+    assert_close("y", got, want, 4e-6)
+
+
+def test_mla_prefill_is_torch_attention_over_expanded_keys(rng):
+    call = prefill_call(rng)
+    w = torch.from_numpy(call["kv_b"]).double().view(3, 14, 32)
+    latent, rope_k = (torch.from_numpy(call[name][:12]).double() for name in ("latent_cache", "rope_k_cache"))
+    k = torch.cat([torch.einsum("pc,hfc->hpf", latent, w[:, :8]), rope_k.expand(3, 12, 4)], dim=2)
+    v = torch.einsum("pc,hfc->hpf", latent, w[:, 8:])
+    q = torch.cat([torch.from_numpy(call[name]).double() for name in ("q_nope", "q_pe")], dim=2).transpose(0, 1)
+    seen = torch.arange(12)[None] <= 7 + torch.arange(5)[:, None]
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3).transpose(0, 1)
+    assert_close("y", run_on("reference", ops.mla_prefill, **call), want.numpy(), 1e-6)
+
+
+def test_mla_prefill_refuses_what_does_not_fit(rng):
+    call = prefill_call(rng)
+    for change, error, message in (
+        ({"start": 16}, InvalidArgument, "start is 16, expected 0 to 15"),
+        ({"start": -1}, InvalidArgument, "start is -1"),
+        ({"q_pe": normal(rng, 5, 3, 5)}, ShapeError, "rope_k_cache has shape (20, 4), expected rows of 5"),
+        ({"q_pe": normal(rng, 4, 3, 4)}, ShapeError, "q_pe has shape (4, 3, 4), expected (5, 3, 4)"),
+        ({"kv_b": normal(rng, 43, 32)}, ShapeError, "kv_b has shape (43, 32), expected a multiple of 3"),
+        ({"kv_b": normal(rng, 42, 31)}, ShapeError, "kv_b has shape (42, 31), expected a last axis of 32"),
+        ({"start": np.array([1, 2], np.int32)}, ShapeError, "start has one value per row, expected one number"),
+    ):
+        assert_refused(ops.mla_prefill, {**call, **change}, error, message)

@@ -21,6 +21,7 @@ from penstock.cli._bandwidth import BYTES, ReadBandwidth
 from penstock.cli._model import REFUSED, AnyModel, UsageError, note, verb
 from penstock.cli._output import print_json
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.ops._op import address, is_array
 from penstock.quant import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -242,10 +243,17 @@ def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, thr
         for number, test in enumerate(tests):
             writes = test.generation and not test.prompt
             if writes and bandwidth is None:
-                bandwidth = stack.enter_context(ReadBandwidth(threads, _room()))
+                bandwidth = _gpu_bandwidth() if engine.device == "cuda" else ReadBandwidth(threads, _room())
+                stack.enter_context(bandwidth)
             with _shown(f"{number + 1}: {test.name}") as progress:
                 seconds, rates = _timed(engine, test, repetitions, rng, bandwidth if writes else None, progress)
             yield _row(llm, name, test, threads, seconds, rates)
+
+
+def _gpu_bandwidth() -> Any:
+    from penstock.backends.cuda.place import CopyBandwidth
+
+    return CopyBandwidth()
 
 
 def _room() -> int:
@@ -260,7 +268,7 @@ def _timed(
     test: Test,
     repetitions: int,
     rng: np.random.Generator,
-    bandwidth: ReadBandwidth | None,
+    bandwidth: Any,
     progress: Callable[[str], None],
 ) -> tuple[list[float], list[float]]:
     """Seconds of every repetition, and the read bandwidths measured before and after."""
@@ -417,12 +425,12 @@ def _span(array: Any) -> tuple[int, int]:
     """First address of an array (of codes, if quantized) and the one behind its end."""
     if isinstance(array, QuantizedTensor):
         array = array.packed
-    start = array.__array_interface__["data"][0]
+    start = address(array)
     return start, start + array.nbytes
 
 
 def _arrays(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, np.ndarray | QuantizedTensor):
+    if is_array(value) or isinstance(value, QuantizedTensor):
         yield path, value
     elif isinstance(value, tuple | list):
         for item in value:

@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from penstock._version import __version__
+from penstock.backends.cuda.features import CAPABILITY, INSTALL, unusable
 from penstock.cli._output import print_json, print_table
 from penstock.settings import Settings, variable
 
-_INSTALL = "pip install 'penstock[cuda]'"
 _SUPPORTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 9))}  # first and last minor version
-_CAPABILITY = (8, 0)  # the oldest GPUs that the CUDA kernels run on
+_DIED = "the process that tried torch died"
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -68,7 +68,7 @@ def examined() -> dict[str, Any]:
             },
         },
         "memory": {"total": total, "free": free},
-        "cuda": {"available": False, "driver": _driver(), "torch_built_for": None, "devices": []},
+        "cuda": {"available": False, "driver": _driver(), "torch_built_for": None, "devices": [], "unusable": _DIED},
         "settings": asdict(Settings.from_env()),
     }
     for name in ("numpy", "numba", "llvmlite"):
@@ -126,6 +126,7 @@ def print_accelerator() -> None:
         _note_package(report, name)
         print(json.dumps(report), flush=True)
     if report["packages"]["torch"] is None:
+        print(json.dumps({"cuda": {"unusable": unusable()}}), flush=True)
         return
     torch = sys.modules["torch"]
     print(json.dumps({"cuda": {"torch_built_for": torch.version.cuda}}), flush=True)
@@ -133,7 +134,8 @@ def print_accelerator() -> None:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
         devices.append({"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory": gpu.total_memory})
-    print(json.dumps({"cuda": {"available": bool(devices), "devices": devices}}), flush=True)
+    found = {"available": bool(devices), "devices": devices, "unusable": unusable()}
+    print(json.dumps({"cuda": found}), flush=True)
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
@@ -146,14 +148,14 @@ def _notes(report: dict[str, Any]) -> list[str]:
     for name, (first, last) in _SUPPORTED.items():
         version = report["packages"][name]
         if version is None and name not in report["errors"]:
-            notes.append(f"{name} is not installed; only GPUs and torch tensors need it: {_INSTALL}")
+            notes.append(f"{name} is not installed; only GPUs and torch tensors need it: {INSTALL}")
         elif version is not None and not first <= _minor(version) <= last:
             tested = " to ".join(".".join(map(str, bound)) for bound in (first, last))
-            notes.append(f"{name} {version} is outside the tested range {tested}: {_INSTALL}")
+            notes.append(f"{name} {version} is outside the tested range {tested}: {INSTALL}")
     if not report["cuda"]["devices"]:
         notes.append(_why_no_gpu(report))
     for gpu in report["cuda"]["devices"]:
-        if _minor(gpu["capability"]) < _CAPABILITY:
+        if _minor(gpu["capability"]) < CAPABILITY:
             notes.append(f"{gpu['name']} has compute capability {gpu['capability']}, expected 8.0 or newer")
     return notes
 
@@ -167,7 +169,7 @@ def _why_no_gpu(report: dict[str, Any]) -> str:
     if driver is None:
         return "no NVIDIA driver is loaded here; penstock runs on the CPU"
     if torch is None:
-        return f"an NVIDIA driver ({driver}) is loaded, but there is no torch to reach the GPU: {_INSTALL}"
+        return f"an NVIDIA driver ({driver}) is loaded, but there is no torch to reach the GPU: {INSTALL}"
     if report["cuda"]["torch_built_for"] is None:
         return f"torch {torch} is built without CUDA; install a CUDA build of torch to use the GPU"
     return f"torch sees no GPU, although an NVIDIA driver ({driver}) is loaded; check CUDA_VISIBLE_DEVICES"
@@ -193,6 +195,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         for gpu in report["cuda"]["devices"]
     ]
     rows.append(("cuda", "; ".join(gpus) or "not available"))
+    why = report["cuda"]["unusable"]
+    rows.append(("models run on", "cuda" if why is None else f"cpu ({why})"))
     values = report["settings"]
     changed = [f"{variable(f)}={values[f.name]}" for f in fields(Settings) if values[f.name] != f.default]
     rows.append(("settings", " ".join(changed) or "defaults"))

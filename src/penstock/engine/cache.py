@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from penstock.engine.memory import available_memory
+from penstock.dtypes import ITEMSIZE
+from penstock.engine.place import Host, Place
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE, Layout, Pages, empty
 
@@ -96,17 +98,18 @@ class Snapshot:
 
     length: int
     tables: dict[int | None, PageTable]
-    state: list[tuple[np.ndarray, np.ndarray] | None]
+    state: list[tuple[Any, Any] | None]
     closed: bool = field(default=False, repr=False)
 
 
 class Caches:
     """Arrays of all layers, and who owns which part of them. Grows by doubling; raises OutOfMemory when it cannot."""
 
-    def __init__(self, layouts: Seq[Layout], dtype: np.dtype) -> None:
+    def __init__(self, layouts: Seq[Layout], dtype: str, place: Place | None = None) -> None:
         self.layouts = tuple(layouts)
-        self.dtype = np.dtype(dtype)
-        self.arrays = [empty(layout, 0, 0, self.dtype) for layout in self.layouts]
+        self.dtype = dtype
+        self.place = place or Host()
+        self.arrays = [self._empty(layout, 0, 0) for layout in self.layouts]
         windows = {layout.window for layout in self.layouts if isinstance(layout, Pages)}
         self.pools = {window: PagePool(window) for window in sorted(windows, key=lambda w: -1 if w is None else w)}
         self._slots = 0
@@ -180,8 +183,9 @@ class Caches:
         for window, table in sequence.tables.items():
             self.pools[window].hold(table.live)
             tables[window] = PageTable(table.ids, table.first)
+        copy, slot = self.place.copy, sequence.slot
         state = [
-            None if isinstance(layout, Pages) else (conv[sequence.slot].copy(), state[sequence.slot].copy())
+            None if isinstance(layout, Pages) else (copy(conv[slot]), copy(state[slot]))
             for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True)
         ]
         return Snapshot(sequence.length, tables, state)
@@ -212,18 +216,18 @@ class Caches:
         """Copies of what a layer keeps: the rows of its live positions, or its recurrent state."""
         layout, (first, second) = self.layouts[layer], self.arrays[layer]
         if not isinstance(layout, Pages):
-            return first[sequence.slot].copy(), second[sequence.slot].copy()
+            return tuple(self.place.host(self.place.copy(a[sequence.slot])) for a in (first, second))  # type: ignore[return-value]
         table = sequence.tables[layout.window]
         count = sequence.length - table.first * PAGE
         kept = (a[table.live].reshape(len(table.live) * PAGE, a.shape[-1])[:count] for a in (first, second))
-        return tuple(kept)  # type: ignore[return-value]
+        return tuple(map(self.place.host, kept))  # type: ignore[return-value]
 
     def fill(self, sequence: Sequence, length: int, rows: Seq[tuple[np.ndarray, np.ndarray]]) -> None:
         """The reverse of `rows` for all layers, into a sequence that has just been opened."""
         self.reserve(sequence, length)
         self.advance(sequence, length)
         for layout, arrays, kept in zip(self.layouts, self.arrays, rows, strict=True):
-            for array, values in zip(arrays, kept, strict=True):
+            for array, values in zip(arrays, map(self.place.put, kept), strict=True):
                 if not isinstance(layout, Pages):
                     array[sequence.slot] = values
                     continue
@@ -269,20 +273,23 @@ class Caches:
     def _grow(self, layers: Seq[int], pages: int, slots: int) -> None:
         rows = max(pages, slots) - (len(self.arrays[layers[0]][0]) if layers else 0)
         need = rows * sum(self._row_bytes(self.layouts[n]) for n in layers)
-        free = available_memory()
+        free = self.place.free()
         if need + _KEEP_FREE > free:
             raise OutOfMemory(
-                f"cache: {need / 1e9:.2f} GB more are needed, {free / 1e9:.2f} GB are free; "
+                f"cache: {need / 1e9:.2f} GB more of {self.place.memory} are needed, {free / 1e9:.2f} GB are free; "
                 "use a shorter context, fewer sequences, or close sessions"
             )
         for n in layers:
-            grown = empty(self.layouts[n], pages, slots, self.dtype)
+            grown = self._empty(self.layouts[n], pages, slots)
             for new, array in zip(grown, self.arrays[n], strict=True):
                 new[: len(array)] = array
             self.arrays[n] = grown
 
+    def _empty(self, layout: Layout, pages: int, slots: int) -> tuple[Any, Any]:
+        return empty(layout, pages, slots, self.dtype, self.place.zeros)
+
     def _row_bytes(self, layout: Layout) -> int:
         """Bytes of one page, or of one slot, of a layer."""
         if isinstance(layout, Pages):
-            return PAGE * (layout.first + layout.second) * self.dtype.itemsize
-        return math.prod(layout.conv) * self.dtype.itemsize + math.prod(layout.state) * 4
+            return PAGE * (layout.first + layout.second) * ITEMSIZE[self.dtype]
+        return math.prod(layout.conv) * ITEMSIZE[self.dtype] + math.prod(layout.state) * 4

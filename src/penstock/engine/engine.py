@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.dtypes import numpy_dtype
 from penstock.engine.cache import Caches, Sequence, Snapshot
+from penstock.engine.place import Place, place_of
 from penstock.errors import InvalidArgument
 from penstock.models.step import PAGE, Step
-from penstock.ops._op import backend
 
 GRID = PAGE  # prefill is cut at multiples of this position
 
@@ -47,13 +46,17 @@ class Engine:
         activations: str = "int8",
         dtype: str = "float32",
         max_context: int,
+        deterministic: bool = False,
+        place: Place | None = None,
     ) -> None:
         self.model = model
         self.device = device
         self.activations = activations
         self.dtype = dtype
         self.max_context = max_context
-        self.caches = Caches(model.family.caches(model.config), numpy_dtype(dtype))
+        self.deterministic = deterministic
+        self.place = place or place_of(device)
+        self.caches = Caches(model.family.caches(model.config), dtype, self.place)
         self._lock = threading.RLock()
 
     def open(self) -> Sequence:
@@ -113,12 +116,15 @@ class Engine:
 
     def _piece(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
         family, config, weights = self.model.family, self.model.config, self.model.weights
-        with self._lock, self._backend():
+        with self._lock, self.place.running(deterministic=False):  # the cut of a prompt does not depend on others
             self.caches.reserve(sequence, len(ids))  # may raise OutOfMemory, and then nothing has changed
+            arrays = (table.array for table in sequence.tables.values())
+            tokens, positions, *tables = self.place.numbers([ids, np.array(sequence.length, np.int32), *arrays])
             step = Step(
-                tokens=ids,
-                positions=np.array(sequence.length, np.int32),
-                tables={window: table.array for window, table in sequence.tables.items()},
+                tokens=tokens,
+                positions=positions,
+                tables=dict(zip(sequence.tables, tables, strict=True)),
+                start=sequence.length,
                 slot=sequence.slot,
                 activations=self.activations,
                 dtype=self.dtype,
@@ -126,9 +132,9 @@ class Engine:
             with _whole([sequence]):
                 h = family.forward(step, weights, config, self.caches.arrays)
                 self.caches.advance(sequence, len(ids))
-            if every:
-                return family.logits(step, h, weights, config)
-            return family.logits(step, h[-1:], weights, config) if last else None
+            if every or last:
+                return self.place.host(family.logits(step, h if every else h[-1:], weights, config))
+            return None
 
     def decode(self, sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
         """Append one token to each of B sequences; scores after it, float32 [B, vocab]."""
@@ -136,16 +142,21 @@ class Engine:
         ids = self._ids(tokens)
         for sequence in sequences:
             self._check_room(sequence, 1)
-        with self._lock, self._backend():
+        with self._lock, self.place.running(self.deterministic):
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
-            positions = np.array([sequence.length for sequence in sequences], np.int32)
+            at = np.array([sequence.length for sequence in sequences], np.int32)
+            rows = np.array([sequence.slot for sequence in sequences], np.int32)
+            arrays = (_tables(sequences, window) for window in self.caches.pools)
+            tokens_here, positions, lengths, slots, *tables = self.place.numbers(
+                [ids, at, at + np.int32(1), rows, *arrays]
+            )
             step = Step(
-                tokens=ids,
+                tokens=tokens_here,
                 positions=positions,
-                tables={window: _tables(sequences, window) for window in self.caches.pools},
-                slots=np.array([sequence.slot for sequence in sequences], np.int32),
-                lengths=positions + np.int32(1),
+                tables=dict(zip(self.caches.pools, tables, strict=True)),
+                slots=slots,
+                lengths=lengths,
                 activations=self.activations,
                 dtype=self.dtype,
             )
@@ -153,7 +164,7 @@ class Engine:
                 h = family.forward(step, weights, config, self.caches.arrays)
                 for sequence in sequences:
                     self.caches.advance(sequence, 1)
-            return family.logits(step, h, weights, config)
+            return self.place.host(family.logits(step, h, weights, config))
 
     def _ids(self, tokens: Seq[int]) -> np.ndarray:
         vocab = self.model.config.vocab_size
@@ -181,9 +192,6 @@ class Engine:
                 f"context: {sequence.length} positions are filled and {count} more were given, "
                 f"expected at most {self.max_context} in all (max_context)"
             )
-
-    def _backend(self) -> contextlib.AbstractContextManager[Any]:
-        return backend("reference") if self.device == "reference" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

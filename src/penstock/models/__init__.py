@@ -7,13 +7,15 @@ which module runs which `model_type` of config.json. docs/adding-a-model.md show
 from __future__ import annotations
 
 import importlib
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import CheckpointError
+from penstock.ops._op import address, is_array
 from penstock.quant import QuantizedTensor
 
 FAMILIES = {
@@ -43,6 +45,26 @@ def family_of(config: dict[str, Any]) -> ModuleType:
     return importlib.import_module(f"penstock.models.{FAMILIES[model_type]}")
 
 
+def placed(value: Any, put: Callable[[Any], Any]) -> Any:
+    """A family's weights or config with every NumPy array moved by `put`; what several fields share stays shared."""
+    moved: dict[int, Any] = {}
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            if id(value) not in moved:
+                moved[id(value)] = put(value)
+            return moved[id(value)]
+        if isinstance(value, tuple | list):
+            return type(value)(map(visit, value))
+        if isinstance(value, dict):
+            return {key: visit(item) for key, item in value.items()}
+        if not is_dataclass(value) or isinstance(value, type | QuantizedTensor):
+            return value
+        return replace(value, **{item.name: visit(getattr(value, item.name)) for item in fields(value)})
+
+    return visit(value)
+
+
 def bytes_of(weights: Any) -> int:
     """Bytes of all arrays in a family's weights; memory that several of them show (joined parts, a tied head) once."""
     spans: set[tuple[int, int]] = set()
@@ -53,8 +75,8 @@ def bytes_of(weights: Any) -> int:
                 visit(item)
         elif isinstance(value, QuantizedTensor):
             visit(value.arrays)
-        elif isinstance(value, np.ndarray):
-            start = value.__array_interface__["data"][0]
+        elif is_array(value):
+            start = address(value)
             spans.add((start, start + value.nbytes))
         elif is_dataclass(value):
             for item in fields(value):

@@ -33,7 +33,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
-from penstock.models.step import PAGE, Layout, Pages, Step
+from penstock.models.step import Layout, Pages, Step
 from penstock.ops._op import Array
 from penstock.weights.checkpoint import Checkpoint
 
@@ -269,12 +269,13 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
     k_pe = flat(turn(step, heads(k_pe, 1), config.rope))
     table = step.tables[None]
     ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table)
-    if step.lengths is None and _expands(config, x.shape[0], int(step.positions) + x.shape[0]):
-        y = expanded(step, q_nope, q_pe, w, config, cache)
+    end = step.start + x.shape[0]
+    if step.lengths is None and _expands(config, x.shape[0], end):
+        y = ops.mla_prefill(q_nope, q_pe, *cache, step.start, config.scale, w.key, w.value, block_table=table)
     else:
-        lengths = step.positions + np.int32(x.shape[0]) if step.lengths is None else step.lengths
+        lengths = end if step.lengths is None else step.lengths
         q_latent = ops.mla_q_prime(q_nope, w.key)  # [T, H, R]
-        y = ops.mla_sdpa(q_latent, q_pe, *cache, np.asarray(lengths), config.scale, block_table=table)
+        y = ops.mla_sdpa(q_latent, q_pe, *cache, lengths, config.scale, block_table=table)
         y = ops.mla_out_per_head(y, w.key if w.value is None else w.value, config.nope if w.value is None else None)
     return linear(step, flat(y), w.out)
 
@@ -289,22 +290,6 @@ def _expands(config: Config, T: int, length: int) -> bool:
     saved = (2 * R + rope) - (nope + rope + vd)
     nbytes = 4 * length * config.heads * (nope + rope + vd)
     return T * saved > R * (nope + vd) and nbytes <= _EXPANDED_BYTES
-
-
-def expanded(step: Step, q_nope: Array, q_pe: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
-    """Ordinary causal attention over keys and values made from the cached latents, [T, H, vd]."""
-    H, T = config.heads, q_nope.shape[0]
-    length = int(step.positions) + T
-    pages = step.tables[None][: -(-length // PAGE)]
-    latent, k_pe = (part[pages].reshape(len(pages) * PAGE, part.shape[-1])[:length] for part in cache)
-    if w.value is None:
-        keys, values = ops.mla_expand(latent, w.key, heads=H, nope=config.nope)
-    else:
-        keys, values = ops.mla_expand(latent, w.key, w.value)
-    shared = np.broadcast_to(k_pe[:, None], (length, H, config.rope_dim))
-    keys = np.concatenate([keys, shared], axis=2).reshape(length, H * (config.nope + config.rope_dim))
-    q = np.concatenate([q_nope, q_pe], axis=2)
-    return ops.attention_prefill(q, keys, values.reshape(length, -1), step.positions, config.scale)
 
 
 def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:

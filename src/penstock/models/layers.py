@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import accumulate
 
 from penstock import ops
 from penstock.models.rope import Rope
 from penstock.models.source import Source, Weight
 from penstock.models.step import Step
-from penstock.ops._op import Array
+from penstock.ops._op import Array, concatenated
 from penstock.quant import QuantizedTensor
 
 
@@ -53,14 +52,14 @@ class Joined:
 def join(*weights: Weight) -> Joined:
     """Put quantized weights of one bits, group size and dtype below each other (a copy), so that one call reads all."""
     first = weights[0]
-    if not isinstance(first, QuantizedTensor) or not isinstance(first.packed, np.ndarray):
+    if not isinstance(first, QuantizedTensor):
         return Joined(None, weights)
     quantized = [w for w in weights if isinstance(w, QuantizedTensor) and w.key[1:] == first.key[1:]]
     if len(quantized) < len(weights) or any(w.shape[1] != first.shape[1] for w in quantized):
         return Joined(None, weights)
     columns = zip(*(w.arrays for w in quantized), strict=True)
-    whole = first.with_arrays(*(np.concatenate(arrays) for arrays in columns))
-    ends = np.cumsum([w.shape[0] for w in quantized])
+    whole = first.with_arrays(*(concatenated(arrays) for arrays in columns))
+    ends = list(accumulate(w.shape[0] for w in quantized))
     rows = [slice(end - w.shape[0], end) for w, end in zip(quantized, ends, strict=True)]
     return Joined(whole, tuple(first.with_arrays(*(a[part] for a in whole.arrays)) for part in rows))
 
@@ -70,7 +69,7 @@ def project(step: Step, x: Array, w: Joined, dtype: str | None = None) -> tuple[
     if w.whole is None or x.shape[0] != 1:
         return tuple(linear(step, x, part, dtype) for part in w.parts)
     y = linear(step, x, w.whole, dtype)
-    cuts = np.cumsum([part.shape[0] for part in w.parts])
+    cuts = accumulate(part.shape[0] for part in w.parts)
     return tuple(y[:, end - part.shape[0] : end] for part, end in zip(w.parts, cuts, strict=True))
 
 

@@ -182,6 +182,33 @@ class Random:
         return self.weight(found[0], len(found), *shape)
 
 
+class Placed:
+    """A source whose matrices go to a device as they are read, one at a time, so that the host never holds them all.
+
+    Vectors stay NumPy arrays: families compute with them while they read; `models.placed` moves what is left.
+    """
+
+    def __init__(self, source: Source, put: Callable[[Any], Any]) -> None:
+        self.source = source
+        self.layout = source.layout
+        self._put = put
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.source
+
+    def weight(self, path: str, *shape: int) -> Weight:
+        return self._put(self.source.weight(path, *shape))
+
+    def vector(self, path: str, *shape: int) -> np.ndarray:
+        return self.source.vector(path, *shape)
+
+    def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
+        return self._put(self.source.rows(path, order, *shape))
+
+    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
+        return self._put(self.source.stack(paths, *shape))
+
+
 def _kind(weight: Weight) -> Any:
     """What matrices must have in common to be stacked, besides their shape."""
     return weight.key if isinstance(weight, QuantizedTensor) else weight.dtype

@@ -7,10 +7,8 @@ P pages, S slots (one per sequence), H heads, D width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from penstock import ops
 from penstock.ops._op import Array
@@ -45,12 +43,14 @@ Layout = Pages | Recurrent
 @dataclass(frozen=True)
 class Step:
     """One call. Decode: tokens, positions, lengths, slots int32 [B], tables [B, n] per window. Prefill: tokens [T],
-    positions a 0-d array (that of the first token), lengths None, slots None and `slot` the sequence's, tables [n].
+    positions a 0-d array (that of the first token, which `start` is on the host), lengths None, slots None and `slot`
+    the sequence's, tables [n].
     """
 
     tokens: Array
     positions: Array
     tables: Mapping[int | None, Array]
+    start: int = 0
     slot: int = 0
     slots: Array | None = None
     lengths: Array | None = None
@@ -101,9 +101,10 @@ def delta_rule(
     return ops.gated_delta_net(state, qkv, g, b, Hk, Hv, Dk, Dv, slots=step.slots)
 
 
-def empty(layout: Layout, pages: int, slots: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Host arrays of one layer's cache. A recurrent state is float32 whatever the activations are."""
+def empty(
+    layout: Layout, pages: int, slots: int, dtype: str, zeros: Callable[[tuple[int, ...], str], Array]
+) -> tuple[Array, Array]:
+    """Arrays of one layer's cache, made by `zeros`. A recurrent state is float32 whatever the activations are."""
     if isinstance(layout, Pages):
-        shape = (pages, PAGE)
-        return np.zeros((*shape, layout.first), dtype), np.zeros((*shape, layout.second), dtype)
-    return np.zeros((slots, *layout.conv), dtype), np.zeros((slots, *layout.state), np.float32)
+        return zeros((pages, PAGE, layout.first), dtype), zeros((pages, PAGE, layout.second), dtype)
+    return zeros((slots, *layout.conv), dtype), zeros((slots, *layout.state), "float32")

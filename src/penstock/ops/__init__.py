@@ -35,6 +35,7 @@ from penstock.ops.linear import (
 from penstock.ops.mla import (
     mla_expand,
     mla_out_per_head,
+    mla_prefill,
     mla_q_prime,
     mla_sdpa,
     mla_sdpa_finalize,
@@ -106,6 +107,7 @@ __all__ = [
     "mla_cache_append",
     "mla_expand",
     "mla_out_per_head",
+    "mla_prefill",
     "mla_q_prime",
     "mla_sdpa",
     "mla_sdpa_finalize",

@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -89,23 +89,32 @@ class _Forced:
 
 
 _FORCED: ContextVar[_Forced | None] = ContextVar("penstock_backend", default=None)
+_DETERMINISTIC: ContextVar[bool] = ContextVar("penstock_deterministic", default=False)
 
 
 @contextlib.contextmanager
-def backend(device: str, variant: str | None = None) -> Iterator[None]:
+def backend(device: str, variant: str | None = None, deterministic: bool | None = None) -> Iterator[None]:
     """Force the kernels of one device inside a `with` block: "cpu", "cuda", "reference" (the definitions) or "auto".
 
     A forced device is strict: an op without a kernel there raises KernelNotFound, and so does an op without `variant`.
+    deterministic=True: a row's bits do not depend on how many rows the call has (on the CPU they never do).
     """
     if device not in ("auto", "reference", *DEVICES):
         raise InvalidArgument(f"backend: device is {device!r}, expected 'auto', 'reference', 'cpu' or 'cuda'")
     if variant is not None and device not in DEVICES:
         raise InvalidArgument(f"backend: variant {variant!r} needs device 'cpu' or 'cuda', not {device!r}")
     token = _FORCED.set(None if device == "auto" else _Forced(device, variant))
+    flag = _DETERMINISTIC.set(_DETERMINISTIC.get() if deterministic is None else deterministic)
     try:
         yield
     finally:
+        _DETERMINISTIC.reset(flag)
         _FORCED.reset(token)
+
+
+def deterministic() -> bool:
+    """Whether a kernel must give a row the same bits in a call of one row and of many."""
+    return _DETERMINISTIC.get()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -172,13 +181,25 @@ def torch_view(array: Any) -> Any:
     return torch.from_numpy(array)
 
 
+def concatenated(arrays: Sequence[Any], axis: int = 0) -> Any:
+    """NumPy arrays or torch tensors one behind the other, as a new one."""
+    if isinstance(arrays[0], np.ndarray):
+        return np.concatenate(arrays, axis)
+    return _torch().cat(list(arrays), axis)
+
+
+def contiguous(array: Any) -> Any:
+    """The array itself if it lies in one piece, else a copy that does."""
+    return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
+
+
 def _contiguous(array: Any) -> bool:
     if isinstance(array, np.ndarray):
         return array.flags.c_contiguous and array.flags.aligned
     return isinstance(array, Symbol) or array.is_contiguous()
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
     return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
 
 
@@ -188,7 +209,7 @@ def _overlap(a: Any, b: Any) -> bool:
         return a is b
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         return np.may_share_memory(a, b)  # compares bounds: exact for contiguous arrays
-    start_a, start_b = _address(a), _address(b)
+    start_a, start_b = address(a), address(b)
     bytes_a, bytes_b = spec_of(a).nbytes, spec_of(b).nbytes
     return bytes_a > 0 and bytes_b > 0 and start_a < start_b + bytes_b and start_b < start_a + bytes_a
 
@@ -196,7 +217,7 @@ def _overlap(a: Any, b: Any) -> bool:
 def _same_memory(a: Any, b: Any) -> bool:
     if isinstance(a, Symbol) or isinstance(b, Symbol):
         return a is b
-    return _address(a) == _address(b) and spec_of(a) == spec_of(b)
+    return address(a) == address(b) and spec_of(a) == spec_of(b)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -335,6 +335,97 @@ def mla_sdpa(
     return round_to(y, q_prime.dtype)
 
 
+def _prefill(
+    q_nope: Spec,
+    q_pe: Spec,
+    latent_cache: Spec,
+    rope_k_cache: Spec,
+    start: Spec | int,
+    softmax_scale: float,
+    kv_b: Any,
+    unembed_out: Any,
+    block_table: Spec | None,
+) -> Spec:
+    _check.alike(q_nope=q_nope, q_pe=q_pe, latent_cache=latent_cache, rope_k_cache=rope_k_cache)
+    _check.axes("[T, H, nope]", 3, q_nope=q_nope)
+    _check.axes("[T, H, rope]", 3, q_pe=q_pe)
+    _check.filled(q_nope=q_nope, q_pe=q_pe)
+    _check.shape((*q_nope.shape[:2], q_pe.shape[2]), "as q_nope but for the last axis", q_pe=q_pe)
+    if batched("start", start):
+        raise ShapeError("start has one value per row, expected one number: the position of the first row")
+    T, H, nope = q_nope.shape
+    check_layout(None, block_table, False, T, "start")
+    lead = 1 if block_table is None else 2
+    R = row_width("latent_cache", latent_cache, lead)
+    if row_width("rope_k_cache", rope_k_cache, lead) != q_pe.shape[2]:
+        raise ShapeError(f"rope_k_cache has shape {rope_k_cache.shape}, expected rows of {q_pe.shape[2]} as q_pe")
+    if latent_cache.shape[:lead] != rope_k_cache.shape[:lead]:
+        front = f"{latent_cache.shape[:lead]} in front as latent_cache"
+        raise ShapeError(f"rope_k_cache has shape {rope_k_cache.shape}, expected {front}")
+    _check.finite(softmax_scale=softmax_scale)
+    keys, values = _expanded(Spec((T, R), q_nope.dtype), kv_b, unembed_out, H, nope, None)
+    _check.shape(keys.shape, "T, and heads and width of the keys of kv_b", q_nope=q_nope)
+    if isinstance(start, int):
+        _check_start(start, T, capacity(latent_cache, None, block_table))
+    return values
+
+
+def _check_start(start: int, rows: int, room: int) -> None:
+    if not 0 <= start <= room - rows:
+        raise InvalidArgument(f"start is {start}, expected 0 to {room - rows} ({rows} rows in {room} positions)")
+
+
+def _check_prefill(
+    q_nope: Array,
+    q_pe: Array,
+    latent_cache: Array,
+    rope_k_cache: Array,
+    start: Array | int,
+    softmax_scale: float,
+    kv_b: Any,
+    unembed_out: Any,
+    block_table: Array | None,
+) -> None:
+    _check_start(int(start), len(q_nope), capacity(latent_cache, None, block_table))
+    check_read(latent_cache, None, block_table, [(0, int(start) + len(q_nope) if len(q_nope) else 0)])
+
+
+@op(infer=_prefill, check=_check_prefill)
+def mla_prefill(
+    q_nope: Array,
+    q_pe: Array,
+    latent_cache: Array,
+    rope_k_cache: Array,
+    start: int | Array,
+    softmax_scale: float,
+    kv_b: QuantizedTensor | Array,
+    unembed_out: QuantizedTensor | Array | None = None,
+    block_table: Array | None = None,
+) -> Array:
+    """Causal attention of T rows at positions start … over keys and values expanded from the cached latents.
+
+    k[p, h] = W_K[h] · latent[p] followed by rope_k[p], v[p, h] = W_V[h] · latent[p]; row t sees p ≤ start + t.
+    q_nope [T, H, nope], q_pe [T, H, rope], caches [max_len, R] and [max_len, rope] or pages with block_table int32 [n];
+    kv_b and unembed_out as in `mla_expand` → [T, H, v_head_dim]. What `mla_q_prime`, `mla_sdpa` and `mla_out_per_head`
+    give together, for less work when T is large.
+    """
+    T, H, nope = q_nope.shape
+    end = int(start) + T
+    latent, rope_k = (read_rows(c, block_table, 0, end) for c in (latent_cache, rope_k_cache))
+    w = dense(kv_b)
+    if unembed_out is None:
+        w = w.reshape(H, -1, w.shape[-1])
+        keys, values = w[:, :nope], w[:, nope:]
+    else:
+        keys, values = w.swapaxes(1, 2), dense(unembed_out)
+    if T == 0:
+        return np.empty((0, H, values.shape[1]), q_nope.dtype)
+    k, v = (np.einsum("pc,hfc->phf", latent, part) for part in (keys, values))
+    k = np.concatenate([k, np.broadcast_to(rope_k[:, None], (end, H, rope_k.shape[1]))], axis=2)
+    q = np.concatenate([f64(q_nope), f64(q_pe)], axis=2)
+    return round_to(attend(q, k, v, int(start), softmax_scale, None), q_nope.dtype)
+
+
 def _tile(
     running_max: Spec,
     denominator: Spec,

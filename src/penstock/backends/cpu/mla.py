@@ -381,3 +381,30 @@ def mla_expand(latent, kv_b, unembed_out, heads, nope, v_head_dim, *, out):
     else:
         _multiply(kv_b, x, k, True, 0, latent.shape[1])
         _multiply(unembed_out, x, v, False, 0, v.shape[-1])
+
+
+@kernel(ops.mla_prefill, device="cpu", composed=True)
+def mla_prefill(
+    q_nope, q_pe, latent_cache, rope_k_cache, start, softmax_scale, kv_b, unembed_out, block_table, *, out
+):
+    T, H, nope = q_nope.shape
+    if T == 0:
+        return
+    end, rope = int(start) + T, q_pe.shape[2]
+    latent, rope_k = (_first_rows(cache, block_table, end) for cache in (latent_cache, rope_k_cache))
+    keys, values = np.empty((end, H, nope + rope), q_nope.dtype), np.empty((end, *out.shape[1:]), q_nope.dtype)
+    k = np.empty((end, H, nope), q_nope.dtype)
+    mla_expand(latent, kv_b, unembed_out, H, nope, None, out=(k, values))
+    keys[..., :nope], keys[..., nope:] = k, rope_k[:, None]
+    q = np.concatenate([q_nope, q_pe], axis=2)
+    rows = keys.reshape(end, H * (nope + rope))
+    attend(q, rows, values.reshape(end, -1), end, softmax_scale, None, None, None, out)
+
+
+def _first_rows(cache, block_table, end):
+    """Rows of positions 0 … end − 1 as one array: a view of a contiguous cache, a copy of pages."""
+    if block_table is None:
+        return cache.reshape(len(cache), -1)[:end]
+    page = cache.shape[1]
+    pages = cache[block_table[: -(-end // page)]]
+    return pages.reshape(len(pages) * page, -1)[:end]

@@ -1,0 +1,143 @@
+"""Compiles CUDA kernels on a machine without a GPU and shows what they need.
+
+    python -m tests.gpu.compile norm            every kernel that the cases of a family (or of one op) launch
+    python -m tests.gpu.compile norm --arch 80  for another compute capability
+
+`pretend(arch)` does the same for any program: inside it a launch compiles the kernel, records it and runs nothing.
+"""
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as it was compiled: its constants, and what a thread and a block of it need."""
+
+    name: str
+    constants: str
+    registers: int
+    spilled: int  # bytes of local memory per thread
+    shared: int  # bytes per block
+    warps: int
+    asm: dict[str, Any]
+
+
+class _Driver:
+    """Stands in for a GPU: knows its target, has no memory and no streams."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        pass
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def _needs(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of a kernel, as cuobjdump reads them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+@contextlib.contextmanager
+def pretend(arch: int = 90) -> Iterator[list[Compiled]]:
+    """Inside the block launches compile for a GPU of this compute capability; yields the list of what was compiled."""
+    if triton.knobs.runtime.interpret:
+        raise SystemExit("compile: TRITON_INTERPRET is set, and interpreted kernels are not compiled: unset it")
+    compiled: dict[int, Compiled] = {}
+    found: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if id(kernel) not in compiled:
+            names = {n: kwargs[n] for n in self.arg_names if n in kwargs and n.isupper()}
+            registers, stack = _needs(kernel.asm["cubin"])
+            constants = " ".join(f"{n}={v}" for n, v in names.items())
+            meta = kernel.metadata
+            made = Compiled(meta.name, constants, registers, stack, meta.shared, meta.num_warps, dict(kernel.asm))
+            compiled[id(kernel)] = made
+            found.append(made)
+        return kernel
+
+    before = driver._active
+    driver.set_active(_Driver(arch))
+    JITFunction.run = compile_only
+    try:
+        yield found
+    finally:
+        JITFunction.run = run
+        driver._active = before
+
+
+def compile_cases(names: list[str], arch: int) -> tuple[list[Compiled], list[str]]:
+    """What the cases of these families and ops launch, and what failed."""
+    import penstock
+    from penstock import ops
+    from tests.gpu.common import to_device
+    from tests.ops.cases import CASES
+
+    failed = []
+    with pretend(arch) as found:
+        for case in CASES:
+            op = ops.REGISTRY[case.op]
+            if (names and not {op.name, op.family} & set(names)) or op.kernel("cuda") is None:
+                continue
+            for dtype in case.dtypes:
+                arguments = {name: to_device(value) for name, value in case.arguments(dtype).items()}
+                try:
+                    with penstock.backend("cuda"):
+                        op(**arguments)
+                except Exception as error:  # a compiler's errors are of many kinds; each is reported
+                    failed.append(f"{case} {dtype}: {type(error).__name__}: {str(error)[:2000]}")
+    return found, failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("names", nargs="*", help="families or ops; all if left out")
+    parser.add_argument("--arch", type=int, default=90)
+    args = parser.parse_args()
+    found, failed = compile_cases(args.names, args.arch)
+    for made in found:
+        needs = f"{made.registers:4} registers {made.spilled:5} B stack {made.shared:7} B shared {made.warps:2} warps"
+        print(f"{needs}  {made.name} {made.constants}")
+    for line in failed:
+        print("FAILED", line, file=sys.stderr)
+    print(f"{len(found)} kernels compiled for sm_{args.arch}, {len(failed)} calls failed")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Every CUDA kernel against its definition on the calls of tests/ops/cases.py."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock import ops
+from tests.gpu.common import GPU, to_device, to_host
+from tests.ops.cases import CASES, Case
+from tests.ops.test_cases import check_against_definition
+from tests.ops.test_cases import run as run_reference
+
+_MANY_PROGRAMS = ("wide", "tall", "many", "prefill", "long", "sum-wide")  # labels that take the interpreter too long
+
+
+def _chosen() -> list[tuple[Case, str]]:
+    """On a GPU everything; in the interpreter the small cases, half precision and float32 in turn."""
+    found = [(case, dtype) for case in CASES for dtype in case.dtypes]
+    found = [(case, dtype) for case, dtype in found if ops.REGISTRY[case.op].kernel("cuda") is not None]
+    if GPU:
+        return found
+    small = [case for case, dtype in found if dtype == case.dtypes[0] and case.label not in _MANY_PROGRAMS]
+    return [(case, case.dtypes[-1 if number % 2 else 0]) for number, case in enumerate(small)]
+
+
+def poisoned(outputs: tuple[Any, ...], partial: bool) -> tuple[torch.Tensor, ...]:
+    """Tensors like these, filled with NaN or a large negative number; zeros where an op leaves a part as it was."""
+    made = tuple(torch.empty_like(to_device(o)) for o in outputs)
+    for tensor in made:
+        tensor.fill_(0 if partial else float("nan") if tensor.is_floating_point() else -(2**30))
+    return made
+
+
+@pytest.mark.parametrize(("case", "dtype"), _chosen(), ids=str)
+def test_cuda_kernel_matches_definition(case, dtype):
+    op = ops.REGISTRY[case.op]
+    want = run_reference(case, case.arguments(dtype))
+    out = poisoned(want[: len(want) - len(op.writes)], op.partial)
+    arguments = {name: to_device(value) for name, value in case.arguments(dtype).items()}
+    with penstock.backend("cuda"):
+        result = op(**arguments, out=(out if len(out) > 1 else out[0]) if out else None)
+    outputs = result if isinstance(result, tuple) else () if result is None else (result,)
+    got = to_host((*outputs, *(arguments[name] for name in op.writes)))
+    check_against_definition(case, dtype, got, want)
