@@ -1,0 +1,113 @@
+"""Products of few tokens with quantized weights on a GPU, as a decode step makes them: checked, then timed.
+
+    python -m benchmarks.ops.gpu_linear [--json FILE]
+
+Weights of 4 bits in groups of 64 unless the line says otherwise, bfloat16 scales and activations. Bytes are codes,
+scales and biases, each once; every call reads another matrix, so that none is in the L2 cache.
+"""
+
+from typing import Any
+
+import torch
+
+from benchmarks.ops.gpu_common import check, compile_ahead, finish, parser, row, seconds, sets_of
+from penstock import ops
+from penstock.quant import QuantizedTensor
+
+EXACT = 2e-6  # relative error with a float32 result: exact products, float32 sums
+QWEN, GEMMA, DEEPSEEK = "Qwen3.6-35B-A3B", "Gemma 4 26B-A4B", "DeepSeek-V3"
+# model, N, K, tokens, bits, dtype of activations
+PRODUCTS = [
+    *((QWEN, N, 2048, 1, 4, "bfloat16") for N in (248320, 12288, 8192, 2048)),
+    *((QWEN, N, 4096, 1, 4, "bfloat16") for N in (4096, 2048)),
+    *((GEMMA, N, K, 1, 4, "bfloat16") for N, K in ((262144, 2816), (4096, 2816), (2816, 2112))),
+    *((DEEPSEEK, N, K, 1, 4, "bfloat16") for N, K in ((18432, 7168), (2048, 7168), (7168, 2048))),
+    *((QWEN, 12288, 2048, T, 4, "bfloat16") for T in (2, 4, 8)),
+    *((QWEN, 12288, 2048, 1, bits, "bfloat16") for bits in (2, 3, 5, 6, 8)),
+    *((QWEN, 12288, 2048, 1, 4, dtype) for dtype in ("float16", "float32")),
+    (f"{QWEN}, router", 256, 2048, 1, 8, "bfloat16"),
+]
+EXPERTS = {  # dim, width of an expert, experts, chosen and shared ones
+    QWEN: (2048, 512, 256, 9),
+    GEMMA: (2816, 704, 128, 8),
+    DEEPSEEK: (7168, 2048, 32, 9),  # 32 of its 256 experts: enough to miss the cache
+}
+
+
+def weight(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
+    *rows, K = shape
+    packed = torch.randint(-(2**31), 2**31 - 1, (*rows, K * bits // 32), device="cuda", dtype=torch.int32)
+    scales = (torch.rand(*rows, K // gs, device="cuda") + 0.5).bfloat16() * K**-0.5
+    return QuantizedTensor(packed, scales, -scales * (2 ** (bits - 1) - 0.5), bits, gs)
+
+
+def first_rows(w: QuantizedTensor, rows: int = 4096) -> torch.Tensor:
+    return ops.dequantize(w.with_arrays(*(a[:rows] for a in w.arrays))).double()
+
+
+def product_row(model: str, N: int, K: int, T: int, bits: int, dtype: str) -> dict[str, Any]:
+    one = weight(N, K, bits=bits)
+    weights = [one, *(weight(N, K, bits=bits) for _ in range(sets_of(one.nbytes) - 1))]
+    x = torch.randn(T, K, device="cuda").to(getattr(torch, dtype))
+    got = ops.quantized_matmul(x, one, dtype="float32")[:, :4096]
+    error = check(f"[{N}, {K}] {bits} bits T = {T}", got, x.double() @ first_rows(one).T, EXACT)
+    out = torch.empty(T, N, device="cuda", dtype=x.dtype)
+    took = seconds([lambda w=w: ops.quantized_matmul(x, w, out=out) for w in weights])
+    shape = f"{model} [{N}, {K}] T = {T}" + (f", {dtype}" if dtype != "bfloat16" else "")
+    return row(f"quantized_matmul, {bits} bits", shape, took, one.nbytes, error=error)
+
+
+def dense_row(N: int, K: int, T: int) -> dict[str, Any]:
+    weights = [torch.randn(N, K, device="cuda").bfloat16() for _ in range(sets_of(2 * N * K))]
+    x = torch.randn(T, K, device="cuda").bfloat16()
+    got = ops.bf16_matmul(x, weights[0], dtype="float32")
+    error = check(f"dense [{N}, {K}] T = {T}", got, x.double() @ weights[0].double().T, EXACT)
+    out = torch.empty(T, N, device="cuda")
+    took = seconds([lambda w=w: ops.bf16_matmul(x, w, dtype="float32", out=out) for w in weights])
+    return row("bf16_matmul", f"[{N}, {K}] T = {T}", took, weights[0].nbytes, error=error)
+
+
+def expert_row(model: str, T: int = 1) -> dict[str, Any]:
+    """Both launches of the experts of an MoE block; Qwen and DeepSeek with one more in place of the shared one."""
+    dim, width, E, k = EXPERTS[model]
+    gate_up, down = weight(E, 2 * width, dim), weight(E, dim, width)
+    ids = [torch.stack([torch.randperm(E, device="cuda")[:k] for _ in range(T)]).int() for _ in range(32)]
+    x, weights = torch.randn(T, dim, device="cuda").bfloat16(), torch.rand(T, k, device="cuda")
+    want = torch.zeros(dim, device="cuda", dtype=torch.float64)
+    for slot, factor in zip(ids[0][0].tolist(), weights[0].double(), strict=True):
+        gate, up = (ops.dequantize(gate_up[slot]).double() @ x[0].double()).view(2, width)
+        h = (torch.nn.functional.silu(gate) * up).bfloat16().double()
+        want += factor * (ops.dequantize(down[slot]).double() @ h)
+    error = check(f"experts of {model}", ops.moe_forward(x, ids[0], weights, gate_up, None, down)[0], want, 5e-3)
+    out = torch.empty(T, dim, device="cuda", dtype=x.dtype)
+    took = seconds([lambda i=i: ops.moe_forward(x, i, weights, gate_up, None, down, out=out) for i in ids])
+    read = sum(len(i.unique()) for i in ids) / len(ids)  # experts that a call reads
+    nbytes = int(read * (gate_up.nbytes + down.nbytes) / E)
+    return row("moe_forward", f"{model} {k} experts T = {T}", took, nbytes, error=error)
+
+
+def compiled(kind: str, *sizes: Any) -> None:
+    """Runs a kernel once: several at a time, before anything is timed."""
+    if kind == "product":
+        _, N, K, T, bits, dtype = sizes
+        x, w = torch.randn(T, K, device="cuda").to(getattr(torch, dtype)), weight(N, K, bits=bits)
+        for result in ("float32", dtype):
+            ops.quantized_matmul(x, w, dtype=result)
+        return
+    dim, width, _, k = EXPERTS[sizes[0]]
+    ids = torch.zeros(1, k, device="cuda", dtype=torch.int32)
+    x, weights = torch.randn(1, dim, device="cuda").bfloat16(), torch.rand(1, k, device="cuda")
+    ops.moe_forward(x, ids, weights, weight(k, 2 * width, dim), None, weight(k, dim, width))
+
+
+def main() -> None:
+    args = parser(__doc__.split("\n", 1)[0]).parse_args()
+    compile_ahead(compiled, [("product", *sizes) for sizes in PRODUCTS] + [("experts", model) for model in EXPERTS], 15)
+    rows = [product_row(*sizes) for sizes in PRODUCTS]
+    rows += [dense_row(256, 7168, 1), dense_row(12288, 2048, 1)]
+    rows += [expert_row(model) for model in EXPERTS]
+    finish("Products of few tokens", rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,454 @@
+"""Matrix products for many rows on tensor cores: quantized weights are made dense in registers, a tile at a time.
+
+The weight tile is the left operand, so that it goes from registers into the tensor cores without a detour through
+shared memory: out[t, n]ᵀ = W[n, :] · x[t, :]ᵀ. A thread owns whole 32-bit words of codes; the order in which codes
+come out of words is an order of k ("dot order"), and x is brought into the same order. With VPW codes per unit (a word
+of 2, 4 or 8-bit codes; 32 codes of 3, 5 or 6 bits) and chunks of 4 units, code h·VPW/2 + j of unit u stands at
+8·j + 2·u + h of its chunk: the two halves of a word give the pairs that one 32-bit register holds.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.backends.cuda._launch import INTERPRETED, multiprocessors
+from penstock.ops._op import deterministic
+from penstock.quant import QuantizedTensor
+
+ORDER_ROWS = 64  # up to so many rows x is brought into dot order by each program, above by a copy
+# A use of the sum in every step makes Triton wait for the tensor cores before the registers that hold the weight tile
+# are written again; without one it leaves up to three of four products unfinished.
+_SETTLE = tl.constexpr(not INTERPRETED)
+TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def units(bits: int) -> int:
+    """Codes per unit: those of a word where a word holds whole codes, else 32."""
+    return 32 // bits if bits in (2, 4, 8) else 32
+
+
+@triton.jit
+def dot_order(x, ROWS: tl.constexpr, BK: tl.constexpr, VPW: tl.constexpr):
+    """[ROWS, BK] with k as stored → in dot order."""
+    x = tl.reshape(x, [ROWS, BK // (4 * VPW), 4, 2, VPW // 2])
+    return tl.reshape(tl.permute(x, [0, 1, 4, 2, 3]), [ROWS, BK])
+
+
+@triton.jit
+def load_scales(ptr, start, k, K: tl.constexpr, BK: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr):
+    """Scales or biases of the groups in k…k+BK of rows that start there, [BN, groups]; 0 beyond K.
+
+    WORDS: half-precision ones are cut out of the aligned words that hold them, because an asynchronous copy takes 4
+    bytes or more.
+    """
+    if BK <= GS:
+        at = start + k // GS
+        if WORDS:
+            word = tl.load(ptr.to(tl.pointer_type(tl.int32)) + (at >> 1))
+            s = (word >> ((at & 1) * 16).to(tl.int32)).to(tl.int16).to(ptr.dtype.element_ty, bitcast=True)
+        else:
+            s = tl.load(ptr + at)
+        s = s[:, None]
+    else:
+        g = k // GS + tl.arange(0, BK // GS)
+        at = ptr + start[:, None] + g[None, :]
+        if K % BK == 0:
+            s = tl.load(at)
+        else:
+            s = tl.load(at, mask=g[None, :] < K // GS, other=0.0)
+    return s
+
+
+@triton.jit
+def by_unit(s, BN: tl.constexpr, BK: tl.constexpr, GS: tl.constexpr, VPW: tl.constexpr):
+    """[BN, groups] → [BN, chunks, 1, 4], one per unit."""
+    GROUPS: tl.constexpr = BK // GS if BK > GS else 1
+    UNITS: tl.constexpr = BK // VPW
+    s = tl.broadcast_to(s[:, :, None], [BN, GROUPS, UNITS // GROUPS])
+    return tl.reshape(s, [BN, UNITS // 4, 4])[:, :, None, :]
+
+
+@triton.jit
+def _twice(s, SHAPE: tl.constexpr):
+    """A half-precision number in both halves of a word."""
+    s = s.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return tl.broadcast_to(s | s << 16, SHAPE)
+
+
+@triton.jit
+def load_tile(ptr, start, live, k, K: tl.constexpr, BK: tl.constexpr):
+    """k…k+BK of rows of K elements that start there; 0 beyond K and for rows that are not live (None: all are)."""
+    col = k + tl.arange(0, BK)
+    at = ptr + start[:, None] + col[None, :]
+    if K % BK == 0:
+        if live is None:
+            y = tl.load(at)
+        else:
+            y = tl.load(at, mask=live[:, None], other=0.0)
+    else:
+        inside = col[None, :] < K
+        y = tl.load(at, mask=inside if live is None else inside & live[:, None], other=0.0)
+    return y
+
+
+@triton.jit
+def _word(ptr, start, k, AT: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr):
+    """Word AT of every unit of 32 codes, [BN, chunks, 4]."""
+    u = k // 32 + tl.arange(0, BK // 32)
+    at = ptr + start[:, None] + (u * BITS + AT)[None, :]
+    if K % BK == 0:
+        word = tl.load(at)
+    else:
+        word = tl.load(at, mask=u[None, :] < K // 32, other=0)
+    return tl.reshape(word.to(tl.uint32, bitcast=True), [BN, BK // 128, 4])
+
+
+@triton.jit
+def _code(words, C: tl.constexpr, BITS: tl.constexpr):
+    """Code C of every unit."""
+    WORD: tl.constexpr = C * BITS // 32
+    SHIFT: tl.constexpr = C * BITS % 32
+    code = words[WORD] >> SHIFT
+    if SHIFT + BITS > 32:
+        code |= words[WORD + 1] << (32 - SHIFT)
+    return code & ((1 << BITS) - 1)
+
+
+@triton.jit
+def _every_eighth(words, J: tl.constexpr, BITS: tl.constexpr):
+    """Places J and J + 8 of both halves, [BN, chunks, 4, half, 2]."""
+    here = tl.join(_code(words, J, BITS), _code(words, J + 16, BITS))
+    return tl.join(here, tl.join(_code(words, J + 8, BITS), _code(words, J + 24, BITS)))
+
+
+@triton.jit
+def _every_second(words, J: tl.constexpr, BITS: tl.constexpr):
+    """Places J, J + 2, …, [BN, chunks, 4, half, 2, 2, 2]."""
+    a = tl.join(_every_eighth(words, J, BITS), _every_eighth(words, J + 4, BITS))
+    return tl.join(a, tl.join(_every_eighth(words, J + 2, BITS), _every_eighth(words, J + 6, BITS)))
+
+
+@triton.jit
+def load_codes(
+    ptr, start, k, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Codes k…k+BK of rows that start at these words, [BN, chunks, VPW / 2, 4, half]; 0 beyond K.
+
+    PAIRS: without the last axis, both halves in the halves of a word, with other codes in the bits above each.
+    """
+    MASK: tl.constexpr = (1 << BITS) - 1
+    if 32 % BITS == 0:
+        VPW: tl.constexpr = 32 // BITS
+        w = k // VPW + tl.arange(0, BK // VPW)
+        at = ptr + start[:, None] + w[None, :]
+        if K % BK == 0:
+            words = tl.load(at)
+        else:
+            words = tl.load(at, mask=w[None, :] < K // VPW, other=0)
+        words = tl.reshape(words.to(tl.uint32, bitcast=True), [BN, BK // (4 * VPW), 4])
+        j = tl.arange(0, VPW // 2) * BITS
+        words = words[:, :, None, :] >> j[None, None, :, None]
+        if PAIRS is not None:
+            codes = words
+        else:
+            codes = tl.join(words & MASK, (words >> 16) & MASK)
+    else:
+        words = (
+            _word(ptr, start, k, 0, K, BN, BK, BITS),
+            _word(ptr, start, k, 1, K, BN, BK, BITS),
+            _word(ptr, start, k, 2, K, BN, BK, BITS),
+            _word(ptr, start, k, min(3, BITS - 1), K, BN, BK, BITS),
+            _word(ptr, start, k, min(4, BITS - 1), K, BN, BK, BITS),
+            _word(ptr, start, k, BITS - 1, K, BN, BK, BITS),
+        )
+        codes = tl.join(_every_second(words, 0, BITS), _every_second(words, 1, BITS))
+        codes = tl.permute(codes, [0, 1, 4, 5, 6, 7, 2, 3])  # [BN, chunks, place (4 axes of 2), unit, half]
+    return codes
+
+
+@triton.jit
+def weight_tile(
+    codes, s, b, BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, PAIRS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """code · scale + bias, [BN, BK] in dot order and in DTYPE, rounded once: from float32 or (PAIRS) the exact sum.
+
+    A code or-ed into the mantissa of 2^23 is that number plus the code, without a conversion.
+    """
+    VPW: tl.constexpr = 32 // BITS if 32 % BITS == 0 else 32
+    if PAIRS is not None:
+        SHAPE: tl.constexpr = [BN, BK // (4 * VPW), VPW // 2, 4]
+        s = _twice(by_unit(s, BN, BK, GS, VPW), SHAPE)
+        b = _twice(by_unit(b, BN, BK, GS, VPW), SHAPE)
+        w = tl.inline_asm_elementwise(PAIRS, "=r,r,r,r", [codes, s, b], dtype=tl.uint32, is_pure=True, pack=1)
+        low = w.to(tl.uint16).to(DTYPE, bitcast=True)
+        w = tl.reshape(tl.join(low, (w >> 16).to(tl.uint16).to(DTYPE, bitcast=True)), [BN, BK])
+    else:
+        SHAPE: tl.constexpr = [BN, BK // (4 * VPW), VPW // 2, 4, 2]
+        w = tl.reshape((codes | 0x4B000000).to(tl.float32, bitcast=True), [BN, BK]) - 8388608.0
+        s = tl.reshape(tl.broadcast_to(by_unit(s, BN, BK, GS, VPW)[:, :, :, :, None], SHAPE), [BN, BK])
+        b = tl.reshape(tl.broadcast_to(by_unit(b, BN, BK, GS, VPW)[:, :, :, :, None], SHAPE), [BN, BK])
+        w = (w * s.to(tl.float32) + b.to(tl.float32)).to(DTYPE)
+    return w
+
+
+@triton.jit
+def accumulate(
+    acc, x_ptr, x_start, x_live, w_ptr, w_start, s_ptr, s_start, b_ptr, b_start, first, last, K: tl.constexpr,
+    BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, ORDERED: tl.constexpr,
+    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc [BN, BM] + W · xᵀ over k = first…last, for rows of W and x that start at these elements.
+
+    BITS = 0: W is dense. ORDERED: x is in dot order. The loop's loads become asynchronous copies, several steps ahead.
+    Rows of x that are not live are not read: all of them reading one and the same row takes longer than the product.
+    """
+    if BITS == 0:
+        for k in range(first, last, BK):
+            w = load_tile(w_ptr, w_start, None, k, K, BK).to(DTYPE)
+            x = load_tile(x_ptr, x_start, x_live, k, K, BK).to(DTYPE)
+            acc = tl.dot(w, tl.trans(x), acc, input_precision="tf32x3")
+    else:
+        VPW: tl.constexpr = 32 // BITS if 32 % BITS == 0 else 32
+        for k in range(first, last, BK):
+            codes = load_codes(w_ptr, w_start, k, K, BN, BK, BITS, PAIRS)
+            x = load_tile(x_ptr, x_start, x_live, k, K, BK).to(DTYPE)
+            if not ORDERED:
+                x = dot_order(x, BM, BK, VPW)
+            s = load_scales(s_ptr, s_start, k, K, BK, GS, WORDS)
+            b = load_scales(b_ptr, b_start, k, K, BK, GS, WORDS)
+            w = weight_tile(codes, s, b, BN, BK, BITS, GS, PAIRS, DTYPE)
+            acc = tl.dot(w, tl.trans(x), acc, input_precision="tf32x3")
+            if _SETTLE:
+                acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
+
+
+# gemm      out[t, n] = Σ_k x[t, k] · W[n, k], W = code · scale + bias or dense, in parts of K that are added in order
+# shapes    x [T, K] as stored, or in dot order (ORDERED); W [N, K]; out [splits, T, N]; sums in float32
+# grid      (T tiles · N tiles, splits), T tiles first, so that a weight tile comes from memory once and then from L2;
+#           a program has FOLD parts, either all of them or one
+# bytes     T · K · itemsize per N tile, the weight once per T tile (from L2 but the first), out once
+# limits    K a multiple of 32 if the weight is quantized
+@triton.jit(do_not_specialize=["T"])
+def _gemm_kernel(
+    x_ptr, w_ptr, s_ptr, b_ptr, out_ptr, T, N, K: tl.constexpr, PART: tl.constexpr, FOLD: tl.constexpr,
+    BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, ORDERED: tl.constexpr,
+    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(T, BM)
+    m = (tl.program_id(0) % tiles).to(tl.int64) * BM + tl.arange(0, BM)
+    n = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    w_start = row * (K * BITS // 32 if BITS else K)
+    s_start = row * (K // GS)
+    total = tl.zeros([BN, BM], tl.float32)
+    for part in tl.static_range(FOLD):
+        start = (tl.program_id(1) + part) * PART
+        acc = tl.zeros([BN, BM], tl.float32)
+        acc = accumulate(
+            acc, x_ptr, m * K, m < T, w_ptr, w_start, s_ptr, s_start, b_ptr, s_start, start, min(start + PART, K), K,
+            BITS, GS, WORDS, PAIRS, ORDERED, DTYPE, BM, BN, BK,
+        )  # fmt: skip
+        total += acc
+    at = out_ptr + (tl.program_id(1).to(tl.int64) * T + m[:, None]) * N + n[None, :]
+    tl.store(at, tl.trans(total).to(out_ptr.dtype.element_ty), mask=(m[:, None] < T) & (n[None, :] < N))
+
+
+# add_parts out[i] = Σ_s parts[s, i], s in order
+# shapes    parts float32 [SPLITS, size], out [size] of any float dtype
+# grid      (size / BLOCK,)
+# bytes     size · (4 · SPLITS + itemsize)
+# limits    none
+@triton.jit
+def _add_parts_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for s in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + s * size.to(tl.int64) + i, mask=i < size, other=0.0)
+    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < size)
+
+
+# dot_order out = x with the k of every chunk of 4 · VPW in dot order
+# shapes    x, out [chunks, 4 · VPW], the rows of a contiguous [T, K] end to end
+# grid      (chunks / CHUNKS,)
+# bytes     2 · T · K · itemsize
+# limits    K a multiple of 4 · VPW
+@triton.jit(do_not_specialize=["chunks"])
+def _dot_order_kernel(x_ptr, out_ptr, chunks, VPW: tl.constexpr, CHUNKS: tl.constexpr):
+    chunk = tl.program_id(0).to(tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    at = chunk[:, None] * (4 * VPW) + tl.arange(0, 4 * VPW)[None, :]
+    live = chunk[:, None] < chunks
+    x = tl.load(x_ptr + at, mask=live, other=0.0)
+    tl.store(out_ptr + at, dot_order(x, CHUNKS, 4 * VPW, VPW), mask=live)
+
+
+# dense     out[i] = code[i] · scale[i // GS] + bias[i // GS] in float32, rounded to out's dtype
+# shapes    the weight's units end to end: packed [units, words], scales and biases flat; out [units, VPW]
+# grid      (units / UNITS,)
+# bytes     packed, scales and biases once, out once
+# limits    none
+@triton.jit(do_not_specialize=["count"])
+def _dense_kernel(w_ptr, s_ptr, b_ptr, out_ptr, count, BITS: tl.constexpr, GS: tl.constexpr, UNITS: tl.constexpr):
+    VPW: tl.constexpr = 32 // BITS if 32 % BITS == 0 else 32
+    WORDS: tl.constexpr = VPW * BITS // 32
+    u = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
+    live = u < count
+    s = tl.load(s_ptr + u * VPW // GS, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + u * VPW // GS, mask=live, other=0.0).to(tl.float32)
+    bit = tl.arange(0, VPW)[None, :] * BITS
+    codes = tl.zeros([UNITS, VPW], tl.uint32)
+    for i in tl.static_range(WORDS):
+        word = tl.load(w_ptr + u * WORDS + i, mask=live, other=0).to(tl.uint32, bitcast=True)[:, None]
+        codes |= tl.where(bit // 32 == i, word >> (bit % 32), 0)
+        codes |= tl.where((bit // 32 == i - 1) & (bit % 32 + BITS > 32), word << ((32 - bit % 32) % 32), 0)
+    codes = codes & ((1 << BITS) - 1)
+    w = (codes | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    at = out_ptr + u[:, None] * VPW + tl.arange(0, VPW)[None, :]
+    tl.store(at, (w * s[:, None] + b[:, None]).to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+def dot_dtype(x: torch.Tensor, w: Any, out: torch.Tensor) -> torch.dtype:
+    """What the operands are rounded to: x's dtype, or float32 where the result is and a weight may need it."""
+    if out.dtype is torch.float32 and (isinstance(w, QuantizedTensor) or w.dtype is not x.dtype):
+        return torch.float32
+    # The interpreter multiplies bfloat16 as if they were integers.
+    return torch.float32 if INTERPRETED and x.dtype is torch.bfloat16 else x.dtype
+
+
+# Two codes in the halves of $1 times scales $2 plus biases $3: a code or-ed into the mantissa of 128 (bfloat16) or 1024
+# (float16) is that number plus the code; taking the number off again is exact, and the last step rounds once.
+_PAIRS = """{{
+.reg .b32 w, one, less;
+mov.b32 one, {one:#x};
+mov.b32 less, {less:#x};
+lop3.b32 w, $1, {mask:#x}, {base:#x}, 0xEA;
+fma.rn.{kind}x2 w, w, one, less;
+fma.rn.{kind}x2 $0, w, $2, $3;
+}}"""
+_HALVES = {torch.bfloat16: ("bf16", 0x3F80, 0xC300, 0x4300), torch.float16: ("f16", 0x3C00, 0xE400, 0x6400)}
+
+
+@functools.cache
+def _pairs(bits: int, scales: torch.dtype, dtype: torch.dtype) -> str | None:
+    if INTERPRETED or scales is not dtype or dtype not in _HALVES:
+        return None
+    if bits not in (2, 4) and not (bits == 8 and dtype is torch.float16):
+        return None
+    kind, *words = _HALVES[dtype]
+    one, less, base, mask = (word | word << 16 for word in (*words, (1 << bits) - 1))
+    return _PAIRS.format(kind=kind, one=one, less=less, base=base, mask=mask)
+
+
+def pairs_of(w: Any, dtype: torch.dtype) -> str | None:
+    """The PTX that makes weights of two codes at a time, where both fit the mantissa and scales are of this dtype."""
+    return _pairs(w.bits, w.scales.dtype, dtype) if isinstance(w, QuantizedTensor) else None
+
+
+def words_fit(w: Any) -> bool:
+    """True if half-precision scales and biases can be read by aligned words that end with the array."""
+    s, b = w.scales, w.biases
+    return s.element_size() == 2 and s.numel() % 2 == 0 and s.data_ptr() % 4 == 0 and b.data_ptr() % 4 == 0
+
+
+def ordered(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x [T, K] in dot order for weights of these bits: a copy."""
+    unit = units(bits)
+    assert x.is_contiguous() and x.shape[1] % (4 * unit) == 0
+    made, chunks = torch.empty_like(x), x.numel() // (4 * unit)
+    step = 1024 // unit
+    _dot_order_kernel[(triton.cdiv(chunks, step),)](x, made, chunks, unit, step)
+    return made
+
+
+@functools.cache
+def _config(T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processors: int) -> tuple[int, ...]:
+    """BM, BN, BK, parts of K, parts of a program, warps, stages.
+
+    The bits of a row depend on where the parts begin alone: `fixed` chooses them without T. BN is at least 32 per warp:
+    for a load of fewer elements than threads Triton finds no layout that leaves the weights where they are unpacked.
+    """
+    BM = 16 if T <= 16 else 32 if T <= 32 else 64 if T <= 64 or wide or fixed else 128
+    if wide:
+        BN, BK, warps, stages = 64, 32, 4, 2
+    else:
+        BN, BK, warps, stages = 128, 128 if BM <= 32 and not fixed else 64, 4, 4 if BM <= 64 else 3
+    BK = max(BK, 4 * units(bits)) if bits else BK
+    tiles = triton.cdiv(N, BN) * (1 if fixed else triton.cdiv(T, BM))
+    most = processors * (4 if BM <= 64 else 1)  # programs, of which 3 to 5 or 2 run at a time on a multiprocessor
+    parts = 1
+    while tiles * parts * 2 <= most and K // (parts * 2) >= 512:
+        parts *= 2
+    return BM, BN, BK, parts, parts if fixed and T > 64 else 1, warps, stages
+
+
+def _launch(x: torch.Tensor, w: Any, out: torch.Tensor) -> None:
+    (T, K), N = x.shape, w.shape[0]
+    quantized = isinstance(w, QuantizedTensor)
+    bits, gs = (w.bits, w.group_size) if quantized else (0, 1)
+    dtype = dot_dtype(x, w, out)
+    wide = dtype is torch.float32
+    BM, BN, BK, parts, fold, warps, stages = _config(T, N, K, bits, wide, deterministic(), multiprocessors(x))
+    splits = parts // fold
+    order = quantized and T > ORDER_ROWS and K % (4 * units(bits)) == 0
+    sums = out if splits == 1 else torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
+    arrays = w.arrays if quantized else (w, w, w)
+    part = triton.cdiv(triton.cdiv(K, parts), BK) * BK
+    _gemm_kernel[(triton.cdiv(T, BM) * triton.cdiv(N, BN), splits)](
+        ordered(x, bits) if order else x, *arrays, sums, T, N, K, part, fold, bits, gs, quantized and words_fit(w),
+        pairs_of(w, dtype), order, TL_DTYPES[dtype], BM, BN, BK, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        size = out.numel()
+        _add_parts_kernel[(triton.cdiv(size, 1024),)](sums, out, size, splits, 1024)
+
+
+def dense_copy(w: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight made dense in this dtype, in new memory."""
+    made = torch.empty(w.shape, dtype=dtype, device=w.packed.device)
+    unit = units(w.bits)
+    count, step = made.numel() // unit, 2048 // unit
+    _dense_kernel[(triton.cdiv(count, step),)](*w.arrays, made, count, w.bits, w.group_size, step)
+    return made
+
+
+def _dense_pays(T: int, N: int) -> bool:
+    """True where a dense copy of the weight and cuBLAS take less time than tiles.
+
+    On an H200, tiles and copy in µs: T = 64 20.6 and 34.3 for [12288, 2048], 11.8 and 15.3 for [2048, 4096]; T = 128
+    26.9 and 36.1, 19.6 and 16.5; T = 256 37.5 and 40.3, 27.7 and 19.3; T = 4096 435 and 296, 191 and 93.
+    """
+    return T >= 256 or (T > 64 and N < 8192)
+
+
+def quantized_gemm(x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor) -> None:
+    """out [T, N] = x [T, K] · wᵀ for a quantized w [N, K]."""
+    assert x.is_contiguous() and out.is_contiguous()
+    (T, N), half = out.shape, x.dtype is out.dtype and x.dtype is not torch.float32
+    if T == 0:
+        return
+    if half and _dense_pays(T, N) and not deterministic():
+        torch.mm(x, dense_copy(w, x.dtype).t(), out=out)
+    else:
+        _launch(x, w, out)
+
+
+def dense_gemm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, N] = x [T, K] · wᵀ for a dense w [N, K]; dtypes may differ.
+
+    cuBLAS where all three agree, unless torch may round float32 operands to fewer bits.
+    """
+    assert x.is_contiguous() and w.is_contiguous() and out.is_contiguous()
+    if x.shape[0] == 0:
+        return
+    alike = x.dtype is w.dtype and x.dtype is out.dtype and not deterministic()
+    if alike and (x.dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"):
+        torch.mm(x, w.t(), out=out)
+    else:
+        _launch(x, w, out)

@@ -1,0 +1,327 @@
+"""Products of a few rows with quantized or dense weights, one pass over the weights: plain, gated, and by experts."""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.backends.cuda._codes import MAGIC, add_blocks, block_codes, columns, columns_summed, place_of, tile_codes
+from penstock.backends.cuda._launch import INTERPRETED, activation, multiprocessors
+from penstock.backends.cuda._rows import rounded
+from penstock.ops._op import deterministic
+from penstock.quant import QuantizedTensor
+
+TOKENS = 8  # rows of x that one pass over the weights takes
+
+
+@triton.jit
+def _dense_product(
+    w_ptr, x_ptr, base, x_at, first, N, T, x_step, K: tl.constexpr, TP: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Rows first … first + R − 1 of a dense matrix that starts at row `base`, times TP rows of x → float32 [R, TP]."""
+    BK: tl.constexpr = min(triton.next_power_of_2(K), max(64, 8192 // (R * TP)))
+    row = first + tl.arange(0, R)
+    token = tl.arange(0, TP)
+    acc = tl.zeros((R, BK, TP), tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        ok = (row < tl.where(base >= 0, N, 0))[:, None] & (k < K)[None, :]
+        w = tl.load(w_ptr + (base + row)[:, None] * K + k[None, :], mask=ok, other=0.0).to(tl.float32)
+        here = (k < K)[:, None] & (token < T)[None, :]
+        x = tl.load(x_ptr + x_at + token[None, :] * x_step + k[:, None], mask=here, other=0.0).to(tl.float32)
+        acc += w[:, :, None] * x[None, :, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def _wait_if(fresh):
+    if fresh != 0:
+        gdc_wait()
+
+
+# matvec    y[p, t] = sum_i weights[q] * (W[e] . x[q // share, t]), q = p * SLOTS + i, e = expert of q (ids, slot_of) or
+#           q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not there
+# shapes    W, U: rows of one format, `matrix` rows for each expert, those of U `up_row` rows further; x rows of K,
+#           x_step apart for tokens; ids, weights [pairs]; y rows of N, y_step apart; BITS 0: W, U dense and GS 1
+# grid      (ceil(N / R) * p,): a program has R rows for one p, its S warps take U blocks of (i, K) at a time
+# bytes     the matrices that are named, once for all T tokens; x stays in cache
+# limits    T <= TP <= 8 tokens; codes: R a multiple of 16, with ACT of 8
+#
+# PDL: the kernel starts while the one before it ends, asks for weights, and waits for that end before it reads x or
+# writes y. fresh 1: weights or ids may be what the one before writes, so it waits before it reads anything.
+@triton.jit(do_not_specialize=["magic", "fresh", "T", "known", "stack", "share"])
+def _matvec_kernel(
+    w_ptr, s_ptr, b_ptr, u_ptr, us_ptr, ub_ptr, x_ptr, ids_ptr, slot_ptr, weights_ptr, y_ptr, magic, fresh, N, T, known,
+    stack, matrix, up_row, share, x_step, y_step, SLOTS: tl.constexpr, ACT: tl.constexpr, G: tl.constexpr,
+    BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    p = (tl.program_id(0) // tl.cdiv(N, R)).to(tl.int64)
+    first = tl.program_id(0) % tl.cdiv(N, R) * R
+    if PDL:
+        _wait_if(fresh)
+    if BITS == 0:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        y = tl.zeros((R, TP), tl.float32)
+        for q in range(p * SLOTS, p * SLOTS + SLOTS):
+            slot = q if ids_ptr is None else place_of(ids_ptr, slot_ptr, q, q >= 0, known, stack)
+            part = _dense_product(w_ptr, x_ptr, slot * matrix, q // share * G, first, N, T, x_step, G, TP, R)
+            if ACT is not None:
+                up = _dense_product(u_ptr, x_ptr, slot * matrix + up_row, q // share * G, first, N, T, x_step, G, TP, R)
+                part = activation(part, ACT) * up
+            if weights_ptr is not None:
+                part *= tl.where(slot >= 0, tl.load(weights_ptr + q), 0.0)
+            y += part
+    else:
+        ROWS: tl.constexpr = R if ACT is None else 2 * R
+        COLS: tl.constexpr = columns(BITS, GS, TP)
+        total = tl.zeros((S, ROWS, COLS), tl.float32)
+        for start in range(0, SLOTS * triton.cdiv(G * GS, block_codes(BITS, GS, TP)), S * U):
+            total = add_blocks(
+                total, w_ptr, s_ptr, b_ptr, u_ptr, us_ptr, ub_ptr, x_ptr, ids_ptr, slot_ptr, weights_ptr, magic,
+                p * SLOTS, start, first, N, T, known, stack, matrix, up_row, share, x_step,
+                SLOTS, G, BITS, GS, TP, ROWS, S, U, PDL,
+            )  # fmt: skip
+        y = columns_summed(total, S, ROWS, COLS, TP)
+        if ACT is not None:
+            y, up = tl.split(y.reshape(2, R, TP).permute(1, 2, 0))
+            y = activation(y, ACT) * up
+    row = first + tl.arange(0, R)[:, None]
+    token = tl.arange(0, TP)[None, :]
+    at = y_ptr + p * N + token.to(tl.int64) * y_step + row
+    tl.store(at, rounded(y, y_ptr.dtype.element_ty), mask=(row < N) & (token < T))
+
+
+# gated     y[i] = act(gate[i]) * up[i]
+# shapes    gate, up float32, y any float, all of one size
+# grid      (ceil(size / BLOCK),)
+# bytes     each once
+# limits    none
+@triton.jit
+def _gated_kernel(gate_ptr, up_ptr, y_ptr, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + at, mask=at < size, other=0.0)
+    up = tl.load(up_ptr + at, mask=at < size, other=0.0)
+    tl.store(y_ptr + at, rounded(activation(gate, ACT) * up, y_ptr.dtype.element_ty), mask=at < size)
+
+
+# round     y[t, g * gs + j] = rint(x / d) * d with d = max |x| / 127 of the group, in float32; 0 where d = 0
+# shapes    x, y [groups, GS]
+# grid      (ceil(groups / ROWS),)
+# bytes     x once, y once
+# limits    none
+@triton.jit
+def _round_kernel(x_ptr, y_ptr, groups, GS: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = row * GS + tl.arange(0, GS)[None, :]
+    x = tl.load(x_ptr + at, mask=row < groups, other=0.0).to(tl.float32)
+    delta = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)[:, None]
+    ratio = tl.div_rn(x, tl.where(delta == 0, 1.0, delta))
+    # Adding and taking away 1.5 · 2^23 rounds to the nearest even integer.
+    whole = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -127.0), 127.0)
+    tl.store(y_ptr + at, whole * delta, mask=row < groups)
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _starts_early() -> bool:
+    """Whether kernels may start while the one before them ends: compute capability 9.0 on."""
+    return not INTERPRETED and triton.runtime.driver.active.get_current_target().arch >= 90
+
+
+@functools.cache
+def config(tokens: int, rows: int, warps: int, blocks: int = 1) -> dict[str, int]:
+    """A launch for codes: rows and warps of a program, blocks of a warp; more tokens than there are: shorter blocks."""
+    return {"TP": tokens, "R": rows, "S": warps, "U": blocks, "num_warps": warps, "num_stages": 1}
+
+
+@functools.cache
+def _config(
+    bits: int, gs: int, N: int, K: int, T: int, pairs: int, slots: int, gated: bool, wide: bool, processors: int
+) -> dict[str, int]:
+    """The launch for these sizes; `wide`: activations other than bfloat16, which take more registers."""
+    tokens = triton.next_power_of_2(T)
+    if bits == 0:
+        return {"TP": tokens, "R": 8 if N * pairs >= 16 * processors else 2, "S": 1, "U": 1, "num_warps": 4}
+    blocks = slots * -(-K // block_codes(bits, gs, tokens))
+    tiles = N * pairs * (1 + gated) / 16 / processors
+    rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
+    narrow = bits in (2, 4) and not wide  # leaves registers for twice as much
+    if tiles >= 2.5:
+        warps = min(4, triton.next_power_of_2(blocks))
+        if tokens > 1:  # blocks are short: several at once, so that enough is on its way
+            return config(tokens, rows, warps, min(4 if tokens == TOKENS else 2, -(-blocks // warps)) if narrow else 1)
+        return config(tokens, 2 * rows if tiles >= 5.5 and blocks <= warps and narrow else rows, warps)
+    if tiles <= 1 and blocks <= 4 and tokens < TOKENS:
+        tokens, blocks = 2 * tokens, 2 * blocks
+    warps = min(8, triton.next_power_of_2(blocks))
+    return config(tokens, rows, warps, 2 if blocks > warps and narrow else 1)
+
+
+def _parts(w: Any) -> tuple[Any, Any, Any, int, int, int]:
+    """Arrays, bits, group size and groups per row of a weight; a dense one has bits 0 and groups of 1."""
+    if isinstance(w, QuantizedTensor):
+        return *w.arrays, w.bits, w.group_size, w.scales.shape[-1]
+    assert w.is_contiguous()
+    return w, None, None, 0, 1, w.shape[-1]
+
+
+_EARLY = {"launch_pdl": True}
+_read: weakref.WeakSet[QuantizedTensor] = weakref.WeakSet()
+
+
+def _is_new(w: Any) -> bool:
+    """Whether no kernel has read this weight so far: then the kernel before may have made it."""
+    if not isinstance(w, QuantizedTensor) or w in _read:
+        return False
+    _read.add(w)
+    return True
+
+
+def _matvec(
+    x: torch.Tensor,
+    w: Any,
+    out: torch.Tensor,
+    N: int,
+    T: int = 1,
+    pairs: int = 1,
+    slots: int = 1,
+    share: int = 1,
+    steps: tuple[int, int] = (0, 0),
+    ids: torch.Tensor | None = None,
+    slot_of: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    up: Any = None,
+    act: str | None = None,
+    stack: int = 0,
+    old_ids: bool = False,
+    config: dict[str, int] | None = None,
+) -> None:
+    """One launch of `matvec`. up None with an act: the up rows follow the N gate rows of w."""
+    codes, scales, biases, bits, gs, G = _parts(w)
+    ups = (None, None, None) if act is None else (codes, scales, biases) if up is None else _parts(up)[:3]
+    if config is None:
+        # Deterministic rows do not depend on how many there are. (Experts have one row of x each.)
+        tokens, several = (_passes(x, w) if ids is None else 1, 1) if deterministic() else (T, pairs)
+        kind = (act is not None, x.dtype != torch.bfloat16, multiprocessors(x))
+        config = _config(bits, gs, N, G * gs, tokens, several, slots, *kind)
+    early = _starts_early()
+    fresh = early and ((ids is not None and not old_ids) or _is_new(w) or (up is not None and _is_new(up)))
+    _matvec_kernel[(triton.cdiv(N, config["R"]) * pairs,)](
+        codes, scales, biases, *ups, x, ids, slot_of, weights, out, MAGIC, int(fresh), N, T,
+        0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], w.shape[-2], N if up is None else 0, share,
+        *steps, SLOTS=slots, ACT=act, G=G, BITS=bits, GS=gs, PDL=early, **(_EARLY if early else {}), **config,
+    )  # fmt: skip
+
+
+@functools.cache
+def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
+    """Rows of x that one pass over the weights takes: a thread keeps its x, in up to 3 parts, in registers."""
+    parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype]
+    tokens = TOKENS
+    while tokens > 1 and columns(bits, gs, tokens) * tile_codes(bits, gs, tokens) * parts > 192 * 32:
+        tokens //= 2
+    return tokens
+
+
+def _passes(x: torch.Tensor, w: Any) -> int:
+    """Rows of x per pass over w."""
+    return _most_tokens(w.bits, w.group_size, x.dtype) if isinstance(w, QuantizedTensor) else TOKENS
+
+
+def matvec(x: torch.Tensor, w: Any, out: torch.Tensor, up: Any = None, act: str | None = None) -> None:
+    """out [T, N] = x [T, K] · w [N, K], or act(x · w) · (x · up); a few rows of x per pass over the weights."""
+    N, K = out.shape[1], x.shape[1]
+    most = _passes(x, w)
+    if len(x) <= most:
+        _matvec(x, w, out, N, len(x), steps=(K, N), up=up, act=act)
+        return
+    for part, into in zip(x.split(most), out.split(most), strict=True):
+        _matvec(part, w, into, N, len(part), steps=(K, N), up=up, act=act)
+
+
+def batched_matvec(x: torch.Tensor, w: Any, out: torch.Tensor) -> None:
+    """out [T, H, N] = x [T, H, K] · w [H, N, K] for each of H."""
+    _, H, K = x.shape
+    N = out.shape[2]
+    most = _passes(x, w)
+    for part, into in zip(x.split(most), out.split(most), strict=True):
+        _matvec(part, w, into, N, len(part), pairs=H, steps=(H * K, H * N))
+
+
+def expert_rows(
+    x: torch.Tensor,
+    experts: Any,
+    ids: torch.Tensor | None,
+    slot_of: torch.Tensor | None,
+    share: int,
+    out: torch.Tensor,
+    stack: int = 0,
+) -> None:
+    """out [pairs, N] = x[p // share] · experts[ids[p]]; ids None: expert p; 0 for an expert that is not there."""
+    pairs, N = out.shape
+    _matvec(x, experts, out, N, pairs=pairs, share=share, ids=ids, slot_of=slot_of, stack=stack)
+
+
+def expert_gate_up_rows(
+    x: torch.Tensor,
+    gate_w: Any,
+    up_w: Any,
+    ids: torch.Tensor,
+    slot_of: torch.Tensor | None,
+    act: str,
+    out: torch.Tensor,
+) -> None:
+    """out [T, k, N] = act(gate_w[e] · x[t]) · (up_w[e] · x[t]), e = ids[t, i]; up_w None: gate_w is [S, 2N, K].
+
+    All chosen experts of a token in one launch; 0 for an expert that is not there.
+    """
+    T, k, N = out.shape
+    if up_w is not None and _parts(gate_w)[3:] != _parts(up_w)[3:]:  # one kernel reads one format
+        gate, up = (torch.empty((T * k, N), dtype=torch.float32, device=x.device) for _ in range(2))
+        expert_rows(x, gate_w, ids, slot_of, k, gate)
+        expert_rows(x, up_w, ids, slot_of, k, up)
+        gated(gate, up, act, out)
+        return
+    _matvec(x, gate_w, out, N, pairs=T * k, share=k, ids=ids, slot_of=slot_of, up=up_w, act=act)
+
+
+def expert_down_sum_rows(
+    h: torch.Tensor,
+    down_w: Any,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    slot_of: torch.Tensor | None,
+    out: torch.Tensor,
+    after_gate_up: bool = False,
+) -> None:
+    """out [T, dim] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) in one launch, without atomics.
+
+    after_gate_up: the kernel before this one on the stream is that of `expert_gate_up_rows` with the same ids.
+    """
+    T, k, _ = h.shape
+    _matvec(
+        h, down_w, out, out.shape[1], pairs=T, slots=k, ids=ids, slot_of=slot_of, weights=weights, old_ids=after_gate_up
+    )
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, act: str, out: torch.Tensor) -> None:
+    """out = act(gate) · up; gate and up float32."""
+    _gated_kernel[(triton.cdiv(out.numel(), 1024),)](gate, up, out, out.numel(), ACT=act, BLOCK=1024)
+
+
+def round_activations(x: torch.Tensor, gs: int) -> torch.Tensor:
+    """x [T, K] rounded to 8 bits per group of gs, as float32: what a product with activations="int8" reads."""
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    groups = x.numel() // gs
+    if groups:
+        _round_kernel[(triton.cdiv(groups, 8),)](x, y, groups, GS=gs, ROWS=8, num_warps=1)
+    return y

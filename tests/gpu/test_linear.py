@@ -1,0 +1,307 @@
+"""CUDA kernels of products: few rows against quantized and dense weights, experts, heads, rounding of activations."""
+
+import numpy as np
+import pytest
+import torch
+
+import penstock
+from penstock import ops
+from penstock.errors import PenstockError
+from penstock.quant import ExpertBlobs
+from tests.gpu.common import DEVICE, GPU, reference, run, to_device, to_host
+from tests.ops.common import EPS, assert_close, assert_same_bits, i32, normal, quantized
+
+REL = {kind: 4e-6 + (0 if kind == "float32" else 2 * eps) for kind, eps in EPS.items()}
+
+
+def some(*values, least=2):
+    """All values on a GPU, the last few in the interpreter, which takes a tenth of a second for a program."""
+    return values if GPU else values[-least:]
+
+
+def close(got, want, dtype="float32"):
+    """Within the tolerance of the op cases: against the largest output."""
+    assert_close("y", got, want, REL[dtype], max(np.abs(want.astype(np.float64)).max(initial=0), 1e-3))
+
+
+# -- matvec ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", some(2, 4, 8, 7, 11, 1, least=3))
+@pytest.mark.parametrize(("bits", "gs", "dtype"), [(4, 64, "bfloat16"), (8, 128, "float32"), (2, 32, "float16")])
+def test_matvec_takes_several_rows(T, bits, gs, dtype, rng):
+    arguments = {
+        "x": normal(rng, T, 5 * gs, dtype=dtype),
+        "w": quantized(rng, 21, 5 * gs, bits=bits, group_size=gs),
+        "dtype": "float32",
+    }
+    close(run(ops.quantized_matmul, "matvec", **arguments), reference(ops.quantized_matmul, **arguments))
+
+
+@pytest.mark.parametrize("N", some(7, 9, 15, 16, 33, 1, 17))
+def test_matvec_of_any_number_of_outputs(N, rng):
+    """H2: rows beyond N take part in nothing."""
+    arguments = {"x": normal(rng, 2, 192, dtype="bfloat16"), "w": quantized(rng, N, 192, group_size=64)}
+    close(run(ops.quantized_matmul, **arguments), reference(ops.quantized_matmul, **arguments), "bfloat16")
+
+
+@pytest.mark.parametrize("groups", some(2, 7, 8, 33, 1, 9))
+@pytest.mark.parametrize("bits", [4, 6])
+def test_matvec_of_any_number_of_groups(bits, groups, rng):
+    arguments = {"x": normal(rng, 1, 32 * groups), "w": quantized(rng, 5, 32 * groups, bits=bits)}
+    close(run(ops.quantized_matmul, **arguments), reference(ops.quantized_matmul, **arguments))
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_matvec_takes_scales_of_any_float(kind, rng):
+    arguments = {"x": normal(rng, 1, 96, dtype="bfloat16"), "w": quantized(rng, 18, 96, dtype=kind), "dtype": "float32"}
+    close(run(ops.quantized_matmul, **arguments), reference(ops.quantized_matmul, **arguments))
+
+
+def test_matvec_keeps_all_bits_of_float32(rng):
+    """The last 8 bits of an activation count as much as they should."""
+    w, whole = quantized(rng, 3, 256), np.ones((1, 256), np.float32)
+    more = whole + np.float32(255 * 2.0**-23)
+    got = run(ops.quantized_matmul, x=more, w=w).astype(np.float64) - run(ops.quantized_matmul, x=whole, w=w)
+    want = (more - whole).astype(np.float64) @ ops.dequantize(w).astype(np.float64).T
+    assert_close("difference", got, want, 0.1, np.abs(want).max())
+
+
+@pytest.mark.parametrize("kind", some("float32", "float16", "bfloat16"))
+@pytest.mark.parametrize(("T", "N", "K"), [(1, 3, 1), (2, 9, 131), (8, 5, 64), (9, 4, 33)])
+def test_dense_matvec(T, N, K, kind, rng):
+    arguments = {"x": normal(rng, T, K), "w": normal(rng, N, K, dtype=kind, scale=K**-0.5)}
+    close(run(ops.matmul, "matvec", **arguments), reference(ops.matmul, **arguments))
+
+
+def test_fused_gate_up_equals_its_parts(rng):
+    x, gate, up = normal(rng, 3, 96), quantized(rng, 19, 96, bits=3), quantized(rng, 19, 96, bits=3)
+    arguments = {"x": x, "gate_w": gate, "up_w": up}
+    close(run(ops.fused_gate_up_swiglu, "matvec", **arguments), reference(ops.fused_gate_up_swiglu, **arguments))
+
+
+def test_deterministic_rows_do_not_depend_on_their_number(rng):
+    x, w = normal(rng, 11, 128, dtype="bfloat16"), to_device(quantized(rng, 20, 128, group_size=64))
+    with penstock.backend("cuda", deterministic=True):
+        many = to_host(ops.quantized_matmul(to_device(x), w))
+        for t in (0, 10):
+            assert_same_bits("row", to_host(ops.quantized_matmul(to_device(x[t : t + 1]), w)), many[t : t + 1])
+
+
+# -- activations="int8" ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_activations_are_rounded_as_defined(dtype, rng):
+    from penstock.backends.cuda._matvec import round_activations
+
+    x = normal(rng, 3, 128, dtype=dtype, scale=3)
+    x[1, 32:64] = 0
+    x[2, :32] = np.linspace(-127, 127, 32) * 0.5  # delta 0.5: halves fall between two bytes
+    groups = x.astype(np.float32).reshape(-1, 32)
+    delta = np.abs(groups).max(1, keepdims=True) / np.float32(127)
+    rounded = np.rint(np.divide(groups, delta, where=delta > 0, out=np.zeros_like(groups))) * delta
+    assert np.array_equal(to_host(round_activations(to_device(x), 32)), rounded.reshape(x.shape))
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+def test_experts_that_are_not_there_give_zeros(rng):
+    """Ids below 0 or beyond the experts, and slots of −1, read nothing."""
+    experts, x = to_device(quantized(rng, 3, 17, 64)), to_device(normal(rng, 2, 64))
+    ids, slot_of = to_device(i32([0, 9, -1], [2, 1, 3])), to_device(i32(2, -1, 0, 5))
+    out = torch.full((2, 3, 17), float("nan"), device=DEVICE)
+    with penstock.backend("cuda"):
+        ops.expert_matmul(x, experts, ids, slot_of, out=out)
+    got = to_host(out)
+    assert not got[0, 1:].any() and not got[1, 1:].any()
+    host, rows = experts.to("cpu"), to_host(x)
+    for (t, i), slot in {(0, 0): 2, (1, 0): 0}.items():
+        close(got[t, i], reference(ops.quantized_matmul, x=rows[t], w=host[slot]))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_expert_rows_of_absent_experts_count_as_nothing(dense, rng):
+    from penstock.backends.cuda._matvec import expert_down_sum_rows, expert_gate_up_rows
+
+    gate, up, down = quantized(rng, 3, 32, 64), quantized(rng, 3, 32, 64), quantized(rng, 3, 21, 32)
+    if dense:
+        gate, up, down = (penstock.ops.dequantize(w) for w in (gate, up, down))
+    x, weights = normal(rng, 2, 64), np.abs(normal(rng, 2, 3))
+    ids, slot_of = i32([0, 4, 1], [-1, 2, 0]), i32(1, 2, -1, 0)
+    h = torch.full((2, 3, 32), float("nan"), device=DEVICE)
+    y = torch.full((2, 21), float("nan"), device=DEVICE)
+    where, places = to_device(ids), to_device(slot_of)
+    expert_gate_up_rows(to_device(x), to_device(gate), to_device(up), where, places, "gelu_tanh", h)
+    expert_down_sum_rows(h, to_device(down), where, to_device(weights), places, y)
+    slots = {(0, 0): 1, (0, 2): 2, (1, 2): 1}
+    want_h, want_y = np.zeros((2, 3, 32)), np.zeros((2, 21))
+    for (t, i), slot in slots.items():
+        pair = {"x": x[t : t + 1], "ids": i32([slot]), "act": "gelu_tanh"}
+        want_h[t, i] = reference(ops.expert_gate_up, gate_w=gate, up_w=up, **pair)[0, 0]
+        part = reference(ops.expert_matmul, x=to_host(h)[t, i], experts=down, ids=i32(slot))[0]
+        want_y[t] += weights[t, i].astype(np.float64) * part
+    close(to_host(h), want_h)
+    close(to_host(y), want_y)
+
+
+def test_a_sequence_of_experts_by_ids_and_slots(rng):
+    experts = [quantized(rng, 5, 32, bits=8) for _ in range(3)]
+    arguments = {"x": normal(rng, 2, 32), "experts": experts, "ids": i32([1, 3], [0, 1]), "slot_of": i32(2, 0, -1, 1)}
+    close(run(ops.expert_matmul, **arguments), reference(ops.expert_matmul, **arguments))
+
+
+def test_expert_blobs_are_refused(rng):
+    w = quantized(rng, 3, 32)
+    blob = np.concatenate([a.view(np.uint8).reshape(-1) for a in w.arrays])
+    sizes = np.cumsum([0] + [a.nbytes for a in w.arrays])
+    blobs = ExpertBlobs([blob], *map(int, sizes[:3]), 3, 32, 4, 32)
+    with penstock.backend("cuda"), pytest.raises(PenstockError, match=r"^expert_matmul: experts .* host .* expected"):
+        ops.expert_matmul(to_device(normal(rng, 32)), blobs)
+
+
+@pytest.mark.parametrize("kind", ["quantized", "dense"])
+def test_batched_matvec_multiplies_head_by_head(kind, rng):
+    from penstock.backends.cuda._matvec import batched_matvec
+
+    w = quantized(rng, 3, 18, 64, bits=8) if kind == "quantized" else normal(rng, 3, 18, 40)
+    x = normal(rng, 2, 3, w.shape[-1])
+    out = torch.full((2, 3, 18), float("nan"), device=DEVICE)
+    batched_matvec(to_device(x), to_device(w), out)
+    each = penstock.ops.dequantize(w) if kind == "quantized" else w
+    close(to_host(out), np.einsum("thk,hnk->thn", x.astype(np.float64), each.astype(np.float64)))
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def random_weight(*shape, bits=4, gs=64):
+    """A quantized weight made on the device: quantizing a vocabulary on the host takes minutes."""
+    *rows, K = shape
+    packed = torch.randint(-(2**31), 2**31 - 1, (*rows, K * bits // 32), device=DEVICE, dtype=torch.int32)
+    scales = (torch.rand(*rows, K // gs, device=DEVICE) + 0.5).bfloat16() * K**-0.5
+    return penstock.QuantizedTensor(packed, scales, -scales * (2 ** (bits - 1) - 0.5), bits, gs)
+
+
+MODEL_SHAPES = [
+    (1, 248320, 2048, 4),
+    (8, 12288, 2048, 4),
+    (1, 8192, 2048, 4),
+    (3, 2048, 4096, 4),
+    (1, 256, 2048, 8),
+    (1, 2816, 2816, 4),
+    (2, 2816, 2112, 4),
+    (1, 18432, 7168, 4),
+    (4, 7168, 2048, 3),
+    (5, 4096, 4096, 6),
+    (1, 12288, 2048, 2),
+    (6, 4096, 2048, 5),
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("T", "N", "K", "bits"), MODEL_SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_matvec_at_model_shapes(T, N, K, bits, dtype):
+    w, x = random_weight(N, K, bits=bits), torch.randn(T, K, device=DEVICE).to(dtype)
+    out = torch.full((T, N), float("nan"), device=DEVICE)
+    ops.quantized_matmul(x, w, dtype="float32", out=out)
+    rows = slice(0, 20000)
+    part = w.with_arrays(*(a[rows] for a in w.arrays))
+    want = x.double() @ ops.dequantize(part).double().T
+    assert (out[:, rows] - want).abs().max() <= 4e-6 * want.abs().max()
+    assert not out.isnan().any()
+    assert all(torch.equal(out, ops.quantized_matmul(x, w, dtype="float32")) for _ in range(10))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("dim", "width", "E"), [(2048, 512, 256), (2816, 704, 128), (7168, 2048, 16)])
+def test_expert_decode_at_model_shapes(dim, width, E):
+    gate, up, down = random_weight(E, width, dim), random_weight(E, width, dim), random_weight(E, dim, width)
+    x = torch.randn(2, dim, device=DEVICE).bfloat16()
+    ids = torch.stack([torch.randperm(E, device=DEVICE)[:8] for _ in range(2)]).int()
+    weights = torch.rand(2, 8, device=DEVICE)
+    y = ops.moe_forward(x, ids, weights, gate, up, down)
+    want = torch.zeros(2, dim, device=DEVICE, dtype=torch.float64)
+    for t in range(2):
+        for i, e in enumerate(ids[t].tolist()):
+            a, b = (ops.dequantize(w[e]).double() @ x[t].double() for w in (gate, up))
+            h = (torch.nn.functional.silu(a) * b).bfloat16().double()
+            want[t] += weights[t, i].double() * (ops.dequantize(down[e]).double() @ h)
+    assert (y - want).abs().max() <= 2**-7 * want.abs().max()
+    assert all(torch.equal(y, ops.moe_forward(x, ids, weights, gate, up, down)) for _ in range(10))
+
+
+@pytest.mark.cuda
+def test_products_in_a_graph_follow_their_inputs():
+    """Each product reads what the one before wrote, while kernels start before the ones before them end."""
+    ws = [random_weight(2048, 2048) for _ in range(4)]
+    x = torch.randn(1, 2048, device=DEVICE).bfloat16()
+
+    def chain(y):
+        for i in range(40):
+            y = ops.quantized_matmul(y, ws[i % 4])
+        return y
+
+    chain(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(x)
+    for _ in range(5):
+        x.copy_(torch.randn(1, 2048, device=DEVICE))
+        graph.replay()
+        step = x
+        for i in range(40):
+            step = ops.quantized_matmul(step, ws[i % 4])
+            torch.cuda.synchronize()
+        assert torch.equal(y, step)
+
+
+@pytest.mark.cuda
+def test_experts_in_a_graph_follow_their_ids():
+    E, x = random_weight(16, 512, 2048), torch.randn(1, 2048, device=DEVICE).bfloat16()
+    ids = torch.zeros(1, 8, device=DEVICE, dtype=torch.int32)
+    ops.expert_matmul(x, E, ids)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.expert_matmul(x, E, ids)
+    for _ in range(3):
+        ids.copy_(torch.randint(0, 16, (1, 8), device=DEVICE))
+        graph.replay()
+        assert torch.equal(y, ops.expert_matmul(x, E, ids.clone()))
+
+
+@pytest.mark.cuda
+def test_experts_read_the_ids_that_were_just_written():
+    """Layers in a graph: a kernel writes ids, the next reads them, and the one after may start before that ends."""
+    from penstock.backends.cuda._matvec import expert_down_sum_rows, expert_gate_up_rows
+
+    gate_up, down = random_weight(16, 1024, 2048), random_weight(16, 2048, 512)
+    start, weights = torch.zeros(1, 8, device=DEVICE, dtype=torch.int32), torch.rand(1, 8, device=DEVICE)
+    ids = torch.empty_like(start)
+    h, y = (torch.empty(shape, device=DEVICE, dtype=torch.bfloat16) for shape in ((1, 8, 512), (1, 2048)))
+    x = torch.randn(1, 2048, device=DEVICE).bfloat16()
+
+    def layers(wait):
+        found = []
+        for layer in range(20):
+            torch.remainder(start + 3 * layer, 16, out=ids)
+            wait()
+            expert_gate_up_rows(x, gate_up, None, ids, None, "silu", h)
+            wait()
+            expert_down_sum_rows(h, down, ids, weights, None, y, after_gate_up=True)
+            wait()
+            found.append(y.clone())
+        return torch.cat(found)
+
+    layers(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers(lambda: None)
+    for _ in range(5):
+        start.copy_(torch.randperm(16, device=DEVICE)[:8])
+        graph.replay()
+        assert torch.equal(got, layers(torch.cuda.synchronize))
