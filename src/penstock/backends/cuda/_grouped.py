@@ -1,0 +1,302 @@
+"""Products of many tokens with their experts: (token, slot) pairs sorted by expert on the device, then tiles of pairs.
+
+`group_pairs` makes the plan: the pairs in the order of their experts' slots, and for every tile of at most BM pairs of
+one expert where it starts. Its sizes follow from the shapes alone: P pairs and S slots need at most
+P / BM + S + 1 tiles (slot S stands for pairs without an expert, whose rows are 0). Tiles that are not needed return.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.backends.cuda._gemm import (
+    ORDER_ROWS,
+    TL_DTYPES,
+    accumulate,
+    dot_dtype,
+    dot_order,
+    ordered,
+    pairs_of,
+    units,
+    words_fit,
+)
+from penstock.backends.cuda._launch import activation
+from penstock.errors import BackendError
+from penstock.quant import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Pairs by slot: `order` [P] names them, `tiles` [3, tiles] has slot, first place and end of each tile."""
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+    rows: int  # pairs in a tile at most
+
+
+@triton.jit
+def _key(ids_ptr, slot_of_ptr, p, P, S, experts, MAPPED: tl.constexpr):
+    """The slot of pair p; S if it has none, S + 1 beyond the pairs."""
+    key = tl.load(ids_ptr + p, mask=p < P, other=-1)
+    if MAPPED:
+        key = tl.load(slot_of_ptr + key, mask=(key >= 0) & (key < experts), other=-1)
+    key = tl.where((key >= 0) & (key < S), key, S)
+    return tl.where(p < P, key, S + 1)
+
+
+# plan      order = the pairs by slot, those of a slot in their own order; tiles[:, i] = slot, first place, end of tile
+# shapes    ids int32 [P]; slot_of int32 [experts], or ids are slots; order int32 [P]; tiles int32 [3, P / BM + S + 1]
+# grid      (S + 1,): a program counts and places the pairs of its slot; the last one those without a slot
+# bytes     8 · P per program, from L2
+# limits    a slot whose pairs start at place b has its tiles from b / BM + slot on, which is room enough for every
+#           slot before it; a tile in between that no slot needs has slot −1
+@triton.jit(do_not_specialize=["P", "S", "experts", "NT"])
+def _plan_kernel(
+    ids_ptr, slot_of_ptr, order_ptr, tiles_ptr, P, S, experts, NT, MAPPED: tl.constexpr, BM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    less = tl.zeros([BLOCK], tl.int32)
+    same = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, P, BLOCK):
+        key = _key(ids_ptr, slot_of_ptr, first + i, P, S, experts, MAPPED)
+        less += (key < slot).to(tl.int32)
+        same += (key == slot).to(tl.int32)
+    begin = tl.sum(less)
+    end = begin + tl.sum(same)
+    place = begin
+    for first in range(0, P, BLOCK):
+        own = (_key(ids_ptr, slot_of_ptr, first + i, P, S, experts, MAPPED) == slot).to(tl.int32)
+        tl.store(order_ptr + place + tl.cumsum(own) - 1, first + i, mask=own > 0)
+        place += tl.sum(own)
+    for first in range(begin // BM + slot, end // BM + slot + 1, BLOCK):
+        tile = first + i
+        start = begin + (tile - begin // BM - slot) * BM
+        live = tile < end // BM + slot + 1
+        tl.store(tiles_ptr + tile, tl.where(start < end, slot, -1), mask=live)
+        tl.store(tiles_ptr + NT + tile, start, mask=live)
+        tl.store(tiles_ptr + 2 * NT + tile, end, mask=live)
+
+
+@triton.jit
+def _tile(
+    x_ptr, w_ptr, s_ptr, b_ptr, up_w, up_s, up_b, out_ptr, order_ptr, slot, first, end, N, S, rows, n,
+    SHARE: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr,
+    PAIRS: tl.constexpr, ORDERED: tl.constexpr, DTYPE: tl.constexpr, ACT: tl.constexpr, OUT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Columns n … of the pairs at places first … end, at most BM of them, of the expert in this slot."""
+    WIDTH: tl.constexpr = BN if ACT is None else BN // 2
+    place = first + tl.arange(0, BM)
+    live = place < end
+    pair = tl.load(order_ptr + place, mask=live, other=0)
+    row = slot.to(tl.int64) * rows + tl.minimum(n + tl.arange(0, BN) % WIDTH, N - 1)
+    w_start = row * (K * BITS // 32 if BITS else K)
+    s_start = row * (K // GS)
+    b_start = s_start
+    if ACT is not None:
+        up = (tl.arange(0, BN) // WIDTH).to(tl.int64)
+        w_start += up * up_w
+        s_start += up * up_s
+        b_start += up * up_b
+    acc = tl.zeros([BN, BM], tl.float32)
+    acc = accumulate(
+        acc, x_ptr, (pair // SHARE).to(tl.int64) * K, live, w_ptr, w_start, s_ptr, s_start, b_ptr, b_start, 0, K, K,
+        BITS, GS, WORDS, PAIRS, ORDERED, DTYPE, BM, BN, BK,
+    )  # fmt: skip
+    if ACT is not None:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, BM]), [1, 2, 0]))
+        acc = activation(gate, ACT) * up
+    y = tl.trans(acc).to(out_ptr.dtype.element_ty)
+    if OUT > 0:
+        y = dot_order(y, BM, WIDTH, OUT)
+    col = n + tl.arange(0, WIDTH)
+    at = out_ptr + pair.to(tl.int64)[:, None] * N + col[None, :]
+    tl.store(at, y, mask=live[:, None] & (col[None, :] < N))
+
+
+# grouped   out[p] = W[e] · x[p // SHARE]ᵀ for the pairs p of expert e; with ACT: act(gate · x) · (up · x)
+# shapes    x [P / SHARE, K]; W stacks [S, rows, K]; out [P, N], in the dot order of OUT codes per unit if not 0;
+#           ACT: half the rows of a weight tile are of gate, half of up, whose row n is `up_*` elements behind that of
+#           gate in each array of the weight
+# grid      (tiles · N tiles,), N first, so that an expert's tiles run together and its weights are read once
+# bytes     the weights of the chosen experts once, x rows per N tile from L2, out once
+# limits    K a multiple of 32 if the weight is quantized
+@triton.jit(do_not_specialize=["NT", "S"])
+def _grouped_kernel(
+    x_ptr, w_ptr, s_ptr, b_ptr, up_w: tl.int64, up_s: tl.int64, up_b: tl.int64, out_ptr, order_ptr, tiles_ptr, NT, N,
+    S, rows, SHARE: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr,
+    PAIRS: tl.constexpr, ORDERED: tl.constexpr, DTYPE: tl.constexpr, ACT: tl.constexpr, OUT: tl.constexpr,
+    BM: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = BN if ACT is None else BN // 2
+    across = tl.cdiv(N, WIDTH)
+    tile = tl.program_id(0) // across
+    n = tl.program_id(0) % across * WIDTH
+    slot = tl.load(tiles_ptr + tile)
+    if slot < 0:
+        return
+    first = tl.load(tiles_ptr + NT + tile)
+    end = tl.load(tiles_ptr + 2 * NT + tile)
+    if slot >= S:
+        place = first + tl.arange(0, BM)
+        live = place < end
+        pair = tl.load(order_ptr + place, mask=live, other=0).to(tl.int64)
+        col = n + tl.arange(0, WIDTH)
+        zeros = tl.zeros([BM, WIDTH], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + pair[:, None] * N + col[None, :], zeros, mask=live[:, None] & (col[None, :] < N))
+    elif end - first > TAIL:
+        _tile(
+            x_ptr, w_ptr, s_ptr, b_ptr, up_w, up_s, up_b, out_ptr, order_ptr, slot, first, end, N, S, rows, n, SHARE,
+            K, BITS, GS, WORDS, PAIRS, ORDERED, DTYPE, ACT, OUT, BM, BN, BK,
+        )  # fmt: skip
+    elif TAIL > 0:
+        _tile(
+            x_ptr, w_ptr, s_ptr, b_ptr, up_w, up_s, up_b, out_ptr, order_ptr, slot, first, end, N, S, rows, n, SHARE,
+            K, BITS, GS, WORDS, PAIRS, ORDERED, DTYPE, ACT, OUT, TAIL, BN, BK,
+        )  # fmt: skip
+
+
+# slot_sum  out[t] = Σ_i weights[t, i] · y[t, i], i in order
+# shapes    y [T, k, dim], weights float32 [T, k], out [T, dim]
+# grid      (T, dim / BLOCK)
+# bytes     T · dim · (k + 1) · itemsize
+# limits    none
+@triton.jit
+def _slot_sum_kernel(y_ptr, weights_ptr, out_ptr, dim, k: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = col < dim
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(k):
+        weight = tl.load(weights_ptr + t * k + i)
+        total += weight * tl.load(y_ptr + (t * k + i) * dim + col, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * dim + col, total.to(out_ptr.dtype.element_ty), mask=live)
+
+
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _tile_rows(pairs: int, slots: int) -> int:
+    """Pairs per tile: about the mean per expert, so that most weights are read and made dense once.
+
+    On an H200 with 256 experts of 2048 × 512, the whole block in µs: 8 pairs per expert 214 with 16 rows and 225 with
+    32; 32 pairs 351 with 32 and 360 with 64; 64 pairs 493 with 64 and 538 with 128; 128 pairs 820 and 700.
+    """
+    mean = pairs / slots
+    return 16 if mean <= 10 else 32 if mean <= 40 else 64 if mean <= 90 else 128
+
+
+@functools.cache
+def _config(rows: int, bits: int, wide: bool, even: bool) -> tuple[int, ...]:
+    """Rows of a short tile (0: none), BN, BK, warps, stages; even: groups of K come in pairs of 4 bytes and more.
+
+    Short tiles take what is left of an expert beyond whole ones: 1129 → 699 µs at 128 rows and pairs per expert.
+    """
+    if wide:
+        tail, BN, BK, warps, stages = 0, 64, 32, 4, 2
+    else:
+        tail, BN, BK, warps, stages = {
+            16: (0, 128, 128, 4, 4), 32: (16, 128, 128, 4, 3), 64: (16, 128, 128, 4, 3), 128: (32, 128, 64, 4, 3)
+        }[rows]  # fmt: skip
+    BK = BK if even else min(BK, 64)
+    return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages
+
+
+def group_pairs(ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None = None, rows: int | None = None) -> Plan:
+    """Sort the pairs of ids [T, k] by the slot of their expert in a stack of `slots`."""
+    P, mapped = ids.numel(), slot_of is not None
+    rows = rows or _tile_rows(P, slots)
+    NT = P // rows + slots + 1
+    made = torch.empty(P + 3 * NT, dtype=torch.int32, device=ids.device)
+    order, tiles = made[:P], made[P:]
+    block = min(4096, max(256, triton.next_power_of_2(P)))
+    _plan_kernel[(slots + 1,)](
+        ids, slot_of if mapped else ids, order, tiles, P, slots, slot_of.numel() if mapped else 0, NT, mapped, rows,
+        block, num_warps=block // 512 or 1,
+    )  # fmt: skip
+    return Plan(order, tiles, rows)
+
+
+def _grouped(
+    x: torch.Tensor, w: Any, up: Any, plan: Plan, share: int, act: str | None, out: torch.Tensor,
+    is_ordered: bool = False, out_unit: int = 0,
+) -> None:  # fmt: skip
+    """Launch the product of x rows with their experts; act None: one plain product."""
+    S, rows, K = w.shape
+    N, NT = out.shape[-1], plan.tiles.numel() // 3
+    quantized = isinstance(w, QuantizedTensor)
+    bits, gs = (w.bits, w.group_size) if quantized else (0, 1)
+    arrays = w.arrays if quantized else (w, w, w)
+    dtype = dot_dtype(x, w, x)
+    words = quantized and words_fit(w)
+    apart = (0, 0, 0)
+    if up is not None:
+        if quantized and up.key != w.key:
+            raise BackendError(f"expert_gate_up: up_w is {up!r}, expected the format of gate_w ({w!r}) on cuda")
+        others = up.arrays if quantized else (up, up, up)
+        apart = tuple((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in zip(arrays, others, strict=True))
+        words = words and words_fit(up)
+    elif act is not None:
+        apart = tuple(N * a.shape[-1] for a in arrays)
+    tail, BN, BK, warps, stages = _config(plan.rows, bits, dtype is torch.float32, K % (2 * gs) == 0)
+    if quantized and not is_ordered and x.shape[0] > ORDER_ROWS and K % (4 * units(bits)) == 0:
+        x, is_ordered = ordered(x, bits), True
+    _grouped_kernel[(NT * triton.cdiv(N, BN // 2 if act else BN),)](
+        x, *arrays, *apart, out, plan.order, plan.tiles, NT, N, S, rows, share, K, bits, gs, words, pairs_of(w, dtype),
+        is_ordered, TL_DTYPES[dtype], act, out_unit, plan.rows, tail, BN, BK, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+def grouped_gate_up(
+    x: torch.Tensor, gate_w: Any, up_w: Any, ids: torch.Tensor, slot_of: torch.Tensor | None, act: str,
+    out: torch.Tensor, plan: Plan | None = None, out_unit: int = 0,
+) -> None:  # fmt: skip
+    """out [T, k, N] = act(gate · x) · (up · x) for the experts ids [T, k]; up_w None: gate_w holds both.
+
+    out_unit: codes per unit of the weight that reads out in dot order; 0: out as it is.
+    """
+    assert x.is_contiguous() and ids.is_contiguous() and out.is_contiguous()
+    if ids.numel() == 0:
+        return
+    plan = plan or group_pairs(ids, gate_w.shape[0], slot_of)
+    _grouped(x, gate_w, up_w, plan, ids.shape[1], act, out, out_unit=out_unit)
+
+
+def grouped_down_sum(
+    h: torch.Tensor, down_w: Any, ids: torch.Tensor, weights: torch.Tensor, slot_of: torch.Tensor | None,
+    out: torch.Tensor, plan: Plan | None = None, is_ordered: bool = False,
+) -> None:  # fmt: skip
+    """out [T, dim] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]); is_ordered: h is in dot order."""
+    assert h.is_contiguous() and ids.is_contiguous() and weights.is_contiguous() and out.is_contiguous()
+    if ids.numel() == 0:
+        return
+    T, k, width = h.shape
+    dim = out.shape[1]
+    plan = plan or group_pairs(ids, down_w.shape[0], slot_of)
+    each = torch.empty((T, k, dim), dtype=h.dtype, device=h.device)
+    _grouped(h.view(T * k, width), down_w, None, plan, 1, None, each, is_ordered)
+    block = min(2048, triton.next_power_of_2(dim))
+    _slot_sum_kernel[(T, triton.cdiv(dim, block))](each, weights, out, dim, k, block)
+
+
+def grouped_forward(
+    x: torch.Tensor, gate_w: Any, up_w: Any, down_w: Any, ids: torch.Tensor, weights: torch.Tensor,
+    slot_of: torch.Tensor | None, act: str, out: torch.Tensor, plan: Plan | None = None,
+) -> None:  # fmt: skip
+    """`grouped_gate_up`, then `grouped_down_sum`; what is between them goes in the order that the second reads."""
+    if ids.numel() == 0:
+        return
+    plan = plan or group_pairs(ids, gate_w.shape[0], slot_of)
+    h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
+    unit = units(down_w.bits) if isinstance(down_w, QuantizedTensor) else 0
+    if unit and (4 * unit > 32 or h.shape[-1] % (4 * unit)):  # a tile is 32 columns wide or more
+        unit = 0
+    grouped_gate_up(x, gate_w, up_w, ids, slot_of, act, h, plan=plan, out_unit=unit)
+    grouped_down_sum(h, down_w, ids, weights, slot_of, out, plan=plan, is_ordered=unit > 0)

@@ -1,0 +1,289 @@
+"""Routers of mixture-of-experts blocks on CUDA.
+
+Scores are compared as int32 keys of the same order: a maximum of integers over a warp is one instruction, and which
+expert wins depends on no rounding. One warp has one token, so that nothing waits at a barrier.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock import ops
+from penstock.backends.cuda._launch import flat_rows
+from penstock.errors import BackendError
+from penstock.ops._op import kernel
+
+_NONE = tl.constexpr(-(2**31))  # below every key: not there, or taken
+_LAST = tl.constexpr(-(2**31) + 1)  # below the key of -inf: ranks after every number
+_MINUS_INF = tl.constexpr(-(2**31) + 0x7FFFFF)
+_PLUS_INF = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FFFFFFF)  # above every other key
+_FAR = tl.constexpr(2**31 - 1)  # no index
+_BEYOND = tl.constexpr(2**20)  # above every index
+
+MOST_EXPERTS = 16384
+
+
+@triton.jit
+def _key(x):
+    """int32 that orders as the float32 does; -0 equals 0, NaN is `_NAN`."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == _NONE, 0, bits)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where((bits & 0x7FFFFFFF) > _PLUS_INF, _NAN, key)
+
+
+@triton.jit
+def _key_of_number(x):
+    """`_key` of a float32 that is not NaN, in fewer steps."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _number(key):
+    """The float32 of a key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first(true, index):
+    """The lowest index where `true`, `_BEYOND` or more if there is none. A constant for the others would be folded into
+    a chain of selections twice as long.
+    """
+    return tl.min(tl.where(true, index, index + _BEYOND))
+
+
+@triton.jit
+def _best(keys, index, k, BLOCK_K: tl.constexpr):
+    """Indices and keys of the k largest, best first, the lowest index first among equals; `_NONE` behind them."""
+    place = tl.arange(0, BLOCK_K)
+    ids = tl.full([BLOCK_K], 0, tl.int32)
+    found = tl.full([BLOCK_K], _NONE, tl.int32)
+    for i in range(k):
+        top = tl.max(keys)
+        at = _first(keys == top, index)
+        ids = tl.where(place == i, at, ids)
+        found = tl.where(place == i, top, found)
+        keys = tl.where(index == at, _NONE, keys)
+    return ids, found
+
+
+@triton.jit
+def _sound(top):
+    """Whether a row with this largest key has a softmax: no NaN, no +inf, not all -inf."""
+    return (top < _PLUS_INF) & (top > _MINUS_INF)
+
+
+@triton.jit
+def _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, BLOCK_K: tl.constexpr):
+    place = tl.arange(0, BLOCK_K)
+    at = row * k + place
+    tl.store(ids_ptr + at, tl.where(sound, ids, 0), mask=place < k)
+    tl.store(weights_ptr + at, tl.where(sound, weights, 0.0), mask=place < k)
+
+
+# route     ids of the k largest logits, w = exp(l - max) / sum over the chosen * scale: the sum over all cancels
+# shapes    logits float32 [T, E]; scale [E] of any float or None; ids int32, weights float32 [T, k]
+# grid      (T,): a program, one warp up to 1024 experts, has one token; BLOCK_E, BLOCK_K powers of two >= E, k
+# bytes     T * E * 4 in, T * k * 8 out; k passes over registers
+# limits    E <= 16384
+@triton.jit
+def _route_kernel(
+    logits_ptr, scale_ptr, ids_ptr, weights_ptr, E, k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK_E)
+    live = index < E
+    keys = tl.where(live, _key(tl.load(logits_ptr + row * E + index, mask=live, other=0.0)), _NONE)
+    top = tl.max(keys)
+    ids, found = _best(keys, index, k, BLOCK_K)
+    chosen = tl.arange(0, BLOCK_K) < k
+    e = tl.where(chosen, tl.exp(_number(found) - _number(top)), 0.0)
+    weights = e / tl.sum(e)
+    if scale_ptr is not None:
+        weights *= tl.load(scale_ptr + ids, mask=chosen, other=0.0).to(tl.float32)
+    _store(row, k, ids, weights, _sound(top), ids_ptr, weights_ptr, BLOCK_K)
+
+
+# slots     experts 0 ... k - 1 in slots, each later one into the slot of the smallest if it is larger; softmax weights
+# shapes    logits float32 [T, E]; ids int32, weights float32 [T, k]
+# grid      (T,): a program, one warp up to 1024 experts, has one token; BLOCK_E, BLOCK_K powers of two >= E, k
+# bytes     T * E * 4 in, T * k * 8 out; one round for each expert that enters, about k * ln(E / k) in a random row
+# limits    E <= 16384
+@triton.jit
+def _slots_kernel(logits_ptr, ids_ptr, weights_ptr, E, k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK_E)
+    live = index < E
+    logits = logits_ptr + row * E
+    keys = tl.where(live, _key(tl.load(logits + index, mask=live, other=0.0)), _NONE)
+    top = tl.max(keys)
+    sound = _sound(top)
+    slot = tl.arange(0, BLOCK_K)
+    held = tl.where(slot < k, _key(tl.load(logits + slot, mask=slot < k, other=0.0)), _NAN)
+    ids = slot
+    rest = tl.where((index >= k) & sound, keys, _NONE)
+    bar = tl.min(held)
+    at = _first(held == bar, slot)
+    j = _first(rest > bar, index)
+    while j < E:
+        # j goes; those before it that are still there are not above any later bar
+        rest = tl.where(index == j, _NONE, rest)
+        held = tl.where(slot == at, _key_of_number(tl.load(logits + j)), held)
+        ids = tl.where(slot == at, j, ids)
+        bar = tl.min(held)
+        j = _first(rest > bar, index)
+        at = _first(held == bar, slot)
+    total = tl.sum(tl.where(live, tl.exp(_number(keys) - _number(top)), 0.0))
+    weights = tl.exp(_number(held) - _number(top)) / total
+    _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, BLOCK_K)
+
+
+@triton.jit
+def _sigmoid64(x):
+    """The float64 sigmoid of float32 rounded to float32: the definition's bits, so that choices by it agree."""
+    x = x.to(tl.float64)
+    small = tl.exp(-tl.abs(x))
+    return (tl.where(x >= 0, 1.0, small) / (1.0 + small)).to(tl.float32)
+
+
+@triton.jit
+def _keep_groups(keys, live, place, topk_group, BLOCK_G: tl.constexpr):
+    """Keys [BLOCK_G, BLOCK_S] with -inf in all but the groups of the largest sum of two best."""
+    group = tl.arange(0, BLOCK_G)
+    first = tl.max(keys, axis=1)
+    at = tl.min(tl.where(keys == first[:, None], place, _FAR), axis=1)
+    second = tl.max(tl.where(place == at[:, None], _NONE, keys), axis=1)
+    both = _key(_number(first) + _number(second))
+    both = tl.where(both == _NAN, _LAST, both)  # inf - inf
+    sums = tl.where(tl.max(live.to(tl.int32), axis=1) > 0, both, _NONE)
+    if BLOCK_G <= 32:  # how many come before: one step instead of topk_group
+        other, there = sums[None, :], group[None, :]
+        before = (other > sums[:, None]) | ((other == sums[:, None]) & (there < group[:, None]))
+        kept = tl.sum(before.to(tl.int32), axis=1) < topk_group
+    else:
+        kept = group < 0
+        for _ in range(topk_group):
+            best = tl.min(tl.where(sums == tl.max(sums, axis=0), group, _FAR), axis=0)
+            kept = kept | (group == best)
+            sums = tl.where(group == best, _NONE, sums)
+    return tl.where(live, tl.where(kept[:, None], keys, _MINUS_INF), _NONE)
+
+
+# group_route s = sigmoid(logits), c = s + bias; the k largest c of the best groups; w = s, / sum if NORM, * factor
+# shapes    logits float32 [T, n_group * size]; bias of any float or None; ids int32, weights float32 [T, k]
+# grid      (T,): a program, one warp up to 1024 experts, has one token; BLOCK_* powers of two >= what they hold
+# bytes     T * E * 4 in, T * k * 8 out; one float64 exp and division for each logit
+# limits    BLOCK_G * BLOCK_S <= 16384
+@triton.jit
+def _group_route_kernel(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, n_group, size, topk_group, k, factor,
+    NORM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)[:, None]
+    place = tl.arange(0, BLOCK_S)[None, :]
+    index = group * size + place
+    live = (group < n_group) & (place < size)
+    logits = logits_ptr + row * n_group * size
+    choice = _sigmoid64(tl.load(logits + index, mask=live, other=0.0))
+    if bias_ptr is not None:
+        choice += tl.load(bias_ptr + index, mask=live, other=0.0).to(tl.float32)
+    keys = tl.where(live, _key(choice), _NONE)
+    sound = tl.max(keys) < _NAN
+    if BLOCK_G > 1:
+        keys = _keep_groups(keys, live, place, topk_group, BLOCK_G)
+    ids, _ = _best(keys, index, k, BLOCK_K)
+    chosen = tl.arange(0, BLOCK_K) < k
+    weights = tl.where(chosen, _sigmoid64(tl.load(logits + ids, mask=chosen, other=0.0)), 0.0).to(tl.float64)
+    if NORM:
+        weights = weights / (tl.sum(weights) + 1e-20)
+    _store(row, k, ids, (weights * factor).to(tl.float32), sound, ids_ptr, weights_ptr, BLOCK_K)
+
+
+# normalize out[t] = weights[t] / sum(weights[t]) where the sum is above 0, else weights[t]; sum in float64
+# shapes    weights, out float32 [T, k]; out may be weights
+# grid      (ceil(T / ROWS),): a program has ROWS tokens
+# bytes     2 * T * k * 4
+# limits    k <= 16384
+@triton.jit
+def _normalize_kernel(weights_ptr, out_ptr, T, k, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    place = tl.arange(0, BLOCK_K)[None, :]
+    live = (row < T) & (place < k)
+    w = tl.load(weights_ptr + row * k + place, mask=live, other=0.0).to(tl.float64)
+    total = tl.sum(w, axis=1)
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * k + place, (w * inverse[:, None]).to(tl.float32), mask=live)
+
+
+def _block(name: str, experts: int, block: int) -> tuple[int, int]:
+    """The block and its warps; one warp has 32 numbers per lane at most."""
+    if block > MOST_EXPERTS:
+        raise BackendError(f"{name}: logits has {experts} experts, expected at most {MOST_EXPERTS} on cuda")
+    return block, max(1, block // 1024)
+
+
+@kernel(ops.moe_route, device="cuda")
+def moe_route(logits: torch.Tensor, per_expert_scale: torch.Tensor | None, top_k: int, *, out) -> None:
+    ids, weights = out
+    rows, E = flat_rows(logits).shape
+    if rows == 0:
+        return
+    block, warps = _block("moe_route", E, triton.next_power_of_2(E))
+    _route_kernel[(rows,)](
+        logits, per_expert_scale, ids, weights, E, top_k,
+        BLOCK_E=block, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps,
+    )  # fmt: skip
+
+
+@kernel(ops.moe_softmax_topk, device="cuda")
+def moe_softmax_topk(logits: torch.Tensor, k: int, *, out) -> None:
+    ids, weights = out
+    rows, E = flat_rows(logits).shape
+    if rows == 0:
+        return
+    block, warps = _block("moe_softmax_topk", E, triton.next_power_of_2(E))
+    _slots_kernel[(rows,)](
+        logits, ids, weights, E, k,
+        BLOCK_E=block, BLOCK_K=max(32, triton.next_power_of_2(k)), num_warps=warps,
+    )  # fmt: skip
+
+
+@kernel(ops.moe_group_route, device="cuda")
+def moe_group_route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    *,
+    out,
+) -> None:
+    ids, weights = out
+    rows, E = flat_rows(logits).shape
+    if rows == 0:
+        return
+    groups, width = triton.next_power_of_2(n_group), triton.next_power_of_2(E // n_group)
+    _, warps = _block("moe_group_route", E, groups * width)
+    _group_route_kernel[(rows,)](
+        logits, bias, ids, weights, n_group, E // n_group, topk_group, top_k, float(routed_scaling_factor),
+        NORM=norm_topk_prob, BLOCK_G=groups, BLOCK_S=width, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps,
+    )  # fmt: skip
+
+
+@kernel(ops.moe_normalize_weights, device="cuda")
+def moe_normalize_weights(weights: torch.Tensor, *, out: torch.Tensor) -> None:
+    rows, k = flat_rows(weights).shape
+    if rows == 0:
+        return
+    block = triton.next_power_of_2(k)
+    if block > MOST_EXPERTS:
+        raise BackendError(f"moe_normalize_weights: weights has {k} columns, expected at most {MOST_EXPERTS} on cuda")
+    tokens = max(1, 256 // block)
+    _normalize_kernel[(triton.cdiv(rows, tokens),)](
+        weights, out, rows, k, ROWS=tokens, BLOCK_K=block, num_warps=max(1, block // 1024)
+    )

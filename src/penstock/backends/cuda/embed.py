@@ -1,0 +1,98 @@
+"""Embedding look-ups on CUDA: rows of a dense or quantized table, bit for bit as the definitions."""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock import ops
+from penstock.backends.cuda._launch import INTERPRETED
+from penstock.backends.cuda._quant import code_at, dequantized, unpack
+from penstock.ops._op import kernel
+from penstock.quant import QuantizedTensor
+
+_MOST = 2048  # columns of one program: 16 numbers for each of 128 threads
+_CUTS = tl.constexpr(INTERPRETED)  # the interpreter's conversion to bfloat16 drops bits instead of rounding
+
+
+@triton.jit
+def _rounded(y, dtype: tl.constexpr):
+    """y in `dtype`, to the nearest, ties to even."""
+    if _CUTS and dtype == tl.bfloat16 and y.dtype != tl.bfloat16:
+        y = y.to(tl.float32)
+        bits = y.to(tl.uint32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+        y = tl.where(y == y, near, bits | 0x400000).to(tl.float32, bitcast=True)
+    return y.to(dtype)
+
+
+# gather    out[t] = table[ids[t]] rounded to out's dtype; zeros for an id outside of the table
+# shapes    ids int32 [T]; table [vocab, dim], out [T, dim] of any float
+# grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a row
+# bytes     T * dim of the table in and of out
+# limits    none
+@triton.jit
+def _gather_kernel(ids_ptr, table_ptr, out_ptr, vocab, dim, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < dim
+    index = tl.load(ids_ptr + row).to(tl.int64)
+    held = tl.where((index >= 0) & (index < vocab), dim, 0)
+    x = tl.load(table_ptr + index * dim + column, mask=column < held, other=0.0)
+    tl.store(out_ptr + row * dim + column, _rounded(x, out_ptr.dtype.element_ty), mask=live)
+
+
+# gather_quantized  out[t] = code * scale + bias of row ids[t], in float32, rounded to out's dtype; zeros as above
+# shapes    ids int32 [T]; packed int32 [vocab, dim * BITS / 32], scales, biases [vocab, dim / gs]; out [T, dim]
+# grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a row, 32 of them (BITS words) under one scale
+# bytes     T rows of the table in, T * dim of out
+# limits    gs a multiple of 32
+@triton.jit
+def _gather_quantized_kernel(
+    ids_ptr, packed_ptr, scales_ptr, biases_ptr, out_ptr, vocab, dim,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    index = tl.load(ids_ptr + row).to(tl.int64)
+    there = part < tl.where((index >= 0) & (index < vocab), dim // 32, 0)
+    group = index * (dim // GROUP) + part // (GROUP // 32)
+    scale = tl.load(scales_ptr + group, mask=there, other=0.0)
+    bias = tl.load(biases_ptr + group, mask=there, other=0.0)
+    column = part[:, None] * 32 + tl.arange(0, 32)[None, :]
+    words = packed_ptr + index * (dim // 32 * BITS)
+    if BITS == 2 or BITS == 4 or BITS == 8:
+        word = part[:, None] * BITS + tl.arange(0, BITS)[None, :]
+        code = unpack(tl.load(words + word, mask=there[:, None], other=0), BITS)
+    else:
+        code = code_at(words, column, there[:, None], BITS)
+    y = dequantized(code, scale[:, None], bias[:, None], tl.float32)
+    tl.store(out_ptr + row * dim + column, _rounded(y, out_ptr.dtype.element_ty), mask=column < dim)
+
+
+def _sizes(out: torch.Tensor) -> tuple[tuple[int, int], int, int]:
+    """Grid, block and warps for the rows of `out`."""
+    dim = out.shape[-1]
+    block = max(32, min(_MOST, triton.next_power_of_2(dim)))
+    return (out.numel() // dim, triton.cdiv(dim, block)), block, max(1, block // 512)
+
+
+@kernel(ops.embedding, device="cuda")
+def embedding(token_ids: torch.Tensor, table: torch.Tensor, dtype: str | None = None, *, out: torch.Tensor) -> None:
+    if out.numel() == 0:
+        return
+    assert table.is_contiguous() and out.is_contiguous()
+    grid, block, warps = _sizes(out)
+    _gather_kernel[grid](token_ids, table, out, *table.shape, BLOCK=block, num_warps=warps)
+
+
+@kernel(ops.quantized_embedding, device="cuda")
+def quantized_embedding(
+    token_ids: torch.Tensor, table: QuantizedTensor, dtype: str | None = None, *, out: torch.Tensor
+) -> None:
+    if out.numel() == 0:
+        return
+    grid, block, warps = _sizes(out)
+    _gather_quantized_kernel[grid](
+        token_ids, *table.arrays, out, *table.shape,
+        BITS=table.bits, GROUP=table.group_size, BLOCK=block, num_warps=warps,
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""Expert products of a routed block on CUDA, and what adds their results to the residual stream.
+
+Routers are in _route.py. Few tokens go through one matvec per (token, slot) pair ("rows"); many are sorted by expert,
+so that each expert's weights are read once for a tile of its tokens ("grouped").
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import penstock.backends.cuda._route  # noqa: F401  (registers the routers)
+from penstock import ops
+from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_forward, grouped_gate_up
+from penstock.backends.cuda._launch import flat_rows, sigmoid
+from penstock.backends.cuda._matvec import expert_down_sum_rows, expert_gate_up_rows, round_activations
+from penstock.errors import BackendError
+from penstock.ops._op import deterministic, kernel
+from penstock.quant import QuantizedTensor
+
+VARIANTS = ("rows", "grouped")
+_PAIRS = 65535  # of one launch: the second axis of a grid ends there
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _by_rows(variant: str | None, T: int, k: int, stack: Any) -> bool:
+    """Whether pairs are taken one by one. Grouping pays once chosen experts have several tokens: with 4 bits on an H200
+    from T = 60 on for 256 experts of [512, 2048], from 14 on for 128 experts of [704, 2816].
+    """
+    if variant is not None:
+        return variant == "rows"
+    return deterministic() or T * k <= stack.shape[0]
+
+
+def _rounded(op: str, rows: torch.Tensor, stacks: list[Any], activations: str) -> torch.Tensor:
+    """Activations as a quantized product reads them: rounded to 8 bits per group for "int8"."""
+    sizes = {w.group_size for w in stacks if isinstance(w, QuantizedTensor)}
+    if activations == "float32" or not sizes:
+        return rows
+    if len(sizes) > 1 or not all(isinstance(w, QuantizedTensor) for w in stacks):
+        raise BackendError(f"{op}: up_w has another group size than gate_w, expected one for int8 on cuda")
+    return round_activations(rows, sizes.pop())
+
+
+def _parts(T: int, k: int) -> list[slice]:
+    """Tokens of each launch, where there are more pairs than one takes."""
+    step = max(1, _PAIRS // k)
+    return [slice(t, t + step) for t in range(0, T, step)]
+
+
+def _gate_up(op, x, gate_w, up_w, ids, slot_of, act, activations, out, plan) -> None:
+    """`out` [T, k, N]; `plan` None: pair by pair."""
+    x = _rounded(op, x, [gate_w] if up_w is None else [gate_w, up_w], activations)
+    if plan is not None:
+        grouped_gate_up(x, gate_w, up_w, ids, slot_of, act, out, plan=plan)
+    elif ids.numel() <= _PAIRS:
+        expert_gate_up_rows(x, gate_w, up_w, ids, slot_of, act, out)
+    else:
+        for part in _parts(*ids.shape):
+            expert_gate_up_rows(x[part], gate_w, up_w, ids[part], slot_of, act, out[part])
+
+
+def _down_sum(op, h, down_w, ids, weights, slot_of, activations, out, plan, after_gate_up=False) -> None:
+    """`out` [T, dim]; after_gate_up: `_gate_up` with the same ids was the last to launch anything."""
+    rounded = _rounded(op, flat_rows(h), [down_w], activations).view(h.shape)
+    after_gate_up, h = after_gate_up and rounded.data_ptr() == h.data_ptr(), rounded
+    if plan is not None:
+        grouped_down_sum(h, down_w, ids, weights, slot_of, out, plan=plan)
+    elif ids.numel() <= _PAIRS:
+        expert_down_sum_rows(h, down_w, ids, weights, slot_of, out, after_gate_up)
+    else:
+        for part in _parts(*ids.shape):
+            expert_down_sum_rows(h[part], down_w, ids[part], weights[part], slot_of, out[part])
+
+
+def _plan(variant: str | None, ids: torch.Tensor, stack: Any, slot_of: torch.Tensor | None) -> Any:
+    """The pairs of ids [T, k] sorted by expert, or None to take them one by one."""
+    if _by_rows(variant, *ids.shape, stack):
+        return None
+    return group_pairs(ids, stack.shape[0], slot_of)
+
+
+@kernel(ops.expert_gate_up, device="cuda", variants=VARIANTS, composed=True)
+def expert_gate_up(x, gate_w, up_w, ids, slot_of, act, activations, *, out, variant):
+    if out.numel() == 0:
+        return
+    ids = flat_rows(ids)
+    plan = _plan(variant, ids, gate_w, slot_of)
+    h = out.view(*ids.shape, out.shape[-1])
+    _gate_up("expert_gate_up", flat_rows(x), gate_w, up_w, ids, slot_of, act, activations, h, plan)
+
+
+@kernel(ops.expert_down_sum, device="cuda", variants=VARIANTS, composed=True)
+def expert_down_sum(h, down_w, ids, weights, slot_of, activations, *, out, variant):
+    if out.numel() == 0:
+        return
+    ids = flat_rows(ids)
+    plan = _plan(variant, ids, down_w, slot_of)
+    h = h.view(*ids.shape, h.shape[-1])
+    _down_sum("expert_down_sum", h, down_w, ids, flat_rows(weights), slot_of, activations, flat_rows(out), plan)
+
+
+@kernel(ops.moe_forward, device="cuda", variants=VARIANTS, composed=True)
+def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, *, out, variant):
+    if out.numel() == 0:
+        return
+    x, ids, weights = flat_rows(x), flat_rows(ids), flat_rows(weights)
+    plan = _plan(variant, ids, gate_w, slot_of)
+    if plan is not None and activations == "float32":
+        grouped_forward(x, gate_w, up_w, down_w, ids, weights, slot_of, act, flat_rows(out), plan=plan)
+        return
+    h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
+    _gate_up("moe_forward", x, gate_w, up_w, ids, slot_of, act, activations, h, plan)
+    _down_sum("moe_forward", h, down_w, ids, weights, slot_of, activations, flat_rows(out), plan, after_gate_up=True)
+
+
+# -- combination -----------------------------------------------------------------------------------------------------
+
+
+# combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * gate, slots in order; gate: `factor`, or
+#           sigmoid(scores[t]) if scores are given
+# shapes    h, shared (or None), out [T, dim], experts [T, k, dim] of one dtype; weights float32 [T, k], None: 1; scores
+#           [T] of any float; out may be h, shared or the experts if k = 1
+# grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a token
+# bytes     (k + 3) * T * dim * itemsize, each once
+# limits    none
+@triton.jit(do_not_specialize=["factor"])
+def _combine_kernel(
+    h_ptr, experts_ptr, weights_ptr, shared_ptr, scores_ptr, out_ptr, dim, factor,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < dim
+    h = tl.load(h_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.range(K, num_stages=1, loop_unroll_factor=8):
+        e = tl.load(experts_ptr + (row * K + i) * dim + column, mask=live, other=0.0).to(tl.float32)
+        total += e if weights_ptr is None else e * tl.load(weights_ptr + row * K + i)
+    total += h
+    if shared_ptr is not None:
+        gate = factor if scores_ptr is None else sigmoid(tl.load(scores_ptr + row).to(tl.float32))
+        total += gate * tl.load(shared_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * dim + column, total.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def _gate_of(score: float) -> float:
+    """The sigmoid of a Python number, without overflow."""
+    small = math.exp(-abs(score))
+    return (1.0 if score >= 0 else small) / (1.0 + small)
+
+
+@kernel(ops.moe_combine_residual, device="cuda")
+def moe_combine_residual(
+    h_mid: torch.Tensor,
+    expert_out: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    shared_out: torch.Tensor | None,
+    shared_gate: torch.Tensor | float | None = None,
+    moe_sum: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+) -> None:
+    if out.numel() == 0:
+        return
+    T, dim = flat_rows(out).shape
+    experts = expert_out if moe_sum is None else moe_sum
+    k = 1 if weights is None else weights.shape[-1]
+    scores = shared_gate if isinstance(shared_gate, torch.Tensor) else None
+    factor = 1.0 if shared_gate is None or scores is not None else _gate_of(shared_gate)
+    block = min(1024, triton.next_power_of_2(dim))
+    _combine_kernel[(T, triton.cdiv(dim, block))](
+        h_mid, experts, weights, shared_out, scores, out, dim, factor,
+        K=k, BLOCK=block, num_warps=max(1, block // 256),
+    )  # fmt: skip
+
+
+# accumulate total[token_idx[b]] += bucket[b] * weights[b], all rows of a token in order, rounded once for each token
+# shapes    bucket [B, dim], total [T, dim] of one dtype; token_idx int32, weights float32 [B]
+# grid      (B, ceil(dim / BLOCK)): the program of a token's first row takes all rows of that token, the others leave
+# bytes     3 * B * dim * itemsize, and B * 4 of token_idx for each program (from L2)
+# limits    none
+@triton.jit
+def _accumulate_kernel(
+    total_ptr, bucket_ptr, token_ptr, weights_ptr, T, B, dim, LOOK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0)
+    token = tl.load(token_ptr + first)
+    offset = tl.arange(0, LOOK)
+    before = 0
+    for start in range(0, first, LOOK):
+        b = start + offset
+        other = tl.load(token_ptr + b, mask=b < first, other=-1)
+        before += tl.sum((other == token).to(tl.int32))
+    if (before == 0) & (token >= 0) & (token < T):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        live = column < dim
+        at = total_ptr + token.to(tl.int64) * dim + column
+        total = tl.load(at, mask=live, other=0.0).to(tl.float32)
+        for start in range(first, B, LOOK):
+            b = start + offset
+            same = tl.load(token_ptr + b, mask=b < B, other=-1) == token
+            last = -1
+            for _ in range(tl.sum(same.to(tl.int32))):
+                last = tl.min(tl.where(same & (b > last), b, B))
+                x = tl.load(bucket_ptr + last.to(tl.int64) * dim + column, mask=live, other=0.0).to(tl.float32)
+                total += x * tl.load(weights_ptr + last)
+        tl.store(at, total.to(total_ptr.dtype.element_ty), mask=live)
+
+
+@kernel(ops.moe_bucket_accumulate, device="cuda")
+def moe_bucket_accumulate(
+    out_sum: torch.Tensor, bucket_out: torch.Tensor, token_idx: torch.Tensor, weights: torch.Tensor
+) -> None:
+    if bucket_out.numel() == 0 or out_sum.numel() == 0:
+        return
+    T, dim = out_sum.shape
+    B = token_idx.shape[0]
+    block = min(2048, triton.next_power_of_2(dim))
+    look = min(1024, max(32, triton.next_power_of_2(B)))
+    _accumulate_kernel[(B, triton.cdiv(dim, block))](
+        out_sum, bucket_out, token_idx, weights, T, B, dim, LOOK=look, BLOCK=block, num_warps=4
+    )

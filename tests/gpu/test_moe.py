@@ -1,0 +1,376 @@
+"""Routers, expert products and combination on CUDA: ties and odd rows, many rows, absent experts, repeated runs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import penstock
+from penstock import ops
+from penstock.errors import BackendError
+from tests.gpu.common import GPU, reference, run, to_device
+from tests.ops.common import assert_close, assert_same_bits, i32, normal, quantized
+
+ROUTERS = {
+    "route": lambda logits, k: (ops.moe_route, {"logits": logits, "per_expert_scale": None, "top_k": k}),
+    "slots": lambda logits, k: (ops.moe_softmax_topk, {"logits": logits, "k": k}),
+    "group": lambda logits, k: (
+        ops.moe_group_route,
+        {"logits": logits, "bias": None, "n_group": 1, "topk_group": 1, "top_k": k},
+    ),
+}
+EACH_ROUTER = pytest.mark.parametrize("router", ROUTERS)
+
+
+def check_router(op: Any, arguments: dict[str, Any]) -> None:
+    got, want = run(op, **arguments), reference(op, **arguments)
+    assert_same_bits("ids", got[0], want[0])
+    assert_close("weights", got[1], want[1], 2e-6)
+
+
+# -- routers: order and odd rows -------------------------------------------------------------------------------------
+
+
+@EACH_ROUTER
+@pytest.mark.parametrize("E", (1, 31, 33, 64, 127, 128, 129, 511, 512) if GPU else (1, 33))
+def test_router_finds_the_winner_in_every_position(router, E, rng):
+    places = np.arange(E) if GPU else np.unique([0, E // 2, E - 1])
+    logits = normal(rng, len(places), E)
+    logits[np.arange(len(places)), places] = 9
+    check_router(*ROUTERS[router](logits, min(E, 3)))
+
+
+@EACH_ROUTER
+@pytest.mark.parametrize("distance", (1, 16, 31, 32, 33, 64, 127) if GPU else (1, 33))
+def test_router_breaks_ties_by_the_lowest_index(router, distance, rng):
+    E = 128
+    first = np.arange(E - distance) if GPU else np.array([0, E - distance - 1])
+    logits = normal(rng, len(first) + 1, E)
+    logits[np.arange(len(first)), first] = logits[np.arange(len(first)), first + distance] = 7
+    logits[-1] = 0.25
+    check_router(*ROUTERS[router](logits, 4))
+
+
+@EACH_ROUTER
+def test_router_gives_odd_rows_no_experts(router, rng):
+    logits = normal(rng, 8 if GPU else 6, 33)
+    logits[0, 7], logits[1, 32] = np.nan, -np.nan
+    logits[2, 5] = np.inf
+    logits[3] = -np.inf
+    logits[4, :31] = -np.inf
+    logits[5] = -1
+    logits[5, ::4], logits[5, 2::4] = -0.0, 0.0
+    check_router(*ROUTERS[router](logits, 5))
+
+
+@EACH_ROUTER
+@pytest.mark.parametrize("E, k", [(7, 7), (40, 33), (600, 500), (4096, 64), (3000, 3000)][: 5 if GPU else 2])
+def test_router_takes_any_number_of_experts(router, E, k, rng):
+    check_router(*ROUTERS[router](np.round(normal(rng, 2, E), 2), k))
+
+
+def test_router_refuses_more_experts_than_a_program_holds():
+    with pytest.raises(BackendError, match=r"^moe_route: logits has 16385 experts, expected at most 16384 on cuda"):
+        run(ops.moe_route, logits=np.zeros((1, 16385), np.float32), per_expert_scale=None, top_k=1)
+
+
+def test_moe_softmax_topk_keeps_the_slots_of_the_definition():
+    rows = {
+        (0.1, 0.4, 0.2, 0.3): [3, 1],
+        (0.25, 0.25, 0.25, 0.25): [0, 1],
+        (0.05, 0.3, 0.05, 0.3, 0.3): [3, 1, 4],
+        (0.3, 0.1, 0.2, 0.4): [0, 3, 2],
+    }
+    for p, slots in rows.items():
+        ids, weights = run(ops.moe_softmax_topk, logits=np.log(np.array([p], np.float32)), k=len(slots))
+        assert ids.tolist() == [slots]
+        assert_close("weights", weights, np.array([[p[i] for i in slots]]), 2e-6)
+
+
+def test_moe_softmax_topk_takes_rising_falling_and_equal_rows(rng):
+    E = 40
+    rising = np.arange(E, dtype=np.float32)
+    logits = np.stack([rising, -rising, rising % 5, -(rising % 3), rising // 7])
+    check_router(*ROUTERS["slots"](logits, 8))
+
+
+def test_moe_route_does_not_renormalise_after_the_scale():
+    logits, scale = np.array([[1, 3, 2, 3]], np.float32), np.array([1, 2, 3, 4], np.float32)
+    ids, weights = run(ops.moe_route, logits=logits, per_expert_scale=scale, top_k=2)
+    assert ids.tolist() == [[1, 3]]
+    assert_close("weights", weights, np.array([[1.0, 2.0]]), 2e-6)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("groups, keep", [(4, 2), (6, 5), (40, 3)])
+def test_moe_group_route_chooses_among_groups(groups, keep, norm, rng):
+    E = 12 * groups
+    bias = normal(rng, E, scale=0.2, dtype="bfloat16")
+    logits = np.round(normal(rng, 4, E) * 2) / 2
+    logits[3, 20] = np.nan
+    bias[13], bias[14] = np.inf, -np.inf
+    call = {"n_group": groups, "topk_group": keep, "top_k": 6, "norm_topk_prob": norm, "routed_scaling_factor": 1.7}
+    check_router(ops.moe_group_route, {"logits": logits, "bias": bias, **call})
+
+
+def test_moe_group_route_ranks_infinite_choices_as_the_definition(rng):
+    """inf - inf ranks after everything; experts of dropped groups are -inf and tie with kept ones that are."""
+    bias = np.array([np.inf, -np.inf, 5, -np.inf, -np.inf, -np.inf], np.float32)
+    call = {"logits": normal(rng, 2, 6), "bias": bias, "n_group": 3, "topk_group": 1, "top_k": 2}
+    assert run(ops.moe_group_route, **call)[0].tolist() == [[2, 0]] * 2
+    check_router(ops.moe_group_route, call)
+
+
+def test_moe_normalize_weights_leaves_rows_without_a_sum(rng):
+    weights = normal(rng, 5, 3)
+    weights[1], weights[2], weights[3, 1] = 0, -1, np.nan
+    got, want = run(ops.moe_normalize_weights, weights=weights), reference(ops.moe_normalize_weights, weights=weights)
+    assert_close("weights", got, want, 2e-6)
+    assert_same_bits("rows without a sum", got[1:4], weights[1:4])
+
+
+# -- routers: many rows ----------------------------------------------------------------------------------------------
+
+
+def _logits(rows: int, E: int, seed: int, ties: bool) -> torch.Tensor:
+    made = torch.randn(rows, E, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) * 2
+    return (made * 8).round() / 8 if ties else made
+
+
+def _slots(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The definition of moe_softmax_topk's ids, all rows at once."""
+    held = logits[:, :k].clone()
+    ids = torch.arange(k, device=logits.device).repeat(len(logits), 1)
+    for i in range(k, logits.shape[1]):
+        slot = (held == held.min(1, keepdim=True).values).int().argmax(1, keepdim=True)
+        better = logits[:, i : i + 1] > held.gather(1, slot)
+        ids.scatter_(1, slot, torch.where(better, i, ids.gather(1, slot)))
+        held.scatter_(1, slot, torch.where(better, logits[:, i : i + 1], held.gather(1, slot)))
+    return ids.int()
+
+
+def _group_ids(logits: torch.Tensor, bias: torch.Tensor, groups: int, keep: int, k: int) -> torch.Tensor:
+    """The definition of moe_group_route's ids, all rows at once."""
+    choice = torch.sigmoid(logits.double()).float() + bias
+    each = choice.view(len(logits), groups, -1)
+    two = each.topk(2, dim=2).values
+    kept = (two[..., 0] + two[..., 1]).sort(dim=1, descending=True, stable=True).indices[:, :keep]
+    mask = torch.zeros(len(logits), groups, dtype=torch.bool, device=logits.device).scatter_(1, kept, True)
+    choice = torch.where(mask[..., None], each, -torch.inf).view_as(choice)
+    return choice.sort(dim=1, descending=True, stable=True).indices[:, :k].int()
+
+
+MANY = pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+
+
+@pytest.mark.cuda
+@MANY
+@pytest.mark.parametrize("E", [128, 256])
+def test_moe_route_ids_of_a_million_rows(E, ties):
+    for seed in range(4):
+        logits = _logits(250_000, E, seed, ties)
+        ids, weights = ops.moe_route(logits, None, 8)
+        assert torch.equal(ids, logits.sort(dim=1, descending=True, stable=True).indices[:, :8].int())
+        want = torch.softmax(logits.double().gather(1, ids.long()), 1)
+        assert (weights - want).abs().max() < 2e-6
+
+
+@pytest.mark.cuda
+@MANY
+def test_moe_softmax_topk_ids_of_a_million_rows(ties):
+    for seed in range(4):
+        logits = _logits(250_000, 256, seed, ties)
+        ids, weights = ops.moe_softmax_topk(logits, 8)
+        assert torch.equal(ids, _slots(logits, 8))
+        assert (weights - torch.softmax(logits.double(), 1).gather(1, ids.long())).abs().max() < 2e-6
+
+
+@pytest.mark.cuda
+@MANY
+def test_moe_group_route_ids_of_a_million_rows(ties):
+    bias = _logits(1, 256, 9, ties)[0] * 0.1
+    for seed in range(4):
+        logits = _logits(250_000, 256, seed, ties)
+        ids, _ = ops.moe_group_route(logits, bias, 8, 4, 8, True, 2.5)
+        assert torch.equal(ids, _group_ids(logits, bias, 8, 4, 8))
+
+
+@pytest.mark.cuda
+@EACH_ROUTER
+def test_router_agrees_with_the_definition_on_many_rows(router, rng):
+    check_router(*ROUTERS[router](normal(rng, 5000, 256, scale=2), 8))
+
+
+@pytest.mark.cuda
+@EACH_ROUTER
+def test_router_gives_the_same_bits_every_time(router):
+    op, call = ROUTERS[router](_logits(100_000, 128, 3, ties=True), 8)
+    first = op(**call)
+    for _ in range(100):
+        again = op(**call)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+def block(rng: Any, T: int, E: int, k: int, N: int, K: int, dtype: str = "float32", **form: Any) -> dict[str, Any]:
+    stacks = {
+        "gate_w": quantized(rng, E, N, K, **form),
+        "up_w": quantized(rng, E, N, K, **form),
+        "down_w": quantized(rng, E, K, N, **form),
+    }
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32)
+    return {
+        "x": normal(rng, T, K, dtype=dtype),
+        "ids": ids,
+        "weights": np.abs(normal(rng, T, k)),
+        **stacks,
+        "slot_of": None,
+        "act": "silu",
+        "activations": "float32",
+    }
+
+
+def close_enough(got: np.ndarray, want: np.ndarray, rel: float) -> None:
+    want = want.astype(np.float64)
+    assert_close("y", got, want, rel, np.abs(want).max())
+
+
+VARIANTS = pytest.mark.parametrize("variant", ["rows", "grouped"])
+
+
+@VARIANTS
+@pytest.mark.parametrize("T, dtype", [(1, "bfloat16"), (5, "float32"), (700, "bfloat16")] if GPU else [(1, "float32")])
+def test_moe_forward_variant_matches_definition(variant, T, dtype, rng):
+    sizes = {"E": 16, "k": 4, "N": 512, "K": 1024} if GPU else {"E": 3, "k": 1, "N": 32, "K": 32}
+    call = block(rng, T, **sizes, dtype=dtype, group_size=32)
+    close_enough(run(ops.moe_forward, variant, **call), reference(ops.moe_forward, **call), 2**-6 if T > 5 else 2**-7)
+
+
+@VARIANTS
+def test_moe_forward_skips_absent_experts(variant, rng):
+    """Value checks do not run on a GPU: a pair without an expert adds nothing."""
+    call = block(rng, 2, 4, 3, 32, 32)
+    call["slot_of"] = i32(2, -1, 0, 1, 9)
+    call["ids"] = i32([3, 1, -1], [4, 5, -(2**31)])
+    got = run_unchecked(ops.moe_forward, variant, call)
+    present = np.array([[1, 0, 0], [0, 0, 0]], np.float32)
+    safe = {**call, "ids": i32([3, 3, 3], [3, 3, 3]), "weights": call["weights"] * present}
+    close_enough(got, reference(ops.moe_forward, **safe), 4e-6)
+
+
+def run_unchecked(op: Any, variant: str | None, call: dict[str, Any]) -> np.ndarray:
+    """By the kernel with values that the definition's checks refuse."""
+    made = {name: to_device(value) for name, value in call.items()}
+    with penstock.backend("cuda", variant=variant):
+        return op(**made).cpu().numpy()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_moe_forward_deterministic_rows_do_not_depend_on_the_batch(dtype, rng):
+    T = 300
+    made = {name: to_device(value) for name, value in block(rng, T, 16, 8, 512, 1024, dtype=dtype).items()}
+    with penstock.backend("cuda", deterministic=True):
+        whole = ops.moe_forward(**made)
+        for part in (slice(0, 1), slice(7, 9), slice(100, 140), slice(T - 1, T)):
+            some = {**made, **{name: made[name][part] for name in ("x", "ids", "weights")}}
+            assert torch.equal(ops.moe_forward(**some), whole[part])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits, group_size", [(2, 32), (3, 64), (5, 32), (6, 128), (8, 64)])
+def test_moe_forward_takes_every_format(bits, group_size, rng):
+    call = block(rng, 2, 3, 2, 128, 128, bits=bits, group_size=group_size)
+    close_enough(run(ops.moe_forward, **call), reference(ops.moe_forward, **call), 4e-6)
+
+
+@pytest.mark.cuda
+@VARIANTS
+@pytest.mark.parametrize("T", [1, 64, 1000])
+def test_moe_forward_gives_the_same_bits_every_time(variant, T, rng):
+    call = {name: to_device(value) for name, value in block(rng, T, 32, 8, 512, 1024, dtype="bfloat16").items()}
+    with penstock.backend("cuda", variant=variant):
+        first = ops.moe_forward(**call)
+        assert all(torch.equal(ops.moe_forward(**call), first) for _ in range(20))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("T", [1, 300])
+def test_moe_block_replays_in_a_graph_with_other_tokens(T, rng):
+    """Router, experts and combination captured once; ids, logits and rows change in their buffers."""
+    call = block(rng, T, 32, 4, 256, 512, dtype="bfloat16")
+    made = {name: to_device(value) for name, value in call.items()}
+    logits, made_x = to_device(normal(rng, T, 32)), made["x"]
+
+    def step() -> torch.Tensor:
+        ids, weights = ops.moe_softmax_topk(logits, 4)
+        routed = ops.moe_forward(**{**made, "ids": ids, "weights": ops.moe_normalize_weights(weights)})
+        return ops.moe_combine_residual(made_x, None, None, made_x, None, moe_sum=routed)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        logits.copy_(torch.randn_like(logits))
+        made_x.copy_(torch.randn_like(made_x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, step())
+
+
+# -- combination -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gate", [None, -1.5, 800.0], ids=str)
+@pytest.mark.parametrize("k", [0, 3, 20])
+def test_moe_combine_residual_takes_any_slots_and_gates(k, gate, rng):
+    rows = {name: normal(rng, 2, 37, dtype="float16") for name in ("h_mid", "shared_out")}
+    call = {**rows, "expert_out": normal(rng, 2, k, 37, dtype="float16"), "weights": normal(rng, 2, k)}
+    got, want = (how(ops.moe_combine_residual, **call, shared_gate=gate) for how in (run, reference))
+    assert_close("y", got, want, 2**-10)
+
+
+def test_moe_combine_residual_writes_over_its_input(rng):
+    h, moe = (normal(rng, 3, 50) for _ in range(2))
+    call = {"h_mid": h, "expert_out": None, "weights": None, "shared_out": None, "moe_sum": moe}
+    want = reference(ops.moe_combine_residual, **call)
+    made = {name: to_device(value) for name, value in call.items()}
+    with penstock.backend("cuda"):
+        ops.moe_combine_residual(**made, out=made["h_mid"])
+    assert_close("y", made["h_mid"].cpu().numpy(), want, 2e-6)
+
+
+def test_moe_bucket_accumulate_adds_every_row_of_a_token(rng):
+    T, B, dim = (50, 3000, 2100) if GPU else (5, 40, 37)
+    tokens = rng.integers(0, T, B).astype(np.int32)
+    tokens[::7] = 3
+    sums = {"out_sum": normal(rng, T, dim), "bucket_out": normal(rng, B, dim)}
+    call = {**sums, "token_idx": tokens, "weights": normal(rng, B)}
+    want = {name: value.copy() for name, value in call.items()}
+    with penstock.backend("reference"):
+        ops.moe_bucket_accumulate(**want)
+    made = {name: to_device(value) for name, value in call.items()}
+    with penstock.backend("cuda"):
+        ops.moe_bucket_accumulate(**made)
+    assert_close("out_sum", made["out_sum"].cpu().numpy(), want["out_sum"], 2e-6, np.abs(want["out_sum"]).max())
+
+
+def test_moe_bucket_accumulate_skips_tokens_that_are_not_there(rng):
+    before = normal(rng, 3, 5)
+    made = {
+        "out_sum": before,
+        "bucket_out": normal(rng, 4, 5),
+        "token_idx": i32(-1, 3, 1, 2**30),
+        "weights": before[0, :4],
+    }
+    made = {name: to_device(value.copy()) for name, value in made.items()}
+    with penstock.backend("cuda"):
+        ops.moe_bucket_accumulate(**made)
+    after = made["out_sum"].cpu().numpy()
+    assert_same_bits("other rows", after[[0, 2]], before[[0, 2]])
+    assert (after[1] != before[1]).any()
