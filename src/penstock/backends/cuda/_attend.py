@@ -1,0 +1,203 @@
+"""Launching attention: one kernel behind decode, prefill and latent attention over every layout of a cache."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from penstock.backends.cuda._attend_kernel import (
+    EXPANDED,
+    LATENT,
+    WHOLE,
+    accumulate_kernel,
+    attend_kernel,
+    combine_kernel,
+)
+from penstock.backends.cuda._launch import capability, multiprocessors
+from penstock.errors import BackendError
+from penstock.ops._op import deterministic
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where the rows of a cache lie: `entries` pages of `page` rows per sequence, numbered by `table` (None: one)."""
+
+    table: torch.Tensor | None
+    entries: int
+    page: int
+    pages: int
+
+    @property
+    def capacity(self) -> int:
+        return self.entries * self.page
+
+
+def cache_of(cache: torch.Tensor, slots: torch.Tensor | None, block_table: torch.Tensor | None) -> Cache:
+    """The layouts of ops/cache.py as one: a slot is a table of one page, a contiguous cache is one page."""
+    if block_table is not None:
+        return Cache(block_table, block_table.shape[-1], cache.shape[1], cache.shape[0])
+    if slots is not None:
+        return Cache(slots, 1, cache.shape[1], cache.shape[0])
+    return Cache(None, 1, cache.shape[0], 1)
+
+
+@functools.cache
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+@functools.cache
+def key_parts(width: int) -> tuple[int, int]:
+    """A head's width as one or two parts whose powers of two waste least: 192 = 128 + 64, 61 = 61 + 0."""
+    whole = _padded(width)
+    part = whole // 2
+    if width <= 32 or part + _padded(width - part) >= whole:
+        return width, 0
+    return part, width - part
+
+
+@functools.cache
+def _plan(parts: tuple[int, int, int], itemsize: int, rows: int, latent: bool, hopper: bool) -> tuple[int, ...]:
+    """M, N, warps, stages and BV for padded parts of a key, B and B2, and a value of any width.
+
+    Measured on an H200, and chosen to fit 227 KB of shared memory, or 163 KB before Hopper.
+    """
+    B, B2, width = parts
+    BV = _padded(width)
+    wide = max(B + B2, BV)
+    if itemsize == 4:  # exact float32 products run without tensor cores, operands in registers
+        return (16, 32, 4, 1, BV) if wide <= 128 else (16, 16, 8, 1, BV)
+    if rows <= 16:
+        return (16, 32, 8, 3 if hopper else 2, BV) if wide > 256 else (16, 64, 4, 2, BV)
+    if wide <= 128:
+        return 64, 64, 4, 3, BV
+    if latent:
+        return 64, 64 if hopper else 32, 8, 2, BV
+    if wide > 512:
+        return 64, 16, 8, 2, BV
+    if wide > 256:  # M · 512 sums do not fit the registers: two programs for their halves, each with all scores
+        return (128, 32, 8, 2, 256) if hopper and width % 256 == 0 else (64, 32, 8, 2, BV)
+    if rows <= 64:
+        return 64, 64 if BV <= 128 else 32, 4, 2, BV
+    return 128, 64 if hopper else 32, 8, 3 if BV <= 128 and hopper else 2, BV
+
+
+@functools.cache
+def _splits(programs: int, positions: int, wanted: int) -> int:
+    """Parts of a range of positions, so that a launch of few programs has as many as are wanted; 128 at most."""
+    return max(1, min(positions // 64, wanted // programs, 128))
+
+
+def attend(
+    q: torch.Tensor,
+    q2: torch.Tensor | None,
+    k: torch.Tensor,
+    k2: torch.Tensor | None,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    cache: Cache,
+    number: torch.Tensor | int,
+    shift: int,
+    scale: float,
+    window: int | None,
+    sizes: tuple[int, int, int, int, int],
+    steps: bool = False,
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool] | None = None,
+) -> None:
+    """Launch `attend` and, if the positions were split, what puts the parts together.
+
+    sizes: sequences B, tokens T of each, query heads, key-value heads, width of a value. q2 and k2: the second part of
+    the keys if it has arrays of its own (with v = k: latents). steps: T may be any number, so `deterministic` forbids
+    to look at it. state: instead of writing `out`, merge into float32 (running max, denominator, accumulator, first),
+    with the weights of the values in float32 as well.
+    """
+    B, T, H, heads, WV = sizes
+    if scale < 0:
+        q, q2, scale = -q, None if q2 is None else -q2, -scale
+    keys = (WHOLE if q2 is None else LATENT if v is k else EXPANDED).value
+    W, W2 = (q.shape[-1], q2.shape[-1]) if q2 is not None else key_parts(q.shape[-1])
+    parts = (_padded(W), _padded(W2), _padded(WV))
+    if W + W2 > 576 or WV > 512:
+        raise BackendError(f"attention: keys are {W + W2} and values {WV} wide, expected at most 576 and 512 on cuda")
+    group, capacity = H // heads, cache.capacity
+    fixed = deterministic()
+    M, N, warps, stages, BV = _plan(
+        (parts[0], parts[1] if W2 else 0, WV),
+        4 if state is not None else q.element_size(),
+        1 << 30 if fixed and steps else T * group,
+        keys == LATENT.value,
+        capability(q)[0] >= 9,
+    )
+    windowed = window is not None and window < capacity
+    reach = window + N if window is not None and windowed else 1 << 30  # positions that the rows of a tile see
+    tiles = -(-T * group // M)
+    wanted = multiprocessors(q) * (2 if T == 1 and max(parts) <= 256 else 1)  # as many as run at once, measured
+    if fixed:  # what a row is cut into must not depend on the other rows, nor on the room they need
+        splits = 1 if steps else _splits(tiles * heads, reach, wanted)
+    else:
+        positions = min(capacity, number + shift + T) if isinstance(number, int) else capacity
+        splits = _splits(B * tiles * heads, min(positions, reach), wanted)
+    if state is not None:
+        splits = min(splits, 16)  # one program merges them
+    split = splits > 1 or state is not None
+    if split:
+        part = torch.empty(B * T * H * splits * WV, dtype=torch.float32, device=q.device)
+        stats = torch.empty(B * T * H * splits * 2, dtype=torch.float32, device=q.device)
+    else:
+        part, stats = out, out
+    table = cache.table
+    if table is None:
+        layout = 0
+    else:
+        layout = 1 if cache.entries == 1 or cache.page % N == 0 else 2
+    counted = 0 if isinstance(number, int) else 1 + number.ndim
+    attend_kernel[(B * tiles * splits * heads * -(-WV // BV),)](
+        q,
+        q if q2 is None else q2,
+        k,
+        k if k2 is None else k2,
+        v,
+        q if table is None else table,
+        number,
+        part,
+        stats,
+        T,
+        heads,
+        cache.entries,
+        cache.page,
+        cache.pages,
+        capacity,
+        shift,
+        scale * math.log2(math.e) or 1e-30,  # 0 · −inf is not −inf
+        window if windowed else 0,
+        tiles,
+        splits,
+        GROUP=group,
+        W=W,
+        W2=W2,
+        WV=WV,
+        B=parts[0],
+        B2=parts[1],
+        BV=BV,
+        M=M,
+        N=N,
+        COUNTED=counted,
+        KEYS=keys,
+        LAYOUT=layout,
+        WINDOWED=windowed,
+        SPLIT=split,
+        EXACT=state is not None,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if not split:
+        return
+    S = triton.next_power_of_2(splits)
+    if state is not None:
+        top, total, acc, first = state
+        accumulate_kernel[(H,)](part, stats, top, total, acc, splits, WV, S=S, BLOCK=parts[2], FIRST=first)
+        return
+    block = max(16, min(parts[2], 4096 // S))
+    combine_kernel[(B * T * H, -(-WV // block))](part, stats, out, splits, WV, S=S, BLOCK=block)

@@ -1,0 +1,302 @@
+"""Latent attention (MLA): products with a weight of each head, and attention over latents (`_attend`)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock import ops
+from penstock.backends.cuda._attend import Cache, attend, cache_of
+from penstock.backends.cuda._attend_kernel import dot
+from penstock.backends.cuda._gemm import dense_copy
+from penstock.backends.cuda._matvec import batched_matvec
+from penstock.backends.cuda._quant import code_at, dequantized, unpack
+from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda.attention import split_rows
+from penstock.ops._op import deterministic, kernel
+from penstock.quant import QuantizedTensor
+
+
+@kernel(ops.mla_split_q_kv, device="cuda")
+def mla_split_q_kv(q_full, kv_pre, nope, kv_lora_rank, *, out):
+    q_nope, q_pe, kv_lat, k_pe = out
+    if q_full.shape[0]:
+        split_rows(q_full, q_nope, q_pe, kv_pre, kv_lat, k_pe)
+
+
+_MANY = 256  # tokens from which a dense copy of a quantized weight, one more write and read of it, pays
+
+# -- weights ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weights(
+    w_ptr,
+    scales_ptr,
+    biases_ptr,
+    row,
+    row_ok,
+    start,
+    width,
+    dtype: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    GS: tl.constexpr,
+):
+    """Elements start … start + COLUMNS − 1 of rows of `width`, dense (BITS = 0) or dequantized; 0 where masked."""
+    column = start + tl.arange(0, COLUMNS)
+    ok = row_ok[:, None] & (column < width)[None, :]
+    if BITS == 0:
+        w = tl.load(w_ptr + row[:, None] * width + column[None, :], mask=ok, other=0.0)
+        w = rounded(w.to(tl.float32), dtype)
+    else:
+        words = width * BITS // 32
+        if BITS == 2 or BITS == 4 or BITS == 8:
+            PER: tl.constexpr = 32 // BITS
+            word = start // PER + tl.arange(0, COLUMNS // PER)
+            word_ok = row_ok[:, None] & (word < words)[None, :]
+            code = unpack(tl.load(w_ptr + row[:, None] * words + word[None, :], mask=word_ok, other=0), BITS)
+        else:
+            code = code_at(w_ptr + row[:, None] * words, column[None, :], ok, BITS)
+        group = row[:, None] * (width // GS) + (column // GS)[None, :]
+        scale = tl.load(scales_ptr + group, mask=ok, other=0.0)
+        bias = tl.load(biases_ptr + group, mask=ok, other=0.0)
+        w = rounded(dequantized(code, scale, bias, tl.float32), dtype)
+    return w
+
+
+# per_head  y[t, h, n] = Σ_k x[t, h, k] · w[h · P + first + n, k], or with TURNED · w[h · P + first + k, n]
+# shapes    x [T, H, K] (SHARED: [T, K], the same for all heads), y [T, H, N]; w rows of `width` numbers or packed
+#           words, with scales and biases [rows, width / GS]
+# grid      (tiles of T · tiles of N · H,): MT tokens × BN outputs of one head, K in steps of BK
+# bytes     weights once per tile of tokens, x once per tile of outputs; bound by bandwidth up to about 64 tokens
+# limits    none; BITS = 0 stands for dense weights of any dtype
+@triton.jit(do_not_specialize=["T"])
+def _per_head_kernel(
+    x_ptr,
+    w_ptr,
+    scales_ptr,
+    biases_ptr,
+    y_ptr,
+    T,
+    H,
+    K,
+    N,
+    P,
+    first,
+    width,
+    BITS: tl.constexpr,
+    GS: tl.constexpr,
+    SHARED: tl.constexpr,
+    TURNED: tl.constexpr,
+    MT: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(T, MT)
+    t = (pid % tiles).to(tl.int64) * MT + tl.arange(0, MT)
+    pid = pid // tiles
+    columns = tl.cdiv(N, BN)
+    n0 = (pid % columns) * BN
+    head = (pid // columns).to(tl.int64)
+    n = n0 + tl.arange(0, BN)
+    x_row = t if SHARED else t * H + head
+    acc = tl.zeros([MT, BN], tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        x_ok = (t < T)[:, None] & (k < K)[None, :]
+        x = tl.load(x_ptr + x_row[:, None] * K + k[None, :], mask=x_ok, other=0.0)
+        row = head * P + first
+        if TURNED:
+            w = _weights(w_ptr, scales_ptr, biases_ptr, row + k, k < K, n0, width, x.dtype, BN, BITS, GS)
+        else:
+            w = tl.trans(_weights(w_ptr, scales_ptr, biases_ptr, row + n, n < N, k0, width, x.dtype, BK, BITS, GS))
+        acc = dot(x, w, acc)
+    y_ok = (t < T)[:, None] & (n < N)[None, :]
+    tl.store(y_ptr + (t * H + head)[:, None] * N + n[None, :], rounded(acc, y_ptr.dtype.element_ty), mask=y_ok)
+
+
+def _per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
+    """y [T, H, N] of x [T, H, K] (or [T, K], the same for all heads) and the weight rows of each head from `first` on.
+
+    turned: they are K rows of N numbers, not N rows of K.
+    """
+    T, H, N = y.shape
+    K, shared, quantized = x.shape[-1], x.ndim == 2, isinstance(w, QuantizedTensor)
+    if not deterministic():
+        many = T >= _MANY if quantized else T >= 32 and w.dtype is x.dtype
+        if many and _in_full(x):
+            _batched(x, dense_copy(w, x.dtype) if quantized else w, y, rows_per_head, first, turned)
+            return
+        if T <= 8 and not (shared or turned) and w.ndim == 3:
+            batched_matvec(x, w, y)
+            return
+    arrays, bits, group = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
+    few = T <= 16 and not deterministic()
+    exact = x.dtype is torch.float32
+    MT, BN, BK, warps = (16, 32, 32, 4) if exact else (16, 64, 64, 4) if few else (128, 128, 64, 8)
+    grid = (triton.cdiv(T, MT) * triton.cdiv(N, BN) * H,)
+    _per_head_kernel[grid](
+        x, *arrays, y, T, H, K, N, rows_per_head, first, w.shape[-1],
+        BITS=bits, GS=group, SHARED=shared, TURNED=turned, MT=MT, BN=BN, BK=BK, num_warps=warps,
+    )  # fmt: skip
+
+
+def _in_full(x: torch.Tensor) -> bool:
+    """Whether torch multiplies x without rounding it first."""
+    return x.dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"
+
+
+def _batched(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
+    """`_per_head` of a dense weight by cuBLAS, one product per head in one launch."""
+    _, H, N = y.shape
+    w = w.view(H, rows_per_head, -1)[:, first : first + (x.shape[-1] if turned else N)]
+    x = x.expand(H, *x.shape) if x.ndim == 2 else x.transpose(0, 1)
+    torch.bmm(x, w if turned else w.transpose(1, 2), out=y.transpose(0, 1))
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """[(T,) H, K] as [T, H, K]."""
+    return x.view(-1, *x.shape[-2:])
+
+
+@kernel(ops.mla_q_prime, device="cuda")
+def mla_q_prime(q_nope, kv_b, *, out):
+    x, y = _tokens(q_nope), _tokens(out)
+    if len(x) == 0:
+        return
+    if kv_b.ndim == 3:
+        _per_head(x, kv_b, y, kv_b.shape[1], 0, turned=False)
+    else:
+        _per_head(x, kv_b, y, kv_b.shape[0] // x.shape[1], 0, turned=True)
+
+
+@kernel(ops.mla_out_per_head, device="cuda")
+def mla_out_per_head(v_combine, kv_b, nope, v_head_dim, *, out):
+    x, y = _tokens(v_combine), _tokens(out)
+    if len(x) == 0:
+        return
+    rows = kv_b.shape[1] if kv_b.ndim == 3 else kv_b.shape[0] // x.shape[1]
+    _per_head(x, kv_b, y, rows, rows - y.shape[2], turned=False)
+
+
+def _expand(latent, kv_b, unembed_out, keys, values) -> None:
+    if unembed_out is not None:
+        _per_head(latent, kv_b, keys, kv_b.shape[1], 0, turned=True)
+        _per_head(latent, unembed_out, values, unembed_out.shape[1], 0, turned=False)
+        return
+    rows = kv_b.shape[0] // keys.shape[1]
+    _per_head(latent, kv_b, keys, rows, 0, turned=False)
+    _per_head(latent, kv_b, values, rows, keys.shape[2], turned=False)
+
+
+@kernel(ops.mla_expand, device="cuda")
+def mla_expand(latent, kv_b, unembed_out, heads, nope, v_head_dim, *, out):
+    if len(latent):
+        _expand(latent, kv_b, unembed_out, *out)
+
+
+# -- attention over latents ------------------------------------------------------------------------------------------
+
+
+@kernel(ops.mla_sdpa, device="cuda")
+def mla_sdpa(q_prime, q_pe, latent_cache, rope_k_cache, cache_len, softmax_scale, slots, block_table, *, out):
+    q, pe = _tokens(q_prime), _tokens(q_pe)
+    rows, H, R = q.shape
+    if rows == 0:
+        return
+    steps = isinstance(cache_len, int) or cache_len.ndim == 0
+    B, T = (1, rows) if steps else (rows, 1)
+    cache = cache_of(latent_cache, slots, block_table)
+    caches = (latent_cache, rope_k_cache, latent_cache)
+    attend(q, pe, *caches, out, cache, cache_len, -T, softmax_scale, None, (B, T, H, 1, R), steps)
+
+
+# gather    y[p, :] = x[table[p // page] · page + p % page, :] of two arrays, 0 for p ≥ end or a page out of range
+# shapes    x [pages · page, R], x2 [pages · page, R2], y [positions, R], y2 [positions, R2]; table int32 [n]
+# grid      (⌈positions / ROWS⌉,)
+# bytes     2 · positions · (R + R2) · itemsize
+# limits    BLOCK = next power of two ≥ max(R, R2)
+@triton.jit(do_not_specialize=["start", "T"])
+def _gather_kernel(
+    x_ptr, x2_ptr, table_ptr, y_ptr, y2_ptr, start, T, positions, page, pages, R, R2,
+    COUNTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    end = (tl.load(start) if COUNTED else start) + T
+    number = tl.load(table_ptr + p // page, mask=p < positions, other=-1)
+    ok = ((p < end) & (number >= 0) & (number < pages))[:, None]
+    jump = ((number - p // page).to(tl.int64) * page)[:, None]  # to the row of p; see `_attend_tile`
+    to = p.to(tl.int64)[:, None]
+    c = tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + jump * R + to * R + c, mask=ok & (c < R), other=0.0)
+    tl.store(y_ptr + to * R + c, x, mask=(to < positions) & (c < R))
+    x2 = tl.load(x2_ptr + jump * R2 + to * R2 + c, mask=ok & (c < R2), other=0.0)
+    tl.store(y2_ptr + to * R2 + c, x2, mask=(to < positions) & (c < R2))
+
+
+@kernel(ops.mla_prefill, device="cuda")
+def mla_prefill(q_nope, q_pe, latent_cache, rope_k_cache, start, softmax_scale, kv_b, unembed_out, block_table, *, out):
+    T, H, width = out.shape
+    if T == 0:
+        return
+    cache = cache_of(latent_cache, None, block_table)
+    R, rope = latent_cache.shape[-1], q_pe.shape[-1]
+    known = isinstance(start, int)
+    positions = start + T if known else cache.capacity
+    if block_table is None:
+        latent, rope_k = latent_cache[:positions], rope_k_cache[:positions]
+    else:
+        latent, rope_k = q_nope.new_empty(positions, R), q_nope.new_empty(positions, rope)
+        _gather_kernel[(triton.cdiv(positions, 4),)](
+            latent_cache, rope_k_cache, block_table, latent, rope_k, start, T, positions, cache.page, cache.pages, R,
+            rope, COUNTED=not known, ROWS=4, BLOCK=triton.next_power_of_2(max(R, rope)),
+        )  # fmt: skip
+    keys, values = q_nope.new_empty(positions, H, q_nope.shape[-1]), q_nope.new_empty(positions, H, width)
+    _expand(latent, kv_b, unembed_out, keys, values)
+    whole, sizes = Cache(None, 1, positions, 1), (1, T, H, H, width)
+    attend(q_nope, q_pe, keys, rope_k, values, out, whole, start, 0, softmax_scale, None, sizes, steps=True)
+
+
+@kernel(ops.mla_sdpa_tile_accumulate, device="cuda")
+def mla_sdpa_tile_accumulate(
+    running_max,
+    denominator,
+    accumulator,
+    q_prime,
+    q_pe,
+    latent_cache,
+    rope_k_cache,
+    tile_start,
+    tile_end,
+    softmax_scale,
+    first,
+):
+    H, R = q_prime.shape
+    state = (running_max, denominator, accumulator, first)
+    caches, cache = (latent_cache, rope_k_cache, latent_cache), cache_of(latent_cache, None, None)
+    window = tile_end - tile_start
+    attend(
+        q_prime, q_pe, *caches, None, cache, tile_end, -1, softmax_scale, window, (1, 1, H, 1, R), state=state
+    )  # fmt: skip
+
+
+# finalize  y[h, :] = acc[h, :] / z[h], 0 where z is not above 0
+# shapes    z float32 [H], acc float32 [H, R], y [H, R] of any dtype, may be acc
+# grid      (H,): one program owns a row
+# bytes     H · R · (4 + itemsize of y)
+# limits    BLOCK = next power of two ≥ R
+@triton.jit
+def _finalize_kernel(z_ptr, acc_ptr, y_ptr, R, BLOCK: tl.constexpr):
+    h = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + h)
+    acc = tl.load(acc_ptr + h * R + d, mask=d < R, other=0.0)
+    y = tl.where(z > 0.0, acc / tl.where(z > 0.0, z, 1.0), 0.0)
+    tl.store(y_ptr + h * R + d, rounded(y, y_ptr.dtype.element_ty), mask=d < R)
+
+
+@kernel(ops.mla_sdpa_finalize, device="cuda")
+def mla_sdpa_finalize(denominator, accumulator, dtype, *, out):
+    H, R = accumulator.shape
+    _finalize_kernel[(H,)](denominator, accumulator, out, R, BLOCK=triton.next_power_of_2(R))
