@@ -1,0 +1,218 @@
+"""The gated delta rule by chunks of 64 tokens on tensor cores, for prefill.
+
+With γ_l the product of the decays of a chunk up to token l, Γ[l, i] that from i + 1 to l, S the state before the chunk
+(transposed, [Dk, Dv]) and A[l, i] = b_l Γ[l, i] k_l·k_i for i < l:
+
+    R = V − diag(γ) K S;   Y = diag(γ) Q S + P R;   S ← γ_last S + Kᵀ M R
+    P = tril(Γ ∘ Q Kᵀ) (I + A)⁻¹ diag(b);   M = diag(Γ[last, :]) (I + A)⁻¹ diag(b)
+
+`_prepare_kernel` makes P, M and γ for all chunks at once, `_advance_kernel` carries S through the chunks, three
+products deep in each. Decays are products, never exp of a difference of logarithms: a decay of 0 needs no care.
+
+Precision: q, k and v enter products as they are, float16 or bfloat16 with float32 sums. What is float32 (S, R, M, the
+inverse) enters as the sum of a high and a low half of that type, at most 2⁻¹⁷ of its size away, in all that reaches the
+state; Y takes the high halves of S and R alone. float32 activations take the recurrence.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.backends.cuda._launch import INTERPRETED, capability
+
+CHUNK = 64
+SEGMENT = 4096  # tokens prepared at a time: 24 KB of scratch for each chunk and head
+_AS_FLOAT32 = tl.constexpr(INTERPRETED)  # the interpreter would multiply the bit patterns of bfloat16
+
+
+def takes_chunks(qkv: torch.Tensor, Dk: int) -> bool:
+    """Whether these kernels take the activations: of 16 bits, and their tiles fit in shared memory."""
+    return qkv.element_size() == 2 and Dk <= 128
+
+
+@triton.jit
+def _multiply(a, b):
+    return a * b
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """float32 x to the nearest of `dtype`; the interpreter alone would cut bfloat16 off."""
+    if _AS_FLOAT32 and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.uint32).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _halves(x, dtype: tl.constexpr):
+    """float32 x as high + low of `dtype`."""
+    high = _rounded(x, dtype)
+    return high, _rounded(x - high.to(tl.float32), dtype)
+
+
+@triton.jit
+def _dot(a, b, total):
+    """total + a @ b of 16-bit a and b, float32 sums."""
+    if _AS_FLOAT32:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    else:
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
+def _dot_full(high, low, z_high, z_low, total):
+    """total + (high + low) @ (z_high + z_low) but for low @ z_low."""
+    return _dot(high, z_high, _dot(high, z_low, _dot(low, z_high, total)))
+
+
+@triton.jit
+def _inverse(A, C: tl.constexpr, dtype: tl.constexpr):
+    """(I + A)⁻¹ of a strictly lower [C, C] float32: 16 x 16 blocks on the diagonal by substitution, the rest from them.
+
+    With D the inverses on the diagonal and X = D (A outside those blocks), which vanishes from its (C / 16)th power
+    on: (I + A)⁻¹ = (I + X)⁻¹ D = (I − X)(I + X²) D for C = 64. Substitution is stable where powers of A are not: they
+    have entries of 10⁶ and more for equal keys.
+    """
+    tl.static_assert(C == 64)
+    N: tl.constexpr = C // 16
+    row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    same = (row // 16) == (col // 16)
+    blocks = tl.permute(tl.reshape(tl.where(same, A, 0.0), (N, 16, N, 16)), (0, 2, 1, 3))
+    a = tl.sum(blocks, axis=1)  # [N, 16, 16], the blocks on the diagonal
+    i, j = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    x = tl.where(i == j, 1.0, 0.0) + tl.zeros((N, 16, 16), tl.float32)
+    for r in range(15):
+        done = tl.sum(tl.where(i == r, x, 0.0), axis=1)  # row r of the inverse
+        factor = tl.sum(tl.where(j == r, a, 0.0), axis=2)  # its part in the rows below
+        x -= factor[:, :, None] * done[:, None, :]
+    n = tl.arange(0, N)[:, None, None, None]
+    m = tl.arange(0, N)[None, :, None, None]
+    D = tl.where(n == m, x[:, None, :, :], 0.0)
+    D = tl.reshape(tl.permute(D, (0, 2, 1, 3)), (C, C))
+    zero = tl.zeros((C, C), tl.float32)
+    D_high, D_low = _halves(D, dtype)
+    high, low = _halves(tl.where(same, 0.0, A), dtype)
+    X = _dot_full(D_high, D_low, high, low, zero)
+    X_high, X_low = _halves(X, dtype)
+    high, low = _halves(_dot_full(X_high, X_low, X_high, X_low, zero), dtype)
+    D = _dot_full(high, low, D_high, D_low, D)
+    high, low = _halves(D, dtype)
+    return D - _dot_full(X_high, X_low, high, low, zero)
+
+
+# prepare  P = tril(Γ ∘ Q K^T) (I + A)^-1 diag(b), M = diag(Γ[last, :]) (I + A)^-1 diag(b) and γ of each chunk and head
+# shapes   qkv [T, 2 Hk Dk + Hv Dv]; g, b float32 [T, Hv] -> PM [chunks, Hv, 3, C, C], P and the halves of M, in qkv's
+#          dtype, γ float32 [chunks, Hv, C]
+# grid     (chunks * Hv,)
+# bytes    4 * T * Hk * Dk in, chunks * Hv * 6 * C * C out; 4.7 M multiply-adds for each program
+# limits   16-bit qkv; DK <= 128
+@triton.jit(do_not_specialize=["T"])
+def _prepare_kernel(qkv_ptr, g_ptr, b_ptr, PM_ptr, gamma_ptr, T, Hk, Hv, Dk, width, C: tl.constexpr, DK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    head = program % Hv
+    row, col = tl.arange(0, C), tl.arange(0, DK)
+    t = program // Hv * C + row
+    live = t < T
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    mask = live[:, None] & (col < Dk)[None, :]
+    q_ptr = qkv_ptr + t[:, None] * width + (head // (Hv // Hk) * Dk + col)[None, :]
+    q = tl.load(q_ptr, mask=mask, other=0.0)
+    k = tl.load(q_ptr + Hk * Dk, mask=mask, other=0.0)
+    g = tl.load(g_ptr + t * Hv + head, mask=live, other=1.0)
+    after = tl.load(g_ptr + (t + 1) * Hv + head, mask=(t + 1 < T) & (row + 1 < C), other=1.0)
+    b = tl.load(b_ptr + t * Hv + head, mask=live, other=0.0)
+    tl.store(gamma_ptr + program * C + row, tl.associative_scan(g, 0, _multiply))
+    last = tl.associative_scan(after, 0, _multiply, reverse=True)  # Γ[last, :]
+
+    down, over = row[:, None], row[None, :]
+    ratio = tl.associative_scan(tl.where(down > over, g[:, None], 1.0), 0, _multiply)  # Γ where down >= over
+    zero = tl.zeros((C, C), tl.float32)
+    A = tl.where(down > over, b[:, None] * ratio * _dot(k, tl.trans(k), zero), 0.0)
+    P = _rounded(tl.where(down >= over, ratio * _dot(q, tl.trans(k), zero), 0.0), dtype)
+    inverse = _inverse(A, C, dtype) * b[None, :]
+    at = PM_ptr + (program * 3 * C + down) * C + over
+    high, low = _halves(inverse, dtype)
+    tl.store(at, _rounded(_dot(P, high, _dot(P, low, zero)), dtype))
+    high, low = _halves(last[:, None] * inverse, dtype)
+    tl.store(at + C * C, high)
+    tl.store(at + 2 * C * C, low)
+
+
+# advance  R = V - diag(γ) K S;  Y = diag(γ) Q S + P R;  S <- γ_last S + K^T M R, chunk by chunk
+# shapes   as in prepare; state float32 [Hv, Dv, Dk], S its transpose; y [T, Hv, Dv]
+# grid     (Hv * blocks of Dv,): one program carries BV columns of S through all chunks, in registers
+# bytes    for each chunk and program 2 * C * (2 * DK + 3 * C + BV) in and 2 * C * BV out, mostly from L2
+# limits   16-bit qkv; DK <= 128: three chunks' tiles in shared memory, 193 KB
+@triton.jit(do_not_specialize=["T"])
+def _advance_kernel(
+    state_ptr, qkv_ptr, PM_ptr, gamma_ptr, y_ptr, T, Hk, Hv, Dk, Dv, width,
+    C: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(Dv, BV)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    row, col = tl.arange(0, C).to(tl.int64), tl.arange(0, DK)
+    v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    S_ptr = state_ptr + (head * Dv + v[None, :]) * Dk + col[:, None]
+    real = (v < Dv)[None, :] & (col < Dk)[:, None]
+    S = tl.load(S_ptr, mask=real, other=0.0)
+    q_col = (head // (Hv // Hk) * Dk + col)[None, :]
+    v_col = (2 * Hk * Dk + head * Dv + v)[None, :]
+    zero = tl.zeros((C, BV), tl.float32)
+    for n in tl.range(tl.cdiv(T, C), num_stages=STAGES):
+        tile = n * Hv + head
+        t = n * C + row[:, None]
+        mask, mask_v = (t < T) & (col < Dk)[None, :], (t < T) & (v < Dv)[None, :]
+        q = tl.load(qkv_ptr + t * width + q_col, mask=mask, other=0.0)
+        k = tl.load(qkv_ptr + t * width + (q_col + Hk * Dk), mask=mask, other=0.0)
+        x = tl.load(qkv_ptr + t * width + v_col, mask=mask_v, other=0.0)
+        at = PM_ptr + (tile * 3 * C + row[:, None]) * C + row[None, :]
+        P = tl.load(at)
+        M = tl.load(at + C * C)
+        M_low = tl.load(at + 2 * C * C)
+        gamma = tl.load(gamma_ptr + tile * C + row)[:, None]
+        last = tl.load(gamma_ptr + tile * C + (C - 1))
+        high, low = _halves(S, dtype)
+        R = x.to(tl.float32) - gamma * _dot(k, high, _dot(k, low, zero))
+        y = _dot(q, high, zero) * gamma
+        high, low = _halves(R, dtype)
+        U = _dot(M, high, _dot(M, low, _dot(M_low, high, zero)))
+        y = _dot(P, high, y)
+        high, low = _halves(U, dtype)
+        S = _dot(tl.trans(k), high, _dot(tl.trans(k), low, S * last))
+        out = y_ptr + t * (Hv * Dv) + (head * Dv + v)[None, :]
+        tl.store(out, y.to(dtype), mask=mask_v)
+    tl.store(S_ptr, S, mask=real)
+
+
+@functools.cache
+def _tiles(Dk: int, Dv: int, major: int) -> tuple[int, int, int]:
+    """Padded key width, columns of S of a program and stages of `_advance_kernel`."""
+    DK = max(16, triton.next_power_of_2(Dk))
+    BV = min(32, max(16, triton.next_power_of_2(Dv)))
+    return DK, BV, 3 if major in (9, 10) else 1  # 227 KB of shared memory, or as little as 99
+
+
+def delta_chunks(
+    state: torch.Tensor, qkv: torch.Tensor, g: torch.Tensor, b: torch.Tensor, out: torch.Tensor,
+    Hk: int, Hv: int, Dk: int, Dv: int,
+) -> None:  # fmt: skip
+    """Writes out [T, Hv, Dv] and moves the state [Hv, Dv, Dk] on over the T tokens of qkv."""
+    T, width = qkv.shape
+    DK, BV, stages = _tiles(Dk, Dv, capability(qkv)[0])
+    programs = triton.cdiv(min(T, SEGMENT), CHUNK) * Hv
+    PM, gamma = qkv.new_empty((programs, 3, CHUNK, CHUNK)), g.new_empty((programs, CHUNK))
+    for start in range(0, T, SEGMENT):
+        # 168 registers: three programs on a multiprocessor instead of two, 84 µs instead of 100 at T = 4096
+        part = slice(start, min(start + SEGMENT, T))
+        rows, tokens = qkv[part], part.stop - start
+        _prepare_kernel[(triton.cdiv(tokens, CHUNK) * Hv,)](
+            rows, g[part], b[part], PM, gamma, tokens, Hk, Hv, Dk, width, CHUNK, DK, num_warps=4, maxnreg=168
+        )
+        _advance_kernel[(Hv * triton.cdiv(Dv, BV),)](
+            state, rows, PM, gamma, out[part], tokens, Hk, Hv, Dk, Dv, width, CHUNK, DK, BV, stages, num_warps=4
+        )

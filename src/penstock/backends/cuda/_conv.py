@@ -1,0 +1,151 @@
+"""The causal convolution of a gated delta net on the GPU, and the rows that it keeps."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _store_silu(y_ptr, x, mask):
+    """x / (1 + exp(-x)): one division; exp overflows to infinity where the result is 0."""
+    tl.store(y_ptr, (x / (1.0 + tl.exp(-x))).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
+# shapes   x, y [T, C]; state [W - 1, C] or [S, W - 1, C], float32 or x's dtype; weight [C, W] of any float; slots [T]
+# grid     (blocks of tokens * blocks of channels,): one program owns a [TOKENS, CHANNELS] tile of y
+# bytes    2 * T * C * itemsize; all but one of the W reads of an element of x come from the first-level cache
+# limits   none; W is unrolled
+@triton.jit(do_not_specialize=["T"])
+def _conv1d_kernel(
+    x_ptr, state_ptr, weight_ptr, slots_ptr, y_ptr, T, C, slots, W: tl.constexpr, BY_SLOT: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(C, CHANNELS)
+    first = (tl.program_id(0) // across).to(tl.int64) * TOKENS
+    t = first + tl.arange(0, TOKENS)[:, None]
+    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    inside = (t < T) & (c < C)
+    slot = t * 0
+    live = inside
+    if BY_SLOT:
+        slot = tl.load(slots_ptr + t, mask=t < T, other=-1).to(tl.int64)
+        live = inside & (slot >= 0) & (slot < slots)
+    total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(weight_ptr + c * W + j, mask=c < C, other=0.0).to(tl.float32)
+        if BY_SLOT:
+            if j < W - 1:
+                row = tl.load(state_ptr + (slot * (W - 1) + j) * C + c, mask=live, other=0.0).to(tl.float32)
+            else:
+                row = tl.load(x_ptr + t * C + c, mask=live, other=0.0).to(tl.float32)
+        else:
+            at = t + (j - (W - 1))  # row of x; negative: of the state
+            row = tl.load(x_ptr + at * C + c, mask=inside & (at >= 0), other=0.0).to(tl.float32)
+            if first < W - 1:
+                old = tl.load(state_ptr + (at + (W - 1)) * C + c, mask=inside & (at < 0), other=0.0)
+                row += old.to(tl.float32)
+        total = tl.fma(row, tap, total)
+    _store_silu(y_ptr + t * C + c, tl.where(live, total, 0.0), inside)
+
+
+@triton.jit
+def _taps(a, b, c, d, w0, w1, w2, w3):
+    return tl.fma(d, w3, tl.fma(c, w2, tl.fma(b, w1, a * w0)))  # rounded as in `_conv1d_kernel`
+
+
+# conv1d of 4 taps  as above, for one sequence of many tokens
+# shapes            as above, W = 4
+# grid              (blocks of tokens * blocks of channels,): one program goes down TOKENS rows of CHANNELS channels and
+#                   keeps the last three in registers, so that every element is read and converted once
+# bytes             2 * T * C * itemsize, and three rows in TOKENS again
+# limits            TOKENS a multiple of 4
+@triton.jit(do_not_specialize=["T"])
+def _conv1d_down_kernel(x_ptr, state_ptr, weight_ptr, y_ptr, T, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    across = tl.cdiv(C, CHANNELS)
+    first = (tl.program_id(0) // across).to(tl.int64) * TOKENS
+    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
+    live = c < C
+    taps = tl.load(weight_ptr + c[:, None] * 4 + tl.arange(0, 4)[None, :], mask=live[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(taps.to(tl.float32), (CHANNELS, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    if first == 0:
+        p = tl.load(state_ptr + c, mask=live, other=0.0).to(tl.float32)
+        q = tl.load(state_ptr + C + c, mask=live, other=0.0).to(tl.float32)
+        r = tl.load(state_ptr + 2 * C + c, mask=live, other=0.0).to(tl.float32)
+    else:
+        before = x_ptr + (first - 3) * C + c
+        p = tl.load(before, mask=live, other=0.0).to(tl.float32)
+        q = tl.load(before + C, mask=live, other=0.0).to(tl.float32)
+        r = tl.load(before + 2 * C, mask=live, other=0.0).to(tl.float32)
+    for n in range(0, TOKENS, 4):
+        t = first + n
+        at = t * C + c
+        # four loads under way before the first store, which they could not pass
+        x0 = tl.load(x_ptr + at, mask=c < tl.where(t < T, C, 0), other=0.0).to(tl.float32)
+        x1 = tl.load(x_ptr + at + C, mask=c < tl.where(t + 1 < T, C, 0), other=0.0).to(tl.float32)
+        x2 = tl.load(x_ptr + at + 2 * C, mask=c < tl.where(t + 2 < T, C, 0), other=0.0).to(tl.float32)
+        x3 = tl.load(x_ptr + at + 3 * C, mask=c < tl.where(t + 3 < T, C, 0), other=0.0).to(tl.float32)
+        _store_silu(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < tl.where(t < T, C, 0))
+        _store_silu(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < tl.where(t + 1 < T, C, 0))
+        _store_silu(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < tl.where(t + 2 < T, C, 0))
+        _store_silu(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < tl.where(t + 3 < T, C, 0))
+        p, q, r = x1, x2, x3
+
+
+_DOWN = 32, 512, 4  # tokens, channels and warps of a program that goes down a long sequence
+
+
+def convolve(
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    T, C = x.shape
+    W = weight.shape[1]
+    if slots is None and W == 4 and T >= 64:
+        tokens, channels, warps = _DOWN
+        channels = min(channels, triton.next_power_of_2(C))
+        grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
+        _conv1d_down_kernel[grid](x, state, weight, out, T, C, tokens, channels, num_warps=warps)
+        return
+    tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
+    grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
+    _conv1d_kernel[grid](
+        x, state, weight, slots, out, T, C, state.shape[0], W, slots is not None, tokens, channels,
+        num_warps=1 if tokens == 1 else 4,
+    )  # fmt: skip
+
+
+# conv1d_state_update  state <- the last W - 1 rows of state, x (of one row x[b] for state[slots[b]])
+# shapes               state [W - 1, C] or [S, W - 1, C], float32 or x's dtype; x [T, C]; slots [B]
+# grid                 (rows * blocks of channels,): one program moves on CHANNELS columns of a state, a thread its own
+# bytes                2 * (W - 1) * C * itemsize for each state
+# limits               none
+@triton.jit(do_not_specialize=["T"])
+def _conv1d_shift_kernel(
+    state_ptr, x_ptr, slots_ptr, T, C, slots, KEPT: tl.constexpr, BY_SLOT: tl.constexpr, CHANNELS: tl.constexpr
+):
+    across = tl.cdiv(C, CHANNELS)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
+    new, slot, most = tl.cast(T, tl.int64), row * 0, C
+    if BY_SLOT:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        new, most = row * 0 + 1, tl.where((slot >= 0) & (slot < slots), C, 0)
+    state_ptr += slot * KEPT * C
+    x_ptr += row * C
+    # Row r becomes row r + new of state, x. In rising order a thread reads every row before it writes it.
+    for r in range(KEPT):
+        at = r + new
+        old = tl.load(state_ptr + at * C + c, mask=c < tl.where(at < KEPT, most, 0), other=0.0)
+        fresh = tl.load(x_ptr + (at - KEPT) * C + c, mask=c < tl.where(at < KEPT, 0, most), other=0.0)
+        tl.store(state_ptr + r * C + c, tl.where(at < KEPT, old, fresh.to(old.dtype)), mask=c < most)
+
+
+def move_on(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None) -> None:
+    T, C = x.shape
+    channels = min(128, triton.next_power_of_2(C))
+    grid = ((1 if slots is None else T) * triton.cdiv(C, channels),)
+    _conv1d_shift_kernel[grid](
+        state, x, slots, T, C, state.shape[0], state.shape[-2], slots is not None, channels, num_warps=1
+    )

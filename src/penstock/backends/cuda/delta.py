@@ -1,0 +1,284 @@
+"""The gated delta net on the GPU: causal convolution (`_conv.py`), gates, and the delta rule.
+
+The rule is the recurrence with the state in registers (`_recurrence_kernel`: decode, short sequences, float32
+activations) or, for many tokens, chunks of 64 on tensor cores (`_chunk.py`). Slots outside the states, −1 for an
+inactive row too, give a row of zeros and touch no state. `delta_decode_step` is a whole decode step in three launches.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock import ops
+from penstock.backends.cuda._chunk import delta_chunks, takes_chunks
+from penstock.backends.cuda._conv import convolve, move_on
+from penstock.backends.cuda._launch import sigmoid
+from penstock.errors import BackendError
+from penstock.ops._op import deterministic, kernel
+
+# -- convolution -----------------------------------------------------------------------------------------------------
+
+
+@kernel(ops.conv1d_causal, device="cuda")
+def conv1d_causal(
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor | None = None, *, out: torch.Tensor
+) -> None:
+    if x.numel():
+        convolve(x, state, weight, slots, out)
+
+
+@kernel(ops.conv1d_state_update, device="cuda")
+def conv1d_state_update(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+    if x.numel() and state.numel():
+        move_on(state, x, slots)
+
+
+# -- gates -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def exp_accurate(x):
+    """exp of float32 x <= 88 within 2 ulp: tl.exp, whose error grows with |x|, only of what is left beside a power of
+    two; 0 from -126 ln 2 on.
+    """
+    n = tl.floor(tl.maximum(x, -88.0) * 1.4426950408889634 + 0.5)
+    rest = (x - n * 0.693359375) + n * 2.12194440054690583e-4
+    return tl.where(x < -87.0, 0.0, tl.exp(rest) * tl.exp2(n))
+
+
+@triton.jit
+def softplus(z):
+    """max(z, 0) + log1p(exp(-|z|)) of float32; log1p(e) = 2 atanh(e / (2 + e)) by its series, s <= 1/3."""
+    e = exp_accurate(-tl.abs(z))
+    s = e / (2.0 + e)
+    q = s * s
+    series = 0.2 + q * (0.14285715 + q * (0.11111111 + q * (0.09090909 + q * (0.07692308 + q * 0.06666667))))
+    return tl.maximum(z, 0.0) + 2.0 * s * (1.0 + q * (0.33333334 + q * series))
+
+
+# gdn_decay_beta  g = exp(-exp(A_log) * softplus(alpha + dt_bias)), b = sigmoid(beta)
+# shapes          alpha, beta [T, Hv]; A_log, dt_bias [Hv], any float; g, b float32 [T, Hv]
+# grid            (blocks of elements,)
+# bytes           T * Hv * (2 * itemsize + 8)
+# limits          none
+@triton.jit(do_not_specialize=["n"])
+def _gates_kernel(alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, g_ptr, b_ptr, n, Hv, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = i < n
+    head = i % Hv
+    alpha = tl.load(alpha_ptr + i, mask=live, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + i, mask=live, other=0.0).to(tl.float32)
+    A = tl.load(A_log_ptr + head, mask=live, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias_ptr + head, mask=live, other=0.0).to(tl.float32)
+    tl.store(g_ptr + i, exp_accurate(-exp_accurate(A) * softplus(alpha + bias)), mask=live)
+    tl.store(b_ptr + i, sigmoid(beta), mask=live)
+
+
+@kernel(ops.gdn_decay_beta, device="cuda")
+def gdn_decay_beta(
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    n = alpha.numel()
+    if n:
+        block = 128
+        grid = (triton.cdiv(n, block),)
+        _gates_kernel[grid](alpha, beta, A_log, dt_bias, *out, n, alpha.shape[1], block, num_warps=1)
+
+
+# -- delta rule ------------------------------------------------------------------------------------------------------
+
+_STEPS = 16  # tokens up to which the recurrence is faster than the chunks
+_AHEAD = 4  # tokens whose q, k and v are under way in the recurrence of one sequence
+
+
+@functools.cache
+def _recurrence_tile(Dk: int, Dv: int) -> tuple[int, int, int]:
+    """Value rows of a program, key columns / 32 and warps: 16 values of the state a thread."""
+    if Dk > 16384:
+        raise BackendError(f"gated_delta_net: Dk is {Dk}, expected at most 16384 on cuda")
+    wide = triton.next_power_of_2(triton.cdiv(Dk, 32))
+    rows = min(max(1, 16 // wide), triton.next_power_of_2(Dv))
+    return rows, wide, max(1, min(8, rows * wide // 16))
+
+
+@triton.jit
+def _token(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP: tl.constexpr):
+    """q, k for every row, v, g and b of a token and value head."""
+    q_ptr = qkv_ptr + token * (2 * Hk * Dk + Hv * Dv) + head // GROUP * Dk + cols
+    q = tl.load(q_ptr, mask=cols < Dk, other=0.0).to(tl.float32)
+    k = tl.load(q_ptr + Hk * Dk, mask=cols < Dk, other=0.0).to(tl.float32)
+    v_ptr = qkv_ptr + token * (2 * Hk * Dk + Hv * Dv) + (2 * Hk * Dk + head * Dv) + rows
+    v = tl.load(v_ptr, mask=rows < Dv, other=0.0).to(tl.float32)
+    return q, k, v, tl.load(g_ptr + token * Hv + head), tl.load(b_ptr + token * Hv + head)
+
+
+@triton.jit
+def _step(S, q, k, v, g, b):
+    """The state [ROWS, WIDE, 32] after a token and its output; y = S q as g (S q) + d (k.q) of the old S."""
+    known = tl.sum(tl.sum(S * k, axis=1), axis=1)
+    read = tl.sum(tl.sum(S * q, axis=1), axis=1)
+    d = (v - g * known) * b
+    y = g * read + d * tl.sum(tl.sum(k * q, axis=1), axis=1)
+    return g * S + d[:, None, None] * k, y
+
+
+# recurrence  S <- g*S;  d = (v - S k)*b;  S <- S + d k^T;  y = S q, for each token
+# shapes      qkv [T, 2 Hk Dk + Hv Dv] = q | k | v; g, b float32 [T, Hv]; state float32 [(S,) Hv, Dv, Dk]; y [T, Hv, Dv]
+# grid        (rows, Hv, blocks of Dv): one program owns ROWS value rows of a state; rows = B with slots (one token
+#             each), else 1 (T tokens in turn)
+# bytes       2 * rows * Hv * Dv * Dk * 4 for the state, read and written once; the tokens' q | k | v | y besides
+# limits      Dk <= 16384: a value row lies in the registers of a program
+@triton.jit(do_not_specialize=["tokens"])
+def _recurrence_kernel(
+    state_ptr, qkv_ptr, g_ptr, b_ptr, slots_ptr, y_ptr, tokens, slots, Hk, Hv, Dk, Dv,
+    BY_SLOT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    # Columns as [1, WIDE, 32]: 8 lanes of a warp read 128 bytes of a row and a warp 4 rows at once, so that a sum over
+    # columns takes 3 shuffles for 4 rows, not 5 for each. q and k are read for every row: by themselves, they would
+    # get another layout, and the state with them.
+    cols = 32 * tl.arange(0, WIDE)[None, :, None] + tl.arange(0, 32)[None, None, :] + rows[:, None, None] * 0
+    some = rows < Dv
+    y_ptr += head * Dv + rows
+    tile = state_ptr + (head * Dv + rows[:, None, None]).to(tl.int64) * Dk + cols
+    if BY_SLOT:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        q, k, v, g, b = _token(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+        active = (slot >= 0) & (slot < slots)
+        moved = (rows[:, None, None] < tl.where(active, Dv, 0)) & (cols < Dk)
+        tile += slot * Hv * Dv * Dk
+        S, y = _step(tl.load(tile, mask=moved, other=0.0), q, k, v, g, b)
+        y = tl.where(active, y, 0.0)
+        tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
+    else:
+        moved = some[:, None, None] & (cols < Dk)
+        S = tl.load(tile, mask=moved, other=0.0)
+        for t in tl.range(tokens, num_stages=AHEAD):
+            token = tl.cast(t, tl.int64)
+            q, k, v, g, b = _token(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+            S, y = _step(S, q, k, v, g, b)
+            tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
+    tl.store(tile, S, mask=moved)
+
+
+def _recur(
+    state: torch.Tensor, qkv: torch.Tensor, g: torch.Tensor, b: torch.Tensor, slots: torch.Tensor | None,
+    out: torch.Tensor, Hk: int, Hv: int, Dk: int, Dv: int,
+) -> None:  # fmt: skip
+    T = len(qkv)
+    rows, wide, warps = _recurrence_tile(Dk, Dv)
+    states, tokens = (1, T) if slots is None else (T, 1)
+    _recurrence_kernel[(states, Hv, triton.cdiv(Dv, rows))](
+        state, qkv, g, b, slots, out, tokens, state.shape[0], Hk, Hv, Dk, Dv, slots is not None, Hv // Hk, rows, wide,
+        _AHEAD, num_warps=warps,
+    )  # fmt: skip
+
+
+@kernel(ops.gated_delta_net, device="cuda", variants=("step", "chunks"))
+def gated_delta_net(
+    state: torch.Tensor,
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    b: torch.Tensor,
+    Hk: int,
+    Hv: int,
+    Dk: int,
+    Dv: int,
+    method: str = "auto",
+    chunk: int = 0,
+    slots: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    variant: str | None,
+) -> None:
+    """`chunk` says where the definition cuts; the chunks here are of 64 tokens whatever it is."""
+    T = len(qkv)
+    if T == 0:
+        return
+    many = method == "chunkwise" or (method == "auto" and (T > _STEPS or deterministic()))
+    if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, Dk):
+        delta_chunks(state, qkv, g, b, out, Hk, Hv, Dk, Dv)
+    else:
+        _recur(state, qkv, g, b, slots, out, Hk, Hv, Dk, Dv)
+
+
+# -- a decode step in three launches ---------------------------------------------------------------------------------
+
+
+# mix      y = silu(conv1d(x)) of a row, its q and k heads divided by their lengths (q by sqrt(Dk) too); the rows kept
+#          for the convolution move on; g and b as in gdn_decay_beta
+# shapes   x, y [B, C], C = 2 Hk Dk + Hv Dv; kept [S, W - 1, C]; weight [C, W]; alpha, beta, g, b [B, Hv]; slots [B]
+# grid     (B, 2 Hk + Hv): one program owns a head of q, k or v; those of v have the gates of their head
+# bytes    B * C * (2 + 2 * (W - 1)) * itemsize and the weight
+# limits   a head is at most 16384 wide
+@triton.jit
+def _mix_kernel(
+    x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, y_ptr, g_ptr, b_ptr,
+    slots, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    head = part - 2 * Hk  # of v if not negative
+    i = tl.arange(0, BLOCK)
+    wide = tl.where(head < 0, Dk, Dv)
+    c = tl.where(head < 0, part * Dk, 2 * Hk * Dk + head * Dv) + i
+    C = 2 * Hk * Dk + Hv * Dv
+    live = i < wide
+    x = tl.load(x_ptr + row * C + c, mask=live, other=0.0).to(tl.float32)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    active = (slot >= 0) & (slot < slots)
+    moved = i < tl.where(active, wide, 0)
+    kept_ptr += slot * (W - 1) * C + c
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(W - 1):
+        old = tl.load(kept_ptr + j * C, mask=moved, other=0.0)
+        tap = tl.load(weight_ptr + c * W + j, mask=live, other=0.0).to(tl.float32)
+        total = tl.fma(old.to(tl.float32), tap, total)
+        if j > 0:
+            tl.store(kept_ptr + (j - 1) * C, old, mask=moved)
+    if W > 1:
+        tl.store(kept_ptr + (W - 2) * C, x.to(kept_ptr.dtype.element_ty), mask=moved)
+    total = tl.fma(x, tl.load(weight_ptr + c * W + W - 1, mask=live, other=0.0).to(tl.float32), total)
+    y = (total / (1.0 + tl.exp(-total))).to(y_ptr.dtype.element_ty).to(tl.float32)
+    length = tl.sqrt_rn(tl.sum(y * y, axis=0) + eps)
+    y = tl.where(head < 0, y / length * tl.where(part < Hk, 1.0 / tl.sqrt_rn(tl.cast(Dk, tl.float32)), 1.0), y)
+    tl.store(y_ptr + row * C + c, tl.where(active, y, 0.0).to(y_ptr.dtype.element_ty), mask=live)
+    if head >= 0:
+        at = row * Hv + head
+        bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+        strength = softplus(tl.load(alpha_ptr + at).to(tl.float32) + bias)
+        tl.store(g_ptr + at, exp_accurate(-exp_accurate(tl.load(A_log_ptr + head).to(tl.float32)) * strength))
+        tl.store(b_ptr + at, sigmoid(tl.load(beta_ptr + at).to(tl.float32)))
+
+
+def delta_decode_step(
+    x: torch.Tensor, z: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, kept: torch.Tensor, state: torch.Tensor,
+    slots: torch.Tensor, weight: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor,
+    Hk: int, eps: float = 1e-6,
+) -> torch.Tensor:  # fmt: skip
+    """One token of B sequences through conv1d_causal, conv1d_state_update, rms_norm_qk, gdn_decay_beta, gated_delta_net
+    and gated_rms_norm → [B, Hv, Dv].
+
+    x [B, 2 Hk Dk + Hv Dv] projected q | k | v; z [B, Hv, Dv]; alpha, beta [B, Hv]; kept [S, W − 1, C] and state [S, Hv,
+    Dv, Dk] float32 move on at slots int32 [B]; weight [C, W]; A_log, dt_bias [Hv]; norm [Dv].
+    """
+    B, (Hv, Dv, Dk) = len(x), state.shape[1:]
+    y, d = torch.empty_like(x), torch.empty_like(z)
+    g, b = (x.new_empty((B, Hv), dtype=torch.float32) for _ in range(2))
+    if B:
+        block = triton.next_power_of_2(max(Dk, Dv))
+        _mix_kernel[(B, 2 * Hk + Hv)](
+            x, kept, weight, alpha, beta, A_log, dt_bias, slots, y, g, b, len(kept), Hk, Hv, Dk, Dv, 1e-6,
+            weight.shape[1], block, num_warps=1,
+        )  # fmt: skip
+        _recur(state, y, g, b, slots, d, Hk, Hv, Dk, Dv)
+    return ops.gated_rms_norm(d, z, norm, eps, out=d)
