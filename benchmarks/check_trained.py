@@ -7,6 +7,10 @@ on. Checked are the error of the logits on 200 and 1000 tokens (max |difference|
 first rows of 256 tokens, no BOS, the 255 predictions of each. A dense checkpoint has no quantized products, so for the
 int8 rows mlx-lm converts it, and int8 is compared with exact products of the same quantized weights. Ends with status 1
 if anything is out of bounds.
+
+    python benchmarks/check_trained.py FOLDER --text FILE --device cuda
+
+compares a GPU (in float32 and bfloat16) with exact products on the CPU instead; FOLDER may be any checkpoint.
 """
 
 import argparse
@@ -78,6 +82,23 @@ def quantized(folder: Path, target: Path, bits: int) -> tuple[LLM, LLM]:
     return exact, int8
 
 
+def check_gpu(folder: Path, exact: LLM, rows: Sequence[Sequence[int]], checks: "Checks") -> None:
+    """The model on a GPU against exact products on the CPU: float32 to the last digits, bfloat16 as promised."""
+    long = [token for row in rows for token in row][:1000]
+    want = exact.logits(long)
+    full = penstock.load(folder, device="cuda", dtype="float32").logits(long)
+    checks.most("float32: error of the logits, 200 tokens", error(full[:200], want[:200]), SHORT)
+    checks.most("float32: error of the logits, 1000 tokens", error(full, want), LONG)
+    half = penstock.load(folder, device="cuda")
+    a, b = (np.concatenate([model.logits(row) for row in rows]) for model in (exact, half))
+    predicted = [losses(each, list(row)) for each, row in zip(np.split(b, len(rows)), rows, strict=True)]
+    base = perplexity(exact.logits, rows)
+    checks.note("perplexity, exact on the CPU", base)
+    checks.near("perplexity, bfloat16", float(np.exp(np.mean(predicted))), base, PERPLEXITY)
+    checks.least(f"bfloat16: share with cosine ≥ {COSINE}", float(np.mean(cosines(a, b) >= COSINE)), COSINE_SHARE)
+    checks.least("bfloat16: equal argmax", float(np.mean(a.argmax(1) == b.argmax(1))), ARGMAX)
+
+
 class Checks:
     """Rows of the table: what was measured, what is allowed, whether it is."""
 
@@ -111,6 +132,7 @@ def main() -> None:
     parser.add_argument("--expected", type=float, help="perplexity of the checkpoint as its README states it")
     parser.add_argument("--rows", type=int, default=24, help="rows of 256 tokens for the perplexity")
     parser.add_argument("--bits", type=int, default=4, help="of the weights in the int8 checks; 0 leaves them out")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU against the CPU")
     parser.add_argument("--json", type=Path, help="also write the rows and the machine to this file")
     args = parser.parse_args()
 
@@ -119,9 +141,23 @@ def main() -> None:
     rows = [tokens[start : start + ROW] for start in range(0, args.rows * ROW, ROW)]
     if len(rows[-1]) < ROW:
         raise SystemExit(f"{args.text}: has {len(tokens)} tokens, expected at least {args.rows * ROW}")
-    oracle = transformers_logits(args.folder)
     checks = Checks()
+    if args.device == "cuda":
+        check_gpu(args.folder, exact, rows, checks)
+    else:
+        check_cpu(args, exact, tokens, rows, checks)
+    checks.show()
+    if args.json:
+        about = {"model": args.folder.name, "machine": machine(), "rows": checks.rows}
+        args.json.write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n")
+    sys.exit(0 if all(row["ok"] for row in checks.rows) else 1)
 
+
+def check_cpu(
+    args: argparse.Namespace, exact: LLM, tokens: Sequence[int], rows: Sequence[Sequence[int]], checks: Checks
+) -> None:
+    """The model on the CPU against transformers, and int8 activations against exact products."""
+    oracle = transformers_logits(args.folder)
     want = oracle(tokens[:1000])
     got = exact.logits(tokens[:1000])
     checks.most("error of the logits, 200 tokens", error(got[:200], want[:200]), SHORT)
@@ -145,11 +181,6 @@ def main() -> None:
                 f"{name}, int8: share with cosine ≥ {COSINE}", float(np.mean(cosines(a, b) >= COSINE)), COSINE_SHARE
             )
             checks.least(f"{name}, int8: equal argmax", float(np.mean(a.argmax(1) == b.argmax(1))), ARGMAX)
-    checks.show()
-    if args.json:
-        about = {"model": args.folder.name, "machine": machine(), "rows": checks.rows}
-        args.json.write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n")
-    sys.exit(0 if all(row["ok"] for row in checks.rows) else 1)
 
 
 if __name__ == "__main__":

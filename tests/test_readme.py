@@ -39,7 +39,7 @@ def test_readme_python_blocks_run_in_order(capsys):
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("penstock ")])
 def test_readme_penstock_commands_run(capsys, monkeypatch, command):
     _, verb, *arguments = shlex.split(command)
-    if {"--model", "--random"} & set(arguments):  # a download, or gigabytes: the flags at least must exist
+    if {"--model", "--random", "cuda"} & set(arguments):  # a download, gigabytes, a GPU: the flags at least must exist
         assert run([verb, "--help"]) == 0
         usage = capsys.readouterr().out
         assert all(argument in usage for argument in arguments if argument.startswith("-"))

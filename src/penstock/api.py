@@ -341,9 +341,7 @@ def load_random(
     weights, checked = _weights(family, Random(config, seed, progress), family.read_config(dict(config)), place)
     model = Model(family, checked, weights, f"random-{seed}", models.bytes_of(weights))
     what = "random weights"
-    return LLM(
-        _engine(model, device, place, dtype, activations, max_context, deterministic, what), None, None, ()
-    )
+    return LLM(_engine(model, device, place, dtype, activations, max_context, deterministic, what), None, None, ())
 
 
 def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:

@@ -650,10 +650,11 @@ class Op:
             fresh(s.shape, dtype=getattr(torch, s.dtype), device=place) if o is None and s is not None else o
             for o, s in zip(given, plan.specs, strict=True)
         )
-        if outputs:
-            run(*values, out=outputs[0] if len(outputs) == 1 else outputs)
-        else:
-            run(*values)
+        with _current(torch, place):
+            if outputs:
+                run(*values, out=outputs[0] if len(outputs) == 1 else outputs)
+            else:
+                run(*values)
         return plan.result(outputs)
 
     def _through_host(
@@ -672,6 +673,16 @@ class Op:
             tensor = None if result is None else torch_view(result)
             back.append(output.copy_(tensor) if output is not None else None if tensor is None else tensor.to(place))
         return plan.result(tuple(back))
+
+
+_HERE = contextlib.nullcontext()
+
+
+def _current(torch: Any, place: str) -> Any:
+    """Makes the GPU of the arrays the current one, where kernels are launched, if it is not already."""
+    if place == "cpu" or f"cuda:{torch.cuda.current_device()}" == place:
+        return _HERE
+    return torch.cuda.device(place)
 
 
 def _ready(array: Any, empty: tuple[tuple[int, ...], np.dtype] | None) -> bool:

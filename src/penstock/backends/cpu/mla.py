@@ -295,9 +295,7 @@ def _per_head(bits: int) -> tuple[Any, Any]:
                 load(x, form, ((t0 + t) * x_heads + h % x_heads) * X, floats(xs, t * X), X)
             done = False
             if T == 1:
-                done = one_row(
-                    by_rows, w, scales, biases, w_form, gs, row, n, K, groups, floats(xs, 0), floats(ys, 0)
-                )
+                done = one_row(by_rows, w, scales, biases, w_form, gs, row, n, K, groups, floats(xs, 0), floats(ys, 0))
             for i in range(0, 0 if done else n, CHUNK):
                 m = min(CHUNK, n - i)
                 dense(w, scales, biases, w_form, gs, row + i, m, groups, rows)
@@ -384,9 +382,7 @@ def mla_expand(latent, kv_b, unembed_out, heads, nope, v_head_dim, *, out):
 
 
 @kernel(ops.mla_prefill, device="cpu", composed=True)
-def mla_prefill(
-    q_nope, q_pe, latent_cache, rope_k_cache, start, softmax_scale, kv_b, unembed_out, block_table, *, out
-):
+def mla_prefill(q_nope, q_pe, latent_cache, rope_k_cache, start, softmax_scale, kv_b, unembed_out, block_table, *, out):
     T, H, nope = q_nope.shape
     if T == 0:
         return

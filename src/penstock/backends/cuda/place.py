@@ -88,7 +88,6 @@ class Gpu:
             ) from error
 
 
-
 class CopyBandwidth:
     """The yardstick of `penstock bench` on a GPU: a copy of `nbytes`, bytes read plus bytes written per second."""
 

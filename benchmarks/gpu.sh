@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Tests and benchmarks of the CUDA backend in one go; half an hour on a GPU is enough. Ends with a short table.
+#
+#   benchmarks/gpu.sh [OUT]        OUT: folder for logs and JSON, benchmarks/results if left out
+#   PARTS="tests bench"            what to run: tests, sanitizer, bench
+#   PYTHON=python3 SHARDS=12       interpreter; processes that run the tests side by side
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-benchmarks/results}
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+shards=${SHARDS:-12}
+parts=${PARTS:-tests sanitizer bench}
+logs=$(mktemp -d)
+mkdir -p "$out"
+export PYTHONPATH=src:. PYTHONDONTWRITEBYTECODE=1
+unset TRITON_INTERPRET
+failed=0
+
+shard() { # NAME COMMAND…: the command once per shard, side by side; prints the failures and one line
+  local name=$1 start=$SECONDS
+  shift
+  for ((i = 0; i < shards; i++)); do SHARD=$i/$shards "$@" >"$logs/$name.$i" 2>&1 & done
+  wait
+  cat "$logs/$name".* | grep -E "^(FAILED|ERROR)|ERROR SUMMARY: [1-9]|Invalid|leaked" | sort | uniq | head -40
+  local passed bad
+  passed=$(cat "$logs/$name".* | grep -oE "[0-9]+ passed" | awk '{n += $1} END {print n + 0}')
+  bad=$(cat "$logs/$name".* | grep -oE "[0-9]+ (failed|error)" | awk '{n += $1} END {print n + 0}')
+  errors=$(cat "$logs/$name".* | grep -oE "ERROR SUMMARY: [0-9]+" | awk '{n += $3} END {print n + 0}')
+  echo "$name: $passed passed, $bad failed, $errors errors of memory, $((SECONDS - start)) s" | tee -a "$out/gpu_tests.txt"
+  [ "$bad" = 0 ] && [ "$errors" = 0 ] || failed=1
+}
+
+: >"$out/gpu_tests.txt"
+case " $parts " in *" tests "*)
+  shard tests "$python" -m pytest -q -p no:cacheprovider -m cuda tests/gpu
+  ;; esac
+case " $parts " in *" sanitizer "*)
+  if command -v compute-sanitizer >/dev/null; then
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 shard sanitizer compute-sanitizer --tool memcheck "$python" -m pytest -q \
+      -p no:cacheprovider -m cuda tests/gpu/test_cases.py -k "ragged or decode or pages or empty or slots"
+  else
+    echo "sanitizer: compute-sanitizer is not installed here" | tee -a "$out/gpu_tests.txt"
+  fi
+  ;; esac
+case " $parts " in *" bench "*)
+  for script in benchmarks/ops/gpu_*.py; do
+    name=$(basename "$script" .py)
+    [ "$name" = gpu_common ] && continue
+    "$python" "$script" --json "$out/$name.json" || failed=1
+  done
+  "$python" benchmarks/gpu_table.py "$out" || failed=1
+  ;; esac
+cat "$out/gpu_tests.txt"
+exit $failed
