@@ -17,8 +17,8 @@ from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, group
 from penstock.quant import QuantizedTensor
 
 MATRICES = [(12288, 2048), (2048, 4096), (2048, 2048), (18432, 7168)]
-ROWS = (16, 64, 256, 4096)
-TOKENS = (64, 512, 4096)
+ROWS = (16, 256, 4096)
+TOKENS = (64, 4096)
 EXPERTS = {  # experts, chosen, dim, width
     "Qwen3.6-35B-A3B": (256, 8, 2048, 512),
     "Gemma 4 26B-A4B": (128, 8, 2816, 704),
@@ -112,7 +112,7 @@ def compile_one(kind: str, *sizes: Any) -> None:
 def main() -> None:
     args = common.parser("products of many rows: quantized weights and experts").parse_args()
     jobs = [("experts", name, T) for name in EXPERTS for T in TOKENS]
-    jobs += [("matrix", N, K, T) for N, K in MATRICES for T in ROWS[:3]]
+    jobs += [("matrix", N, K, T) for N, K in MATRICES for T in ROWS]
     common.compile_ahead(compile_one, jobs)
     common.finish("tensor-core products, 4 bits, groups of 64, bfloat16", dense_rows() + expert_rows(), args.json)
 

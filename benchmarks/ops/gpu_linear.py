@@ -2,8 +2,8 @@
 
     python -m benchmarks.ops.gpu_linear [--json FILE]
 
-Weights of 4 bits in groups of 64 unless the line says otherwise, bfloat16 scales and activations. Bytes are codes,
-scales and biases, each once; every call reads another matrix, so that none is in the L2 cache.
+Weights of 4 bits in groups of 64 unless the line says otherwise, bfloat16 scales and activations, float32 results.
+Bytes are codes, scales and biases, each once; every call reads another matrix, so that none is in the L2 cache.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ QWEN, GEMMA, DEEPSEEK = "Qwen3.6-35B-A3B", "Gemma 4 26B-A4B", "DeepSeek-V3"
 PRODUCTS = [
     *((QWEN, N, 2048, 1, 4, "bfloat16") for N in (248320, 12288, 8192, 2048)),
     *((QWEN, N, 4096, 1, 4, "bfloat16") for N in (4096, 2048)),
-    *((GEMMA, N, K, 1, 4, "bfloat16") for N, K in ((262144, 2816), (4096, 2816), (2816, 2112))),
+    *((GEMMA, N, K, 1, 4, "bfloat16") for N, K in ((262144, 2816), (2816, 2112))),
     *((DEEPSEEK, N, K, 1, 4, "bfloat16") for N, K in ((18432, 7168), (2048, 7168), (7168, 2048))),
     *((QWEN, 12288, 2048, T, 4, "bfloat16") for T in (2, 4, 8)),
-    *((QWEN, 12288, 2048, 1, bits, "bfloat16") for bits in (2, 3, 5, 6, 8)),
-    *((QWEN, 12288, 2048, 1, 4, dtype) for dtype in ("float16", "float32")),
+    *((QWEN, 12288, 2048, 1, bits, "bfloat16") for bits in (2, 3, 6, 8)),
+    *((QWEN, 12288, 2048, 1, 4, dtype) for dtype in ("float32",)),
     (f"{QWEN}, router", 256, 2048, 1, 8, "bfloat16"),
 ]
 EXPERTS = {  # dim, width of an expert, experts, chosen and shared ones
@@ -51,8 +51,8 @@ def product_row(model: str, N: int, K: int, T: int, bits: int, dtype: str) -> di
     x = torch.randn(T, K, device="cuda").to(getattr(torch, dtype))
     got = ops.quantized_matmul(x, one, dtype="float32")[:, :4096]
     error = check(f"[{N}, {K}] {bits} bits T = {T}", got, x.double() @ first_rows(one).T, EXACT)
-    out = torch.empty(T, N, device="cuda", dtype=x.dtype)
-    took = seconds([lambda w=w: ops.quantized_matmul(x, w, out=out) for w in weights])
+    out = torch.empty(T, N, device="cuda")
+    took = seconds([lambda w=w: ops.quantized_matmul(x, w, dtype="float32", out=out) for w in weights])
     shape = f"{model} [{N}, {K}] T = {T}" + (f", {dtype}" if dtype != "bfloat16" else "")
     return row(f"quantized_matmul, {bits} bits", shape, took, one.nbytes, error=error)
 
@@ -91,8 +91,7 @@ def compiled(kind: str, *sizes: Any) -> None:
     if kind == "product":
         _, N, K, T, bits, dtype = sizes
         x, w = torch.randn(T, K, device="cuda").to(getattr(torch, dtype)), weight(N, K, bits=bits)
-        for result in ("float32", dtype):
-            ops.quantized_matmul(x, w, dtype=result)
+        ops.quantized_matmul(x, w, dtype="float32")
         return
     dim, width, _, k = EXPERTS[sizes[0]]
     ids = torch.zeros(1, k, device="cuda", dtype=torch.int32)

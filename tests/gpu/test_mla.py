@@ -38,6 +38,23 @@ def test_mla_products_of_many_tokens_are_those_of_one(rng):
     close(to_host(together), want, "bfloat16")
 
 
+@pytest.mark.parametrize("form", ["whole", "pair", "dense"])
+def test_mla_products_of_hundreds_of_tokens(form, rng):
+    key = quantized(rng, 2, 64, 32) if form == "pair" else quantized(rng, 2 * 40, 64)  # two heads of 32 + 8
+    if form == "dense":
+        key = penstock.dequantize(key)
+    value = quantized(rng, 2, 8, 64) if form == "pair" else None
+    call = {"latent": normal(rng, 300, 64), "kv_b": key}
+    call |= {"unembed_out": value} if form == "pair" else {"heads": 2, "nope": 32}
+    for y, want in zip(run(ops.mla_expand, **call), reference(ops.mla_expand, **call), strict=True):
+        close(y, want)
+    call = {"q_nope": normal(rng, 300, 2, 32), "kv_b": key}
+    close(run(ops.mla_q_prime, **call), reference(ops.mla_q_prime, **call))
+    call = {"v_combine": normal(rng, 300, 2, 64), "kv_b": key if value is None else value}
+    call |= {} if form == "pair" else {"nope": 32}
+    close(run(ops.mla_out_per_head, **call), reference(ops.mla_out_per_head, **call))
+
+
 def latents(rng, *lead, R=40, rope=12) -> dict[str, Any]:
     return {"latent_cache": normal(rng, *lead, R), "rope_k_cache": normal(rng, *lead, rope)}
 

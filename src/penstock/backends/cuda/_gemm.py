@@ -215,12 +215,13 @@ def accumulate(
         VPW: tl.constexpr = 32 // BITS if 32 % BITS == 0 else 32
         for k in range(first, last, BK):
             codes = load_codes(w_ptr, w_start, k, K, BN, BK, BITS, PAIRS)
-            x = load_tile(x_ptr, x_start, x_live, k, K, BK).to(DTYPE)
-            if not ORDERED:
-                x = dot_order(x, BM, BK, VPW)
             s = load_scales(s_ptr, s_start, k, K, BK, GS, WORDS)
             b = load_scales(b_ptr, b_start, k, K, BK, GS, WORDS)
             w = weight_tile(codes, s, b, BN, BK, BITS, GS, PAIRS, DTYPE)
+            # x last, next to the product that reads it: its way through shared memory is not cut by that of the scales
+            x = load_tile(x_ptr, x_start, x_live, k, K, BK).to(DTYPE)
+            if not ORDERED:
+                x = dot_order(x, BM, BK, VPW)
             acc = tl.dot(w, tl.trans(x), acc, input_precision="tf32x3")
             if _SETTLE:
                 acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
@@ -367,16 +368,31 @@ def ordered(x: torch.Tensor, bits: int) -> torch.Tensor:
     return made
 
 
+def ordering(T: int, K: int, bits: int) -> bool:
+    """Whether x goes in dot order by a copy: many rows, or codes whose unpacking needs shared memory beside x."""
+    return bits > 0 and (T > ORDER_ROWS or bits in (3, 5, 6)) and K % (4 * units(bits)) == 0
+
+
+def plainly(dtype: torch.dtype, bits: int, is_ordered: bool) -> bool:
+    """Whether a product takes 2 warps, for which Triton chooses the instructions of single warps.
+
+    float32 weights, and codes of 3, 5 and 6 bits beside an x that is not in dot order, pass through shared memory on
+    their way to the product; the instructions of four warps together, which read it on their own account, are kept for
+    weights that come from registers.
+    """
+    return dtype is torch.float32 or (bits in (3, 5, 6) and not is_ordered)
+
+
 @functools.cache
 def _config(T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processors: int) -> tuple[int, ...]:
-    """BM, BN, BK, parts of K, parts of a program, warps, stages.
+    """BM, BN, BK, parts of K, parts of a program, warps, stages; `wide`: see `plainly`.
 
     The bits of a row depend on where the parts begin alone: `fixed` chooses them without T. BN is at least 32 per warp:
     for a load of fewer elements than threads Triton finds no layout that leaves the weights where they are unpacked.
     """
     BM = 16 if T <= 16 else 32 if T <= 32 else 64 if T <= 64 or wide or fixed else 128
     if wide:
-        BN, BK, warps, stages = 64, 32, 4, 2
+        BN, BK, warps, stages = 64, 32, 2, 2
     else:
         BN, BK, warps, stages = 128, 128 if BM <= 32 and not fixed else 64, 4, 4 if BM <= 64 else 3
     BK = max(BK, 4 * units(bits)) if bits else BK
@@ -392,11 +408,10 @@ def _launch(x: torch.Tensor, w: Any, out: torch.Tensor) -> None:
     (T, K), N = x.shape, w.shape[0]
     quantized = isinstance(w, QuantizedTensor)
     bits, gs = (w.bits, w.group_size) if quantized else (0, 1)
-    dtype = dot_dtype(x, w, out)
-    wide = dtype is torch.float32
+    dtype, order = dot_dtype(x, w, out), ordering(T, K, bits)
+    wide = plainly(dtype, bits, order)
     BM, BN, BK, parts, fold, warps, stages = _config(T, N, K, bits, wide, deterministic(), multiprocessors(x))
     splits = parts // fold
-    order = quantized and T > ORDER_ROWS and K % (4 * units(bits)) == 0
     sums = out if splits == 1 else torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
     arrays = w.arrays if quantized else (w, w, w)
     part = triton.cdiv(triton.cdiv(K, parts), BK) * BK

@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._gemm import (
-    ORDER_ROWS,
     TL_DTYPES,
     accumulate,
     dot_dtype,
     dot_order,
     ordered,
+    ordering,
     pairs_of,
+    plainly,
     units,
     words_fit,
 )
@@ -200,7 +201,7 @@ def _config(rows: int, bits: int, wide: bool, even: bool) -> tuple[int, ...]:
     Short tiles take what is left of an expert beyond whole ones: 1129 → 699 µs at 128 rows and pairs per expert.
     """
     if wide:
-        tail, BN, BK, warps, stages = 0, 64, 32, 4, 2
+        tail, BN, BK, warps, stages = 0, 64, 32, 2, 2
     else:
         tail, BN, BK, warps, stages = {
             16: (0, 128, 128, 4, 4), 32: (16, 128, 128, 4, 3), 64: (16, 128, 128, 4, 3), 128: (32, 128, 64, 4, 3)
@@ -245,9 +246,9 @@ def _grouped(
         words = words and words_fit(up)
     elif act is not None:
         apart = tuple(N * a.shape[-1] for a in arrays)
-    tail, BN, BK, warps, stages = _config(plan.rows, bits, dtype is torch.float32, K % (2 * gs) == 0)
-    if quantized and not is_ordered and x.shape[0] > ORDER_ROWS and K % (4 * units(bits)) == 0:
+    if not is_ordered and ordering(x.shape[0], K, bits):
         x, is_ordered = ordered(x, bits), True
+    tail, BN, BK, warps, stages = _config(plan.rows, bits, plainly(dtype, bits, is_ordered), K % (2 * gs) == 0)
     _grouped_kernel[(NT * triton.cdiv(N, BN // 2 if act else BN),)](
         x, *arrays, *apart, out, plan.order, plan.tiles, NT, N, S, rows, share, K, bits, gs, words, pairs_of(w, dtype),
         is_ordered, TL_DTYPES[dtype], act, out_unit, plan.rows, tail, BN, BK, num_warps=warps, num_stages=stages,

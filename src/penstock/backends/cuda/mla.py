@@ -1,5 +1,7 @@
 """Latent attention (MLA): products with a weight of each head, and attention over latents (`_attend`)."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -124,8 +126,7 @@ def _per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
     T, H, N = y.shape
     K, shared, quantized = x.shape[-1], x.ndim == 2, isinstance(w, QuantizedTensor)
     if not deterministic():
-        many = T >= _MANY if quantized else T >= 32 and w.dtype is x.dtype
-        if many and _in_full(x):
+        if _copies(x, w) or (not quantized and T >= 32 and w.dtype is x.dtype and _in_full(x)):
             _batched(x, dense_copy(w, x.dtype) if quantized else w, y, rows_per_head, first, turned)
             return
         if T <= 8 and not (shared or turned) and w.ndim == 3:
@@ -140,6 +141,11 @@ def _per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
         x, *arrays, y, T, H, K, N, rows_per_head, first, w.shape[-1],
         BITS=bits, GS=group, SHARED=shared, TURNED=turned, MT=MT, BN=BN, BK=BK, num_warps=warps,
     )  # fmt: skip
+
+
+def _copies(x: torch.Tensor, w: Any) -> bool:
+    """Whether w is made dense for cuBLAS."""
+    return isinstance(w, QuantizedTensor) and len(x) >= _MANY and _in_full(x) and not deterministic()
 
 
 def _in_full(x: torch.Tensor) -> bool:
@@ -186,6 +192,8 @@ def _expand(latent, kv_b, unembed_out, keys, values) -> None:
         _per_head(latent, unembed_out, values, unembed_out.shape[1], 0, turned=False)
         return
     rows = kv_b.shape[0] // keys.shape[1]
+    if _copies(latent, kv_b):
+        kv_b = dense_copy(kv_b, latent.dtype)  # once for both
     _per_head(latent, kv_b, keys, rows, 0, turned=False)
     _per_head(latent, kv_b, values, rows, keys.shape[2], turned=False)
 
