@@ -208,7 +208,7 @@ def _tiles(Dk: int, Dv: int, major: int) -> tuple[int, int, int]:
     """Padded key width, columns of S of a program and stages of `_advance_kernel`."""
     DK = max(16, triton.next_power_of_2(Dk))
     BV = min(32, max(16, triton.next_power_of_2(Dv)))
-    return DK, BV, 3 if major >= 9 else 1
+    return DK, BV, 3 if major in (9, 10) else 1  # 227 KB of shared memory, or as little as 99
 
 
 def delta_chunks(
