@@ -15,19 +15,24 @@ mkdir -p "$out"
 export PYTHONPATH=src:. PYTHONDONTWRITEBYTECODE=1
 unset TRITON_INTERPRET
 failed=0
+"$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null || { echo "gpu.sh: torch finds no GPU here"; exit 1; }
 
 shard() { # NAME COMMAND…: the command once per shard, side by side; prints the failures and one line
   local name=$1 start=$SECONDS
   shift
-  for ((i = 0; i < shards; i++)); do SHARD=$i/$shards "$@" >"$logs/$name.$i" 2>&1 & done
+  for ((i = 0; i < shards; i++)); do
+    { SHARD=$i/$shards "$@" || echo "ended with $?"; } >"$logs/$name.$i" 2>&1 &
+  done
   wait
   cat "$logs/$name".* | grep -E "^(FAILED|ERROR)|ERROR SUMMARY: [1-9]|Invalid|leaked" | sort | uniq | head -40
   local passed bad
   passed=$(cat "$logs/$name".* | grep -oE "[0-9]+ passed" | awk '{n += $1} END {print n + 0}')
   bad=$(cat "$logs/$name".* | grep -oE "[0-9]+ (failed|error)" | awk '{n += $1} END {print n + 0}')
   errors=$(cat "$logs/$name".* | grep -oE "ERROR SUMMARY: [0-9]+" | awk '{n += $3} END {print n + 0}')
-  echo "$name: $passed passed, $bad failed, $errors errors of memory, $((SECONDS - start)) s" | tee -a "$out/gpu_tests.txt"
-  [ "$bad" = 0 ] && [ "$errors" = 0 ] || failed=1
+  ended=$(cat "$logs/$name".* | grep -c "^ended with")
+  echo "$name: $passed passed, $bad failed, $errors errors of memory, $ended of $shards processes ended badly," \
+    "$((SECONDS - start)) s" | tee -a "$out/gpu_tests.txt"
+  [ "$bad" = 0 ] && [ "$errors" = 0 ] && [ "$ended" = 0 ] || failed=1
 }
 
 : >"$out/gpu_tests.txt"
