@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.ops.gpu_common import check, compile_ahead, finish, parser, row, seconds, sets_of
+from benchmarks.ops.gpu_common import check, compile_ahead, finish, parser, random_weight, row, seconds, sets_of
 from penstock import ops
-from penstock.quant import QuantizedTensor
 
 PAGE = 256
 ROOM = 131072  # positions that the block table of a sequence has room for
@@ -101,20 +100,12 @@ def mla_sdpa(most: int, B: int, length: int) -> tuple[Calls, dict[str, Any]]:
     return [lambda s=s: ops.mla_sdpa(*s) for s in sets], work | {"shape": f"DeepSeek-V3, {B} x {length}"}
 
 
-def quantized(*shape: int) -> QuantizedTensor:
-    """4-bit codes in groups of 64, weights of about K^(−1/2)."""
-    *lead, K = shape
-    codes = torch.randint(-(2**31), 2**31 - 1, (*lead, K // 8), device="cuda", dtype=torch.int32)
-    scales = torch.full((*lead, K // 64), K**-0.5 / 4.6, device="cuda", dtype=torch.bfloat16)
-    return QuantizedTensor(codes, scales, -7.5 * scales, 4, 64)
-
-
 def mla_product(most: int, name: str, form: str, T: int) -> tuple[Calls, dict[str, Any]]:
     calls: Calls = []
     for _ in range(min(most, 16 if T == 1 else 1)):
         whole = form == "whole"
-        key = quantized(HEADS * (NOPE + VALUE), RANK) if whole else quantized(HEADS, RANK, NOPE)
-        value = None if whole else quantized(HEADS, VALUE, RANK)
+        key = random_weight(HEADS * (NOPE + VALUE), RANK) if whole else random_weight(HEADS, RANK, NOPE)
+        value = None if whole else random_weight(HEADS, VALUE, RANK)
         q, latents, latent = normal(T, HEADS, NOPE), normal(T, HEADS, RANK), normal(T, RANK)
         if name == "mla_q_prime":
             call = functools.partial(ops.mla_q_prime, q, key)
@@ -131,7 +122,7 @@ def mla_product(most: int, name: str, form: str, T: int) -> tuple[Calls, dict[st
 
 
 def mla_prefill(most: int, T: int) -> tuple[Calls, dict[str, Any]]:
-    whole, table = quantized(HEADS * (NOPE + VALUE), RANK), tables(1, T)[0][0].clone()
+    whole, table = random_weight(HEADS * (NOPE + VALUE), RANK), tables(1, T)[0][0].clone()
     caches = [normal(T // PAGE, PAGE, width) for width in (RANK, ROPE)]
     q, pe = normal(T, HEADS, NOPE), normal(T, HEADS, ROPE)
     flops = T * (T + 1) * HEADS * (NOPE + ROPE + VALUE) + 2 * T * HEADS * (NOPE + VALUE) * RANK

@@ -20,6 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from penstock.quant import QuantizedTensor
+
 COLD_BYTES = 256 << 20  # of all sets of inputs together: several times the L2 cache
 
 
@@ -86,6 +88,14 @@ def matrix_rate() -> float:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * 8192**3 / seconds([lambda: torch.mm(a, b, out=out)])
+
+
+def random_weight(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
+    """Random codes with weights of about K^(−1/2), made on the GPU."""
+    *lead, K = shape
+    packed = torch.randint(-(2**31), 2**31 - 1, (*lead, K * bits // 32), dtype=torch.int32, device="cuda")
+    scales = ((torch.rand(*lead, K // gs, device="cuda") + 0.5) * (3 * K**-0.5 / 2**bits)).bfloat16()
+    return QuantizedTensor(packed, scales, (-scales.float() * 2 ** (bits - 1)).bfloat16(), bits, gs)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

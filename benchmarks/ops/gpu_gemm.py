@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.ops import gpu_common as common
+from benchmarks.ops.gpu_common import random_weight
 from penstock.backends.cuda._gemm import dense_copy, quantized_gemm
 from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up
-from penstock.quant import QuantizedTensor
 
 MATRICES = [(12288, 2048), (2048, 4096), (2048, 2048), (18432, 7168)]
 ROWS = (16, 256, 4096)
@@ -25,14 +25,6 @@ EXPERTS = {  # experts, chosen, dim, width
     "DeepSeek-V3": (256, 8, 7168, 2048),
 }
 Call = Callable[[], None]
-
-
-def weight(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
-    """Random codes with entries of size K^(−1/2)."""
-    *lead, K = shape
-    packed = torch.randint(-(2**31), 2**31 - 1, (*lead, K * bits // 32), dtype=torch.int32, device="cuda")
-    scales = ((torch.rand(*lead, K // gs, device="cuda") + 0.5) * (3 * K**-0.5 / 2**bits)).bfloat16()
-    return QuantizedTensor(packed, scales, (-scales.float() * 2 ** (bits - 1)).bfloat16(), bits, gs)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -46,7 +38,7 @@ def exact(w: Any) -> torch.Tensor:
 def dense_rows() -> list[dict[str, Any]]:
     made = []
     for N, K in MATRICES:
-        sets = [weight(N, K) for _ in range(common.sets_of(N * K // 2, 8))]
+        sets = [random_weight(N, K) for _ in range(common.sets_of(N * K // 2, 8))]
         for T in ROWS:
             x, out = normal(T, K), torch.empty(T, N, device="cuda", dtype=torch.bfloat16)
             quantized_gemm(x, sets[0], out)
@@ -57,6 +49,10 @@ def dense_rows() -> list[dict[str, Any]]:
             took = common.seconds(calls, rounds=5)
             made.append(common.row("quantized_matmul", f"T={T} [{N}, {K}]", took, moved, 2 * T * N * K))
     return made
+
+
+def expert_stacks(E: int, dim: int, width: int) -> tuple[Any, Any, Any]:
+    return random_weight(E, width, dim), random_weight(E, width, dim), random_weight(E, dim, width)
 
 
 def expert_call(T: int, k: int, stacks: tuple[Any, Any, Any]) -> tuple[Call, Call]:
@@ -86,7 +82,7 @@ def expert_call(T: int, k: int, stacks: tuple[Any, Any, Any]) -> tuple[Call, Cal
 def expert_rows() -> list[dict[str, Any]]:
     made = []
     for name, (E, k, dim, width) in EXPERTS.items():
-        stacks = weight(E, width, dim), weight(E, width, dim), weight(E, dim, width)
+        stacks = expert_stacks(E, dim, width)
         for T in TOKENS:
             call, check = expert_call(T, k, stacks)
             check()
@@ -101,11 +97,11 @@ def compile_one(kind: str, *sizes: Any) -> None:
     """One call, so that its kernels are in Triton's cache."""
     if kind == "matrix":
         N, K, T = sizes
-        quantized_gemm(normal(T, K), weight(N, K), torch.empty(T, N, device="cuda", dtype=torch.bfloat16))
+        quantized_gemm(normal(T, K), random_weight(N, K), torch.empty(T, N, device="cuda", dtype=torch.bfloat16))
     else:
         name, T = sizes
         E, k, dim, width = EXPERTS[name]
-        expert_call(T, k, (weight(E, width, dim), weight(E, width, dim), weight(E, dim, width)))[0]()
+        expert_call(T, k, expert_stacks(E, dim, width))[0]()
     torch.cuda.synchronize()
 
 

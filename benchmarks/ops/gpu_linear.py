@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.ops.gpu_common import check, compile_ahead, finish, parser, row, seconds, sets_of
+from benchmarks.ops.gpu_common import check, compile_ahead, finish, parser, random_weight, row, seconds, sets_of
 from penstock import ops
 from penstock.quant import QuantizedTensor
 
@@ -34,20 +34,13 @@ EXPERTS = {  # dim, width of an expert, experts, chosen and shared ones
 }
 
 
-def weight(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
-    *rows, K = shape
-    packed = torch.randint(-(2**31), 2**31 - 1, (*rows, K * bits // 32), device="cuda", dtype=torch.int32)
-    scales = (torch.rand(*rows, K // gs, device="cuda") + 0.5).bfloat16() * K**-0.5
-    return QuantizedTensor(packed, scales, -scales * (2 ** (bits - 1) - 0.5), bits, gs)
-
-
 def first_rows(w: QuantizedTensor, rows: int = 4096) -> torch.Tensor:
     return ops.dequantize(w.with_arrays(*(a[:rows] for a in w.arrays))).double()
 
 
 def product_row(model: str, N: int, K: int, T: int, bits: int, dtype: str) -> dict[str, Any]:
-    one = weight(N, K, bits=bits)
-    weights = [one, *(weight(N, K, bits=bits) for _ in range(sets_of(one.nbytes) - 1))]
+    one = random_weight(N, K, bits=bits)
+    weights = [one, *(random_weight(N, K, bits=bits) for _ in range(sets_of(one.nbytes) - 1))]
     x = torch.randn(T, K, device="cuda").to(getattr(torch, dtype))
     got = ops.quantized_matmul(x, one, dtype="float32")[:, :4096]
     error = check(f"[{N}, {K}] {bits} bits T = {T}", got, x.double() @ first_rows(one).T, EXACT)
@@ -70,7 +63,7 @@ def dense_row(N: int, K: int, T: int) -> dict[str, Any]:
 def expert_row(model: str, T: int = 1) -> dict[str, Any]:
     """Both launches of the experts of an MoE block; Qwen and DeepSeek with one more in place of the shared one."""
     dim, width, E, k = EXPERTS[model]
-    gate_up, down = weight(E, 2 * width, dim), weight(E, dim, width)
+    gate_up, down = random_weight(E, 2 * width, dim), random_weight(E, dim, width)
     ids = [torch.stack([torch.randperm(E, device="cuda")[:k] for _ in range(T)]).int() for _ in range(32)]
     x, weights = torch.randn(T, dim, device="cuda").bfloat16(), torch.rand(T, k, device="cuda")
     want = torch.zeros(dim, device="cuda", dtype=torch.float64)
@@ -90,13 +83,13 @@ def compiled(kind: str, *sizes: Any) -> None:
     """Runs a kernel once: several at a time, before anything is timed."""
     if kind == "product":
         _, N, K, T, bits, dtype = sizes
-        x, w = torch.randn(T, K, device="cuda").to(getattr(torch, dtype)), weight(N, K, bits=bits)
+        x, w = torch.randn(T, K, device="cuda").to(getattr(torch, dtype)), random_weight(N, K, bits=bits)
         ops.quantized_matmul(x, w, dtype="float32")
         return
     dim, width, _, k = EXPERTS[sizes[0]]
     ids = torch.zeros(1, k, device="cuda", dtype=torch.int32)
     x, weights = torch.randn(1, dim, device="cuda").bfloat16(), torch.rand(1, k, device="cuda")
-    ops.moe_forward(x, ids, weights, weight(k, 2 * width, dim), None, weight(k, dim, width))
+    ops.moe_forward(x, ids, weights, random_weight(k, 2 * width, dim), None, random_weight(k, dim, width))
 
 
 def main() -> None:

@@ -1,15 +1,12 @@
 """Every CUDA kernel against its definition on the calls of tests/ops/cases.py."""
 
-from typing import Any
-
 import pytest
-import torch
 
 import penstock
 from penstock import ops
 from tests.gpu.common import GPU, to_device, to_host
 from tests.ops.cases import CASES, Case
-from tests.ops.test_cases import check_against_definition
+from tests.ops.test_cases import check_against_definition, poisoned
 from tests.ops.test_cases import run as run_reference
 
 _MANY_PROGRAMS = ("wide", "tall", "many", "prefill", "long", "sum-wide")  # labels that take the interpreter too long
@@ -25,19 +22,14 @@ def _chosen() -> list[tuple[Case, str]]:
     return [(case, case.dtypes[-1 if number % 2 else 0]) for number, case in enumerate(small)]
 
 
-def poisoned(outputs: tuple[Any, ...], partial: bool) -> tuple[torch.Tensor, ...]:
-    """Tensors like these, filled with NaN or a large negative number; zeros where an op leaves a part as it was."""
-    made = tuple(torch.empty_like(to_device(o)) for o in outputs)
-    for tensor in made:
-        tensor.fill_(0 if partial else float("nan") if tensor.is_floating_point() else -(2**30))
-    return made
-
-
 @pytest.mark.parametrize(("case", "dtype"), _chosen(), ids=str)
 def test_cuda_kernel_matches_definition(case, dtype):
     op = ops.REGISTRY[case.op]
     want = run_reference(case, case.arguments(dtype))
-    out = poisoned(want[: len(want) - len(op.writes)], op.partial)
+    out = tuple(map(to_device, poisoned(want[: len(want) - len(op.writes)])))
+    if op.partial:
+        for tensor in out:
+            tensor.zero_()
     arguments = {name: to_device(value) for name, value in case.arguments(dtype).items()}
     with penstock.backend("cuda"):
         result = op(**arguments, out=(out if len(out) > 1 else out[0]) if out else None)

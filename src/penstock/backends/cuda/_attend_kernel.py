@@ -8,20 +8,18 @@ own: a head of 192 is 128 + 64; latent heads have a latent, which is the value t
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._launch import INTERPRETED
+from penstock.backends.cuda._launch import WIDENED
 from penstock.backends.cuda._rows import rounded
 
 CONTIGUOUS, PAGE_PER_TILE, PAGE_PER_ROW = (tl.constexpr(n) for n in range(3))  # how a cache is addressed
 # Keys: one array; a latent and a rotated part, both for all heads; a part of each head and a rotated one for all heads.
 WHOLE, LATENT, EXPANDED = (tl.constexpr(n) for n in range(3))
 
-_WIDENED = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bits of bfloat16 numbers as integers
-
 
 @triton.jit
 def dot(a, b, acc):
     """acc + a · b with float32 sums; float32 operands exactly."""
-    if _WIDENED:
+    if WIDENED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")

@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._launch import INTERPRETED, capability
+from penstock.backends.cuda._launch import WIDENED, capability
+from penstock.backends.cuda._rows import rounded
 
 CHUNK = 64
 SEGMENT = 4096  # tokens prepared at a time: 24 KB of scratch for each chunk and head
-_AS_FLOAT32 = tl.constexpr(INTERPRETED)  # the interpreter would multiply the bit patterns of bfloat16
 
 
 def takes_chunks(qkv: torch.Tensor, Dk: int) -> bool:
@@ -38,19 +38,10 @@ def _multiply(a, b):
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """float32 x to the nearest of `dtype`; the interpreter alone would cut bfloat16 off."""
-    if _AS_FLOAT32 and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.uint32).to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
 def _halves(x, dtype: tl.constexpr):
     """float32 x as high + low of `dtype`."""
-    high = _rounded(x, dtype)
-    return high, _rounded(x - high.to(tl.float32), dtype)
+    high = rounded(x, dtype)
+    return high, rounded(x - high.to(tl.float32), dtype)
 
 
 @triton.jit
@@ -70,7 +61,7 @@ def _unpaired(y):
 @triton.jit
 def _dot(a, b, total):
     """total + a @ b of 16-bit a and b, float32 sums."""
-    if _AS_FLOAT32:
+    if WIDENED:
         total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     else:
         total = tl.dot(a, b, total)
@@ -146,11 +137,11 @@ def _prepare_kernel(qkv_ptr, g_ptr, b_ptr, PM_ptr, gamma_ptr, T, Hk, Hv, Dk, wid
     ratio = tl.associative_scan(tl.where(down > over, g[:, None], 1.0), 0, _multiply)  # Γ where down >= over
     zero = tl.zeros((C, C), tl.float32)
     A = tl.where(down > over, b[:, None] * ratio * _dot(k, tl.trans(k), zero), 0.0)
-    P = _rounded(tl.where(down >= over, ratio * _dot(q, tl.trans(k), zero), 0.0), dtype)
+    P = rounded(tl.where(down >= over, ratio * _dot(q, tl.trans(k), zero), 0.0), dtype)
     inverse = _inverse(A, C, dtype) * b[None, :]
     at = PM_ptr + (program * 3 * C + down) * C + over
     high, low = _halves(inverse, dtype)
-    tl.store(at, _rounded(_dot(P, high, _dot(P, low, zero)), dtype))
+    tl.store(at, rounded(_dot(P, high, _dot(P, low, zero)), dtype))
     high, low = _halves(last[:, None] * inverse, dtype)
     tl.store(at + C * C, high)
     tl.store(at + 2 * C * C, low)

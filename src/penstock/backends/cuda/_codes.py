@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import INTERPRETED
+from penstock.backends.cuda._launch import WIDENED
 
 # The bits of a pair of bfloat16 numbers 128; a code OR-ed into the mantissa makes 128 + code. It is an argument of the
 # kernels because one instruction cannot hold two constants, the mask and this: an OR less per pair of codes.
 MAGIC = 0x43004300
-_WIDENED = tl.constexpr(INTERPRETED)  # the interpreter computes with the bits of bfloat16 as if they were integers
 
 
 @triton.constexpr_function
@@ -62,7 +61,7 @@ def _pairs_less(pair, OFFSET: tl.constexpr):
     low = (pair & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     both = tl.join(low, high)
-    return (both.to(tl.float32) if _WIDENED else both) - OFFSET
+    return (both.to(tl.float32) if WIDENED else both) - OFFSET
 
 
 @triton.jit
@@ -125,7 +124,7 @@ def _cut(x):
 @triton.jit
 def _dots(a, x0, x1, x2, acc):
     """acc + a · (x0 + x1 + x2), the parts of x that there are."""
-    if _WIDENED:
+    if WIDENED:
         acc = tl.dot(a, x0.to(tl.float32), acc, input_precision="ieee")
     else:
         acc = tl.dot(a, x0, acc)
@@ -319,7 +318,7 @@ def add_blocks(
     # first use is made to depend on all of them: `nothing` is 0, which only we know.
     nothing = magic >> 31
     guard, late, x_guard = words[0], scales[0].to(tl.int32, bitcast=True), xs[0]
-    if not _WIDENED:
+    if not WIDENED:
         for t in tl.static_range(1, len(words)):
             guard |= words[t]
         for u in tl.static_range(U):

@@ -454,6 +454,11 @@ def quantized_gemm(x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor) -> No
         _launch(x, w, out)
 
 
+def in_full(x: torch.Tensor) -> bool:
+    """Whether torch multiplies x without rounding it first."""
+    return x.dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"
+
+
 def dense_gemm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
     """out [T, N] = x [T, K] · wᵀ for a dense w [N, K]; dtypes may differ.
 
@@ -463,7 +468,7 @@ def dense_gemm(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
     if x.shape[0] == 0:
         return
     alike = x.dtype is w.dtype and x.dtype is out.dtype and not deterministic()
-    if alike and (x.dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"):
+    if alike and in_full(x):
         torch.mm(x, w.t(), out=out)
     else:
         _launch(x, w, out)

@@ -26,6 +26,7 @@ from penstock.backends.cuda._gemm import (
     words_fit,
 )
 from penstock.backends.cuda._launch import activation
+from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.errors import BackendError
 from penstock.quant import QuantizedTensor
 
@@ -163,23 +164,6 @@ def _grouped_kernel(
         )  # fmt: skip
 
 
-# slot_sum  out[t] = Σ_i weights[t, i] · y[t, i], i in order
-# shapes    y [T, k, dim], weights float32 [T, k], out [T, dim]
-# grid      (T, dim / BLOCK)
-# bytes     T · dim · (k + 1) · itemsize
-# limits    none
-@triton.jit
-def _slot_sum_kernel(y_ptr, weights_ptr, out_ptr, dim, k: tl.constexpr, BLOCK: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = col < dim
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(k):
-        weight = tl.load(weights_ptr + t * k + i)
-        total += weight * tl.load(y_ptr + (t * k + i) * dim + col, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + t * dim + col, total.to(out_ptr.dtype.element_ty), mask=live)
-
-
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
@@ -283,8 +267,7 @@ def grouped_down_sum(
     plan = plan or group_pairs(ids, down_w.shape[0], slot_of)
     each = torch.empty((T, k, dim), dtype=h.dtype, device=h.device)
     _grouped(h.view(T * k, width), down_w, None, plan, 1, None, each, is_ordered)
-    block = min(2048, triton.next_power_of_2(dim))
-    _slot_sum_kernel[(T, triton.cdiv(dim, block))](each, weights, out, dim, k, block)
+    weighted_sum(each, weights, out=out)
 
 
 def grouped_forward(

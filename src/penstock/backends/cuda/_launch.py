@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run as Python on torch CPU tensors
+# The same inside kernels. The interpreter computes with the bits of bfloat16 as if they were integers, and makes
+# bfloat16 of float32 by dropping bits: there products take float32 operands, and `_rows.rounded` rounds by itself.
+WIDENED = tl.constexpr(INTERPRETED)
 
 
 @functools.cache

@@ -6,10 +6,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._launch import INTERPRETED
+from penstock.backends.cuda._launch import WIDENED
 from penstock.errors import BackendError
-
-_TRUNCATES = tl.constexpr(INTERPRETED)  # the interpreter makes bfloat16 by dropping bits, the GPU by rounding
 
 WIDEST = 65536  # numbers of a row; above 16384 a program's registers no longer hold it and it spills to memory
 
@@ -38,11 +36,12 @@ def tile(op: str, dim: int, numbers: int = 1024, per_thread: int = 32) -> Tile:
 
 @triton.jit
 def rounded(y, dtype: tl.constexpr):
-    """float32 to the nearest number of `dtype`, ties to even."""
-    if _TRUNCATES and dtype == tl.bfloat16:
+    """y of any float to the nearest number of `dtype`, ties to even."""
+    if WIDENED and dtype == tl.bfloat16 and y.dtype != tl.bfloat16:
+        y = y.to(tl.float32)
         bits = y.to(tl.uint32, bitcast=True)
-        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-        y = tl.where(y == y, nearest, y)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        y = tl.where(y == y, nearest, bits | 0x400000).to(tl.float32, bitcast=True)
     return y.to(dtype)
 
 

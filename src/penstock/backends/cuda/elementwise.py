@@ -97,6 +97,16 @@ def _row_map_kernel(a_ptr, b_ptr, y_ptr, rows, dim, OP: tl.constexpr, R: tl.cons
     tl.store(y_ptr + at, rounded(_combined(a, b[None, :], OP), y_ptr.dtype.element_ty), mask=live)
 
 
+def _tiling(out: torch.Tensor) -> tuple[tuple[int, int], int, int, dict[str, int]]:
+    """Grid, rows, columns and the constants of a kernel that takes R rows of COLS columns of `out` [..., dim]."""
+    dim = out.shape[-1]
+    rows = out.numel() // dim
+    columns = min(triton.next_power_of_2(dim), _BLOCK)
+    R = _BLOCK // columns
+    grid = (triton.cdiv(rows, R), triton.cdiv(dim, columns))
+    return grid, rows, dim, {"R": R, "COLS": columns, "num_warps": _WARPS}
+
+
 def _broadcast(a: torch.Tensor, b: Any, out: torch.Tensor, how: str) -> None:
     """add and mul: b is a number, an array like a, one element, or a vector for all rows."""
     if not isinstance(b, torch.Tensor):
@@ -104,12 +114,8 @@ def _broadcast(a: torch.Tensor, b: Any, out: torch.Tensor, how: str) -> None:
     elif b.numel() in (1, a.numel()):
         _map(a, b, out, how)
     elif a.numel() > 0:
-        dim = a.shape[-1]
-        rows = a.numel() // dim
-        columns = min(triton.next_power_of_2(dim), _BLOCK)
-        R = _BLOCK // columns
-        grid = (triton.cdiv(rows, R), triton.cdiv(dim, columns))
-        _row_map_kernel[grid](a, b, out, rows, dim, OP=how, R=R, COLS=columns, num_warps=_WARPS)
+        grid, rows, dim, constants = _tiling(out)
+        _row_map_kernel[grid](a, b, out, rows, dim, OP=how, **constants)
 
 
 @kernel(ops.add, device="cuda")
@@ -170,11 +176,5 @@ def _weighted_kernel(x_ptr, weights_ptr, y_ptr, rows, dim, K: tl.constexpr, R: t
 def weighted_sum(expert_out, weights, *, out):
     if out.numel() == 0:
         return
-    dim = out.shape[-1]
-    rows = out.numel() // dim
-    columns = min(triton.next_power_of_2(dim), 1024)
-    R = 1024 // columns
-    grid = (triton.cdiv(rows, R), triton.cdiv(dim, columns))
-    _weighted_kernel[grid](
-        expert_out, weights, out, rows, dim, K=weights.shape[-1], R=R, COLS=columns, num_warps=_WARPS
-    )
+    grid, rows, dim, constants = _tiling(out)
+    _weighted_kernel[grid](expert_out, weights, out, rows, dim, K=weights.shape[-1], **constants)

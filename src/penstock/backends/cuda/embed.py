@@ -5,24 +5,12 @@ import triton
 import triton.language as tl
 
 from penstock import ops
-from penstock.backends.cuda._launch import INTERPRETED
 from penstock.backends.cuda._quant import code_at, dequantized, unpack
+from penstock.backends.cuda._rows import rounded
 from penstock.ops._op import kernel
 from penstock.quant import QuantizedTensor
 
 _MOST = 2048  # columns of one program: 16 numbers for each of 128 threads
-_CUTS = tl.constexpr(INTERPRETED)  # the interpreter's conversion to bfloat16 drops bits instead of rounding
-
-
-@triton.jit
-def _rounded(y, dtype: tl.constexpr):
-    """y in `dtype`, to the nearest, ties to even."""
-    if _CUTS and dtype == tl.bfloat16 and y.dtype != tl.bfloat16:
-        y = y.to(tl.float32)
-        bits = y.to(tl.uint32, bitcast=True)
-        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
-        y = tl.where(y == y, near, bits | 0x400000).to(tl.float32, bitcast=True)
-    return y.to(dtype)
 
 
 # gather    out[t] = table[ids[t]] rounded to out's dtype; zeros for an id outside of the table
@@ -38,7 +26,7 @@ def _gather_kernel(ids_ptr, table_ptr, out_ptr, vocab, dim, BLOCK: tl.constexpr)
     index = tl.load(ids_ptr + row).to(tl.int64)
     held = tl.where((index >= 0) & (index < vocab), dim, 0)
     x = tl.load(table_ptr + index * dim + column, mask=column < held, other=0.0)
-    tl.store(out_ptr + row * dim + column, _rounded(x, out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + row * dim + column, rounded(x, out_ptr.dtype.element_ty), mask=live)
 
 
 # gather_quantized  out[t] = code * scale + bias of row ids[t], in float32, rounded to out's dtype; zeros as above
@@ -66,7 +54,7 @@ def _gather_quantized_kernel(
     else:
         code = code_at(words, column, there[:, None], BITS)
     y = dequantized(code, scale[:, None], bias[:, None], tl.float32)
-    tl.store(out_ptr + row * dim + column, _rounded(y, out_ptr.dtype.element_ty), mask=column < dim)
+    tl.store(out_ptr + row * dim + column, rounded(y, out_ptr.dtype.element_ty), mask=column < dim)
 
 
 def _sizes(out: torch.Tensor) -> tuple[tuple[int, int], int, int]:

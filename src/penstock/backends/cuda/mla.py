@@ -9,7 +9,7 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._attend import Cache, attend, cache_of
 from penstock.backends.cuda._attend_kernel import dot
-from penstock.backends.cuda._gemm import dense_copy
+from penstock.backends.cuda._gemm import dense_copy, in_full
 from penstock.backends.cuda._matvec import batched_matvec
 from penstock.backends.cuda._quant import code_at, dequantized, unpack
 from penstock.backends.cuda._rows import rounded
@@ -126,7 +126,7 @@ def _per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
     T, H, N = y.shape
     K, shared, quantized = x.shape[-1], x.ndim == 2, isinstance(w, QuantizedTensor)
     if not deterministic():
-        if _copies(x, w) or (not quantized and T >= 32 and w.dtype is x.dtype and _in_full(x)):
+        if _copies(x, w) or (not quantized and T >= 32 and w.dtype is x.dtype and in_full(x)):
             _batched(x, dense_copy(w, x.dtype) if quantized else w, y, rows_per_head, first, turned)
             return
         if T <= 8 and not (shared or turned) and w.ndim == 3:
@@ -145,12 +145,7 @@ def _per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
 
 def _copies(x: torch.Tensor, w: Any) -> bool:
     """Whether w is made dense for cuBLAS."""
-    return isinstance(w, QuantizedTensor) and len(x) >= _MANY and _in_full(x) and not deterministic()
-
-
-def _in_full(x: torch.Tensor) -> bool:
-    """Whether torch multiplies x without rounding it first."""
-    return x.dtype is not torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return isinstance(w, QuantizedTensor) and len(x) >= _MANY and in_full(x) and not deterministic()
 
 
 def _batched(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
