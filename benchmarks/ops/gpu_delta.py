@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.ops import gpu_common as common
 from penstock import ops
-from penstock.backends.cuda.delta import delta_decode_step
 
 Hk, Hv, D, W = 16, 32, 128, 4
 HEADS = (Hk, Hv, D, D)
@@ -85,7 +84,7 @@ def gates(T: int) -> dict[str, Any]:
 
 
 def whole_step(B: int) -> dict[str, Any]:
-    """`delta_decode_step`, and in the last column what it stands for, op by op."""
+    """`gated_delta_step`, and in the last column what it stands for, op by op."""
     sets = common.sets_of(B * Hv * D * D * 4)
     x, z, alpha, beta = (torch.randn(B, *s, device="cuda").bfloat16() for s in ((CHANNELS,), (Hv, D), (Hv,), (Hv,)))
     kept, weight = (torch.randn(*s, device="cuda").bfloat16() for s in ((sets * B, W - 1, CHANNELS), (CHANNELS, W)))
@@ -93,7 +92,7 @@ def whole_step(B: int) -> dict[str, Any]:
     states = 0.1 * torch.randn(sets * B, Hv, D, D, device="cuda")
 
     def fused(kept: torch.Tensor, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return delta_decode_step(x, z, alpha, beta, kept, states, at, weight, *gates, norm, Hk)
+        return ops.gated_delta_step(x, z, alpha, beta, kept, states, at, weight, *gates, norm, Hk)
 
     def apart(kept: torch.Tensor, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         y = ops.conv1d_causal(x, kept, weight, at)
@@ -104,12 +103,12 @@ def whole_step(B: int) -> dict[str, Any]:
 
     slots = torch.arange(sets * B, dtype=torch.int32, device="cuda").split(B)
     both = [call(kept.clone(), states.clone(), slots[0]) for call in (fused, apart)]
-    common.check("delta_decode_step", *both, 8e-3)
+    common.check("gated_delta_step", *both, 8e-3)
     took, by_ops = (
         common.seconds([lambda at=at, call=call: call(kept, states, at) for at in slots]) for call in (fused, apart)
     )
     nbytes = 2 * B * Hv * D * D * 4
-    return common.row("delta_decode_step", f"B={B} {Hv}x{D}x{D}", took, nbytes) | {"us by ops": by_ops * 1e6}
+    return common.row("gated_delta_step", f"B={B} {Hv}x{D}x{D}", took, nbytes) | {"us by ops": by_ops * 1e6}
 
 
 def main() -> None:

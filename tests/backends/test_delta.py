@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import penstock
 from penstock import ops
 from penstock.backends.cpu import _threads
 from tests.backends import rows
@@ -207,6 +208,24 @@ def test_delta_keeps_nan_in_its_head(rng):
         y, state = moved("cpu", arguments)
         assert np.isnan(y[0, -1, -1]) and np.isnan(state[-1, -1]).all()
         assert np.isfinite(y[:, :-1]).all() and np.isfinite(state[:-1]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_delta_step_is_the_kernels_one_after_the_other(dtype, rng):
+    case = by_op("gated_delta_step")[1]
+    call, again = case.arguments(dtype), case.arguments(dtype)
+    Hk, (Hv, Dv, Dk) = call["Hk"], call["state"].shape[1:]
+    with penstock.backend("cpu"):
+        got = ops.gated_delta_step(**call)
+        y = ops.conv1d_causal(again["qkv"], again["conv_state"], again["conv_weight"], again["slots"])
+        ops.conv1d_state_update(again["conv_state"], again["qkv"], again["slots"])
+        gates = ops.gdn_decay_beta(again["alpha"], again["beta"], again["A_log"], again["dt_bias"])
+        y = ops.rms_norm_qk(y, Hk, Dk, Hk * Dk)
+        d = ops.gated_delta_net(again["state"], y, *gates, Hk, Hv, Dk, Dv, slots=again["slots"])
+        want = ops.gated_rms_norm(d, again["z"], again["norm_weight"], again["eps"])
+    assert_same_bits("y", got, want)
+    for name in ("conv_state", "state"):
+        assert_same_bits(name, call[name], again[name])
 
 
 def test_kernels_run_uncompiled():

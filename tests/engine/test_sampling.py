@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine import sampling
-from penstock.engine.sampling import Sampler, SamplingParams, philox4x32, uniform
+from penstock.engine.sampling import Sampler, SamplingParams, mode_of, uniform
 from penstock.errors import BackendError, DTypeError, InvalidArgument, PenstockError, ShapeError
+from penstock.ops.sampling import philox4x32
 
 ONES = 0xFFFFFFFF
 
@@ -337,6 +338,22 @@ def test_sampling_params_refuse_naming_the_field(name, value):
 
 def test_bad_values_cover_every_field():
     assert set(BAD) == {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ([{}], "greedy"),
+        ([{"temperature": 1.0}], "plain"),
+        ([{"temperature": 1.0, "min_p": 0.1}, {}], "plain"),
+        ([{"temperature": 1.0, "top_p": 0.9}], "full"),
+        ([{"temperature": 1.0, "top_k": 64, "top_p": 0.9}, {}], "top_k"),
+        ([{"temperature": 1.0, "top_k": 65}], "full"),
+        ([{"temperature": 1.0, "top_k": 5}, {"temperature": 1.0}], "full"),
+    ],
+)
+def test_mode_of_several_samplers_does_for_each(options, mode):
+    assert mode_of([Sampler(SamplingParams(**each), 100) for each in options]) == mode
 
 
 def test_sampling_params_take_edges_and_numpy_numbers():

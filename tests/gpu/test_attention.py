@@ -150,6 +150,102 @@ def test_attention_scores_leave_other_columns(rng):
     assert (out[:, 9:] == 7).all() and not (out[:, :9] == 7).any()
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("start", [31, 32, 64, 159])
+def test_attention_prefill_of_one_row_at_a_position_on_the_device(start, window, rng):
+    """The row ends a tile or begins one, so that its last split has one position."""
+    q, k, v = normal(rng, 1, 4, 32), normal(rng, 10, PAGE, 64), normal(rng, 10, PAGE, 64)
+    call = {"q": q, "k_cache": k, "v_cache": v, "start": np.array(start, np.int32), "scale": 0.2, "window": window}
+    call |= {"block_table": rng.permutation(10).astype(np.int32)}
+    close(run(ops.attention_prefill, **call), reference(ops.attention_prefill, **call))
+
+
+@pytest.mark.parametrize("lengths", [[140], [0, 1, 140]])  # one in splits, three in one
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_paged_gates_its_result(lengths, dtype, rng):
+    call = paged(rng, lengths, Hkv=1, dtype=dtype, entries=10)
+    gate = normal(rng, len(lengths), 4, 32, dtype=dtype, scale=3)
+    close(run(ops.attention_paged, **call, gate=gate), reference(ops.attention_paged, **call, gate=gate), dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "wide", "B", "positions", "tile"),
+    [
+        (2, 8, 256, 1, 1024, (16, 16, 4, 2)),  # Qwen3.6: a table of 4 pages, of 17, of 64; 32 sequences
+        (2, 8, 256, 1, 4352, (16, 32, 4, 2)),
+        (2, 8, 256, 1, 16384, (16, 64, 4, 2)),
+        (2, 8, 256, 32, 1024, (16, 64, 4, 2)),
+        (8, 2, 256, 1, 1024, (16, 16, 4, 2)),  # Gemma 4: before the window is full, a window, all positions
+        (8, 2, 256, 1, 1088, (16, 32, 4, 2)),
+        (2, 8, 512, 1, 1024, (16, 16, 4, 2)),
+        (2, 8, 512, 1, 4352, (16, 32, 8, 3)),
+        (1, 128, 576, 1, 1024, (16, 64, 8, 2)),  # DeepSeek-V3
+        (1, 128, 576, 1, 32768, (64, 64, 8, 2)),
+    ],
+)
+def test_attention_takes_smaller_tiles_where_programs_are_few(heads, group, wide, B, positions, tile):
+    latent = wide > 512
+    parts = (512, 64, 512) if latent else (wide, 0, wide)
+    plan = _attend._plan(parts, 2, group, latent, True)
+    wanted = 132 if wide > 256 else 264
+    assert _attend._spread(plan, group, B * heads, positions, wanted, latent)[:4] == tile
+
+
+# -- before attention ------------------------------------------------------------------------------------------------
+
+
+def unprepared(rng, T, H=4, Hkv=2, D=40, width=24, dtype="float32", gated=True, norm_values=True, entries=3):
+    rows = {"q": H * D * (1 + gated), "k": Hkv * D, "v": Hkv * D}
+    call = {name: normal(rng, T, wide, dtype=dtype) for name, wide in rows.items()}
+    call |= {name: normal(rng, D) for name in ("q_norm", "k_norm")}
+    call |= {name: normal(rng, T * entries + 1, 4, Hkv * D, dtype=dtype) for name in ("key_pages", "value_pages")}
+    table = rng.permutation(T * entries).reshape(T, entries).astype(np.int32)
+    where = {"inv_freq": ops.rope_inv_freq(width, 1e4), "block_table": table, "positions": i32(*range(T))}
+    return call | where | {"H": H, "rotary_dim": width, "gated": gated, "norm_values": norm_values}
+
+
+def prepared(call):
+    """Outputs and pages by the kernel, in copies of the pages."""
+    call = {name: to_device(np.copy(v) if isinstance(v, np.ndarray) else v) for name, v in call.items()}
+    with penstock.backend("cuda"):
+        q, gate = ops.attention_prepare(**call)
+    return to_host((q, gate, call["key_pages"], call["value_pages"]))
+
+
+def test_attention_prepare_skips_rows_and_pages_that_are_not_there(rng):
+    call = unprepared(rng, 5)
+    call["positions"], call["block_table"][2:] = i32(-1, 11, 12, 2, 0), [[0, 1, 2], [-1, 3, 4], [99, 5, 6]]
+    q, gate, *pages = prepared(call)
+    one = {n: v[1:2] if n in ("q", "k", "v", "positions", "block_table") else v for n, v in call.items()}
+    alone = prepared(one)  # the only row that is written
+    assert not q[0].any()
+    for name, got, want in zip(("key_pages", "value_pages"), pages, alone[2:], strict=True):
+        assert_same_bits(name, got, want)
+    room = {"positions": i32(0, 11, 12, 2, 0), "block_table": np.arange(20, dtype=np.int32).reshape(5, 4)}
+    room |= {name: np.zeros((20, 4, 80), "float32") for name in ("key_pages", "value_pages")}
+    want, want_gate = reference(ops.attention_prepare, **{**call, **room})
+    assert_close("q", q[1:], want[1:], 2e-6)
+    assert_same_bits("gate", gate, want_gate)
+
+
+def test_attention_prepare_of_a_sequence_that_starts_nowhere_writes_nothing(rng):
+    call = unprepared(rng, 6) | {"positions": np.array(-4, np.int32), "block_table": i32(0, 1, 2)}
+    q, _, *pages = prepared(call)
+    assert not q.any()
+    for name, got in zip(("key_pages", "value_pages"), pages, strict=True):
+        assert_same_bits(name, got, call[name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_attention_prepare_rows_do_not_depend_on_how_many_there_are(dtype, rng):
+    call = unprepared(rng, 70, H=1, Hkv=1, D=20, width=20, dtype=dtype)
+    few = {n: v[:3] if n in ("q", "k", "v", "positions", "block_table") else v for n, v in call.items()}
+    with penstock.backend("cuda", deterministic=True):
+        many, some = (ops.attention_prepare(**{n: to_device(v) for n, v in c.items()}) for c in (call, few))
+    for name, a, b in zip(("q", "gate"), to_host(many), to_host(some), strict=True):
+        assert_same_bits(name, a[:3], b)
+
+
 # -- on a GPU --------------------------------------------------------------------------------------------------------
 
 # query heads, key-value heads, width of a head, window: Qwen3.6, the two kinds of Gemma 4, Llama 3
@@ -273,3 +369,35 @@ def test_attention_of_a_row_among_many_has_its_own_bits():
             part = rows[low:high].clone()
             alone = ops.attention_prefill(part, k, v, 100 + low, D**-0.5, block_table=table[3].clone())
             assert torch.equal(alone, whole[low:high])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("H", "Hkv", "D", "width", "gated"), [(16, 2, 256, 64, True), (16, 8, 256, 256, False)])
+def test_attention_prepare_equals_its_ops_and_replays_at_other_positions(H, Hkv, D, width, gated, sequence):
+    T = 300 if sequence else 32
+    rng = np.random.default_rng(2)
+    call = unprepared(rng, T, H, Hkv, D, width, "bfloat16", gated, not gated, entries=8 if sequence else 4)
+    if sequence:
+        call |= {"block_table": call["block_table"].reshape(-1)[:100].copy(), "positions": np.array(11, np.int32)}
+    call = {name: to_device(value) for name, value in call.items()}
+    ops.attention_prepare(**call)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ops.attention_prepare(**call)
+    q, gate = got if gated else (got, None)
+    for shift in (0, 3):
+        call["positions"] += shift
+        pages = [call[name].clone() for name in ("key_pages", "value_pages")]
+        graph.replay()
+        heads = call["q"].view(T, H, -1)
+        want, want_gate = ops.split_q_gate(heads) if gated else (heads, None)
+        turned = [call["inv_freq"], call["positions"], 1e-6, width]
+        want = ops.head_norm_rope(want, call["q_norm"], *turned)
+        k = ops.head_norm_rope(call["k"].view(T, Hkv, D), call["k_norm"], *turned)
+        v = call["v"] if gated else ops.rms_norm(call["v"].view(T, Hkv, D), None)
+        ops.kv_pages_append(k, v, *pages, call["block_table"], call["positions"])
+        assert_near(q, want.double(), torch.bfloat16)
+        assert gate is None or torch.equal(gate, want_gate)
+        for page, name in zip(pages, ("key_pages", "value_pages"), strict=True):
+            assert_near(call[name], page.double(), torch.bfloat16)

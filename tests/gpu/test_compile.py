@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FAMILIES = ("norm", "elementwise", "rope", "embed", "cache", "linear", "moe", "attention", "mla", "delta")
+FAMILIES = ("norm", "elementwise", "rope", "embed", "cache", "linear", "moe", "attention", "mla", "delta", "sampling")
 
 
 @pytest.mark.slow

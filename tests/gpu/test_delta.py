@@ -185,44 +185,46 @@ def test_gated_delta_net_rows_do_not_depend_on_how_many_there_are(rng):
     assert_same_bits("y", y[:20], short)
 
 
-# -- the decode step in three launches ---------------------------------------------------------------------------------
+# -- a layer's step ----------------------------------------------------------------------------------------------------
 
 
 def layer(rng: Any, B: int, S: int, Hk: int, Hv: int, Dk: int, Dv: int, dtype: str) -> dict[str, Any]:
     C, W = 2 * Hk * Dk + Hv * Dv, 4
-    inputs = {"x": (B, C), "z": (B, Hv, Dv), "alpha": (B, Hv), "beta": (B, Hv), "kept": (S, W - 1, C)}
+    inputs = {"qkv": (B, C), "z": (B, Hv, Dv), "alpha": (B, Hv), "beta": (B, Hv), "conv_state": (S, W - 1, C)}
     made = {name: normal(rng, *shape, dtype=dtype) for name, shape in inputs.items()}
-    made |= {"weight": normal(rng, C, W, dtype=dtype), "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv)}
-    return made | {"norm": normal(rng, Dv), "state": normal(rng, S, Hv, Dv, Dk, scale=0.1)}
+    made |= {"conv_weight": normal(rng, C, W, dtype=dtype), "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv)}
+    return made | {"norm_weight": normal(rng, Dv), "state": normal(rng, S, Hv, Dv, Dk, scale=0.1)}
 
 
 def one_by_one(call: dict[str, Any], Hk: int) -> torch.Tensor:
-    """The ops that `delta_decode_step` stands for."""
+    """The ops that `gated_delta_step` stands for."""
     Hv, Dv, Dk = call["state"].shape[1:]
-    y = ops.conv1d_causal(call["x"], call["kept"], call["weight"], call["slots"])
-    ops.conv1d_state_update(call["kept"], call["x"], call["slots"])
+    y = ops.conv1d_causal(call["qkv"], call["conv_state"], call["conv_weight"], call["slots"])
+    ops.conv1d_state_update(call["conv_state"], call["qkv"], call["slots"])
     y = ops.rms_norm_qk(y, Hk, Dk, Hk * Dk)
     g, b = ops.gdn_decay_beta(call["alpha"], call["beta"], call["A_log"], call["dt_bias"])
     d = ops.gated_delta_net(call["state"], y, g, b, Hk, Hv, Dk, Dv, slots=call["slots"])
-    return ops.gated_rms_norm(d, call["z"], call["norm"])
+    return ops.gated_rms_norm(d, call["z"], call["norm_weight"])
 
 
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    [((3, 4, 1, 2, 20, 12), "float32"), ((2, 4, 2, 2, 16, 40), "bfloat16")]
+    [((3, 4, 1, 2, 20, 12), "float32"), ((2, 4, 2, 2, 16, 40), "bfloat16"), ((2, 3, 1, 1, 520, 40), "float16")]
     + [((5, 9, 16, 32, 128, 128), dtype) for dtype in ("float32", "float16", "bfloat16") if GPU],
 )
-def test_delta_decode_step_equals_its_ops(sizes, dtype, rng):
-    B, Hk = sizes[0], sizes[2]
-    call = layer(rng, *sizes, dtype) | {"slots": i32(*np.where(np.arange(B) == 1, -1, np.arange(B)[::-1]))}
+def test_gated_delta_step_equals_its_ops(sizes, dtype, rng):
+    """The third: a state that is too large for the registers of a program."""
+    B, S, Hk, Hv, Dk, Dv = sizes
+    slots = i32(*np.where(np.arange(B) == 1, -1, np.arange(B)[::-1]))
+    call = layer(rng, B, S, Hk, Hv, Dk, Dv, dtype) | {"slots": slots}
     call = {name: to_device(value) for name, value in call.items()}
     again = {name: value.clone() for name, value in call.items()}
     with penstock.backend("cuda"):
-        want, got = one_by_one(again, Hk), delta.delta_decode_step(**call, Hk=Hk)
-    for name, a, b in (("y", got, want), *((name, call[name], again[name]) for name in ("kept", "state"))):
+        want, got = one_by_one(again, Hk), ops.gated_delta_step(**call, Hk=Hk)
+    for name, a, b in (("y", got, want), *((name, call[name], again[name]) for name in ("conv_state", "state"))):
         a, b = to_host(a), to_host(b)
         # a normalised k may round the other way, and the state follows it
-        assert_close(name, a, b, 0 if name == "kept" else 8 * EPS[dtype], np.abs(b.astype(np.float64)).max())
+        assert_close(name, a, b, 0 if name == "conv_state" else 8 * EPS[dtype], np.abs(b.astype(np.float64)).max())
     assert not to_host(got)[1].any()
 
 
@@ -339,3 +341,25 @@ if not GPU:  # the method and chunk arguments reach the kernels
         moved(sequence(rng, 20, 1, 1, 200, 16, "bfloat16"), method="chunkwise")  # keys too wide for the chunks
         moved(sequence(rng, 20, 1, 1, 16, 16), method="chunkwise")
         assert used == ["chunks", "step", "step", "chunks", "step", "step", "step"]
+
+
+@pytest.mark.cuda
+def test_gated_delta_step_replays_with_other_slots_and_repeats_its_bits():
+    B, S, Hk, Hv, D = 4, 6, 16, 32, 128
+    rng = np.random.default_rng(1)
+    start = {name: to_device(value) for name, value in layer(rng, B, S, Hk, Hv, D, D, "bfloat16").items()}
+    start["slots"] = to_device(i32(0, 1, 2, 3))
+    call = {name: value.clone() for name, value in start.items()}
+    out = torch.empty_like(call["z"])
+    ops.gated_delta_step(**call, Hk=Hk, out=out)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.gated_delta_step(**call, Hk=Hk, out=out)
+    for slots in ((0, 1, 2, 3), (5, -1, 0, 2), (0, 1, 2, 3)):
+        want = {name: value.clone() for name, value in start.items()} | {"slots": to_device(i32(*slots))}
+        for name, value in want.items():
+            call[name].copy_(value)
+        graph.replay()
+        y = ops.gated_delta_step(**want, Hk=Hk)
+        assert torch.equal(y, out)
+        assert all(torch.equal(call[name], want[name]) for name in ("conv_state", "state"))

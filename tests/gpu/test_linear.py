@@ -88,6 +88,65 @@ def test_deterministic_rows_do_not_depend_on_their_number(rng):
             assert_same_bits("row", to_host(ops.quantized_matmul(to_device(x[t : t + 1]), w)), many[t : t + 1])
 
 
+def test_gate_up_reads_rows_of_one_joined_weight(rng):
+    """Gate and up as row views of one weight, from an odd row on."""
+    joined, x = quantized(rng, 42, 96, bits=3), normal(rng, 2, 96)
+    made = to_device(joined)
+    gate, up = (made.with_arrays(*(a[rows] for a in made.arrays)) for rows in (slice(0, 21), slice(21, 42)))
+    parts = [joined.with_arrays(*(a[rows] for a in joined.arrays)) for rows in (slice(0, 21), slice(21, 42))]
+    for op in (ops.fused_gate_up_swiglu, ops.fused_gate_up_geglu):
+        with penstock.backend("cuda"):
+            got = to_host(op(to_device(x), gate, up))
+        close(got, reference(op, x=x, gate_w=parts[0], up_w=parts[1]))
+
+
+# -- norm before, residual after -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("T", some(2, 8, 3, 1))
+@pytest.mark.parametrize(("bits", "gs", "dtype"), [(4, 64, "bfloat16"), (8, 32, "float32"), (6, 32, "float16")])
+def test_norm_matmul_is_the_product_of_the_norm(T, bits, gs, dtype, rng):
+    """Rows of very different sizes: each has its own norm."""
+    x = normal(rng, T, 5 * gs, dtype=dtype) * np.array([[1], [8], [0.125]] * 3, dtype)[:T]
+    w, norm = quantized(rng, 21, 5 * gs, bits=bits, group_size=gs), normal(rng, 5 * gs, dtype="float16")
+    got = run(ops.norm_matmul, "matvec", x=x, norm_weight=norm, w=w, eps=1e-4, dtype="float32")
+    want = run(ops.quantized_matmul, "matvec", x=run(ops.rms_norm, x=x, weight=norm, eps=1e-4), w=w, dtype="float32")
+    close(got, want, dtype)
+    if dtype == "bfloat16":
+        assert np.mean(got != want) < 0.1  # the two sum squares in another order at most
+
+
+@pytest.mark.parametrize("T", some(64, 9, 19, least=1))
+def test_router_scores_of_more_rows_than_a_pass_takes(T, rng):
+    """float32 scores of a small weight: all passes in one launch, with a norm before them or not."""
+    x, w, norm = normal(rng, T, 128, dtype="bfloat16"), quantized(rng, 21, 128, bits=8), normal(rng, 128)
+    close(*(how(ops.quantized_matmul, x=x, w=w, dtype="float32") for how in (run, reference)))
+    want = run(ops.quantized_matmul, x=run(ops.rms_norm, x=x, weight=norm), w=w, dtype="float32")
+    close(run(ops.norm_matmul, x=x, norm_weight=norm, w=w, dtype="float32"), want, "bfloat16")
+
+
+def test_matmul_add_writes_over_the_residual(rng):
+    w, x, residual = quantized(rng, 64, 64), normal(rng, 2, 64, dtype="bfloat16"), normal(rng, 2, 64, dtype="bfloat16")
+    want = reference(ops.matmul_add, residual=residual, x=x, w=w)
+    for out in ("residual", "x"):
+        made = {"residual": to_device(residual.copy()), "x": to_device(x.copy()), "w": to_device(w)}
+        with penstock.backend("cuda"):
+            ops.matmul_add(**made, out=made[out])
+        close(to_host(made[out]), want, "bfloat16")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("N", "K", "bits"), [(12352, 2048, 4), (257, 2048, 8), (1024, 2816, 4), (2112, 7168, 4)])
+def test_norm_matmul_at_model_shapes_repeats_and_replays(N, K, bits, rng):
+    x, norm, w = normal(rng, 1, K, dtype="bfloat16"), normal(rng, K, dtype="bfloat16"), quantized(rng, N, K, bits=bits)
+    made = [to_device(value) for value in (x, norm, w)]
+    want = ops.quantized_matmul(ops.rms_norm(made[0], made[1]), made[2])
+    got = ops.norm_matmul(*made)
+    assert (got != want).float().mean() < 0.01
+    close(to_host(got), to_host(want), "bfloat16")
+    assert all(torch.equal(ops.norm_matmul(*made), got) for _ in range(20))
+
+
 # -- activations="int8" ----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from penstock import ops
 from penstock.dtypes import round_to
 from tests.gpu.common import reference, run, to_device, to_host
 from tests.gpu.test_attention import assert_near, close
-from tests.ops.common import assert_close, assert_same_bits, i32, normal, quantized
+from tests.ops.common import EPS, assert_close, assert_same_bits, i32, normal, quantized
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -26,6 +26,45 @@ def test_mla_products_of_any_bits(bits, rng):
         (ops.mla_out_per_head, {"v_combine": latent, "kv_b": unembed}),
     ):
         close(run(op, **call), reference(op, **call))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_mla_products_of_few_tokens_over_several_blocks(dtype, rng):
+    """More rows, columns and outputs than a program takes at once, none a multiple of that."""
+    whole = quantized(rng, 2 * 57, 288)
+    keys = {"q_nope": normal(rng, 2, 2, 37, dtype=dtype), "kv_b": whole}
+    values = {"v_combine": normal(rng, 2, 2, 288, dtype=dtype), "kv_b": whole, "nope": 37}
+    for op, call in ((ops.mla_q_prime, keys), (ops.mla_out_per_head, values)):
+        close(run(op, **call), reference(op, **call), dtype)
+
+
+@pytest.mark.parametrize(("T", "K", "dtype"), [(1, 40, "bfloat16"), (3, 17, "float16"), (4, 128, "bfloat16")])
+def test_mla_q_prime_of_codes_that_stay_where_they_are_loaded(T, K, dtype, rng):
+    whole = quantized(rng, 2 * (K + 3), 128, group_size=64)
+    call = {"q_nope": normal(rng, T, 2, K, dtype=dtype), "kv_b": whole}
+    want = reference(ops.mla_q_prime, **call)
+    assert_close("y", run(ops.mla_q_prime, **call), want, 2 * EPS[dtype], np.abs(want.astype(np.float64)) + 0.1)
+
+
+def test_mla_prepare_skips_rows_and_pages_that_are_not_there(rng):
+    T, H, nope, rope, R = 4, 3, 5, 6, 9
+    pages = {"latent_pages": normal(rng, 4, 4, R), "rope_pages": normal(rng, 4, 4, rope)}
+    call = {"q": normal(rng, T, H * (nope + rope)), "kv": normal(rng, T, R + rope), "kv_norm": normal(rng, R)}
+    call |= {"inv_freq": ops.rope_inv_freq(rope, 1e4), "H": H, "nope": nope}
+    held = {name: to_device(page.copy()) for name, page in pages.items()}
+    where = {"positions": i32(-1, 6, 8, 2), "block_table": i32([0, 1], [3, 2], [0, 1], [9, 1])}
+    with penstock.backend("cuda"):
+        got = to_host(ops.mla_prepare(**{n: to_device(v) for n, v in (call | where).items()}, **held))
+    room = {"positions": i32(0, 6, 8, 2), "block_table": np.arange(12, dtype=np.int32).reshape(4, 3)}
+    room |= {"latent_pages": np.zeros((12, 4, R), "f4"), "rope_pages": np.zeros((12, 4, rope), "f4")}
+    with penstock.backend("reference"):
+        want = ops.mla_prepare(**call, **room)
+    assert_same_bits("q_nope", got[0], want[0])
+    assert not got[1][0].any()
+    assert_close("q_pe", got[1][1:], want[1][1:], 2e-6)
+    for name in pages:  # row 1 at position 6 is the only one that has a place
+        pages[name][2, 2] = room[name][4, 2]
+        assert_close(name, to_host(held[name]), pages[name], 2e-6)
 
 
 def test_mla_products_of_many_tokens_are_those_of_one(rng):

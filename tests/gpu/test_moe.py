@@ -323,6 +323,83 @@ def test_moe_block_replays_in_a_graph_with_other_tokens(T, rng):
         assert torch.equal(captured, step())
 
 
+# -- whole blocks ----------------------------------------------------------------------------------------------------
+
+
+def whole_block(rng: Any, T: int, E: int, k: int, N: int, K: int, dtype: str = "float32", **form: Any) -> Any:
+    shared = {"gate_w": (N, K), "up_w": (N, K), "down_w": (K, N)}
+    return {
+        "residual": normal(rng, T, K, dtype=dtype),
+        **block(rng, T, E, k, N, K, dtype, **form),
+        **{f"shared_{name}": quantized(rng, *shape, **form) for name, shape in shared.items()},
+        "shared_score": normal(rng, T, 1, dtype="bfloat16"),
+    }
+
+
+@pytest.mark.parametrize("bits, group_size", [(4, 64), (8, 32), (3, 32), (2, 128)][: None if GPU else 2])
+@pytest.mark.parametrize("T, E", [(1, 16), (2, 16), (5, 64), (5, 5)] if GPU else [(2, 16), (2, 5)])
+def test_moe_shared_forward_by_rows_matches_definition(T, E, bits, group_size, rng):
+    """Two launches where few tokens choose among many experts; the others with pairs sorted by expert."""
+    size = 128 if GPU else 64
+    call = whole_block(rng, T, E, 2, size, size, bits=bits, group_size=group_size)
+    call["norm_weight"] = normal(rng, size, dtype="float16")
+    close_enough(run(ops.moe_shared_forward, "rows", **call), reference(ops.moe_shared_forward, **call), 4e-6)
+
+
+@VARIANTS
+def test_moe_shared_forward_skips_absent_experts(variant, rng):
+    """The shared expert and the residual stay where no routed expert is there."""
+    call = whole_block(rng, 2, 4, 3, 32, 32)
+    call["slot_of"] = i32(2, -1, 0, 1, 9)
+    call["ids"] = i32([3, 1, -1], [4, 5, -(2**31)])
+    got = run_unchecked(ops.moe_shared_forward, variant, call)
+    present = np.array([[1, 0, 0], [0, 0, 0]], np.float32)
+    safe = {**call, "ids": i32([3, 3, 3], [3, 3, 3]), "weights": call["weights"] * present}
+    close_enough(got, reference(ops.moe_shared_forward, **safe), 4e-6)
+
+
+def test_moe_shared_forward_writes_over_the_residual(rng):
+    call = whole_block(rng, 1, 3, 2, 32, 32)
+    call["x"] = call["residual"]
+    call["norm_weight"] = normal(rng, 32)
+    want = reference(ops.moe_shared_forward, **call)
+    made = {name: to_device(value) for name, value in call.items()}
+    made["x"] = made["residual"]
+    with penstock.backend("cuda"):
+        ops.moe_shared_forward(**made, out=made["residual"])
+    close_enough(made["residual"].cpu().numpy(), want, 4e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "T, E, dim, width", [(1, 32, 2048, 512), (2, 16, 2048, 512), (1, 9, 7168, 2048), (40, 16, 512, 256)]
+)
+def test_moe_shared_forward_in_a_chain_of_replays_equals_call_by_call(T, E, dim, width, rng):
+    """Kernels that start before the one ahead of them has ended read nothing too soon."""
+    call = {name: to_device(value) for name, value in whole_block(rng, T, E, 8, width, dim, "bfloat16").items()}
+    router, norm = to_device(quantized(rng, E, dim, bits=8)), to_device(normal(rng, dim, dtype="bfloat16"))
+
+    def chain(x: torch.Tensor, wait: Any) -> torch.Tensor:
+        for _ in range(10):
+            logits = ops.norm_matmul(x, norm, router, dtype="float32")
+            wait()
+            ids, weights = ops.moe_route(logits, None, 8)
+            wait()
+            more = {"residual": x, "x": x, "ids": ids, "weights": weights, "norm_weight": norm}
+            x = ops.moe_shared_forward(**{**call, **more}) * 0.5
+            wait()
+        return x
+
+    want = chain(call["x"], torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(call["x"], lambda: None)
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)
+
+
 # -- combination -----------------------------------------------------------------------------------------------------
 
 

@@ -112,6 +112,20 @@ def _sigmoid_gate(rng, dtype, rows, dim):
     return {"x": normal(rng, rows, dim, dtype=dtype), "gate": normal(rng, rows, dim, dtype=dtype, scale=3)}
 
 
+@case("columns", sizes={"ragged": (5, 61, 7, 19), "one": (1, 3, 0, 3), "last": (4, 9, 8, 9), "empty": (0, 5, 1, 2)})
+def _columns(rng, dtype, T, N, start, stop):
+    return {"x": normal(rng, T, N, dtype=dtype), "start": start, "stop": stop}
+
+
+SPLITS = {"two": (3, 61, 5, 0, 0), "ragged": (5, 2049, 7, 19, 0), "four": (2, 9, 8, 1, 3), "empty": (0, 5, 1, 2, 1)}
+
+
+@case("split_columns", sizes=SPLITS)
+def _split_columns(rng, dtype, T, first, second, third, fourth):
+    counts = {"first": first, "second": second, "third": third, "fourth": fourth}
+    return {"x": normal(rng, T, sum(counts.values()), dtype=dtype), **counts}
+
+
 EXPERT_SUMS = {"decode": (1, 8, 64), "ragged": (5, 3, 61), "wide": (2, 8, 2816), "one": (3, 1, 1), "empty": (0, 2, 5)}
 
 
@@ -215,6 +229,11 @@ def _post_ff_hidden_only(rng, dtype, rows, dim):
     return {**_post_ff_norm2_endlayer(rng, dtype, rows, dim), "return_mid": False}
 
 
+@case("post_ff_norm2_endlayer", sizes={"addend-normed": (5, 61)}, rel=4e-6)
+def _post_ff_addend_normed(rng, dtype, rows, dim):
+    return {**_post_ff_norm2_endlayer(rng, dtype, rows, dim), "w1": normal(rng, dim)}
+
+
 @case("moe_wsum_post_ff_norm2_endlayer", sizes=WSUMS, rel=6e-6)
 def _moe_wsum_post_ff(rng, dtype, rows, k, dim):
     rows_of = {name: normal(rng, rows, dim, dtype=dtype) for name in ("addend", "residual")}
@@ -295,6 +314,32 @@ def _quantized_matmul_int8(rng, dtype, T, bits, gs):
 @case("fused_gate_up_swiglu", sizes=MATMULS, rel=4e-6, whole=True)
 def _fused_gate_up_swiglu(rng, dtype, T, N, K):
     return {"x": normal(rng, T, K, dtype=dtype), "gate_w": quantized(rng, N, K), "up_w": quantized(rng, N, K)}
+
+
+@case("fused_gate_up_geglu", sizes=MATMULS, rel=4e-6, whole=True)
+def _fused_gate_up_geglu(rng, dtype, T, N, K):
+    return _fused_gate_up_swiglu(rng, dtype, T, N, K)
+
+
+@case("norm_matmul", sizes=MATMULS, rel=4e-6, whole=True)
+def _norm_matmul(rng, dtype, T, N, K):
+    return {**_quantized_matmul(rng, dtype, T, N, K), "norm_weight": normal(rng, K, dtype="bfloat16"), "eps": 1e-5}
+
+
+@case("norm_matmul", sizes={f"dense-{label}": size for label, size in MATMULS.items()}, rel=4e-6, whole=True)
+def _norm_matmul_dense(rng, dtype, T, N, K):
+    return {**_bf16_matmul(rng, dtype, T, N, K), "norm_weight": normal(rng, K), "eps": 1e-5, "dtype": None}
+
+
+@case("matmul_add", sizes=MATMULS, rel=4e-6, whole=True)
+def _matmul_add(rng, dtype, T, N, K):
+    return {**_quantized_matmul(rng, dtype, T, N, K), "residual": normal(rng, T, N, dtype=dtype)}
+
+
+@case("matmul_add", sizes={f"dense-{label}": size for label, size in MATMULS.items()}, rel=4e-6, whole=True)
+def _matmul_add_dense(rng, dtype, T, N, K):
+    dense = normal(rng, N, K, dtype="float16", scale=K**-0.5)
+    return {"x": normal(rng, T, K, dtype=dtype), "w": dense, "residual": normal(rng, T, N, dtype=dtype)}
 
 
 @case("expert_matmul", sizes={"shared": (5, 3, 13, 64)}, rel=4e-6, whole=True)
@@ -418,6 +463,56 @@ def _moe_forward(rng, dtype, T, E, k, N, K):
     }
 
 
+MIXED = {"decode": (1, 5, 3, 32, 64), "ragged": (2, 4, 2, 64, 96), "prefill": (40, 3, 2, 32, 32)}
+
+
+@case("moe_shared_forward", sizes=MIXED, rel=4e-6, whole=True)
+def _moe_shared_forward(rng, dtype, T, E, k, N, K):
+    shared = {"gate_w": quantized(rng, N, K), "up_w": quantized(rng, N, K), "down_w": quantized(rng, K, N)}
+    return {
+        "residual": normal(rng, T, K, dtype=dtype),
+        **_moe_forward(rng, dtype, T, E, k, N, K),
+        **{f"shared_{name}": w for name, w in shared.items()},
+        "shared_score": normal(rng, T, 1),
+    }
+
+
+@case(
+    "moe_shared_forward",
+    sizes={f"joined-{label}": size for label, size in MIXED.items()},
+    rel=4e-6,
+    whole=True,
+)
+def _moe_shared_forward_joined(rng, dtype, T, E, k, N, K):
+    """Gate and up in one weight, a norm before, no score; experts and the shared one in other places of the stack."""
+    joined = {"gate_w": quantized(rng, E, 2 * N, K), "shared_gate_w": quantized(rng, 2 * N, K), "up_w": None}
+    slot_of = np.concatenate([rng.permutation(E), [-1]]).astype(np.int32)
+    more = {"shared_up_w": None, "shared_score": None, "slot_of": slot_of, "act": "gelu_tanh"}
+    norm = {"norm_weight": normal(rng, K, dtype="bfloat16"), "eps": 1e-5}
+    return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), **joined, **more, **norm}
+
+
+@case(
+    "moe_shared_forward",
+    sizes={"wider": (2, 4, 2, 32, 64), "dense": (3, 4, 2, 24, 32)},
+    rel=4e-6,
+    whole=True,
+)
+def _moe_shared_forward_apart(rng, dtype, T, E, k, N, K):
+    """A shared expert of another width or format than the others has its own launches."""
+    call = _moe_shared_forward(rng, dtype, T, E, k, 32, K)
+    if N != 32:
+        stacks = {"gate_w": (E, N, K), "up_w": (E, N, K), "down_w": (E, K, N)}
+        call |= {name: normal(rng, *shape, scale=K**-0.5, dtype="bfloat16") for name, shape in stacks.items()}
+    wide = {"gate_w": quantized(rng, 96, K), "up_w": quantized(rng, 96, K, bits=8), "down_w": quantized(rng, K, 96)}
+    return call | {f"shared_{name}": w for name, w in wide.items()} | {"norm_weight": normal(rng, K)}
+
+
+@case("moe_shared_forward", sizes={"int8": (2, 4, 2, 32, 64)}, rel=4e-6, whole=True)
+def _moe_shared_forward_int8(rng, dtype, T, E, k, N, K):
+    return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "activations": "int8"}
+
+
 @case("moe_combine_residual", sizes=EXPERT_SUMS)
 def _moe_combine_residual(rng, dtype, T, k, dim):
     rows = {name: normal(rng, T, dim, dtype=dtype) for name in ("h_mid", "shared_out")}
@@ -527,6 +622,12 @@ def _attention_paged(rng, dtype, H, Hkv, D, Dv):
     return {"q": normal(rng, 3, H, D, dtype=dtype), "k_pages": k, "v_pages": v, "scale": D**-0.5, **where}
 
 
+@case("attention_paged", sizes={"gate": (6, 2, 20, 12), "gate-short": (4, 2, 16, 16)}, rel=4e-6, whole=True)
+def _attention_paged_gate(rng, dtype, H, Hkv, D, Dv):
+    call = _attention_paged(rng, dtype, H, Hkv, D, Dv)
+    return {**call, "gate": normal(rng, 3, H, Dv, dtype=dtype, scale=3)}
+
+
 @case("kv_cache_append", sizes={"some": (3, 2, 5, 7), "none": (0, 1, 2, 3)}, rel=0)
 def _kv_cache_append(rng, dtype, T, Hkv, D, Dv):
     k, v = _caches(rng, dtype, 11, Hkv=Hkv, D=D, Dv=Dv)
@@ -591,6 +692,34 @@ def _mla_cache_append_pages(rng, dtype, R, rope):
     caches = {"latent_cache": normal(rng, 5, 4, R, dtype=dtype), "rope_k_cache": normal(rng, 5, 4, rope, dtype=dtype)}
     where = {"pos": np.array([5, 2], np.int32), "block_table": np.array([[4, 1], [0, 3]], np.int32)}
     return {**sources, **caches, **where}
+
+
+PREPARED = {
+    "decode": (3, 4, 2, 32, 32, {}),
+    "gated": (2, 6, 2, 40, 12, {"gated": True, "mscale": 1.25}),
+    "values": (1, 4, 1, 64, 64, {"norm_values": True, "k_is_v": True}),
+    "plain": (3, 4, 4, 20, 20, {"normed": False}),
+    "sequence": (7, 3, 1, 40, 24, {"gated": True, "norm_values": True}),
+    "prefill": (37, 4, 2, 128, 64, {"gated": True}),
+    "empty": (0, 2, 1, 8, 8, {}),
+}
+
+
+@case("attention_prepare", sizes=PREPARED)
+def _attention_prepare(rng, dtype, T, H, Hkv, D, width, form):
+    form = dict(form)
+    normed, k_is_v = form.pop("normed", True), form.pop("k_is_v", False)
+    rows = {"q": H * D * (2 if form.get("gated") else 1), "k": Hkv * D, "v": Hkv * D}
+    call = {name: normal(rng, T, wide, dtype=dtype) for name, wide in rows.items()}
+    norms = {name: normal(rng, D, dtype="bfloat16") if normed else None for name in ("q_norm", "k_norm")}
+    k_pages, v_pages = _caches(rng, dtype, 13, 4, Hkv=Hkv, D=D, Dv=D)
+    if T in (0, 7, 37):  # one sequence
+        where = {"positions": np.array(2, np.int32), "block_table": rng.permutation(13)[:11].astype(np.int32)}
+    else:
+        table = rng.permutation(13)[:12].reshape(3, 4).astype(np.int32)[:T]
+        where = {"positions": np.array([15, 0, 6], np.int32)[:T], "block_table": table}
+    pages = {"key_pages": k_pages, "value_pages": v_pages, "H": H, "inv_freq": rope_inv_freq(width, 1e4)}
+    return {**call, "v": None if k_is_v else call["v"], **norms, **where, **pages, "rotary_dim": width, **form}
 
 
 # -- rope ------------------------------------------------------------------------------------------------------------
@@ -706,6 +835,20 @@ def _gated_delta_net_slots(rng, dtype, B, Hk, Hv, Dk, Dv):
     return {**_gated_delta_net(rng, dtype, B, Hk, Hv, Dk, Dv), "state": state, "slots": slots}
 
 
+DELTA_STEPS = {"decode": (1, 2, 4, 64, 32, 4), "ragged": (3, 1, 3, 20, 12, 3), "empty": (0, 1, 1, 4, 4, 4)}
+
+
+@case("gated_delta_step", sizes=DELTA_STEPS, rel=2e-5, whole=True, dtypes=F32)
+def _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W):
+    C = 2 * Hk * Dk + Hv * Dv
+    rows = {"qkv": (B, C), "z": (B, Hv, Dv), "alpha": (B, Hv), "beta": (B, Hv)}
+    call = {name: normal(rng, *shape, dtype=dtype) for name, shape in rows.items()}
+    states = {"conv_state": normal(rng, 5, W - 1, C, dtype=dtype), "state": normal(rng, 5, Hv, Dv, Dk, scale=0.1)}
+    weights = {"conv_weight": normal(rng, C, W, dtype="bfloat16"), "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv)}
+    slots = np.array([4, 0, 2], np.int32)[:B]
+    return {**call, **states, "slots": slots, **weights, "norm_weight": normal(rng, Dv), "Hk": Hk, "eps": 1e-5}
+
+
 # -- mla -------------------------------------------------------------------------------------------------------------
 
 
@@ -717,6 +860,19 @@ def _mla_split_q_kv(rng, dtype, H, nope, rope, R):
         "kv_pre": normal(rng, *lead, R + rope, dtype=dtype),
         "nope": nope,
     }
+
+
+@case("mla_prepare", sizes={"decode": (3, 5, 20, 12, 33), "sequence": (6, 9, 16, 8, 40), "empty": (0, 2, 4, 2, 8)})
+def _mla_prepare(rng, dtype, T, H, nope, rope, R):
+    rows = {"q": normal(rng, T, H * (nope + rope), dtype=dtype), "kv": normal(rng, T, R + rope, dtype=dtype)}
+    pages = {name: normal(rng, 13, 4, wide, dtype=dtype) for name, wide in (("latent_pages", R), ("rope_pages", rope))}
+    if T == 3:
+        where = {"positions": np.array([15, 0, 6], np.int32), "block_table": rng.permutation(12).reshape(3, 4)}
+    else:
+        where = {"positions": np.array(2, np.int32), "block_table": rng.permutation(13)[:3]}
+    where["block_table"] = where["block_table"].astype(np.int32)
+    sizes = {"H": H, "nope": nope, "mscale": 1.25, "eps": 1e-5}
+    return {**rows, **pages, **where, "kv_norm": normal(rng, R), "inv_freq": rope_inv_freq(rope, 1e4), **sizes}
 
 
 @case("mla_q_prime", sizes={"whole": (3, 5, 20, 12, 64), "one": (0, 4, 32, 32, 32)}, rel=4e-6, whole=True)
@@ -827,6 +983,37 @@ def _mla_sdpa_finalize(rng, dtype, H, R):
     denominator = np.abs(normal(rng, H))
     denominator[2] = 0
     return {"denominator": denominator, "accumulator": normal(rng, H, R), "dtype": dtype}
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+@case(
+    "sample_tokens",
+    sizes={
+        "greedy": (4, 61, "greedy"),
+        "plain": (3, 64, "plain"),
+        "full": (4, 61, "full"),
+        "one": (2, 1, "full"),
+        "wide": (5, 20_003, "full"),
+        "empty": (0, 7, "full"),
+    },
+    dtypes=("float32",),
+)
+def _sample_tokens(rng, dtype, B, V, mode):
+    cut = mode == "full"
+    positions = rng.integers(0, 2**31 - 1, B).astype(np.int32)
+    positions[-1:] = -1
+    return {
+        "logits": normal(rng, B, V, scale=3),
+        "positions": positions,
+        "temperature": rng.uniform(0.5, 1.5, B) * (mode != "greedy"),
+        "top_k": rng.integers(1, 40, B).astype(np.int32) * cut,
+        "top_p": rng.uniform(0.3, 1, B) if cut else np.ones(B),
+        "min_p": rng.uniform(0, 0.1, B),
+        "seed": rng.integers(-(2**63), 2**63 - 1, B),
+        "mode": mode,
+    }
 
 
 def call(op: Any, arguments: Arguments, **extra: Any) -> Any:

@@ -16,10 +16,16 @@ from penstock.ops import (
     attention_decode,
     attention_paged,
     attention_prefill,
+    attention_prepare,
     attention_scores,
     attention_softmax,
     attention_values,
+    head_norm_rope,
     kv_pages_append,
+    rms_norm,
+    rope,
+    rope_inv_freq,
+    sigmoid_gate,
     split_q_gate,
 )
 from tests.ops.common import (
@@ -337,6 +343,52 @@ def test_split_q_gate_cuts_each_head(dtype, rng):
     assert not np.shares_memory(q, x)
 
 
+# -- fused with what stands around it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_paged_gates_what_it_rounded(dtype, rng):
+    q, k, v = normal(rng, 2, 4, 6, dtype=dtype), normal(rng, 5, 3, 12, dtype=dtype), normal(rng, 5, 3, 8, dtype=dtype)
+    call = {"q": q, "k_pages": k, "v_pages": v, "block_table": i32([4, 0], [1, 2]), "lengths": i32(5, 2), "scale": 0.4}
+    gate = normal(rng, 2, 4, 4, dtype=dtype, scale=3)
+    assert_same_bits("y", attention_paged(**call, gate=gate), sigmoid_gate(attention_paged(**call), gate))
+
+
+ONE_EACH = {"positions": i32(7, 0, 2), "block_table": i32([4, 0], [1, 2], [3, 5])}
+SEQUENCE = {"positions": np.array(2, np.int32), "block_table": i32(4, 0)}
+
+
+@pytest.mark.parametrize("where", [ONE_EACH, SEQUENCE], ids=["batch", "sequence"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("gated", "normed", "values"), [(True, True, "v"), (False, True, "k"), (False, False, "v")])
+def test_attention_prepare_is_its_ops_one_after_the_other(gated, normed, values, dtype, where, rng):
+    T, H, Hkv, D, width = 3, 4, 2, 10, 6
+    q = normal(rng, T, H * D * (1 + gated), dtype=dtype)
+    k, v = normal(rng, T, Hkv * D, dtype=dtype), normal(rng, T, Hkv * D, dtype=dtype) if values == "v" else None
+    q_w, k_w = (normal(rng, D, dtype="bfloat16") if normed else None for _ in range(2))
+    pages, table = [normal(rng, 6, 4, Hkv * D, dtype=dtype) for _ in range(2)], rope_inv_freq(width, 100.0)
+    into = [page.copy() for page in pages]
+    form = {"rotary_dim": width, "mscale": 1.2, "eps": 0.01, "gated": gated, "norm_values": values == "k"}
+    at, blocks = where["positions"], where["block_table"]
+    got = attention_prepare(q, k, v, q_w, k_w, table, at, *pages, blocks, H, **form)
+
+    def turned(x, weight):
+        if weight is None:
+            return rope(x, table, at, width, 1.2)
+        return head_norm_rope(x, weight, table, at, 0.01, width, 1.2)
+
+    heads = q.reshape(T, H, -1)
+    want = split_q_gate(heads) if gated else (heads,)
+    want = (turned(want[0], q_w), *want[1:])
+    keys = k.reshape(T, Hkv, D)
+    value = rms_norm(keys, None, 0.01) if v is None else v
+    kv_pages_append(turned(keys, k_w), value, *into, blocks, at)
+    for name, a, b in zip(("q", "gate"), got if gated else (got,), want, strict=False):
+        assert_same_bits(name, a, b)
+    for name, a, b in zip(("key_pages", "value_pages"), pages, into, strict=True):
+        assert_same_bits(name, a, b)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +397,8 @@ ONE = {"k_cache": zeros(6, 16), "v_cache": zeros(6, 10), "scale": 0.5}
 SLOTS = {"q": zeros(3, 4, 8), "k_cache": zeros(5, 6, 16), "v_cache": zeros(5, 6, 10), "scale": 0.5}
 PAGES = {"q": zeros(3, 4, 8), "k_pages": zeros(5, 2, 16), "v_pages": zeros(5, 2, 10), "scale": 0.5}
 SCORES = {"q": zeros(4, 8), "k_cache": zeros(6, 16), "scale": 0.5}
+HEADS = {"q": zeros(2, 32), "k": zeros(2, 16), "v": zeros(2, 16), "q_norm": zeros(8), "k_norm": None}
+WHERE = {"inv_freq": zeros(4), "positions": i32(3, 0), "block_table": i32([0, 1], [2, 9])}
 VALID: dict[str, dict[str, Any]] = {
     "attention_scores": {**SCORES, "seq_len": 5, "heads_per_kv": 2, "seq_stride": 7},
     "attention_softmax": {"scores": zeros(4, 7), "seq_len": 5},
@@ -355,6 +409,7 @@ VALID: dict[str, dict[str, Any]] = {
     "attention_prefill": {"q": zeros(3, 4, 8), **ONE, "start": 3},
     "attention_prefill pages": {**SLOTS, "start": 8, "block_table": i32(0, 4, 9)},
     "attention_paged": {**PAGES, "block_table": i32([0, 1], [2, 9], [4, 3]), "lengths": i32(4, 2, 3)},
+    "attention_prepare": {**HEADS, "H": 4, **WHERE, "key_pages": zeros(5, 2, 16), "value_pages": zeros(5, 2, 16)},
 }
 REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
     "attention_scores": [
@@ -436,6 +491,25 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
         ({"block_table": i32([0, 1])}, ShapeError, "block_table has shape (1, 2), expected 3 rows"),
         ({"v_pages": zeros(5, 3, 10)}, ShapeError, "v_pages has shape (5, 3, 10), expected (5, 2) in front as k_pages"),
         ({"q": zeros(3, 3, 8)}, ShapeError, "q has 3 heads, expected a multiple of 2 (the heads of k_pages)"),
+        ({"gate": zeros(3, 4, 8)}, ShapeError, "gate has shape (3, 4, 8), expected (3, 4, 5) (as the result)"),
+        ({"gate": zeros(3, 4, 5, dtype="float16")}, DTypeError, "gate has dtype float16, expected float32 as q"),
+    ],
+    "attention_prepare": [
+        ({"q": zeros(2, 31)}, ShapeError, "q has shape (2, 31), expected a last axis of 4 heads"),
+        ({"q": zeros(2, 32), "gated": True, "k_norm": zeros(8)}, ShapeError, "q_norm has shape (8,), expected (4,)"),
+        ({"q": zeros(2, 3)}, ShapeError, "q has shape (2, 3), expected a last axis of 4 heads"),
+        ({"k": zeros(2, 24), "v": None}, ShapeError, "k has shape (2, 24), expected heads of 8 whose number divides 4"),
+        ({"v": zeros(2, 8)}, ShapeError, "v has shape (2, 8), expected (2, 16) (as k)"),
+        ({"v": zeros(2, 16, dtype="float16")}, DTypeError, "v has dtype float16, expected float32 as q"),
+        ({"k_norm": zeros(4)}, ShapeError, "k_norm has shape (4,), expected (8,) (the width of a head)"),
+        ({"inv_freq": zeros(3)}, ShapeError, "inv_freq has shape (3,), expected (4,) (rotary_dim / 2)"),
+        ({"rotary_dim": 9}, InvalidArgument, "rotary_dim is 9, expected an even number from 2 to 8"),
+        ({"key_pages": zeros(5, 2, 8)}, ShapeError, "k has shape (2, 16), expected rows of 8 as key_pages"),
+        ({"value_pages": zeros(4, 2, 16)}, ShapeError, "value_pages has shape (4, 2, 16), expected (5, 2) in front as"),
+        ({"positions": i32(4, 0)}, InvalidArgument, "positions has 4, expected 0 to 3 (4 positions)"),
+        ({"positions": i32(0, 3)}, InvalidArgument, "block_table has 9, expected 0 to 4 (5 pages)"),
+        ({"block_table": i32(0, 1)}, ShapeError, "block_table has shape (2,), expected [B, n]"),
+        ({"H": 0}, InvalidArgument, "H is 0, expected at least 1"),
     ],
 }
 

@@ -212,6 +212,11 @@ def results_of(case: Case) -> tuple[np.ndarray, ...]:
     return result if isinstance(result, tuple) else () if result is None else (result,)
 
 
+def out_name(case: Case, number: int, results: tuple[np.ndarray, ...]) -> str:
+    """What messages call an output; attention_prepare has a second one, though not in every call."""
+    return f"out[{number}]" if len(results) > 1 or case.op == "attention_prepare" else "out"
+
+
 def strided(array: np.ndarray) -> np.ndarray:
     """The same values with a gap behind each."""
     return np.repeat(array[..., None], 2, axis=-1)[..., 0]
@@ -250,7 +255,7 @@ def test_op_refuses_an_out_that_does_not_fit(case):
     op, results = ops.REGISTRY[case.op], results_of(case)
     for number, like in enumerate(results):
         good = tuple(np.full_like(result, 7) for result in results)
-        name = "out" if len(results) == 1 else f"out[{number}]"
+        name = out_name(case, number, results)
         frozen = good[number].copy()
         frozen.flags.writeable = False
         other = np.full(like.shape, 7, np.float64)
@@ -284,7 +289,8 @@ def test_op_refuses_an_out_that_shares_one_element_with_an_input(case):
         if len(results) == 1 and array.size and results[0].size and array.dtype == results[0].dtype:
             shared, out = sharing(array, results[0])
             call = {**case.arguments("float32"), name: shared, "out": out}
-            assert_refused(op, call, InvalidArgument, f"out overlaps {name} in memory, expected ")
+            message = f"{out_name(case, 0, results)} overlaps {name} in memory, expected "
+            assert_refused(op, call, InvalidArgument, message)
 
 
 @CALLS

@@ -21,7 +21,15 @@ import penstock
 from penstock import ops
 from penstock.dtypes import numpy_dtype
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
-from penstock.ops import conv1d_causal, conv1d_state_update, gated_delta_net, gdn_decay_beta, rms_norm_qk
+from penstock.ops import (
+    conv1d_causal,
+    conv1d_state_update,
+    gated_delta_net,
+    gated_delta_step,
+    gated_rms_norm,
+    gdn_decay_beta,
+    rms_norm_qk,
+)
 from penstock.ops.delta import chunkwise, recurrence
 from tests.ops.common import (
     DTYPES,
@@ -341,12 +349,42 @@ def test_gated_delta_net_slots_equal_single_calls(method, rng):
     assert_same_bits("state", state, want)
 
 
+# -- a layer's step ----------------------------------------------------------------------------------------------------
+
+
+def layer(rng, dtype: str) -> dict[str, Any]:
+    B, S, Hk, Hv, Dk, Dv, W = 3, 5, 2, 4, 6, 5, 4
+    C = 2 * Hk * Dk + Hv * Dv
+    rows = {"qkv": (B, C), "z": (B, Hv, Dv), "alpha": (B, Hv), "beta": (B, Hv), "conv_state": (S, W - 1, C)}
+    call = {name: normal(rng, *shape, dtype=dtype) for name, shape in rows.items()}
+    call |= {"state": normal(rng, S, Hv, Dv, Dk), "slots": i32(4, 0, 2), "conv_weight": normal(rng, C, W)}
+    return call | {"A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv), "norm_weight": normal(rng, Dv), "Hk": Hk}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_delta_step_is_its_ops_one_after_the_other(dtype, rng):
+    call = layer(rng, dtype)
+    qkv, kept, state, slots, Hk = (call[name] for name in ("qkv", "conv_state", "state", "slots", "Hk"))
+    kept, state, (Hv, Dv, Dk) = kept.copy(), state.copy(), state.shape[1:]
+    y = conv1d_causal(qkv, kept, call["conv_weight"], slots)
+    conv1d_state_update(kept, qkv, slots)
+    g, b = gdn_decay_beta(call["alpha"], call["beta"], call["A_log"], call["dt_bias"])
+    d = gated_delta_net(state, rms_norm_qk(y, Hk, Dk, Hk * Dk), g, b, Hk, Hv, Dk, Dv, slots=slots)
+    assert_same_bits("y", gated_delta_step(**call, eps=0.1), gated_rms_norm(d, call["z"], call["norm_weight"], 0.1))
+    assert_same_bits("conv_state", call["conv_state"], kept)
+    assert_same_bits("state", call["state"], state)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 CONV = {"x": zeros(5, 6), "state": zeros(3, 6)}
 CONV_SLOTS = {"x": zeros(2, 6), "state": zeros(4, 3, 6), "slots": i32(3, 1)}
 SIZES = {"Hk": 1, "Hv": 2, "Dk": 4, "Dv": 9}
 RULE = {"qkv": zeros(5, 26), "g": zeros(5, 2), "b": zeros(5, 2), **SIZES, "state": zeros(2, 9, 4)}
+ROWS = {"qkv": zeros(2, 26), "z": zeros(2, 2, 9), "alpha": zeros(2, 2), "beta": zeros(2, 2)}
+STATES = {"conv_state": zeros(4, 3, 26), "state": zeros(4, 2, 9, 4), "slots": i32(3, 1)}
+WEIGHTS = {"conv_weight": zeros(26, 4), "A_log": zeros(2), "dt_bias": zeros(2), "norm_weight": zeros(9)}
+STEP = {**ROWS, **STATES, **WEIGHTS, "Hk": 1}
 VALID: dict[str, dict[str, Any]] = {
     "conv1d_causal": {**CONV, "weight": zeros(6, 4)},
     "conv1d_causal slots": {**CONV_SLOTS, "weight": zeros(6, 4)},
@@ -355,6 +393,7 @@ VALID: dict[str, dict[str, Any]] = {
     "gdn_decay_beta": {"alpha": zeros(5, 2), "beta": zeros(5, 2), "A_log": zeros(2), "dt_bias": zeros(2)},
     "gated_delta_net": RULE,
     "gated_delta_net slots": {**RULE, "state": zeros(7, 2, 9, 4), "slots": i32(6, 5, 4, 3, 0)},
+    "gated_delta_step": STEP,
 }
 BAD_CONV = [
     ({"x": zeros(6)}, ShapeError, "x has shape (6,), expected [T, C]"),
@@ -405,6 +444,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
         ({"slots": i32(6, 5, 4, 3, 3)}, InvalidArgument, "slots has the same value twice, expected distinct values"),
         ({"slots": i32(6, 5)}, ShapeError, "slots has shape (2,), expected (5,) (one per row)"),
         ({"state": zeros(2, 9, 4)}, ShapeError, "state has shape (2, 9, 4), expected [S, Hv, Dv, Dk]"),
+    ],
+    "gated_delta_step": [
+        ({"slots": i32(3, 4)}, InvalidArgument, "slots has 4, expected 0 to 3 (4 slots)"),
+        ({"slots": i32(3, 3)}, InvalidArgument, "slots has the same value twice, expected distinct values"),
+        ({"state": zeros(2, 9, 4)}, ShapeError, "state has shape (2, 9, 4), expected [S, Hv, Dv, Dk]"),
+        ({"conv_state": zeros(3, 3, 26)}, ShapeError, "conv_state has shape (3, 3, 26), expected (4, 3, 26) (slots of"),
+        ({"z": zeros(2, 9, 2)}, ShapeError, "z has shape (2, 9, 2), expected (2, 2, 9) (B, Hv, Dv)"),
+        ({"z": zeros(2, 2, 9, dtype="float16")}, DTypeError, "z has dtype float16, expected float32 as qkv"),
+        ({"alpha": zeros(3, 2), "beta": zeros(3, 2)}, ShapeError, "alpha has shape (3, 2), expected (2, 2) (B, Hv)"),
+        ({"norm_weight": zeros(8)}, ShapeError, "norm_weight has shape (8,), expected (9,) (Dv)"),
+        ({"qkv": zeros(2, 25)}, ShapeError, "qkv has shape (2, 25), expected (2, 26) (B, 2 Hk Dk + Hv Dv)"),
+        ({"conv_weight": zeros(25, 4)}, ShapeError, "conv_weight has shape (25, 4), expected (26, 4) (C, W)"),
+        ({"Hk": 3}, InvalidArgument, "Hk is 3, expected a divisor of 2 (Hv)"),
+        ({"eps": -1.0}, InvalidArgument, "eps is -1.0, expected a finite number, 0 or more"),
     ],
 }
 

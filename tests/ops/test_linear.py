@@ -226,6 +226,56 @@ def test_fused_gate_up_swiglu_is_two_products_and_swiglu(activations, dtype, rng
     assert ops.fused_gate_up_swiglu(x[:0], gate, up, activations=activations).shape == (0, 2, 7)
 
 
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_fused_gate_up_geglu_is_two_products_and_geglu(activations, rng):
+    gate, up, x = quantized(rng, 7, 64, bits=3), quantized(rng, 7, 64, bits=3), normal(rng, 3, 2, 64)
+    a, b = (ops.quantized_matmul(x, w, activations=activations) for w in (gate, up))
+    y = ops.fused_gate_up_geglu(x, gate, up, activations=activations)
+    assert_close("y", y, f64(ops.geglu(a, b)), 8 * EPS["float32"])
+    assert (y != ops.fused_gate_up_swiglu(x, gate, up, activations=activations)).any()
+
+
+# -- products with what surrounds them ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_norm_matmul_is_the_product_of_the_norm(activations, dtype, rng):
+    x, norm = normal(rng, 3, 2, 64, dtype=dtype), normal(rng, 64, dtype="bfloat16")
+    h = ops.rms_norm(x, norm, 1e-3)
+    w, dense = quantized(rng, 7, 64), normal(rng, 7, 64, dtype="bfloat16")
+    for kind in (None, "float32"):
+        want = ops.quantized_matmul(h, w, activations=activations, dtype=kind)
+        got = ops.norm_matmul(x, norm, w, 1e-3, activations=activations, dtype=kind)
+        assert_same_bits("quantized", got, want)
+        got = ops.norm_matmul(x, norm, dense, 1e-3, activations=activations, dtype=kind)
+        assert_same_bits("dense", got, ops.matmul(h, dense, dtype=kind))
+    assert_same_bits("one row", ops.norm_matmul(x[0, 0], norm, dense, 1e-3), ops.matmul(h[0, 0], dense))
+
+
+def test_norm_matmul_by_hand():
+    x, norm, w = np.array([[3.0, 4.0]], "float32"), np.array([1.0, 2.0], "float32"), np.eye(2, dtype="float32")
+    y = ops.norm_matmul(x, norm, w, eps=0.0)
+    np.testing.assert_allclose(y, [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_matmul_add_rounds_the_sum_once(activations, dtype, rng):
+    x, w, dense = normal(rng, 3, 2, 64, dtype=dtype), quantized(rng, 7, 64), normal(rng, 7, 64, dtype="float16")
+    residual = normal(rng, 3, 2, 7, dtype=dtype)
+    for weight in (w, dense):
+        exact = ops.matmul(x, dense, dtype="float32")
+        if weight is w:
+            exact = ops.quantized_matmul(x, w, activations=activations, dtype="float32")
+        y = ops.matmul_add(residual, x, weight, activations=activations)
+        assert y.dtype == residual.dtype
+        assert_close("y", y, f64(residual) + f64(exact), 1.01 * EPS[dtype] + 4 * EPS["float32"])
+    want = ops.matmul_add(residual, x, w)
+    assert ops.matmul_add(residual, x, w, out=residual) is residual
+    assert_same_bits("in place", residual, want)
+
+
 @pytest.mark.parametrize("scale_dtype", DTYPES)
 def test_dequantize_is_that_of_quant(scale_dtype, rng):
     for bits in BITS:
@@ -323,6 +373,8 @@ VALID = {
         "gate_w": quantized(rng, 64, 64),
         "up_w": quantized(rng, 64, 64),
     },
+    "norm_matmul": lambda rng: {"x": normal(rng, 3, 64), "norm_weight": normal(rng, 64), "w": quantized(rng, 64, 64)},
+    "matmul_add": lambda rng: {"residual": normal(rng, 3, 5), "x": normal(rng, 3, 64), "w": normal(rng, 5, 64)},
     "expert_matmul": lambda rng: {
         "x": normal(rng, 2, 32),
         "experts": quantized(rng, 4, 32, 32),
@@ -378,6 +430,18 @@ WRONG = {
         ({"up_w": blank(64, 64, group_size=64)}, InvalidArgument, "up_w has group_size 64, expected 32 as"),
         ({"x": f32(3, 32)}, ShapeError, r"\w+ has shape \(64, 64\), expected a last axis of 32"),
         ({"activations": "bf16"}, InvalidArgument, "activations is 'bf16', expected one of 'float32', 'int8'"),
+    ],
+    "norm_matmul": [
+        ({"norm_weight": f32(63)}, ShapeError, r"norm_weight has shape \(63,\), expected \(64,\) \(last axis of x\)"),
+        ({"eps": -1.0}, InvalidArgument, "eps is -1.0, expected a finite number, 0 or more"),
+        ({"w": f32(5, 32)}, ShapeError, r"w has shape \(5, 32\), expected a last axis of 64"),
+        ({"activations": "int4"}, InvalidArgument, "activations is 'int4', expected one of 'float32', 'int8'"),
+        ({"dtype": "float64"}, DTypeError, "dtype is 'float64', expected float32, float16 or bfloat16"),
+    ],
+    "matmul_add": [
+        ({"residual": f32(3, 6)}, ShapeError, r"residual has shape \(3, 6\), expected \(3, 5\) \(that of x"),
+        ({"w": f32(5, 32)}, ShapeError, r"w has shape \(5, 32\), expected a last axis of 64"),
+        ({"activations": "int4"}, InvalidArgument, "activations is 'int4', expected one of 'float32', 'int8'"),
     ],
     "expert_matmul": [
         ({"x": f32(2, 64)}, ShapeError, r"experts has shape \(4, 32, 32\), expected a last axis of 64"),

@@ -78,6 +78,23 @@ def test_mla_split_q_kv_copies_the_parts(where, lead, dtype, rng):
         assert not np.shares_memory(got, kv_pre)
 
 
+@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mla_prepare_is_its_ops_one_after_the_other(dtype, each, rng):
+    T, H, nope, rope, R = 3, 2, 5, 6, 7
+    q, kv = normal(rng, T, H * (nope + rope), dtype=dtype), normal(rng, T, R + rope, dtype=dtype)
+    pages = [normal(rng, 6, 4, width, dtype=dtype) for width in (R, rope)]
+    weight, table, into = normal(rng, R), ops.rope_inv_freq(rope, 100.0), [page.copy() for page in pages]
+    at, blocks = (i32(7, 0, 2), i32([4, 0], [1, 2], [3, 5])) if each else (np.array(2, np.int32), i32(4, 0))
+    got = ops.mla_prepare(q, kv, weight, table, at, *pages, blocks, H, nope, 1.2, 0.01)
+    q_nope, q_pe, latent, k_pe = ops.mla_split_q_kv(q.reshape(T, H, -1), kv, nope)
+    k_pe = ops.rope(k_pe[:, None], table, at, mscale=1.2)[:, 0]
+    ops.mla_cache_append(ops.rms_norm(latent, weight, 0.01), k_pe.copy(), *into, at, block_table=blocks)
+    want = (q_nope, ops.rope(q_pe, table, at, mscale=1.2), *into)
+    for name, a, b in zip(("q_nope", "q_pe", "latent_pages", "rope_pages"), (*got, *pages), want, strict=True):
+        assert_same_bits(name, a, b)
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +393,8 @@ QUERY = {"q_prime": zeros(2, 8), "q_pe": zeros(2, 5), "softmax_scale": 0.5}
 QUERIES = {"q_prime": zeros(3, 2, 8), "q_pe": zeros(3, 2, 5), "softmax_scale": 0.5}
 STATE = {"running_max": zeros(2), "denominator": zeros(2), "accumulator": zeros(2, 8)}
 PAIR = {"latent": zeros(3, 8), "kv_b": zeros(2, 8, 4), "unembed_out": zeros(2, 3, 8)}
+ROWS = {"q": zeros(2, 18), "kv": zeros(2, 12), "kv_norm": zeros(8)}
+WHERE = {"inv_freq": zeros(2), "positions": i32(3, 0), "block_table": i32([0, 1], [2, 9])}
 VALID: dict[str, dict[str, Any]] = {
     "mla_split_q_kv": {"q_full": zeros(3, 2, 9), "kv_pre": zeros(3, 13), "nope": 4},
     "mla_q_prime": {"q_nope": zeros(2, 4), "kv_b": KV_B},
@@ -390,6 +409,7 @@ VALID: dict[str, dict[str, Any]] = {
     "mla_sdpa pages": {**QUERIES, **PAGES, "cache_len": i32(1, 0, 3), "block_table": i32([4, 9], [9, 9], [2, 9])},
     "mla_sdpa_tile_accumulate": {**STATE, **QUERY, **CACHES, "tile_start": 1, "tile_end": 4},
     "mla_sdpa_finalize": {"denominator": zeros(2), "accumulator": zeros(2, 8)},
+    "mla_prepare": {**ROWS, **WHERE, "latent_pages": zeros(5, 2, 8), "rope_pages": zeros(5, 2, 4), "H": 2, "nope": 5},
 }
 LEFT_OUT = "nope and v_head_dim are both left out, expected one of them with a whole kv_b"
 WRONG_CACHES: list[tuple[dict[str, Any], type, str]] = [
@@ -486,6 +506,18 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
     "mla_sdpa_finalize": [
         ({"denominator": zeros(3)}, ShapeError, "denominator has shape (3,), expected (2,) (H)"),
         ({"dtype": "float64"}, DTypeError, "dtype is 'float64', expected float32, float16 or bfloat16"),
+    ],
+    "mla_prepare": [
+        ({"q": zeros(2, 17)}, ShapeError, "q has shape (2, 17), expected a last axis of 2 heads wider than 5 (nope)"),
+        ({"nope": 9}, ShapeError, "q has shape (2, 18), expected a last axis of 2 heads wider than 9 (nope)"),
+        ({"kv": zeros(2, 4)}, ShapeError, "kv has shape (2, 4), expected a last axis of more than 4 (R + rope)"),
+        ({"kv": zeros(3, 12)}, ShapeError, "kv has shape (3, 12), expected (2, 12) (T, R + rope)"),
+        ({"kv": zeros(2, 12, dtype="float16")}, DTypeError, "kv has dtype float16, expected float32 as q"),
+        ({"kv_norm": zeros(7)}, ShapeError, "kv_norm has shape (7,), expected (8,) (R)"),
+        ({"inv_freq": zeros(3)}, ShapeError, "inv_freq has shape (3,), expected (2,) (rotary_dim / 2)"),
+        ({"rope_pages": zeros(5, 2, 3)}, ShapeError, "the end of kv has shape (2, 4), expected rows of 3 as rope_"),
+        ({"positions": i32(4, 0)}, InvalidArgument, "positions has 4, expected 0 to 3 (4 positions)"),
+        ({"block_table": i32(0, 1)}, ShapeError, "block_table has shape (2,), expected [B, n]"),
     ],
 }
 

@@ -20,6 +20,10 @@ def _definition():
         yield
 
 
+def f64(x):
+    return np.asarray(x).astype(np.float64)
+
+
 def softmax(logits):
     e = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
@@ -478,6 +482,37 @@ def test_moe_block_matches_transformers(rng):
     assert_close("block", y, want, 2e-6, np.abs(want).max())
 
 
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moe_shared_forward_is_the_block_of_its_parts(dtype, joined, rng):
+    T, E, k, K, N, own, dim = 5, 4, 2, 64, 32, 96, 64
+    x, residual = normal(rng, T, K, dtype=dtype), normal(rng, T, dim, dtype=dtype)
+    ids, weights, score = rng.integers(0, E, (T, k)).astype("int32"), normal(rng, T, k), normal(rng, T)
+    gate, up, down = quantized(rng, E, N, K), quantized(rng, E, N, K), quantized(rng, E, dim, N)
+    shared = quantized(rng, own, K), quantized(rng, own, K), quantized(rng, dim, own)
+    h = ops.fused_gate_up_swiglu(x, *shared[:2])
+    one = f64(ops.quantized_matmul(h, shared[2], dtype="float32"))
+    each = ops.expert_gate_up(x, gate, up, ids).astype("float32")
+    routed = np.einsum("tkd,tk->td", f64(ops.expert_matmul(each, down, ids)), f64(weights))
+    if joined:
+        gate, up = gate.with_arrays(*(np.concatenate(a, 1) for a in zip(gate.arrays, up.arrays, strict=True))), None
+        both = (np.concatenate(a) for a in zip(shared[0].arrays, shared[1].arrays, strict=True))
+        shared = shared[0].with_arrays(*both), None, shared[2]
+    for form in (score, score[:, None].copy(), score.astype("float16"), None):
+        sigma = np.ones((T, 1)) if form is None else 1 / (1 + np.exp(-f64(form).reshape(T, 1)))
+        y = ops.moe_shared_forward(residual, x, ids, weights, gate, up, down, *shared, form)
+        assert_close("y", y, f64(residual) + routed + sigma * one, 1.01 * EPS[dtype] + 1e-6)
+    norm = normal(rng, K, dtype="bfloat16")
+    normed = ops.rms_norm(residual, norm, 1e-3)
+    want = ops.moe_shared_forward(residual, normed, ids, weights, gate, up, down, *shared, score)
+    arguments = (residual, residual, ids, weights, gate, up, down, *shared, score)
+    assert_same_bits("norm", ops.moe_shared_forward(*arguments, norm_weight=norm, eps=1e-3), want)
+    alone = (a[1] for a in (residual, normed, ids, weights))
+    assert_same_bits("one token", ops.moe_shared_forward(*alone, gate, up, down, *shared, score[1:2]), want[1])
+    assert ops.moe_shared_forward(*arguments, norm_weight=norm, eps=1e-3, out=residual) is residual
+    assert_same_bits("in place", residual, want)
+
+
 # -- combination -------------------------------------------------------------------------------------------------------
 
 
@@ -580,6 +615,18 @@ VALID = {
         **_weights(rng),
         "down_w": quantized(rng, 3, 9, 32),
     },
+    "moe_shared_forward": lambda rng: {
+        "residual": normal(rng, 4, 64),
+        "x": normal(rng, 4, 64),
+        **_chosen(rng),
+        **_weights(rng),
+        "down_w": quantized(rng, 3, 64, 32),
+        "shared_gate_w": quantized(rng, 96, 64),
+        "shared_up_w": quantized(rng, 96, 64),
+        "shared_down_w": quantized(rng, 64, 96),
+        "shared_score": normal(rng, 4),
+        "norm_weight": normal(rng, 64),
+    },
     "moe_combine_residual": lambda rng: {
         "h_mid": normal(rng, 4, 5),
         "expert_out": normal(rng, 4, 2, 5),
@@ -669,6 +716,20 @@ WRONG = {
         ({"down_w": f32()}, ShapeError, r"down_w has shape \(\), expected \[E, N, K\]"),
         ({"weights": f32(4, 1)}, ShapeError, r"weights has shape \(4, 1\), expected \(4, 2\)"),
         ({"ids": np.full((4, 2), 7, "int32")}, InvalidArgument, "ids has 7, expected 0 to 2"),
+    ],
+    "moe_shared_forward": [
+        ({"residual": f32(4, 63)}, ShapeError, r"residual has shape \(4, 63\), expected \(4, 64\)"),
+        ({"residual": f16(4, 64)}, DTypeError, "residual has dtype float16, expected float32 as x"),
+        ({"shared_up_w": f32(96, 63)}, ShapeError, r"shared_up_w has shape \(96, 63\), expected a last axis of 64"),
+        ({"shared_up_w": f32(95, 64)}, ShapeError, r"shared_up_w has shape \(95, 64\), expected \(96, 64\)"),
+        ({"shared_gate_w": f32(95, 64), "shared_up_w": None}, ShapeError, r"shared_gate_w has .* an even number"),
+        ({"shared_down_w": f32(64, 95)}, ShapeError, r"shared_down_w has shape \(64, 95\), expected a last axis"),
+        ({"shared_down_w": f32(63, 96)}, ShapeError, r"shared_down_w has shape \(63, 96\), expected \(64, 96\)"),
+        ({"shared_score": f32(5)}, ShapeError, r"shared_score has shape \(5,\), expected \(4,\) or \(4, 1\)"),
+        ({"norm_weight": f32(63)}, ShapeError, r"norm_weight has shape \(63,\), expected \(64,\)"),
+        ({"eps": NAN}, InvalidArgument, "eps is nan, expected a finite number"),
+        ({"ids": np.full((4, 2), 7, "int32")}, InvalidArgument, "ids has 7, expected 0 to 2"),
+        ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'gelu_tanh'"),
     ],
     "moe_combine_residual": [
         ({"moe_sum": f32(4, 5)}, InvalidArgument, "expert_out with weights, or moe_sum, expected"),

@@ -213,7 +213,8 @@ def test_gated_rms_norm_norms_before_the_gate(dtype, rng):
 
 def _end(a, v):
     """The two results of the end of a layer, `v` the expert sum."""
-    mid = f64(a["addend"]) + n(v, a["w2"], a["eps"])
+    addend = f64(a["addend"]) if "w1" not in a else n(a["addend"], a["w1"], a["eps"])
+    mid = addend + n(v, a["w2"], a["eps"])
     return mid, (f64(a["residual"]) + n(mid, a["w3"], a["eps"])) * f64(a["layer_scalar"])
 
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.errors import BackendError, DTypeError, InvalidArgument, ShapeError
+from penstock.ops.sampling import FEW, uniform
 
 MAX_LOGPROBS = 20
 
@@ -108,7 +109,8 @@ class Sampled(NamedTuple):
 class Sampler:
     """Chooses the tokens of one request and remembers them for the penalties.
 
-    `seed` is the one in use, drawn at random if the params have none: passing it again gives the same tokens.
+    `seed` is the one in use, drawn at random if the params have none: passing it again gives the same tokens. `draws`:
+    a device can choose the tokens (`ops.sample_tokens` with `mode` and the values of `row`).
     Raises InvalidArgument for ids outside of the vocabulary.
     """
 
@@ -125,6 +127,15 @@ class Sampler:
                 self._seen.add(self._checked(token))
         changes = self._bias is not None or self._seen is not None or self._counts is not None
         self._logits = np.empty(self.vocab_size, np.float32) if changes else None
+        self.draws = not changes and params.logprobs is None  # whether a device can draw: it looks at nothing else
+        self.mode = _mode(params)
+        self.row = {  # of a device's table
+            "temperature": params.temperature,
+            "top_k": min(params.top_k, self.vocab_size),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "seed": self.seed - (1 << 64) if self.seed >> 63 else self.seed,
+        }
         wide = not self._greedy or params.logprobs is not None
         self._weights = np.empty(self.vocab_size, np.float64) if wide else None
 
@@ -192,9 +203,10 @@ class Sampler:
         if params.min_p > 0:
             kept = np.flatnonzero(weights >= params.min_p)
             ids, weights = kept if ids is None else ids[kept], weights[kept]
+        u = uniform(self.seed, _integer("position", position, 0, 2**64 - 1))
         sums = np.cumsum(weights, out=weights)
         total = sums[-1]
-        at = int(sums.searchsorted(uniform(self.seed, position) * total, side="right"))
+        at = int(sums.searchsorted(u * total, side="right"))
         if at == sums.size:
             at = int(sums.searchsorted(total))  # the first to reach the total is the last that added to it
         return at if ids is None else int(ids[at])
@@ -210,27 +222,6 @@ class Sampler:
             order = np.argsort(-x[ids], kind="stable")
             top = [(int(i), float(x[i]) - highest - log_sum) for i in ids[order] if x[i] > -np.inf]
         return Sampled(token, float(x[token]) - highest - log_sum, tuple(top))
-
-
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a position: 53 bits of Philox 4x32-10 keyed by the seed, stream 0."""
-    position = _integer("position", position, 0, 2**64 - 1)
-    first, second, _, _ = philox4x32((position & _MASK, position >> 32, 0, 0), (seed & _MASK, seed >> 32))
-    return ((second << 32 | first) >> 11) * 2.0**-53
-
-
-_MASK = 0xFFFFFFFF
-
-
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Ten rounds of Philox 4x32 (Salmon and others, 2011): four random 32-bit words for a counter and a key."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        even, odd = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = odd >> 32 ^ c1 ^ k0, odd & _MASK, even >> 32 ^ c3 ^ k1, even & _MASK
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0, c1, c2, c3
 
 
 class _Seen:
@@ -273,6 +264,21 @@ class _Counts:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         return self._ids[: len(self._slots)], self._counts[: len(self._slots)]
+
+
+def _mode(params: SamplingParams) -> str:
+    """What a device has to do for these parameters: a mode of `ops.sample_tokens`."""
+    if params.temperature == 0:
+        return "greedy"
+    if params.top_k == 0:
+        return "plain" if params.top_p == 1 else "full"
+    return "top_k" if params.top_k <= FEW else "full"
+
+
+def mode_of(samplers: Iterable[Sampler]) -> str:
+    """The mode that does for all of them."""
+    drawn = {sampler.mode for sampler in samplers} - {"greedy"}
+    return drawn.pop() if len(drawn) == 1 else "full" if drawn else "greedy"
 
 
 def _weigh(x: np.ndarray, highest: float, temperature: float, out: np.ndarray) -> None:

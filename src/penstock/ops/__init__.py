@@ -5,21 +5,24 @@ from penstock.ops.attention import (
     attention_decode,
     attention_paged,
     attention_prefill,
+    attention_prepare,
     attention_scores,
     attention_softmax,
     attention_values,
     split_q_gate,
 )
 from penstock.ops.cache import kv_cache_append, kv_pages_append, mla_cache_append
-from penstock.ops.delta import conv1d_causal, conv1d_state_update, gated_delta_net, gdn_decay_beta
+from penstock.ops.delta import conv1d_causal, conv1d_state_update, gated_delta_net, gated_delta_step, gdn_decay_beta
 from penstock.ops.elementwise import (
     add,
+    columns,
     geglu,
     gelu_tanh,
     mul,
     residual_add,
     sigmoid_gate,
     softcap,
+    split_columns,
     swiglu,
     weighted_sum,
 )
@@ -28,14 +31,18 @@ from penstock.ops.linear import (
     bf16_matmul,
     dequantize,
     expert_matmul,
+    fused_gate_up_geglu,
     fused_gate_up_swiglu,
     matmul,
+    matmul_add,
+    norm_matmul,
     quantized_matmul,
 )
 from penstock.ops.mla import (
     mla_expand,
     mla_out_per_head,
     mla_prefill,
+    mla_prepare,
     mla_q_prime,
     mla_sdpa,
     mla_sdpa_finalize,
@@ -51,6 +58,7 @@ from penstock.ops.moe import (
     moe_group_route,
     moe_normalize_weights,
     moe_route,
+    moe_shared_forward,
     moe_softmax_topk,
 )
 from penstock.ops.norm import (
@@ -70,6 +78,7 @@ from penstock.ops.norm import (
     rms_norm_triple,
 )
 from penstock.ops.rope import head_norm_rope, proportional_inv_freq, rope, rope_inv_freq, yarn_gain, yarn_inv_freq
+from penstock.ops.sampling import sample_tokens
 
 __all__ = [
     "REGISTRY",
@@ -81,11 +90,13 @@ __all__ = [
     "attention_decode",
     "attention_paged",
     "attention_prefill",
+    "attention_prepare",
     "attention_scores",
     "attention_softmax",
     "attention_values",
     "backend",
     "bf16_matmul",
+    "columns",
     "conv1d_causal",
     "conv1d_state_update",
     "dequantize",
@@ -93,8 +104,10 @@ __all__ = [
     "expert_down_sum",
     "expert_gate_up",
     "expert_matmul",
+    "fused_gate_up_geglu",
     "fused_gate_up_swiglu",
     "gated_delta_net",
+    "gated_delta_step",
     "gated_rms_norm",
     "gdn_decay_beta",
     "geglu",
@@ -104,10 +117,12 @@ __all__ = [
     "kv_cache_append",
     "kv_pages_append",
     "matmul",
+    "matmul_add",
     "mla_cache_append",
     "mla_expand",
     "mla_out_per_head",
     "mla_prefill",
+    "mla_prepare",
     "mla_q_prime",
     "mla_sdpa",
     "mla_sdpa_finalize",
@@ -119,6 +134,7 @@ __all__ = [
     "moe_group_route",
     "moe_normalize_weights",
     "moe_route",
+    "moe_shared_forward",
     "moe_softmax_topk",
     "moe_wsum_dnorm_add",
     "moe_wsum_norm_add",
@@ -126,6 +142,7 @@ __all__ = [
     "mul",
     "norm_add",
     "norm_add_scalar",
+    "norm_matmul",
     "op",
     "post_attn_triple_norm",
     "post_ff_norm2_endlayer",
@@ -141,8 +158,10 @@ __all__ = [
     "rms_norm_triple",
     "rope",
     "rope_inv_freq",
+    "sample_tokens",
     "sigmoid_gate",
     "softcap",
+    "split_columns",
     "split_q_gate",
     "swiglu",
     "weighted_sum",

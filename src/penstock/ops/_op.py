@@ -188,9 +188,10 @@ def concatenated(arrays: Sequence[Any], axis: int = 0) -> Any:
     return _torch().cat(list(arrays), axis)
 
 
-def contiguous(array: Any) -> Any:
-    """The array itself if it lies in one piece, else a copy that does."""
-    return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()
+def shaped(memory: Any, spec: Spec) -> Any:
+    """Bytes (NumPy or torch uint8, as many as the spec needs) as an array of this shape and dtype, without a copy."""
+    kind = numpy_dtype(spec.dtype) if isinstance(memory, np.ndarray) else getattr(_torch(), spec.dtype)
+    return memory.view(kind).reshape(spec.shape)
 
 
 def _contiguous(array: Any) -> bool:
@@ -360,6 +361,11 @@ class Op:
         fresh = (r if r is None or o is not None else torch_view(r) for r, o in zip(results, outputs, strict=True))
         return plan.result(tuple(f if o is None else o for f, o in zip(fresh, outputs, strict=True)))
 
+    def inferred(self, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], tuple[Spec | None, ...]]:
+        """The arguments of a call by name, defaults filled in, and its outputs' specs; raises as the call does."""
+        values, _, key = self._survey(self._bind(*args, **kwargs))
+        return dict(zip(self.params, values, strict=True)), self._plan(values, key).specs
+
     def _survey(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, tuple[Any, ...]]:
         """The values, where their arrays are, and a key of all that `infer` looks at; strided or mixed ones raise."""
         key: list[Any] = []
@@ -394,6 +400,9 @@ class Op:
             elif kind is QuantizedTensor:
                 here = place_of(value.packed)
                 key.append(value.key)
+            elif isinstance(value, Symbol):
+                here = "symbol"
+                key.append(value.spec)
             elif isinstance(value, np.generic):  # NumPy's scalars are Python's numbers here
                 return self._survey(tuple(v.item() if isinstance(v, np.generic) else v for v in values))
             else:

@@ -14,7 +14,21 @@ from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import _check
 from penstock.ops._op import Array, Spec, op
-from penstock.ops.cache import batched, capacity, check_layout, check_read, read_rows, row_width, table_of
+from penstock.ops.cache import (
+    appended,
+    batched,
+    capacity,
+    check_append,
+    check_layout,
+    check_read,
+    read_rows,
+    row_width,
+    table_of,
+    write_rows,
+)
+from penstock.ops.elementwise import sigmoid_gate
+from penstock.ops.norm import f64, normed
+from penstock.ops.rope import rotate, rotated
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------
 
@@ -117,6 +131,115 @@ def split_q_gate(q_proj: Array) -> tuple[Array, Array]:
     """[T, H, 2D] → q and gate [T, H, D]: side by side per head, not all of q before all of gate."""
     D = q_proj.shape[2] // 2
     return q_proj[..., :D].copy(), q_proj[..., D:].copy()
+
+
+# -- before attention ------------------------------------------------------------------------------------------------
+
+
+def _prepared(
+    q: Spec,
+    k: Spec,
+    v: Spec | None,
+    q_norm: Spec | None,
+    k_norm: Spec | None,
+    inv_freq: Spec,
+    positions: Spec | int,
+    key_pages: Spec,
+    value_pages: Spec,
+    block_table: Spec,
+    H: int,
+    rotary_dim: int | None,
+    mscale: float,
+    eps: float,
+    gated: bool,
+    norm_values: bool,
+) -> tuple[Spec, Spec | None]:
+    _check.positive(H=H)
+    _check.eps(eps)
+    dtype = _check.alike(q=q, k=k, v=v)
+    _check.floating(q_norm=q_norm, k_norm=k_norm)
+    _check.axes("[T, H D]", 2, q=q, k=k, v=v)
+    _check.filled(q=q, k=k, v=v)
+    T, width = q.shape
+    D = width // H // (2 if gated else 1)
+    if D == 0 or width != H * D * (2 if gated else 1):
+        form = f"a last axis of {H} heads" + (", each of q and gate" if gated else "")
+        raise ShapeError(f"q has shape {q.shape}, expected {form}")
+    _check.shape((D,), "the width of a head", q_norm=q_norm, k_norm=k_norm)
+    _check.shape(k.shape, "as k", v=v)
+    Hkv = k.shape[1] // D
+    if Hkv == 0 or k.shape[1] % D or H % Hkv:
+        raise ShapeError(f"k has shape {k.shape}, expected heads of {D} whose number divides {H} (H)")
+    caches = {"key_pages": key_pages, "value_pages": value_pages}
+    appended({"k": k, "v": k if v is None else v}, caches, positions, "positions", None, block_table)
+    y = rotated(Spec((T, H, D), dtype), inv_freq, positions, rotary_dim, mscale, False, None)
+    return y, y if gated else None
+
+
+def _check_prepared(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    inv_freq: Array,
+    positions: Array | int,
+    key_pages: Array,
+    value_pages: Array,
+    block_table: Array,
+    H: int,
+    rotary_dim: int | None,
+    mscale: float,
+    eps: float,
+    gated: bool,
+    norm_values: bool,
+) -> None:
+    check_append("positions", key_pages, len(k), None, block_table, positions)
+
+
+@op(infer=_prepared, check=_check_prepared, writes=("key_pages", "value_pages"))
+def attention_prepare(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    q_norm: Array | None,
+    k_norm: Array | None,
+    inv_freq: Array,
+    positions: int | Array,
+    key_pages: Array,
+    value_pages: Array,
+    block_table: Array,
+    H: int,
+    rotary_dim: int | None = None,
+    mscale: float = 1.0,
+    eps: float = 1e-6,
+    gated: bool = False,
+    norm_values: bool = False,
+) -> tuple[Array, Array | None]:
+    """All between the projections of a layer and its attention: q [T, H, D] and, if gated, the gate [T, H, D].
+
+    q and k are normed per head (q_norm, k_norm [D]; None: not at all) and rotated as `head_norm_rope` does; k and v go
+    into the pages as `kv_pages_append` puts them. q [T, H · D], or gated [T, H · 2D] as `split_q_gate` takes it; k, v
+    [T, Hkv · D]; v None: the values are k as it came; norm_values: they are normed, without a weight. Decode: positions
+    int32 [B], block_table int32 [B, n]. Prefill: the position of the first of T tokens, block_table [n].
+    """
+    T, width = len(q), q.shape[1] // H
+    D = width // 2 if gated else width
+    parts = q.reshape(T, H, width)
+    gate = parts[..., D:].copy() if gated else None
+    at = np.asarray(positions)
+
+    def turned(x: Array, weight: Array | None) -> Array:
+        y = f64(x) if weight is None else normed(f64(x), eps, weight)
+        return round_to(rotate(y, inv_freq, at, rotary_dim, mscale, False), x.dtype)
+
+    keys = k.reshape(T, k.shape[1] // D, D)
+    values = keys if v is None else v.reshape(keys.shape)
+    if norm_values:
+        values = round_to(normed(f64(values), eps), k.dtype)
+    write_rows(key_pages, turned(keys, k_norm), None, block_table, positions)
+    write_rows(value_pages, values, None, block_table, positions)
+    return turned(parts[..., :D], q_norm), gate
 
 
 # -- attention -------------------------------------------------------------------------------------------------------
@@ -336,6 +459,7 @@ def _paged(
     lengths: Spec,
     scale: float,
     window: int | None,
+    gate: Spec | None,
 ) -> Spec:
     _check.axes("[B, H, D]", 3, q=q)
     _check.filled(q=q)
@@ -343,7 +467,10 @@ def _paged(
     _check.shape((q.shape[0],), "one per row of q", lengths=lengths)
     check_layout(None, block_table, True, q.shape[0], "lengths")
     _scale_window(scale, window)
-    return Spec((*q.shape[:-1], _heads(q, k_pages, v_pages, 2, ("k_pages", "v_pages"))), q.dtype)
+    y = Spec((*q.shape[:-1], _heads(q, k_pages, v_pages, 2, ("k_pages", "v_pages"))), q.dtype)
+    _check.alike(q=q, gate=gate)
+    _check.shape(y.shape, "as the result", gate=gate)
+    return y
 
 
 def _check_paged(
@@ -354,6 +481,7 @@ def _check_paged(
     lengths: Array,
     scale: float,
     window: int | None,
+    gate: Array | None,
 ) -> None:
     room = capacity(k_pages, None, block_table)
     _check.in_range("lengths", lengths, 0, room + 1, f"{room} positions in block_table")
@@ -369,11 +497,13 @@ def attention_paged(
     lengths: Array,
     scale: float,
     window: int | None = None,
+    gate: Array | None = None,
 ) -> Array:
-    """`attention_decode` of B sequences over shared pages.
+    """`attention_decode` of B sequences over shared pages, and with a gate `sigmoid_gate` of what it gives.
 
     q [B, H, D], k_pages [P, page, Hkv · D], v_pages [P, page, Hkv · Dv], block_table int32 [B, n], lengths int32 [B]
-    (the new token counted) → [B, H, Dv]. Only pages inside the window are read.
+    (the new token counted), gate [B, H, Dv] → [B, H, Dv]. Only pages inside the window are read.
     """
     rows = _decode_rows(q, k_pages, v_pages, lengths, scale, window, block_table=block_table)
-    return round_to(np.array(rows).reshape(*q.shape[:-1], _value_width(q, k_pages, v_pages, 2)), q.dtype)
+    y = round_to(np.array(rows).reshape(*q.shape[:-1], _value_width(q, k_pages, v_pages, 2)), q.dtype)
+    return y if gate is None else sigmoid_gate.body(y, gate)

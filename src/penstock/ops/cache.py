@@ -115,7 +115,7 @@ def check_read(cache: Array, slots: Array | None, block_table: Array | None, spa
 # -- appending -------------------------------------------------------------------------------------------------------
 
 
-def _check_append(name: str, cache: Any, rows: int, slots: Any, block_table: Any, positions: Any) -> None:
+def check_append(name: str, cache: Any, rows: int, slots: Any, block_table: Any, positions: Any) -> None:
     """Host values: positions inside the cache, pages and slots that exist, no row written twice."""
     room = capacity(cache, slots, block_table)
     if isinstance(positions, int) or positions.ndim == 0:
@@ -134,7 +134,8 @@ def _check_append(name: str, cache: Any, rows: int, slots: Any, block_table: Any
         _check.unique("block_table", rows_of)
 
 
-def _write_rows(cache: Array, src: Array, slots: Array | None, block_table: Array | None, positions: Any) -> None:
+def write_rows(cache: Array, src: Array, slots: Array | None, block_table: Array | None, positions: Any) -> None:
+    """The rows of src into a cache of any layout."""
     start = np.asarray(positions)
     p = np.arange(int(start), int(start) + len(src)) if start.ndim == 0 else start
     if slots is None and block_table is None:
@@ -149,9 +150,10 @@ def _write_rows(cache: Array, src: Array, slots: Array | None, block_table: Arra
         cache[pages, p % page] = rows
 
 
-def _appended(
+def appended(
     sources: dict[str, Spec], caches: dict[str, Spec], positions: Any, name: str, slots: Any, block_table: Any
 ) -> None:
+    """Checks rows and the caches that they go to, by the caller's names for them; `name` is that of the positions."""
     _check.alike(**sources, **caches)
     (first, src), *rest = sources.items()
     for other, spec in rest:
@@ -191,12 +193,12 @@ def _kv_appended(
     _source("k_src", k_src)
     _source("v_src", v_src)
     caches = {"k_cache": k_cache, "v_cache": v_cache}
-    _appended({"k_src": k_src, "v_src": v_src}, caches, kv_start, "kv_start", slots, None)
+    appended({"k_src": k_src, "v_src": v_src}, caches, kv_start, "kv_start", slots, None)
 
 
 @op(
     infer=_kv_appended,
-    check=lambda k_src, v_src, k_cache, v_cache, kv_start, slots: _check_append(
+    check=lambda k_src, v_src, k_cache, v_cache, kv_start, slots: check_append(
         "kv_start", k_cache, len(k_src), slots, None, kv_start
     ),
     writes=("k_cache", "v_cache"),
@@ -210,8 +212,8 @@ def kv_cache_append(
     k_src [T, kv_dim] (or [T, Hkv, D]) into k_cache [max_seq, kv_dim]; or with slots int32 [B] and kv_start int32 [B]
     row b of k_src into k_cache[slots[b], kv_start[b]].
     """
-    _write_rows(k_cache, k_src, slots, None, kv_start)
-    _write_rows(v_cache, v_src, slots, None, kv_start)
+    write_rows(k_cache, k_src, slots, None, kv_start)
+    write_rows(v_cache, v_src, slots, None, kv_start)
 
 
 def _pages_appended(
@@ -220,12 +222,12 @@ def _pages_appended(
     _source("k_src", k_src)
     _source("v_src", v_src)
     caches = {"k_pages": k_pages, "v_pages": v_pages}
-    _appended({"k_src": k_src, "v_src": v_src}, caches, positions, "positions", None, block_table)
+    appended({"k_src": k_src, "v_src": v_src}, caches, positions, "positions", None, block_table)
 
 
 @op(
     infer=_pages_appended,
-    check=lambda k_src, v_src, k_pages, v_pages, block_table, positions: _check_append(
+    check=lambda k_src, v_src, k_pages, v_pages, block_table, positions: check_append(
         "positions", k_pages, len(k_src), None, block_table, positions
     ),
     writes=("k_pages", "v_pages"),
@@ -238,8 +240,8 @@ def kv_pages_append(
     One sequence: block_table int32 [n], positions the first of T. B sequences, one row each: block_table [B, n],
     positions int32 [B].
     """
-    _write_rows(k_pages, k_src, None, block_table, positions)
-    _write_rows(v_pages, v_src, None, block_table, positions)
+    write_rows(k_pages, k_src, None, block_table, positions)
+    write_rows(v_pages, v_src, None, block_table, positions)
 
 
 def _mla_rows(spec: Spec) -> Spec:
@@ -261,12 +263,12 @@ def _mla_appended(
     sources = {"kv_lat": _mla_rows(kv_lat), "k_pe": _mla_rows(k_pe)}
     _check.filled(**sources)
     caches = {"latent_cache": latent_cache, "rope_k_cache": rope_k_cache}
-    _appended(sources, caches, pos, "pos", slots, block_table)
+    appended(sources, caches, pos, "pos", slots, block_table)
 
 
 @op(
     infer=_mla_appended,
-    check=lambda kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table: _check_append(
+    check=lambda kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table: check_append(
         "pos", latent_cache, 1 if kv_lat.ndim == 1 else len(kv_lat), slots, block_table, pos
     ),
     writes=("latent_cache", "rope_k_cache"),
@@ -286,4 +288,4 @@ def mla_cache_append(
     kv_lat [R] or [T, R], k_pe [rope] or [T, rope]; caches [max_len, R] and [max_len, rope], or with slots or pages.
     """
     for cache, src in ((latent_cache, kv_lat), (rope_k_cache, k_pe)):
-        _write_rows(cache, src.reshape(-1, src.shape[-1]), slots, block_table, pos)
+        write_rows(cache, src.reshape(-1, src.shape[-1]), slots, block_table, pos)

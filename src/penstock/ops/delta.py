@@ -1,8 +1,9 @@
 """Gated DeltaNet: causal convolution, decay gates, and the delta rule.
 
 Around these ops a layer runs: projections → conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta →
-gated_delta_net → gated_rms_norm → output projection. State ops have two forms: T steps of one sequence with its own
-state, or one step of B sequences with `slots` int32 [B] into states that have a leading slot axis.
+gated_delta_net → gated_rms_norm → output projection; `gated_delta_step` is all between the projections for one token.
+State ops have two forms: T steps of one sequence with its own state, or one step of B sequences with `slots` int32 [B]
+into states that have a leading slot axis.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import _check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.elementwise import sigmoid, silu
-from penstock.ops.norm import f64
+from penstock.ops.norm import f64, gated_rms_norm, rms_norm_qk
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 
@@ -257,3 +258,98 @@ def gated_delta_net(
         y, last = recurrence(f64(state), q, k, v, decay, strength, state.dtype)
     state[...] = last
     return round_to(y, qkv.dtype)
+
+
+# -- a layer's step --------------------------------------------------------------------------------------------------
+
+
+def _step(
+    qkv: Spec,
+    z: Spec,
+    alpha: Spec,
+    beta: Spec,
+    conv_state: Spec,
+    state: Spec,
+    slots: Spec,
+    conv_weight: Spec,
+    A_log: Spec,
+    dt_bias: Spec,
+    norm_weight: Spec,
+    Hk: int,
+    eps: float,
+) -> Spec:
+    _check.alike(qkv=qkv, z=z, alpha=alpha, beta=beta)
+    _check.floating(conv_weight=conv_weight, A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
+    _check.dtype("float32", state=state)
+    if conv_state.dtype not in ("float32", qkv.dtype):
+        _check.dtype(qkv.dtype, conv_state=conv_state)
+    _check.eps(eps)
+    _check.positive(Hk=Hk)
+    _check.axes("[S, Hv, Dv, Dk]", 4, state=state)
+    _check.filled(state=state)
+    S, Hv, Dv, Dk = state.shape
+    if Hv % Hk:
+        raise InvalidArgument(f"Hk is {Hk}, expected a divisor of {Hv} (Hv)")
+    _check.axes("[B, C]", 2, qkv=qkv)
+    B, C = qkv.shape[0], 2 * Hk * Dk + Hv * Dv
+    _check.shape((B, C), "B, 2 Hk Dk + Hv Dv", qkv=qkv)
+    _check.shape((B, Hv, Dv), "B, Hv, Dv", z=z)
+    _check.shape((B, Hv), "B, Hv", alpha=alpha, beta=beta)
+    _slots(slots, B)
+    _check.axes("[C, W]", 2, conv_weight=conv_weight)
+    _check.filled(0, conv_weight=conv_weight)
+    W = conv_weight.shape[1]
+    _check.shape((C, W), "C, W", conv_weight=conv_weight)
+    _check.shape((S, W - 1, C), "slots of state, W - 1, C", conv_state=conv_state)
+    _check.shape((Hv,), "Hv", A_log=A_log, dt_bias=dt_bias)
+    _check.shape((Dv,), "Dv", norm_weight=norm_weight)
+    return z
+
+
+def _check_step(
+    qkv: Array,
+    z: Array,
+    alpha: Array,
+    beta: Array,
+    conv_state: Array,
+    state: Array,
+    slots: Array,
+    conv_weight: Array,
+    A_log: Array,
+    dt_bias: Array,
+    norm_weight: Array,
+    Hk: int,
+    eps: float,
+) -> None:
+    _check_slots(slots, state)
+
+
+@op(infer=_step, check=_check_step, writes=("conv_state", "state"))
+def gated_delta_step(
+    qkv: Array,
+    z: Array,
+    alpha: Array,
+    beta: Array,
+    conv_state: Array,
+    state: Array,
+    slots: Array,
+    conv_weight: Array,
+    A_log: Array,
+    dt_bias: Array,
+    norm_weight: Array,
+    Hk: int,
+    eps: float = 1e-6,
+) -> Array:
+    """One token of B sequences through all of a layer between its projections → [B, Hv, Dv].
+
+    conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta → gated_delta_net → gated_rms_norm(eps), each
+    rounded as on its own. qkv [B, 2 Hk Dk + Hv Dv], z [B, Hv, Dv], alpha, beta [B, Hv]; conv_state [S, W − 1, C] and
+    state float32 [S, Hv, Dv, Dk] move on at slots int32 [B]; conv_weight [C, W], A_log, dt_bias [Hv], norm_weight [Dv].
+    """
+    Hv, Dv, Dk = state.shape[1:]
+    y = conv1d_causal.body(qkv, conv_state, conv_weight, slots)
+    conv1d_state_update.body(conv_state, qkv, slots)
+    y = rms_norm_qk.body(y, Hk, Dk, Hk * Dk)
+    g, b = gdn_decay_beta.body(alpha, beta, A_log, dt_bias)
+    d = gated_delta_net.body(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots)
+    return gated_rms_norm.body(d, z, norm_weight, eps)

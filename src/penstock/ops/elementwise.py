@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -116,6 +117,39 @@ def softcap(x: Array, cap: float) -> Array:
 def sigmoid_gate(x: Array, gate: Array) -> Array:
     """x · sigmoid(gate), same shapes; `out=x` gates in place."""
     return round_to(x.astype(np.float64) * sigmoid(gate.astype(np.float64)), x.dtype)
+
+
+def _columns(x: Spec, start: int, stop: int) -> Spec:
+    _check.floating(x=x)
+    _check.axes("[T, N]", 2, x=x)
+    if not 0 <= start < stop <= x.shape[1]:
+        raise ShapeError(f"start and stop are {start} and {stop}, expected 0 <= start < stop <= {x.shape[1]} (N)")
+    return Spec((x.shape[0], stop - start), x.dtype)
+
+
+@op(infer=_columns)
+def columns(x: Array, start: int, stop: int) -> Array:
+    """Columns start … stop − 1 of x [T, N] as an array of their own, [T, stop − start]."""
+    return x[:, start:stop].copy()
+
+
+def _split(x: Spec, first: int, second: int, third: int, fourth: int) -> tuple[Spec | None, ...]:
+    _check.floating(x=x)
+    _check.axes("[T, N]", 2, x=x)
+    counts = (first, second, third, fourth)
+    if min(counts) < 0 or not first or not second or (fourth and not third) or sum(counts) != x.shape[1]:
+        raise ShapeError(f"parts have {counts} columns, expected two to four parts of {x.shape[1]} columns in all (N)")
+    return tuple(Spec((x.shape[0], count), x.dtype) if count else None for count in counts)
+
+
+@op(infer=_split)
+def split_columns(
+    x: Array, first: int, second: int, third: int = 0, fourth: int = 0
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """x [T, N] cut after `first`, `second` and `third` columns into two, three or four arrays of their own."""
+    cuts = np.cumsum([0, first, second, third, fourth])
+    parts = [x[:, a:b].copy() if b > a else None for a, b in itertools.pairwise(cuts)]
+    return tuple(parts)  # type: ignore[return-value]
 
 
 def _weighted(expert_out: Spec, weights: Spec) -> Spec:

@@ -1,4 +1,4 @@
-"""Products with dense and quantized weights, plain, fused with SwiGLU, and over stacks of experts.
+"""Products with dense and quantized weights, plain, fused with what surrounds them, and over stacks of experts.
 
 A weight is [N, K]: row = output feature. Every op here gives y[t, n] = Σ_j x[t, j] · W[n, j] in some arrangement;
 sums are formed in float64 and rounded once. With activations="int8" a quantized product reads x rounded to 8 bits per
@@ -20,7 +20,8 @@ from penstock.dtypes import FLOATS, numpy_dtype, round_to
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
 from penstock.ops import _check
 from penstock.ops._op import Array, Spec, op
-from penstock.ops.elementwise import silu
+from penstock.ops.elementwise import gelu, silu
+from penstock.ops.norm import rms_norm
 from penstock.quant import ExpertBlobs, QuantizedTensor, unpack_codes
 
 ROUNDINGS = ("float32", "int8")
@@ -187,6 +188,58 @@ def fused_gate_up_swiglu(
     rows = x.reshape(-1, x.shape[-1])
     y = silu(product(rows, gate_w, activations)) * product(rows, up_w, activations)
     return round_to(y.reshape(*x.shape[:-1], gate_w.shape[0]), x.dtype)
+
+
+@op(infer=_gate_up)
+def fused_gate_up_geglu(
+    x: Array, gate_w: QuantizedTensor, up_w: QuantizedTensor, activations: str = "float32"
+) -> Array:
+    """gelu_tanh(gate_w · x) · (up_w · x): `fused_gate_up_swiglu` with the other activation."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = gelu(product(rows, gate_w, activations)) * product(rows, up_w, activations)
+    return round_to(y.reshape(*x.shape[:-1], gate_w.shape[0]), x.dtype)
+
+
+def _norm_product(
+    x: Spec, norm_weight: Spec, w: Spec | QuantizedTensor, eps: float, activations: str, dtype: str | None
+) -> Spec:
+    _check.one_of(ROUNDINGS, activations=activations)
+    _check.eps(eps)
+    _check.floating(norm_weight=norm_weight)
+    y = _product(x, w, dtype)
+    _check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
+    return y
+
+
+@op(infer=_norm_product)
+def norm_matmul(
+    x: Array,
+    norm_weight: Array,
+    w: QuantizedTensor | Array,
+    eps: float = 1e-6,
+    activations: str = "float32",
+    dtype: str | None = None,
+) -> Array:
+    """The product of rms_norm(x, norm_weight, eps), rounded to x's dtype, with w.
+
+    x [..., K], norm_weight [K], w [N, K] quantized or dense → [..., N] in x's dtype, or in `dtype`.
+    """
+    return _matmul(rms_norm.body(x, norm_weight, eps), w, dtype, activations)
+
+
+def _product_add(residual: Spec, x: Spec, w: Spec | QuantizedTensor, activations: str) -> Spec:
+    _check.one_of(ROUNDINGS, activations=activations)
+    _check.floating(residual=residual)
+    y = _product(x, w, residual.dtype)
+    _check.shape(y.shape, "that of x · w", residual=residual)
+    return y
+
+
+@op(infer=_product_add, alias=True)
+def matmul_add(residual: Array, x: Array, w: QuantizedTensor | Array, activations: str = "float32") -> Array:
+    """residual + x · w, the sum rounded once to residual's dtype. x [..., K], w [N, K], residual [..., N]."""
+    y = product(x.reshape(-1, x.shape[-1]), w, activations).reshape(residual.shape)
+    return round_to(residual.astype(np.float64) + y, residual.dtype)
 
 
 # -- stacks of experts -----------------------------------------------------------------------------------------------

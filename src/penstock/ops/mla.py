@@ -19,9 +19,21 @@ from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import _check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.attention import attend
-from penstock.ops.cache import batched, capacity, check_layout, check_read, read_rows, row_width, table_of
+from penstock.ops.cache import (
+    appended,
+    batched,
+    capacity,
+    check_append,
+    check_layout,
+    check_read,
+    read_rows,
+    row_width,
+    table_of,
+    write_rows,
+)
 from penstock.ops.linear import dense, result_dtype
-from penstock.ops.norm import f64
+from penstock.ops.norm import f64, rms_norm
+from penstock.ops.rope import rope, rotated
 from penstock.quant import QuantizedTensor
 
 # -- splitting -------------------------------------------------------------------------------------------------------
@@ -77,6 +89,86 @@ def mla_split_q_kv(
     nope, rope = _sizes(q_full, kv_pre, nope, kv_lora_rank)
     R = kv_pre.shape[-1] - rope
     return q_full[..., :nope].copy(), q_full[..., nope:].copy(), kv_pre[..., :R].copy(), kv_pre[..., R:].copy()
+
+
+def _prepared(
+    q: Spec,
+    kv: Spec,
+    kv_norm: Spec,
+    inv_freq: Spec,
+    positions: Spec | int,
+    latent_pages: Spec,
+    rope_pages: Spec,
+    block_table: Spec,
+    H: int,
+    nope: int,
+    mscale: float,
+    eps: float,
+) -> tuple[Spec, Spec]:
+    _check.positive(H=H, nope=nope)
+    _check.eps(eps)
+    dtype = _check.alike(q=q, kv=kv)
+    _check.floating(kv_norm=kv_norm)
+    _check.axes("[T, H (nope + rope)]", 2, q=q)
+    _check.axes("[T, R + rope]", 2, kv=kv)
+    T, rope_dim = q.shape[0], q.shape[1] // H - nope
+    if rope_dim < 1 or q.shape[1] % H:
+        raise ShapeError(f"q has shape {q.shape}, expected a last axis of {H} heads wider than {nope} (nope)")
+    R = kv.shape[1] - rope_dim
+    if R < 1:
+        raise ShapeError(f"kv has shape {kv.shape}, expected a last axis of more than {rope_dim} (R + rope)")
+    _check.shape((T, R + rope_dim), "T, R + rope", kv=kv)
+    _check.shape((R,), "R", kv_norm=kv_norm)
+    rows = {"kv": Spec((T, R), dtype), "the end of kv": Spec((T, rope_dim), dtype)}
+    caches = {"latent_pages": latent_pages, "rope_pages": rope_pages}
+    appended(rows, caches, positions, "positions", None, block_table)
+    q_pe = rotated(Spec((T, H, rope_dim), dtype), inv_freq, positions, None, mscale, False, None)
+    return Spec((T, H, nope), dtype), q_pe
+
+
+def _check_prepared(
+    q: Array,
+    kv: Array,
+    kv_norm: Array,
+    inv_freq: Array,
+    positions: Array | int,
+    latent_pages: Array,
+    rope_pages: Array,
+    block_table: Array,
+    H: int,
+    nope: int,
+    mscale: float,
+    eps: float,
+) -> None:
+    check_append("positions", latent_pages, len(q), None, block_table, positions)
+
+
+@op(infer=_prepared, check=_check_prepared, writes=("latent_pages", "rope_pages"))
+def mla_prepare(
+    q: Array,
+    kv: Array,
+    kv_norm: Array,
+    inv_freq: Array,
+    positions: int | Array,
+    latent_pages: Array,
+    rope_pages: Array,
+    block_table: Array,
+    H: int,
+    nope: int,
+    mscale: float = 1.0,
+    eps: float = 1e-6,
+) -> tuple[Array, Array]:
+    """All between the projections of a layer and its attention: q_nope [T, H, nope] and q_pe [T, H, rope].
+
+    mla_split_q_kv; rms_norm of the latent with kv_norm [R]; rope of q_pe and k_pe; mla_cache_append: each rounded as on
+    its own. q [T, H · (nope + rope)], kv [T, R + rope]. Decode: positions int32 [B], block_table int32 [B, n]. Prefill:
+    the position of the first of T tokens, block_table [n].
+    """
+    q_nope, q_pe, latent, k_pe = mla_split_q_kv.body(q.reshape(len(q), H, q.shape[1] // H), kv, nope)
+    write_rows(latent_pages, rms_norm.body(latent, kv_norm, eps), None, block_table, positions)
+    k_pe = rope.body(k_pe[:, None], inv_freq, positions, None, mscale)[:, 0]
+    write_rows(rope_pages, k_pe, None, block_table, positions)
+    return q_nope, rope.body(q_pe, inv_freq, positions, None, mscale)
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------

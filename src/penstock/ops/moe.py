@@ -12,6 +12,7 @@ from penstock.ops import _check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.elementwise import ACTIVATIONS, expert_sum, sigmoid
 from penstock.ops.linear import ROUNDINGS, by_slot, check_slots, expert_at, product, slots_of, weight_matrix
+from penstock.ops.norm import rms_norm
 from penstock.quant import QuantizedTensor
 
 # -- routers ---------------------------------------------------------------------------------------------------------
@@ -187,14 +188,16 @@ def _choice(x: Spec, ids: Spec, slot_of: Spec | None, act: str, activations: str
     _check.one_of(ROUNDINGS, activations=activations)
 
 
-def _gate_up_width(gate_w: Any, up_w: Any, K: int) -> int:
-    N = weight_matrix("gate_w", gate_w, K, lead=1)
+def _gate_up_width(gate_w: Any, up_w: Any, K: int, lead: int = 1, which: str = "") -> int:
+    """Rows of the hidden state; `which` stands before the arguments' names."""
+    N = weight_matrix(f"{which}gate_w", gate_w, K, lead)
     if up_w is not None:
-        weight_matrix("up_w", up_w, K, lead=1)
-        _check.shape(tuple(gate_w.shape), "as gate_w", up_w=up_w)
+        weight_matrix(f"{which}up_w", up_w, K, lead)
+        _check.shape(tuple(gate_w.shape), f"as {which}gate_w", **{f"{which}up_w": up_w})
         return N
     if N % 2:
-        raise ShapeError(f"gate_w has shape {tuple(gate_w.shape)}, expected an even number of rows (gate, then up)")
+        shape = tuple(gate_w.shape)
+        raise ShapeError(f"{which}gate_w has shape {shape}, expected an even number of rows (gate, then up)")
     return N // 2
 
 
@@ -207,6 +210,16 @@ def _expert_gate_up(
     N = _gate_up_width(gate_w, up_w, x.shape[-1])
     _check.shape((*ids.shape[:-1], x.shape[-1]), "one row per row of ids", x=x)
     return Spec((*ids.shape, N), x.dtype)
+
+
+def _gated(rows: Array, gate_w: Any, up_w: Any, act: str, activations: str) -> Array:
+    """act(gate_w · x) · (up_w · x) of one expert in float64; up_w None: gate_w has gate rows, then up rows."""
+    gate = product(rows, gate_w, activations)
+    if up_w is None:
+        gate, up = np.split(gate, 2, axis=-1)
+    else:
+        up = product(rows, up_w, activations)
+    return ACTIVATIONS[act](gate) * up
 
 
 def _check_ids(ids: Array, stack: Any, slot_of: Array | None) -> None:
@@ -237,12 +250,8 @@ def expert_gate_up(
     rows = x.reshape(-1, K)
     h = np.empty((len(rows) * k, N))
     for slot, where in by_slot(slots_of(ids, slot_of)):
-        gate = product(rows[where // k], expert_at(gate_w, slot), activations)
-        if up_w is None:
-            gate, up = gate[:, :N], gate[:, N:]
-        else:
-            up = product(rows[where // k], expert_at(up_w, slot), activations)
-        h[where] = ACTIVATIONS[act](gate) * up
+        up = None if up_w is None else expert_at(up_w, slot)
+        h[where] = _gated(rows[where // k], expert_at(gate_w, slot), up, act, activations)
     return round_to(h.reshape(*ids.shape, N), x.dtype)
 
 
@@ -255,6 +264,15 @@ def _expert_down(h: Spec, down_w: Any, ids: Spec, weights: Spec, slot_of: Spec |
     _check.filled(h=h)
     _check.shape((*ids.shape, h.shape[-1]), "one row per id", h=h)
     return Spec((*ids.shape[:-1], weight_matrix("down_w", down_w, h.shape[-1], lead=1)), h.dtype)
+
+
+def _down_sum(h: Array, down_w: Any, ids: Array, weights: Array, slot_of: Array | None, activations: str) -> Array:
+    """`expert_down_sum` in float64."""
+    rows = h.reshape(-1, h.shape[-1])
+    each = np.empty((len(rows), down_w.shape[1]))
+    for slot, where in by_slot(slots_of(ids, slot_of)):
+        each[where] = product(rows[where], expert_at(down_w, slot), activations)
+    return expert_sum(each.reshape(*ids.shape, each.shape[1]), weights)
 
 
 @op(
@@ -274,11 +292,7 @@ def expert_down_sum(
     h [(T,) k, I], down_w [S, dim, I], ids int32 and weights float32 [(T,) k], slot_of as in `expert_gate_up` → [(T,)
     dim].
     """
-    rows = h.reshape(-1, h.shape[-1])
-    each = np.empty((len(rows), down_w.shape[1]))
-    for slot, where in by_slot(slots_of(ids, slot_of)):
-        each[where] = product(rows[where], expert_at(down_w, slot), activations)
-    return round_to(expert_sum(each.reshape(*ids.shape, each.shape[1]), weights), h.dtype)
+    return round_to(_down_sum(h, down_w, ids, weights, slot_of, activations), h.dtype)
 
 
 def _moe_forward(
@@ -322,6 +336,85 @@ def moe_forward(
     return expert_down_sum.body(h, down_w, ids, weights, slot_of, activations)
 
 
+def _score(score: Spec | None, lead: tuple[int, ...], name: str) -> None:
+    """One number per token."""
+    _check.floating(**{name: score})
+    if score is not None and score.shape not in (lead, (*lead, 1)):
+        raise ShapeError(f"{name} has shape {score.shape}, expected {lead} or {(*lead, 1)} (one per token)")
+
+
+def _moe_shared_forward(
+    residual: Spec,
+    x: Spec,
+    ids: Spec,
+    weights: Spec,
+    gate_w: Any,
+    up_w: Any,
+    down_w: Any,
+    shared_gate_w: Any,
+    shared_up_w: Any,
+    shared_down_w: Any,
+    shared_score: Spec | None,
+    slot_of: Spec | None,
+    act: str,
+    activations: str,
+    norm_weight: Spec | None,
+    eps: float,
+) -> Spec:
+    y = _moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations)
+    _check.alike(x=x, residual=residual)
+    _check.shape(y.shape, "one row per row of ids", residual=residual)
+    width = _gate_up_width(shared_gate_w, shared_up_w, x.shape[-1], 0, "shared_")
+    weight_matrix("shared_down_w", shared_down_w, width)
+    _check.shape((y.shape[-1], width), "dim, width of shared_gate_w", shared_down_w=shared_down_w)
+    _score(shared_score, ids.shape[:-1], "shared_score")
+    _check.floating(norm_weight=norm_weight)
+    _check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
+    _check.eps(eps)
+    return y
+
+
+def _check_shared_ids(residual: Array, x: Array, ids: Array, weights: Array, gate_w: Any, *rest: Any) -> None:
+    _check_ids(ids, gate_w, rest[6])
+
+
+@op(infer=_moe_shared_forward, check=_check_shared_ids, alias=True)
+def moe_shared_forward(
+    residual: Array,
+    x: Array,
+    ids: Array,
+    weights: Array,
+    gate_w: QuantizedTensor | Array,
+    up_w: QuantizedTensor | Array | None,
+    down_w: QuantizedTensor | Array,
+    shared_gate_w: QuantizedTensor | Array,
+    shared_up_w: QuantizedTensor | Array | None,
+    shared_down_w: QuantizedTensor | Array,
+    shared_score: Array | None = None,
+    slot_of: Array | None = None,
+    act: str = "silu",
+    activations: str = "float32",
+    norm_weight: Array | None = None,
+    eps: float = 1e-6,
+) -> Array:
+    """A whole MoE block: residual + Σ_i weights[t, i] · expert_ids[t, i](x) + σ(shared_score[t]) · shared(x).
+
+    expert and shared are down(act(gate · x) · (up · x)), the inner product rounded to x's dtype; arguments as in
+    `moe_forward`, the shared ones [I, K], [I, K] (None: shared_gate_w is [2I, K], gate rows first) and [dim, I];
+    shared_score [T] or [T, 1] of any float, None: factor 1. With norm_weight [K] the block reads rms_norm(x,
+    norm_weight, eps). x [(T,) K] → [(T,) dim] in x's dtype, which residual has too; rounded once.
+    """
+    x = x if norm_weight is None else rms_norm.body(x, norm_weight, eps)
+    h = expert_gate_up.body(x, gate_w, up_w, ids, slot_of, act, activations)
+    y = residual.astype(np.float64) + _down_sum(h, down_w, ids, weights, slot_of, activations)
+    rows = x.reshape(-1, x.shape[-1])
+    own = round_to(_gated(rows, shared_gate_w, shared_up_w, act, activations), x.dtype)
+    shared = product(own, shared_down_w, activations).reshape(y.shape)
+    if shared_score is not None:
+        shared = shared * sigmoid(shared_score.astype(np.float64).reshape(*y.shape[:-1], 1))
+    return round_to(y + shared, x.dtype)
+
+
 # -- combination -----------------------------------------------------------------------------------------------------
 
 
@@ -352,10 +445,7 @@ def _combined(
     if isinstance(shared_gate, Spec):
         if shared_gate.dtype not in ("float32", h_mid.dtype):
             _check.dtype("float32", shared_gate=shared_gate)
-        if shared_gate.shape not in (lead, (*lead, 1)):
-            raise ShapeError(
-                f"shared_gate has shape {shared_gate.shape}, expected {lead} or {(*lead, 1)} (one per token)"
-            )
+        _score(shared_gate, lead, "shared_gate")
     return h_mid
 
 

@@ -295,18 +295,27 @@ def _endlayer(
     layer_scalar: Spec | float,
     eps: float,
     return_mid: bool,
+    w1: Spec | None,
 ) -> tuple[Spec | None, Spec]:
-    y = _rows(eps, {"w2": w2, "w3": w3}, addend=addend, moe_accum=moe_accum, residual=residual)
+    y = _rows(eps, {"w1": w1, "w2": w2, "w3": w3}, addend=addend, moe_accum=moe_accum, residual=residual)
     _scalar("layer_scalar", layer_scalar, y.shape[-1])
     return y if return_mid else None, y
 
 
 def _end_of_layer(
-    addend: Array, v: Array, residual: Array, w2: Array, w3: Array, scalar: Array | float, eps: float, return_mid: bool
+    addend: Array,
+    v: Array,
+    residual: Array,
+    w2: Array,
+    w3: Array,
+    scalar: Array | float,
+    eps: float,
+    return_mid: bool,
 ) -> tuple[Array | None, Array]:
-    mid = f64(addend) + normed(v, eps, w2)
+    """addend and v are float64; what is returned has the dtype of residual."""
+    mid = addend + normed(v, eps, w2)
     hidden = (f64(residual) + normed(mid, eps, w3)) * _factor(scalar)
-    return round_to(mid, addend.dtype) if return_mid else None, round_to(hidden, addend.dtype)
+    return round_to(mid, residual.dtype) if return_mid else None, round_to(hidden, residual.dtype)
 
 
 @op(
@@ -323,12 +332,15 @@ def post_ff_norm2_endlayer(
     layer_scalar: Array | float,
     eps: float = 1e-6,
     return_mid: bool = True,
+    w1: Array | None = None,
 ) -> tuple[Array | None, Array]:
     """m = addend + n(moe_accum, w2); h = (residual + n(m, w3)) · layer_scalar; returns m (unless told not to) and h.
 
-    For a Gemma 4 layer addend is the normed output of the dense MLP and residual the stream after attention.
+    For a Gemma 4 layer addend is the normed output of the dense MLP and residual the stream after attention. With w1
+    n(addend, w1) stands in the place of addend.
     """
-    return _end_of_layer(addend, f64(moe_accum), residual, w2, w3, layer_scalar, eps, return_mid)
+    first = f64(addend) if w1 is None else normed(f64(addend), eps, w1)
+    return _end_of_layer(first, f64(moe_accum), residual, w2, w3, layer_scalar, eps, return_mid)
 
 
 def _wsum_endlayer(
@@ -360,4 +372,4 @@ def moe_wsum_post_ff_norm2_endlayer(
     return_mid: bool = True,
 ) -> tuple[Array | None, Array]:
     """`post_ff_norm2_endlayer` with moe_accum = Σ_i expert_out[:, i] · weights[:, i] formed on the way."""
-    return _end_of_layer(addend, expert_sum(expert_out, weights), residual, w2, w3, layer_scalar, eps, return_mid)
+    return _end_of_layer(f64(addend), expert_sum(expert_out, weights), residual, w2, w3, layer_scalar, eps, return_mid)

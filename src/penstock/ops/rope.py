@@ -117,7 +117,7 @@ def yarn_gain(factor: float, m: float) -> float:
 # -- rotation --------------------------------------------------------------------------------------------------------
 
 
-def _rotated(
+def rotated(
     x: Spec,
     inv_freq: Spec,
     start_pos: Spec | int,
@@ -126,6 +126,7 @@ def _rotated(
     interleaved: bool,
     positions: Spec | None,
 ) -> Spec:
+    """What `rope` returns, its arguments checked."""
     _check.floating(x=x)
     _check.dtype("float32", inv_freq=inv_freq)
     _check.axes("[T, H, D] or [H, D]", 2, 3, x=x)
@@ -178,7 +179,7 @@ def rotate(x: Array, inv_freq: Array, at: Array, rotary_dim: int | None, mscale:
 
 
 @op(
-    infer=_rotated,
+    infer=rotated,
     check=lambda x, inv_freq, start_pos, rotary_dim, mscale, interleaved, positions: _check_positions(
         start_pos, positions
     ),
@@ -215,7 +216,7 @@ def _head_norm_rope(
     interleaved: bool,
 ) -> Spec:
     _check.eps(eps)
-    y = _rotated(x, inv_freq, start_pos, rotary_dim, mscale, interleaved, None)
+    y = rotated(x, inv_freq, start_pos, rotary_dim, mscale, interleaved, None)
     _check.floating(weight=weight)
     _check.shape(x.shape[-1:], "last axis of x", weight=weight)
     return y

@@ -9,7 +9,10 @@ from penstock.backends.cpu._attend import attend, floats, load, store, words, wr
 from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu._formats import fmt
 from penstock.backends.cpu._math import exp32
-from penstock.backends.cpu.cache import split
+from penstock.backends.cpu.cache import kv_pages_append, split
+from penstock.backends.cpu.elementwise import sigmoid_gate
+from penstock.backends.cpu.norm import rms_norm
+from penstock.backends.cpu.rope import head_norm_rope, rope
 from penstock.ops import kernel
 
 _ZERO, _NOTHING = np.float32(0), np.float32(-np.inf)
@@ -26,13 +29,46 @@ def attention_prefill(q, k_cache, v_cache, start, scale, window, block_table, *,
 
 
 @kernel(ops.attention_paged, device="cpu")
-def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, *, out):
+def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, *, out):
     attend(q, k_pages, v_pages, lengths, scale, window, None, block_table, out)
+    if gate is not None:
+        sigmoid_gate(out, gate, out=out)
 
 
 @kernel(ops.split_q_gate, device="cpu")
 def split_q_gate(q_proj, *, out):
     split(q_proj, *out)
+
+
+def _turned(x, weight, inv_freq, positions, mscale, eps, out) -> None:
+    if weight is None:
+        rope(x, inv_freq, positions, None, mscale, False, None, out=out)
+    else:
+        head_norm_rope(x, weight, inv_freq, positions, eps, None, mscale, False, out=out)
+
+
+@kernel(ops.attention_prepare, device="cpu", composed=True)
+def attention_prepare(
+    q, k, v, q_norm, k_norm, inv_freq, positions, key_pages, value_pages, block_table, H, rotary_dim, mscale, eps,
+    gated, norm_values, *, out,
+) -> None:  # fmt: skip
+    T, _, D = out[0].shape
+    if T == 0:
+        return
+    heads = q.reshape(T, H, -1)
+    if gated:
+        split(heads, *out)
+        heads = out[0]
+    _turned(heads, q_norm, inv_freq, positions, mscale, eps, out[0])
+    keys = k.reshape(T, -1, D)
+    values = keys if v is None else v.reshape(T, -1, D)
+    if norm_values:
+        normed = np.empty_like(values)
+        rms_norm(values, None, eps, out=normed)
+        values = normed
+    turned = np.empty_like(keys)
+    _turned(keys, k_norm, inv_freq, positions, mscale, eps, turned)
+    kv_pages_append(turned, values, key_pages, value_pages, block_table, positions)
 
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from penstock.backends.cpu._rows import (
 )
 from penstock.backends.cpu._simd import F32, I64, V16F, _Code, _const, at
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.norm import gated_rms_norm, rms_norm_qk
 from penstock.ops._op import kernel
 
 _ONE_SEQUENCE = np.full(1, -1, np.int32)  # stands for slots where the state has no slot axis
@@ -493,3 +494,20 @@ def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
         return context.get_dummy_value()
 
     return sig, codegen
+
+
+# -- a layer's step --------------------------------------------------------------------------------------------------
+
+
+@kernel(ops.gated_delta_step, device="cpu", composed=True)
+def gated_delta_step(
+    qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, *, out
+) -> None:
+    Hv, Dv, Dk = state.shape[1:]
+    y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(alpha.shape, np.float32)
+    conv1d_causal(qkv, conv_state, conv_weight, slots, out=y)
+    conv1d_state_update(conv_state, qkv, slots)
+    rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
+    gdn_decay_beta(alpha, beta, A_log, dt_bias, out=(g, b))
+    gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots, out=out)
+    gated_rms_norm(out, z, norm_weight, eps, out=out)

@@ -286,6 +286,20 @@ def _weighted_rows(expert_out, weights, fmt, dim, out, start, stop):
         store(total, fmt, out, row * dim)
 
 
+@kernel(ops.columns, device="cpu")
+def columns(x, start, stop, *, out):
+    np.copyto(out, x[:, start:stop])
+
+
+@kernel(ops.split_columns, device="cpu")
+def split_columns(x, first, second, third, fourth, *, out):
+    start = 0
+    for part in out:
+        if part is not None:
+            np.copyto(part, x[:, start : start + part.shape[1]])
+            start += part.shape[1]
+
+
 # weighted_sum  y[r] = sum_i weights[r, i] * expert_out[r, i], from 0 in slot order, in float32
 # shapes        expert_out [rows, k, dim], y [rows, dim] flat, one format, uint16 patterns; weights float32 [rows, k]
 # threads       prange over chunks of rows; a row belongs to one thread

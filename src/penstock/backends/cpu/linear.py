@@ -41,6 +41,7 @@ from penstock.backends.cpu._math import gelu32, silu32
 from penstock.backends.cpu._simd import at
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.features import usable_features
+from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
 from penstock.errors import BackendError
 from penstock.ops import kernel
@@ -805,16 +806,41 @@ def gated(gate: np.ndarray, up: np.ndarray, act: str, h: np.ndarray) -> None:
     by_size(_gated, _gated_parallel, h.size, gate, up, act == "gelu_tanh", h)
 
 
-@kernel(ops.fused_gate_up_swiglu, device="cpu", variants=tuple(VARIANTS))
-def fused_gate_up_swiglu(x, gate_w, up_w, activations, *, out, variant):
+def _gate_up(x, gate_w, up_w, act: str, activations: str, out: np.ndarray, variant: str | None) -> None:
+    """out = act(gate_w · x) · (up_w · x)."""
     if out.size == 0:
         return
     rows, y = float_rows(x), float_target(out)
     gate, up = y.reshape(len(rows), out.shape[-1]), np.empty((len(rows), out.shape[-1]), np.float32)
     stacks = [stack_of(gate_w), stack_of(up_w)]
     shared_products(rows, stacks, whole(len(rows)), lambda a: a, [gate, up], activations, variant)
-    gated(gate, up, "silu", gate)
+    gated(gate, up, act, gate)
     finish(y, out)
+
+
+@kernel(ops.fused_gate_up_swiglu, device="cpu", variants=tuple(VARIANTS))
+def fused_gate_up_swiglu(x, gate_w, up_w, activations, *, out, variant):
+    _gate_up(x, gate_w, up_w, "silu", activations, out, variant)
+
+
+@kernel(ops.fused_gate_up_geglu, device="cpu", variants=tuple(VARIANTS))
+def fused_gate_up_geglu(x, gate_w, up_w, activations, *, out, variant):
+    _gate_up(x, gate_w, up_w, "gelu_tanh", activations, out, variant)
+
+
+@kernel(ops.norm_matmul, device="cpu", variants=tuple(VARIANTS), composed=True)
+def norm_matmul(x, norm_weight, w, eps, activations, dtype, *, out, variant):
+    normed = np.empty_like(x)
+    rms_norm(x, norm_weight, eps, out=normed)
+    product_into(normed, w, out, activations, variant)
+
+
+@kernel(ops.matmul_add, device="cpu", variants=tuple(VARIANTS), composed=True)
+def matmul_add(residual, x, w, activations, *, out, variant):
+    y, total = np.empty(out.shape, np.float32), float_target(out)
+    product_into(x, w, y, activations, variant)
+    np.add(float_rows(residual).reshape(y.shape), y, out=total)
+    finish(total, out)
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------

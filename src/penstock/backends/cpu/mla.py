@@ -35,8 +35,10 @@ from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import FLOAT32, fmt, frozen
 from penstock.backends.cpu._simd import F32, I8, I64, V16F, V16I
 from penstock.backends.cpu._threads import run, threads
-from penstock.backends.cpu.cache import split
+from penstock.backends.cpu.cache import mla_cache_append, split
+from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
+from penstock.backends.cpu.rope import rope
 from penstock.ops import kernel
 from penstock.quant import QuantizedTensor
 
@@ -48,6 +50,24 @@ def mla_split_q_kv(q_full, kv_pre, nope, kv_lora_rank, *, out):
     q_nope, q_pe, kv_lat, k_pe = out
     split(q_full, q_nope, q_pe)
     split(kv_pre, kv_lat, k_pe)
+
+
+@kernel(ops.mla_prepare, device="cpu", composed=True)
+def mla_prepare(
+    q, kv, kv_norm, inv_freq, positions, latent_pages, rope_pages, block_table, H, nope, mscale, eps, *, out
+):
+    T = len(q)
+    if T == 0:
+        return
+    q_nope, q_pe = out
+    rope_dim = q_pe.shape[-1]
+    latent, k_pe = np.empty((T, kv.shape[1] - rope_dim), kv.dtype), np.empty((T, 1, rope_dim), kv.dtype)
+    split(q.reshape(T, H, -1), q_nope, q_pe)
+    split(kv, latent, k_pe)
+    rms_norm(latent, kv_norm, eps, out=latent)
+    for part in (q_pe, k_pe):
+        rope(part, inv_freq, positions, None, mscale, False, None, out=part)
+    mla_cache_append(latent, k_pe[:, 0], latent_pages, rope_pages, positions, None, block_table)
 
 
 # -- attention over latents ------------------------------------------------------------------------------------------

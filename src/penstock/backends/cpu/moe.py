@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-import penstock.backends.cpu._route  # noqa: F401  (registers the routers)
 from penstock import ops
 from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import frozen
+from penstock.backends.cpu._route import moe_combine_residual
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.linear import (
     PORTABLE,
@@ -38,10 +38,12 @@ from penstock.backends.cpu.linear import (
     pair_rows,
     pair_tail,
     pairs_of,
+    product_into,
     shared_products,
     stack_of,
     whole,
 )
+from penstock.backends.cpu.norm import rms_norm
 from penstock.ops import kernel
 from penstock.quant import QuantizedTensor
 
@@ -206,6 +208,15 @@ def _one_token(
     return y
 
 
+def _rounded(h: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float32 rows in another format, as the definition rounds them."""
+    if dtype == np.float32:
+        return h
+    rounded = np.empty(h.shape, dtype)
+    finish(h, rounded)
+    return rounded
+
+
 def _fits_one_launch(x: np.ndarray, ids: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activations: str) -> bool:
     weights = [w for w in (gate_w, up_w, down_w) if w is not None]
     return (
@@ -228,8 +239,26 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
         return
     pairs = _sorted_pairs(ids, slot_of)
     h = _gate_up(float_rows(x), ids.shape[-1], pairs, gate_w, up_w, act, activations, variant)
-    if x.dtype != np.float32:  # the definition rounds h, as the two ops on their own would
-        rounded = np.empty(h.shape, x.dtype)
-        finish(h, rounded)
-        h = float_rows(rounded)
-    _down_sum(h, ids.shape, pairs, down_w, weights, out, activations, variant)
+    _down_sum(float_rows(_rounded(h, x.dtype)), ids.shape, pairs, down_w, weights, out, activations, variant)
+
+
+@kernel(ops.moe_shared_forward, device="cpu", variants=tuple(VARIANTS), composed=True)
+def moe_shared_forward(
+    residual, x, ids, weights, gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w, shared_score, slot_of,
+    act, activations, norm_weight, eps, *, out, variant,
+):  # fmt: skip
+    if out.size == 0:
+        return
+    if norm_weight is not None:
+        x, normed = np.empty_like(x), x
+        rms_norm(normed, norm_weight, eps, out=x)
+    rows = float_rows(x)
+    routed, shared = (np.empty(out.shape, np.float32) for _ in range(2))
+    moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, out=routed, variant=variant)
+    own = Pairs(None, whole(len(rows)))
+    h = _gate_up(rows, 1, own, shared_gate_w, shared_up_w, act, activations, variant)
+    product_into(_rounded(h, x.dtype), shared_down_w, shared.reshape(len(rows), -1), activations, variant)
+    y = float_target(out)
+    wide = float_rows(residual).reshape(out.shape)
+    moe_combine_residual(wide, None, None, shared, shared_score, routed, out=y)
+    finish(y, out)

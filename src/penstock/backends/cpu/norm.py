@@ -26,6 +26,7 @@ from penstock.backends.cpu.elementwise import (
     slots,
     store,
 )
+from penstock.dtypes import round_to
 from penstock.ops._op import kernel
 
 PLAIN, ADDED, NORMED = range(3)  # how v comes from x: x, a + x, a + n(x, w_mid)
@@ -305,8 +306,17 @@ def post_attn_triple_norm(hidden, attn_out, post_attn_w, wa, wb, wc, eps, *, out
 
 
 @kernel(ops.post_ff_norm2_endlayer, device="cpu")
-def post_ff_norm2_endlayer(addend, moe_accum, residual, w2, w3, layer_scalar, eps, return_mid, *, out):
+def post_ff_norm2_endlayer(addend, moe_accum, residual, w2, w3, layer_scalar, eps, return_mid, w1, *, out):
     mid, hidden = out
+    if w1 is not None:  # no program of the CPU has it: the addend's norm in float32, then the rest of the op in it too
+        rows = [np.array(a, np.float32) for a in (addend, moe_accum, residual)]
+        results = [None if o is None else np.empty(o.shape, np.float32) for o in out]
+        rms_norm(rows[0], w1, eps, out=rows[0])
+        post_ff_norm2_endlayer(*rows, w2, w3, layer_scalar, eps, return_mid, None, out=results)
+        for target, result in zip(out, results, strict=True):
+            if target is not None:
+                np.copyto(target, round_to(result, target.dtype))
+        return
     first = {"source": NORMED, "a": addend, "w_mid": w2, "mid": mid}
     _run(moe_accum, (w3,), eps, (hidden,), merge=PLUS, b=residual, scalar=layer_scalar, **first)
 

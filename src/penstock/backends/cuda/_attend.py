@@ -7,15 +7,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from penstock.backends.cuda._attend_kernel import (
-    EXPANDED,
-    LATENT,
-    WHOLE,
-    accumulate_kernel,
-    attend_kernel,
-    combine_kernel,
-)
-from penstock.backends.cuda._launch import capability, multiprocessors
+from penstock.backends.cuda._attend_kernel import EXPANDED, LATENT, WHOLE, attend_kernel
+from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
+from penstock.backends.cuda._launch import capability, early, multiprocessors
 from penstock.errors import BackendError
 from penstock.ops._op import deterministic
 
@@ -85,9 +79,35 @@ def _plan(parts: tuple[int, int, int], itemsize: int, rows: int, latent: bool, h
 
 
 @functools.cache
-def _splits(programs: int, positions: int, wanted: int) -> int:
+def _spread(
+    plan: tuple[int, ...], rows: int, programs: int, positions: int, wanted: int, latent: bool
+) -> tuple[int, ...]:
+    """The plan for one token of each sequence with smaller tiles, where a launch has fewer than run at once.
+
+    programs: sequences × key-value heads. On an H200 with Qwen3.6's heads over a table of 1024 positions, N = 16 took
+    4.0 µs at a length of 100 and 5.8 at 1000, N = 64 4.7 and 5.9; heads of 512 5.1 and 7.0 against 5.9 and 8.7;
+    DeepSeek's latents with M = 16 took 8.0 and 10.0, with M = 64, which reads them less often, 11.7 and 13.0.
+    """
+    M, N, *_, BV = plan
+    if M > 16:
+        few = latent and 2 * programs * -(-rows // M) * (positions // N) < wanted
+        return (16, N, 8, 2, BV) if few else plan
+    while N > 16 and programs * (positions // N) < wanted:
+        N //= 2
+    return plan if plan[1] == N else (M, N, 4, 2, BV)
+
+
+@functools.cache
+def _splits(programs: int, positions: int, wanted: int, N: int) -> int:
     """Parts of a range of positions, so that a launch of few programs has as many as are wanted; 128 at most."""
-    return max(1, min(positions // 64, wanted // programs, 128))
+    return max(1, min(positions // N, wanted // programs, 128))
+
+
+@functools.cache
+def _combined(splits: int, width: int) -> dict[str, int]:
+    """The launch of `combine`: splits up to a power of two, columns of a program."""
+    S = triton.next_power_of_2(splits)
+    return {"S": S, "BLOCK": max(16, min(_padded(width), 4096 // S)), "num_warps": 4}
 
 
 def attend(
@@ -105,13 +125,14 @@ def attend(
     sizes: tuple[int, int, int, int, int],
     steps: bool = False,
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool] | None = None,
+    gate: torch.Tensor | None = None,
 ) -> None:
     """Launch `attend` and, if the positions were split, what puts the parts together.
 
     sizes: sequences B, tokens T of each, query heads, key-value heads, width of a value. q2 and k2: the second part of
     the keys if it has arrays of its own (with v = k: latents). steps: T may be any number, so `deterministic` forbids
     to look at it. state: instead of writing `out`, merge into float32 (running max, denominator, accumulator, first),
-    with the weights of the values in float32 as well.
+    with the weights of the values in float32 as well. gate: like out, which is multiplied by its sigmoid.
     """
     B, T, H, heads, WV = sizes
     if scale < 0:
@@ -123,22 +144,28 @@ def attend(
         raise BackendError(f"attention: keys are {W + W2} and values {WV} wide, expected at most 576 and 512 on cuda")
     group, capacity = H // heads, cache.capacity
     fixed = deterministic()
-    M, N, warps, stages, BV = _plan(
+    latent = keys == LATENT.value
+    itemsize = 4 if state is not None else q.element_size()
+    plan = _plan(
         (parts[0], parts[1] if W2 else 0, WV),
-        4 if state is not None else q.element_size(),
+        itemsize,
         1 << 30 if fixed and steps else T * group,
-        keys == LATENT.value,
+        latent,
         capability(q)[0] >= 9,
     )
     windowed = window is not None and window < capacity
-    reach = window + N if window is not None and windowed else 1 << 30  # positions that the rows of a tile see
-    tiles = -(-T * group // M)
     wanted = multiprocessors(q) * (2 if T == 1 and max(parts) <= 256 else 1)  # as many as run at once, measured
-    if fixed:  # what a row is cut into must not depend on the other rows, nor on the room they need
-        splits = 1 if steps else _splits(tiles * heads, reach, wanted)
-    else:
-        positions = min(capacity, number + shift + T) if isinstance(number, int) else capacity
-        splits = _splits(B * tiles * heads, min(positions, reach), wanted)
+    # In fixed order, what a row is cut into must not depend on the other rows, nor on the room they need.
+    positions = 1 << 30 if fixed else min(capacity, number + shift + T) if isinstance(number, int) else capacity
+    if T == 1 and itemsize == 2 and not fixed:
+        in_sight = min(positions, window + plan[1]) if window is not None and windowed else positions
+        plan = _spread(plan, group, B * heads, in_sight, wanted, latent)
+    M, N, warps, stages, BV = plan
+    if window is not None and windowed:
+        positions = min(positions, window + N)  # in sight of the rows of a tile
+    tiles = -(-T * group // M)
+    programs = tiles * heads if fixed else B * tiles * heads
+    splits = 1 if fixed and steps else _splits(programs, positions, wanted, N)
     if state is not None:
         splits = min(splits, 16)  # one program merges them
     split = splits > 1 or state is not None
@@ -161,6 +188,7 @@ def attend(
         v,
         q if table is None else table,
         number,
+        None if split else gate,
         part,
         stats,
         T,
@@ -189,15 +217,20 @@ def attend(
         WINDOWED=windowed,
         SPLIT=split,
         EXACT=state is not None,
+        ONE=T == 1,
         num_warps=warps,
         num_stages=stages,
+        **early(),
     )
     if not split:
         return
-    S = triton.next_power_of_2(splits)
     if state is not None:
         top, total, acc, first = state
+        S = triton.next_power_of_2(splits)
         accumulate_kernel[(H,)](part, stats, top, total, acc, splits, WV, S=S, BLOCK=parts[2], FIRST=first)
         return
-    block = max(16, min(parts[2], 4096 // S))
-    combine_kernel[(B * T * H, -(-WV // block))](part, stats, out, splits, WV, S=S, BLOCK=block)
+    tile = _combined(splits, WV)
+    combine_kernel[(B * T * H, -(-WV // tile["BLOCK"]))](
+        part, stats, gate, number if counted and T == 1 else None, out, splits, shift + 1, capacity,
+        window if windowed else capacity, H, WV, N=N, EACH=counted - 1, **tile, **early(),
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The kernels of `_attend`: softmax attention with an online softmax over a cache, and merging its splits.
+"""The kernel of `_attend`: softmax attention with an online softmax over a cache.
 
 A program takes rows that share a key-value head: GROUP query heads of as many tokens as fill its tile, so a decode step
 of one token still reads every key once for the whole group. Keys come as one or two parts, which may be arrays of their
@@ -7,7 +7,9 @@ own: a head of 192 is 128 + 64; latent heads have a latent, which is the value t
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.backends.cuda._combine import gated
 from penstock.backends.cuda._launch import WIDENED
 from penstock.backends.cuda._rows import rounded
 
@@ -36,6 +38,21 @@ def _load(pointers, row_ok, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CH
     else:
         x = tl.load(pointers, mask=row_ok[:, None] & (column < WIDTH)[None, :], other=0.0)
     return x
+
+
+@triton.jit
+def _prefetch_rows(ptr, start, rows, stride, WIDTH: tl.constexpr, N: tl.constexpr):
+    """Ask for WIDTH numbers of up to N of `rows` rows, `stride` apart, from row `start` on, to come to the L2 cache.
+    What they hold may still change.
+    """
+    LINES: tl.constexpr = triton.next_power_of_2((WIDTH * ptr.dtype.element_ty.primitive_bitwidth + 1023) // 1024)
+    EACH: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    row = tl.minimum(tl.arange(0, N), rows - 1)
+    column = tl.minimum(tl.arange(0, LINES) * EACH, WIDTH - 1)
+    pointers = ptr + (start + row)[:, None] * stride + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -181,7 +198,8 @@ def _attend_tiles(
 
 
 # attend    y[b, t, h] = Σ_p softmax_p(scale · q[b, t, h] · k[p]) · v[p] over p ≤ at = number[b] + shift + t and, with
-#           a window, p > at − window; with SPLIT the unnormalised sum, its maximum and its denominator per split
+#           a window, p > at − window, times sigmoid(gate[b, t, h]) if there is one; with SPLIT the unnormalised sum,
+#           its maximum and its denominator per split
 # shapes    q [B, T, H, W + W2], k [rows, heads, W + W2], v [rows, heads, WV], out [B, T, H, WV], H = heads · GROUP;
 #           LATENT: q [.., W], q2 [.., W2], k [rows, W], k2 [rows, W2], v = k; EXPANDED: the same q, q2 and k2 with
 #           k [rows, heads, W] and a v. table int32 [B, entries] of pages of
@@ -192,7 +210,10 @@ def _attend_tiles(
 # bytes     keys and values in sight once per tile of M rows; q and out once. Prefill is bound by the matrix rate
 # limits    M · BV and N · (B + B2 + BV) have to fit registers and shared memory (`_plan`); BV divides WV if it is less;
 #           scale > 0; pages out of range and positions outside 0 … capacity − 1 read nothing, a row that sees nothing
-#           is 0
+#           is 0; ONE: T is 1
+#
+# PDL: it starts while the kernel before ends. Of what that one may write it then reads number and table, only to have
+# keys and values brought to the L2 cache; after the wait it reads all of them again.
 @triton.jit(do_not_specialize=["number", "T", "entries", "pages", "capacity", "shift", "window", "tiles", "splits"])
 def attend_kernel(
     q_ptr,
@@ -202,6 +223,7 @@ def attend_kernel(
     v_ptr,
     table_ptr,
     number,
+    gate_ptr,
     out_ptr,
     stats_ptr,
     T,
@@ -230,6 +252,8 @@ def attend_kernel(
     WINDOWED: tl.constexpr,
     SPLIT: tl.constexpr,
     EXACT: tl.constexpr,
+    ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     pid = tl.program_id(0)
     block = 0
@@ -243,10 +267,30 @@ def attend_kernel(
     tile = tiles - 1 - pid % tiles
     b = pid // tiles
 
+    width: tl.constexpr = W + W2 if KEYS == WHOLE else W
+    table_ptr += b.to(tl.int64) * entries
+    if PDL:
+        if ONE and COUNTED > 0 and LAYOUT == PAGE_PER_TILE:
+            known = tl.load(number + b * (COUNTED - 1)) + shift + 1
+            first = split * N
+            if WINDOWED:
+                first += tl.maximum(known - window, 0) // N * N
+            if (known <= capacity) & (first < known):
+                page_of = tl.load(table_ptr + first // page)
+                if (page_of >= 0) & (page_of < pages):
+                    start = page_of.to(tl.int64) * page + first % page
+                    rows = tl.minimum(known - first, N)
+                    _prefetch_rows(k_ptr + head * width, start, rows, heads * width, width, N)
+                    if KEYS == LATENT:
+                        _prefetch_rows(k2_ptr, start, rows, W2, W2, N)
+                    else:
+                        _prefetch_rows(v_ptr + head * WV, start, rows, heads * WV, WV, N)
+        gdc_wait()
+        gdc_launch_dependents()
+
     # All loads that do not wait for another: where the row stands, its first page, the row.
     if COUNTED > 0:
         number = tl.load(number + b * (COUNTED - 1))
-    table_ptr += b.to(tl.int64) * entries
     entry = tl.full([], 0, tl.int32)
     if LAYOUT == PAGE_PER_TILE and not WINDOWED:
         entry = tl.load(table_ptr + tl.minimum(split * N // page, entries - 1))
@@ -257,7 +301,6 @@ def attend_kernel(
     line = first_line + t * (heads * GROUP) + row % GROUP
     d = tl.arange(0, B)
     d2 = tl.arange(0, B2)
-    width: tl.constexpr = W + W2 if KEYS == WHOLE else W
     q = _load(q_ptr + line[:, None] * width + d[None, :], live, d, W, B, True)
     q2 = q
     if W2 > 0:
@@ -278,14 +321,17 @@ def attend_kernel(
     low = 0
     begin = split * N
     step = splits * N
-    left = begin
     if WINDOWED:
         low = tl.maximum(earliest - window + 1, 0)
         begin += low // N * N
-        left = tl.minimum(tl.cdiv(tl.maximum(latest - window + 1, 0), N) * N, high)
-        left = begin + tl.cdiv(tl.maximum(left - begin, 0), step) * step
-    right = tl.maximum(tl.minimum(earliest + 1, high), 0) // N * N
-    right = left + tl.cdiv(tl.maximum(right - left, 0), step) * step
+    left = begin
+    right = begin
+    if not ONE:  # for one token the code and registers of one loop matter more than masks
+        if WINDOWED:
+            left = tl.minimum(tl.cdiv(tl.maximum(latest - window + 1, 0), N) * N, high)
+            left = begin + tl.cdiv(tl.maximum(left - begin, 0), step) * step
+        right = tl.maximum(tl.minimum(earliest + 1, high), 0) // N * N
+        right = left + tl.cdiv(tl.maximum(right - left, 0), step) * step
     if SPLIT:
         line = line * splits + split
         if begin >= high:
@@ -296,17 +342,18 @@ def attend_kernel(
     acc = tl.zeros([M, BV], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    if WINDOWED:
-        if LAYOUT == PAGE_PER_TILE:
-            entry = tl.load(table_ptr + tl.minimum(begin // page, entries - 1))
+    if WINDOWED and LAYOUT == PAGE_PER_TILE:
+        entry = tl.load(table_ptr + tl.minimum(begin // page, entries - 1))
+    if WINDOWED and not ONE:
         acc, top, total, entry = _attend_tiles(
             begin, left, step, entry, q, q2, acc, top, total, k_ptr, k2_ptr, v_ptr, table_ptr, entries, low, high, at,
             page, pages, heads, scale, window, W, W2, WV, B, B2, BV, N, KEYS, LAYOUT, WINDOWED, EXACT, True,
         )  # fmt: skip
-    acc, top, total, entry = _attend_tiles(
-        left, right, step, entry, q, q2, acc, top, total, k_ptr, k2_ptr, v_ptr, table_ptr, entries, low, high, at,
-        page, pages, heads, scale, window, W, W2, WV, B, B2, BV, N, KEYS, LAYOUT, WINDOWED, EXACT, False,
-    )  # fmt: skip
+    if not ONE:
+        acc, top, total, entry = _attend_tiles(
+            left, right, step, entry, q, q2, acc, top, total, k_ptr, k2_ptr, v_ptr, table_ptr, entries, low, high, at,
+            page, pages, heads, scale, window, W, W2, WV, B, B2, BV, N, KEYS, LAYOUT, WINDOWED, EXACT, False,
+        )  # fmt: skip
     acc, top, total, entry = _attend_tiles(
         right, high, step, entry, q, q2, acc, top, total, k_ptr, k2_ptr, v_ptr, table_ptr, entries, low, high, at,
         page, pages, heads, scale, window, W, W2, WV, B, B2, BV, N, KEYS, LAYOUT, WINDOWED, EXACT, True,
@@ -321,67 +368,10 @@ def attend_kernel(
         line = line * splits + split
         tl.store(stats_ptr + line * 2, top, mask=live)
         tl.store(stats_ptr + line * 2 + 1, total, mask=live)
-    else:
+    place = line[:, None] * WV + dv[None, :]
+    ok = live[:, None] & (dv < WV)[None, :]
+    if not SPLIT:
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(
-        out_ptr + line[:, None] * WV + dv[None, :],
-        rounded(acc, out_ptr.dtype.element_ty),
-        mask=live[:, None] & (dv < WV)[None, :],
-    )
-
-
-@triton.jit
-def _merged(part_ptr, stats_ptr, line, d, splits, WIDTH, S: tl.constexpr):
-    """Maximum (in powers of two), denominator and sum of a row over its splits."""
-    s = tl.arange(0, S)
-    at = line * splits + s
-    ok = (s < splits)[:, None] & (d < WIDTH)[None, :]
-    top = tl.load(stats_ptr + at * 2, mask=s < splits, other=float("-inf"))
-    total = tl.load(stats_ptr + at * 2 + 1, mask=s < splits, other=0.0)
-    highest = tl.max(top, axis=0)
-    weight = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
-    # A split without positions has no part. What is there instead is read all the same: not to wait for `total`.
-    part = tl.load(part_ptr + at[:, None] * WIDTH + d[None, :], mask=ok, other=0.0)
-    part = tl.where((total > 0.0)[:, None], part, 0.0)
-    return highest, tl.sum(weight * total, axis=0), tl.sum(weight[:, None] * part, axis=0)
-
-
-# combine   y[r] = Σ_s 2^(top[r, s] − max) · part[r, s] / Σ_s 2^(top[r, s] − max) · total[r, s]
-# shapes    part float32 [rows, splits, WIDTH], stats float32 [rows, splits, 2] (top, total), out [rows, WIDTH]
-# grid      (rows, ⌈WIDTH / BLOCK⌉): BLOCK columns of a row over all splits at once
-# bytes     4 · rows · splits · WIDTH, in L2 since the launch before wrote them
-# limits    S = next power of two ≥ splits; S · BLOCK floats in registers
-@triton.jit(do_not_specialize=["splits"])
-def combine_kernel(part_ptr, stats_ptr, out_ptr, splits, WIDTH, S: tl.constexpr, BLOCK: tl.constexpr):
-    line = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    _, total, acc = _merged(part_ptr, stats_ptr, line, d, splits, WIDTH, S)
-    y = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + line * WIDTH + d, rounded(y, out_ptr.dtype.element_ty), mask=d < WIDTH)
-
-
-# accumulate  M' = max(M, m), Z' = Z · exp(M − M') + z · exp(m − M'), V' likewise, with m, z, v merged from the splits
-# shapes    part float32 [H, splits, R], stats float32 [H, splits, 2]; state M, Z float32 [H], V float32 [H, R]
-# grid      (H,): one program owns the state of one head, since all of it changes with M
-# bytes     4 · H · R · (splits + 2)
-# limits    S = next power of two ≥ splits, BLOCK = next power of two ≥ R; S · BLOCK floats in registers
-@triton.jit(do_not_specialize=["splits"])
-def accumulate_kernel(
-    part_ptr, stats_ptr, max_ptr, sum_ptr, acc_ptr, splits, R, S: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr
-):
-    line = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK)
-    top, total, acc = _merged(part_ptr, stats_ptr, line, d, splits, R, S)
-    top = top * 0.6931471805599453  # in powers of e, as the state
-    if not FIRST:
-        old = tl.load(max_ptr + line)
-        new = tl.maximum(old, top)
-        keep = tl.where(old == float("-inf"), 0.0, tl.exp(old - new))
-        take = tl.where(top == float("-inf"), 0.0, tl.exp(top - new))
-        before = tl.load(acc_ptr + line * R + d, mask=d < R, other=0.0)
-        total = tl.where(keep == 0.0, 0.0, tl.load(sum_ptr + line) * keep) + total * take
-        acc = tl.where(keep == 0.0, 0.0, before * keep) + acc * take
-        top = new
-    tl.store(max_ptr + line, top)
-    tl.store(sum_ptr + line, total)
-    tl.store(acc_ptr + line * R + d, acc, mask=d < R)
+        if gate_ptr is not None:
+            acc = gated(acc, gate_ptr, place, ok)
+    tl.store(out_ptr + place, rounded(acc, out_ptr.dtype.element_ty), mask=ok)

@@ -13,9 +13,9 @@ follows from the order of axes at the loads (Triton 3.6 takes axes of equal stri
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import WIDENED
+from penstock.backends.cuda._launch import WIDENED, sigmoid
+from penstock.backends.cuda._rows import rounded
 
 # The bits of a pair of bfloat16 numbers 128; a code OR-ed into the mantissa makes 128 + code. It is an argument of the
 # kernels because one instruction cannot hold two constants, the mask and this: an OR less per pair of codes.
@@ -61,14 +61,19 @@ def _pairs_less(pair, OFFSET: tl.constexpr):
     low = (pair & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     both = tl.join(low, high)
-    return (both.to(tl.float32) if WIDENED else both) - OFFSET
+    if WIDENED:
+        both = both.to(tl.float32)
+    if OFFSET > 0:
+        both -= OFFSET
+    return both
 
 
 @triton.jit
 def _tile(
-    words, magic, BITS: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr, S: tl.constexpr, R: tl.constexpr
+    words, magic, BITS: tl.constexpr, SHIFT: tl.constexpr, UP: tl.constexpr, OFFSET: tl.constexpr, S: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
-    """words and magic [4, 8, S, R / 8, L] → (magic | code) − OFFSET as bfloat16 [S, R, 8 L J]; words None: codes 0.
+    """words and magic [4, 8, S, R / 8, L] → (magic | code · 2^UP) − OFFSET as bfloat16 [S, R, 8 L J]; None: codes 0.
 
     A word gives J pairs: code j of its lower half and code j of its upper half. Of 8-bit codes 4 bits, from SHIFT on.
     """
@@ -76,8 +81,13 @@ def _tile(
     L: tl.constexpr = magic.shape[4]
     pair = magic.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1)
     if words is not None:
-        shift = SHIFT + BITS * tl.arange(0, J)
-        pair |= (words.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1) >> shift) & ((1 << min(BITS, 4)) - 1) * 0x10001
+        shift = SHIFT - UP + BITS * tl.arange(0, J)
+        word = words.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1)
+        if SHIFT < UP:
+            word = tl.where(shift < 0, word << tl.maximum(-shift, 0), word >> tl.maximum(shift, 0))
+        else:
+            word = word >> shift
+        pair |= word & ((1 << min(BITS, 4)) - 1 << UP) * 0x10001
     a = _pairs_less(tl.broadcast_to(pair, (S, R, 4, L, J)), OFFSET)  # [S, R, lane, word, J, 2]
     return a.reshape(S, R, 4, L, J // 2, 2, 2).permute(0, 1, 3, 4, 2, 5, 6).reshape(S, R, 8 * L * J)
 
@@ -93,7 +103,9 @@ def _stream_code(words, BITS: tl.constexpr, c: tl.constexpr):
 
 
 @triton.jit
-def _stream_tile(words, magic, BITS: tl.constexpr, OFFSET: tl.constexpr, S: tl.constexpr, R: tl.constexpr):
+def _stream_tile(
+    words, magic, BITS: tl.constexpr, UP: tl.constexpr, OFFSET: tl.constexpr, S: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
     """A tuple of BITS words [4, 8, S, R / 8] and magic of that shape → as `_tile`, bfloat16 [S, R, 128].
 
     Pairs are codes c and c + 16 of the 32 codes of a lane; the bits of c become axes, the lowest first.
@@ -103,7 +115,8 @@ def _stream_tile(words, magic, BITS: tl.constexpr, OFFSET: tl.constexpr, S: tl.c
         if words is None:
             pairs += (magic,)
         else:
-            pairs += (_stream_code(words, BITS, c) | (_stream_code(words, BITS, c + 16) << 16) | magic,)
+            low, high = _stream_code(words, BITS, c), _stream_code(words, BITS, c + 16)
+            pairs += ((low << UP) | (high << (16 + UP)) | magic,)
     for level in tl.static_range(4):
         joined = ()
         for i in tl.static_range(8 >> level):
@@ -134,18 +147,27 @@ def _dots(a, x0, x1, x2, acc):
 
 
 @triton.jit
-def _rows(ptr, up_ptr, base, up_row, row, m, width, HALF: tl.constexpr):
-    """Addresses of rows of the matrix that starts at row `base`; from m = HALF on, of those of the up matrix."""
+def _rows(
+    ptr, up_ptr, common_ptr, common_up_ptr, base, common, up_row, row, m, width, HALF: tl.constexpr
+):  # fmt: skip
+    """Addresses of rows of the matrix that starts at row `base`, or of the common one; from m = HALF on, of those of
+    its up matrix.
+    """
     at = ptr + (base + row) * width
     if up_ptr is not None:
         at = tl.where(m < HALF, at, up_ptr + (base + up_row + row) * width)
+    if common_ptr is not None:
+        own = common_ptr + row * width
+        if common_up_ptr is not None:
+            own = tl.where(m < HALF, own, common_up_ptr + row * width)
+        at = tl.where(common, own, at)
     return at
 
 
 @triton.jit
 def _load_words(
-    ptr, up_ptr, base, up_row, block, first, N, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr,
-    TP: tl.constexpr, R: tl.constexpr,
+    ptr, up_ptr, common_ptr, common_up_ptr, base, common, up_row, block, first, N, G: tl.constexpr, BITS: tl.constexpr,
+    GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """The words of a block as a tuple: for each tile [4, 8, S, R / 8, words of a lane], or BITS of [4, 8, S, R / 8]."""
     KT: tl.constexpr = tile_codes(BITS, GS, TP)
@@ -155,7 +177,9 @@ def _load_words(
     L: tl.constexpr = BITS if is_stream(BITS) else lane_words(BITS, GS, TP)
     m = tl.arange(0, R // 8)
     row = first + tl.arange(0, 8)[:, None, None] + 8 * (m % HALF)
-    rows = _rows(ptr, up_ptr, base[:, None], up_row, row, m, ROW, HALF)
+    rows = _rows(
+        ptr, up_ptr, common_ptr, common_up_ptr, base[:, None], common[:, None], up_row, row, m, ROW, HALF
+    )  # fmt: skip
     live = (row < N) & (base >= 0)[:, None]
     start = block[:, None] * (block_codes(BITS, GS, TP) * BITS // 32) + tl.arange(0, 4)[:, None, None, None] * L
     words = ()
@@ -173,8 +197,8 @@ def _load_words(
 
 @triton.jit
 def _load_scales(
-    ptr, up_ptr, base, up_row, block, first, N, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr,
-    TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    ptr, up_ptr, common_ptr, common_up_ptr, base, common, up_row, block, first, N, G: tl.constexpr, BITS: tl.constexpr,
+    GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
     """Scales (or biases) of a block where the product has its columns, float32 [S, R, columns]."""
     COLS: tl.constexpr = columns(BITS, GS, TP)
@@ -187,8 +211,9 @@ def _load_scales(
     group = (block[:, None, None, None] * (COLS // TP) + n // TP) // max(1, GS // tile_codes(BITS, GS, TP))
     m = tl.arange(0, R // 8)[:, None, None]
     row = first + tl.arange(0, 8)[:, None, None, None, None] + 8 * (m % HALF)
-    at = _rows(ptr, up_ptr, base[:, None, None, None], up_row, row, m, G, HALF)
-    live = (row < N) & (group < G) & (base >= 0)[:, None, None, None]
+    base, common = base[:, None, None, None], common[:, None, None, None]
+    at = _rows(ptr, up_ptr, common_ptr, common_up_ptr, base, common, up_row, row, m, G, HALF)
+    live = (row < N) & (group < G) & (base >= 0)
     scale = tl.load(at + group, mask=live, other=0.0).to(tl.float32)
     return tl.broadcast_to(scale, (4, 8, S, R // 8, COLS // 8, 2)).permute(2, 3, 1, 4, 0, 5).reshape(S, R, COLS)
 
@@ -244,26 +269,40 @@ def _multiplied(
         x1, rest = _cut(rest)
         if WIDE:
             x2, rest = _cut(rest)
-    CENTRE: tl.constexpr = 1 << (BITS - 1) if BITS < 8 else 136  # taken from codes; of 8 bits 8 from each half
-    OFFSET: tl.constexpr = 128 + CENTRE if BITS < 8 else 136
+    # A code in the upper bits of the mantissa of 2^BITS makes 2^BITS + code (of 8 bits 16 + the lower half and 256 + 16
+    # times the upper), which the sum of x takes away again. Activations in parts want codes around 0 for the sake of
+    # their last bits: from 128 + code a centre is taken, an instruction more per pair.
+    PLAIN: tl.constexpr = x1 is None
+    HALF: tl.constexpr = 4 if BITS == 8 else BITS
+    UP: tl.constexpr = 7 - HALF if PLAIN else 0
+    CENTRE: tl.constexpr = 1 << (BITS - 1) if BITS < 8 else 136  # of 8 bits 8 from each half
+    OFFSET: tl.constexpr = 0 if PLAIN else 128 + CENTRE if BITS < 8 else 136
+    UPPER: tl.constexpr = 0 if PLAIN else 2176
     STEP: tl.constexpr = BITS if is_stream(BITS) else 1  # words of a tile in the tuple
+    if PLAIN:
+        magic -= (7 - HALF) * 0x00800080
     zero = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
     own = (tl.arange(0, columns(BITS, GS, TP)) // TP // max(1, tile_codes(BITS, GS, TP) // GS))[None, None, :]
     acc = zero
     for t in tl.static_range(len(words) // STEP):
         if is_stream(BITS):
-            dot = _dots(_stream_tile(words[t * BITS : (t + 1) * BITS], magic, BITS, OFFSET, S, R), x0, x1, x2, zero)
+            dot = _dots(_stream_tile(words[t * BITS : (t + 1) * BITS], magic, BITS, UP, OFFSET, S, R), x0, x1, x2, zero)
         else:
-            dot = _dots(_tile(words[t], magic, BITS, 0, OFFSET, S, R), x0, x1, x2, zero)
-        if BITS == 8:  # the upper halves, as 16 · (0 … 15) − 128
-            dot = _dots(_tile(words[t], magic + 0x02000200, BITS, 4, 2176, S, R), x0, x1, x2, dot)
+            dot = _dots(_tile(words[t], magic, BITS, 0, UP, OFFSET, S, R), x0, x1, x2, zero)
+        if BITS == 8:  # the upper halves, as 16 · (16 … 31), or 16 · (0 … 15) − 128
+            dot = _dots(_tile(words[t], magic + 0x02000200, BITS, 4, UP, UPPER, S, R), x0, x1, x2, dot)
         acc = tl.where(own == t, dot, acc)
-    # Sums of x by a product with ones, which are made as codes are: then it wants x in the same registers.
+    # Sums of x by a product with ones (or 2^BITS), which are made as codes are: then it wants x in the same registers.
     if is_stream(BITS):
-        ones = _stream_tile(None, magic, BITS, 127, S, R)
+        ones = _stream_tile(None, magic, BITS, UP, 0 if PLAIN else 127, S, R)
     else:
-        ones = _tile(None, magic, BITS, 0, 127, S, R)
-    return acc * scale + (bias + CENTRE * scale) * _dots(ones, x0, x1, x2, late)
+        ones = _tile(None, magic, BITS, 0, UP, 0 if PLAIN else 127, S, R)
+    sums = _dots(ones, x0, x1, x2, late)
+    if PLAIN:
+        y = acc * scale + (bias * (1 / (1 << HALF)) - (17 if BITS == 8 else 1) * scale) * sums
+    else:
+        y = acc * scale + (bias + CENTRE * scale) * sums
+    return y
 
 
 @triton.jit
@@ -277,42 +316,109 @@ def place_of(ids_ptr, slot_ptr, at, live, known, stack):
 
 
 @triton.jit
-def add_blocks(
-    total, w_ptr, s_ptr, b_ptr, u_ptr, us_ptr, ub_ptr, x_ptr, ids_ptr, slot_ptr, weights_ptr, magic, pair, start, first,
-    N, T, known, stack, matrix, up_row, share, x_step, SLOTS: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr,
-    GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, U: tl.constexpr, WAIT: tl.constexpr,
-):  # fmt: skip
-    """total [S, R, columns] plus the products of U blocks of K per warp, of the pairs from `pair` on.
+def _block_of(start, S: tl.constexpr):
+    """The block of each of S warps. Any order of warps will do; this one hides that their blocks are adjacent, which
+    would put them on the lanes.
+    """
+    return start + ((tl.arange(0, S) * 5) & (S - 1))
 
-    Rows first … of the matrices of SLOTS pairs lie one after the other as blocks; `start` is the first block. With
-    u_ptr the second half of the R rows is that of another weight, `up_row` rows further. WAIT: x may be what the kernel
-    before this one writes.
+
+@triton.jit
+def load_blocks(
+    w, up, common, common_up, ids_ptr, slot_ptr, pair, start, first, N, known, stack, matrix, up_row,
+    SLOTS: tl.constexpr, COMMON: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """Weights of U blocks of K per warp, of the pairs from `pair` on: for `multiplied_blocks`.
+
+    Rows first … of the matrices of SLOTS pairs lie one after the other as blocks; `start` is the first block. w, up,
+    common, common_up: codes, scales, biases. With up the second half of the R rows is that of another weight, `up_row`
+    rows further. With COMMON every COMMONth pair is that of the common expert; ids are those of the others.
+    """
+    BLOCKS: tl.constexpr = (G * GS + block_codes(BITS, GS, TP) - 1) // block_codes(BITS, GS, TP)
+    bases, words, scales, biases = (), (), (), ()
+    for u in tl.static_range(U):
+        at = _block_of(start + u * S, S)
+        live = at < SLOTS * BLOCKS
+        q = (pair + at // BLOCKS).to(tl.int32)
+        is_common = at < 0
+        if ids_ptr is None:
+            slot = tl.where(live, q, -1).to(tl.int64)
+        elif COMMON > 0:
+            is_common = q % COMMON == COMMON - 1
+            slot = place_of(ids_ptr, slot_ptr, q - q // COMMON, live & ~is_common, known, stack)
+            slot = tl.where(live & is_common, 0, slot)
+        else:
+            slot = place_of(ids_ptr, slot_ptr, q, live, known, stack)
+        base = slot * matrix
+        block = at % BLOCKS
+        words += _load_words(
+            w[0], up[0], common[0], common_up[0], base, is_common, up_row, block, first, N, G, BITS, GS, TP, R
+        )  # fmt: skip
+        scales += (
+            _load_scales(
+                w[1], up[1], common[1], common_up[1], base, is_common, up_row, block, first, N, G, BITS, GS, TP, R, S
+            ),
+        )  # fmt: skip
+        biases += (
+            _load_scales(
+                w[2], up[2], common[2], common_up[2], base, is_common, up_row, block, first, N, G, BITS, GS, TP, R, S
+            ),
+        )  # fmt: skip
+        bases += (base,)
+    return bases, words, scales, biases
+
+
+@triton.jit
+def row_rinv(x_ptr, x_at, x_step, T, eps, K: tl.constexpr, TP: tl.constexpr, S: tl.constexpr):
+    """1 / sqrt(mean(x²) + eps) of TP rows of K: float32 [TP]."""
+    WIDTH: tl.constexpr = min(triton.next_power_of_2(K), max(64, 512 * S // TP))
+    token = tl.arange(0, TP)[:, None]
+    squares = tl.zeros((TP, WIDTH), tl.float32)
+    for start in tl.static_range(0, K, WIDTH):
+        k = start + tl.arange(0, WIDTH)[None, :]
+        x = tl.load(x_ptr + x_at + token * x_step + k, mask=(token < T) & (k < K), other=0.0).to(tl.float32)
+        squares += x * x
+    return tl.rsqrt(tl.sum(squares, 1) / K + eps)
+
+
+@triton.jit
+def _factor(weights_ptr, score_ptr, q, live, COMMON: tl.constexpr):
+    """What the products of pairs q are multiplied by: their weight, or for the common expert the sigmoid of its score
+    (None: 1).
+    """
+    if COMMON == 0:
+        factor = tl.load(weights_ptr + q, mask=live, other=0.0)
+    else:
+        token = q // COMMON
+        is_common = q % COMMON == COMMON - 1
+        factor = tl.load(weights_ptr + q - token, mask=live & ~is_common, other=0.0)
+        gate = 1.0
+        if score_ptr is not None:
+            gate = sigmoid(tl.load(score_ptr + token, mask=live & is_common, other=0.0).to(tl.float32))
+        factor = tl.where(live & is_common, gate, factor)
+    return factor
+
+
+@triton.jit
+def multiplied_blocks(
+    bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, pair, start, T, share, x_step,
+    COMMON: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr,
+    S: tl.constexpr, U: tl.constexpr,
+):  # fmt: skip
+    """The products [S, R, columns] of the blocks that `load_blocks` loaded, summed over U. With norm_ptr x is times
+    rinv [TP] and norm [K], rounded as it was.
     """
     K: tl.constexpr = G * GS
+    COLS: tl.constexpr = columns(BITS, GS, TP)
     BLOCKS: tl.constexpr = (K + block_codes(BITS, GS, TP) - 1) // block_codes(BITS, GS, TP)
-    # Any order of warps will do; this one hides that their blocks are adjacent, which would put them on the lanes.
-    warp = (tl.arange(0, S) * 5) & (S - 1)
-    bases, pairs, words, scales, biases = (), (), (), (), ()
+    xs, norms = (), ()
     for u in tl.static_range(U):
-        at = start + u * S + warp
-        live = at < SLOTS * BLOCKS
-        pairs += (pair + at // BLOCKS,)
-        if ids_ptr is None:
-            slot = tl.where(live, pairs[u], -1)
-        else:
-            slot = place_of(ids_ptr, slot_ptr, pairs[u], live, known, stack)
-        bases += (slot * matrix,)
-        words += _load_words(w_ptr, u_ptr, bases[u], up_row, at % BLOCKS, first, N, G, BITS, GS, TP, R)
-        scales += (_load_scales(s_ptr, us_ptr, bases[u], up_row, at % BLOCKS, first, N, G, BITS, GS, TP, R, S),)
-        biases += (_load_scales(b_ptr, ub_ptr, bases[u], up_row, at % BLOCKS, first, N, G, BITS, GS, TP, R, S),)
-    if WAIT:
-        gdc_launch_dependents()
-        gdc_wait()
-
-    xs = ()
-    for u in tl.static_range(U):
-        block = (start + u * S + warp) % BLOCKS
-        xs += (_load_x(x_ptr, pairs[u] // share * K, x_step, block, bases[u] >= 0, T, K, BITS, GS, TP),)
+        at = _block_of(start + u * S, S)
+        live, block = bases[u] >= 0, at % BLOCKS
+        xs += (_load_x(x_ptr, (pair + at // BLOCKS) // share * K, x_step, block, live, T, K, BITS, GS, TP),)
+        if norm_ptr is not None:
+            norms += (_load_x(norm_ptr, at * 0, 0, block, live, T, K, BITS, GS, TP),)
 
     # The compiler would put loads off until their use; with few warps each delay is another wait for memory. So the
     # first use is made to depend on all of them: `nothing` is 0, which only we know.
@@ -329,13 +435,19 @@ def add_blocks(
     late = (late & nothing).to(tl.float32, bitcast=True)
 
     EACH: tl.constexpr = len(words) // U
+    total = tl.zeros((S, R, COLS), tl.float32)
     for u in tl.static_range(U):
         x = xs[u] if u > 0 else xs[0] | (x_guard & nothing)
         x = _in_order(x, x_ptr.dtype.element_ty, BITS, GS, TP, S)
+        if norm_ptr is not None:
+            by = tl.broadcast_to(rinv[None, :], (COLS // TP, TP)).reshape(1, 1, COLS)
+            norm = _in_order(norms[u], norm_ptr.dtype.element_ty, BITS, GS, TP, S).to(tl.float32)
+            x = rounded(x.to(tl.float32) * by * norm, x_ptr.dtype.element_ty)
         mine = words[u * EACH : (u + 1) * EACH]
         part = _multiplied(mine, scales[u], biases[u], x, magic, late, BITS, GS, TP, R, S)
         if weights_ptr is not None:
-            part *= tl.load(weights_ptr + pairs[u], mask=bases[u] >= 0, other=0.0)[:, None, None]
+            q = (pair + _block_of(start + u * S, S) // BLOCKS).to(tl.int32)
+            part *= _factor(weights_ptr, score_ptr, q, bases[u] >= 0, COMMON)[:, None, None]
         total += part
     return total
 

@@ -259,15 +259,17 @@ def _gemm_kernel(
     tl.store(at, tl.trans(total).to(out_ptr.dtype.element_ty), mask=(m[:, None] < T) & (n[None, :] < N))
 
 
-# add_parts out[i] = Σ_s parts[s, i], s in order
-# shapes    parts float32 [SPLITS, size], out [size] of any float dtype
+# add_parts out[i] = residual[i] + Σ_s parts[s, i], s in order
+# shapes    parts float32 [SPLITS, size], out [size] and residual [size] (or None) of any float dtype, may be one
 # grid      (size / BLOCK,)
-# bytes     size · (4 · SPLITS + itemsize)
+# bytes     size · (4 · SPLITS + itemsize), residual once
 # limits    none
 @triton.jit
-def _add_parts_kernel(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_parts_kernel(parts_ptr, residual_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + i, mask=i < size, other=0.0).to(tl.float32)
     for s in tl.static_range(SPLITS):
         total += tl.load(parts_ptr + s * size.to(tl.int64) + i, mask=i < size, other=0.0)
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < size)
@@ -404,24 +406,27 @@ def _config(T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processo
     return BM, BN, BK, parts, parts if fixed and T > 64 else 1, warps, stages
 
 
-def _launch(x: torch.Tensor, w: Any, out: torch.Tensor) -> None:
+def _launch(
+    x: torch.Tensor, w: Any, out: torch.Tensor, half: bool = False, residual: torch.Tensor | None = None
+) -> None:
     (T, K), N = x.shape, w.shape[0]
     quantized = isinstance(w, QuantizedTensor)
     bits, gs = (w.bits, w.group_size) if quantized else (0, 1)
-    dtype, order = dot_dtype(x, w, out), ordering(T, K, bits)
+    dtype, order = dot_dtype(x, w, x if half else out), ordering(T, K, bits)
     wide = plainly(dtype, bits, order)
     BM, BN, BK, parts, fold, warps, stages = _config(T, N, K, bits, wide, deterministic(), multiprocessors(x))
     splits = parts // fold
-    sums = out if splits == 1 else torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
+    whole = splits == 1 and residual is None
+    sums = out if whole else torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
     arrays = w.arrays if quantized else (w, w, w)
     part = triton.cdiv(triton.cdiv(K, parts), BK) * BK
     _gemm_kernel[(triton.cdiv(T, BM) * triton.cdiv(N, BN), splits)](
         ordered(x, bits) if order else x, *arrays, sums, T, N, K, part, fold, bits, gs, quantized and words_fit(w),
         pairs_of(w, dtype), order, TL_DTYPES[dtype], BM, BN, BK, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if splits > 1:
+    if not whole:
         size = out.numel()
-        _add_parts_kernel[(triton.cdiv(size, 1024),)](sums, out, size, splits, 1024)
+        _add_parts_kernel[(triton.cdiv(size, 1024),)](sums, residual, out, size, splits, 1024)
 
 
 def dense_copy(w: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -442,16 +447,29 @@ def _dense_pays(T: int, N: int) -> bool:
     return T >= 256 or (T > 64 and N < 8192)
 
 
-def quantized_gemm(x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor) -> None:
-    """out [T, N] = x [T, K] · wᵀ for a quantized w [N, K]."""
+def quantized_gemm(
+    x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor, half: bool = False, residual: torch.Tensor | None = None
+) -> None:
+    """out [T, N] = residual + x [T, K] · wᵀ for a quantized w [N, K].
+
+    half: weights rounded to x's dtype will do though out is float32. (They do where out has x's dtype.)
+    """
     assert x.is_contiguous() and out.is_contiguous()
-    (T, N), half = out.shape, x.dtype is out.dtype and x.dtype is not torch.float32
+    T, N = out.shape
+    half = x.dtype is not torch.float32 and (half or x.dtype is out.dtype)
     if T == 0:
         return
-    if half and _dense_pays(T, N) and not deterministic():
-        torch.mm(x, dense_copy(w, x.dtype).t(), out=out)
+    same = x.dtype is out.dtype
+    if half and (same or x.is_cuda) and _dense_pays(T, N) and not deterministic():
+        dense = dense_copy(w, x.dtype).t()
+        if same:
+            torch.mm(x, dense, out=out) if residual is None else torch.addmm(residual, x, dense, out=out)
+        elif residual is None:
+            torch.mm(x, dense, out_dtype=torch.float32, out=out)
+        else:
+            torch.add(residual, torch.mm(x, dense, out_dtype=torch.float32), out=out)
     else:
-        _launch(x, w, out)
+        _launch(x, w, out, half, residual)
 
 
 def in_full(x: torch.Tensor) -> bool:

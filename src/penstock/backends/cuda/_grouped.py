@@ -26,6 +26,7 @@ from penstock.backends.cuda._gemm import (
     words_fit,
 )
 from penstock.backends.cuda._launch import activation
+from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.errors import BackendError
 from penstock.quant import QuantizedTensor
@@ -114,7 +115,7 @@ def _tile(
     if ACT is not None:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, BM]), [1, 2, 0]))
         acc = activation(gate, ACT) * up
-    y = tl.trans(acc).to(out_ptr.dtype.element_ty)
+    y = rounded(tl.trans(acc), out_ptr.dtype.element_ty)
     if OUT > 0:
         y = dot_order(y, BM, WIDTH, OUT)
     col = n + tl.arange(0, WIDTH)
@@ -265,7 +266,7 @@ def grouped_down_sum(
     T, k, width = h.shape
     dim = out.shape[1]
     plan = plan or group_pairs(ids, down_w.shape[0], slot_of)
-    each = torch.empty((T, k, dim), dtype=h.dtype, device=h.device)
+    each = torch.empty((T, k, dim), dtype=out.dtype, device=h.device)
     _grouped(h.view(T * k, width), down_w, None, plan, 1, None, each, is_ordered)
     weighted_sum(each, weights, out=out)
 

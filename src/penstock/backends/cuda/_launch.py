@@ -36,6 +36,17 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
     return _capability(tensor.device.index) if tensor.is_cuda else (9, 0)
 
 
+@functools.cache
+def early() -> dict[str, bool]:
+    """What a launch takes whose kernel may start while the one before it ends (PDL): compute capability 9.0 on.
+
+    Such a kernel calls gdc_wait before it reads what the one before writes, and before it writes anything.
+    """
+    if INTERPRETED or triton.runtime.driver.active.get_current_target().arch < 90:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
+
+
 def flat_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., K] as [T, K] on the same memory."""
     return x.view(-1, x.shape[-1])

@@ -1,15 +1,17 @@
 """Routers of mixture-of-experts blocks on CUDA.
 
 Scores are compared as int32 keys of the same order: a maximum of integers over a warp is one instruction, and which
-expert wins depends on no rounding. One warp has one token, so that nothing waits at a barrier.
+expert wins depends on no rounding. One warp has one token, so that nothing waits at a barrier. With PDL a kernel starts
+while the one before it ends, and waits for that end before it reads or writes anything.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock import ops
-from penstock.backends.cuda._launch import flat_rows
+from penstock.backends.cuda._launch import early, flat_rows
 from penstock.errors import BackendError
 from penstock.ops._op import kernel
 
@@ -90,8 +92,11 @@ def _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, BLOCK_K: tl.conste
 # limits    E <= 16384
 @triton.jit
 def _route_kernel(
-    logits_ptr, scale_ptr, ids_ptr, weights_ptr, E, k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
+    logits_ptr, scale_ptr, ids_ptr, weights_ptr, E, k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_E)
     live = index < E
@@ -112,7 +117,12 @@ def _route_kernel(
 # bytes     T * E * 4 in, T * k * 8 out; one round for each expert that enters, about k * ln(E / k) in a random row
 # limits    E <= 16384
 @triton.jit
-def _slots_kernel(logits_ptr, ids_ptr, weights_ptr, E, k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr):
+def _slots_kernel(
+    logits_ptr, ids_ptr, weights_ptr, E, k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_E)
     live = index < E
@@ -179,8 +189,11 @@ def _keep_groups(keys, live, place, topk_group, BLOCK_G: tl.constexpr):
 @triton.jit
 def _group_route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, n_group, size, topk_group, k, factor,
-    NORM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)[:, None]
     place = tl.arange(0, BLOCK_S)[None, :]
@@ -208,7 +221,10 @@ def _group_route_kernel(
 # bytes     2 * T * k * 4
 # limits    k <= 16384
 @triton.jit
-def _normalize_kernel(weights_ptr, out_ptr, T, k, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
+def _normalize_kernel(weights_ptr, out_ptr, T, k, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     place = tl.arange(0, BLOCK_K)[None, :]
     live = (row < T) & (place < k)
@@ -234,7 +250,7 @@ def moe_route(logits: torch.Tensor, per_expert_scale: torch.Tensor | None, top_k
     block, warps = _block("moe_route", E, triton.next_power_of_2(E))
     _route_kernel[(rows,)](
         logits, per_expert_scale, ids, weights, E, top_k,
-        BLOCK_E=block, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps,
+        BLOCK_E=block, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **early(),
     )  # fmt: skip
 
 
@@ -247,7 +263,7 @@ def moe_softmax_topk(logits: torch.Tensor, k: int, *, out) -> None:
     block, warps = _block("moe_softmax_topk", E, triton.next_power_of_2(E))
     _slots_kernel[(rows,)](
         logits, ids, weights, E, k,
-        BLOCK_E=block, BLOCK_K=max(32, triton.next_power_of_2(k)), num_warps=warps,
+        BLOCK_E=block, BLOCK_K=max(32, triton.next_power_of_2(k)), num_warps=warps, **early(),
     )  # fmt: skip
 
 
@@ -272,6 +288,7 @@ def moe_group_route(
     _group_route_kernel[(rows,)](
         logits, bias, ids, weights, n_group, E // n_group, topk_group, top_k, float(routed_scaling_factor),
         NORM=norm_topk_prob, BLOCK_G=groups, BLOCK_S=width, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps,
+        **early(),
     )  # fmt: skip
 
 
@@ -285,5 +302,5 @@ def moe_normalize_weights(weights: torch.Tensor, *, out: torch.Tensor) -> None:
         raise BackendError(f"moe_normalize_weights: weights has {k} columns, expected at most {MOST_EXPERTS} on cuda")
     tokens = max(1, 256 // block)
     _normalize_kernel[(triton.cdiv(rows, tokens),)](
-        weights, out, rows, k, ROWS=tokens, BLOCK_K=block, num_warps=max(1, block // 1024)
+        weights, out, rows, k, ROWS=tokens, BLOCK_K=block, num_warps=max(1, block // 1024), **early()
     )

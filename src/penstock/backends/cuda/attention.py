@@ -8,6 +8,7 @@ from penstock import ops
 from penstock.backends.cuda._attend import attend, cache_of
 from penstock.backends.cuda._attend_kernel import dot
 from penstock.backends.cuda._launch import flat_rows
+from penstock.backends.cuda._prepare import prepare
 from penstock.backends.cuda._rows import rounded
 from penstock.ops._op import kernel
 
@@ -29,12 +30,12 @@ def attention_decode(q, k_cache, v_cache, seq_len, scale, window, slots, *, out)
 
 
 @kernel(ops.attention_paged, device="cuda")
-def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, *, out):
+def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, *, out):
     if q.shape[0] == 0:
         return
     heads, width = _value_width(q, k_pages, v_pages, 2)
     cache, sizes = cache_of(k_pages, None, block_table), (q.shape[0], 1, q.shape[1], heads, width)
-    attend(q, None, k_pages, None, v_pages, out, cache, lengths, -1, scale, window, sizes)
+    attend(q, None, k_pages, None, v_pages, out, cache, lengths, -1, scale, window, sizes, gate=gate)
 
 
 @kernel(ops.attention_prefill, device="cuda")
@@ -45,6 +46,16 @@ def attention_prefill(q, k_cache, v_cache, start, scale, window, block_table, *,
     heads, width = _value_width(q, k_cache, v_cache, 1 if block_table is None else 2)
     cache, sizes = cache_of(k_cache, None, block_table), (1, T, H, heads, width)
     attend(q, None, k_cache, None, v_cache, out, cache, start, 0, scale, window, sizes, steps=True)
+
+
+@kernel(ops.attention_prepare, device="cuda")
+def attention_prepare(
+    q, k, v, q_norm, k_norm, inv_freq, positions, key_pages, value_pages, block_table, H, rotary_dim, mscale, eps,
+    gated, norm_values, *, out,
+):  # fmt: skip
+    if len(q):
+        pages = (key_pages, value_pages)
+        prepare(q, k, v, (q_norm, k_norm), inv_freq, positions, pages, block_table, mscale, eps, norm_values, out)
 
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------

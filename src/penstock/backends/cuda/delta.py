@@ -2,7 +2,7 @@
 
 The rule is the recurrence with the state in registers (`_recurrence_kernel`: decode, short sequences, float32
 activations) or, for many tokens, chunks of 64 on tensor cores (`_chunk.py`). Slots outside the states, −1 for an
-inactive row too, give a row of zeros and touch no state. `delta_decode_step` is a whole decode step in three launches.
+inactive row too, give a row of zeros and touch no state. `gated_delta_step` is a whole decode step in two launches.
 """
 
 import functools
@@ -10,11 +10,13 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, takes_chunks
 from penstock.backends.cuda._conv import convolve, move_on
-from penstock.backends.cuda._launch import sigmoid
+from penstock.backends.cuda._launch import early, sigmoid, silu
+from penstock.backends.cuda._rows import rounded
 from penstock.errors import BackendError
 from penstock.ops._op import deterministic, kernel
 
@@ -211,7 +213,7 @@ def gated_delta_net(
         _recur(state, qkv, g, b, slots, out, Hk, Hv, Dk, Dv)
 
 
-# -- a decode step in three launches ---------------------------------------------------------------------------------
+# -- a layer's step in two launches ----------------------------------------------------------------------------------
 
 
 # mix      y = silu(conv1d(x)) of a row, its q and k heads divided by their lengths (q by sqrt(Dk) too); the rows kept
@@ -223,8 +225,11 @@ def gated_delta_net(
 @triton.jit
 def _mix_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, y_ptr, g_ptr, b_ptr,
-    slots, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr,
+    slots, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     head = part - 2 * Hk  # of v if not negative
@@ -248,10 +253,10 @@ def _mix_kernel(
     if W > 1:
         tl.store(kept_ptr + (W - 2) * C, x.to(kept_ptr.dtype.element_ty), mask=moved)
     total = tl.fma(x, tl.load(weight_ptr + c * W + W - 1, mask=live, other=0.0).to(tl.float32), total)
-    y = (total / (1.0 + tl.exp(-total))).to(y_ptr.dtype.element_ty).to(tl.float32)
+    y = rounded(total / (1.0 + tl.exp(-total)), y_ptr.dtype.element_ty).to(tl.float32)
     length = tl.sqrt_rn(tl.sum(y * y, axis=0) + eps)
     y = tl.where(head < 0, y / length * tl.where(part < Hk, 1.0 / tl.sqrt_rn(tl.cast(Dk, tl.float32)), 1.0), y)
-    tl.store(y_ptr + row * C + c, tl.where(active, y, 0.0).to(y_ptr.dtype.element_ty), mask=live)
+    tl.store(y_ptr + row * C + c, rounded(tl.where(active, y, 0.0), y_ptr.dtype.element_ty), mask=live)
     if head >= 0:
         at = row * Hv + head
         bias = tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -260,25 +265,70 @@ def _mix_kernel(
         tl.store(b_ptr + at, sigmoid(tl.load(beta_ptr + at).to(tl.float32)))
 
 
-def delta_decode_step(
-    x: torch.Tensor, z: torch.Tensor, alpha: torch.Tensor, beta: torch.Tensor, kept: torch.Tensor, state: torch.Tensor,
-    slots: torch.Tensor, weight: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor,
-    Hk: int, eps: float = 1e-6,
-) -> torch.Tensor:  # fmt: skip
-    """One token of B sequences through conv1d_causal, conv1d_state_update, rms_norm_qk, gdn_decay_beta, gated_delta_net
-    and gated_rms_norm → [B, Hv, Dv].
+# step      `recurrence` of one token and, of its y rounded, out = y * rinv(y) * silu(z) * norm
+# shapes    as in `recurrence`; z, out [B, Hv, Dv]; norm [Dv]
+# grid      (B, Hv): one program owns the state of a head
+# bytes     2 * B * Hv * Dv * Dk * 4 for the state, read and written once
+# limits    Dv * Dk, each up to a power of two, at most 16384: the state lies in the registers of a program
+#
+# PDL: it starts while `mix` ends, which writes neither state nor z nor slots and by then has seen the end of the kernel
+# before itself: so it asks for those before it waits.
+@triton.jit
+def _step_kernel(
+    state_ptr, qkv_ptr, g_ptr, b_ptr, z_ptr, norm_ptr, slots_ptr, out_ptr, slots, Hk, Hv, Dk, Dv, eps,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    cols = 32 * tl.arange(0, WIDE)[None, :, None] + tl.arange(0, 32)[None, None, :]
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    active = (slot >= 0) & (slot < slots)
+    moved = (rows[:, None, None] < tl.where(active, Dv, 0)) & (cols < Dk)
+    tile = state_ptr + ((slot * Hv + head) * Dv + rows[:, None, None]) * Dk + cols
+    S = tl.load(tile, mask=moved, other=0.0)
+    at = (token * Hv + head) * Dv + rows
+    z = tl.load(z_ptr + at, mask=rows < Dv, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + rows, mask=rows < Dv, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    q, k, v, g, b = _token(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+    S, y = _step(S, q, k, v, g, b)
+    tl.store(tile, S, mask=moved)
+    y = rounded(y, kind).to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, axis=0) / Dv + eps) * silu(z) * weight
+    tl.store(out_ptr + at, rounded(tl.where(active, y, 0.0), kind), mask=rows < Dv)
 
-    x [B, 2 Hk Dk + Hv Dv] projected q | k | v; z [B, Hv, Dv]; alpha, beta [B, Hv]; kept [S, W − 1, C] and state [S, Hv,
-    Dv, Dk] float32 move on at slots int32 [B]; weight [C, W]; A_log, dt_bias [Hv]; norm [Dv].
-    """
-    B, (Hv, Dv, Dk) = len(x), state.shape[1:]
-    y, d = torch.empty_like(x), torch.empty_like(z)
-    g, b = (x.new_empty((B, Hv), dtype=torch.float32) for _ in range(2))
-    if B:
-        block = triton.next_power_of_2(max(Dk, Dv))
-        _mix_kernel[(B, 2 * Hk + Hv)](
-            x, kept, weight, alpha, beta, A_log, dt_bias, slots, y, g, b, len(kept), Hk, Hv, Dk, Dv, 1e-6,
-            weight.shape[1], block, num_warps=1,
-        )  # fmt: skip
-        _recur(state, y, g, b, slots, d, Hk, Hv, Dk, Dv)
-    return ops.gated_rms_norm(d, z, norm, eps, out=d)
+
+@functools.cache
+def _step_tile(Dk: int, Dv: int) -> tuple[int, int, int] | None:
+    """Value rows, key columns / 32 and warps of a program that owns a head's state; None: it is too large."""
+    rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, 32))
+    return None if rows * wide > 512 else (rows, wide, max(1, min(8, rows * wide // 64)))
+
+
+@kernel(ops.gated_delta_step, device="cuda")
+def gated_delta_step(
+    qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, *, out
+) -> None:
+    B, (Hv, Dv, Dk) = len(qkv), state.shape[1:]
+    if B == 0:
+        return
+    y = torch.empty_like(qkv)
+    g, b = (qkv.new_empty((B, Hv), dtype=torch.float32) for _ in range(2))
+    _mix_kernel[(B, 2 * Hk + Hv)](
+        qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, len(state), Hk, Hv, Dk, Dv, 1e-6,
+        W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), num_warps=1, **early(),
+    )  # fmt: skip
+    tile = _step_tile(Dk, Dv)
+    if tile is None:
+        _recur(state, y, g, b, slots, out, Hk, Hv, Dk, Dv)
+        ops.gated_rms_norm(out, z, norm_weight, eps, out=out)
+        return
+    rows, wide, warps = tile
+    _step_kernel[(B, Hv)](
+        state, y, g, b, z, norm_weight, slots, out, len(state), Hk, Hv, Dk, Dv, eps,
+        GROUP=Hv // Hk, ROWS=rows, WIDE=wide, num_warps=warps, **early(),
+    )  # fmt: skip

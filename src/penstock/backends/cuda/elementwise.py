@@ -158,6 +158,39 @@ def sigmoid_gate(x, gate, *, out):
     _map(x, gate, out, "gate")
 
 
+@kernel(ops.columns, device="cuda")
+def columns(x, start, stop, *, out):
+    out.copy_(x[:, start:stop])
+
+
+# split     part[t, :] = x[t, start : start + columns of the part], parts one after the other
+# shapes    x [rows, N]; parts [rows, a], [rows, b], [rows, c], [rows, N - a - b - c], the last two may be None
+# grid      (rows, ceil(N / BLOCK)): BLOCK columns of a row
+# bytes     2 · itemsize · rows · N
+# limits    N ≤ 65535 · BLOCK
+@triton.jit(do_not_specialize=["a", "b", "c"])
+def _split_kernel(x_ptr, a_ptr, b_ptr, c_ptr, d_ptr, N, a, b, c, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * N + col, mask=col < N, other=0.0)
+    tl.store(a_ptr + row * a + col, x, mask=col < a)
+    col -= a
+    tl.store(b_ptr + row * b + col, x, mask=(col >= 0) & (col < b))
+    if c_ptr is not None:
+        col -= b
+        tl.store(c_ptr + row * c + col, x, mask=(col >= 0) & (col < c))
+    if d_ptr is not None:
+        col -= c
+        tl.store(d_ptr + row * (N - a - b - c) + col, x, mask=(col >= 0) & (col < N - a - b - c))
+
+
+@kernel(ops.split_columns, device="cuda")
+def split_columns(x, first, second, third, fourth, *, out):
+    if x.numel():
+        grid = (len(x), triton.cdiv(x.shape[1], 2048))
+        _split_kernel[grid](x, *out, x.shape[1], first, second, third, BLOCK=2048, num_warps=8)
+
+
 # weighted  y[t, :] = Σ_i weights[t, i] · x[t, i, :], slots in order
 # shapes    x [rows, K, dim], weights float32 [rows, K], y [rows, dim]
 # grid      (ceil(rows / R), ceil(dim / COLS)): R rows of COLS columns

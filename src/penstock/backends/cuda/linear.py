@@ -10,6 +10,7 @@ from penstock import ops
 from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._matvec import TOKENS, expert_rows, gated, matvec, round_activations
 from penstock.backends.cuda._quant import code_at, dequantized
+from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops._op import deterministic, kernel
 from penstock.quant import ExpertBlobs, QuantizedTensor
@@ -46,53 +47,121 @@ def dequantize(w, dtype, *, out):
         )
 
 
-def _product(x: torch.Tensor, w: Any, out: torch.Tensor, variant: str | None) -> None:
-    """out [..., N] = x [..., K] · w [N, K]."""
+def _few(rows: torch.Tensor, variant: str | None, exact: bool = False) -> bool:
+    """Whether the matvec takes these rows. Deterministic rows all go one way.
+
+    exact: a small weight that may not be rounded. The tiles of many rows take float32 for it, which is slow.
+    """
+    return variant == "matvec" or (variant is None and len(rows) <= (64 if exact else TOKENS) and not deterministic())
+
+
+def _exact(x: torch.Tensor, w: Any, out: torch.Tensor) -> bool:
+    """Whether a float32 result of codes is asked for, of few of them: the scores of a router."""
+    asked = isinstance(w, QuantizedTensor) and out.dtype is torch.float32 and x.dtype is not out.dtype
+    return asked and w.shape[0] <= 1024
+
+
+def product(
+    x: torch.Tensor,
+    w: Any,
+    out: torch.Tensor,
+    variant: str | None,
+    half: bool = False,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """out [..., N] = residual + x [..., K] · w [N, K]; out may be residual.
+
+    half: what is made of a float32 out is rounded to x's dtype in the end, so weights rounded to it will do.
+    """
     if out.numel() == 0:
         return
     x, out = flat_rows(x), flat_rows(out)
-    if variant is None:
-        # Deterministic rows do not depend on how many there are: one kernel for all of them.
-        variant = "matvec" if len(x) <= TOKENS and not deterministic() else "tiles"
-    if variant == "matvec":
-        matvec(x, w, out)
+    residual = None if residual is None else flat_rows(residual)
+    if _few(x, variant, _exact(x, w, out) and not half):
+        matvec(x, w, out, residual=residual)
         return
     from penstock.backends.cuda._gemm import dense_gemm, quantized_gemm
 
-    (quantized_gemm if isinstance(w, QuantizedTensor) else dense_gemm)(x, w, out)
+    if isinstance(w, QuantizedTensor):
+        quantized_gemm(x, w, out, half, residual)
+    elif residual is None:
+        dense_gemm(x, w, out)
+    else:
+        more = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        dense_gemm(x, w, more)
+        torch.add(residual, more, out=out)
 
 
 @kernel(ops.matmul, device="cuda", variants=VARIANTS)
 def matmul(x, w, dtype, *, out, variant):
-    _product(x, w, out, variant)
+    product(x, w, out, variant)
 
 
 @kernel(ops.bf16_matmul, device="cuda", variants=VARIANTS)
 def bf16_matmul(x, w, dtype, *, out, variant):
-    _product(x, w, out, variant)
+    product(x, w, out, variant)
 
 
 @kernel(ops.quantized_matmul, device="cuda", variants=VARIANTS)
 def quantized_matmul(x, w, activations, dtype, *, out, variant):
     if activations == "int8":
         x = round_activations(x, w.group_size)
-    _product(x, w, out, variant)
+    product(x, w, out, variant)
 
 
-@kernel(ops.fused_gate_up_swiglu, device="cuda", variants=VARIANTS)
-def fused_gate_up_swiglu(x, gate_w, up_w, activations, *, out, variant):
+def gate_up(x, gate_w, up_w, act: str, activations: str, out: torch.Tensor, variant: str | None) -> None:
+    """out = act(gate_w · x) · (up_w · x)."""
     if out.numel() == 0:
         return
     if activations == "int8":
         x = round_activations(x, gate_w.group_size)
     x, y = flat_rows(x), flat_rows(out)
-    if variant == "matvec" or (variant is None and len(x) <= TOKENS and not deterministic()):
-        matvec(x, gate_w, y, up_w, "silu")
+    if _few(x, variant):
+        matvec(x, gate_w, y, up_w, act)
         return
     gate, up = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for _ in range(2))
-    _product(x, gate_w, gate, "tiles")
-    _product(x, up_w, up, "tiles")
-    gated(gate, up, "silu", y)
+    product(x, gate_w, gate, "tiles", half=True)
+    product(x, up_w, up, "tiles", half=True)
+    gated(gate, up, act, y)
+
+
+@kernel(ops.fused_gate_up_swiglu, device="cuda", variants=VARIANTS)
+def fused_gate_up_swiglu(x, gate_w, up_w, activations, *, out, variant):
+    gate_up(x, gate_w, up_w, "silu", activations, out, variant)
+
+
+@kernel(ops.fused_gate_up_geglu, device="cuda", variants=VARIANTS)
+def fused_gate_up_geglu(x, gate_w, up_w, activations, *, out, variant):
+    gate_up(x, gate_w, up_w, "gelu_tanh", activations, out, variant)
+
+
+def _rounds(activations: str, w: Any) -> bool:
+    """Whether a product with w reads its activations rounded to 8 bits."""
+    return activations == "int8" and isinstance(w, QuantizedTensor)
+
+
+@kernel(ops.norm_matmul, device="cuda", variants=VARIANTS)
+def norm_matmul(x, norm_weight, w, eps, activations, dtype, *, out, variant):
+    if out.numel() == 0:
+        return
+    rows = flat_rows(x)
+    if not _rounds(activations, w) and _few(rows, variant, _exact(x, w, out)):
+        matvec(rows, w, flat_rows(out), norm=norm_weight, eps=eps)
+        return
+    normed = torch.empty_like(rows)
+    rms_norm(rows, norm_weight, eps, out=normed)
+    product(round_activations(normed, w.group_size) if _rounds(activations, w) else normed, w, out, variant)
+
+
+@kernel(ops.matmul_add, device="cuda", variants=VARIANTS)
+def matmul_add(residual, x, w, activations, *, out, variant):
+    if out.numel() == 0:
+        return
+    if _rounds(activations, w):
+        x = round_activations(x, w.group_size)
+    if x.data_ptr() == out.data_ptr():  # of one shape: columns of out would be written while x is read
+        x = x.clone()
+    product(x, w, out, variant, half=out.dtype is x.dtype, residual=residual)
 
 
 def _sequence_product(

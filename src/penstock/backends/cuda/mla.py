@@ -1,21 +1,17 @@
-"""Latent attention (MLA): products with a weight of each head, and attention over latents (`_attend`)."""
-
-from typing import Any
+"""Latent attention (MLA): products with a weight of each head (`_per_head`), attention over latents (`_attend`)."""
 
 import torch
 import triton
 import triton.language as tl
 
 from penstock import ops
+from penstock.backends.cuda import _prepare
 from penstock.backends.cuda._attend import Cache, attend, cache_of
-from penstock.backends.cuda._attend_kernel import dot
-from penstock.backends.cuda._gemm import dense_copy, in_full
-from penstock.backends.cuda._matvec import batched_matvec
-from penstock.backends.cuda._quant import code_at, dequantized, unpack
+from penstock.backends.cuda._gemm import dense_copy
+from penstock.backends.cuda._per_head import copies, per_head
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.attention import split_rows
-from penstock.ops._op import deterministic, kernel
-from penstock.quant import QuantizedTensor
+from penstock.ops._op import kernel
 
 
 @kernel(ops.mla_split_q_kv, device="cuda")
@@ -25,135 +21,16 @@ def mla_split_q_kv(q_full, kv_pre, nope, kv_lora_rank, *, out):
         split_rows(q_full, q_nope, q_pe, kv_pre, kv_lat, k_pe)
 
 
-_MANY = 256  # tokens from which a dense copy of a quantized weight, one more write and read of it, pays
+@kernel(ops.mla_prepare, device="cuda")
+def mla_prepare(
+    q, kv, kv_norm, inv_freq, positions, latent_pages, rope_pages, block_table, H, nope, mscale, eps, *, out
+):
+    if len(q):
+        pages = (latent_pages, rope_pages)
+        _prepare.mla_prepare(q, kv, kv_norm, inv_freq, positions, pages, block_table, mscale, eps, out)
+
 
 # -- weights ---------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _weights(
-    w_ptr,
-    scales_ptr,
-    biases_ptr,
-    row,
-    row_ok,
-    start,
-    width,
-    dtype: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BITS: tl.constexpr,
-    GS: tl.constexpr,
-):
-    """Elements start … start + COLUMNS − 1 of rows of `width`, dense (BITS = 0) or dequantized; 0 where masked."""
-    column = start + tl.arange(0, COLUMNS)
-    ok = row_ok[:, None] & (column < width)[None, :]
-    if BITS == 0:
-        w = tl.load(w_ptr + row[:, None] * width + column[None, :], mask=ok, other=0.0)
-        w = rounded(w.to(tl.float32), dtype)
-    else:
-        words = width * BITS // 32
-        if BITS == 2 or BITS == 4 or BITS == 8:
-            PER: tl.constexpr = 32 // BITS
-            word = start // PER + tl.arange(0, COLUMNS // PER)
-            word_ok = row_ok[:, None] & (word < words)[None, :]
-            code = unpack(tl.load(w_ptr + row[:, None] * words + word[None, :], mask=word_ok, other=0), BITS)
-        else:
-            code = code_at(w_ptr + row[:, None] * words, column[None, :], ok, BITS)
-        group = row[:, None] * (width // GS) + (column // GS)[None, :]
-        scale = tl.load(scales_ptr + group, mask=ok, other=0.0)
-        bias = tl.load(biases_ptr + group, mask=ok, other=0.0)
-        w = rounded(dequantized(code, scale, bias, tl.float32), dtype)
-    return w
-
-
-# per_head  y[t, h, n] = Σ_k x[t, h, k] · w[h · P + first + n, k], or with TURNED · w[h · P + first + k, n]
-# shapes    x [T, H, K] (SHARED: [T, K], the same for all heads), y [T, H, N]; w rows of `width` numbers or packed
-#           words, with scales and biases [rows, width / GS]
-# grid      (tiles of T · tiles of N · H,): MT tokens × BN outputs of one head, K in steps of BK
-# bytes     weights once per tile of tokens, x once per tile of outputs; bound by bandwidth up to about 64 tokens
-# limits    none; BITS = 0 stands for dense weights of any dtype
-@triton.jit(do_not_specialize=["T"])
-def _per_head_kernel(
-    x_ptr,
-    w_ptr,
-    scales_ptr,
-    biases_ptr,
-    y_ptr,
-    T,
-    H,
-    K,
-    N,
-    P,
-    first,
-    width,
-    BITS: tl.constexpr,
-    GS: tl.constexpr,
-    SHARED: tl.constexpr,
-    TURNED: tl.constexpr,
-    MT: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    tiles = tl.cdiv(T, MT)
-    t = (pid % tiles).to(tl.int64) * MT + tl.arange(0, MT)
-    pid = pid // tiles
-    columns = tl.cdiv(N, BN)
-    n0 = (pid % columns) * BN
-    head = (pid // columns).to(tl.int64)
-    n = n0 + tl.arange(0, BN)
-    x_row = t if SHARED else t * H + head
-    acc = tl.zeros([MT, BN], tl.float32)
-    for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        x_ok = (t < T)[:, None] & (k < K)[None, :]
-        x = tl.load(x_ptr + x_row[:, None] * K + k[None, :], mask=x_ok, other=0.0)
-        row = head * P + first
-        if TURNED:
-            w = _weights(w_ptr, scales_ptr, biases_ptr, row + k, k < K, n0, width, x.dtype, BN, BITS, GS)
-        else:
-            w = tl.trans(_weights(w_ptr, scales_ptr, biases_ptr, row + n, n < N, k0, width, x.dtype, BK, BITS, GS))
-        acc = dot(x, w, acc)
-    y_ok = (t < T)[:, None] & (n < N)[None, :]
-    tl.store(y_ptr + (t * H + head)[:, None] * N + n[None, :], rounded(acc, y_ptr.dtype.element_ty), mask=y_ok)
-
-
-def _per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
-    """y [T, H, N] of x [T, H, K] (or [T, K], the same for all heads) and the weight rows of each head from `first` on.
-
-    turned: they are K rows of N numbers, not N rows of K.
-    """
-    T, H, N = y.shape
-    K, shared, quantized = x.shape[-1], x.ndim == 2, isinstance(w, QuantizedTensor)
-    if not deterministic():
-        if _copies(x, w) or (not quantized and T >= 32 and w.dtype is x.dtype and in_full(x)):
-            _batched(x, dense_copy(w, x.dtype) if quantized else w, y, rows_per_head, first, turned)
-            return
-        if T <= 8 and not (shared or turned) and w.ndim == 3:
-            batched_matvec(x, w, y)
-            return
-    arrays, bits, group = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
-    few = T <= 16 and not deterministic()
-    exact = x.dtype is torch.float32
-    MT, BN, BK, warps = (16, 32, 32, 4) if exact else (16, 64, 64, 4) if few else (128, 128, 64, 8)
-    grid = (triton.cdiv(T, MT) * triton.cdiv(N, BN) * H,)
-    _per_head_kernel[grid](
-        x, *arrays, y, T, H, K, N, rows_per_head, first, w.shape[-1],
-        BITS=bits, GS=group, SHARED=shared, TURNED=turned, MT=MT, BN=BN, BK=BK, num_warps=warps,
-    )  # fmt: skip
-
-
-def _copies(x: torch.Tensor, w: Any) -> bool:
-    """Whether w is made dense for cuBLAS."""
-    return isinstance(w, QuantizedTensor) and len(x) >= _MANY and in_full(x) and not deterministic()
-
-
-def _batched(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
-    """`_per_head` of a dense weight by cuBLAS, one product per head in one launch."""
-    _, H, N = y.shape
-    w = w.view(H, rows_per_head, -1)[:, first : first + (x.shape[-1] if turned else N)]
-    x = x.expand(H, *x.shape) if x.ndim == 2 else x.transpose(0, 1)
-    torch.bmm(x, w if turned else w.transpose(1, 2), out=y.transpose(0, 1))
 
 
 def _tokens(x: torch.Tensor) -> torch.Tensor:
@@ -167,9 +44,9 @@ def mla_q_prime(q_nope, kv_b, *, out):
     if len(x) == 0:
         return
     if kv_b.ndim == 3:
-        _per_head(x, kv_b, y, kv_b.shape[1], 0, turned=False)
+        per_head(x, kv_b, y, kv_b.shape[1], 0, turned=False)
     else:
-        _per_head(x, kv_b, y, kv_b.shape[0] // x.shape[1], 0, turned=True)
+        per_head(x, kv_b, y, kv_b.shape[0] // x.shape[1], 0, turned=True)
 
 
 @kernel(ops.mla_out_per_head, device="cuda")
@@ -178,19 +55,19 @@ def mla_out_per_head(v_combine, kv_b, nope, v_head_dim, *, out):
     if len(x) == 0:
         return
     rows = kv_b.shape[1] if kv_b.ndim == 3 else kv_b.shape[0] // x.shape[1]
-    _per_head(x, kv_b, y, rows, rows - y.shape[2], turned=False)
+    per_head(x, kv_b, y, rows, rows - y.shape[2], turned=False)
 
 
 def _expand(latent, kv_b, unembed_out, keys, values) -> None:
     if unembed_out is not None:
-        _per_head(latent, kv_b, keys, kv_b.shape[1], 0, turned=True)
-        _per_head(latent, unembed_out, values, unembed_out.shape[1], 0, turned=False)
+        per_head(latent, kv_b, keys, kv_b.shape[1], 0, turned=True)
+        per_head(latent, unembed_out, values, unembed_out.shape[1], 0, turned=False)
         return
     rows = kv_b.shape[0] // keys.shape[1]
-    if _copies(latent, kv_b):
+    if copies(latent, kv_b):
         kv_b = dense_copy(kv_b, latent.dtype)  # once for both
-    _per_head(latent, kv_b, keys, rows, 0, turned=False)
-    _per_head(latent, kv_b, values, rows, keys.shape[2], turned=False)
+    per_head(latent, kv_b, keys, rows, 0, turned=False)
+    per_head(latent, kv_b, values, rows, keys.shape[2], turned=False)
 
 
 @kernel(ops.mla_expand, device="cuda")

@@ -262,9 +262,10 @@ def post_attn_triple_norm(hidden, attn_out, post_attn_w, wa, wb, wc, eps, *, out
     _triple("post_attn_triple_norm", attn_out, hidden, post_attn_w, (wa, wb, wc), eps, out[0], out[1:])
 
 
-# endlayer  v = x, or Σ_i slots[i]·x[i]; mid = addend + n(v, w2); y = (residual + n(mid, w3)) · scalar
+# endlayer  v = x, or Σ_i slots[i]·x[i]; mid = addend (with w1 n(addend, w1)) + n(v, w2);
+#           y = (residual + n(mid, w3)) · scalar
 # shapes    x [rows, dim], with K > 0 [rows, K, dim] and slots float32 [rows, K]; addend, residual, mid, y [rows, dim];
-#           w2, w3 [dim]; scalar a number, one element (STEP 0) or [dim] (STEP 1); mid may be None
+#           w1 (or None), w2, w3 [dim]; scalar a number, one element (STEP 0) or [dim] (STEP 1); mid may be None
 # grid      (ceil(rows / R),): a program owns R whole rows
 # bytes     itemsize · rows · dim · (max(K, 1) + 3, with mid 4)
 # limits    BLOCK ≥ dim, a power of two; mid and y may lie over x, addend or residual
@@ -274,6 +275,7 @@ def _endlayer_kernel(
     slots_ptr,
     addend_ptr,
     residual_ptr,
+    w1_ptr,
     w2_ptr,
     w3_ptr,
     scalar_ptr,
@@ -303,6 +305,8 @@ def _endlayer_kernel(
         factor = vector(scalar_ptr, col * STEP, dim)
     else:
         factor = number
+    if w1_ptr is not None:
+        addend = addend * rinv(addend, dim, eps) * vector(w1_ptr, col, dim)
     mid = addend + v * rinv(v, dim, eps) * w2
     y = (residual + mid * rinv(mid, dim, eps) * w3) * factor
     if mid_ptr is not None:
@@ -326,8 +330,8 @@ def _endlayer(op: str, x: Any, slots: Any, rows_in: Any, weights: Any, scalar: A
 
 
 @kernel(ops.post_ff_norm2_endlayer, device="cuda")
-def post_ff_norm2_endlayer(addend, moe_accum, residual, w2, w3, layer_scalar, eps, return_mid, *, out):
-    _endlayer("post_ff_norm2_endlayer", moe_accum, None, (addend, residual), (w2, w3), layer_scalar, eps, out)
+def post_ff_norm2_endlayer(addend, moe_accum, residual, w2, w3, layer_scalar, eps, return_mid, w1, *, out):
+    _endlayer("post_ff_norm2_endlayer", moe_accum, None, (addend, residual), (w1, w2, w3), layer_scalar, eps, out)
 
 
 @kernel(ops.moe_wsum_post_ff_norm2_endlayer, device="cuda")
@@ -335,7 +339,7 @@ def moe_wsum_post_ff_norm2_endlayer(
     expert_out, weights, addend, residual, w2, w3, layer_scalar, eps, return_mid, *, out
 ):
     op = "moe_wsum_post_ff_norm2_endlayer"
-    _endlayer(op, expert_out, weights, (addend, residual), (w2, w3), layer_scalar, eps, out)
+    _endlayer(op, expert_out, weights, (addend, residual), (None, w2, w3), layer_scalar, eps, out)
 
 
 # qk        q ← q / sqrt(Σq² + eps) · q_scale, k ← k / sqrt(Σk² + eps) per head; other columns pass through

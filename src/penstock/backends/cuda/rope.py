@@ -27,15 +27,21 @@ class _Tile(NamedTuple):
     warps: int
 
 
+def pieces_of(op: str, width: int, half: int) -> tuple[int, int]:
+    """Columns of a piece of a head, and pieces beside the two that hold the pairs."""
+    if width > _WIDEST:
+        raise BackendError(f"{op}: x has heads of {width}, expected at most {_WIDEST} on cuda")
+    piece = max(triton.next_power_of_2(half), triton.next_power_of_2(width) // 8)
+    return piece, triton.cdiv(width - 2 * half, piece)
+
+
 @functools.cache
 def _tile(op: str, heads: int, width: int, half: int) -> _Tile:
     """The share of a program: by the sizes of a token alone, so that a row's bits do not depend on the others."""
-    if width > _WIDEST:
-        raise BackendError(f"{op}: x has heads of {width}, expected at most {_WIDEST} on cuda")
+    piece, rest = pieces_of(op, width, half)
     block = triton.next_power_of_2(width)
-    piece = max(triton.next_power_of_2(half), block // 8)
     some = max(1, min(triton.next_power_of_2(heads), _NUMBERS // block))
-    return _Tile(some, max(1, _NUMBERS // (block * some)), piece, triton.cdiv(width - 2 * half, piece), _WARPS)
+    return _Tile(some, max(1, _NUMBERS // (block * some)), piece, rest, _WARPS)
 
 
 @triton.jit
