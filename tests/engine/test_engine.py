@@ -10,7 +10,8 @@ import pytest
 import penstock
 from penstock.api import LLM
 from penstock.engine import place
-from penstock.engine.engine import GRID, Engine
+from penstock.engine.engine import Engine
+from penstock.engine.programs import Runner
 from penstock.errors import InvalidArgument, OutOfMemory
 from tests.models.common import VOCAB, small_config, some_tokens, write_model
 
@@ -26,35 +27,28 @@ def engine(llm: LLM) -> Engine:
     return Engine(llm._engine.model, device="cpu", activations="float32", max_context=600)
 
 
-def failing(error: BaseException, after: int = 0) -> Callable[..., Any]:
-    """Something to put in the place of an op: fails at its call number `after`."""
-    calls = 0
+def failing(error: BaseException, after: int = 0) -> Callable[..., None]:
+    """In the place of `Runner.run`: after a number of whole steps one stops half-way."""
+    steps = 0
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > after:
+    def run(self: Runner, *args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        assert self.bound is not None
+        calls = self.bound.calls
+        for call in calls if steps <= after else calls[: len(calls) // 2]:
+            call()
+        if steps > after:
             raise error
-        return penstock.ops.rms_norm(*args, **kwargs)
 
-    return call
-
-
-class Ops:
-    """`penstock.ops` with another rms_norm."""
-
-    def __init__(self, rms_norm: Callable[..., Any]) -> None:
-        self.rms_norm = rms_norm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(penstock.ops, name)
+    return run
 
 
 # -- prefill ---------------------------------------------------------------------------------------------------------
 
 
 def test_prefill_is_cut_at_the_grid(engine: Engine) -> None:
-    assert GRID == 256
+    assert engine.place.grid == 256
     pieces: list[int] = []
     sequence = engine.open()
     engine.prefill(sequence, some_tokens(100), progress=pieces.append)
@@ -146,7 +140,7 @@ def test_an_interrupted_step_spoils_its_sequences(
         engine.prefill(sequence, tokens[:30])
     snapshots = [engine.snapshot(sequence) for sequence in sequences[:2]]
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr("penstock.models.qwen3_5.ops", Ops(failing(error, after=3)))  # in the second layer
+        patch.setattr(Runner, "run", failing(error))
         engine.decode(sequences[:2], tokens[30:32])
     assert [sequence.spoiled for sequence in sequences] == [True, True, False]
     assert [sequence.length for sequence in sequences] == [30, 30, 30]
@@ -163,9 +157,8 @@ def test_an_interrupted_step_spoils_its_sequences(
 
 def test_an_interrupted_prefill_keeps_the_pieces_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = engine.open()
-    norms = 2 * 2 + 2  # per piece: two layers of two each, and those of q and k
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("penstock.models.qwen3_5.ops", Ops(failing(KeyboardInterrupt(), after=norms)))
+        patch.setattr(Runner, "run", failing(KeyboardInterrupt(), after=1))
         engine.prefill(sequence, some_tokens(300))
     assert sequence.length == 256 and sequence.spoiled
 

@@ -281,9 +281,7 @@ def test_run_closes_its_sequences_when_memory_ends(llm: LLM, monkeypatch: pytest
 
 
 def test_generate_names_scores_that_are_not_finite(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    family = llm._engine.model.family
-    logits = family.logits
-    monkeypatch.setattr(family, "logits", lambda *args: logits(*args) * np.float32(np.nan))
+    monkeypatch.setattr(llm._engine.place, "host", lambda array: np.full(array.shape, np.nan, np.float32))
     with pytest.raises(BackendError, match="^sample: the model produced non-finite logits at position 1: NaN for 263"):
         llm.generate([1], max_tokens=3)
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import penstock
 from penstock.api import LLM
+from penstock.engine.programs import Runner
 from penstock.engine.session import Session, _digest
 from penstock.errors import CheckpointError, InvalidArgument
 from tests.models.common import VOCAB, letters, small_config, some_tokens, tensors, write_model
@@ -308,7 +309,7 @@ def test_a_spoiled_session_can_go_back(llm: LLM, session: Session, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("penstock.models.qwen3_5.delta_net", interrupt)
+        patch.setattr(Runner, "run", interrupt)
         session.append([5])
     assert session.tokens == some_tokens(20)
     for call in (lambda: session.append([1]), lambda: session.generate([1]), session.snapshot):
@@ -317,7 +318,7 @@ def test_a_spoiled_session_can_go_back(llm: LLM, session: Session, monkeypatch: 
     session.rewind(moment)
     assert continued(session) == want
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("penstock.models.qwen3_5.delta_net", interrupt)
+        patch.setattr(Runner, "run", interrupt)
         session.append([5])
     assert session.advance(some_tokens(20)) == 0  # reads all again
     assert session.generate(max_tokens=12).tokens == want

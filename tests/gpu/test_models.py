@@ -106,9 +106,10 @@ def test_cuda_rows_do_not_depend_on_the_batch_when_deterministic(name):
 
 @pytest.mark.cuda
 def test_cuda_prefill_at_grid_points_gives_the_same_bits_as_one_piece():
-    llm = made(EVERY["qwen3_5"], "cuda")
-    tokens = some_tokens(700)
-    np.testing.assert_array_equal(in_pieces(llm, tokens, [256, 512]), in_pieces(llm, tokens, []))
+    llm = load_random({**EVERY["qwen3_5"], "max_position_embeddings": 1 << 13}, device="cuda")
+    grid = llm._engine.place.grid
+    tokens = some_tokens(2 * grid + 300)
+    np.testing.assert_array_equal(in_pieces(llm, tokens, [grid, 2 * grid]), in_pieces(llm, tokens, []))
 
 
 @pytest.mark.cuda

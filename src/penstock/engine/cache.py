@@ -114,6 +114,7 @@ class Caches:
         self.pools = {window: PagePool(window) for window in sorted(windows, key=lambda w: -1 if w is None else w)}
         self._slots = 0
         self._free_slots: list[int] = []
+        self.version = 0  # changes when arrays are replaced by larger ones
 
     @property
     def nbytes(self) -> int:
@@ -216,7 +217,7 @@ class Caches:
         """Copies of what a layer keeps: the rows of its live positions, or its recurrent state."""
         layout, (first, second) = self.layouts[layer], self.arrays[layer]
         if not isinstance(layout, Pages):
-            return tuple(self.place.host(self.place.copy(a[sequence.slot])) for a in (first, second))  # type: ignore[return-value]
+            return tuple(self.place.host(a[sequence.slot]) for a in (first, second))  # type: ignore[return-value]
         table = sequence.tables[layout.window]
         count = sequence.length - table.first * PAGE
         kept = (a[table.live].reshape(len(table.live) * PAGE, a.shape[-1])[:count] for a in (first, second))
@@ -259,7 +260,8 @@ class Caches:
         pool = self.pools[window]
         if wanted <= len(pool.free):
             return
-        capacity = max(pool.capacity + wanted - len(pool.free), min(2 * pool.capacity, pool.capacity + 256), 4)
+        least = max(pool.capacity + wanted - len(pool.free), self.place.pages)
+        capacity = max(least, min(2 * pool.capacity, pool.capacity + 256))
         layers = [n for n, layout in enumerate(self.layouts) if isinstance(layout, Pages) and layout.window == window]
         self._grow(layers, capacity, 0)
         pool.grow(capacity)
@@ -284,6 +286,7 @@ class Caches:
             for new, array in zip(grown, self.arrays[n], strict=True):
                 new[: len(array)] = array
             self.arrays[n] = grown
+        self.version += 1
 
     def _empty(self, layout: Layout, pages: int, slots: int) -> tuple[Any, Any]:
         return empty(layout, pages, slots, self.dtype, self.place.zeros)

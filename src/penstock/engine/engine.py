@@ -1,14 +1,15 @@
 """Runs a model for sequences: prefill on a grid of positions, decode of several sequences at once.
 
 A step's arithmetic for one sequence depends neither on who else is in the batch nor on where its pages lie. Prompts are
-cut at multiples of GRID, so the answer does not depend on whether a part of the prompt was there before.
+cut at multiples of the place's grid, so the answer does not depend on whether a part of the prompt was there before.
+Steps run as programs (`programs.py`), fused and with their buffers planned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.cache import Caches, Sequence, Snapshot
-from penstock.engine.place import Place, place_of
+from penstock.engine.place import Drawing, Flight, Place, place_of
+from penstock.engine.programs import Programs, Runner, table_name, table_width
 from penstock.errors import InvalidArgument
 from penstock.models.step import PAGE, Step
-
-GRID = PAGE  # prefill is cut at multiples of this position
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Engine:
         max_context: int,
         deterministic: bool = False,
         place: Place | None = None,
+        fused: bool = True,
     ) -> None:
         self.model = model
         self.device = device
@@ -57,7 +58,13 @@ class Engine:
         self.deterministic = deterministic
         self.place = place or place_of(device)
         self.caches = Caches(model.family.caches(model.config), dtype, self.place)
+        self.programs = (
+            Programs(model.family, model.config, model.weights, self.caches, activations, fused, deterministic)
+            if self.place.kernels
+            else None
+        )
         self._lock = threading.RLock()
+        self._last: _Last | None = None
 
     def open(self) -> Sequence:
         with self._lock:
@@ -92,17 +99,19 @@ class Engine:
     ) -> np.ndarray:
         """Append tokens to a sequence; scores after the last one [vocab], or after each one [T, vocab].
 
-        Cut at multiples of GRID, so that what is stored at a grid point never depends on the cut. If a piece fails the
-        sequence keeps what the pieces before it wrote. `progress` is called with the number of tokens of each piece.
+        Cut at multiples of the place's grid, so that what is stored at a grid point never depends on the cut. If a
+        piece fails the sequence keeps what the pieces before it wrote. `progress` is called with the number of tokens
+        of each piece.
         """
         ids = self._ids(tokens)
         if not len(ids):
             raise InvalidArgument("prefill: tokens is empty, expected at least one")
         self._check_room(sequence, len(ids))
         rows = np.empty((len(ids), self.model.config.vocab_size), np.float32) if every else None
+        grid = self.place.grid
         done = 0
         while True:
-            count = min(len(ids) - done, GRID - sequence.length % GRID)
+            count = min(len(ids) - done, grid - sequence.length % grid)
             last = done + count == len(ids)
             scores = self._piece(sequence, ids[done : done + count], every, last)
             if rows is not None:
@@ -115,56 +124,142 @@ class Engine:
                 return scores[0] if rows is None else rows
 
     def _piece(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
-        family, config, weights = self.model.family, self.model.config, self.model.weights
         with self._lock, self.place.running(deterministic=False):  # the cut of a prompt does not depend on others
             self.caches.reserve(sequence, len(ids))  # may raise OutOfMemory, and then nothing has changed
-            arrays = (table.array for table in sequence.tables.values())
-            tokens, positions, *tables = self.place.numbers([ids, np.array(sequence.length, np.int32), *arrays])
-            step = Step(
-                tokens=tokens,
-                positions=positions,
-                tables=dict(zip(sequence.tables, tables, strict=True)),
-                start=sequence.length,
-                slot=sequence.slot,
-                activations=self.activations,
-                dtype=self.dtype,
-            )
+            if self.programs is None:
+                return self._defined(sequence, ids, every)
+            widths = {window: table_width(len(table.ids)) for window, table in sequence.tables.items()}
+            runner = self.programs.prefill(len(ids), sequence.length, widths, scores=last and not every)
+            tables = {
+                table_name(window): padded(table.array, widths[window]) for window, table in sequence.tables.items()
+            }
+            runner.fill(tokens=ids, positions=sequence.length, **tables)
             with _whole([sequence]):
-                h = family.forward(step, weights, config, self.caches.arrays)
+                self._state(sequence, out=False)
+                runner.run()
+                self._state(sequence, out=True)
                 self.caches.advance(sequence, len(ids))
-            if every or last:
-                return self.place.host(family.logits(step, h if every else h[-1:], weights, config))
-            return None
+            if every:
+                return self._every(runner.outputs[0])
+            return self.place.host(runner.outputs[0]) if last else None
+
+    def _state(self, sequence: Sequence, out: bool) -> None:
+        """Copy a sequence's recurrent state to where prefills work on it, or back."""
+        assert self.programs is not None
+        own, work = [], []
+        for arrays, rows in zip(self.caches.arrays, self.programs.rows, strict=True):
+            if rows is not None:
+                own += [array[sequence.slot] for array in arrays]
+                work += [row[0] for row in rows]
+        self.place.copy_all(*((own, work) if out else (work, own)))
+
+    def _every(self, h: Any) -> np.ndarray:
+        """Scores of all rows of the residual stream, a page of rows at a time: those of long pieces would be large."""
+        assert self.programs is not None
+        scores = np.empty((len(h), self.model.config.vocab_size), np.float32)
+        parts = [self.place.copy(h[start : start + PAGE]) for start in range(0, len(h), PAGE)]  # the arena is shared
+        for start, part in zip(range(0, len(h), PAGE), parts, strict=True):
+            runner, rows = self.programs.scores(len(part))
+            self.place.copy_all([rows], [part])
+            runner.run()
+            scores[start : start + len(part)] = self.place.host(runner.outputs[0])
+        return scores
 
     def decode(self, sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
         """Append one token to each of B sequences; scores after it, float32 [B, vocab]."""
-        family, config, weights = self.model.family, self.model.config, self.model.weights
         ids = self._ids(tokens)
         for sequence in sequences:
             self._check_room(sequence, 1)
         with self._lock, self.place.running(self.deterministic):
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
-            at = np.array([sequence.length for sequence in sequences], np.int32)
-            rows = np.array([sequence.slot for sequence in sequences], np.int32)
-            arrays = (_tables(sequences, window) for window in self.caches.pools)
-            tokens_here, positions, lengths, slots, *tables = self.place.numbers(
-                [ids, at, at + np.int32(1), rows, *arrays]
-            )
-            step = Step(
-                tokens=tokens_here,
-                positions=positions,
-                tables=dict(zip(self.caches.pools, tables, strict=True)),
-                slots=slots,
-                lengths=lengths,
-                activations=self.activations,
-                dtype=self.dtype,
-            )
+            if self.programs is None:
+                return np.concatenate([self._defined(s, ids[i : i + 1]) for i, s in enumerate(sequences)])
+            runner = self._filled(sequences, ids)
             with _whole(sequences):
-                h = family.forward(step, weights, config, self.caches.arrays)
+                runner.run()
                 for sequence in sequences:
                     self.caches.advance(sequence, 1)
-            return self.place.host(family.logits(step, h, weights, config))
+            return self.place.host(runner.outputs[0][: len(ids)])
+
+    def draw(
+        self, sequences: Seq[Sequence], tokens: Seq[int] | None, rows: Seq[Mapping[str, float]], mode: str
+    ) -> Flight:
+        """Append one token to each of B sequences and draw the next ones on the device, without waiting for them.
+
+        tokens None: those that the last call drew, for the same sequences; only where `continues` says so. rows: how
+        each row draws, the same objects as long as it stays the same; mode as in `ops.sample_tokens`.
+        """
+        for sequence in sequences:
+            self._check_room(sequence, 1)
+        with self._lock, self.place.running(self.deterministic):
+            for sequence in sequences:
+                self.caches.reserve(sequence, 1)
+            last = self._last
+            if tokens is None or (self.continues(sequences) and last is not None and last.drawn == list(tokens)):
+                assert last is not None
+                runner = last.runner
+            else:
+                runner = self._filled(sequences, self._ids(tokens))
+            if last is None or last.runner is not runner or last.drawing is not runner.drawing or last.rows != rows:
+                runner.drawing.fill(rows)
+            with _whole(sequences):
+                runner.run(mode, runner.drawing.calls)
+                for sequence in sequences:
+                    self.caches.advance(sequence, 1)
+            flight = runner.drawing.launched()
+            lengths = [sequence.length for sequence in sequences]
+            version = self.caches.version
+            self._last = _Last(runner, runner.drawing, list(sequences), lengths, list(rows), version, flight)
+            return flight
+
+    def continues(self, sequences: Seq[Sequence]) -> bool:
+        """Whether the device could go on with what the last `draw` drew: same sequences, no new page, no new arrays."""
+        last = self._last
+        return (
+            last is not None
+            and last.version == self.caches.version
+            and last.sequences == sequences
+            and all(s.length == at and at % PAGE for s, at in zip(sequences, last.lengths, strict=True))
+        )
+
+    def _filled(self, sequences: Seq[Sequence], ids: np.ndarray) -> Runner:
+        """The decode program for these sequences, its inputs set."""
+        assert self.programs is not None
+        B, rows = len(sequences), self.place.rows(len(sequences))
+        tables = {window: [s.tables[window].array for s in sequences] for window in self.caches.pools}
+        widths = {window: table_width(max(map(len, arrays))) for window, arrays in tables.items()}
+        runner = self.programs.decode(rows, widths)
+        at = np.full(rows, -1, np.int32)
+        at[:B] = [sequence.length for sequence in sequences]
+        slots = np.full(rows, -1, np.int32)
+        slots[:B] = [sequence.slot for sequence in sequences]
+        words = np.zeros(rows, np.int32)
+        words[:B] = ids
+        grids = {}
+        for window, arrays in tables.items():
+            grids[table_name(window)] = grid = np.zeros((rows, widths[window]), np.int32)
+            for row, array in zip(grid, arrays, strict=False):
+                row[: len(array)] = array
+        runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **grids)
+        return runner
+
+    def _defined(self, sequence: Sequence, ids: np.ndarray, every: bool = False) -> np.ndarray:
+        """A piece by the definitions of the ops, one after the other: device "reference"."""
+        family, config, weights = self.model.family, self.model.config, self.model.weights
+        step = Step(
+            tokens=ids,
+            positions=np.array(sequence.length, np.int32),
+            tables={window: table.array for window, table in sequence.tables.items()},
+            start=sequence.length,
+            slot=sequence.slot,
+            activations=self.activations,
+            dtype=self.dtype,
+        )
+        with _whole([sequence]):
+            h = family.forward(step, weights, config, self.caches.arrays)
+            self.caches.advance(sequence, len(ids))
+        return family.logits(step, h if every else h[-1:], weights, config)
 
     def _ids(self, tokens: Seq[int]) -> np.ndarray:
         vocab = self.model.config.vocab_size
@@ -194,6 +289,23 @@ class Engine:
             )
 
 
+@dataclass
+class _Last:
+    """What the last `draw` left on the device."""
+
+    runner: Runner
+    drawing: Drawing
+    sequences: list[Sequence]
+    lengths: list[int]
+    rows: list[Mapping[str, float]]
+    version: int
+    flight: Flight
+
+    @property
+    def drawn(self) -> list[int]:
+        return self.flight.tokens()[: len(self.sequences)]
+
+
 @contextlib.contextmanager
 def _whole(sequences: Seq[Sequence]) -> Iterator[None]:
     """Mark sequences whose step did not come to its end: their states may be half-way."""
@@ -205,12 +317,6 @@ def _whole(sequences: Seq[Sequence]) -> Iterator[None]:
         raise
 
 
-def _tables(sequences: Seq[Sequence], window: int | None) -> np.ndarray:
-    """Block tables of several sequences, padded to the longest with page 0."""
-    arrays = [sequence.tables[window].array for sequence in sequences]
-    if len(arrays) == 1:
-        return arrays[0][None]
-    table = np.zeros((len(arrays), max(map(len, arrays))), np.int32)
-    for row, array in zip(table, arrays, strict=True):
-        row[: len(array)] = array
-    return table
+def padded(table: np.ndarray, width: int) -> np.ndarray:
+    """A block table with page 0, which is never read, behind its end."""
+    return np.concatenate([table, np.zeros(width - len(table), np.int32)])

@@ -13,10 +13,11 @@ import numpy as np
 
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
-from penstock.engine.sampling import Sampler, SamplingParams
+from penstock.engine.place import Flight
+from penstock.engine.sampling import Sampled, Sampler, SamplingParams, mode_of
 from penstock.engine.stop import StopStrings
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import InvalidArgument
+from penstock.errors import BackendError, InvalidArgument
 
 _OPTIONS = tuple(option.name for option in fields(SamplingParams))
 
@@ -134,7 +135,10 @@ class Request:
 
     def accept(self, logits: np.ndarray, position: int) -> Chunk:
         """Sample the token at `position` (its number in the sequence) and turn it into text."""
-        drawn = self.sampler.sample(logits, position)
+        return self.take(self.sampler.sample(logits, position), position)
+
+    def take(self, drawn: Sampled, position: int) -> Chunk:
+        """The token at `position` has been chosen: turn it into text."""
         self.tokens.append(drawn.token)
         text = ""
         if drawn.token in self.eos:
@@ -177,6 +181,13 @@ class _Running:
     owned: bool
     started: float = field(default_factory=time.perf_counter)
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a step may be launched before the one under way is known."""
+        request = self.request
+        room = len(request.tokens) + 1 < request.max_tokens and self.sequence.length + 1 < request.max_context
+        return self.owned and room
+
 
 def run(
     engine: Engine,
@@ -205,29 +216,58 @@ def run(
                     logits = request.logits
                 now = time.perf_counter()
                 request.timings.prompt_seconds, row.started = now - row.started, now
-                yield from _accepted(engine, active, [row], logits[None])
-            if active:
-                rows = list(active)
-                logits = engine.decode([row.sequence for row in rows], [row.request.tokens[-1] for row in rows])
-                yield from _accepted(engine, active, rows, logits)
+                yield _accepted(engine, active, row, request.accept(logits, row.sequence.length))
+            if not active:
+                continue
+            rows = list(active)
+            if engine.place.draws and all(row.request.sampler.draws for row in rows):
+                yield from _drawn(engine, active, rows)
+                continue
+            logits = engine.decode([row.sequence for row in rows], [row.request.tokens[-1] for row in rows])
+            for row, scores in zip(rows, logits, strict=True):
+                yield _accepted(engine, active, row, row.request.accept(scores, row.sequence.length))
     finally:
         for row in active:
             if row.owned:
                 engine.close(row.sequence)
 
 
-def _accepted(
-    engine: Engine, active: list[_Running], rows: Seq[_Running], logits: np.ndarray
-) -> Iterator[tuple[int, Chunk]]:
-    chunks = []
-    for row, scores in zip(rows, logits, strict=True):
-        chunk = row.request.accept(scores, row.sequence.length)
-        timings = row.request.timings
-        timings.generated_tokens = len(row.request.tokens)
-        timings.generation_seconds = time.perf_counter() - row.started
-        if chunk.finish_reason is not None:
-            active.remove(row)
-            if row.owned:
-                engine.close(row.sequence)
-        chunks.append((row.number, chunk))
-    yield from chunks
+def _drawn(engine: Engine, active: list[_Running], rows: list[_Running]) -> Iterator[tuple[int, Chunk]]:
+    """Steps of these rows, drawn on the device, until one of them ends.
+
+    While the host turns a step's tokens into text the device is at the next one. A row that ends has then taken one
+    step too many, which matters to nobody: only sequences that end with their request are treated so.
+    """
+    sequences = [row.sequence for row in rows]
+    how = [row.request.sampler.row for row in rows]
+    mode = mode_of(row.request.sampler for row in rows)
+    ahead: Flight | None = None
+    while len(active) == len(rows):
+        flight = ahead or engine.draw(sequences, [row.request.tokens[-1] for row in rows], how, mode)
+        behind = 0
+        ahead = None
+        if all(row.may_go_on for row in rows) and engine.continues(sequences):
+            ahead, behind = engine.draw(sequences, None, how, mode), 1
+        chunks = []
+        for row, token in zip(rows, flight.tokens(), strict=False):
+            position = row.sequence.length - behind
+            if token < 0:
+                raise BackendError(f"sample: the model produced non-finite logits at position {position}")
+            chunks.append(_accepted(engine, active, row, row.request.take(Sampled(token, None, None), position)))
+        yield from chunks
+    if ahead is not None:
+        for row, token in zip(rows, ahead.tokens(), strict=False):
+            if row in active and token >= 0:
+                chunk = row.request.take(Sampled(token, None, None), row.sequence.length)
+                yield _accepted(engine, active, row, chunk)
+
+
+def _accepted(engine: Engine, active: list[_Running], row: _Running, chunk: Chunk) -> tuple[int, Chunk]:
+    timings = row.request.timings
+    timings.generated_tokens = len(row.request.tokens)
+    timings.generation_seconds = time.perf_counter() - row.started
+    if chunk.finish_reason is not None:
+        active.remove(row)
+        if row.owned:
+            engine.close(row.sequence)
+    return row.number, chunk

@@ -7,6 +7,7 @@ place is in the CUDA backend, where torch belongs.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
@@ -14,28 +15,97 @@ import numpy as np
 
 from penstock.dtypes import numpy_dtype
 from penstock.engine.memory import available_memory, peak_memory
+from penstock.models.step import PAGE
 from penstock.ops._op import backend
+
+
+class Inputs(Protocol):
+    """Small arrays that the host fills and the device reads."""
+
+    host: list[np.ndarray]
+    here: list[Any]
+
+    def send(self) -> None:
+        """Bring what is in `host` to `here`, in the order of the device's work."""
+        ...
+
+    def ready(self) -> None:
+        """Wait until what was sent has left `host`, so that it may be filled again."""
+        ...
+
+
+class Flight(Protocol):
+    """A decode step that is under way."""
+
+    def tokens(self) -> list[int]:
+        """Wait for it; the token of each row, -2 where its scores are not finite."""
+        ...
+
+
+class Drawing(Protocol):
+    """The end of a decode step: draws tokens and feeds them to the next one, without the host."""
+
+    def calls(self, mode: str) -> list[Callable[[], object]]:
+        """What to run after the program; mode of `ops.sample_tokens`."""
+        ...
+
+    def fill(self, parameters: Seq[Mapping[str, float]]) -> None:
+        """Set how each row draws: temperature, top_k, top_p, min_p, seed."""
+        ...
+
+    def launched(self) -> Flight:
+        """The step that was just run."""
+        ...
 
 
 class Place(Protocol):
     """What the engine needs to know of a device."""
 
     memory: str  # its name in messages: "memory", "GPU memory"
+    kernels: str  # device whose kernels run here; "": the definitions, without programs
+    grid: int  # prefill is cut at multiples of this position
+    pages: int  # fewest that a cache has: where growing means to capture programs again, more
+    joins: int  # see Step.joins
+    draws: bool  # whether tokens can be drawn here, without their scores going to the host
 
     def put(self, value: Any) -> Any:
         """A NumPy array or quantized tensor, here."""
         ...
 
     def host(self, array: Any) -> np.ndarray:
-        """An array of this place as a NumPy array; waits for it."""
+        """A copy of an array of this place as a NumPy array; waits for it."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
 
     def copy(self, array: Any) -> Any: ...
 
-    def numbers(self, arrays: Seq[np.ndarray]) -> list[Any]:
-        """Small int32 arrays of a step, here: one transfer for all of them."""
+    def copy_all(self, into: Seq[Any], arrays: Seq[Any]) -> None:
+        """Copy arrays of this place into others of the same shapes."""
+        ...
+
+    def inputs(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> Inputs:
+        """Buffers of these shapes and dtypes."""
+        ...
+
+    def arena(self, nbytes: int) -> Any:
+        """Bytes for the values of a program."""
+        ...
+
+    def compile(self, calls: Seq[Callable[[], object]]) -> None:
+        """Compile the kernels of these calls, where that is quicker than when each first runs; none of them runs."""
+        ...
+
+    def captured(self, calls: Seq[Callable[[], object]]) -> Callable[[], object]:
+        """A function that does what the calls do, in the quickest way this place has. Their kernels have run before."""
+        ...
+
+    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Drawing:
+        """What draws tokens from the scores of a decode program with these inputs; only where `draws`."""
+        ...
+
+    def rows(self, count: int) -> int:
+        """Rows of a decode program for `count` sequences; those beyond are inactive."""
         ...
 
     def free(self) -> int:
@@ -55,15 +125,20 @@ class Host:
     """Host memory; `reference` runs the definitions of the ops instead of their kernels."""
 
     memory = "memory"
+    grid = PAGE
+    pages = 4
+    joins = 1
+    draws = False
 
     def __init__(self, reference: bool = False) -> None:
         self.reference = reference
+        self.kernels = "" if reference else "cpu"
 
     def put(self, value: Any) -> Any:
         return value
 
     def host(self, array: Any) -> np.ndarray:
-        return array
+        return array.copy()
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         return np.zeros(shape, numpy_dtype(dtype))
@@ -71,8 +146,33 @@ class Host:
     def copy(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
 
-    def numbers(self, arrays: Seq[np.ndarray]) -> list[np.ndarray]:
-        return list(arrays)
+    def copy_all(self, into: Seq[np.ndarray], arrays: Seq[np.ndarray]) -> None:
+        for target, array in zip(into, arrays, strict=True):
+            np.copyto(target, array)
+
+    def inputs(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> Inputs:
+        return _HostInputs(wanted)
+
+    def arena(self, nbytes: int) -> np.ndarray:
+        return np.empty(nbytes, np.uint8)
+
+    def compile(self, calls: Seq[Callable[[], object]]) -> None:
+        pass
+
+    def captured(self, calls: Seq[Callable[[], object]]) -> Callable[[], object]:
+        kept = tuple(calls)
+
+        def replay() -> None:
+            for call in kept:
+                call()
+
+        return replay
+
+    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Drawing:
+        raise NotImplementedError
+
+    def rows(self, count: int) -> int:
+        return count
 
     def free(self) -> int:
         return available_memory()
@@ -82,6 +182,18 @@ class Host:
 
     def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
         return backend("reference") if self.reference else contextlib.nullcontext()
+
+
+class _HostInputs:
+    def __init__(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> None:
+        self.host = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in wanted]
+        self.here = list(self.host)
+
+    def send(self) -> None:
+        pass
+
+    def ready(self) -> None:
+        pass
 
 
 def place_of(device: str) -> Place:

@@ -36,7 +36,7 @@ from penstock.models.layers import (
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.step import Layout, Pages, Step, attend, attend_only
-from penstock.ops._op import Array, contiguous
+from penstock.ops._op import Array
 from penstock.weights.checkpoint import Checkpoint
 
 MODEL_TYPES = ("gemma4", "gemma4_text")
@@ -359,4 +359,5 @@ def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: Config) ->
     projected = ops.rms_norm(projected, w.norm, config.norm_eps)
     rows = ops.mul(embed(step, w.table), math.sqrt(P)).reshape(T, count, P)
     both = ops.mul(ops.add(projected, rows), 2**-0.5)
-    return [contiguous(both[:, n]) for n in range(count)]
+    both = flat(both)
+    return [ops.columns(both, n * P, (n + 1) * P) for n in range(count)]

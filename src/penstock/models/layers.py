@@ -64,11 +64,16 @@ def join(*weights: Weight) -> Joined:
     return Joined(whole, tuple(first.with_arrays(*(a[part] for a in whole.arrays)) for part in rows))
 
 
-def project(step: Step, x: Array, w: Joined, dtype: str | None = None) -> tuple[Array, ...]:
-    """x [T, K] times each joined weight. One row is one product, cut into views; more rows would need copies."""
-    if w.whole is None or x.shape[0] != 1:
+def project(step: Step, x: Array, w: Joined, dtype: str | None = None, joins: int | None = None) -> tuple[Array, ...]:
+    """x [T, K] times each joined weight. One row is one product, cut into views; more rows are cut into copies.
+
+    joins: most rows that are not multiplied with each weight by itself, those of the step by default.
+    """
+    if w.whole is None or x.shape[0] > (step.joins if joins is None else joins):
         return tuple(linear(step, x, part, dtype) for part in w.parts)
     y = linear(step, x, w.whole, dtype)
+    if x.shape[0] != 1:
+        return (y,) if len(w.parts) == 1 else ops.split_columns(y, *(part.shape[0] for part in w.parts))
     cuts = accumulate(part.shape[0] for part in w.parts)
     return tuple(y[:, end - part.shape[0] : end] for part, end in zip(w.parts, cuts, strict=True))
 
@@ -122,7 +127,7 @@ def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, 
 def mlp(step: Step, x: Array, w: Mlp, act: str = "silu") -> Array:
     """down(act(gate x) · up x), x [T, dim] → [T, dim]."""
     gated = ops.swiglu if act == "silu" else ops.geglu
-    gate, up = project(step, x, w.gate_up)
+    gate, up = project(step, x, w.gate_up, joins=1)  # two products are one fused op
     return linear(step, gated(gate, up), w.down)
 
 

@@ -6,13 +6,14 @@ its config while it is read, and a model of any size can be made up for a benchm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from penstock.dtypes import FLOATS, bfloat16, dtype_name
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, OutOfMemory
 from penstock.models.config import Fields
 from penstock.ops._op import Array
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
@@ -151,8 +152,16 @@ class Random:
         while K % gs:
             gs //= 2
             if gs not in GROUP_SIZES:
-                return (self._rng.standard_normal(shape, np.float32) * K**-0.5).astype(bfloat16)
-        packed = np.empty((*rows, K * bits // 32), np.uint32)
+                return self._dense(shape)
+        # codes are uniform, so a weight has the standard deviation scale · 2^bits / sqrt(12); make that K^(-1/2) · 0.7
+        scale = 0.7 * 12**0.5 / 2**bits * K**-0.5
+        groups = (*rows, K // gs)
+        codes = self._codes((*rows, K * bits // 32))
+        biases = self._filled(groups, -scale * (2**bits - 1) / 2)
+        return QuantizedTensor(codes, self._filled(groups, scale), biases, bits, gs)
+
+    def _codes(self, shape: tuple[int, ...]) -> Array:
+        packed = np.empty(shape, np.uint32)
         flat = packed.reshape(-1).view(np.uint64) if packed.size % 2 == 0 else packed.reshape(-1)
         step = 1 << 22
         for start in range(0, flat.size, step):
@@ -160,11 +169,13 @@ class Random:
             part[:] = self._rng.integers(0, np.iinfo(flat.dtype).max, part.size, flat.dtype, endpoint=True)
             if self._progress:
                 self._progress(part.nbytes)
-        # codes are uniform, so a weight has the standard deviation scale · 2^bits / sqrt(12); make that K^(-1/2) · 0.7
-        scale = 0.7 * 12**0.5 / 2**bits * K**-0.5
-        scales = np.full((*rows, K // gs), scale, bfloat16)
-        biases = np.full((*rows, K // gs), -scale * (2**bits - 1) / 2, bfloat16)
-        return QuantizedTensor(packed, scales, biases, bits, gs)
+        return packed
+
+    def _filled(self, shape: tuple[int, ...], value: float) -> Array:
+        return np.full(shape, value, bfloat16)
+
+    def _dense(self, shape: tuple[int, ...]) -> Array:
+        return (self._rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5).astype(bfloat16)
 
     def vector(self, path: str, *shape: int) -> np.ndarray:
         noise = self._rng.standard_normal(shape, np.float32)
@@ -180,6 +191,111 @@ class Random:
     def stack(self, paths: Iterable[str], *shape: int) -> Weight:
         found = list(paths)
         return self.weight(found[0], len(found), *shape)
+
+
+@runtime_checkable
+class Maker(Protocol):
+    """A place (engine/place.py) that can draw weights where they are to lie: the GPU's."""
+
+    def put(self, value: Any) -> Any: ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
+
+    def random_codes(self, shape: tuple[int, ...], seed: int) -> Any:
+        """int32, every bit drawn."""
+        ...
+
+
+class RandomHere(Random):
+    """Made-up weights that the device draws itself: seconds instead of minutes, and other numbers than the host's."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        place: Maker,
+        seed: int = 0,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(config, seed, progress)
+        self._place = place
+
+    def _codes(self, shape: tuple[int, ...]) -> Array:
+        made = self._place.random_codes(shape, int(self._rng.integers(1 << 63)))
+        if self._progress:
+            self._progress(made.nbytes)
+        return made
+
+    def _filled(self, shape: tuple[int, ...], value: float) -> Array:
+        made = self._place.zeros(shape, "bfloat16")
+        made[...] = value
+        return made
+
+    def _dense(self, shape: tuple[int, ...]) -> Array:
+        return self._place.put(super()._dense(shape))
+
+
+class Shapes(Random):
+    """Weights of which nothing but shape and format counts: for their size, and for tracing. They take no memory."""
+
+    def _codes(self, shape: tuple[int, ...]) -> Array:
+        return _untouched(shape, np.dtype(np.uint32))
+
+    def _filled(self, shape: tuple[int, ...], value: float) -> Array:
+        return _untouched(shape, bfloat16)
+
+    def _dense(self, shape: tuple[int, ...]) -> Array:
+        return _untouched(shape, bfloat16)
+
+
+class Outline:
+    """Another source's matrices by shape and format alone: none is read or copied. Vectors are as they are."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.layout = source.layout
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.source
+
+    def weight(self, path: str, *shape: int) -> Weight:
+        return _outlined(self.source.weight(path, *shape), lambda own: own)
+
+    def vector(self, path: str, *shape: int) -> np.ndarray:
+        return self.source.vector(path, *shape)
+
+    def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
+        return _outlined(self.source.weight(path, *shape), lambda own: (len(order), *own[1:]))
+
+    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
+        found = list(paths)
+        return _outlined(self.source.weight(found[0], *shape), lambda own: (len(found), *own))
+
+
+def _outlined(weight: Weight, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Weight:
+    """A weight of the same format that takes no memory; `shape` turns the shapes of its arrays into the new ones."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.with_arrays(*(_untouched(shape(array.shape), array.dtype) for array in weight.arrays))
+    return _untouched(shape(weight.shape), weight.dtype)
+
+
+class _Untouched(np.ndarray):
+    """An array that nobody reads or writes, so that its pages are never there; joined to others it makes another."""
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is not np.concatenate:
+            return super().__array_function__(func, types, args, kwargs)
+        arrays, axis = args
+        shape = list(arrays[0].shape)
+        shape[axis] = sum(array.shape[axis] for array in arrays)
+        return _untouched(tuple(shape), arrays[0].dtype)
+
+
+def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    try:
+        return np.empty(shape, dtype).view(_Untouched)
+    except (MemoryError, ValueError):
+        nbytes = math.prod(shape) * dtype.itemsize
+        raise OutOfMemory(f"config.json: a weight of shape {shape} needs {nbytes / 1e9:.0f} GB, too many") from None
 
 
 class Placed:

@@ -1,0 +1,71 @@
+"""Compile the kernels of many launches at once, in threads, before the first of them runs.
+
+Triton compiles a kernel when it is first launched, one after the other: half a minute for a model on a new machine.
+Most of that time is spent outside of Python's lock, so threads share it.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import triton
+from triton.runtime.jit import JITFunction
+
+_SHOWN_AFTER = 0.5  # seconds of compiling from which on somebody is told
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[Any]:
+    """Inside, launches by this thread hand their kernels to a pool for compilation, if they have to, and do not run.
+
+    Yields Triton's record of what was handed over. All is compiled at the end.
+    """
+    me = threading.get_ident()
+    plain = JITFunction.run
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return plain(self, *args, grid=grid, warmup=warmup or threading.get_ident() == me, **kwargs)
+
+    # A pool of processes would need less of Python's lock, but a copy of torch in each.
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool, triton.AsyncCompileMode(pool) as mode:
+        JITFunction.run = run
+        try:
+            yield mode
+        finally:
+            JITFunction.run = plain
+        _watch(mode)
+
+
+def compile_all(calls: Sequence[Callable[[], object]]) -> None:
+    """Compile every kernel that these calls launch. What they do besides launching is done: it must not matter."""
+    with compiling():
+        for call in calls:
+            call()
+
+
+def _watch(mode: Any) -> None:
+    """Show on the terminal how far it is, if it takes a while and somebody is there."""
+    waiting = list(mode.raw_futures)
+    start = time.monotonic()
+    if not waiting or not sys.stderr.isatty():
+        return
+    from rich.console import Console
+
+    status = Console(stderr=True).status("")
+    shown = False
+    try:
+        while not all(future.done() for future in waiting):
+            time.sleep(0.05)
+            done = sum(future.done() for future in waiting)
+            if not shown and time.monotonic() - start > _SHOWN_AFTER:
+                status.start()
+                shown = True
+            status.update(f"compiling kernels for this GPU, once: {done} of {len(waiting)}")
+    finally:
+        if shown:
+            status.stop()

@@ -1,0 +1,275 @@
+"""The programs of a model by shape: traced once, bound to the caches, captured where the device replays.
+
+Everything that changes from step to step lies in buffers that a program keeps: tokens, positions, lengths, slots and
+block tables. A prefill works on the recurrent state of one sequence in rows of its own, into which the engine copies
+the sequence's, so that one program serves every sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.cache import Caches
+from penstock.engine.place import Drawing, Inputs, Place
+from penstock.errors import OutOfMemory
+from penstock.graph import Bound, Graph, Program, trace
+from penstock.models.step import Pages, Step, empty
+from penstock.ops._op import Op, Spec, spec_of
+
+KEPT = 48  # programs of prefills and of decodes that are kept, the latest used ones
+_LEAST_PAGES = 4  # of a block table: tables grow in powers of two, and a new size is a new program
+
+Wrap = Callable[[Op, Any], Any]
+
+
+def table_width(pages: int) -> int:
+    """Columns of a block table that has room for this many pages."""
+    width = _LEAST_PAGES
+    while width < pages:
+        width *= 2
+    return width
+
+
+class Runner:
+    """A program with its buffers. The first run is a list of calls; from the second on it is a replay.
+
+    Its inputs are small int32 arrays of the given shapes: `host` to fill, `here` where the device reads them. compiles:
+    its kernels may be new, and are compiled together before it runs.
+    """
+
+    def __init__(
+        self, program: Program, place: Place, numbers: Mapping[str, tuple[int, ...]], compiles: bool = True
+    ) -> None:
+        self.compiles = compiles
+        self.program = program
+        self.place = place
+        self._buffer: Inputs = place.inputs([(shape, "int32") for shape in numbers.values()])
+        self.host: dict[str, np.ndarray] = dict(zip(numbers, self._buffer.host, strict=True))
+        self.here: dict[str, Any] = dict(zip(numbers, self._buffer.here, strict=True))
+        self.bound: Bound | None = None
+        self._drawing: Drawing | None = None
+        self._replays: dict[str, Callable[[], object]] = {}
+        self._ran: set[str] = set()
+        self._key: Any = None
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        assert self.bound is not None
+        return self.bound.outputs
+
+    def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
+        """Bind the program to caches and an arena; nothing happens if `key`, which names them, is that of last time."""
+        if key != self._key:
+            self.bound = self.program.bind({**self.here, **arrays}, arena, wrap)
+            self._key, self._replays, self._ran, self._drawing = key, {}, set(), None
+
+    def fill(self, **values: Any) -> None:
+        """Write inputs by name (a shorter table leaves the rest of a row as it is) and bring them to the device."""
+        self._buffer.ready()
+        for name, value in values.items():
+            self.host[name][...] = value
+        self._buffer.send()
+
+    @property
+    def drawing(self) -> Drawing:
+        """What draws from its scores."""
+        if self._drawing is None:
+            self._drawing = self.place.drawing(self.outputs[0], self.here)
+        return self._drawing
+
+    def run(self, name: str = "", tail: Callable[[str], Sequence[Callable[[], object]]] | None = None) -> None:
+        """Run the program, and behind it the calls that `tail` has by this name."""
+        assert self.bound is not None
+        replay = self._replays.get(name)
+        if replay is None:
+            more = [] if tail is None else tail(name)
+            if name not in self._ran:
+                self._ran.add(name)
+                if self.compiles:
+                    self.place.compile([*self.bound.calls, *more])
+                self.bound.run()
+                for call in more:
+                    call()
+                return
+            replay = self._replays[name] = self.place.captured([*self.bound.calls, *more])
+        replay()
+
+
+class Programs:
+    """Makes and keeps the programs of one model on one place."""
+
+    def __init__(
+        self,
+        family: ModuleType,
+        config: Any,
+        weights: Any,
+        caches: Caches,
+        activations: str,
+        fused: bool = True,
+        steady: bool = False,
+    ) -> None:
+        self.family, self.config, self.weights = family, config, weights
+        self.caches, self.place = caches, caches.place
+        self.activations = activations
+        self.fused, self.steady = fused, steady  # see Program
+        self.wrap: Wrap | None = None  # see Program.bind
+        zeros = self.place.zeros
+        self.rows = [
+            None if isinstance(layout, Pages) else empty(layout, 0, 1, caches.dtype, zeros) for layout in caches.layouts
+        ]
+        self._kept: dict[Any, Runner] = {}
+        self._sizes: set[tuple[int, bool]] = set()  # of prefills so far
+        self._by_start: set[Any] = set()  # prefills whose nodes depend on where they start
+        self._streams: dict[int, Any] = {}
+        self._arena: Any = None
+        self._arenas = 0  # how many there have been
+        self._decode_arenas: dict[Any, Any] = {}
+
+    # -- runners -----------------------------------------------------------------------------------------------------
+
+    def decode(self, rows: int, widths: Mapping[int | None, int]) -> Runner:
+        """One token of each of `rows` sequences, with block tables of these widths; its output are scores."""
+        key = ("decode", rows, tuple(widths.items()))
+        runner = self._kept.pop(key, None)
+        if runner is None:
+            names: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "lengths", "slots"), (rows,))
+            names |= {table_name(window): (rows, width) for window, width in widths.items()}
+            runner = self._made(self.decode_graph(rows, widths), names)
+        self._keep(key, runner)
+        if key not in self._decode_arenas:
+            self._decode_arenas[key] = self._new_arena(runner.program.arena_bytes)
+        runner.bind(self.caches.version, self._cache_arrays(False), self._decode_arenas[key], self.wrap)
+        return runner
+
+    def prefill(self, T: int, start: int, widths: Mapping[int | None, int], scores: bool) -> Runner:
+        """T tokens of one sequence from position `start` on. Outputs: scores after the last, or the residual stream."""
+        key: Any = ("prefill", T, tuple(widths.items()), scores)
+        if key in self._by_start:
+            key = (*key, start)
+        runner = self._kept.pop(key, None)
+        if runner is None:
+            graph, by_start = self.prefill_graph(T, start, widths, scores)
+            if by_start and key not in self._by_start:
+                self._by_start.add(key)
+                key = (*key, start)
+            names: dict[str, tuple[int, ...]] = {"tokens": (T,), "positions": ()}
+            names |= {table_name(window): (width,) for window, width in widths.items()}
+            size = (T.bit_length(), scores)  # lengths of one size run the same kernels
+            runner = self._made(graph, names, compiles=size not in self._sizes)
+            self._sizes.add(size)
+        return self._with_arena(self._keep(key, runner), self._cache_arrays(True))
+
+    def scores(self, T: int) -> tuple[Runner, Any]:
+        """Scores of T rows of the residual stream, and the array that these rows are to be copied into."""
+        key = ("scores", T)
+        runner = self._kept.pop(key, None) or self._made(self.scores_graph(T), {})
+        self._keep(key, runner)
+        if T not in self._streams:
+            self._streams[T] = self.place.zeros((T, self.config.dim), self.caches.dtype)
+        return self._with_arena(runner, {"h": self._streams[T]}), self._streams[T]
+
+    def _with_arena(self, runner: Runner, arrays: Mapping[str, Any]) -> Runner:
+        """Bind to the arena that prefills share: they run one at a time, and nothing in it outlives a run."""
+        need = runner.program.arena_bytes
+        if self._arena is None or len(self._arena) < need:
+            self._arena = None  # the old one goes before the new one comes
+            self._arena = self._new_arena(need)
+            self._arenas += 1
+        runner.bind((self.caches.version, self._arenas), arrays, self._arena, self.wrap)
+        return runner
+
+    def _new_arena(self, nbytes: int) -> Any:
+        if nbytes > (free := self.place.free()):
+            raise OutOfMemory(
+                f"step: {nbytes / 1e9:.2f} GB of {self.place.memory} are needed, {free / 1e9:.2f} GB are free; "
+                "use fewer sequences at once, or close sessions"
+            )
+        return self.place.arena(nbytes)
+
+    def _made(self, graph: Graph, names: Mapping[str, tuple[int, ...]], compiles: bool = True) -> Runner:
+        program = Program(graph, self.place.kernels, fused=self.fused, steady=self.steady)
+        return Runner(program, self.place, names, compiles)
+
+    def _keep(self, key: Any, runner: Runner) -> Runner:
+        self._kept[key] = runner
+        while len(self._kept) > KEPT:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._decode_arenas.pop(oldest, None)
+            if oldest[0] == "scores":
+                del self._streams[oldest[1]]
+        return runner
+
+    # -- graphs ------------------------------------------------------------------------------------------------------
+
+    def decode_graph(self, rows: int, widths: Mapping[int | None, int]) -> Graph:
+        specs = {name: Spec((rows,), "int32") for name in ("tokens", "positions", "lengths", "slots")}
+        specs |= {table_name(window): Spec((rows, width), "int32") for window, width in widths.items()}
+
+        def fn(tokens: Any, positions: Any, lengths: Any, slots: Any, **more: Any) -> Any:
+            step = self._step(tokens, positions, widths, more)
+            step = replace(step, lengths=lengths, slots=slots)
+            h = self.family.forward(step, self.weights, self.config, self._cache_values(more))
+            return self.family.logits(step, h, self.weights, self.config)
+
+        return trace(fn, specs | self._cache_specs(False))
+
+    def prefill_graph(self, T: int, start: int, widths: Mapping[int | None, int], scores: bool) -> tuple[Graph, bool]:
+        """The graph, and whether its nodes depend on `start`."""
+        specs = {"tokens": Spec((T,), "int32"), "positions": Spec((), "int32")}
+        specs |= {table_name(window): Spec((width,), "int32") for window, width in widths.items()}
+        read: list[bool] = []
+
+        def fn(tokens: Any, positions: Any, **more: Any) -> Any:
+            step = _Watched(**vars(replace(self._step(tokens, positions, widths, more), start=start)))
+            object.__setattr__(step, "_read", read)
+            h = self.family.forward(step, self.weights, self.config, self._cache_values(more))
+            return self.family.logits(step, h[-1:], self.weights, self.config) if scores else h
+
+        graph = trace(fn, specs | self._cache_specs(True))
+        return graph, bool(read)
+
+    def scores_graph(self, T: int) -> Graph:
+        def fn(h: Any) -> Any:
+            step = Step(h, h, {}, activations=self.activations, dtype=self.caches.dtype)
+            return self.family.logits(step, h, self.weights, self.config)
+
+        return trace(fn, {"h": Spec((T, self.config.dim), self.caches.dtype)})
+
+    def _step(self, tokens: Any, positions: Any, widths: Mapping[int | None, int], more: Mapping[str, Any]) -> Step:
+        tables = {window: more[table_name(window)] for window in widths}
+        return Step(
+            tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype, joins=self.place.joins
+        )
+
+    def _cache_arrays(self, one: bool) -> dict[str, Any]:
+        """Arrays of all caches by input name; `one`: the rows of one sequence instead of all recurrent states."""
+        found = {}
+        for n, (arrays, rows) in enumerate(zip(self.caches.arrays, self.rows, strict=True)):
+            first, second = rows if one and rows is not None else arrays
+            found |= {f"cache{n}.0": first, f"cache{n}.1": second}
+        return found
+
+    def _cache_specs(self, one: bool) -> dict[str, Spec]:
+        return {name: spec_of(array) for name, array in self._cache_arrays(one).items()}
+
+    def _cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        return [(values[f"cache{n}.0"], values[f"cache{n}.1"]) for n in range(len(self.caches.layouts))]
+
+
+class _Watched(Step):
+    """A step that notes whether somebody asks where it starts: then a graph is good for that start alone."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "start":
+            object.__getattribute__(self, "_read").append(True)
+        return object.__getattribute__(self, name)
+
+
+def table_name(window: int | None) -> str:
+    return f"table{'' if window is None else window}"

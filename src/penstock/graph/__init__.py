@@ -1,0 +1,8 @@
+"""Write plainly, run fused: trace a step of a model, rewrite it, give it buffers, replay it."""
+
+from penstock.graph.fuse import fuse
+from penstock.graph.plan import Plan, plan
+from penstock.graph.program import Bound, Program
+from penstock.graph.trace import Graph, Node, Value, trace
+
+__all__ = ["Bound", "Graph", "Node", "Plan", "Program", "Value", "fuse", "plan", "trace"]

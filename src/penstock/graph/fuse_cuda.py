@@ -1,0 +1,212 @@
+"""Rules for the GPU alone, where every launch costs: whole blocks of a layer, and norms and sums inside products.
+
+The CPU's kernels of these ops call those of the plain ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from penstock import ops
+from penstock.graph.rewrite import Candidates, Match, Rule, operands, rule, same
+from penstock.graph.trace import Node, Value
+
+CUDA = ("cuda",)
+
+# -- whole blocks ----------------------------------------------------------------------------------------------------
+
+_ACT = {ops.fused_gate_up_swiglu: "silu", ops.fused_gate_up_geglu: "gelu_tanh"}
+
+
+@rule(ops.moe_combine_residual, devices=CUDA)
+def moe_shared_forward(match: Match, node: Node) -> Candidates:
+    """moe_combine_residual(h, moe_forward(x, …), fused_gate_up_swiglu(x, …) @ down) → moe_shared_forward(h, x, …)"""
+    routed = match.made_by(node["moe_sum"], ops.moe_forward)
+    down = match.made_by(node["shared_out"], ops.quantized_matmul)
+    shared = match.made_by(down["x"], *_ACT) if down is not None else None
+    if routed is None or down is None or shared is None or not same(routed["x"], shared["x"]):
+        return
+    if routed["act"] == _ACT[shared.op] and routed["activations"] == shared["activations"] == down["activations"]:
+        weights = {"shared_gate_w": shared["gate_w"], "shared_up_w": shared["up_w"], "shared_down_w": down["w"]}
+        args = {**routed.args, **weights, "residual": node["h_mid"], "shared_score": node["shared_gate"]}
+        yield match.call(ops.moe_shared_forward, **args, instead=(routed, shared, down, node), makes=(node.out,))
+
+
+@rule(ops.post_ff_norm2_endlayer, devices=CUDA)
+def dense_norm(match: Match, node: Node) -> Candidates:
+    """post_ff_norm2_endlayer(rms_norm(x, w), …) → post_ff_norm2_endlayer(x, …, w1=w)"""
+    norm = match.made_by(node["addend"], ops.rms_norm)
+    if norm is not None and norm["weight"] is not None and norm["eps"] == node["eps"] and node["w1"] is None:
+        args = {**node.args, "addend": norm["x"], "w1": norm["weight"]}
+        yield match.call(ops.post_ff_norm2_endlayer, **args, instead=(norm, node), makes=node.outs)
+
+
+@rule(ops.gated_rms_norm, devices=CUDA)
+def gated_delta_step(match: Match, node: Node) -> Candidates:
+    """conv1d_causal, conv1d_state_update, rms_norm_qk, gdn_decay_beta, gated_delta_net, gated_rms_norm, with slots
+    → gated_delta_step
+    """
+    net = match.made_by(node["values"], ops.gated_delta_net)
+    unit = match.made_by(net["qkv"], ops.rms_norm_qk) if net is not None else None
+    conv = match.made_by(unit["x"], ops.conv1d_causal) if unit is not None else None
+    gates = match.made_by(net["g"], ops.gdn_decay_beta) if net is not None else None
+    if net is None or unit is None or conv is None or gates is None or not same(conv["slots"], net["slots"]):
+        return
+    heads = (net["Hk"], net["Dk"], net["Hk"] * net["Dk"], None, 1e-6, "sum")
+    if tuple(unit.args.values())[1:] != heads or not all(map(same, gates.outs, (net["g"], net["b"]))):
+        return
+    for moved in match.readers(conv["state"]):
+        if moved.op is ops.conv1d_state_update and all(same(moved[name], conv[name]) for name in moved.args):
+            rows = conv["x"], node["z"], gates["alpha"], gates["beta"]
+            states = conv["state"], net["state"], net["slots"]
+            weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]
+            yield match.call(
+                ops.gated_delta_step,
+                *(*rows, *states, *weights, net["Hk"], node["eps"]),
+                instead=(conv, moved, unit, gates, net, node),
+                makes=(node.out,),
+            )
+
+
+@rule(ops.kv_pages_append, devices=CUDA)
+def attention_prepare(match: Match, node: Node) -> Candidates:
+    """split_q_gate, head_norm_rope (or rope) of q and k, rms_norm of v, kv_pages_append → attention_prepare
+
+    q is what the attention over the same pages reads. Also without a gate, and without the norm of v.
+    """
+    key, how = _turned(match, node["k_src"])
+    if key is None or not same(how[1], node["positions"]):
+        return
+    value = match.made_by(node["v_src"], ops.rms_norm)
+    raw = node["v_src"] if value is None else value["x"]
+    if value is not None and value["weight"] is not None:
+        return
+    for reader in match.readers(node["k_pages"]):
+        query, its_how = _turned(match, reader.args.get("q"))
+        if query is None or not all(map(same, how, its_how)):
+            continue
+        eps = {norm["eps"] for norm in (query, key, value) if norm is not None and "eps" in norm.args}
+        if len(eps) > 1:
+            continue
+        split = match.maker(query["x"], ops.split_q_gate)
+        if split is not None and not same(query["x"], split.outs[0]):
+            continue
+        q = query["x"] if split is None else split["q_proj"]
+        rows = _flat(q), _flat(key["x"]), None if same(raw, key["x"]) else _flat(raw)
+        norms = query.args.get("weight"), key.args.get("weight")
+        pages = node["k_pages"], node["v_pages"], node["block_table"]
+        inv_freq, at, rotary_dim, mscale = how
+        yield match.call(
+            ops.attention_prepare,
+            *(*rows, *norms, inv_freq, at, *pages, q.shape[1], rotary_dim, mscale),
+            *(min(eps, default=1e-6), split is not None, value is not None),
+            instead=[found for found in (split, query, key, value, node) if found is not None],
+            makes=(query.out, None if split is None else split.outs[1]),
+        )
+
+
+@rule(ops.mla_cache_append, devices=CUDA)
+def mla_prepare(match: Match, node: Node) -> Candidates:
+    """mla_split_q_kv, rms_norm of the latent, rope of q_pe and of k_pe, mla_cache_append into pages → mla_prepare"""
+    latent = match.made_by(node["kv_lat"], ops.rms_norm)
+    split = match.made_by(latent["x"], ops.mla_split_q_kv) if latent is not None else None
+    key, how = _turned(match, node["k_pe"].base)
+    if latent is None or split is None or key is None or not same(how[1], node["pos"]):
+        return
+    q_nope, q_pe, _, k_pe = split.outs
+    if q_nope is None or q_pe is None or key["x"].base is not k_pe or key.op is not ops.rope:
+        return
+    for reader in match.readers(q_pe):
+        query, its_how = _turned(match, reader.out) if reader.op is ops.rope else (None, ())
+        if query is None or not all(map(same, how, its_how)):
+            continue
+        inv_freq, at, _, mscale = how
+        pages = node["latent_cache"], node["rope_k_cache"], node["block_table"]
+        sizes = q_nope.shape[1], q_nope.shape[2], mscale, latent["eps"]
+        yield match.call(
+            ops.mla_prepare,
+            *(_flat(split["q_full"]), split["kv_pre"], latent["weight"], inv_freq, at, *pages, *sizes),
+            instead=(split, latent, query, key, node),
+            makes=(q_nope, query.out),
+        )
+
+
+@rule(ops.sigmoid_gate, devices=CUDA)
+def attention_gate(match: Match, node: Node) -> Candidates:
+    """sigmoid_gate(attention_paged(q, …), gate) → attention_paged(q, …, gate)"""
+    attend = match.made_by(node["x"], ops.attention_paged)
+    if attend is not None and attend["gate"] is None:
+        args = {**attend.args, "gate": node["gate"]}
+        yield match.call(ops.attention_paged, **args, instead=(attend, node), makes=(node.out,))
+
+
+def _turned(match: Match, value: Any) -> tuple[Node | None, tuple[Any, ...]]:
+    """The rotation of halves of heads [T, H, D] that makes a value, after a norm with a weight or none, and its
+    inv_freq, position, rotary_dim and mscale.
+    """
+    node = match.made_by(value, ops.head_norm_rope, ops.rope)
+    if node is None or node["interleaved"] or node["x"].ndim != 3:
+        return None, ()
+    if node.op is ops.head_norm_rope and node["weight"] is None:
+        return None, ()
+    named = node.args.get("positions")
+    at = node["start_pos"] if named is None else named
+    return node, (node["inv_freq"], at, node["rotary_dim"], node["mscale"])
+
+
+def _flat(x: Value) -> Value:
+    """[T, H, D] as [T, H · D]."""
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
+# -- inside products of few rows, which wait for memory and have time to spare ---------------------------------------
+
+FEW = 8  # rows
+
+_PRODUCTS = (ops.quantized_matmul, ops.matmul)
+
+
+def _few(x: Value) -> bool:
+    return x.spec.size <= FEW * x.shape[-1]
+
+
+@rule(ops.residual_add, devices=CUDA)
+def matmul_add(match: Match, node: Node) -> Candidates:
+    """r + x @ w → matmul_add(r, x, w)"""
+    for residual, y in operands(node):
+        product = match.made_by(y, *_PRODUCTS)
+        if product is not None and _few(product["x"]):
+            args = residual, product["x"], product["w"], product.args.get("activations", "float32")
+            yield match.call(ops.matmul_add, *args, instead=(product, node), makes=(node.out,))
+
+
+@rule(*_PRODUCTS, ops.moe_shared_forward, devices=CUDA)
+def norm_matmul(match: Match, node: Node) -> Candidates:
+    """rms_norm(x) @ w → norm_matmul(x, w),
+    moe_shared_forward(h, rms_norm(x), …) → moe_shared_forward(h, x, …) with the norm inside
+
+    A norm with two readers stays: with it in both, a token of Qwen3.6-35B-A3B took 1.575 ms on an H200, not 1.545.
+    Rows that are rounded to int8 are normed and rounded once, in front.
+    """
+    norm = match.made_by(node["x"], ops.rms_norm)
+    if norm is None or norm["weight"] is None or not _few(norm["x"]) or node.args.get("activations") == "int8":
+        return
+    if node.op in _PRODUCTS:
+        rest = norm["eps"], node.args.get("activations", "float32"), node["dtype"]
+        args = norm["x"], norm["weight"], node["w"], *rest
+        yield match.call(ops.norm_matmul, *args, instead=(norm, node), makes=node.outs)
+    elif node["norm_weight"] is None:
+        args = {**node.args, "x": norm["x"], "norm_weight": norm["weight"], "eps": norm["eps"]}
+        yield match.call(ops.moe_shared_forward, **args, instead=(norm, node), makes=node.outs)
+
+
+BLOCKS: tuple[Rule, ...] = (
+    moe_shared_forward,
+    dense_norm,
+    gated_delta_step,
+    attention_prepare,
+    mla_prepare,
+    attention_gate,
+)
+INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, norm_matmul)

@@ -1,0 +1,122 @@
+"""A graph ready to run: fused, with a place in the arena for every value, cut into segments of bound kernel calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import InvalidArgument, KernelNotFound, ShapeError
+from penstock.graph.fuse import fuse
+from penstock.graph.plan import plan
+from penstock.graph.trace import Graph, Node, Value, nbytes
+from penstock.ops._op import Op, shaped, spec_of
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A program on arrays: segments of calls to run one after the other, and where its outputs lie."""
+
+    segments: tuple[tuple[Call, ...], ...]
+    outputs: tuple[Any, ...]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(call for segment in self.segments for call in segment)
+
+    def run(self) -> tuple[Any, ...]:
+        for segment in self.segments:
+            for call in segment:
+                call()
+        return self.outputs
+
+
+class Program:
+    """A traced step for one device ("cpu" or "cuda"). It knows no arrays but the weights; `bind` gives it the others.
+
+    steady: fused without a look at the number of rows. cut: nodes that begin a segment of their own, so that something
+    can happen before they run (experts that have to be fetched); none: one segment.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        device: str,
+        *,
+        fused: bool = True,
+        steady: bool = False,
+        cut: Callable[[Node], bool] | None = None,
+    ) -> None:
+        self.graph = fuse(graph, device, steady) if fused else graph
+        self.device = device
+        self.plan = plan(self.graph)
+        self._cut = cut
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.plan.size
+
+    def bind(self, inputs: Mapping[str, Any], arena: Any, wrap: Callable[[Op, Any], Any] | None = None) -> Bound:
+        """Calls of the device's kernels on these inputs, everything between them in `arena` (uint8, `arena_bytes`).
+
+        An input may have more rows than the one the graph was traced with (a cache that has grown). wrap(op, kernel)
+        may replace a kernel.
+        """
+        arrays: dict[Value, Any] = {}
+        for name, value in self.graph.inputs.items():
+            if name not in inputs:
+                raise InvalidArgument(f"program: input {name!r} is missing, expected {', '.join(self.graph.inputs)}")
+            found = spec_of(inputs[name])
+            if found.dtype != value.dtype or found.shape[1:] != value.shape[1:] or found.ndim != value.ndim:
+                raise ShapeError(
+                    f"program: input {name!r} is {found.dtype}{list(found.shape)}, "
+                    f"expected {value.dtype}{list(value.shape)}"
+                )
+            arrays[value] = inputs[name]
+        if len(arena) < self.plan.size:
+            raise ShapeError(f"program: the arena has {len(arena)} bytes, expected {self.plan.size}")
+
+        def array(value: Value) -> Any:
+            found = arrays.get(value)
+            if found is None:
+                found = arrays[value] = self._array(value, arrays, arena)
+            return found
+
+        segments: list[list[Call]] = [[]]
+        for node in self.graph.nodes:
+            if self._cut is not None and self._cut(node) and segments[-1]:
+                segments.append([])
+            values = [array(arg) if isinstance(arg, Value) else arg for arg in node.args.values()]
+            outs = [None if out is None else array(out) for out in node.outs]
+            segments[-1] += _calls(node.op, self.device, values, outs, wrap)
+        return Bound(tuple(map(tuple, segments)), tuple(map(array, self.graph.outputs)))
+
+    def _array(self, value: Value, arrays: Mapping[Value, Any], arena: Any) -> Any:
+        offset = self.plan.offsets.get(value.base)
+        if offset is None:  # a part of an input
+            rows = arrays[value.base].reshape(-1)
+            return rows[value.offset : value.offset + value.spec.size].reshape(value.shape)
+        start = offset + value.offset * (nbytes(value) // max(value.spec.size, 1))
+        return shaped(arena[start : start + nbytes(value)], value.spec)
+
+
+def _calls(
+    op: Op, device: str, values: Sequence[Any], outs: Sequence[Any], wrap: Callable[[Op, Any], Any] | None
+) -> list[Call]:
+    """What an op's call comes down to: its kernel on these arrays; before it zeros for one that leaves gaps."""
+    kernel = op.kernel(device)
+    if kernel is None:
+        raise KernelNotFound(f"{op.name}: no kernel is registered for device {device!r}")
+    run = kernel.choosing if wrap is None else wrap(op, kernel.choosing)
+    if not outs:
+        return [functools.partial(run, *values)]
+    target = outs[0] if len(outs) == 1 else tuple(outs)
+    calls: list[Call] = [functools.partial(_clear, out) for out in outs if op.partial and out is not None]
+    return [*calls, functools.partial(run, *values, out=target)]
+
+
+def _clear(array: Any) -> None:
+    array[...] = 0

@@ -1,0 +1,137 @@
+"""Every family as programs: fused equals unfused, replays equal the ops called one by one, shapes grow."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.api import LLM, load_random
+from penstock.engine.engine import Engine
+from penstock.engine.programs import table_width
+from penstock.models.step import Step
+from tests.models.common import error, moe_config, next_config, small_config, some_tokens
+from tests.models.made import decoded
+from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
+from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_llama import CONFIGS as LLAMA
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_5": moe_config(),
+    "qwen3_next": next_config(),
+    **{f"gemma4-{name}": config for name, config in GEMMA.items()},
+    **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
+    **{f"llama-{name}": LLAMA[name] for name in ("tied", "biases", "window", "qwen3", "moe", "mixed moe")},
+}
+
+# Random models amplify the rounding that a fused op saves; int8 activations then round to other codes here and there.
+BOUNDS = {"float32": 1e-5, "int8": 2e-2}
+
+
+def unfused(llm: LLM) -> LLM:
+    """The same model without fusion."""
+    engine = llm._engine
+    options = {"device": engine.device, "activations": engine.activations, "dtype": engine.dtype}
+    plain = Engine(engine.model, **options, max_context=engine.max_context, place=engine.place, fused=False)
+    return LLM(plain, None, None, ())
+
+
+def ops_of(engine: Engine) -> list[str]:
+    assert engine.programs is not None
+    graphs = [runner.program.graph for runner in engine.programs._kept.values()]
+    return [node.op.name for graph in graphs for node in graph.nodes]
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fused_equals_unfused(name, activations):
+    llm = load_random(CONFIGS[name], device="cpu", activations=activations, max_context=1024)
+    plain = unfused(llm)
+    tokens = some_tokens(40)
+    assert error(decoded(llm, tokens, 30), decoded(plain, tokens, 30)) <= BOUNDS[activations]
+    assert error(llm.logits(tokens), plain.logits(tokens)) <= BOUNDS[activations]
+    assert len(ops_of(llm._engine)) < len(ops_of(plain._engine))
+
+
+def eager(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
+    """Scores after each token from the last of the prompt on, by ops called on arrays, one after the other."""
+    engine = llm._engine
+    family, config, weights = engine.model.family, engine.model.config, engine.model.weights
+    sequence = engine.open()
+    rows = [engine.prefill(sequence, tokens[:prompt])]
+    for token in tokens[prompt:]:
+        engine.caches.reserve(sequence, 1)
+        at = np.array([sequence.length], np.int32)
+        step = Step(
+            np.array([token], np.int32),
+            at,
+            {window: table.array[None] for window, table in sequence.tables.items()},
+            slots=np.array([sequence.slot], np.int32),
+            lengths=at + np.int32(1),
+            activations=engine.activations,
+            dtype=engine.dtype,
+        )
+        h = family.forward(step, weights, config, engine.caches.arrays)
+        rows.append(family.logits(step, h, weights, config)[0])
+        engine.caches.advance(sequence, 1)
+    engine.close(sequence)
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4-moe", "deepseek_v3-v3", "llama-window"])
+def test_unfused_replays_give_the_bits_of_the_ops_one_by_one(name):
+    llm = unfused(load_random(CONFIGS[name], device="cpu", activations="int8", max_context=1024))
+    tokens = some_tokens(20)
+    np.testing.assert_array_equal(decoded(llm, tokens, 5), eager(llm, tokens, 5))
+
+
+def test_a_thousand_replays_give_the_tokens_of_the_ops_one_by_one():
+    """Across pages, across a wider block table, across caches that grow."""
+    llm = unfused(load_random(small_config(), device="cpu", activations="float32", max_context=1200))
+    tokens = some_tokens(1100)
+    got, want = decoded(llm, tokens, 60), eager(llm, tokens, 60)
+    np.testing.assert_array_equal(got.argmax(axis=1), want.argmax(axis=1))
+    np.testing.assert_array_equal(got, want)
+    widths = {key[2] for key in llm._engine.programs._kept if key[0] == "decode"}
+    assert widths == {((None, 4),), ((None, 8),)}
+
+
+def test_programs_are_made_once_per_shape():
+    llm = load_random(small_config(), device="cpu", max_context=1024)
+    engine = llm._engine
+    for _ in range(3):
+        llm.logits(some_tokens(17))
+        sequences = [engine.open() for _ in range(2)]
+        for sequence in sequences:
+            engine.prefill(sequence, some_tokens(9))
+        engine.decode(sequences, [1, 2])
+        for sequence in sequences:
+            engine.close(sequence)
+    kinds = sorted(key[:2] for key in engine.programs._kept)
+    assert kinds == [("decode", 2), ("prefill", 9), ("prefill", 17), ("scores", 17)]
+
+
+def test_old_programs_go(monkeypatch):
+    monkeypatch.setattr("penstock.engine.programs.KEPT", 4)
+    llm = load_random(small_config(), device="cpu", max_context=1024)
+    want = llm.logits(some_tokens(3))
+    for length in range(1, 8):
+        llm.logits(some_tokens(length))
+    programs = llm._engine.programs
+    assert len(programs._kept) == 4 and set(programs._streams) == {6, 7}
+    np.testing.assert_array_equal(llm.logits(some_tokens(3)), want)
+
+
+def test_a_prefill_that_depends_on_its_start_has_a_program_per_start():
+    llm = load_random(DEEPSEEK["v3"], device="cpu", activations="float32", max_context=1024)
+    engine = llm._engine
+    tokens = some_tokens(90)
+    want = engine.prefill(engine.open(), tokens)
+    sequence = engine.open()
+    for start in range(0, 90, 30):
+        got = engine.prefill(sequence, tokens[start : start + 30])
+    assert error(got[None], want[None]) <= 1e-5
+
+
+@pytest.mark.parametrize(("pages", "width"), [(0, 4), (1, 4), (4, 4), (5, 8), (9, 16), (1000, 1024)])
+def test_table_width(pages, width):
+    assert table_width(pages) == width
