@@ -25,7 +25,7 @@ from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.models.gguf import open_gguf
-from penstock.models.source import Placed, Random, Source, Stored
+from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Source, Stored
 from penstock.settings import Settings
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.hub import resolve
@@ -296,7 +296,9 @@ def _read_gguf(path: Path, device: str, place: Place, options: dict[str, Any]) -
 
 def _weights(family: ModuleType, source: Source, config: Any, place: Place) -> tuple[Any, Any]:
     """A family's weights and config with their arrays in place: matrices as they are read, small ones at the end."""
-    weights = family.read_weights(Placed(source, place.put), config)
+    if not isinstance(source, RandomHere):
+        source = Placed(source, place.put)
+    weights = family.read_weights(source, config)
     return models.placed(weights, place.put), models.placed(config, place.put)
 
 
@@ -331,15 +333,32 @@ def load_random(
     progress: Callable[[int], None] | None = None,
     *,
     deterministic: bool = False,
+    here: bool = False,
 ) -> LLM:
-    """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks."""
+    """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks.
+
+    here: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
+    """
     device, dtype, activations = _choices(device, dtype, activations, "auto", threads)
     place = place_of(device)
     family = models.family_of(dict(config))
-    weights, checked = _weights(family, Random(config, seed, progress), family.read_config(dict(config)), place)
-    model = Model(family, checked, weights, f"random-{seed}", models.bytes_of(weights))
+    read = family.read_config(dict(config))
+    need, free = random_nbytes(config) + _WORKING, place.free()
+    if need > free:
+        raise OutOfMemory(f"random weights: need {need / 1e9:.2f} GB of {place.memory}, {free / 1e9:.2f} GB are free")
+    source = Random(config, seed, progress)
+    if here and isinstance(place, Maker):
+        source = RandomHere(config, place, seed, progress)
+    weights, placed = _weights(family, source, read, place)
+    model = Model(family, placed, weights, f"random-{seed}", models.bytes_of(weights))
     what = "random weights"
     return LLM(_engine(model, device, place, dtype, activations, max_context, deterministic, what), None, None, ())
+
+
+def random_nbytes(config: Mapping[str, Any]) -> int:
+    """Bytes of the weights that `load_random` would make."""
+    family = models.family_of(dict(config))
+    return models.bytes_of(family.read_weights(Shapes(config), family.read_config(dict(config))))
 
 
 def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:

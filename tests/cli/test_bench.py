@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def small_yardstick(monkeypatch):
-    monkeypatch.setattr(verb, "_room", lambda: 1 << 24)
+    monkeypatch.setattr(verb, "room", lambda: 1 << 24)
 
 
 @pytest.fixture
@@ -70,13 +71,14 @@ def test_bench_prints_llama_benchs_table(capsys, tiny):
     shown = run(capsys, tiny, "-p", "5", "-n", "2", "-d", "0,3")
     assert (shown.status, shown.err) == (0, "")
     heading, rule, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown.out.splitlines())
-    assert heading == ["model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of read"]
+    assert heading == ["model", "size", "params", "backend", "threads", "test", "t/s", "first ms", "GB/s", "of read"]
     assert all(set(cell) <= {"-", ":"} for cell in rule)
     assert [row[5] for row in rows] == ["pp5", "tg2", "pp5 @ d3", "tg2 @ d3"]
     assert {row[0] for row in rows} == {"tiny, 2 of 3 layers"}
     assert {row[3] for row in rows} == {"REFERENCE"}
     assert all(" ± " in row[6] for row in rows)
-    assert [bool(row[7]) for row in rows] == [False, True, False, True]
+    assert [bool(row[7]) for row in rows] == [True, False, True, False]
+    assert [bool(row[8]) for row in rows] == [False, True, False, True]
     assert len({len(line) for line in shown.out.splitlines()}) == 1
 
 
@@ -161,7 +163,10 @@ def test_bench_wrong_usage_is_status_2(capsys, arguments, message):
         (("--random", "nosuch"), "--random: there is no 'nosuch', expected the path of a config.json"),
         (("--random", "/nowhere/config.json"), "/nowhere/config.json: no such file"),
         (("--random", "gemma4-26b-a4b"), "config.json: model_type is 'gemma4', expected one of"),
-        (("--random", "qwen3.5-397b-a17b", "--layers", "all"), f"{SHIPPED}/qwen3.5-397b-a17b.json: needs 223.0 GB, "),
+        (
+            ("--random", "qwen3.5-397b-a17b", "--layers", "all"),
+            f"{SHIPPED}/qwen3.5-397b-a17b.json: needs 223.2 GB of memory (223.0 GB for its weights, 0.2 GB for 1 x ",
+        ),
         (("--model", "/nowhere/model"), "'/nowhere/model': no such folder"),
     ],
 )
@@ -178,6 +183,36 @@ def test_bench_refuses_what_is_longer_than_the_context(capsys, tiny):
     shown = run(capsys, tiny, "-p", "200", "-d", "500")
     assert shown.status == 1
     assert "max_context is 700, expected 1 to 512" in shown.err
+
+
+@pytest.mark.parametrize("options", [("-b", "1,2000000"), ("-n", "200000000", "-p", "0")])
+def test_bench_refuses_batches_and_contexts_beyond_memory(capsys, tmp_path, monkeypatch, options):
+    monkeypatch.setattr("penstock.engine.place.available_memory", lambda: 8 << 30)
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps(TINY | {"max_position_embeddings": 1 << 30}))
+    shown = call(capsys, "bench", "--random", str(path), *options)
+    assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
+    assert re.search(r"needs [\d.]+ GB of memory \(.* GB for \d+ x \d+ positions\), 8.6 GB are free", shown.err)
+
+
+def test_bench_refuses_dims_beyond_any_memory(capsys, tmp_path):
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps(TINY | {"vocab_size": 1 << 30, "hidden_size": 1 << 22}))
+    shown = call(capsys, "bench", "--random", str(path))
+    assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
+    assert "GB" in shown.err
+
+
+def test_bench_draws_on_the_device_and_says_what_preparing_took(capsys, tiny, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(verb, "_PREPARING", 1)
+    shown = call(capsys, "bench", "--random", tiny, "--layers", "1", "--device", "cuda", *"-p 0 -n 2 -r 1".split())
+    assert (shown.status, shown.err) == (0, "")
+    heading, _, row, *footer = shown.out.splitlines()
+    assert [cell.strip() for cell in heading.split("|")[-5:-1]] == ["first ms", "GB/s", "of copy", "host us"]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[3] == "CUDA" and cells[7] == "" and float(cells[10]) > 0
+    assert not footer or re.fullmatch(r"Before: [\d.]+ s to compile and capture programs\.", footer[-1])
 
 
 @pytest.mark.parametrize(
@@ -245,9 +280,8 @@ def test_distinct_arrays_leaves_out_views(rng):
     )
 
 
-def test_bytes_needed_is_what_the_weights_take(llm):
-    vectors = sum(a.nbytes for _, a in verb.distinct_arrays(llm._engine.model.weights) if isinstance(a, np.ndarray))
-    assert verb._bytes_needed(models.family_of(TINY), TINY) == stored(llm) - vectors
+def test_random_nbytes_is_what_the_weights_take(llm):
+    assert api.random_nbytes(TINY) == stored(llm)
 
 
 def test_cut_shortens_nested_configs_and_leaves_its_argument():

@@ -1,6 +1,7 @@
 """Where weights come from: checked and uncopied from a checkpoint, or made up; and how they are joined."""
 
 import json
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from safetensors.numpy import save_file
 
 import penstock
 from penstock import models
-from penstock.errors import CheckpointError
+from penstock.dtypes import numpy_dtype
+from penstock.errors import CheckpointError, OutOfMemory
 from penstock.models import qwen3_5
 from penstock.models.layers import ExpertStack, join, project, read_experts, read_mlp
-from penstock.models.source import Random, Stored
+from penstock.models.source import Maker as MakerProtocol
+from penstock.models.source import Outline, Random, RandomHere, Shapes, Stored
 from penstock.models.step import Step
 from penstock.quant import QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
@@ -229,6 +232,96 @@ def test_random_is_the_same_for_a_seed() -> None:
     a, b, c = (Random(moe_config(), seed).weight("w", 6, 64) for seed in (1, 1, 2))
     assert isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and isinstance(c, QuantizedTensor)
     assert (a.packed == b.packed).all() and not (a.packed == c.packed).all()
+
+
+class Maker:
+    """A place that draws zeros and ones."""
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return np.zeros(shape, numpy_dtype(dtype))
+
+    def random_codes(self, shape: tuple[int, ...], seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).integers(0, 2, shape).astype(np.uint32)
+
+
+@pytest.mark.parametrize("K", [64, 40])
+def test_random_here_differs_from_random_in_its_numbers_only(K: int) -> None:
+    sizes: list[int] = []
+    made, drawn = Random(moe_config()), RandomHere(moe_config(), Maker(), progress=sizes.append)
+    for path in ("w", "layers.0.mlp.gate"):
+        a, b = made.weight(path, 6, K), drawn.weight(path, 6, K)
+        assert type(a) is type(b) and a.shape == b.shape
+        if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+            assert a.key == b.key and b.packed.max() == 1 and sizes[-1] == a.packed.nbytes
+            np.testing.assert_array_equal(a.scales, b.scales)
+            np.testing.assert_array_equal(a.biases, b.biases)
+
+
+def test_random_codes_of_a_gpu_fill_every_bit_and_follow_the_seed() -> None:
+    torch = pytest.importorskip("torch")
+    from penstock.backends.cuda.place import Gpu
+
+    place = Gpu()
+    first, again, other = (place.random_codes((64, 33), seed) for seed in (1, 1, 2))
+    assert isinstance(place, MakerProtocol) and first.dtype == torch.int32 and torch.equal(first, again)
+    assert not torch.equal(first, other)
+    share = np.unpackbits(first.cpu().numpy().view(np.uint8)).reshape(-1, 32).mean(axis=0)
+    assert (abs(share - 0.5) < 0.1).all()
+
+
+@pytest.mark.parametrize("config", [moe_config(), dense_config(tie_word_embeddings=True), next_config()])
+def test_shapes_are_those_of_random(config: dict[str, Any]) -> None:
+    checked = qwen3_5.read_config(config)
+    made, shapes = (qwen3_5.read_weights(kind(config), checked) for kind in (Random, Shapes))
+    assert models.bytes_of(made) == models.bytes_of(shapes)
+    assert isinstance(made.head, QuantizedTensor) and isinstance(shapes.head, QuantizedTensor)
+    assert made.head.key == shapes.head.key
+
+
+def resident() -> int:
+    """Bytes of memory that this process really has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux")
+def test_shapes_take_no_memory_also_when_they_are_joined() -> None:
+    shapes, before = Shapes(moe_config()), resident()
+    joined = join(*(shapes.weight("w", rows, 1 << 14) for rows in (1 << 13, 1 << 14))).whole  # 200 MB and as much again
+    assert isinstance(joined, QuantizedTensor) and joined.shape == (3 << 13, 1 << 14)
+    assert resident() - before < 32 << 20
+
+
+def test_shapes_refuse_what_no_machine_has() -> None:
+    with pytest.raises(OutOfMemory, match=r"^config.json: a weight of shape \(.*\) needs \d+ GB"):
+        Shapes(moe_config()).weight("w", 1 << 40, 1 << 20)
+
+
+def test_outline_has_the_formats_of_its_source(tmp_path: Path, rng: np.random.Generator) -> None:
+    q = [penstock.quantize(normal(rng, 6, 64), bits, 32) for bits in (4, 4, 3)]
+    tensors = {"model.d.weight": normal(rng, 5, 8), "model.v.weight": normal(rng, 7)}
+    for n, each in enumerate(q):
+        tensors |= parts(f"model.q{n}", each)
+    source = stored(tmp_path, tensors, bits=4, group_size=32, **{"model.q2": {"bits": 3, "group_size": 32}})
+    outline = Outline(source)
+    assert "q0" in outline and "x" not in outline and outline.layout == source.layout
+    for path in ("q0", "q2"):
+        a, b = source.weight(path, 6, 64), outline.weight(path, 6, 64)
+        assert isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and a.key == b.key
+    order = np.arange(4)
+    for a, b in (
+        (source.rows("q0", order, 6, 64), outline.rows("q0", order, 6, 64)),
+        (source.stack(["q0", "q1"], 6, 64), outline.stack(["q0", "q1"], 6, 64)),
+        (source.weight("d", 5, 8), outline.weight("d", 5, 8)),
+        (source.rows("d", order, 5, 8), outline.rows("d", order, 5, 8)),
+    ):
+        assert type(b) is type(a) or isinstance(b, np.ndarray)
+        assert a.shape == b.shape and a.nbytes == b.nbytes
+    np.testing.assert_array_equal(outline.vector("v", 7), source.vector("v", 7))
+    with pytest.raises(CheckpointError, match="model.q0 has shape"):
+        outline.weight("q0", 5, 64)
 
 
 def test_load_random_answers(rng: np.random.Generator) -> None:

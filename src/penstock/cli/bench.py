@@ -20,16 +20,20 @@ from rich.console import Console
 from penstock.cli._bandwidth import BYTES, ReadBandwidth
 from penstock.cli._model import REFUSED, AnyModel, UsageError, note, verb
 from penstock.cli._output import print_json
+from penstock.engine.sampling import Sampler, SamplingParams
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.ops._op import address, is_array
 from penstock.quant import QuantizedTensor
 
 if TYPE_CHECKING:
     from penstock.api import LLM
+    from penstock.engine.cache import Caches
     from penstock.engine.engine import Engine
+    from penstock.engine.place import Place
 
 _STACKS = ("routed", "experts")  # fields of a family's weights that hold [E, …], of which a token reads top_k
 _TABLES = ("embed", "table")  # fields of which a token reads one row
+_PREPARING = 3  # runs before the first that counts, where programs are captured
 
 _REFUSED = {
     **REFUSED,
@@ -74,7 +78,11 @@ def bench(
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option("--layers", metavar="N", help="With --random: the first N layers, or all; else as the file says."),
+        typer.Option(
+            "--layers",
+            metavar="N",
+            help="With --random: the first N layers, or all; by default all on a GPU with room, else as the file says.",
+        ),
     ] = None,
     prompts: Annotated[
         str, typer.Option("-p", "--n-prompt", "--prompt-tokens", metavar="N", help="Prompt sizes; 0 for none.")
@@ -105,12 +113,15 @@ def bench(
     """Measure tokens per second: pp512 reads a prompt, tg128 writes tokens, @ d4096 with that many before.
 
     -p -n -d -b -t take lists and ranges: 128,512 or 0-4096+1024 or 1-8*2. GB/s are the weights that a token needs, "of
-    read" is their share of what this machine's memory gave to a plain read in the same minute.
+    read" (on a GPU "of copy") is their share of what this machine's memory gave to a plain read (a copy) in the same
+    minute. "first ms" is the time from a prompt to its first token; "host us" what a step on a GPU costs the host.
+    Programs are compiled and captured before, and the time for it is told at the end.
 
     \b
     Examples:
       penstock bench
       penstock bench --random qwen3.6-35b-a3b --layers 8 -p 512 -n 128 -d 0,4096
+      penstock bench --random gemma4-26b-a4b --device cuda -n 128 -b 1,32
       penstock bench -m ./my-model -p 0 -n 64 -b 1-8*2 -o json
     """
     if model.model is not None and random is not None:
@@ -125,12 +136,13 @@ def bench(
         numbers("-b", batches, 1),
     )
     counts: list[int | None] = [*numbers("-t", threads, 1)] if threads is not None else [None]
-    need = max(test.depth + test.prompt + test.generation for test in tests)
+    need = max(test.positions for test in tests)
     if random is None:
         name, llm = model.name, model._load(need, counts[0], note)
+        check_room(name, llm._engine.place, llm._engine.caches, [(test.batch, test.positions) for test in tests])
     else:
-        name, llm = _made_up(model, random, layers, need, counts[0])
-    printer = _PRINTERS[output](name, any(test.batch > 1 for test in tests))
+        name, llm = _made_up(model, random, layers, tests, counts[0])
+    printer = _PRINTERS[output](name, llm._engine.device, any(test.batch > 1 for test in tests))
     for count in counts:
         with _Threads(llm, count) as used:
             for row in measured(llm, name, tests, repetitions, used):
@@ -160,6 +172,11 @@ class Test:
     @property
     def tokens(self) -> int:
         return self.prompt + self.generation * self.batch
+
+    @property
+    def positions(self) -> int:
+        """Of each of its sequences."""
+        return self.depth + self.prompt + self.generation
 
 
 def planned(
@@ -233,6 +250,9 @@ class Row:
     gb_per_s: float | None
     read_gb_per_s: float | None
     share_of_read: float | None
+    ttft_ms: float | None  # of a prompt: until its first token is there
+    host_us: float | None  # a decode step's work on the host while a GPU is at it; the launch is part of it
+    prepare_s: float  # compiling and capturing before
 
 
 def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, threads: int) -> Iterator[Row]:
@@ -243,11 +263,11 @@ def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, thr
         for number, test in enumerate(tests):
             writes = test.generation and not test.prompt
             if writes and bandwidth is None:
-                bandwidth = _gpu_bandwidth() if engine.device == "cuda" else ReadBandwidth(threads, _room())
+                bandwidth = _gpu_bandwidth() if engine.device == "cuda" else ReadBandwidth(threads, room())
                 stack.enter_context(bandwidth)
             with _shown(f"{number + 1}: {test.name}") as progress:
-                seconds, rates = _timed(engine, test, repetitions, rng, bandwidth if writes else None, progress)
-            yield _row(llm, name, test, threads, seconds, rates)
+                times = _timed(engine, test, repetitions, rng, bandwidth if writes else None, progress)
+            yield _row(llm, name, test, threads, times)
 
 
 def _gpu_bandwidth() -> Any:
@@ -256,11 +276,22 @@ def _gpu_bandwidth() -> Any:
     return CopyBandwidth()
 
 
-def _room() -> int:
+def room() -> int:
     """Bytes for the array whose reading is the yardstick: fewer where memory is short."""
     from penstock.engine.memory import available_memory
 
     return max(1 << 26, min(BYTES, available_memory() // 4))
+
+
+@dataclass
+class _Times:
+    """Seconds of every repetition, and what was measured beside them."""
+
+    seconds: list[float]
+    first: list[float]  # from a prompt to its first token
+    host: list[float]  # of every step, where the device draws
+    rates: list[float]  # bandwidths before and after, GB/s
+    prepare: float
 
 
 def _timed(
@@ -270,54 +301,88 @@ def _timed(
     rng: np.random.Generator,
     bandwidth: Any,
     progress: Callable[[str], None],
-) -> tuple[list[float], list[float]]:
-    """Seconds of every repetition, and the read bandwidths measured before and after."""
+) -> _Times:
     vocab = engine.model.config.vocab_size
+    sampler = Sampler(SamplingParams(), vocab)
+    times = _Times([], [], [], [], 0.0)
     sequences, snapshots = [], []
     try:
-        for _ in range(test.batch):
+        for n in range(test.batch):
             sequence = engine.open()
             sequences.append(sequence)
             if test.depth:
-                progress("filling the context")
+                progress(f"filling the context of sequence {n + 1} of {test.batch}")
                 engine.prefill(sequence, rng.integers(0, vocab, test.depth).tolist())
             snapshots.append(engine.snapshot(sequence))
 
         def run(prompt: int, steps: int) -> float:
             for sequence, snapshot in zip(sequences, snapshots, strict=True):
                 engine.rewind(sequence, snapshot)
+                engine.caches.reserve(sequence, 1)  # a page that the snapshot holds is copied now, not below
             tokens = rng.integers(0, vocab, prompt).tolist()
             written = rng.integers(0, vocab, (steps, test.batch)).tolist()
             start = time.perf_counter()
             if prompt:
-                engine.prefill(sequences[0], tokens)
-            for row in written:
-                engine.decode(sequences, row)
+                scores = engine.prefill(sequences[0], tokens)
+                stop = time.perf_counter()
+                sampler.sample(scores, prompt)
+                times.first.append(time.perf_counter() - start)
+                start += time.perf_counter() - stop
+            if engine.place.draws and steps:
+                times.host += _drawn(engine, sequences, written[0], steps)
+            else:
+                for row in written:
+                    engine.decode(sequences, row)
             return time.perf_counter() - start
 
-        progress("warming up")
-        run(test.prompt, min(test.generation, 8))  # compiles, and touches every page once
+        progress("compiling and capturing")
+        if engine.place.draws:  # a program's first run is a list of calls (and caches may grow), the second a capture
+            before = [run(test.prompt, test.generation) for _ in range(_PREPARING)]
+        else:  # compiles, and touches every page once
+            before = [run(test.prompt, min(test.generation, 8))]
+        times.first, times.host = [], []
         rates = [bandwidth.measure() if bandwidth else None]
-        seconds = []
         for repetition in range(repetitions):
             progress(f"repetition {repetition + 1} of {repetitions}")
-            seconds.append(run(test.prompt, test.generation))
+            times.seconds.append(run(test.prompt, test.generation))
         rates.append(bandwidth.measure() if bandwidth else None)
+        times.rates = [rate for rate in rates if rate]
+        if engine.place.draws:
+            times.prepare = max(0.0, sum(before) - len(before) * min(times.seconds))
     finally:
         for snapshot in snapshots:
             engine.drop(snapshot)
         for sequence in sequences:
             engine.close(sequence)
-    return seconds, [rate for rate in rates if rate]
+    return times
 
 
-def _row(llm: "LLM", name: str, test: Test, threads: int, seconds: list[float], rates: list[float]) -> Row:
+def _drawn(engine: "Engine", sequences: list[Any], tokens: list[int], steps: int) -> list[float]:
+    """Greedy steps as generation takes them: the next one is launched before the last one's tokens are read.
+
+    Returns the seconds of each step that the host spent on anything but waiting.
+    """
+    how = [Sampler(SamplingParams(), engine.model.config.vocab_size).row] * len(sequences)
+    host, ahead = [], None
+    for step in range(steps):
+        start = time.perf_counter()
+        flight = ahead or engine.draw(sequences, tokens, how, "greedy")
+        ahead = None
+        if step + 1 < steps and engine.continues(sequences):
+            ahead = engine.draw(sequences, None, how, "greedy")
+        host.append(time.perf_counter() - start)
+        tokens = flight.tokens()[: len(sequences)]
+    return host
+
+
+def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
     arrays = [array for _, array in distinct_arrays(llm._engine.model.weights)]
+    seconds = times.seconds
     speeds = [test.tokens / one for one in seconds]
     speed, active = statistics.fmean(speeds), active_bytes(llm, test.batch)
     writes = test.generation and not test.prompt
     moved = active * speed / test.batch / 1e9 if writes else None
-    read = max(rates, default=None)
+    read = max(times.rates, default=None)
     return Row(
         model=name,
         model_type=llm.config.model_type,
@@ -343,6 +408,9 @@ def _row(llm: "LLM", name: str, test: Test, threads: int, seconds: list[float], 
         gb_per_s=moved,
         read_gb_per_s=read,
         share_of_read=moved / read if moved and read else None,
+        ttft_ms=statistics.median(times.first) * 1e3 if times.first else None,
+        host_us=statistics.median(times.host) * 1e6 if times.host else None,
+        prepare_s=times.prepare,
     )
 
 
@@ -411,7 +479,7 @@ def distinct_arrays(weights: Any) -> list[tuple[tuple[str, ...], Any]]:
     Of arrays that share their memory (views of joined weights, a head that is the table of embeddings) only the largest
     appears, and rather as anything else than as a table.
     """
-    found = [(_span(array), path, array) for path, array in _arrays(weights)]
+    found = [(span(array), path, array) for path, array in arrays_of(weights)]
     found.sort(key=lambda one: (one[0][0], -one[0][1], one[1][-1] in _TABLES))
     kept, end = [], -1
     for (_, stop), path, array in found:
@@ -421,7 +489,7 @@ def distinct_arrays(weights: Any) -> list[tuple[tuple[str, ...], Any]]:
     return kept
 
 
-def _span(array: Any) -> tuple[int, int]:
+def span(array: Any) -> tuple[int, int]:
     """First address of an array (of codes, if quantized) and the one behind its end."""
     if isinstance(array, QuantizedTensor):
         array = array.packed
@@ -429,15 +497,16 @@ def _span(array: Any) -> tuple[int, int]:
     return start, start + array.nbytes
 
 
-def _arrays(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def arrays_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every array and quantized tensor of a family's weights, with the names of the fields that lead to it."""
     if is_array(value) or isinstance(value, QuantizedTensor):
         yield path, value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _arrays(item, path)
+            yield from arrays_of(item, path)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _arrays(getattr(value, field.name), (*path, field.name))
+            yield from arrays_of(getattr(value, field.name), (*path, field.name))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -445,21 +514,25 @@ def _arrays(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _made_up(
-    model: BenchModel, config: str, layers: str | None, max_context: int, threads: int | None
+    model: BenchModel, config: str, layers: str | None, tests: list[Test], threads: int | None
 ) -> "tuple[str, LLM]":
     """A model of a config.json with random weights, and its name."""
     from penstock import api, models
-    from penstock.engine.memory import available_memory
+    from penstock.engine.cache import Caches
+    from penstock.engine.place import place_of
 
     path = config_file(config)
-    raw, shown = cut(read_config(path), layers, str(path))
+    given = read_config(path)
+    device, dtype, _ = api._choices(model.device, model.dtype, model.activations, "auto", threads)
+    place = place_of(device)
+    if layers is None and device == "cuda" and api.random_nbytes(cut(given, "all", str(path))[0]) <= 0.9 * place.free():
+        layers = "all"
+    raw, shown = cut(given, layers, str(path))
     name = (path.parent.name if path.name == "config.json" else path.stem) + shown
     family = models.family_of(raw)
-    need = _bytes_needed(family, raw)
-    if need > (free := available_memory()):
-        raise OutOfMemory(
-            f"{path}: needs {need / 1e9:.1f} GB{shown}, {free / 1e9:.1f} GB are free; --layers takes fewer"
-        )
+    read, need = family.read_config(raw), api.random_nbytes(raw)
+    batches = [(test.batch, test.positions) for test in tests]
+    check_room(f"{path}{shown}", place, Caches(family.caches(read), dtype), batches, need)
     with _shown(f"making up {need / 1e9:.1f} GB of weights") as progress:
         made = 0
 
@@ -473,29 +546,30 @@ def _made_up(
             device=model.device,
             dtype=model.dtype,
             activations=model.activations,
-            max_context=max_context,
+            max_context=max(test.positions for test in tests),
             threads=threads,
             progress=count,
+            here=True,
         )
     return name, llm
 
 
-def _bytes_needed(family: Any, raw: dict[str, Any]) -> int:
-    """Bytes of a model's weights, without making them."""
-    from penstock.models.source import Random
+def check_room(
+    what: str, place: "Place", caches: "Caches", batches: Iterable[tuple[int, int]], weights: int = 0
+) -> None:
+    """Raise OutOfMemory unless weights that are still to come fit together with each of `batches`.
 
-    total = 0
-
-    class Sizes(Random):
-        def weight(self, path: str, *shape: int) -> Any:
-            nonlocal total
-            *rows, K = shape
-            row = super().weight(path, 1, K)
-            total += row.nbytes * math.prod(rows)
-            return row
-
-    family.read_weights(Sizes(raw), family.read_config(raw))
-    return total
+    A batch is a number of sequences and the positions of each.
+    """
+    states, count, positions = max((count * caches.bytes_of(length), count, length) for count, length in batches)
+    if weights + states > (free := place.free()):
+        parts = [f"{weights / 1e9:.1f} GB for its weights"] if weights else []
+        parts.append(f"{states / 1e9:.1f} GB for {count} x {positions} positions")
+        advice = "; --layers takes fewer" if weights > free else "; take fewer sequences or positions"
+        raise OutOfMemory(
+            f"{what}: needs {(weights + states) / 1e9:.1f} GB of {place.memory} ({', '.join(parts)}), "
+            f"{free / 1e9:.1f} GB are free{advice}"
+        )
 
 
 def config_file(name: str) -> Path:
@@ -508,12 +582,17 @@ def config_file(name: str) -> Path:
         return path / "config.json"
     if path.exists() or path.suffix == ".json":
         return path
+    known = shipped()
+    if name.lower() not in known:
+        listed = f" or one of {', '.join(sorted(known))}" if known else ""
+        raise CheckpointError(f"--random: there is no {name!r}, expected the path of a config.json{listed}")
+    return known[name.lower()]
+
+
+def shipped() -> dict[str, Path]:
+    """The config.json files under benchmarks/configs by name."""
     folders = [folder / "benchmarks" / "configs" for folder in (Path(__file__).parents[3], Path.cwd())]
-    shipped = {file.stem: file for folder in reversed(folders) if folder.is_dir() for file in folder.glob("*.json")}
-    if name.lower() not in shipped:
-        known = f" or one of {', '.join(sorted(shipped))}" if shipped else ""
-        raise CheckpointError(f"--random: there is no {name!r}, expected the path of a config.json{known}")
-    return shipped[name.lower()]
+    return {file.stem: file for folder in reversed(folders) if folder.is_dir() for file in folder.glob("*.json")}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -558,11 +637,13 @@ def cut(raw: Mapping[str, Any], layers: str | None, where: str) -> tuple[dict[st
 class _Markdown:
     """A table as llama-bench prints it, row by row."""
 
-    def __init__(self, name: str, batches: bool) -> None:
+    def __init__(self, name: str, device: str, batches: bool) -> None:
         self._columns = {"model": max(20, len(name)), "size": 11, "params": 10, "backend": 9, "threads": 7}
         self._columns |= {"batch": 5} if batches else {}
-        self._columns |= {"test": 17, "t/s": 17, "GB/s": 6, "of read": 7}
+        self._columns |= {"test": 17, "t/s": 17, "first ms": 8, "GB/s": 6}
+        self._columns |= {"of copy": 7, "host us": 7} if device == "cuda" else {"of read": 7}
         self._started = False
+        self._prepared = 0.0
 
     def row(self, row: Row) -> None:
         if not self._started:
@@ -570,6 +651,7 @@ class _Markdown:
             self._print({name: name for name in self._columns})
             rules = (f"{'-' * (width + 1)}{'-' if n == 0 else ':'}" for n, width in enumerate(self._columns.values()))
             print(f"|{'|'.join(rules)}|", flush=True)
+        share = "" if row.share_of_read is None else f"{row.share_of_read:.0%}"
         cells = {
             "model": row.model,
             "size": _bytes(row.model_size),
@@ -580,9 +662,13 @@ class _Markdown:
             "test": row.test,
             "t/s": f"{row.avg_ts:.2f} ± {row.stddev_ts:.2f}",
             "GB/s": "" if row.gb_per_s is None else f"{row.gb_per_s:.1f}",
-            "of read": "" if row.share_of_read is None else f"{row.share_of_read:.0%}",
+            "of read": share,
+            "of copy": share,
+            "first ms": "" if row.ttft_ms is None else f"{row.ttft_ms:.1f}",
+            "host us": "" if row.host_us is None else f"{row.host_us:.0f}",
         }
         self._print(cells)
+        self._prepared += row.prepare_s
 
     def _print(self, cells: Mapping[str, str]) -> None:
         shown = (
@@ -592,13 +678,14 @@ class _Markdown:
         print(f"| {' | '.join(shown)} |", flush=True)
 
     def end(self) -> None:
-        pass
+        if self._prepared:
+            print(f"\nBefore: {self._prepared:.1f} s to compile and capture programs.")
 
 
 class _Json:
     """All rows as one list."""
 
-    def __init__(self, name: str, batches: bool) -> None:
+    def __init__(self, name: str, device: str, batches: bool) -> None:
         self._rows: list[dict[str, Any]] = []
 
     def row(self, row: Row) -> None:
@@ -611,7 +698,7 @@ class _Json:
 class _JsonLines:
     """A row per line."""
 
-    def __init__(self, name: str, batches: bool) -> None:
+    def __init__(self, name: str, device: str, batches: bool) -> None:
         pass
 
     def row(self, row: Row) -> None:
@@ -624,7 +711,7 @@ class _JsonLines:
 class _Csv:
     """A heading and a row per line; the samples are left to JSON."""
 
-    def __init__(self, name: str, batches: bool) -> None:
+    def __init__(self, name: str, device: str, batches: bool) -> None:
         names = [field.name for field in fields(Row) if not field.name.startswith("samples")]
         self._writer = csv.DictWriter(sys.stdout, names, extrasaction="ignore", lineterminator="\n")
         self._writer.writeheader()

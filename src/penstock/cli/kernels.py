@@ -1,47 +1,104 @@
-"""penstock kernels: which ops there are, what they mean, and where each has a kernel."""
+"""penstock kernels: which ops there are and where each has a kernel; which of them a model's step runs."""
 
 import difflib
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from penstock.cli._model import UsageError
 from penstock.cli._output import print_json, print_table
 from penstock.errors import InvalidArgument, KernelNotFound
 
 if TYPE_CHECKING:
+    from penstock.cli._trace import Line, Report, Side, Work
     from penstock.ops._op import Op
 
 
 def kernels(
     op: Annotated[
-        str | None, typer.Argument(metavar="OP", help="Show this op alone: signature, meaning, kernels, sources.")
+        str | None,
+        typer.Argument(metavar="OP | MODEL", help="Show this op alone; with --trace the model, by default the demo."),
     ] = None,
     family: Annotated[
         str | None, typer.Option("--family", "-f", metavar="F", help="Only the ops of one family, such as norm.")
     ] = None,
+    traced: Annotated[
+        bool, typer.Option("--trace", help="Show what a step of MODEL runs, before and after fusion.")
+    ] = False,
+    step: Annotated[
+        Literal["decode", "prefill"] | None, typer.Option("--step", help="Of the trace; decode if left out.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", metavar="N", min=1, help="Sequences of a decode; 1 if left out.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", metavar="N", min=1, help="Of a prefill; 512 if left out, 256 on the CPU.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option("--depth", "-d", metavar="N", min=0, help="Positions that are there before.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="N", help="Of a config.json: the first N layers.")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None,
+        typer.Option("--device", help="Whose kernels; a trace for cuda needs no GPU."),
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option("--bandwidth", metavar="GB/S", help="For predictions, instead of this machine's.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the nodes, too, and show their times.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every node, not one layer of those alike.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the trace as a page with bars.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the ops and where each has a kernel.
+    """List the ops and where each has a kernel, or trace where the time of a model's step goes.
 
     Every op has a NumPy definition (ref). On cpu and cuda "yes" is a kernel of its own, with its variants in
     parentheses; "composed" calls other ops' kernels; "–" is none: there the definition runs (cpu) or the call is
     refused (cuda). The last column counts the kernels of the source programs whose work the op does.
 
+    With --trace: MODEL is a folder, a .gguf file, a hub id, a config.json or the name of a shipped one, whose weights
+    are not needed. The predicted time of a node is what the bytes that it reads and writes need at the memory's
+    bandwidth.
+
     \b
     Examples:
       penstock kernels --family norm
       penstock kernels rms_norm
-      penstock kernels --json
+      penstock kernels --trace --measure
+      penstock kernels --trace qwen3.6-35b-a3b --device cuda --html trace.html
     """
+    options = {
+        "--step": step, "--batch": batch, "--tokens": tokens, "--depth": depth, "--layers": layers,
+        "--device": device, "--bandwidth": bandwidth, "--measure": measure, "--all": every, "--html": html,
+    }  # fmt: skip
+    if traced:
+        if family is not None:
+            raise UsageError("--family: expected without --trace")
+        work = _work(step or "decode", batch, tokens, depth or 0, chosen := _device(device))
+        report = _report(op, layers, chosen, work, bandwidth, measure)
+        _show(report, every, html, as_json)
+        return
+    for name, value in options.items():
+        if value:
+            raise UsageError(f"{name}: expected together with --trace")
     from penstock.ops import REGISTRY
 
-    chosen = _chosen(REGISTRY, op, family)
+    chosen_ops = _chosen(REGISTRY, op, family)
     if as_json:
-        print_json({"ops": [_described(each) for each in chosen], "count": len(chosen)})
+        print_json({"ops": [_described(each) for each in chosen_ops], "count": len(chosen_ops)})
     elif op is not None:
-        _print_one(chosen[0])
+        _print_one(chosen_ops[0])
     else:
-        _print_all(chosen)
+        _print_all(chosen_ops)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ops
 
 
 def _chosen(registry: "dict[str, Op]", name: str | None, family: str | None) -> "list[Op]":
@@ -127,3 +184,174 @@ def _print_one(op: "Op") -> None:
         rows.append(("writes", ", ".join(op.writes)))
     rows.append(("sources", ", ".join(op.sources) or "none"))
     print_table(("", "value"), rows, wrap=("value",), header=False)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Traces
+
+
+def _device(given: str | None) -> str:
+    from penstock.api import _choices
+
+    device = _choices(given or "auto", "auto", "auto", "auto", None)[0]
+    if device == "reference":  # by PENSTOCK_DEVICE
+        raise InvalidArgument("kernels: device is 'reference', expected cpu or cuda: the definitions are not fused")
+    return device
+
+
+def _work(step: str, batch: int | None, tokens: int | None, depth: int, device: str) -> "Work":
+    """The step that the options describe. Raises UsageError for options that do not belong together."""
+    from penstock.backends.cuda.place import Gpu
+    from penstock.cli._trace import Work
+    from penstock.engine.place import Host
+
+    if step == "decode":
+        if tokens is not None:
+            raise UsageError("--tokens: expected with --step prefill; a decode takes one token of every sequence")
+        return Work(step, batch or 1, depth)
+    if batch is not None:
+        raise UsageError("--batch: expected with --step decode; a prefill reads one sequence")
+    grid = (Gpu if device == "cuda" else Host).grid
+    most = grid - depth % grid
+    if tokens is not None and tokens > most:
+        raise UsageError(f"--tokens: is {tokens}, expected at most {most}: prompts are cut at multiples of {grid}")
+    return Work(step, tokens or min(512, most), depth)
+
+
+def _report(
+    model: str | None, layers: str | None, device: str, work: "Work", bandwidth: float | None, measure: bool
+) -> "Report":
+    from penstock.api import _choices
+    from penstock.cli._trace import bandwidth_of, loaded, outlined, reported
+
+    if bandwidth is not None and not 0 < bandwidth < float("inf"):
+        raise UsageError(f"--bandwidth: is {bandwidth}, expected GB/s above 0")
+    _, dtype, activations = _choices(device, "auto", "auto", "auto", None)
+    if measure:
+        subject = loaded(model, layers, device, work)
+    else:
+        subject = outlined(model, layers, device, dtype, activations, work)
+    rate, how = bandwidth_of(device, bandwidth)
+    return reported(subject, dtype, work, rate, how, measure)
+
+
+def _show(report: "Report", every: bool, html: Path | None, as_json: bool) -> None:
+    if html is not None:
+        from penstock.cli._trace_html import page
+
+        try:
+            html.write_text(page(report), encoding="utf-8")
+        except OSError as error:
+            raise InvalidArgument(f"--html: {html}: {error.strerror or error}") from None
+    if as_json:
+        print_json(_json(report))
+        return
+    print(
+        f"{report.name}: {report.work} on {report.device} in {report.dtype}; "
+        f"predicted at {report.bandwidth:,.0f} GB/s ({report.how})\n"
+    )
+    _print_ops(report)
+    for name, side in (("before", report.before), ("after", report.after)):
+        if every or name == "after":
+            print(f"\n{name} fusion" + ("" if every else ", of layers that are alike one:"))
+            _print_nodes(side, every, report.measured)
+    print("\n" + "\n".join(_totals(report)))
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f}"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.3f}" if nbytes < 1e7 else f"{nbytes / 1e6:,.1f}"
+
+
+def _print_ops(report: "Report") -> None:
+    """A line per op, before and after, the longest after fusion first."""
+    before, after = report.before.by_op(), report.after.by_op()
+
+    def seconds(lines: "list[Line]") -> float:
+        return sum(line.seconds for line in lines)
+
+    names = sorted(before | after, key=lambda op: (-seconds(after.get(op, [])), -seconds(before.get(op, []))))
+    columns = ["op", "before", "after", "MB before", "MB after", "us before", "us after", "share"]
+    columns += ["took before", "took after"] if report.measured else []
+    rows = []
+    for op in names:
+        sides = before.get(op, []), after.get(op, [])
+        row = [op, *(str(len(lines) or "–") for lines in sides)]
+        row += [_mb(sum(line.nbytes for line in lines)) if lines else "" for lines in sides]
+        row += [_us(sum(line.predicted for line in lines)) if lines else "" for lines in sides]
+        row.append(f"{seconds(sides[1]) / (report.after.seconds or 1):.1%}" if sides[1] else "")
+        row += [_us(seconds(lines)) if lines else "" for lines in sides] if report.measured else []
+        rows.append(row)
+    print_table(columns, rows, wrap=())
+
+
+def _print_nodes(side: "Side", every: bool, measured: bool) -> None:
+    """A line per node: of all layers, or of one of those that are alike."""
+    columns = ["where", "op", "makes", "MB", "us"] + (["took us"] if measured else [])
+    rows = []
+    if every:
+        parts = [("" if line.layer is None else f"layer {line.layer}", (line,)) for line in side.lines]
+    else:
+        parts = [(group.title, group.lines) for group in side.groups()]
+    for where, lines in parts:
+        for number, line in enumerate(lines):
+            row = ["" if number else where, line.op, ", ".join(line.made) or "–", _mb(line.nbytes), _us(line.predicted)]
+            rows.append(row + ([_us(line.seconds)] if measured else []))
+    print_table(columns, rows, wrap=("where", "makes"))
+
+
+def _totals(report: "Report") -> list[str]:
+    before, after, work = report.before, report.after, report.work
+    speed = work.rows / after.predicted
+    lines = [
+        f"nodes      {len(before.lines)} → {len(after.lines)}",
+        f"moved      {before.nbytes / 1e6:,.1f} → {after.nbytes / 1e6:,.1f} MB",
+        f"predicted  {_us(before.predicted)} → {_us(after.predicted)} us, at most {speed:,.0f} tokens/s",
+    ]
+    if before.whole is not None and after.whole is not None:
+        lines.append(f"sum of us  {_us(before.seconds)} → {_us(after.seconds)}, measured node by node")
+        lines.append(f"took us    {_us(before.whole)} → {_us(after.whole)}, {work.rows / after.whole:,.0f} tokens/s")
+    arena = (f"{side.arena / 1e6:,.2f} MB instead of {side.apart / 1e6:,.2f}" for side in (before, after))
+    return [*lines, f"arena      {' → '.join(arena)}"]
+
+
+def _json(report: "Report") -> dict[str, Any]:
+    def described(side: "Side") -> dict[str, Any]:
+        return {
+            "nodes": [
+                {
+                    "op": line.op,
+                    "layer": line.layer,
+                    "makes": list(line.made),
+                    "read_bytes": line.reads,
+                    "written_bytes": line.writes,
+                    "predicted_us": line.predicted * 1e6,
+                    "measured_us": None if line.measured is None else line.measured * 1e6,
+                }
+                for line in side.lines
+            ],
+            "count": len(side.lines),
+            "bytes": side.nbytes,
+            "predicted_us": side.predicted * 1e6,
+            "measured_us": None if side.whole is None else side.whole * 1e6,
+            "arena_bytes": side.arena,
+            "arena_bytes_without_plan": side.apart,
+        }
+
+    work = report.work
+    return {
+        "model": report.name,
+        "device": report.device,
+        "dtype": report.dtype,
+        "step": work.step,
+        "batch": work.sequences,
+        "tokens": work.rows,
+        "depth": work.depth,
+        "gb_per_s": report.bandwidth,
+        "gb_per_s_from": report.how,
+        "before": described(report.before),
+        "after": described(report.after),
+    }

@@ -1,0 +1,504 @@
+"""Where the time of a step goes: a model's program before and after fusion, node by node, in bytes and seconds.
+
+A trace needs shapes alone, so that a model of any size is traced without its weights. Measuring needs them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock import ops
+from penstock.backends.cuda.features import unusable
+from penstock.cli._model import UsageError
+from penstock.cli.bench import arrays_of, check_room, config_file, cut, read_config, room, shipped, span
+from penstock.dtypes import ITEMSIZE, numpy_dtype
+from penstock.engine.cache import Caches
+from penstock.engine.place import Host
+from penstock.engine.programs import Programs, table_name, table_width
+from penstock.errors import BackendError, InvalidArgument, OutOfMemory
+from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
+from penstock.graph.trace import nbytes
+from penstock.models.step import PAGE, Pages, empty
+from penstock.ops._op import address, leaves
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+
+H200 = 4260.0  # GB/s of a copy, as measured there: what is assumed for a GPU where there is none
+_CALLS = 16  # of a kind of node in a measurement, at least
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step: a decode of one token of each of `rows` sequences, or a prefill of `rows` tokens of one sequence."""
+
+    step: str
+    rows: int
+    depth: int  # positions that are there before
+
+    @property
+    def decoding(self) -> bool:
+        return self.step == "decode"
+
+    @property
+    def sequences(self) -> int:
+        return self.rows if self.decoding else 1
+
+    @property
+    def positions(self) -> int:
+        """Of each sequence, after the step."""
+        return self.depth + (1 if self.decoding else self.rows)
+
+    def read(self, window: int | None) -> int:
+        """Positions of all sequences that attention reads, each once."""
+        before = self.depth if window is None else min(self.depth, window - 1)
+        return self.rows * (before + 1) if self.decoding else before + self.rows
+
+    def __str__(self) -> str:
+        many = f"{self.rows} sequence{'s' * (self.rows != 1)}" if self.decoding else f"{self.rows} tokens"
+        return f"{self.step} of {many} at depth {self.depth}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A node: what it makes, the bytes it moves, the seconds these need and those that it took."""
+
+    op: str
+    family: str
+    layer: int | None  # None: before the first or after the last
+    made: tuple[str, ...]
+    reads: int
+    writes: int
+    predicted: float
+    measured: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.reads + self.writes
+
+    @property
+    def seconds(self) -> float:
+        """Measured where it was measured."""
+        return self.predicted if self.measured is None else self.measured
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return self.op, self.made, self.reads, self.writes
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers whose nodes are alike, or what comes before or after all layers; `lines` are those of one of them."""
+
+    title: str
+    count: int
+    lines: tuple[Line, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.count * sum(line.seconds for line in self.lines)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A program: its nodes, the arena's bytes as planned and without sharing, the seconds of a whole run."""
+
+    lines: tuple[Line, ...]
+    arena: int
+    apart: int
+    whole: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(line.nbytes for line in self.lines)
+
+    @property
+    def predicted(self) -> float:
+        return sum(line.predicted for line in self.lines)
+
+    @property
+    def seconds(self) -> float:
+        return sum(line.seconds for line in self.lines)
+
+    def groups(self) -> list[Group]:
+        """Layers that are alike together, in the order in which each kind comes first; times are their means."""
+        parts: dict[int | str, list[Line]] = {}
+        for line in self.lines:
+            at = line.layer
+            if at is None:
+                at = "after the layers" if any(isinstance(part, int) for part in parts) else "before the layers"
+            parts.setdefault(at, []).append(line)
+        kinds: dict[Any, list[int | str]] = defaultdict(list)
+        for at, lines in parts.items():
+            kinds[at if isinstance(at, str) else tuple(line.kind for line in lines)].append(at)
+        return [
+            Group(_title(members), len(members), tuple(map(_mean, zip(*(parts[at] for at in members), strict=True))))
+            for members in kinds.values()
+        ]
+
+    def by_op(self) -> dict[str, list[Line]]:
+        found: dict[str, list[Line]] = defaultdict(list)
+        for line in self.lines:
+            found[line.op].append(line)
+        return found
+
+
+@dataclass(frozen=True)
+class Report:
+    """A traced step before and after fusion; `how` says where the bandwidth (GB/s) comes from."""
+
+    name: str
+    device: str
+    dtype: str
+    work: Work
+    bandwidth: float
+    how: str
+    before: Side
+    after: Side
+
+    @property
+    def measured(self) -> bool:
+        return self.after.whole is not None
+
+
+def _mean(lines: tuple[Line, ...]) -> Line:
+    times = [line.measured for line in lines if line.measured is not None]
+    return replace(lines[0], measured=sum(times) / len(times)) if times else lines[0]
+
+
+def _title(members: Sequence[int | str]) -> str:
+    """6 × layers 0–2, 4–6."""
+    numbers = [member for member in members if isinstance(member, int)]
+    if not numbers:
+        return str(members[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    spelled = [f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    shown = ", ".join(spelled if len(spelled) <= 4 else [*spelled[:3], "…", spelled[-1]])
+    return f"{len(numbers)} × layers {shown}" if len(numbers) > 1 else f"layer {shown}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be traced: programs over weights of which nothing but their shapes counts, or over an engine's."""
+
+    name: str
+    device: str
+    programs: Programs
+    engine: Engine | None = None
+
+
+def outlined(model: str | None, layers: str | None, device: str, dtype: str, activations: str, work: Work) -> Subject:
+    """A model without its weights: of a config.json, a shipped one by name, a folder, a .gguf file or a hub id."""
+    from penstock import models
+    from penstock.models.gguf import open_gguf
+    from penstock.models.source import Outline, Shapes, Stored
+    from penstock.weights.checkpoint import Checkpoint
+
+    found = _found(model, layers)
+    if isinstance(found, _Config):
+        family = models.family_of(found.raw)
+        config, source = family.read_config(found.raw), Shapes(found.raw)
+    elif found.path.is_file():
+        gguf = open_gguf(found.path)
+        family, config, source = gguf.family, gguf.read_config(), Outline(gguf.source)
+    else:
+        checkpoint = Checkpoint.open(found.path)
+        family = models.family_of(checkpoint.config)
+        config = family.read_config(checkpoint.config)
+        source = Outline(Stored(checkpoint, *family.names(checkpoint, config)))
+    _check_positions(work, config)
+    weights = family.read_weights(source, config)
+    caches = Caches(family.caches(config), dtype, Host())
+    pages = work.sequences * -(-work.positions // PAGE)
+
+    def unwritten(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        try:
+            return np.empty(shape, numpy_dtype(dtype))
+        except (MemoryError, ValueError):
+            raise OutOfMemory(f"kernels: {work}: a cache of shape {shape} is more than this machine can name") from None
+
+    caches.arrays = [empty(layout, pages, work.sequences, dtype, unwritten) for layout in caches.layouts]
+    return Subject(found.name, device, Programs(family, config, weights, caches, activations))
+
+
+def loaded(model: str | None, layers: str | None, device: str, work: Work) -> Subject:
+    """A model that can run: stored weights, or those that a config.json describes, made up."""
+    from penstock import api, models
+    from penstock.engine.place import place_of
+
+    found, batches = _found(model, layers), [(work.sequences, work.positions)]
+    if isinstance(found, _Config):
+        family = models.family_of(found.raw)
+        _, dtype, _ = api._choices(device, "auto", "auto", "auto", None)
+        caches = Caches(family.caches(family.read_config(found.raw)), dtype)
+        check_room(found.name, place_of(device), caches, batches, api.random_nbytes(found.raw))
+        llm = api.load_random(found.raw, device=device, max_context=work.positions, here=True)
+    else:
+        llm = api.load(model, device=device, max_context=work.positions)
+        check_room(found.name, llm._engine.place, llm._engine.caches, batches)
+    engine = llm._engine
+    assert engine.programs is not None
+    return Subject(found.name, device, engine.programs, engine)
+
+
+@dataclass(frozen=True)
+class _Config:
+    name: str
+    raw: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Files:
+    name: str
+    path: Path
+
+
+def _found(model: str | None, layers: str | None) -> _Config | _Files:
+    from penstock import api
+    from penstock.weights.hub import resolve
+
+    here = None if model is None else Path(model).expanduser()
+    bare = here is not None and here.is_dir() and not any(here.glob("*.safetensors*"))
+    if model is not None and (bare or model.endswith(".json") or model.lower() in shipped()):
+        path = config_file(model)
+        raw, shown = cut(read_config(path), layers or "all", str(path))
+        return _Config((path.parent.name if path.name == "config.json" else path.stem) + shown, raw)
+    if layers is not None:
+        raise UsageError("--layers: expected with a config.json; a stored model is traced whole")
+    if model is None:
+        return _Files("demo", api._demo_folder())
+    return _Files(model.rstrip("/").rpartition("/")[2] or model, resolve(model))
+
+
+def _check_positions(work: Work, config: Any) -> None:
+    if work.positions > config.max_positions:
+        raise InvalidArgument(
+            f"kernels: {work.positions} positions are asked for, expected at most {config.max_positions} (the model's)"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tracing
+
+
+def reported(subject: Subject, dtype: str, work: Work, bandwidth: float, how: str, measure: bool) -> Report:
+    """Trace a step, before and after fusion; `measure` runs both programs as well."""
+    programs = subject.programs
+    state = _State(subject.engine, work) if measure and subject.engine is not None else None
+    widths = dict.fromkeys(programs.caches.pools, table_width(-(-work.positions // PAGE)))
+    if work.decoding:
+        graph = programs.decode_graph(work.rows, widths)
+    else:
+        graph, _ = programs.prefill_graph(work.rows, work.depth, widths, scores=True)
+    sides = []
+    for each in (graph, fuse(graph, subject.device)):
+        lines, planned = _lines(each, programs, work, bandwidth), plan(each)
+        side = Side(tuple(lines), planned.size, planned.apart)
+        sides.append(side if state is None else state.measured(side, each, subject.device, widths))
+    return Report(subject.name, subject.device, dtype, work, bandwidth, how, *sides)
+
+
+def _lines(graph: Graph, programs: Programs, work: Work, bandwidth: float) -> Iterator[Line]:
+    layer_of = _Layers(programs.weights)
+    layer: int | None = None
+    for node in graph.nodes:
+        layer = layer_of(node, layer)
+        reads, writes = moved(node, work, programs.caches.layouts)
+        made = tuple(f"{out.dtype}{list(out.shape)}" for out in node.outs if out is not None)
+        yield Line(node.op.name, node.op.family, layer, made, reads, writes, (reads + writes) / bandwidth / 1e9)
+
+
+class _Layers:
+    """Finds the layer of a node by the weights that it reads; one that reads none goes with the node before."""
+
+    def __init__(self, weights: Any) -> None:
+        spans = [(*span(array), n) for n, layer in enumerate(weights.layers) for _, array in arrays_of(layer)]
+        others = [(*span(array), None) for _, array in arrays_of(replace(weights, layers=()))]
+        self._spans: list[tuple[int, int, int | None]] = sorted([*spans, *others], key=lambda span: span[:2])
+        self._starts = [span[0] for span in self._spans]
+
+    def __call__(self, node: Node, before: int | None) -> int | None:
+        found = [self._layer(leaf) for arg in node.args.values() for leaf in leaves(arg) if not isinstance(leaf, Value)]
+        known = [layer for layer, ours in found if ours]
+        if not known:
+            return before
+        return max((layer for layer in known if layer is not None), default=None)
+
+    def _layer(self, array: Any) -> tuple[int | None, bool]:
+        """The layer of the weight that an array is, or is a part of, and whether there is such a weight at all."""
+        at = address(array)
+        number = bisect.bisect_right(self._starts, at) - 1
+        if number < 0 or at >= self._spans[number][1]:
+            return None, False
+        return self._spans[number][2], True
+
+
+def moved(node: Node, work: Work, layouts: Sequence[Any]) -> tuple[int, int]:
+    """Bytes that a node reads and writes: of caches the rows of this step, of experts and tables those it takes.
+
+    Of E experts a step of T tokens takes E · (1 − (1 − k/E)^T) on average when every expert is as likely.
+    """
+    reads, writes = 0.0, sum(nbytes(out) for out in node.outs if out is not None)
+    ids = node.args.get("ids")
+    for name, arg in node.args.items():
+        if isinstance(arg, Value):
+            read, written = _value_bytes(arg, name in node.op.writes, work, layouts)
+            if node.op is ops.conv1d_state_update and name == "x":
+                read = min(read, nbytes(node["state"]))  # its last rows alone
+            reads, writes = reads + read, writes + written
+            continue
+        size = sum(leaf.nbytes for leaf in leaves(arg))
+        if node.op.family == "embed" and size:
+            size *= min(1.0, work.rows / arg.shape[0])
+        elif isinstance(ids, Value) and size and len(arg.shape) == 3:
+            T, k = ids.shape
+            size *= 1 - (1 - min(1.0, k / arg.shape[0])) ** T
+        reads += size
+    return round(reads), round(writes)
+
+
+def _value_bytes(value: Value, written: bool, work: Work, layouts: Sequence[Any]) -> tuple[int, int]:
+    whole = nbytes(value)
+    name = value.base.name
+    if name is None or not name.startswith("cache"):
+        return whole, whole if written else 0
+    layout = layouts[int(name.removeprefix("cache").partition(".")[0])]
+    if isinstance(layout, Pages):
+        row = value.shape[-1] * ITEMSIZE[value.dtype]
+        return (0, work.rows * row) if written else (work.read(layout.window) * row, 0)
+    if not value.is_part:
+        whole = whole // max(value.shape[0], 1) * work.sequences
+    return whole, whole if written else 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bandwidth and time
+
+
+def bandwidth_of(device: str, given: float | None) -> tuple[float, str]:
+    """GB/s of this machine's memory, and how it is known."""
+    if given is not None:
+        return given, "as given"
+    if device == "cpu":
+        from penstock.backends.cpu import _threads
+        from penstock.cli._bandwidth import ReadBandwidth
+
+        with ReadBandwidth(_threads.threads(), room()) as reading:
+            rate = reading.measure()
+        what = "a plain read here"
+    else:
+        from penstock.backends.cuda.place import CopyBandwidth
+
+        rate, what = None if unusable() else CopyBandwidth().measure(), "a copy on this GPU"
+    if rate is not None:
+        return rate, what
+    if device == "cpu":
+        raise BackendError("kernels: the bandwidth could not be measured, expected --bandwidth")
+    return H200, "a copy on an H200, there is no GPU here"
+
+
+class _State:
+    """Sequences of an engine, as deep as asked for, and the times of programs that take a step of them.
+
+    Their caches hold zeros: how long a kernel takes does not depend on them. A node runs often, in a replay with all
+    nodes of its kind, so that it finds its weights where it finds them in a step: in memory, not in a cache.
+    """
+
+    def __init__(self, engine: Engine, work: Work) -> None:
+        self._engine, self._work = engine, work
+        self._sequences = [engine.open() for _ in range(work.sequences)]
+        for sequence in self._sequences:
+            engine.caches.reserve(sequence, work.positions)
+            engine.caches.advance(sequence, work.depth)
+
+    def measured(self, side: Side, graph: Graph, device: str, widths: dict[int | None, int]) -> Side:
+        engine, place = self._engine, self._engine.place
+        program = Program(graph, device, fused=False, cut=lambda node: True)
+        program.plan = _apart(graph)  # a node may run by itself, whatever has run in between
+        inputs, values = self._inputs(graph, widths)
+        buffer = place.inputs([(graph.inputs[name].shape, "int32") for name in inputs])
+        for array, name in zip(buffer.host, inputs, strict=True):
+            array[...] = values[name]
+        buffer.send()
+        assert engine.programs is not None
+        arrays = engine.programs._cache_arrays(one=not self._work.decoding)
+        arrays |= dict(zip(inputs, buffer.here, strict=True))
+        with place.running(deterministic=False):
+            bound = program.bind(arrays, place.arena(program.arena_bytes))
+            if not np.isfinite(place.host(bound.run()[0])).all():
+                raise BackendError("kernels: the step gave scores that are not finite, expected finite ones")
+            wait = lambda: place.host(buffer.here[0])  # noqa: E731
+            kinds: dict[Any, list[int]] = defaultdict(list)
+            for number, line in enumerate(side.lines):
+                kinds[line.kind].append(number)
+            times: dict[int, float] = {}
+            for members in kinds.values():
+                repeated = members * math.ceil(_CALLS / len(members))
+                calls = [call for number in repeated for call in bound.segments[number]]
+                times |= dict.fromkeys(members, _seconds(place.captured(calls), wait) / len(repeated))
+            whole = _seconds(place.captured(bound.calls), wait)
+        lines = tuple(replace(line, measured=times[number]) for number, line in enumerate(side.lines))
+        return replace(side, lines=lines, whole=whole)
+
+    def _inputs(self, graph: Graph, widths: dict[int | None, int]) -> tuple[list[str], dict[str, Any]]:
+        work, rng = self._work, np.random.default_rng(0)
+        values: dict[str, Any] = {
+            "tokens": rng.integers(0, self._engine.model.config.vocab_size, work.rows),
+            "positions": work.depth,
+            "lengths": work.positions,
+            "slots": [sequence.slot for sequence in self._sequences],
+        }
+        for window, width in widths.items():
+            tables = np.zeros((work.sequences, width), np.int32)
+            for row, sequence in zip(tables, self._sequences, strict=True):
+                found = sequence.tables[window].array
+                row[: len(found)] = found
+            values[table_name(window)] = tables if work.decoding else tables[0]
+        return [name for name in graph.inputs if name in values], values
+
+
+def _apart(graph: Graph) -> Plan:
+    """A plan in which no two values share bytes."""
+    offsets: dict[Value, int] = {}
+    end = 0
+    for out in (out for node in graph.nodes for out in node.outs if out is not None):
+        offsets[out] = end
+        end += -(-max(nbytes(out), 1) // 256) * 256
+    return Plan(offsets, end, end)
+
+
+def _seconds(replay: Callable[[], object], wait: Callable[[], object]) -> float:
+    """Of a call, the median of some rounds, each long enough to be told from its launch."""
+    replay()
+    wait()
+    count, times = 1, []
+    while len(times) < _ROUNDS:
+        start = time.perf_counter()
+        for _ in range(count):
+            replay()
+        wait()
+        took = time.perf_counter() - start
+        if took < 5e-3 and count < 256:
+            count *= 2
+        else:
+            times.append(took / count)
+    return sorted(times)[_ROUNDS // 2]
