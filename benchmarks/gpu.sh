@@ -4,6 +4,7 @@
 #   benchmarks/gpu.sh [OUT]        OUT: folder for logs and JSON, benchmarks/results if left out
 #   PARTS="tests bench"            what to run: tests, sanitizer, bench
 #   PYTHON=python3 SHARDS=12       interpreter; processes that run the tests side by side
+#   LIMIT=900                      seconds after which the tests are stopped; the last one of each process is named
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
@@ -21,10 +22,14 @@ shard() { # NAME COMMAND…: the command once per shard, side by side; prints th
   local name=$1 start=$SECONDS
   shift
   for ((i = 0; i < shards; i++)); do
-    { SHARD=$i/$shards "$@" || echo "ended with $?"; } >"$logs/$name.$i" 2>&1 &
+    { SHARD=$i/$shards OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 timeout -s INT "${LIMIT:-900}" "$@" || {
+      echo "ended with $?, at $(grep -oE "tests/[^ ]+::[^ ]+" "$logs/$name.$i" | tail -1)"
+    }; } >"$logs/$name.$i" 2>&1 &
   done
   wait
+  grep -h "^ended with" "$logs/$name".*
   cat "$logs/$name".* | grep -E "^(FAILED|ERROR)|ERROR SUMMARY: [1-9]|Invalid|leaked" | sort | uniq | head -40
+  grep -hE "^(E  |FAILED|ERROR|ended with)" "$logs/$name".* | cut -c1-300 >>"$out/gpu_failures.txt"
   local passed bad
   passed=$(cat "$logs/$name".* | grep -oE "[0-9]+ passed" | awk '{n += $1} END {print n + 0}')
   bad=$(cat "$logs/$name".* | grep -oE "[0-9]+ (failed|error)" | awk '{n += $1} END {print n + 0}')
@@ -36,12 +41,13 @@ shard() { # NAME COMMAND…: the command once per shard, side by side; prints th
 }
 
 : >"$out/gpu_tests.txt"
+: >"$out/gpu_failures.txt"
 case " $parts " in *" tests "*)
-  shard tests "$python" -m pytest -q -p no:cacheprovider -m cuda tests/gpu
+  shard tests "$python" -m pytest -v -p no:cacheprovider -m "cuda and not slow" tests/gpu
   ;; esac
 case " $parts " in *" sanitizer "*)
   if command -v compute-sanitizer >/dev/null; then
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 shard sanitizer compute-sanitizer --tool memcheck "$python" -m pytest -q \
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 shard sanitizer compute-sanitizer --tool memcheck "$python" -m pytest -v \
       -p no:cacheprovider -m cuda tests/gpu/test_cases.py -k "ragged or decode or pages or empty or slots"
   else
     echo "sanitizer: compute-sanitizer is not installed here" | tee -a "$out/gpu_tests.txt"
@@ -55,5 +61,6 @@ case " $parts " in *" bench "*)
   done
   "$python" benchmarks/gpu_table.py "$out" || failed=1
   ;; esac
+[ -s "$out/gpu_failures.txt" ] || rm "$out/gpu_failures.txt"
 cat "$out/gpu_tests.txt"
 exit $failed
