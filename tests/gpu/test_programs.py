@@ -106,7 +106,7 @@ def test_cuda_a_thousand_replays_give_the_tokens_of_single_steps(name, monkeypat
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = write_model(tmp_path_factory.mktemp("small"), small_config())
-    return penstock.load(folder, device="cuda", max_context=600)
+    return penstock.load(folder, device="cuda", max_context=600, deterministic=True)
 
 
 def answers(llm: LLM, prompts: list[list[int]], max_tokens: int, **options: object) -> list[list[int]]:
@@ -118,7 +118,6 @@ def answers(llm: LLM, prompts: list[list[int]], max_tokens: int, **options: obje
 def test_cuda_generation_ahead_of_the_host_gives_the_host_s_texts(name, text_model, monkeypatch):
     """Several requests of different lengths, with ends on the way, against the path that reads scores."""
     prompts = [some_tokens(n, seed=n) for n in (3, 40, 250, 9, 100)]
-    text_model._engine.deterministic = True
     got = [answers(text_model, prompts, limit, **DRAWS[name]) for limit in (1, 2, 30)]
     monkeypatch.setattr(text_model._engine.place, "draws", False)
     want = [answers(text_model, prompts, limit, **DRAWS[name]) for limit in (1, 2, 30)]
@@ -150,7 +149,6 @@ def test_cuda_session_is_where_its_text_ends(text_model):
 
 @pytest.mark.cuda
 def test_cuda_batch_grows_and_shrinks(text_model):
-    text_model._engine.deterministic = True
     prompts = [some_tokens(n + 1, seed=n) for n in range(11)]
     together = answers(text_model, prompts, 12)
     assert together == [text_model.generate(prompt, max_tokens=12).tokens for prompt in prompts]
