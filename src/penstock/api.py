@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -161,7 +161,7 @@ class LLM:
         """As `generate` for one prompt, a Chunk per token. The prompt is checked now, computed with the first chunk."""
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         request = self._request(prompt, max_tokens, stop, options | {"logprobs": logprobs, **more})
-        return (chunk for _, chunk in self._run([request], progress))
+        return _chunks(self._run([request], progress))
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
         """Answer a conversation: `messages` through the model's chat template, then as `generate`."""
@@ -197,7 +197,7 @@ class LLM:
 
     def _run(
         self, requests: Seq[Request], progress: Callable[[int], None] | None = None
-    ) -> Iterator[tuple[int, Chunk]]:
+    ) -> Generator[tuple[int, Chunk], None, None]:
         try:
             yield from run(self._engine, requests, progress)
         finally:
@@ -207,6 +207,15 @@ class LLM:
                 self._stats.prompt_seconds += timings.prompt_seconds
                 self._stats.generated_tokens += timings.generated_tokens
             self._stats.generation_seconds += max((r.timings.generation_seconds for r in requests), default=0.0)
+
+
+def _chunks(steps: Generator[tuple[int, Chunk], None, None]) -> Iterator[Chunk]:
+    """The chunks of one request; whoever closes it early closes the steps too, and with them what they hold."""
+    try:
+        for _, chunk in steps:
+            yield chunk
+    finally:
+        steps.close()
 
 
 def _one(prompt: Any) -> bool:
