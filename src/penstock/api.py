@@ -305,9 +305,7 @@ def _read_gguf(path: Path, device: str, place: Place, options: dict[str, Any]) -
 
 def _weights(family: ModuleType, source: Source, config: Any, place: Place) -> tuple[Any, Any]:
     """A family's weights and config with their arrays in place: matrices as they are read, small ones at the end."""
-    if not isinstance(source, RandomHere):
-        source = Placed(source, place.put)
-    weights = family.read_weights(source, config)
+    weights = family.read_weights(Placed(source, place.put), config)
     return models.placed(weights, place.put), models.placed(config, place.put)
 
 

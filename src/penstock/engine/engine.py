@@ -131,7 +131,8 @@ class Engine:
             widths = {window: table_width(len(table.ids)) for window, table in sequence.tables.items()}
             runner = self.programs.prefill(len(ids), sequence.length, widths, scores=last and not every)
             tables = {
-                table_name(window): padded(table.array, widths[window]) for window, table in sequence.tables.items()
+                table_name(window): _table([table.array], 1, widths[window])[0]
+                for window, table in sequence.tables.items()
             }
             runner.fill(tokens=ids, positions=sequence.length, **tables)
             with _whole([sequence]):
@@ -236,11 +237,7 @@ class Engine:
         slots[:B] = [sequence.slot for sequence in sequences]
         words = np.zeros(rows, np.int32)
         words[:B] = ids
-        grids = {}
-        for window, arrays in tables.items():
-            grids[table_name(window)] = grid = np.zeros((rows, widths[window]), np.int32)
-            for row, array in zip(grid, arrays, strict=False):
-                row[: len(array)] = array
+        grids = {table_name(window): _table(arrays, rows, widths[window]) for window, arrays in tables.items()}
         runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **grids)
         return runner
 
@@ -317,6 +314,9 @@ def _whole(sequences: Seq[Sequence]) -> Iterator[None]:
         raise
 
 
-def padded(table: np.ndarray, width: int) -> np.ndarray:
-    """A block table with page 0, which is never read, behind its end."""
-    return np.concatenate([table, np.zeros(width - len(table), np.int32)])
+def _table(arrays: Seq[np.ndarray], rows: int, width: int) -> np.ndarray:
+    """Block tables below each other; where they end stands page 0, which is never read for them."""
+    table = np.zeros((rows, width), np.int32)
+    for row, array in zip(table, arrays, strict=False):
+        row[: len(array)] = array
+    return table

@@ -69,7 +69,7 @@ class Runner:
             self._key, self._replays, self._ran, self._drawing = key, {}, set(), None
 
     def fill(self, **values: Any) -> None:
-        """Write inputs by name (a shorter table leaves the rest of a row as it is) and bring them to the device."""
+        """Write inputs by name and bring them to the device."""
         self._buffer.ready()
         for name, value in values.items():
             self.host[name][...] = value

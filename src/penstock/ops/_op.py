@@ -324,6 +324,7 @@ class Op:
         out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Array | tuple | None")
         self.signature = own.replace(parameters=[*parameters, out])
         self.__signature__ = self.signature
+        self._checked = tuple(map(self.params.index, inspect.signature(check).parameters)) if check else ()
         self._bind = _made_binder(self.name, own.replace(parameters=parameters))
         written = [self.params.index(name) for name in writes]
         rest = [i for i in range(len(self.params)) if i not in written]
@@ -609,7 +610,7 @@ class Op:
     def _check_values(self, values: tuple[Any, ...]) -> None:
         assert self.check is not None
         try:
-            self.check(*values)
+            self.check(*[values[i] for i in self._checked])
         except InvalidArgument as error:
             raise type(error)(f"{self.name}: {error}") from None
 
@@ -748,7 +749,7 @@ def op(
     """Make an op of a NumPy definition.
 
     infer    the definition's parameters, arrays as Spec → the outputs' Spec, or a tuple of them (None: not asked for)
-    check    the same parameters with host arrays; raises on values (ids, positions) out of range
+    check    those of the parameters that it names, with host arrays; raises on values (ids, positions) out of range
     writes   arguments that the op changes in place; everything else is only read
     alias    `out=` may be an input of the same start, shape and dtype
     partial  the definition takes `out` and leaves some of it as it was; a new output starts at zero

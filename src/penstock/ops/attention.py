@@ -176,28 +176,13 @@ def _prepared(
     return y, y if gated else None
 
 
-def _check_prepared(
-    q: Array,
-    k: Array,
-    v: Array | None,
-    q_norm: Array | None,
-    k_norm: Array | None,
-    inv_freq: Array,
-    positions: Array | int,
-    key_pages: Array,
-    value_pages: Array,
-    block_table: Array,
-    H: int,
-    rotary_dim: int | None,
-    mscale: float,
-    eps: float,
-    gated: bool,
-    norm_values: bool,
-) -> None:
-    check_append("positions", key_pages, len(k), None, block_table, positions)
-
-
-@op(infer=_prepared, check=_check_prepared, writes=("key_pages", "value_pages"))
+@op(
+    infer=_prepared,
+    check=lambda k, key_pages, block_table, positions: check_append(
+        "positions", key_pages, len(k), None, block_table, positions
+    ),
+    writes=("key_pages", "value_pages"),
+)
 def attention_prepare(
     q: Array,
     k: Array,

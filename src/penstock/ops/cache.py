@@ -198,7 +198,7 @@ def _kv_appended(
 
 @op(
     infer=_kv_appended,
-    check=lambda k_src, v_src, k_cache, v_cache, kv_start, slots: check_append(
+    check=lambda k_src, k_cache, kv_start, slots: check_append(
         "kv_start", k_cache, len(k_src), slots, None, kv_start
     ),
     writes=("k_cache", "v_cache"),
@@ -227,7 +227,7 @@ def _pages_appended(
 
 @op(
     infer=_pages_appended,
-    check=lambda k_src, v_src, k_pages, v_pages, block_table, positions: check_append(
+    check=lambda k_src, k_pages, block_table, positions: check_append(
         "positions", k_pages, len(k_src), None, block_table, positions
     ),
     writes=("k_pages", "v_pages"),
@@ -268,7 +268,7 @@ def _mla_appended(
 
 @op(
     infer=_mla_appended,
-    check=lambda kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table: check_append(
+    check=lambda kv_lat, latent_cache, pos, slots, block_table: check_append(
         "pos", latent_cache, 1 if kv_lat.ndim == 1 else len(kv_lat), slots, block_table, pos
     ),
     writes=("latent_cache", "rope_k_cache"),

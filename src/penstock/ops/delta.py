@@ -57,7 +57,7 @@ def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None) -> Spec:
 
 @op(
     infer=_convolved,
-    check=lambda x, state, weight, slots: _check_slots(slots, state),
+    check=_check_slots,
     sources=("conv1d_step",),
 )
 def conv1d_causal(x: Array, state: Array, weight: Array, slots: Array | None = None) -> Array:
@@ -78,7 +78,7 @@ def conv1d_causal(x: Array, state: Array, weight: Array, slots: Array | None = N
 
 @op(
     infer=lambda state, x, slots: _conv_state(state, x, slots, None),
-    check=lambda state, x, slots: _check_slots(slots, state),
+    check=_check_slots,
     writes=("state",),
     sources=("conv1d_state_update",),
 )
@@ -306,25 +306,7 @@ def _step(
     return z
 
 
-def _check_step(
-    qkv: Array,
-    z: Array,
-    alpha: Array,
-    beta: Array,
-    conv_state: Array,
-    state: Array,
-    slots: Array,
-    conv_weight: Array,
-    A_log: Array,
-    dt_bias: Array,
-    norm_weight: Array,
-    Hk: int,
-    eps: float,
-) -> None:
-    _check_slots(slots, state)
-
-
-@op(infer=_step, check=_check_step, writes=("conv_state", "state"))
+@op(infer=_step, check=_check_slots, writes=("conv_state", "state"))
 def gated_delta_step(
     qkv: Array,
     z: Array,

@@ -126,24 +126,13 @@ def _prepared(
     return Spec((T, H, nope), dtype), q_pe
 
 
-def _check_prepared(
-    q: Array,
-    kv: Array,
-    kv_norm: Array,
-    inv_freq: Array,
-    positions: Array | int,
-    latent_pages: Array,
-    rope_pages: Array,
-    block_table: Array,
-    H: int,
-    nope: int,
-    mscale: float,
-    eps: float,
-) -> None:
-    check_append("positions", latent_pages, len(q), None, block_table, positions)
-
-
-@op(infer=_prepared, check=_check_prepared, writes=("latent_pages", "rope_pages"))
+@op(
+    infer=_prepared,
+    check=lambda q, latent_pages, block_table, positions: check_append(
+        "positions", latent_pages, len(q), None, block_table, positions
+    ),
+    writes=("latent_pages", "rope_pages"),
+)
 def mla_prepare(
     q: Array,
     kv: Array,

@@ -228,7 +228,7 @@ def _check_ids(ids: Array, stack: Any, slot_of: Array | None) -> None:
 
 @op(
     infer=_expert_gate_up,
-    check=lambda x, gate_w, up_w, ids, slot_of, act, activations: _check_ids(ids, gate_w, slot_of),
+    check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of),
 )
 def expert_gate_up(
     x: Array,
@@ -277,7 +277,7 @@ def _down_sum(h: Array, down_w: Any, ids: Array, weights: Array, slot_of: Array 
 
 @op(
     infer=_expert_down,
-    check=lambda h, down_w, ids, weights, slot_of, activations: _check_ids(ids, down_w, slot_of),
+    check=lambda ids, down_w, slot_of: _check_ids(ids, down_w, slot_of),
 )
 def expert_down_sum(
     h: Array,
@@ -315,7 +315,7 @@ def _moe_forward(
 
 @op(
     infer=_moe_forward,
-    check=lambda x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations: _check_ids(ids, gate_w, slot_of),
+    check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of),
 )
 def moe_forward(
     x: Array,
@@ -374,11 +374,11 @@ def _moe_shared_forward(
     return y
 
 
-def _check_shared_ids(residual: Array, x: Array, ids: Array, weights: Array, gate_w: Any, *rest: Any) -> None:
-    _check_ids(ids, gate_w, rest[6])
-
-
-@op(infer=_moe_shared_forward, check=_check_shared_ids, alias=True)
+@op(
+    infer=_moe_shared_forward,
+    check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of),
+    alias=True,
+)
 def moe_shared_forward(
     residual: Array,
     x: Array,
@@ -501,7 +501,7 @@ def _bucket(out_sum: Spec, bucket_out: Spec, token_idx: Spec, weights: Spec) -> 
 
 @op(
     infer=_bucket,
-    check=lambda out_sum, bucket_out, token_idx, weights: _check.in_range("token_idx", token_idx, 0, len(out_sum)),
+    check=lambda out_sum, token_idx: _check.in_range("token_idx", token_idx, 0, len(out_sum)),
     writes=("out_sum",),
     sources=("moe_bucket_accumulate",),
 )

@@ -180,9 +180,7 @@ def rotate(x: Array, inv_freq: Array, at: Array, rotary_dim: int | None, mscale:
 
 @op(
     infer=rotated,
-    check=lambda x, inv_freq, start_pos, rotary_dim, mscale, interleaved, positions: _check_positions(
-        start_pos, positions
-    ),
+    check=_check_positions,
     alias=True,
     sources=("rope_n_tokens", "yarn_rope_apply"),
 )
@@ -224,9 +222,7 @@ def _head_norm_rope(
 
 @op(
     infer=_head_norm_rope,
-    check=lambda x, weight, inv_freq, start_pos, eps, rotary_dim, mscale, interleaved: _check_positions(
-        start_pos, None
-    ),
+    check=lambda start_pos: _check_positions(start_pos, None),
     alias=True,
 )
 def head_norm_rope(

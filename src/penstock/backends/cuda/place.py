@@ -43,7 +43,9 @@ class Gpu:
             return self._tensor(value)
 
     def _tensor(self, array: Any) -> Any:
-        return to_torch(array, "torch").to(self.device)
+        if not isinstance(array, self._torch.Tensor):
+            array = to_torch(array, "torch")
+        return array.to(self.device)  # itself if it is here
 
     def host(self, array: Any) -> np.ndarray:
         return numpy_view(array.clone() if self.interpreted else array.cpu())
