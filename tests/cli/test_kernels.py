@@ -172,6 +172,12 @@ def test_trace_for_cuda_needs_no_gpu_and_fuses(capsys, tiny):
         assert 0 < side["arena_bytes"] < side["arena_bytes_without_plan"]
 
 
+def test_trace_of_a_batch_joins_projections_where_the_device_does(capsys):
+    for device, joined in (("cuda", True), ("cpu", False)):
+        side = trace(capsys, "--device", device, "--batch", "4")["before"]
+        assert any(node["op"] == "split_columns" for node in side["nodes"]) == joined
+
+
 def test_trace_knows_the_layer_of_every_node(capsys, tiny):
     nodes = trace(capsys, tiny, "--device", "cpu")["before"]["nodes"]
     layers = [node["layer"] for node in nodes]

@@ -209,6 +209,7 @@ class Subject:
 def outlined(model: str | None, layers: str | None, device: str, dtype: str, activations: str, work: Work) -> Subject:
     """A model without its weights: of a config.json, a shipped one by name, a folder, a .gguf file or a hub id."""
     from penstock import models
+    from penstock.backends.cuda.place import Gpu
     from penstock.models.gguf import open_gguf
     from penstock.models.source import Outline, Shapes, Stored
     from penstock.weights.checkpoint import Checkpoint
@@ -227,7 +228,10 @@ def outlined(model: str | None, layers: str | None, device: str, dtype: str, act
         source = Outline(Stored(checkpoint, *family.names(checkpoint, config)))
     _check_positions(work, config)
     weights = family.read_weights(source, config)
-    caches = Caches(family.caches(config), dtype, Host())
+    place = Host()
+    if device == "cuda":
+        place.joins = Gpu.joins  # models ask for it: the program is to be a GPU's
+    caches = Caches(family.caches(config), dtype, place)
     pages = work.sequences * -(-work.positions // PAGE)
 
     def unwritten(shape: tuple[int, ...], dtype: str) -> np.ndarray:
