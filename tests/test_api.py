@@ -61,7 +61,12 @@ def test_load_says_what_it_loaded(llm: LLM) -> None:
     ({"device": None}, "device is None, expected one of"),
     ({"dtype": "float64"}, "dtype is 'float64', expected one of auto, float32, bfloat16"),
     ({"activations": "int4"}, "activations is 'int4', expected one of auto, int8, float32"),
-    ({"expert_cache": "12G"}, "expert_cache is '12G', expected 'auto'"),
+    ({"expert_cache": "12 elephants"}, "expert_cache: is '12 elephants', expected a size such as 12G"),
+    ({"expert_cache": 12}, "expert_cache is 12, expected a size such as '12G' or 'auto'"),
+    ({"expert_io": "tape"}, "expert_io is 'tape', expected one of auto, direct, pagecache, mmap"),
+    ({"expert_policy": "random"}, "expert_policy is 'random', expected one of auto, lru"),
+    ({"expert_host": "1G", "device": "cpu"}, "expert_host is '1G', expected 'auto': it is the memory behind a GPU's"),
+    ({"expert_cache": "10%", "device": "reference"}, "expert_cache is given, expected 'auto' for device 'reference'"),
     ({"max_context": 0}, "max_context is 0, expected 1 to 2048"),
     ({"max_context": 2049}, "max_context is 2049, expected 1 to 2048"),
     ({"max_context": True}, "max_context is True, expected 1 to 2048"),
@@ -89,7 +94,7 @@ def test_load_chooses_a_gpu_that_can_be_used(folder: Path, monkeypatch: pytest.M
     for why, device in (("torch finds no GPU", "cpu"), (None, "cuda")):
         monkeypatch.setattr("penstock.backends.cuda.features.unusable", lambda why=why: why)
         dtype = "bfloat16" if device == "cuda" else "float32"
-        assert api._choices("auto", "auto", "auto", "auto", None)[:2] == (device, dtype)
+        assert api._choices("auto", "auto", "auto", None)[:2] == (device, dtype)
 
 
 def test_load_takes_the_device_of_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

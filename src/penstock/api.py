@@ -17,7 +17,9 @@ import numpy as np
 from penstock import models
 from penstock.backends.cuda import features as cuda
 from penstock.engine import ahead
+from penstock.engine.cache import Caches
 from penstock.engine.engine import Engine, Model
+from penstock.engine.experts import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
 from penstock.engine.gguf_tokenizer import gguf_tokenizer
 from penstock.engine.place import Host, Place, place_of
@@ -25,8 +27,10 @@ from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.models.gguf import open_gguf
-from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Source, Stored
+from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Shelved, Source, Stored
 from penstock.settings import Settings
+from penstock.streaming.layout import Layer
+from penstock.streaming.store import slot_counts
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.hub import resolve
 
@@ -36,12 +40,17 @@ ACTIVATIONS = ("auto", "int8", "float32")
 
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_CONTEXT = 4096  # positions that there is room for beside streamed experts
 _WORKING = 256 << 20  # bytes for activations of a prefill piece, the tokenizer and the interpreter itself
 
 
 @dataclass
 class Stats:
-    """What a model has done and what it holds. Times are sums over all calls; experts are None unless streamed."""
+    """What a model has done and what it holds. Times are sums over all calls.
+
+    Of streamed experts (else None): bytes of their slots; how often one that was chosen was in a slot, in host memory
+    (on its way to a GPU) or read; bytes read from files and copied from host memory; seconds that steps waited.
+    """
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -50,7 +59,13 @@ class Stats:
     weight_bytes: int = 0
     cache_bytes: int = 0
     peak_memory: int = 0
+    expert_bytes: int | None = None
     expert_hits: int | None = None
+    expert_host_hits: int | None = None
+    expert_reads: int | None = None
+    expert_bytes_read: int | None = None
+    expert_bytes_copied: int | None = None
+    expert_wait_seconds: float | None = None
 
     @property
     def prompt_tps(self) -> float:
@@ -60,15 +75,44 @@ class Stats:
     def generation_tps(self) -> float:
         return self.generated_tokens / self.generation_seconds if self.generation_seconds else 0.0
 
+    @property
+    def expert_hit_rate(self) -> float | None:
+        """Share of the chosen experts that were in a slot."""
+        if self.expert_hits is None:
+            return None
+        chosen = self.expert_hits + (self.expert_host_hits or 0) + (self.expert_reads or 0)
+        return self.expert_hits / chosen if chosen else 0.0
+
     def __str__(self) -> str:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generated_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"Peak memory: {self.peak_memory / 1e9:.3f} GB"
+            f"Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
+        )
+
+    def experts(self) -> dict[str, Any] | None:
+        """What is known of streamed experts, as JSON shows it."""
+        if self.expert_hits is None:
+            return None
+        named = {name[7:]: value for name, value in asdict(self).items() if name.startswith("expert_")}
+        return named | {"hit_rate": self.expert_hit_rate}
+
+    def about_experts(self) -> str:
+        """A line about streamed experts, after a line break; nothing if there are none."""
+        if self.expert_hits is None:
+            return ""
+        tokens = max(1, self.prompt_tokens + self.generated_tokens)
+        seconds = self.prompt_seconds + self.generation_seconds
+        waited = (self.expert_wait_seconds or 0.0) / seconds if seconds else 0.0
+        held, read = (self.expert_bytes or 0) / 1e9, (self.expert_bytes_read or 0) / tokens / 1e6
+        return (
+            f"\nExperts: {self.expert_hit_rate or 0.0:.1%} of the chosen ones were in {held:.3f} GB of slots, "
+            f"{read:.1f} MB read per token, {waited:.0%} of the time waiting for them"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"prompt_tps": self.prompt_tps, "generation_tps": self.generation_tps}
+        rates = {"prompt_tps": self.prompt_tps, "generation_tps": self.generation_tps}
+        return asdict(self) | rates | {"expert_hit_rate": self.expert_hit_rate}
 
 
 class LLM:
@@ -102,6 +146,11 @@ class LLM:
         """Tokens, seconds, bytes so far (a copy)."""
         now = Stats(**asdict(self._stats))
         now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, self._engine.place.peak()
+        if (streamed := self._engine.experts) is not None:
+            counters, now.expert_bytes = streamed.store.counters, streamed.store.nbytes
+            now.expert_hits, now.expert_host_hits, now.expert_reads = counters.hits, counters.host_hits, counters.reads
+            now.expert_bytes_read, now.expert_bytes_copied = counters.bytes_read, counters.bytes_copied
+            now.expert_wait_seconds = counters.wait_seconds
         return now
 
     def logits(self, token_ids: Seq[int]) -> np.ndarray:
@@ -236,6 +285,10 @@ def load(
     expert_cache: str = "auto",
     threads: int | None = None,
     *,
+    expert_host: str = "auto",
+    expert_io: str = "auto",
+    expert_policy: str = "auto",
+    expert_file: str | os.PathLike[str] | None = None,
     deterministic: bool = False,
     revision: str | None = None,
     offline: bool | None = None,
@@ -247,19 +300,26 @@ def load(
     float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on the
     CPU); max_context: positions per sequence, by default the model's, or what fits in memory. deterministic: on a GPU
     an answer's bits do not depend on the requests decoded beside it (on the CPU they never do). Weights are read from
-    the files by memory map. `notify` receives remarks (skipped tensors, copies), else they are logged. Raises
-    CheckpointError, InvalidArgument, OutOfMemory, BackendError.
+    the files by memory map. expert_cache: bytes of experts that are held ("12G", "50%" of them), the others are read
+    when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind a GPU's; expert_io
+    "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by `penstock pack`, by
+    default the one in the folder. docs/streaming.md has more. `notify` receives remarks (skipped tensors, copies), else
+    they are logged. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
-    device, dtype, activations = _choices(device, dtype, activations, expert_cache, threads)
+    device, dtype, activations = _choices(device, dtype, activations, threads)
+    experts = ExpertOptions(
+        expert_cache, expert_host, expert_io, expert_policy, None if expert_file is None else os.fspath(expert_file)
+    )
     place = place_of(device)
     folder: Path = (
         _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)
     )
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
-    model, tokenizer, notices = (_read_gguf if folder.is_file() else _read_folder)(folder, device, place, options)
+    read = _read_gguf if folder.is_file() else _read_folder
+    model, tokenizer, notices = read(folder, device, place, experts, options)
     for notice in notices:
         notify(notice)
     engine = _engine(model, device, place, dtype, activations, max_context, deterministic, f"{folder}")
@@ -275,23 +335,58 @@ def _named(given: str | os.PathLike[str] | None, folder: Path) -> str | None:
 
 
 def _read_folder(
-    folder: Path, device: str, place: Place, options: dict[str, Any]
+    folder: Path, device: str, place: Place, experts: ExpertOptions, options: dict[str, Any]
 ) -> tuple[Model, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
     _check_vocab(f"{folder}", tokenizer, config)
-    _check_fits(f"{folder}", place, checkpoint.nbytes, _copied_bytes(checkpoint))
+    source = Stored(checkpoint, *family.names(checkpoint, config))
+    copied = _copied_bytes(checkpoint)
+    caches = Caches(family.caches(config), options["dtype"], place)
+    beside = _WORKING + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
+    layers = _streamed_layers(family, source, config, experts, place, checkpoint.nbytes + beside)
+    streams = bool(layers) or experts.asked
+    if not streams:
+        _check_fits(f"{folder}", place, checkpoint.nbytes, copied)
     if device == "cpu":
         ahead.start(options)
-    source = Stored(checkpoint, *family.names(checkpoint, config))
-    weights, placed = _weights(family, source, config, place)
-    notices = [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
-    return Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes), tokenizer, notices
+    notices: list[str] = []
+    streamed = None
+    if streams:
+        away = sum(layer.nbytes for layer in layers)
+        rest = (checkpoint.nbytes - away if not isinstance(place, Host) else max(0, copied - away)) + beside
+        budget = budget_of(experts, layers, rest, place, f"{folder}")
+        slot_counts(layers, budget, config.top_k)
+        weights = family.read_weights(Shelved(source, place.put), config)
+        opened = open_experts(weights, experts, budget, config.top_k, place, folder, checkpoint.fingerprint)
+        weights, streamed, notices = opened
+        weights, placed = models.placed(weights, place.put), models.placed(config, place.put)
+    else:
+        weights, placed = _weights(family, source, config, place)
+    notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
+    check = checkpoint.check if isinstance(place, Host) else None
+    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check)
+    return model, tokenizer, notices
 
 
-def _read_gguf(path: Path, device: str, place: Place, options: dict[str, Any]) -> tuple[Model, Tokenizer, list[str]]:
+def _streamed_layers(
+    family: ModuleType, source: Stored, config: Any, experts: ExpertOptions, place: Place, need: int
+) -> list[Layer]:
+    """The layers whose experts are to be streamed: asked for, or a model of which `need` bytes do not fit."""
+    if not (experts.asked or (need > place.free() and config.top_k and place.kernels)):
+        return []
+    if not place.kernels:
+        raise InvalidArgument("load: expert_cache is given, expected 'auto' for device 'reference'")
+    return expert_layers(family, source, config)
+
+
+def _read_gguf(
+    path: Path, device: str, place: Place, experts: ExpertOptions, options: dict[str, Any]
+) -> tuple[Model, Tokenizer, list[str]]:
+    if experts.asked:
+        raise InvalidArgument(f"load: expert_cache is given for {path}, expected 'auto': GGUF files are not streamed")
     found = open_gguf(path)
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
@@ -346,7 +441,7 @@ def load_random(
 
     here: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
     """
-    device, dtype, activations = _choices(device, dtype, activations, "auto", threads)
+    device, dtype, activations = _choices(device, dtype, activations, threads)
     place = place_of(device)
     family = models.family_of(dict(config))
     read = family.read_config(dict(config))
@@ -382,7 +477,7 @@ def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:
     return session
 
 
-def _choices(device: str, dtype: str, activations: str, expert_cache: str, threads: int | None) -> tuple[str, str, str]:
+def _choices(device: str, dtype: str, activations: str, threads: int | None) -> tuple[str, str, str]:
     for name, value, allowed in (
         ("device", device, DEVICES),
         ("dtype", dtype, DTYPES),
@@ -390,10 +485,6 @@ def _choices(device: str, dtype: str, activations: str, expert_cache: str, threa
     ):
         if value not in allowed:
             raise InvalidArgument(f"load: {name} is {value!r}, expected one of {', '.join(allowed)}")
-    if expert_cache != "auto":
-        raise InvalidArgument(
-            f"load: expert_cache is {expert_cache!r}, expected 'auto' (experts stay in the memory map)"
-        )
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
         raise InvalidArgument(f"load: threads is {threads!r}, expected an integer")
     settings = Settings.from_env()

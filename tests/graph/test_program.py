@@ -83,8 +83,8 @@ def test_an_op_that_leaves_gaps_gets_zeros_each_time():
 def test_a_kernel_can_be_replaced():
     names = []
 
-    def wrap(op, kernel):
-        names.append(op.name)
+    def wrap(node, kernel):
+        names.append(node.op.name)
         return kernel
 
     made = program(fused=False)

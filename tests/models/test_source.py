@@ -106,8 +106,8 @@ def test_stored_stack_of_dense_and_quantized(tmp_path: Path, rng: np.random.Gene
     for n, q in enumerate(made):
         tensors |= parts(f"model.q.{n}", q)
     source = stored(tmp_path, tensors, bits=4, group_size=32)
-    np.testing.assert_array_equal(source.stack([f"d.{n}" for n in range(3)], 4, 32), np.stack(dense))
-    stack = source.stack([f"q.{n}" for n in range(3)], 4, 32)
+    np.testing.assert_array_equal(source.stack([f"d.{n}" for n in range(3)], 3, 4, 32), np.stack(dense))
+    stack = source.stack([f"q.{n}" for n in range(3)], 3, 4, 32)
     assert isinstance(stack, QuantizedTensor) and stack.shape == (3, 4, 32)
     for n, q in enumerate(made):
         np.testing.assert_array_equal(penstock.dequantize(stack)[n], penstock.dequantize(q))
@@ -120,7 +120,9 @@ def test_stored_stack_refuses_experts_that_differ(tmp_path: Path, rng: np.random
     source = stored(tmp_path, tensors, bits=4, group_size=32, **formats)
     for others in (("e.0", "e.1"), ("e.0", "e.2"), ("e.2", "e.0")):
         with pytest.raises(CheckpointError, match=f"model.{others[0]} and the experts beside it differ in bits"):
-            source.stack(others, 4, 32)
+            source.stack(others, 2, 4, 32)
+        with pytest.raises(CheckpointError, match=f"model.{others[0]} and the experts beside it differ in bits"):
+            source.shelf(others, 2, 4, 32)
 
 
 def test_stored_unused_are_those_that_nobody_asked_for(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -313,7 +315,7 @@ def test_outline_has_the_formats_of_its_source(tmp_path: Path, rng: np.random.Ge
     order = np.arange(4)
     for a, b in (
         (source.rows("q0", order, 6, 64), outline.rows("q0", order, 6, 64)),
-        (source.stack(["q0", "q1"], 6, 64), outline.stack(["q0", "q1"], 6, 64)),
+        (source.stack(["q0", "q1"], 2, 6, 64), outline.stack(["q0", "q1"], 2, 6, 64)),
         (source.weight("d", 5, 8), outline.weight("d", 5, 8)),
         (source.rows("d", order, 5, 8), outline.rows("d", order, 5, 8)),
     ):

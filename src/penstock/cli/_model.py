@@ -127,14 +127,6 @@ REFUSED: dict[str, str | None] = {
     "--cache-type-v": "",
     "-ctv": "",
     "--prefill-step-size": "256",
-    "--expert-cache": "auto",
-    "--moe-cache-size": "",
-    "--moe-expert-cache": "",
-    "--moe-stream-cache": "",
-    "--moe-expert-cache-size": "",
-    "--expert-host": "auto",
-    "--expert-io": "auto",
-    "--expert-policy": "auto",
     "--n-gpu-layers": "auto",
     "--gpu-layers": "auto",
     "-ngl": "auto",
@@ -238,6 +230,33 @@ class AnyModel:
         Literal["auto", "int8", "float32"],
         typer.Option("--activations", help="Rounding inside quantized products; float32 is exact and slower."),
     ] = "auto"
+    expert_cache: Annotated[
+        str,
+        typer.Option(
+            "--expert-cache",
+            metavar="SIZE",
+            help="Experts that are held, such as 12G or 50%; the others are read when they are chosen.",
+        ),
+    ] = "auto"
+    moe_cache: Annotated[  # as others call it
+        str | None,
+        typer.Option(
+            "--moe-expert-cache", "--moe-expert-cache-size", "--moe-cache-size", "--moe-stream-cache", hidden=True
+        ),
+    ] = None
+    expert_host: Annotated[
+        str, typer.Option("--expert-host", metavar="SIZE", help="Host memory for experts behind a GPU's, such as 48G.")
+    ] = "auto"
+    expert_io: Annotated[
+        Literal["auto", "direct", "pagecache", "mmap"], typer.Option("--expert-io", help="How experts are read.")
+    ] = "auto"
+    expert_policy: Annotated[
+        Literal["auto", "lru", "lfru", "pin"], typer.Option("--expert-policy", help="Which experts are kept.")
+    ] = "auto"
+    expert_file: Annotated[
+        str | None,
+        typer.Option("--expert-file", metavar="FILE", help="Made by penstock pack; that in the folder if left out."),
+    ] = None
 
     @property
     def name(self) -> str:
@@ -253,6 +272,11 @@ class AnyModel:
             activations=self.activations,
             max_context=max_context,
             threads=threads,
+            expert_cache=self.moe_cache or self.expert_cache,
+            expert_host=self.expert_host,
+            expert_io=self.expert_io,
+            expert_policy=self.expert_policy,
+            expert_file=self.expert_file,
             revision=self.revision,
             offline=self.offline or None,
             notify=notify,

@@ -252,7 +252,7 @@ def loaded(model: str | None, layers: str | None, device: str, work: Work) -> Su
     found, batches = _found(model, layers), [(work.sequences, work.positions)]
     if isinstance(found, _Config):
         family = models.family_of(found.raw)
-        _, dtype, _ = api._choices(device, "auto", "auto", "auto", None)
+        _, dtype, _ = api._choices(device, "auto", "auto", None)
         caches = Caches(family.caches(family.read_config(found.raw)), dtype)
         check_room(found.name, place_of(device), caches, batches, api.random_nbytes(found.raw))
         llm = api.load_random(found.raw, device=device, max_context=work.positions, here=True)

@@ -126,6 +126,8 @@ def bench(
     """
     if model.model is not None and random is not None:
         raise UsageError("--random: made-up weights need no --model, expected one of the two")
+    if random is not None and (model.moe_cache or model.expert_cache) != "auto":
+        raise UsageError("--expert-cache: expected with a stored model; random weights have no files to be read from")
     if layers is not None and random is None:
         raise UsageError("--layers: expected together with --random; a stored model runs whole")
     tests = planned(
@@ -523,7 +525,7 @@ def _made_up(
 
     path = config_file(config)
     given = read_config(path)
-    device, dtype, _ = api._choices(model.device, model.dtype, model.activations, "auto", threads)
+    device, dtype, _ = api._choices(model.device, model.dtype, model.activations, threads)
     place = place_of(device)
     if layers is None and device == "cuda" and api.random_nbytes(cut(given, "all", str(path))[0]) <= 0.9 * place.free():
         layers = "all"

@@ -169,7 +169,7 @@ class _Answer:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {len(self.chunks)} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"Peak memory: {llm.stats().peak_memory / 1e9:.3f} GB"
+            f"Peak memory: {llm.stats().peak_memory / 1e9:.3f} GB{llm.stats().about_experts()}"
         )
 
     def described(self, llm: "LLM", seed: int, with_logprobs: bool) -> dict[str, Any]:
@@ -193,6 +193,8 @@ class _Answer:
             },
             "seed": seed,
         }
+        if (experts := llm.stats().experts()) is not None:
+            found["experts"] = experts
         if with_logprobs:
             found["logprobs"] = [
                 {

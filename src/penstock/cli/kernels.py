@@ -193,7 +193,7 @@ def _print_one(op: "Op") -> None:
 def _device(given: str | None) -> str:
     from penstock.api import _choices
 
-    device = _choices(given or "auto", "auto", "auto", "auto", None)[0]
+    device = _choices(given or "auto", "auto", "auto", None)[0]
     if device == "reference":  # by PENSTOCK_DEVICE
         raise InvalidArgument("kernels: device is 'reference', expected cpu or cuda: the definitions are not fused")
     return device
@@ -226,7 +226,7 @@ def _report(
 
     if bandwidth is not None and not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth: is {bandwidth}, expected GB/s above 0")
-    _, dtype, activations = _choices(device, "auto", "auto", "auto", None)
+    _, dtype, activations = _choices(device, "auto", "auto", None)
     if measure:
         subject = loaded(model, layers, device, work)
     else:

@@ -16,6 +16,9 @@ from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
 from penstock.cli.generate import generate
 from penstock.cli.kernels import kernels
+from penstock.cli.pack import pack
+from penstock.cli.plan import plan
+from penstock.cli.routes import routes
 from penstock.errors import PenstockError
 from penstock.settings import Settings
 
@@ -25,6 +28,9 @@ app.command(context_settings={"allow_extra_args": True})(generate)
 app.command()(chat)
 app.command()(bench)
 app.command("benchmark", hidden=True)(bench)  # as mlx-lm calls it
+app.command()(plan)
+app.command()(pack)
+app.command()(routes)
 app.command()(kernels)
 app.command()(doctor)
 

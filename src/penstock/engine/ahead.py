@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.engine import Engine
-from penstock.ops._op import Op
+from penstock.graph import Node
 
 PREFILL, PASSES, SECONDS = 20, 200, 120.0
 
@@ -56,7 +56,7 @@ def run(engine: Engine, parent: int) -> None:
 
     met = 0
 
-    def forgiving(op: Op, kernel: Any) -> Any:
+    def forgiving(node: Node, kernel: Any) -> Any:
         def skipping(*args: Any, **kwargs: Any) -> None:
             nonlocal met
             if os.getppid() != parent:

@@ -20,6 +20,7 @@ import numpy as np
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.place import Drawing, Flight, Place, place_of
 from penstock.engine.programs import Programs, Runner, table_name, table_width
+from penstock.engine.streamed import Streamed
 from penstock.errors import InvalidArgument
 from penstock.models.step import PAGE, Step
 
@@ -33,6 +34,8 @@ class Model:
     weights: Any
     fingerprint: str
     nbytes: int = 0
+    experts: Streamed | None = None  # those that are not all in memory
+    check: Callable[[], None] | None = None  # raises CheckpointError if the mapped files are no longer what they were
 
 
 class Engine:
@@ -57,9 +60,12 @@ class Engine:
         self.max_context = max_context
         self.deterministic = deterministic
         self.place = place or place_of(device)
+        self.experts = model.experts
         self.caches = Caches(model.family.caches(model.config), dtype, self.place)
         self.programs = (
-            Programs(model.family, model.config, model.weights, self.caches, activations, fused, deterministic)
+            Programs(
+                model.family, model.config, model.weights, self.caches, activations, fused, deterministic, self.experts
+            )
             if self.place.kernels
             else None
         )
@@ -125,6 +131,7 @@ class Engine:
 
     def _piece(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
         with self._lock, self.place.running(deterministic=False):  # the cut of a prompt does not depend on others
+            self._check_files()
             self.caches.reserve(sequence, len(ids))  # may raise OutOfMemory, and then nothing has changed
             if self.programs is None:
                 return self._defined(sequence, ids, every)
@@ -168,10 +175,14 @@ class Engine:
 
     def decode(self, sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
         """Append one token to each of B sequences; scores after it, float32 [B, vocab]."""
+        if len(sequences) > (most := self.most_sequences):
+            parts = [slice(start, start + most) for start in range(0, len(sequences), most)]
+            return np.concatenate([self.decode(sequences[part], tokens[part]) for part in parts])
         ids = self._ids(tokens)
         for sequence in sequences:
             self._check_room(sequence, 1)
         with self._lock, self.place.running(self.deterministic):
+            self._check_files()
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
             if self.programs is None:
@@ -194,6 +205,7 @@ class Engine:
         for sequence in sequences:
             self._check_room(sequence, 1)
         with self._lock, self.place.running(self.deterministic):
+            self._check_files()
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
             last = self._last
@@ -214,11 +226,22 @@ class Engine:
             self._last = _Last(runner, runner.drawing, list(sequences), lengths, list(rows), version, flight)
             return flight
 
+    @property
+    def most_sequences(self) -> int:
+        """How many can decode together: those whose experts fit on a device that cannot wait for them in between."""
+        if self.experts is None or not self.place.draws:
+            return 1 << 30
+        return self.experts.store.most_tokens
+
     def continues(self, sequences: Seq[Sequence]) -> bool:
-        """Whether the device could go on with what the last `draw` drew: same sequences, no new page, no new arrays."""
+        """Whether the device could go on with what the last `draw` drew: same sequences, no new page, no new arrays.
+
+        Not with streamed experts: a step that missed some starts again from what the host gave it.
+        """
         last = self._last
         return (
             last is not None
+            and self.experts is None
             and last.version == self.caches.version
             and last.sequences == sequences
             and all(s.length == at and at % PAGE for s, at in zip(sequences, last.lengths, strict=True))
@@ -257,6 +280,13 @@ class Engine:
             h = family.forward(step, weights, config, self.caches.arrays)
             self.caches.advance(sequence, len(ids))
         return family.logits(step, h if every else h[-1:], weights, config)
+
+    def _check_files(self) -> None:
+        """Before a step: the files that it may read are what they were."""
+        if self.model.check is not None:
+            self.model.check()
+        if self.experts is not None:
+            self.experts.store.reader.check()
 
     def _ids(self, tokens: Seq[int]) -> np.ndarray:
         vocab = self.model.config.vocab_size

@@ -200,6 +200,7 @@ def run(
     Each is prefilled when it is its turn. Sequences that were opened here are closed at the end, also if the caller
     stops early.
     """
+    max_batch = min(max_batch, engine.most_sequences)
     waiting = list(enumerate(requests))[::-1]
     active: list[_Running] = []
     try:

@@ -15,8 +15,10 @@ import numpy as np
 
 from penstock.dtypes import numpy_dtype
 from penstock.engine.memory import available_memory, peak_memory
+from penstock.errors import InvalidArgument
 from penstock.models.step import PAGE
 from penstock.ops._op import backend
+from penstock.streaming.store import HostTier, Tier
 
 
 class Inputs(Protocol):
@@ -55,6 +57,23 @@ class Drawing(Protocol):
 
     def launched(self) -> Flight:
         """The step that was just run."""
+        ...
+
+
+class Missing(Protocol):
+    """Finds out on a device, layer by layer, whether the experts that a step chose are there.
+
+    Once they are not, the rest of the step changes nothing: its rows become inactive ones.
+    """
+
+    host: np.ndarray  # int32 [layers, 1 + width]: whether some are missing, and the ids (−1: of an inactive row)
+
+    def look(self, n: int, ids: Any, slot_of: Any, inputs: Mapping[str, Any]) -> None:
+        """Look for the ids of the n-th layer; inputs: slots, positions and lengths of the rows."""
+        ...
+
+    def wait(self) -> None:
+        """Until `host` has what was looked for."""
         ...
 
 
@@ -106,6 +125,16 @@ class Place(Protocol):
 
     def rows(self, count: int) -> int:
         """Rows of a decode program for `count` sequences; those beyond are inactive."""
+        ...
+
+    def tier(self, host: str, top_k: int) -> Tier:
+        """Memory for streamed experts here; host: bytes of host memory behind it, or "auto"."""
+        ...
+
+    def missing(self, layers: int, width: int) -> Missing | None:
+        """What looks for experts that are not there while a step runs, for `width` choices of each layer; None where
+        the host takes part in every layer anyway.
+        """
         ...
 
     def free(self) -> int:
@@ -173,6 +202,14 @@ class Host:
 
     def rows(self, count: int) -> int:
         return count
+
+    def tier(self, host: str, top_k: int) -> Tier:
+        if host != "auto":
+            raise InvalidArgument(f"load: expert_host is {host!r}, expected 'auto': it is the memory behind a GPU's")
+        return HostTier()
+
+    def missing(self, layers: int, width: int) -> Missing | None:
+        return None
 
     def free(self) -> int:
         return available_memory()

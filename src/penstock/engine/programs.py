@@ -7,24 +7,21 @@ the sequence's, so that one program serves every sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from penstock.engine.cache import Caches
-from penstock.engine.place import Drawing, Inputs, Place
+from penstock.engine.runner import Runner, SteppedRunner
+from penstock.engine.streamed import EXPERT_OPS, Streamed
 from penstock.errors import OutOfMemory
-from penstock.graph import Bound, Graph, Program, trace
+from penstock.graph import Graph, Node, Program, Wrap, trace
 from penstock.models.step import Pages, Step, empty
-from penstock.ops._op import Op, Spec, spec_of
+from penstock.ops._op import Spec, spec_of
 
 KEPT = 48  # programs of prefills and of decodes that are kept, the latest used ones
 _LEAST_PAGES = 4  # of a block table: tables grow in powers of two, and a new size is a new program
-
-Wrap = Callable[[Op, Any], Any]
 
 
 def table_width(pages: int) -> int:
@@ -33,71 +30,6 @@ def table_width(pages: int) -> int:
     while width < pages:
         width *= 2
     return width
-
-
-class Runner:
-    """A program with its buffers. The first run is a list of calls; from the second on it is a replay.
-
-    Its inputs are small int32 arrays of the given shapes: `host` to fill, `here` where the device reads them. compiles:
-    its kernels may be new, and are compiled together before it runs.
-    """
-
-    def __init__(
-        self, program: Program, place: Place, numbers: Mapping[str, tuple[int, ...]], compiles: bool = True
-    ) -> None:
-        self.compiles = compiles
-        self.program = program
-        self.place = place
-        self._buffer: Inputs = place.inputs([(shape, "int32") for shape in numbers.values()])
-        self.host: dict[str, np.ndarray] = dict(zip(numbers, self._buffer.host, strict=True))
-        self.here: dict[str, Any] = dict(zip(numbers, self._buffer.here, strict=True))
-        self.bound: Bound | None = None
-        self._drawing: Drawing | None = None
-        self._replays: dict[str, Callable[[], object]] = {}
-        self._ran: set[str] = set()
-        self._key: Any = None
-
-    @property
-    def outputs(self) -> tuple[Any, ...]:
-        assert self.bound is not None
-        return self.bound.outputs
-
-    def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
-        """Bind the program to caches and an arena; nothing happens if `key`, which names them, is that of last time."""
-        if key != self._key:
-            self.bound = self.program.bind({**self.here, **arrays}, arena, wrap)
-            self._key, self._replays, self._ran, self._drawing = key, {}, set(), None
-
-    def fill(self, **values: Any) -> None:
-        """Write inputs by name and bring them to the device."""
-        self._buffer.ready()
-        for name, value in values.items():
-            self.host[name][...] = value
-        self._buffer.send()
-
-    @property
-    def drawing(self) -> Drawing:
-        """What draws from its scores."""
-        if self._drawing is None:
-            self._drawing = self.place.drawing(self.outputs[0], self.here)
-        return self._drawing
-
-    def run(self, name: str = "", tail: Callable[[str], Sequence[Callable[[], object]]] | None = None) -> None:
-        """Run the program, and behind it the calls that `tail` has by this name."""
-        assert self.bound is not None
-        replay = self._replays.get(name)
-        if replay is None:
-            more = [] if tail is None else tail(name)
-            if name not in self._ran:
-                self._ran.add(name)
-                if self.compiles:
-                    self.place.compile([*self.bound.calls, *more])
-                self.bound.run()
-                for call in more:
-                    call()
-                return
-            replay = self._replays[name] = self.place.captured([*self.bound.calls, *more])
-        replay()
 
 
 class Programs:
@@ -112,7 +44,9 @@ class Programs:
         activations: str,
         fused: bool = True,
         steady: bool = False,
+        experts: Streamed | None = None,
     ) -> None:
+        self.experts = experts  # streamed ones
         self.family, self.config, self.weights = family, config, weights
         self.caches, self.place = caches, caches.place
         self.activations = activations
@@ -139,11 +73,12 @@ class Programs:
         if runner is None:
             names: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "lengths", "slots"), (rows,))
             names |= {table_name(window): (rows, width) for window, width in widths.items()}
-            runner = self._made(self.decode_graph(rows, widths), names)
+            runner = self._stepped(rows, widths, names) or self._made(self.decode_graph(rows, widths), names)
         self._keep(key, runner)
         if key not in self._decode_arenas:
             self._decode_arenas[key] = self._new_arena(runner.program.arena_bytes)
-        runner.bind(self.caches.version, self._cache_arrays(False), self._decode_arenas[key], self.wrap)
+        wrap = self.wrap if isinstance(runner, SteppedRunner) else self._wrap(runner)
+        runner.bind(self.caches.version, self._cache_arrays(False), self._decode_arenas[key], wrap)
         return runner
 
     def prefill(self, T: int, start: int, widths: Mapping[int | None, int], scores: bool) -> Runner:
@@ -180,8 +115,12 @@ class Programs:
             self._arena = None  # the old one goes before the new one comes
             self._arena = self._new_arena(need)
             self._arenas += 1
-        runner.bind((self.caches.version, self._arenas), arrays, self._arena, self.wrap)
+        runner.bind((self.caches.version, self._arenas), arrays, self._arena, self._wrap(runner, passing=True))
         return runner
+
+    def _wrap(self, runner: Runner, passing: bool = False) -> Wrap | None:
+        """passing: it is a prefill."""
+        return self.wrap if self.experts is None else self.experts.wrap(runner.program.graph, passing, self.wrap)
 
     def _new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.place.free()):
@@ -193,7 +132,20 @@ class Programs:
 
     def _made(self, graph: Graph, names: Mapping[str, tuple[int, ...]], compiles: bool = True) -> Runner:
         program = Program(graph, self.place.kernels, fused=self.fused, steady=self.steady)
-        return Runner(program, self.place, names, compiles)
+        return Runner(program, self.place, names, compiles, captures=self.experts is None or not self.place.draws)
+
+    def _stepped(
+        self, rows: int, widths: Mapping[int | None, int], names: Mapping[str, tuple[int, ...]]
+    ) -> Runner | None:
+        """A decode program that finds out on the device what is missing, where experts are streamed to one."""
+        if self.experts is None:
+            return None
+        missing = self.place.missing(len(self.experts.slot_of), rows * self.config.top_k)
+        if missing is None:
+            return None
+        graph = self.decode_graph(rows, widths)
+        program = Program(graph, self.place.kernels, fused=self.fused, steady=self.steady, cut=_before_experts)
+        return SteppedRunner(program, self.place, names, self.experts, missing)
 
     def _keep(self, key: Any, runner: Runner) -> Runner:
         self._kept[key] = runner
@@ -260,6 +212,10 @@ class Programs:
 
     def _cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         return [(values[f"cache{n}.0"], values[f"cache{n}.1"]) for n in range(len(self.caches.layouts))]
+
+
+def _before_experts(node: Node) -> bool:
+    return node.op in EXPERT_OPS
 
 
 class _Watched(Step):

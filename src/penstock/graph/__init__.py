@@ -2,7 +2,7 @@
 
 from penstock.graph.fuse import fuse
 from penstock.graph.plan import Plan, plan
-from penstock.graph.program import Bound, Program
+from penstock.graph.program import Bound, Program, Wrap
 from penstock.graph.trace import Graph, Node, Value, trace
 
-__all__ = ["Bound", "Graph", "Node", "Plan", "Program", "Value", "fuse", "plan", "trace"]
+__all__ = ["Bound", "Graph", "Node", "Plan", "Program", "Value", "Wrap", "fuse", "plan", "trace"]

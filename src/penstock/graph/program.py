@@ -11,9 +11,10 @@ from penstock.errors import InvalidArgument, KernelNotFound, ShapeError
 from penstock.graph.fuse import fuse
 from penstock.graph.plan import plan
 from penstock.graph.trace import Graph, Node, Value, nbytes
-from penstock.ops._op import Op, shaped, spec_of
+from penstock.ops._op import shaped, spec_of
 
 Call = Callable[[], object]
+Wrap = Callable[[Node, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,11 @@ class Program:
     def arena_bytes(self) -> int:
         return self.plan.size
 
-    def bind(self, inputs: Mapping[str, Any], arena: Any, wrap: Callable[[Op, Any], Any] | None = None) -> Bound:
+    def bind(self, inputs: Mapping[str, Any], arena: Any, wrap: Wrap | None = None) -> Bound:
         """Calls of the device's kernels on these inputs, everything between them in `arena` (uint8, `arena_bytes`).
 
-        An input may have more rows than the one the graph was traced with (a cache that has grown). wrap(op, kernel)
-        may replace a kernel.
+        An input may have more rows than the one the graph was traced with (a cache that has grown). wrap(node,
+        kernel) may replace the kernel of a node.
         """
         arrays: dict[Value, Any] = {}
         for name, value in self.graph.inputs.items():
@@ -91,7 +92,7 @@ class Program:
                 segments.append([])
             values = [array(arg) if isinstance(arg, Value) else arg for arg in node.args.values()]
             outs = [None if out is None else array(out) for out in node.outs]
-            segments[-1] += _calls(node.op, self.device, values, outs, wrap)
+            segments[-1] += _calls(node, self.device, values, outs, wrap)
         return Bound(tuple(map(tuple, segments)), tuple(map(array, self.graph.outputs)))
 
     def _array(self, value: Value, arrays: Mapping[Value, Any], arena: Any) -> Any:
@@ -103,14 +104,13 @@ class Program:
         return shaped(arena[start : start + nbytes(value)], value.spec)
 
 
-def _calls(
-    op: Op, device: str, values: Sequence[Any], outs: Sequence[Any], wrap: Callable[[Op, Any], Any] | None
-) -> list[Call]:
-    """What an op's call comes down to: its kernel on these arrays; before it zeros for one that leaves gaps."""
+def _calls(node: Node, device: str, values: Sequence[Any], outs: Sequence[Any], wrap: Wrap | None) -> list[Call]:
+    """What a node comes down to: its op's kernel on these arrays; before it zeros for one that leaves gaps."""
+    op = node.op
     kernel = op.kernel(device)
     if kernel is None:
         raise KernelNotFound(f"{op.name}: no kernel is registered for device {device!r}")
-    run = kernel.choosing if wrap is None else wrap(op, kernel.choosing)
+    run = kernel.choosing if wrap is None else wrap(node, kernel.choosing)
     if not outs:
         return [functools.partial(run, *values)]
     target = outs[0] if len(outs) == 1 else tuple(outs)

@@ -47,12 +47,17 @@ def family_of(config: dict[str, Any]) -> ModuleType:
 
 def placed(value: Any, put: Callable[[Any], Any]) -> Any:
     """A family's weights or config with every NumPy array moved by `put`; what several fields share stays shared."""
+    return replaced(value, np.ndarray, put)
+
+
+def replaced(value: Any, kind: type, make: Callable[[Any], Any]) -> Any:
+    """A family's weights or config with `make` of everything of a kind in its place, of shared things once."""
     moved: dict[int, Any] = {}
 
     def visit(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
+        if isinstance(value, kind):
             if id(value) not in moved:
-                moved[id(value)] = put(value)
+                moved[id(value)] = make(value)
             return moved[id(value)]
         if isinstance(value, tuple | list):
             return type(value)(map(visit, value))

@@ -298,6 +298,6 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     ids, weights = ops.moe_group_route(
         scores, w.bias, config.groups, config.top_groups, config.top_k, config.renormalise, config.routed_scale
     )
+    shared = None if w.shared is None else mlp(step, x, w.shared)  # before the experts, which may still be on their way
     routed = experts(step, x, ids, weights, w.routed)
-    shared = None if w.shared is None else mlp(step, x, w.shared)
     return ops.moe_combine_residual(h, None, None, shared, None, moe_sum=routed)

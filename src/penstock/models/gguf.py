@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -215,8 +215,10 @@ class GgufSource:
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
         return _taken(self.weight(path, *shape), order)
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
-        layer = _LAYER.fullmatch(next(iter(paths)))
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        if len(paths) == 1:
+            return self.weight(paths[0], *shape)
+        layer = _LAYER.fullmatch(paths[0])
         name = f"blk.{layer[1] if layer else 0}.ffn_gate_exps.weight"
         raise CheckpointError(f"{self.file.path}: has no tensor {name!r}, expected the experts of a layer as one stack")
 

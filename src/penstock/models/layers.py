@@ -80,11 +80,15 @@ def project(step: Step, x: Array, w: Joined, dtype: str | None = None, joins: in
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """Feed-forward blocks of E experts: gate, up [E, I, dim], down [E, dim, I]. up None: gate rows, then up rows."""
+    """Feed-forward blocks of E experts: gate, up [E, I, dim], down [E, dim, I]. up None: gate rows, then up rows.
+
+    slot_of int32 [E]: where each expert is in the stacks, if they do not hold all of them.
+    """
 
     gate: Weight
     up: Weight | None
     down: Weight
+    slot_of: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,14 @@ def read_head(source: Source, tied: bool, table: Weight, vocab: int, dim: int) -
 def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, width: int) -> ExpertStack:
     """Experts in any of three spellings: `stacked` (MLX), `gate_up_proj` (joined), or one module per expert."""
     if f"{path}.{stacked}.gate_proj" in source:
-        gate, up = (source.weight(f"{path}.{stacked}.{part}_proj", count, width, dim) for part in ("gate", "up"))
-        return ExpertStack(gate, up, source.weight(f"{path}.{stacked}.down_proj", count, dim, width))
+        gate, up = (source.stack([f"{path}.{stacked}.{part}_proj"], count, width, dim) for part in ("gate", "up"))
+        return ExpertStack(gate, up, source.stack([f"{path}.{stacked}.down_proj"], count, dim, width))
     base = path if path.endswith("experts") else f"{path}.experts"
     if f"{base}.gate_up_proj" in source:
-        joined = source.weight(f"{base}.gate_up_proj", count, 2 * width, dim)
-        return ExpertStack(joined, None, source.weight(f"{base}.down_proj", count, dim, width))
+        joined = source.stack([f"{base}.gate_up_proj"], count, 2 * width, dim)
+        return ExpertStack(joined, None, source.stack([f"{base}.down_proj"], count, dim, width))
     gate, up, down = (
-        source.stack([f"{base}.{e}.{part}_proj" for e in range(count)], *shape)
+        source.stack([f"{base}.{e}.{part}_proj" for e in range(count)], count, *shape)
         for part, shape in (("gate", (width, dim)), ("up", (width, dim)), ("down", (dim, width)))
     )
     return ExpertStack(gate, up, down)
@@ -133,4 +137,4 @@ def mlp(step: Step, x: Array, w: Mlp, act: str = "silu") -> Array:
 
 def experts(step: Step, x: Array, ids: Array, weights: Array, w: ExpertStack, act: str = "silu") -> Array:
     """Σ over the chosen experts of weight · expert(x), ids and weights [T, k] → [T, dim]."""
-    return ops.moe_forward(x, ids, weights, w.gate, w.up, w.down, act=act, activations=step.activations)
+    return ops.moe_forward(x, ids, weights, w.gate, w.up, w.down, w.slot_of, act, step.activations)

@@ -331,5 +331,6 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     ids, weights = ops.moe_softmax_topk(logits, config.top_k)
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)
+    shared = mlp(step, x, w.shared)  # before the experts, which may still be on their way
     routed = experts(step, x, ids, weights, w.routed)
-    return ops.moe_combine_residual(h, None, None, mlp(step, x, w.shared), score, moe_sum=routed)
+    return ops.moe_combine_residual(h, None, None, shared, score, moe_sum=routed)

@@ -7,16 +7,18 @@ its config while it is read, and a model of any size can be made up for a benchm
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
 from penstock.dtypes import FLOATS, bfloat16, dtype_name
 from penstock.errors import CheckpointError, OutOfMemory
 from penstock.models.config import Fields
-from penstock.ops._op import Array
+from penstock.ops._op import Array, Spec
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.streaming.layout import Part, Shelf, stacked
 from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
@@ -41,8 +43,8 @@ class Source(Protocol):
         """`weight` with its rows in another order: quantized rows move whole, nothing is quantized again."""
         ...
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
-        """Matrices of one shape, each stored by itself, as one stack."""
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        """The matrices of a layer's experts as one stack: a tensor that is one, or each stored by itself."""
         ...
 
 
@@ -79,47 +81,84 @@ class Stored:
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
         name = self._path(path)
         tensor = self.checkpoint.tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {name} has shape {tuple(tensor.shape)}, expected {shape} by config.json"
-            )
+        self._check_shape(name, tuple(tensor.shape), shape)
         self._used.update((name, *(f"{name}.{part}" for part in ("weight", "scales", "biases"))))
         return tensor
+
+    def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if found != shape:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {name} has shape {found}, expected {shape} by config.json"
+            )
 
     def weight(self, path: str, *shape: int) -> Weight:
         tensor = self._tensor(path, shape)
         if not isinstance(tensor, QuantizedTensor):
-            self._floating(path, tensor)
+            self._floating(path, dtype_name(tensor.dtype))
         return tensor
 
     def vector(self, path: str, *shape: int) -> np.ndarray:
         tensor = self._tensor(path, shape)
         if isinstance(tensor, QuantizedTensor):
             raise CheckpointError(f"{self.checkpoint.path}: {self._path(path)} is quantized, expected a dense tensor")
-        self._floating(path, tensor)
+        self._floating(path, dtype_name(tensor.dtype))
         return tensor.astype(np.float32)
 
-    def _floating(self, path: str, tensor: np.ndarray) -> None:
-        if dtype_name(tensor.dtype) not in FLOATS:
+    def _floating(self, path: str, dtype: str) -> None:
+        if dtype not in FLOATS:
             raise CheckpointError(
-                f"{self.checkpoint.path}: {self._path(path)} has dtype {dtype_name(tensor.dtype)}, "
-                f"expected one of {', '.join(FLOATS)}"
+                f"{self.checkpoint.path}: {self._path(path)} has dtype {dtype}, expected one of {', '.join(FLOATS)}"
             )
 
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
         return _taken(self.weight(path, *shape), order)
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
-        found = [self.weight(path, *shape) for path in paths]
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        if len(paths) == 1:
+            return self.weight(paths[0], *shape)
+        found = [self.weight(path, *shape[1:]) for path in paths]
         first = found[0]
         if any(_kind(w) != _kind(first) for w in found):
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {self._path(next(iter(paths)))} and the experts beside it differ in "
-                "bits, group size or dtype, expected them alike"
-            )
+            self._differ(paths[0])
         if isinstance(first, QuantizedTensor):
             return first.with_arrays(*(np.stack(parts) for parts in zip(*(w.arrays for w in found), strict=True)))  # type: ignore[union-attr]
         return np.stack(found)  # type: ignore[arg-type]
+
+    def _differ(self, path: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self.checkpoint.path}: {self._path(path)} and the experts beside it differ in "
+            "bits, group size or dtype, expected them alike"
+        )
+
+    def shelf(self, paths: Sequence[str], *shape: int) -> Shelf:
+        """`stack` without a look at the files: where its matrices lie."""
+        one = len(paths) == 1
+        count, *matrix = shape
+        found = [self._shelf(path, tuple(shape if one else matrix), count if one else 1) for path in paths]
+        first = found[0]
+        if any(_outward(shelf) != _outward(first) for shelf in found):
+            self._differ(paths[0])
+        if one:
+            return first
+        columns = zip(*(shelf.parts for shelf in found), strict=True)
+        parts = (Part(column[0].spec, tuple(part.places[0] for part in column)) for column in columns)
+        return replace(first, parts=tuple(parts))
+
+    def _shelf(self, path: str, shape: tuple[int, ...], count: int) -> Shelf:
+        name = self._path(path)
+        format, names = self.checkpoint.parts(name)
+        bits, group_size = format or (0, 0)
+        *rows, last = self.checkpoint.shape(names[0])
+        self._check_shape(name, (*rows, last * 32 // bits if bits else last), shape)
+        self._used.update(names)
+        if not bits:
+            self._floating(path, self.checkpoint.dtype(names[0]))
+        parts = []
+        for tensor in names:
+            own = self.checkpoint.shape(tensor)[-2:]
+            file, start, _ = self.checkpoint.location(tensor)
+            parts.append(stacked(file, start, count, Spec(own, self.checkpoint.dtype(tensor))))
+        return Shelf(name, bits, group_size, tuple(parts))
 
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""
@@ -188,9 +227,8 @@ class Random:
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
         return self.weight(path, len(order), *shape[1:])
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
-        found = list(paths)
-        return self.weight(found[0], len(found), *shape)
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        return self.weight(paths[0], *shape)
 
 
 @runtime_checkable
@@ -258,7 +296,7 @@ class Outline:
         return path in self.source
 
     def weight(self, path: str, *shape: int) -> Weight:
-        return _outlined(self.source.weight(path, *shape), lambda own: own)
+        return outlined(self.source.weight(path, *shape))
 
     def vector(self, path: str, *shape: int) -> np.ndarray:
         return self.source.vector(path, *shape)
@@ -266,9 +304,15 @@ class Outline:
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
         return _outlined(self.source.weight(path, *shape), lambda own: (len(order), *own[1:]))
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
-        found = list(paths)
-        return _outlined(self.source.weight(found[0], *shape), lambda own: (len(found), *own))
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        if len(paths) == 1:
+            return self.weight(paths[0], *shape)
+        return _outlined(self.source.weight(paths[0], *shape[1:]), lambda own: (len(paths), *own))
+
+
+def outlined(weight: Weight) -> Weight:
+    """A weight of the same shape and format that takes no memory."""
+    return _outlined(weight, lambda own: own)
 
 
 def _outlined(weight: Weight, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Weight:
@@ -321,8 +365,24 @@ class Placed:
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
         return self._put(self.source.rows(path, order, *shape))
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
         return self._put(self.source.stack(paths, *shape))
+
+
+class Shelved(Placed):
+    """A checkpoint whose experts stay in its files: their stacks come as shelves."""
+
+    def __init__(self, source: Stored, put: Callable[[Any], Any]) -> None:
+        super().__init__(source, put)
+        self._stored = source
+
+    def stack(self, paths: Sequence[str], *shape: int) -> Any:
+        return self._stored.shelf(paths, *shape)
+
+
+def _outward(shelf: Shelf) -> Any:
+    """What shelves must have in common to be one."""
+    return shelf.bits, shelf.group_size, tuple(part.spec for part in shelf.parts)
 
 
 def _kind(weight: Weight) -> Any:

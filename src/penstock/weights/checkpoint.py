@@ -143,6 +143,15 @@ class Checkpoint:
             digest.update(json.dumps([name, info.dtype, info.shape]).encode() + b"\n")
         return digest.hexdigest()
 
+    def check(self) -> None:
+        """Raises CheckpointError if a file was shortened or written to since it was opened: for every step of a model.
+
+        Reading behind the end of a mapped file ends the process (SIGBUS); between this look and the reading a small
+        risk is left.
+        """
+        for file in self._files:
+            file.check()
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._info(name).shape
 
@@ -183,19 +192,32 @@ class Checkpoint:
 
         Raises CheckpointError if there is none, and if its parts do not fit each other or the quantization table.
         """
+        format, names = self.parts(module_path)
+        if format is None:
+            return self.array(names[0])
+        try:
+            packed, scales, biases = map(self.array, names)
+            return QuantizedTensor(packed, scales, biases, *format)
+        except InvalidArgument as error:
+            self._refuse(names[0], f"cannot be used: {error}")
+
+    def parts(self, module_path: str) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
+        """Bits and group size of a module's weight, and the tensors it is made of: packed, scales and biases; None and
+        one tensor if it is dense. Raises CheckpointError as `tensor` does; the files are not touched.
+        """
         format = self.quantization(module_path)
         if format is not None:
-            return self._quantized(module_path, *format)
+            return format, self._quantized(module_path, *format)
         name = f"{module_path}.weight" if f"{module_path}.weight" in self else module_path
         spelled = self._info(name).dtype
         if name != module_path and spelled == "U32":
             self._refuse(name, f"has packed words (U32), but there is no {module_path}.scales")
         if spelled in _F8_NAMES:
             self._refuse(name, f"has dtype {spelled}, expected a float of 16 or more bits or MLX's quantization")
-        return self.array(name)
+        return None, (name,)
 
-    def _quantized(self, path: str, bits: int, group_size: int) -> QuantizedTensor:
-        parts = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
+    def _quantized(self, path: str, bits: int, group_size: int) -> tuple[str, ...]:
+        parts = tuple(f"{path}.{part}" for part in ("weight", "scales", "biases"))
         for name in parts:
             if name not in self:
                 there = f"{path}.scales" if name != f"{path}.scales" else f"{path}.weight"
@@ -218,11 +240,7 @@ class Checkpoint:
         if (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
             found, wanted = (f"{info.dtype} {list(info.shape)}" for info in (biases, scales))
             self._refuse(parts[2], f"is {found}, expected {wanted} as the scales")
-        try:
-            arrays = [self.array(name) for name in parts]
-            return QuantizedTensor(arrays[0], arrays[1], arrays[2], bits, group_size)
-        except InvalidArgument as error:
-            self._refuse(parts[0], f"cannot be used: {error}")
+        return parts
 
     def _read_formats(self, listing: list[str]) -> _Formats | None:
         source, table = _quantization_table(self.config)

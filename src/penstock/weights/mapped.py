@@ -18,7 +18,8 @@ class MappedFile:
         self.path = path
         self._descriptor = open_regular(path)
         weakref.finalize(self, os.close, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        self.size, self._changed = status.st_size, status.st_mtime_ns
         self._map: mmap.mmap | None = None
 
     def read(self, start: int, count: int) -> bytes:
@@ -44,6 +45,12 @@ class MappedFile:
         # A page behind the end of a shortened file is not an error but the death of the process (SIGBUS).
         if (size := os.fstat(self._descriptor).st_size) != self.size:
             raise CheckpointError(f"{self.path}: has {size} bytes, expected the {self.size} it had when it was opened")
+
+    def check(self) -> None:
+        """Raises CheckpointError for a file that was written to since it was opened, if its time of change tells."""
+        self.check_size()
+        if os.fstat(self._descriptor).st_mtime_ns != self._changed:
+            raise CheckpointError(f"{self.path}: was changed while it is in use, expected it as it was when opened")
 
     def view(self, start: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Bytes of the file as a read-only array; the caller has checked that they lie inside of it.

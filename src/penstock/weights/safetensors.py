@@ -104,6 +104,10 @@ class SafetensorsFile:
             return self._copy(name, info).view(dtype).reshape(info.shape)
         return self._file.view(info.start, info.shape, dtype)
 
+    def check(self) -> None:
+        """Raises CheckpointError for a file that was written to since it was opened."""
+        self._file.check()
+
     @property
     def misaligned_nbytes(self) -> int:
         """Bytes of the tensors that `array` has to copy."""

@@ -853,6 +853,10 @@ class Pairs:
     order: np.ndarray | None  # sorted position → pair; None: as they came
     groups: Groups
 
+    @property
+    def count(self) -> int:
+        return int(self.groups.hi[-1])
+
     def gather(self, rows: np.ndarray, k: int) -> np.ndarray:
         """Row of each sorted pair, from one row per token: a new array."""
         return rows.repeat(k, axis=0) if self.order is None else rows[self.order // k]

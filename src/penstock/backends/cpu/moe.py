@@ -8,6 +8,7 @@ depend on who else is in the call.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from penstock.backends.cpu.linear import (
 )
 from penstock.backends.cpu.norm import rms_norm
 from penstock.ops import kernel
+from penstock.ops._turns import in_turns
 from penstock.quant import QuantizedTensor
 
 
@@ -75,7 +77,14 @@ def _weighted_parallel(rows, place, weights, y):
 
 
 def _sorted_pairs(ids: np.ndarray, slot_of: np.ndarray | None) -> Pairs:
-    return pairs_of((ids if slot_of is None else slot_of[ids]).reshape(-1), ids.size // ids.shape[-1])
+    """The pairs whose experts are present."""
+    slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
+    tokens = ids.size // ids.shape[-1]
+    if slots.min() >= 0:
+        return pairs_of(slots, tokens)
+    there = np.flatnonzero(slots >= 0)
+    pairs = pairs_of(slots[there], max(tokens, 2))
+    return replace(pairs, order=there[pairs.order])
 
 
 def _gate_up(
@@ -83,7 +92,7 @@ def _gate_up(
 ) -> np.ndarray:
     """act(gate) · up of the sorted pairs: float32 [P, N] from one float32 row per token."""
     stacks = [stack_of(w) for w in (gate_w, up_w) if w is not None]
-    products = [np.empty((len(x) * k, w.rows), np.float32) for w in stacks]
+    products = [np.empty((pairs.count, w.rows), np.float32) for w in stacks]
     shared_products(x, stacks, pairs.groups, lambda a: pairs.gather(a, k), products, activations, variant)
     N = stacks[0].rows if up_w is not None else stacks[0].rows // 2
     gate, up = products if up_w is not None else (products[0][:, :N], products[0][:, N:])
@@ -92,28 +101,31 @@ def _gate_up(
     return h
 
 
-def _down_sum(
-    h: np.ndarray,
-    shape: tuple[int, ...],
-    pairs: Pairs,
-    down_w: Any,
-    weights: np.ndarray,
-    out: np.ndarray,
-    activations: str,
-    variant: str | None,
-) -> None:
-    """Weighted sum over slots of the down projections of sorted pairs h [P, I]."""
-    stack: Stack = stack_of(down_w)
-    each = np.empty((len(h), stack.rows), np.float32)
-    grouped_product(frozen(h), stack, pairs.groups, each, activations, variant)
-    place = np.arange(len(h))
-    if pairs.order is not None:
-        place[pairs.order] = np.arange(len(h))
-    k = shape[-1]
-    y = float_target(out)
-    flat = y.reshape(-1, stack.rows)
-    by_size(_weighted, _weighted_parallel, each.size, each, place.reshape(-1, k), frozen(weights.reshape(-1, k)), flat)
-    finish(y, out)
+class _Sum:
+    """Weighted sum over slots of the down projections of pairs, which come in one turn or in several."""
+
+    def __init__(self, ids: np.ndarray, down_w: Any, activations: str, variant: str | None) -> None:
+        self.stack: Stack = stack_of(down_w)
+        self.each = np.empty((ids.size, self.stack.rows), np.float32)
+        self.place = np.arange(ids.size)
+        self.k = ids.shape[-1]
+        self.how = activations, variant
+        self.done = 0
+
+    def add(self, h: np.ndarray, pairs: Pairs) -> None:
+        """The down projections of sorted pairs h [P, I]."""
+        stop = self.done + len(h)
+        grouped_product(frozen(h), self.stack, pairs.groups, self.each[self.done : stop], *self.how)
+        if pairs.order is not None:
+            self.place[pairs.order] = np.arange(self.done, stop)
+        self.done = stop
+
+    def finish(self, weights: np.ndarray, out: np.ndarray) -> None:
+        y = float_target(out)
+        flat = y.reshape(-1, self.stack.rows)
+        place, factors = self.place.reshape(-1, self.k), frozen(weights.reshape(-1, self.k))
+        by_size(_weighted, _weighted_parallel, self.each.size, self.each, place, factors, flat)
+        finish(y, out)
 
 
 @kernel(ops.expert_gate_up, device="cpu", variants=tuple(VARIANTS))
@@ -132,7 +144,9 @@ def expert_down_sum(h, down_w, ids, weights, slot_of, activations, *, out, varia
     if out.size == 0:
         return
     pairs = _sorted_pairs(ids, slot_of)
-    _down_sum(pairs.sort(float_rows(h)), ids.shape, pairs, down_w, weights, out, activations, variant)
+    total = _Sum(ids, down_w, activations, variant)
+    total.add(pairs.sort(float_rows(h)), pairs)
+    total.finish(weights, out)
 
 
 WIDE = 64  # rows of a down projection that one task takes: 16 KB of each expert at a width of 512
@@ -237,9 +251,12 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
         slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
         out.reshape(-1)[:] = _one_token(float_rows(x), slots, weights, gate_w, up_w, down_w, act, how)
         return
-    pairs = _sorted_pairs(ids, slot_of)
-    h = _gate_up(float_rows(x), ids.shape[-1], pairs, gate_w, up_w, act, activations, variant)
-    _down_sum(float_rows(_rounded(h, x.dtype)), ids.shape, pairs, down_w, weights, out, activations, variant)
+    rows, total = float_rows(x), _Sum(ids, down_w, activations, variant)
+    for present in in_turns(slot_of, ids):
+        pairs = _sorted_pairs(ids, present)
+        h = _gate_up(rows, ids.shape[-1], pairs, gate_w, up_w, act, activations, variant)
+        total.add(float_rows(_rounded(h, x.dtype)), pairs)
+    total.finish(weights, out)
 
 
 @kernel(ops.moe_shared_forward, device="cpu", variants=tuple(VARIANTS), composed=True)

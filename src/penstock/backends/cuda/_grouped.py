@@ -6,6 +6,7 @@ P / BM + S + 1 tiles (slot S stands for pairs without an expert, whose rows are 
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from penstock.backends.cuda._launch import activation
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.errors import BackendError
+from penstock.ops._turns import Turns, in_turns
 from penstock.quant import QuantizedTensor
 
 
@@ -53,14 +55,15 @@ def _key(ids_ptr, slot_of_ptr, p, P, S, experts, MAPPED: tl.constexpr):
 
 # plan      order = the pairs by slot, those of a slot in their own order; tiles[:, i] = slot, first place, end of tile
 # shapes    ids int32 [P]; slot_of int32 [experts], or ids are slots; order int32 [P]; tiles int32 [3, P / BM + S + 1]
-# grid      (S + 1,): a program counts and places the pairs of its slot; the last one those without a slot
+# grid      (S + 1,): a program counts and places the pairs of its slot; the last one those without a slot, which have
+#           no tiles with LEAVE: their rows stay as they are
 # bytes     8 · P per program, from L2
 # limits    a slot whose pairs start at place b has its tiles from b / BM + slot on, which is room enough for every
 #           slot before it; a tile in between that no slot needs has slot −1
 @triton.jit(do_not_specialize=["P", "S", "experts", "NT"])
 def _plan_kernel(
-    ids_ptr, slot_of_ptr, order_ptr, tiles_ptr, P, S, experts, NT, MAPPED: tl.constexpr, BM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ids_ptr, slot_of_ptr, order_ptr, tiles_ptr, P, S, experts, NT, MAPPED: tl.constexpr, LEAVE: tl.constexpr,
+    BM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -81,7 +84,8 @@ def _plan_kernel(
         tile = first + i
         start = begin + (tile - begin // BM - slot) * BM
         live = tile < end // BM + slot + 1
-        tl.store(tiles_ptr + tile, tl.where(start < end, slot, -1), mask=live)
+        needed = (start < end) & (slot < S) if LEAVE else start < end
+        tl.store(tiles_ptr + tile, tl.where(needed, slot, -1), mask=live)
         tl.store(tiles_ptr + NT + tile, start, mask=live)
         tl.store(tiles_ptr + 2 * NT + tile, end, mask=live)
 
@@ -195,17 +199,19 @@ def _config(rows: int, bits: int, wide: bool, even: bool) -> tuple[int, ...]:
     return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages
 
 
-def group_pairs(ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None = None, rows: int | None = None) -> Plan:
-    """Sort the pairs of ids [T, k] by the slot of their expert in a stack of `slots`."""
+def group_pairs(
+    ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None = None, rows: int | None = None, leave: bool = False
+) -> Plan:
+    """Sort the pairs of ids [T, k] by the slot of their expert in a stack of `slots`; leave: those without stay."""
     P, mapped = ids.numel(), slot_of is not None
-    rows = rows or _tile_rows(P, slots)
+    rows = rows or _tile_rows(P, slots if slot_of is None else slot_of.numel())
     NT = P // rows + slots + 1
     made = torch.empty(P + 3 * NT, dtype=torch.int32, device=ids.device)
     order, tiles = made[:P], made[P:]
     block = min(4096, max(256, triton.next_power_of_2(P)))
     _plan_kernel[(slots + 1,)](
-        ids, slot_of if mapped else ids, order, tiles, P, slots, slot_of.numel() if mapped else 0, NT, mapped, rows,
-        block, num_warps=block // 512 or 1,
+        ids, slot_of if mapped else ids, order, tiles, P, slots, slot_of.numel() if mapped else 0, NT, mapped, leave,
+        rows, block, num_warps=block // 512 or 1,
     )  # fmt: skip
     return Plan(order, tiles, rows)
 
@@ -255,33 +261,45 @@ def grouped_gate_up(
     _grouped(x, gate_w, up_w, plan, ids.shape[1], act, out, out_unit=out_unit)
 
 
+def _grouped_down(h: torch.Tensor, down_w: Any, plan: Plan, each: torch.Tensor, is_ordered: bool) -> None:
+    """each [T, k, dim] = down_w[e] · h [T, k, I]; is_ordered: h is in dot order."""
+    assert h.is_contiguous() and each.is_contiguous()
+    _grouped(h.view(-1, h.shape[-1]), down_w, None, plan, 1, None, each, is_ordered)
+
+
 def grouped_down_sum(
     h: torch.Tensor, down_w: Any, ids: torch.Tensor, weights: torch.Tensor, slot_of: torch.Tensor | None,
-    out: torch.Tensor, plan: Plan | None = None, is_ordered: bool = False,
+    out: torch.Tensor, plan: Plan | None = None,
 ) -> None:  # fmt: skip
-    """out [T, dim] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]); is_ordered: h is in dot order."""
-    assert h.is_contiguous() and ids.is_contiguous() and weights.is_contiguous() and out.is_contiguous()
+    """out [T, dim] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i])."""
+    assert ids.is_contiguous() and weights.is_contiguous() and out.is_contiguous()
     if ids.numel() == 0:
         return
-    T, k, width = h.shape
-    dim = out.shape[1]
-    plan = plan or group_pairs(ids, down_w.shape[0], slot_of)
-    each = torch.empty((T, k, dim), dtype=out.dtype, device=h.device)
-    _grouped(h.view(T * k, width), down_w, None, plan, 1, None, each, is_ordered)
+    each = torch.empty((*ids.shape, out.shape[1]), dtype=out.dtype, device=h.device)
+    _grouped_down(h, down_w, plan or group_pairs(ids, down_w.shape[0], slot_of), each, False)
     weighted_sum(each, weights, out=out)
 
 
 def grouped_forward(
-    x: torch.Tensor, gate_w: Any, up_w: Any, down_w: Any, ids: torch.Tensor, weights: torch.Tensor,
-    slot_of: torch.Tensor | None, act: str, out: torch.Tensor, plan: Plan | None = None,
+    x: torch.Tensor, gate_w: Any, up_w: Any, down_w: Any, ids: torch.Tensor, weights: torch.Tensor, slot_of: Any,
+    act: str, out: torch.Tensor, plan: Plan | None = None, between: Callable[[torch.Tensor], Any] | None = None,
 ) -> None:  # fmt: skip
-    """`grouped_gate_up`, then `grouped_down_sum`; what is between them goes in the order that the second reads."""
+    """`grouped_gate_up`, then `grouped_down_sum`; what is between them goes in the order that the second reads.
+
+    slot_of: an array, None, or experts that come in turns, each of which does its own pairs. between: what happens to
+    the rows [T · k, I] on their way.
+    """
     if ids.numel() == 0:
         return
-    plan = plan or group_pairs(ids, gate_w.shape[0], slot_of)
     h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-    unit = units(down_w.bits) if isinstance(down_w, QuantizedTensor) else 0
+    each = torch.empty((*ids.shape, out.shape[1]), dtype=out.dtype, device=x.device)
+    unit = units(down_w.bits) if isinstance(down_w, QuantizedTensor) and between is None else 0
     if unit and (4 * unit > 32 or h.shape[-1] % (4 * unit)):  # a tile is 32 columns wide or more
         unit = 0
-    grouped_gate_up(x, gate_w, up_w, ids, slot_of, act, h, plan=plan, out_unit=unit)
-    grouped_down_sum(h, down_w, ids, weights, slot_of, out, plan=plan, is_ordered=unit > 0)
+    several = isinstance(slot_of, Turns)
+    for present in in_turns(slot_of, ids):
+        order = plan or group_pairs(ids, gate_w.shape[0], present, leave=several)
+        grouped_gate_up(x, gate_w, up_w, ids, present, act, h, plan=order, out_unit=unit)
+        rows = h if between is None else between(h.view(-1, h.shape[-1])).view(h.shape)
+        _grouped_down(rows, down_w, order, each, unit > 0)
+    weighted_sum(each, weights, out=out)

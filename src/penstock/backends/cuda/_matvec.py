@@ -300,16 +300,17 @@ def _matvec(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     config: dict[str, int] | None = None,
+    alike: int = 0,
 ) -> None:
     """One launch of `matvec`. up None with an act: the up rows follow the N gate rows of w. common: the expert of the
     last of `per_token` pairs of a token. order: the turn in which pairs come, by their ids. many: more tokens than one
-    pass over the weights takes.
+    pass over the weights takes. alike: pairs of all the launches that this one is a part of, which shall add up alike.
     """
     arrays, bits, gs, G = _parts(w)
     ups = _NO_WEIGHT if act is None else arrays if up is None else _parts(up)[0]
     if config is None:
         # Deterministic rows do not depend on how many there are. (Experts have one row of x each.)
-        tokens, several = (_passes(x, w) if ids is None else 1, 1) if deterministic() else (T, pairs)
+        tokens, several = (_passes(x, w) if ids is None else 1, 1) if deterministic() else (T, alike or pairs)
         tokens = _passes(x, w) if many else tokens
         kind = (act is not None, norm is not None, x.dtype != torch.bfloat16, multiprocessors(x))
         config = _config(bits, gs, N, G * gs, tokens, several, slots, *kind)
@@ -393,10 +394,12 @@ def expert_gate_up_rows(
     slot_of: torch.Tensor | None,
     act: str,
     out: torch.Tensor,
+    tokens: int = 0,
 ) -> None:
     """out [T, k, N] = act(gate_w[e] · x[t]) · (up_w[e] · x[t]), e = ids[t, i]; up_w None: gate_w is [S, 2N, K].
 
-    All chosen experts of a token in one launch; 0 for an expert that is not there.
+    All chosen experts of a token in one launch; 0 for an expert that is not there. tokens: those of all launches that
+    this one is a part of.
     """
     T, k, N = out.shape
     if up_w is not None and _parts(gate_w)[3:] != _parts(up_w)[3:]:  # one kernel reads one format
@@ -405,7 +408,7 @@ def expert_gate_up_rows(
         expert_rows(x, up_w, ids, slot_of, k, up)
         gated(gate, up, act, out)
         return
-    _matvec(x, gate_w, out, N, pairs=T * k, share=k, ids=ids, slot_of=slot_of, up=up_w, act=act)
+    _matvec(x, gate_w, out, N, pairs=T * k, share=k, ids=ids, slot_of=slot_of, up=up_w, act=act, alike=tokens * k)
 
 
 def expert_down_sum_rows(
@@ -416,6 +419,7 @@ def expert_down_sum_rows(
     slot_of: torch.Tensor | None,
     out: torch.Tensor,
     after_gate_up: bool = False,
+    tokens: int = 0,
 ) -> None:
     """out [T, dim] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) in one launch, without atomics.
 
@@ -423,8 +427,9 @@ def expert_down_sum_rows(
     """
     T, k, _ = h.shape
     _matvec(
-        h, down_w, out, out.shape[1], pairs=T, slots=k, ids=ids, slot_of=slot_of, weights=weights, old_ids=after_gate_up
-    )
+        h, down_w, out, out.shape[1], pairs=T, slots=k, ids=ids, slot_of=slot_of, weights=weights,
+        old_ids=after_gate_up, alike=tokens,
+    )  # fmt: skip
 
 
 def mixed_gate_up(
@@ -440,6 +445,7 @@ def mixed_gate_up(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     order: torch.Tensor | None = None,
+    tokens: int = 0,
 ) -> None:
     """out [T, k + 1, N]: as `expert_gate_up_rows`, and in the last place the common expert, all in one launch.
 
@@ -449,7 +455,7 @@ def mixed_gate_up(
     T, slots, N = out.shape
     _matvec(
         x, gate_w, out, N, pairs=T * slots, share=slots, ids=ids, slot_of=slot_of, up=up_w, act=act, common=common,
-        common_up=common_up, per_token=slots, norm=norm, eps=eps, order=order,
+        common_up=common_up, per_token=slots, norm=norm, eps=eps, order=order, alike=tokens * slots,
     )  # fmt: skip
 
 
@@ -463,6 +469,7 @@ def mixed_down_sum(
     slot_of: torch.Tensor | None,
     residual: torch.Tensor,
     out: torch.Tensor,
+    tokens: int = 0,
 ) -> None:
     """out [T, dim] = residual + Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) + σ(score[t]) · (common · h[t, k]).
 
@@ -471,7 +478,7 @@ def mixed_down_sum(
     T, slots, _ = h.shape
     _matvec(
         h, down_w, out, out.shape[1], pairs=T, slots=slots, ids=ids, slot_of=slot_of, weights=weights, old_ids=True,
-        common=common, per_token=slots, score=score, residual=residual,
+        common=common, per_token=slots, score=score, residual=residual, alike=tokens,
     )  # fmt: skip
 
 
@@ -485,12 +492,13 @@ def mixed_down(
     slot_of: torch.Tensor | None,
     order: torch.Tensor,
     out: torch.Tensor,
+    tokens: int = 0,
 ) -> None:
     """The terms of `mixed_down_sum`'s sum, out [T, k + 1, dim], pairs in the turn of `order`."""
     T, slots, _ = h.shape
     _matvec(
         h, down_w, out, out.shape[2], pairs=T * slots, ids=ids, slot_of=slot_of, weights=weights, old_ids=True,
-        order=order, common=common, per_token=slots, score=score,
+        order=order, common=common, per_token=slots, score=score, alike=tokens * slots,
     )  # fmt: skip
 
 

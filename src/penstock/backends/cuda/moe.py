@@ -29,6 +29,7 @@ from penstock.backends.cuda.linear import gate_up, product
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops._op import deterministic, kernel
+from penstock.ops._turns import Turns, token_turns
 from penstock.quant import QuantizedTensor
 
 VARIANTS = ("rows", "grouped")
@@ -39,13 +40,20 @@ _EXACT = 4096  # pairs up to which the products of experts stay in float32 on th
 # -- experts ---------------------------------------------------------------------------------------------------------
 
 
-def _by_rows(variant: str | None, T: int, k: int, stack: Any) -> bool:
+def _count(stack: Any, slot_of: Any) -> int:
+    """Experts to choose from, of which the stack may hold some: what a call does depends on them, not on the stack."""
+    if slot_of is None:
+        return stack.shape[0]
+    return slot_of.experts if isinstance(slot_of, Turns) else slot_of.numel()
+
+
+def _by_rows(variant: str | None, T: int, k: int, experts: int) -> bool:
     """Whether pairs are taken one by one. Grouping pays once chosen experts have several tokens: with 4 bits on an H200
     from T = 60 on for 256 experts of [512, 2048], from 14 on for 128 experts of [704, 2816].
     """
     if variant is not None:
         return variant == "rows"
-    return deterministic() or T * k <= stack.shape[0]
+    return deterministic() or T * k <= experts
 
 
 def _rounded(op: str, rows: torch.Tensor, stacks: list[Any], activations: str) -> torch.Tensor:
@@ -64,26 +72,26 @@ def _parts(T: int, k: int) -> list[slice]:
     return [slice(t, t + step) for t in range(0, T, step)]
 
 
-def _gate_up(op, x, gate_w, up_w, ids, slot_of, act, activations, out, plan) -> None:
-    """`out` [T, k, N]; `plan` None: pair by pair."""
+def _gate_up(op, x, gate_w, up_w, ids, slot_of, act, activations, out, plan, tokens=0) -> None:
+    """`out` [T, k, N]; `plan` None: pair by pair; tokens: those of all calls that this one is a part of."""
     x = _rounded(op, x, [gate_w] if up_w is None else [gate_w, up_w], activations)
     if plan is not None:
         grouped_gate_up(x, gate_w, up_w, ids, slot_of, act, out, plan=plan)
     elif ids.numel() <= _PAIRS:
-        expert_gate_up_rows(x, gate_w, up_w, ids, slot_of, act, out)
+        expert_gate_up_rows(x, gate_w, up_w, ids, slot_of, act, out, tokens)
     else:
         for part in _parts(*ids.shape):
             expert_gate_up_rows(x[part], gate_w, up_w, ids[part], slot_of, act, out[part])
 
 
-def _down_sum(op, h, down_w, ids, weights, slot_of, activations, out, plan, after_gate_up=False) -> None:
-    """`out` [T, dim]; after_gate_up: `_gate_up` with the same ids was the last to launch anything."""
+def _down_sum(op, h, down_w, ids, weights, slot_of, activations, out, plan, after_gate_up=False, tokens=0) -> None:
+    """`out` [T, dim]; after_gate_up: `_gate_up` with the same ids was the last to launch anything; tokens as there."""
     rounded = _rounded(op, flat_rows(h), [down_w], activations).view(h.shape)
     after_gate_up, h = after_gate_up and rounded.data_ptr() == h.data_ptr(), rounded
     if plan is not None:
         grouped_down_sum(h, down_w, ids, weights, slot_of, out, plan=plan)
     elif ids.numel() <= _PAIRS:
-        expert_down_sum_rows(h, down_w, ids, weights, slot_of, out, after_gate_up)
+        expert_down_sum_rows(h, down_w, ids, weights, slot_of, out, after_gate_up, tokens)
     else:
         for part in _parts(*ids.shape):
             expert_down_sum_rows(h[part], down_w, ids[part], weights[part], slot_of, out[part])
@@ -91,7 +99,7 @@ def _down_sum(op, h, down_w, ids, weights, slot_of, activations, out, plan, afte
 
 def _plan(variant: str | None, ids: torch.Tensor, stack: Any, slot_of: torch.Tensor | None) -> Any:
     """The pairs of ids [T, k] sorted by expert, or None to take them one by one."""
-    if _by_rows(variant, *ids.shape, stack):
+    if _by_rows(variant, *ids.shape, _count(stack, slot_of)):
         return None
     return group_pairs(ids, stack.shape[0], slot_of)
 
@@ -120,14 +128,18 @@ def expert_down_sum(h, down_w, ids, weights, slot_of, activations, *, out, varia
 def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, *, out, variant):
     if out.numel() == 0:
         return
-    x, ids, weights = flat_rows(x), flat_rows(ids), flat_rows(weights)
-    plan = _plan(variant, ids, gate_w, slot_of)
-    if plan is not None and activations == "float32":
-        grouped_forward(x, gate_w, up_w, down_w, ids, weights, slot_of, act, flat_rows(out), plan=plan)
+    x, ids, weights, y = map(flat_rows, (x, ids, weights, out))
+    name, T = "moe_forward", len(ids)
+    if not _by_rows(variant, *ids.shape, _count(gate_w, slot_of)):
+        between = None if activations == "float32" else lambda h: _rounded(name, h, [down_w], activations)
+        x = _rounded(name, x, [gate_w] if up_w is None else [gate_w, up_w], activations)
+        grouped_forward(x, gate_w, up_w, down_w, ids, weights, slot_of, act, y, between=between)
         return
     h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-    _gate_up("moe_forward", x, gate_w, up_w, ids, slot_of, act, activations, h, plan)
-    _down_sum("moe_forward", h, down_w, ids, weights, slot_of, activations, flat_rows(out), plan, after_gate_up=True)
+    for part, present in token_turns(slot_of, ids):
+        own = ids[part]
+        _gate_up(name, x[part], gate_w, up_w, own, present, act, activations, h[part], None, T)
+        _down_sum(name, h[part], down_w, own, weights[part], present, activations, y[part], None, True, T)
 
 
 # -- combination -----------------------------------------------------------------------------------------------------
@@ -217,11 +229,11 @@ def _joins(experts: list[Any], shared: list[Any]) -> bool:
     )
 
 
-def _in_turn(T: int, k: int, stack: Any) -> bool:
+def _in_turn(T: int, k: int, experts: int) -> bool:
     """Whether sorting pairs by expert pays: where many tokens choose the same ones. On an H200 with 256 experts of
     [512, 2048] a block takes 162 µs instead of 183 at T = 32, and 53 instead of 54 at T = 8.
     """
-    return T * k * 3 >= stack.shape[0] and not deterministic()
+    return T * k * 3 >= experts and not deterministic()
 
 
 def _shared_hidden(x: torch.Tensor, gate_w: Any, up_w: Any, act: str, activations: str) -> torch.Tensor:
@@ -248,27 +260,34 @@ def moe_shared_forward(
     x, ids, weights, y, residual = map(flat_rows, (x, ids, weights, out, residual))
     own, own_up = _halves(shared_gate_w) if shared_up_w is None else (shared_gate_w, shared_up_w)
     T, k = ids.shape
-    experts = [w for w in (gate_w, up_w, down_w) if w is not None]
+    experts, count = [w for w in (gate_w, up_w, down_w) if w is not None], _count(gate_w, slot_of)
     joint = (
-        _by_rows(variant, T, k, gate_w)
+        _by_rows(variant, T, k, count)
         and T * (k + 1) <= _PAIRS
         and activations == "float32"
         and _joins(experts, [own, own_up, shared_down_w])
     )
-    order = group_pairs(ids, gate_w.shape[0], slot_of).order if joint and _in_turn(T, k, gate_w) else None
-    if norm_weight is not None and not (joint and order is None and x.shape[1] <= _NORMED):
+    sorts = joint and _in_turn(T, k, count)
+    if norm_weight is not None and not (joint and not sorts and x.shape[1] <= _NORMED):
         x, plain = torch.empty_like(x), x
         rms_norm(plain, norm_weight, eps, out=x)
         norm_weight = None
     if joint:
         h = torch.empty((T, k + 1, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-        mixed_gate_up(x, gate_w, up_w, own, own_up, ids, slot_of, act, h, norm_weight, eps, order)
-        if order is None:
-            mixed_down_sum(h, down_w, shared_down_w, ids, weights, shared_score, slot_of, residual, y)
-        else:
-            each = torch.empty((T, k + 1, y.shape[1]), dtype=torch.float32, device=x.device)
-            mixed_down(h, down_w, shared_down_w, ids, weights, shared_score, slot_of, order, each)
-            _combine(residual, each, None, None, None, 1.0, y)
+        scores = None if shared_score is None else shared_score.view(T)
+        for part, there in token_turns(slot_of, ids):
+            chosen, factors, score = ids[part], weights[part], None if scores is None else scores[part]
+            order = group_pairs(chosen, gate_w.shape[0], there).order if sorts else None
+            mixed_gate_up(
+                x[part], gate_w, up_w, own, own_up, chosen, there, act, h[part], norm_weight, eps, order, T
+            )  # fmt: skip
+            down = (h[part], down_w, shared_down_w, chosen, factors, score, there)
+            if order is None:
+                mixed_down_sum(*down, residual[part], y[part], T)
+            else:
+                each = torch.empty((len(chosen), k + 1, y.shape[1]), dtype=torch.float32, device=x.device)
+                mixed_down(*down, order, each, T)
+                _combine(residual[part], each, None, None, None, 1.0, y[part])
         return
     # One rounding, except that the experts' rows of many tokens are worth their memory in half precision.
     routed = torch.empty(y.shape, dtype=torch.float32 if ids.numel() <= _EXACT else y.dtype, device=y.device)

@@ -108,6 +108,23 @@ class Gpu:
         """The next power of two, from 8 on the next multiple of 8: few shapes to capture."""
         return -(-count // 8) * 8 if count > 8 else 1 << (count - 1).bit_length()
 
+    def tier(self, host: str, top_k: int) -> Any:
+        from penstock.backends.cuda.experts import GpuTier
+
+        return GpuTier(self, host, top_k)
+
+    def missing(self, layers: int, width: int) -> Any:
+        from penstock.backends.cuda.experts import Missing
+
+        return Missing(self.pinned, layers, width)
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Host memory that kernels can read and write."""
+        try:
+            return self._torch.zeros(shape, dtype=dtype, pin_memory=not self.interpreted)
+        except RuntimeError as error:
+            raise OutOfMemory(f"pinned memory: {error}; use a smaller expert_host") from None
+
     def free(self) -> int:
         if self.interpreted:
             from penstock.backends.cpu.features import memory

@@ -1,0 +1,258 @@
+"""penstock plan: whether a model runs here, with how much of it where, and how fast that would be."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from penstock.cli._model import UsageError, size
+from penstock.cli._output import print_json, print_table
+
+if TYPE_CHECKING:
+    from penstock.cli._plan import CacheNeeds, Plan, Step
+
+_MEMORY = "such as 6G, 500M or bytes; G is 1024³, GB 1000³"
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder, .gguf file, hub id, config.json or the name of a shipped one; by default the demo model.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where the model is to run.")
+    ] = "auto",
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--device-memory", metavar="SIZE", help=f"Memory of the device, {_MEMORY}; by default what is free."
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option("--host-memory", metavar="SIZE", help="Memory beside a GPU's; by default what is free."),
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            "--max-context",
+            "--max-kv-size",
+            "--ctx-size",
+            "-c",
+            "--max-model-len",
+            metavar="N",
+            parser=size,
+            help="Positions to leave room for (32k, 32K); by default 8192, or all that the model has.",
+        ),
+    ] = None,
+    routes: Annotated[
+        Path | None,
+        typer.Option("--routes", metavar="FILE.npz", help="Hit rates of a text kept by penstock routes --save."),
+    ] = None,
+    memory_bandwidth: Annotated[
+        float | None, typer.Option("--memory-bandwidth", metavar="GB/S", help="Instead of a measurement.")
+    ] = None,
+    link_bandwidth: Annotated[
+        float | None, typer.Option("--link-bandwidth", metavar="GB/S", help="From host memory to a GPU, likewise.")
+    ] = None,
+    disk_bandwidth: Annotated[
+        float | None, typer.Option("--disk-bandwidth", metavar="GB/S", help="Of reading experts, likewise.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a hub model.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use only what has been downloaded before.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show whether a model runs here: its bytes by part, where they go, and the tokens per second to expect.
+
+    No weights are loaded, and of a hub model that is not here only its config.json is fetched. Bandwidths are measured
+    (that of the disk on the model's own files, as experts are read). A token's time is what its bytes need: all weights
+    it uses at the memory's bandwidth, experts that are not in the device's slots at the link's, those not in memory at
+    the disk's. How many are in slots follows from the share of experts that fit, or from a recorded text.
+
+    \b
+    Examples:
+      penstock plan ./my-model --device-memory 6G
+      penstock plan mlx-community/Qwen3.6-35B-A3B-4bit --json
+      penstock plan deepseek-v3 --device-memory 32G --disk-bandwidth 6
+    """
+    given = {
+        "--memory-bandwidth": memory_bandwidth,
+        "--link-bandwidth": link_bandwidth,
+        "--disk-bandwidth": disk_bandwidth,
+    }
+    for name, value in given.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{name}: is {value}, expected GB/s above 0")
+    from penstock.cli._plan import Hits, Plan, device_of, memory_of, room_of, speeds_of, subject_of, trace_of
+
+    chosen = device_of(device)
+    memory = memory_of(chosen, device_memory, host_memory)
+    subject = subject_of(model, chosen, revision, offline)
+    room = room_of(subject, chosen, memory, max_context)
+    hits = Hits(None if routes is None else trace_of(routes, subject))
+    found = Plan(subject, chosen, memory, room, speeds_of(subject, chosen, room, given), hits)
+    if as_json:
+        print_json(_described(found))
+    else:
+        _print(found)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Output
+
+
+def _print(found: "Plan") -> None:
+    from penstock.cli._plan import cache_needs
+    from penstock.streaming.sizes import spelled
+
+    subject, room = found.subject, found.room
+    print(f"{_heading(found)}\n")
+    rows = [[part, spelled(nbytes), ""] for part, nbytes in subject.parts.items()]
+    if subject.layers:
+        one = max(subject.layers)
+        rows.append(
+            [
+                "experts",
+                spelled(subject.expert_bytes),
+                f"{spelled(one)} each, {spelled(subject.chosen_bytes)} per token",
+            ]
+        )
+    rows.append([f"caches, {room.context} positions", spelled(room.caches), _needs(cache_needs(subject.caches))])
+    rows.append(["working memory", spelled(room.working), ""])
+    rows.append(["all", spelled(subject.dense + subject.expert_bytes + room.caches + room.working), ""])
+    print_table(("part", "bytes", ""), rows, wrap=("",))
+    print()
+    if not room.fits:
+        print(_refusal(found))
+        return
+    print_table(("", "experts", "hits", "per token", "GB/s", "from"), _tiers(found), wrap=("from",))
+    print("\n" + "\n".join(_verdict(found)))
+
+
+def _heading(found: "Plan") -> str:
+    from penstock.streaming.sizes import spelled
+
+    subject, memory = found.subject, found.memory
+    shape = f"{len(subject.layers)} layers of {subject.experts} experts, {subject.top_k} per token"
+    where = f"on {found.device} with {spelled(memory.device)}"
+    if found.device == "cuda":
+        where += f" and {spelled(memory.host)} of host memory"
+    return f"{subject.name} {where}: {shape if subject.layers else 'no experts'}"
+
+
+def _needs(needs: "CacheNeeds") -> str:
+    from penstock.streaming.sizes import spelled
+
+    parts = [f"{spelled(needs.per_1000)} per 1000 tokens"]
+    parts += [f"{spelled(needs.windows)} in windows"] if needs.windows else []
+    parts += [f"{spelled(needs.state)} of state per sequence"] if needs.state else []
+    return ", ".join(parts)
+
+
+def _tiers(found: "Plan") -> list[list[str]]:
+    """Where experts are, how many of the choices are found there, and what a warm token moves."""
+    from penstock.streaming.sizes import spelled
+
+    subject, room, step = found.subject, found.room, found.step(warm=True)
+
+    def row(title: str, way: str, held: int, hits: float | None) -> list[str]:
+        speed = found.speeds[way]
+        share = f"{spelled(held)}, {held / subject.expert_bytes:.0%}" if subject.layers and held else ""
+        shown = "" if hits is None or not subject.layers else f"{hits:.1%}"
+        rate = "?" if speed.rate is None else f"{speed.rate:.2f}"
+        return [title, share, shown, spelled(step.moved[way]), rate, speed.how]
+
+    rows = [row("GPU memory" if found.device == "cuda" else "memory", "memory", room.cache, found.hit)]
+    if "link" in step.moved:
+        rows.append(row("host memory", "link", room.host, found.known - found.hit))
+    if "disk" in step.moved:
+        rows.append(row("disk", "disk", subject.expert_bytes, 1 - found.known))
+    return rows
+
+
+def _verdict(found: "Plan") -> list[str]:
+    from penstock.streaming.packed import NAME
+
+    subject, room = found.subject, found.room
+    warm, cold = found.step(warm=True), found.step(warm=False)
+    if room.resident:
+        return [f"Everything fits; no flags are needed. Predicted: {_rate(warm)}."]
+    by = "as in the recorded text" if found.hits.trace is not None else "all experts as likely"
+    lines = [
+        f"{found.hit:.1%} of the choices are in slots ({by}).",
+        f"Predicted: {_rate(warm)} warm, {_rate(cold)} cold, when every expert comes from disk.",
+        f"Flags: {' '.join(found.flags)}",
+    ]
+    if subject.files is not None and subject.given is not None and not (subject.files / NAME).is_file():
+        lines.append(f"penstock pack {subject.given} makes each expert one read.")
+    return lines
+
+
+def _rate(step: "Step") -> str:
+    if step.rate is None:
+        return "unknown"
+    return f"{step.rate:,.0f} tokens/s" if step.rate >= 100 else f"{step.rate:.3g} tokens/s"
+
+
+def _refusal(found: "Plan") -> str:
+    from penstock.streaming.sizes import spelled
+
+    subject, room = found.subject, found.room
+    lines = [f"Does not fit: needs at least {spelled(room.need)}, {spelled(found.memory.device)} are there."]
+    shorter = room.need - room.caches + subject.caches.bytes_of(256)
+    if shorter <= found.memory.device:
+        lines.append("A shorter --max-context would fit.")
+    if subject.layers and not subject.streams:
+        lines.append("Experts of GGUF files are not streamed.")
+    return " ".join(lines)
+
+
+def _described(found: "Plan") -> dict[str, Any]:
+    """As --json prints it: bytes, GB/s, tokens per second, seconds."""
+    from penstock.cli._plan import cache_needs
+
+    subject, room, needs = found.subject, found.room, cache_needs(found.subject.caches)
+
+    def predicted(warm: bool) -> dict[str, Any]:
+        step = found.step(warm)
+        return {"tokens_per_s": step.rate, "seconds_per_token": step.seconds, "bytes_per_token": step.moved}
+
+    return {
+        "model": subject.name,
+        "device": found.device,
+        "memory": {"device": found.memory.device, "host": found.memory.host},
+        "parts": subject.parts | ({"experts": subject.expert_bytes} if subject.layers else {}),
+        "experts": {
+            "layers": len(subject.layers),
+            "per_layer": subject.experts,
+            "per_token": subject.top_k,
+            "bytes_each": list(subject.layers),
+        },
+        "caches": {
+            "context": room.context,
+            "bytes": room.caches,
+            "bytes_per_1000_tokens": needs.per_1000,
+            "window_bytes": needs.windows,
+            "state_bytes_per_sequence": needs.state,
+        },
+        "working_bytes": room.working,
+        "fits": room.fits,
+        "resident": room.resident,
+        "needed_bytes": room.need,
+        "tiers": {
+            "device": {"bytes": room.cache, "hit_rate": found.hit},
+            "host": {"bytes": room.host, "hit_rate": found.known - found.hit},
+            "disk": {"bytes": 0 if room.resident else subject.expert_bytes, "hit_rate": 1 - found.known},
+        },
+        "hit_rates_from": "uniform routing" if found.hits.trace is None else "recorded routes",
+        "gb_per_s": {way: speed.rate for way, speed in found.speeds.items()},
+        "gb_per_s_from": {way: speed.how for way, speed in found.speeds.items()},
+        "predicted": {"warm": predicted(True), "cold": predicted(False)} if room.fits else None,
+        "flags": found.flags,
+    }

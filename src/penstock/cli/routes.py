@@ -1,0 +1,269 @@
+"""penstock routes: which experts the tokens of a text chose, and what a cache of experts would have made of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from penstock.cli._model import (
+    REFUSED,
+    REFUSED_SAMPLING,
+    SEED,
+    ModelOptions,
+    Reading,
+    SamplingOptions,
+    UsageError,
+    note,
+    verb,
+)
+from penstock.cli._output import print_json, print_table
+from penstock.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from penstock.engine.routes import Routes
+    from penstock.streaming.simulate import Row
+
+
+@verb(REFUSED | REFUSED_SAMPLING)
+def routes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="As --model; by default the demo model.", show_default=False)
+    ] = None,
+    *,
+    model: ModelOptions,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="As in generate; - reads stdin. By default hello."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-m", metavar="N", min=1, help="Most tokens to generate.")
+    ] = 100,
+    sampling: SamplingOptions,
+    seed: Annotated[int | None, SEED] = None,
+    ignore_chat_template: Annotated[
+        bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page: heat map, hit rates, the text.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE.npz", help="Keep the recording; penstock plan reads it too.")
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option("--load", metavar="FILE.npz", help="Show a kept recording; no model runs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Record which experts each token chose, and show the hit rates that caches of experts would have had.
+
+    Per layer: how many experts were used, how much of the work the tenth of them that is used most did, how even the
+    use was (entropy; 1 is all alike), and how many of a token's experts the token before had chosen too. Then a
+    simulation: a cache of 10 to 100 % of the experts under each --expert-policy, while the answer was written, beside
+    the most that any policy could have had (min, which knows the future).
+
+    \b
+    Examples:
+      penstock routes -p "Once upon a time" --max-tokens 200 --temp 0.8
+      penstock routes ./my-model -p hello --html routes.html --save routes.npz
+      penstock routes --load routes.npz --json
+    """
+    if name is not None and model.model is not None:
+        raise UsageError(f"MODEL: is {name!r} beside --model {model.model!r}, expected one of the two")
+    if name is not None:
+        model = replace(model, model=name)
+    if load is not None:
+        for option, given in (("MODEL", model.model), ("--prompt", prompt), ("--save", save)):
+            if given is not None:
+                raise UsageError(f"{option}: expected without --load, which shows what was recorded before")
+        from penstock.engine.routes import load_routes
+
+        recorded = load_routes(load)
+    else:
+        recorded = _recorded(model, prompt or "hello", max_tokens, sampling, seed, ignore_chat_template, as_json)
+    if save is not None:
+        recorded.save(save)
+    report = reported(recorded)
+    if html is not None:
+        from penstock.cli._routes_html import page
+
+        try:
+            html.write_text(page(report), encoding="utf-8")
+        except OSError as error:
+            raise InvalidArgument(f"--html: {html}: {error.strerror or error}") from None
+    if as_json:
+        print_json(_described(report))
+    else:
+        _print(report)
+
+
+def _recorded(
+    model: ModelOptions,
+    prompt: str,
+    max_tokens: int,
+    sampling: SamplingOptions,
+    seed: int | None,
+    ignore_template: bool,
+    quiet: bool,
+) -> "Routes":
+    from penstock.cli.generate import _encoded, _read
+    from penstock.engine.routes import record
+
+    arguments = sampling.arguments()
+    messages = [{"role": "user", "content": _read(prompt)}]
+    llm = model.load(None if quiet else note)
+    tokens = _encoded(llm, messages, None, {}, ignore_template, False)
+    reading = Reading(len(tokens))
+    try:
+        return record(llm, tokens, max_tokens, progress=reading, name=model.name, seed=seed, **arguments)
+    finally:
+        reading.close()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """How a layer's experts were used: by how many tokens each (counts), and what follows."""
+
+    layer: int
+    counts: np.ndarray
+    repeated: float | None  # share of a decoded token's experts that the token before chose too
+
+    @property
+    def used(self) -> int:
+        """Experts that were chosen at all."""
+        return int(np.count_nonzero(self.counts))
+
+    @property
+    def top_share(self) -> float:
+        """Share of all choices that fell on the tenth of the experts (rounded up) that is chosen most."""
+        tenth = -(-len(self.counts) // 10)
+        return float(np.sort(self.counts)[-tenth:].sum() / max(1, self.counts.sum()))
+
+    @property
+    def entropy(self) -> float:
+        """Of the choices, as a share of that of an even use: 1 if all experts are chosen as often."""
+        shares = self.counts[self.counts > 0] / max(1, self.counts.sum())
+        return float(-(shares * np.log(shares)).sum() / np.log(len(self.counts))) if len(self.counts) > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """A recording, the use of each layer's experts, and the hit rates of simulated caches."""
+
+    routes: "Routes"
+    layers: tuple[LayerUse, ...]
+    rows: "tuple[Row, ...]"
+
+    @property
+    def repeated(self) -> float | None:
+        known = [layer.repeated for layer in self.layers if layer.repeated is not None]
+        return sum(known) / len(known) if known else None
+
+    def nbytes(self, row: "Row") -> int:
+        """Of a simulated cache."""
+        return round(self.routes.nbytes * row.slots / (len(self.routes.layers) * self.routes.experts))
+
+
+def reported(routes: "Routes") -> Report:
+    from penstock.streaming.simulate import Trace, repeats, table
+
+    trace = Trace(routes.ids, routes.decode, routes.experts)
+    again = repeats(trace)
+    layers = tuple(
+        LayerUse(layer, counts, None if np.isnan(repeated) else float(repeated))
+        for layer, counts, repeated in zip(routes.layers, routes.counts(), again, strict=True)
+    )
+    return Report(routes, layers, tuple(table(trace)))
+
+
+def heading(report: Report) -> str:
+    """What was recorded, in a sentence."""
+    routes = report.routes
+    answer = int(np.count_nonzero(routes.decode))
+    layers = len(routes.layers)
+    return (
+        f"{routes.model}: {len(routes.tokens) - answer} tokens of a prompt and {answer} of an answer, "
+        f"{layers} layer{'s' * (layers != 1)} of {routes.experts} experts, {routes.ids.shape[2]} per token"
+    )
+
+
+def size(nbytes: int) -> str:
+    from penstock.streaming.sizes import spelled
+
+    return spelled(nbytes)
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
+
+
+def _print(report: Report) -> None:
+    print(f"{heading(report)}\n")
+    rows = [_cells(str(use.layer), [use], report) for use in report.layers]
+    rows.append(_cells("mean", report.layers, report))
+    print_table(("layer", "used", "top 10%", "entropy", "repeated"), rows, wrap=())
+    if not report.rows:
+        print("\nNo token was decoded by itself, so there is nothing to simulate; --max-tokens 2 or more has some.")
+        return
+    from penstock.streaming.policy import AUTO
+
+    policies = list(report.rows[0].rates)
+    print("\nHit rates of the answer, had a cache of this size held the experts:\n")
+    cells = [
+        [f"{row.share:.0%}", size(report.nbytes(row)), str(row.slots), *(percent(row.rates[p]) for p in policies)]
+        for row in report.rows
+    ]
+    print_table(("cache", "bytes", "experts", *policies), cells, wrap=())
+    print(
+        f"\n--expert-policy auto is {AUTO}; min is the most that any policy could have had. Reading ahead what\n"
+        f"the last token chose would have been right for {percent(report.repeated)} of the choices."
+    )
+
+
+def _cells(title: str, uses: "Sequence[LayerUse]", report: Report) -> list[str]:
+    known = [use.repeated for use in uses if use.repeated is not None]
+    return [
+        title,
+        f"{np.mean([use.used for use in uses]):.4g}/{report.routes.experts}",
+        percent(float(np.mean([use.top_share for use in uses]))),
+        f"{np.mean([use.entropy for use in uses]):.3f}",
+        percent(float(np.mean(known)) if known else None),
+    ]
+
+
+def _described(report: Report) -> dict[str, Any]:
+    """As --json prints it."""
+    from penstock.streaming.policy import AUTO
+
+    routes = report.routes
+    return {
+        "model": routes.model,
+        "prompt_tokens": int(np.count_nonzero(~routes.decode)),
+        "answer_tokens": int(np.count_nonzero(routes.decode)),
+        "text": "".join(routes.texts),
+        "experts": routes.experts,
+        "top_k": routes.ids.shape[2],
+        "expert_bytes": routes.nbytes,
+        "layers": [
+            {
+                "layer": use.layer,
+                "used": use.used,
+                "top_tenth_share": use.top_share,
+                "entropy": use.entropy,
+                "repeated": use.repeated,
+                "counts": use.counts.tolist(),
+            }
+            for use in report.layers
+        ],
+        "repeated": report.repeated,
+        "auto_policy": AUTO,
+        "hit_rates": [
+            {"share": row.share, "experts": row.slots, "bytes": report.nbytes(row)} | row.rates for row in report.rows
+        ],
+    }

@@ -1,0 +1,277 @@
+"""Which experts each token chose, recorded while a model reads a prompt and answers it.
+
+The expert ops of every program copy their ids into one buffer, which is read after each step: the copies are part of
+what a GPU replays, so a recorded model runs as it always does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock import ops
+from penstock.engine.cache import Sequence
+from penstock.engine.engine import Engine
+from penstock.engine.programs import table_width
+from penstock.errors import CheckpointError, InvalidArgument
+from penstock.graph import Node
+from penstock.models.layers import ExpertStack
+
+if TYPE_CHECKING:
+    from penstock.api import LLM
+
+FORMAT = "penstock-routes"
+VERSION = 1
+
+_EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward, ops.expert_gate_up)  # a layer with experts has one of them
+_LIMIT = 1 << 30  # bytes of a file's arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """A text and the experts that each of its tokens chose.
+
+    T tokens, L layers with experts, k choices, E experts. tokens int32 [T] are those that were computed (the last one
+    of an answer never is), texts what each added to the text; ids int32 [T, L, k], −1 where a layer has none; decode
+    bool [T]: computed by itself, not in a prefill. layers are the numbers of the L layers in the model, expert_bytes
+    the bytes of one expert of each.
+    """
+
+    model: str
+    tokens: np.ndarray
+    texts: tuple[str, ...]
+    ids: np.ndarray
+    decode: np.ndarray
+    experts: int
+    layers: tuple[int, ...]
+    expert_bytes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all experts of all layers."""
+        return self.experts * sum(self.expert_bytes)
+
+    def counts(self) -> np.ndarray:
+        """How often each expert was chosen, int64 [L, E]."""
+        rows = self.ids.transpose(1, 0, 2)
+        return np.stack([np.bincount(ids[ids >= 0], minlength=self.experts) for ids in rows]).astype(np.int64)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a compressed .npz, under a temporary name first. Raises InvalidArgument if that fails."""
+        about = {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "experts": self.experts,
+            "layers": self.layers,
+            "expert_bytes": self.expert_bytes,
+            "texts": self.texts,
+        }
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+        try:
+            with temporary.open("wb") as file:
+                np.savez_compressed(file, tokens=self.tokens, ids=self.ids, decode=self.decode, about=text)
+            temporary.replace(target)
+        except OSError as error:
+            raise InvalidArgument(f"{target}: cannot be written: {error.strerror or error}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def load_routes(path: str | os.PathLike[str]) -> Routes:
+    """Routes of a file that `Routes.save` wrote. Raises CheckpointError for anything else."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+            if size > _LIMIT:
+                raise CheckpointError(f"{path}: unpacks to {size} bytes, expected at most {_LIMIT}")
+            arrays = {name: _member(archive, name) for name in ("tokens", "ids", "decode", "about")}
+        about = json.loads(arrays["about"].tobytes())
+        kind = about["format"], about["version"]
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    # a damaged archive, header or text may fail in any of these ways
+    except (zipfile.BadZipFile, EOFError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        reason = str(error).partition("\n")[0][:100] or type(error).__name__
+        raise CheckpointError(f"{path}: is no recorded routing: {reason}") from None
+    if kind != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path}: is {str(kind[0])[:40]!r} version {str(kind[1])[:20]}, expected {FORMAT!r} version {VERSION}"
+        )
+    return _checked(f"{path}", about, arrays)
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(f"{name}.npy") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
+
+
+def _checked(where: str, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> Routes:
+    """Raises CheckpointError unless everything fits together."""
+    tokens, ids, decode = arrays["tokens"], arrays["ids"], arrays["decode"]
+    numbers = [about.get("experts"), *_listed(about.get("layers")), *_listed(about.get("expert_bytes"))]
+    texts, layers = _listed(about.get("texts")), _listed(about.get("layers"))
+    whole = all(isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers)
+    fits = (
+        (tokens.dtype, ids.dtype, decode.dtype) == (np.int32, np.int32, np.bool_)
+        and ids.ndim == 3
+        and min(ids.shape) > 0
+        and tokens.shape == decode.shape == ids.shape[:1] == (len(texts),)
+        and ids.shape[1] == len(layers) == len(_listed(about.get("expert_bytes")))
+        and isinstance(about.get("model"), str)
+        and all(isinstance(text, str) for text in texts)
+    )
+    if not whole or not fits or ids.min() < -1 or ids.max() >= about["experts"]:
+        raise CheckpointError(f"{where}: its arrays and their description do not fit together, expected a whole file")
+    return Routes(
+        about["model"],
+        tokens,
+        tuple(texts),
+        ids,
+        decode,
+        about["experts"],
+        tuple(layers),
+        tuple(about["expert_bytes"]),
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Recording
+
+
+def record(
+    llm: LLM,
+    prompt: str | Seq[int],
+    max_tokens: int = 100,
+    stop: str | Seq[str] = (),
+    progress: Callable[[int], None] | None = None,
+    *,
+    name: str | None = None,
+    **sampling: Any,
+) -> Routes:
+    """Continue a prompt as `LLM.generate` does and note which experts each token chose.
+
+    progress: called with the number of tokens that each step computed. name: of the model, in the result. Raises
+    InvalidArgument for a model without experts or on device "reference". Other threads wait until it is done.
+    """
+    engine, tokenizer = llm._engine, llm.tokenizer
+    request = llm._request(prompt, max_tokens, stop, sampling)
+    pieces: list[np.ndarray] = []
+    with engine._lock, _opened(engine) as sequence, _watched(engine) as (nodes, read):
+
+        def note(count: int) -> None:
+            pieces.append(read(count))
+            if progress is not None:
+                progress(count)
+
+        chunk = request.accept(engine.prefill(sequence, request.prompt, progress=note), sequence.length)
+        while chunk.finish_reason is None:
+            scores = engine.decode([sequence], [chunk.token])
+            note(1)
+            chunk = request.accept(scores[0], sequence.length)
+    tokens = [*request.prompt, *request.tokens[:-1]]
+    detokenizer = tokenizer.detokenizer()
+    decode = np.arange(len(tokens)) >= len(request.prompt)
+    return Routes(
+        model=name or llm.config.model_type,
+        tokens=np.array(tokens, np.int32),
+        texts=tuple(detokenizer.add(token) for token in tokens),
+        ids=np.concatenate(pieces),
+        decode=decode,
+        experts=_experts(nodes[0]),
+        layers=_layers(engine.model.weights, len(nodes)),
+        expert_bytes=tuple(map(_expert_bytes, nodes)),
+    )
+
+
+@contextmanager
+def _opened(engine: Engine) -> Iterator[Sequence]:
+    """A new sequence with its first pages, so that there are caches to trace a program with."""
+    sequence = engine.open()
+    try:
+        engine.caches.reserve(sequence, 1)
+        yield sequence
+    finally:
+        engine.close(sequence)
+
+
+@contextmanager
+def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.ndarray]]]:
+    """Inside, programs note the ids of their expert ops; the expert nodes, and what reads the ids of a step's tokens.
+
+    The last gives int32 [tokens, L, k]. Layers are told apart by the order in which a program has them.
+    """
+    programs, place = engine.programs, engine.place
+    if programs is None:
+        raise InvalidArgument(f"routes: device is {engine.device!r}, expected cpu or cuda")
+    graph = programs.decode_graph(1, dict.fromkeys(engine.caches.pools, table_width(1)))
+    nodes = [node for node in graph.nodes if node.op in _EXPERT_OPS]
+    if not nodes:
+        raise InvalidArgument(f"routes: {engine.model.config.model_type} has no experts, expected a model with experts")
+    noted = place.zeros((len(nodes), place.grid, nodes[0]["ids"].shape[-1]), "int32")
+    before, bound = programs.wrap, 0
+
+    def wrap(node: Node, kernel: Any) -> Any:
+        nonlocal bound
+        run = kernel if before is None else before(node, kernel)
+        if node.op not in _EXPERT_OPS:
+            return run
+        at = node.op.params.index("ids")
+        into = noted[bound % len(nodes), : node["ids"].shape[0]]
+        bound += 1
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            place.copy_all([into], [args[at]])
+            return run(*args, **kwargs)
+
+        return noting
+
+    programs.wrap = wrap
+    engine.caches.version += 1  # programs are bound anew
+    try:
+        yield nodes, lambda count: place.host(noted[:, :count]).transpose(1, 0, 2)
+    finally:
+        programs.wrap = before
+        engine.caches.version += 1
+
+
+def _experts(node: Node) -> int:
+    stack, slot_of = node["gate_w"], node["slot_of"]
+    return stack.shape[0] if slot_of is None else slot_of.shape[0]
+
+
+def _expert_bytes(node: Node) -> int:
+    stacks = [node.args.get(name) for name in ("gate_w", "up_w", "down_w")]
+    return sum(stack.nbytes // stack.shape[0] for stack in stacks if stack is not None)
+
+
+def _layers(weights: Any, count: int) -> tuple[int, ...]:
+    """Numbers of the layers that have experts; they are as many as there are expert nodes."""
+    found = tuple(n for n, layer in enumerate(weights.layers) if _has_experts(layer))
+    assert len(found) == count
+    return found
+
+
+def _has_experts(value: Any) -> bool:
+    if isinstance(value, ExpertStack):
+        return True
+    return is_dataclass(value) and any(_has_experts(getattr(value, field.name)) for field in fields(value))

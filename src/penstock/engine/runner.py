@@ -1,0 +1,180 @@
+"""Programs that run: with their inputs, on the arrays they are bound to, captured where the device replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.place import Drawing, Inputs, Missing, Place
+from penstock.engine.streamed import Streamed
+from penstock.graph import Bound, Program, Wrap
+
+Call = Callable[[], object]
+Tail = Callable[[str], Sequence[Call]]
+
+_CALM = 1  # layers of a step that may miss experts for the next one to be run as a whole
+
+
+class Runner:
+    """A program with its buffers. The first run is a list of calls; from the second on it is a replay.
+
+    Its inputs are small int32 arrays of the given shapes: `host` to fill, `here` where the device reads them. compiles:
+    its kernels may be new, and are compiled together before it runs. captures: False if its calls do more than launch
+    kernels, so that every run is a list of calls.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        place: Place,
+        numbers: Mapping[str, tuple[int, ...]],
+        compiles: bool = True,
+        captures: bool = True,
+    ) -> None:
+        self.compiles, self.captures = compiles and captures, captures
+        self.program = program
+        self.place = place
+        self._buffer: Inputs = place.inputs([(shape, "int32") for shape in numbers.values()])
+        self.host: dict[str, np.ndarray] = dict(zip(numbers, self._buffer.host, strict=True))
+        self.here: dict[str, Any] = dict(zip(numbers, self._buffer.here, strict=True))
+        self.bound: Bound | None = None
+        self._drawing: Drawing | None = None
+        self._replays: dict[Any, Callable[[], object]] = {}
+        self._ran: set[Any] = set()
+        self._key: Any = None
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        assert self.bound is not None
+        return self.bound.outputs
+
+    def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
+        """Bind the program to caches and an arena; nothing happens if `key`, which names them, is that of last time."""
+        if key != self._key:
+            self.bound = self.program.bind({**self.here, **arrays}, arena, wrap)
+            self._key, self._replays, self._ran, self._drawing = key, {}, set(), None
+
+    def fill(self, **values: Any) -> None:
+        """Write inputs by name and bring them to the device."""
+        self._buffer.ready()
+        for name, value in values.items():
+            self.host[name][...] = value
+        self._buffer.send()
+
+    @property
+    def drawing(self) -> Drawing:
+        """What draws from its scores."""
+        if self._drawing is None:
+            self._drawing = self.place.drawing(self.outputs[0], self.here)
+        return self._drawing
+
+    def run(self, name: str = "", tail: Tail | None = None) -> None:
+        """Run the program, and behind it the calls that `tail` has by this name."""
+        self._replay(name, lambda: [call for part in self._parts(name, tail) for call in part])
+
+    def _parts(self, name: str, tail: Tail | None) -> list[list[Call]]:
+        """The calls of each segment, those of `tail` behind the last."""
+        assert self.bound is not None
+        parts = [list(segment) for segment in self.bound.segments]
+        parts[-1] += [] if tail is None else tail(name)
+        return parts
+
+    def _replay(self, key: Any, calls: Callable[[], Sequence[Call]]) -> None:
+        """Run these calls; `key` names them."""
+        replay = self._replays.get(key)
+        if replay is None:
+            now = calls()
+            if key not in self._ran or not self.captures:
+                if self.compiles and key not in self._ran:
+                    self.place.compile(now)
+                self._ran.add(key)
+                for call in now:
+                    call()
+                return
+            replay = self._replays[key] = self.place.captured(now)
+        replay()
+
+
+class SteppedRunner(Runner):
+    """A decode program whose experts are streamed to a device that replays.
+
+    It is cut before each layer's experts. A step runs as a whole while hardly anything is missing; from the first layer
+    that misses experts on it goes layer by layer, and so do the steps after one that missed much.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        place: Place,
+        numbers: Mapping[str, tuple[int, ...]],
+        streamed: Streamed,
+        missing: Missing,
+    ) -> None:
+        super().__init__(program, place, numbers)
+        self._streamed, self._missing = streamed, missing
+        self._layers = streamed.layers(program.graph)
+        self._filled: dict[str, np.ndarray] = {}
+        self._cut: dict[str, list[list[Call]]] = {}
+        self._calm = False
+        self._noted: list[tuple[int, np.ndarray]] = []  # hits that the store has not heard of
+
+    def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
+        if key != self._key:
+            self._cut = {}
+        looking = self._streamed.looking(self.program.graph, self._missing, self.here, wrap)
+        super().bind(key, arrays, arena, looking)
+
+    def fill(self, **values: Any) -> None:
+        self._filled |= {name: np.array(value) for name, value in values.items()}
+        super().fill(**values)
+
+    def run(self, name: str = "", tail: Tail | None = None) -> None:
+        if name not in self._cut:
+            self._cut[name] = self._parts(name, tail)
+        parts = self._cut[name]
+        start, missed = 0, 0
+        if self._calm:
+            self._replay((name, -1), lambda: [call for part in parts for call in part])
+            self._tell()
+            self._missing.wait()
+            wrong = np.flatnonzero(self._missing.host[:, 0])
+            found = int(wrong[0]) if len(wrong) else len(self._layers)
+            self._note(range(found))
+            start, missed = found + 1, int(len(wrong) > 0)
+            if len(wrong):
+                self._bring(found)
+        for n in range(start, len(parts)):
+            self._replay((name, n), lambda n=n: parts[n])
+            if n < len(self._layers):
+                self._missing.wait()
+                if self._missing.host[n, 0]:
+                    missed += 1
+                    self._bring(n)
+                else:
+                    self._note((n,))
+        self._calm = missed <= _CALM
+        if not self._calm:
+            self._tell()
+
+    def _bring(self, n: int) -> None:
+        """Fetch what the n-th layer lacks, and make the rows active again."""
+        ids = self._chosen(n)
+        store, layer = self._streamed.store, self._layers[n]
+        self._tell()
+        store.want(layer, ids)
+        store.ready(layer, ids)
+        super().fill(**self._filled)
+
+    def _chosen(self, n: int) -> np.ndarray:
+        ids = self._missing.host[n, 1:]
+        return ids[ids >= 0]
+
+    def _note(self, layers: Sequence[int] | range) -> None:
+        self._noted += [(self._layers[n], self._chosen(n)) for n in layers]
+
+    def _tell(self) -> None:
+        for layer, ids in self._noted:
+            self._streamed.store.used(layer, ids)
+        self._noted = []

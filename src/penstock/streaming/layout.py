@@ -1,0 +1,132 @@
+"""Where the experts of a layer lie in files: one place per expert and array, nothing of it read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from penstock.ops._op import Spec
+
+ALIGNED = 64  # bytes: the arrays of an expert in one record start at multiples of it
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes in a file."""
+
+    path: Path
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of each expert of a layer, such as the scales of `gate`: its spec, and where each expert's lies."""
+
+    spec: Spec
+    places: Sequence[Place]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the experts of several layers have in common: the arrays of one, in order. Alike ones share memory."""
+
+    specs: tuple[Spec, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each array starts in a record, aligned."""
+        return (0, *accumulate(_up(spec.nbytes, ALIGNED) for spec in self.specs))[: len(self.specs)]
+
+    @cached_property
+    def payload(self) -> int:
+        """Bytes of the arrays of one expert."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of a record: all arrays of one expert, each aligned."""
+        return sum(_up(spec.nbytes, ALIGNED) for spec in self.specs)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of one layer, in files."""
+
+    name: str  # path of the layer's experts in the checkpoint, for messages
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def format(self) -> Format:
+        return Format(tuple(part.spec for part in self.parts))
+
+    @property
+    def count(self) -> int:
+        return len(self.parts[0].places)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all experts in the files."""
+        return self.format.payload * self.count
+
+    def places(self, expert: int) -> list[Place]:
+        """Where the arrays of one expert lie, in the order of the format."""
+        return [part.places[expert] for part in self.parts]
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A stack of matrices in files, one per expert: dense (bits 0), or packed codes, scales and biases."""
+
+    name: str
+    bits: int
+    group_size: int
+    parts: tuple[Part, ...]
+
+
+class Even(Sequence[Place]):
+    """Places of one size in a file, each `step` bytes behind the one before."""
+
+    def __init__(self, path: Path, start: int, size: int, count: int, step: int) -> None:
+        self.path, self.step = path, step
+        self._start, self._size, self._count = start, size, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        if not -self._count <= index < self._count:
+            raise IndexError(index)
+        return Place(self.path, self._start + index % self._count * self.step, self._size)
+
+
+def stacked(path: Path, start: int, count: int, spec: Spec, step: int | None = None) -> Part:
+    """A part whose experts follow each other in one tensor, or lie `step` bytes apart."""
+    return Part(spec, Even(path, start, spec.nbytes, count, spec.nbytes if step is None else step))
+
+
+def files(layers: Iterable[Layer]) -> list[Path]:
+    """The files that experts lie in, each once."""
+    found: dict[Path, None] = {}
+    for layer in layers:
+        for part in layer.parts:
+            places = part.places
+            paths = [places.path] if isinstance(places, Even) else [place.path for place in places]
+            found |= dict.fromkeys(paths)
+    return list(found)
+
+
+def views(format: Format, record: memoryview) -> Sequence[memoryview]:
+    """The arrays of a record, as bytes."""
+    starts = zip(format.offsets, format.specs, strict=True)
+    return [record[start : start + spec.nbytes] for start, spec in starts]
+
+
+def _up(nbytes: int, step: int) -> int:
+    return -(-nbytes // step) * step
