@@ -147,6 +147,7 @@ class LLM:
         now = Stats(**asdict(self._stats))
         now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, self._engine.place.peak()
         if (streamed := self._engine.experts) is not None:
+            streamed.tell()
             counters, now.expert_bytes = streamed.store.counters, streamed.store.nbytes
             now.expert_hits, now.expert_host_hits, now.expert_reads = counters.hits, counters.host_hits, counters.reads
             now.expert_bytes_read, now.expert_bytes_copied = counters.bytes_read, counters.bytes_copied

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 import penstock
-import penstock.streaming.store
 from penstock.backends.cuda import experts
 from penstock.backends.cuda.place import Gpu
 from penstock.ops._op import Spec
-from penstock.streaming.layout import Format, views
+from penstock.streaming.layout import Format, Layer, stacked, views
+from penstock.streaming.store import Store
 from tests.models.common import small_config, some_tokens
 from tests.streaming.common import CONFIGS, checkpoint
 
 SPECS = (Spec((6, 4), "uint32"), Spec((6, 2), "bfloat16"), Spec((3, 5), "float32"))
 
 
-class Counting:
+class Numbers:
     """A reader whose experts are made of their numbers."""
 
     def __init__(self) -> None:
@@ -31,96 +31,123 @@ class Counting:
             view[:] = np.random.default_rng((layer, expert, n)).bytes(len(view))
         return experts._done()
 
+    def check(self) -> None:
+        pass
 
-class Shop:
-    """What slots need of a store."""
-
-    def __init__(self) -> None:
-        self.reader, self.counters = Counting(), penstock.streaming.store.Counters()
-
-
-def made(count: int, records: str) -> tuple[Any, Any, Any, list[np.ndarray]]:
-    tier, shop = experts.GpuTier(Gpu(), records, 2), Shop()
-    slots = tier.slots(Format(SPECS), count, 20, 1.0, shop)
-    slot_of = [np.full(10, -1, np.int32), np.full(10, -1, np.int32)]
-    return slots, shop, tier.shown(slot_of), slot_of
+    def close(self) -> None:
+        pass
 
 
-def held(slots: Any, slot: int) -> list[bytes]:
-    return [array[slot].contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes() for array in slots.arrays]
+def made(count: int, host: str, policy: str = "lru") -> tuple[Store, Numbers, experts.GpuTier]:
+    """Two layers of ten experts, of which `count` are in slots."""
+    parts = tuple(stacked(Path("x"), 0, 10, spec) for spec in SPECS)
+    reader, tier = Numbers(), experts.GpuTier(Gpu(), host, 2)
+    store = Store([Layer("a", parts), Layer("b", parts)], reader, count * Format(SPECS).payload, 2, policy, tier)
+    tier.shown(store)
+    return store, reader, tier
+
+
+def check(store: Store, tier: experts.GpuTier) -> None:
+    """What the host thinks is what the device has: tables, owners of slots, and the experts in them."""
+    np.testing.assert_array_equal(tier.table.cpu().numpy(), np.concatenate(store.slot_of))
+    slots = store.pool_of[0].slots
+    np.testing.assert_array_equal(slots.key.cpu().numpy(), slots.keys())
+    for layer, row in enumerate(store.slot_of):
+        for expert in np.flatnonzero(row >= 0):
+            held = [array[int(row[expert])].contiguous().view(-1).view(torch.uint8) for array in slots.arrays]
+            want = [np.random.default_rng((layer, expert, n)).bytes(spec.nbytes) for n, spec in enumerate(SPECS)]
+            assert [part.cpu().numpy().tobytes() for part in held] == want
+
+
+def bring(store: Store, layer: int, ids: list[int]) -> None:
+    assert store.want(layer, np.array(ids, np.int32))
+    store.ready(layer, np.array(ids))
 
 
 def test_experts_land_in_their_slots_and_show_in_the_tables():
-    slots, shop, shown, slot_of = made(5, "100%")
-    for layer, chosen, into in ((0, [3, 9], [4, 0]), (1, [3], [2]), (0, [1], [0])):
-        slots.fill(into, layer, chosen)
-        slot_of[layer][chosen] = into
-        slots.land(into)
-        for expert, slot in zip(chosen, into, strict=True):
-            want = [np.random.default_rng((layer, expert, n)).bytes(spec.nbytes) for n, spec in enumerate(SPECS)]
-            assert held(slots, slot) == want
-        for rows, table in zip(slot_of, shown, strict=True):
-            np.testing.assert_array_equal(table.cpu().numpy(), rows)
-    assert shop.counters.reads == 4 and shop.counters.bytes_copied == 4 * Format(SPECS).payload
+    store, reader, tier = made(5, "100%")
+    for layer, ids in ((0, [3, 9]), (1, [3]), (0, [1, 3]), (1, [0, 9]), (0, [5])):
+        bring(store, layer, ids)
+        check(store, tier)
+    assert store.counters.reads == len(reader.reads) == 7
+    assert store.counters.bytes_copied == 7 * Format(SPECS).payload
 
 
 def test_what_is_in_host_memory_is_not_read_again():
-    slots, shop, _, _ = made(5, "100%")
+    store, reader, _ = made(2, "100%")
     for _ in range(3):
-        slots.fill([0, 1], 0, [7, 8])
-        slots.land([0, 1])
-    assert shop.reader.reads == [(0, 7), (0, 8)] and shop.counters.host_hits == 4
+        bring(store, 0, [7, 8])
+        bring(store, 1, [7])
+        bring(store, 1, [4])
+    assert reader.reads == [(0, 7), (0, 8), (1, 7), (1, 4)] and store.counters.host_hits > 0
 
 
 def test_host_memory_keeps_the_latest_and_stays_within_its_budget():
-    slots, shop, _, _ = made(4, "0%")
-    most = slots._most
+    store, _, tier = made(4, "0%")
+    slots = store.pool_of[0].slots
     for expert in range(10):
-        slots.fill([expert % 4], 0, [expert])
-        slots.land([expert % 4])
-    assert len(slots._at) <= most and len(slots._record_of) <= most
-    slots.fill([0], 0, [9])
-    slots.land([0])
-    assert shop.counters.host_hits == 1 and shop.counters.reads == 10
+        bring(store, 0, [expert])
+    assert len(slots._at) == slots._most == 4 and len(slots._record_of) <= 4
+    assert (tier.host_records >= 0).sum() == len(slots._record_of)
+    check(store, tier)
+    assert store.counters.reads == 10
+
+
+INPUTS = ("slots", "positions", "lengths")
+
+
+def look(store: Store, tier: experts.GpuTier, layer: int, ids: list[list[int]], active: list[int]) -> tuple[Any, Any]:
+    """What a decode step of a layer does on the device; its report, and what became of the inputs."""
+    gpu = tier._gpu
+    missing = gpu.missing(tier, 2, len(ids) * len(ids[0]))
+    chosen = torch.tensor(ids, dtype=torch.int32, device=gpu.device)
+    inputs = {name: torch.tensor(active, dtype=torch.int32, device=gpu.device) for name in INPUTS}
+    missing.rank(0)
+    missing.look(1, layer, chosen, inputs)
+    missing.wait()
+    return missing.host[1].copy(), {name: value.tolist() for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfru", "pin"])
+def test_the_device_brings_in_what_is_in_host_memory(policy, rng):
+    store, reader, tier = made(5, "100%", policy)
+    for layer in (0, 1):
+        for expert in range(10):
+            bring(store, layer, [expert])
+    reads = len(reader.reads)
+    for step in range(12):
+        layer = step % 2
+        ids = [rng.permutation(10)[:2].tolist() for _ in range(2)]
+        there = {e for e in range(10) if store.slot_of[layer][e] >= 0}
+        report, inputs = look(store, tier, layer, ids, [4, 6])
+        flat, taken = report[1:5], report[5:]
+        assert report[0] == 0 and flat.tolist() == [*ids[0], *ids[1]] and inputs["slots"] == [4, 6]
+        came = {int(e) for e, slot in zip(flat, taken, strict=True) if slot >= 0}
+        assert came == set(flat.tolist()) - there and (taken >= 0).sum() == len(came)
+        store.stepped(np.array([layer]), flat[None], taken[None])
+        check(store, tier)
+        assert all(store.slot_of[layer][e] >= 0 for e in flat)
+    assert len(reader.reads) == reads
+
+
+def test_the_device_stops_at_what_is_on_disk():
+    store, _, tier = made(5, "0%")
+    bring(store, 0, [1, 2])
+    before = tier.table.tolist()
+    report, inputs = look(store, tier, 0, [[1, 2], [2, 1]], [4, 6])
+    assert report.tolist() == [0, 1, 2, 2, 1, -1, -1, -1, -1]
+    report, inputs = look(store, tier, 0, [[1, 2], [2, 8]], [4, -1])  # the row that wants 8 is inactive
+    assert report.tolist() == [0, 1, 2, -1, -1, -1, -1, -1, -1] and inputs["slots"] == [4, -1]
+    report, inputs = look(store, tier, 0, [[1, 2], [2, 8]], [4, 6])
+    assert report[:5].tolist() == [1, 1, 2, 2, 8]
+    assert inputs == {"slots": [-1, -1], "positions": [-1, -1], "lengths": [0, 0]}
+    assert tier.table.tolist() == before
 
 
 def test_a_record_is_the_size_of_its_arrays():
     format = Format(SPECS)
     record = memoryview(bytearray(format.nbytes))
     assert [len(view) for view in views(format, record)] == [spec.nbytes for spec in SPECS]
-
-
-@pytest.mark.parametrize("rows, k", [(1, 3), (3, 2)])
-def test_look_finds_what_is_missing_and_stops_the_step(rows, k):
-    gpu = Gpu()
-    missing = gpu.missing(2, rows * k)
-    ids = torch.arange(rows * k, dtype=torch.int32, device=gpu.device).view(rows, k)
-    table = torch.full((10,), 5, dtype=torch.int32, device=gpu.device)
-
-    def inputs() -> dict[str, Any]:
-        made = {name: torch.full((rows,), 7, dtype=torch.int32, device=gpu.device) for name in ("positions", "lengths")}
-        slots = torch.arange(rows, dtype=torch.int32, device=gpu.device)
-        if rows > 1:
-            slots[-1] = -1
-        return made | {"slots": slots}
-
-    given = inputs()
-    missing.look(0, ids, table, given)
-    missing.wait()
-    active = rows * k if rows == 1 else (rows - 1) * k
-    assert missing.host[0].tolist() == [0, *range(active), *[-1] * (rows * k - active)]
-    assert given["positions"].tolist() == [7] * rows
-    table[rows * k - 1] = -1  # chosen by the last row, which is inactive if there are several
-    missing.look(1, ids, table, given)
-    missing.wait()
-    assert missing.host[1, 0] == int(rows == 1)
-    table[0] = -1
-    given = inputs()
-    missing.look(1, ids, table, given)
-    missing.wait()
-    assert missing.host[1, 0] == 1
-    assert given["slots"].tolist() == given["positions"].tolist() == [-1] * rows
-    assert given["lengths"].tolist() == [0] * rows
 
 
 @pytest.mark.slow

@@ -93,8 +93,8 @@ def open_experts(
     except BaseException:
         reader.close()
         raise
-    shown = tier.shown(store.slot_of)
-    return _with_slots(weights, store, shown), Streamed(store, shown, place), notices
+    shown = tier.shown(store)
+    return _with_slots(weights, store, shown), Streamed(store, shown, place, tier), notices
 
 
 def _packed(

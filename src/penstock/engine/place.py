@@ -61,15 +61,21 @@ class Drawing(Protocol):
 
 
 class Missing(Protocol):
-    """Finds out on a device, layer by layer, whether the experts that a step chose are there.
+    """Sees to it on a device, layer by layer, that the experts which a step chose are there.
 
-    Once they are not, the rest of the step changes nothing: its rows become inactive ones.
+    Those in host memory take slots of little worth. Once one is not there either, the rest of the step changes nothing:
+    its rows become inactive ones.
     """
 
-    host: np.ndarray  # int32 [layers, 1 + width]: whether some are missing, and the ids (−1: of an inactive row)
+    # int32 [layers, 1 + 2 · width]: whether some are missing, the ids (−1: of an inactive row), slots that were taken
+    host: np.ndarray
 
-    def look(self, n: int, ids: Any, slot_of: Any, inputs: Mapping[str, Any]) -> None:
-        """Look for the ids of the n-th layer; inputs: slots, positions and lengths of the rows."""
+    def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
+        """Look for the ids of a layer, the n-th of the step; inputs: slots, positions and lengths of the rows."""
+        ...
+
+    def rank(self, behind: int) -> None:
+        """Tell the device what the slots are worth, before a step; `behind`: steps that the store has not heard of."""
         ...
 
     def wait(self) -> None:
@@ -131,7 +137,7 @@ class Place(Protocol):
         """Memory for streamed experts here; host: bytes of host memory behind it, or "auto"."""
         ...
 
-    def missing(self, layers: int, width: int) -> Missing | None:
+    def missing(self, tier: Tier, layers: int, width: int) -> Missing | None:
         """What looks for experts that are not there while a step runs, for `width` choices of each layer; None where
         the host takes part in every layer anyway.
         """
@@ -208,7 +214,7 @@ class Host:
             raise InvalidArgument(f"load: expert_host is {host!r}, expected 'auto': it is the memory behind a GPU's")
         return HostTier()
 
-    def missing(self, layers: int, width: int) -> Missing | None:
+    def missing(self, tier: Tier, layers: int, width: int) -> Missing | None:
         return None
 
     def free(self) -> int:

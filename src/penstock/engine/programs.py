@@ -140,7 +140,7 @@ class Programs:
         """A decode program that finds out on the device what is missing, where experts are streamed to one."""
         if self.experts is None:
             return None
-        missing = self.place.missing(len(self.experts.slot_of), rows * self.config.top_k)
+        missing = self.place.missing(self.experts.tier, len(self.experts.slot_of), rows * self.config.top_k)
         if missing is None:
             return None
         graph = self.decode_graph(rows, widths)

@@ -100,8 +100,8 @@ class Runner:
 class SteppedRunner(Runner):
     """A decode program whose experts are streamed to a device that replays.
 
-    It is cut before each layer's experts. A step runs as a whole while hardly anything is missing; from the first layer
-    that misses experts on it goes layer by layer, and so do the steps after one that missed much.
+    It is cut before each layer's experts. A step runs as a whole while hardly anything has to come from disk; from the
+    first layer that needs it on it goes layer by layer, and so do the steps after one that needed much.
     """
 
     def __init__(
@@ -114,11 +114,10 @@ class SteppedRunner(Runner):
     ) -> None:
         super().__init__(program, place, numbers)
         self._streamed, self._missing = streamed, missing
-        self._layers = streamed.layers(program.graph)
+        self._layers = np.array(streamed.layers(program.graph))
         self._filled: dict[str, np.ndarray] = {}
         self._cut: dict[str, list[list[Call]]] = {}
         self._calm = False
-        self._noted: list[tuple[int, np.ndarray]] = []  # hits that the store has not heard of
 
     def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
         if key != self._key:
@@ -135,13 +134,15 @@ class SteppedRunner(Runner):
             self._cut[name] = self._parts(name, tail)
         parts = self._cut[name]
         start, missed = 0, 0
+        self._streamed.store.settle()
+        self._missing.rank(len(self._streamed.noted))
         if self._calm:
             self._replay((name, -1), lambda: [call for part in parts for call in part])
-            self._tell()
+            self._streamed.tell()
             self._missing.wait()
             wrong = np.flatnonzero(self._missing.host[:, 0])
             found = int(wrong[0]) if len(wrong) else len(self._layers)
-            self._note(range(found))
+            self._note(0, found)
             start, missed = found + 1, int(len(wrong) > 0)
             if len(wrong):
                 self._bring(found)
@@ -153,28 +154,21 @@ class SteppedRunner(Runner):
                     missed += 1
                     self._bring(n)
                 else:
-                    self._note((n,))
+                    self._note(n, n + 1)
         self._calm = missed <= _CALM
-        if not self._calm:
-            self._tell()
+        if missed:
+            self._streamed.tell()
 
     def _bring(self, n: int) -> None:
         """Fetch what the n-th layer lacks, and make the rows active again."""
-        ids = self._chosen(n)
+        self._streamed.tell()
+        ids = np.split(self._missing.host[n, 1:], 2)[0]
         store, layer = self._streamed.store, self._layers[n]
-        self._tell()
-        store.want(layer, ids)
-        store.ready(layer, ids)
+        store.want(layer, ids[ids >= 0])
+        store.ready(layer, ids[ids >= 0])
         super().fill(**self._filled)
 
-    def _chosen(self, n: int) -> np.ndarray:
-        ids = self._missing.host[n, 1:]
-        return ids[ids >= 0]
-
-    def _note(self, layers: Sequence[int] | range) -> None:
-        self._noted += [(self._layers[n], self._chosen(n)) for n in layers]
-
-    def _tell(self) -> None:
-        for layer, ids in self._noted:
-            self._streamed.store.used(layer, ids)
-        self._noted = []
+    def _note(self, start: int, stop: int) -> None:
+        """Keep what the device did in these layers, to tell the store when there is time."""
+        if start < stop:
+            self._streamed.noted.append((self._layers[start:stop], self._missing.host[start:stop, 1:].copy()))

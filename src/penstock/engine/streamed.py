@@ -16,7 +16,7 @@ import numpy as np
 from penstock import ops
 from penstock.engine.place import Missing, Place
 from penstock.graph import Graph, Node, Wrap
-from penstock.streaming.store import Store
+from penstock.streaming.store import Store, Tier
 
 EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
 
@@ -24,10 +24,11 @@ EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
 class Streamed:
     """A store and the `slot_of` arrays by which the nodes of a program name its layers."""
 
-    def __init__(self, store: Store, slot_of: Sequence[Any], place: Place) -> None:
-        self.store, self.place = store, place
+    def __init__(self, store: Store, slot_of: Sequence[Any], place: Place, tier: Tier) -> None:
+        self.store, self.place, self.tier = store, place, tier
         self.slot_of = list(slot_of)
         self._layers = {id(array): n for n, array in enumerate(self.slot_of)}
+        self.noted: list[tuple[np.ndarray, np.ndarray]] = []  # layers, and what a device did there on its own
 
     def layer_of(self, node: Node) -> int:
         return self._layers[id(node["slot_of"])]
@@ -41,6 +42,7 @@ class Streamed:
         begun: dict[int, bool] = {}  # layer → what `want` said of the step under way
 
         def want(layer: int, ids: np.ndarray) -> None:
+            self.tell()
             begun[layer] = self.store.want(layer, ids, passing)
 
         def wrap(node: Node, kernel: Any) -> Any:
@@ -64,10 +66,16 @@ class Streamed:
             if node not in chosen:
                 return kernel
             layer, place = chosen[node]
-            n, slot_of = order[layer], self.slot_of[layer]
-            return _telling(kernel, place, lambda ids: missing.look(n, ids, slot_of, inputs))
+            n = order[layer]
+            return _telling(kernel, place, lambda ids: missing.look(n, layer, ids, inputs))
 
         return wrap
+
+    def tell(self) -> None:
+        """Tell the store what it has not heard of: after that it knows what the device knows."""
+        for layers, report in self.noted:
+            self.store.stepped(layers, *np.split(report, 2, axis=1))
+        self.noted = []
 
     def layers(self, graph: Graph) -> list[int]:
         """The layers of a program that have experts, in its order."""

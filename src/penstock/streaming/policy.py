@@ -36,6 +36,10 @@ class Policy(Protocol):
         """Up to `count` slots to give up, the least loss first, empty ones before all. busy bool [S]: not these."""
         ...
 
+    def ranks(self) -> np.ndarray:
+        """What each slot is worth now, [S]; −inf for an empty one."""
+        ...
+
     def passing(self, slots: np.ndarray) -> None:
         """A prefill, which touches nearly all experts, filled these slots: that alone makes nothing worth keeping."""
         ...
@@ -65,12 +69,11 @@ class _Ranked:
     def filled(self, slots: np.ndarray, keys: np.ndarray) -> None:
         self._key[slots] = keys
 
-    def _ranks(self) -> np.ndarray:
-        """What each slot is worth now."""
+    def ranks(self) -> np.ndarray:
         return self._worth
 
     def victims(self, count: int, busy: np.ndarray) -> np.ndarray:
-        worth = np.where(busy, np.inf, self._ranks())
+        worth = np.where(busy, np.inf, self.ranks())
         if count > _FEW:
             free = len(worth) - int(np.count_nonzero(busy))
             return np.argsort(worth, kind="stable")[: min(count, free)]
@@ -151,7 +154,7 @@ class Lfru(_Ranked):
         super().filled(slots, keys)
         self._worth[slots] = self._weights @ self._shares[:, keys]
 
-    def _ranks(self) -> np.ndarray:
+    def ranks(self) -> np.ndarray:
         if self._stale:
             self._worth = np.where(self._key < 0, -np.inf, self._weights @ self._shares[:, self._key])
             self._stale = False
@@ -216,5 +219,5 @@ class Pin(Lru):
         self._uses[keys] += counts
         self._since += int(counts.sum())
 
-    def _ranks(self) -> np.ndarray:
+    def ranks(self) -> np.ndarray:
         return self._worth + np.where(self._pinned[self._key], 2.0**52, 0)

@@ -7,6 +7,7 @@ slots; then they come in turns (`turns`). One thread at a time uses a store.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import time
@@ -18,9 +19,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.dtypes import numpy_dtype
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, PenstockError
 from penstock.streaming.layout import Format, Layer
 from penstock.streaming.policy import Policy, make_policy
+
+_TURN = 32  # experts of a turn: enough to read at once, and the slots that decoding uses stay
 
 
 @dataclass
@@ -66,6 +69,10 @@ class Slots(Protocol):
         """The future of this slot failed."""
         ...
 
+    def moved(self, layer: int, experts: Sequence[int]) -> None:
+        """The device brought these experts into slots itself."""
+        ...
+
     def shown(self, slot_of: np.ndarray) -> Any:
         """A copy of a `slot_of` array where kernels read it."""
         ...
@@ -78,7 +85,7 @@ class Tier(Protocol):
         """Memory for `count` of the `experts` that have a format, which are a `share` of the bytes of all."""
         ...
 
-    def shown(self, slot_of: Sequence[np.ndarray]) -> list[Any]:
+    def shown(self, store: Store) -> list[Any]:
         """The `slot_of` arrays of a store as kernels read them; what lands afterwards shows in them."""
         ...
 
@@ -89,8 +96,8 @@ class HostTier:
     def slots(self, format: Format, count: int, experts: int, share: float, store: Store) -> Slots:
         return HostSlots(format, count, store)
 
-    def shown(self, slot_of: Sequence[np.ndarray]) -> list[Any]:
-        return list(slot_of)
+    def shown(self, store: Store) -> list[Any]:
+        return list(store.slot_of)
 
 
 class HostSlots:
@@ -117,6 +124,9 @@ class HostSlots:
         pass
 
     def drop(self, slot: int) -> None:
+        pass
+
+    def moved(self, layer: int, experts: Sequence[int]) -> None:
         pass
 
     def shown(self, slot_of: np.ndarray) -> np.ndarray:
@@ -160,7 +170,9 @@ class Store:
         tier = tier or HostTier()
         self.layers, self.reader, self.top_k = list(layers), reader, top_k
         self.counters = Counters()
-        self.slot_of = [np.full(layer.count, -1, np.int32) for layer in self.layers]
+        self.bases = np.cumsum([0, *(layer.count for layer in self.layers)])
+        self.table = np.full(self.bases[-1], -1, np.int32)  # `slot_of` of all layers
+        self.slot_of = np.split(self.table, self.bases[1:-1])
         self._pools: dict[Format, Pool] = {}
         for format, count in slot_counts(self.layers, budget, top_k).items():
             own = [n for n, layer in enumerate(self.layers) if layer.format == format]
@@ -204,8 +216,18 @@ class Store:
             self._fill(layer, absent, victims)
             slots = slot_of[chosen]
         self.counters.hits += len(chosen) - len(absent)
-        pool.policy.passing(slots) if passing else pool.policy.used(slots)
+        if passing:
+            pool.policy.passing(slots)
+            self._count(layer, ids)
+        else:
+            pool.policy.used(slots)
         return True
+
+    def _count(self, layer: int, ids: np.ndarray) -> None:
+        """Tell the policy how often the tokens of a prefill [T, k] chose each expert."""
+        chosen, counts = np.unique(ids, return_counts=True)
+        pool = self.pool_of[layer]
+        pool.policy.counted(pool.bases[layer] + chosen, counts, len(ids))
 
     def ready(self, layer: int, ids: np.ndarray) -> None:
         """Wait for the experts ids, which were wanted. Raises CheckpointError for one that cannot be read."""
@@ -213,11 +235,33 @@ class Store:
         if pool.pending:
             self._wait(pool, np.unique(self.slot_of[layer][np.unique(ids)]))
 
-    def used(self, layer: int, ids: np.ndarray) -> None:
-        """A layer chose these experts, which were all there."""
-        chosen = np.unique(ids)
-        self.counters.hits += len(chosen)
-        self.pool_of[layer].policy.used(self.slot_of[layer][chosen])
+    def stepped(self, layers: np.ndarray, ids: np.ndarray, taken: np.ndarray) -> None:
+        """What a step did on its own: `layers` [n] chose the experts ids [n, W] (−1: none), which are all there.
+
+        taken [n, W]: slots that the device brought them into, −1 for those that were there.
+        """
+        came = taken >= 0
+        for n in np.flatnonzero(came.any(axis=1)).tolist():
+            experts = ids[n][came[n]].astype(np.int64)
+            self._take(layers[n], experts, taken[n][came[n]])
+            self.pool_of[layers[n]].slots.moved(layers[n], experts.tolist())
+        chosen = np.unique((self.bases[layers][:, None] + ids)[ids >= 0])
+        self.counters.hits += len(chosen) - int(came.sum())
+        owners = np.searchsorted(self.bases, chosen, "right") - 1
+        slots = self.table[chosen]
+        for format, pool in self._pools.items():
+            own = slots >= 0  # not so if it was given up later in the step
+            if len(self._pools) > 1:
+                own &= np.array([self.layers[n].format == format for n in owners.tolist()], bool)
+            if own.any():
+                pool.policy.used(slots[own])
+
+    def settle(self) -> None:
+        """Wait for what is on its way, whoever wanted it; what fails is as if nobody had."""
+        for pool in self._pools.values():
+            if pool.pending:
+                with contextlib.suppress(PenstockError):
+                    self._wait(pool, np.array(list(pool.pending)))
 
     def turns(self, layer: int, ids: np.ndarray, slot_of: Any) -> LayerTurns:
         """What stands in for a `slot_of` array, as kernels read it, where `want` says no to these ids [T, k]."""
@@ -236,13 +280,18 @@ class Store:
         busy[list(pool.pending)] = True
         return pool.policy.victims(count, busy)
 
-    def _fill(self, layer: int, experts: np.ndarray, slots: np.ndarray) -> None:
+    def _take(self, layer: int, experts: np.ndarray, slots: np.ndarray) -> None:
+        """Note that these experts have these slots now."""
         pool = self.pool_of[layer]
         for slot in slots[pool.layer[slots] >= 0]:
             self.slot_of[pool.layer[slot]][pool.expert[slot]] = -1
         pool.layer[slots], pool.expert[slots] = layer, experts
         self.slot_of[layer][experts] = slots
         pool.policy.filled(slots, pool.bases[layer] + experts)
+
+    def _fill(self, layer: int, experts: np.ndarray, slots: np.ndarray) -> None:
+        pool = self.pool_of[layer]
+        self._take(layer, experts, slots)
         futures = pool.slots.fill(slots.tolist(), layer, experts.tolist())
         pool.pending.update(zip(slots.tolist(), futures, strict=True))
 
@@ -288,7 +337,8 @@ class LayerTurns:
         there = slot_of[chosen] >= 0
         current, rest = chosen[there], chosen[~there]
         store.counters.hits += len(current)
-        at_once = max(1, min(pool.slots.count, pool.slots.at_once) // 2)
+        store._count(self.layer, self._ids)
+        at_once = max(1, min(pool.slots.count // 2, pool.slots.at_once // 2, _TURN))
         while len(current) or len(rest):
             begun = store.begin(self.layer, rest[:at_once], slot_of[current])
             if len(current):

@@ -1,8 +1,10 @@
-"""Slots for streamed experts in GPU memory, pinned host memory behind them, and the search for what is missing.
+"""Slots for streamed experts in GPU memory, and pinned host memory behind them.
 
 An expert is read from disk into a record of pinned memory, and stays there as long as there is room. One launch moves
-the records that a layer needs into their slots, straight over the bus. Everything runs on the current stream, so a slot
-is written after what reads its old expert and before what reads its new one.
+the records that a layer needs into their slots, straight over the bus. In a decode step the device decides itself: an
+expert that is not in a slot takes that of the least worth, as the policy on the host saw it a step ago, and comes from
+its record; the host hears of it afterwards. Only what is on disk stops a step. Everything runs on the current stream,
+so a slot is written after what reads its old expert and before what reads its new one.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,9 +30,10 @@ _WAY = 512 << 20  # bytes of experts that may be on their way at once
 _AT_ONCE = 256  # and how many
 _SHARE = 0.6  # of the free host memory that is used unless somebody says how much
 _RING = 8  # moves that may be under way
+_EPOCH = 1 << 30
 
 
-# move      slots[p][slot[i]] = the p-th array of record[i], for every array of a format
+# move      slots[p][slot[i]] = the p-th array of record[i], for every array of a format; nothing where slot[i] is −1
 # shapes    record int64 [n]: where records start, in words from base; slot int32 [n]; slots: tuples of int32 views of
 #           the stacks; START, WORDS: where each array starts in a record, and its words
 # grid      (n, ceil(words / BLOCK)): a program has BLOCK words of a record
@@ -41,9 +45,11 @@ def _move_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
+    slot = tl.load(slot_ptr + i).to(tl.int64)
+    if slot < 0:
+        return
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     record = tl.load(record_ptr + i)
-    slot = tl.load(slot_ptr + i).to(tl.int64)
     end: tl.constexpr = START[PARTS - 1] + WORDS[PARTS - 1]
     value = tl.load(base_ptr + record + word, mask=word < end, other=0)
     for p in tl.static_range(PARTS):
@@ -51,46 +57,93 @@ def _move_kernel(
         tl.store(slots[p] + slot * WORDS[p] + at, value, mask=(at >= 0) & (at < WORDS[p]))
 
 
-# look      report[1 + i] = ids[i], −1 for those of inactive rows; report[0] = whether one of them has no slot; if so,
-#           all rows become inactive
-# shapes    ids int32 [rows · K]; slot_of int32 [experts]; rows (a slot each, −1: inactive), positions, lengths int32
+# resolve   slots for the experts that a layer chose and that have none: each takes the slot of the least worth that the
+#           layer does not use itself. report[0] = 1 if one of them has no record either: then nothing changes, and all
+#           rows become inactive, so that what follows in the step changes nothing
+# shapes    ids int32 [rows · K]; slot_of int32, record int64 of all experts of all layers, this layer's from `base` on,
+#           −1: none; key int32 [S]: whose slot it is; worth float32 [S], as the host saw it after `known`; used int32
+#           [S]: when each slot was used last; clock int32 [2]: the time before this step, and known; n: of the layer in
+#           the step; rows (a state each, −1: inactive), positions, lengths int32; report int32 [1 + 2 · WIDTH]: flag,
+#           ids (−1 of inactive rows), slots that were given; to_slot int32, to_record int64 [WIDTH]: what to move
 # grid      (1,)
-# bytes     few
-# limits    rows · K ≤ BLOCK
+# bytes     8 · S where something is missing
+# limits    rows · K ≤ WIDTH ≤ S ≤ SLOTS; what was used since `known` is worth more than anything else
 @triton.jit
-def _look_kernel(
-    ids_ptr, slot_of_ptr, rows_ptr, positions_ptr, lengths_ptr, report_ptr, rows, experts, K: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _resolve_kernel(
+    ids_ptr, slot_of_ptr, record_ptr, key_ptr, worth_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
+    report_ptr, to_slot_ptr, to_record_ptr, n, base, rows, experts, S, K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     live = i < rows * K
     active = tl.load(rows_ptr + i // K, mask=live, other=-1) >= 0
     expert = tl.load(ids_ptr + i, mask=live, other=0)
     known = active & (expert >= 0) & (expert < experts)
-    slot = tl.load(slot_of_ptr + expert, mask=known, other=0)
-    missing = tl.sum((known & (slot < 0)).to(tl.int32)) > 0
-    tl.store(report_ptr + 1 + i, tl.where(active, expert, -1), mask=live)
+    slot = tl.load(slot_of_ptr + base + expert, mask=known, other=0)
+    record = tl.load(record_ptr + base + expert, mask=known, other=0)
+    away = known & (slot < 0)
+    missing = tl.sum((away & (record < 0)).to(tl.int32)) > 0
     tl.store(report_ptr, missing.to(tl.int32))
+    tl.store(report_ptr + 1 + i, tl.where(active, expert, -1), mask=live)
+    given = tl.full([BLOCK], -1, tl.int32)
+    now = tl.load(clock_ptr) + n + 1
+    held = known & (slot >= 0)
+    tl.store(used_ptr + slot, tl.zeros([BLOCK], tl.int32) + now, mask=held)
     if missing:
         row = i < rows
-        tl.store(rows_ptr + i, tl.full([BLOCK], -1, tl.int32), mask=row)
-        tl.store(positions_ptr + i, tl.full([BLOCK], -1, tl.int32), mask=row)
+        tl.store(rows_ptr + i, given, mask=row)
+        tl.store(positions_ptr + i, given, mask=row)
         tl.store(lengths_ptr + i, tl.zeros([BLOCK], tl.int32), mask=row)
+    elif tl.sum(away.to(tl.int32)) > 0:
+        number = expert + 0 * i
+        before = (number[:, None] == number[None, :]) & (i[None, :] < i[:, None]) & away[None, :]
+        first = away & (tl.sum(before.to(tl.int32), 1) == 0)
+        order = tl.cumsum(first.to(tl.int32)) - 1
+        tl.debug_barrier()
+        s = tl.arange(0, SLOTS)
+        used = tl.load(used_ptr + s, mask=s < S, other=now)
+        late = (used - tl.load(clock_ptr + 1)).to(tl.float32)
+        worth = tl.where(late > 0, 1e28 * late, tl.load(worth_ptr + s, mask=s < S, other=0.0))
+        worth = tl.where(used == now, float("inf"), worth)
+        for m in range(tl.sum(first.to(tl.int32))):
+            least = tl.argmin(worth, 0)
+            worth = tl.where(s == least, float("inf"), worth)
+            given = tl.where(first & (order == m), least.to(tl.int32), given)
+        taken = given >= 0
+        tl.store(used_ptr + given, tl.zeros([BLOCK], tl.int32) + now, mask=taken)
+        old = tl.load(key_ptr + given, mask=taken, other=-1)
+        tl.store(slot_of_ptr + old, tl.full([BLOCK], -1, tl.int32), mask=taken & (old >= 0))
+        tl.debug_barrier()
+        tl.store(slot_of_ptr + base + expert, given, mask=taken)
+        tl.store(key_ptr + given, base + expert, mask=taken)
+    tl.store(report_ptr + 1 + WIDTH + i, given, mask=live)
+    tl.store(to_slot_ptr + i, given, mask=live)
+    tl.store(to_record_ptr + i, record, mask=live)
 
 
 class Missing:
-    """See engine/place.py. The kernel writes to pinned memory, so that a look costs no copy."""
+    """See engine/place.py. The kernel reports to pinned memory, so that a look costs no copy."""
 
-    def __init__(self, pinned: Any, layers: int, width: int) -> None:
-        self._report = pinned((layers, 1 + width), torch.int32)
+    def __init__(self, gpu: Any, tier: GpuTier, layers: int, width: int) -> None:
+        self._tier, self._width = tier, width
+        self._report = gpu.pinned((layers, 1 + 2 * width), torch.int32)
         self.host = numpy_view(self._report)
+        self._to_slot = torch.full((width,), -1, dtype=torch.int32, device=gpu.device)
+        self._to_record = torch.zeros(width, dtype=torch.int64, device=gpu.device)
 
-    def look(self, n: int, ids: Any, slot_of: Any, inputs: Mapping[str, Any]) -> None:
-        rows, k = ids.shape
-        _look_kernel[(1,)](
-            ids, slot_of, inputs["slots"], inputs["positions"], inputs["lengths"], self._report[n], rows,
-            slot_of.numel(), K=k, BLOCK=triton.next_power_of_2(rows * k), num_warps=1,
+    def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
+        (rows, k), tier, slots = ids.shape, self._tier, self._tier.slots_of[layer]
+        _resolve_kernel[(1,)](
+            ids, tier.table, tier.records, slots.key, slots.worth, slots.used, tier.clock, inputs["slots"],
+            inputs["positions"], inputs["lengths"], self._report[n], self._to_slot, self._to_record, n,
+            tier.bases[layer], rows, tier.bases[layer + 1] - tier.bases[layer], slots.count, K=k, WIDTH=self._width,
+            BLOCK=triton.next_power_of_2(rows * k), SLOTS=triton.next_power_of_2(slots.count),
+            num_warps=4 if slots.count <= 2048 else 16,
         )  # fmt: skip
+        slots.move(self._to_record, self._to_slot, rows * k)
+
+    def rank(self, behind: int) -> None:
+        self._tier.rank(behind)
 
     def wait(self) -> None:
         if torch.cuda.is_available():
@@ -98,14 +151,17 @@ class Missing:
 
 
 class GpuTier:
-    """See streaming/store.py. host: bytes of pinned memory for experts, "auto": what is free, as far as it helps."""
+    """See streaming/store.py. host: bytes of pinned memory for experts, "auto": what is free, as far as it helps.
+
+    On the device: `table`, slots, and `records`, offsets in pinned memory, of all experts of all layers.
+    """
 
     def __init__(self, gpu: Any, host: str, top_k: int) -> None:
         self._gpu, self._host, self._top_k = gpu, host, top_k
-        self._ring = [_Move(gpu) for _ in range(_RING)]
-        self._next = 0
-        self._table: Any = None
-        self._slot_of: Sequence[np.ndarray] = ()
+        self._ring = [_Sent(gpu) for _ in range(_RING)]
+        self._next = self._time = 0
+        self._store: Any = None
+        self._pools: list[DeviceSlots] = []
 
     def slots(self, format: Format, count: int, experts: int, share: float, store: Any) -> DeviceSlots:
         from penstock.backends.cpu.features import memory
@@ -120,47 +176,76 @@ class GpuTier:
                 raise OutOfMemory(f"expert_host: {spelled(asked)} are asked for, {spelled(free)} of memory are free")
             room = int(asked * share) // format.nbytes
         records = max(at_once, min(room, experts))
-        return DeviceSlots(self._gpu, self, format, count, records, at_once, store)
+        self._pools.append(DeviceSlots(self._gpu, self, format, count, records, at_once, store))
+        return self._pools[-1]
 
-    def shown(self, slot_of: Sequence[np.ndarray]) -> list[Any]:
-        self._slot_of = slot_of
-        sizes = [len(row) for row in slot_of]
+    def shown(self, store: Any) -> list[Any]:
+        self._store = store
+        sizes = [len(row) for row in store.slot_of]
+        self.bases = [0, *accumulate(sizes)]
+        self.slots_of = [pool.slots for pool in store.pool_of]
+        self.host_records = np.full(self.bases[-1], -1, np.int64)
         with self._gpu._memory_errors():
-            self._table = torch.full((sum(sizes),), -1, dtype=torch.int32, device=self._gpu.device)
-        return list(self._table.split(sizes))
+            self.table = torch.full((self.bases[-1],), -1, dtype=torch.int32, device=self._gpu.device)
+            self.records = torch.full((self.bases[-1],), -1, dtype=torch.int64, device=self._gpu.device)
+            self.clock = torch.zeros(2, dtype=torch.int32, device=self._gpu.device)
+        return list(self.table.split(sizes))
 
-    def move(self, base: Any, records: Sequence[int], slots: Sequence[int], into: DeviceSlots) -> Any:
-        """Launch a move, and bring what `slot_of` says to the device; an event that is done after it."""
-        move = self._ring[self._next]
+    def send(self) -> Any:
+        """Bring what the host knows of slots and records to the device; an event that is done after what was sent."""
+        now = self._sent()
+        now.array("table", self.table)[:] = self._store.table
+        now.array("records", self.records)[:] = self.host_records
+        for n, slots in enumerate(self._pools):
+            now.array(f"key{n}", slots.key)[:] = slots.keys()
+        return now.go()
+
+    def rank(self, behind: int) -> None:
+        """Bring what the policies think of the slots to the device; they do not know of the last `behind` steps."""
+        now = self._sent()
+        self._time = (self._time + len(self.slots_of)) % _EPOCH
+        now.array("clock", self.clock)[:] = self._time, self._time - behind * len(self.slots_of)
+        if self._time < len(self.slots_of):  # the clock begins anew
+            for slots in self._pools:
+                slots.used.zero_()
+        for n, slots in enumerate(self._pools):
+            worth = slots.pool.policy.ranks()
+            top = worth.max()
+            now.array(f"worth{n}", slots.worth)[:] = worth - (top if np.isfinite(top) else 0.0)
+        now.go()
+
+    def _sent(self) -> _Sent:
+        found = self._ring[self._next]
         self._next = (self._next + 1) % len(self._ring)
-        return move.run(base, records, slots, into, self._table, self._slot_of)
+        return found.ready()
 
 
-class _Move:
-    """Pinned memory for one launch: what goes where, and the `slot_of` arrays as they are then."""
+class _Sent:
+    """Pinned memory on its way to the device."""
 
     def __init__(self, gpu: Any) -> None:
-        self._gpu, self._records, self._slots, self._table = gpu, None, None, None
+        self._gpu = gpu
+        self._held: dict[str, Any] = {}
+        self._now: list[tuple[Any, Any]] = []
         self._done = None if gpu.interpreted else torch.cuda.Event()
 
-    def run(
-        self, base: Any, records: Sequence[int], slots: Sequence[int], into: DeviceSlots, table: Any, slot_of: Any
-    ) -> Any:
-        if self._records is None:
-            self._records = self._gpu.pinned((_AT_ONCE,), torch.int64)
-            self._slots = self._gpu.pinned((_AT_ONCE,), torch.int32)
-            self._table = self._gpu.pinned(tuple(table.shape), torch.int32)
-        elif self._done is not None:
-            self._done.synchronize()  # of the move before the last few: its memory is free again
-        n = len(slots)
-        numpy_view(self._records)[:n] = records
-        numpy_view(self._slots)[:n] = slots
-        np.concatenate(slot_of, out=numpy_view(self._table))
-        _move_kernel[(n, triton.cdiv(into.words, 4096))](
-            base, self._records, self._slots, into.words_of, START=into.start, WORDS=into.sizes,
-            PARTS=len(into.sizes), BLOCK=4096, num_warps=8,
-        )  # fmt: skip
-        table.copy_(self._table, non_blocking=True)
+    def ready(self) -> _Sent:
+        """Wait until what was sent from here last has left."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self
+
+    def array(self, name: str, target: Any) -> np.ndarray:
+        """An array to fill, for `target` on the device."""
+        if name not in self._held:
+            self._held[name] = self._gpu.pinned(tuple(target.shape), target.dtype)
+        self._now.append((target, self._held[name]))
+        return numpy_view(self._held[name])
+
+    def go(self) -> Any:
+        for target, source in self._now:
+            target.copy_(source, non_blocking=True)
+        self._now = []
         if self._done is not None:
             self._done.record()
         return self._done
@@ -180,10 +265,14 @@ class DeviceSlots:
             self.arrays = tuple(
                 torch.zeros((count, *spec.shape), dtype=_DTYPES[spec.dtype], device=gpu.device) for spec in format.specs
             )
-        self.words_of = tuple(array.view(-1).view(torch.int32) for array in self.arrays)
-        self.sizes = tuple(spec.nbytes // 4 for spec in format.specs)
-        self.start = tuple(offset // 4 for offset in format.offsets)
-        self.words = self.start[-1] + self.sizes[-1]
+            self.key = torch.full((count,), -1, dtype=torch.int32, device=gpu.device)
+            self.worth = torch.zeros(count, dtype=torch.float32, device=gpu.device)
+            self.used = torch.zeros(count, dtype=torch.int32, device=gpu.device)
+        self._views = tuple(array.view(-1).view(torch.int32) for array in self.arrays)
+        self._sizes = tuple(spec.nbytes // 4 for spec in format.specs)
+        self._start = tuple(offset // 4 for offset in format.offsets)
+        self._orders = [_Sent(gpu) for _ in range(_RING)]
+        self._order = 0
         self._blocks: list[Any] = []
         self._bytes: list[memoryview] = []
         self._at: list[int] = []  # where records start, in words from the first block
@@ -191,6 +280,25 @@ class DeviceSlots:
         self._spare: list[int] = []
         self._moving: dict[int, Any] = {}  # record → event after the move that reads it
         self._coming: dict[int, tuple[int, int]] = {}  # slot → its expert, whose record is kept
+        self._to_slot = torch.full((_AT_ONCE,), -1, dtype=torch.int32, device=gpu.device)
+        self._to_record = torch.zeros(_AT_ONCE, dtype=torch.int64, device=gpu.device)
+        self._grow()  # where records are counted from does not change any more
+
+    @property
+    def pool(self) -> Any:
+        return next(pool for pool in self._tier._store.pool_of if pool.slots is self)
+
+    def keys(self) -> np.ndarray:
+        """Whose slots they are, as places in the tables of all layers, int32."""
+        pool, bases = self.pool, np.array(self._tier.bases)
+        return np.where(pool.layer >= 0, bases[pool.layer] + pool.expert, -1).astype(np.int32)
+
+    def move(self, records: Any, slots: Any, count: int) -> None:
+        """Launch a move of up to `count` records."""
+        _move_kernel[(count, triton.cdiv(self._start[-1] + self._sizes[-1], 4096))](
+            self._blocks[0], records, slots, self._views, START=self._start, WORDS=self._sizes,
+            PARTS=len(self._sizes), BLOCK=4096, num_warps=8,
+        )  # fmt: skip
 
     def fill(self, slots: Sequence[int], layer: int, experts: Sequence[int]) -> list[Future[None]]:
         futures = []
@@ -202,6 +310,7 @@ class DeviceSlots:
                 futures.append(_done())
                 continue
             record = self._record_of[key] = self._taken()
+            self._tier.host_records[self._tier.bases[layer] + expert] = self._at[record]
             self._counters.reads += 1
             self._counters.bytes_read += self._format.payload
             futures.append(self._reader.submit(layer, expert, views(self._format, self._bytes[record])))
@@ -211,12 +320,26 @@ class DeviceSlots:
         for start in range(0, len(slots), _AT_ONCE):
             part = slots[start : start + _AT_ONCE]
             records = [self._record_of[self._coming.pop(slot)] for slot in part]
-            event = self._tier.move(self._blocks[0], [self._at[record] for record in records], part, self)
-            self._moving.update(dict.fromkeys(records, event))
+            order = self._orders[self._order].ready()
+            self._order = (self._order + 1) % len(self._orders)
+            order.array("slot", self._to_slot)[: len(part)] = part
+            order.array("record", self._to_record)[: len(part)] = [self._at[record] for record in records]
+            order.go()
+            self.move(self._to_record, self._to_slot, len(part))
             self._counters.bytes_copied += len(part) * self._format.payload
+            self._moving.update(dict.fromkeys(records, self._tier.send()))
+
+    def moved(self, layer: int, experts: Sequence[int]) -> None:
+        """The device moved these experts itself."""
+        for expert in experts:
+            self._record_of.move_to_end((layer, expert))
+        self._counters.host_hits += len(experts)
+        self._counters.bytes_copied += len(experts) * self._format.payload
 
     def drop(self, slot: int) -> None:
-        self._spare.append(self._record_of.pop(self._coming.pop(slot)))
+        key = self._coming.pop(slot)
+        self._forget(key)
+        self._spare.append(self._record_of.pop(key))
 
     def shown(self, slot_of: np.ndarray) -> Any:
         return torch.from_numpy(slot_of).to(self._gpu.device)
@@ -229,11 +352,16 @@ class DeviceSlots:
             record = self._spare.pop()
         else:
             kept = set(self._coming.values())
-            record = self._record_of.pop(next(key for key in self._record_of if key not in kept))
+            key = next(key for key in self._record_of if key not in kept)
+            record = self._record_of.pop(key)
+            self._forget(key)
         event = self._moving.pop(record, None)
         if event is not None:
             event.synchronize()
         return record
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        self._tier.host_records[self._tier.bases[key[0]] + key[1]] = -1
 
     def _grow(self) -> None:
         size = self._format.nbytes

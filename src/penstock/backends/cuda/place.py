@@ -113,10 +113,10 @@ class Gpu:
 
         return GpuTier(self, host, top_k)
 
-    def missing(self, layers: int, width: int) -> Any:
+    def missing(self, tier: Any, layers: int, width: int) -> Any:
         from penstock.backends.cuda.experts import Missing
 
-        return Missing(self.pinned, layers, width)
+        return Missing(self, tier, layers, width)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Host memory that kernels can read and write."""
