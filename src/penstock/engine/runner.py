@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -169,6 +170,9 @@ class SteppedRunner(Runner):
         super().fill(**self._filled)
 
     def _note(self, start: int, stop: int) -> None:
-        """Keep what the device did in these layers, to tell the store when there is time."""
+        """Tell the store what the device did in these layers: now if experts came, else when there is time."""
         if start < stop:
-            self._streamed.noted.append((self._layers[start:stop], self._missing.host[start:stop, 1:].copy()))
+            report = self._missing.host[start:stop].copy()
+            self._streamed.noted.append(functools.partial(self._missing.tell, self._layers[start:stop], report))
+            if self._missing.came(report):
+                self._streamed.tell()

@@ -28,7 +28,7 @@ class Streamed:
         self.store, self.place, self.tier = store, place, tier
         self.slot_of = list(slot_of)
         self._layers = {id(array): n for n, array in enumerate(self.slot_of)}
-        self.noted: list[tuple[np.ndarray, np.ndarray]] = []  # layers, and what a device did there on its own
+        self.noted: list[Callable[[], None]] = []  # tell the store what it has not heard of
 
     def layer_of(self, node: Node) -> int:
         return self._layers[id(node["slot_of"])]
@@ -73,8 +73,8 @@ class Streamed:
 
     def tell(self) -> None:
         """Tell the store what it has not heard of: after that it knows what the device knows."""
-        for layers, report in self.noted:
-            self.store.stepped(layers, *np.split(report, 2, axis=1))
+        for tell in self.noted:
+            tell()
         self.noted = []
 
     def layers(self, graph: Graph) -> list[int]:

@@ -69,8 +69,8 @@ class Slots(Protocol):
         """The future of this slot failed."""
         ...
 
-    def moved(self, layer: int, experts: Sequence[int]) -> None:
-        """The device brought these experts into slots itself."""
+    def moved(self, owners: np.ndarray) -> None:
+        """The device brought these experts (places in the table of all layers) into slots itself."""
         ...
 
     def shown(self, slot_of: np.ndarray) -> Any:
@@ -126,7 +126,7 @@ class HostSlots:
     def drop(self, slot: int) -> None:
         pass
 
-    def moved(self, layer: int, experts: Sequence[int]) -> None:
+    def moved(self, owners: np.ndarray) -> None:
         pass
 
     def shown(self, slot_of: np.ndarray) -> np.ndarray:
@@ -141,13 +141,11 @@ def _pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 class Pool:
-    """Slots that several layers share, and who is in them."""
+    """Slots that several layers share, and whose they are."""
 
-    def __init__(self, slots: Slots, policy: Policy, bases: dict[int, int]) -> None:
+    def __init__(self, slots: Slots, policy: Policy) -> None:
         self.slots, self.policy = slots, policy
-        self.bases = bases  # layer → key of its first expert
-        self.layer = np.full(slots.count, -1, np.int64)
-        self.expert = np.full(slots.count, -1, np.int64)
+        self.owner = np.full(slots.count, -1, np.int64)  # place of the expert in the table of all layers, −1: nobody's
         self.pending: dict[int, Future[None]] = {}
 
 
@@ -175,12 +173,10 @@ class Store:
         self.slot_of = np.split(self.table, self.bases[1:-1])
         self._pools: dict[Format, Pool] = {}
         for format, count in slot_counts(self.layers, budget, top_k).items():
-            own = [n for n, layer in enumerate(self.layers) if layer.format == format]
-            bases = {n: sum(self.layers[m].count for m in own[:i]) for i, n in enumerate(own)}
-            keys = sum(self.layers[n].count for n in own)
-            share = keys * format.payload / sum(layer.nbytes for layer in self.layers)
-            slots = tier.slots(format, count, keys, share, self)
-            self._pools[format] = Pool(slots, make_policy(policy, count, keys), bases)
+            experts = sum(layer.count for layer in self.layers if layer.format == format)
+            share = experts * format.payload / sum(layer.nbytes for layer in self.layers)
+            slots = tier.slots(format, count, experts, share, self)
+            self._pools[format] = Pool(slots, make_policy(policy, count, len(self.table)))
         self.pool_of = [self._pools[layer.format] for layer in self.layers]
 
     @property
@@ -227,7 +223,7 @@ class Store:
         """Tell the policy how often the tokens of a prefill [T, k] chose each expert."""
         chosen, counts = np.unique(ids, return_counts=True)
         pool = self.pool_of[layer]
-        pool.policy.counted(pool.bases[layer] + chosen, counts, len(ids))
+        pool.policy.counted(self.bases[layer] + chosen, counts, len(ids))
 
     def ready(self, layer: int, ids: np.ndarray) -> None:
         """Wait for the experts ids, which were wanted. Raises CheckpointError for one that cannot be read."""
@@ -235,26 +231,24 @@ class Store:
         if pool.pending:
             self._wait(pool, np.unique(self.slot_of[layer][np.unique(ids)]))
 
-    def stepped(self, layers: np.ndarray, ids: np.ndarray, taken: np.ndarray) -> None:
-        """What a step did on its own: `layers` [n] chose the experts ids [n, W] (−1: none), which are all there.
-
-        taken [n, W]: slots that the device brought them into, −1 for those that were there.
+    def stepped(self, layers: np.ndarray, ids: np.ndarray, came: int) -> None:
+        """What steps did on their own: `layers` [n] chose the experts ids [n, W] (−1: none), of which `came` were not
+        there before. `adopt` has told who has which slot now.
         """
-        came = taken >= 0
-        for n in np.flatnonzero(came.any(axis=1)).tolist():
-            experts = ids[n][came[n]].astype(np.int64)
-            self._take(layers[n], experts, taken[n][came[n]])
-            self.pool_of[layers[n]].slots.moved(layers[n], experts.tolist())
         chosen = np.unique((self.bases[layers][:, None] + ids)[ids >= 0])
-        self.counters.hits += len(chosen) - int(came.sum())
-        owners = np.searchsorted(self.bases, chosen, "right") - 1
+        self.counters.hits += len(chosen) - came
         slots = self.table[chosen]
-        for format, pool in self._pools.items():
+        for pool in self._pools.values():
             own = slots >= 0  # not so if it was given up later in the step
-            if len(self._pools) > 1:
-                own &= np.array([self.layers[n].format == format for n in owners.tolist()], bool)
+            own[own] = pool.owner[np.minimum(slots[own], pool.slots.count - 1)] == chosen[own]
             if own.any():
                 pool.policy.used(slots[own])
+
+    def adopt(self, pool: Pool, owners: np.ndarray) -> None:
+        """A device gave slots of a pool to others: whose they are now."""
+        slots = np.flatnonzero(owners != pool.owner)
+        self._take(pool, slots, owners[slots])
+        pool.slots.moved(owners[slots])
 
     def settle(self) -> None:
         """Wait for what is on its way, whoever wanted it; what fails is as if nobody had."""
@@ -280,18 +274,17 @@ class Store:
         busy[list(pool.pending)] = True
         return pool.policy.victims(count, busy)
 
-    def _take(self, layer: int, experts: np.ndarray, slots: np.ndarray) -> None:
-        """Note that these experts have these slots now."""
-        pool = self.pool_of[layer]
-        for slot in slots[pool.layer[slots] >= 0]:
-            self.slot_of[pool.layer[slot]][pool.expert[slot]] = -1
-        pool.layer[slots], pool.expert[slots] = layer, experts
-        self.slot_of[layer][experts] = slots
-        pool.policy.filled(slots, pool.bases[layer] + experts)
+    def _take(self, pool: Pool, slots: np.ndarray, owners: np.ndarray) -> None:
+        """Note whose these slots are now."""
+        old = pool.owner[slots]
+        self.table[old[old >= 0]] = -1
+        pool.owner[slots] = owners
+        self.table[owners] = slots
+        pool.policy.filled(slots, owners)
 
     def _fill(self, layer: int, experts: np.ndarray, slots: np.ndarray) -> None:
         pool = self.pool_of[layer]
-        self._take(layer, experts, slots)
+        self._take(pool, slots, self.bases[layer] + experts)
         futures = pool.slots.fill(slots.tolist(), layer, experts.tolist())
         pool.pending.update(zip(slots.tolist(), futures, strict=True))
 
@@ -318,8 +311,8 @@ class Store:
     def _drop(self, pool: Pool, slot: int) -> None:
         """Empty a slot whose expert did not arrive."""
         pool.slots.drop(slot)
-        self.slot_of[pool.layer[slot]][pool.expert[slot]] = -1
-        pool.layer[slot] = pool.expert[slot] = -1
+        self.table[pool.owner[slot]] = -1
+        pool.owner[slot] = -1
 
 
 class LayerTurns:

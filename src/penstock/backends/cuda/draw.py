@@ -20,7 +20,8 @@ from penstock.ops._op import numpy_view
 RING = 4  # steps whose tokens are kept for the host; one that comes round again is read before it is overwritten
 
 
-# feed      tokens = ring[step % RING] = drawn; positions and lengths one further where the position is not negative
+# feed      tokens = ring[step % RING] = drawn; positions and lengths one further where the position is not negative;
+#           step one further if there is such a row: a step that was stopped does not count
 # shapes    drawn, tokens, positions, lengths int32 [rows]; ring int32 [RING, rows] in pinned host memory; step [1]
 # grid      (1,)
 # bytes     a few
@@ -41,7 +42,7 @@ def _feed_kernel(
     tl.store(lengths_ptr + b, length + 1, mask=live & (position >= 0))
     tl.store(ring_ptr + step % RING * rows + b, token, mask=live)
     tl.debug_barrier()  # all have read the number of the step
-    tl.store(step_ptr, step + 1)
+    tl.store(step_ptr, step + (tl.max(position) >= 0).to(tl.int32))
 
 
 class Flight:

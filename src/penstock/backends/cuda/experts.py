@@ -145,6 +145,12 @@ class Missing:
     def rank(self, behind: int) -> None:
         self._tier.rank(behind)
 
+    def came(self, report: np.ndarray) -> bool:
+        return bool((report[:, 1 + self._width :] >= 0).any())
+
+    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
+        self._tier.tell(layers, report)
+
     def wait(self) -> None:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
@@ -160,6 +166,7 @@ class GpuTier:
         self._gpu, self._host, self._top_k = gpu, host, top_k
         self._ring = [_Sent(gpu) for _ in range(_RING)]
         self._next = self._time = 0
+        self._ranked, self._roomy = -1, False
         self._store: Any = None
         self._pools: list[DeviceSlots] = []
 
@@ -176,7 +183,7 @@ class GpuTier:
                 raise OutOfMemory(f"expert_host: {spelled(asked)} are asked for, {spelled(free)} of memory are free")
             room = int(asked * share) // format.nbytes
         records = max(at_once, min(room, experts))
-        self._pools.append(DeviceSlots(self._gpu, self, format, count, records, at_once, store))
+        self._pools.append(DeviceSlots(self._gpu, self, format, count, experts, records, at_once, store))
         return self._pools[-1]
 
     def shown(self, store: Any) -> list[Any]:
@@ -184,6 +191,7 @@ class GpuTier:
         sizes = [len(row) for row in store.slot_of]
         self.bases = [0, *accumulate(sizes)]
         self.slots_of = [pool.slots for pool in store.pool_of]
+        self._roomy = all(slots.count >= 2 * max(sizes) for slots in self._pools)
         self.host_records = np.full(self.bases[-1], -1, np.int64)
         with self._gpu._memory_errors():
             self.table = torch.full((self.bases[-1],), -1, dtype=torch.int32, device=self._gpu.device)
@@ -197,11 +205,15 @@ class GpuTier:
         now.array("table", self.table)[:] = self._store.table
         now.array("records", self.records)[:] = self.host_records
         for n, slots in enumerate(self._pools):
-            now.array(f"key{n}", slots.key)[:] = slots.keys()
+            now.array(f"key{n}", slots.key)[:] = slots.pool.owner
         return now.go()
 
     def rank(self, behind: int) -> None:
         """Bring what the policies think of the slots to the device; they do not know of the last `behind` steps."""
+        arrived = self._store.counters.host_hits + self._store.counters.reads
+        if self._ranked == arrived and self._roomy:
+            return  # nothing came since, so little will; slots seem to be in use that were in the last steps
+        self._ranked = arrived
         now = self._sent()
         self._time = (self._time + len(self.slots_of)) % _EPOCH
         now.array("clock", self.clock)[:] = self._time, self._time - behind * len(self.slots_of)
@@ -213,6 +225,19 @@ class GpuTier:
             top = worth.max()
             now.array(f"worth{n}", slots.worth)[:] = worth - (top if np.isfinite(top) else 0.0)
         now.go()
+
+    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
+        """Tell the store what a step did on the device; report: rows of `Missing.host`."""
+        ids, taken = np.split(report[:, 1:], 2, axis=1)
+        came = taken >= 0
+        if came.any():
+            for pool in {id(slots): slots.pool for slots in self._pools}.values():
+                self._store.adopt(pool, pool.slots.key.cpu().numpy().astype(np.int64))
+            counters = self._store.counters
+            counters.host_hits += int(came.sum())
+            sizes = np.array([self.slots_of[n]._format.payload for n in layers.tolist()])
+            counters.bytes_copied += int((came.sum(axis=1) * sizes).sum())
+        self._store.stepped(layers, ids, int(came.sum()))
 
     def _sent(self) -> _Sent:
         found = self._ring[self._next]
@@ -255,9 +280,18 @@ class DeviceSlots:
     """Slots in GPU memory; their experts come from `records` of pinned memory, the latest used ones of which stay."""
 
     def __init__(
-        self, gpu: Any, tier: GpuTier, format: Format, count: int, records: int, at_once: int, store: Any
+        self,
+        gpu: Any,
+        tier: GpuTier,
+        format: Format,
+        count: int,
+        experts: int,
+        records: int,
+        at_once: int,
+        store: Any,
     ) -> None:
         self.count, self.at_once = count, at_once
+        self._experts = experts
         self._format, self._tier, self._gpu = format, tier, gpu
         self._reader, self._counters = store.reader, store.counters
         self._most = records
@@ -276,10 +310,10 @@ class DeviceSlots:
         self._blocks: list[Any] = []
         self._bytes: list[memoryview] = []
         self._at: list[int] = []  # where records start, in words from the first block
-        self._record_of: OrderedDict[tuple[int, int], int] = OrderedDict()  # the latest used ones last
+        self._record_of: OrderedDict[int, int] = OrderedDict()  # place in the table → record; the latest used ones last
         self._spare: list[int] = []
         self._moving: dict[int, Any] = {}  # record → event after the move that reads it
-        self._coming: dict[int, tuple[int, int]] = {}  # slot → its expert, whose record is kept
+        self._coming: dict[int, int] = {}  # slot → place in the table of its expert, whose record is kept
         self._to_slot = torch.full((_AT_ONCE,), -1, dtype=torch.int32, device=gpu.device)
         self._to_record = torch.zeros(_AT_ONCE, dtype=torch.int64, device=gpu.device)
         self._grow()  # where records are counted from does not change any more
@@ -287,11 +321,6 @@ class DeviceSlots:
     @property
     def pool(self) -> Any:
         return next(pool for pool in self._tier._store.pool_of if pool.slots is self)
-
-    def keys(self) -> np.ndarray:
-        """Whose slots they are, as places in the tables of all layers, int32."""
-        pool, bases = self.pool, np.array(self._tier.bases)
-        return np.where(pool.layer >= 0, bases[pool.layer] + pool.expert, -1).astype(np.int32)
 
     def move(self, records: Any, slots: Any, count: int) -> None:
         """Launch a move of up to `count` records."""
@@ -303,14 +332,14 @@ class DeviceSlots:
     def fill(self, slots: Sequence[int], layer: int, experts: Sequence[int]) -> list[Future[None]]:
         futures = []
         for slot, expert in zip(slots, experts, strict=True):
-            key = self._coming[slot] = (layer, expert)
-            if key in self._record_of:
-                self._record_of.move_to_end(key)
+            owner = self._coming[slot] = self._tier.bases[layer] + expert
+            if owner in self._record_of:
+                self._record_of.move_to_end(owner)
                 self._counters.host_hits += 1
                 futures.append(_done())
                 continue
-            record = self._record_of[key] = self._taken()
-            self._tier.host_records[self._tier.bases[layer] + expert] = self._at[record]
+            record = self._record_of[owner] = self._taken()
+            self._tier.host_records[owner] = self._at[record]
             self._counters.reads += 1
             self._counters.bytes_read += self._format.payload
             futures.append(self._reader.submit(layer, expert, views(self._format, self._bytes[record])))
@@ -329,17 +358,15 @@ class DeviceSlots:
             self._counters.bytes_copied += len(part) * self._format.payload
             self._moving.update(dict.fromkeys(records, self._tier.send()))
 
-    def moved(self, layer: int, experts: Sequence[int]) -> None:
-        """The device moved these experts itself."""
-        for expert in experts:
-            self._record_of.move_to_end((layer, expert))
-        self._counters.host_hits += len(experts)
-        self._counters.bytes_copied += len(experts) * self._format.payload
+    def moved(self, owners: np.ndarray) -> None:
+        if len(self._record_of) == self._most < self._experts:  # else none of them is ever given up
+            for owner in owners.tolist():
+                self._record_of.move_to_end(owner)
 
     def drop(self, slot: int) -> None:
-        key = self._coming.pop(slot)
-        self._forget(key)
-        self._spare.append(self._record_of.pop(key))
+        owner = self._coming.pop(slot)
+        self._tier.host_records[owner] = -1
+        self._spare.append(self._record_of.pop(owner))
 
     def shown(self, slot_of: np.ndarray) -> Any:
         return torch.from_numpy(slot_of).to(self._gpu.device)
@@ -352,16 +379,13 @@ class DeviceSlots:
             record = self._spare.pop()
         else:
             kept = set(self._coming.values())
-            key = next(key for key in self._record_of if key not in kept)
-            record = self._record_of.pop(key)
-            self._forget(key)
+            owner = next(owner for owner in self._record_of if owner not in kept)
+            record = self._record_of.pop(owner)
+            self._tier.host_records[owner] = -1
         event = self._moving.pop(record, None)
         if event is not None:
             event.synchronize()
         return record
-
-    def _forget(self, key: tuple[int, int]) -> None:
-        self._tier.host_records[self._tier.bases[key[0]] + key[1]] = -1
 
     def _grow(self) -> None:
         size = self._format.nbytes
