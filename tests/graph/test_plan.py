@@ -102,3 +102,30 @@ def test_a_value_that_nobody_reads_gives_its_place_back():
         return ops.rms_norm(x)
 
     assert plan(trace(fn, {"x": Spec((1, 64), "float32")})).size == 256
+
+
+def test_what_is_read_behind_a_cut_keeps_its_place():
+    """A program that is stopped behind a cut can be run from the cut on: nothing after it writes over what it reads."""
+
+    def fn(x):
+        h = x
+        for _ in range(4):
+            y = ops.swiglu(h, h)
+            h = ops.residual_add(h, ops.gelu_tanh(y))
+        return h
+
+    def at_gelu(node):
+        return node.op is ops.gelu_tanh
+
+    graph = trace(fn, {"x": Spec((3, 64), "float32")})
+    made = plan(graph, at_gelu)
+    spans = {value: (start, start + nbytes(value)) for value, start in made.offsets.items()}
+    cuts = [n for n, node in enumerate(graph.nodes) if at_gelu(node)]
+    for at in cuts:
+        read = {v.base for node in graph.nodes[at:] for v in node.reads if v.base in spans}
+        before = {out for node in graph.nodes[:at] for out in node.outs}
+        for value in read & before:
+            for node in graph.nodes[at:]:
+                for out in node.outs:
+                    assert spans[out][0] >= spans[value][1] or spans[out][1] <= spans[value][0]
+    assert plan(graph).size < made.size

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.graph.trace import Graph, Value, nbytes
+from penstock.graph.trace import Graph, Node, Value, nbytes
 
 ALIGNMENT = 256  # of each value in the arena, as of a GPU's own allocations
 
@@ -19,11 +20,12 @@ class Plan:
     apart: int
 
 
-def plan(graph: Graph) -> Plan:
+def plan(graph: Graph, cut: Callable[[Node], bool] | None = None) -> Plan:
     """Give each output of a node its place, first fit from the start; a place is free again after its last reader.
 
     Outputs of a node never share bytes with anything it reads: kernels may read an input after they began to write.
-    Outputs of the graph keep their place to the end.
+    Outputs of the graph keep their place to the end, and so does what is made before a node that `cut` names and read
+    from there on: the graph can be run from that node on again.
     """
     last: dict[Value, int] = {}
     for number, node in enumerate(graph.nodes):
@@ -31,6 +33,11 @@ def plan(graph: Graph) -> Plan:
             last[value.base] = number
     for output in graph.outputs:
         last[output.base] = len(graph.nodes)
+    cuts = [number for number, node in enumerate(graph.nodes) if cut is not None and cut(node)]
+    for number, node in enumerate(graph.nodes):
+        for out in node.outs:
+            if out is not None and any(number < at <= last.get(out, -1) for at in cuts):
+                last[out] = len(graph.nodes)
     ending: dict[int, list[Value]] = {}
     for value, number in last.items():
         ending.setdefault(number, []).append(value)

@@ -39,7 +39,8 @@ class Program:
     """A traced step for one device ("cpu" or "cuda"). It knows no arrays but the weights; `bind` gives it the others.
 
     steady: fused without a look at the number of rows. cut: nodes that begin a segment of their own, so that something
-    can happen before they run (experts that have to be fetched); none: one segment.
+    can happen before they run (experts that have to be fetched), and it can be run from there on again; none: one
+    segment.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Program:
     ) -> None:
         self.graph = fuse(graph, device, steady) if fused else graph
         self.device = device
-        self.plan = plan(self.graph)
+        self.plan = plan(self.graph, cut)
         self._cut = cut
 
     @property

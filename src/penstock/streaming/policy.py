@@ -148,15 +148,20 @@ class Lfru(_Ranked):
         shares = self._shares[:, keys]
         self._matches += shares.sum(axis=1)
         self._shares[:, keys] = shares + (1 - self._decay)
-        self._worth[slots] = self._weights @ self._shares[:, keys]
+        self._worth[slots] = self._chance(keys)
 
     def filled(self, slots: np.ndarray, keys: np.ndarray) -> None:
         super().filled(slots, keys)
-        self._worth[slots] = self._weights @ self._shares[:, keys]
+        self._worth[slots] = self._chance(keys)
+
+    def _chance(self, keys: np.ndarray) -> np.ndarray:
+        """What these experts are worth. (A product of matrices would wake the threads of BLAS for it.)"""
+        (long, short), (a, b) = self._shares, self._weights
+        return a * long[keys] + b * short[keys]
 
     def ranks(self) -> np.ndarray:
         if self._stale:
-            self._worth = np.where(self._key < 0, -np.inf, self._weights @ self._shares[:, self._key])
+            self._worth = np.where(self._key < 0, -np.inf, self._chance(self._key))
             self._stale = False
         return self._worth
 
@@ -174,7 +179,7 @@ class Lfru(_Ranked):
         self._steps += 1
         if self._steps % 512 == 0:
             self._shares[self._shares < 1e-30] = 0  # numbers that are nearly 0 make arithmetic slow
-        self._moments = _KEEP * self._moments + self._shares @ self._shares.T
+        self._moments = _KEEP * self._moments + np.einsum("ik,jk->ij", self._shares, self._shares)
         self._matches *= _KEEP
         self._stale = True
 
