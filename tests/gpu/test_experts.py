@@ -88,7 +88,7 @@ def test_host_memory_keeps_the_latest_and_stays_within_its_budget():
     for expert in range(10):
         bring(store, 0, [expert])
     assert len(slots._at) == slots._most == 4 and len(slots._record_of) <= 4
-    assert (tier.host_records >= 0).sum() == len(slots._record_of)
+    assert (tier.host_records != experts._NOWHERE).sum() == len(slots._record_of)
     check(store, tier)
     assert store.counters.reads == 10
 
@@ -106,6 +106,28 @@ def look(store: Store, tier: experts.GpuTier, layer: int, ids: list[list[int]], 
     missing.look(1, layer, chosen, inputs)
     missing.wait()
     return missing.host[1].copy(), {name: value.tolist() for name, value in inputs.items()}
+
+
+def test_records_may_lie_before_the_first_block():
+    """Pinned memory that is taken later may have lower addresses: a negative place is a place."""
+    store, reader, tier = made(3, "100%")
+    slots = store.pool_of[0].slots
+    size = slots._format.nbytes // 4
+    memory = torch.zeros(20 * size, dtype=torch.int32)
+    memory = memory if tier._gpu.interpreted else memory.pin_memory()
+    slots._blocks = [memory[10 * size :]]
+    slots._at = [n * size for n in (3, -2, -10, 0, 5, -7)]
+    data = memoryview(memory.numpy()).cast("B")
+    slots._bytes = [data[(10 * size + at) * 4 :][: 4 * size] for at in slots._at]
+    slots._spare, slots._most = list(range(6)), 6
+    for ids in ([1, 2], [3, 4], [5, 6]):
+        bring(store, 0, ids)
+    for ids in ([1, 6], [2, 3], [4, 5]):
+        report, _ = look(store, tier, 0, [ids], [4])
+        assert report[0] == 0
+        tier.tell(np.array([0]), report[None])
+        check(store, tier)
+    assert len(reader.reads) == 6
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfru", "pin"])

@@ -31,6 +31,7 @@ _AT_ONCE = 256  # and how many
 _SHARE = 0.6  # of the free host memory that is used unless somebody says how much
 _RING = 8  # moves that may be under way
 _EPOCH = 1 << 30
+_NOWHERE = -(1 << 62)  # where the record is of an expert that has none; others may have negative places
 
 
 # move      slots[p][slot[i]] = the p-th array of record[i], for every array of a format; nothing where slot[i] is −1
@@ -60,19 +61,20 @@ def _move_kernel(
 # resolve   slots for the experts that a layer chose and that have none: each takes the slot of the least worth that the
 #           layer does not use itself. report[0] = 1 if one of them has no record either: then nothing changes, and all
 #           rows become inactive, so that what follows in the step changes nothing
-# shapes    ids int32 [rows · K]; slot_of int32, record int64 of all experts of all layers, this layer's from `base` on,
-#           −1: none; key int32 [S]: whose slot it is; worth float32 [S], as the host saw it after `known`; used int32
-#           [S]: when each slot was used last; clock int32 [2]: the time before this step, and known; n: of the layer in
-#           the step; rows (a state each, −1: inactive), positions, lengths int32; report int32 [1 + 2 · WIDTH]: flag,
-#           ids (−1 of inactive rows), slots that were given; to_slot int32, to_record int64 [WIDTH]: what to move
+# shapes    ids int32 [rows · K]; slot_of int32 (−1: none), record int64 (NOWHERE: none) of all experts of all layers,
+#           this layer's from `base` on; key int32 [S]: whose slot it is; worth float32 [S], as the host saw it after
+#           `known`; used int32 [S]: when each slot was used last; clock int32 [2]: the time before this step, and
+#           known; n: of the layer in the step; rows (a state each, −1: inactive), positions, lengths int32; report
+#           int32 [1 + 2 · WIDTH]: flag, ids (−1 of inactive rows), slots that were given; to_slot int32, to_record
+#           int64 [WIDTH]: what to move
 # grid      (1,)
 # bytes     8 · S where something is missing
 # limits    rows · K ≤ WIDTH ≤ S ≤ SLOTS; what was used since `known` is worth more than anything else
 @triton.jit
 def _resolve_kernel(
     ids_ptr, slot_of_ptr, record_ptr, key_ptr, worth_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
-    report_ptr, to_slot_ptr, to_record_ptr, n, base, rows, experts, S, K: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    report_ptr, to_slot_ptr, to_record_ptr, n, base, rows, experts, S, NOWHERE: tl.constexpr, K: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     live = i < rows * K
@@ -82,7 +84,7 @@ def _resolve_kernel(
     slot = tl.load(slot_of_ptr + base + expert, mask=known, other=0)
     record = tl.load(record_ptr + base + expert, mask=known, other=0)
     away = known & (slot < 0)
-    missing = tl.sum((away & (record < 0)).to(tl.int32)) > 0
+    missing = tl.sum((away & (record == NOWHERE)).to(tl.int32)) > 0
     tl.store(report_ptr, missing.to(tl.int32))
     tl.store(report_ptr + 1 + i, tl.where(active, expert, -1), mask=live)
     given = tl.full([BLOCK], -1, tl.int32)
@@ -136,7 +138,8 @@ class Missing:
         _resolve_kernel[(1,)](
             ids, tier.table, tier.records, slots.key, slots.worth, slots.used, tier.clock, inputs["slots"],
             inputs["positions"], inputs["lengths"], self._report[n], self._to_slot, self._to_record, n,
-            tier.bases[layer], rows, tier.bases[layer + 1] - tier.bases[layer], slots.count, K=k, WIDTH=self._width,
+            tier.bases[layer], rows, tier.bases[layer + 1] - tier.bases[layer], slots.count, _NOWHERE, K=k,
+            WIDTH=self._width,
             BLOCK=triton.next_power_of_2(rows * k), SLOTS=triton.next_power_of_2(slots.count),
             num_warps=4 if slots.count <= 2048 else 16,
         )  # fmt: skip
@@ -192,10 +195,10 @@ class GpuTier:
         self.bases = [0, *accumulate(sizes)]
         self.slots_of = [pool.slots for pool in store.pool_of]
         self._roomy = all(slots.count >= 2 * max(sizes) for slots in self._pools)
-        self.host_records = np.full(self.bases[-1], -1, np.int64)
+        self.host_records = np.full(self.bases[-1], _NOWHERE, np.int64)
         with self._gpu._memory_errors():
             self.table = torch.full((self.bases[-1],), -1, dtype=torch.int32, device=self._gpu.device)
-            self.records = torch.full((self.bases[-1],), -1, dtype=torch.int64, device=self._gpu.device)
+            self.records = torch.full((self.bases[-1],), _NOWHERE, dtype=torch.int64, device=self._gpu.device)
             self.clock = torch.zeros(2, dtype=torch.int32, device=self._gpu.device)
         return list(self.table.split(sizes))
 
@@ -365,7 +368,7 @@ class DeviceSlots:
 
     def drop(self, slot: int) -> None:
         owner = self._coming.pop(slot)
-        self._tier.host_records[owner] = -1
+        self._tier.host_records[owner] = _NOWHERE
         self._spare.append(self._record_of.pop(owner))
 
     def shown(self, slot_of: np.ndarray) -> Any:
@@ -381,7 +384,7 @@ class DeviceSlots:
             kept = set(self._coming.values())
             owner = next(owner for owner in self._record_of if owner not in kept)
             record = self._record_of.pop(owner)
-            self._tier.host_records[owner] = -1
+            self._tier.host_records[owner] = _NOWHERE
         event = self._moving.pop(record, None)
         if event is not None:
             event.synchronize()
