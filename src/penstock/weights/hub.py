@@ -52,14 +52,13 @@ def _local(text: str) -> Path | None:
 
 
 def _download(id: str, revision: str | None, offline: bool | None, quiet: bool) -> Path:
-    import huggingface_hub  # half a second: only for those who need it
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors, snapshot_download, utils  # half a second: only who need it
 
-    offline = bool(offline) or huggingface_hub.constants.HF_HUB_OFFLINE
+    offline = bool(offline) or constants.HF_HUB_OFFLINE
     name = id if revision is None else f"{id} (revision {revision})"
     try:
-        with _progress(huggingface_hub.utils, shown=not quiet and sys.stderr.isatty()):
-            folder = huggingface_hub.snapshot_download(
+        with _progress(utils, shown=not quiet and sys.stderr.isatty()):
+            folder = snapshot_download(
                 id, revision=revision, allow_patterns=ALLOWED, ignore_patterns=IGNORED, local_files_only=offline
             )
     except errors.GatedRepoError:
