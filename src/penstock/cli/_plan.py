@@ -137,12 +137,12 @@ def _from_hub(model: str, revision: str | None, offline: bool) -> Path:
             return folder
         return folder / "config.json"
     except CheckpointError:
-        import huggingface_hub
+        from huggingface_hub import constants, hf_hub_download
 
-        if offline or huggingface_hub.constants.HF_HUB_OFFLINE:
+        if offline or constants.HF_HUB_OFFLINE:
             raise
     try:
-        path = huggingface_hub.hf_hub_download(model, "config.json", revision=revision)
+        path = hf_hub_download(model, "config.json", revision=revision)
     # which errors a download raises depends on the version of huggingface_hub and of its HTTP library
     except Exception as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
