@@ -290,6 +290,7 @@ def load(
     expert_io: str = "auto",
     expert_policy: str = "auto",
     expert_file: str | os.PathLike[str] | None = None,
+    expert_prefetch: bool = False,
     deterministic: bool = False,
     revision: str | None = None,
     offline: bool | None = None,
@@ -304,15 +305,15 @@ def load(
     the files by memory map. expert_cache: bytes of experts that are held ("12G", "50%" of them), the others are read
     when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind a GPU's; expert_io
     "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by `penstock pack`, by
-    default the one in the folder. docs/streaming.md has more. `notify` receives remarks (skipped tensors, copies), else
-    they are logged. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
+    default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps choose. docs/streaming.md
+    has more. `notify` receives remarks (skipped tensors, copies), else they are logged. Raises CheckpointError,
+    InvalidArgument, OutOfMemory, BackendError.
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
     device, dtype, activations = _choices(device, dtype, activations, threads)
-    experts = ExpertOptions(
-        expert_cache, expert_host, expert_io, expert_policy, None if expert_file is None else os.fspath(expert_file)
-    )
+    packed = None if expert_file is None else os.fspath(expert_file)
+    experts = ExpertOptions(expert_cache, expert_host, expert_io, expert_policy, packed, expert_prefetch)
     place = place_of(device)
     folder: Path = (
         _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)

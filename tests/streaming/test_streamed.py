@@ -89,6 +89,16 @@ def test_exact_products_are_streamed_too(folder_of):
     np.testing.assert_array_equal(load(folder, activations="float32", expert_cache="30%").logits(TOKENS[:40]), want)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "gemma4"])
+def test_a_guess_at_the_next_choice_changes_no_bit(name, folder_of):
+    folder = folder_of(name)
+    want = load(folder).generate(TOKENS[:20], max_tokens=12).tokens
+    llm = load(folder, expert_cache="70%", expert_prefetch=True)
+    assert llm.generate(TOKENS[:20], max_tokens=12).tokens == want
+    store = llm._engine.experts.store
+    assert 0 < store.counters.guessed < store.counters.reads
+
+
 def test_a_prefill_reads_every_expert_once_per_piece_at_most(folder_of):
     llm = load(folder_of("qwen3_5"), expert_cache="25%")
     store = llm._engine.experts.store

@@ -257,6 +257,9 @@ class AnyModel:
         str | None,
         typer.Option("--expert-file", metavar="FILE", help="Made by penstock pack; that in the folder if left out."),
     ] = None
+    expert_prefetch: Annotated[
+        bool, typer.Option("--expert-prefetch", help="Read what the next layer will perhaps choose (CPU).")
+    ] = False
 
     @property
     def name(self) -> str:
@@ -277,6 +280,7 @@ class AnyModel:
             expert_io=self.expert_io,
             expert_policy=self.expert_policy,
             expert_file=self.expert_file,
+            expert_prefetch=self.expert_prefetch,
             revision=self.revision,
             offline=self.offline or None,
             notify=notify,

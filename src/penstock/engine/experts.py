@@ -35,6 +35,7 @@ class ExpertOptions:
     io: str = "auto"
     policy: str = "auto"
     file: str | None = None  # a packed one; None: that in the model's folder, if there is one
+    prefetch: bool = False  # read what the next layer will perhaps choose, on the CPU
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -94,7 +95,7 @@ def open_experts(
         reader.close()
         raise
     shown = tier.shown(store)
-    return _with_slots(weights, store, shown), Streamed(store, shown, place, tier), notices
+    return _with_slots(weights, store, shown), Streamed(store, shown, place, tier, options.prefetch), notices
 
 
 def _packed(

@@ -73,7 +73,9 @@ class Programs:
         if runner is None:
             names: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "lengths", "slots"), (rows,))
             names |= {table_name(window): (rows, width) for window, width in widths.items()}
-            runner = self._stepped(rows, widths, names) or self._made(self.decode_graph(rows, widths), names)
+            runner = self._stepped(rows, widths, names)
+            if runner is None:
+                runner = self._made(self.decode_graph(rows, widths), names, ahead=True)
         self._keep(key, runner)
         if key not in self._decode_arenas:
             self._decode_arenas[key] = self._new_arena(runner.program.arena_bytes)
@@ -130,8 +132,11 @@ class Programs:
             )
         return self.place.arena(nbytes)
 
-    def _made(self, graph: Graph, names: Mapping[str, tuple[int, ...]], compiles: bool = True) -> Runner:
-        program = Program(graph, self.place.kernels, fused=self.fused, steady=self.steady)
+    def _made(
+        self, graph: Graph, names: Mapping[str, tuple[int, ...]], compiles: bool = True, ahead: bool = False
+    ) -> Runner:
+        more = self.experts.look_ahead if ahead and self.experts is not None and self.experts.prefetches else None
+        program = Program(graph, self.place.kernels, fused=self.fused, steady=self.steady, more=more)
         return Runner(program, self.place, names, compiles, captures=self.experts is None or not self.place.draws)
 
     def _stepped(

@@ -8,6 +8,8 @@ gets them in turns. A decode step on a GPU looks there for what is missing: a st
 from __future__ import annotations
 
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ import numpy as np
 
 from penstock import ops
 from penstock.engine.place import Missing, Place
-from penstock.graph import Graph, Node, Wrap
+from penstock.graph import Graph, Node, Value, Wrap
+from penstock.ops._op import Spec
 from penstock.streaming.store import Store, Tier
 
 EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
@@ -24,10 +27,14 @@ EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
 class Streamed:
     """A store and the `slot_of` arrays by which the nodes of a program name its layers."""
 
-    def __init__(self, store: Store, slot_of: Sequence[Any], place: Place, tier: Tier) -> None:
+    def __init__(
+        self, store: Store, slot_of: Sequence[Any], place: Place, tier: Tier, prefetches: bool = False
+    ) -> None:
         self.store, self.place, self.tier = store, place, tier
+        self.prefetches = prefetches and place.kernels == "cpu"
         self.slot_of = list(slot_of)
         self._layers = {id(array): n for n, array in enumerate(self.slot_of)}
+        self._guesses: weakref.WeakKeyDictionary[Graph, dict[Node, tuple[int, int]]] = weakref.WeakKeyDictionary()
         self.noted: list[Callable[[], None]] = []  # tell the store what it has not heard of
 
     def layer_of(self, node: Node) -> int:
@@ -38,7 +45,7 @@ class Streamed:
 
         passing: it is a prefill. inner: another wrap, for the kernels themselves.
         """
-        chosen = self.choices(graph)
+        chosen, guesses = self.choices(graph), self._guesses.get(graph, {})
         begun: dict[int, bool] = {}  # layer → what `want` said of the step under way
 
         def want(layer: int, ids: np.ndarray) -> None:
@@ -52,6 +59,9 @@ class Streamed:
             if node in chosen and self.place.kernels == "cpu":
                 layer, place = chosen[node]
                 return _telling(kernel, place, lambda ids: want(layer, ids))
+            if node in guesses:
+                layer, place = guesses[node]
+                return _telling(kernel, place, lambda ids: self.store.prefetch(layer, ids))
             return kernel
 
         return wrap
@@ -91,6 +101,34 @@ class Streamed:
                 found[maker] = self.layer_of(node), place
         return found
 
+    def look_ahead(self, graph: Graph) -> None:
+        """Let each layer's router have a look at what the layer before gave to its own: a guess at the next choice.
+
+        Adds the nodes behind the choice of the layer before, so that its experts are read while that one is computed.
+        """
+        makers = {out.base: node for node in graph.nodes for out in node.outs if out is not None}
+        choosers = [(node, layer, place) for node, (layer, place) in self.choices(graph).items()]
+        guesses = {}
+        for (here, _, _), (chooser, layer, place) in itertools.pairwise(choosers):
+            logits = chooser.args.get("logits", chooser.args.get("scores"))
+            own = here.args.get("logits", here.args.get("scores"))
+            if not isinstance(logits, Value) or not isinstance(own, Value):
+                continue
+            product, model = makers.get(logits.base), makers.get(own.base)
+            if product is None or model is None or product.op is not model.op or "x" not in product.args:
+                continue
+            if model["x"].spec != product["x"].spec:
+                continue
+            made = graph.made(product.op, {**product.args, "x": model["x"]}, _specs(product))
+            base = next(new for new, old in zip(made.outs, product.outs, strict=True) if old is logits.base)
+            seen = Value(graph, logits.spec, node=made, base=base, offset=logits.offset)
+            name = "logits" if "logits" in chooser.args else "scores"
+            guess = graph.made(chooser.op, {**chooser.args, name: seen}, _specs(chooser))
+            at = graph.nodes.index(here) + 1
+            graph.nodes[at:at] = [made, guess]
+            guesses[guess] = layer, place
+        self._guesses[graph] = guesses
+
     def _waiting(self, node: Node, kernel: Any, want: Callable[[int, np.ndarray], None], begun: dict[int, bool]) -> Any:
         names = list(inspect.signature(node.op.body).parameters)
         ids_at, slot_at = names.index("ids"), names.index("slot_of")
@@ -108,6 +146,10 @@ class Streamed:
             kernel(*args, out=out)
 
         return wait
+
+
+def _specs(node: Node) -> list[Spec | None]:
+    return [None if out is None else out.spec for out in node.outs]
 
 
 def _telling(kernel: Any, place: int, tell: Callable[[Any], None]) -> Any:

@@ -40,7 +40,7 @@ class Program:
 
     steady: fused without a look at the number of rows. cut: nodes that begin a segment of their own, so that something
     can happen before they run (experts that have to be fetched), and it can be run from there on again; none: one
-    segment.
+    segment. more: adds nodes to the fused graph.
     """
 
     def __init__(
@@ -51,8 +51,11 @@ class Program:
         fused: bool = True,
         steady: bool = False,
         cut: Callable[[Node], bool] | None = None,
+        more: Callable[[Graph], None] | None = None,
     ) -> None:
         self.graph = fuse(graph, device, steady) if fused else graph
+        if more is not None:
+            more(self.graph)
         self.device = device
         self.plan = plan(self.graph, cut)
         self._cut = cut

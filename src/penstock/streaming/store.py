@@ -33,8 +33,7 @@ class Counters:
     hits: int = 0  # in a slot when they were chosen
     host_hits: int = 0  # in host memory, on their way to a GPU
     reads: int = 0  # from disk
-    ahead: int = 0  # read before they were chosen, and then chosen
-    wasted: int = 0  # read before they were chosen, and given up without
+    guessed: int = 0  # of the reads, those of a guess (they count as hits when they are chosen)
     bytes_read: int = 0
     bytes_copied: int = 0  # from host memory to a GPU
     wait_seconds: float = 0.0
@@ -147,6 +146,7 @@ class Pool:
         self.slots, self.policy = slots, policy
         self.owner = np.full(slots.count, -1, np.int64)  # place of the expert in the table of all layers, −1: nobody's
         self.pending: dict[int, Future[None]] = {}
+        self.latest: np.ndarray = np.empty(0, np.int32)  # slots of the layer that is computed now
 
 
 class Store:
@@ -217,6 +217,7 @@ class Store:
             self._count(layer, ids)
         else:
             pool.policy.used(slots)
+        pool.latest = slots
         return True
 
     def _count(self, layer: int, ids: np.ndarray) -> None:
@@ -260,6 +261,16 @@ class Store:
     def turns(self, layer: int, ids: np.ndarray, slot_of: Any) -> LayerTurns:
         """What stands in for a `slot_of` array, as kernels read it, where `want` says no to these ids [T, k]."""
         return LayerTurns(self, layer, ids, slot_of)
+
+    def prefetch(self, layer: int, ids: np.ndarray) -> None:
+        """Begin to bring in experts that a layer will perhaps choose, as far as slots of no pending read are free."""
+        pool, slot_of = self.pool_of[layer], self.slot_of[layer]
+        chosen = np.unique(ids)
+        absent = chosen[slot_of[chosen] < 0]
+        if not len(absent) or len(pool.pending) + len(absent) > pool.slots.count - 2 * self.top_k:
+            return
+        keep = slot_of[chosen[slot_of[chosen] >= 0]]
+        self.counters.guessed += self.begin(layer, absent, np.concatenate([keep, pool.latest]))
 
     def begin(self, layer: int, experts: np.ndarray, keep: np.ndarray) -> int:
         """Begin to bring in the first of these absent experts, as many as there are slots besides `keep`; how many."""
