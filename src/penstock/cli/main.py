@@ -16,6 +16,7 @@ from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
 from penstock.cli.generate import generate
 from penstock.cli.kernels import kernels
+from penstock.cli.serve import serve
 from penstock.errors import PenstockError
 from penstock.settings import Settings
 
@@ -23,6 +24,8 @@ from penstock.settings import Settings
 app = typer.Typer(name="penstock", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command(context_settings={"allow_extra_args": True})(generate)
 app.command()(chat)
+app.command()(serve)
+app.command("server", hidden=True)(serve)  # as mlx-lm calls it
 app.command()(bench)
 app.command("benchmark", hidden=True)(bench)  # as mlx-lm calls it
 app.command()(kernels)
