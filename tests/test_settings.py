@@ -3,7 +3,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from penstock.errors import InvalidArgument
-from penstock.settings import Settings, variable
+from penstock.settings import Settings, shown, variable
 
 
 def test_from_env_gives_defaults_without_variables():
@@ -66,3 +66,11 @@ def test_settings_are_frozen_and_described():
     with pytest.raises(FrozenInstanceError):
         Settings().threads = 2  # type: ignore[misc]
     assert all(f.metadata["help"] for f in fields(Settings))
+
+
+def test_shown_tells_of_a_secret_only_that_it_is_set():
+    settings = Settings(api_key="hush", threads=3)
+    assert shown(settings)["api_key"] == "(set)"
+    assert shown(settings)["threads"] == 3
+    assert shown(Settings())["api_key"] is None
+    assert "hush" not in f"{settings}"

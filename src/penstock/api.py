@@ -20,7 +20,7 @@ from penstock.engine import ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import Engine, Model
 from penstock.engine.experts import ExpertOptions, budget_of, expert_layers, open_experts
-from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
+from penstock.engine.generation import Chunk, Completion, Request, Timings, run, sampling_params
 from penstock.engine.gguf_tokenizer import gguf_tokenizer
 from penstock.engine.place import Host, Place, place_of
 from penstock.engine.session import Session, read_about, restore_into
@@ -181,13 +181,16 @@ class LLM:
         """Continue a prompt: text (encoded as the tokenizer says, no chat template) or token ids → Completion.
 
         A list of prompts gives a list of completions, decoded together. `more`: repetition_penalty, presence_penalty,
-        frequency_penalty, logit_bias and the other fields of SamplingParams, and extra_eos (token ids).
+        frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids), and of one prompt
+        grammar and shown (see `Request`).
         """
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         options |= {"logprobs": logprobs, **more}
         if _one(prompt):
             requests = [self._request(prompt, max_tokens, stop, options)]
         else:
+            if more.get("grammar") is not None:
+                raise InvalidArgument("generate: grammar belongs to one prompt, expected no list of prompts with it")
             requests = [self._request(one, max_tokens, stop, options) for one in prompt]  # type: ignore[union-attr]
         for _ in self._run(requests):
             pass
@@ -240,10 +243,13 @@ class LLM:
     def _request(self, prompt: Any, max_tokens: int, stop: str | Seq[str], options: Mapping[str, Any]) -> Request:
         options = dict(options)
         extra = options.pop("extra_eos", ())
+        more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
         params = sampling_params(options)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._engine._ids(prompt).tolist()
         stops = [stop] if isinstance(stop, str) else stop
-        return Request(ids, params, self.tokenizer, self._engine, max_tokens=max_tokens, stop=stops, extra_eos=extra)
+        return Request(
+            ids, params, self.tokenizer, self._engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more
+        )
 
     def _run(
         self, requests: Seq[Request], progress: Callable[[int], None] | None = None
@@ -251,12 +257,15 @@ class LLM:
         try:
             yield from run(self._engine, requests, progress)
         finally:
-            for request in requests:
-                timings = request.timings
-                self._stats.prompt_tokens += timings.prompt_tokens
-                self._stats.prompt_seconds += timings.prompt_seconds
-                self._stats.generated_tokens += timings.generated_tokens
-            self._stats.generation_seconds += max((r.timings.generation_seconds for r in requests), default=0.0)
+            self._count([request.timings for request in requests])
+
+    def _count(self, timings: Seq[Timings]) -> None:
+        """Add up what requests that ran together have taken."""
+        for one in timings:
+            self._stats.prompt_tokens += one.prompt_tokens
+            self._stats.prompt_seconds += one.prompt_seconds
+            self._stats.generated_tokens += one.generated_tokens
+        self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
 
 
 def _chunks(steps: Generator[tuple[int, Chunk], None, None]) -> Iterator[Chunk]:
@@ -295,6 +304,7 @@ def load(
     revision: str | None = None,
     offline: bool | None = None,
     notify: Callable[[str], None] | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None for the built-in demo model.
 
@@ -306,8 +316,8 @@ def load(
     when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind a GPU's; expert_io
     "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by `penstock pack`, by
     default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps choose. docs/streaming.md
-    has more. `notify` receives remarks (skipped tensors, copies), else they are logged. Raises CheckpointError,
-    InvalidArgument, OutOfMemory, BackendError.
+    has more. `notify` receives remarks (skipped tensors, copies), else they are logged; `progress` the share of
+    the weights that are in their place. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
@@ -321,7 +331,7 @@ def load(
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
     read = _read_gguf if folder.is_file() else _read_folder
-    model, tokenizer, notices = read(folder, device, place, experts, options)
+    model, tokenizer, notices = read(folder, device, place, experts, options, progress)
     for notice in notices:
         notify(notice)
     engine = _engine(model, device, place, dtype, activations, max_context, deterministic, f"{folder}")
@@ -337,7 +347,12 @@ def _named(given: str | os.PathLike[str] | None, folder: Path) -> str | None:
 
 
 def _read_folder(
-    folder: Path, device: str, place: Place, experts: ExpertOptions, options: dict[str, Any]
+    folder: Path,
+    device: str,
+    place: Place,
+    experts: ExpertOptions,
+    options: dict[str, Any],
+    progress: Callable[[float], None] | None,
 ) -> tuple[Model, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
@@ -361,12 +376,13 @@ def _read_folder(
         rest = (checkpoint.nbytes - away if not isinstance(place, Host) else max(0, copied - away)) + beside
         budget = budget_of(experts, layers, rest, place, f"{folder}")
         slot_counts(layers, budget, config.top_k)
-        weights = family.read_weights(Shelved(source, place.put), config)
+        put = _putting(place, checkpoint.nbytes - away, progress)
+        weights = family.read_weights(Shelved(source, put), config)
         opened = open_experts(weights, experts, budget, config.top_k, place, folder, checkpoint.fingerprint)
         weights, streamed, notices = opened
         weights, placed = models.placed(weights, place.put), models.placed(config, place.put)
     else:
-        weights, placed = _weights(family, source, config, place)
+        weights, placed = _weights(family, source, config, place, checkpoint.nbytes, progress)
     notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
     check = checkpoint.check if isinstance(place, Host) else None
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check)
@@ -385,7 +401,12 @@ def _streamed_layers(
 
 
 def _read_gguf(
-    path: Path, device: str, place: Place, experts: ExpertOptions, options: dict[str, Any]
+    path: Path,
+    device: str,
+    place: Place,
+    experts: ExpertOptions,
+    options: dict[str, Any],
+    progress: Callable[[float], None] | None,
 ) -> tuple[Model, Tokenizer, list[str]]:
     if experts.asked:
         raise InvalidArgument(f"load: expert_cache is given for {path}, expected 'auto': GGUF files are not streamed")
@@ -396,13 +417,38 @@ def _read_gguf(
     _check_fits(f"{path}", place, found.nbytes, found.copied_nbytes)
     if device == "cpu":
         ahead.start(options)
-    weights, placed = _weights(found.family, found.source, config, place)
+    weights, placed = _weights(found.family, found.source, config, place, found.nbytes, progress)
     return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
 
 
-def _weights(family: ModuleType, source: Source, config: Any, place: Place) -> tuple[Any, Any]:
-    """A family's weights and config with their arrays in place: matrices as they are read, small ones at the end."""
-    weights = family.read_weights(Placed(source, place.put), config)
+def _putting(place: Place, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
+    """`place.put` that tells the share of all `nbytes` that are there."""
+    done = 0
+
+    def put(value: Any) -> Any:
+        nonlocal done
+        there = place.put(value)
+        done += value.nbytes
+        if progress is not None:
+            progress(min(1.0, done / max(1, nbytes)))
+        return there
+
+    return put
+
+
+def _weights(
+    family: ModuleType,
+    source: Source,
+    config: Any,
+    place: Place,
+    nbytes: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> tuple[Any, Any]:
+    """A family's weights and config with their arrays in place: matrices as they are read, small ones at the end.
+
+    progress: is told the share of all `nbytes` that are there.
+    """
+    weights = family.read_weights(Placed(source, _putting(place, nbytes, progress)), config)
     return models.placed(weights, place.put), models.placed(config, place.put)
 
 

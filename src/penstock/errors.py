@@ -31,3 +31,15 @@ class CheckpointError(PenstockError):
 
 class OutOfMemory(PenstockError, MemoryError):
     """The work does not fit into the memory there is."""
+
+
+class QueueFull(PenstockError):
+    """Too many requests are waiting; `retry_after` is a guess at the seconds until there is room again."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Cancelled(PenstockError):
+    """A request that ended early although its reader wanted more: the model is being closed, or he took nothing."""

@@ -13,8 +13,8 @@ PREFIX = "PENSTOCK_"
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def _setting(default: Any, help: str, at_least: int | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "at_least": at_least})
+def _setting(default: Any, help: str, at_least: int | None = None, secret: bool = False) -> Any:
+    return field(default=default, repr=not secret, metadata={"help": help, "at_least": at_least, "secret": secret})
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Settings:
     cache_dir: str | None = _setting(None, "folder of compiled kernels; the user's cache folder if unset")
     device: Literal["auto", "cpu", "cuda", "reference"] = _setting("auto", "where models run")
     debug: bool = _setting(False, "show the traceback of an error on the command line")
+    api_key: str | None = _setting(None, "key that clients of `penstock serve` have to send", secret=True)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
@@ -44,6 +45,12 @@ class Settings:
                 setting = known[name]
                 values[setting.name] = _parsed(name, text, types[setting.name], setting.metadata["at_least"])
         return cls(**values)
+
+
+def shown(settings: Settings) -> dict[str, Any]:
+    """All values by name, for people to read: of a secret only whether it is set."""
+    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    return values | {f.name: "(set)" for f in fields(settings) if f.metadata["secret"] and values[f.name] is not None}
 
 
 def variable(setting: Field[Any]) -> str:

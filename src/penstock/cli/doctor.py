@@ -7,7 +7,7 @@ import platform
 import re
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ import typer
 from penstock._version import __version__
 from penstock.backends.cuda.features import CAPABILITY, INSTALL, unusable
 from penstock.cli._output import print_json, print_table
-from penstock.settings import Settings, variable
+from penstock.settings import Settings, shown, variable
 
 _SUPPORTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 9))}  # first and last minor version
 _DIED = "the process that tried torch died"
@@ -69,7 +69,7 @@ def examined() -> dict[str, Any]:
         },
         "memory": {"total": total, "free": free},
         "cuda": {"available": False, "driver": _driver(), "torch_built_for": None, "devices": [], "unusable": _DIED},
-        "settings": asdict(Settings.from_env()),
+        "settings": shown(Settings.from_env()),
     }
     for name in ("numpy", "numba", "llvmlite"):
         _note_package(report, name)

@@ -19,6 +19,7 @@ from penstock.cli.kernels import kernels
 from penstock.cli.pack import pack
 from penstock.cli.plan import plan
 from penstock.cli.routes import routes
+from penstock.cli.serve import serve
 from penstock.errors import PenstockError
 from penstock.settings import Settings
 
@@ -26,6 +27,8 @@ from penstock.settings import Settings
 app = typer.Typer(name="penstock", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command(context_settings={"allow_extra_args": True})(generate)
 app.command()(chat)
+app.command()(serve)
+app.command("server", hidden=True)(serve)  # as mlx-lm calls it
 app.command()(bench)
 app.command("benchmark", hidden=True)(bench)  # as mlx-lm calls it
 app.command()(plan)

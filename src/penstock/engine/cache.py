@@ -8,6 +8,7 @@ a sequence is row p of every such layer's arrays. Pages that have left a window 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,15 +123,27 @@ class Caches:
 
     def bytes_of(self, length: int) -> int:
         """What a sequence of `length` positions takes: its pages (no more than a window's) and its recurrent state."""
-        total = 0
-        for layout in self.layouts:
-            rows = 1
-            if isinstance(layout, Pages):
-                rows = -(-length // PAGE)
-                if layout.window is not None:
-                    rows = min(rows, -(-layout.window // PAGE) + 2)
-            total += rows * self._row_bytes(layout)
-        return total
+        pages = self.pages_of(length)
+        return self.slot_bytes + sum(count * self.page_bytes(window) for window, count in pages.items())
+
+    def pages_of(self, length: int) -> dict[int | None, int]:
+        """The most pages per window that a sequence holds until it has `length` positions."""
+        whole = -(-length // PAGE)
+        piece = self.place.grid // PAGE  # written at once, before any of the pages behind it go back
+        return {w: whole if w is None else min(whole, -(-w // PAGE) + 1 + piece) for w in self.pools}
+
+    def page_bytes(self, window: int | None) -> int:
+        """Bytes of a page in all layers of one window."""
+        return sum(self._row_bytes(one) for one in self.layouts if isinstance(one, Pages) and one.window == window)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the recurrent state of one sequence in all layers."""
+        return sum(self._row_bytes(layout) for layout in self.layouts if not isinstance(layout, Pages))
+
+    @property
+    def slots_used(self) -> int:
+        return self._slots - len(self._free_slots)
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -180,15 +193,15 @@ class Caches:
                 table.changed()
 
     def snapshot(self, sequence: Sequence) -> Snapshot:
+        copy, slot = self.place.copy, sequence.slot
+        state = [  # before the pages are held: copies may raise OutOfMemory
+            None if isinstance(layout, Pages) else (copy(conv[slot]), copy(state[slot]))
+            for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True)
+        ]
         tables = {}
         for window, table in sequence.tables.items():
             self.pools[window].hold(table.live)
             tables[window] = PageTable(table.ids, table.first)
-        copy, slot = self.place.copy, sequence.slot
-        state = [
-            None if isinstance(layout, Pages) else (copy(conv[slot]), copy(state[slot]))
-            for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True)
-        ]
         return Snapshot(sequence.length, tables, state)
 
     def rewind(self, sequence: Sequence, snapshot: Snapshot) -> None:
@@ -239,6 +252,16 @@ class Caches:
 
     # -- growth ------------------------------------------------------------------------------------------------------
 
+    def make_room(self, pages: Mapping[int | None, int], slots: int) -> None:
+        """Have this many pages per window and slots free, so that taking them cannot fail. May raise OutOfMemory."""
+        for window, count in pages.items():
+            self._grow_pages(window, count)
+        missing = slots - len(self._free_slots)
+        if missing > 0:
+            twice = max(missing, self._slots)
+            fits = twice * self.slot_bytes + _KEEP_FREE <= self.place.free()
+            self._grow_slots(self._slots + (twice if fits else missing))
+
     def _missing(self, sequence: Sequence, window: int | None, end: int) -> int:
         table, pool = sequence.tables[window], self.pools[window]
         at = sequence.length // PAGE
@@ -263,6 +286,8 @@ class Caches:
         least = max(pool.capacity + wanted - len(pool.free), self.place.pages)
         capacity = max(least, min(2 * pool.capacity, pool.capacity + 256))
         layers = [n for n, layout in enumerate(self.layouts) if isinstance(layout, Pages) and layout.window == window]
+        if (capacity - pool.capacity) * self.page_bytes(window) + _KEEP_FREE > self.place.free():
+            capacity = least
         self._grow(layers, capacity, 0)
         pool.grow(capacity)
 
@@ -281,12 +306,12 @@ class Caches:
                 f"cache: {need / 1e9:.2f} GB more of {self.place.memory} are needed, {free / 1e9:.2f} GB are free; "
                 "use a shorter context, fewer sequences, or close sessions"
             )
+        self.version += 1  # first: memory may end on the way, and some arrays are new then
         for n in layers:
             grown = self._empty(self.layouts[n], pages, slots)
             for new, array in zip(grown, self.arrays[n], strict=True):
                 new[: len(array)] = array
             self.arrays[n] = grown
-        self.version += 1
 
     def _empty(self, layout: Layout, pages: int, slots: int) -> tuple[Any, Any]:
         return empty(layout, pages, slots, self.dtype, self.place.zeros)

@@ -250,6 +250,7 @@ class Engine:
     def _filled(self, sequences: Seq[Sequence], ids: np.ndarray) -> Runner:
         """The decode program for these sequences, its inputs set."""
         assert self.programs is not None
+        self._last = None  # it may have left its tokens in the same program
         B, rows = len(sequences), self.place.rows(len(sequences))
         tables = {window: [s.tables[window].array for s in sequences] for window in self.caches.pools}
         widths = {window: table_width(max(map(len, arrays))) for window, arrays in tables.items()}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,7 +28,8 @@ MAX_BATCH = 32  # requests that decode together
 class Chunk:
     """One generated token: the text that became final with it, and on the last one why generation ended.
 
-    finish_reason: "stop" (end-of-text token or stop string), "length" (max_tokens, or the context is full), else None.
+    finish_reason: "stop" (end-of-text token, stop string or end of the grammar), "length" (max_tokens, or the context
+    is full), else None.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Timings:
     prompt_seconds: float = 0.0
     generated_tokens: int = 0
     generation_seconds: float = 0.0
+    queue_seconds: float = 0.0  # before the prompt was begun
 
     @property
     def prompt_tps(self) -> float:
@@ -78,6 +80,20 @@ class Completion:
     seed: int | None = None
 
 
+class Constraint(Protocol):
+    """What may come next in one answer (see `grammar.Grammar`)."""
+
+    done: bool  # nothing but the end may follow
+
+    def mask(self) -> np.ndarray | None:
+        """uint32 words: bit i % 32 of word i // 32 says whether token i is allowed; None: all are."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """The token was chosen."""
+        ...
+
+
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """SamplingParams from keyword arguments. Raises InvalidArgument or DTypeError, naming the one that is wrong."""
     for name in options:
@@ -90,7 +106,8 @@ class Request:
     """One prompt on its way to a completion.
 
     `sequence` continues what a session already holds: `context` are its tokens, `logits` the scores after the last of
-    them, needed when the prompt is empty.
+    them, needed when the prompt is empty. `shown` are special tokens that become text all the same.
+    `grammar` says before each token which ones are allowed; with it the scores are read by the host.
     """
 
     def __init__(
@@ -106,6 +123,8 @@ class Request:
         sequence: Sequence | None = None,
         context: Seq[int] = (),
         logits: np.ndarray | None = None,
+        shown: Seq[str] = (),
+        grammar: Constraint | None = None,
     ) -> None:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < 1:
             raise InvalidArgument(f"max_tokens is {max_tokens!r}, expected an integer of at least 1")
@@ -121,12 +140,15 @@ class Request:
         vocab = engine.model.config.vocab_size
         self.sampler = Sampler(params, vocab, [*context, *self.prompt])
         self.stops = StopStrings(stop)
-        self.detokenizer = tokenizer.detokenizer()
+        self.detokenizer = tokenizer.detokenizer(shown=shown)
         self.eos = tokenizer.eos_ids | set(engine._ids(extra_eos).tolist())
         self.max_tokens = max_tokens
         self.max_context = engine.max_context
+        self.grammar = grammar
+        self.draws = self.sampler.draws and grammar is None  # whether a device can choose the tokens
         self.sequence = sequence
         self.cached = start
+        self.reused = 0  # tokens of the prompt whose state was found in a prefix cache
         self.logits = logits
         self.tokens: list[int] = []
         self.chunks: list[Chunk] = []
@@ -135,6 +157,8 @@ class Request:
 
     def accept(self, logits: np.ndarray, position: int) -> Chunk:
         """Sample the token at `position` (its number in the sequence) and turn it into text."""
+        if self.grammar is not None:
+            logits = _allowed(logits, self.grammar.mask())
         return self.take(self.sampler.sample(logits, position), position)
 
     def take(self, drawn: Sampled, position: int) -> Chunk:
@@ -144,8 +168,10 @@ class Request:
         if drawn.token in self.eos:
             self.finish_reason = "stop"
         else:
+            if self.grammar is not None:
+                self.grammar.accept(drawn.token)
             text = self.stops.add(self.detokenizer.add(drawn.token))
-            if self.stops.stopped is not None:
+            if self.stops.stopped is not None or (self.grammar is not None and self.grammar.done):
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.max_tokens or position + 1 >= self.max_context:
                 self.finish_reason = "length"
@@ -158,6 +184,10 @@ class Request:
         self.chunks.append(chunk)
         return chunk
 
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.cached + len(self.prompt), len(self.tokens), self.cached + self.reused)
+
     def completion(self) -> Completion:
         """What has come so far, as an answer; cut off by the caller counts as "length"."""
         wanted = self.sampler.params.logprobs is not None
@@ -165,7 +195,7 @@ class Request:
             text="".join(chunk.text for chunk in self.chunks),
             tokens=list(self.tokens),
             finish_reason=self.finish_reason or "length",
-            usage=Usage(self.cached + len(self.prompt), len(self.tokens), self.cached),
+            usage=self.usage,
             timings=self.timings,
             logprobs=[chunk.logprob for chunk in self.chunks] if wanted else None,  # type: ignore[misc]
             top_logprobs=[chunk.top_logprobs or () for chunk in self.chunks] if wanted else None,
@@ -173,20 +203,126 @@ class Request:
         )
 
 
-@dataclass
-class _Running:
-    number: int
+def _allowed(logits: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """The scores with -inf for tokens whose bit is not set, and for those beyond the mask."""
+    if mask is None:
+        return logits
+    bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), count=len(logits), bitorder="little")
+    return np.where(bits.view(bool), logits, np.float32(-np.inf))
+
+
+@dataclass(eq=False)
+class Running:
+    """A request and its sequence. `owned`: the sequence ends with the request."""
+
     request: Request
     sequence: Sequence
-    owned: bool
+    owned: bool = True
+    tag: Any = None
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def told(self) -> int:
+        """How many of the request's tokens the sequence holds."""
+        return self.sequence.length - self.request.cached - len(self.request.prompt)
 
     @property
     def may_go_on(self) -> bool:
         """Whether a step may be launched before the one under way is known."""
         request = self.request
         room = len(request.tokens) + 1 < request.max_tokens and self.sequence.length + 1 < request.max_context
-        return self.owned and room
+        return self.owned and room and self.told == len(request.tokens)
+
+    def prompted(self) -> None:
+        """The prompt has been computed."""
+        now = time.perf_counter()
+        self.request.timings.prompt_seconds, self.started = now - self.started, now
+
+    def count(self) -> None:
+        """A token has come."""
+        timings = self.request.timings
+        timings.generated_tokens = len(self.request.tokens)
+        timings.generation_seconds = time.perf_counter() - self.started
+
+
+class Decoder:
+    """Decode steps of rows that come and go.
+
+    Where the device draws, it is at the next step while the host turns the last one's tokens into text. A row that ends
+    has then taken one step too many, which matters to nobody: only sequences that end with their request are treated
+    so.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._ahead: tuple[list[Running], Flight] | None = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step is under way whose tokens nobody has seen."""
+        return self._ahead is not None
+
+    def step(self, rows: list[Running], go_on: bool = True) -> list[tuple[Running, Chunk | Exception]]:
+        """The next token of each row, or what went wrong with it alone; what goes wrong with the step is raised.
+
+        A step under way comes first, with the rows it has. A row whose sequence holds fewer tokens than its request is
+        told the next of them, and nothing is reported. go_on: the next step may be launched before this one is known.
+        """
+        engine = self.engine
+        under_way, self._ahead = self._ahead, None
+        if under_way is None:
+            if not (engine.place.draws and all(row.request.draws for row in rows)):
+                return self._scored(rows)
+            under_way = rows, self._draw(rows, [row.request.tokens[row.told] for row in rows])
+        flying, flight = under_way
+        behind = 0
+        try:
+            if go_on and flying == rows and all(row.may_go_on for row in rows):
+                with engine._lock:
+                    if engine.continues([row.sequence for row in rows]):
+                        self._ahead, behind = (rows, self._draw(rows, None)), 1
+            tokens = flight.tokens()
+        except BaseException:
+            self._ahead = None
+            for row in flying:
+                row.sequence.spoiled = True
+            raise
+        found: list[tuple[Running, Chunk | Exception]] = []
+        for row, token in zip(flying, tokens, strict=False):
+            if not row.sequence.closed and row.told - behind == len(row.request.tokens):
+                found.append((row, _drawn(row.request, token, row.sequence.length - behind)))
+        return found
+
+    def _scored(self, rows: list[Running]) -> list[tuple[Running, Chunk | Exception]]:
+        told = [row.told for row in rows]
+        sequences = [row.sequence for row in rows]
+        logits = self.engine.decode(sequences, [row.request.tokens[n] for row, n in zip(rows, told, strict=True)])
+        found: list[tuple[Running, Chunk | Exception]] = []
+        for row, n, scores in zip(rows, told, logits, strict=True):
+            if n + 1 == len(row.request.tokens):
+                found.append((row, _accepted(row.request, scores, row.sequence.length)))
+        return found
+
+    def _draw(self, rows: list[Running], tokens: list[int] | None) -> Flight:
+        samplers = [row.request.sampler for row in rows]
+        sequences = [row.sequence for row in rows]
+        return self.engine.draw(sequences, tokens, [sampler.row for sampler in samplers], mode_of(samplers))
+
+
+def _accepted(request: Request, scores: np.ndarray, position: int) -> Chunk | Exception:
+    try:
+        return request.accept(scores, position)
+    except Exception as error:
+        return error
+
+
+def _drawn(request: Request, token: int, position: int) -> Chunk | Exception:
+    if token < 0:
+        return BackendError(f"sample: the model produced non-finite logits at position {position}")
+    try:
+        return request.take(Sampled(token, None, None), position)
+    except Exception as error:
+        return error
 
 
 def run(
@@ -202,73 +338,36 @@ def run(
     """
     max_batch = min(max_batch, engine.most_sequences)
     waiting = list(enumerate(requests))[::-1]
-    active: list[_Running] = []
+    active: list[Running] = []
+    decoder = Decoder(engine)
+
+    def took(row: Running, chunk: Chunk | Exception) -> tuple[int, Chunk]:
+        if isinstance(chunk, Exception):
+            raise chunk
+        row.count()
+        if chunk.finish_reason is not None:
+            active.remove(row)
+            if row.owned:
+                engine.close(row.sequence)
+        return row.tag, chunk
+
     try:
         while waiting or active:
             while waiting and len(active) < max_batch:
                 number, request = waiting.pop()
                 owned = request.sequence is None
-                row = _Running(number, request, request.sequence or engine.open(), owned)
+                row = Running(request, request.sequence or engine.open(), owned, number)
                 active.append(row)
                 if request.prompt:
                     logits = engine.prefill(row.sequence, request.prompt, progress=progress)
                 else:
                     assert request.logits is not None
                     logits = request.logits
-                now = time.perf_counter()
-                request.timings.prompt_seconds, row.started = now - row.started, now
-                yield _accepted(engine, active, row, request.accept(logits, row.sequence.length))
-            if not active:
-                continue
-            rows = list(active)
-            if engine.place.draws and all(row.request.sampler.draws for row in rows):
-                yield from _drawn(engine, active, rows)
-                continue
-            logits = engine.decode([row.sequence for row in rows], [row.request.tokens[-1] for row in rows])
-            for row, scores in zip(rows, logits, strict=True):
-                yield _accepted(engine, active, row, row.request.accept(scores, row.sequence.length))
+                row.prompted()
+                yield took(row, request.accept(logits, row.sequence.length))
+            if active:
+                yield from [took(row, chunk) for row, chunk in decoder.step(list(active))]
     finally:
         for row in active:
             if row.owned:
                 engine.close(row.sequence)
-
-
-def _drawn(engine: Engine, active: list[_Running], rows: list[_Running]) -> Iterator[tuple[int, Chunk]]:
-    """Steps of these rows, drawn on the device, until one of them ends.
-
-    While the host turns a step's tokens into text the device is at the next one. A row that ends has then taken one
-    step too many, which matters to nobody: only sequences that end with their request are treated so.
-    """
-    sequences = [row.sequence for row in rows]
-    how = [row.request.sampler.row for row in rows]
-    mode = mode_of(row.request.sampler for row in rows)
-    ahead: Flight | None = None
-    while len(active) == len(rows):
-        flight = ahead or engine.draw(sequences, [row.request.tokens[-1] for row in rows], how, mode)
-        behind = 0
-        ahead = None
-        if all(row.may_go_on for row in rows) and engine.continues(sequences):
-            ahead, behind = engine.draw(sequences, None, how, mode), 1
-        chunks = []
-        for row, token in zip(rows, flight.tokens(), strict=False):
-            position = row.sequence.length - behind
-            if token < 0:
-                raise BackendError(f"sample: the model produced non-finite logits at position {position}")
-            chunks.append(_accepted(engine, active, row, row.request.take(Sampled(token, None, None), position)))
-        yield from chunks
-    if ahead is not None:
-        for row, token in zip(rows, ahead.tokens(), strict=False):
-            if row in active and token >= 0:
-                chunk = row.request.take(Sampled(token, None, None), row.sequence.length)
-                yield _accepted(engine, active, row, chunk)
-
-
-def _accepted(engine: Engine, active: list[_Running], row: _Running, chunk: Chunk) -> tuple[int, Chunk]:
-    timings = row.request.timings
-    timings.generated_tokens = len(row.request.tokens)
-    timings.generation_seconds = time.perf_counter() - row.started
-    if chunk.finish_reason is not None:
-        active.remove(row)
-        if row.owned:
-            engine.close(row.sequence)
-    return row.number, chunk

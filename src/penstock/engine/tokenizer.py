@@ -107,15 +107,23 @@ class Tokenizer:
         except OverflowError:
             raise InvalidArgument(f"decode: ids is {_shown(ids)}, expected integers from 0 to 2**32 - 1") from None
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> "Detokenizer":
-        """A decoder that takes one token at a time."""
+    def detokenizer(self, skip_special_tokens: bool = True, shown: Iterable[str] = ()) -> "Detokenizer":
+        """A decoder that takes one token at a time. `shown` are special tokens that become text all the same."""
         skipped = self._special if skip_special_tokens else frozenset()
+        skipped -= {self.backend.token_to_id(token) for token in shown}
         stream = _ByteStream(self.backend) if self._byte_level else _WindowStream(self.backend, self._decoder)
         return Detokenizer(stream, skipped)
 
     @property
     def has_chat_template(self) -> bool:
         return self._templates is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, of the one for tools if there are several."""
+        sources = {} if self._templates is None else self._templates.sources
+        text, _ = sources.get("tool_use") or sources.get("default") or (None, None)
+        return text
 
     def apply_chat_template(
         self,

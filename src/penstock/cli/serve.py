@@ -1,0 +1,472 @@
+"""penstock serve: an HTTP server with OpenAI's endpoints and a page to chat on."""
+
+import importlib.util
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from penstock._version import __version__
+from penstock.cli._model import (
+    REFUSED,
+    REFUSED_SAMPLING,
+    ModelOptions,
+    UsageError,
+    checked_text,
+    note,
+    verb,
+)
+from penstock.errors import BackendError, InvalidArgument
+from penstock.settings import Settings
+
+if TYPE_CHECKING:
+    from penstock.api import LLM
+    from penstock.server.service import Service
+
+_NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+_LEVELS = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+_TEMPLATE_OPTIONS = ("--chat-template", "--chat-template-file", "--reasoning-format", "--reasoning-budget")
+
+_REFUSED: dict[str, str | None] = {
+    **REFUSED,
+    **{name: neutral for name, neutral in REFUSED_SAMPLING.items() if name not in _TEMPLATE_OPTIONS},
+    "--prompt-concurrency": "8",
+    "--prompt-cache-size": "10",
+    "--ssl-key-file": "",
+    "--ssl-cert-file": "",
+    "--ssl-keyfile": "",
+    "--ssl-certfile": "",
+    "--uds": "",
+    "--props": None,
+    "--slots": None,
+    "--slot-save-path": "",
+    "--cache-reuse": "0",
+    "--ctx-checkpoints": "",
+    "-ctxcp": "",
+    "--models-dir": "",
+    "--models-preset": "",
+    "--models-max": "",
+    "--sleep-idle-seconds": "-1",
+    "--embedding": None,
+    "--embeddings": None,
+    "--reranking": None,
+    "--tool-call-parser": "auto",
+    "--reasoning-parser": "auto",
+    "--reasoning": "auto",
+    "-rea": "auto",
+    "--trust-request-chat-template": None,
+    "--chat-template-content-format": "auto",
+    "--enable-force-include-usage": None,
+    "--max-num-batched-tokens": "",
+    "--data-parallel-size": "1",
+    "-dp": "1",
+    "--threads-http": "",
+    "--api-server-count": "1",
+}
+
+
+def byte_size(text: str) -> int:
+    """A number of bytes: 4096, 500MB, 5G (10**9), 16M, 1GiB (2**30)."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+    digits = text.rstrip("kKmMgGtTiIbB")
+    unit = text[len(digits) :].upper().removesuffix("B")
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 15) or unit not in units:
+        raise typer.BadParameter(f"{text!r} is no number of bytes such as 500MB or 5G")
+    return int(digits) * units[unit]
+
+
+@dataclass(frozen=True)
+class AddressOptions:
+    """Where the server listens, and who may come in."""
+
+    host: Annotated[str, typer.Option("--host", metavar="H", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8080
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key", metavar="KEY", help="Clients have to send it; may be repeated. PENSTOCK_API_KEY too."
+        ),
+    ] = None
+    api_key_file: Annotated[
+        str | None, typer.Option("--api-key-file", metavar="FILE", help="The same, one key per line.")
+    ] = None
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let others than this machine in without a key.")] = False
+    allowed_origins: Annotated[
+        str | None,
+        typer.Option(
+            "--allowed-origins", "--cors-origins", metavar="LIST", help="Sites whose pages may call: a list, or *."
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option("--allowed-hosts", metavar="LIST", help="More names it goes by, behind a proxy: a list, or *."),
+    ] = None
+
+    def keys(self) -> tuple[str, ...]:
+        """All keys. Raises UsageError or InvalidArgument, never with a key in it."""
+        found = [key for given in self.api_key or () for key in given.split(",")]
+        found += [Settings.from_env().api_key or ""]
+        if self.api_key_file is not None:
+            try:
+                found += Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+                raise InvalidArgument(f"--api-key-file: {self.api_key_file}: {reason}") from None
+        keys = tuple(dict.fromkeys(key.strip() for key in found if key.strip()))
+        if not keys and (self.api_key is not None or self.api_key_file is not None):
+            raise UsageError("--api-key: is empty, expected a key")
+        for key in keys:
+            checked_text("--api-key", key)
+        return keys
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What a request need not say."""
+
+    alias: Annotated[
+        list[str] | None,
+        typer.Option("--alias", "-a", "--served-model-name", metavar="NAME", help="What clients call the model."),
+    ] = None
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=1, help="Of an answer, if the request sets none.")
+    ] = 512
+    temp: Annotated[
+        float | None, typer.Option("--temp", min=0, help="If a request sets none; by default the model's own, or 0.")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", min=0, max=1, help="If a request sets none; by default the model's own.")
+    ] = None
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=-1, help="If a request sets none; by default the model's own.")
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", min=0, max=1, help="If a request sets none; by default the model's own.")
+    ] = None
+    generation_config: Annotated[
+        str,
+        typer.Option("--generation-config", metavar="auto|none", help="none leaves the model's own defaults out."),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None, typer.Option("--chat-template", metavar="TEXT", help="Jinja, instead of the model's own.")
+    ] = None
+    chat_template_file: Annotated[
+        str | None, typer.Option("--chat-template-file", metavar="FILE", help="The same from a file.")
+    ] = None
+    chat_template_args: Annotated[
+        str,
+        typer.Option(
+            "--chat-template-args",
+            "--chat-template-kwargs",
+            metavar="JSON",
+            help="Variables of the template, such as '{\"enable_thinking\": false}'.",
+        ),
+    ] = "{}"
+    chat_template_config: Annotated[
+        str | None, typer.Option("--chat-template-config", "--default-chat-template-kwargs", hidden=True)
+    ] = None
+    reasoning_format: Annotated[
+        Literal["auto", "deepseek", "none"],
+        typer.Option("--reasoning-format", help="none leaves reasoning in the answer's text."),
+    ] = "auto"
+    reasoning_budget: Annotated[
+        int, typer.Option("--reasoning-budget", min=-1, max=0, help="0: no reasoning, where the template can do that.")
+    ] = -1
+
+    def defaults(self) -> dict[str, Any]:
+        """Sampling options that were given."""
+        given = {"temperature": self.temp, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def own_defaults(self) -> bool:
+        if self.generation_config not in ("auto", "none", "vllm"):
+            raise UsageError(f"--generation-config: is {self.generation_config!r}, expected auto or none")
+        return self.generation_config == "auto"
+
+    def template(self) -> str | None:
+        if self.chat_template is not None and self.chat_template_file is not None:
+            raise UsageError("--chat-template-file: expected without --chat-template")
+        if self.chat_template_file is not None:
+            try:
+                return Path(self.chat_template_file).read_text(encoding="utf-8-sig")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+                raise InvalidArgument(f"--chat-template-file: {self.chat_template_file}: {reason}") from None
+        if self.chat_template is not None and "{" not in self.chat_template:
+            raise UsageError("--chat-template: names of templates are not known here, expected Jinja text")
+        return self.chat_template
+
+    def variables(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.chat_template_config or self.chat_template_args)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--chat-template-args: not valid JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise UsageError(f"--chat-template-args: is a {type(found).__name__}, expected a JSON object")
+        for taken in ("messages", "tools", "add_generation_prompt"):
+            if taken in found:
+                raise UsageError(f"--chat-template-args: {taken!r} is set by requests, expected other variables")
+        return ({"enable_thinking": False} if self.reasoning_budget == 0 else {}) | found
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How much at once."""
+
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            "--parallel",
+            "-np",
+            "--decode-concurrency",
+            "--max-num-seqs",
+            metavar="N",
+            min=1,
+            help="Answers that are made together; 8 on a CPU, 32 on a GPU.",
+        ),
+    ] = None
+    queue: Annotated[
+        int, typer.Option("--queue", metavar="N", min=0, help="Answers that may wait; more are turned away (429).")
+    ] = 256
+    cache_prompt: Annotated[
+        bool,
+        typer.Option("--cache-prompt/--no-cache-prompt", help="Compute a beginning that prompts share only once."),
+    ] = True
+    prefix_caching: Annotated[
+        bool | None, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", hidden=True)
+    ] = None
+    prompt_cache_bytes: Annotated[
+        int | None,
+        typer.Option("--prompt-cache-bytes", metavar="SIZE", parser=byte_size, help="Memory for these: 5G, 500MB."),
+    ] = None
+    max_answer: Annotated[
+        int | None,
+        typer.Option("--max-answer", metavar="N", min=1, help="Most tokens of an answer, whatever a request asks for."),
+    ] = None
+    max_body: Annotated[int, typer.Option("--max-body", metavar="SIZE", parser=byte_size, help="Largest request.")] = (
+        "16MiB"  # type: ignore[assignment]  # the parser makes it a number
+    )
+    max_connections: Annotated[
+        int, typer.Option("--max-connections", metavar="N", min=1, help="At one time; more are turned away (503).")
+    ] = 4096
+    timeout: Annotated[
+        float, typer.Option("--timeout", "-to", metavar="S", min=1, help="Most seconds of a request.")
+    ] = 3600.0
+    sse_ping_interval: Annotated[
+        float, typer.Option("--sse-ping-interval", metavar="S", min=1, help="Sign of life on a silent stream.")
+    ] = 30.0
+    shutdown_timeout: Annotated[
+        float, typer.Option("--shutdown-timeout", metavar="S", min=0, help="For answers under way at the end.")
+    ] = 10.0
+
+
+@verb(_REFUSED)
+def serve(
+    *,
+    model: ModelOptions,
+    address: AddressOptions,
+    answers: AnswerOptions,
+    load: LoadOptions,
+    webui: Annotated[bool, typer.Option("--webui/--no-webui", help="The page to chat on.")] = True,
+    metrics: Annotated[bool, typer.Option("--metrics/--no-metrics", help="Counters at /metrics.")] = True,
+    log_level: Annotated[
+        _LEVELS, typer.Option("--log-level", case_sensitive=False, help="Of the log on stderr.")
+    ] = "INFO",
+    log_requests: Annotated[
+        bool, typer.Option("--log-requests/--disable-log-requests", help="A line per request, without its content.")
+    ] = True,
+    always: Annotated[  # on here anyway; command lines of llama.cpp and vLLM have them
+        bool,
+        typer.Option(
+            "--jinja",
+            "--cont-batching",
+            "-cb",
+            "--enable-auto-tool-choice",
+            "--enable-prompt-tokens-details",
+            hidden=True,
+        ),
+    ] = False,
+) -> None:
+    """Serve a model over HTTP: OpenAI's endpoints and a page to chat on.
+
+    The server listens at once and loads the model meanwhile; /health tells how far it is. Only this machine can reach
+    it, unless --host says otherwise, and then a key is needed. Ctrl-C ends it when the answers under way are complete,
+    a second one at once.
+
+    \b
+    Examples:
+      penstock serve
+      penstock serve --model mlx-community/Qwen3.6-35B-A3B-4bit -c 32k
+      PENSTOCK_API_KEY=secret penstock serve --host 0.0.0.0 --port 8000
+    """
+    _check_installed()
+    from penstock.server.guard import Access, hosts_of, is_loopback
+    from penstock.server.limits import Limits
+    from penstock.server.run import bind
+    from penstock.server.run import serve as run
+    from penstock.server.service import Options
+
+    keys, hosts = address.keys(), _split(address.allowed_hosts)
+    if not keys and not address.insecure and not is_loopback(address.host):
+        raise UsageError(
+            f"--host: {address.host} can be reached from other machines, expected --api-key with it (or --insecure)"
+        )
+    template, own = answers.template(), answers.own_defaults()
+    options = Options(
+        names=_names(model, answers.alias or []),
+        defaults=answers.defaults(),
+        max_tokens=answers.max_tokens,
+        template_variables=answers.variables(),
+        split_reasoning=answers.reasoning_format != "none",
+        ping_seconds=load.sse_ping_interval,
+        parallel=load.parallel,
+        prefix_cache=load.cache_prompt if load.prefix_caching is None else load.prefix_caching,
+        prefix_memory=load.prompt_cache_bytes,
+        page=webui,
+        metrics=metrics,
+        limits=Limits(
+            body=load.max_body,
+            request_seconds=load.timeout,
+            shutdown_seconds=load.shutdown_timeout,
+            connections=load.max_connections,
+            queue=load.queue,
+            tokens=load.max_answer,
+        ),
+    )
+    access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=hosts_of(address.host, hosts))
+    bound = bind(address.host, address.port)
+    url = _url(address.host, bound.getsockname()[1])
+    _start_log(log_level, log_requests)
+    _raise_file_limit()
+    start = time.monotonic()
+
+    def listening() -> None:
+        note(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
+
+    def loader(progress: Callable[[float], None]) -> "tuple[LLM, Mapping[str, Any]]":
+        llm = _loaded(model, progress)
+        if template is not None:
+            _set_template(llm, template)
+        return llm, _own_defaults(model) if own else {}
+
+    def ready(service: "Service") -> None:
+        if service.failure is not None:
+            note(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
+            return
+        assert service.loaded is not None
+        llm, _ = service.loaded
+        stats = llm.stats()
+        note(
+            f"{service.name} is ready after {time.monotonic() - start:.1f} s: {_bytes(stats.weight_bytes)} of "
+            f"weights, context of {llm.max_context} tokens, {llm._engine.device}"
+        )
+        note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
+        if webui:
+            note(f"  In a browser:   {url}")
+
+    service = run(loader, options, access, bound, listening, ready)
+    if service.failure is not None:
+        raise typer.Exit(1)
+
+
+def _check_installed() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"serve: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; "
+            "the server needs: pip install 'penstock[server]'"
+        )
+
+
+def _names(model: ModelOptions, aliases: list[str]) -> tuple[str, ...]:
+    """What clients may call the model; of a folder on this machine only the last part of its path."""
+    there = model.model is None or Path(model.model).expanduser().exists()
+    return tuple(dict.fromkeys([*aliases, *([] if there else [str(model.model)]), model.name]))
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _split(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _url(host: str, port: int) -> str:
+    if host in ("0.0.0.0", "::", ""):
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _loaded(model: ModelOptions, progress: Callable[[float], None]) -> "LLM":
+    from penstock import api
+
+    return api.load(
+        model.model,
+        device=model.device,
+        dtype=model.dtype,
+        activations=model.activations,
+        max_context=model.max_context or None,
+        threads=model.threads,
+        revision=model.revision,
+        offline=model.offline or None,
+        notify=note,
+        progress=progress,
+    )
+
+
+def _own_defaults(model: ModelOptions) -> dict[str, Any]:
+    from penstock.api import _demo_folder
+    from penstock.server.service import generation_defaults
+    from penstock.weights.hub import resolve
+
+    if model.model is None:
+        return generation_defaults(_demo_folder())
+    folder = resolve(model.model, model.revision, offline=True, quiet=True)
+    return generation_defaults(folder if folder.is_dir() else None)
+
+
+def _set_template(llm: "LLM", text: str) -> None:
+    """Give a model another chat template; it fails here, not with the first request, if it is broken."""
+    from penstock.engine.template import ChatTemplates
+
+    tokenizer = llm.tokenizer
+    before = tokenizer._templates
+    named = {} if before is None else before.special_tokens
+    tokenizer._templates = ChatTemplates({"default": (text, "--chat-template")}, named)
+    tokenizer._templates._template(None)
+
+
+def _start_log(level: str, requests: bool) -> None:
+    """Our lines and uvicorn's errors, on stderr."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    for name, least in (
+        ("penstock.server", level if requests else max(level, "WARNING", key=_rank)),
+        ("uvicorn.error", "ERROR"),
+    ):
+        logger = logging.getLogger(name)
+        logger.setLevel(least)
+        logger.addHandler(handler)
+        logger.propagate = False
+
+
+def _rank(level: str) -> int:
+    return logging.getLevelNamesMapping()[level]
+
+
+def _raise_file_limit() -> None:
+    """A connection takes a file descriptor, and many systems start programs with 1024 of them."""
+    try:
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ImportError, ValueError, OSError):
+        pass

@@ -1,0 +1,556 @@
+"""Requests of many clients on one model: a thread runs the engine, everybody else submits requests and reads answers.
+
+A turn of the thread is one prefill piece (at most a grid's length) of one prompt and one decode step of all requests
+that generate, so a long prompt delays a running answer by one piece per token. The queue and the prompts under way
+have one order, counted in prompt tokens that are not stored already: all that came before + twice its own. So a short
+prompt passes a long one, and those that pass a prompt of n tokens have fewer than n tokens together.
+
+A request starts when memory for its prompt and all of max_tokens is there, so it never has to be put aside; until then
+it waits, and those behind it with it. Stored prefixes go before one waits.
+
+A step that fails is tried again with each request alone, and the one that fails alone ends with the error. Where the
+step left recurrent states half-way the sequences are computed again: prompts as at first, answers token by token, so
+that no bit changes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import math
+import numbers
+import threading
+import time
+import weakref
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.admission import Admission, Pages, memory_for_sequences
+from penstock.engine.cache import Sequence
+from penstock.engine.generation import MAX_BATCH, Chunk, Decoder, Request, Running
+from penstock.engine.place import Host
+from penstock.engine.prefix import Entry, PrefixCache
+from penstock.engine.ticket import Feed, Ticket
+from penstock.errors import Cancelled, InvalidArgument, OutOfMemory, QueueFull
+
+if TYPE_CHECKING:
+    from penstock.api import LLM
+
+_LOOK = 1.0  # seconds: how often a thread without work looks for requests that nobody refers to any more
+
+
+@dataclass(frozen=True)
+class SchedulerMetrics:
+    """What a scheduler is doing and has done. Counters only grow; bytes and pages are those of now."""
+
+    running: int = 0  # requests that hold a sequence
+    waiting: int = 0  # requests in the queue
+    finished: int = 0  # ended by themselves
+    cancelled: int = 0  # ended by their reader, by `close`, or because the reader took nothing
+    failed: int = 0  # ended with an error
+    refused: int = 0  # never taken: queue full, or too large
+    prompt_tokens: int = 0  # computed
+    cached_tokens: int = 0  # of prompts, taken from the prefix cache
+    generated_tokens: int = 0
+    prompt_seconds: float = 0.0  # in prefill pieces
+    decode_seconds: float = 0.0  # in decode steps
+    decode_steps: int = 0
+    decode_rows: int = 0  # sum of the sequences of all steps
+    queue_seconds: float = 0.0  # sum over requests whose prompt was begun
+    pages_used: int = 0  # of keys and values
+    pages_total: int = 0  # that there is memory for, about: pages of layers with a window are smaller
+    memory_used: int = 0  # bytes of pages and recurrent state in use or promised to running requests
+    memory_total: int = 0
+    prefix_entries: int = 0
+    prefix_bytes: int = 0
+    prefix_hits: int = 0  # requests that began with a stored prefix
+
+    @property
+    def mean_batch(self) -> float:
+        """Sequences per decode step."""
+        return self.decode_rows / self.decode_steps if self.decode_steps else 0.0
+
+
+class Scheduler:
+    """Runs requests of any thread on one model, up to `max_sequences` at a time, the rest waiting in a queue.
+
+    max_sequences None: 8 on the CPU, 32 on a GPU. queue: requests that may wait beside those running. memory: bytes for
+    sequences and stored prefixes (None: what is free now, less room for activations and mapped weights). prefix_memory:
+    of these, bytes for prefixes (None: a tenth of what is free). buffer: chunks that a reader may lag behind; then his
+    request pauses, and after `patience` seconds without a read it is cancelled.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_sequences: int | None = None,
+        queue: int = 64,
+        prefix_cache: bool = True,
+        memory: int | None = None,
+        prefix_memory: int | None = None,
+        buffer: int = 64,
+        patience: float = 60.0,
+    ) -> None:
+        engine = llm._engine
+        if max_sequences is None:
+            max_sequences = 8 if isinstance(engine.place, Host) else MAX_BATCH
+        for name, value, least in (
+            ("max_sequences", max_sequences, 1),
+            ("queue", queue, 0),
+            ("memory", memory, 1),
+            ("prefix_memory", prefix_memory, 0),
+            ("buffer", buffer, 1),
+        ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise InvalidArgument(f"scheduler: {name} is {value!r}, expected an integer of at least {least}")
+        if isinstance(patience, bool) or not isinstance(patience, numbers.Real) or not patience > 0:
+            raise InvalidArgument(f"scheduler: patience is {patience!r}, expected seconds above 0")
+        max_sequences = min(max_sequences, engine.most_sequences)
+        self._llm, self._engine = llm, engine
+        self.max_sequences, self.queue, self.buffer, self.patience = max_sequences, queue, buffer, patience
+        free = engine.place.free()
+        self.memory = memory_for_sequences(engine, max_sequences) if memory is None else memory
+        share = free // 10 if prefix_memory is None else prefix_memory
+        self._prefix = PrefixCache(engine, min(share, self.memory)) if prefix_cache else None
+        self._admission = Admission(engine, self.memory, self._prefix)
+        self._decoder = Decoder(engine)
+
+        self._news = threading.Condition()  # guards what follows
+        self._changed = False  # something the thread has to look at
+        self._retry = False  # waiting requests may fit now
+        self._waiting: list[_Job] = []
+        self._running: list[_Job] = []  # changed by the thread alone
+        self._closing = False
+        self._deadline = math.inf
+        self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused"), 0)
+        self._known: weakref.WeakSet[Request] = weakref.WeakSet()
+
+        self._handed_in = 0  # prompt tokens so far
+        self._work = _Work()
+        self._interval, self._last_end = 1.0, 0.0  # mean seconds between two ends, and when the last one was
+        self._thread = threading.Thread(target=self._run, name="penstock-scheduler", daemon=True)
+        self._thread.start()
+        atexit.register(self.close, 0)  # before the interpreter stops threads in the middle of a kernel
+
+    # -- for any thread ----------------------------------------------------------------------------------------------
+
+    def request(
+        self, prompt: str | Seq[int], max_tokens: int = 256, stop: str | Seq[str] = (), grammar: Any = None, **more: Any
+    ) -> Request:
+        """A request for `submit`; prompt and options as in `LLM.generate`, and `grammar` (see `Request`).
+
+        Raises InvalidArgument or DTypeError, naming what is wrong. Text is encoded here, in the caller's thread.
+        """
+        return self._llm._request(prompt, max_tokens, stop, {"grammar": grammar, **more})
+
+    def submit(self, request: Request) -> Ticket:
+        """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`."""
+        if request.sequence is not None:
+            raise InvalidArgument("request: it continues a session, expected one with a sequence of its own")
+        length = len(request.prompt)
+        try:
+            pages = self._admission.check(min(length + request.max_tokens, request.max_context), length)
+        except OutOfMemory:
+            with self._news:
+                self._counts["refused"] += 1
+            raise
+        digests = self._prefix.digests(request.prompt) if self._prefix is not None else []
+        job = _Job(request, Feed(self.buffer, self._wake), digests, pages)
+        with self._news:
+            if self._closing:
+                raise Cancelled("scheduler: it is closing and takes no requests")
+            if request in self._known:
+                raise InvalidArgument("request: it was submitted before, expected a new one")
+            room = self.max_sequences + self.queue
+            if len(self._waiting) + len(self._running) >= room:
+                self._counts["refused"] += 1
+                retry = min(60, max(1, math.ceil(self._interval)))
+                raise QueueFull(f"queue: {room} requests are running or waiting, expected fewer; try again", retry)
+            self._known.add(request)
+            self._waiting.append(job)
+            self._retry = True
+            self._wake()
+        return Ticket(request, job.feed, functools.partial(self._cancel, job))
+
+    def metrics(self) -> SchedulerMetrics:
+        caches, prefix, work = self._engine.caches, self._prefix, self._work
+        with self._news:
+            running, waiting, counts = list(self._running), len(self._waiting), dict(self._counts)
+        used = self._admission.used(_promises(running))
+        pages = sum(pool.used for pool in caches.pools.values())
+        largest = max((caches.page_bytes(window) for window in caches.pools), default=0)
+        return SchedulerMetrics(
+            running=len(running),
+            waiting=waiting,
+            **counts,
+            **vars(work),
+            pages_used=pages,
+            pages_total=pages + (max(0, self.memory - used) // largest if largest else 0),
+            memory_used=used,
+            memory_total=self.memory,
+            prefix_entries=0 if prefix is None else len(prefix),
+            prefix_bytes=0 if prefix is None else prefix.nbytes,
+        )
+
+    @property
+    def closing(self) -> bool:
+        """Whether `close` was called: no request is taken any more."""
+        return self._closing
+
+    def close(self, deadline: float | None = None) -> None:
+        """Take no more requests, cancel those that wait, finish those that run; returns when all is given back.
+
+        deadline: seconds after which running ones are cancelled too (None: never). May be called again, from any
+        thread, with a shorter one.
+        """
+        with self._news:
+            self._closing = True
+            self._deadline = min(self._deadline, math.inf if deadline is None else time.monotonic() + deadline)
+            for job in list(self._waiting):
+                self._drop(job, Cancelled("scheduler: closed before the request was started"))
+            self._wake()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close(0)
+
+    def _wake(self) -> None:
+        with self._news:
+            self._changed = True
+            self._news.notify()
+
+    def _cancel(self, job: _Job) -> None:
+        with self._news:
+            job.feed.cancelled = True
+            if job in self._waiting:
+                self._drop(job, None)
+            self._wake()
+
+    def _drop(self, job: _Job, error: Exception | None) -> None:
+        """End a request that waits; the lock is held."""
+        self._waiting.remove(job)
+        self._counts["cancelled"] += 1
+        job.end(error)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # a mistake in this file: nobody may wait for an answer for ever
+            failure = error
+            raise
+        finally:
+            with self._news:
+                self._closing = True
+                for job in list(self._waiting):
+                    self._drop(job, Cancelled(f"scheduler: it has stopped: {failure}"))
+            for job in list(self._running):
+                self._end(job, Cancelled(f"scheduler: it has stopped: {failure}"))
+            if self._prefix is not None:
+                self._prefix.clear()
+
+    def _turn(self) -> bool:
+        """A prefill piece and a decode step, or else a wait for news. False: closed, and nothing is left."""
+        with self._news:
+            self._changed = False
+        self._sweep()
+        self._admit()
+        prefilled = self._prefill()
+        if self._decode() or prefilled:
+            return True
+        with self._news:
+            if self._closing and not self._running and not self._waiting:
+                return False
+            look = None
+            if self._running or self._waiting:  # all of them paused, or nobody refers to them
+                look = max(0.0, min(_LOOK, self.patience, self._deadline - time.monotonic()))
+            self._news.wait_for(lambda: self._changed or self._retry, look)
+        return True
+
+    def _sweep(self) -> None:
+        """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
+        if any(job.feed.cancelled for job in self._waiting):
+            with self._news:
+                for job in [job for job in self._waiting if job.feed.cancelled]:
+                    self._drop(job, None)
+        now = time.monotonic()
+        for job in list(self._running):
+            if job.feed.cancelled:
+                self._end(job, None)
+            elif now >= self._deadline:
+                self._end(job, Cancelled("scheduler: closed before the answer was complete"))
+            elif not job.feed.full:
+                job.paused = None
+            elif job.paused is None:
+                job.paused = now
+            elif now - job.paused > self.patience:
+                self._end(job, Cancelled(f"reader: nothing was read for {self.patience:g} seconds"))
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start requests that wait, in order, as far as sequences and memory go."""
+        with self._news:
+            if not self._retry:
+                return
+            self._retry = False
+            waiting = list(self._waiting)
+        for job in waiting:
+            if job.order is None:
+                found = self._found(job)
+                count = len(job.request.prompt) - (found.length if found is not None else 0)
+                job.order = self._handed_in + 2 * count
+                self._handed_in += count
+        for job in sorted(waiting, key=_order):
+            if len(self._running) >= self.max_sequences or not self._start(job):
+                return
+
+    def _start(self, job: _Job) -> bool:
+        """Give a request its sequence; False if it has to wait. One that has nobody to wait for fails."""
+        while True:
+            found = self._found(job)
+            promises = _promises(self._running)
+            try:
+                return self._begin(job, self._admission.open(job.pages, found, promises))
+            except MemoryError as error:
+                helps = not self._running or self._admission.helps(job.pages, promises)
+                if helps and self._prefix is not None and self._prefix.evict():
+                    continue
+                if self._running:
+                    return False
+                return self._begin(job, None, error)
+            except Exception as error:
+                return self._begin(job, None, error)
+
+    def _begin(self, job: _Job, sequence: Sequence | None, error: Exception | None = None) -> bool:
+        with self._news:
+            waited = job in self._waiting  # else it was cancelled a moment ago
+            if waited:
+                self._waiting.remove(job)
+                self._running.append(job)
+        if not waited:
+            if sequence is not None:
+                self._engine.close(sequence)
+            return True
+        if sequence is None:
+            self._end(job, error)
+            return True
+        if job.row is None:
+            job.row = Running(job.request, sequence, tag=job)
+            self._count_reused(job, sequence.length)
+        job.row.sequence, job.feed.state = sequence, "prompt"
+        if self._prefix is not None:
+            job.points = self._prefix.points(job.digests, sequence.length)
+        return True
+
+    def _found(self, job: _Job) -> Entry | None:
+        return None if self._prefix is None else self._prefix.find(job.digests, len(job.request.prompt))
+
+    def _reuse(self, job: _Job, sequence: Sequence) -> None:
+        """Skip what another request with the same beginning has stored since this one was let in."""
+        found = self._found(job)
+        if self._prefix is not None and found is not None and found.length > sequence.length:
+            skipped = found.length - sequence.length
+            self._prefix.use(found, sequence)
+            if not job.request.tokens:  # else it is computed again, and was counted
+                self._count_reused(job, skipped)
+
+    def _count_reused(self, job: _Job, tokens: int) -> None:
+        request = job.request
+        self._work.prefix_hits += tokens > 0 and not request.reused
+        self._work.cached_tokens += tokens
+        request.reused += tokens
+        request.timings.prompt_tokens -= tokens
+
+    def _room(self) -> int:
+        """Bytes that nobody uses or was promised."""
+        return self._admission.total - self._admission.used(_promises(self._running))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _prefill(self) -> bool:
+        """One piece of the prompt that comes first."""
+        job = min((job for job in self._running if job.feed.state == "prompt"), key=_order, default=None)
+        if job is None:
+            return False
+        assert job.row is not None
+        engine, row, request = self._engine, job.row, job.request
+        begin = time.perf_counter()
+        if not job.begun:
+            job.begun, row.started = True, begin
+            request.timings.queue_seconds = begin - job.submitted
+            self._work.queue_seconds += begin - job.submitted
+        self._reuse(job, row.sequence)
+        at = row.sequence.length
+        end = min(len(request.prompt), (at // engine.place.grid + 1) * engine.place.grid)
+        last = end == len(request.prompt)
+        try:
+            scores = engine._piece(row.sequence, engine._ids(request.prompt[at:end]), every=False, last=last)
+            if self._prefix is not None and end in job.points:
+                self._prefix.store(job.digests, row.sequence, self._room)
+            self._work.prompt_tokens += end - at
+            if last:
+                job.feed.state = "generating"
+                if not request.tokens:  # else it is computed again
+                    assert scores is not None
+                    row.prompted()
+                    self._deliver(job, request.accept(scores[0], end))
+        except MemoryError as error:
+            if row.sequence.spoiled or self._prefix is None or not self._prefix.evict():
+                self._end(job, error)
+        except Exception as error:
+            self._end(job, error)
+        self._work.prompt_seconds += time.perf_counter() - begin
+        return True
+
+    def _decode(self) -> bool:
+        """One step of all requests that generate and are read; those under suspicion alone, one in a turn."""
+        rows: list[Running] = []
+        suspect: Running | None = None
+        for job in self._running:
+            if job.feed.state == "generating" and job.paused is None and job.row is not None:
+                if not job.suspect:
+                    rows.append(job.row)
+                elif suspect is None:
+                    suspect = job.row
+        worked = bool(rows) or self._decoder.ahead
+        if worked:
+            self._step(rows, go_on=suspect is None)
+        if suspect is not None:
+            self._step([suspect], go_on=False)
+        return worked or suspect is not None
+
+    def _step(self, rows: list[Running], go_on: bool) -> None:
+        begin = time.perf_counter()
+        try:
+            found = self._decoder.step(rows, go_on)
+        except Exception as error:
+            self._failed(rows, error)
+            return
+        for row, chunk in found:
+            job: _Job = row.tag
+            if isinstance(chunk, Exception):
+                self._end(job, chunk)
+            else:
+                job.failures = 0
+                self._deliver(job, chunk)
+        self._work.decode_seconds += time.perf_counter() - begin
+        self._work.decode_steps += 1
+        self._work.decode_rows += len(found)
+
+    def _failed(self, rows: list[Running], error: Exception) -> None:
+        """A step failed: one request alone ends with the error, several are tried alone."""
+        jobs = [job for job in self._running if job.row is not None and (job.row in rows or job.row.sequence.spoiled)]
+        whole = not any(row.sequence.spoiled for row in rows)
+        if whole and isinstance(error, MemoryError) and self._prefix is not None and self._prefix.evict():
+            return
+        if len(jobs) == 1:
+            self._end(jobs[0], error)
+            return
+        for job in jobs:
+            assert job.row is not None
+            job.failures += 1
+            if job.row.sequence.spoiled:
+                self._compute_again(job)
+
+    def _compute_again(self, job: _Job) -> None:
+        """Back into the queue, before everybody else: what it shared with others may be gone, and it has to wait."""
+        assert job.row is not None
+        self._engine.close(job.row.sequence)
+        job.order, job.feed.state = 0, "waiting"
+        with self._news:
+            self._running.remove(job)
+            self._waiting.insert(0, job)
+            self._retry = True
+
+    def _deliver(self, job: _Job, chunk: Chunk) -> None:
+        assert job.row is not None
+        job.row.count()
+        self._work.generated_tokens += 1
+        if chunk.finish_reason is None:
+            job.feed.put(chunk)
+        else:
+            job.feed.put(chunk, last=True)
+            self._end(job, None)
+
+    def _end(self, job: _Job, error: Exception | None) -> None:
+        """End a running request and give its memory back."""
+        row = job.row
+        if row is not None:
+            self._engine.close(row.sequence)
+            self._llm._count([job.request.timings])
+        now = time.perf_counter()
+        self._interval += 0.2 * (now - max(self._last_end, job.submitted) - self._interval)
+        self._last_end = now
+        if isinstance(error, Cancelled) or (error is None and job.request.finish_reason is None):
+            kind = "cancelled"
+        else:
+            kind = "finished" if error is None else "failed"
+        with self._news:
+            self._running.remove(job)
+            self._counts[kind] += 1
+            self._retry = True
+        job.end(error)
+
+
+@dataclass
+class _Work:
+    """Counters that the thread alone changes."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    queue_seconds: float = 0.0
+    prefix_hits: int = 0
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request from its submission to its end."""
+
+    request: Request
+    feed: Feed
+    digests: list[bytes]
+    pages: Pages  # the most it will hold
+    submitted: float = field(default_factory=time.perf_counter)
+    order: int | None = None
+    row: Running | None = None
+    points: set[int] = field(default_factory=set)  # lengths at which its prefix is stored
+    begun: bool = False
+    paused: float | None = None  # since when its reader lags behind
+    failures: int = 0  # steps with others that failed, since its last token
+
+    @property
+    def suspect(self) -> bool:
+        """Whether its next step is to be run alone: the one that failed, after two failures every one."""
+        if not self.failures or self.row is None:
+            return False
+        return self.failures > 1 or self.row.told + 1 == len(self.request.tokens)
+
+    def end(self, error: Exception | None) -> None:
+        if error is None and self.request.finish_reason is None:
+            self.request.finish_reason = "cancelled"
+        self.row = None
+        self.feed.end(error)
+
+
+def _promises(jobs: Seq[_Job]) -> list[tuple[Sequence, Pages]]:
+    return [(row.sequence, job.pages) for job in jobs if (row := job.row) is not None]
+
+
+def _order(job: _Job) -> int:
+    assert job.order is not None
+    return job.order

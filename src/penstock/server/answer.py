@@ -1,0 +1,187 @@
+"""One answer on its way: tokens in; text, reasoning, tool calls and log probabilities out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.generation import Chunk
+from penstock.engine.ticket import Ticket
+from penstock.server.parse import CallArguments, CallBegin, Content, Delta, Parser, Reasoning
+from penstock.server.tokens import TokenTexts
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Of one token: its text and bytes, its log probability, and those of the likeliest ones."""
+
+    text: str
+    bytes: list[int]
+    logprob: float
+    top: list[Logprob]
+
+    def as_dict(self, top: bool = True) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        made: dict[str, Any] = {"token": self.text, "logprob": self.logprob, "bytes": self.bytes}
+        return made | {"top_logprobs": [other.as_dict(top=False) for other in self.top]} if top else made
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a token brought; on the last one the reason of the end, as OpenAI names it."""
+
+    deltas: list[Delta]
+    logprob: Logprob | None = None
+    finish_reason: str | None = None
+
+
+class Answer:
+    """The answer of one ticket, read piece by piece with `async for`. Without a parser all text is content."""
+
+    def __init__(
+        self, index: int, ticket: Ticket, parser: Parser | None, texts: TokenTexts, one_call: bool = False
+    ) -> None:
+        self.index, self.ticket = index, ticket
+        self.reasoning_tokens = 0
+        self._parser, self._texts, self._one_call = parser, texts, one_call
+        self._thinking = False
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        async for chunk in self.ticket:
+            piece = self._taken(chunk)
+            yield piece
+            if piece.finish_reason is not None:
+                self.ticket.cancel()  # nothing more is wanted, where the parser saw the end before the model
+                return
+
+    async def whole(self) -> list[Piece]:
+        """All pieces at once, when the answer is complete."""
+        await self.ticket.wait()
+        pieces = []
+        for chunk in self.ticket.request.chunks:
+            pieces.append(self._taken(chunk))
+            if pieces[-1].finish_reason is not None:
+                break
+        return pieces
+
+    def _taken(self, chunk: Chunk) -> Piece:
+        logprob = None
+        if chunk.logprob is not None and chunk.token not in self.ticket.request.eos:
+            logprob = self._logprob(chunk)
+        parser = self._parser
+        if parser is None:
+            return Piece([Content(chunk.text)] if chunk.text else [], logprob, chunk.finish_reason)
+        deltas, finish = parser.feed(chunk.text) if chunk.text else [], chunk.finish_reason
+        if finish is not None:
+            deltas = deltas + parser.end()
+            if finish == "stop" and parser.calls:
+                finish = "tool_calls"
+        if self._one_call and parser.complete:
+            deltas, finish = _first_call(deltas), "tool_calls"
+        if deltas:
+            self._thinking = isinstance(deltas[-1], Reasoning)
+        self.reasoning_tokens += self._thinking
+        return Piece(deltas, logprob, finish)
+
+    def _logprob(self, chunk: Chunk) -> Logprob:
+        assert chunk.logprob is not None
+        top = [Logprob(*self._shown(token), value, []) for token, value in chunk.top_logprobs or ()]
+        return Logprob(*self._shown(chunk.token), chunk.logprob, top)
+
+    def _shown(self, token: int) -> tuple[str, list[int]]:
+        return self._texts.text_of(token), list(self._texts.bytes_of(token))
+
+
+def _first_call(deltas: list[Delta]) -> list[Delta]:
+    """What stands before the end of the first call."""
+    kept: list[Delta] = []
+    for delta in deltas:
+        if isinstance(delta, CallBegin | CallArguments):
+            if delta.index > 0:
+                break
+        elif any(isinstance(before, CallBegin | CallArguments) for before in kept):
+            break
+        kept.append(delta)
+    return kept
+
+
+async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, Piece], None]:
+    """The pieces of several answers in the order in which they come. Raises what the first failing one raised."""
+    if len(answers) == 1:
+        async for piece in answers[0]:
+            yield answers[0], piece
+        return
+    arriving: asyncio.Queue[tuple[Answer, Piece | BaseException | None]] = asyncio.Queue(4 * len(answers))
+
+    async def follow(answer: Answer) -> None:
+        end: BaseException | None = None
+        try:
+            async for piece in answer:
+                await arriving.put((answer, piece))
+        except Exception as error:
+            end = error
+        await arriving.put((answer, end))
+
+    tasks = [asyncio.create_task(follow(answer)) for answer in answers]
+    try:
+        left = len(tasks)
+        while left:
+            answer, piece = await arriving.get()
+            if isinstance(piece, Piece):
+                yield answer, piece
+            elif piece is None:
+                left -= 1
+            else:
+                raise piece
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def usage(answers: Sequence[Answer], prompts: int = 1) -> dict[str, Any]:
+    """Tokens as OpenAI counts them: a prompt once, however many answers it has (they stand beside each other)."""
+    counted = [answer.ticket.usage for answer in answers]
+    firsts = counted[:: max(1, len(counted) // prompts)]
+    prompt = sum(one.prompt_tokens for one in firsts)
+    written = sum(one.completion_tokens for one in counted)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in firsts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)},
+    }
+
+
+def timings(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Milliseconds and rates as llama.cpp names them; several answers count together, as they ran."""
+    times = [answer.ticket.timings for answer in answers]
+    counted = [answer.ticket.usage for answer in answers]
+    cached = sum(one.cached_tokens for one in counted)
+    read = sum(one.prompt_tokens for one in counted) - cached
+    written = sum(one.completion_tokens for one in counted)
+    read_ms = 1e3 * sum(one.prompt_seconds for one in times)
+    written_ms = 1e3 * max(one.generation_seconds for one in times)
+    after_first = max(0, written - len(answers))  # a prompt pays for the first token of its answer
+    return {
+        "cache_n": cached,
+        "prompt_n": read,
+        "prompt_ms": read_ms,
+        "prompt_per_token_ms": _ratio(read_ms, read),
+        "prompt_per_second": _ratio(1e3 * read, read_ms),
+        "predicted_n": written,
+        "predicted_ms": written_ms,
+        "predicted_per_token_ms": _ratio(written_ms, after_first),
+        "predicted_per_second": _ratio(1e3 * after_first, written_ms),
+        "queue_ms": 1e3 * max(one.queue_seconds for one in times),
+    }
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else 0.0

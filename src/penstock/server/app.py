@@ -1,0 +1,337 @@
+"""The endpoints: paths, what stands behind them, and the ASGI application of all together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from penstock._version import __version__
+from penstock.ops._op import address, is_array
+from penstock.quant import QuantizedTensor
+from penstock.server import responses, schema
+from penstock.server.answer import Answer
+from penstock.server.body import Bodies, parsed
+from penstock.server.chat import ChatFormat, TextFormat, failed
+from penstock.server.errors import ApiError, dumps
+from penstock.server.guard import Access, Guard
+from penstock.server.metrics import CONTENT_TYPE, Metrics
+from penstock.server.openapi import described
+from penstock.server.service import Service, Work, response_format_of
+from penstock.server.stream import EventStream, awaited
+from penstock.server.tokens import TokenTexts
+
+_T = TypeVar("_T")
+_Model = TypeVar("_Model", bound=BaseModel)
+
+FINGERPRINT = f"penstock-{__version__}"
+
+_PAGE = Path(__file__).parent / "page"
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+class Application:
+    """All endpoints of one service, as an ASGI application with what guards it."""
+
+    def __init__(self, service: Service, access: Access) -> None:
+        self.service = service
+        self._options = service.options
+        self._bodies = Bodies(self._options.limits)
+        # Parsing, templates and tokenizers take a while for long prompts; the event loop goes on meanwhile.
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="penstock-request")
+        routes = self._routes()
+        self.metrics = Metrics(service, (route.path for route in routes))
+        # The bare router: starlette's application would answer what goes wrong itself, in a shape of its own.
+        router = Router(routes, redirect_slashes=False, lifespan=self._lifespan)
+        self._app = Guard(router, access, self._options.limits, self.metrics.count)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # then the router raises what it cannot route
+        await self._app(scope, receive, send)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Any) -> AsyncIterator[None]:
+        yield
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _routes(self) -> list[Route]:
+        get: dict[str, Callable[[Request], Awaitable[Any]]] = {
+            "/health": self._health,
+            "/v1/health": self._health,
+            "/v1/models": self._models,
+            "/models": self._models,
+            "/v1/models/{name:path}": self._one_model,
+            "/props": self._props,
+            "/openapi.json": self._openapi,
+        }
+        post: dict[str, Callable[[Request], Awaitable[Any]]] = {
+            "/v1/chat/completions": self._chat,
+            "/chat/completions": self._chat,
+            "/v1/completions": self._completions,
+            "/completions": self._completions,
+            "/v1/responses": self._responses,
+            "/responses": self._responses,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            "/apply-template": self._apply_template,
+        }
+        if self._options.metrics:
+            get["/metrics"] = self._metrics
+        if self._options.page:
+            get |= {path: functools.partial(_page_file, *file) for path, file in _PAGE_FILES.items()}
+        return [
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()),
+        ]
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Any:
+        asked, work = await self._ready(request, schema.ChatRequest, self._chat_work)
+        logprobs = bool(asked.logprobs)
+        return await self._answered(request, asked, work, ChatFormat(self.service.name, FINGERPRINT, 1, logprobs))
+
+    def _chat_work(self, asked: schema.ChatRequest) -> Work:
+        choice = asked.tool_choice
+        return self.service.chat(
+            asked,
+            asked.messages,
+            limit=asked.limit,
+            tools=[tool.model_dump(exclude_none=True) for tool in asked.tools or ()],
+            choice=choice if choice is None or isinstance(choice, str) else choice.model_dump(),
+            parallel=asked.parallel_tool_calls is not False,
+            response_format=response_format_of(asked),
+            effort=asked.reasoning_effort,
+            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
+            n=asked.n or 1,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            continued=bool(asked.continue_final_message),
+        )
+
+    async def _completions(self, request: Request) -> Any:
+        asked, work = await self._ready(request, schema.CompletionRequest, self.service.completion)
+        form = TextFormat(self.service.name, FINGERPRINT, len(asked.prompt), asked.logprobs is not None)
+        return await self._answered(request, asked, work, form)
+
+    async def _answered(self, request: Request, asked: schema.Generating, work: Work, form: ChatFormat) -> Any:
+        answers = self._submitted(request, work)
+        if asked.stream:
+            include = asked.stream_options is not None and bool(asked.stream_options.include_usage)
+            return self._stream(form.events(answers, include), failed, answers)
+        pieces = await self._awaited(asyncio.gather(*(answer.whole() for answer in answers)), request, answers)
+        return Json(form.whole(answers, pieces))
+
+    async def _responses(self, request: Request) -> Any:
+        asked, work = await self._ready(request, schema.ResponsesRequest, self._responses_work)
+        [answer] = self._submitted(request, work)
+        params = work.requests[0].sampler.params
+        sampling = {"temperature": params.temperature, "top_p": params.top_p}
+        form = responses.ResponsesFormat(asked, self.service.name, sampling)
+        if asked.stream:
+            return self._stream(form.events(answer), form.failed, [answer])
+        return Json(await self._awaited(form.whole(answer), request, [answer]))
+
+    def _responses_work(self, asked: schema.ResponsesRequest) -> Work:
+        return self.service.chat(
+            asked,
+            responses.conversation(asked),
+            limit=asked.max_output_tokens,
+            tools=responses.tools(asked),
+            choice=responses.tool_choice(asked),
+            parallel=asked.parallel_tool_calls is not False,
+            response_format=responses.response_format(asked),
+            effort=asked.reasoning.effort if asked.reasoning is not None else None,
+        )
+
+    async def _ready(self, request: Request, model: type[_Model], prepare: Callable[[_Model], _T]) -> tuple[_Model, _T]:
+        """A request read, checked and prepared in a thread."""
+        self.service.scheduler  # noqa: B018  (503 before a body is read)
+        body = await self._bodies.read(request)
+
+        def work() -> tuple[_Model, _T]:
+            asked = parsed(body, model)
+            return asked, prepare(asked)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _submitted(self, request: Request, work: Work) -> list[Answer]:
+        tickets = self.service.submit(work)
+        pairs = zip(tickets, work.parsers, strict=True)
+        answers = [Answer(n, ticket, parser, self._texts, work.one_call) for n, (ticket, parser) in enumerate(pairs)]
+        request.state.note.append(lambda: _tokens(answers))
+        return answers
+
+    def _stream(self, events: Any, failed: Any, answers: list[Answer]) -> EventStream:
+        tickets = [answer.ticket for answer in answers]
+        return EventStream(events, failed, tickets, self._options.limits, self._options.ping_seconds)
+
+    async def _awaited(self, work: Awaitable[_T], request: Request, answers: list[Answer]) -> _T:
+        return await awaited(work, request.receive, [answer.ticket for answer in answers], self._options.limits)
+
+    @functools.cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self.service.llm.tokenizer)
+
+    @functools.cached_property
+    def _meta(self) -> dict[str, Any]:
+        return _meta(self.service.llm)
+
+    # -- tokens and templates ----------------------------------------------------------------------------------------
+
+    async def _tokenize(self, request: Request) -> Json:
+        def work(asked: schema.TokenizeRequest) -> dict[str, Any]:
+            ids = self.service.llm.tokenizer.encode(asked.content, add_special_tokens=asked.add_special)
+            if not asked.with_pieces:
+                return {"tokens": ids}
+            return {"tokens": [{"id": token, "piece": self._texts.text_of(token)} for token in ids]}
+
+        return Json((await self._ready(request, schema.TokenizeRequest, work))[1])
+
+    async def _detokenize(self, request: Request) -> Json:
+        def work(asked: schema.DetokenizeRequest) -> dict[str, Any]:
+            vocab = self.service.llm.config.vocab_size
+            if asked.tokens and max(asked.tokens) >= vocab:
+                raise ApiError(400, f"tokens has {max(asked.tokens)}, expected ids below {vocab}", param="tokens")
+            return {"content": self.service.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+
+        return Json((await self._ready(request, schema.DetokenizeRequest, work))[1])
+
+    async def _apply_template(self, request: Request) -> Json:
+        def work(asked: schema.TemplateRequest) -> dict[str, Any]:
+            tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+            variables, add = asked.chat_template_kwargs, asked.add_generation_prompt
+            return {"prompt": self.service.prompt_text(asked.messages, tools, variables, add_generation_prompt=add)}
+
+        return Json((await self._ready(request, schema.TemplateRequest, work))[1])
+
+    # -- the server itself -------------------------------------------------------------------------------------------
+
+    async def _health(self, request: Request) -> Json:
+        service = self.service
+        if service.ready and not service.closing:
+            return Json({"status": "ok", "progress": 1.0, "model": service.name})
+        error = service.unavailable()
+        status = "shutting down" if service.closing else "error" if service.failure is not None else "loading"
+        return Json({"status": status, "progress": service.progress, **error.body}, error.status, error.headers)
+
+    async def _models(self, request: Request) -> Json:
+        return Json({"object": "list", "data": [self._model(name) for name in self._options.names]})
+
+    async def _one_model(self, request: Request) -> Json:
+        name = request.path_params["name"]
+        self.service.check_model(name)
+        return Json(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self.service.started, "owned_by": "penstock"}
+        loaded = self.service.loaded
+        return about if loaded is None else about | {"meta": self._meta}
+
+    async def _props(self, request: Request) -> Json:
+        service, llm = self.service, self.service.llm
+        tokenizer = llm.tokenizer
+        return Json(
+            {
+                "default_generation_settings": {
+                    "n_ctx": llm.max_context,
+                    "params": {"max_tokens": self._options.max_tokens, **service.options.defaults},
+                },
+                "total_slots": service.scheduler.max_sequences,
+                "model_alias": service.name,
+                "chat_template": tokenizer.chat_template or "",
+                "bos_token": "" if tokenizer.bos_id is None else self._texts.text_of(tokenizer.bos_id),
+                "eos_token": "".join(self._texts.text_of(token) for token in sorted(tokenizer.eos_ids)[:1]),
+                "modalities": {"vision": False, "audio": False},
+                "build_info": FINGERPRINT,
+            }
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _openapi(self, request: Request) -> Json:
+        return Json(described(bool(self._options.metrics)))
+
+
+async def _page_file(name: str, kind: str, request: Request) -> Response:
+    headers = {"content-security-policy": _PAGE_POLICY, "x-frame-options": "DENY", "cache-control": "no-cache"}
+    return Response((_PAGE / name).read_bytes(), media_type=kind, headers=headers)
+
+
+def _tokens(answers: list[Answer]) -> str:
+    counted = [answer.ticket.usage for answer in answers]
+    read, cached = counted[0].prompt_tokens, counted[0].cached_tokens
+    return f", {read} tokens in ({cached} cached), {sum(one.completion_tokens for one in counted)} out"
+
+
+def _meta(llm: Any) -> dict[str, Any]:
+    """What agents look up about a model: how much context there is, and its size."""
+    params, bits = _parameters(llm._engine.model.weights)
+    return {
+        "n_ctx": llm.max_context,
+        "n_ctx_train": llm.config.max_positions,
+        "n_vocab": llm.config.vocab_size,
+        "n_params": params,
+        "size": llm.stats().weight_bytes,
+        "quantization": bits,
+    }
+
+
+def _parameters(weights: Any) -> tuple[int, str | None]:
+    """How many numbers the weights stand for, and the bits of most of those that are quantized."""
+    found: dict[tuple[int, int], tuple[int, int | None]] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, QuantizedTensor):
+            note(value.packed, math.prod(value.shape), value.bits)
+        elif is_array(value):
+            note(value, math.prod(value.shape), None)
+        elif isinstance(value, tuple | list):
+            for item in value:
+                visit(item)
+        elif is_dataclass(value):
+            for item in fields(value):
+                visit(getattr(value, item.name))
+
+    def note(array: Any, count: int, bits: int | None) -> None:
+        start = address(array)
+        found[start, -(start + array.nbytes)] = count, bits
+
+    visit(weights)
+    total = end = 0
+    by_bits: Counter[int] = Counter()
+    for (start, stop), (count, bits) in sorted(found.items()):  # a part of what was counted counts no more
+        if start >= end or -stop > end:
+            total, end = total + count, max(end, -stop)
+            if bits is not None:
+                by_bits[bits] += count
+    return total, f"{by_bits.most_common(1)[0][0]}-bit" if by_bits else None

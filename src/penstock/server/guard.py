@@ -1,0 +1,235 @@
+"""What stands before every endpoint: which hosts, origins and keys may come in, headers that go out, errors, the log.
+
+The log has method, path, status, tokens and seconds. It never has a query, a header or anything of a body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.server.body import Disconnected
+from penstock.server.errors import ApiError, as_api_error, dumps
+from penstock.server.limits import Limits
+
+log = logging.getLogger("penstock.server")
+
+# open without a key: there is nothing to hide
+PUBLIC = frozenset({"/", "/health", "/v1/health", "/style.css", "/app.js", "/icon.svg"})
+
+_OFTEN = PUBLIC | {"/metrics"}  # asked for again and again by pages and watchers
+
+_SECURITY = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use the server.
+
+    keys: any of them is enough, none means that no key is needed. origins: pages of other sites that may call, "*" for
+    all. hosts: names under which the server may be addressed, None for any; a page of another site that gives its own
+    name the address of this machine (DNS rebinding) is turned away by them.
+    """
+
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    origins: tuple[str, ...] = ()
+    hosts: frozenset[str] | None = _LOOPBACK_NAMES
+    digests: tuple[bytes, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digests", tuple(_digest(key.encode()) for key in self.keys))
+
+    def check_host(self, headers: Headers) -> None:
+        if self.hosts is None:
+            return
+        name = host_name(headers.get("host", ""))
+        if name not in self.hosts and not name.endswith(".localhost"):
+            raise ApiError(
+                403, f"Host is {name[:80]!r}, expected one of {', '.join(sorted(self.hosts))}", code="host_not_allowed"
+            )
+
+    def allows(self, origin: str, headers: Headers) -> bool:
+        """Whether a page of this origin may call: one of the list, or one that came from this very server."""
+        same = origin.partition("://")[2] == headers.get("host", "") and bool(headers.get("host"))
+        return same or "*" in self.origins or origin in self.origins
+
+    def check_key(self, headers: Headers) -> None:
+        """Raises ApiError 401. Every key is compared, in a time that does not depend on what is right about it."""
+        if not self.digests:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = _digest(given.encode("latin-1"))
+        right = False
+        for known in self.digests:
+            right |= hmac.compare_digest(digest, known)
+        if not right:
+            message = "the API key is not valid" if given else "an API key is needed: Authorization: Bearer <key>"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without port and brackets, in lower case."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host to listen on can be reached from this machine alone."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def hosts_of(host: str, more: Iterable[str] = ()) -> frozenset[str] | None:
+    """Names for a server on `host`: those of this machine, and `more`. None, any, on a host that others can reach."""
+    more = frozenset(name.strip().lower() for name in more if name.strip())
+    if "*" in more or not (is_loopback(host) or more):
+        return None
+    return _LOOPBACK_NAMES | {host_name(host), *more}
+
+
+class Guard:
+    """ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp, access: Access, limits: Limits, count: Callable[[str, int], None]) -> None:
+        self._app, self._access, self._limits, self._count = app, access, limits, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, path, start = Headers(scope=scope), scope["path"], time.perf_counter()
+        origin, status = headers.get("origin"), 0
+        allowed = origin is not None and self._access.allows(origin, headers)
+        mark = f"req_{secrets.token_hex(12)}"
+        notes: list[Callable[[], str]] = []  # what an endpoint wants to have in the line of the log
+        scope.setdefault("state", {})["note"] = notes
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                out = MutableHeaders(scope=message)
+                for name, value in _SECURITY.items():
+                    out.setdefault(name, value)
+                out["x-request-id"] = mark
+                if origin is not None:
+                    out.add_vary_header("Origin")
+                if origin is not None and allowed:
+                    out["access-control-allow-origin"] = "*" if "*" in self._access.origins else origin
+                    out["access-control-expose-headers"] = "x-request-id, retry-after"
+                    out["cross-origin-resource-policy"] = "cross-origin"
+            await send(message)
+
+        try:
+            self._check_head(scope)
+            self._access.check_host(headers)
+            if origin is not None and not allowed:
+                raise ApiError(403, "pages of this origin may not call this server", code="origin_not_allowed")
+            if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                await _answer(send_with_headers, 204, b"", _preflight(headers))
+            else:
+                if path not in PUBLIC:
+                    self._access.check_key(headers)
+                await self._app(scope, receive, send_with_headers)
+        except HTTPException as error:
+            allow = (error.headers or {}).get("Allow")
+            if scope["method"] == "OPTIONS" and allow is not None:
+                await _answer(send_with_headers, 204, b"", {"allow": f"{allow}, OPTIONS"})
+            else:
+                told = _unrouted(error, scope)
+                await _answer(send_with_headers, told.status, dumps(told.body), told.headers)
+        except Disconnected:
+            status = status or 499  # nobody reads it; in the log as nginx writes it
+        except Exception as error:
+            told = as_api_error(error)
+            if told.status == 500:
+                log.error("%s %s failed: %s", scope["method"], _shown(path), traced(error))
+            if status == 0:
+                await _answer(send_with_headers, told.status, dumps(told.body), told.headers)
+        finally:
+            seconds = time.perf_counter() - start
+            self._count(path, status)
+            level = logging.DEBUG if path in _OFTEN and status < 400 else logging.INFO
+            more = "".join(note() for note in notes)
+            log.log(level, "%s %s %d %.3f s%s", scope["method"], _shown(path), status, seconds, more)
+
+    def _check_head(self, scope: Scope) -> None:
+        """What h11 lets through: other versions, and a head that is large but came at once."""
+        if scope["http_version"] not in ("1.0", "1.1"):
+            end = {"connection": "close"}
+            raise ApiError(505, f"HTTP/{scope['http_version']} is not spoken here", code="http_version", headers=end)
+        found, most = scope["headers"], self._limits.headers
+        size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(a) + len(b) + 4 for a, b in found)
+        if size > most or len(found) > self._limits.header_count:
+            raise ApiError(
+                431,
+                f"the head of the request has {size} bytes and {len(found)} headers, "
+                f"expected at most {most} and {self._limits.header_count}",
+                code="head_too_large",
+            )
+
+
+def traced(error: BaseException) -> str:
+    """Where an error came from and of what kind it is. Its message may quote a request, so it is left out."""
+    lines = traceback.format_tb(error.__traceback__)
+    return f"{type(error).__name__}\n{''.join(lines)}".rstrip()
+
+
+def _unrouted(error: HTTPException, scope: Scope) -> ApiError:
+    """What the router says about a path or method that it does not have."""
+    path, status = _shown(scope["path"]), error.status_code
+    if status == 405:
+        message = f"{scope['method']} is no method of {path}"
+        return ApiError(status, message, code="method_not_allowed", headers=error.headers)
+    return ApiError(status, f"there is no {path}", code="not_found", headers=error.headers)
+
+
+def _preflight(headers: Headers) -> dict[str, str]:
+    asked = [name.strip() for name in headers.get("access-control-request-headers", "").split(",")]
+    about = [
+        name for name in asked if name.lower().startswith("x-stainless-")
+    ]  # OpenAI's clients tell about themselves
+    return {
+        "access-control-allow-methods": "GET, HEAD, POST",
+        "access-control-allow-headers": ", ".join(["authorization", "content-type", "x-api-key", *about]),
+        "access-control-max-age": "600",
+    }
+
+
+def _shown(path: str) -> str:
+    return ascii(path[:80])[1:-1]
+
+
+async def _answer(send: Send, status: int, body: bytes, headers: dict[str, str]) -> None:
+    sent = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    if status != 204:
+        sent += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": sent})
+    await send({"type": "http.response.body", "body": body})

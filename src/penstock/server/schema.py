@@ -1,0 +1,548 @@
+"""The requests that the endpoints take, and the answers as the OpenAPI description shows them.
+
+Fields are those of OpenAI, with the extensions that clients of vLLM, llama.cpp and mlx-lm send. Types are strict: true
+is no number, 1.5 no integer. IGNORED are accepted and change nothing; NEUTRAL belong to features that penstock lacks
+and are accepted with the values that ask for nothing; any other unknown field is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+
+from penstock.engine.stop import MAX_STOPS
+from penstock.server.errors import ApiError
+
+MAX_TOKENS = 2**31 - 1
+MAX_TOOLS = 128
+MAX_PROMPTS = 128
+MAX_MESSAGES = 20_000
+
+IGNORED = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
+    "verbosity prediction cache_prompt id_slot slot_id timings_per_token priority request_id session_id num_ctx "
+    "keep_alive".split()
+)
+
+# Parameters of features that penstock does not have, with the values that do not ask for them.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "typical_p": (1, 0),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "xtc_probability": (0,),
+    "xtc_threshold": (0.1,),
+    "mirostat": (0,),
+    "mirostat_tau": (5,),
+    "mirostat_eta": (0.1,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "dynatemp_exponent": (1,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "moderation": (),
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "prompt_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "return_progress": (False,),
+    "n_probs": (0,),
+    "grammar": ("",),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "audio": (),
+    "web_search_options": (),
+    "adapters": (),
+    "draft_model": (),
+    "num_draft_tokens": (3,),
+    "chat_template": (),
+    "documents": ([],),
+    "background": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "context_management": (),
+    "max_tool_calls": (),
+}
+_ADVICE = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "repetition_context_size": "repetition_context",
+    "guided_json": "response_format",
+    "chat_template": "chat_template_kwargs (the template is the model's own)",
+}
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Penalty = Annotated[float, Field(ge=-1e6, le=1e6)]
+TextOrTexts = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": MAX_STOPS},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+class Strict(BaseModel):
+    """Base of all requests."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Open(BaseModel):
+    """Base of parts that clients send back as they got them: fields that nobody reads may stand there."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Request(Strict):
+    """What all requests that generate have in common."""
+
+    model: str | None = Field(None, description="A name that /v1/models lists; the loaded model if left out.")
+    temperature: float | None = Field(None, ge=0, le=1e6, description="0 takes the best token.")
+    top_p: float | None = Field(None, ge=0, le=1)
+    stream: bool | None = None
+
+    # extensions
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-1, le=2**64 - 1, description="The same seed, the same text; -1 draws one.")
+    repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
+    repetition_context: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[
+        Any,
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+                        "additionalProperties": {"type": "number", "minimum": -1e30, "maximum": 1e30},
+                    },
+                    {"type": "null"},
+                ]
+            }
+        ),
+    ] = None
+    stop: TextOrTexts = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the model's chat template.")
+
+    CALLED: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "repetition_context"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Leave out what is ignored, give second names their first, refuse what penstock cannot do."""
+        known, kept = cls.model_fields, {}
+        for name, value in data.items():
+            if name in known:
+                kept[name] = value
+            elif name in cls.CALLED:
+                kept.setdefault(cls.CALLED[name], value)
+            elif name in NEUTRAL:
+                if value is not None and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
+                    raise ApiError(400, _refused(name), param=name, code="unsupported_parameter")
+            elif name not in IGNORED:
+                near = _ADVICE.get(name) or next(iter(difflib.get_close_matches(name[:80], known, 1)), None)
+                hint = f"; did you mean {near}?" if near else ""
+                short = name if len(name) <= 80 else f"{name[:77]}..."
+                raise ApiError(
+                    400, f"{short!r} is no field of this request{hint}", param=name[:80], code="unknown_parameter"
+                )
+        return kept
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: Any) -> list[str]:
+        stops = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+            raise ValueError("is of a wrong type, expected a string or a list of strings")
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"has {len(stops)} strings, expected at most {MAX_STOPS}")
+        if not all(stops):
+            raise ValueError("has an empty string, expected at least one character")
+        return stops
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias(cls, value: Any) -> dict[int, float] | None:
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ValueError("is of a wrong type, expected an object of token ids and numbers")
+        bias = {}
+        for key, number in value.items():
+            if not (key.isascii() and key.isdigit() and len(key) <= 9):
+                raise ValueError(f"has the key {key[:40]!r}, expected token ids")
+            if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= 1e30:
+                raise ValueError(f"[{key}] is {str(number)[:40]}, expected a number from -1e30 to 1e30")
+            bias[int(key)] = float(number)
+        return bias
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    if isinstance(value, bool) != isinstance(neutral, bool):
+        return False
+    return value == neutral
+
+
+def _refused(name: str) -> str:
+    advice = f"; use {_ADVICE[name]}" if name in _ADVICE else ""
+    return f"{name} is not supported by this server{advice}"
+
+
+class StreamOptions(Open):
+    include_usage: bool | None = None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Chat
+
+
+class Part(Open):
+    """A part of a message. Only text is taken."""
+
+    type: str
+    text: str | None = None
+
+    @field_validator("type")
+    @classmethod
+    def _text_only(cls, value: str) -> str:
+        if value not in ("text", "input_text", "output_text", "refusal"):
+            raise ValueError(f"is {value[:40]!r}, expected text: images, sound and files are not supported")
+        return value
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Part:
+        if self.text is None and self.type != "refusal":
+            raise ValueError("has no text, expected a string")
+        return self
+
+
+class Function(Open):
+    name: str = Field(min_length=1, max_length=128)
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Open):
+    id: str | None = None
+    type: Literal["function"] | None = "function"
+    function: Function
+
+    def plain(self) -> dict[str, Any]:
+        called = {"name": self.function.name, "arguments": self.function.arguments or "{}"}
+        made: dict[str, Any] = {"type": "function", "function": called}
+        return made if self.id is None else made | {"id": self.id}
+
+
+class Message(Open):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self._thought)):
+            raise ValueError("has no content, expected text")
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("has no tool_call_id, expected that of the call it answers")
+        return self
+
+    @property
+    def _thought(self) -> str | None:
+        return self.reasoning_content or self.reasoning
+
+    @property
+    def text(self) -> str | None:
+        if isinstance(self.content, list):
+            return "".join(part.text or "" for part in self.content)
+        return self.content
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates expect it, but for the arguments of tool calls, which are JSON text here."""
+        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text or ""}
+        if self.name is not None:
+            made["name"] = self.name
+        if self.tool_calls:
+            made["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            made["tool_call_id"] = self.tool_call_id
+        if self._thought:
+            made["reasoning_content"] = self._thought
+        return made
+
+
+class FunctionTool(Open):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Open):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Open):
+    name: str
+
+
+class NamedTool(Open):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Open):
+    name: str | None = Field(None, max_length=128)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Open):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise ValueError("has no json_schema.schema, expected a JSON schema")
+        return self
+
+
+class Generating(Request):
+    """Chat and text completions."""
+
+    n: int | None = Field(None, ge=1, le=128, description="Answers to give.")
+    max_tokens: Count | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = Field(None, description="Short form of response_format, as in llama.cpp.")
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Generating:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options goes with stream: true", param="stream_options", code="invalid_value")
+        return self
+
+
+class ChatRequest(Generating):
+    """/v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs goes with logprobs: true", param="top_logprobs", code="invalid_value")
+        check_tools([tool.function.name for tool in self.tools or ()], self.tool_choice)
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def check_tools(names: list[str], choice: Any) -> None:
+    """Tools have different names, and the one that must be called is among them."""
+    for n, name in enumerate(names):
+        if name in names[:n]:
+            raise ApiError(400, f"tools has two functions named {name}", param="tools", code="invalid_value")
+    wanted = choice if isinstance(choice, str | None) else getattr(choice, "function", choice).name
+    if wanted in (None, "none", "auto"):
+        return
+    if not names:
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
+    if wanted != "required" and wanted not in names:
+        raise ApiError(
+            400, f"tool_choice is {wanted[:80]!r}, expected the name of one of the tools", param="tool_choice"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Text completions
+
+
+class CompletionRequest(Generating):
+    """/v1/completions."""
+
+    prompt: Annotated[
+        Any,
+        WithJsonSchema(
+            {
+                "description": "Text, token ids, or a list of either.",
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 128},
+                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                    {
+                        "type": "array",
+                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                        "minItems": 1,
+                        "maxItems": 128,
+                    },
+                ],
+            }
+        ),
+    ]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("prompt")
+    @classmethod
+    def _prompts(cls, value: Any) -> list[str | list[int]]:
+        """Always a list of prompts."""
+        if isinstance(value, str) or _is_ids(value):
+            value = [value]
+        if not isinstance(value, list) or not value:
+            raise ValueError("is of a wrong type or empty, expected text, token ids or a list of either")
+        if len(value) > MAX_PROMPTS:
+            raise ValueError(f"has {len(value)} prompts, expected at most {MAX_PROMPTS}")
+        for n, item in enumerate(value):
+            if not (isinstance(item, str) or _is_ids(item)):
+                raise ValueError(f"[{n}] is of a wrong type or empty, expected text or token ids")
+        return value
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Responses
+
+
+class InputItem(Open):
+    """A message, a call that the model made, or the result of one."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> InputItem:
+        if self.type in (None, "message") and (self.role is None or self.content is None):
+            raise ValueError("has no role or no content, expected a message")
+        if self.type == "function_call" and (self.name is None or self.call_id is None):
+            raise ValueError("has no name or no call_id, expected those of a function call")
+        if self.type == "function_call_output" and (self.call_id is None or self.output is None):
+            raise ValueError("has no call_id or no output, expected those of a function call")
+        return self
+
+
+class ResponseTool(FunctionTool):
+    type: Literal["function"]
+
+
+class ResponseToolChoice(Open):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Open):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=128)
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(Open):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(Open):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponsesRequest(Request):
+    """/v1/responses."""
+
+    input: str | list[InputItem] = Field(description="Text, or a conversation.")
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[str] | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResponsesRequest:
+        if not self.input:
+            raise ApiError(400, "input is empty, expected text or a conversation", param="input", code="invalid_value")
+        check_tools([tool.name for tool in self.tools or ()], self.tool_choice)
+        return self
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Tokens and templates, as in llama.cpp
+
+
+class TokenizeRequest(Strict):
+    """/tokenize."""
+
+    content: str
+    add_special: bool = Field(False, description="Add what the tokenizer puts around a text, such as a BOS token.")
+    with_pieces: bool = Field(False, description="Give each token's text beside its id.")
+
+
+class DetokenizeRequest(Strict):
+    """/detokenize."""
+
+    tokens: list[Annotated[int, Field(ge=0, le=2**32 - 1)]]
+
+
+class TemplateRequest(Strict):
+    """/apply-template."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,384 @@
+"""The model behind the endpoints: loading it, what it is called, its defaults, and requests made ready for it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.formats import format_of, in_reasoning, shown_tokens
+from penstock.engine.grammar import Grammar, grammar_for, grammar_for_tools
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.ticket import Ticket
+from penstock.errors import CheckpointError, InvalidArgument, PenstockError
+from penstock.server import schema
+from penstock.server.errors import ApiError, one_line, unavailable
+from penstock.server.limits import Limits
+from penstock.server.parse import Parser, with_arguments
+
+if TYPE_CHECKING:
+    from penstock.api import LLM
+    from penstock.engine.generation import Request
+
+log = logging.getLogger("penstock.server")
+
+_RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of a template that the request has fields for
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a server answers. names: what the model is called, the first one is its id in /v1/models.
+
+    defaults: of the sampling options that a request leaves out. max_tokens: of an answer if the request sets none.
+    template_variables: for every chat. split_reasoning: False leaves reasoning in the content.
+    """
+
+    names: tuple[str, ...] = ("demo",)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int = 512
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    split_reasoning: bool = True
+    ping_seconds: float = 30.0
+    parallel: int | None = None
+    prefix_cache: bool = True
+    prefix_memory: int | None = None
+    page: bool = True
+    metrics: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass
+class Work:
+    """A request that is ready to run: one engine request and one parser per answer."""
+
+    requests: list[Request]
+    parsers: list[Parser | None]
+    one_call: bool = False  # end after the first tool call
+
+
+class Service:
+    """One model and its scheduler, from the moment the server listens. Made by `load` in a thread of its own."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.started = int(time.time())
+        self.progress = 0.0
+        self.failure: str | None = None
+        self._llm: LLM | None = None
+        self._scheduler: Scheduler | None = None
+        self._format = "plain"
+        self._closing = False
+        self._lock = threading.Lock()
+
+    def load(self, loader: Callable[[Callable[[float], None]], tuple[LLM, Mapping[str, Any]]]) -> None:
+        """Load the model and run one token. `loader` gets a function to report progress to, from 0 to 1, and returns
+        the model and defaults of sampling options. A failure is kept for /health, not raised.
+        """
+        try:
+            llm, defaults = loader(self._report)
+            self.options = replace(self.options, defaults={**defaults, **self.options.defaults})
+            options, self._format = self.options, format_of(llm.tokenizer)
+            scheduler = Scheduler(
+                llm,
+                max_sequences=options.parallel,
+                queue=options.limits.queue,
+                prefix_cache=options.prefix_cache,
+                prefix_memory=options.prefix_memory,
+                patience=options.limits.write_seconds,
+            )
+            scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
+        except Exception as error:
+            self.failure = one_line(error) if isinstance(error, PenstockError | OSError) else repr(error)
+            if not isinstance(error, PenstockError | OSError):
+                log.error("the model could not be loaded", exc_info=error)
+            return
+        with self._lock:
+            self._llm, self._scheduler, self.progress = llm, scheduler, 1.0
+            closing = self._closing
+        if closing:
+            scheduler.close(0)
+
+    def _report(self, share: float) -> None:
+        self.progress = min(0.99, max(self.progress, share))
+
+    def close(self, deadline: float) -> None:
+        """Take no more requests; those under way may finish within `deadline` seconds."""
+        with self._lock:
+            self._closing, scheduler = True, self._scheduler
+        if scheduler is not None:
+            scheduler.close(deadline)
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self._scheduler is not None
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Raises ApiError 503 while the model is loading, if it could not be loaded and when the server ends."""
+        if self._closing or self._scheduler is None:
+            raise self.unavailable()
+        return self._scheduler
+
+    @property
+    def llm(self) -> LLM:
+        """Raises as `scheduler` does."""
+        if self._closing or self._llm is None:
+            raise self.unavailable()
+        return self._llm
+
+    @property
+    def loaded(self) -> tuple[LLM, Scheduler] | None:
+        return None if self._llm is None or self._scheduler is None else (self._llm, self._scheduler)
+
+    def unavailable(self) -> ApiError:
+        """Why no request is taken."""
+        if self._closing:
+            return unavailable("the server is shutting down", "shutting_down")
+        if self.failure is not None:
+            return unavailable(f"the model could not be loaded: {self.failure}", "load_failed")
+        return unavailable(f"the model is being loaded ({self.progress:.0%})", "loading", retry_after=1)
+
+    @property
+    def name(self) -> str:
+        return self.options.names[0]
+
+    def check_model(self, name: str | None) -> None:
+        """A model is only ever named; what a client sends is never looked for on disk or on the hub."""
+        if name is not None and name not in self.options.names:
+            shown = name if len(name) <= 80 else f"{name[:77]}..."
+            known = ", ".join(self.options.names)
+            raise ApiError(404, f"model is {shown!r}, expected {known}", param="model", code="model_not_found")
+
+    # -- making requests ready; these run in threads -------------------------------------------------------------------
+
+    def chat(
+        self,
+        request: schema.Request,
+        messages: Sequence[schema.Message],
+        *,
+        limit: int | None,
+        tools: list[dict[str, Any]],
+        choice: Any,
+        parallel: bool,
+        response_format: dict[str, Any] | None,
+        effort: str | None = None,
+        logprobs: int | None = None,
+        n: int = 1,
+        add_generation_prompt: bool = True,
+        continued: bool = False,
+    ) -> Work:
+        """A conversation. `choice` is the tool_choice as OpenAI's chat completions write it."""
+        scheduler, tokenizer = self.scheduler, self.llm.tokenizer
+        self.check_model(request.model)
+        if choice == "none":
+            tools = []
+        text = self.prompt_text(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        self._check_room(ids, "messages")
+        inside = self.options.split_reasoning and in_reasoning(self._format, text)
+        format = self._format if self.options.split_reasoning or tools else "plain"
+        grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
+        options = self._options(request, limit, logprobs, shown_tokens(format, bool(tools)))
+        requests = self._requests(scheduler, [ids], n, options, grammar)
+        parsers: list[Parser | None] = [Parser(format, tools or None, in_reasoning=inside) for _ in requests]
+        return Work(requests, parsers, one_call=bool(tools) and not parallel)
+
+    def completion(self, request: schema.CompletionRequest) -> Work:
+        """Prompts as they are."""
+        scheduler, llm = self.scheduler, self.llm
+        self.check_model(request.model)
+        prompts = [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
+        vocab = llm.config.vocab_size
+        for n, ids in enumerate(prompts):
+            param = "prompt" if len(prompts) == 1 else f"prompt[{n}]"
+            self._check_room(ids, param)
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise ApiError(400, f"{param} has ids beyond 0 to {vocab - 1}", param=param, code="invalid_value")
+        grammar = self._grammar(response_format_of(request))
+        options = self._options(request, request.max_tokens, request.logprobs, ())
+        requests = self._requests(scheduler, prompts, request.n or 1, options, grammar)
+        return Work(requests, [None] * len(requests))
+
+    def prompt_text(
+        self,
+        messages: Sequence[schema.Message],
+        tools: list[dict[str, Any]],
+        variables: Mapping[str, Any] | None,
+        effort: str | None = None,
+        add_generation_prompt: bool = True,
+        continued: bool = False,
+    ) -> str:
+        """A conversation as the model's template writes it. `continued`: the last message goes on in the answer."""
+        for name in _RESERVED:
+            if name in (variables or {}):
+                param = "chat_template_kwargs"
+                raise ApiError(400, f"{param} has {name}, which is a field of its own", param=param)
+        merged = {**self.options.template_variables, **_effort(effort), **(variables or {})}
+        plain = with_arguments([message.plain() for message in messages], self._format)
+        last = plain[-1]["content"].rstrip()
+        if continued and (plain[-1]["role"] != "assistant" or not last):
+            raise ApiError(400, "continue_final_message needs a last message of the assistant", param="messages")
+        add = add_generation_prompt and not continued
+        try:
+            text = self.llm.tokenizer.apply_chat_template(
+                plain, tools=tools or None, add_generation_prompt=add, **merged
+            )
+        except (InvalidArgument, CheckpointError) as error:
+            _, place, reason = one_line(error).rpartition("chat template")  # what stands before it are folders
+            status = 400 if isinstance(error, InvalidArgument) else 500
+            raise ApiError(status, place + reason, param="messages", code="chat_template") from None
+        if not continued:
+            return text
+        before, found, _ = text.rpartition(last)
+        if not found:
+            raise ApiError(400, "the chat template does not show the last message as it is", param="messages")
+        return before + last
+
+    def submit(self, work: Work) -> list[Ticket]:
+        """All answers of a request, or none. Raises ApiError 429 when the queue is full."""
+        tickets: list[Ticket] = []
+        try:
+            for request in work.requests:
+                tickets.append(self.scheduler.submit(request))
+        except BaseException:
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+        return tickets
+
+    def _grammar(
+        self,
+        response_format: dict[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        choice: Any = None,
+        *,
+        format: str = "plain",
+        in_reasoning: bool = False,
+        parallel: bool = True,
+    ) -> Grammar | None:
+        """What holds an answer to a JSON schema or to a call, if the request asks for that."""
+        tokenizer, vocab = self.llm.tokenizer, self.llm.config.vocab_size
+        forced = choice not in (None, "none", "auto")
+        if response_format == {"type": "text"}:
+            response_format = None
+        if forced and response_format is not None:
+            raise ApiError(400, "response_format and a forced tool call exclude each other", param="response_format")
+        try:
+            if forced:
+                return grammar_for_tools(
+                    tools, choice, format, tokenizer, vocab, in_reasoning=in_reasoning, parallel=parallel
+                )
+            if response_format is not None:
+                return grammar_for(response_format, tokenizer, vocab, format=format, in_reasoning=in_reasoning)
+        except InvalidArgument as error:
+            param = "tool_choice" if forced else "response_format"
+            raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
+        return None
+
+    def _check_room(self, ids: Sequence[int], param: str) -> None:
+        limit = self.llm.max_context
+        if len(ids) >= limit:
+            raise ApiError(
+                400,
+                f"{param} has {len(ids)} tokens, expected fewer than {limit}, the context, to leave room for an answer",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _options(
+        self, request: schema.Request, limit: int | None, logprobs: int | None, shown: Sequence[str]
+    ) -> dict[str, Any]:
+        """Options of an engine request."""
+        most = self.options.limits.tokens
+        tokens = self.options.max_tokens if limit is None else limit
+        given = {name: getattr(request, name) for name in _SAMPLING if getattr(request, name) is not None}
+        options = {**self.options.defaults, **given, "logprobs": logprobs, "stop": request.stop or ()}
+        options["max_tokens"] = tokens if most is None else min(tokens, most)
+        for name in ("presence_penalty", "frequency_penalty", "repetition_context"):
+            if getattr(request, name) is not None:
+                options[name] = getattr(request, name)
+        bias = dict(request.logit_bias or {})
+        if request.ignore_eos:
+            bias |= dict.fromkeys(self.llm.tokenizer.eos_ids, -1e30)
+        if bias:
+            options["logit_bias"] = bias
+        if request.stop_token_ids:
+            options["extra_eos"] = request.stop_token_ids
+        if shown:
+            options["shown"] = shown
+        options["seed"] = None if request.seed in (None, -1) else request.seed
+        return options
+
+    def _requests(
+        self,
+        scheduler: Scheduler,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        options: dict[str, Any],
+        grammar: Grammar | None,
+    ) -> list[Request]:
+        """n answers to each prompt; with a seed the i-th one has seed + i."""
+        most = self.options.limits.choices
+        if n * len(prompts) > most:
+            raise ApiError(400, f"{n * len(prompts)} answers are asked for, expected at most {most}", param="n")
+        seed, made = options["seed"], []
+        for ids in prompts:
+            for i in range(n):
+                own = {} if seed is None else {"seed": (seed + i) % 2**64}
+                copied = None if grammar is None else grammar.copy()
+                made.append(scheduler.request(ids, grammar=copied, **(options | own)))
+        return made
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """Template variables for OpenAI's reasoning_effort."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+
+def response_format_of(request: schema.Generating) -> dict[str, Any] | None:
+    """The response_format of a request, or what its short form stands for."""
+    if request.response_format is not None:
+        return request.response_format.model_dump(by_alias=True, exclude_none=True)
+    if request.json_schema is not None:
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": request.json_schema}}
+    return None
+
+
+def generation_defaults(folder: Path | None) -> dict[str, Any]:
+    """Sampling defaults of a model folder's generation_config.json; greedy where it says nothing of a temperature.
+
+    Raises InvalidArgument, naming the file, for values that cannot be.
+    """
+    from penstock.engine.sampling import SamplingParams
+
+    path = None if folder is None else folder / "generation_config.json"
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{path}: cannot be read: {one_line(error)}") from None
+    if not isinstance(found, dict) or found.get("do_sample") is False:
+        return {}
+    chosen = {name: found[name] for name in _SAMPLING if found.get(name) is not None}
+    if found.get("do_sample") and "temperature" not in chosen:
+        chosen["temperature"] = 1.0
+    try:
+        SamplingParams(**chosen)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}: {error}") from None
+    return chosen

@@ -1,0 +1,168 @@
+"""Who may come in: keys, origins, hosts; and what goes out with every answer."""
+
+import logging
+
+import pytest
+
+from penstock.server.guard import Access, host_name, hosts_of, is_loopback
+from tests.server.common import CHAT, PROMPT, error_of, serving
+
+KEYS = ("first-key", "zweiter Schlüssel 🔑")
+
+
+@pytest.fixture(scope="module")
+def locked(llm):
+    access = Access(keys=KEYS, origins=("https://good.example",))
+    with serving(llm, access=access) as made:
+        yield made
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}".encode().decode("latin-1")}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/models", "/metrics", "/props", "/openapi.json", "/nope"])
+def test_nothing_is_told_without_a_key(locked, path):
+    for headers in (
+        {},
+        bearer("wrong"),
+        bearer("first-ke"),
+        bearer("first-key-and-more"),
+        {"authorization": "Bearer"},
+        {"authorization": "first-key"},
+        {"authorization": "Basic first-key"},
+        {"x-api-key": "no"},
+        {"cookie": "key=first-key"},
+    ):
+        response = locked.client.get(path, headers=headers)
+        assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+        assert error_of(response)["code"] == "invalid_api_key"
+    for query in ("key=first-key", "api_key=first-key", "access_token=first-key"):
+        assert locked.client.get(f"{path}?{query}").status_code == 401
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_opens(locked, key):
+    headers = {name: value.encode("latin-1") for name, value in bearer(key).items()}
+    assert locked.client.get("/v1/models", headers=headers).status_code == 200
+    assert locked.client.get("/v1/models", headers={"x-api-key": key.encode()}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/health", "/style.css", "/app.js", "/icon.svg"])
+def test_the_page_and_health_are_public(locked, path):
+    assert locked.client.get(path).status_code == 200
+
+
+def test_keys_are_not_shown():
+    assert "hush" not in f"{Access(keys=('hush',))}"
+
+
+def test_keys_are_compared_whole_and_all_of_them(monkeypatch):
+    import hmac
+
+    compared = []
+    real = hmac.compare_digest
+    monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b))
+    from starlette.datastructures import Headers
+
+    Access(keys=("a", "b" * 100, "c")).check_key(Headers({"authorization": "Bearer a"}))
+    assert compared == [(32, 32)] * 3
+
+
+def test_pages_of_other_sites_are_turned_away(locked):
+    headers = bearer("first-key") | {"origin": "https://evil.example"}
+    for response in (
+        locked.client.get("/v1/models", headers=headers),
+        locked.client.get("/health", headers={"origin": "https://evil.example"}),
+        locked.client.get("/health", headers={"origin": "null"}),
+        locked.client.options(CHAT, headers=headers | {"access-control-request-method": "POST"}),
+    ):
+        assert response.status_code == 403 and error_of(response)["code"] == "origin_not_allowed"
+        assert "access-control-allow-origin" not in response.headers
+
+
+def test_allowed_sites_and_the_page_itself_come_in(locked):
+    asked = {"origin": "https://good.example", "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = "authorization, content-type, x-stainless-os, x-evil"
+    preflight = locked.client.options(CHAT, headers=asked)  # a browser sends no key with it
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-origin"] == "https://good.example"
+    allowed = preflight.headers["access-control-allow-headers"]
+    assert "authorization" in allowed and "x-stainless-os" in allowed and "evil" not in allowed
+    response = locked.client.get("/v1/models", headers=bearer("first-key") | {"origin": "https://good.example"})
+    assert response.headers["access-control-allow-origin"] == "https://good.example"
+    assert response.headers["vary"] == "Origin"
+    own = locked.client.get("/health", headers={"origin": locked.url})
+    assert own.status_code == 200
+
+
+def test_a_star_lets_every_site_in(llm):
+    with serving(llm, access=Access(origins=("*",))) as place:
+        response = place.client.get("/health", headers={"origin": "https://any.example"})
+        assert response.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "169.254.1.1", "", "[::2]"]
+)
+def test_other_names_for_this_machine_are_turned_away(place, host):
+    response = place.client.get("/health", headers={"host": host})
+    assert response.status_code == 403 and error_of(response)["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:99", "127.0.0.1:8080", "[::1]:8080", "chat.localhost"])
+def test_names_of_this_machine_come_in(place, host):
+    assert place.client.get("/health", headers={"host": host}).status_code == 200
+
+
+def test_hosts_follow_from_where_the_server_listens():
+    assert hosts_of("0.0.0.0") is None and hosts_of("127.0.0.1", ["*"]) is None
+    assert hosts_of("127.0.0.1", ["Chat.Example"]) >= {"localhost", "::1", "chat.example"}
+    assert hosts_of("0.0.0.0", ["chat.example"]) >= {"localhost", "chat.example"}
+    assert [is_loopback(h) for h in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost")] == [True] * 5
+    assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
+    assert host_name("[::1]:80") == "::1" and host_name("a.B:80") == "a.b" and host_name("::1") == "::1"
+
+
+def test_the_page_carries_a_strict_policy(place):
+    response = place.client.get("/")
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+    assert "frame-ancestors 'none'" in policy and response.headers["x-frame-options"] == "DENY"
+    for path in ("/", "/app.js", "/style.css", "/health", "/nope"):
+        headers = place.client.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
+        assert headers["x-request-id"].startswith("req_") and "server" not in headers
+    for path in ("/", "/app.js", "/style.css"):
+        text = place.client.get(path).text.replace("http://www.w3.org/2000/svg", "")
+        assert "innerHTML" not in text and "//cdn" not in text and 'src="http' not in text and "url(http" not in text
+
+
+def test_the_log_has_no_prompts_and_no_keys(locked, caplog):
+    with caplog.at_level(logging.DEBUG):
+        headers = bearer("first-key")
+        secret = [{"role": "user", "content": "my secret prompt"}]
+        locked.client.post(CHAT, json={"messages": secret, "max_tokens": 2}, headers=headers)
+        locked.client.post(CHAT, json={"messages": secret, "max_tokens": -2}, headers=headers)
+        locked.client.post(CHAT, content=b'{"my secret prompt"', headers=headers)
+        locked.client.get("/v1/models?api_key=first-key")
+        locked.client.get("/v1/models", headers=bearer("wrong-secret"))
+        locked.client.post("/tokenize", json={"content": "my secret prompt"}, headers=headers)
+    lines = "\n".join(
+        record.getMessage() for record in caplog.records if record.name.startswith(("penstock", "uvicorn"))
+    )
+    assert f"POST {CHAT} 200" in lines and "GET /v1/models 401" in lines and "tokens in" in lines
+    assert "secret" not in lines and "first-key" not in lines
+
+
+def test_what_fails_unexpectedly_is_in_the_log_and_not_in_the_answer(place, caplog, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError(f"a secret: {PROMPT}")
+
+    monkeypatch.setattr(place.service, "chat", broken)
+    response = place.chat()
+    assert response.status_code == 500 and error_of(response)["code"] == "internal_error"
+    assert "secret" not in response.text and "fox" not in caplog.text
+    assert "RuntimeError" in caplog.text and "in broken" in caplog.text
+    monkeypatch.undo()
+    assert place.chat().status_code == 200
