@@ -10,11 +10,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 
 import typer
 from rich.console import Console
@@ -197,6 +199,41 @@ REFUSED_SAMPLING: dict[str, str | None] = {
 # Groups of options
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """Hub models of the local cache that begin so, for the shell; where there are none it completes paths."""
+    return [name for name in cached_models() if name.startswith(incomplete)]
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """The same, and the config.json files that are shipped by name."""
+    from penstock.cli.bench import shipped
+
+    return [name for name in (*cached_models(), *sorted(shipped())) if name.startswith(incomplete)]
+
+
+def cached_models() -> list[str]:
+    """The ids of the models in huggingface_hub's cache, which is looked up without importing it: a shell waits."""
+    try:
+        folders = [entry.name for entry in hub_cache().iterdir() if (entry / "snapshots").is_dir()]
+    except (OSError, RuntimeError):  # none there, or no home folder
+        return []
+    return sorted(name.removeprefix("models--").replace("--", "/") for name in folders if name.startswith("models--"))
+
+
+def hub_cache() -> Path:
+    """The folder of models that huggingface_hub has downloaded."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+
+
+MODEL = typer.Argument(
+    metavar="MODEL",
+    help="Folder, .gguf file or hub id; the built-in demo model if left out.",
+    show_default=False,
+    autocompletion=complete_model,
+)
+
+
 def size(text: str) -> int:
     """A number of tokens: 4096, 32k (32 000) or 32K (32 768), 1m or 1M."""
     factor = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}.get(text[-1:], 1)
@@ -213,7 +250,12 @@ class AnyModel:
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-hf", "--hf-repo", metavar="M", help="Folder or hub id; the built-in demo model if left out."
+            "--model",
+            "-hf",
+            "--hf-repo",
+            metavar="M",
+            help="Folder or hub id; the built-in demo model if left out.",
+            autocompletion=complete_model,
         ),
     ] = None
     revision: Annotated[
@@ -260,6 +302,14 @@ class AnyModel:
     expert_prefetch: Annotated[
         bool, typer.Option("--expert-prefetch", help="Read what the next layer will perhaps choose (CPU).")
     ] = False
+
+    def given(self, argument: str | None) -> Self:
+        """The same with the model that stands behind the verb. Raises UsageError if --model names one as well."""
+        if argument is None:
+            return self
+        if self.model is not None:
+            raise UsageError(f"--model: {argument!r} stands behind the verb already, expected one of the two")
+        return replace(self, model=argument)
 
     @property
     def name(self) -> str:

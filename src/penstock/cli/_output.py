@@ -1,13 +1,18 @@
-"""How verbs print: tables for a terminal, plain columns for a pipe, JSON for a program."""
+"""How verbs print: tables and bars for a terminal, plain columns for a pipe, JSON for a program."""
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from penstock.errors import InvalidArgument
 
 
 def print_json(value: Any) -> None:
@@ -33,3 +38,43 @@ def print_table(
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     console.print(table)
+
+
+def write_page(option: str, path: Path, text: str) -> None:
+    """Write a file that an option names: whole, or not at all. Raises InvalidArgument naming the option."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe
+            path.write_text(text, encoding="utf-8")
+            return
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f"{option}: {path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def progress_bar(what: str, total: int, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar on stderr while the block runs, if that is a terminal; nothing else.
+
+    The block gets a function `advance(count, remark="")`, which may be called from several threads.
+    """
+    if not sys.stderr.isatty():
+        yield lambda count, remark="": None
+        return
+    from rich import progress
+
+    sizes = (progress.DownloadColumn(), progress.TransferSpeedColumn())
+    columns = (
+        progress.TextColumn(what),
+        progress.BarColumn(),
+        *(sizes if in_bytes else (progress.MofNCompleteColumn(),)),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[remark]}"),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total, remark="")
+        yield lambda count, remark="": bar.update(task, advance=count, remark=remark)

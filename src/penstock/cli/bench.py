@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from penstock.cli._bandwidth import BYTES, ReadBandwidth
-from penstock.cli._model import REFUSED, AnyModel, UsageError, note, verb
+from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, verb
 from penstock.cli._output import print_json
 from penstock.engine.sampling import Sampler, SamplingParams
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
@@ -64,7 +64,13 @@ class BenchModel(AnyModel):
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", "-hf", "--hf-repo", metavar="M", help="Folder or hub id; by default the demo model."
+            "--model",
+            "-m",
+            "-hf",
+            "--hf-repo",
+            metavar="M",
+            help="Folder or hub id; by default the demo model.",
+            autocompletion=complete_model,
         ),
     ] = None
 
@@ -74,7 +80,12 @@ def bench(
     model: BenchModel,
     random: Annotated[
         str | None,
-        typer.Option("--random", metavar="CONFIG", help="A config.json, or the name of a shipped one; random weights."),
+        typer.Option(
+            "--random",
+            metavar="CONFIG",
+            help="A config.json, or the name of a shipped one; random weights.",
+            autocompletion=complete_config,
+        ),
     ] = None,
     layers: Annotated[
         str | None,

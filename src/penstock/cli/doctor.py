@@ -1,12 +1,17 @@
 """penstock doctor: what penstock finds on this machine, what it can use of it, and what is missing."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,18 +20,30 @@ import typer
 
 from penstock._version import __version__
 from penstock.backends.cuda.features import CAPABILITY, INSTALL, unusable
+from penstock.cli._model import cached_models, hub_cache
 from penstock.cli._output import print_json, print_table
 from penstock.settings import Settings, shown, variable
 
 _SUPPORTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 9))}  # first and last minor version
 _DIED = "the process that tried torch died"
+_LIBRARIES = ("ml_dtypes", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
+# What the extras of pyproject.toml bring besides torch and triton, and what for.
+_EXTRAS = {
+    "server": (("starlette", "uvicorn", "pydantic", "prometheus_client"), "to serve models over HTTP"),
+    "grammar": (("llguidance",), "for answers that follow a JSON schema or a grammar"),
+}
+_DISK_BYTES = 64 << 20  # written and read to measure a disk
+_DISK_SECONDS = 2.0  # a slow disk is measured with less
+_COUNT_SECONDS = 2.0  # for the files of a cache
+_DISK_ROOM = 1 << 30  # free bytes below which a disk is left alone
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show what penstock finds on this machine and what it can use.
+    """Show what penstock finds on this machine and what is missing.
 
     Every SIMD instruction set is tried in a child process, because using one that the machine lists but does not
-    really have kills the process. Things that are missing are named with the way to get them; they are no error.
+    really have kills the process. The disk on which models are kept is measured with a file of 64 MB that nobody sees.
+    Things that are missing are named with the way to get them; they are no error.
 
     \b
     Examples:
@@ -69,10 +86,16 @@ def examined() -> dict[str, Any]:
         },
         "memory": {"total": total, "free": free},
         "cuda": {"available": False, "driver": _driver(), "torch_built_for": None, "devices": [], "unusable": _DIED},
+        "disk": _disk(hub_cache()),
+        "caches": {"kernels": {}, "triton": _folder(_triton_cache()), "models": _folder(hub_cache())},
         "settings": shown(Settings.from_env()),
     }
     for name in ("numpy", "numba", "llvmlite"):
         _note_package(report, name)
+    for name in (*_LIBRARIES, *(name for names, _ in _EXTRAS.values() for name in names)):
+        report["packages"][name] = _version(name)
+    report["caches"]["kernels"] = _kernel_cache()
+    report["caches"]["models"]["models"] = cached_models()
     _ask_accelerator(report)
     report["notes"] = _notes(report)
     return report
@@ -86,6 +109,82 @@ def _note_package(report: dict[str, Any], name: str) -> None:
         report["packages"][name] = importlib.import_module(name).__version__
     except Exception as error:  # a broken package may raise anything, and that is what is asked here
         report["errors"][name] = _first_line(error)
+
+
+def _version(name: str) -> str | None:
+    """Of a package, without importing it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    """A folder, the files in it and their bytes (links do not count), and whether it can be written.
+
+    Counting ends after a while; then there are more than it says, and `complete` is false.
+    """
+    count = nbytes = 0
+    left, end = [str(path)], time.perf_counter() + _COUNT_SECONDS
+    while left and time.perf_counter() < end:
+        try:
+            with os.scandir(left.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    elif entry.is_file(follow_symlinks=False):
+                        count, nbytes = count + 1, nbytes + entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            continue  # not there, or not ours to look at
+    found = {"folder": str(path), "files": count, "bytes": nbytes, "complete": not left}
+    return found | {"writable": os.access(_there(path), os.W_OK)}
+
+
+def _there(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
+
+
+def _triton_cache() -> Path:
+    home = Path(os.environ.get("TRITON_HOME") or "~", ".triton", "cache")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home).expanduser()
+
+
+def _kernel_cache() -> dict[str, Any]:
+    """Compiled kernels of all versions of penstock, and how many bytes are of this one's."""
+    try:
+        from penstock.backends.cpu._compile import cache_folder
+    except Exception:  # numba is broken, which is noted elsewhere
+        return _folder(Path(os.devnull)) | {"current_bytes": 0}
+    current = cache_folder()
+    return _folder(current.parent) | {"current_bytes": _folder(current)["bytes"]}
+
+
+def _disk(path: Path) -> dict[str, Any]:
+    """The disk of a folder: bytes, and GB/s of writing and of reading, null where that cannot be measured."""
+    folder = _there(path)
+    total, _, free = shutil.disk_usage(folder)
+    found: dict[str, Any] = {"folder": str(folder), "total": total, "free": free}
+    found |= {"write_gb_per_s": None, "read_gb_per_s": None}
+    if free < _DISK_ROOM:
+        return found
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            block, written = bytearray(os.urandom(4 << 20)), 0
+            start = time.perf_counter()
+            while written < _DISK_BYTES and time.perf_counter() - start < _DISK_SECONDS:
+                written += file.write(block)
+            os.fsync(file.fileno())
+            found["write_gb_per_s"] = written / (time.perf_counter() - start) / 1e9
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that it is read from the disk
+            file.seek(0)
+            start = time.perf_counter()
+            while file.readinto(block):
+                pass
+            found["read_gb_per_s"] = written / (time.perf_counter() - start) / 1e9
+    except (OSError, AttributeError):  # read-only, full, or a system that has no such advice
+        pass
+    return found
 
 
 def _first_line(error: Exception) -> str:
@@ -133,7 +232,9 @@ def print_accelerator() -> None:
     devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
-        devices.append({"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "memory": gpu.total_memory})
+        free = torch.cuda.mem_get_info(index)[0]
+        capability = f"{gpu.major}.{gpu.minor}"
+        devices.append({"name": gpu.name, "capability": capability, "memory": gpu.total_memory, "free": free})
     found = {"available": bool(devices), "devices": devices, "unusable": unusable()}
     print(json.dumps({"cuda": found}), flush=True)
 
@@ -152,6 +253,14 @@ def _notes(report: dict[str, Any]) -> list[str]:
         elif version is not None and not first <= _minor(version) <= last:
             tested = " to ".join(".".join(map(str, bound)) for bound in (first, last))
             notes.append(f"{name} {version} is outside the tested range {tested}: {INSTALL}")
+    for extra, (names, purpose) in _EXTRAS.items():
+        if missing := [name for name in names if report["packages"][name] is None]:
+            verb = "is" if len(missing) == 1 else "are"
+            install = f"pip install 'penstock[{extra}]'"
+            notes.append(f"{', '.join(missing)} {verb} not installed; only needed {purpose}: {install}")
+    if not report["caches"]["kernels"]["writable"]:
+        folder = report["caches"]["kernels"]["folder"]
+        notes.append(f"{folder} cannot be written: every process compiles its kernels; PENSTOCK_CACHE_DIR moves it")
     if not report["cuda"]["devices"]:
         notes.append(_why_no_gpu(report))
     for gpu in report["cuda"]["devices"]:
@@ -182,6 +291,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("python", f"{report['python']} ({report['executable']})"),
         ("platform", report["platform"]),
         *((name, report["packages"][name] or "not found") for name in ("numpy", "numba", "llvmlite")),
+        ("libraries", ", ".join(f"{name} {report['packages'][name] or 'not found'}" for name in _LIBRARIES)),
+        *((extra, _extra(report, extra)) for extra in _EXTRAS),
         ("cpu", f"{cpu['model']} ({cpu['architecture']})"),
         ("cores", f"{cpu['physical_cores']} physical, {cpu['threads']} threads usable"),
         ("memory", f"{_gib(memory['total'])} usable, {_gib(memory['free'])} free"),
@@ -191,12 +302,19 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("simd listed only", " ".join(cpu["unusable"])))
     rows += ((name, report["packages"][name] or "not found") for name in ("torch", "triton"))
     gpus = [
-        f"{gpu['name']}, compute capability {gpu['capability']}, {_gib(gpu['memory'])}"
+        f"{gpu['name']}, compute capability {gpu['capability']}, {_gib(gpu['memory'])}, {_gib(gpu.get('free', 0))} free"
         for gpu in report["cuda"]["devices"]
     ]
     rows.append(("cuda", "; ".join(gpus) or "not available"))
     why = report["cuda"]["unusable"]
     rows.append(("models run on", "cuda" if why is None else f"cpu ({why})"))
+    disk, caches = report["disk"], report["caches"]
+    speeds = (f", {what} {_rate(disk[f'{what}_gb_per_s'])}" for what in ("write", "read"))
+    rows.append(("disk", f"{_gib(disk['free'])} of {_gib(disk['total'])} free{''.join(speeds)} ({disk['folder']})"))
+    count = len(caches["models"]["models"])
+    rows.append(("model cache", f"{count} model{'s' * (count != 1)}, {_held(caches['models'])}"))
+    rows.append(("kernel cache", f"{_held(caches['kernels'])}, {_mib(caches['kernels']['current_bytes'])} in use"))
+    rows.append(("triton cache", _held(caches["triton"])))
     values = report["settings"]
     changed = [f"{variable(f)}={values[f.name]}" for f in fields(Settings) if values[f.name] != f.default]
     rows.append(("settings", " ".join(changed) or "defaults"))
@@ -205,3 +323,21 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size else "unknown"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size < 2**30 else f"{size / 2**30:.1f} GiB"
+
+
+def _rate(speed: float | None) -> str:
+    return "not measured" if speed is None else f"{speed:.2f} GB/s"
+
+
+def _held(cache: dict[str, Any]) -> str:
+    return f"{'' if cache['complete'] else 'more than '}{_mib(cache['bytes'])} in {cache['folder']}"
+
+
+def _extra(report: dict[str, Any], name: str) -> str:
+    names, purpose = _EXTRAS[name]
+    found = [f"{package} {report['packages'][package]}" for package in names if report["packages"][package]]
+    return ", ".join(found) if len(found) == len(names) else f"not installed ({purpose})"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from penstock.cli._model import UsageError
-from penstock.cli._output import print_json, print_table
+from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import InvalidArgument, KernelNotFound
 
 if TYPE_CHECKING:
@@ -239,10 +239,7 @@ def _show(report: "Report", every: bool, html: Path | None, as_json: bool) -> No
     if html is not None:
         from penstock.cli._trace_html import page
 
-        try:
-            html.write_text(page(report), encoding="utf-8")
-        except OSError as error:
-            raise InvalidArgument(f"--html: {html}: {error.strerror or error}") from None
+        write_page("--html", html, page(report))
     if as_json:
         print_json(_json(report))
         return

@@ -13,18 +13,22 @@ import typer
 from penstock._version import __version__
 from penstock.cli.bench import bench
 from penstock.cli.chat import chat
+from penstock.cli.convert import convert
 from penstock.cli.doctor import doctor
 from penstock.cli.generate import generate
+from penstock.cli.inspect import inspect
 from penstock.cli.kernels import kernels
 from penstock.cli.pack import pack
+from penstock.cli.perplexity import perplexity
 from penstock.cli.plan import plan
 from penstock.cli.routes import routes
 from penstock.cli.serve import serve
+from penstock.cli.verify import verify
 from penstock.errors import PenstockError
 from penstock.settings import Settings
 
 # Plain help text: it reads the same on a terminal, in a pipe and in a pager, at any width.
-app = typer.Typer(name="penstock", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(name="penstock", pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command(context_settings={"allow_extra_args": True})(generate)
 app.command()(chat)
 app.command()(serve)
@@ -34,6 +38,10 @@ app.command("benchmark", hidden=True)(bench)  # as mlx-lm calls it
 app.command()(plan)
 app.command()(pack)
 app.command()(routes)
+app.command()(convert)
+app.command()(perplexity)
+app.command()(inspect)
+app.command()(verify)
 app.command()(kernels)
 app.command()(doctor)
 
@@ -56,8 +64,18 @@ def penstock(
 ) -> None:
     """Run quantized Mixture-of-Experts language models on NVIDIA GPUs and plain CPUs.
 
+    Every command has --help with examples. Results go to stdout, remarks and progress to stderr; bars and colours are
+    for terminals alone, and NO_COLOR turns colours off. Settings are PENSTOCK_... variables, which penstock doctor
+    shows.
+
+    The exit status is 0 if all went well, 1 after a failure, 2 after wrong usage, 130 after an interrupt.
+
     \b
-    Example: penstock kernels rms_norm
+    Examples:
+      penstock generate --prompt "Tell me a story about a fox."
+      penstock inspect qwen3.6-35b-a3b
+      penstock doctor
+      penstock --install-completion
     """
     if context.invoked_subcommand is None:
         print(context.get_help())

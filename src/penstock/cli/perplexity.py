@@ -1,0 +1,189 @@
+"""penstock perplexity: how well a model predicts a text, and how far its predictions are from another model's."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from penstock.cli._model import MODEL, REFUSED, SEED, AnyModel, UsageError, complete_model, note, verb
+from penstock.cli._output import print_json, print_table, progress_bar
+from penstock.errors import CheckpointError, InvalidArgument
+
+if TYPE_CHECKING:
+    from penstock.api import LLM
+    from penstock.engine.perplexity import Evaluation
+    from penstock.engine.tokenizer import Tokenizer
+
+_TEXT_LIMIT = 64 << 20  # bytes; the test set of WikiText-2 has 1.3 MB
+
+
+@verb(REFUSED)
+def perplexity(
+    *,
+    argument: Annotated[str | None, MODEL] = None,
+    model: AnyModel,
+    data_path: Annotated[Path, typer.Option("--data-path", "-f", "--file", metavar="FILE", help="Text in UTF-8.")],
+    sequence_length: Annotated[
+        int, typer.Option("--sequence-length", metavar="N", min=2, help="Tokens of a window.")
+    ] = 512,
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", metavar="N", min=-1, help="Windows at most; -1 takes the whole text.")
+    ] = 256,
+    seed: Annotated[int | None, SEED] = None,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "--batch-size", metavar="N", min=1, help="Known from mlx-lm; windows run one at a time, whatever it is."
+        ),
+    ] = 8,
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            "--reference",
+            metavar="M",
+            help="Compare with this model: folder, .gguf file or hub id.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
+    reference_device: Annotated[
+        Literal["auto", "cpu", "cuda", "reference"] | None,
+        typer.Option("--reference-device", help="Where the reference runs; as --device if left out."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", "-t", metavar="N", min=1, help="Threads; all physical cores if left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure how well a model predicts a text.
+
+    The text is cut into windows of --sequence-length tokens, from its start or drawn with --seed, each read from an
+    empty context; a model that wants a beginning-of-text token gets it in every window. Perplexity is exp of the mean
+    of -log p over all tokens but the first of each window, with its standard error.
+
+    With --reference also the Kullback-Leibler divergence KL(reference | model) of the predictions, in nats, and the
+    share of predictions whose likeliest token is the same. Both models are loaded together.
+
+    \b
+    Examples:
+      penstock perplexity --data-path README.md --sequence-length 256
+      penstock perplexity ./my-model-4bit --data-path wiki.txt --num-samples -1
+      penstock perplexity ./my-model-4bit --data-path wiki.txt --reference ./my-model --json
+    """
+    chosen = model.given(argument)
+    if num_samples == 0:
+        raise UsageError("--num-samples: is 0, expected at least 1, or -1 for the whole text")
+    if reference is None and reference_device is not None:
+        raise UsageError("--reference-device: expected together with --reference")
+    from penstock.engine.perplexity import evaluate, windows
+
+    text = _read(data_path)
+    notify = None if as_json else note
+    llm = chosen._load(None, threads, notify)
+    tokens, prefix = encoded(llm.tokenizer, text)
+    _check_length(chosen.name, llm, sequence_length, len(prefix))
+    try:
+        rows = windows(tokens, sequence_length, None if num_samples < 0 else num_samples, prefix, seed)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{data_path}: {str(error).removeprefix('perplexity: ')}") from None
+    other = None
+    if reference is not None:
+        second = replace(chosen, model=reference, device=reference_device or chosen.device, revision=None)
+        other = second._load(None, threads, notify)
+        _check_length(second.name, other, sequence_length, len(prefix))
+        _check_alike(llm, other, text, tokens)
+        if notify is not None and llm._engine.device == other._engine.device == "cpu":
+            _remark_memory(llm, other)
+    with progress_bar("windows", len(rows)) as advance:
+        found = evaluate(
+            llm._engine,
+            rows,
+            None if other is None else other._engine,
+            lambda done, value: advance(1, f"perplexity {value:.3f}"),
+        )
+    about = {"model": chosen.name, "reference": reference, "data": str(data_path), "bos": bool(prefix)}
+    _show(found, about, llm.stats().peak_memory / 1e9, as_json)
+
+
+def _read(path: Path) -> str:
+    """The text of a file. Raises CheckpointError, naming it, for anything but UTF-8 of a sensible size."""
+    from penstock.weights.files import kind_of, read_bounded
+
+    if not path.exists() and not path.is_symlink():
+        raise CheckpointError(f"{path}: no such file, expected a text in UTF-8 (datasets of the hub are not supported)")
+    data = read_bounded(path, _TEXT_LIMIT)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        found = kind_of(data[:512]) or f"byte {error.start} is not UTF-8"
+        raise CheckpointError(f"{path}: {found}, expected plain text") from None
+    if not text.strip():
+        raise CheckpointError(f"{path}: {'is empty' if not text else 'has no words'}, expected a text")
+    return text
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
+    """The tokens of a text, and those that the tokenizer puts before every text, such as a BOS."""
+    plain, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
+    start = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
+    return tokenizer.encode(text, add_special_tokens=False), whole[:start]
+
+
+def _check_length(name: str, llm: LLM, length: int, before: int) -> None:
+    least, most = before + 2, llm.max_context
+    if not least <= length <= most:
+        raise InvalidArgument(f"--sequence-length: is {length}, expected {least} to {most} (the context of {name})")
+
+
+def _check_alike(llm: LLM, other: LLM, text: str, tokens: list[int]) -> None:
+    """Both models read the same tokens. Raises InvalidArgument with the numbers that differ."""
+    own, theirs = llm.config.vocab_size, other.config.vocab_size
+    if own != theirs:
+        raise InvalidArgument(f"--reference: its vocabulary has {theirs} tokens, expected {own} as the model's")
+    found, _ = encoded(other.tokenizer, text)
+    if found != tokens:
+        at = next((n for n, pair in enumerate(zip(found, tokens, strict=False)) if pair[0] != pair[1]), len(tokens))
+        raise InvalidArgument(
+            f"--reference: its tokenizer makes {len(found)} tokens of the text, the model's {len(tokens)}, and they "
+            f"differ from token {at} on, expected the same vocabulary"
+        )
+
+
+def _remark_memory(llm: LLM, other: LLM) -> None:
+    from penstock.engine.memory import available_memory
+
+    need, free = llm.stats().weight_bytes + other.stats().weight_bytes, available_memory()
+    if need > free:
+        note(
+            f"both models have {need / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB of memory are free: "
+            "every window reads them from disk"
+        )
+
+
+def _show(found: Evaluation, about: dict[str, Any], peak: float, as_json: bool) -> None:
+    values = asdict(found)
+    other = values.pop("divergence")
+    if as_json:
+        values = about | values | {"tokens_per_second": found.tokens_per_second, "peak_memory": peak}
+        print_json(values | {"divergence": other})
+        return
+    rows = [("Perplexity", f"{found.perplexity:.3f} ± {found.perplexity_error:.3f}")]
+    if found.divergence is not None:
+        other = found.divergence
+        rows += [
+            ("Reference", f"{other.perplexity:.3f} ± {other.perplexity_error:.3f}"),
+            ("Ratio", f"{other.ratio:.5f} ± {other.ratio_error:.5f}"),
+            ("KL divergence", f"mean {other.kl_mean:.6f} ± {other.kl_error:.6f}, median {other.kl_median:.6f}"),
+            ("", f"95 % {other.kl_95:.6f}, 99 % {other.kl_99:.6f}, max {other.kl_max:.6f}"),
+            ("Same top token", f"{other.same_top:.2%} ± {other.same_top_error:.2%}"),
+            ("Change of p", f"{other.rms_probability:.2%} (root mean square)"),
+        ]
+    bos = ", each with a BOS" if about["bos"] else ""
+    rows += [
+        ("Tokens", f"{found.predictions} predicted in {found.windows} windows of {found.length}{bos}"),
+        ("Time", f"{found.seconds:.2f} s, {found.tokens_per_second:.1f} tokens-per-sec"),
+        ("Peak memory", f"{peak:.3f} GB"),
+    ]
+    print_table(("", "value"), rows, wrap=("value",), header=False)

@@ -1,0 +1,426 @@
+"""GGUF files as MLX models: names, rows in mlx-lm's order, blocks of codes as groups of 32, and the tokenizer.
+
+Q4_0, Q4_1 and Q8_0 are affine codes in groups of 32 with float16 scales, so they keep every value. The other block
+formats are dequantized, and what becomes of them is rounded again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.convert.layout import PARTS, Plan, nothing
+from penstock.convert.rows import Cast, Dequantized, Files, Rows, Stored, Whole
+from penstock.dtypes import bfloat16
+from penstock.errors import CheckpointError, InvalidArgument
+from penstock.models.gguf import _ROPE_FACTORS, GgufModel, _name
+from penstock.models.source import Weight
+from penstock.weights.files import short
+from penstock.weights.gguf import SUPPORTED, GgufFile, _reorder_nibbles
+
+if TYPE_CHECKING:
+    from penstock.convert.run import Options
+
+GROUP = 32
+
+_DENSE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": bfloat16}
+_HALF = np.dtype(np.float16)
+# Formats whose codes are affine in groups of 32: bytes of a block, bits, and the bias in scales (None: it has its own).
+_EXACT = {"Q4_0": (18, 4, -8), "Q4_1": (20, 4, None), "Q8_0": (34, 8, -128)}
+
+
+class AnyGgufFile(GgufFile):
+    """A file of which the types that can only be dequantized are taken as well."""
+
+    def check_supported(self, name: str) -> None:
+        if self._info(name).type not in _BLOCKS:
+            super().check_supported(name)
+
+
+def plan(path: Path, options: Options) -> tuple[Plan, GgufFile]:
+    """The tensors of a file in mlx-lm's names, none of them read yet; options as in `run.Options`.
+
+    Raises CheckpointError for a file that is damaged or of a model that is not supported, InvalidArgument for types
+    that would have to be rounded again and were not allowed to.
+    """
+    model = GgufModel(AnyGgufFile.open(path))
+    file = model.file
+    config = model.config | _frequencies(model) | _said_elsewhere(model)
+    wanted = _Asked(model)
+    model.family.read_weights(wanted, model.read_config())
+    _check_types(file, wanted, options)
+    tensors: dict[str, Rows] = {}
+    formats: dict[str, tuple[int, int]] = {}
+    rounded: dict[str, tuple[int, int]] = {}
+    files = Files()
+    for asked, shape in wanted.shapes.items():
+        target = asked if asked == "lm_head" else f"model.{asked}"
+        whole = target if asked.endswith(".bias") else f"{target}.weight"
+        name = _name(asked)
+        if name not in file:
+            tensors[whole] = Whole(shape, np.dtype(np.float32), lambda shape=shape: np.zeros(shape, np.float32))
+            continue
+        info = file.tensors[name]
+        order = model.source._order(asked.removesuffix(".bias"), shape[0])
+        if info.type in _DENSE:
+            rows = _taken(Stored(files, path, info.start, shape, _DENSE[info.type]), order, asked.endswith(".bias"))
+            tensors[whole] = rows
+            continue
+        raw = Stored(files, path, info.start, (*shape[:-1], info.nbytes // math.prod(shape[:-1])), np.dtype(np.uint8))
+        blocks = _taken(raw, order)
+        if info.type not in _EXACT:
+            tensors[whole] = Cast(_Decoded(blocks, info.type, shape), _HALF, name)
+            if not options.quantize and not options.dequantize:
+                size = options.q_group_size or GROUP
+                rounded[target] = options.q_bits or _BLOCKS[info.type].bits, size if shape[-1] % size == 0 else GROUP
+            continue
+        bits = _EXACT[info.type][1]
+        parts = [_Codes(blocks, info.type, shape, part, f"{path}: tensor {name}") for part in PARTS]
+        if options.dequantize or (options.requantize and options.quantize):
+            tensors[whole] = Dequantized(parts[0], parts[1], parts[2], bits, GROUP)
+        else:
+            tensors |= {f"{target}.{part}": rows for part, rows in zip(PARTS, parts, strict=True)}
+            formats[target] = bits, GROUP
+    unused = sorted(name for name in file.tensors if name not in {_name(asked) for asked in wanted.shapes})
+    notices = list(file.notices)
+    if unused := [name for name in unused if name != _ROPE_FACTORS]:
+        shown = ", ".join(map(short, unused[:3])) + (" …" if len(unused) > 3 else "")
+        notices.append(f"{path}: {len(unused)} tensors are not part of the model and left out: {shown}")
+    layers = model.config["num_hidden_layers"]
+    return Plan(tensors, formats, config, layers, frozenset(), tuple(notices), rounded), file
+
+
+def _check_types(file: GgufFile, wanted: _Asked, options: Options) -> None:
+    types = {name: file.tensors[name].type for name in map(_name, wanted.shapes) if name in file}
+    lossy = [name for name, type in types.items() if type in _BLOCKS]
+    if lossy and not (options.requantize or options.dequantize):
+        more = f" and {len(lossy) - 1} others" if len(lossy) > 1 else ""
+        raise InvalidArgument(
+            f"{file.path}: tensor {lossy[0]} is {types[lossy[0]]}{more}, expected Q4_0, Q4_1, Q8_0 or floats, which "
+            "lose nothing; requantize rounds the others again, dequantize makes all dense"
+        )
+    quantized = [name for name, type in types.items() if type in _EXACT or type in _BLOCKS]
+    if quantized and options.quantize and not options.requantize:
+        raise InvalidArgument(
+            f"{file.path}: tensor {quantized[0]} is {types[quantized[0]]} already, expected floats to quantize; "
+            "requantize rounds it again, without quantize it keeps its values"
+        )
+
+
+class _Asked:
+    """A `models.source.Source` over the tensors of a file that notes which of them the model wants, in what shapes."""
+
+    layout = "mlx"
+
+    def __init__(self, model: GgufModel) -> None:
+        self._model = model
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._model.source
+
+    def weight(self, path: str, *shape: int) -> Weight:
+        file, name = self._model.file, _name(path)
+        if name not in file:
+            raise CheckpointError(f"{file.path}: has no tensor {name!r}, expected it by the metadata")
+        if file.tensors[name].shape != shape:
+            found = f"has shape {file.tensors[name].shape}, expected {shape} by the metadata"
+            raise CheckpointError(f"{file.path}: tensor {name} {found}")
+        self.shapes[path] = shape
+        return nothing(shape)
+
+    def vector(self, path: str, *shape: int) -> np.ndarray:
+        if path.endswith(".bias") and path not in self:
+            self.shapes[path] = shape
+            return nothing(shape)
+        self.weight(path, *shape)
+        file, name = self._model.file, _name(path)
+        if file.tensors[name].type not in _DENSE:
+            kind = file.tensors[name].type
+            raise CheckpointError(f"{file.path}: tensor {name} is {kind}, expected F32, F16 or BF16")
+        return nothing(shape)
+
+    def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
+        return self.weight(path, *shape)
+
+    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
+        return self._model.source.stack(paths, *shape)
+
+
+def _frequencies(model: GgufModel) -> dict[str, Any]:
+    """rope_scaling for the factors of Llama 3.1, which config.json has as four numbers."""
+    if _ROPE_FACTORS not in model.file:
+        return {}
+    width = int(model.config["head_dim"] * model.config.get("partial_rotary_factor", 1.0))
+    factors = model.source.factors(width // 2)
+    waves = model.config["rope_theta"] ** (-np.arange(0, width, 2) / width) / (2 * math.pi)
+    low, high, factor = 1.0, 4.0, float(str(np.float32(factors.max())))
+    for original in (1 << n for n in range(6, 21)):
+        blend = np.clip((original * waves - low) / (high - low), 0, 1)
+        if np.allclose(1 / (blend + (1 - blend) / factor), factors, rtol=1e-5):
+            break
+    else:
+        raise CheckpointError(
+            f"{model.file.path}: {_ROPE_FACTORS} is none that config.json can say, expected Llama 3's"
+        )
+    return {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        }
+    }
+
+
+def _said_elsewhere(model: GgufModel) -> dict[str, Any]:
+    """Keys that penstock does without and mlx-lm asks for."""
+    if model.config["model_type"] != "qwen3_moe":
+        return {}
+    width = model.file.metadata.get("qwen3moe.feed_forward_length", model.config["moe_intermediate_size"])
+    return {"intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Rows in another order; those that are next to each other afterwards were near each other before."""
+
+    whole: Rows
+    order: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.whole.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        chosen = self.order[start:stop]
+        first, last = int(chosen.min()), int(chosen.max())
+        return self.whole.read(first, last + 1)[chosen - first]
+
+
+def _taken(rows: Rows, order: np.ndarray | None, vector: bool = False) -> Rows:
+    if order is None:
+        return rows
+    if vector:  # a bias: its one row holds what the rows of the matrix make
+        return Whole(rows.shape, rows.dtype, lambda: rows.read(0, 1)[0][order])
+    return _Taken(rows, order)
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """Packed words, scales or biases of Q4_0, Q4_1 or Q8_0, made of the bytes of its blocks."""
+
+    blocks: Rows
+    type: str
+    full: tuple[int, ...]
+    part: str
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        K = self.full[-1]
+        return (*self.full[:-1], K * _EXACT[self.type][1] // 32 if self.part == "weight" else K // GROUP)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint32) if self.part == "weight" else _HALF
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        nbytes, bits, offset = _EXACT[self.type]
+        data = self.blocks.read(start, stop).reshape(-1, nbytes)
+        if self.part == "weight":
+            codes = np.ascontiguousarray(data[:, nbytes - GROUP * bits // 8 :])
+            if bits == 8:
+                codes ^= 128  # signed to unsigned
+            else:
+                _reorder_nibbles(codes.view("<u2").reshape(-1), ordered := np.empty((len(codes), 2), np.uint64))
+                codes = ordered
+            return codes.view("<u4").reshape(stop - start, -1)
+        own = self.part == "biases" and offset is None
+        found = np.ascontiguousarray(data[:, 2:4] if own else data[:, :2]).view(_HALF)
+        if self.part == "biases" and offset is not None:
+            with np.errstate(over="ignore"):
+                found = found * _HALF.type(offset)
+        if not np.isfinite(found).all():
+            raise CheckpointError(
+                f"{self.name} has a scale that is not finite or too large, expected float16 to hold it"
+            )
+        return found.reshape(stop - start, -1)
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """The numbers of a block format, float32."""
+
+    blocks: Rows
+    type: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.float32)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        format = _BLOCKS[self.type]
+        data = self.blocks.read(start, stop)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when it is rounded
+            return format.decode(data.reshape(-1, format.nbytes)).reshape(stop - start, -1)
+
+
+@dataclass(frozen=True)
+class _Format:
+    """A block format: bytes of a block, how its bytes [n, nbytes] become numbers, and bits that keep most of them."""
+
+    nbytes: int
+    decode: Callable[[np.ndarray], np.ndarray]
+    bits: int
+
+
+def _half(data: np.ndarray, start: int) -> np.ndarray:
+    """A float16 of each block as float32 [n, 1]."""
+    return np.ascontiguousarray(data[:, start : start + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(data: np.ndarray) -> np.ndarray:
+    """Low halves, then high halves: [..., b] → [..., 2 b]."""
+    return np.concatenate([data & 15, data >> 4], axis=-1)
+
+
+def _fields(data: np.ndarray, bits: int) -> np.ndarray:
+    """Fields of a byte from the lowest on, those of one place together: [..., b] → [..., 8 / bits, b]."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (data[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
+
+
+def _q5(data: np.ndarray, start: int) -> np.ndarray:
+    high = np.unpackbits(data[:, start : start + 4], axis=1, bitorder="little")
+    return (_nibbles(data[:, start + 4 :]) | (high << 4)).astype(np.float32)
+
+
+def _q5_0(data: np.ndarray) -> np.ndarray:
+    return (_q5(data, 2) - 16) * _half(data, 0)
+
+
+def _q5_1(data: np.ndarray) -> np.ndarray:
+    return _q5(data, 4) * _half(data, 0) + _half(data, 2)
+
+
+def _q2_k(data: np.ndarray) -> np.ndarray:
+    scales = data[:, :16].astype(np.uint8)
+    codes = _fields(data[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16).astype(np.float32)
+    d, least = _half(data, 80), _half(data, 82)
+    return codes * (d * (scales & 15))[..., None] - (least * (scales >> 4))[..., None]
+
+
+def _q3_k(data: np.ndarray) -> np.ndarray:
+    codes = _fields(data[:, 32:96].reshape(-1, 2, 32), 2)  # [n, 2, 4, 32]
+    high = _fields(data[:, :32], 1).reshape(-1, 2, 4, 32)
+    values = codes.astype(np.int8) - ((high ^ 1) << 2).astype(np.int8)
+    low = _nibbles(data[:, 96:104])
+    scales = (low | (_fields(data[:, 104:108], 2).reshape(-1, 16) << 4)).astype(np.int8) - np.int8(32)
+    return values.reshape(-1, 16, 16).astype(np.float32) * (_half(data, 108) * scales)[..., None]
+
+
+def _k_scales(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales and minima of 8 groups, 6 bits each, from 12 bytes."""
+    first, second, third = data[:, :4], data[:, 4:8], data[:, 8:12]
+    scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=1)
+    least = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=1)
+    return scales.astype(np.float32), least.astype(np.float32)
+
+
+def _k_affine(data: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    scales, least = _k_scales(data[:, 4:16])
+    return codes.astype(np.float32) * (_half(data, 0) * scales)[..., None] - (_half(data, 2) * least)[..., None]
+
+
+def _q4_k(data: np.ndarray) -> np.ndarray:
+    return _k_affine(data, _fields(data[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32))
+
+
+def _q5_k(data: np.ndarray) -> np.ndarray:
+    codes = _fields(data[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    return _k_affine(data, codes | (_fields(data[:, 16:48], 1) << 4))
+
+
+def _q6_k(data: np.ndarray) -> np.ndarray:
+    low = _fields(data[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 2, 4, 32)
+    high = _fields(data[:, 128:192].reshape(-1, 2, 32), 2)
+    values = (low | (high << 4)).astype(np.int8) - np.int8(32)
+    scales = _half(data, 208) * np.ascontiguousarray(data[:, 192:208]).view(np.int8)
+    return values.reshape(-1, 16, 16).astype(np.float32) * scales[..., None]
+
+
+_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+
+def _iq4_nl(data: np.ndarray) -> np.ndarray:
+    return _LEVELS[_nibbles(data[:, 2:])] * _half(data, 0)
+
+
+def _iq4_xs(data: np.ndarray) -> np.ndarray:
+    high = np.ascontiguousarray(data[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = _fields(data[:, 4:8], 4).swapaxes(1, 2).reshape(-1, 8)
+    scales = _half(data, 0) * ((low | (high << 4)).astype(np.float32) - 32)
+    return _LEVELS[_nibbles(data[:, 8:].reshape(-1, 8, 16))] * scales[..., None]
+
+
+# Two groups of 16 with scales of their own share one of 32: one bit more keeps what the smaller of them had.
+_BLOCKS = {
+    "Q5_0": _Format(22, _q5_0, 5),
+    "Q5_1": _Format(24, _q5_1, 5),
+    "Q2_K": _Format(84, _q2_k, 3),
+    "Q3_K": _Format(110, _q3_k, 4),
+    "Q4_K": _Format(144, _q4_k, 4),
+    "Q5_K": _Format(176, _q5_k, 5),
+    "Q6_K": _Format(210, _q6_k, 6),
+    "IQ4_NL": _Format(18, _iq4_nl, 5),
+    "IQ4_XS": _Format(136, _iq4_xs, 5),
+}
+assert not _BLOCKS.keys() & {*SUPPORTED}
+
+
+# -- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+def tokenizer_files(file: GgufFile) -> tuple[dict[str, Any], str | None, list[str]]:
+    """JSON files by name, the text of tokenizer.json, and remarks; no files without a tokenizer that is supported."""
+    from penstock.engine.gguf_tokenizer import gguf_tokenizer
+
+    try:
+        found = gguf_tokenizer(file)
+    except CheckpointError as error:
+        remark = f"the tokenizer is left out, expected its files from the model that the GGUF was made of: {error}"
+        return {}, None, [remark]
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    ends = sorted(found.eos_ids)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    generation: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    if found.bos_id is not None:
+        settings["bos_token"] = tokens[found.bos_id]
+        generation["bos_token_id"] = found.bos_id
+    eos = file.metadata.get("tokenizer.ggml.eos_token_id", ends[0] if ends else None)
+    if eos is not None:
+        settings["eos_token"] = tokens[eos]
+    key = "tokenizer.chat_template"
+    named = {name.removeprefix(f"{key}."): text for name, text in file.metadata.items() if name.startswith(f"{key}.")}
+    if named:
+        templates = {"default": file.metadata[key], **named} if key in file.metadata else named
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    elif key in file.metadata:
+        settings["chat_template"] = file.metadata[key]
+    made = {"tokenizer_config.json": settings, "generation_config.json": generation}
+    return made, found.backend.to_str(pretty=True), []

@@ -1,0 +1,369 @@
+"""From the names and shapes of released files to those of mlx-lm: prefixes, experts in stacks, norms, latent heads.
+
+The result is checked by the code that runs the model: its family reads the weights from the plan, so that a tensor that
+is missing or of another shape is found before anything is written, and one that the model does not have is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock import models
+from penstock.convert.rows import (
+    BLOCK,
+    BlockScaled,
+    Dequantized,
+    Files,
+    Half,
+    Heads,
+    PlusOne,
+    Rows,
+    Shaped,
+    Stacked,
+    describe,
+    stored,
+)
+from penstock.dtypes import FLOATS, dtype_name
+from penstock.errors import CheckpointError
+from penstock.models.source import Weight
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.files import short
+
+PARTS = ("weight", "scales", "biases")  # of a quantized matrix
+
+_NESTED = ("qwen3_5_moe", "qwen3_5", "gemma4")  # families whose text model mlx-lm keeps below language_model.
+# Norm weights that Hugging Face files of Qwen3.5 and Qwen3-Next hold less 1; those of the prediction layers as well.
+_OFFSET_NORMS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "q_norm.weight",
+    "k_norm.weight",
+    "model.norm.weight",
+    "mtp.norm.weight",
+    "pre_fc_norm_embedding.weight",
+    "pre_fc_norm_hidden.weight",
+)
+_UNUSED = ("rotary_emb.inv_freq", "input_max", "input_min", "output_max", "output_min")  # buffers, not weights
+_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.((?:gate|up|down)_proj\.(?:weight|scales|biases))")
+_JOINED = re.compile(r"(.+)\.experts\.(gate_up|down)_proj")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_SCALE = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model in mlx-lm's names: its tensors, which modules of them are quantized already, and its config.json.
+
+    formats: bits and group size by the path of a module; those modules have `<path>.weight`, `.scales`, `.biases`.
+    extra: names of the layers that predict further tokens, which mlx-lm does not know. rounded: dense modules that are
+    to be quantized in these formats, whatever else is asked for.
+    """
+
+    tensors: dict[str, Rows]
+    formats: dict[str, tuple[int, int]]
+    config: dict[str, Any]
+    layers: int
+    extra: frozenset[str]
+    notices: tuple[str, ...]
+    rounded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class Released(Checkpoint):
+    """A checkpoint whose matrices may also be block-scaled FP8, which penstock reads but does not run."""
+
+    def _read_formats(self, listing: list[str]) -> Any:
+        table = self.config.get("quantization_config")
+        if not isinstance(table, dict) or table.get("quant_method") != "fp8" or self.config.get("quantization"):
+            return super()._read_formats(listing)
+        found = table.get("weight_block_size")
+        if found != [BLOCK, BLOCK] or table.get("fmt", "e4m3") != "e4m3":
+            where = f"{self._config_path}: quantization_config"
+            raise CheckpointError(f"{where} has weight_block_size {short(found)}, expected E4M3 in [{BLOCK}, {BLOCK}]")
+        return None
+
+
+def prefixes(model_type: str) -> tuple[str, str]:
+    """What stands before the names of a text model in mlx-lm, and before its `lm_head`."""
+    base = model_type.removesuffix("_text") if model_type.startswith("qwen") else model_type
+    return ("language_model.model.", "language_model.") if base in _NESTED else ("model.", "")
+
+
+def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> Plan:
+    """The tensors that mlx-lm would have after reading a folder, none of them read yet.
+
+    dense: what is quantized comes dequantized. Raises CheckpointError for a model that is not supported, incomplete,
+    or does not fit its config.
+    """
+    config = checkpoint.config
+    family = models.family_of(config)
+    read = family.read_config(config)
+    prefix, head, layout = family.names(checkpoint, read)
+    tensors, formats = _opened(checkpoint, dense)
+    names = _Names(str(config["model_type"]), prefix, head, len(family.caches(read)), checkpoint.path)
+    tensors, formats = names.renamed(tensors, formats)
+    tensors = _experts_stacked(tensors, str(checkpoint.path))
+    if layout == "hf":
+        tensors = {name: _mlx_form(name, rows, read.model_type) for name, rows in tensors.items()}
+    if family.__name__.endswith("deepseek_v3"):
+        tensors = dict(_latent_heads(tensors, formats, read))
+    extra = {name for name in tensors if names.predicts(name)}
+    checked = Checked(tensors, formats, names.target, names.target_head, str(checkpoint.path))
+    family.read_weights(checked, read)
+    kept = {name for name in tensors if name in checked.used or (keep_mtp and name in extra)}
+    tied = read.tied and f"{names.target_head}lm_head.weight" in tensors
+    if tied:
+        kept -= {f"{names.target_head}lm_head.{part}" for part in PARTS}
+    notices = [*checkpoint.notices, *_left_out(checkpoint.path, tensors.keys() - kept, extra, tied, names.dropped)]
+    return Plan(
+        {name: rows for name, rows in tensors.items() if name in kept},
+        {path: format for path, format in formats.items() if f"{path}.weight" in kept},
+        _config(config, read),
+        names.layers,
+        frozenset(extra & kept),
+        tuple(notices),
+    )
+
+
+def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[str, tuple[int, int]]]:
+    """All tensors by their names in the files, FP8 with its scales as one, and the formats of quantized modules."""
+    files = Files()
+    found: dict[str, Rows] = {name: stored(files, checkpoint, name) for name in checkpoint.names}
+    formats: dict[str, tuple[int, int]] = {}
+    for name in list(found):
+        if name.endswith(f".weight{_SCALE}"):
+            found[name.removesuffix(_SCALE)] = _block_scaled(checkpoint, name, found)
+            del found[name]
+    for name in list(found):
+        if name.endswith(".scales"):
+            path = name.removesuffix(".scales")
+            checkpoint.tensor(path)  # checks its parts against each other and against config.json
+            format = checkpoint.quantization(path)
+            assert format is not None
+            packed, scales, biases = (found.pop(f"{path}.{part}") for part in PARTS)
+            if dense:
+                found[f"{path}.weight"] = Dequantized(packed, scales, biases, *format)
+            else:
+                formats[path] = format
+                found |= {f"{path}.{part}": rows for part, rows in zip(PARTS, (packed, scales, biases), strict=True)}
+    for name, rows in found.items():
+        if isinstance(rows, BlockScaled | Dequantized) or name.rpartition(".")[0] in formats:
+            continue
+        if checkpoint.dtype(name).startswith("float8"):
+            raise CheckpointError(f"{checkpoint.path}: tensor {short(name)} is FP8 without {short(name + _SCALE)}")
+    return found, formats
+
+
+def _block_scaled(checkpoint: Released, name: str, found: Mapping[str, Rows]) -> Rows:
+    matrix = name.removesuffix(_SCALE)
+    where = f"{checkpoint.path}: tensor {short(name)}"
+    if matrix not in found or checkpoint.dtype(matrix) != "float8_e4m3fn" or len(checkpoint.shape(matrix)) != 2:
+        raise CheckpointError(f"{where} has no {short(matrix)} of two axes in F8_E4M3 beside it")
+    scales = found[name]
+    blocks = tuple(-(-size // BLOCK) for size in checkpoint.shape(matrix))
+    if scales.shape != blocks or dtype_name(scales.dtype) not in FLOATS:
+        raise CheckpointError(
+            f"{where} is {describe(scales)}, expected floats {list(blocks)}, one per {BLOCK} x {BLOCK}"
+        )
+    return BlockScaled(found[matrix], scales)
+
+
+class _Names:
+    """Names of the text model with mlx-lm's prefix, and those of the layers that predict further tokens."""
+
+    def __init__(self, model_type: str, prefix: str, head: str, layers: int, folder: Any) -> None:
+        self.prefix, self.head, self.layers, self.folder = prefix, head, layers, folder
+        self.target, self.target_head = prefixes(model_type)
+        self.dropped: list[str] = []
+
+    def renamed(
+        self, tensors: Mapping[str, Rows], formats: Mapping[str, tuple[int, int]]
+    ) -> tuple[dict[str, Rows], dict[str, tuple[int, int]]]:
+        found: dict[str, Rows] = {}
+        for name, rows in tensors.items():
+            new = self.new(name)
+            if new is None:
+                self.dropped.append(name)
+                continue
+            if new in found:
+                raise CheckpointError(f"{self.folder}: two tensors would be called {short(new)}, expected one")
+            found[new] = rows
+        paths = {self.new(f"{path}.weight"): format for path, format in formats.items()}
+        kept = {path.removesuffix(".weight"): format for path, format in paths.items() if path is not None}
+        return found, kept
+
+    def new(self, name: str) -> str | None:
+        if any(part in name for part in _UNUSED):
+            return None
+        start, found, rest = name.partition("mtp.")
+        if found and start in ("", "model.", "language_model.", "model.language_model."):
+            return f"{self.target_head}mtp.{rest}"
+        if name.startswith(self.prefix):
+            return self.target + name.removeprefix(self.prefix)
+        return self.target_head + name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else None
+
+    def predicts(self, name: str) -> bool:
+        layer = _LAYER.search(name)
+        return name.startswith(f"{self.target_head}mtp.") or (layer is not None and int(layer[1]) >= self.layers)
+
+
+def _experts_stacked(tensors: Mapping[str, Rows], where: str) -> dict[str, Rows]:
+    """Experts as mlx-lm has them: one stack for each of gate, up and down."""
+    found: dict[str, Rows] = {}
+    single: dict[str, dict[int, Rows]] = {}
+    for name, rows in tensors.items():
+        if one := _EXPERT.fullmatch(name):
+            single.setdefault(f"{_stack(one[1])}.{one[3]}", {})[int(one[2])] = rows
+        elif joined := _JOINED.fullmatch(name):
+            base = _stack(joined[1])
+            if joined[2] == "down":
+                found[f"{base}.down_proj.weight"] = rows
+            elif len(rows.shape) != 3 or rows.shape[1] % 2:
+                raise CheckpointError(f"{where}: {name} has shape {list(rows.shape)}, expected [E, 2 I, dim]")
+            else:
+                found[f"{base}.gate_proj.weight"] = Half(rows, second=False)
+                found[f"{base}.up_proj.weight"] = Half(rows, second=True)
+        else:
+            found[name] = rows
+    for name, experts in single.items():
+        parts = [experts.get(e) for e in range(len(experts))]
+        missing = next((e for e, rows in enumerate(parts) if rows is None), None)
+        if missing is not None:
+            raise CheckpointError(f"{where}: {name} has {len(experts)} experts, but none of number {missing}")
+        unlike = next((e for e, rows in enumerate(parts) if describe(rows) != describe(parts[0])), None)  # type: ignore[arg-type]
+        if unlike is not None:
+            a, b = (describe(parts[e]) for e in (unlike, 0))  # type: ignore[arg-type]
+            raise CheckpointError(f"{where}: {name}: expert {unlike} is {a}, expected {b} as the others")
+        found[name] = Stacked(tuple(parts))  # type: ignore[arg-type]
+    return found
+
+
+def _stack(base: str) -> str:
+    """Where mlx-lm keeps the experts of a block: `mlp.switch_mlp`, and for Gemma, whose block is the layer, apart."""
+    return f"{base}.switch_mlp" if base.endswith("mlp") else f"{base}.experts.switch_glu"
+
+
+def _mlx_form(name: str, rows: Rows, model_type: str) -> Rows:
+    """What mlx-lm stores in another form than Hugging Face, for Qwen3.5 and Qwen3-Next."""
+    if not model_type.startswith(("qwen3_5", "qwen3_next")):
+        return rows
+    if name.endswith("conv1d.weight") and len(rows.shape) == 3 and rows.shape[1] == 1:
+        C, _, W = rows.shape
+        return Shaped(rows, (C, W, 1))
+    return PlusOne(rows) if name.endswith(_OFFSET_NORMS) and len(rows.shape) == 1 else rows
+
+
+def _latent_heads(tensors: Mapping[str, Rows], formats: Mapping[str, Any], config: Any) -> Iterable[tuple[str, Rows]]:
+    """DeepSeek's kv_b_proj in two: what turns queries into the latent space, and what turns latents into values."""
+    for name, rows in tensors.items():
+        path = name.removesuffix(".kv_b_proj.weight")
+        width = config.nope + config.value_dim
+        if path == name or f"{path}.kv_b_proj" in formats or rows.shape != (config.heads * width, config.kv_rank):
+            yield name, rows
+        else:
+            yield f"{path}.embed_q.weight", Heads(rows, config.heads, 0, config.nope, turned=True)
+            yield f"{path}.unembed_out.weight", Heads(rows, config.heads, config.nope, width, turned=False)
+
+
+class Checked:
+    """A `models.source.Source` over planned tensors: says whether they are a whole model, and which of them it uses.
+
+    Its arrays have shapes and no memory.
+    """
+
+    layout = "mlx"
+
+    def __init__(
+        self, tensors: Mapping[str, Rows], formats: Mapping[str, tuple[int, int]], prefix: str, head: str, where: str
+    ) -> None:
+        self._tensors, self._formats = tensors, formats
+        self._prefix, self._head, self._where = prefix, head, where
+        self.used: set[str] = set()
+
+    def _path(self, path: str) -> str:
+        return (self._head if path == "lm_head" else self._prefix) + path
+
+    def __contains__(self, path: str) -> bool:
+        name = self._path(path)
+        return name in self._tensors or f"{name}.weight" in self._tensors
+
+    def weight(self, path: str, *shape: int) -> Weight:
+        name = self._path(path)
+        rows = self._rows(name)
+        if name in self._formats:
+            bits, _ = self._formats[name]
+            found = (*rows.shape[:-1], rows.shape[-1] * 32 // bits)
+            self.used.update(f"{name}.{part}" for part in PARTS)
+        else:
+            found = rows.shape
+        self._check(name, found, shape)
+        return nothing(shape)
+
+    def vector(self, path: str, *shape: int) -> np.ndarray:
+        name = self._path(path)
+        if name in self._formats:
+            raise CheckpointError(f"{self._where}: {name} is quantized, expected a dense tensor")
+        self._check(name, self._rows(name).shape, shape)
+        return nothing(shape)
+
+    def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
+        self.weight(path, *shape)
+        return nothing((len(order), *shape[1:]))
+
+    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
+        first = next(iter(paths))
+        raise CheckpointError(f"{self._where}: has no experts {short(self._path(first))}, expected them by config.json")
+
+    def _rows(self, name: str) -> Rows:
+        found = next((n for n in (f"{name}.weight", name) if n in self._tensors), None)
+        if found is None:
+            raise CheckpointError(f"{self._where}: has no tensor {short(name + '.weight')}, expected it by config.json")
+        rows = self._tensors[found]
+        if name not in self._formats and dtype_name(rows.dtype) not in FLOATS:
+            raise CheckpointError(
+                f"{self._where}: {found} has dtype {dtype_name(rows.dtype)}, expected one of {', '.join(FLOATS)}"
+            )
+        self.used.add(found)
+        return rows
+
+    def _check(self, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if found != expected:
+            raise CheckpointError(f"{self._where}: {name} has shape {found}, expected {expected} by config.json")
+
+
+def nothing(shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(np.float32(0), shape)
+
+
+def _config(config: Mapping[str, Any], read: Any) -> dict[str, Any]:
+    """config.json without what belongs to other files: vision, names of folders, the quantization of the source."""
+    left = ("_name_or_path", "vision_config", "quantization", "quantization_config")
+    made = {key: value for key, value in config.items() if key not in left}
+    text = made.get("text_config")
+    if isinstance(text, dict):
+        made["text_config"] = {key: value for key, value in text.items() if key not in left[2:]}
+    if made["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text"):
+        made["model_type"] = made["model_type"].removesuffix("_text")  # the only name that mlx-lm has
+    if made["model_type"] == "gemma4":
+        made["vocab_size"] = read.vocab_size  # mlx-lm looks for it here alone
+    return made
+
+
+def _left_out(folder: Any, names: set[str], extra: set[str], tied: bool, dropped: list[str]) -> list[str]:
+    """One remark about parts that are known, one about tensors that nobody knows."""
+    notices = []
+    other = sorted(names - extra)
+    if tied:
+        other = [name for name in other if ".lm_head." not in f".{name}"]
+        notices.append(f"{folder}: lm_head is left out, config.json says that it is tied to the embedding")
+    if skipped := len(names & extra):
+        notices.append(f"{folder}: {skipped} tensors that predict further tokens are left out (--keep-mtp keeps them)")
+    if other or dropped:
+        shown = [*other, *dropped]
+        more = f"{', '.join(map(short, shown[:3]))}{' …' if len(shown) > 3 else ''}"
+        notices.append(f"{folder}: {len(shown)} tensors are not part of the text model and left out: {more}")
+    return notices

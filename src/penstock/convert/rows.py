@@ -1,0 +1,304 @@
+"""Tensors of which rows can be had without the rest, and what a conversion does to them.
+
+A tensor of shape [..., K] is a list of rows of K numbers; one of a single axis is one row. Rows are read from their
+file when they are asked for, so that a conversion never holds more of a tensor than it works on.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from penstock.dtypes import bfloat16, dtype_name, numpy_dtype, round_to
+from penstock.errors import CheckpointError
+from penstock.quant import QuantizedTensor
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.mapped import MappedFile
+
+BLOCK = 128  # rows and columns that share a scale in block-scaled FP8
+
+_OPEN = 16  # files that are kept open
+
+
+class Rows(Protocol):
+    """shape [..., K], the dtype of what `read` returns, and the rows [start, stop) as an array [stop − start, K]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def read(self, start: int, stop: int) -> np.ndarray: ...
+
+
+def row_count(rows: Rows) -> int:
+    return math.prod(rows.shape[:-1])
+
+
+def row_bytes(rows: Rows) -> int:
+    return (rows.shape[-1] if rows.shape else 1) * rows.dtype.itemsize
+
+
+class Files:
+    """Opens files for reading and keeps a few of them; one whose size changed since the first time is refused."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[Path, int] = {}
+        self._open = functools.lru_cache(_OPEN)(MappedFile)
+
+    def read_into(self, path: Path, out: np.ndarray, start: int) -> None:
+        """Fill a contiguous array. Raises CheckpointError for a file that is damaged or no longer what it was."""
+        file = self._open(path)
+        file.check_size()
+        size = self._sizes.setdefault(path, file.size)
+        if file.size != size:
+            raise CheckpointError(f"{path}: has {file.size} bytes, expected the {size} it had before")
+        file.read_into(out.reshape(-1).view(np.uint8).data, start)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as it lies in a file, from byte `start` on."""
+
+    files: Files
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        out = np.empty((stop - start, self.shape[-1] if self.shape else 1), self.dtype)
+        if out.size:
+            self.files.read_into(self.path, out, self.start + start * row_bytes(self))
+        return out
+
+
+def stored(files: Files, checkpoint: Checkpoint, name: str) -> Stored:
+    """A tensor of a checkpoint; FP8 formats come as raw bytes."""
+    path, start, _ = checkpoint.location(name)
+    dtype = checkpoint.dtype(name)
+    raw = np.dtype(np.uint8) if dtype.startswith("float8") else numpy_dtype(dtype)
+    return Stored(files, path, start, checkpoint.shape(name), raw)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor that is made in one piece, when its first row is asked for; kept until its last one was read."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_made", None)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        made: np.ndarray | None = self._made  # type: ignore[attr-defined]
+        if made is None:
+            made = self.make()
+            assert made.shape == self.shape and made.dtype == self.dtype
+        last = stop >= row_count(self)
+        object.__setattr__(self, "_made", None if last else made)
+        return made.reshape(row_count(self), -1)[start:stop]
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """The same numbers in another shape; for small tensors, of which it reads all."""
+
+    rows: Rows
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.rows.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.rows.read(0, row_count(self.rows)).reshape(row_count(self), -1)[start:stop]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape and dtype as one with a new first axis."""
+
+    parts: tuple[Rows, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        pieces = [self.parts[n].read(a, b) for n, a, b in runs(start, stop, row_count(self.parts[0]))]
+        return _joined(pieces)
+
+
+@dataclass(frozen=True)
+class Half:
+    """The first or second half of the rows of each matrix: [E, 2 N, K] → [E, N, K]."""
+
+    whole: Rows
+    second: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, rows, K = self.whole.shape
+        return (*lead, rows // 2, K)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.whole.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        N = self.shape[-2]
+        places = ((n * 2 * N + self.second * N, a, b) for n, a, b in runs(start, stop, N))
+        return _joined([self.whole.read(first + a, first + b) for first, a, b in places])
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A part of each head's rows: [H · width, K] → rows [first, last) of each head as [H, last − first, K].
+
+    turned: each head's matrix transposed, [H, K, last − first].
+    """
+
+    whole: Rows
+    heads: int
+    first: int
+    last: int
+    turned: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count, K = self.last - self.first, self.whole.shape[-1]
+        return (self.heads, K, count) if self.turned else (self.heads, count, K)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.whole.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        width = row_count(self.whole) // self.heads
+        pieces = []
+        for head, a, b in runs(start, stop, self.shape[1]):
+            matrix = self.whole.read(head * width + self.first, head * width + self.last)
+            pieces.append((matrix.T if self.turned else matrix)[a:b])
+        return np.ascontiguousarray(_joined(pieces))
+
+
+@dataclass(frozen=True)
+class PlusOne:
+    """x + 1, rounded to the dtype of x."""
+
+    rows: Rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.rows.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return (self.rows.read(start, stop).astype(np.float32) + np.float32(1)).astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """FP8 (E4M3) numbers [N, K], each square of 128 times its scale [⌈N / 128⌉, ⌈K / 128⌉], rounded to bfloat16."""
+
+    codes: Rows
+    scales: Rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return bfloat16
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        numbers = self.codes.read(start, stop).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        first = start // BLOCK
+        scales = self.scales.read(first, -(-stop // BLOCK)).astype(np.float32)
+        scales = scales[np.arange(start, stop) // BLOCK - first].repeat(BLOCK, axis=1)[:, : self.shape[-1]]
+        return round_to(numbers * scales, bfloat16)  # a bfloat16 scale gives the same: the product is exact in float32
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Rounded to another float format. Raises CheckpointError for a number that it cannot hold."""
+
+    rows: Rows
+    dtype: np.dtype
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        found = self.rows.read(start, stop)
+        with np.errstate(over="ignore"):
+            made = found.astype(self.dtype)
+        if self.dtype == np.float16 and not np.isfinite(made).all():
+            wide = found[~np.isfinite(made)].astype(np.float32)
+            raise CheckpointError(f"{self.name}: holds {wide[0]:g}, expected at most 65504, the largest float16")
+        return made
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """The numbers that the codes of a quantized tensor stand for, in the dtype of its scales, rounded as mlx does."""
+
+    packed: Rows
+    scales: Rows
+    biases: Rows
+    bits: int
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.packed.shape[:-1], self.packed.shape[-1] * 32 // self.bits)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.scales.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        from penstock.backends.cpu.quant import dequantize_into
+
+        parts = [part.read(start, stop) for part in (self.packed, self.scales, self.biases)]
+        out = np.empty((stop - start, self.shape[-1]), self.dtype)
+        dequantize_into(QuantizedTensor(parts[0], parts[1], parts[2], self.bits, self.group_size), out)
+        return out
+
+
+def describe(rows: Rows) -> str:
+    return f"{dtype_name(rows.dtype)} {list(rows.shape)}"
+
+
+def runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Rows [start, stop) of a stack of matrices of `size` rows: which matrix, and which rows of it."""
+    while start < stop:
+        n, a = divmod(start, size)
+        b = min(size, a + stop - start)
+        yield n, a, b
+        start += b - a
+
+
+def _joined(pieces: list[Any]) -> np.ndarray:
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -1,0 +1,240 @@
+"""Perplexity of a model on text, and how far its predictions are from those of a reference model.
+
+Text is cut into windows of equal length, and each is read from an empty context. Scores never lie in memory for more
+than a piece of a window: 256 rows of a vocabulary of 250 000 tokens are a quarter of a gigabyte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Generator
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.engine import Engine
+from penstock.errors import BackendError, InvalidArgument
+from penstock.models.step import PAGE
+
+_PIECE = 1 << 28  # bytes of scores that a piece of a window may have
+_BLOCK = 1 << 20  # bytes of scores that are looked at together: they stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Predictions of a model against those of a reference, over the same tokens; `_error` is a standard error.
+
+    kl: the Kullback-Leibler divergence KL(reference ‖ model) of a prediction, in nats. same_top: the share of
+    predictions whose likeliest token is the reference's. rms_probability: the root mean square of how much the
+    probability of the true token changed.
+    """
+
+    perplexity: float  # the reference's
+    perplexity_error: float
+    ratio: float  # the model's perplexity by the reference's
+    ratio_error: float
+    kl_mean: float
+    kl_error: float
+    kl_median: float
+    kl_95: float
+    kl_99: float
+    kl_max: float
+    same_top: float
+    same_top_error: float
+    rms_probability: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of windows of text: exp of the mean of −log p over all predicted tokens."""
+
+    perplexity: float
+    perplexity_error: float
+    predictions: int
+    windows: int
+    length: int
+    seconds: float
+    divergence: Divergence | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.predictions / self.seconds if self.seconds else 0.0
+
+
+def windows(
+    tokens: Seq[int], length: int, count: int | None = None, prefix: Seq[int] = (), seed: int | None = None
+) -> np.ndarray:
+    """Windows of `length` tokens, int32 [n, length]: `prefix` (a BOS), then the text goes on where the last one ended.
+
+    count: how many, all by default; from the start of the text, or drawn from all of them with a seed. The end of the
+    text that fills no window is left out. Raises InvalidArgument for a text that is shorter than one window.
+    """
+    if length < 2 + len(prefix):
+        raise InvalidArgument(f"perplexity: a window is {length} tokens, expected at least {2 + len(prefix)}")
+    if count is not None and count < 1:
+        raise InvalidArgument(f"perplexity: {count} windows are asked for, expected at least 1")
+    step = length - len(prefix)
+    whole = len(tokens) // step
+    if not whole:
+        raise InvalidArgument(f"perplexity: the text has {len(tokens)} tokens, expected at least {step} (one window)")
+    chosen = np.arange(whole) if seed is None else np.random.default_rng(seed).permutation(whole)
+    chosen = chosen[:count]
+    rows = np.empty((len(chosen), length), np.int32)
+    rows[:, : len(prefix)] = prefix
+    rows[:, len(prefix) :] = np.asarray(tokens[: whole * step], np.int32).reshape(whole, step)[chosen]
+    return rows
+
+
+def evaluate(
+    engine: Engine,
+    rows: np.ndarray,
+    reference: Engine | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Evaluation:
+    """Perplexity over the windows `rows` [n, length], and the divergence from `reference` if there is one.
+
+    In each window all tokens but the first are predicted from those before them. Both models read a window piece by
+    piece, one after the other. `progress` is called after each window with the number of windows that are done and the
+    perplexity so far. Raises InvalidArgument for windows that do not fit the model or models whose vocabularies differ,
+    BackendError for scores that are not finite.
+    """
+    _check(engine, rows, reference)
+    engines = [engine] if reference is None else [engine, reference]
+    step = min(map(_piece_length, engines))
+    found: list[np.ndarray] = []
+    total, start = 0.0, time.perf_counter()
+    with ThreadPoolExecutor(_cores()) as threads:
+        for number, row in enumerate(rows):
+            with contextlib.ExitStack() as stack:
+                pieces = [stack.enter_context(contextlib.closing(_pieces(each, row[:-1], step))) for each in engines]
+                for at, *scores in zip(range(1, len(row), step), *pieces, strict=True):
+                    measured = _measured(threads, row[at : at + step], *scores)
+                    if not np.isfinite(measured).all():
+                        raise BackendError(
+                            f"perplexity: scores of window {number} are not finite, expected numbers; "
+                            "penstock verify looks for damaged weights"
+                        )
+                    found.append(measured)
+                    total += measured[0].sum()
+            if progress is not None:
+                progress(number + 1, _exp(total / ((number + 1) * (len(row) - 1))))
+    seconds = time.perf_counter() - start
+    all_found = np.concatenate(found, axis=1)
+    mean, error = _mean(all_found[0])
+    perplexity = _exp(mean)
+    divergence = None if reference is None else _divergence(all_found)
+    return Evaluation(perplexity, perplexity * error, all_found.shape[1], len(rows), rows.shape[1], seconds, divergence)
+
+
+def _check(engine: Engine, rows: np.ndarray, reference: Engine | None) -> None:
+    if rows.ndim != 2 or not len(rows) or rows.shape[1] < 2:
+        raise InvalidArgument(f"perplexity: windows have shape {rows.shape}, expected [n, length] with two tokens each")
+    for each in (engine, reference):
+        if each is not None and rows.shape[1] > each.max_context:
+            raise InvalidArgument(
+                f"perplexity: a window is {rows.shape[1]} tokens, expected at most {each.max_context} (the context)"
+            )
+    if reference is not None:
+        own, other = (each.model.config.vocab_size for each in (engine, reference))
+        if own != other:
+            raise InvalidArgument(f"perplexity: the reference has {other} tokens in its vocabulary, expected {own}")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _piece_length(engine: Engine) -> int:
+    """Tokens that are read at once: the grid of prefills, or a part of it where the scores would be too many."""
+    length = engine.place.grid
+    while length > PAGE and length * engine.model.config.vocab_size * 4 > _PIECE:
+        length //= 2
+    return length
+
+
+def _pieces(engine: Engine, ids: np.ndarray, step: int) -> Generator[np.ndarray]:
+    """Scores after each token of a window, float32 [rows, vocab], a piece at a time."""
+    sequence = engine.open()
+    try:
+        for start in range(0, len(ids), step):
+            yield engine.prefill(sequence, ids[start : start + step].tolist(), every=True)
+    finally:
+        engine.close(sequence)
+
+
+def _measured(threads: ThreadPoolExecutor, targets: np.ndarray, *scores: np.ndarray) -> np.ndarray:
+    """Of each row: −log p of its target; with scores of a reference also the reference's, KL, and equal tops (0, 1)."""
+    block = max(1, _BLOCK // scores[0][0].nbytes)
+    parts = [slice(start, start + block) for start in range(0, len(targets), block)]
+
+    def measure(part: slice) -> np.ndarray:
+        chosen = targets[part]
+        own = _Softmax(scores[0][part], chosen)
+        if len(scores) == 1:
+            return own.losses[None]
+        other = _Softmax(scores[1][part], chosen)
+        return np.stack([own.losses, other.losses, other.divergence(own), own.tops == other.tops])
+
+    return np.concatenate(list(threads.map(measure, parts)), axis=1)
+
+
+class _Softmax:
+    """Rows of scores [n, vocab] as predictions: exponentials in float32, their sums in float64."""
+
+    def __init__(self, scores: np.ndarray, targets: np.ndarray) -> None:
+        self.scores = scores
+        self.tops = scores.argmax(axis=1)
+        rows = np.arange(len(scores))
+        with np.errstate(invalid="ignore"):  # infinite scores end as NaN, which the caller refuses
+            self._weights = np.exp(scores - scores[rows, self.tops][:, None])
+        self._sums = self._weights.sum(axis=1, dtype=np.float64)
+        self.log_sums = scores[rows, self.tops] + np.log(self._sums)
+        self.losses = self.log_sums - scores[rows, targets]
+
+    def divergence(self, other: _Softmax) -> np.ndarray:
+        """Σ p · (log p − log q), p these predictions and q the other's."""
+        with np.errstate(invalid="ignore"):
+            weighted = self._weights * (self.scores - other.scores)
+        shift = weighted.sum(axis=1, dtype=np.float64) / self._sums
+        return np.maximum(shift - (self.log_sums - other.log_sums), 0.0)  # below 0 by rounding alone
+
+
+def _mean(values: np.ndarray) -> tuple[float, float]:
+    """Mean and its standard error, 0 for a single value."""
+    spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return float(values.mean()), spread / math.sqrt(len(values))
+
+
+def _exp(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # float64 ends at exp(709)
+
+
+def _divergence(found: np.ndarray) -> Divergence:
+    own, other, kl, same = found
+    base, base_error = _mean(other)
+    ratio, ratio_error = _mean(own - other)
+    kl_mean, kl_error = _mean(kl)
+    quantiles: Any = np.quantile(kl, (0.5, 0.95, 0.99, 1.0))
+    share, share_error = _mean(same)
+    change = np.exp(-own) - np.exp(-other)
+    return Divergence(
+        perplexity=_exp(base),
+        perplexity_error=_exp(base) * base_error,
+        ratio=_exp(ratio),
+        ratio_error=_exp(ratio) * ratio_error,
+        kl_mean=kl_mean,
+        kl_error=kl_error,
+        kl_median=float(quantiles[0]),
+        kl_95=float(quantiles[1]),
+        kl_99=float(quantiles[2]),
+        kl_max=float(quantiles[3]),
+        same_top=share,
+        same_top_error=share_error,
+        rms_probability=float(np.sqrt(np.mean(change * change))),
+    )

@@ -1,0 +1,121 @@
+"""Small random checkpoints of every family in the layout of the released files, and what mlx-lm makes of them.
+
+Names and shapes come from the code that reads a model, values from the name; mlx-lm, which loads strictly, says whether
+they are right. Nothing here needs torch.
+"""
+
+import contextlib
+import io
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from penstock import models
+from tests.models.common import BRANCH, dense_config, moe_config, next_config, write_model
+from tests.models.common import tensors as qwen_tensors
+from tests.models.test_deepseek_v3 import config_of as deepseek_config
+from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_llama import EXPERTS
+from tests.models.test_llama import config_of as llama_config
+
+# Widths that are multiples of 64, so that matrices can be quantized, but for a few (96, 160, 24) that stay dense.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": moe_config(moe_intermediate_size=64, shared_expert_intermediate_size=128),
+    "qwen3_5": dense_config(intermediate_size=192, tie_word_embeddings=True),
+    "qwen3_next": next_config(moe_intermediate_size=64, torch_dtype="bfloat16"),
+    "gemma4": GEMMA["moe"],
+    "gemma4 inputs": GEMMA["inputs"],
+    "gemma4_text": GEMMA["wide"],
+    "deepseek_v3": deepseek_config(moe_intermediate_size=64, kv_lora_rank=64, q_lora_rank=64),
+    "kimi_k2": deepseek_config(model_type="kimi_k2", num_hidden_layers=2, q_lora_rank=None),
+    "llama": llama_config("llama", attention_bias=True, mlp_bias=True),
+    "mistral": llama_config("mistral", num_hidden_layers=2),
+    "qwen2": llama_config("qwen2", num_hidden_layers=2, tie_word_embeddings=True),
+    "qwen3": llama_config("qwen3", num_hidden_layers=2, head_dim=24),
+    "qwen3_moe": llama_config("qwen3_moe", **EXPERTS | {"num_hidden_layers": 2, "moe_intermediate_size": 64}),
+}
+_PLAIN = ("A_log", "dt_bias", "layer_scalar", "router.scale", "per_expert_scale", "e_score_correction_bias", ".bias")
+
+
+class Names:
+    """A `Source` that draws whatever it is asked for and keeps it under the name of the released files."""
+
+    layout = "hf"
+
+    def __init__(self, prefix: str, head: str = "", joined: bool = False) -> None:
+        self._prefix, self._head, self._joined = prefix, head, joined
+        self.found: dict[str, np.ndarray] = {}
+
+    def __contains__(self, path: str) -> bool:
+        return path.endswith("e_score_correction_bias") or (self._joined and path.endswith("gate_up_proj"))
+
+    def weight(self, path: str, *shape: int) -> np.ndarray:
+        suffix = "" if path.endswith(_PLAIN) or (".experts." in path and self._joined) else ".weight"
+        name = (self._head if path == "lm_head" else self._prefix) + path + suffix
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        array = rng.standard_normal(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.2)
+        if path.endswith(("norm", "layernorm", "layer_scalar", "scale", "norm_1", "norm_2")):
+            array += 1
+        if path.endswith(("o_proj", "down_proj")):
+            array *= BRANCH
+        kept = np.float32 if path.endswith("e_score_correction_bias") else ml_dtypes.bfloat16
+        self.found[name] = array.astype(kept)
+        return self.found[name]
+
+    def vector(self, path: str, *shape: int) -> np.ndarray:
+        return self.weight(path, *shape).astype(np.float32)
+
+    def rows(self, path: str, order: np.ndarray, *shape: int) -> np.ndarray:
+        return self.weight(path, *shape)[order]
+
+    def stack(self, paths: Iterable[str], *shape: int) -> np.ndarray:
+        return np.stack([self.weight(path, *shape) for path in paths])
+
+
+def tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """All weights of a config, as released."""
+    family = models.family_of(dict(config))
+    if family.__name__.endswith("qwen3_5"):
+        return qwen_tensors(config)
+    nested = "text_config" in config
+    names = Names("model.language_model." if nested else "model.", joined=family.__name__.endswith("gemma4"))
+    family.read_weights(names, family.read_config(dict(config)))
+    return names.found
+
+
+def write(folder: Path, name: str, shards: int = 2, **changes: Any) -> Path:
+    """The model of a name of CONFIGS."""
+    config = CONFIGS[name] | changes
+    return write_model(folder, config, tensors(config), shards)
+
+
+Stored = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def stored(folder: Path, pattern: str = "model*.safetensors") -> Stored:
+    """dtype, shape and bytes of all tensors of a folder, read by mlx."""
+    import mlx.core as mx
+
+    found: Stored = {}
+    for file in sorted(folder.glob(pattern)):
+        for name, array in mx.load(str(file)).items():
+            found[name] = str(array.dtype), tuple(array.shape), np.array(array.reshape(-1).view(mx.uint8)).tobytes()
+    return found
+
+
+def by_mlx_lm(source: Path, target: Path, **options: Any) -> Path:
+    """What `mlx_lm.convert` makes."""
+    import mlx_lm
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        mlx_lm.convert(str(source), str(target), **options)
+    return target
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
