@@ -435,7 +435,10 @@ def _settings(path: Path, options: Options, shard_bytes: int) -> dict[str, Any]:
     """What decides the bytes that are written, and the version of the program that writes them."""
     found: dict[str, Any] = {"version": __version__, "source": str(path.resolve()), "shard_bytes": shard_bytes}
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else [path / name for name in list_folder(path)]:
+    files = [path] if path.is_file() else [path / name for name in list_folder(path)]
+    for file in files:
+        if not file.is_file():
+            continue
         status = file.stat()
         digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     found["files"] = digest.hexdigest()
