@@ -98,7 +98,7 @@ def _machine(device: str, bandwidth: float | None) -> Machine:
     from penstock.api import _choices
     from penstock.cli._trace import bandwidth_of
 
-    chosen, dtype, _ = _choices(device, "auto", "auto", "auto", None)
+    chosen, dtype, _ = _choices(device, "auto", "auto", None)
     chosen = "cpu" if chosen == "reference" else chosen
     try:
         rate, how = bandwidth_of(chosen, bandwidth)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from penstock.engine.engine import Engine, Model
 from penstock.engine.memory import available_memory
 from penstock.engine.perplexity import windows
 from penstock.errors import InvalidArgument, OutOfMemory
+from penstock.graph import Node
 from penstock.models.source import Weight
-from penstock.ops._op import Op, address
+from penstock.ops._op import address
 from penstock.quant import QuantizedTensor, quantize
 from penstock.weights.files import open_regular
 from penstock.weights.mapped import MappedFile
@@ -114,8 +115,9 @@ class Planned:
             return whole.with_arrays(*(np.ascontiguousarray(array[order]) for array in whole.arrays))
         return self._named(self._path(path), np.ascontiguousarray(whole[order]))
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
-        raise AssertionError("a plan has its experts in stacks")
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        assert len(paths) == 1, "a plan has its experts in stacks"
+        return self.weight(paths[0], *shape)
 
     def _named(self, name: str, weight: Weight) -> Weight:
         if isinstance(weight, np.ndarray):
@@ -216,8 +218,8 @@ class _Watch:
         self._latent: np.ndarray | None = None  # what the last layer of MLA has put into its cache
         self.found: dict[str, Inputs] = {}
 
-    def wrap(self, op: Op, kernel: Any) -> Any:
-        look = getattr(self, f"_{op.name}", None)
+    def wrap(self, node: Node, kernel: Any) -> Any:
+        look = getattr(self, f"_{node.op.name}", None)
         if look is None:
             return kernel
 

@@ -7,7 +7,7 @@ formats are dequantized, and what becomes of them is rounded again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,8 +148,8 @@ class _Asked:
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
         return self.weight(path, *shape)
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
-        return self._model.source.stack(paths, *shape)
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        return self.weight(paths[0], *shape) if len(paths) == 1 else self._model.source.stack(paths, *shape)
 
 
 def _frequencies(model: GgufModel) -> dict[str, Any]:

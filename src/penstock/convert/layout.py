@@ -7,7 +7,7 @@ is missing or of another shape is found before anything is written, and one that
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -314,9 +314,11 @@ class Checked:
         self.weight(path, *shape)
         return nothing((len(order), *shape[1:]))
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Weight:
-        first = next(iter(paths))
-        raise CheckpointError(f"{self._where}: has no experts {short(self._path(first))}, expected them by config.json")
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        if len(paths) == 1:
+            return self.weight(paths[0], *shape)
+        first = short(self._path(paths[0]))
+        raise CheckpointError(f"{self._where}: has no experts {first}, expected them by config.json")
 
     def _rows(self, name: str) -> Rows:
         found = next((n for n in (f"{name}.weight", name) if n in self._tensors), None)
