@@ -107,6 +107,7 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> P
     names = _Names(str(config["model_type"]), prefix, head, len(family.caches(read)), checkpoint.path)
     tensors, formats = names.renamed(tensors, formats)
     tensors = _experts_stacked(tensors, str(checkpoint.path))
+    formats = {_stacked_path(path): format for path, format in formats.items()}
     if layout == "hf":
         tensors = {name: _mlx_form(name, rows, read.model_type) for name, rows in tensors.items()}
     if family.__name__.endswith("deepseek_v3"):
@@ -240,6 +241,12 @@ def _experts_stacked(tensors: Mapping[str, Rows], where: str) -> dict[str, Rows]
             raise CheckpointError(f"{where}: {name}: expert {unlike} is {a}, expected {b} as the others")
         found[name] = Stacked(tuple(parts))  # type: ignore[arg-type]
     return found
+
+
+def _stacked_path(path: str) -> str:
+    """The path of a module, of an expert that of its stack."""
+    one = _EXPERT.fullmatch(f"{path}.weight")
+    return path if one is None else f"{_stack(one[1])}.{one[3]}".removesuffix(".weight")
 
 
 def _stack(base: str) -> str:

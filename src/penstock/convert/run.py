@@ -146,9 +146,9 @@ def convert(
 ) -> Report:
     """Write the model of a folder or hub id as an MLX folder `target`, which must not exist.
 
-    `progress` shows how far it is, `notify` is called with remarks. The folder `target`.converting
-    holds what is done so far; after an interruption the same call goes on with it. Raises CheckpointError,
-    InvalidArgument, and WriteError for what cannot be written.
+    `progress` shows how far it is, `notify` is called with remarks. The folder `target`.converting holds what is done
+    so far; after an interruption the same call goes on with it. Raises CheckpointError, InvalidArgument, and WriteError
+    for what cannot be written.
     """
     began = time.monotonic()
     options = options or Options()
