@@ -208,4 +208,3 @@ def test_cuda_streams_with_sampling_as_on_the_host(tmp_path: Path):
     want = penstock.load(folder, device="cuda").generate([1, 2, 3], **options).tokens
     llm = penstock.load(folder, device="cuda", expert_cache="70%", expert_host="0%")
     assert llm.generate([1, 2, 3], **options).tokens == want
-

@@ -69,7 +69,7 @@ def received(made: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def wait_for(true: Any, seconds: float = 20.0) -> None:
+def wait_for(true: Any, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not happen"

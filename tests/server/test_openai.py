@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from penstock.server.guard import Access
 from penstock.server.service import Options
+from tests.engine.test_grammar import fits
 from tests.server.common import PROMPT, scripted, serving
 from tests.server.test_api import CALLS, TOOLS
 
@@ -182,6 +183,25 @@ def test_forced_tool(client, place, monkeypatch):
     with pytest.raises(openai.BadRequestError) as refused:  # the demo model itself has no way to write calls
         client.chat.completions.create(**asked, tool_choice="required")
     assert refused.value.param == "tool_choice"
+
+
+def test_a_format_leaves_calls_of_tools_open(client, place, monkeypatch):
+    pytest.importorskip("llguidance")
+    made = []
+    real = place.service._requests
+    monkeypatch.setattr(
+        place.service,
+        "_requests",
+        lambda *args: (made.append(args[-1].copy()), real(*args))[1],  # as it was made
+    )
+    monkeypatch.setattr(place.service, "_format", "gemma")
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    asked = ASKED | {"tools": tools, "response_format": {"type": "json_object"}}
+    for choice in ("auto", "none"):
+        client.chat.completions.create(**asked, tool_choice=choice)
+    for grammar, calls in zip(made, (True, False), strict=True):
+        assert fits(grammar, place.service.llm.tokenizer, "{}")
+        assert fits(grammar, place.service.llm.tokenizer, "<|tool_call>call:look{}<tool_call|>") == calls
 
 
 def test_without_llguidance_a_format_is_refused_with_the_way_to_get_it(client, monkeypatch):

@@ -118,7 +118,7 @@ def test_gauges_show_memory_and_experts(page, place):
     expect(page.locator("#gauge-memory output")).to_contain_text("B of ")
     expect(page.locator("#gauge-pages output")).to_contain_text("%")
     expect(page.locator("#gauge-experts")).to_be_hidden()
-    text = place.client.get("/metrics").text + "penstock:expert_hits_total 90.0\npenstock:expert_misses_total 10.0\n"
+    text = place.client.get("/metrics").text + "penstock:expert_hits_total 90.0\npenstock:expert_reads_total 10.0\n"
     page.route("**/metrics", lambda route: route.fulfill(status=200, content_type="text/plain", body=text))
     expect(page.locator("#gauge-experts output")).to_have_text("90 %")
 

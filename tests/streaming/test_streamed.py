@@ -199,8 +199,7 @@ def anonymous():
 
 tokens = [int(t) for t in sys.argv[3].split(",")]
 llm = penstock.load(sys.argv[1], device="cpu", expert_cache=sys.argv[2], expert_io="pagecache", threads=1)
-llm.logits(tokens[:2])
-before = anonymous()
+before = anonymous()  # the slots have no pages yet; what compiling takes is the same for every budget
 for _ in range(2):
     llm.logits(tokens)
 store = llm._engine.experts.store
@@ -222,4 +221,4 @@ def test_resident_memory_grows_by_the_budget_and_no_more(tmp_path):
         assert found["slots"] <= int(budget[:-1]) << 20 < found["read"] // 2
         grown[budget] = found["grown"]
     # what a step needs besides is the same in both
-    assert 9 << 20 < grown["16M"] - grown["4M"] < 14 << 20
+    assert 11 << 20 < grown["16M"] - grown["4M"] < 14 << 20

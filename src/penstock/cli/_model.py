@@ -315,7 +315,13 @@ class AnyModel:
     def name(self) -> str:
         return "demo" if self.model is None else self.model.rstrip("/").rpartition("/")[2] or self.model
 
-    def _load(self, max_context: int | None, threads: int | None, notify: Callable[[str], None] | None) -> LLM:
+    def _load(
+        self,
+        max_context: int | None,
+        threads: int | None,
+        notify: Callable[[str], None] | None,
+        progress: Callable[[float], None] | None = None,
+    ) -> LLM:
         from penstock import api
 
         return api.load(
@@ -334,6 +340,7 @@ class AnyModel:
             revision=self.revision,
             offline=self.offline or None,
             notify=notify,
+            progress=progress,
         )
 
 
@@ -357,9 +364,9 @@ class ModelOptions(AnyModel):
         int | None, typer.Option("--threads", "-t", metavar="N", min=1, help="Threads; all physical cores if left out.")
     ] = None
 
-    def load(self, notify: Callable[[str], None] | None) -> LLM:
-        """The model; remarks about it go to `notify`."""
-        return self._load(self.max_context or None, self.threads, notify)
+    def load(self, notify: Callable[[str], None] | None, progress: Callable[[float], None] | None = None) -> LLM:
+        """The model; remarks about it go to `notify`, how far it is, from 0 to 1, to `progress`."""
+        return self._load(self.max_context or None, self.threads, notify, progress)
 
 
 @dataclass(frozen=True)
@@ -367,9 +374,9 @@ class SamplingOptions:
     """How a token is chosen."""
 
     temp: Annotated[float, typer.Option("--temp", min=0, help="Sampling temperature; 0 takes the best token.")] = 0.0
-    top_p: Annotated[
-        float, typer.Option("--top-p", min=0, max=1, help="Keep the likeliest tokens up to this sum.")
-    ] = 1.0
+    top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="Keep the likeliest tokens up to this sum.")] = (
+        1.0
+    )
     min_p: Annotated[
         float, typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the likeliest one.")
     ] = 0.0
@@ -380,9 +387,9 @@ class SamplingOptions:
     presence_penalty: Annotated[
         float, typer.Option("--presence-penalty", help="Taken from the logits of generated tokens.")
     ] = 0.0
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="The same, once per occurrence.")
-    ] = 0.0
+    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", help="The same, once per occurrence.")] = (
+        0.0
+    )
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
     ] = None

@@ -311,6 +311,7 @@ def serve(
     from penstock.server.run import bind
     from penstock.server.run import serve as run
     from penstock.server.service import Options
+    from penstock.weights.hub import located
 
     keys, hosts = address.keys(), _split(address.allowed_hosts)
     if not keys and not address.insecure and not is_loopback(address.host):
@@ -340,6 +341,8 @@ def serve(
         ),
     )
     access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=hosts_of(address.host, hosts))
+    if model.model is not None:
+        located(model.model)
     bound = bind(address.host, address.port)
     url = _url(address.host, bound.getsockname()[1])
     _start_log(log_level, log_requests)
@@ -350,14 +353,14 @@ def serve(
         note(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
 
     def loader(progress: Callable[[float], None]) -> "tuple[LLM, Mapping[str, Any]]":
-        llm = _loaded(model, progress)
+        llm = model.load(note, progress)
         if template is not None:
             _set_template(llm, template)
         return llm, _own_defaults(model) if own else {}
 
     def ready(service: "Service") -> None:
         if service.failure is not None:
-            note(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
+            note(f"penstock: error: {service.failure}")
             return
         assert service.loaded is not None
         llm, _ = service.loaded
@@ -402,23 +405,6 @@ def _url(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::", ""):
         host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _loaded(model: ModelOptions, progress: Callable[[float], None]) -> "LLM":
-    from penstock import api
-
-    return api.load(
-        model.model,
-        device=model.device,
-        dtype=model.dtype,
-        activations=model.activations,
-        max_context=model.max_context or None,
-        threads=model.threads,
-        revision=model.revision,
-        offline=model.offline or None,
-        notify=note,
-        progress=progress,
-    )
 
 
 def _own_defaults(model: ModelOptions) -> dict[str, Any]:

@@ -80,7 +80,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen no more; requests under way may still finish, within the limit."""
         deadline = self._service.options.limits.shutdown_seconds
-        log.info("ending: answers under way have %g s; a second Ctrl-C ends at once", deadline)
+        if self._service.failure is None:
+            log.info("ending: answers under way have %g s; a second Ctrl-C ends at once", deadline)
         closing = asyncio.get_running_loop().run_in_executor(None, self._service.close, deadline)
         await super().shutdown(sockets)
         await closing
@@ -99,14 +100,15 @@ def serve(
     listening: Callable[[], None],
     ready: Callable[[Service], None],
 ) -> Service:
-    """Serve until a signal comes. `listening` is called when requests and signals are taken; the model is loaded
-    meanwhile, and `ready` is told when it is there or has failed.
+    """Serve until a signal comes or the model cannot be loaded. `listening` is called when requests and signals are
+    taken; the model is loaded meanwhile, and `ready` is told when it is there or has failed.
     """
     service = Service(options)
 
     def load() -> None:
         service.load(loader)
         ready(service)
+        server.should_exit = server.should_exit or service.failure is not None
 
     loading = threading.Thread(target=load, name="penstock-load", daemon=True)
 
@@ -114,7 +116,8 @@ def serve(
         listening()
         loading.start()
 
-    Server(service, access, started).run(sockets=[bound])
+    server = Server(service, access, started)
+    server.run(sockets=[bound])
     if loading.is_alive():  # it cannot be interrupted, and must not run while the interpreter is taken down
         sys.stdout.flush()
         sys.stderr.flush()

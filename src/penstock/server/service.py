@@ -281,7 +281,15 @@ class Service:
                     tools, choice, format, tokenizer, vocab, in_reasoning=in_reasoning, parallel=parallel
                 )
             if response_format is not None:
-                return grammar_for(response_format, tokenizer, vocab, format=format, in_reasoning=in_reasoning)
+                return grammar_for(
+                    response_format,
+                    tokenizer,
+                    vocab,
+                    format=format,
+                    in_reasoning=in_reasoning,
+                    tools=tools,
+                    parallel=parallel,
+                )
         except InvalidArgument as error:
             param = "tool_choice" if forced else "response_format"
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None

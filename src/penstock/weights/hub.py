@@ -28,15 +28,21 @@ def resolve(
     Progress bars appear on a terminal unless quiet. Raises CheckpointError if there is no such model or it cannot be
     had, InvalidArgument for a revision of a folder.
     """
-    text = os.fspath(path_or_id)
-    path = _local(text)
+    path = located(path_or_id)
     if path is not None:
         if revision is not None:
-            raise InvalidArgument(f"{text}: is a folder, expected a hub id for revision {short(revision)}")
+            raise InvalidArgument(f"{path_or_id}: is a folder, expected a hub id for revision {short(revision)}")
         return path
-    if not isinstance(path_or_id, str) or not _ID.fullmatch(text):
+    return _download(os.fspath(path_or_id), revision, offline, quiet)
+
+
+def located(path_or_id: str | os.PathLike[str]) -> Path | None:
+    """The folder of a model on this machine, None for a hub id. Raises CheckpointError for what is neither."""
+    text = os.fspath(path_or_id)
+    path = _local(text)
+    if path is None and not (isinstance(path_or_id, str) and _ID.fullmatch(text)):
         raise CheckpointError(f"{short(text)}: no such folder, expected one or the id owner/name of a hub model")
-    return _download(text, revision, offline, quiet)
+    return path
 
 
 def _local(text: str) -> Path | None:

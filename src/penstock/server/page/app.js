@@ -637,7 +637,8 @@ async function measure() {
     const whole = now.memory_peak_bytes + now.memory_available_bytes;
     gauge("memory", now.memory_peak_bytes / whole, whole ? `${bytes(now.memory_peak_bytes)} of ${bytes(whole)}` : null);
     gauge("pages", now.kv_cache_usage_ratio, now.kv_pages_total ? `${(100 * now.kv_cache_usage_ratio).toFixed(1)} %` : null);
-    const tried = (now.expert_hits_total ?? 0) + (now.expert_misses_total ?? 0);
+    const missed = (now.expert_host_hits_total ?? 0) + (now.expert_reads_total ?? 0);
+    const tried = (now.expert_hits_total ?? 0) + missed;
     const hits = tried ? now.expert_hits_total / tried : 0;
     gauge("experts", hits, tried ? `${(100 * hits).toFixed(0)} %` : null);
     const waiting = now.requests_deferred ? `, ${now.requests_deferred} waiting` : "";
