@@ -30,10 +30,12 @@ def examples(text: str) -> list[str]:
 
 
 def arguments(example: str) -> list[str]:
-    """What the program is given by a line of a shell; what comes before a pipe does not count."""
+    """What the program is given by a line of a shell; what comes before a pipe, and variables, do not count."""
     words = shlex.split(example)
     if "|" in words:
         words = words[words.index("|") + 1 :]
+    while re.match("[A-Z_]+=", words[0]):  # a variable of the environment
+        words = words[1:]
     assert words[0] == "penstock"
     return words[1:]
 

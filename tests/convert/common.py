@@ -8,7 +8,7 @@ import contextlib
 import io
 import json
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,10 @@ class Names:
     def rows(self, path: str, order: np.ndarray, *shape: int) -> np.ndarray:
         return self.weight(path, *shape)[order]
 
-    def stack(self, paths: Iterable[str], *shape: int) -> np.ndarray:
-        return np.stack([self.weight(path, *shape) for path in paths])
+    def stack(self, paths: Sequence[str], *shape: int) -> np.ndarray:
+        if len(paths) == 1:
+            return self.weight(paths[0], *shape)
+        return np.stack([self.weight(path, *shape[1:]) for path in paths])
 
 
 def tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -234,6 +234,22 @@ MODEL = typer.Argument(
 )
 
 
+ANY_MODEL = typer.Argument(
+    metavar="MODEL",
+    help="Folder, .gguf file, hub id, config.json or the name of a shipped one; by default the demo model.",
+    show_default=False,
+    autocompletion=complete_config,
+)
+SAME_MODEL = typer.Option("--model", metavar="M", help="The same.", autocompletion=complete_model)
+
+
+def named(argument: str | None, model: str | None) -> str | None:
+    """The model of a verb that takes it behind itself or as --model. Raises UsageError for both."""
+    if argument is not None and model is not None:
+        raise UsageError(f"--model: {argument!r} stands behind the verb already, expected one of the two")
+    return model if argument is None else argument
+
+
 def size(text: str) -> int:
     """A number of tokens: 4096, 32k (32 000) or 32K (32 768), 1m or 1M."""
     factor = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}.get(text[-1:], 1)
@@ -307,9 +323,7 @@ class AnyModel:
         """The same with the model that stands behind the verb. Raises UsageError if --model names one as well."""
         if argument is None:
             return self
-        if self.model is not None:
-            raise UsageError(f"--model: {argument!r} stands behind the verb already, expected one of the two")
-        return replace(self, model=argument)
+        return replace(self, model=named(argument, self.model))
 
     @property
     def name(self) -> str:

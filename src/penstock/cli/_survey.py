@@ -403,11 +403,12 @@ class Recorder:
         format, nbytes = self.described.found(path, shape, vector=False)
         return self._noted(path, (len(order), *shape[1:]), format, nbytes * len(order) // max(shape[0], 1))
 
-    def stack(self, paths: Iterable[str], *shape: int) -> Any:
-        listed = list(paths)
-        found = [self.described.found(path, shape, vector=False) for path in listed]
+    def stack(self, paths: Sequence[str], *shape: int) -> Any:
+        if len(paths) == 1:
+            return self.weight(paths[0], *shape)
+        found = [self.described.found(path, shape[1:], vector=False) for path in paths]
         nbytes = sum(size for _, size in found)
-        return self._noted(re.sub(r"\.\d+\.([^.]*)$", r".\1", listed[0]), (len(listed), *shape), found[0][0], nbytes)
+        return self._noted(re.sub(r"\.\d+\.([^.]*)$", r".\1", paths[0]), shape, found[0][0], nbytes)
 
     def _noted(self, path: str, shape: tuple[int, ...], format: Format, nbytes: int) -> np.ndarray:
         layer = _LAYER.fullmatch(path)

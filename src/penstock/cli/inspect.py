@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._model import UsageError, complete_config, complete_model, note
+from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note
 from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import BackendError
 
@@ -31,18 +31,8 @@ class Machine:
 
 
 def inspect(
-    argument: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Folder, .gguf file, hub id, config.json or the name of a shipped one; by default the demo model.",
-            show_default=False,
-            autocompletion=complete_config,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="M", help="The same.", autocompletion=complete_model)
-    ] = None,
+    argument: Annotated[str | None, ANY_MODEL] = None,
+    model: Annotated[str | None, SAME_MODEL] = None,
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a hub model.")
     ] = None,
@@ -74,13 +64,11 @@ def inspect(
       penstock inspect mlx-community/Qwen3.6-35B-A3B-4bit --json
       penstock inspect ./model.gguf --bandwidth 800
     """
-    if argument is not None and model is not None:
-        raise UsageError(f"--model: {argument!r} stands behind the verb already, expected one of the two")
     if bandwidth is not None and not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth: is {bandwidth}, expected GB/s above 0")
     from penstock.cli._survey import survey
 
-    found = survey(model if argument is None else argument, revision, offline)
+    found = survey(named(argument, model), revision, offline)
     machine = _machine(device, bandwidth)
     if html is not None:
         from penstock.cli._treemap import page

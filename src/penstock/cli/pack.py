@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli._model import UsageError, note
+from penstock.cli._model import SAME_MODEL, UsageError, complete_model, named, note
 from penstock.cli._output import print_json
 from penstock.errors import CheckpointError
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def pack(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub id.")],
+    argument: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Folder or hub id.", show_default=False, autocompletion=complete_model),
+    ] = None,
+    model: Annotated[str | None, SAME_MODEL] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="By default experts.penstock in the model's folder.")
     ] = None,
@@ -44,11 +48,13 @@ def pack(
     """
     if check and force:
         raise UsageError("--force: expected without --check, which writes nothing")
+    if (given := named(argument, model)) is None:
+        raise UsageError("Missing argument 'MODEL'.")
     from penstock.streaming.packed import NAME, open_packed, verify_packed, write_packed
     from penstock.weights.checkpoint import Checkpoint
     from penstock.weights.hub import resolve
 
-    checkpoint = Checkpoint.open(resolve(model, revision, offline or None))
+    checkpoint = Checkpoint.open(resolve(given, revision, offline or None))
     layers = _layers(checkpoint)
     path = checkpoint.path / NAME if out is None else out.expanduser()
     report: dict[str, Any] = {

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._model import UsageError, size
+from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, size
 from penstock.cli._output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -15,14 +15,8 @@ _MEMORY = "such as 6G, 500M or bytes; G is 1024³, GB 1000³"
 
 
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="Folder, .gguf file, hub id, config.json or the name of a shipped one; by default the demo model.",
-            show_default=False,
-        ),
-    ] = None,
+    argument: Annotated[str | None, ANY_MODEL] = None,
+    model: Annotated[str | None, SAME_MODEL] = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where the model is to run.")
     ] = "auto",
@@ -93,7 +87,7 @@ def plan(
 
     chosen = device_of(device)
     memory = memory_of(chosen, device_memory, host_memory)
-    subject = subject_of(model, chosen, revision, offline)
+    subject = subject_of(named(argument, model), chosen, revision, offline)
     room = room_of(subject, chosen, memory, max_context)
     hits = Hits(None if routes is None else trace_of(routes, subject))
     found = Plan(subject, chosen, memory, room, speeds_of(subject, chosen, room, given), hits)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli._model import MODEL, UsageError, complete_model, note
+from penstock.cli._model import MODEL, SAME_MODEL, UsageError, named, note
 from penstock.cli._output import print_json, print_table, progress_bar
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 
@@ -23,9 +23,7 @@ _MESSAGE = [{"role": "user", "content": "Hello"}]
 
 def verify(
     argument: Annotated[str | None, MODEL] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="M", help="The same.", autocompletion=complete_model)
-    ] = None,
+    model: Annotated[str | None, SAME_MODEL] = None,
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a hub model.")
     ] = None,
@@ -51,11 +49,9 @@ def verify(
       penstock verify ./my-model --hashes SHA256SUMS
       penstock verify mlx-community/Qwen3.6-35B-A3B-4bit --hub --json
     """
-    if argument is not None and model is not None:
-        raise UsageError(f"--model: {argument!r} stands behind the verb already, expected one of the two")
     if hashes is not None and hub:
         raise UsageError("--hub: expected without --hashes")
-    folder = _found(model if argument is None else argument, revision)
+    folder = _found(named(argument, model), revision)
     expected = _expected(folder, hashes, hub)
     checks, notes = checked(folder, expected)
     problems = [problem for check in checks for problem in check.problems]
