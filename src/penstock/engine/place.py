@@ -82,12 +82,8 @@ class Missing(Protocol):
         """Until `host` has what was looked for."""
         ...
 
-    def came(self, report: np.ndarray) -> bool:
-        """Whether experts were brought in: rows of `host`."""
-        ...
-
     def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
-        """Tell the store of a report about these layers; if experts came, before another step begins."""
+        """Tell the store of a report (rows of `host`) about these layers; of earlier ones it has heard."""
         ...
 
 

@@ -135,7 +135,9 @@ class SteppedRunner(Runner):
             self._cut[name] = self._parts(name, tail)
         parts = self._cut[name]
         start, missed = 0, 0
-        self._streamed.store.settle()
+        if self._streamed.store.pending:
+            self._streamed.tell()
+            self._streamed.store.settle()
         self._missing.rank(len(self._streamed.noted))
         if self._calm:
             self._replay((name, -1), lambda: [call for part in parts for call in part])
@@ -157,7 +159,7 @@ class SteppedRunner(Runner):
                 else:
                     self._note(n, n + 1)
         self._calm = missed <= _CALM
-        if missed:
+        if start < len(parts):
             self._streamed.tell()
 
     def _bring(self, n: int) -> None:
@@ -170,9 +172,7 @@ class SteppedRunner(Runner):
         super().fill(**self._filled)
 
     def _note(self, start: int, stop: int) -> None:
-        """Tell the store what the device did in these layers: now if experts came, else when there is time."""
+        """Keep what the device did in these layers; the store hears of it while the next step runs."""
         if start < stop:
             report = self._missing.host[start:stop].copy()
             self._streamed.noted.append(functools.partial(self._missing.tell, self._layers[start:stop], report))
-            if self._missing.came(report):
-                self._streamed.tell()

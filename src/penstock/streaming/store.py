@@ -256,6 +256,11 @@ class Store:
         self._take(pool, slots, owners[slots])
         pool.slots.moved(owners[slots])
 
+    @property
+    def pending(self) -> bool:
+        """Whether something is on its way."""
+        return any(pool.pending for pool in self._pools.values())
+
     def settle(self) -> None:
         """Wait for what is on its way, whoever wanted it; what fails is as if nobody had."""
         for pool in self._pools.values():

@@ -148,9 +148,6 @@ class Missing:
     def rank(self, behind: int) -> None:
         self._tier.rank(behind)
 
-    def came(self, report: np.ndarray) -> bool:
-        return bool((report[:, 1 + self._width :] >= 0).any())
-
     def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
         self._tier.tell(layers, report)
 
@@ -234,8 +231,12 @@ class GpuTier:
         ids, taken = np.split(report[:, 1:], 2, axis=1)
         came = taken >= 0
         if came.any():
-            for pool in {id(slots): slots.pool for slots in self._pools}.values():
-                self._store.adopt(pool, pool.slots.key.cpu().numpy().astype(np.int64))
+            for slots in self._pools:
+                own = np.array([self.slots_of[n] is slots for n in layers.tolist()])
+                row, column = np.nonzero(came & own[:, None])  # in the order in which slots were given
+                owners = slots.pool.owner.copy()
+                owners[taken[row, column]] = np.array(self.bases)[layers[row]] + ids[row, column]
+                self._store.adopt(slots.pool, owners)
             counters = self._store.counters
             counters.host_hits += int(came.sum())
             sizes = np.array([self.slots_of[n]._format.payload for n in layers.tolist()])
