@@ -4,6 +4,7 @@ import importlib.util
 import io
 import re
 import shlex
+import signal
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.cli.main import run
 from penstock.settings import Settings, variable
+from tests.server.test_serve import started
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -43,6 +45,10 @@ def test_readme_penstock_commands_run(capsys, monkeypatch, command):
         assert run([verb, "--help"]) == 0
         usage = capsys.readouterr().out
         assert all(argument in usage for argument in arguments if argument.startswith("-"))
+        return
+    if verb == "serve":  # it ends when it is told to
+        with started(*arguments) as server:
+            assert server.end(signal.SIGTERM) == 0
         return
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/exit\n"))
     assert run([verb, *arguments]) == 0
