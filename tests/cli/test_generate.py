@@ -84,30 +84,36 @@ def test_generate_options_reach_the_model(capsys, loaded, monkeypatch, llm):
     options += " --presence-penalty 0.5 --frequency-penalty 0.25 -m 3 --extra-eos-token 5 <|im_end|> -p"
     shown = call(capsys, "generate", *options.split(), r"a\tb\nc")
     assert shown.status == 0
-    assert loaded.items() >= {
-        "model": "some/model",
-        "revision": "main",
-        "offline": True,
-        "device": "cpu",
-        "dtype": "float32",
-        "activations": "float32",
-        "threads": 1,
-        "max_context": 2048,
-    }.items()
+    assert (
+        loaded.items()
+        >= {
+            "model": "some/model",
+            "revision": "main",
+            "offline": True,
+            "device": "cpu",
+            "dtype": "float32",
+            "activations": "float32",
+            "threads": 1,
+            "max_context": 2048,
+        }.items()
+    )
     assert asked["tokens"] == llm.chat_tokens([{"role": "user", "content": "a\tb\nc"}])
-    assert asked.items() >= {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "top_k": 40,
-        "seed": 7,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.25,
-        "max_tokens": 3,
-        "extra_eos": [5, 3],
-        "stop": ["END", "."],
-    }.items()
+    assert (
+        asked.items()
+        >= {
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "min_p": 0.05,
+            "top_k": 40,
+            "seed": 7,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.25,
+            "max_tokens": 3,
+            "extra_eos": [5, 3],
+            "stop": ["END", "."],
+        }.items()
+    )
 
 
 @pytest.mark.parametrize("spelling", ["--max-kv-size", "-c", "--ctx-size", "--max-model-len"])

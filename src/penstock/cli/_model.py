@@ -317,9 +317,9 @@ class SamplingOptions:
     """How a token is chosen."""
 
     temp: Annotated[float, typer.Option("--temp", min=0, help="Sampling temperature; 0 takes the best token.")] = 0.0
-    top_p: Annotated[
-        float, typer.Option("--top-p", min=0, max=1, help="Keep the likeliest tokens up to this sum.")
-    ] = 1.0
+    top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="Keep the likeliest tokens up to this sum.")] = (
+        1.0
+    )
     min_p: Annotated[
         float, typer.Option("--min-p", min=0, max=1, help="Drop tokens below this share of the likeliest one.")
     ] = 0.0
@@ -330,9 +330,9 @@ class SamplingOptions:
     presence_penalty: Annotated[
         float, typer.Option("--presence-penalty", help="Taken from the logits of generated tokens.")
     ] = 0.0
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="The same, once per occurrence.")
-    ] = 0.0
+    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", help="The same, once per occurrence.")] = (
+        0.0
+    )
     stop: Annotated[
         list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
     ] = None

@@ -68,9 +68,7 @@ def generate(
         int | None,
         typer.Option("--logprobs", metavar="N", min=0, max=20, help="With --json: log probabilities, N best."),
     ] = None,
-    verbose: Annotated[
-        str, typer.Option("--verbose", metavar="T|F", help="F prints the text and nothing else.")
-    ] = "T",
+    verbose: Annotated[str, typer.Option("--verbose", metavar="T|F", help="F prints the text and nothing else.")] = "T",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Continue a prompt and print the text.

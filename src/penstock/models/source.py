@@ -87,9 +87,7 @@ class Stored:
 
     def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
         if found != shape:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {name} has shape {found}, expected {shape} by config.json"
-            )
+            raise CheckpointError(f"{self.checkpoint.path}: {name} has shape {found}, expected {shape} by config.json")
 
     def weight(self, path: str, *shape: int) -> Weight:
         tensor = self._tensor(path, shape)

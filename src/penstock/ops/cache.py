@@ -198,9 +198,7 @@ def _kv_appended(
 
 @op(
     infer=_kv_appended,
-    check=lambda k_src, k_cache, kv_start, slots: check_append(
-        "kv_start", k_cache, len(k_src), slots, None, kv_start
-    ),
+    check=lambda k_src, k_cache, kv_start, slots: check_append("kv_start", k_cache, len(k_src), slots, None, kv_start),
     writes=("k_cache", "v_cache"),
     sources=("kv_cache_append_n_tokens",),
 )

@@ -68,9 +68,7 @@ def _shown(kernel: Any) -> Callable:
     compile = kernel.compile
 
     def compile_in_sight(sig: Any) -> Any:
-        with _progress.compiling() as outermost, (
-            _claims.hold(kernel, sig) if outermost else contextlib.nullcontext()
-        ):
+        with _progress.compiling() as outermost, _claims.hold(kernel, sig) if outermost else contextlib.nullcontext():
             return compile(sig)
 
     return compile_in_sight

@@ -27,9 +27,7 @@ _LOG_LEAST_NORMAL = np.int32(0x00800000)
 _ROOT_HALF = np.int32(0x3F3504F3)  # sqrt(1/2)
 
 # (exp(r) - 1 - r) / r**2 on |r| <= ln(2) / 2, within 3.1e-9 of exp
-_E0, _E1, _E2, _E3, _E4 = (
-    np.float32(c) for c in (0.49999994, 0.1666652, 0.041668393, 0.008368781, 0.0013814467)
-)
+_E0, _E1, _E2, _E3, _E4 = (np.float32(c) for c in (0.49999994, 0.1666652, 0.041668393, 0.008368781, 0.0013814467))
 # (log(1 + f) - f + f**2 / 2) / f**3 on sqrt(1/2) <= 1 + f <= sqrt(2), within 7.5e-10 of log
 _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = (
     np.float32(c)
