@@ -63,6 +63,7 @@ class Stats:
     expert_hits: int | None = None
     expert_host_hits: int | None = None
     expert_reads: int | None = None
+    expert_guessed: int | None = None  # of the reads, those before somebody had chosen the expert
     expert_bytes_read: int | None = None
     expert_bytes_copied: int | None = None
     expert_wait_seconds: float | None = None
@@ -80,7 +81,8 @@ class Stats:
         """Share of the chosen experts that were in a slot."""
         if self.expert_hits is None:
             return None
-        chosen = self.expert_hits + (self.expert_host_hits or 0) + (self.expert_reads or 0)
+        read = (self.expert_reads or 0) - (self.expert_guessed or 0)
+        chosen = self.expert_hits + (self.expert_host_hits or 0) + read
         return self.expert_hits / chosen if chosen else 0.0
 
     def __str__(self) -> str:
@@ -147,9 +149,10 @@ class LLM:
         now = Stats(**asdict(self._stats))
         now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, self._engine.place.peak()
         if (streamed := self._engine.experts) is not None:
-            streamed.tell()
+            self._engine.tell()
             counters, now.expert_bytes = streamed.store.counters, streamed.store.nbytes
             now.expert_hits, now.expert_host_hits, now.expert_reads = counters.hits, counters.host_hits, counters.reads
+            now.expert_guessed = counters.guessed
             now.expert_bytes_read, now.expert_bytes_copied = counters.bytes_read, counters.bytes_copied
             now.expert_wait_seconds = counters.wait_seconds
         return now

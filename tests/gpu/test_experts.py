@@ -10,6 +10,7 @@ import torch
 import penstock
 from penstock.backends.cuda import experts
 from penstock.backends.cuda.place import Gpu
+from penstock.errors import CheckpointError
 from penstock.ops._op import Spec
 from penstock.streaming.layout import Format, Layer, stacked, views
 from penstock.streaming.store import Store
@@ -166,6 +167,60 @@ def test_the_device_stops_at_what_is_on_disk():
     assert tier.table.tolist() == before
 
 
+def test_what_nobody_has_chosen_is_read_meanwhile_where_there_is_room_for_all():
+    store, reader, tier = made(4, "100%")
+    bring(store, 0, [1, 2])
+    tier.gather()  # begins
+    assert not tier.whole and len(reader.reads) == 2 + experts._GATHERED
+    bring(store, 0, [3])  # under way already
+    assert len(reader.reads) == 2 + experts._GATHERED
+    for _ in range(3):
+        tier.gather()
+    assert sorted(reader.reads) == [(layer, expert) for layer in range(2) for expert in range(10)]
+    assert tier.whole and (tier.records.cpu().numpy() == tier.host_records).all()
+    assert (store.counters.reads, store.counters.guessed) == (20, 17)
+    report, _ = look(store, tier, 1, [[5, 9]], [0])
+    assert report[0] == 0
+    tier.tell(np.array([1]), report[None])
+    check(store, tier)
+
+
+def test_all_in_slots_is_whole_and_part_of_it_in_host_memory_is_not():
+    store, _, tier = made(20, "0%")
+    for layer in range(2):
+        for expert in range(0, 10, 2):
+            assert not tier.whole
+            bring(store, layer, [expert, expert + 1])
+    assert tier.whole
+    store, reader, tier = made(4, "90%")
+    bring(store, 0, [1, 2])
+    tier.gather()
+    assert len(reader.reads) == 2 and not tier.whole
+
+
+def test_an_expert_that_cannot_be_read_is_left_to_whoever_needs_it():
+    store, reader, tier = made(4, "100%")
+    read = reader.submit
+
+    def submit(layer: int, expert: int, into: Any) -> Any:
+        future = read(layer, expert, into)
+        if (layer, expert) != (1, 4):
+            return future
+        failed: Any = type(future)()
+        failed.set_exception(CheckpointError("it is gone"))
+        return failed
+
+    reader.submit = submit  # type: ignore[method-assign]
+    for _ in range(4):
+        tier.gather()
+    assert not tier.whole and tier.host_records[14] == experts._NOWHERE
+    bring(store, 1, [5])
+    with pytest.raises(CheckpointError, match="gone"):
+        bring(store, 1, [4])
+    assert tier.host_records[14] == experts._NOWHERE
+    check(store, tier)
+
+
 def test_a_record_is_the_size_of_its_arrays():
     format = Format(SPECS)
     record = memoryview(bytearray(format.nbytes))
@@ -191,12 +246,13 @@ def test_cuda_streamed_experts_give_the_same_bits(name: str, tmp_path: Path):
     resident = penstock.load(folder, device="cuda")
     want, few, text = resident.logits(tokens), resident.logits(tokens[:5]), resident.generate(tokens[:9], max_tokens=20)
     several = [out.tokens for out in resident.generate([tokens[:5], tokens[3:9]], max_tokens=5)]
-    for cache, host in (("25%", "0%"), ("40%", "60%"), ("100%", "auto")):
+    for cache, host in (("25%", "0%"), ("40%", "60%"), ("25%", "100%"), ("100%", "auto")):
         llm = penstock.load(folder, device="cuda", expert_cache=cache, expert_host=host)
         np.testing.assert_array_equal(llm.logits(tokens), want)
         np.testing.assert_array_equal(llm.logits(tokens[:5]), few)
-        for _ in range(2):
+        for _ in range(3):
             assert llm.generate(tokens[:9], max_tokens=20).tokens == text.tokens
+        assert llm._engine.experts.whole == (host != "0%" and host != "60%")
         if llm._engine.most_sequences >= 2:
             assert [out.tokens for out in llm.generate([tokens[:5], tokens[3:9]], max_tokens=5)] == several
 

@@ -166,6 +166,9 @@ def test_read_experts_of_three_spellings_are_the_same(tmp_path: Path, rng: np.ra
     assert stack.up is None
     np.testing.assert_array_equal(stack.gate, np.concatenate([gate, up], axis=1))
     np.testing.assert_array_equal(stack.down, down)
+    source = stored(tmp_path / "few", spellings["single"])
+    with pytest.raises(CheckpointError, match=r"experts\.999999999999\.gate_proj"):  # at once: no list of their names
+        read_experts(source, "mlp", "switch_mlp", 10**12, dim, I)
 
 
 # -- join and project ------------------------------------------------------------------------------------------------

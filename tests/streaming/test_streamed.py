@@ -199,7 +199,7 @@ def anonymous():
 
 tokens = [int(t) for t in sys.argv[3].split(",")]
 llm = penstock.load(sys.argv[1], device="cpu", expert_cache=sys.argv[2], expert_io="pagecache", threads=1)
-before = anonymous()  # the slots have no pages yet; what compiling takes is the same for every budget
+before = anonymous()  # the slots have no pages yet
 for _ in range(2):
     llm.logits(tokens)
 store = llm._engine.experts.store
@@ -213,7 +213,7 @@ def test_resident_memory_grows_by_the_budget_and_no_more(tmp_path):
     folder = checkpoint(tmp_path / "wide", config)
     tokens = ",".join(map(str, TOKENS[:200]))
     grown = {}
-    for budget in ("4M", "16M"):
+    for budget in ("4M", "4M", "16M"):  # the first time kernels may be compiled, which takes memory
         done = subprocess.run(
             [sys.executable, "-c", RESIDENT, str(folder), budget, tokens], capture_output=True, text=True, check=True
         )

@@ -233,15 +233,23 @@ class Engine:
             return 1 << 30
         return self.experts.store.most_tokens
 
+    def tell(self) -> None:
+        """Bring what is known of streamed experts up to date, unless a step is under way."""
+        if self.experts is not None and self._lock.acquire(blocking=False):
+            try:
+                self.experts.tell()
+            finally:
+                self._lock.release()
+
     def continues(self, sequences: Seq[Sequence]) -> bool:
         """Whether the device could go on with what the last `draw` drew: same sequences, no new page, no new arrays.
 
-        Not with streamed experts: a step that missed some starts again from what the host gave it.
+        Not with experts on disk: a step that missed some starts again from what the host gave it.
         """
         last = self._last
         return (
             last is not None
-            and self.experts is None
+            and (self.experts is None or self.experts.whole)
             and last.version == self.caches.version
             and last.sequences == sequences
             and all(s.length == at and at % PAGE for s, at in zip(sequences, last.lengths, strict=True))

@@ -67,8 +67,15 @@ class Missing(Protocol):
     its rows become inactive ones.
     """
 
-    # int32 [layers, 1 + 2 · width]: whether some are missing, the ids (−1: of an inactive row), slots that were taken
-    host: np.ndarray
+    @property
+    def host(self) -> np.ndarray:
+        """int32 [layers, 1 + 2 · width]: whether some are missing, ids (−1: of an inactive row), slots that were taken.
+
+        There are two, in turns.
+        """
+        ...
+
+    turn: int  # which of the two is written next, 0 or 1
 
     def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         """Look for the ids of a layer, the n-th of the step; inputs: slots, positions and lengths of the rows."""
@@ -80,6 +87,14 @@ class Missing(Protocol):
 
     def wait(self) -> None:
         """Until `host` has what was looked for."""
+        ...
+
+    def later(self) -> Callable[[], np.ndarray]:
+        """Of the step that was just launched: what waits until `host` has its report, and gives a copy of that."""
+        ...
+
+    def gather(self) -> None:
+        """Go on to read experts that nobody has chosen yet, if host memory has room for all."""
         ...
 
     def tell(self, layers: np.ndarray, report: np.ndarray) -> None:

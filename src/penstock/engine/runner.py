@@ -102,7 +102,8 @@ class SteppedRunner(Runner):
     """A decode program whose experts are streamed to a device that replays.
 
     It is cut before each layer's experts. A step runs as a whole while hardly anything has to come from disk; from the
-    first layer that needs it on it goes layer by layer, and so do the steps after one that needed much.
+    first layer that needs it on it goes layer by layer, and so do the steps after one that needed much. Once nothing is
+    on disk alone, `run` does not wait for the step.
     """
 
     def __init__(
@@ -134,7 +135,10 @@ class SteppedRunner(Runner):
         if name not in self._cut:
             self._cut[name] = self._parts(name, tail)
         parts = self._cut[name]
-        start, missed = 0, 0
+        if self._streamed.whole:
+            self._launch(name, parts)
+            return
+        self._missing.turn = start = missed = 0
         if self._streamed.store.pending:
             self._streamed.tell()
             self._streamed.store.settle()
@@ -161,6 +165,16 @@ class SteppedRunner(Runner):
         self._calm = missed <= _CALM
         if start < len(parts):
             self._streamed.tell()
+        self._missing.gather()
+
+    def _launch(self, name: str, parts: list[list[Call]]) -> None:
+        """A step that cannot stop. The host hears of it when the next one is under way."""
+        self._missing.turn ^= 1
+        self._missing.rank(len(self._streamed.noted))
+        self._replay((name, -1, self._missing.turn), lambda: [call for part in parts for call in part])
+        self._streamed.tell()
+        report = self._missing.later()
+        self._streamed.noted.append(lambda: self._missing.tell(self._layers, report()))
 
     def _bring(self, n: int) -> None:
         """Fetch what the n-th layer lacks, and make the rows active again."""

@@ -37,6 +37,11 @@ class Streamed:
         self._guesses: weakref.WeakKeyDictionary[Graph, dict[Node, tuple[int, int]]] = weakref.WeakKeyDictionary()
         self.noted: list[Callable[[], None]] = []  # tell the store what it has not heard of
 
+    @property
+    def whole(self) -> bool:
+        """Whether a step on the device never has to stop for an expert."""
+        return self.tier.whole
+
     def layer_of(self, node: Node) -> int:
         return self._layers[id(node["slot_of"])]
 

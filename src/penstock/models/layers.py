@@ -121,6 +121,8 @@ def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, 
     if f"{base}.gate_up_proj" in source:
         joined = source.stack([f"{base}.gate_up_proj"], count, 2 * width, dim)
         return ExpertStack(joined, None, source.stack([f"{base}.down_proj"], count, dim, width))
+    if (last := f"{base}.{count - 1}.gate_proj") not in source:
+        source.stack([f"{base}.0.gate_proj", last], 2, width, dim)  # says so, before a list of all that are claimed
     gate, up, down = (
         source.stack([f"{base}.{e}.{part}_proj" for e in range(count)], count, *shape)
         for part, shape in (("gate", (width, dim)), ("up", (width, dim)), ("down", (dim, width)))

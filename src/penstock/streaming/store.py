@@ -80,6 +80,11 @@ class Slots(Protocol):
 class Tier(Protocol):
     """Makes the slots of a store where its kernels run."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether a device has all experts at hand, and will keep them: none of its steps stops."""
+        ...
+
     def slots(self, format: Format, count: int, experts: int, share: float, store: Store) -> Slots:
         """Memory for `count` of the `experts` that have a format, which are a `share` of the bytes of all."""
         ...
@@ -91,6 +96,8 @@ class Tier(Protocol):
 
 class HostTier:
     """Slots in host memory."""
+
+    whole = False  # the host computes, and sees what is missing as it comes to it
 
     def slots(self, format: Format, count: int, experts: int, share: float, store: Store) -> Slots:
         return HostSlots(format, count, store)

@@ -10,7 +10,7 @@ so a slot is written after what reads its old expert and before what reads its n
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import accumulate
 from typing import Any
@@ -30,6 +30,7 @@ _WAY = 512 << 20  # bytes of experts that may be on their way at once
 _AT_ONCE = 256  # and how many
 _SHARE = 0.6  # of the free host memory that is used unless somebody says how much
 _RING = 8  # moves that may be under way
+_GATHERED = 16  # experts that are read before somebody has chosen them, at once
 _EPOCH = 1 << 30
 _NOWHERE = -(1 << 62)  # where the record is of an expert that has none; others may have negative places
 
@@ -128,16 +129,20 @@ class Missing:
 
     def __init__(self, gpu: Any, tier: GpuTier, layers: int, width: int) -> None:
         self._tier, self._width = tier, width
-        self._report = gpu.pinned((layers, 1 + 2 * width), torch.int32)
-        self.host = numpy_view(self._report)
+        self._gpu, self.turn = gpu, 0
+        self._reports = [gpu.pinned((layers, 1 + 2 * width), torch.int32) for _ in range(2)]
         self._to_slot = torch.full((width,), -1, dtype=torch.int32, device=gpu.device)
         self._to_record = torch.zeros(width, dtype=torch.int64, device=gpu.device)
+
+    @property
+    def host(self) -> np.ndarray:
+        return numpy_view(self._reports[self.turn])
 
     def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         (rows, k), tier, slots = ids.shape, self._tier, self._tier.slots_of[layer]
         _resolve_kernel[(1,)](
             ids, tier.table, tier.records, slots.key, slots.worth, slots.used, tier.clock, inputs["slots"],
-            inputs["positions"], inputs["lengths"], self._report[n], self._to_slot, self._to_record, n,
+            inputs["positions"], inputs["lengths"], self._reports[self.turn][n], self._to_slot, self._to_record, n,
             tier.bases[layer], rows, tier.bases[layer + 1] - tier.bases[layer], slots.count, _NOWHERE, K=k,
             WIDTH=self._width,
             BLOCK=triton.next_power_of_2(rows * k), SLOTS=triton.next_power_of_2(slots.count),
@@ -147,6 +152,21 @@ class Missing:
 
     def rank(self, behind: int) -> None:
         self._tier.rank(behind)
+
+    def later(self) -> Callable[[], np.ndarray]:
+        host, done = self.host, None if self._gpu.interpreted else torch.cuda.Event()
+        if done is not None:
+            done.record()
+
+        def report() -> np.ndarray:
+            if done is not None:
+                done.synchronize()
+            return host.copy()
+
+        return report
+
+    def gather(self) -> None:
+        self._tier.gather()
 
     def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
         self._tier.tell(layers, report)
@@ -166,7 +186,7 @@ class GpuTier:
         self._gpu, self._host, self._top_k = gpu, host, top_k
         self._ring = [_Sent(gpu) for _ in range(_RING)]
         self._next = self._time = 0
-        self._ranked, self._roomy = -1, False
+        self._ranked, self._roomy, self._whole = -1, False, False
         self._store: Any = None
         self._pools: list[DeviceSlots] = []
 
@@ -191,6 +211,9 @@ class GpuTier:
         sizes = [len(row) for row in store.slot_of]
         self.bases = [0, *accumulate(sizes)]
         self.slots_of = [pool.slots for pool in store.pool_of]
+        for slots in self._pools:
+            own = [layer for layer, found in enumerate(self.slots_of) if found is slots]
+            slots.unread = ((layer, expert) for layer in own for expert in range(sizes[layer]))
         self._roomy = all(slots.count >= 2 * max(sizes) for slots in self._pools)
         self.host_records = np.full(self.bases[-1], _NOWHERE, np.int64)
         with self._gpu._memory_errors():
@@ -198,6 +221,23 @@ class GpuTier:
             self.records = torch.full((self.bases[-1],), _NOWHERE, dtype=torch.int64, device=self._gpu.device)
             self.clock = torch.zeros(2, dtype=torch.int32, device=self._gpu.device)
         return list(self.table.split(sizes))
+
+    @property
+    def whole(self) -> bool:
+        if not self._whole and not self._store.pending:
+            self._whole = all(slots.kept == slots.experts for slots in self._pools) or bool(
+                (self._store.table >= 0).all()
+            )
+        return self._whole
+
+    def gather(self) -> None:
+        """Go on to read experts that nobody has chosen yet, where host memory has room for all, and show the device
+        those that have come.
+        """
+        if sum(slots.gather() for slots in self._pools):
+            now = self._sent()
+            now.array("records", self.records)[:] = self.host_records
+            now.go()
 
     def send(self) -> Any:
         """Bring what the host knows of slots and records to the device; an event that is done after what was sent."""
@@ -295,7 +335,7 @@ class DeviceSlots:
         store: Any,
     ) -> None:
         self.count, self.at_once = count, at_once
-        self._experts = experts
+        self.experts = experts
         self._format, self._tier, self._gpu = format, tier, gpu
         self._reader, self._counters = store.reader, store.counters
         self._most = records
@@ -318,6 +358,11 @@ class DeviceSlots:
         self._spare: list[int] = []
         self._moving: dict[int, Any] = {}  # record → event after the move that reads it
         self._coming: dict[int, int] = {}  # slot → place in the table of its expert, whose record is kept
+        self._gathered: dict[
+            int, tuple[int, Future[None]]
+        ] = {}  # place in the table → record that is read, not wanted yet
+        self.unread: Iterator[tuple[int, int]] = iter(())  # layers and experts still to be looked at for that
+        self._gathers = records == experts
         self._to_slot = torch.full((_AT_ONCE,), -1, dtype=torch.int32, device=gpu.device)
         self._to_record = torch.zeros(_AT_ONCE, dtype=torch.int64, device=gpu.device)
         self._grow()  # where records are counted from does not change any more
@@ -342,17 +387,55 @@ class DeviceSlots:
                 self._counters.host_hits += 1
                 futures.append(_done())
                 continue
-            record = self._record_of[owner] = self._taken()
-            self._tier.host_records[owner] = self._at[record]
-            self._counters.reads += 1
-            self._counters.bytes_read += self._format.payload
-            futures.append(self._reader.submit(layer, expert, views(self._format, self._bytes[record])))
+            if owner in self._gathered:
+                self._record_of[owner], future = self._gathered.pop(owner)
+                self._counters.guessed -= 1
+            else:
+                self._record_of[owner], future = self._read(layer, expert)
+            futures.append(future)
         return futures
+
+    def _read(self, layer: int, expert: int) -> tuple[int, Future[None]]:
+        """Begin to read an expert into a record."""
+        record = self._taken()
+        self._counters.reads += 1
+        self._counters.bytes_read += self._format.payload
+        return record, self._reader.submit(layer, expert, views(self._format, self._bytes[record]))
+
+    @property
+    def kept(self) -> int:
+        """Experts in records."""
+        return len(self._record_of)
+
+    def gather(self) -> bool:
+        """Note what has been read of experts that nobody has chosen yet, and begin to read more of them. Whether there
+        is something new. One that cannot be read ends this; whoever needs it will hear of it.
+        """
+        if not self._gathers or self.kept == self.experts:
+            return False
+        done = [owner for owner, (_, future) in self._gathered.items() if future.done()]
+        for owner in done:
+            record, future = self._gathered.pop(owner)
+            if future.exception() is None:
+                self._record_of[owner] = record
+                self._tier.host_records[owner] = self._at[record]
+            else:
+                self._spare.append(record)
+                self._gathers = False
+        while self._gathers and len(self._gathered) < _GATHERED and (found := next(self.unread, None)) is not None:
+            layer, expert = found
+            owner = self._tier.bases[layer] + expert
+            if owner not in self._record_of:
+                self._gathered[owner] = self._read(layer, expert)
+                self._counters.guessed += 1
+        return bool(done)
 
     def land(self, slots: Sequence[int]) -> None:
         for start in range(0, len(slots), _AT_ONCE):
             part = slots[start : start + _AT_ONCE]
-            records = [self._record_of[self._coming.pop(slot)] for slot in part]
+            owners = [self._coming.pop(slot) for slot in part]
+            records = [self._record_of[owner] for owner in owners]
+            self._tier.host_records[owners] = [self._at[record] for record in records]
             order = self._orders[self._order].ready()
             self._order = (self._order + 1) % len(self._orders)
             order.array("slot", self._to_slot)[: len(part)] = part
@@ -363,7 +446,7 @@ class DeviceSlots:
             self._moving.update(dict.fromkeys(records, self._tier.send()))
 
     def moved(self, owners: np.ndarray) -> None:
-        if len(self._record_of) == self._most < self._experts:  # else none of them is ever given up
+        if len(self._record_of) == self._most < self.experts:  # else none of them is ever given up
             for owner in owners.tolist():
                 self._record_of.move_to_end(owner)
 
