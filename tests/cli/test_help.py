@@ -128,10 +128,11 @@ def test_completion_survives_a_missing_cache(monkeypatch, capsys, tmp_path):
     assert completed("penstock inspect ow", monkeypatch, capsys) == []
 
 
-def test_completion_script_is_shown_for_a_shell():
-    shown = program("--show-completion", "bash")
-    assert shown.status == 0
-    assert "_PENSTOCK_COMPLETE=complete_bash" in shown.out
+def test_completion_script_is_shown_for_the_shell():
+    command = f"{sys.executable} -m penstock --show-completion; exit $?"  # bash stays: it is looked for among parents
+    shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert shown.returncode == 0
+    assert "_PENSTOCK_COMPLETE=complete_bash" in shown.stdout
 
 
 # -- exit status -----------------------------------------------------------------------------------------------------
