@@ -53,7 +53,7 @@ $(VENV)/.made:
 
 $(VENV)/.core: pyproject.toml | $(VENV)/.made
 	@echo "Installing penstock and its libraries (numpy, numba, ...) into $(VENV): about a minute, once."
-	@$(PIP) install --quiet --editable .
+	@$(PIP) install --quiet --editable ".[server,grammar]"
 	@touch $@
 
 # torch comes first and pinned. Its CUDA build brings gigabytes that are useless without a GPU, so there pip is asked
