@@ -7,6 +7,7 @@ no flag allows it to be reassociated or contracted, so every variant and every t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,18 @@ class _Code:
 
     def shuffle(self, a: ir.Value, b: ir.Value, lanes: list[int] | range) -> ir.Value:
         return self.b.shuffle_vector(a, b, _const(ir.VectorType(I32, len(lanes)), lanes))
+
+    def transposed(self, v: list[ir.Value]) -> list[ir.Value]:
+        """16 vectors of 16 words as their columns: blocks of 8, 4, 2 and 1 change places."""
+        for n in (8, 4, 2, 1):
+            low = [(lane if not lane & n else (lane & ~n) + LANES) for lane in range(LANES)]
+            high = [(lane | n if not lane & n else lane + LANES) for lane in range(LANES)]
+            w = list(v)
+            for i in range(LANES):
+                if not i & n:
+                    w[i], w[i | n] = self.shuffle(v[i], v[i | n], low), self.shuffle(v[i], v[i | n], high)
+            v = w
+        return v
 
     def splat(self, scalar: ir.Value) -> ir.Value:
         empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
@@ -387,7 +400,8 @@ def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
 def code_panel(typingctx, codes, stride, rows, panel, K, bits):
     """Codes of up to 16 rows as panel[K/4][16][4]: the bytes that meet one broadcast group of four x, row by row.
 
-    Rows from `rows` on repeat the last one.
+    Rows from `rows` on repeat the last one. Of 4 bits the even ones of eight codes come first, then the odd ones: words
+    of packed codes change places, and are unpacked afterwards.
     """
     if (fixed := _constants(bits)) is None:
         return None
@@ -403,23 +417,31 @@ def code_panel(typingctx, codes, stride, rows, panel, K, bits):
             row = b.select(b.icmp_signed("<", I64(r), last), I64(r), last)
             starts.append(code.at(base, b.mul(row, stride), I8))
 
-        def chunk(k, half=False):
-            v = [b.bitcast(code.codes(start, k, nbits, half), V16I) for start in starts]
-            for n in (8, 4, 2, 1):  # transpose 16 × 16 words: exchange blocks of n
-                w = list(v)
-                for i in range(LANES):
-                    if i & n:
-                        continue
-                    low = [(lane if not lane & n else (lane & ~n) + LANES) for lane in range(LANES)]
-                    high = [(lane | n if not lane & n else lane + LANES) for lane in range(LANES)]
-                    w[i], w[i | n] = code.shuffle(v[i], v[i | n], low), code.shuffle(v[i], v[i | n], high)
-                v = w
-            for i in range(LANES // 2 if half else LANES):
-                code.store(v[i], code.at(panel, b.add(b.mul(k, I64(LANES)), I64(64 * i)), I8))
+        def put(v, k, i):
+            code.store(v, code.at(panel, b.add(b.mul(k, I64(LANES)), I64(64 * i)), I8))
 
-        whole = b.and_(K, I64(-64))
-        code.loop(0, whole, 64, chunk)
-        code.loop(whole, K, 64, lambda k: chunk(k, half=True))
+        def chunk(k, half=False):
+            v = code.transposed([b.bitcast(code.codes(start, k, nbits, half), V16I) for start in starts])
+            for i in range(LANES // 2 if half else LANES):
+                put(v[i], k, i)
+
+        def nibbles(k, count):
+            at = b.lshr(k, I64(1))
+            v = [b.bitcast(code.bytes64(code.at(start, at, I8), count // 2), V16I) for start in starts]
+            for i, word in enumerate(code.transposed(v)[: count // 8]):
+                for n, shifted in enumerate((word, b.lshr(word, _const(V16I, 4)))):
+                    put(b.and_(shifted, _const(V16I, 0x0F0F0F0F)), k, 2 * i + n)
+
+        if nbits == 4:
+            done: Any = 0
+            for count in (128, 64, 32):
+                stop = b.and_(K, I64(-count))
+                code.loop(done, stop, count, functools.partial(nibbles, count=count))
+                done = stop
+        else:
+            whole = b.and_(K, I64(-64))
+            code.loop(0, whole, 64, chunk)
+            code.loop(whole, K, 64, lambda k: chunk(k, half=True))
         return context.get_dummy_value()
 
     return sig, codegen
@@ -427,7 +449,10 @@ def code_panel(typingctx, codes, stride, rows, panel, K, bits):
 
 @intrinsic(prefer_literal=True)
 def scale_panel(typingctx, scales, stride, rows, panel, groups, fmt):
-    """Scales (or biases) of up to 16 rows as float32 panel[groups][16]; rows from `rows` on repeat the last one."""
+    """Scales (or biases) of up to 16 rows as float32 panel[groups][16], filled up to a multiple of 16 groups.
+
+    Rows from `rows` on repeat the last one.
+    """
     if (fixed := _constants(fmt)) is None:
         return None
     sig = types.void(_U8, types.int64, types.int64, _FLOAT, types.int64, fmt)
@@ -436,34 +461,36 @@ def scale_panel(typingctx, scales, stride, rows, panel, groups, fmt):
         code, (kind,) = _Code(builder), fixed
         base, stride, rows, panel, groups = args[:5]
         b = builder
-        element = F32 if kind == FLOAT32 else I16
         last = b.sub(rows, I64(1))
+        starts = []
+        for r in range(LANES):
+            row = b.select(b.icmp_signed("<", I64(r), last), I64(r), last)
+            starts.append(code.at(base, b.mul(row, stride), I8))
 
-        def row(r):
-            source = b.select(b.icmp_signed("<", r, last), r, last)
-            start = b.bitcast(code.at(base, b.mul(source, stride), I8), element.as_pointer())
+        def sixteen(g, mask=None):
+            v = code.transposed([code.floats(start, g, kind, mask) for start in starts])
+            for i, value in enumerate(v):
+                code.store(value, code.at(panel, b.mul(b.add(g, I64(i)), I64(LANES)), F32))
+            return []
 
-            def one(g):
-                value = code.widen(code.splat(code.load(code.at(start, g, element), element)), kind)
-                to = code.at(panel, b.add(b.mul(g, I64(LANES)), r), F32)
-                code.store(b.extract_element(value, I32(0)), to)
-
-            code.loop(0, groups, 1, one)
-
-        code.loop(0, I64(LANES), 1, row)
+        whole = b.and_(groups, I64(-LANES))
+        code.loop(0, whole, LANES, sixteen)
+        rest = b.sub(groups, whole)
+        code.last(rest, [], lambda: sixteen(whole, code.below(rest)))
         return context.get_dummy_value()
 
     return sig, codegen
 
 
 @intrinsic(prefer_literal=True)
-def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs, tokens):
+def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs, ahead, bits, tokens):
     """`scaled_sum` of 16 rows for a few tokens at once, the same bits: rows in lanes, x broadcast four bytes at a time.
 
-    panel as code_panel makes it; scales, biases float32 [K/gs, 16]; xq [tokens, K]; delta, total [tokens, K/gs]; acc
-    float32 [16, tokens, 16] is scratch; y[t · y_stride + r] for r < rows. AVX-512 VNNI.
+    panel and the order of xq [tokens, K] as in code_panel; scales, biases float32 [K/gs, 16]; delta, total [tokens,
+    K/gs]; acc float32 [16, tokens, 16] is scratch; y[t · y_stride + r] for r < rows. Meanwhile 16 rows of packed codes
+    of `bits` are fetched from `ahead` on, for the next panel. AVX-512 VNNI.
     """
-    if (fixed := _constants(tokens)) is None:
+    if (fixed := _constants(bits, tokens)) is None:
         return None
     sig = types.void(
         _U8,
@@ -478,12 +505,14 @@ def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_str
         types.int64,
         types.int64,
         types.int64,
+        _U8,
+        bits,
         tokens,
     )
 
     def codegen(context, builder, sig, args):
-        code, (n,) = _Code(builder), fixed
-        panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs = args[:12]
+        code, (nbits, n) = _Code(builder), fixed
+        panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs, ahead = args[:13]
         b = builder
         groups = b.sdiv(K, gs)
         zero = _const(V16F, 0.0)
@@ -505,6 +534,8 @@ def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_str
                 ]
 
             def sixteen(k, *ints):
+                for line in range(0, 32 * nbits, 64):
+                    code.prefetch(code.at(ahead, b.add(b.mul(k, I64(2 * nbits)), I64(line)), I8))
                 for step in range(0, 16, 4):
                     ints = four(b.add(k, I64(step)), *ints)
                 return ints

@@ -56,7 +56,7 @@ NEEDS = {
     "portable": (),
 }
 STRIP = 16  # rows of a weight that one task takes: the lanes of a panel
-FEW = 2  # tokens up to which a row is read against all of them; above, 16 rows become a panel first (2.4 × at 8 tokens)
+FEW = 3  # tokens up to which a row is read against all of them; above, 16 rows become a panel first (1.9 × at 8 tokens)
 SMALL = 1 << 17  # weight bytes × tokens below which one thread is faster than waking the others
 
 
@@ -238,18 +238,22 @@ def _int8_rows_parallel(x, gs, xq, delta, total):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bytes:
-    """Rows of x as bytes [P, K] with delta and total [P, K / gs]; `paired` is what 4-bit rows are read against."""
+    """Rows of x as bytes [P, K] with delta and total [P, K / gs].
+
+    paired: what 4-bit rows are read against; panelled: what panels of codes are.
+    """
 
     xq: np.ndarray
     paired: np.ndarray
+    panelled: np.ndarray
     delta: np.ndarray
     total: np.ndarray
 
     def map(self, move: Callable[[np.ndarray], np.ndarray]) -> Bytes:
         """Every array moved alike."""
         xq = move(self.xq)
-        paired = xq if self.paired is self.xq else move(self.paired)
-        return Bytes(xq, paired, move(self.delta), move(self.total))
+        paired, panelled = (xq if v is self.xq else move(v) for v in (self.paired, self.panelled))
+        return Bytes(xq, paired, panelled, move(self.delta), move(self.total))
 
 
 def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
@@ -262,7 +266,36 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
     if w.bits == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
         paired = np.empty((P, K), np.int8)
         pair_rows(xq, paired)
-    return Bytes(xq, paired, delta, total)
+    panelled = xq
+    if w.bits == 4 and how == _simd.VNNI and P > FEW:
+        panelled = np.empty((P, K), np.int8)
+        by_size(_panel_rows, _panel_rows_parallel, x.size, xq, panelled)
+    return Bytes(xq, paired, panelled, delta, total)
+
+
+# panel_rows  of each 8 bytes the even ones, then the odd ones, as `code_panel` has codes of 4 bits
+# shapes      x, out int8 [P, K], K a multiple of 8
+# threads     prange over rows
+# bytes       2 · P · K
+# limits      none
+@njit
+def _panel_row(x, out):
+    for start in range(0, x.size, 8):
+        for j in range(4):
+            out[start + j] = x[start + 2 * j]
+            out[start + 4 + j] = x[start + 2 * j + 1]
+
+
+@njit
+def _panel_rows(x, out):
+    for t in range(x.shape[0]):
+        _panel_row(x[t], out[t])
+
+
+@njit(parallel=True)
+def _panel_rows_parallel(x, out):
+    for t in prange(x.shape[0]):
+        _panel_row(x[t], out[t])
 
 
 @njit
@@ -461,7 +494,7 @@ def int8_product(bits: int, how: int) -> tuple[Any, Any]:
 
     if how == _simd.VNNI:
         # panel_task  the same for many tokens: 16 rows unpacked once, rows in lanes, tokens in tiles of 8
-        # shapes      as above; panel uint8 [K/4, 16, 4], scales and biases float32 [G, 16]
+        # shapes      as above; panel uint8 [K/4, 16, 4], scales and biases float32 [G, 16], G filled up to 16
         # threads     none: one task
         # bytes       the strip once; the panel (16 · K bytes, in L2) once per tile of tokens
         # limits      AVX-512 VNNI
@@ -473,7 +506,8 @@ def int8_product(bits: int, how: int) -> tuple[Any, Any]:
             N, K, groups = codes.shape[1], xq.shape[1], delta.shape[1]
             rows = min(STRIP, N - first)
             panel = np.empty(K * STRIP, np.uint8)
-            s, b = np.empty((groups, STRIP), np.float32), np.empty((groups, STRIP), np.float32)
+            full = (groups + STRIP - 1) // STRIP * STRIP
+            s, b = np.empty((full, STRIP), np.float32), np.empty((full, STRIP), np.float32)
             acc = np.empty(STRIP * 8 * STRIP, np.float32)
             stride = codes.shape[2]
             _simd.code_panel(at(codes, (slot * N + first) * stride), stride, rows, at(panel, 0), K, bits)
@@ -494,14 +528,18 @@ def int8_product(bits: int, how: int) -> tuple[Any, Any]:
                 x, d, sx = at(xq, t * K), at(delta, t * groups), at(total, t * groups)
                 to = at(y, t * N + first)
                 ps, pb, pp, pa = at(s, 0), at(b, 0), at(panel, 0), at(acc, 0)
+                ahead = at(codes, (slot * N + first + STRIP) * stride)
                 if hi - t >= 8:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, 8)
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, bits, 8)
                     t += 8
                 elif hi - t >= 4:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, 4)
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, bits, 4)
                     t += 4
+                elif hi - t >= 2:
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, bits, 2)
+                    t += 2
                 else:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, 1)
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, bits, 1)
                     t += 1
 
         task = panel_task
@@ -706,7 +744,7 @@ def grouped_product(
 
 def quantized_product(x: Bytes, w: Stack, groups: Groups, y: np.ndarray, how: int) -> None:
     """`grouped_product` of rows that are bytes already."""
-    rows = (x.xq, x.paired, x.delta, x.total)  # made for this call, so writable: one signature
+    rows = (x.panelled, x.paired, x.delta, x.total)  # made for this call, so writable: one signature
     args = (w.codes, w.scales, w.biases, w.fmt, w.gs, groups.slot, groups.lo, groups.hi, *rows, y)
     _launch(int8_product(w.bits, how), w, groups, args)
 
