@@ -27,10 +27,10 @@ demo: $(VENV)/.core
 	@$(PY) -m penstock.demo
 
 test: lint
-	@$(PY) -m pytest -q -n 2 $(TESTS)
+	@$(PY) -m pytest -q -n 2 --dist worksteal $(TESTS)
 
 test-all: lint
-	@$(PY) -m pytest -q -n 2 -m "not cuda" $(TESTS)
+	@$(PY) -m pytest -q -n 2 --dist worksteal -m "not cuda" $(TESTS)
 
 lint: $(VENV)/.dev
 	@$(PY) -m ruff check --quiet --output-format=concise .

@@ -72,7 +72,7 @@ def small() -> LLM:
     return made(SMALL["qwen3_5"], "cuda", dtype="float32")
 
 
-@pytest.mark.parametrize("name", DRAWS if GPU else ["full"])
+@pytest.mark.parametrize("name", DRAWS if GPU else [pytest.param("full", marks=pytest.mark.slow)])
 def test_cuda_draws_the_tokens_of_the_host(name):
     engine = small()._engine
     params, count = SamplingParams(**DRAWS[name]), 40 if GPU else 3

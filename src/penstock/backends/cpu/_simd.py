@@ -45,6 +45,13 @@ class _Code:
     def at(self, pointer: ir.Value, index: ir.Value | int, element: ir.Type) -> ir.Value:
         return self.b.gep(pointer, [I64(index) if isinstance(index, int) else index], source_etype=element)
 
+    def rows(self, base: ir.Value, stride: ir.Value, count: ir.Value) -> list[ir.Value]:
+        """Where 16 rows of bytes start; from `count` on it is the last one again."""
+        b = self.b
+        last = b.sub(count, I64(1))
+        rows = [b.select(b.icmp_signed("<", I64(r), last), I64(r), last) for r in range(LANES)]
+        return [self.at(base, b.mul(row, stride), I8) for row in rows]
+
     def load(self, pointer: ir.Value, kind: ir.Type) -> ir.Value:
         value = self.b.load(self.b.bitcast(pointer, kind.as_pointer()), typ=kind)
         value.align = 1
@@ -411,11 +418,7 @@ def code_panel(typingctx, codes, stride, rows, panel, K, bits):
         code, (nbits,) = _Code(builder), fixed
         base, stride, rows, panel, K = args[:5]
         b = builder
-        last = b.sub(rows, I64(1))
-        starts = []
-        for r in range(LANES):
-            row = b.select(b.icmp_signed("<", I64(r), last), I64(r), last)
-            starts.append(code.at(base, b.mul(row, stride), I8))
+        starts = code.rows(base, stride, rows)
 
         def put(v, k, i):
             code.store(v, code.at(panel, b.add(b.mul(k, I64(LANES)), I64(64 * i)), I8))
@@ -461,11 +464,7 @@ def scale_panel(typingctx, scales, stride, rows, panel, groups, fmt):
         code, (kind,) = _Code(builder), fixed
         base, stride, rows, panel, groups = args[:5]
         b = builder
-        last = b.sub(rows, I64(1))
-        starts = []
-        for r in range(LANES):
-            row = b.select(b.icmp_signed("<", I64(r), last), I64(r), last)
-            starts.append(code.at(base, b.mul(row, stride), I8))
+        starts = code.rows(base, stride, rows)
 
         def sixteen(g, mask=None):
             v = code.transposed([code.floats(start, g, kind, mask) for start in starts])
