@@ -220,12 +220,19 @@ def test_a_missing_folder_is_refused_before_anybody_listens(capsys, tmp_path):
     assert "no such folder" in shown.err
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server(tmp_path):
+def test_a_model_that_cannot_be_loaded_is_stated_and_the_status_is_1(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with started("--model", str(tmp_path), ready=False) as server:
-        assert server.end() == 1
-    assert len(server.lines) == 2 and server.lines[1].startswith("penstock: error: ")
-    assert "config.json" in server.lines[1]
+        health: dict[str, Any] = {}
+
+        def failed() -> bool:
+            health.update(httpx.get(f"{server.url}/health").json())
+            return health["status"] == "error"
+
+        wait_for(failed)
+        assert "config.json" in health["error"]["message"]
+        assert server.end(signal.SIGTERM) == 1
+    assert any(line.startswith("penstock: error: ") and "config.json" in line for line in server.lines)
 
 
 def test_a_broken_template_is_refused_when_the_model_is_loaded(llm, monkeypatch):

@@ -360,7 +360,7 @@ def serve(
 
     def ready(service: "Service") -> None:
         if service.failure is not None:
-            note(f"penstock: error: {service.failure}")
+            note(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
             return
         assert service.loaded is not None
         llm, _ = service.loaded

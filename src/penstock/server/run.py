@@ -100,15 +100,14 @@ def serve(
     listening: Callable[[], None],
     ready: Callable[[Service], None],
 ) -> Service:
-    """Serve until a signal comes or the model cannot be loaded. `listening` is called when requests and signals are
-    taken; the model is loaded meanwhile, and `ready` is told when it is there or has failed.
+    """Serve until a signal comes. `listening` is called when requests and signals are taken; the model is loaded
+    meanwhile, and `ready` is told when it is there or has failed: then /health says why, to whoever watches the server.
     """
     service = Service(options)
 
     def load() -> None:
         service.load(loader)
         ready(service)
-        server.should_exit = server.should_exit or service.failure is not None
 
     loading = threading.Thread(target=load, name="penstock-load", daemon=True)
 
@@ -116,8 +115,7 @@ def serve(
         listening()
         loading.start()
 
-    server = Server(service, access, started)
-    server.run(sockets=[bound])
+    Server(service, access, started).run(sockets=[bound])
     if loading.is_alive():  # it cannot be interrupted, and must not run while the interpreter is taken down
         sys.stdout.flush()
         sys.stderr.flush()
