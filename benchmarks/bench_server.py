@@ -12,6 +12,7 @@ measured in turns on the same model. The client reads plain sockets. Checked fir
 """
 
 import json
+import os
 import selectors
 import socket
 import statistics
@@ -223,6 +224,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.serve:
         serve(args.serve)
         return
+    if args.threads is not None:  # the other process computes
+        os.environ["PENSTOCK_THREADS"] = str(args.threads)
     rows = [row for shape in args.shape or SHAPES for row in measured(shape, args.tokens, args.rounds)]
     report("The server against llm.stream", rows, args.json)
 

@@ -20,7 +20,7 @@ from penstock.quant import QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.gguf import GgufFile
 from tests.convert.common import config_in, stored, tensors
-from tests.models.common import TEMPLATE, VOCAB, error, some_tokens, write_tokenizer
+from tests.models.common import GGUF_ARCHITECTURES, GGUF_NAMES, TEMPLATE, VOCAB, error, some_tokens, write_tokenizer
 from tests.models.made import mlx_logits
 from tests.models.test_llama import EXPERTS, config_of
 
@@ -33,24 +33,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": config_of("qwen2", **SIZES),
     "qwen3": config_of("qwen3", **SIZES),
     "qwen3_moe": config_of("qwen3_moe", **EXPERTS | SIZES | {"moe_intermediate_size": 256, "num_experts": 5}),
-}
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-PARTS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
 }
 
 
@@ -67,11 +49,11 @@ def weights_of(name: str) -> dict[str, np.ndarray]:
         if config["model_type"] in ("llama", "mistral") and stem.endswith(("q_proj", "k_proj")):
             halves = array.reshape(array.shape[0] // 64, 2, 32, *array.shape[1:])  # interleaved in the file
             array = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
-        if stem in PARTS:
-            found[f"{PARTS[stem]}.{suffix}"] = array
+        if stem in GGUF_NAMES:
+            found[f"{GGUF_NAMES[stem]}.{suffix}"] = array
         else:
             _, _, layer, part = stem.split(".", 3)
-            found[f"blk.{layer}.{PARTS[part]}.{suffix}"] = array
+            found[f"blk.{layer}.{GGUF_NAMES[part]}.{suffix}"] = array
     return found | {key: np.stack(arrays) for key, arrays in experts.items()}
 
 
@@ -85,7 +67,7 @@ def factors(original: int = 128, factor: float = 8.0) -> np.ndarray:
 def write(path: Path, name: str, type_name: str = "Q4_0", other: Mapping[str, str] | None = None, **more: Any) -> Path:
     """A model of MODELS; `other` has the types of tensors whose names begin so, `more` adds metadata."""
     config = MODELS[name]
-    arch = ARCHITECTURES[config["model_type"]]
+    arch = GGUF_ARCHITECTURES[config["model_type"]]
     weights = weights_of(name)
     if name == "llama3":
         weights["rope_freqs.weight"] = factors()
@@ -186,7 +168,7 @@ def test_values_are_those_of_the_gguf_package(tmp_path: Path, type_name: str) ->
     convert(path, tmp_path / "made")
     made = Checkpoint.open(tmp_path / "made")
     for tensor in gguf.GGUFReader(path).tensors:
-        module = {v: k for k, v in PARTS.items()}.get(tensor.name.split(".", 2)[-1].removesuffix(".weight"))
+        module = {v: k for k, v in GGUF_NAMES.items()}.get(tensor.name.split(".", 2)[-1].removesuffix(".weight"))
         if tensor.name.startswith("blk.1.") and module is not None and len(tensor.shape) == 2:
             got = made.tensor(f"model.layers.1.{module}")
             assert isinstance(got, QuantizedTensor) and got.group_size == 32 and got.dtype == "float16"

@@ -19,7 +19,7 @@ from penstock.errors import CheckpointError
 from penstock.models.gguf import GgufModel, open_gguf
 from penstock.quant import QuantizedTensor
 from penstock.weights.gguf import SUPPORTED, GgufFile
-from tests.models.common import VOCAB, error, some_tokens, write_tokenizer
+from tests.models.common import GGUF_ARCHITECTURES, GGUF_NAMES, VOCAB, error, some_tokens, write_tokenizer
 
 transformers.logging.set_verbosity_error()
 
@@ -70,24 +70,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "num_hidden_layers": 2,
     },
-}
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
 }
 
 
@@ -145,16 +127,16 @@ def gguf_tensors(config: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -
                 gate, up = np.split(array, 2, axis=1)
                 found[f"blk.{layer}.ffn_gate_exps.weight"], found[f"blk.{layer}.ffn_up_exps.weight"] = gate, up
             continue
-        if stem in NAMES:
-            found[f"{NAMES[stem]}.{suffix}"] = array
+        if stem in GGUF_NAMES:
+            found[f"{GGUF_NAMES[stem]}.{suffix}"] = array
             continue
         _, _, layer, part = stem.split(".", 3)
-        if ARCHITECTURES[config["model_type"]] == "llama":
+        if GGUF_ARCHITECTURES[config["model_type"]] == "llama":
             if part.endswith("q_proj"):
                 array = permuted(array, config["num_attention_heads"])
             elif part.endswith("k_proj"):
                 array = permuted(array, config["num_key_value_heads"])
-        found[f"blk.{layer}.{NAMES[part]}.{suffix}"] = array
+        found[f"blk.{layer}.{GGUF_NAMES[part]}.{suffix}"] = array
     return found
 
 
@@ -172,7 +154,7 @@ def rope_factors(table: Mapping[str, Any], head_dim: int) -> np.ndarray:
 def write(path: Path, name: str, type_name: str = "F32", tensors: Any = None, **changes: Any) -> Path:
     """A model of MODELS as a GGUF file; `changes` replace metadata, None removes a key."""
     config = MODELS[name]
-    arch, table = ARCHITECTURES[config["model_type"]], config["rope_parameters"]
+    arch, table = GGUF_ARCHITECTURES[config["model_type"]], config["rope_parameters"]
     tensors = gguf_tensors(config, weights_of(name)) if tensors is None else dict(tensors)
     head_dim = config["head_dim"] or config["hidden_size"] // config["num_attention_heads"]
     if table["rope_type"] == "llama3":

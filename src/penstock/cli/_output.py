@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,16 @@ def print_table(
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
     console.print(table)
+
+
+def css_name(words: str) -> str:
+    """Words as the name of a class or a colour in a page."""
+    return words.replace(" ", "-")
+
+
+def css_colours(colours: Mapping[str, tuple[str, str]], which: int) -> str:
+    """Colours by name as variables of a page: on light ground (0) or on dark (1)."""
+    return "".join(f"--{css_name(name)}:{pair[which]};" for name, pair in colours.items())
 
 
 def write_page(option: str, path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from html import escape
 
+from penstock.cli._output import css_colours, css_name
 from penstock.cli._trace import Group, Line, Report, Side
 
 # kinds of work by the families of the ops, with their colours on light and on dark ground
@@ -38,12 +39,12 @@ def page(report: Report) -> str:
     programs = "".join(_program(name, side, most) for name, side in sides)
     return _PAGE.format(
         title=escape(title),
-        colours=_rules(0),
-        dark=_rules(1),
+        colours=css_colours(_COLOURS, 0),
+        dark=css_colours(_COLOURS, 1),
         about=escape(_about(report)),
         tiles=_tiles(report),
         bars=bars,
-        legend="".join(f'<li><i class="{_css(kind)}"></i>{escape(kind)}</li>' for kind in _used(report)),
+        legend="".join(f'<li><i class="{css_name(kind)}"></i>{escape(kind)}</li>' for kind in _used(report)),
         programs=programs,
         table=_table(report),
     )
@@ -56,14 +57,6 @@ def _about(report: Report) -> str:
     else:
         times = f"Bars are predicted times: each {what}. Starting a node costs extra; --measure shows it."
     return f"On {report.device} in {report.dtype}. {times}"
-
-
-def _rules(which: int) -> str:
-    return "".join(f"--{_css(kind)}:{colours[which]};" for kind, colours in _COLOURS.items())
-
-
-def _css(kind: str) -> str:
-    return kind.replace(" ", "-")
 
 
 def _kind(line: Line) -> str:
@@ -114,7 +107,7 @@ def _bar(name: str, side: Side, longest: float) -> str:
             share = seconds / side.seconds if side.seconds else 0
             wide = seconds / longest > 0.09
             pieces.append(
-                f'<span class="{_css(kind)}" style="width:{seconds / longest:.3%}" '
+                f'<span class="{css_name(kind)}" style="width:{seconds / longest:.3%}" '
                 f'title="{escape(op)}: {_time(seconds)}, {share:.0%}">{escape(op) if wide else ""}</span>'
             )
     return f'<p class="what">{escape(name)} <b>{_time(side.seconds)}</b></p><div class="bar">{"".join(pieces)}</div>'
@@ -131,7 +124,7 @@ def _group(group: Group, most: float, total: float) -> str:
     nodes = f"{len(group.lines)} node{'s' * (len(group.lines) != 1)}"
     rows = "".join(
         f'<tr><td class="op">{escape(line.op)}<small>{escape(", ".join(line.made) or "writes in place")}</small></td>'
-        f'<td class="track"><i class="{_css(_kind(line))}" style="width:{seconds / most:.2%}"></i></td>'
+        f'<td class="track"><i class="{css_name(_kind(line))}" style="width:{seconds / most:.2%}"></i></td>'
         f"<td>{_size(line.nbytes)}</td><td>{_time(line.seconds)}</td><td>{seconds / total:.1%}</td></tr>"
         for line, seconds in ((line, group.count * line.seconds) for line in group.lines)
     )

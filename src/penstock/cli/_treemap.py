@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from penstock.cli._output import css_colours, css_name
 from penstock.cli._survey import PARTS, Piece, Survey
 from penstock.cli.inspect import Machine, count, facts, size
 
@@ -150,9 +151,9 @@ def page(found: Survey, machine: Machine) -> str:
     )
     return _PAGE.format(
         title=escape(f"{found.name}: where its bytes are"),
-        colours=_rules(0),
-        dark=_rules(1),
-        classes="".join(f".{_css(part)} {{ --c:var(--{_css(part)}) }} " for part in PARTS),
+        colours=css_colours(_COLOURS, 0),
+        dark=css_colours(_COLOURS, 1),
+        classes="".join(f".{css_name(part)} {{ --c:var(--{css_name(part)}) }} " for part in PARTS),
         about=escape(f"{found.config.model_type}, {len(found.layers)} layers of width {found.config.dim}"),
         tiles="".join(
             f"<div><span>{escape(what)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"
@@ -160,7 +161,7 @@ def page(found: Survey, machine: Machine) -> str:
         ),
         bars=_bar("All weights", {part: value.nbytes for part, value in parts.items()})
         + _bar("What a token reads", {part: value.active_bytes for part, value in parts.items()}),
-        legend="".join(f'<li class="{_css(part)}"><i></i>{escape(part)}</li>' for part in parts),
+        legend="".join(f'<li class="{css_name(part)}"><i></i>{escape(part)}</li>' for part in parts),
         by_part=_map(found, lambda piece: piece.part, _layer, squarified, in_strips),
         by_layer=_map(found, _layer_or_part, lambda piece: piece.part, in_strips, squarified),
         facts=_facts(found, machine),
@@ -168,14 +169,6 @@ def page(found: Survey, machine: Machine) -> str:
         formats=_formats(found),
         pieces=_pieces(found.pieces),
     )
-
-
-def _rules(which: int) -> str:
-    return "".join(f"--{_css(part)}:{colours[which]};" for part, colours in _COLOURS.items())
-
-
-def _css(part: str) -> str:
-    return part.replace(" ", "-")
 
 
 def _layer(piece: Piece) -> str:
@@ -224,7 +217,7 @@ def _title(box: Box, name: str, nbytes: int, total: int) -> str:
         return ""
     texts = (f"{name} {size(nbytes)}, {nbytes / max(total, 1):.1%}", f"{name} {size(nbytes)}", name)
     text = next((text for text in texts if len(text) * 7.4 < box.width), "")
-    css = f"title {_css(name)}" if name in PARTS else "title"
+    css = f"title {css_name(name)}" if name in PARTS else "title"
     return text and f'<text class="{css}" x="{box.x + 1:.1f}" y="{box.y + 13:.1f}">{escape(text)}</text>'
 
 
@@ -235,12 +228,12 @@ def _tensors(found: Survey, members: Sequence[int], box: Box, label: str) -> lis
     for number, piece, place in zip(members, pieces, squarified([p.nbytes for p in pieces], box), strict=True):
         own = place.inside(0.3 if min(place.width, place.height) > 3 else 0.0)
         if min(own.width, own.height) >= _SMALLEST:
-            css = f"{_css(piece.part)} read" if piece.share == 1 else _css(piece.part)
+            css = f"{css_name(piece.part)} read" if piece.share == 1 else css_name(piece.part)
             shapes.append(f'<rect {_at(own)} class="{css}" data-i="{number}"/>')
     shares = {piece.share for piece in pieces}
     if len(shares) == 1 and 0 < (share := shares.pop()) < 1:
         read = Box(box.x, box.y + box.height * (1 - share), box.width, box.height * share)
-        shapes.append(f'<rect {_at(read)} class="{_css(pieces[0].part)} read"/>')
+        shapes.append(f'<rect {_at(read)} class="{css_name(pieces[0].part)} read"/>')
     if label and box.width > 24 + 6 * len(label) and box.height > 28:
         on = " on" if pieces[0].share == 1 else ""
         shapes.append(f'<text class="label{on}" x="{box.x + 4:.1f}" y="{box.y + 12:.1f}">{escape(label)}</text>')
@@ -274,7 +267,7 @@ def _pieces(pieces: Sequence[Piece]) -> str:
 def _bar(name: str, values: dict[str, float]) -> str:
     total = sum(values.values()) or 1.0
     pieces = "".join(
-        f'<span class="{_css(part)}" style="width:{value / total:.3%}" title="{escape(part)}: {size(value)}, '
+        f'<span class="{css_name(part)}" style="width:{value / total:.3%}" title="{escape(part)}: {size(value)}, '
         f'{value / total:.1%}">{f"{escape(part)} {value / total:.0%}" if value / total > 0.085 else ""}</span>'
         for part, value in values.items()
         if value / total > 0.0005
@@ -299,7 +292,7 @@ def _table(found: Survey) -> str:
             size(value.active_bytes),
             f"{value.active_bytes / max(total.active_bytes, 1):.1%}",
         ]
-        mark = f'<i class="{_css(part)}"></i>' if part in PARTS else ""
+        mark = f'<i class="{css_name(part)}"></i>' if part in PARTS else ""
         rows.append(f"<tr><td>{mark}{escape(part)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return _framed(heads, rows)
 

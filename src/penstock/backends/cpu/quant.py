@@ -83,6 +83,19 @@ def _quantize(weights, bits, fmt, packed, scales, biases):
 
 
 @njit
+def plain(lo, hi, n):
+    """Scale and bias of a group from lo to hi with codes 0 … n: the edge further from 0 is met exactly."""
+    low_edge = abs(lo) > abs(hi)
+    s = max((hi - lo) / n, np.float32(1e-7))
+    s = s if low_edge else -s
+    edge = lo if low_edge else hi
+    q0 = np.rint(edge / s)
+    if q0 != np.float32(0):
+        return edge / q0, edge
+    return s, np.float32(0)
+
+
+@njit
 def _quantize_chunk(weights, bits, fmt, packed, scales, biases, start, stop):
     gs = weights.shape[1]
     pattern = np.empty(gs, np.int32)
@@ -96,14 +109,7 @@ def _quantize_chunk(weights, bits, fmt, packed, scales, biases, start, stop):
         span = hi - lo
         if not np.isfinite(span):  # an infinity or NaN in the group is lo or hi
             return g
-        low_edge = abs(lo) > abs(hi)
-        s = max(span / n, np.float32(1e-7))
-        s = s if low_edge else -s
-        edge = lo if low_edge else hi
-        q0 = np.rint(edge / s)
-        b = zero
-        if q0 != zero:
-            s, b = edge / q0, edge
+        s, b = plain(lo, hi, n)
         for j in range(gs):
             q = np.rint((w[j] - b) / s)
             q = q if q > zero else zero  # 0 / 0, from a group of equal weights beyond 3.4e31, is code 0 as well

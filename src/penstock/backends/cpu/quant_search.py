@@ -11,7 +11,7 @@ from penstock.backends.cpu._compile import SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu._formats import fmt, frozen, readable, rounded, widened
 from penstock.backends.cpu._formats import writable as bits_of
 from penstock.backends.cpu._threads import run
-from penstock.backends.cpu.quant import _extent, _load, _pack, _words
+from penstock.backends.cpu.quant import _extent, _load, _pack, _words, plain
 from penstock.dtypes import dtype_name
 from penstock.quant import QuantizedTensor
 
@@ -115,15 +115,7 @@ def _group(w, pattern, h, reach, n, fmt, q, codes):
     span = hi - lo
     if not np.isfinite(span):
         return False, zero, zero
-    # plain rounding, as in quant.py
-    low_edge = abs(lo) > abs(hi)
-    s = max(span / n, np.float32(1e-7))
-    s = s if low_edge else -s
-    edge = lo if low_edge else hi
-    q0 = np.rint(edge / s)
-    b = zero
-    if q0 != zero:
-        s, b = edge / q0, edge
+    s, b = plain(lo, hi, n)
     _codes(w, s, b, n, q)
     best_s, best_b = widened(rounded(s, fmt), fmt), widened(rounded(b, fmt), fmt)
     least = _error(w, h, q, best_s, best_b)

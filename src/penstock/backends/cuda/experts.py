@@ -131,12 +131,13 @@ class Missing:
         self._tier, self._width = tier, width
         self._gpu, self.turn = gpu, 0
         self._reports = [gpu.pinned((layers, 1 + 2 * width), torch.int32) for _ in range(2)]
+        self._hosts = [numpy_view(report) for report in self._reports]
         self._to_slot = torch.full((width,), -1, dtype=torch.int32, device=gpu.device)
         self._to_record = torch.zeros(width, dtype=torch.int64, device=gpu.device)
 
     @property
     def host(self) -> np.ndarray:
-        return numpy_view(self._reports[self.turn])
+        return self._hosts[self.turn]
 
     def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         (rows, k), tier, slots = ids.shape, self._tier, self._tier.slots_of[layer]
@@ -275,7 +276,7 @@ class GpuTier:
                 own = np.array([self.slots_of[n] is slots for n in layers.tolist()])
                 row, column = np.nonzero(came & own[:, None])  # in the order in which slots were given
                 owners = slots.pool.owner.copy()
-                owners[taken[row, column]] = np.array(self.bases)[layers[row]] + ids[row, column]
+                owners[taken[row, column]] = self._store.bases[layers[row]] + ids[row, column]
                 self._store.adopt(slots.pool, owners)
             counters = self._store.counters
             counters.host_hits += int(came.sum())
