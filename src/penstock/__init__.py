@@ -4,15 +4,16 @@ This module holds the public names. `load` gives a model; the op library is `pen
 or torch tensors.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock import errors, ops
 from penstock._version import __version__
-from penstock.ops import backend, dequantize
-from penstock.quant import QuantizedTensor, quantize
 
 if TYPE_CHECKING:
+    from penstock import errors, ops
     from penstock.api import LLM, load, restore
+    from penstock.ops import backend, dequantize
+    from penstock.quant import QuantizedTensor, quantize
 
 __all__ = [
     "LLM",
@@ -27,11 +28,22 @@ __all__ = [
     "restore",
 ]
 
+_HOMES = {
+    "LLM": "penstock.api",
+    "QuantizedTensor": "penstock.quant",
+    "backend": "penstock.ops",
+    "dequantize": "penstock.ops",
+    "load": "penstock.api",
+    "quantize": "penstock.quant",
+    "restore": "penstock.api",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """The engine comes with its tokenizer and templates, which a user of the ops alone does not wait for."""
-    if name in ("LLM", "load", "restore"):
-        from penstock import api
-
-        return getattr(api, name)
+    """A name is imported when it is first used: a child process that needs one small module starts without NumPy."""
+    if name in ("errors", "ops"):
+        return import_module(f"penstock.{name}")
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")
