@@ -58,6 +58,7 @@ class Child:
         self._handler, self._memory, self._seconds = handler, memory, seconds
         self._lock = threading.Lock()
         self._process: _Process | None = None
+        self._finalizer: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         """Start the process now, so that the first call does not wait for it."""
@@ -89,12 +90,12 @@ class Child:
     def _running(self) -> _Process:
         if self._process is None or self._process.owner != os.getpid():  # a forked copy leaves the process to its owner
             self._process = _Process(self._handler, self._memory)
-            weakref.finalize(self, self._process.end)
+            self._finalizer = weakref.finalize(self, self._process.end)
         return self._process
 
     def _stop(self) -> None:
         if self._process is not None:
-            self._process.end()
+            self._finalizer()  # ends it, and is forgotten
             self._process = None
 
 
