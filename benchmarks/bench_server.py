@@ -53,7 +53,7 @@ def words() -> Any:
     import tokenizers
     from tokenizers import decoders, models
 
-    from penstock.engine.tokenizer import Tokenizer
+    from penstock.text.tokenizer import Tokenizer
 
     backend = tokenizers.Tokenizer(models.WordLevel({f"Ġw{n}": n for n in range(VOCAB)}, unk_token="Ġw0"))
     backend.decoder = decoders.ByteLevel()

@@ -28,13 +28,13 @@ from benchmarks.random_checkpoint import write
 from penstock import models, ops
 from penstock.api import LLM
 from penstock.cli.bench import cut
-from penstock.engine.experts import expert_layers
 from penstock.engine.place import place_of
+from penstock.experts.layout import Layer
+from penstock.experts.open import expert_layers
+from penstock.experts.packed import NAME, open_packed, write_packed
+from penstock.experts.reader import ExpertReader
+from penstock.experts.store import HostSlots
 from penstock.models.source import Random, Stored
-from penstock.streaming.layout import Layer
-from penstock.streaming.packed import NAME, open_packed, write_packed
-from penstock.streaming.reader import ExpertReader
-from penstock.streaming.store import HostSlots
 from penstock.weights.checkpoint import Checkpoint
 
 TOKENS = list(range(5, 25))

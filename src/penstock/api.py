@@ -19,18 +19,18 @@ from penstock.backends.cuda import features as cuda
 from penstock.engine import ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import Engine, Model
-from penstock.engine.experts import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.engine.generation import Chunk, Completion, Request, Timings, run, sampling_params
-from penstock.engine.gguf_tokenizer import gguf_tokenizer
 from penstock.engine.place import Host, Place, place_of
 from penstock.engine.session import Session, read_about, restore_into
-from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.experts.layout import Layer
+from penstock.experts.open import ExpertOptions, budget_of, expert_layers, open_experts
+from penstock.experts.store import slot_counts
 from penstock.models.gguf import open_gguf
 from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Shelved, Source, Stored
 from penstock.settings import Settings
-from penstock.streaming.layout import Layer
-from penstock.streaming.store import slot_counts
+from penstock.text.gguf_tokenizer import gguf_tokenizer
+from penstock.text.tokenizer import Tokenizer
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.hub import resolve
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ops
-from penstock.backends.cpu import _threads, features, linear
+from penstock import machine, ops
+from penstock.backends.cpu import _threads, linear
 from penstock.errors import BackendError
 from penstock.quant import ExpertBlobs, QuantizedTensor, pack_codes
 from tests.ops.common import assert_close, assert_same_bits, normal, quantized
@@ -170,7 +170,7 @@ def test_offsets_beyond_two_to_the_31_are_reached(rng):
     scales = np.zeros((N, 1), np.float32)
     packed[-1] = pack_codes(np.arange(K) % 16, 4)
     scales[-1] = 1
-    if features.memory()[1] // 3 < (1 << 31):
+    if machine.memory()[1] // 3 < (1 << 31):
         pytest.skip("too little memory")
     w = QuantizedTensor(packed, scales, np.zeros_like(scales), 4, 64)
     x = np.ones((1, K), np.float32)

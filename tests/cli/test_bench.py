@@ -171,7 +171,7 @@ def test_bench_wrong_usage_is_status_2(capsys, arguments, message):
     ],
 )
 def test_bench_failures_are_one_line_and_status_1(capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr("penstock.engine.memory.available_memory", lambda: 24 << 30)
+    monkeypatch.setattr("penstock.machine.available_memory", lambda: 24 << 30)
     if "gemma4-26b-a4b" in arguments:
         monkeypatch.setattr(models, "FAMILIES", {"qwen3_next": "qwen3_5"})
     shown = call(capsys, "bench", *arguments)

@@ -156,9 +156,9 @@ def test_a_missing_model_is_one_line_and_status_1(capsys, tmp_path, verb):
 @pytest.mark.parametrize(
     ("verb", "inside"),
     [
-        ("perplexity", "penstock.engine.perplexity.evaluate"),
-        ("inspect", "penstock.cli._survey.survey"),
-        ("verify", "penstock.weights.verify.check_headers"),
+        ("perplexity", "penstock.analysis.perplexity.evaluate"),
+        ("inspect", "penstock.analysis.survey.survey"),
+        ("verify", "penstock.analysis.verify.check_headers"),
         ("doctor", "penstock.cli.doctor.examined"),
     ],
 )

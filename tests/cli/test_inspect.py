@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import api
-from penstock.cli import _survey, _trace
-from penstock.cli._survey import PARTS, survey
+from penstock.analysis import survey as survey_module
+from penstock.analysis import trace
+from penstock.analysis.survey import PARTS, survey
 from penstock.cli._treemap import Box, in_strips, squarified
 from penstock.cli.bench import active_bytes, cut, read_config, shipped
 from penstock.weights.checkpoint import Checkpoint
@@ -218,14 +219,14 @@ def test_inspect_refuses_sizes_that_the_files_do_not_have(capsys, tmp_path, chan
 
 
 def test_inspect_measures_the_bandwidth(capsys, monkeypatch):
-    monkeypatch.setattr(_trace, "bandwidth_of", lambda device, given: (20.0, f"measured on {device}"))
+    monkeypatch.setattr(trace, "bandwidth_of", lambda device, given: (20.0, f"measured on {device}"))
     found = json.loads(call(capsys, "inspect", "--device", "cpu", "--json").out)
     assert (found["gb_per_s"], found["gb_per_s_from"], found["device"]) == (20.0, "measured on cpu", "cpu")
 
     def nothing(*_):
         raise penstock.errors.BackendError("no")
 
-    monkeypatch.setattr(_trace, "bandwidth_of", nothing)
+    monkeypatch.setattr(trace, "bandwidth_of", nothing)
     found = json.loads(call(capsys, "inspect", "--device", "cpu", "--json").out)
     assert (found["gb_per_s"], found["limit_tokens_per_s"]) == (None, None)
     assert "tokens/s" not in call(capsys, "inspect", "--device", "cpu").out
@@ -237,7 +238,7 @@ def test_every_path_of_every_family_belongs_to_a_part():
             assert piece.part != "other", (name, piece.path)
             if piece.part == "router":
                 assert piece.nbytes < 1e8
-    assert _survey.PARTS[-1] == "other"
+    assert survey_module.PARTS[-1] == "other"
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

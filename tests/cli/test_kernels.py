@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock import ops
-from penstock.cli import _trace
+from penstock.analysis import trace as trace_module
 from penstock.ops import REGISTRY
 from tests.cli.common import call, program
 from tests.cli.test_bench import TINY
@@ -252,7 +252,7 @@ def test_trace_of_the_demo_model_and_of_its_folder(capsys):
 
 
 def test_trace_measures_every_node(capsys, tiny, monkeypatch):
-    monkeypatch.setattr(_trace, "_ROUNDS", 1)
+    monkeypatch.setattr(trace_module, "_ROUNDS", 1)
     found = trace(capsys, tiny, "--device", "cpu", "--measure", "--depth", "5", "--batch", "2")
     for side in (found["before"], found["after"]):
         assert side["measured_us"] > 0 and all(node["measured_us"] > 0 for node in side["nodes"])
@@ -282,7 +282,7 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("measure", [False, True])
 def test_trace_writes_a_page_that_needs_nothing_else(capsys, tiny, tmp_path, monkeypatch, measure):
-    monkeypatch.setattr(_trace, "_ROUNDS", 1)
+    monkeypatch.setattr(trace_module, "_ROUNDS", 1)
     file = tmp_path / "trace.html"
     options = ("--device", "cpu", *(("--measure",) if measure else ()))
     found = trace(capsys, tiny, *options, "--html", str(file))

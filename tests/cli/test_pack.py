@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from penstock import models
-from penstock.engine.experts import expert_layers
+from penstock.experts import packed
+from penstock.experts.layout import Layer, Place
+from penstock.experts.open import expert_layers
 from penstock.models.source import Stored
-from penstock.streaming import packed
-from penstock.streaming.layout import Layer, Place
 from penstock.weights.checkpoint import Checkpoint
 from tests.cli.common import call
 from tests.cli.model import DEMO

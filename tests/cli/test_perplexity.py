@@ -8,12 +8,12 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 import penstock
+from penstock.analysis import perplexity as library
+from penstock.analysis.perplexity import evaluate, windows
 from penstock.api import LLM
 from penstock.cli.perplexity import encoded
-from penstock.engine import perplexity as library
-from penstock.engine.perplexity import evaluate, windows
-from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import BackendError, InvalidArgument
+from penstock.text.tokenizer import Tokenizer
 from tests.cli.common import call
 from tests.cli.model import write_small_model
 from tests.models.common import small_config, some_tokens, write_model

@@ -10,14 +10,14 @@ from huggingface_hub import constants
 
 import penstock
 from penstock import models
-from penstock.cli import _plan as planning
+from penstock.analysis import plan as planning
+from penstock.analysis.routes import Routes
 from penstock.engine.cache import Caches
 from penstock.engine.place import Host
-from penstock.engine.routes import Routes
 from penstock.errors import CheckpointError
+from penstock.experts.simulate import Trace, simulate
+from penstock.experts.sizes import parse_size
 from penstock.models.step import Pages, Recurrent
-from penstock.streaming.simulate import Trace, simulate
-from penstock.streaming.sizes import parse_size
 from penstock.weights import hub
 from penstock.weights.safetensors import SafetensorsFile
 from tests.cli.common import call
@@ -211,7 +211,7 @@ def test_plan_measures_a_packed_file_where_there_is_one(capsys, tmp_path):
 
 
 def test_plan_measures_memory(capsys, monkeypatch):
-    monkeypatch.setattr("penstock.cli._trace.room", lambda: 1 << 24)
+    monkeypatch.setattr("penstock.analysis.trace.room", lambda: 1 << 24)
     found = json.loads(call(capsys, "plan", "--device", "cpu", "--device-memory", "8G", "--json").out)
     assert found["gb_per_s"]["memory"] > 0 and found["gb_per_s_from"]["memory"] == "a plain read here"
     assert set(found["gb_per_s"]) == {"memory"}  # a model that fits needs nothing else

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.analysis import verify as library
+from penstock.analysis.verify import Numbers, check_hashes, hub_hashes, read_hashes
 from penstock.cli.verify import checked
 from penstock.errors import CheckpointError
-from penstock.weights import verify as library
 from penstock.weights.safetensors import SafetensorsFile
-from penstock.weights.verify import Numbers, check_hashes, hub_hashes, read_hashes
 from tests.cli.common import call
 from tests.cli.model import DEMO
 from tests.models.common import small_config, tensors, write_model

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from penstock.backends.cpu import features
-from penstock.engine import memory, place
+from penstock.engine import place
 from penstock.engine.cache import Caches, PageTable, Sequence, Snapshot
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE, Layout, Pages, Recurrent
@@ -370,35 +368,3 @@ def test_caches_hold_what_was_written_whatever_happens(seed: int) -> None:
     for pool in caches.pools.values():
         assert pool.used == 0 and all(count == 0 for count in pool.references)
         assert sorted(pool.free) == list(range(pool.capacity))
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_available_memory_is_a_sensible_number() -> None:
-    assert 0 < memory.available_memory() < 1 << 63
-
-
-def test_available_memory_knows_the_limit_of_a_container(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = memory.available_memory()
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text("0::/\n")
-    (tmp_path / "meminfo").write_text(Path("/proc/meminfo").read_text())
-    monkeypatch.setattr(features, "PROC", tmp_path)
-    monkeypatch.setattr(features, "SYS", tmp_path)
-    tmp_path = tmp_path / "fs" / "cgroup"
-    tmp_path.mkdir(parents=True)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert memory.available_memory() == pytest.approx(free, rel=0.5)
-    (tmp_path / "memory.max").write_text("5000000\n")
-    assert memory.available_memory() == 4_000_000
-    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 300000\nactive_file 200000\nslab 1\n")
-    assert memory.available_memory() == 4_500_000
-    (tmp_path / "memory.current").write_text("9000000\n")
-    assert memory.available_memory() == 0
-
-
-def test_peak_memory_is_at_least_what_is_in_use() -> None:
-    block = np.ones(3_000_000)
-    assert memory.peak_memory() > block.nbytes

@@ -12,9 +12,9 @@ from penstock.engine import place
 from penstock.engine.engine import Engine
 from penstock.engine.prefix import PrefixCache
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE
+from penstock.text.tokenizer import Tokenizer
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_tokenizer
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma4 import CONFIGS as GEMMA

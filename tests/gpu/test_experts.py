@@ -11,11 +11,11 @@ import penstock
 from penstock.backends.cuda import experts
 from penstock.backends.cuda.place import Gpu
 from penstock.errors import CheckpointError
+from penstock.experts.layout import Format, Layer, stacked, views
+from penstock.experts.store import Store
 from penstock.ops._op import Spec
-from penstock.streaming.layout import Format, Layer, stacked, views
-from penstock.streaming.store import Store
+from tests.experts.common import CONFIGS, checkpoint
 from tests.models.common import small_config, some_tokens
-from tests.streaming.common import CONFIGS, checkpoint
 
 SPECS = (Spec((6, 4), "uint32"), Spec((6, 2), "bfloat16"), Spec((3, 5), "float32"))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.engine.routes import Routes, record
+from penstock.analysis.routes import Routes, record
 from tests.models.common import moe_config, small_config, some_tokens, write_model
 
 

@@ -12,7 +12,7 @@ import penstock
 from penstock import ops
 from penstock.dtypes import bfloat16
 from penstock.errors import BackendError, DTypeError, InvalidArgument, KernelNotFound, PenstockError, ShapeError
-from penstock.ops import _check, residual_add, residual_norm, rms_norm
+from penstock.ops import check, residual_add, residual_norm, rms_norm
 from penstock.ops._op import REGISTRY, Array, Op, Spec, Symbol, kernel, numpy_view
 from tests.ops.common import assert_same_bits, normal
 
@@ -44,7 +44,7 @@ def twice(x: "Array", n: "int" = 2) -> "Array":
 
 @pytest.fixture
 def double() -> Op:
-    return made(twice, lambda x, n: (_check.floating(x=x), x)[1], alias=True)
+    return made(twice, lambda x, n: (check.floating(x=x), x)[1], alias=True)
 
 
 def test_registry_holds_exactly_the_documented_ops():
@@ -223,7 +223,7 @@ def push(state: "Array", x: "Array") -> None:
 
 @pytest.fixture
 def pusher() -> Op:
-    return made(push, lambda state, x: None, check=lambda state, x: _check.in_range("x", x, 0, 9), writes=("state",))
+    return made(push, lambda state, x: None, check=lambda state, x: check.in_range("x", x, 0, 9), writes=("state",))
 
 
 def test_state_op_changes_its_argument_and_returns_nothing(pusher):

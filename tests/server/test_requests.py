@@ -290,7 +290,7 @@ def test_small_endpoints_refuse_what_they_do_not_know(place):
 
 
 def test_a_template_that_refuses_gives_its_own_words_and_no_path(place, llm, monkeypatch):
-    from penstock.engine.template import ChatTemplates
+    from penstock.text.template import ChatTemplates
 
     def given(source: str) -> str:
         monkeypatch.setattr(llm.tokenizer, "_templates", ChatTemplates({"default": (source, "/secret/folder/t.jinja")}))

@@ -165,7 +165,7 @@ def test_defaults_of_the_server_apply_where_a_request_says_nothing(llm):
 
 
 def test_template_variables_of_the_server_and_of_requests_reach_the_template(llm, monkeypatch):
-    from penstock.engine.template import ChatTemplates
+    from penstock.text.template import ChatTemplates
 
     source = "{{ mood }}/{{ enable_thinking }}/{{ reasoning_effort }}/{{ messages[0].content }}"
     monkeypatch.setattr(llm.tokenizer, "_templates", ChatTemplates({"default": (source, "t.jinja")}))

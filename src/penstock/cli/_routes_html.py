@@ -10,8 +10,8 @@ from html import escape
 import numpy as np
 
 from penstock.cli.routes import LayerUse, Report, heading, percent, size
-from penstock.streaming.policy import AUTO
-from penstock.streaming.simulate import BEST
+from penstock.experts.policy import AUTO
+from penstock.experts.simulate import BEST
 
 _NONE = 0xFFFF  # in the page's array of ids: no choice
 

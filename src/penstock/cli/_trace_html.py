@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from html import escape
 
+from penstock.analysis.trace import Group, Line, Report, Side
 from penstock.cli._output import css_colours, css_name
-from penstock.cli._trace import Group, Line, Report, Side
 
 # kinds of work by the families of the ops, with their colours on light and on dark ground
 _KINDS = {

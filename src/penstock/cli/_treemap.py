@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from penstock.analysis.survey import PARTS, Piece, Survey
 from penstock.cli._output import css_colours, css_name
-from penstock.cli._survey import PARTS, Piece, Survey
 from penstock.cli.inspect import Machine, count, facts, size
 
 WIDTH, HEIGHT = 1200.0, 640.0

@@ -291,7 +291,7 @@ def _gpu_bandwidth() -> Any:
 
 def room() -> int:
     """Bytes for the array whose reading is the yardstick: fewer where memory is short."""
-    from penstock.engine.memory import available_memory
+    from penstock.machine import available_memory
 
     return max(1 << 26, min(BYTES, available_memory() // 4))
 

@@ -61,10 +61,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 def examined() -> dict[str, Any]:
     """The whole report, as `--json` prints it. A missing package has version null, a broken one an error too."""
+    from penstock import machine
     from penstock.backends.cpu import features
 
     outcomes = features.probe()
-    total, free = features.memory()
+    total, free = machine.memory()
     report: dict[str, Any] = {
         "penstock": __version__,
         "python": platform.python_version(),
@@ -73,10 +74,10 @@ def examined() -> dict[str, Any]:
         "packages": {},
         "errors": {},
         "cpu": {
-            "model": features.cpu_model(),
+            "model": machine.cpu_model(),
             "architecture": platform.machine(),
-            "physical_cores": features.physical_cores(),
-            "threads": features.usable_threads(),
+            "physical_cores": machine.physical_cores(),
+            "threads": machine.usable_threads(),
             "features": [name for name, outcome in outcomes.items() if outcome == features.USABLE],
             "unusable": {
                 name: outcome

@@ -13,7 +13,7 @@ from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import BackendError
 
 if TYPE_CHECKING:
-    from penstock.cli._survey import Survey
+    from penstock.analysis.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def inspect(
     """
     if bandwidth is not None and not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth: is {bandwidth}, expected GB/s above 0")
-    from penstock.cli._survey import survey
+    from penstock.analysis.survey import survey
 
     found = survey(named(argument, model), revision, offline)
     machine = _machine(device, bandwidth)
@@ -83,8 +83,8 @@ def inspect(
 
 
 def _machine(device: str, bandwidth: float | None) -> Machine:
+    from penstock.analysis.trace import bandwidth_of
     from penstock.api import _choices
-    from penstock.cli._trace import bandwidth_of
 
     chosen, dtype, _ = _choices(device, "auto", "auto", None)
     chosen = "cpu" if chosen == "reference" else chosen
@@ -97,7 +97,7 @@ def _machine(device: str, bandwidth: float | None) -> Machine:
 
 def described(found: Survey, machine: Machine) -> dict[str, Any]:
     """As --json prints it; bytes are bytes, speeds GB/s and tokens per second."""
-    from penstock.cli._survey import Sum
+    from penstock.analysis.survey import Sum
 
     def sums(value: Sum) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import InvalidArgument, KernelNotFound
 
 if TYPE_CHECKING:
-    from penstock.cli._trace import Line, Report, Side, Work
+    from penstock.analysis.trace import Line, Report, Side, Work
     from penstock.ops._op import Op
 
 
@@ -201,8 +201,8 @@ def _device(given: str | None) -> str:
 
 def _work(step: str, batch: int | None, tokens: int | None, depth: int, device: str) -> "Work":
     """The step that the options describe. Raises UsageError for options that do not belong together."""
+    from penstock.analysis.trace import Work
     from penstock.backends.cuda.place import Gpu
-    from penstock.cli._trace import Work
     from penstock.engine.place import Host
 
     if step == "decode":
@@ -221,8 +221,8 @@ def _work(step: str, batch: int | None, tokens: int | None, depth: int, device: 
 def _report(
     model: str | None, layers: str | None, device: str, work: "Work", bandwidth: float | None, measure: bool
 ) -> "Report":
+    from penstock.analysis.trace import bandwidth_of, loaded, outlined, reported
     from penstock.api import _choices
-    from penstock.cli._trace import bandwidth_of, loaded, outlined, reported
 
     if bandwidth is not None and not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth: is {bandwidth}, expected GB/s above 0")

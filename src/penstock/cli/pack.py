@@ -14,7 +14,7 @@ from penstock.errors import CheckpointError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from penstock.streaming.layout import Layer
+    from penstock.experts.layout import Layer
     from penstock.weights.checkpoint import Checkpoint
 
 
@@ -50,7 +50,7 @@ def pack(
         raise UsageError("--force: expected without --check, which writes nothing")
     if (given := named(argument, model)) is None:
         raise UsageError("Missing argument 'MODEL'.")
-    from penstock.streaming.packed import NAME, open_packed, verify_packed, write_packed
+    from penstock.experts.packed import NAME, open_packed, verify_packed, write_packed
     from penstock.weights.checkpoint import Checkpoint
     from penstock.weights.hub import resolve
 
@@ -91,7 +91,7 @@ def pack(
 
 def _layers(checkpoint: "Checkpoint") -> "list[Layer]":
     from penstock import models
-    from penstock.engine.experts import expert_layers
+    from penstock.experts.open import expert_layers
     from penstock.models.source import Stored
 
     family = models.family_of(checkpoint.config)
@@ -104,7 +104,7 @@ def _layers(checkpoint: "Checkpoint") -> "list[Layer]":
 
 def _fits(path: Path, layers: "list[Layer]", fingerprint: str) -> bool:
     """Whether a packed file is there and of this model as it is now."""
-    from penstock.streaming.packed import AGAIN, open_packed
+    from penstock.experts.packed import AGAIN, open_packed
 
     if not path.exists():
         return False
@@ -117,7 +117,7 @@ def _fits(path: Path, layers: "list[Layer]", fingerprint: str) -> bool:
 
 
 def _line(report: dict[str, Any]) -> str:
-    from penstock.streaming.sizes import spelled
+    from penstock.experts.sizes import spelled
 
     what = f"{report['file']}: {report['experts']} experts of {report['layers']} layers, {spelled(report['bytes'])}"
     if report["status"] == "current":

@@ -13,9 +13,9 @@ from penstock.cli._output import print_json, print_table, progress_bar
 from penstock.errors import CheckpointError, InvalidArgument
 
 if TYPE_CHECKING:
+    from penstock.analysis.perplexity import Evaluation
     from penstock.api import LLM
-    from penstock.engine.perplexity import Evaluation
-    from penstock.engine.tokenizer import Tokenizer
+    from penstock.text.tokenizer import Tokenizer
 
 _TEXT_LIMIT = 64 << 20  # bytes; the test set of WikiText-2 has 1.3 MB
 
@@ -77,7 +77,7 @@ def perplexity(
         raise UsageError("--num-samples: is 0, expected at least 1, or -1 for the whole text")
     if reference is None and reference_device is not None:
         raise UsageError("--reference-device: expected together with --reference")
-    from penstock.engine.perplexity import evaluate, windows
+    from penstock.analysis.perplexity import evaluate, windows
 
     text = _read(data_path)
     notify = None if as_json else note
@@ -152,7 +152,7 @@ def _check_alike(llm: LLM, other: LLM, text: str, tokens: list[int]) -> None:
 
 
 def _remark_memory(llm: LLM, other: LLM) -> None:
-    from penstock.engine.memory import available_memory
+    from penstock.machine import available_memory
 
     need, free = llm.stats().weight_bytes + other.stats().weight_bytes, available_memory()
     if need > free:

@@ -9,7 +9,7 @@ from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, size
 from penstock.cli._output import print_json, print_table
 
 if TYPE_CHECKING:
-    from penstock.cli._plan import CacheNeeds, Plan, Step
+    from penstock.analysis.plan import CacheNeeds, Plan, Step
 
 _MEMORY = "such as 6G, 500M or bytes; G is 1024³, GB 1000³"
 
@@ -83,7 +83,7 @@ def plan(
     for name, value in given.items():
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name}: is {value}, expected GB/s above 0")
-    from penstock.cli._plan import Hits, Plan, device_of, memory_of, room_of, speeds_of, subject_of, trace_of
+    from penstock.analysis.plan import Hits, Plan, device_of, memory_of, room_of, speeds_of, subject_of, trace_of
 
     chosen = device_of(device)
     memory = memory_of(chosen, device_memory, host_memory)
@@ -102,8 +102,8 @@ def plan(
 
 
 def _print(found: "Plan") -> None:
-    from penstock.cli._plan import cache_needs
-    from penstock.streaming.sizes import spelled
+    from penstock.analysis.plan import cache_needs
+    from penstock.experts.sizes import spelled
 
     subject, room = found.subject, found.room
     print(f"{_heading(found)}\n")
@@ -130,7 +130,7 @@ def _print(found: "Plan") -> None:
 
 
 def _heading(found: "Plan") -> str:
-    from penstock.streaming.sizes import spelled
+    from penstock.experts.sizes import spelled
 
     subject, memory = found.subject, found.memory
     shape = f"{len(subject.layers)} layers of {subject.experts} experts, {subject.top_k} per token"
@@ -141,7 +141,7 @@ def _heading(found: "Plan") -> str:
 
 
 def _needs(needs: "CacheNeeds") -> str:
-    from penstock.streaming.sizes import spelled
+    from penstock.experts.sizes import spelled
 
     parts = [f"{spelled(needs.per_1000)} per 1000 tokens"]
     parts += [f"{spelled(needs.windows)} in windows"] if needs.windows else []
@@ -151,7 +151,7 @@ def _needs(needs: "CacheNeeds") -> str:
 
 def _tiers(found: "Plan") -> list[list[str]]:
     """Where experts are, how many of the choices are found there, and what a warm token moves."""
-    from penstock.streaming.sizes import spelled
+    from penstock.experts.sizes import spelled
 
     subject, room, step = found.subject, found.room, found.step(warm=True)
 
@@ -171,7 +171,7 @@ def _tiers(found: "Plan") -> list[list[str]]:
 
 
 def _verdict(found: "Plan") -> list[str]:
-    from penstock.streaming.packed import NAME
+    from penstock.experts.packed import NAME
 
     subject, room = found.subject, found.room
     warm, cold = found.step(warm=True), found.step(warm=False)
@@ -195,7 +195,7 @@ def _rate(step: "Step") -> str:
 
 
 def _refusal(found: "Plan") -> str:
-    from penstock.streaming.sizes import spelled
+    from penstock.experts.sizes import spelled
 
     subject, room = found.subject, found.room
     lines = [f"Does not fit: needs at least {spelled(room.need)}, {spelled(found.memory.device)} are there."]
@@ -209,7 +209,7 @@ def _refusal(found: "Plan") -> str:
 
 def _described(found: "Plan") -> dict[str, Any]:
     """As --json prints it: bytes, GB/s, tokens per second, seconds."""
-    from penstock.cli._plan import cache_needs
+    from penstock.analysis.plan import cache_needs
 
     subject, room, needs = found.subject, found.room, cache_needs(found.subject.caches)
 

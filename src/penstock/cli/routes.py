@@ -23,8 +23,8 @@ from penstock.cli._output import print_json, print_table
 from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.engine.routes import Routes
-    from penstock.streaming.simulate import Row
+    from penstock.analysis.routes import Routes
+    from penstock.experts.simulate import Row
 
 
 @verb(REFUSED | REFUSED_SAMPLING)
@@ -78,7 +78,7 @@ def routes(
         for option, given in (("MODEL", model.model), ("--prompt", prompt), ("--save", save)):
             if given is not None:
                 raise UsageError(f"{option}: expected without --load, which shows what was recorded before")
-        from penstock.engine.routes import load_routes
+        from penstock.analysis.routes import load_routes
 
         recorded = load_routes(load)
     else:
@@ -108,8 +108,8 @@ def _recorded(
     ignore_template: bool,
     quiet: bool,
 ) -> "Routes":
+    from penstock.analysis.routes import record
     from penstock.cli.generate import _encoded, _read
-    from penstock.engine.routes import record
 
     arguments = sampling.arguments()
     messages = [{"role": "user", "content": _read(prompt)}]
@@ -171,7 +171,7 @@ class Report:
 
 
 def reported(routes: "Routes") -> Report:
-    from penstock.streaming.simulate import Trace, repeats, table
+    from penstock.experts.simulate import Trace, repeats, table
 
     trace = Trace(routes.ids, routes.decode, routes.experts)
     again = repeats(trace)
@@ -194,7 +194,7 @@ def heading(report: Report) -> str:
 
 
 def size(nbytes: int) -> str:
-    from penstock.streaming.sizes import spelled
+    from penstock.experts.sizes import spelled
 
     return spelled(nbytes)
 
@@ -211,7 +211,7 @@ def _print(report: Report) -> None:
     if not report.rows:
         print("\nNo token was decoded by itself, so there is nothing to simulate; --max-tokens 2 or more has some.")
         return
-    from penstock.streaming.policy import AUTO
+    from penstock.experts.policy import AUTO
 
     policies = list(report.rows[0].rates)
     print("\nHit rates of the answer, had a cache of this size held the experts:\n")
@@ -239,7 +239,7 @@ def _cells(title: str, uses: "Sequence[LayerUse]", report: Report) -> list[str]:
 
 def _described(report: Report) -> dict[str, Any]:
     """As --json prints it."""
-    from penstock.streaming.policy import AUTO
+    from penstock.experts.policy import AUTO
 
     routes = report.routes
     return {

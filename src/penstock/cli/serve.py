@@ -420,7 +420,7 @@ def _own_defaults(model: ModelOptions) -> dict[str, Any]:
 
 def _set_template(llm: "LLM", text: str) -> None:
     """Give a model another chat template; it fails here, not with the first request, if it is broken."""
-    from penstock.engine.template import ChatTemplates
+    from penstock.text.template import ChatTemplates
 
     tokenizer = llm.tokenizer
     before = tokenizer._templates

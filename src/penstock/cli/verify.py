@@ -14,8 +14,8 @@ from penstock.cli._output import print_json, print_table, progress_bar
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 
 if TYPE_CHECKING:
-    from penstock.engine.tokenizer import Tokenizer
-    from penstock.weights.verify import Check, Headers, Numbers
+    from penstock.analysis.verify import Check, Headers, Numbers
+    from penstock.text.tokenizer import Tokenizer
 
 _SHOWN = 200  # problems of one check; a hostile file could have millions
 _MESSAGE = [{"role": "user", "content": "Hello"}]
@@ -71,14 +71,14 @@ def verify(
 
 def _found(model: str | None, revision: str | None) -> Path:
     from penstock import api
-    from penstock.cli._survey import folder_of
+    from penstock.analysis.survey import folder_of
 
     return api._demo_folder() if model is None else folder_of(model, revision, offline=True)
 
 
 def _expected(folder: Path, hashes: Path | None, hub: bool) -> dict[str, str] | None:
     """The hashes that the files should have, by name; None if nobody asks."""
-    from penstock.weights.verify import hub_hashes, read_hashes
+    from penstock.analysis.verify import hub_hashes, read_hashes
 
     if hashes is not None:
         return read_hashes(hashes)
@@ -95,7 +95,7 @@ def _expected(folder: Path, hashes: Path | None, hub: bool) -> dict[str, str] | 
 
 def checked(folder: Path, expected: dict[str, str] | None) -> tuple[list[Check], list[str]]:
     """All checks of a model folder or a .gguf file, and remarks that are no problems."""
-    from penstock.weights.verify import Check, check_hashes, cores, hashed_nbytes
+    from penstock.analysis.verify import Check, check_hashes, cores, hashed_nbytes
 
     checks, notes = (_of_gguf if folder.is_file() else _of_folder)(folder)
     home = folder.parent if folder.is_file() else folder
@@ -111,8 +111,8 @@ def checked(folder: Path, expected: dict[str, str] | None) -> tuple[list[Check],
 
 
 def _of_folder(folder: Path) -> tuple[list[Check], list[str]]:
-    from penstock.engine.tokenizer import Tokenizer
-    from penstock.weights.verify import Check, Headers, Numbers, check_headers, check_index
+    from penstock.analysis.verify import Check, Headers, Numbers, check_headers, check_index
+    from penstock.text.tokenizer import Tokenizer
 
     headers, files = check_headers(folder)
     checks = [headers, check_index(folder, files), _numbers(Numbers.of_safetensors(files))]
@@ -134,11 +134,11 @@ def _of_folder(folder: Path) -> tuple[list[Check], list[str]]:
 
 
 def _of_gguf(path: Path) -> tuple[list[Check], list[str]]:
-    from penstock.cli._survey import FromGguf, check_sizes
-    from penstock.engine.gguf_tokenizer import gguf_tokenizer
+    from penstock.analysis.survey import FromGguf, check_sizes
+    from penstock.analysis.verify import Check, Numbers
     from penstock.models.gguf import GgufModel
+    from penstock.text.gguf_tokenizer import gguf_tokenizer
     from penstock.weights.gguf import GgufFile
-    from penstock.weights.verify import Check, Numbers
 
     try:
         file = GgufFile.open(path)
@@ -161,7 +161,7 @@ def _of_gguf(path: Path) -> tuple[list[Check], list[str]]:
 
 
 def _numbers(numbers: Numbers) -> Check:
-    from penstock.weights.verify import cores
+    from penstock.analysis.verify import cores
 
     with progress_bar("numbers", numbers.nbytes, in_bytes=True) as advance:
         return numbers.check(cores(), advance)
@@ -187,7 +187,7 @@ def _check_quantization(checkpoint: Headers, check: Check) -> None:
 def _check_shapes(checkpoint: Headers, check: Check) -> tuple[Any, list[str]]:
     """Every tensor that the family asks for is there in its shape. The family's config, and remarks."""
     from penstock import api, models
-    from penstock.cli._survey import FromFiles, check_sizes
+    from penstock.analysis.survey import FromFiles, check_sizes
 
     try:
         family = models.family_of(checkpoint.config)
@@ -203,7 +203,7 @@ def _check_shapes(checkpoint: Headers, check: Check) -> tuple[Any, list[str]]:
 
 
 def _ask(family: ModuleType, config: Any, described: Any, check: Check) -> None:
-    from penstock.cli._survey import Recorder
+    from penstock.analysis.survey import Recorder
 
     recorder = Recorder(_Forgiving(described, check.problems))
     try:
@@ -225,7 +225,7 @@ class _Forgiving:
         return path in self._described
 
     def found(self, path: str, shape: tuple[int, ...], vector: bool) -> Any:
-        from penstock.cli._survey import Format
+        from penstock.analysis.survey import Format
 
         try:
             return self._described.found(path, shape, vector)
@@ -235,8 +235,8 @@ class _Forgiving:
 
 
 def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
+    from penstock.analysis.verify import Check
     from penstock.api import _check_vocab
-    from penstock.weights.verify import Check
 
     words, template = Check("tokenizer"), Check("template")
     try:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from penstock import models, ops
+from penstock.analysis.perplexity import windows
 from penstock.convert.layout import Plan, prefixes
 from penstock.convert.rows import Rows, Stored, row_bytes, row_count, runs
 from penstock.engine.engine import Engine, Model
-from penstock.engine.memory import available_memory
-from penstock.engine.perplexity import windows
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.graph import Node
+from penstock.machine import available_memory
 from penstock.models.source import Weight
 from penstock.ops._op import address
 from penstock.quant import QuantizedTensor, quantize

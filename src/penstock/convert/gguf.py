@@ -398,7 +398,7 @@ assert not _BLOCKS.keys() & {*SUPPORTED}
 
 def tokenizer_files(file: GgufFile) -> tuple[dict[str, Any], str | None, list[str]]:
     """JSON files by name, the text of tokenizer.json, and remarks; no files without a tokenizer that is supported."""
-    from penstock.engine.gguf_tokenizer import gguf_tokenizer
+    from penstock.text.gguf_tokenizer import gguf_tokenizer
 
     try:
         found = gguf_tokenizer(file)

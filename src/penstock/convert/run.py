@@ -27,10 +27,10 @@ from penstock.convert.recipe import Recipe, read_recipe, table_of
 from penstock.convert.rows import Cast, Dequantized, Rows
 from penstock.convert.write import SHARD_BYTES, Task, Tensor, Workshop, check_room, check_target, cut, index
 from penstock.dtypes import FLOATS, dtype_name, numpy_dtype
-from penstock.engine.gguf_tokenizer import gguf_tokenizer
-from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.quant import quantize
+from penstock.text.gguf_tokenizer import gguf_tokenizer
+from penstock.text.tokenizer import Tokenizer
 from penstock.weights.checkpoint import INDEX
 from penstock.weights.files import list_folder, open_regular, read_json, short
 from penstock.weights.hub import resolve
@@ -232,7 +232,7 @@ class _Calibration:
         return Perplexity(count, length, self._dense, self._plain, self._evaluated(made, progress))
 
     def _evaluated(self, engine: Engine, progress: Progress) -> float:
-        from penstock.engine.perplexity import evaluate
+        from penstock.analysis.perplexity import evaluate
 
         with progress("measuring", len(self._kept), False) as advance:
             return evaluate(engine, self._kept, progress=lambda *_: advance(1)).perplexity

@@ -20,8 +20,8 @@ import numpy as np
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.place import Drawing, Flight, Place, place_of
 from penstock.engine.programs import Programs, Runner, table_name, table_width
-from penstock.engine.streamed import Streamed
 from penstock.errors import InvalidArgument
+from penstock.experts.streamed import Streamed
 from penstock.models.step import PAGE, Step
 
 

@@ -15,9 +15,9 @@ from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.place import Flight
 from penstock.engine.sampling import Sampled, Sampler, SamplingParams, mode_of
-from penstock.engine.stop import StopStrings
-from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import BackendError, InvalidArgument
+from penstock.text.stop import StopStrings
+from penstock.text.tokenizer import Tokenizer
 
 _OPTIONS = tuple(option.name for option in fields(SamplingParams))
 

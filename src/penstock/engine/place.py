@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.dtypes import numpy_dtype
-from penstock.engine.memory import available_memory, peak_memory
 from penstock.errors import InvalidArgument
+from penstock.experts.store import HostTier, Tier
+from penstock.machine import available_memory, peak_memory
 from penstock.models.step import PAGE
 from penstock.ops._op import backend
-from penstock.streaming.store import HostTier, Tier
 
 
 class Inputs(Protocol):

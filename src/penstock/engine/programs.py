@@ -14,8 +14,8 @@ from typing import Any
 
 from penstock.engine.cache import Caches
 from penstock.engine.runner import Runner, SteppedRunner
-from penstock.engine.streamed import EXPERT_OPS, Streamed
 from penstock.errors import OutOfMemory
+from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Node, Program, Wrap, trace
 from penstock.models.step import Pages, Step, empty
 from penstock.ops._op import Spec, spec_of

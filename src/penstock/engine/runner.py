@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.place import Drawing, Inputs, Missing, Place
-from penstock.engine.streamed import Streamed
+from penstock.experts.streamed import Streamed
 from penstock.graph import Bound, Program, Wrap
 
 Call = Callable[[], object]

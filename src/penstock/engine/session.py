@@ -22,9 +22,9 @@ from penstock.dtypes import dtype_name
 from penstock.engine.cache import Snapshot
 from penstock.engine.engine import Engine
 from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
-from penstock.engine.tokenizer import Tokenizer
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.step import PAGE, Pages
+from penstock.text.tokenizer import Tokenizer
 from penstock.weights.safetensors import SafetensorsFile
 
 FORMAT = "penstock-session"

@@ -15,10 +15,10 @@ import numpy as np
 
 from penstock.dtypes import FLOATS, bfloat16, dtype_name
 from penstock.errors import CheckpointError, OutOfMemory
+from penstock.experts.layout import Part, Shelf, stacked
 from penstock.models.config import Fields
 from penstock.ops._op import Array, Spec
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
-from penstock.streaming.layout import Part, Shelf, stacked
 from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.cache import (
     appended,
@@ -35,7 +35,7 @@ from penstock.ops.rope import rotate, rotated
 
 def _decode_cache(name: str, cache: Spec, H: int, heads_per_kv: int, seq_len: int) -> int:
     """Width of a head in a contiguous cache."""
-    _check.positive(heads_per_kv=heads_per_kv)
+    check.positive(heads_per_kv=heads_per_kv)
     if H % heads_per_kv:
         raise InvalidArgument(f"heads_per_kv is {heads_per_kv}, expected a divisor of {H} (query heads)")
     width = row_width(name, cache, 1)
@@ -47,10 +47,10 @@ def _decode_cache(name: str, cache: Spec, H: int, heads_per_kv: int, seq_len: in
 
 
 def _scores(q: Spec, k_cache: Spec, seq_len: int, scale: float, heads_per_kv: int, seq_stride: int) -> Spec:
-    _check.alike(q=q, k_cache=k_cache)
-    _check.axes("[H, D]", 2, q=q)
-    _check.filled(0, q=q)
-    _check.finite(scale=scale)
+    check.alike(q=q, k_cache=k_cache)
+    check.axes("[H, D]", 2, q=q)
+    check.filled(0, q=q)
+    check.finite(scale=scale)
     width = _decode_cache("k_cache", k_cache, q.shape[0], heads_per_kv, seq_len)
     if width != q.shape[1]:
         raise ShapeError(f"k_cache has heads of {width}, expected {q.shape[1]} as q")
@@ -76,9 +76,9 @@ def attention_scores(
 
 
 def _softmaxed(scores: Spec, seq_len: int) -> Spec:
-    _check.floating(scores=scores)
-    _check.axes("[H, seq_stride]", 2, scores=scores)
-    _check.filled(0, scores=scores)
+    check.floating(scores=scores)
+    check.axes("[H, seq_stride]", 2, scores=scores)
+    check.filled(0, scores=scores)
     if not 0 <= seq_len <= scores.shape[1]:
         raise InvalidArgument(f"seq_len is {seq_len}, expected 0 to {scores.shape[1]} (columns of scores)")
     return scores
@@ -102,7 +102,7 @@ def attention_softmax(scores: Array, seq_len: int) -> Array:
 
 def _values(scores: Spec, v_cache: Spec, seq_len: int, heads_per_kv: int) -> Spec:
     _softmaxed(scores, seq_len)
-    _check.alike(scores=scores, v_cache=v_cache)
+    check.alike(scores=scores, v_cache=v_cache)
     width = _decode_cache("v_cache", v_cache, scores.shape[0], heads_per_kv, seq_len)
     return Spec((scores.shape[0], width), scores.dtype)
 
@@ -117,9 +117,9 @@ def attention_values(scores: Array, v_cache: Array, seq_len: int, heads_per_kv: 
 
 
 def _split(q_proj: Spec) -> tuple[Spec, Spec]:
-    _check.floating(q_proj=q_proj)
-    _check.axes("[T, H, 2D]", 3, q_proj=q_proj)
-    _check.filled(q_proj=q_proj)
+    check.floating(q_proj=q_proj)
+    check.axes("[T, H, 2D]", 3, q_proj=q_proj)
+    check.filled(q_proj=q_proj)
     if q_proj.shape[2] % 2:
         raise ShapeError(f"q_proj has shape {q_proj.shape}, expected an even last axis (q, then gate)")
     half = Spec((*q_proj.shape[:2], q_proj.shape[2] // 2), q_proj.dtype)
@@ -154,19 +154,19 @@ def _prepared(
     gated: bool,
     norm_values: bool,
 ) -> tuple[Spec, Spec | None]:
-    _check.positive(H=H)
-    _check.eps(eps)
-    dtype = _check.alike(q=q, k=k, v=v)
-    _check.floating(q_norm=q_norm, k_norm=k_norm)
-    _check.axes("[T, H D]", 2, q=q, k=k, v=v)
-    _check.filled(q=q, k=k, v=v)
+    check.positive(H=H)
+    check.eps(eps)
+    dtype = check.alike(q=q, k=k, v=v)
+    check.floating(q_norm=q_norm, k_norm=k_norm)
+    check.axes("[T, H D]", 2, q=q, k=k, v=v)
+    check.filled(q=q, k=k, v=v)
     T, width = q.shape
     D = width // H // (2 if gated else 1)
     if D == 0 or width != H * D * (2 if gated else 1):
         form = f"a last axis of {H} heads" + (", each of q and gate" if gated else "")
         raise ShapeError(f"q has shape {q.shape}, expected {form}")
-    _check.shape((D,), "the width of a head", q_norm=q_norm, k_norm=k_norm)
-    _check.shape(k.shape, "as k", v=v)
+    check.shape((D,), "the width of a head", q_norm=q_norm, k_norm=k_norm)
+    check.shape(k.shape, "as k", v=v)
     Hkv = k.shape[1] // D
     if Hkv == 0 or k.shape[1] % D or H % Hkv:
         raise ShapeError(f"k has shape {k.shape}, expected heads of {D} whose number divides {H} (H)")
@@ -253,7 +253,7 @@ def attend(q: Array, k: Array, v: Array, start: int, scale: float, window: int |
 
 def _heads(q: Spec, k_cache: Spec, v_cache: Spec, lead: int, names: tuple[str, str]) -> int:
     """Checks H, Hkv, D; returns the value width Dv."""
-    _check.alike(q=q, **dict(zip(names, (k_cache, v_cache), strict=True)))
+    check.alike(q=q, **dict(zip(names, (k_cache, v_cache), strict=True)))
     H, D = q.shape[-2:]
     k_width, v_width = row_width(names[0], k_cache, lead), row_width(names[1], v_cache, lead)
     if k_cache.shape[:lead] != v_cache.shape[:lead]:
@@ -271,9 +271,9 @@ def _heads(q: Spec, k_cache: Spec, v_cache: Spec, lead: int, names: tuple[str, s
 
 
 def _scale_window(scale: float, window: int | None) -> None:
-    _check.finite(scale=scale)
+    check.finite(scale=scale)
     if window is not None:
-        _check.positive(window=window)
+        check.positive(window=window)
 
 
 def _length(seq_len: int, room: int, name: str = "seq_len") -> None:
@@ -326,11 +326,11 @@ def _decode(
     slots: Spec | None,
 ) -> Spec:
     per_row = batched("seq_len", seq_len)
-    _check.axes("[B, H, D]" if per_row else "[H, D]", 3 if per_row else 2, q=q)
-    _check.filled(1 if per_row else 0, q=q)
+    check.axes("[B, H, D]" if per_row else "[H, D]", 3 if per_row else 2, q=q)
+    check.filled(1 if per_row else 0, q=q)
     check_layout(slots, None, per_row, q.shape[0], "seq_len")
     if isinstance(seq_len, Spec) and per_row:
-        _check.shape((q.shape[0],), "one per row of q", seq_len=seq_len)
+        check.shape((q.shape[0],), "one per row of q", seq_len=seq_len)
     _scale_window(scale, window)
     Dv = _heads(q, k_cache, v_cache, 2 if per_row else 1, ("k_cache", "v_cache"))
     if isinstance(seq_len, int):
@@ -348,7 +348,7 @@ def _check_decode(
     slots: Array | None,
 ) -> None:
     room = capacity(k_cache, slots, None)
-    _check.in_range("seq_len", seq_len, 0, room + 1, f"{room} positions in the cache")
+    check.in_range("seq_len", seq_len, 0, room + 1, f"{room} positions in the cache")
     check_read(k_cache, slots, None, _spans(seq_len, window))
 
 
@@ -383,8 +383,8 @@ def _prefill(
     window: int | None,
     block_table: Spec | None,
 ) -> Spec:
-    _check.axes("[T, H, D]", 3, q=q)
-    _check.filled(q=q)
+    check.axes("[T, H, D]", 3, q=q)
+    check.filled(q=q)
     if batched("start", start):
         raise ShapeError("start has one value per row, expected one number: the position of the first row")
     check_layout(None, block_table, False, q.shape[0], "start")
@@ -446,15 +446,15 @@ def _paged(
     window: int | None,
     gate: Spec | None,
 ) -> Spec:
-    _check.axes("[B, H, D]", 3, q=q)
-    _check.filled(q=q)
-    _check.dtype("int32", lengths=lengths)
-    _check.shape((q.shape[0],), "one per row of q", lengths=lengths)
+    check.axes("[B, H, D]", 3, q=q)
+    check.filled(q=q)
+    check.dtype("int32", lengths=lengths)
+    check.shape((q.shape[0],), "one per row of q", lengths=lengths)
     check_layout(None, block_table, True, q.shape[0], "lengths")
     _scale_window(scale, window)
     y = Spec((*q.shape[:-1], _heads(q, k_pages, v_pages, 2, ("k_pages", "v_pages"))), q.dtype)
-    _check.alike(q=q, gate=gate)
-    _check.shape(y.shape, "as the result", gate=gate)
+    check.alike(q=q, gate=gate)
+    check.shape(y.shape, "as the result", gate=gate)
     return y
 
 
@@ -469,7 +469,7 @@ def _check_paged(
     gate: Array | None,
 ) -> None:
     room = capacity(k_pages, None, block_table)
-    _check.in_range("lengths", lengths, 0, room + 1, f"{room} positions in block_table")
+    check.in_range("lengths", lengths, 0, room + 1, f"{room} positions in block_table")
     check_read(k_pages, None, block_table, _spans(lengths, window))
 
 

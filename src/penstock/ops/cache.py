@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 
 # -- layouts ---------------------------------------------------------------------------------------------------------
@@ -28,16 +28,16 @@ from penstock.ops._op import Array, Spec, op
 def row_width(name: str, cache: Spec, lead: int) -> int:
     """Elements of one row of a cache with `lead` axes in front of it."""
     form = {1: "[max_seq, width] or [max_seq, H, D]", 2: "[pages, page, width] or [pages, page, H, D]"}[lead]
-    _check.axes(form, lead + 1, lead + 2, **{name: cache})
-    _check.filled(0, **{name: cache})
+    check.axes(form, lead + 1, lead + 2, **{name: cache})
+    check.filled(0, **{name: cache})
     return math.prod(cache.shape[lead:])
 
 
 def batched(name: str, position: Spec | int) -> bool:
     """True for one position per row (int32 [B]), False for one number (an int, or int32 without axes)."""
     if isinstance(position, Spec):
-        _check.dtype("int32", **{name: position})
-        _check.axes("a number or [B]", 0, 1, **{name: position})
+        check.dtype("int32", **{name: position})
+        check.axes("a number or [B]", 0, 1, **{name: position})
         return position.ndim == 1
     if position < 0:
         raise InvalidArgument(f"{name} is {position}, expected 0 or more")
@@ -46,15 +46,15 @@ def batched(name: str, position: Spec | int) -> bool:
 
 def check_layout(slots: Spec | None, block_table: Spec | None, per_row: bool, rows: int, name: str) -> None:
     """`slots` or `block_table`, or neither, as the form of the positions wants."""
-    _check.dtype("int32", slots=slots, block_table=block_table)
+    check.dtype("int32", slots=slots, block_table=block_table)
     if slots is not None and block_table is not None:
         raise InvalidArgument("slots and block_table are both given, expected at most one")
     if slots is not None:
         if not per_row:
             raise ShapeError(f"{name} is one number, expected int32 ({rows},) (one per row) with slots")
-        _check.shape((rows,), "one per row", slots=slots)
+        check.shape((rows,), "one per row", slots=slots)
     if block_table is not None:
-        _check.axes("[B, n]" if per_row else "[n]", 2 if per_row else 1, block_table=block_table)
+        check.axes("[B, n]" if per_row else "[n]", 2 if per_row else 1, block_table=block_table)
         if per_row and block_table.shape[0] != rows:
             raise ShapeError(
                 f"block_table has shape {block_table.shape}, expected {rows} rows (one per row of the call)"
@@ -95,7 +95,7 @@ def check_read(cache: Array, slots: Array | None, block_table: Array | None, spa
     A table that comes back to a page inside what a call reads or writes is a ring too short for it.
     """
     if slots is not None:
-        _check.in_range("slots", slots, 0, cache.shape[0], f"{cache.shape[0]} slots")
+        check.in_range("slots", slots, 0, cache.shape[0], f"{cache.shape[0]} slots")
     if block_table is not None:
         tables = block_table if block_table.ndim == 2 else (block_table,)
         page = cache.shape[1]
@@ -106,8 +106,8 @@ def check_read(cache: Array, slots: Array | None, block_table: Array | None, spa
             if stop - first == 1 and 0 <= table.item(first) < cache.shape[0]:  # what a decode step appends to
                 continue
             used = table[first:stop]
-            _check.in_range("block_table", used, 0, cache.shape[0], f"{cache.shape[0]} pages")
-            if not _check.distinct(used):
+            check.in_range("block_table", used, 0, cache.shape[0], f"{cache.shape[0]} pages")
+            if not check.distinct(used):
                 found = f"block_table has a page twice in positions {low} to {high - 1}"
                 raise InvalidArgument(f"{found}, expected distinct pages")
 
@@ -124,14 +124,14 @@ def check_append(name: str, cache: Any, rows: int, slots: Any, block_table: Any,
             raise InvalidArgument(f"{name} is {start}, expected 0 to {room - rows} ({rows} rows into {room} positions)")
         check_read(cache, slots, block_table, [(start, start + rows)])
         return
-    _check.in_range(name, positions, 0, room, f"{room} positions")
+    check.in_range(name, positions, 0, room, f"{room} positions")
     check_read(cache, slots, block_table, [(p, p + 1) for p in positions.tolist()])
     if slots is not None:
-        _check.unique("slots", slots)
+        check.unique("slots", slots)
     elif positions.size > 1:
         page = cache.shape[1]
         rows_of = block_table[np.arange(positions.size), positions // page] * page + positions % page
-        _check.unique("block_table", rows_of)
+        check.unique("block_table", rows_of)
 
 
 def write_rows(cache: Array, src: Array, slots: Array | None, block_table: Array | None, positions: Any) -> None:
@@ -154,7 +154,7 @@ def appended(
     sources: dict[str, Spec], caches: dict[str, Spec], positions: Any, name: str, slots: Any, block_table: Any
 ) -> None:
     """Checks rows and the caches that they go to, by the caller's names for them; `name` is that of the positions."""
-    _check.alike(**sources, **caches)
+    check.alike(**sources, **caches)
     (first, src), *rest = sources.items()
     for other, spec in rest:
         if spec.shape[:1] != src.shape[:1]:
@@ -163,7 +163,7 @@ def appended(
     per_row = batched(name, positions)
     check_layout(slots, block_table, per_row, rows, name)
     if per_row:
-        _check.shape((rows,), "one per row", **{name: positions})
+        check.shape((rows,), "one per row", **{name: positions})
     paged = slots is not None or block_table is not None
     for (source, spec), (target, cache) in zip(sources.items(), caches.items(), strict=True):
         width = row_width(target, cache, 2 if paged else 1)
@@ -183,8 +183,8 @@ def appended(
 
 
 def _source(name: str, spec: Spec) -> None:
-    _check.axes("[T, kv_dim] or [T, Hkv, D]", 2, 3, **{name: spec})
-    _check.filled(**{name: spec})
+    check.axes("[T, kv_dim] or [T, Hkv, D]", 2, 3, **{name: spec})
+    check.filled(**{name: spec})
 
 
 def _kv_appended(
@@ -256,10 +256,10 @@ def _mla_appended(
     slots: Spec | None,
     block_table: Spec | None,
 ) -> None:
-    _check.axes("[T, R] or [R]", 1, 2, kv_lat=kv_lat)
-    _check.axes("[T, rope] or [rope]", kv_lat.ndim, k_pe=k_pe)
+    check.axes("[T, R] or [R]", 1, 2, kv_lat=kv_lat)
+    check.axes("[T, rope] or [rope]", kv_lat.ndim, k_pe=k_pe)
     sources = {"kv_lat": _mla_rows(kv_lat), "k_pe": _mla_rows(k_pe)}
-    _check.filled(**sources)
+    check.filled(**sources)
     caches = {"latent_cache": latent_cache, "rope_k_cache": rope_k_cache}
     appended(sources, caches, pos, "pos", slots, block_table)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.elementwise import sigmoid, silu
 from penstock.ops.norm import f64, gated_rms_norm, rms_norm_qk
@@ -21,34 +21,34 @@ from penstock.ops.norm import f64, gated_rms_norm, rms_norm_qk
 
 
 def _slots(slots: Spec | None, rows: int) -> None:
-    _check.dtype("int32", slots=slots)
-    _check.shape((rows,), "one per row", slots=slots)
+    check.dtype("int32", slots=slots)
+    check.shape((rows,), "one per row", slots=slots)
 
 
 def _check_slots(slots: Array | None, state: Array) -> None:
     if slots is not None:
-        _check.in_range("slots", slots, 0, state.shape[0], f"{state.shape[0]} slots")
-        _check.unique("slots", slots)
+        check.in_range("slots", slots, 0, state.shape[0], f"{state.shape[0]} slots")
+        check.unique("slots", slots)
 
 
 def _conv_state(state: Spec, x: Spec, slots: Spec | None, width: int | None) -> None:
     """state [W − 1, C] or [S, W − 1, C], float32 or x's dtype."""
-    _check.floating(x=x)
-    _check.axes("[T, C]", 2, x=x)
-    _check.filled(x=x)
+    check.floating(x=x)
+    check.axes("[T, C]", 2, x=x)
+    check.filled(x=x)
     lead = 0 if slots is None else 1
-    _check.axes("[S, W - 1, C]" if lead else "[W - 1, C]", 2 + lead, state=state)
+    check.axes("[S, W - 1, C]" if lead else "[W - 1, C]", 2 + lead, state=state)
     if state.dtype not in ("float32", x.dtype):
-        _check.dtype(x.dtype, state=state)
+        check.dtype(x.dtype, state=state)
     taps = state.shape[lead] if width is None else width - 1
-    _check.shape((*state.shape[:lead], taps, x.shape[1]), "taps - 1 and channels", state=state)
+    check.shape((*state.shape[:lead], taps, x.shape[1]), "taps - 1 and channels", state=state)
     _slots(slots, x.shape[0])
 
 
 def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None) -> Spec:
-    _check.floating(weight=weight)
-    _check.axes("[C, W]", 2, weight=weight)
-    _check.filled(0, weight=weight)
+    check.floating(weight=weight)
+    check.axes("[C, W]", 2, weight=weight)
+    check.filled(0, weight=weight)
     _conv_state(state, x, slots, weight.shape[1])
     if weight.shape[0] != x.shape[1]:
         raise ShapeError(f"weight has shape {weight.shape}, expected {x.shape[1]} rows (channels of x)")
@@ -94,12 +94,12 @@ def conv1d_state_update(state: Array, x: Array, slots: Array | None = None) -> N
 
 
 def _gates(alpha: Spec, beta: Spec, A_log: Spec, dt_bias: Spec) -> tuple[Spec, Spec]:
-    _check.alike(alpha=alpha, beta=beta)
-    _check.floating(A_log=A_log, dt_bias=dt_bias)
-    _check.axes("[T, Hv]", 2, alpha=alpha)
-    _check.filled(alpha=alpha)
-    _check.shape(alpha.shape, "as alpha", beta=beta)
-    _check.shape(alpha.shape[1:], "one per value head", A_log=A_log, dt_bias=dt_bias)
+    check.alike(alpha=alpha, beta=beta)
+    check.floating(A_log=A_log, dt_bias=dt_bias)
+    check.axes("[T, Hv]", 2, alpha=alpha)
+    check.filled(alpha=alpha)
+    check.shape(alpha.shape, "as alpha", beta=beta)
+    check.shape(alpha.shape[1:], "one per value head", A_log=A_log, dt_bias=dt_bias)
     gate = Spec(alpha.shape, "float32")
     return gate, gate
 
@@ -184,19 +184,19 @@ def _delta(
     chunk: int,
     slots: Spec | None,
 ) -> Spec:
-    _check.floating(qkv=qkv)
-    _check.dtype("float32", state=state, g=g, b=b)
-    _check.positive(Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, chunk=chunk)
-    _check.one_of(METHODS, method=method)
+    check.floating(qkv=qkv)
+    check.dtype("float32", state=state, g=g, b=b)
+    check.positive(Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, chunk=chunk)
+    check.one_of(METHODS, method=method)
     if Hv % Hk:
         raise InvalidArgument(f"Hv is {Hv}, expected a multiple of {Hk} (Hk)")
-    _check.axes("[T, 2 Hk Dk + Hv Dv]", 2, qkv=qkv)
-    _check.shape((qkv.shape[0], 2 * Hk * Dk + Hv * Dv), "T, 2 Hk Dk + Hv Dv", qkv=qkv)
-    _check.shape((qkv.shape[0], Hv), "T, Hv", g=g, b=b)
+    check.axes("[T, 2 Hk Dk + Hv Dv]", 2, qkv=qkv)
+    check.shape((qkv.shape[0], 2 * Hk * Dk + Hv * Dv), "T, 2 Hk Dk + Hv Dv", qkv=qkv)
+    check.shape((qkv.shape[0], Hv), "T, Hv", g=g, b=b)
     _slots(slots, qkv.shape[0])
-    _check.axes("[Hv, Dv, Dk]" if slots is None else "[S, Hv, Dv, Dk]", 3 if slots is None else 4, state=state)
+    check.axes("[Hv, Dv, Dk]" if slots is None else "[S, Hv, Dv, Dk]", 3 if slots is None else 4, state=state)
     lead = () if slots is None else state.shape[:1]
-    _check.shape((*lead, Hv, Dv, Dk), "Hv, Dv, Dk", state=state)
+    check.shape((*lead, Hv, Dv, Dk), "Hv, Dv, Dk", state=state)
     return Spec((qkv.shape[0], Hv, Dv), qkv.dtype)
 
 
@@ -278,31 +278,31 @@ def _step(
     Hk: int,
     eps: float,
 ) -> Spec:
-    _check.alike(qkv=qkv, z=z, alpha=alpha, beta=beta)
-    _check.floating(conv_weight=conv_weight, A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    _check.dtype("float32", state=state)
+    check.alike(qkv=qkv, z=z, alpha=alpha, beta=beta)
+    check.floating(conv_weight=conv_weight, A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
+    check.dtype("float32", state=state)
     if conv_state.dtype not in ("float32", qkv.dtype):
-        _check.dtype(qkv.dtype, conv_state=conv_state)
-    _check.eps(eps)
-    _check.positive(Hk=Hk)
-    _check.axes("[S, Hv, Dv, Dk]", 4, state=state)
-    _check.filled(state=state)
+        check.dtype(qkv.dtype, conv_state=conv_state)
+    check.eps(eps)
+    check.positive(Hk=Hk)
+    check.axes("[S, Hv, Dv, Dk]", 4, state=state)
+    check.filled(state=state)
     S, Hv, Dv, Dk = state.shape
     if Hv % Hk:
         raise InvalidArgument(f"Hk is {Hk}, expected a divisor of {Hv} (Hv)")
-    _check.axes("[B, C]", 2, qkv=qkv)
+    check.axes("[B, C]", 2, qkv=qkv)
     B, C = qkv.shape[0], 2 * Hk * Dk + Hv * Dv
-    _check.shape((B, C), "B, 2 Hk Dk + Hv Dv", qkv=qkv)
-    _check.shape((B, Hv, Dv), "B, Hv, Dv", z=z)
-    _check.shape((B, Hv), "B, Hv", alpha=alpha, beta=beta)
+    check.shape((B, C), "B, 2 Hk Dk + Hv Dv", qkv=qkv)
+    check.shape((B, Hv, Dv), "B, Hv, Dv", z=z)
+    check.shape((B, Hv), "B, Hv", alpha=alpha, beta=beta)
     _slots(slots, B)
-    _check.axes("[C, W]", 2, conv_weight=conv_weight)
-    _check.filled(0, conv_weight=conv_weight)
+    check.axes("[C, W]", 2, conv_weight=conv_weight)
+    check.filled(0, conv_weight=conv_weight)
     W = conv_weight.shape[1]
-    _check.shape((C, W), "C, W", conv_weight=conv_weight)
-    _check.shape((S, W - 1, C), "slots of state, W - 1, C", conv_state=conv_state)
-    _check.shape((Hv,), "Hv", A_log=A_log, dt_bias=dt_bias)
-    _check.shape((Dv,), "Dv", norm_weight=norm_weight)
+    check.shape((C, W), "C, W", conv_weight=conv_weight)
+    check.shape((S, W - 1, C), "slots of state, W - 1, C", conv_state=conv_state)
+    check.shape((Hv,), "Hv", A_log=A_log, dt_bias=dt_bias)
+    check.shape((Dv,), "Dv", norm_weight=norm_weight)
     return z
 
 

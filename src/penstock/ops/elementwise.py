@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 
 
@@ -35,21 +35,21 @@ ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu}
 def _same(**specs: Spec) -> Spec:
     """All arguments have one shape and dtype; so has the result."""
     first_name, first = next(iter(specs.items()))
-    _check.alike(**specs)
-    _check.filled(**{first_name: first})
-    _check.shape(first.shape, f"as {first_name}", **specs)
+    check.alike(**specs)
+    check.filled(**{first_name: first})
+    check.shape(first.shape, f"as {first_name}", **specs)
     return first
 
 
 def _broadcast(a: Spec, b: Spec | float) -> Spec:
     """b has a's shape, or is one vector for all rows, or one number."""
-    _check.floating(a=a)
-    _check.filled(a=a)
+    check.floating(a=a)
+    check.filled(a=a)
     if not isinstance(b, Spec):
         return a
-    _check.floating(b=b)
+    check.floating(b=b)
     if b.shape == a.shape and a.ndim > 1:
-        _check.alike(a=a, b=b)
+        check.alike(a=a, b=b)
     elif b.size != 1 and b.shape != a.shape[-1:]:
         raise ShapeError(f"b has shape {b.shape}, expected {a.shape}, {a.shape[-1:]} or one element")
     return a
@@ -120,8 +120,8 @@ def sigmoid_gate(x: Array, gate: Array) -> Array:
 
 
 def _columns(x: Spec, start: int, stop: int) -> Spec:
-    _check.floating(x=x)
-    _check.axes("[T, N]", 2, x=x)
+    check.floating(x=x)
+    check.axes("[T, N]", 2, x=x)
     if not 0 <= start < stop <= x.shape[1]:
         raise ShapeError(f"start and stop are {start} and {stop}, expected 0 <= start < stop <= {x.shape[1]} (N)")
     return Spec((x.shape[0], stop - start), x.dtype)
@@ -134,8 +134,8 @@ def columns(x: Array, start: int, stop: int) -> Array:
 
 
 def _split(x: Spec, first: int, second: int, third: int, fourth: int) -> tuple[Spec | None, ...]:
-    _check.floating(x=x)
-    _check.axes("[T, N]", 2, x=x)
+    check.floating(x=x)
+    check.axes("[T, N]", 2, x=x)
     counts = (first, second, third, fourth)
     if min(counts) < 0 or not first or not second or (fourth and not third) or sum(counts) != x.shape[1]:
         raise ShapeError(f"parts have {counts} columns, expected two to four parts of {x.shape[1]} columns in all (N)")
@@ -153,10 +153,10 @@ def split_columns(
 
 
 def _weighted(expert_out: Spec, weights: Spec) -> Spec:
-    _check.floating(expert_out=expert_out)
-    _check.dtype("float32", weights=weights)
-    _check.axes("[T, k, dim] or [k, dim]", 2, 3, expert_out=expert_out)
-    _check.shape(expert_out.shape[:-1], "expert_out without its last axis", weights=weights)
+    check.floating(expert_out=expert_out)
+    check.dtype("float32", weights=weights)
+    check.axes("[T, k, dim] or [k, dim]", 2, 3, expert_out=expert_out)
+    check.shape(expert_out.shape[:-1], "expert_out without its last axis", weights=weights)
     if expert_out.shape[-1] == 0:
         raise ShapeError(f"expert_out has shape {expert_out.shape}, expected a last axis of at least 1")
     return Spec((*expert_out.shape[:-2], expert_out.shape[-1]), expert_out.dtype)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from penstock import quant
 from penstock.dtypes import numpy_dtype, round_to
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.linear import result_dtype
 from penstock.quant import QuantizedTensor
 
 
 def _gathered(token_ids: Spec, table: Spec | QuantizedTensor, dtype: str | None) -> Spec:
-    _check.dtype("int32", token_ids=token_ids)
-    _check.axes("[T]", 0, 1, 2, token_ids=token_ids)
-    _check.axes("[vocab, dim]", 2, table=table)
-    _check.floating(table=table)
-    _check.filled(0, table=table)
+    check.dtype("int32", token_ids=token_ids)
+    check.axes("[T]", 0, 1, 2, token_ids=token_ids)
+    check.axes("[vocab, dim]", 2, table=table)
+    check.floating(table=table)
+    check.filled(0, table=table)
     kept = Spec(table.shape, "float32") if isinstance(table, QuantizedTensor) else table
     return Spec((*token_ids.shape, table.shape[1]), result_dtype(kept, dtype))
 
 
 def _check_ids(token_ids: Array, table: Array | QuantizedTensor, dtype: str | None) -> None:
-    _check.in_range("token_ids", token_ids, 0, table.shape[0], f"vocabulary of {table.shape[0]}")
+    check.in_range("token_ids", token_ids, 0, table.shape[0], f"vocabulary of {table.shape[0]}")
 
 
 @op(infer=_gathered, check=_check_ids)

@@ -18,7 +18,7 @@ import numpy as np
 from penstock import quant
 from penstock.dtypes import FLOATS, numpy_dtype, round_to
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.elementwise import gelu, silu
 from penstock.ops.norm import rms_norm
@@ -40,18 +40,18 @@ def result_dtype(x: Spec, dtype: str | None) -> str:
 
 def weight_matrix(name: str, w: Spec | QuantizedTensor, K: int, lead: int = 0) -> int:
     """w is [N, K] behind `lead` leading axes; returns N."""
-    _check.axes("[E, N, K]" if lead else "[N, K]", 2 + lead, **{name: w})
-    _check.floating(**{name: w})
-    _check.filled(0, **{name: w})
+    check.axes("[E, N, K]" if lead else "[N, K]", 2 + lead, **{name: w})
+    check.floating(**{name: w})
+    check.filled(0, **{name: w})
     if w.shape[-1] != K:
         raise ShapeError(f"{name} has shape {tuple(w.shape)}, expected a last axis of {K} (last axis of x)")
     return w.shape[-2]
 
 
 def _product(x: Spec, w: Spec | QuantizedTensor, dtype: str | None) -> Spec:
-    _check.floating(x=x)
-    _check.axes("[T, K] or [K]", *range(1, 9), x=x)
-    _check.filled(x=x)
+    check.floating(x=x)
+    check.axes("[T, K] or [K]", *range(1, 9), x=x)
+    check.filled(x=x)
     N = weight_matrix("w", w, x.shape[-1])
     return Spec((*x.shape[:-1], N), result_dtype(x, dtype))
 
@@ -132,7 +132,7 @@ def matmul(x: Array, w: Array, dtype: str | None = None) -> Array:
 
 
 def _bf16_product(x: Spec, w: Spec, dtype: str | None) -> Spec:
-    _check.dtype("bfloat16", w=w)
+    check.dtype("bfloat16", w=w)
     return _product(x, w, dtype)
 
 
@@ -143,7 +143,7 @@ def bf16_matmul(x: Array, w: Array, dtype: str | None = None) -> Array:
 
 
 def _quantized_product(x: Spec, w: QuantizedTensor, activations: str, dtype: str | None) -> Spec:
-    _check.one_of(ROUNDINGS, activations=activations)
+    check.one_of(ROUNDINGS, activations=activations)
     return _product(x, w, dtype)
 
 
@@ -171,9 +171,9 @@ def quantized_matmul(x: Array, w: QuantizedTensor, activations: str = "float32",
 
 
 def _gate_up(x: Spec, gate_w: QuantizedTensor, up_w: QuantizedTensor, activations: str) -> Spec:
-    _check.one_of(ROUNDINGS, activations=activations)
+    check.one_of(ROUNDINGS, activations=activations)
     y = _product(x, gate_w, None)
-    _check.shape(tuple(gate_w.shape), "as gate_w", up_w=up_w)
+    check.shape(tuple(gate_w.shape), "as gate_w", up_w=up_w)
     for name in ("bits", "group_size"):
         if getattr(gate_w, name) != getattr(up_w, name):
             raise InvalidArgument(f"up_w has {name} {getattr(up_w, name)}, expected {getattr(gate_w, name)} as gate_w")
@@ -203,11 +203,11 @@ def fused_gate_up_geglu(
 def _norm_product(
     x: Spec, norm_weight: Spec, w: Spec | QuantizedTensor, eps: float, activations: str, dtype: str | None
 ) -> Spec:
-    _check.one_of(ROUNDINGS, activations=activations)
-    _check.eps(eps)
-    _check.floating(norm_weight=norm_weight)
+    check.one_of(ROUNDINGS, activations=activations)
+    check.eps(eps)
+    check.floating(norm_weight=norm_weight)
     y = _product(x, w, dtype)
-    _check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
+    check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
     return y
 
 
@@ -228,10 +228,10 @@ def norm_matmul(
 
 
 def _product_add(residual: Spec, x: Spec, w: Spec | QuantizedTensor, activations: str) -> Spec:
-    _check.one_of(ROUNDINGS, activations=activations)
-    _check.floating(residual=residual)
+    check.one_of(ROUNDINGS, activations=activations)
+    check.floating(residual=residual)
     y = _product(x, w, residual.dtype)
-    _check.shape(y.shape, "that of x · w", residual=residual)
+    check.shape(y.shape, "that of x · w", residual=residual)
     return y
 
 
@@ -258,15 +258,15 @@ def expert_at(experts: Any, slot: int) -> Any:
 def check_slots(ids: Array, slots: int, slot_of: Array | None) -> None:
     """Every id names an expert that is there."""
     if slot_of is None:
-        _check.in_range("ids", ids, 0, slots, f"{slots} experts")
+        check.in_range("ids", ids, 0, slots, f"{slots} experts")
         return
-    _check.in_range("ids", ids, 0, len(slot_of), f"{len(slot_of)} experts")
+    check.in_range("ids", ids, 0, len(slot_of), f"{len(slot_of)} experts")
     used = slot_of[ids]
-    if _check.bounds(used)[0] < 0:
+    if check.bounds(used)[0] < 0:
         raise InvalidArgument(
             f"ids has {int(ids[used < 0][0])}, an absent expert (slot_of is -1), expected present ones"
         )
-    _check.in_range("slot_of", used, 0, slots, f"{slots} slots")
+    check.in_range("slot_of", used, 0, slots, f"{slots} slots")
 
 
 def slots_of(ids: Array, slot_of: Array | None) -> Array:
@@ -281,19 +281,19 @@ def by_slot(slots: Array) -> Iterator[tuple[int, Array]]:
 
 
 def _expert_product(x: Spec, experts: Any, ids: Spec | None, slot_of: Spec | None, activations: str) -> Spec:
-    _check.one_of(ROUNDINGS, activations=activations)
-    _check.floating(x=x)
-    _check.dtype("int32", ids=ids, slot_of=slot_of)
-    _check.axes("[E]", 1, slot_of=slot_of)
+    check.one_of(ROUNDINGS, activations=activations)
+    check.floating(x=x)
+    check.dtype("int32", ids=ids, slot_of=slot_of)
+    check.axes("[E]", 1, slot_of=slot_of)
     each = experts if isinstance(experts, list | tuple) else (experts,)
     lead = 0 if isinstance(experts, list | tuple) else 1
     N = weight_matrix("experts", each[0], x.shape[-1] if x.ndim else 0, lead)
     for one in each[1:]:
-        _check.shape(tuple(each[0].shape), "as the first expert", experts=one)
+        check.shape(tuple(each[0].shape), "as the first expert", experts=one)
     if ids is None:
         ids = Spec((expert_count(experts) if slot_of is None else slot_of.shape[0],), "int32")
-    _check.axes("[k] or [T, k]", 1, 2, ids=ids)
-    _check.filled(ids=ids)
+    check.axes("[k] or [T, k]", 1, 2, ids=ids)
+    check.filled(ids=ids)
     K = x.shape[-1]
     if x.shape not in ((*ids.shape[:-1], K), (*ids.shape, K)):
         raise ShapeError(

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.attention import attend
 from penstock.ops.cache import (
@@ -40,18 +40,18 @@ from penstock.quant import QuantizedTensor
 
 
 def _split(q_full: Spec, kv_pre: Spec, nope: int, rope: int) -> tuple[Spec, Spec, Spec, Spec]:
-    dtype = _check.alike(q_full=q_full, kv_pre=kv_pre)
-    _check.axes("[T, H, nope + rope] or [H, nope + rope]", 2, 3, q_full=q_full)
-    _check.filled(q_full.ndim - 2, q_full=q_full)
+    dtype = check.alike(q_full=q_full, kv_pre=kv_pre)
+    check.axes("[T, H, nope + rope] or [H, nope + rope]", 2, 3, q_full=q_full)
+    check.filled(q_full.ndim - 2, q_full=q_full)
     if nope < 1 or rope < 1:
         form = f"a last axis of nope + rope, both at least 1 (they are {nope} and {rope})"
         raise ShapeError(f"q_full has shape {q_full.shape}, expected {form}")
-    _check.axes("[T, R + rope] or [R + rope]", q_full.ndim - 1, kv_pre=kv_pre)
+    check.axes("[T, R + rope] or [R + rope]", q_full.ndim - 1, kv_pre=kv_pre)
     lead = q_full.shape[:-2]
     R = kv_pre.shape[-1] - rope
     if R < 1:
         raise ShapeError(f"kv_pre has shape {kv_pre.shape}, expected a last axis of more than {rope} (R + rope)")
-    _check.shape((*lead, R + rope), "T, R + rope", kv_pre=kv_pre)
+    check.shape((*lead, R + rope), "T, R + rope", kv_pre=kv_pre)
     heads = q_full.shape[:-1]
     shapes = ((*heads, nope), (*heads, rope), (*lead, R), (*lead, rope))
     q_nope, q_pe, kv_lat, k_pe = (Spec(shape, dtype) for shape in shapes)
@@ -105,20 +105,20 @@ def _prepared(
     mscale: float,
     eps: float,
 ) -> tuple[Spec, Spec]:
-    _check.positive(H=H, nope=nope)
-    _check.eps(eps)
-    dtype = _check.alike(q=q, kv=kv)
-    _check.floating(kv_norm=kv_norm)
-    _check.axes("[T, H (nope + rope)]", 2, q=q)
-    _check.axes("[T, R + rope]", 2, kv=kv)
+    check.positive(H=H, nope=nope)
+    check.eps(eps)
+    dtype = check.alike(q=q, kv=kv)
+    check.floating(kv_norm=kv_norm)
+    check.axes("[T, H (nope + rope)]", 2, q=q)
+    check.axes("[T, R + rope]", 2, kv=kv)
     T, rope_dim = q.shape[0], q.shape[1] // H - nope
     if rope_dim < 1 or q.shape[1] % H:
         raise ShapeError(f"q has shape {q.shape}, expected a last axis of {H} heads wider than {nope} (nope)")
     R = kv.shape[1] - rope_dim
     if R < 1:
         raise ShapeError(f"kv has shape {kv.shape}, expected a last axis of more than {rope_dim} (R + rope)")
-    _check.shape((T, R + rope_dim), "T, R + rope", kv=kv)
-    _check.shape((R,), "R", kv_norm=kv_norm)
+    check.shape((T, R + rope_dim), "T, R + rope", kv=kv)
+    check.shape((R,), "R", kv_norm=kv_norm)
     rows = {"kv": Spec((T, R), dtype), "the end of kv": Spec((T, rope_dim), dtype)}
     caches = {"latent_pages": latent_pages, "rope_pages": rope_pages}
     appended(rows, caches, positions, "positions", None, block_table)
@@ -181,20 +181,20 @@ def _key_width(kv_b: Any, H: int, nope: int | None, v_head_dim: int | None) -> i
 
 
 def _per_head(x: Spec, name: str) -> tuple[int, int]:
-    _check.floating(**{name: x})
-    _check.axes(f"[T, H, {'R' if name == 'v_combine' else 'nope'}] with T optional", 2, 3, **{name: x})
-    _check.filled(x.ndim - 2, **{name: x})
+    check.floating(**{name: x})
+    check.axes(f"[T, H, {'R' if name == 'v_combine' else 'nope'}] with T optional", 2, 3, **{name: x})
+    check.filled(x.ndim - 2, **{name: x})
     return x.shape[-2], x.shape[-1]
 
 
 def _q_prime(q_nope: Spec, kv_b: Any) -> Spec:
     H, nope = _per_head(q_nope, "q_nope")
-    _check.floating(kv_b=kv_b)
-    _check.axes("[H P, R] or [H, R, nope]", 2, 3, kv_b=kv_b)
-    _check.filled(0, kv_b=kv_b)
+    check.floating(kv_b=kv_b)
+    check.axes("[H P, R] or [H, R, nope]", 2, 3, kv_b=kv_b)
+    check.filled(0, kv_b=kv_b)
     if len(kv_b.shape) == 3:
         R = kv_b.shape[1]
-        _check.shape((H, R, nope), "H, R, nope", kv_b=kv_b)
+        check.shape((H, R, nope), "H, R, nope", kv_b=kv_b)
     else:
         R = kv_b.shape[1]
         if _rows_per_head(kv_b, H) < nope:
@@ -217,13 +217,13 @@ def mla_q_prime(q_nope: Array, kv_b: QuantizedTensor | Array) -> Array:
 
 def _out_per_head(v_combine: Spec, kv_b: Any, nope: int | None, v_head_dim: int | None) -> Spec:
     H, R = _per_head(v_combine, "v_combine")
-    _check.floating(kv_b=kv_b)
-    _check.axes("[H P, R] or [H, v_head_dim, R]", 2, 3, kv_b=kv_b)
-    _check.filled(0, kv_b=kv_b)
+    check.floating(kv_b=kv_b)
+    check.axes("[H P, R] or [H, v_head_dim, R]", 2, 3, kv_b=kv_b)
+    check.filled(0, kv_b=kv_b)
     if kv_b.shape[-1] != R:
         raise ShapeError(f"kv_b has shape {tuple(kv_b.shape)}, expected a last axis of {R} (R)")
     if len(kv_b.shape) == 3:
-        _check.shape((H, kv_b.shape[1], R), "H, v_head_dim, R", kv_b=kv_b)
+        check.shape((H, kv_b.shape[1], R), "H, v_head_dim, R", kv_b=kv_b)
         width = kv_b.shape[1]
     else:
         width = _rows_per_head(kv_b, H) - _key_width(kv_b, H, nope, v_head_dim)
@@ -249,27 +249,27 @@ def mla_out_per_head(
 def _expanded(
     latent: Spec, kv_b: Any, unembed_out: Any, heads: int | None, nope: int | None, v_head_dim: int | None
 ) -> tuple[Spec, Spec]:
-    _check.floating(latent=latent, kv_b=kv_b, unembed_out=unembed_out)
-    _check.axes("[T, R]", 2, latent=latent)
-    _check.filled(latent=latent)
+    check.floating(latent=latent, kv_b=kv_b, unembed_out=unembed_out)
+    check.axes("[T, R]", 2, latent=latent)
+    check.filled(latent=latent)
     T, R = latent.shape
-    _check.axes("[H P, R] or [H, R, nope]", 2, 3, kv_b=kv_b)
-    _check.filled(0, kv_b=kv_b)
+    check.axes("[H P, R] or [H, R, nope]", 2, 3, kv_b=kv_b)
+    check.filled(0, kv_b=kv_b)
     if len(kv_b.shape) == 3:
         if unembed_out is None:
             raise InvalidArgument("unembed_out is left out, expected it beside an embed_q of three axes")
-        _check.axes("[H, v_head_dim, R]", 3, unembed_out=unembed_out)
-        _check.filled(0, unembed_out=unembed_out)
+        check.axes("[H, v_head_dim, R]", 3, unembed_out=unembed_out)
+        check.filled(0, unembed_out=unembed_out)
         H, _, keys = kv_b.shape
         values = unembed_out.shape[1]
-        _check.shape((H, R, keys), "H, R, nope", kv_b=kv_b)
-        _check.shape((H, values, R), "H, v_head_dim, R", unembed_out=unembed_out)
+        check.shape((H, R, keys), "H, R, nope", kv_b=kv_b)
+        check.shape((H, values, R), "H, v_head_dim, R", unembed_out=unembed_out)
     else:
         if unembed_out is not None:
             raise InvalidArgument("unembed_out is given with a whole kv_b, expected one or the other")
         if heads is None:
             raise InvalidArgument("heads is left out, expected the number of heads with a whole kv_b")
-        _check.positive(heads=heads)
+        check.positive(heads=heads)
         H, keys = heads, _key_width(kv_b, heads, nope, v_head_dim)
         values = _rows_per_head(kv_b, heads) - keys
         if kv_b.shape[1] != R:
@@ -307,11 +307,11 @@ def mla_expand(
 
 
 def _queries(q_prime: Spec, q_pe: Spec, latent_cache: Spec, rope_k_cache: Spec, lead: int) -> None:
-    _check.alike(q_prime=q_prime, q_pe=q_pe, latent_cache=latent_cache, rope_k_cache=rope_k_cache)
-    _check.axes("[T, H, R] or [H, R]", 2, 3, q_prime=q_prime)
-    _check.filled(q_prime.ndim - 2, q_prime=q_prime, q_pe=q_pe)
-    _check.axes("the axes of q_prime", q_prime.ndim, q_pe=q_pe)
-    _check.shape((*q_prime.shape[:-1], q_pe.shape[-1]), "as q_prime but for the last axis", q_pe=q_pe)
+    check.alike(q_prime=q_prime, q_pe=q_pe, latent_cache=latent_cache, rope_k_cache=rope_k_cache)
+    check.axes("[T, H, R] or [H, R]", 2, 3, q_prime=q_prime)
+    check.filled(q_prime.ndim - 2, q_prime=q_prime, q_pe=q_pe)
+    check.axes("the axes of q_prime", q_prime.ndim, q_pe=q_pe)
+    check.shape((*q_prime.shape[:-1], q_pe.shape[-1]), "as q_prime but for the last axis", q_pe=q_pe)
     for name, cache, width in (
         ("latent_cache", latent_cache, q_prime.shape[-1]),
         ("rope_k_cache", rope_k_cache, q_pe.shape[-1]),
@@ -336,11 +336,11 @@ def _sdpa(
     per_row = batched("cache_len", cache_len)
     rows = q_prime.shape[0] if q_prime.ndim == 3 else 1
     if per_row:
-        _check.axes("[B, H, R]", 3, q_prime=q_prime)
-        _check.shape((rows,), "one per row of q_prime", cache_len=cache_len)
+        check.axes("[B, H, R]", 3, q_prime=q_prime)
+        check.shape((rows,), "one per row of q_prime", cache_len=cache_len)
     check_layout(slots, block_table, per_row, rows, "cache_len")
     _queries(q_prime, q_pe, latent_cache, rope_k_cache, 1 if slots is None and block_table is None else 2)
-    _check.finite(softmax_scale=softmax_scale)
+    check.finite(softmax_scale=softmax_scale)
     if isinstance(cache_len, int):
         _check_cache_len(cache_len, rows if q_prime.ndim == 3 else 0, capacity(latent_cache, slots, block_table))
     return q_prime
@@ -366,7 +366,7 @@ def _check_sdpa(
         lengths = [int(cache_len)]
         _check_cache_len(lengths[0], len(q_prime) if q_prime.ndim == 3 else 0, room)
     else:
-        _check.in_range("cache_len", cache_len, 0, room + 1, f"{room} positions in the cache")
+        check.in_range("cache_len", cache_len, 0, room + 1, f"{room} positions in the cache")
         lengths = cache_len.tolist()
     check_read(latent_cache, slots, block_table, [(0, n) for n in lengths])
 
@@ -427,11 +427,11 @@ def _prefill(
     unembed_out: Any,
     block_table: Spec | None,
 ) -> Spec:
-    _check.alike(q_nope=q_nope, q_pe=q_pe, latent_cache=latent_cache, rope_k_cache=rope_k_cache)
-    _check.axes("[T, H, nope]", 3, q_nope=q_nope)
-    _check.axes("[T, H, rope]", 3, q_pe=q_pe)
-    _check.filled(q_nope=q_nope, q_pe=q_pe)
-    _check.shape((*q_nope.shape[:2], q_pe.shape[2]), "as q_nope but for the last axis", q_pe=q_pe)
+    check.alike(q_nope=q_nope, q_pe=q_pe, latent_cache=latent_cache, rope_k_cache=rope_k_cache)
+    check.axes("[T, H, nope]", 3, q_nope=q_nope)
+    check.axes("[T, H, rope]", 3, q_pe=q_pe)
+    check.filled(q_nope=q_nope, q_pe=q_pe)
+    check.shape((*q_nope.shape[:2], q_pe.shape[2]), "as q_nope but for the last axis", q_pe=q_pe)
     if batched("start", start):
         raise ShapeError("start has one value per row, expected one number: the position of the first row")
     T, H, nope = q_nope.shape
@@ -443,9 +443,9 @@ def _prefill(
     if latent_cache.shape[:lead] != rope_k_cache.shape[:lead]:
         front = f"{latent_cache.shape[:lead]} in front as latent_cache"
         raise ShapeError(f"rope_k_cache has shape {rope_k_cache.shape}, expected {front}")
-    _check.finite(softmax_scale=softmax_scale)
+    check.finite(softmax_scale=softmax_scale)
     keys, values = _expanded(Spec((T, R), q_nope.dtype), kv_b, unembed_out, H, nope, None)
-    _check.shape(keys.shape, "T, and heads and width of the keys of kv_b", q_nope=q_nope)
+    check.shape(keys.shape, "T, and heads and width of the keys of kv_b", q_nope=q_nope)
     if isinstance(start, int):
         _check_start(start, T, capacity(latent_cache, None, block_table))
     return values
@@ -520,12 +520,12 @@ def _tile(
     softmax_scale: float,
     first: bool,
 ) -> None:
-    _check.axes("[H, R]", 2, q_prime=q_prime)
+    check.axes("[H, R]", 2, q_prime=q_prime)
     _queries(q_prime, q_pe, latent_cache, rope_k_cache, 1)
-    _check.dtype("float32", running_max=running_max, denominator=denominator, accumulator=accumulator)
-    _check.shape(q_prime.shape[:1], "H", running_max=running_max, denominator=denominator)
-    _check.shape(q_prime.shape, "as q_prime", accumulator=accumulator)
-    _check.finite(softmax_scale=softmax_scale)
+    check.dtype("float32", running_max=running_max, denominator=denominator, accumulator=accumulator)
+    check.shape(q_prime.shape[:1], "H", running_max=running_max, denominator=denominator)
+    check.shape(q_prime.shape, "as q_prime", accumulator=accumulator)
+    check.finite(softmax_scale=softmax_scale)
     if not 0 <= tile_start <= tile_end <= latent_cache.shape[0]:
         limits = f"0 <= start <= end <= {latent_cache.shape[0]}"
         raise InvalidArgument(f"tile_start and tile_end are {tile_start} and {tile_end}, expected {limits}")
@@ -574,10 +574,10 @@ def mla_sdpa_tile_accumulate(
 
 
 def _finalized(denominator: Spec, accumulator: Spec, dtype: str) -> Spec:
-    _check.dtype("float32", denominator=denominator, accumulator=accumulator)
-    _check.axes("[H, R]", 2, accumulator=accumulator)
-    _check.filled(0, accumulator=accumulator)
-    _check.shape(accumulator.shape[:1], "H", denominator=denominator)
+    check.dtype("float32", denominator=denominator, accumulator=accumulator)
+    check.axes("[H, R]", 2, accumulator=accumulator)
+    check.filled(0, accumulator=accumulator)
+    check.shape(accumulator.shape[:1], "H", denominator=denominator)
     return Spec(accumulator.shape, result_dtype(accumulator, dtype))
 
 

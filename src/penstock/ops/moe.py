@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.elementwise import ACTIVATIONS, expert_sum, sigmoid
 from penstock.ops.linear import ROUNDINGS, by_slot, check_slots, expert_at, product, slots_of, weight_matrix
@@ -19,8 +19,8 @@ from penstock.quant import QuantizedTensor
 
 
 def _logits(logits: Spec, k: int, name: str) -> tuple[Spec, Spec]:
-    _check.dtype("float32", logits=logits)
-    _check.axes("[T, E] or [E]", 1, 2, logits=logits)
+    check.dtype("float32", logits=logits)
+    check.axes("[T, E] or [E]", 1, 2, logits=logits)
     experts = logits.shape[-1]
     if experts == 0:
         raise ShapeError(f"logits has shape {logits.shape}, expected at least one expert")
@@ -44,8 +44,8 @@ def _best(scores: Array, k: int) -> Array:
 
 def _route(logits: Spec, per_expert_scale: Spec | None, top_k: int) -> tuple[Spec, Spec]:
     result = _logits(logits, top_k, "top_k")
-    _check.floating(per_expert_scale=per_expert_scale)
-    _check.shape(logits.shape[-1:], "one per expert", per_expert_scale=per_expert_scale)
+    check.floating(per_expert_scale=per_expert_scale)
+    check.shape(logits.shape[-1:], "one per expert", per_expert_scale=per_expert_scale)
     return result
 
 
@@ -109,10 +109,10 @@ def _group_route(
 ) -> tuple[Spec, Spec]:
     result = _logits(logits, top_k, "top_k")
     experts = logits.shape[-1]
-    _check.floating(bias=bias)
-    _check.shape((experts,), "one per expert", bias=bias)
-    _check.finite(routed_scaling_factor=routed_scaling_factor)
-    _check.positive(n_group=n_group)
+    check.floating(bias=bias)
+    check.shape((experts,), "one per expert", bias=bias)
+    check.finite(routed_scaling_factor=routed_scaling_factor)
+    check.positive(n_group=n_group)
     if experts % n_group:
         raise InvalidArgument(f"n_group is {n_group}, expected a divisor of {experts} (the number of experts)")
     if n_group > 1 and experts // n_group < 2:
@@ -161,9 +161,9 @@ def moe_group_route(
 
 
 def _normalized(weights: Spec) -> Spec:
-    _check.dtype("float32", weights=weights)
-    _check.axes("[T, k] or [k]", 1, 2, weights=weights)
-    _check.filled(weights=weights)
+    check.dtype("float32", weights=weights)
+    check.axes("[T, k] or [k]", 1, 2, weights=weights)
+    check.filled(weights=weights)
     return weights
 
 
@@ -179,13 +179,13 @@ def moe_normalize_weights(weights: Array) -> Array:
 
 
 def _choice(x: Spec, ids: Spec, slot_of: Spec | None, act: str, activations: str) -> None:
-    _check.floating(x=x)
-    _check.dtype("int32", ids=ids, slot_of=slot_of)
-    _check.axes("[E]", 1, slot_of=slot_of)
-    _check.axes("[T, k] or [k]", 1, 2, ids=ids)
-    _check.filled(ids=ids)
-    _check.one_of(tuple(ACTIVATIONS), act=act)
-    _check.one_of(ROUNDINGS, activations=activations)
+    check.floating(x=x)
+    check.dtype("int32", ids=ids, slot_of=slot_of)
+    check.axes("[E]", 1, slot_of=slot_of)
+    check.axes("[T, k] or [k]", 1, 2, ids=ids)
+    check.filled(ids=ids)
+    check.one_of(tuple(ACTIVATIONS), act=act)
+    check.one_of(ROUNDINGS, activations=activations)
 
 
 def _gate_up_width(gate_w: Any, up_w: Any, K: int, lead: int = 1, which: str = "") -> int:
@@ -193,7 +193,7 @@ def _gate_up_width(gate_w: Any, up_w: Any, K: int, lead: int = 1, which: str = "
     N = weight_matrix(f"{which}gate_w", gate_w, K, lead)
     if up_w is not None:
         weight_matrix(f"{which}up_w", up_w, K, lead)
-        _check.shape(tuple(gate_w.shape), f"as {which}gate_w", **{f"{which}up_w": up_w})
+        check.shape(tuple(gate_w.shape), f"as {which}gate_w", **{f"{which}up_w": up_w})
         return N
     if N % 2:
         shape = tuple(gate_w.shape)
@@ -205,10 +205,10 @@ def _expert_gate_up(
     x: Spec, gate_w: Any, up_w: Any, ids: Spec, slot_of: Spec | None, act: str, activations: str
 ) -> Spec:
     _choice(x, ids, slot_of, act, activations)
-    _check.axes("[T, K] or [K]", ids.ndim, x=x)
-    _check.filled(x=x)
+    check.axes("[T, K] or [K]", ids.ndim, x=x)
+    check.filled(x=x)
     N = _gate_up_width(gate_w, up_w, x.shape[-1])
-    _check.shape((*ids.shape[:-1], x.shape[-1]), "one row per row of ids", x=x)
+    check.shape((*ids.shape[:-1], x.shape[-1]), "one row per row of ids", x=x)
     return Spec((*ids.shape, N), x.dtype)
 
 
@@ -256,13 +256,13 @@ def expert_gate_up(
 
 
 def _expert_down(h: Spec, down_w: Any, ids: Spec, weights: Spec, slot_of: Spec | None, activations: str) -> Spec:
-    _check.floating(h=h)
+    check.floating(h=h)
     _choice(h, ids, slot_of, "silu", activations)
-    _check.dtype("float32", weights=weights)
-    _check.shape(ids.shape, "as ids", weights=weights)
-    _check.axes("[T, k, I] or [k, I]", ids.ndim + 1, h=h)
-    _check.filled(h=h)
-    _check.shape((*ids.shape, h.shape[-1]), "one row per id", h=h)
+    check.dtype("float32", weights=weights)
+    check.shape(ids.shape, "as ids", weights=weights)
+    check.axes("[T, k, I] or [k, I]", ids.ndim + 1, h=h)
+    check.filled(h=h)
+    check.shape((*ids.shape, h.shape[-1]), "one row per id", h=h)
     return Spec((*ids.shape[:-1], weight_matrix("down_w", down_w, h.shape[-1], lead=1)), h.dtype)
 
 
@@ -338,7 +338,7 @@ def moe_forward(
 
 def _score(score: Spec | None, lead: tuple[int, ...], name: str) -> None:
     """One number per token."""
-    _check.floating(**{name: score})
+    check.floating(**{name: score})
     if score is not None and score.shape not in (lead, (*lead, 1)):
         raise ShapeError(f"{name} has shape {score.shape}, expected {lead} or {(*lead, 1)} (one per token)")
 
@@ -362,15 +362,15 @@ def _moe_shared_forward(
     eps: float,
 ) -> Spec:
     y = _moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations)
-    _check.alike(x=x, residual=residual)
-    _check.shape(y.shape, "one row per row of ids", residual=residual)
+    check.alike(x=x, residual=residual)
+    check.shape(y.shape, "one row per row of ids", residual=residual)
     width = _gate_up_width(shared_gate_w, shared_up_w, x.shape[-1], 0, "shared_")
     weight_matrix("shared_down_w", shared_down_w, width)
-    _check.shape((y.shape[-1], width), "dim, width of shared_gate_w", shared_down_w=shared_down_w)
+    check.shape((y.shape[-1], width), "dim, width of shared_gate_w", shared_down_w=shared_down_w)
     _score(shared_score, ids.shape[:-1], "shared_score")
-    _check.floating(norm_weight=norm_weight)
-    _check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
-    _check.eps(eps)
+    check.floating(norm_weight=norm_weight)
+    check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
+    check.eps(eps)
     return y
 
 
@@ -426,25 +426,25 @@ def _combined(
     shared_gate: Spec | float | None,
     moe_sum: Spec | None,
 ) -> Spec:
-    _check.alike(h_mid=h_mid, expert_out=expert_out, shared_out=shared_out, moe_sum=moe_sum)
-    _check.axes("[T, dim] or [dim]", 1, 2, h_mid=h_mid)
+    check.alike(h_mid=h_mid, expert_out=expert_out, shared_out=shared_out, moe_sum=moe_sum)
+    check.axes("[T, dim] or [dim]", 1, 2, h_mid=h_mid)
     if h_mid.shape[-1] == 0:
         raise ShapeError(f"h_mid has shape {h_mid.shape}, expected a last axis of at least 1")
     if (expert_out is None) == (moe_sum is None) or (weights is None) != (expert_out is None):
         raise InvalidArgument("expert_out with weights, or moe_sum, expected exactly one of the two")
-    _check.shape(h_mid.shape, "as h_mid", shared_out=shared_out, moe_sum=moe_sum)
+    check.shape(h_mid.shape, "as h_mid", shared_out=shared_out, moe_sum=moe_sum)
     lead = h_mid.shape[:-1]
     if expert_out is not None and weights is not None:
-        _check.dtype("float32", weights=weights)
-        _check.axes("[T, k, dim] or [k, dim]", h_mid.ndim + 1, expert_out=expert_out)
+        check.dtype("float32", weights=weights)
+        check.axes("[T, k, dim] or [k, dim]", h_mid.ndim + 1, expert_out=expert_out)
         k = expert_out.shape[-2]
-        _check.shape((*lead, k, h_mid.shape[-1]), "T, k, dim", expert_out=expert_out)
-        _check.shape((*lead, k), "T, k", weights=weights)
+        check.shape((*lead, k, h_mid.shape[-1]), "T, k, dim", expert_out=expert_out)
+        check.shape((*lead, k), "T, k", weights=weights)
     if shared_gate is not None and shared_out is None:
         raise InvalidArgument("shared_gate is given without shared_out, expected both")
     if isinstance(shared_gate, Spec):
         if shared_gate.dtype not in ("float32", h_mid.dtype):
-            _check.dtype("float32", shared_gate=shared_gate)
+            check.dtype("float32", shared_gate=shared_gate)
         _score(shared_gate, lead, "shared_gate")
     return h_mid
 
@@ -489,19 +489,19 @@ def moe_combine_residual(
 
 
 def _bucket(out_sum: Spec, bucket_out: Spec, token_idx: Spec, weights: Spec) -> None:
-    _check.alike(out_sum=out_sum, bucket_out=bucket_out)
-    _check.dtype("int32", token_idx=token_idx)
-    _check.dtype("float32", weights=weights)
-    _check.axes("[T, dim]", 2, out_sum=out_sum)
-    _check.filled(out_sum=out_sum)
-    _check.axes("[B]", 1, token_idx=token_idx)
-    _check.shape((token_idx.shape[0], out_sum.shape[1]), "one row per token_idx", bucket_out=bucket_out)
-    _check.shape(token_idx.shape, "as token_idx", weights=weights)
+    check.alike(out_sum=out_sum, bucket_out=bucket_out)
+    check.dtype("int32", token_idx=token_idx)
+    check.dtype("float32", weights=weights)
+    check.axes("[T, dim]", 2, out_sum=out_sum)
+    check.filled(out_sum=out_sum)
+    check.axes("[B]", 1, token_idx=token_idx)
+    check.shape((token_idx.shape[0], out_sum.shape[1]), "one row per token_idx", bucket_out=bucket_out)
+    check.shape(token_idx.shape, "as token_idx", weights=weights)
 
 
 @op(
     infer=_bucket,
-    check=lambda out_sum, token_idx: _check.in_range("token_idx", token_idx, 0, len(out_sum)),
+    check=lambda out_sum, token_idx: check.in_range("token_idx", token_idx, 0, len(out_sum)),
     writes=("out_sum",),
     sources=("moe_bucket_accumulate",),
 )

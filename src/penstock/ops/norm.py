@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.elementwise import expert_sum, silu
 
@@ -30,22 +30,22 @@ def normed(v: Array, eps: float, weight: Array | float = 1.0) -> Array:
 def _rows(eps: float, weights: Mapping[str, Spec | None], **activations: Spec) -> Spec:
     """Activations alike in shape and dtype, [..., dim]; weights [dim]."""
     first_name, first = next(iter(activations.items()))
-    _check.alike(**activations)
-    _check.axes("[..., dim]", *range(1, 9), **{first_name: first})
-    _check.filled(**{first_name: first})
+    check.alike(**activations)
+    check.axes("[..., dim]", *range(1, 9), **{first_name: first})
+    check.filled(**{first_name: first})
     dim = first.shape[-1]
     if dim == 0:
         raise ShapeError(f"{first_name} has shape {first.shape}, expected a last axis of at least 1")
-    _check.shape(first.shape, f"as {first_name}", **activations)
-    _check.floating(**weights)
-    _check.shape((dim,), f"last axis of {first_name}", **weights)
-    _check.eps(eps)
+    check.shape(first.shape, f"as {first_name}", **activations)
+    check.floating(**weights)
+    check.shape((dim,), f"last axis of {first_name}", **weights)
+    check.eps(eps)
     return first
 
 
 def _scalar(name: str, scalar: Spec | float, dim: int) -> None:
     if isinstance(scalar, Spec):
-        _check.floating(**{name: scalar})
+        check.floating(**{name: scalar})
         if scalar.size != 1 and scalar.shape != (dim,):
             raise ShapeError(f"{name} has shape {scalar.shape}, expected one element or ({dim},)")
 
@@ -107,14 +107,14 @@ def rms_norm_triple(x: Array, wa: Array, wb: Array, wc: Array, eps: float = 1e-6
 def _qk(
     x: Spec, num_k_heads: int, key_dim: int, key_offset: int, inv_scale: float | None, eps: float, eps_on: str
 ) -> Spec:
-    _check.floating(x=x)
-    _check.axes("[T, per_token_total]", 2, x=x)
-    _check.filled(x=x)
-    _check.positive(num_k_heads=num_k_heads, key_dim=key_dim)
-    _check.eps(eps)
-    _check.one_of(("sum", "mean"), eps_on=eps_on)
+    check.floating(x=x)
+    check.axes("[T, per_token_total]", 2, x=x)
+    check.filled(x=x)
+    check.positive(num_k_heads=num_k_heads, key_dim=key_dim)
+    check.eps(eps)
+    check.one_of(("sum", "mean"), eps_on=eps_on)
     if inv_scale is not None:
-        _check.finite(inv_scale=inv_scale)
+        check.finite(inv_scale=inv_scale)
     width = num_k_heads * key_dim
     if key_offset < width:
         raise InvalidArgument(f"key_offset is {key_offset}, expected at least {width} (num_k_heads · key_dim)")
@@ -151,7 +151,7 @@ def rms_norm_qk(
 
 
 def _gated(values: Spec, z: Spec, weight: Spec, eps: float) -> Spec:
-    _check.axes("[T, Hv, Dv]", 3, values=values)
+    check.axes("[T, Hv, Dv]", 3, values=values)
     return _rows(eps, {"weight": weight}, values=values, z=z)
 
 
@@ -211,12 +211,12 @@ def residual_norm_scalar(residual: Array, x: Array, weight: Array, scalar: Array
 
 def _wsum(expert_out: Spec, weights: Spec, eps: float, norms: Mapping[str, Spec | None], **rows: Spec) -> Spec:
     """expert_out [rows, k, dim] with k ≥ 1, weights float32 [rows, k], the rest [rows, dim]."""
-    _check.axes("[rows, k, dim]", 3, expert_out=expert_out)
-    _check.filled(expert_out=expert_out)
-    _check.dtype("float32", weights=weights)
-    _check.shape(expert_out.shape[:2], "rows and k of expert_out", weights=weights)
-    _check.alike(expert_out=expert_out, **rows)
-    _check.shape((expert_out.shape[0], expert_out.shape[2]), "rows and dim of expert_out", **rows)
+    check.axes("[rows, k, dim]", 3, expert_out=expert_out)
+    check.filled(expert_out=expert_out)
+    check.dtype("float32", weights=weights)
+    check.shape(expert_out.shape[:2], "rows and k of expert_out", weights=weights)
+    check.alike(expert_out=expert_out, **rows)
+    check.shape((expert_out.shape[0], expert_out.shape[2]), "rows and dim of expert_out", **rows)
     return _rows(eps, norms, **rows)
 
 

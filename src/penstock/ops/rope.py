@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 from penstock.ops.norm import f64, normed
 
@@ -71,7 +71,7 @@ def _yarn(
     truncate: bool,
 ) -> Spec:
     _factor(factor)
-    _check.positive(original_max_position=original_max_position)
+    check.positive(original_max_position=original_max_position)
     if not 0 < beta_slow <= beta_fast < math.inf:
         raise InvalidArgument(f"beta_slow is {beta_slow}, expected more than 0 and at most beta_fast ({beta_fast})")
     if theta == 1:
@@ -127,23 +127,23 @@ def rotated(
     positions: Spec | None,
 ) -> Spec:
     """What `rope` returns, its arguments checked."""
-    _check.floating(x=x)
-    _check.dtype("float32", inv_freq=inv_freq)
-    _check.axes("[T, H, D] or [H, D]", 2, 3, x=x)
-    _check.filled(1 if x.ndim == 3 else 0, x=x)
-    _check.finite(mscale=mscale)
+    check.floating(x=x)
+    check.dtype("float32", inv_freq=inv_freq)
+    check.axes("[T, H, D] or [H, D]", 2, 3, x=x)
+    check.filled(1 if x.ndim == 3 else 0, x=x)
+    check.finite(mscale=mscale)
     D = x.shape[-1]
     width = D if rotary_dim is None else rotary_dim
     if width % 2 or not 0 < width <= D:
         raise InvalidArgument(f"rotary_dim is {width}, expected an even number from 2 to {D} (the width of a head)")
-    _check.shape((width // 2,), "rotary_dim / 2", inv_freq=inv_freq)
+    check.shape((width // 2,), "rotary_dim / 2", inv_freq=inv_freq)
     if positions is not None:
         if not (isinstance(start_pos, int) and start_pos == 0):
             raise InvalidArgument("start_pos and positions are both given, expected one")
         start_pos = positions
     if isinstance(start_pos, Spec):
         name = "start_pos" if positions is None else "positions"
-        _check.dtype("int32", **{name: start_pos})
+        check.dtype("int32", **{name: start_pos})
         allowed = ((), x.shape[:1]) if x.ndim == 3 else ((), (1,))
         if start_pos.shape not in allowed:
             raise ShapeError(f"{name} has shape {start_pos.shape}, expected {allowed[1]} (one per token) or one number")
@@ -158,9 +158,9 @@ def _at(start_pos: Array | int, positions: Array | None) -> Array:
 
 def _check_positions(start_pos: Array | int, positions: Array | None) -> None:
     if positions is None:
-        _check.in_range("start_pos", start_pos, 0, 2**31)
+        check.in_range("start_pos", start_pos, 0, 2**31)
     else:
-        _check.in_range("positions", positions, 0, 2**31)
+        check.in_range("positions", positions, 0, 2**31)
 
 
 def rotate(x: Array, inv_freq: Array, at: Array, rotary_dim: int | None, mscale: float, interleaved: bool) -> Array:
@@ -213,10 +213,10 @@ def _head_norm_rope(
     mscale: float,
     interleaved: bool,
 ) -> Spec:
-    _check.eps(eps)
+    check.eps(eps)
     y = rotated(x, inv_freq, start_pos, rotary_dim, mscale, interleaved, None)
-    _check.floating(weight=weight)
-    _check.shape(x.shape[-1:], "last axis of x", weight=weight)
+    check.floating(weight=weight)
+    check.shape(x.shape[-1:], "last axis of x", weight=weight)
     return y
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.errors import InvalidArgument
-from penstock.ops import _check
+from penstock.ops import check
 from penstock.ops._op import Array, Spec, op
 
 MODES = ("greedy", "plain", "top_k", "full")
@@ -40,15 +40,15 @@ def uniform(seed: int, position: int) -> float:
 def _one_each(
     logits: Spec, positions: Spec, temperature: Spec, top_k: Spec, top_p: Spec, min_p: Spec, seed: Spec, mode: str
 ) -> Spec:
-    _check.axes("[B, V]", 2, logits=logits)
-    _check.filled(1, logits=logits)
-    _check.dtype("float32", logits=logits)
-    _check.dtype("int32", positions=positions, top_k=top_k)
-    _check.dtype("float64", temperature=temperature, top_p=top_p, min_p=min_p)
-    _check.dtype("int64", seed=seed)
+    check.axes("[B, V]", 2, logits=logits)
+    check.filled(1, logits=logits)
+    check.dtype("float32", logits=logits)
+    check.dtype("int32", positions=positions, top_k=top_k)
+    check.dtype("float64", temperature=temperature, top_p=top_p, min_p=min_p)
+    check.dtype("int64", seed=seed)
     rows = {"positions": positions, "temperature": temperature, "top_k": top_k}
-    _check.shape(logits.shape[:1], "rows of logits", **rows, top_p=top_p, min_p=min_p, seed=seed)
-    _check.one_of(MODES, mode=mode)
+    check.shape(logits.shape[:1], "rows of logits", **rows, top_p=top_p, min_p=min_p, seed=seed)
+    check.one_of(MODES, mode=mode)
     return Spec(logits.shape[:1], "int32")
 
 

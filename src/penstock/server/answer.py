@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.engine.generation import Chunk
 from penstock.engine.ticket import Ticket
-from penstock.server.parse import CallArguments, CallBegin, Content, Delta, Parser, Reasoning
 from penstock.server.tokens import TokenTexts
+from penstock.text.parse import CallArguments, CallBegin, Content, Delta, Parser, Reasoning
 
 
 @dataclass(frozen=True)

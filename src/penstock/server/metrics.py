@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from penstock.engine.memory import available_memory
+from penstock.machine import available_memory
 from penstock.server.service import Service
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

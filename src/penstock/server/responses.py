@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.server.answer import Answer, Piece, usage
 from penstock.server.errors import ApiError, as_api_error, dumps
-from penstock.server.parse import CallArguments, CallBegin, Content, Delta, Reasoning
 from penstock.server.schema import Message, ResponsesRequest
+from penstock.text.parse import CallArguments, CallBegin, Content, Delta, Reasoning
 
 
 def conversation(request: ResponsesRequest) -> list[Message]:

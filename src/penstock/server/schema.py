@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from penstock.engine.stop import MAX_STOPS
 from penstock.server.errors import ApiError
+from penstock.text.stop import MAX_STOPS
 
 MAX_TOKENS = 2**31 - 1
 MAX_TOOLS = 128

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.formats import format_of, in_reasoning, shown_tokens
-from penstock.engine.grammar import Grammar, grammar_for, grammar_for_tools
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.ticket import Ticket
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.server import schema
 from penstock.server.errors import ApiError, one_line, unavailable
 from penstock.server.limits import Limits
-from penstock.server.parse import Parser, with_arguments
+from penstock.text.formats import format_of, in_reasoning, shown_tokens
+from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
+from penstock.text.parse import Parser, with_arguments
 
 if TYPE_CHECKING:
     from penstock.api import LLM

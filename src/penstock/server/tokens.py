@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from penstock.engine.tokenizer import _BYTES, Tokenizer
+from penstock.text.tokenizer import _BYTES, Tokenizer
 
 
 class TokenTexts:

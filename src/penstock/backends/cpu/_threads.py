@@ -13,8 +13,8 @@ from typing import Any
 
 import numba
 
-from penstock.backends.cpu.features import physical_cores
 from penstock.errors import InvalidArgument
+from penstock.machine import physical_cores
 from penstock.settings import Settings
 
 # Between two kernels OpenMP's threads wait in a loop, for milliseconds; on processors that others want too, the thread

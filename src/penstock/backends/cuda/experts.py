@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 
 from penstock.errors import OutOfMemory
+from penstock.experts.layout import Format, views
+from penstock.experts.sizes import parse_size, spelled
 from penstock.ops._op import numpy_view
-from penstock.streaming.layout import Format, views
-from penstock.streaming.sizes import parse_size, spelled
 
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
 _WAY = 512 << 20  # bytes of experts that may be on their way at once
@@ -192,7 +192,7 @@ class GpuTier:
         self._pools: list[DeviceSlots] = []
 
     def slots(self, format: Format, count: int, experts: int, share: float, store: Any) -> DeviceSlots:
-        from penstock.backends.cpu.features import memory
+        from penstock.machine import memory
 
         at_once = max(self._top_k, min(_AT_ONCE, count, _WAY // format.nbytes))
         free = memory(reclaim=True)[1]

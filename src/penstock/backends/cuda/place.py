@@ -127,7 +127,7 @@ class Gpu:
 
     def free(self) -> int:
         if self.interpreted:
-            from penstock.backends.cpu.features import memory
+            from penstock.machine import memory
 
             return memory(reclaim=True)[1]
         cuda = self._torch.cuda

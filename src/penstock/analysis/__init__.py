@@ -1,0 +1,1 @@
+"""What a model reads, needs and does: survey, plan, trace, expert routes, perplexity, verification."""

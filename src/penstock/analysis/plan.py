@@ -1,0 +1,441 @@
+"""Where the parts of a model go, what a token moves, and how long that takes: the numbers of `penstock plan`.
+
+Nothing is loaded: a model is outlined from its files or its config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock import models
+from penstock.analysis.routes import load_routes
+from penstock.analysis.trace import Work, bandwidth_of, outlined
+from penstock.api import _WORKING, _choices, _demo_folder
+from penstock.backends.cuda.features import unusable
+from penstock.backends.cuda.link import link_rate
+from penstock.backends.cuda.place import Gpu
+from penstock.cli._model import UsageError, note
+from penstock.cli.bench import _STACKS, _TABLES, distinct_arrays, shipped
+from penstock.engine.cache import Caches
+from penstock.engine.place import Host, place_of
+from penstock.engine.programs import table_width
+from penstock.errors import CheckpointError, InvalidArgument
+from penstock.experts.open import expert_layers
+from penstock.experts.packed import NAME, open_packed
+from penstock.experts.policy import AUTO
+from penstock.experts.reader import ExpertReader
+from penstock.experts.simulate import Trace, simulate
+from penstock.experts.sizes import parse_size
+from penstock.graph import Program
+from penstock.machine import available_memory
+from penstock.models.layers import ExpertStack
+from penstock.models.source import Stored
+from penstock.models.step import PAGE
+from penstock.weights import hub
+from penstock.weights.checkpoint import Checkpoint
+
+_CONTEXT = 8192  # positions that are planned for when nobody says how many
+_DRIVER = 512 << 20  # bytes of GPU memory that the driver, torch and compiled kernels take
+_PROCESS = 2 << 30  # bytes of host memory that a process with torch takes
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model without its weights.
+
+    given: what the user called it, None for the demo model. parts: bytes by name, experts not among them. layers: bytes
+    of one expert of each layer that has experts. active: bytes of everything else that a token reads. arena: bytes for
+    the values of a prefill's piece. files: a folder or .gguf file, if the weights are here.
+    """
+
+    given: str | None
+    name: str
+    config: Any
+    caches: Caches
+    parts: dict[str, int]
+    experts: int
+    top_k: int
+    layers: tuple[int, ...]
+    active: int
+    arena: int
+    files: Path | None
+
+    @property
+    def dense(self) -> int:
+        """Bytes of all weights but the experts."""
+        return sum(self.parts.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts."""
+        return self.experts * sum(self.layers)
+
+    @property
+    def chosen_bytes(self) -> int:
+        """Bytes of the experts that a token chooses."""
+        return self.top_k * sum(self.layers)
+
+    @property
+    def least(self) -> int:
+        """Bytes of slots without which a token cannot be computed."""
+        return self.top_k * sum(set(self.layers))
+
+    @property
+    def streams(self) -> bool:
+        """Whether experts can stay in their files."""
+        return bool(self.layers) and (self.files is None or self.files.suffix != ".gguf")
+
+
+def subject_of(model: str | None, device: str, revision: str | None, offline: bool) -> Subject:
+    """The model that a user means, as it would run on a device. Raises CheckpointError if there is none."""
+    here = None if model is None else Path(model).expanduser()
+    if model is None:
+        name, source = "demo", _demo_folder()
+    elif here is not None and (here.exists() or here.suffix in (".json", ".gguf") or model.lower() in shipped()):
+        if revision is not None:
+            raise UsageError("--revision: expected with a hub id")
+        name, source = None, here
+    else:
+        name, source = model, _from_hub(model, revision, offline)
+    _, dtype, activations = _choices(device, "auto", "auto", None)
+    found = outlined(str(model if name is None else source), None, device, dtype, activations, Work("decode", 1, 0))
+    programs = found.programs
+    weights, config, caches = programs.weights, programs.config, programs.caches
+    grid = min((Gpu if device == "cuda" else Host).grid, config.max_positions)
+    widths = dict.fromkeys(caches.pools, table_width(-(-grid // PAGE)))
+    graph, _ = programs.prefill_graph(grid, 0, widths, scores=True)
+    parts, active = _parts(weights)
+    stacks = list(_stacks(weights))
+    stored = source.suffix == ".gguf" or any(source.glob("*.safetensors"))
+    return Subject(
+        given=model,
+        name=name or found.name,
+        config=config,
+        caches=caches,
+        parts=parts,
+        experts=stacks[0].gate.shape[0] if stacks else 0,
+        top_k=getattr(config, "top_k", 0) if stacks else 0,
+        layers=tuple(sum(w.nbytes // w.shape[0] for w in (s.gate, s.up, s.down) if w is not None) for s in stacks),
+        active=active,
+        arena=Program(graph, device).arena_bytes,
+        files=source if stored else None,
+    )
+
+
+def _from_hub(model: str, revision: str | None, offline: bool) -> Path:
+    """The folder of a hub model that is here, else its config.json alone."""
+    try:
+        folder = hub.resolve(model, revision, offline=True)
+        if any(folder.glob("*.safetensors")):
+            return folder
+        return folder / "config.json"
+    except CheckpointError:
+        from huggingface_hub import constants, hf_hub_download
+
+        if offline or constants.HF_HUB_OFFLINE:
+            raise
+    try:
+        path = hf_hub_download(model, "config.json", revision=revision)
+    # which errors a download raises depends on the version of huggingface_hub and of its HTTP library
+    except Exception as error:
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise CheckpointError(f"{model}: its config.json cannot be had: {type(error).__name__}: {reason}") from None
+    note(f"{model}: not here; its config.json says how large it is")
+    return Path(path)
+
+
+_PARTS = {
+    "embeddings": ("embed", "table"),
+    "head": ("head",),
+    "router": ("router", "scores"),
+    "attention": ("mixer", "attention"),
+    "shared and dense": ("mlp", "shared"),
+}
+
+
+def _parts(weights: Any) -> tuple[dict[str, int], int]:
+    """Bytes of the weights by part, without the experts, and those of them that a token reads."""
+    found, active = dict.fromkeys((*_PARTS, "norms and others"), 0), 0
+    for path, array in distinct_arrays(weights):
+        if len(array.shape) == 3 and any(name in _STACKS for name in path):
+            continue
+        named = (part for part, names in _PARTS.items() if any(name in names for name in path))
+        found[next(named, "norms and others")] += array.nbytes
+        active += array.nbytes // array.shape[0] if path[-1] in _TABLES else array.nbytes
+    return {part: nbytes for part, nbytes in found.items() if nbytes}, active
+
+
+def _stacks(value: Any) -> Iterator[Any]:
+    """The stacks of experts in a family's weights, in the order of the layers."""
+    if isinstance(value, ExpertStack):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _stacks(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _stacks(getattr(value, field.name))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def device_of(given: str) -> str:
+    """The device that "auto" and the settings stand for."""
+    device = _choices(given, "auto", "auto", None)[0]
+    if device == "reference":  # by PENSTOCK_DEVICE
+        raise InvalidArgument("plan: device is 'reference', expected cpu or cuda")
+    return device
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that may be taken: on the device, and of a GPU's host (0 on the CPU, where both are the same)."""
+
+    device: int
+    host: int
+
+
+def memory_of(device: str, given: str | None, given_host: str | None) -> Memory:
+    """As the options say, else what is free."""
+    own = None if given is None else parse_size(given, "--device-memory")
+    host = None if given_host is None else parse_size(given_host, "--host-memory")
+    if device == "cpu":
+        if own is not None and host is not None:
+            raise UsageError("--host-memory: on the CPU it is the device's memory, expected --device-memory alone")
+        return Memory(next(size for size in (own, host, available_memory()) if size is not None), 0)
+    if own is None:
+        if (why := unusable()) is not None:
+            raise UsageError(f"--device-memory: expected for a GPU that is not here ({why})")
+        own = place_of("cuda").free() + _DRIVER
+    return Memory(own, available_memory() if host is None else host)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where everything goes. Of the experts `cache` bytes are in slots of the device, `host` in host memory.
+
+    resident: all experts are on the device. fits: there is room for what a token needs at least. need: the memory that
+    the device would have to have at least.
+    """
+
+    context: int
+    caches: int
+    working: int
+    cache: int
+    host: int
+    resident: bool
+    fits: bool
+    need: int
+
+
+def room_of(subject: Subject, device: str, memory: Memory, max_context: int | None) -> Room:
+    """First everything that is no expert, then as many experts as go into the rest."""
+    limit = subject.config.max_positions
+    if max_context is not None and not 1 <= max_context <= limit:
+        raise InvalidArgument(f"--max-context: is {max_context}, expected 1 to {limit} (the model's positions)")
+    context = max_context or min(limit, _CONTEXT)
+    caches = subject.caches.bytes_of(context)
+    working = subject.arena + _WORKING + (_DRIVER if device == "cuda" else 0)
+    rest = subject.dense + caches + working
+    left = memory.device - rest
+    resident = left >= subject.expert_bytes
+    least = subject.least if subject.streams else subject.expert_bytes
+    cache = subject.expert_bytes if resident else max(0, left)
+    host = 0
+    if device == "cuda" and not resident:
+        host = max(0, min(subject.expert_bytes, memory.host - _PROCESS))
+        host = host if host > cache else 0  # it holds what is on the device, too
+    return Room(context, caches, working, cache, host, resident, resident or left >= least, rest + least)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Speed
+
+
+class Hits:
+    """The share of choices that a cache of a share of the experts has: the same, or that of a recorded text."""
+
+    def __init__(self, trace: Trace | None) -> None:
+        self.trace = trace
+        self._known: dict[int, float] = {}
+
+    def rate(self, share: float) -> float:
+        if self.trace is None or share >= 1 or share <= 0:
+            return min(max(share, 0.0), 1.0)
+        slots = max(self.trace.least, int(share * self.trace.keys))
+        if slots not in self._known:
+            hits = simulate(self.trace, slots, AUTO)
+            self._known[slots] = float(hits.sum() / self.trace.chosen.sum())
+        return self._known[slots]
+
+
+def trace_of(path: Path, subject: Subject) -> Trace:
+    """A recorded text. Raises InvalidArgument if it is another model's or has no answer."""
+    recorded = load_routes(path)
+    own = (len(subject.layers), subject.experts, subject.top_k)
+    found = (len(recorded.layers), recorded.experts, recorded.ids.shape[2])
+    if found != own:
+        raise InvalidArgument(
+            f"--routes: {path}: has {found[0]} layers of {found[1]} experts, {found[2]} per token, "
+            f"expected {own[0]} of {own[1]}, {own[2]} per token, as {subject.name} has"
+        )
+    if not recorded.decode.any():
+        raise InvalidArgument(f"--routes: {path}: has no decoded tokens, expected a recording with an answer")
+    return Trace(recorded.ids, recorded.decode, recorded.experts)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A bandwidth in GB/s and how it is known; None where it could not be measured. io: how files are read best."""
+
+    rate: float | None
+    how: str
+    io: str = "auto"
+
+
+def speeds_of(subject: Subject, device: str, room: Room, given: Mapping[str, float | None]) -> dict[str, Speed]:
+    """Of the memory, the link to a GPU and the disk, as far as a token needs them; `given` are options by name."""
+    found: dict[str, Speed] = {}
+    elsewhere = device == "cuda" and unusable() is not None
+
+    def know(way: str, missing: str | None, measured: Callable[[], Speed]) -> None:
+        """As given, else unknown if something is missing for a measurement, else measured."""
+        option = f"--{way}-bandwidth"
+        if (rate := given[option]) is not None:
+            found[way] = Speed(rate, "as given")
+        else:
+            found[way] = measured() if missing is None else Speed(None, f"{missing}; {option} tells")
+
+    no_gpu = "there is no GPU here" if elsewhere else None
+    know("memory", no_gpu, lambda: Speed(*bandwidth_of(device, None)))
+    if room.resident:
+        return found
+    if device == "cuda":
+        know("link", no_gpu, _link)
+    folder = subject.files if subject.streams else None
+    no_files = "no files here to measure it on" if folder is None else None
+    know("disk", no_files, lambda: _disk(Path(folder or "")))
+    return found
+
+
+def _link() -> Speed:
+    rate = link_rate()
+    return Speed(rate, "no room for a measurement" if rate is None else "a copy from pinned memory")
+
+
+def _disk(folder: Path) -> Speed:
+    """Reading the experts of a checkpoint, or of its packed file, in the way that loading would choose."""
+    checkpoint = Checkpoint.open(folder)
+    family = models.family_of(checkpoint.config)
+    config = family.read_config(checkpoint.config)
+    layers, what = expert_layers(family, Stored(checkpoint, *family.names(checkpoint, config)), config), "experts"
+    if (folder / NAME).is_file():
+        try:
+            layers, what = open_packed(folder / NAME, layers, checkpoint.fingerprint), "packed experts"
+        except CheckpointError as error:
+            note(f"{error}; experts are read from the checkpoint")
+    with ExpertReader(layers) as reader:
+        return Speed(reader.bandwidth / 1e9, f"{reader.io} reads of {what}", reader.io)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes that a token moves over each way, and the seconds they need; None where a bandwidth is not known."""
+
+    moved: dict[str, int]
+    seconds: float | None
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second."""
+        return 1 / self.seconds if self.seconds else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it, and what follows for a token."""
+
+    subject: Subject
+    device: str
+    memory: Memory
+    room: Room
+    speeds: dict[str, Speed]
+    hits: Hits
+
+    @property
+    def share(self) -> float:
+        """Of the experts, those in slots."""
+        return self.room.cache / self.subject.expert_bytes if self.subject.layers else 1.0
+
+    @property
+    def host_share(self) -> float:
+        """Of the experts, those in slots or in host memory."""
+        return max(self.share, self.room.host / self.subject.expert_bytes) if self.subject.layers else 1.0
+
+    @property
+    def hit(self) -> float:
+        """Of the choices, those in slots."""
+        return self.hits.rate(self.share)
+
+    @property
+    def known(self) -> float:
+        """Of the choices, those in slots or in host memory."""
+        return max(self.hit, self.hits.rate(self.host_share))
+
+    def step(self, warm: bool) -> Step:
+        """A token: with the hit rates that a run comes to, or with nothing in slots and host memory yet."""
+        chosen = self.subject.chosen_bytes
+        moved = {"memory": self.subject.active + chosen}
+        if not self.room.resident:
+            moved |= {"link": round(chosen * (1 - self.hit * warm))} if "link" in self.speeds else {}
+            moved["disk"] = round(chosen * (1 - self.known * warm))
+        seconds = 0.0
+        for way, nbytes in moved.items():
+            rate = self.speeds[way].rate
+            if rate is None and nbytes:
+                return Step(moved, None)
+            seconds += nbytes / (rate * 1e9) if rate is not None else 0.0
+        return Step(moved, seconds)
+
+    @property
+    def flags(self) -> list[str]:
+        """What to add to a command line."""
+        if self.room.resident or not self.room.fits:
+            return []
+        flags = ["--expert-cache", _flag(self.room.cache, self.subject.least)]
+        if self.room.host:
+            flags += ["--expert-host", _flag(self.room.host, 0)]
+        return [*flags, "--expert-io", self.speeds["disk"].io]
+
+
+def _flag(nbytes: int, least: int) -> str:
+    """A size for the command line, rounded down, but not below the least."""
+    for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+        tenths = nbytes * 10 // factor
+        if tenths >= 10 and tenths * factor // 10 >= least:
+            return f"{tenths / 10:g}{unit}"
+    return str(nbytes)
+
+
+@dataclass(frozen=True)
+class CacheNeeds:
+    """What caches take: per 1000 positions, in all layers with a window once it is full, and per sequence."""
+
+    per_1000: int
+    windows: int
+    state: int
+
+
+def cache_needs(caches: Caches) -> CacheNeeds:
+    far = 1 << 40  # positions, beyond every window
+    state, each = caches.bytes_of(0), (caches.bytes_of(far + PAGE) - caches.bytes_of(far)) // PAGE
+    return CacheNeeds(1000 * each, caches.bytes_of(far) - far * each - state, state)

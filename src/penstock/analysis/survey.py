@@ -1,0 +1,598 @@
+"""What a model is made of, without its weights: layers by kind, tensors by part and format, what a token reads.
+
+A family asks for its weights by path and shape; here it is answered with nothing but zeros of that shape, which take no
+memory, and every question is written down with the format in which the files have the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from penstock.analysis.verify import Headers
+from penstock.cli.bench import cut, read_config, shipped
+from penstock.dtypes import FLOATS, ITEMSIZE
+from penstock.errors import CheckpointError, InvalidArgument, PenstockError
+from penstock.models.config import Fields
+from penstock.models.step import Layout, Pages
+from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.weights.checkpoint import Checkpoint, _quantization_table
+from penstock.weights.files import short
+from penstock.weights.hub import _ID, IGNORED, resolve
+
+if TYPE_CHECKING:
+    from penstock.models.gguf import GgufModel
+    from penstock.text.tokenizer import Tokenizer
+
+# Parts of a model, in the order in which they are shown.
+PARTS = (
+    "embedding",
+    "attention",
+    "linear attention",
+    "router",
+    "shared expert",
+    "experts",
+    "dense MLP",
+    "norms",
+    "head",
+    "other",
+)
+# What comes behind "layers.N." of a path, or the whole path outside of layers; the first that fits counts.
+_PART_OF = [
+    (re.compile(pattern), part)
+    for pattern, part in (
+        (r"embed_tokens", "embedding"),
+        (r"lm_head", "head"),
+        (r"(.*\.)?(switch_mlp|switch_glu|experts)\.", "experts"),
+        (r"(.*\.)?shared_experts?\.", "shared expert"),
+        (r"mlp\.gate(\.|$)|mlp\.shared_expert_gate|router\.", "router"),
+        (r"(.*[._])?(layer)?norm[^.]*$|layer_scalar$", "norms"),
+        (r"self_attn\.", "attention"),
+        (r"linear_attn\.", "linear attention"),
+        (r"mlp\.", "dense MLP"),
+    )
+]
+_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+_ROUTERS = (".gate", "shared_expert_gate", "router.proj")  # 8 bits where a table of formats has no word of its own
+_LONG = ("vocab_size", "max_positions", "per_layer_vocab")
+_WIDEST = 1 << 17  # of all other sizes; the widest layers of released models have 53 248
+_PREFIXES = ("", "model.", "language_model.model.", "language_model.", "model.language_model.")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a tensor is stored: packed in `bits` with a scale and a bias per group, or dense (group_size None)."""
+
+    bits: int
+    group_size: int | None
+    dtype: str  # of a dense tensor, or of scales and biases
+
+    def __str__(self) -> str:
+        return self.dtype if self.group_size is None else f"{self.bits} bits, groups of {self.group_size}"
+
+
+def _dense(dtype: str) -> Format:
+    return Format(8 * ITEMSIZE[dtype], None, dtype)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor, or a stack of them: where it belongs, its format, and the share of it that a token reads."""
+
+    path: str
+    part: str
+    layer: int | None
+    shape: tuple[int, ...]
+    format: Format
+    nbytes: int
+    share: float = 1.0
+
+    @property
+    def parameters(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def active_parameters(self) -> float:
+        return self.parameters * self.share
+
+    @property
+    def active_bytes(self) -> float:
+        return self.nbytes * self.share
+
+    @property
+    def name(self) -> str:
+        """The path without its layer."""
+        found = _LAYER.fullmatch(self.path)
+        return found[2] if found else self.path
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Pieces taken together."""
+
+    tensors: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+    active_parameters: float = 0.0
+    active_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Sum:
+        found = list(pieces)
+        return cls(
+            len(found),
+            sum(piece.parameters for piece in found),
+            sum(piece.nbytes for piece in found),
+            sum(piece.active_parameters for piece in found),
+            sum(piece.active_bytes for piece in found),
+        )
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Tensors of the files that penstock does not run: a vision tower, layers that predict further tokens."""
+
+    what: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found. `files` and `file_bytes` are 0 for a config.json alone, `tokenizer` is None without one."""
+
+    name: str
+    source: str  # "safetensors", "gguf" or "config"
+    config: Any
+    pieces: tuple[Piece, ...]
+    layers: tuple[str, ...]  # the kind of each
+    caches: tuple[Layout, ...]
+    tied: bool
+    files: int = 0
+    file_bytes: int = 0
+    skipped: tuple[Skipped, ...] = ()
+    tokenizer: dict[str, Any] | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> Sum:
+        return Sum.of(self.pieces)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Layers by kind, in the order in which each comes first."""
+        return dict(Counter(self.layers))
+
+    def by_part(self) -> dict[str, Sum]:
+        found: dict[str, list[Piece]] = defaultdict(list)
+        for piece in self.pieces:
+            found[piece.part].append(piece)
+        return {part: Sum.of(found[part]) for part in PARTS if part in found}
+
+    def by_format(self) -> dict[Format, Sum]:
+        """The largest first."""
+        found: dict[Format, list[Piece]] = defaultdict(list)
+        for piece in self.pieces:
+            found[_without_scales(piece.format)].append(piece)
+        sums = {format: Sum.of(pieces) for format, pieces in found.items()}
+        return dict(sorted(sums.items(), key=lambda item: -item[1].nbytes))
+
+    def cache_bytes(self, dtype: str) -> tuple[int, int]:
+        """Bytes that a sequence takes per position, and besides: windows that are full, recurrent states."""
+        item, per_position, fixed = ITEMSIZE[dtype], 0, 0
+        for layout in self.caches:
+            if not isinstance(layout, Pages):
+                fixed += math.prod(layout.conv) * item + math.prod(layout.state) * 4
+            elif layout.window is None:
+                per_position += (layout.first + layout.second) * item
+            else:
+                fixed += (layout.first + layout.second) * item * layout.window
+        return per_position, fixed
+
+
+def _without_scales(format: Format) -> Format:
+    return format if format.group_size is None else replace(format, dtype="")
+
+
+def survey(model: str | None, revision: str | None = None, offline: bool = False) -> Survey:
+    """Look at a model: None (the demo), a folder, a .gguf file, a hub id, a config.json or the name of a shipped one.
+
+    Of a hub model that is not in the local cache only the small files are downloaded. Raises CheckpointError,
+    InvalidArgument.
+    """
+    from penstock import api
+
+    if model is None:
+        return _of_folder("demo", api._demo_folder())
+    name = model.rstrip("/").rpartition("/")[2] or model
+    path, there = _local(model)
+    folder = there and path.is_dir()
+    if revision is None and not folder and (model.endswith(".json") or model.lower() in shipped()):
+        file = path if model.endswith(".json") else shipped()[model.lower()]
+        raw, _ = cut(read_config(file), "all", str(file))
+        return _of_config(file.parent.name if file.name == "config.json" else file.stem, raw, str(file))
+    path = folder_of(model, revision, offline, small=True)
+    if path.is_file():
+        return _of_gguf(name, path)
+    if (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        found = _of_config(name, read_config(path / "config.json"), f"{path / 'config.json'}")
+        return replace(found, **_with_tokenizer(path, found.config, found.notices))
+    return _of_folder(name, path)
+
+
+def _local(model: str) -> tuple[Path, bool]:
+    """What a user typed as a path, and whether there is something. Raises CheckpointError if it can be no path."""
+    try:
+        path = Path(model).expanduser()
+        return path, path.exists() or path.is_symlink()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, an unknown ~user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{short(model)}: cannot be opened: {reason}") from None
+
+
+def folder_of(model: str, revision: str | None, offline: bool, small: bool = False) -> Path:
+    """The folder or file of a model that is on this machine.
+
+    small: of a hub model that is not, config.json and other small files are downloaded, unless offline. Raises
+    CheckpointError, InvalidArgument.
+    """
+    _, there = _local(model)
+    if there or not _ID.fullmatch(model):
+        return resolve(model, revision)
+    from huggingface_hub import constants, snapshot_download
+
+    offline = offline or not small or constants.HF_HUB_OFFLINE
+    try:
+        return resolve(model, revision, offline=True, quiet=True)
+    except CheckpointError:
+        if offline:
+            raise
+    try:
+        found = snapshot_download(
+            model, revision=revision, allow_patterns=["*.json", "*.jinja"], ignore_patterns=IGNORED
+        )
+    except Exception as error:  # which ones depends on the version of huggingface_hub and its HTTP library
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{model}: no such folder, and its config.json cannot be downloaded: {reason}") from None
+    return Path(found)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Kinds of models
+
+
+class _Described(Protocol):
+    """Where formats come from. `layout` as in models.source.Source."""
+
+    layout: str
+
+    def __contains__(self, path: str) -> bool: ...
+
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+        """Format and bytes of one tensor. Raises CheckpointError unless it is there in that shape."""
+        ...
+
+
+class FromFiles:
+    """Tensors of a checkpoint, none of which is read."""
+
+    def __init__(self, checkpoint: Headers, family: ModuleType, config: Any) -> None:
+        from penstock.models.source import Stored
+
+        self.stored = Stored(checkpoint, *family.names(checkpoint, config))
+        self.layout = self.stored.layout
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.stored
+
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+        if vector:
+            self.stored.vector(path, *shape)
+        else:
+            weight = self.stored.weight(path, *shape)
+            if isinstance(weight, QuantizedTensor):
+                return Format(weight.bits, weight.group_size, weight.dtype), weight.nbytes
+        checkpoint, name = self.stored.checkpoint, self.stored._path(path)
+        name = f"{name}.weight" if f"{name}.weight" in checkpoint else name
+        return _dense(checkpoint.dtype(name)), _span(checkpoint, name)
+
+
+class FromGguf:
+    """Tensors of a GGUF file, in the format that they have once they are loaded."""
+
+    layout = "mlx"
+
+    def __init__(self, gguf: GgufModel) -> None:
+        self._gguf = gguf
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._gguf.source
+
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+        from penstock.models.gguf import _name
+
+        file, name = self._gguf.file, _name(path)
+        if path.endswith(".bias") and path not in self:
+            return _dense("float32"), 0  # zeros
+        info = file._info(name)
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{file.path}: tensor {name} has shape {info.shape}, expected {shape} by the metadata"
+            )
+        self._gguf.source._used.add(name)
+        dense = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(info.type)
+        if dense is not None:
+            return _dense(dense), info.nbytes
+        return Format(8 if info.type == "Q8_0" else 4, 32, "float16"), file.loaded_nbytes(name)
+
+
+class _FromConfig:
+    """Tensors that a config.json implies: quantized as its table says, dense without one; routers 8 bits."""
+
+    layout = "mlx"
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        top = Fields(raw, "config.json")
+        inner = top.table("text_config", top)
+        _, table = _quantization_table(raw)
+        spelled = (holder.get(key) for holder in (raw, inner.values) for key in ("dtype", "torch_dtype"))
+        self.dtype = next((name for name in spelled if name in FLOATS), "bfloat16")
+        self.quantized = table is not None
+        self._table = Fields(table or {}, "config.json: quantization")
+        self._table.choice("mode", ("affine",), "affine")
+        if (method := self._table.values.get("quant_method")) is not None:
+            raise CheckpointError(f"config.json: quant_method is {short(method)}, expected MLX's affine quantization")
+        self._own: dict[str, Any] = {k: v for k, v in self._table.values.items() if isinstance(v, dict | bool)}
+        self._general = (self._table.choice("bits", BITS, 4), self._table.choice("group_size", GROUP_SIZES, 64))
+
+    def __contains__(self, path: str) -> bool:
+        return not path.endswith(".bias") and path != "lm_head"  # which is asked for where it may be left out
+
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+        count = math.prod(shape)
+        bits, group = (0, 0) if vector or not self.quantized else self._format(path)
+        while bits and shape[-1] % group:
+            group //= 2
+            bits = bits if group in GROUP_SIZES else 0
+        if not bits:
+            return _dense(self.dtype), count * ITEMSIZE[self.dtype]
+        return Format(bits, group, "bfloat16"), count * bits // 8 + count // group * 4
+
+    def _format(self, path: str) -> tuple[int, int]:
+        for prefix in _PREFIXES:
+            own = self._own.get(prefix + path)
+            if own is False:
+                return 0, 0
+            if isinstance(own, dict):
+                table = Fields(own, f"config.json: quantization of {path}")
+                return table.choice("bits", BITS, 4), table.choice("group_size", GROUP_SIZES, 64)
+        bits, group = self._general
+        return (8 if path.endswith(_ROUTERS) and not self._own else bits), group
+
+
+@dataclass
+class Recorder:
+    """Answers a family's questions with zeros and keeps a list of them."""
+
+    described: _Described
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def layout(self) -> str:
+        return self.described.layout
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.described
+
+    def weight(self, path: str, *shape: int) -> Any:
+        return self._noted(path, shape, *self.described.found(path, shape, vector=False))
+
+    def vector(self, path: str, *shape: int) -> np.ndarray:
+        return self._noted(path, shape, *self.described.found(path, shape, vector=True))
+
+    def rows(self, path: str, order: np.ndarray, *shape: int) -> Any:
+        format, nbytes = self.described.found(path, shape, vector=False)
+        return self._noted(path, (len(order), *shape[1:]), format, nbytes * len(order) // max(shape[0], 1))
+
+    def stack(self, paths: Sequence[str], *shape: int) -> Any:
+        if len(paths) == 1:
+            return self.weight(paths[0], *shape)
+        found = [self.described.found(path, shape[1:], vector=False) for path in paths]
+        nbytes = sum(size for _, size in found)
+        return self._noted(re.sub(r"\.\d+\.([^.]*)$", r".\1", paths[0]), shape, found[0][0], nbytes)
+
+    def _noted(self, path: str, shape: tuple[int, ...], format: Format, nbytes: int) -> np.ndarray:
+        layer = _LAYER.fullmatch(path)
+        name = layer[2] if layer else path
+        part = next((part for pattern, part in _PART_OF if pattern.match(name)), "other")
+        self.pieces.append(Piece(path, part, int(layer[1]) if layer else None, shape, format, nbytes))
+        try:
+            return np.broadcast_to(np.zeros((), np.float32), shape)
+        except ValueError:
+            raise InvalidArgument(f"{path}: has shape {shape}, expected sizes that an array can have") from None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Surveys
+
+
+def _of_folder(name: str, folder: Path) -> Survey:
+    from penstock import models
+
+    checkpoint = Headers(folder)
+    family = models.family_of(checkpoint.config)
+    config = family.read_config(checkpoint.config)
+    check_sizes(config, f"{folder / 'config.json'}", checkpoint)
+    described = FromFiles(checkpoint, family, config)
+    found = _looked_at(name, "safetensors", family, config, described)
+    skipped, other = _left_over(described.stored, family, len(found.layers))
+    notices = [*checkpoint.notices, *other]
+    if copied := checkpoint.misaligned_nbytes:
+        notices.append(
+            f"{folder}: {copied / 1e6:.1f} MB of tensors are not aligned and are copied when they are loaded"
+        )
+    more: dict[str, Any] = {"files": len(checkpoint.files), "file_bytes": sum(_size(f) for f in checkpoint.files)}
+    return replace(found, skipped=skipped, **more, **_with_tokenizer(folder, config, notices))
+
+
+def _of_gguf(name: str, path: Path) -> Survey:
+    from penstock.models.gguf import open_gguf
+    from penstock.text.gguf_tokenizer import gguf_tokenizer
+
+    gguf = open_gguf(path)
+    config = gguf.read_config()
+    check_sizes(config, f"{path}")
+    found = _looked_at(name, "gguf", gguf.family, config, FromGguf(gguf))
+    notices, facts = list(gguf.notices), None
+    try:
+        facts = _tokenizer_facts(gguf_tokenizer(gguf.file))
+    except PenstockError as error:
+        notices.append(str(error))
+    return replace(found, files=1, file_bytes=_size(path), tokenizer=facts, notices=tuple(notices))
+
+
+def _of_config(name: str, raw: dict[str, Any], where: str) -> Survey:
+    from penstock import models
+
+    family = models.family_of(raw)
+    described = _FromConfig(raw)
+    config = family.read_config(raw)
+    check_sizes(config, where)
+    found = _looked_at(name, "config", family, config, described)
+    notice = f"{where}: the sizes are those that it implies, there are no weights"
+    if not described.quantized:
+        notice += f"; it has no quantization: they are taken as {described.dtype}"
+    return replace(found, notices=(notice,))
+
+
+def _looked_at(name: str, source: str, family: ModuleType, config: Any, described: _Described) -> Survey:
+    recorder = Recorder(described)
+    weights = family.read_weights(recorder, config)
+    tied = weights.head is weights.embed
+    caches = tuple(family.caches(config))
+    pieces = tuple(replace(piece, share=_share(piece, config, tied)) for piece in recorder.pieces)
+    layers = _kinds(pieces, caches)
+    return Survey(name, source, config, pieces, layers, caches, tied)
+
+
+def _share(piece: Piece, config: Any, tied: bool) -> float:
+    """What of a tensor one token reads: chosen experts, one row of a table, else all; a tied table is the head too."""
+    if piece.part == "experts":
+        return min(1.0, config.top_k / piece.shape[0])
+    if piece.part == "embedding" and not (tied and piece.path == "embed_tokens"):
+        return 1 / piece.shape[0]
+    return 1.0
+
+
+def _kinds(pieces: Sequence[Piece], caches: Sequence[Layout]) -> tuple[str, ...]:
+    """What each layer does: how it mixes positions, and what follows."""
+    names: dict[int, set[str]] = defaultdict(set)
+    for piece in pieces:
+        if piece.layer is not None:
+            names[piece.layer].update((piece.part, piece.name))
+    found = []
+    for number, layout in enumerate(caches):
+        parts = names[number]
+        if "linear attention" in parts:
+            mixer = "linear attention"
+        elif "self_attn.kv_a_proj_with_mqa" in parts:
+            mixer = "latent attention (MLA)"
+        elif isinstance(layout, Pages) and layout.window is not None:
+            mixer = f"sliding attention ({layout.window})"
+        else:
+            mixer = "full attention"
+        blocks = [block for part, block in (("dense MLP", "dense"), ("experts", "MoE")) if part in parts]
+        found.append(" + ".join([mixer, *blocks]))
+    return tuple(found)
+
+
+def _left_over(stored: Any, family: ModuleType, layers: int) -> tuple[tuple[Skipped, ...], list[str]]:
+    """Tensors that nothing asked for: parts that are known and not run, and a remark about those nobody knows."""
+    from penstock.api import _left_over as remarks
+
+    known: dict[str, list[str]] = defaultdict(list)
+    for name in stored.unused():
+        start = next((start for start in family.SKIPPED if name.startswith(start)), None)
+        layer = re.search(r"\.layers\.(\d{1,6})\.", name)
+        if start is not None:
+            known[start.rstrip(".")].append(name)
+        elif layer is not None and int(layer[1]) >= layers:
+            known[f"layers from {layers} on (prediction of further tokens)"].append(name)
+    sizes = {what: sum(_span(stored.checkpoint, name) for name in names) for what, names in known.items()}
+    skipped = tuple(Skipped(what, len(known[what]), size) for what, size in sizes.items())
+    return skipped, remarks(stored, family.SKIPPED, layers)
+
+
+def check_sizes(config: Any, where: str, checkpoint: Checkpoint | None = None) -> None:
+    """Raise CheckpointError for sizes that no model has, before anybody makes arrays or lists of that many things.
+
+    Experts are compared with the files, if there are any: as many tensors, or a stack of as many.
+    """
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if type(value) is int and item.name not in _LONG and value > _WIDEST:
+            raise CheckpointError(f"{where}: {item.name} is {value}, expected at most {_WIDEST}")
+    if checkpoint is not None:
+        shapes = [checkpoint.shape(name) for name in checkpoint.names]
+        most = max([len(shapes), *(shape[0] for shape in shapes if shape)])
+        if (count := getattr(config, "experts", 0)) > most:
+            raise CheckpointError(f"{where}: experts is {count}, expected at most {most}: the files have no more")
+
+
+def _span(checkpoint: Checkpoint, name: str) -> int:
+    _, start, stop = checkpoint.location(name)
+    return stop - start
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _with_tokenizer(folder: Path, config: Any, notices: Iterable[str]) -> dict[str, Any]:
+    """Fields of a Survey; a tokenizer that cannot be read is a notice, not the end."""
+    from penstock.api import _check_vocab
+    from penstock.text.tokenizer import Tokenizer
+
+    found, facts = list(notices), None
+    try:
+        tokenizer = Tokenizer.from_folder(folder)
+        facts = _tokenizer_facts(tokenizer)
+        _check_vocab(f"{folder}", tokenizer, config)
+    except PenstockError as error:
+        found.append(str(error))
+    return {"tokenizer": facts, "notices": tuple(found)}
+
+
+def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
+    model: Any = json.loads(tokenizer.backend.to_str())["model"]
+    templates = tokenizer._templates
+    sources = {} if templates is None else {name: source for name, (source, _) in templates.sources.items()}
+    text = "\n".join(sources.values())
+
+    def token(number: int | None) -> str | None:
+        return None if number is None else tokenizer.backend.id_to_token(number)
+
+    return {
+        "type": model.get("type"),
+        "byte_level": tokenizer._byte_level,
+        "tokens": tokenizer.vocab_size,
+        "bos": token(tokenizer.bos_id),
+        "adds_bos": tokenizer.bos_id is not None and tokenizer.bos_id in tokenizer.encode("", add_special_tokens=True),
+        "eos": {str(number): token(number) for number in sorted(tokenizer.eos_ids)},
+        "templates": list(sources),
+        "template_characters": len(text),
+        "template_tools": "tools" in text,
+        "template_thinking": "enable_thinking" in text or "<think>" in text,
+    }

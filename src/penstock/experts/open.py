@@ -1,0 +1,144 @@
+"""From options to streamed experts: which budget, which files, and a model's weights on slots instead of shelves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.engine.place import Place
+from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.experts.layout import Layer, Shelf
+from penstock.experts.packed import NAME as PACKED
+from penstock.experts.packed import open_packed
+from penstock.experts.policy import POLICIES
+from penstock.experts.reader import IO, ExpertReader
+from penstock.experts.sizes import parse_size, spelled
+from penstock.experts.store import Store, slot_counts
+from penstock.experts.streamed import Streamed
+from penstock.models import replaced
+from penstock.models.layers import ExpertStack
+from penstock.models.source import Shelved, Stored, outlined
+from penstock.quant import QuantizedTensor
+
+_SHARE = 0.9  # of the free memory that experts may take when nobody says how much
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Where experts are kept, as `penstock.load` takes it: sizes ("12G", "50%") or "auto", and how files are read."""
+
+    cache: str = "auto"
+    host: str = "auto"
+    io: str = "auto"
+    policy: str = "auto"
+    file: str | None = None  # a packed one; None: that in the model's folder, if there is one
+    prefetch: bool = False  # read what the next layer will perhaps choose, on the CPU
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("expert_io", self.io, IO),
+            ("expert_policy", self.policy, ("auto", *POLICIES)),
+        ):
+            if value not in allowed:
+                raise InvalidArgument(f"load: {name} is {value!r}, expected one of {', '.join(allowed)}")
+        for name, value in (("expert_cache", self.cache), ("expert_host", self.host)):
+            if not isinstance(value, str):
+                raise InvalidArgument(f"load: {name} is {value!r}, expected a size such as '12G' or 'auto'")
+            if value != "auto":
+                parse_size(value, f"load: {name}", whole=0)
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody wants experts to be streamed, however much memory there is."""
+        return self.cache != "auto" or self.host != "auto"
+
+
+def expert_layers(family: ModuleType, source: Stored, config: Any) -> list[Layer]:
+    """The layers of a checkpoint that have experts, in the order in which they run. No weight is read."""
+    return _layers(family.read_weights(Shelved(source, outlined), config))
+
+
+def budget_of(options: ExpertOptions, layers: Sequence[Layer], rest: int, place: Place, what: str) -> int:
+    """Bytes for slots on a place where `rest` bytes are taken by other things.
+
+    Raises InvalidArgument for a model without experts, OutOfMemory for a budget that is not there.
+    """
+    if not layers:
+        raise InvalidArgument(f"expert_cache: {what} has no experts, expected 'auto'")
+    total, free = sum(layer.nbytes for layer in layers), place.free() - rest
+    if options.cache == "auto":
+        return max(0, min(total, int(free * _SHARE)))
+    budget = min(total, parse_size(options.cache, "load: expert_cache", whole=total))
+    if budget > free:
+        raise OutOfMemory(
+            f"expert_cache: {spelled(budget)} of {place.memory} are asked for, "
+            f"{spelled(max(free, 0))} are free beside the rest of the model"
+        )
+    return budget
+
+
+def open_experts(
+    weights: Any, options: ExpertOptions, budget: int, top_k: int, place: Place, folder: Path, fingerprint: str
+) -> tuple[Any, Streamed, list[str]]:
+    """A model's weights with slots instead of shelves, what fills them, and remarks."""
+    layers = _layers(weights)
+    slot_counts(layers, budget, top_k)  # raises before anything is opened
+    layers, notices = _packed(layers, options, folder, fingerprint)
+    reader = ExpertReader(layers, options.io)
+    try:
+        tier = place.tier(options.host, top_k)
+        store = Store(layers, reader, budget, top_k, options.policy, tier)
+    except BaseException:
+        reader.close()
+        raise
+    shown = tier.shown(store)
+    return _with_slots(weights, store, shown), Streamed(store, shown, place, tier, options.prefetch), notices
+
+
+def _packed(
+    layers: list[Layer], options: ExpertOptions, folder: Path, fingerprint: str
+) -> tuple[list[Layer], list[str]]:
+    """The layers in a packed file, if there is one that fits; one that was named must."""
+    path = folder / PACKED if options.file is None else Path(options.file)
+    if options.file is None and not path.is_file():
+        return layers, []
+    try:
+        return open_packed(path, layers, fingerprint), []
+    except CheckpointError as error:
+        if options.file is not None:
+            raise
+        return layers, [f"{error}; experts are read from the checkpoint"]
+
+
+def _layers(weights: Any) -> list[Layer]:
+    found: list[Layer] = []
+
+    def add(stack: ExpertStack) -> ExpertStack:
+        shelves = [shelf for shelf in (stack.gate, stack.up, stack.down) if isinstance(shelf, Shelf)]
+        name = shelves[0].name.rpartition(".")[0]
+        found.append(Layer(name, tuple(part for shelf in shelves for part in shelf.parts)))
+        return stack
+
+    replaced(weights, ExpertStack, add)
+    return found
+
+
+def _with_slots(weights: Any, store: Store, slot_of: Sequence[Any]) -> Any:
+    count = iter(range(len(store.layers)))
+
+    def make(stack: ExpertStack) -> ExpertStack:
+        n = next(count)
+        arrays = iter(store.pool_of[n].slots.arrays)
+        gate, up = _weight(stack.gate, arrays), None if stack.up is None else _weight(stack.up, arrays)
+        return ExpertStack(gate, up, _weight(stack.down, arrays), slot_of[n])
+
+    return replaced(weights, ExpertStack, make)
+
+
+def _weight(shelf: Any, arrays: Iterator[Any]) -> Any:
+    if not shelf.bits:
+        return next(arrays)
+    return QuantizedTensor(next(arrays), next(arrays), next(arrays), shelf.bits, shelf.group_size)

@@ -1,0 +1,405 @@
+"""Which experts are in memory: slots with a byte budget in front of the files, filled as tokens choose.
+
+Layers whose experts have the same arrays share a pool of slots. A step asks for the experts of a layer as soon as they
+are chosen (`want`) and waits for them before it computes (`ready`). A prefill may choose more experts than there are
+slots; then they come in turns (`turns`). One thread at a time uses a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.dtypes import numpy_dtype
+from penstock.errors import InvalidArgument, PenstockError
+from penstock.experts.layout import Format, Layer
+from penstock.experts.policy import Policy, make_policy
+
+_TURN = 32  # experts of a turn: enough to read at once, and the slots that decoding uses stay
+
+
+@dataclass
+class Counters:
+    """What a store has done. hits and reads count experts, once per layer and step; bytes are of the files."""
+
+    hits: int = 0  # in a slot when they were chosen
+    host_hits: int = 0  # in host memory, on their way to a GPU
+    reads: int = 0  # from disk
+    guessed: int = 0  # of the reads, those of a guess (they count as hits when they are chosen)
+    bytes_read: int = 0
+    bytes_copied: int = 0  # from host memory to a GPU
+    wait_seconds: float = 0.0
+
+
+class Reader(Protocol):
+    """Reads experts from files (`reader.ExpertReader`)."""
+
+    def submit(self, layer: int, expert: int, into: Sequence[memoryview]) -> Future[None]: ...
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Slots(Protocol):
+    """Memory for `count` experts of one format."""
+
+    count: int
+    at_once: int  # most experts that can be on their way
+    arrays: tuple[Any, ...]  # [count, …] each, in the order of the format
+
+    def fill(self, slots: Sequence[int], layer: int, experts: Sequence[int]) -> Sequence[Future[None]]:
+        """Begin to bring these experts into these slots; one future for each."""
+        ...
+
+    def land(self, slots: Sequence[int]) -> None:
+        """The futures of these slots are done: make them readable for kernels that are called from now on."""
+        ...
+
+    def drop(self, slot: int) -> None:
+        """The future of this slot failed."""
+        ...
+
+    def moved(self, owners: np.ndarray) -> None:
+        """The device brought these experts (places in the table of all layers) into slots itself."""
+        ...
+
+    def shown(self, slot_of: np.ndarray) -> Any:
+        """A copy of a `slot_of` array where kernels read it."""
+        ...
+
+
+class Tier(Protocol):
+    """Makes the slots of a store where its kernels run."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether a device has all experts at hand, and will keep them: none of its steps stops."""
+        ...
+
+    def slots(self, format: Format, count: int, experts: int, share: float, store: Store) -> Slots:
+        """Memory for `count` of the `experts` that have a format, which are a `share` of the bytes of all."""
+        ...
+
+    def shown(self, store: Store) -> list[Any]:
+        """The `slot_of` arrays of a store as kernels read them; what lands afterwards shows in them."""
+        ...
+
+
+class HostTier:
+    """Slots in host memory."""
+
+    whole = False  # the host computes, and sees what is missing as it comes to it
+
+    def slots(self, format: Format, count: int, experts: int, share: float, store: Store) -> Slots:
+        return HostSlots(format, count, store)
+
+    def shown(self, store: Store) -> list[Any]:
+        return list(store.slot_of)
+
+
+class HostSlots:
+    """Slots in host memory, filled by reads straight into them."""
+
+    def __init__(self, format: Format, count: int, store: Store) -> None:
+        self.count = self.at_once = count
+        self.arrays = tuple(_pages((count, *spec.shape), numpy_dtype(spec.dtype)) for spec in format.specs)
+        self._bytes = [array.reshape(-1).view(np.uint8).data for array in self.arrays]
+        self._sizes = [spec.nbytes for spec in format.specs]
+        self._reader, self._counters = store.reader, store.counters
+
+    def fill(self, slots: Sequence[int], layer: int, experts: Sequence[int]) -> list[Future[None]]:
+        self._counters.reads += len(slots)
+        self._counters.bytes_read += len(slots) * sum(self._sizes)
+        return [
+            self._reader.submit(layer, expert, self._views(slot)) for slot, expert in zip(slots, experts, strict=True)
+        ]
+
+    def _views(self, slot: int) -> list[memoryview]:
+        return [view[slot * size : (slot + 1) * size] for view, size in zip(self._bytes, self._sizes, strict=True)]
+
+    def land(self, slots: Sequence[int]) -> None:
+        pass
+
+    def drop(self, slot: int) -> None:
+        pass
+
+    def moved(self, owners: np.ndarray) -> None:
+        pass
+
+    def shown(self, slot_of: np.ndarray) -> np.ndarray:
+        return slot_of
+
+
+def _pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Zeros from the start of a page on, where direct reads need no copy; a page is there once it is written.
+
+    Large pages, where the system has them: a direct read into small ones costs it three times the work.
+    """
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=private)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
+
+
+class Pool:
+    """Slots that several layers share, and whose they are."""
+
+    def __init__(self, slots: Slots, policy: Policy) -> None:
+        self.slots, self.policy = slots, policy
+        self.owner = np.full(slots.count, -1, np.int64)  # place of the expert in the table of all layers, −1: nobody's
+        self.pending: dict[int, Future[None]] = {}
+        self.latest: np.ndarray = np.empty(0, np.int32)  # slots of the layer that is computed now
+
+
+class Store:
+    """The experts of a model, of which `budget` bytes are in slots. `slot_of[layer]` int32 [E] says where.
+
+    top_k: experts that a token chooses, which must fit. tier: where the slots are, host memory by default. Raises
+    InvalidArgument for a budget that is too small, with the one that is needed.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        reader: Reader,
+        budget: int,
+        top_k: int,
+        policy: str = "auto",
+        tier: Tier | None = None,
+    ) -> None:
+        tier = tier or HostTier()
+        self.layers, self.reader, self.top_k = list(layers), reader, top_k
+        self.counters = Counters()
+        self.bases = np.cumsum([0, *(layer.count for layer in self.layers)])
+        self.table = np.full(self.bases[-1], -1, np.int32)  # `slot_of` of all layers
+        self.slot_of = np.split(self.table, self.bases[1:-1])
+        self._pools: dict[Format, Pool] = {}
+        for format, count in slot_counts(self.layers, budget, top_k).items():
+            experts = sum(layer.count for layer in self.layers if layer.format == format)
+            share = experts * format.payload / sum(layer.nbytes for layer in self.layers)
+            slots = tier.slots(format, count, experts, share, self)
+            self._pools[format] = Pool(slots, make_policy(policy, count, len(self.table)))
+        self.pool_of = [self._pools[layer.format] for layer in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(pool.slots.count * format.payload for format, pool in self._pools.items())
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens whose experts fit at once, whatever they choose."""
+        return min(min(pool.slots.count, pool.slots.at_once) for pool in self._pools.values()) // self.top_k
+
+    def close(self) -> None:
+        self.reader.close()
+
+    # -- what a step does --------------------------------------------------------------------------------------------
+
+    def want(self, layer: int, ids: np.ndarray, passing: bool = False) -> bool:
+        """Begin to bring in the experts that a layer chose; False if there are not enough slots, and nothing begins.
+
+        passing: ids are of a prefill, whose choice says little about the tokens after it.
+        """
+        pool, slot_of = self.pool_of[layer], self.slot_of[layer]
+        chosen = np.unique(ids)
+        slots = slot_of[chosen]
+        absent = chosen[slots < 0]
+        if len(absent):
+            if len(absent) + len(pool.pending) > pool.slots.at_once:
+                return False
+            victims = self._victims(pool, slots[slots >= 0], len(absent))
+            if len(victims) < len(absent):
+                return False
+            self._fill(layer, absent, victims)
+            slots = slot_of[chosen]
+        self.counters.hits += len(chosen) - len(absent)
+        if passing:
+            pool.policy.passing(slots)
+            self._count(layer, ids)
+        else:
+            pool.policy.used(slots)
+        pool.latest = slots
+        return True
+
+    def _count(self, layer: int, ids: np.ndarray) -> None:
+        """Tell the policy how often the tokens of a prefill [T, k] chose each expert."""
+        chosen, counts = np.unique(ids, return_counts=True)
+        pool = self.pool_of[layer]
+        pool.policy.counted(self.bases[layer] + chosen, counts, len(ids))
+
+    def ready(self, layer: int, ids: np.ndarray) -> None:
+        """Wait for the experts ids, which were wanted. Raises CheckpointError for one that cannot be read."""
+        pool = self.pool_of[layer]
+        if pool.pending:
+            self._wait(pool, np.unique(self.slot_of[layer][np.unique(ids)]))
+
+    def stepped(self, layers: np.ndarray, ids: np.ndarray, came: int) -> None:
+        """What steps did on their own: `layers` [n] chose the experts ids [n, W] (−1: none), of which `came` were not
+        there before. `adopt` has told who has which slot now.
+        """
+        chosen = np.unique((self.bases[layers][:, None] + ids)[ids >= 0])
+        self.counters.hits += len(chosen) - came
+        slots = self.table[chosen]
+        for pool in self._pools.values():
+            own = slots >= 0  # not so if it was given up later in the step
+            own[own] = pool.owner[np.minimum(slots[own], pool.slots.count - 1)] == chosen[own]
+            if own.any():
+                pool.policy.used(slots[own])
+
+    def adopt(self, pool: Pool, owners: np.ndarray) -> None:
+        """A device gave slots of a pool to others: whose they are now."""
+        slots = np.flatnonzero(owners != pool.owner)
+        self._take(pool, slots, owners[slots])
+        pool.slots.moved(owners[slots])
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is on its way."""
+        return any(pool.pending for pool in self._pools.values())
+
+    def settle(self) -> None:
+        """Wait for what is on its way, whoever wanted it; what fails is as if nobody had."""
+        for pool in self._pools.values():
+            if pool.pending:
+                with contextlib.suppress(PenstockError):
+                    self._wait(pool, np.array(list(pool.pending)))
+
+    def turns(self, layer: int, ids: np.ndarray, slot_of: Any) -> LayerTurns:
+        """What stands in for a `slot_of` array, as kernels read it, where `want` says no to these ids [T, k]."""
+        return LayerTurns(self, layer, ids, slot_of)
+
+    def prefetch(self, layer: int, ids: np.ndarray) -> None:
+        """Begin to bring in experts that a layer will perhaps choose, as far as slots of no pending read are free."""
+        pool, slot_of = self.pool_of[layer], self.slot_of[layer]
+        chosen = np.unique(ids)
+        absent = chosen[slot_of[chosen] < 0]
+        if not len(absent) or len(pool.pending) + len(absent) > pool.slots.count - 2 * self.top_k:
+            return
+        keep = slot_of[chosen[slot_of[chosen] >= 0]]
+        self.counters.guessed += self.begin(layer, absent, np.concatenate([keep, pool.latest]))
+
+    def begin(self, layer: int, experts: np.ndarray, keep: np.ndarray) -> int:
+        """Begin to bring in the first of these absent experts, as many as there are slots besides `keep`; how many."""
+        pool = self.pool_of[layer]
+        victims = self._victims(pool, keep, min(len(experts), pool.slots.at_once - len(pool.pending)))
+        self._fill(layer, experts[: len(victims)], victims)
+        return len(victims)
+
+    def _victims(self, pool: Pool, keep: np.ndarray, count: int) -> np.ndarray:
+        busy = np.zeros(pool.slots.count, bool)
+        busy[keep] = True
+        busy[list(pool.pending)] = True
+        return pool.policy.victims(count, busy)
+
+    def _take(self, pool: Pool, slots: np.ndarray, owners: np.ndarray) -> None:
+        """Note whose these slots are now."""
+        old = pool.owner[slots]
+        self.table[old[old >= 0]] = -1
+        pool.owner[slots] = owners
+        self.table[owners] = slots
+        pool.policy.filled(slots, owners)
+
+    def _fill(self, layer: int, experts: np.ndarray, slots: np.ndarray) -> None:
+        pool = self.pool_of[layer]
+        self._take(pool, slots, self.bases[layer] + experts)
+        futures = pool.slots.fill(slots.tolist(), layer, experts.tolist())
+        pool.pending.update(zip(slots.tolist(), futures, strict=True))
+
+    def _wait(self, pool: Pool, slots: np.ndarray) -> None:
+        started = time.perf_counter()
+        failure: BaseException | None = None
+        landed = []
+        for slot in slots.tolist():
+            future = pool.pending.pop(slot, None)
+            if future is None:
+                continue
+            try:
+                future.result()
+                landed.append(slot)
+            except BaseException as error:
+                failure = failure or error
+                self._drop(pool, slot)
+        if landed:
+            pool.slots.land(landed)
+        self.counters.wait_seconds += time.perf_counter() - started
+        if failure is not None:
+            raise failure
+
+    def _drop(self, pool: Pool, slot: int) -> None:
+        """Empty a slot whose expert did not arrive."""
+        pool.slots.drop(slot)
+        self.table[pool.owner[slot]] = -1
+        pool.owner[slot] = -1
+
+
+class LayerTurns:
+    """The experts of one layer, some at a time: `ops._turns.Turns`. While some are computed the next are read."""
+
+    def __init__(self, store: Store, layer: int, ids: np.ndarray, slot_of: Any) -> None:
+        self.store, self.layer = store, layer
+        self.experts = store.layers[layer].count
+        self._ids, self._slot_of = ids, slot_of
+
+    def by_expert(self, ids: Any) -> Iterator[Any]:
+        store, slot_of = self.store, self.store.slot_of[self.layer]
+        pool = store.pool_of[self.layer]
+        chosen = np.unique(self._ids)
+        there = slot_of[chosen] >= 0
+        current, rest = chosen[there], chosen[~there]
+        store.counters.hits += len(current)
+        store._count(self.layer, self._ids)
+        at_once = max(1, min(pool.slots.count // 2, pool.slots.at_once // 2, _TURN))
+        while len(current) or len(rest):
+            begun = store.begin(self.layer, rest[:at_once], slot_of[current])
+            if len(current):
+                store._wait(pool, slot_of[current])
+                shown = np.full(len(slot_of), -1, np.int32)
+                shown[current] = slot_of[current]
+                pool.policy.passing(slot_of[current])
+                yield pool.slots.shown(shown)
+            elif not begun:
+                store._wait(pool, np.array(list(pool.pending)))  # the slots are taken by reads that nobody asked for
+            current, rest = rest[:begun], rest[begun:]
+
+    def by_token(self, ids: Any) -> Iterator[tuple[slice, Any]]:
+        store, step = self.store, self.store.most_tokens
+        for start in range(0, len(self._ids), step):
+            part = slice(start, start + step)
+            store.want(self.layer, self._ids[part], passing=True)
+            store.ready(self.layer, self._ids[part])
+            yield part, self._slot_of
+
+
+def slot_counts(layers: Sequence[Layer], budget: int, top_k: int) -> dict[Format, int]:
+    """How many slots each format gets of a budget in bytes, by the bytes that its experts have in all.
+
+    No more than there are experts, no less than a token of one layer chooses.
+    """
+    total: dict[Format, int] = {}
+    for layer in layers:
+        total[layer.format] = total.get(layer.format, 0) + layer.count
+    least = {format: min(top_k, count) for format, count in total.items()}
+    need = sum(format.payload * count for format, count in least.items())
+    if budget < need:
+        raise InvalidArgument(
+            f"expert_cache: {budget / 1e6:.1f} MB are too few, expected at least {need / 1e6:.1f} MB "
+            f"({', '.join(f'{n} experts of {format.payload / 1e6:.2f} MB' for format, n in least.items())}: "
+            "what a token chooses in a layer)"
+        )
+    whole = sum(format.payload * count for format, count in total.items())
+    left, counts = budget - need, dict(least)
+    for format, count in total.items():
+        share = left * (format.payload * count) // whole
+        counts[format] = min(count, least[format] + share // format.payload)
+    return counts

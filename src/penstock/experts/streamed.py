@@ -1,0 +1,167 @@
+"""Programs of a model whose experts are streamed: what asks for experts, and waits for them.
+
+On the host the kernel that chooses experts tells the store which, so that reading begins; what comes before the experts
+in a layer (the shared expert) runs meanwhile; the expert op waits. A prefill that chooses more than there are slots
+gets them in turns. A decode step on a GPU looks there for what is missing: a step without a miss is one replay.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock import ops
+from penstock.engine.place import Missing, Place
+from penstock.experts.store import Store, Tier
+from penstock.graph import Graph, Node, Value, Wrap
+from penstock.ops._op import Spec
+
+EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
+
+
+class Streamed:
+    """A store and the `slot_of` arrays by which the nodes of a program name its layers."""
+
+    def __init__(
+        self, store: Store, slot_of: Sequence[Any], place: Place, tier: Tier, prefetches: bool = False
+    ) -> None:
+        self.store, self.place, self.tier = store, place, tier
+        self.prefetches = prefetches and place.kernels == "cpu"
+        self.slot_of = list(slot_of)
+        self._layers = {id(array): n for n, array in enumerate(self.slot_of)}
+        self._guesses: weakref.WeakKeyDictionary[Graph, dict[Node, tuple[int, int]]] = weakref.WeakKeyDictionary()
+        self.noted: list[Callable[[], None]] = []  # tell the store what it has not heard of
+
+    @property
+    def whole(self) -> bool:
+        """Whether a step on the device never has to stop for an expert."""
+        return self.tier.whole
+
+    def layer_of(self, node: Node) -> int:
+        return self._layers[id(node["slot_of"])]
+
+    def wrap(self, graph: Graph, passing: bool, inner: Wrap | None) -> Wrap:
+        """A wrap (see `Program.bind`) by which a program asks the store for its experts.
+
+        passing: it is a prefill. inner: another wrap, for the kernels themselves.
+        """
+        chosen, guesses = self.choices(graph), self._guesses.get(graph, {})
+        begun: dict[int, bool] = {}  # layer → what `want` said of the step under way
+
+        def want(layer: int, ids: np.ndarray) -> None:
+            self.tell()
+            begun[layer] = self.store.want(layer, ids, passing)
+
+        def wrap(node: Node, kernel: Any) -> Any:
+            kernel = kernel if inner is None else inner(node, kernel)
+            if node.op in EXPERT_OPS:
+                return self._waiting(node, kernel, want, begun)
+            if node in chosen and self.place.kernels == "cpu":
+                layer, place = chosen[node]
+                return _telling(kernel, place, lambda ids: want(layer, ids))
+            if node in guesses:
+                layer, place = guesses[node]
+                return _telling(kernel, place, lambda ids: self.store.prefetch(layer, ids))
+            return kernel
+
+        return wrap
+
+    def looking(self, graph: Graph, missing: Missing, inputs: Mapping[str, Any], inner: Wrap | None) -> Wrap:
+        """A wrap by which a decode program finds out on the device what is missing, layer by layer in their order."""
+        chosen = self.choices(graph)
+        order = {layer: n for n, layer in enumerate(self.layers(graph))}
+
+        def wrap(node: Node, kernel: Any) -> Any:
+            kernel = kernel if inner is None else inner(node, kernel)
+            if node not in chosen:
+                return kernel
+            layer, place = chosen[node]
+            n = order[layer]
+            return _telling(kernel, place, lambda ids: missing.look(n, layer, ids, inputs))
+
+        return wrap
+
+    def tell(self) -> None:
+        """Tell the store what it has not heard of: after that it knows what the device knows."""
+        for tell in self.noted:
+            tell()
+        self.noted = []
+
+    def layers(self, graph: Graph) -> list[int]:
+        """The layers of a program that have experts, in its order."""
+        return [self.layer_of(node) for node in graph.nodes if node.op in EXPERT_OPS]
+
+    def choices(self, graph: Graph) -> dict[Node, tuple[int, int]]:
+        """Nodes that choose experts: the layer they choose for, and which of their outputs the ids are."""
+        makers = {out.base: (node, n) for node in graph.nodes for n, out in enumerate(node.outs) if out is not None}
+        found = {}
+        for node in graph.nodes:
+            if node.op in EXPERT_OPS:
+                maker, place = makers[node["ids"].base]
+                found[maker] = self.layer_of(node), place
+        return found
+
+    def look_ahead(self, graph: Graph) -> None:
+        """Let each layer's router have a look at what the layer before gave to its own: a guess at the next choice.
+
+        Adds the nodes behind the choice of the layer before, so that its experts are read while that one is computed.
+        """
+        makers = {out.base: node for node in graph.nodes for out in node.outs if out is not None}
+        choosers = [(node, layer, place) for node, (layer, place) in self.choices(graph).items()]
+        guesses = {}
+        for (here, _, _), (chooser, layer, place) in itertools.pairwise(choosers):
+            logits = chooser.args.get("logits", chooser.args.get("scores"))
+            own = here.args.get("logits", here.args.get("scores"))
+            if not isinstance(logits, Value) or not isinstance(own, Value):
+                continue
+            product, model = makers.get(logits.base), makers.get(own.base)
+            if product is None or model is None or product.op is not model.op or "x" not in product.args:
+                continue
+            if model["x"].spec != product["x"].spec:
+                continue
+            made = graph.made(product.op, {**product.args, "x": model["x"]}, _specs(product))
+            base = next(new for new, old in zip(made.outs, product.outs, strict=True) if old is logits.base)
+            seen = Value(graph, logits.spec, node=made, base=base, offset=logits.offset)
+            name = "logits" if "logits" in chooser.args else "scores"
+            guess = graph.made(chooser.op, {**chooser.args, name: seen}, _specs(chooser))
+            at = graph.nodes.index(here) + 1
+            graph.nodes[at:at] = [made, guess]
+            guesses[guess] = layer, place
+        self._guesses[graph] = guesses
+
+    def _waiting(self, node: Node, kernel: Any, want: Callable[[int, np.ndarray], None], begun: dict[int, bool]) -> Any:
+        names = list(inspect.signature(node.op.body).parameters)
+        ids_at, slot_at = names.index("ids"), names.index("slot_of")
+        store, layer, here = self.store, self.layer_of(node), self.place.kernels == "cpu"
+
+        def wait(*args: Any, out: Any) -> None:
+            ids = args[ids_at] if here else self.place.host(args[ids_at])
+            if layer not in begun:
+                want(layer, ids)
+            if begun.pop(layer):
+                store.ready(layer, ids)
+            else:
+                turns = store.turns(layer, ids, args[slot_at])
+                args = (*args[:slot_at], turns, *args[slot_at + 1 :])
+            kernel(*args, out=out)
+
+        return wait
+
+
+def _specs(node: Node) -> list[Spec | None]:
+    return [None if out is None else out.spec for out in node.outs]
+
+
+def _telling(kernel: Any, place: int, tell: Callable[[Any], None]) -> Any:
+    """A kernel that tells somebody of one of its outputs."""
+
+    def telling(*args: Any, out: Any) -> None:
+        kernel(*args, out=out)
+        tell(out[place] if isinstance(out, tuple) else out)
+
+    return telling

@@ -1,0 +1,223 @@
+"""The tokenizer of a GGUF file: byte-level BPE from `tokenizer.ggml.*`, special tokens and chat template included.
+
+The file has tokens, their kinds and merges; how text is cut into words before merging it names only
+(`tokenizer.ggml.pre`). A name that is not known is refused: with another cut the model would read other tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from penstock.errors import CheckpointError
+from penstock.text.template import ChatTemplates
+from penstock.text.tokenizer import Tokenizer
+from penstock.weights.files import short
+from penstock.weights.gguf import GgufFile
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
+
+# Control tokens that end a turn, for files that do not say which one does.
+_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>", "<|eom_id|>")
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
+_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SIGNS}|{_SPACES}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class _Pre:
+    """How words are cut: each pattern cuts what the ones before it left; and what models of that kind do besides."""
+
+    patterns: tuple[str, ...]
+    add_bos: bool = False
+    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges would make of it
+    normalizer: Callable[[], Any] | None = None
+
+
+_DEFAULT = _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_LLAMA_BPE = _Pre((_LLAMA3,), add_bos=True, ignore_merges=True)
+_DIGITS = _Pre((r"\p{N}", _GPT2))
+PRE: dict[str, _Pre] = {
+    "default": _DEFAULT,
+    "gpt-2": _Pre((_GPT2,)),
+    "llama-bpe": _LLAMA_BPE,
+    "llama3": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "falcon3": _LLAMA_BPE,
+    "pixtral": _LLAMA_BPE,
+    "smaug-bpe": _Pre((_LLAMA3,)),
+    "tekken": _Pre((_TEKKEN,), add_bos=True, ignore_merges=True),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "codeshell": _DIGITS,
+    "qwen2": _Pre((_QWEN2,), normalizer=normalizers.NFC),
+    "deepseek-r1-qwen": _Pre((_QWEN2,), normalizer=normalizers.NFC),
+    "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
+}
+
+
+def gguf_tokenizer(file: GgufFile) -> Tokenizer:
+    """The tokenizer of a file. What a user should know is added to its `notices`.
+
+    Raises CheckpointError, naming file and key, for a kind of tokenizer that is not supported and for what is missing
+    or contradictory.
+    """
+    return _Reader(file).tokenizer()
+
+
+class _Reader:
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self._keys = file.metadata
+
+    def tokenizer(self) -> Tokenizer:
+        kind = self._value("model", str, "the kind of tokenizer", required=True)
+        if kind != "gpt2":
+            raise self._error("model", "'gpt2' (byte-level BPE), the only kind that is supported")
+        pre = self._pre()
+        tokens = self._value("tokens", list, "the vocabulary", required=True)
+        types = self._types(len(tokens))
+        vocab = self._vocab(tokens, types)
+        backend = self._backend(vocab, pre)
+        control = [token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
+        defined = [token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
+        backend.add_special_tokens([AddedToken(token, normalized=False) for token in control])
+        backend.add_tokens([AddedToken(token, normalized=False) for token in defined])
+        named = {name: self._token(f"{name}_token_id", tokens) for name in ("bos", "eos", "eot", "eom")}
+        if (processor := self._post_processor(tokens, named, pre)) is not None:
+            backend.post_processor = processor
+        special = {f"{n}_token": tokens[i] for n, i in named.items() if n in ("bos", "eos") and i is not None}
+        return Tokenizer(
+            backend,
+            eos_ids=self._ends(named, control, vocab),
+            bos_id=named["bos"],
+            templates=self._templates(special),
+            source=str(self.file.path),
+        )
+
+    def _pre(self) -> _Pre:
+        name = self._value("pre", str, "the name of a way to cut words")
+        if name is None:
+            self.file.notices.append(
+                f"{self.file.path}: tokenizer.ggml.pre is missing; words are cut in the default way, which may be wrong"
+            )
+            return _DEFAULT
+        if name not in PRE:
+            raise self._error("pre", f"one of {', '.join(PRE)}")
+        return PRE[name]
+
+    def _types(self, count: int) -> list[int]:
+        found = self._keys.get("tokenizer.ggml.token_type")
+        if found is None:
+            return [NORMAL] * count
+        if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu" or len(found) != count:
+            raise self._error("token_type", f"{count} integers, one per token")
+        return found.tolist()
+
+    def _vocab(self, tokens: Sequence[Any], types: Sequence[int]) -> dict[str, int]:
+        """Ids by token, without those that only fill the table up."""
+        vocab: dict[str, int] = {}
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+            if kind == UNUSED:
+                continue
+            if not token:
+                raise CheckpointError(f"{self.file.path}: tokenizer.ggml.tokens: token {number} is empty")
+            if vocab.setdefault(token, number) != number:
+                found = f"tokens {vocab[token]} and {number} are both {short(token)}"
+                raise CheckpointError(f"{self.file.path}: tokenizer.ggml.tokens: {found}, expected each once")
+        if not vocab:
+            raise self._error("tokens", "a vocabulary")
+        return vocab
+
+    def _backend(self, vocab: dict[str, int], pre: _Pre) -> tokenizers.Tokenizer:
+        merges: list[tuple[str, str]] = []
+        for n, merge in enumerate(self._value("merges", list, "the merges of byte-pair encoding", required=True)):
+            cut = merge.find(" ", 1)  # a space is never part of a token, it is written as Ġ
+            left, right = merge[:cut], merge[cut + 1 :]
+            if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
+                found = f"merge {n} is {short(merge)}, expected two tokens that make a third one"
+                raise CheckpointError(f"{self.file.path}: tokenizer.ggml.merges: {found}")
+            merges.append((left, right))
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        try:
+            backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
+        except BaseException as error:  # bare Exception, and a BaseException where the library's Rust code panics
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise CheckpointError(f"{self.file.path}: tokenizer.ggml.tokens cannot be used: {reason}") from None
+        if pre.normalizer is not None:
+            backend.normalizer = pre.normalizer()
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])  # type: ignore[assignment]
+        backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        return backend
+
+    def _post_processor(self, tokens: Sequence[str], named: dict[str, int | None], pre: _Pre) -> Any:
+        """Puts a BOS before and an EOS behind a text, if the file (or else the kind of tokenizer) says so."""
+        added: dict[str, dict[str, Any]] = {}
+        for name, default in (("bos", pre.add_bos), ("eos", False)):
+            wanted = self._value(f"add_{name}_token", bool, "true or false")
+            number = named[name]
+            if wanted and number is None:
+                raise self._error(f"{name}_token_id", f"a token: add_{name}_token is true")
+            if (default if wanted is None else wanted) and number is not None:
+                added[name] = {"id": name, "ids": [number], "tokens": [tokens[number]]}
+        if not added:
+            return None
+        single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in added]
+        pair = [*single, *(name.replace("$A", "$B") for name in single)]
+        return processors.TemplateProcessing(single, pair, list(added.values()))
+
+    def _ends(self, named: dict[str, int | None], control: Sequence[str], vocab: dict[str, int]) -> set[int]:
+        ends = {named[name] for name in ("eos", "eot", "eom")} - {None}
+        if named["eot"] is None:
+            ends |= {vocab[token] for token in control if token in _ENDS_OF_TURN}
+        return ends  # type: ignore[return-value]
+
+    def _templates(self, special: dict[str, str]) -> ChatTemplates | None:
+        sources: dict[str, tuple[str, str]] = {}
+        for key, text in self._keys.items():
+            name = "default" if key == "tokenizer.chat_template" else key.removeprefix("tokenizer.chat_template.")
+            if key.startswith("tokenizer.chat_template") and name and name != key:
+                if not isinstance(text, str):
+                    raise CheckpointError(f"{self.file.path}: {key} is {short(text)}, expected a chat template")
+                sources[name] = text, f"{self.file.path}: {key}"
+        return ChatTemplates(sources, special) if sources else None
+
+    def _token(self, key: str, tokens: Sequence[str]) -> int | None:
+        number = self._value(key, int, "a token id")
+        if number is not None and not 0 <= number < len(tokens):
+            raise self._error(key, f"a token id from 0 to {len(tokens) - 1}")
+        return number
+
+    def _value(self, key: str, kind: type, expected: str, required: bool = False) -> Any:
+        value = self._keys.get(f"tokenizer.ggml.{key}")
+        if (value is None and required) or (value is not None and type(value) is not kind):
+            raise self._error(key, expected)
+        return value
+
+    def _error(self, key: str, expected: str) -> CheckpointError:
+        value = self._keys.get(f"tokenizer.ggml.{key}")
+        found = "is missing" if value is None else f"is {_shown(value)}"
+        return CheckpointError(f"{self.file.path}: tokenizer.ggml.{key} {found}, expected {expected}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | np.ndarray):
+        return f"an array of {len(value)}"
+    return short(value)

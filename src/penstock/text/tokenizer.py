@@ -1,0 +1,388 @@
+"""Text to token ids and back: tokenizer.json by the `tokenizers` library, end-of-text ids, text as tokens arrive."""
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from penstock.errors import CheckpointError, DTypeError, InvalidArgument
+from penstock.text.template import ChatTemplates, special_tokens, templates_in
+
+_OTHER_FORMATS = {
+    "tokenizer.model": "sentencepiece",
+    "spiece.model": "sentencepiece",
+    "tiktoken.model": "tiktoken",
+    "vocab.json": "vocab.json and merges.txt",
+    "vocab.txt": "vocab.txt",
+}
+_MAX_GAP = 1 << 16  # unused ids below the highest one: more would be a damaged file, and arrays are sized by vocab_size
+
+
+class Tokenizer:
+    """A model's vocabulary: encodes, decodes, knows which tokens end a text and how a chat is written.
+
+    `from_folder` reads a model folder. The constructor takes a `tokenizers.Tokenizer` made elsewhere; `source` is the
+    name for messages. Raises CheckpointError for ids that cannot be.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        templates: ChatTemplates | None = None,
+        source: str = "tokenizer",
+    ) -> None:
+        backend.no_truncation()  # some files carry the lengths of a training run
+        backend.no_padding()
+        self.backend = backend
+        self.eos_ids = frozenset(eos_ids)
+        self.bos_id = bos_id
+        self._templates = templates
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise CheckpointError(f"{source}: has no tokens, expected a vocabulary")
+        self.vocab_size = max(ids) + 1
+        if self.vocab_size > len(ids) + _MAX_GAP:
+            raise CheckpointError(
+                f"{source}: the highest token id is {self.vocab_size - 1}, expected one near the {len(ids)} tokens"
+            )
+        self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "Tokenizer":
+        """The tokenizer of a model folder: tokenizer.json, with what tokenizer_config.json, generation_config.json and
+        config.json say about special tokens, and the chat template.
+
+        A chat template that cannot be compiled is refused when it is used. Raises CheckpointError, naming the file.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder, expected one with tokenizer.json")
+        settings = _json_object(folder / "tokenizer_config.json")
+        named = special_tokens(settings, _json_object(folder / "special_tokens_map.json"))
+        backend = _read_backend(folder)
+        _add_missing(backend, settings, folder / "tokenizer_config.json")
+        config, generation = _json_object(folder / "config.json"), _json_object(folder / "generation_config.json")
+        tokenizer = cls(
+            backend,
+            bos_id=_bos_id(backend, named, config, folder),
+            templates=templates_in(folder, settings, named),
+            source=str(folder / "tokenizer.json"),
+        )
+        tokenizer.eos_ids = _eos_ids(tokenizer, named, config, generation, folder)
+        return tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids as tokenizer.json says; add_special_tokens adds what its post-processor adds, such as a BOS.
+
+        Raises DTypeError for no str, InvalidArgument for text with lone surrogates.
+        """
+        if not isinstance(text, str):
+            raise DTypeError(f"encode: text is a {type(text).__name__}, expected a str")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                code = f"U+{ord(text[error.start]):04X}"
+                raise InvalidArgument(
+                    f"encode: text has the lone surrogate {code} at character {error.start}, expected valid Unicode"
+                ) from None
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. An id without a token, as models with a padded vocabulary have them, gives none.
+
+        Raises DTypeError or InvalidArgument for what is no id.
+        """
+        try:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except TypeError:
+            raise DTypeError(f"decode: ids is {_shown(ids)}, expected a sequence of integers") from None
+        except OverflowError:
+            raise InvalidArgument(f"decode: ids is {_shown(ids)}, expected integers from 0 to 2**32 - 1") from None
+
+    def detokenizer(self, skip_special_tokens: bool = True, shown: Iterable[str] = ()) -> "Detokenizer":
+        """A decoder that takes one token at a time. `shown` are special tokens that become text all the same."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        skipped -= {self.backend.token_to_id(token) for token in shown}
+        stream = _ByteStream(self.backend) if self._byte_level else _WindowStream(self.backend, self._decoder)
+        return Detokenizer(stream, skipped)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._templates is not None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, of the one for tools if there are several."""
+        sources = {} if self._templates is None else self._templates.sources
+        text, _ = sources.get("tool_use") or sources.get("default") or (None, None)
+        return text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a chat as the model's template writes it, special tokens included: encode it without adding any.
+
+        Raises InvalidArgument for messages that the template or penstock does not take, and if there is no template;
+        CheckpointError for a broken template.
+        """
+        if self._templates is None:
+            raise InvalidArgument("chat: the model has no chat template, expected a prompt of plain text")
+        return self._templates.render(messages, tools, add_generation_prompt, variables)
+
+    @cached_property
+    def _decoder(self) -> str:
+        decoder: Any = self.backend.decoder  # pickles as its part of tokenizer.json
+        return "" if decoder is None else bytes(decoder.__getstate__()).decode()
+
+    @property
+    def _byte_level(self) -> bool:
+        return bool(self._decoder) and json.loads(self._decoder).get("type") == "ByteLevel"
+
+
+class Detokenizer:
+    """Text as tokens arrive: what `add` returns is final, never half a character.
+
+    The pieces that `add` and at the end `finish` return, joined, are `Tokenizer.decode` of all ids.
+    """
+
+    def __init__(self, stream: "_Stream", skipped: frozenset[int]) -> None:
+        self._stream = stream
+        self._skipped = skipped
+
+    def add(self, token: int) -> str:
+        """The text that became final with this token; often empty, at times more than the token's own."""
+        return "" if token in self._skipped else self._stream.add(token)
+
+    def finish(self) -> str:
+        """The rest, with U+FFFD for bytes that never became a character."""
+        return self._stream.finish()
+
+
+class _Stream(Protocol):
+    def add(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+def _byte_of_characters() -> dict[str, int]:
+    """The alphabet of byte-level vocabularies: printable Latin-1 stands for itself, the other bytes for U+0100 up."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_of_characters()
+
+
+class _ByteStream:
+    """For byte-level vocabularies: tokens are bytes, and the text is their UTF-8."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._piece = backend.id_to_token
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> str:
+        piece = self._piece(token)
+        if piece is None:
+            return ""
+        try:
+            data = bytes([_BYTES[character] for character in piece])
+        except KeyError:  # an added token, written as it is
+            data = piece.encode()
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowStream:
+    """For any other decoder: the text of a token is what it adds to the text of the one before it.
+
+    Tokens are held back while the text may still change: in a run of byte tokens (<0x..>), which is valid or invalid as
+    a whole, and after the first bytes of a character.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, decoder: str) -> None:
+        self._backend = backend
+        self._byte_fallback = "ByteFallback" in decoder
+        self._incomplete = "�" if "ByteLevel" in decoder else None
+        self._window: list[int] = []  # a token that is written already, then those that are held back
+        self._written = 0  # characters of the first one's text
+
+    def add(self, token: int) -> str:
+        piece = self._backend.id_to_token(token)
+        if not piece:
+            return ""
+        self._window.append(token)
+        if self._byte_fallback and _is_byte(piece):
+            return ""
+        text = self._text(self._window)
+        if self._incomplete is not None and text.endswith(self._incomplete):
+            return ""
+        new, self._window = text[self._written :], [token]
+        self._written = len(self._text(self._window))
+        return new
+
+    def finish(self) -> str:
+        text, self._window = self._text(self._window)[self._written :], []
+        self._written = 0
+        return text
+
+    def _text(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+
+def _is_byte(piece: str) -> bool:
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        found = [f"{name} ({kind})" for name, kind in _OTHER_FORMATS.items() if (folder / name).is_file()]
+        raise CheckpointError(
+            f"{path}: no such file; only tokenizer.json is supported, found {', '.join(found) or 'no other tokenizer'}"
+        )
+    text = _read_text(path)
+    content = _parsed(path, text)
+    model = content.get("model")
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{path}: model is {_shown(model)}, expected an object")
+    if "vocab" not in model:
+        raise CheckpointError(f"{path}: model has no vocab, expected the tokens and their ids")
+    if "merges" not in model and model.get("type") == "BPE":
+        raise CheckpointError(f"{path}: model has no merges, expected those of byte-pair encoding beside its vocab")
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:  # the library raises bare Exception, and a BaseException where its Rust code panics
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        raise CheckpointError(f"{path}: cannot be read as a tokenizer: {_one_line(error)}") from None
+    added = content.get("added_tokens") or []
+    for token in added:  # their shape was checked by the library
+        found = backend.token_to_id(token["content"])
+        if found != token["id"]:
+            raise CheckpointError(
+                f"{path}: added token {_shown(token['content'])} has id {token['id']}, expected {found}, "
+                "the next one that is free"
+            )
+    return backend
+
+
+def _add_missing(backend: tokenizers.Tokenizer, settings: dict[str, Any], path: Path) -> None:
+    """Add tokens that tokenizer_config.json knows and tokenizer.json does not."""
+    listed = settings.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise CheckpointError(f"{path}: added_tokens_decoder is {_shown(listed)}, expected an object")
+    missing: list[tuple[int, tokenizers.AddedToken]] = []
+    for key, token in listed.items():
+        content = token.get("content") if isinstance(token, dict) else None
+        if not isinstance(content, str) or not key.isdecimal():
+            raise CheckpointError(
+                f"{path}: added_tokens_decoder[{_shown(key)}] is {_shown(token)}, expected a token with content"
+            )
+        if backend.token_to_id(content) is None:
+            flags = {name: token.get(name) is True for name in ("single_word", "lstrip", "rstrip", "special")}
+            normalized = token.get("normalized", not flags["special"]) is True
+            missing.append((int(key), tokenizers.AddedToken(content, normalized=normalized, **flags)))
+    for number, token in sorted(missing, key=lambda pair: pair[0]):
+        backend.add_tokens([token])
+        found = backend.token_to_id(token.content)
+        if found != number:
+            raise CheckpointError(
+                f"{path}: added_tokens_decoder gives {_shown(token.content)} id {number}, expected {found}, "
+                "the next one that tokenizer.json leaves free"
+            )
+
+
+def _eos_ids(
+    tokenizer: Tokenizer, named: Mapping[str, Any], config: dict[str, Any], generation: dict[str, Any], folder: Path
+) -> frozenset[int]:
+    """Ids of generation_config.json, else of config.json or its text_config, and the eos token of the tokenizer."""
+    limit = max([tokenizer.vocab_size, *(n for n in _settings(config, "vocab_size") if type(n) is int)])
+    ids: frozenset[int] = frozenset()
+    places = [("generation_config.json", value) for value in _settings(generation, "eos_token_id")]
+    places += [("config.json", value) for value in _settings(config, "eos_token_id")]
+    for name, value in places:
+        if value is not None and not ids:
+            numbers = value if isinstance(value, list) else [value]
+            ids = frozenset(_checked_id(folder / name, "eos_token_id", number, limit) for number in numbers)
+    eos = named.get("eos_token")
+    number = tokenizer.backend.token_to_id(eos) if isinstance(eos, str) else None
+    if isinstance(eos, str) and number is None and not ids:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: eos_token is {_shown(eos)}, expected a token of the vocabulary"
+        )
+    return ids if number is None else ids | {number}
+
+
+def _bos_id(
+    backend: tokenizers.Tokenizer, named: Mapping[str, Any], config: dict[str, Any], folder: Path
+) -> int | None:
+    bos = named.get("bos_token")
+    if isinstance(bos, str) and (number := backend.token_to_id(bos)) is not None:
+        return number
+    for value in _settings(config, "bos_token_id"):
+        if value is not None:
+            return _checked_id(folder / "config.json", "bos_token_id", value, 2**32)
+    return None
+
+
+def _settings(config: dict[str, Any], name: str) -> list[Any]:
+    """A setting of config.json and that of its text_config, None where one is not there."""
+    inner = config.get("text_config")
+    return [config.get(name), inner.get(name) if isinstance(inner, dict) else None]
+
+
+def _checked_id(path: Path, name: str, value: Any, limit: int) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise CheckpointError(f"{path}: {name} is {_shown(value)}, expected a token id from 0 to {limit - 1}")
+    return value
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that may be absent."""
+    return _parsed(path, _read_text(path)) if path.is_file() else {}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: byte {error.start} is not UTF-8, expected JSON text") from None
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged, expected a JSON object: {_one_line(error)}") from None
+    except RecursionError:
+        raise CheckpointError(f"{path}: is nested too deeply, expected a JSON object") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, expected a JSON object")
+    return content
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

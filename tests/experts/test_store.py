@@ -1,0 +1,216 @@
+"""The slot cache: what is where, what is given up, what happens when a read fails."""
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.errors import CheckpointError, InvalidArgument
+from penstock.experts.layout import Format, Layer, Part, stacked
+from penstock.experts.store import Store, slot_counts
+from penstock.ops._op import Spec
+
+SPECS = (Spec((3, 2), "uint32"), Spec((3, 1), "bfloat16"), Spec((5,), "float32"))
+TOP = 3
+
+
+def layer(n: int, count: int = 12, specs: tuple[Spec, ...] = SPECS) -> Layer:
+    parts = tuple(stacked(Path(f"{n}"), 1000 * i, count, spec) for i, spec in enumerate(specs))
+    return Layer(f"layers.{n}.experts", parts)
+
+
+def content(layer: int, expert: int, spec: Spec) -> bytes:
+    return np.random.default_rng((layer, expert, spec.nbytes)).bytes(spec.nbytes)
+
+
+class Files:
+    """A reader that makes up what it reads, and fails for what is in `broken`."""
+
+    def __init__(self, specs: tuple[Spec, ...] = SPECS) -> None:
+        self.specs, self.broken, self.reads = specs, set(), []
+
+    def submit(self, layer: int, expert: int, into) -> Future:
+        future: Future = Future()
+        self.reads.append((layer, expert))
+
+        def work() -> None:
+            if (layer, expert) in self.broken:
+                future.set_exception(CheckpointError("cannot be read"))
+                return
+            for spec, view in zip(self.specs, into, strict=True):
+                view[:] = content(layer, expert, spec)
+            future.set_result(None)
+
+        threading.Thread(target=work).start()
+        return future
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def made(slots: int, layers: int = 2, policy: str = "lru") -> tuple[Store, Files]:
+    files = Files()
+    each = Format(SPECS).payload
+    return Store([layer(n) for n in range(layers)], files, slots * each + each // 2, TOP, policy), files
+
+
+def held(store: Store, n: int, expert: int) -> list[bytes]:
+    slot = store.slot_of[n][expert]
+    assert slot >= 0
+    return [array[slot].tobytes() for array in store.pool_of[n].slots.arrays]
+
+
+def check_all(store: Store) -> None:
+    """Every slot has one owner at most, and what is said to be there is there."""
+    taken = np.concatenate([row[row >= 0] for row in store.slot_of])
+    assert len(set(taken.tolist())) == len(taken) <= store.pool_of[0].slots.count
+    pending = store.pool_of[0].pending
+    for n, row in enumerate(store.slot_of):
+        for expert in np.flatnonzero(row >= 0):
+            if int(row[expert]) not in pending:
+                assert held(store, n, int(expert)) == [content(n, int(expert), spec) for spec in SPECS]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfru", "pin", "auto"])
+def test_any_sequence_of_choices_finds_its_experts(policy, rng):
+    store, files = made(7, layers=3, policy=policy)
+    for step in range(300):
+        n = step % 3
+        ids = rng.permutation(12)[:TOP].astype(np.int32)
+        before = len(files.reads)
+        there = int((store.slot_of[n][ids] >= 0).sum())
+        assert store.want(n, ids[None])
+        assert len(files.reads) - before == TOP - there
+        store.ready(n, ids)
+        for expert in ids:
+            assert held(store, n, int(expert)) == [content(n, int(expert), spec) for spec in SPECS]
+        if step % 20 == 0:
+            check_all(store)
+    assert store.counters.reads == len(files.reads)
+    assert store.counters.hits + store.counters.reads == 300 * TOP
+    assert store.counters.bytes_read == len(files.reads) * Format(SPECS).payload
+
+
+def test_experts_that_are_there_are_not_read_again():
+    store, files = made(6)
+    for _ in range(3):
+        store.want(0, np.array([[1, 2, 1], [2, 5, 5]], np.int32))
+        store.ready(0, np.array([1, 2, 5]))
+    assert sorted(files.reads) == [(0, 1), (0, 2), (0, 5)]
+    assert (store.counters.hits, store.counters.reads) == (6, 3)
+
+
+def test_lru_gives_up_what_was_not_used_for_the_longest_time():
+    store, _ = made(4, layers=1)
+    for ids in ([0, 1, 2], [3], [0], [4]):
+        store.want(0, np.array(ids, np.int32))
+        store.ready(0, np.array(ids))
+    assert np.flatnonzero(store.slot_of[0] >= 0).tolist() == [0, 2, 3, 4]
+
+
+def test_more_experts_than_slots_are_refused_without_a_read():
+    store, files = made(4, layers=1)
+    assert not store.want(0, np.arange(5, dtype=np.int32))
+    assert not files.reads and (store.slot_of[0] == -1).all()
+
+
+@pytest.mark.parametrize("slots", [3, 4, 7, 11])
+def test_turns_show_every_chosen_expert_once_and_read_it_once(slots):
+    store, files = made(slots, layers=2)
+    store.want(1, np.array([3, 4, 9], np.int32))
+    store.ready(1, np.array([3, 4, 9]))
+    store.want(0, np.array([2], np.int32))
+    store.ready(0, np.array([2]))
+    files.reads.clear()
+    ids = np.array([[0, 1, 3], [3, 4, 5], [6, 7, 8], [9, 10, 0]], np.int32)
+    assert slots >= 11 or not store.want(1, ids)
+    there = np.flatnonzero(store.slot_of[1] >= 0)
+    seen: list[int] = []
+    for shown in store.turns(1, ids, store.slot_of[1]).by_expert(ids):
+        for expert in np.flatnonzero(shown >= 0):
+            arrays = store.pool_of[1].slots.arrays
+            assert [a[shown[expert]].tobytes() for a in arrays] == [content(1, int(expert), spec) for spec in SPECS]
+            seen.append(int(expert))
+    assert sorted(seen) == np.unique(ids).tolist()
+    assert sorted(files.reads) == [(1, e) for e in np.unique(ids).tolist() if e not in there]
+    check_all(store)
+
+
+def test_turns_by_token_have_all_experts_of_their_tokens():
+    store, _ = made(7, layers=1)
+    ids = np.random.default_rng(0).permuted(np.tile(np.arange(12, dtype=np.int32), (9, 1)), axis=1)[:, :TOP]
+    rows = []
+    for part, shown in store.turns(0, ids, store.slot_of[0]).by_token(ids):
+        assert (shown[ids[part]] >= 0).all()
+        for expert in np.unique(ids[part]):
+            assert held(store, 0, int(expert)) == [content(0, int(expert), spec) for spec in SPECS]
+        rows += range(9)[part]
+    assert rows == list(range(9))
+
+
+def test_a_failed_read_is_raised_once_and_leaves_an_empty_slot():
+    store, files = made(4, layers=1)
+    files.broken = {(0, 1)}
+    ids = np.array([0, 1, 2], np.int32)
+    assert store.want(0, ids)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.ready(0, ids)
+    assert store.slot_of[0][1] == -1 and (store.slot_of[0][[0, 2]] >= 0).all()
+    files.broken = set()
+    assert store.want(0, ids)
+    store.ready(0, ids)
+    check_all(store)
+
+
+def test_a_failed_read_in_turns_leaves_a_store_that_works():
+    store, files = made(4, layers=1)
+    files.broken = {(0, 7)}
+    ids = np.arange(12, dtype=np.int32).reshape(4, 3)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        for _ in store.turns(0, ids, store.slot_of[0]).by_expert(ids):
+            pass
+    files.broken = set()
+    for expert in range(12):
+        assert store.want(0, np.array([expert], np.int32))
+        store.ready(0, np.array([expert]))
+    check_all(store)
+
+
+def test_slots_take_no_more_than_the_budget_and_no_more_than_there_are_experts():
+    each = Format(SPECS).payload
+    for budget in (3 * each, 3 * each + 1, 10 * each - 1, 1000 * each):
+        store = Store([layer(0), layer(1)], Files(), budget, TOP)
+        assert store.nbytes == sum(a.nbytes for a in store.pool_of[0].slots.arrays) <= budget
+        assert store.pool_of[0].slots.count == min(budget // each, 24)
+
+
+def test_too_small_a_budget_is_refused_with_the_number_that_is_needed():
+    need = TOP * Format(SPECS).payload
+    message = f"expected at least {need / 1e6:.1f} MB .3 experts of"
+    with pytest.raises(InvalidArgument, match=message):
+        Store([layer(0)], Files(), need - 1, TOP)
+    Store([layer(0)], Files(), need, TOP)
+
+
+def test_formats_share_a_budget_by_their_bytes():
+    large = (Spec((30, 8), "uint32"),)
+    layers = [layer(0), layer(1, 40, large), layer(2)]
+    small, big = Format(SPECS).payload, Format(large).payload
+    counts = slot_counts(layers, 10 * big + 10 * small, TOP)
+    assert counts[Format(SPECS)] >= TOP and counts[Format(large)] >= TOP
+    assert counts[Format(SPECS)] * small + counts[Format(large)] * big <= 10 * big + 10 * small
+    store = Store(layers, Files(large), 10 * big + 10 * small, TOP)
+    store.want(1, np.array([39, 0], np.int32))
+    store.ready(1, np.array([39, 0]))
+    assert held(store, 1, 39) == [content(1, 39, large[0])]
+
+
+def test_parts_need_not_follow_each_other():
+    places = [stacked(Path("x"), 100 * e, 1, SPECS[0]).places[0] for e in (4, 0, 2)]
+    part = Part(SPECS[0], places)
+    assert [place.start for place in Layer("n", (part,)).places(0)] == [400]

@@ -1,0 +1,627 @@
+"""Answers taken apart: every format by hand, and what holds for any text however it is cut."""
+
+import itertools
+import json
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from penstock.errors import InvalidArgument
+from penstock.text import arguments as _arguments
+from penstock.text.parse import (
+    FORMATS,
+    CallArguments,
+    CallBegin,
+    Content,
+    Message,
+    Parser,
+    Reasoning,
+    ToolCall,
+    call_id,
+    format_of,
+    gather,
+    in_reasoning,
+    parse_whole,
+    shown_tokens,
+    with_arguments,
+)
+from penstock.text.template import ChatTemplates
+from penstock.text.tokenizer import Tokenizer
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "share": {"type": "number"},
+        "fine": {"type": "boolean"},
+        "unit": {"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]},
+        "tags": {"type": "array"},
+        "where": {"$ref": "#/$defs/Where"},
+        "any": {},
+    },
+    "$defs": {"Unit": {"type": "string", "enum": ["C", "F"]}, "Where": {"type": "object"}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "ping"}},
+]
+DEEPSEEK = [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
+
+
+def numbered():
+    numbers = itertools.count()
+    return lambda: f"call_{next(numbers)}"
+
+
+def parsed(text, format, tools=TOOLS, **options):
+    return parse_whole(text, format, tools, ids=numbered(), **options)
+
+
+def calls(*pairs):
+    return [ToolCall(f"call_{n}", name, arguments) for n, (name, arguments) in enumerate(pairs)]
+
+
+def written(format, content, reasoning, pairs):
+    """An answer as a model of that format writes it."""
+    opening, closing = FORMATS[format].reasoning or ("", "")
+    text = f"{opening}{FORMATS[format].label or chr(10)}{reasoning}\n{closing}" if reasoning else ""
+    text += ("\n\n" if reasoning and opening == "<think>" else "") + content
+    begin, call, separator, end, finish = DEEPSEEK
+    if format == "qwen":
+        for name, arguments in pairs:
+            text += f"\n<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    elif format == "qwen-xml":
+        for name, arguments in pairs:
+            values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in shown(arguments).items())
+            text += f"\n<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+    elif format == "gemma":
+        for name, arguments in pairs:
+            text += f"<|tool_call>call:{name}{gemma(arguments)}<tool_call|>"
+    elif format == "deepseek-v3" and pairs:
+        each = [f"{call}function{separator}{n}\n```json\n{json.dumps(a)}\n```{end}" for n, a in pairs]
+        text += begin + "\n".join(each) + finish
+    elif pairs:
+        text += begin + "".join(f"{call}{n}{separator}{json.dumps(a)}{end}" for n, a in pairs) + finish
+    return text
+
+
+def shown(arguments):
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+
+
+def gemma(value):
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{gemma(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+CALLING = [name for name in FORMATS if name != "plain"]
+
+
+# Each format
+
+
+@pytest.mark.parametrize("format", CALLING)
+def test_parse_whole_reads_what_the_format_writes(format):
+    first = {"city": 'Köln "}{', "days": 3, "share": -0.5, "fine": True, "tags": ["a", {"b": None}], "where": {}}
+    text = written(format, "Let me see.", "So\n\nwhat?", [("weather", first), ("ping", {})])
+    message = parsed(text, format)
+    assert (message.content, message.reasoning_content) == ("Let me see.", "So\n\nwhat?")
+    assert [(call.id, call.name) for call in message.tool_calls] == [("call_0", "weather"), ("call_1", "ping")]
+    assert [json.loads(call.arguments) for call in message.tool_calls] == [first, {}]
+
+
+def test_parse_whole_leaves_a_plain_model_alone():
+    text = "<think>a</think> <tool_call>{}</tool_call>  \n"
+    assert parsed(text, "plain", in_reasoning=True) == Message(text, None, [])
+
+
+@pytest.mark.parametrize("format", CALLING)
+def test_parse_whole_leaves_calls_in_the_text_if_there_are_no_tools(format):
+    text = written(format, "Hm.", "why", [("ping", {})])
+    message = parsed(text, format, tools=None)
+    assert not message.tool_calls and message.reasoning_content == "why"
+    assert message.content == text[text.index("Hm.") :]
+
+
+@pytest.mark.parametrize("format", CALLING)
+def test_parse_whole_begins_inside_the_reasoning_if_told(format):
+    closing = FORMATS[format].reasoning[1]
+    assert parsed(f"\nso\n{closing}\n\n  yes\n", format, in_reasoning=True) == Message("  yes\n", "so", [])
+    assert parsed("so", format, in_reasoning=True) == Message("", "so", [])
+    assert parsed(f"{closing}yes", format, in_reasoning=True) == Message("yes", None, [])
+
+
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3", "deepseek-v3.1"])
+def test_parse_whole_takes_a_think_tag_inside_an_answer_for_text(format):
+    assert parsed("The tag <think> is odd.", format) == Message("The tag <think> is odd.", None, [])
+    assert parsed("a </think> b", format) == Message("a </think> b", None, [])
+
+
+@pytest.mark.parametrize("format", CALLING)
+def test_parse_whole_drops_the_end_of_a_reasoning_that_never_began(format):
+    closing = FORMATS[format].reasoning[1]
+    assert parsed(f"{closing}\n\nThree.", format) == Message("Three.", None, [])
+    assert parsed(f"{closing}{closing}", format) == Message(closing, None, [])
+
+
+@pytest.mark.parametrize(
+    "text, arguments",
+    [
+        ('<tool_call>{"name": "ping"}</tool_call>', "{}"),
+        ('<tool_call>{"arguments": {"a": 1}, "name": "ping", "id": 7}</tool_call>', '{"a": 1}'),
+        ('<tool_call>{"name": "ping", "parameters": null}</tool_call>', "{}"),
+        ('<tool_call>{"name": "ping", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}'),
+        ('<tool_call>{"name": "ping", "arguments": {"a": 1}\n</tool_call>', '{"a": 1}'),
+        ('<tool_call>{"name": "ping", "arguments": {"a": 1}}}\n</tool_call>', '{"a": 1}'),
+        ('<tool_call>{"name": "ping", "arguments": {"a": "</tool_call>"}}</tool_call>', '{"a": "</tool_call>"}'),
+        ('<tool_call>{"name": "ping", "arguments": {"a": "x\ny\t"}}</tool_call>', '{"a": "x\\ny\\t"}'),
+        ('<tool_call>{"name": "ping", "arguments": {"a": "\\u00e9\\\\"}}</tool_call>', '{"a": "\\u00e9\\\\"}'),
+    ],
+    ids="none backwards null text brace-missing brace-doubled marker-in-string line-break escapes".split(),
+)
+def test_parse_whole_reads_qwen_calls_that_deviate(text, arguments):
+    assert parsed(text, "qwen") == Message(None, None, calls(("ping", arguments)))
+
+
+def test_parse_whole_ends_a_qwen_call_with_a_string_left_open():
+    text = '<tool_call>\n{"name": "ping", "arguments": {"a": "b}}\n</tool_call>\nDone.'
+    message = parsed(text, "qwen")
+    assert message.content == "Done."
+    assert message.tool_calls[0].arguments == '{"a": "b}}\\n'
+
+
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml"])
+def test_parse_whole_ends_the_reasoning_at_a_call_on_a_new_line(format):
+    text = written(format, "", "", [("ping", {})])
+    assert parsed(f"so{text}", format, in_reasoning=True) == Message(None, "so", calls(("ping", "{}")))
+    unknown = text.replace("ping", "pong")
+    assert parsed(f"so{unknown}", format, in_reasoning=True).tool_calls == []
+    inline = f"write {text.strip()} here\n</think>ok"
+    assert parsed(inline, format, in_reasoning=True) == Message("ok", f"write {text.strip()} here", [])
+
+
+XML = "<tool_call>\n<function=weather>\n{}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "name, value, want",
+    [
+        ("city", "12", "12"),
+        ("city", "null", "null"),
+        ("city", '"q"\\\n\nend', '"q"\\\n\nend'),
+        ("city", "\nline\n", "\nline\n"),
+        ("city", "a </parameter>\nb <b> </function>", "a </parameter>\nb <b> </function>"),
+        ("city", "", ""),
+        ("days", " 12 ", 12),
+        ("days", "many", "many"),
+        ("days", "0x1F", "0x1F"),
+        ("share", "-1.5e3", -1500.0),
+        ("share", "NaN", "NaN"),
+        ("fine", "True", True),
+        ("fine", "yes", "yes"),
+        ("unit", "null", None),
+        ("unit", "C", "C"),
+        ("tags", '[1, "a",\n {"b": []}]', [1, "a", {"b": []}]),
+        ("tags", "[NaN]", "[NaN]"),
+        ("tags", "[" * 100_000, "[" * 100_000),
+        ("where", "{'a': 1}", "{'a': 1}"),
+        ("any", "5", "5"),
+        ("other", "true", "true"),
+    ],
+)
+def test_parse_whole_types_xml_parameters_by_the_schema(name, value, want):
+    message = parsed(XML.format(f"<parameter={name}>\n{value}\n</parameter>\n"), "qwen-xml")
+    assert message.content is None
+    assert json.loads(message.tool_calls[0].arguments) == {name: want}
+
+
+@pytest.mark.parametrize(
+    "inner, want",
+    [
+        ("<parameter=city>\nBonn\n<parameter=days>\n2\n</parameter>\n", {"city": "Bonn", "days": 2}),
+        ("<parameter=days>\n2\n</parameter>\n<parameter=city>\nBonn\n", {"days": 2, "city": "Bonn"}),
+        ("<parameter=city>Bonn</parameter><parameter=days>2</parameter>", {"city": "Bonn", "days": 2}),
+        ("<parameter=city>\na\n<parameter=nope>\nb\n</parameter>\n", {"city": "a\n<parameter=nope>\nb"}),
+    ],
+    ids=["next", "end", "one-line", "not-a-parameter"],
+)
+def test_parse_whole_finds_the_end_of_xml_parameters(inner, want):
+    assert json.loads(parsed(XML.format(inner), "qwen-xml").tool_calls[0].arguments) == want
+
+
+def test_parse_whole_reads_an_xml_call_that_was_not_opened():
+    text = "<function=ping>\n</function>\n</tool_call>"
+    assert parsed(f"Now.\n{text}", "qwen-xml") == Message("Now.", None, calls(("ping", "{}")))
+    assert parsed(f"Now.\n{text}", "qwen") == Message(f"Now.\n{text}", None, [])
+    prose = "Write <function=name> first."
+    assert parsed(prose, "qwen-xml") == Message(prose, None, [])
+
+
+@pytest.mark.parametrize(
+    "inner, want",
+    [
+        ('{a:<|"|>x, {y} "z"\n<|"|>,b:[1,-2.5e1,<|"|><|"|>],c:{d:true,e:null}}', '{"a": "x, {y} \\"z\\"\\n", "b": '),
+        ('{ a : None , b: "q\\n" ,}', '{"a": null, "b": "q\\n"}'),
+        ('{<|"|>a b<|"|>:1,"c":False}', '{"a b": 1, "c": false}'),
+        ("{a:New York,b:007,c:1.}", '{"a": "New York", "b": "007", "c": "1."}'),
+        ("{a:[[],{}]}", '{"a": [[], {}]}'),
+    ],
+    ids="typical loose keys bare nested".split(),
+)
+def test_parse_whole_turns_gemma_values_into_json(inner, want):
+    message = parsed(f"<|tool_call>call:ping{inner}<tool_call|>", "gemma")
+    assert message.content is None
+    arguments = message.tool_calls[0].arguments
+    assert arguments.startswith(want)
+    json.loads(arguments)
+
+
+def test_parse_whole_reads_several_gemma_calls_in_one_block():
+    text = "<|tool_call>call:ping{}call:ping{a:1} <tool_call|>ok"
+    assert parsed(text, "gemma") == Message("ok", None, calls(("ping", "{}"), ("ping", '{"a": 1}')))
+
+
+def test_parse_whole_knows_gemma_labels():
+    assert parsed("thought\n<channel|>Three.", "gemma") == Message("Three.", None, [])
+    assert parsed("thought\nfully", "gemma") == Message("thought\nfully", None, [])
+    assert parsed("<|channel>\nso\n<channel|>Three.", "gemma") == Message("Three.", "so", [])
+
+
+@pytest.mark.parametrize("format", ["deepseek-v3", "deepseek-v3.1"])
+@pytest.mark.parametrize("other", ["deepseek-v3", "deepseek-v3.1"])
+def test_parse_whole_reads_both_deepseek_forms(format, other):
+    text = written(other, "", "", [("ping", {"a": "`"})])
+    assert parsed(text, format) == Message(None, None, calls(("ping", '{"a": "`"}')))
+    alone = text.removeprefix(DEEPSEEK[0]).removesuffix(DEEPSEEK[4])
+    assert parsed(alone, format) == Message(None, None, calls(("ping", '{"a": "`"}')))
+
+
+# Malformed and cut
+
+
+@pytest.mark.parametrize(
+    "format, text",
+    [
+        ("qwen", "Use <tool_call> for calls."),
+        ("qwen", '<tool_call>{"name": 5}</tool_call> x'),
+        ("qwen", '<tool_call>{"name": "", "arguments": {}}'),
+        ("qwen", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+        ("qwen", '<tool_call>{"arguments": {"a": 1'),
+        ("qwen", '<tool_call>{"name": "pi'),
+        ("qwen", "<tool_call>[1]</tool_call>"),
+        ("qwen-xml", "<tool_call><function=></function></tool_call>"),
+        ("qwen-xml", "<tool_call>\n<function=pi"),
+        ("gemma", "<|tool_call>ping{}<tool_call|>"),
+        ("gemma", "<|tool_call>call:ping<tool_call|>"),
+        ("gemma", "<|tool_call>call:"),
+        ("deepseek-v3", f"{DEEPSEEK[0]}{DEEPSEEK[4]}"),
+        ("deepseek-v3.1", f"{DEEPSEEK[0]}{DEEPSEEK[1]}ping{DEEPSEEK[3]}"),
+        ("deepseek-v3.1", f"{DEEPSEEK[1]}ping{DEEPSEEK[2]}none{DEEPSEEK[3]}"),
+    ],
+)
+def test_parse_whole_leaves_what_is_no_call_as_content(format, text):
+    assert parsed(text, format) == Message(text, None, [])
+
+
+@pytest.mark.parametrize(
+    "format, text, arguments, content",
+    [
+        ("qwen", '<tool_call>{"name": "ping", "arguments": {"a": "b', '{"a": "b', None),
+        ("qwen", '<tool_call>{"name": "ping", "arguments": {"a": }}</tool_call>x', '{"a": }', "x"),
+        ("qwen", '<tool_call>{"name": "ping", "arguments": {"a": 1</tool_call>x', '{"a": 1', "x"),
+        ("qwen-xml", "<tool_call><function=ping><parameter=a>\nb", '{"a": "b', None),
+        ("qwen-xml", "<tool_call><function=ping>{a}</function></tool_call>x", "{a}</function>", "x"),
+        ("qwen-xml", "<tool_call><function=ping><parameter=a</tool_call>x", "<parameter=a", "x"),
+        ("gemma", '<|tool_call>call:ping{a:<|"|>b', '{"a": "b', None),
+        ("gemma", "<|tool_call>call:ping{a:1,b c}<tool_call|>x", '{"a": 1,b c}', "x"),
+        ("gemma", "<|tool_call>call:ping{a:[1}<tool_call|>x", '{"a": [1}', "x"),
+        ("gemma", "<|tool_call>call:ping{a:1,b<tool_call|>x", '{"a": 1,b', "x"),
+        ("gemma", '<|tool_call>call:ping{<|"|>b<tool_call|>x', '{<|"|>b', "x"),
+        ("gemma", '<|tool_call>call:ping{a:<|"|>b<tool_call|>x', '{"a": "b', "x"),
+        ("deepseek-v3.1", f"{DEEPSEEK[1]}ping{DEEPSEEK[2]}" + '{"a": "b', '{"a": "b', None),
+        ("deepseek-v3.1", f"{DEEPSEEK[1]}ping{DEEPSEEK[2]}" + '{"a": "b' + DEEPSEEK[3] + "x", '{"a": "b', "x"),
+    ],
+)
+def test_parse_whole_passes_arguments_on_that_cannot_be_read(format, text, arguments, content):
+    assert parsed(text, format) == Message(content, None, calls(("ping", arguments)))
+
+
+@pytest.mark.parametrize("format", CALLING)
+def test_parser_counts_calls_begun_and_complete(format):
+    text = written(format, "", "", [("ping", {"city": "x"}), ("ping", {"city": "y"})])
+    parser = Parser(format, TOOLS)
+    seen = []
+    for character in text:
+        parser.feed(character)
+        seen.append((parser.calls, parser.complete))
+    parser.end()
+    assert parser.calls == parser.complete == 2
+    assert [pair for pair, _ in itertools.groupby(seen)] == [(0, 0), (1, 0), (1, 1), (2, 1), (2, 2)]
+
+
+# What holds for any text
+
+
+def markers(format):
+    known = FORMATS[format]
+    found = [*(known.reasoning or ()), *(known.call or ()), *(known.calls or ()), known.separator, known.quote]
+    return [mark for mark in found if mark]
+
+
+PIECES = {
+    "plain": ["<think>", "a"],
+    "qwen": ['{"name": "ping", "arguments": ', '{"arguments": ', '"name": "ping"', '{"a": "', '"}', "}", ",", "\\"],
+    "qwen-xml": ["<function=weather>", "<function=", "<parameter=city>", "<parameter=days>", "</parameter>", "\n12\n"],
+    "gemma": ["thought\n", "call:ping{", "call:", "a:", "12", "[", "]", "{", "}", ",", '"'],
+    "deepseek-v3": ["function", "ping", "\n```json\n", '{"a": "', '"}', "\n```", "{}"],
+    "deepseek-v3.1": ["ping", '{"a": 1}', '"', "\\"],
+}
+PIECES["qwen-xml"] += ["</function>", *PIECES["qwen"]]
+
+
+def texts(format):
+    usual = [*markers(format), *PIECES[format], " ", "\n", "<", "</", "x", "ä", "🙂"]
+    return st.lists(st.sampled_from(usual) | st.text(max_size=3), max_size=14).map("".join)
+
+
+FORMAT_AND_TEXT = st.sampled_from(list(FORMATS)).flatmap(lambda name: st.tuples(st.just(name), texts(name)))
+
+
+def cut(text, places):
+    places = sorted({min(place, len(text)) for place in places})
+    return [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
+
+
+@settings(max_examples=250, deadline=None)
+@given(FORMAT_AND_TEXT, st.lists(st.integers(0, 120), max_size=8), st.booleans(), st.booleans())
+@example(("deepseek-v3", f"{DEEPSEEK[1]}a<b{DEEPSEEK[2]}{{}}"), [], False, True)
+def test_deltas_of_any_cut_make_the_whole(pair, places, inside, tools):
+    format, text = pair
+    given_tools = TOOLS if tools else None
+    want = parsed(text, format, given_tools, in_reasoning=inside)
+    for pieces in (cut(text, places), list(text), [text, ""]):
+        parser = Parser(format, given_tools, in_reasoning=inside, ids=numbered())
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.end()
+        assert gather(deltas) == want
+        assert all(isinstance(delta, CallBegin) or delta.text for delta in deltas)
+
+
+def bare(text, format):
+    for mark in markers(format):
+        text = text.replace(mark, "")
+    return "".join(text.split())
+
+
+@settings(max_examples=250, deadline=None)
+@given(FORMAT_AND_TEXT, st.booleans(), st.booleans())
+def test_text_without_calls_is_neither_lost_nor_doubled(pair, inside, tools):
+    format, text = pair
+    parser = Parser(format, TOOLS if tools else None, in_reasoning=inside)
+    deltas = [*parser.feed(text), *parser.end()]
+    if not parser.calls:
+        out = "".join(delta.text for delta in deltas)
+        label = FORMATS[format].label.strip()
+        assert bare(out, format).replace(label, "") == bare(text, format).replace(label, "")
+    if format == "plain":
+        assert gather(deltas).content == text
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<"), max_size=12)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"[a-z_]{1,5}", fullmatch=True), inner),
+    max_leaves=6,
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": WORDS,
+        "days": st.integers(),
+        "fine": st.booleans(),
+        "where": st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), VALUES, max_size=3),
+    },
+)
+ANSWERS = st.tuples(
+    st.sampled_from(CALLING),
+    WORDS.map(str.strip),
+    WORDS.map(str.strip),
+    st.lists(st.tuples(st.just("weather"), ARGUMENTS), max_size=3),
+    st.lists(st.integers(0, 400), max_size=8),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ANSWERS)
+def test_what_a_format_writes_comes_back(answer):
+    format, content, reasoning, pairs, places = answer
+    parser = Parser(format, TOOLS)
+    text = written(format, content, reasoning, pairs)
+    message = gather([d for piece in cut(text, places) for d in parser.feed(piece)] + parser.end())
+    assert (message.content or "", message.reasoning_content or "") == (content, reasoning)
+    assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == pairs
+    assert parser.complete == len(pairs)
+
+
+def test_parser_streams_strings_of_arguments_as_they_come():
+    for format in CALLING:
+        parser = Parser(format, TOOLS)
+        text = written(format, "", "", [("weather", {"city": "a b c d e f g"})])
+        at = text.index("d e")
+        assert gather(parser.feed(text[:at])).tool_calls[0].arguments == '{"city": "a b c '
+
+
+def test_parser_merges_deltas_of_a_kind():
+    parser = Parser("qwen", TOOLS, ids=numbered())
+    deltas = parser.feed('<think>a <b> c</think>d <b> e<tool_call>{"name": "ping", "arguments": {"a": "<"}}')
+    want = [Reasoning("a <b> c"), Content("d <b> e"), CallBegin(0, "call_0", "ping"), CallArguments(0, '{"a": "<"}')]
+    assert deltas == want
+
+
+HOSTILE = [
+    *["<", "<t", "<tool_call>", '<tool_call>{"arguments": [', '<tool_call>{"name": "ping", "arguments": {"a": "'],
+    *["<think>", "</think>", " ", " \n", "\n<parameter=city>", "</parameter>\n", "</function>\n", "{", '"', "\\", ","],
+    *["<|tool_call>call:ping{a:", '<|"|>', "call:ping{}", "<|channel>", "".join(DEEPSEEK[:3]), "x"],
+]
+PREFIXES = [
+    *["", "<tool_call><function=weather><parameter=city>", "<tool_call><function=weather><parameter=tags>"],
+    *['<tool_call>{"name": "ping", "arguments": ', '<tool_call>{"arguments": ', "<|tool_call>call:ping{a:"],
+    *['<|tool_call>call:ping{a:<|"|>', f'{DEEPSEEK[1]}ping{DEEPSEEK[2]}{{"a": "'],
+]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_parser_reads_each_character_a_bounded_number_of_times(format, monkeypatch):
+    """Steps per character do not grow with the length."""
+    steps = 0
+    more = Parser._more
+
+    def counted(self):
+        nonlocal steps
+        steps += 1
+        return more(self)
+
+    monkeypatch.setattr(Parser, "_more", counted)
+    for unit, prefix in itertools.product(HOSTILE, PREFIXES):
+        counts = []
+        for times in (1, 4):
+            steps = 0
+            text = prefix + unit * (500 // len(unit)) * times
+            parser = Parser(format, TOOLS)
+            for at in range(0, len(text), 97):
+                parser.feed(text[at : at + 97])
+            parser.end()
+            counts.append(steps)
+        assert counts[1] <= 4 * counts[0] + 60, (unit, prefix, counts)
+
+
+def test_parse_whole_takes_a_million_characters():
+    message = parsed(XML.format(f"<parameter=city>\n{'a<b>' * 250_000}\n</parameter>\n"), "qwen-xml")
+    assert len(message.tool_calls[0].arguments) == 1_000_000 + len('{"city": ""}')
+
+
+# Around the parser
+
+
+def test_call_id_is_new_each_time():
+    first, second = call_id(), call_id()
+    assert first != second and first.startswith("call_") and len(first) == 29
+
+
+def test_parser_names_the_formats():
+    with pytest.raises(InvalidArgument, match="format is 'llama', expected one of plain, qwen"):
+        Parser("llama")
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{}],
+        [{"type": "function", "function": None}],
+        [{"name": "ping", "parameters": []}],
+        [{"function": {"name": "ping", "parameters": {"properties": [1]}}}],
+        [{"function": {"name": "ping", "parameters": {"properties": {"a": 5, "b": {"$ref": "#/properties/b"}}}}}],
+        [{"function": {"name": "ping", "parameters": {"properties": {"a": {"$ref": "http://x"}, "b": {"type": 1}}}}}],
+    ],
+)
+def test_parser_takes_odd_tools(tools):
+    text = XML.replace("weather", "ping").format("<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n")
+    assert json.loads(parsed(text, "qwen-xml", tools).tool_calls[0].arguments) == {"a": "1", "b": "2"}
+
+
+def test_parser_follows_each_reference_once(monkeypatch):
+    seen = []
+    types = _arguments._types
+    monkeypatch.setattr(_arguments, "_types", lambda *args: seen.append(args) or types(*args))
+    each = {f"S{n}": {"anyOf": [{"$ref": f"#/$defs/S{n + 1}"}] * 20} for n in range(20)}
+    parameters = {"properties": {"a": {"$ref": "#/$defs/S0"}}, "$defs": each}
+    Parser("qwen-xml", [{"function": {"name": "f", "parameters": parameters}}])
+    assert 0 < len(seen) < 200
+
+
+def tokenizer(template=None, tokens=(), special=()):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: n for n, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    return Tokenizer(backend, templates=ChatTemplates({"default": (template, "t")}) if template is not None else None)
+
+
+@pytest.mark.parametrize(
+    "template, tokens, want",
+    [
+        (None, (), "plain"),
+        ("{{ messages }}", (), "plain"),
+        ("<tool_call>\\n{{ call.name }}", ("<tool_call>", "<think>"), "qwen"),
+        ("no tools", ("<think>", "</think>"), "qwen"),
+        ("<tool_call>\\n<function=x>\\n<parameter=y>", ("<tool_call>",), "qwen-xml"),
+        ("<|tool_call>call:", (), "gemma"),
+        ("no tools", ("<|channel>", "<channel|>"), "gemma"),
+        ("<｜tool▁sep｜>' + x + '\\n```json", ("<think>",), "deepseek-v3"),
+        ("<｜tool▁sep｜>", ("<think>",), "deepseek-v3.1"),
+    ],
+)
+def test_format_of_goes_by_template_and_tokens(template, tokens, want):
+    assert format_of(tokenizer(template, tokens)) == want
+
+
+@pytest.mark.parametrize(
+    "format, prompt, want",
+    [
+        ("qwen", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("qwen", "what is <think>?<|im_end|>\n", False),
+        ("deepseek-v3.1", "<｜Assistant｜><think>", True),
+        ("deepseek-v3.1", "<｜Assistant｜></think>", False),
+        ("gemma", "<|turn>model\n<|channel>thought\n", True),
+        ("gemma", "<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("gemma", "<|turn>model\n", False),
+        ("plain", "<think>", False),
+    ],
+)
+def test_in_reasoning_looks_at_the_end_of_the_prompt(format, prompt, want):
+    assert in_reasoning(format, prompt) is want
+
+
+def test_shown_tokens_become_text_although_they_are_special():
+    model = tokenizer(special=(*markers("gemma"), "<turn|>"))
+    text = written("gemma", "ok", "why", [("ping", {"a": "b"})])
+    ids = model.encode(text + "<turn|>")
+    hidden, seen = model.detokenizer(), model.detokenizer(shown=shown_tokens("gemma", tools=True))
+    assert "<|" not in "".join(map(hidden.add, ids))
+    assert "".join(map(seen.add, ids)) == text
+    assert shown_tokens("gemma", tools=False) == ("<|channel>", "<channel|>")
+    assert shown_tokens("plain", tools=True) == ()
+
+
+def test_markers_have_one_bracket_and_none_begins_another():
+    for format in FORMATS:
+        for mark in markers(format):
+            assert mark.rindex("<") == 0 and mark[1] in "/|｜cfpt"
+            assert [other for other in markers(format) if other.startswith(mark)] == [mark]
+
+
+def test_with_arguments_gives_templates_what_they_take():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    changed = with_arguments(messages, "qwen")
+    assert changed[0] == messages[0]
+    assert changed[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert with_arguments(messages, "deepseek-v3.1")[1]["tool_calls"][0] == call
+    assert with_arguments(changed, "deepseek-v3.1")[1]["tool_calls"][0] == call
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5", 5, None, "[" * 100_000, '{"a": NaN}'])
+def test_with_arguments_refuses_what_is_no_object(arguments):
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    with pytest.raises(InvalidArgument, match=r"^messages\[0\].tool_calls\[0\].function.arguments is .*, expected"):
+        with_arguments([message], "qwen")
