@@ -28,13 +28,13 @@ from benchmarks.random_checkpoint import write
 from penstock import models, ops
 from penstock.api import LLM
 from penstock.cli.bench import cut
-from penstock.engine.place import place_of
 from penstock.experts.layout import Layer
 from penstock.experts.open import expert_layers
 from penstock.experts.packed import NAME, open_packed, write_packed
 from penstock.experts.reader import ExpertReader
 from penstock.experts.store import HostSlots
 from penstock.models.source import Random, Stored
+from penstock.ops.device import device_for
 from penstock.weights.checkpoint import Checkpoint
 
 TOKENS = list(range(5, 25))
@@ -150,9 +150,9 @@ def slot_cost(config: dict[str, Any], device: str) -> float:
     if device == "cuda":
         import torch
 
-        gpu = place_of("cuda")
-        weights, ids = [gpu.put(a) for a in weights], [gpu.put(a) for a in ids]
-        x, w, slot_of = gpu.put(x).to(torch.bfloat16), gpu.put(w), gpu.put(slot_of)
+        gpu = device_for("cuda")
+        weights, ids = [gpu.to_device(a) for a in weights], [gpu.to_device(a) for a in ids]
+        x, w, slot_of = gpu.to_device(x).to(torch.bfloat16), gpu.to_device(w), gpu.to_device(slot_of)
     kernel = ops.moe_forward.kernel(device)
     assert kernel is not None
     out = x.copy() if device == "cpu" else x.clone()
@@ -166,7 +166,7 @@ def slot_cost(config: dict[str, Any], device: str) -> float:
         for made in runs.values():
             for call in made:
                 call()
-        runs = {name: [gpu.captured(made)] for name, made in runs.items()}
+        runs = {name: [gpu.capture(made)] for name, made in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(60):
         for name, made in runs.items():

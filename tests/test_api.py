@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import penstock
 from penstock import api
 from penstock.api import LLM, Stats
-from penstock.engine import place
+from penstock.backends.cpu import device as cpu_device
 from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory, PenstockError
 from tests.cli.common import program
 from tests.models.common import VOCAB, letters, moe_config, small_config, some_tokens, tensors, write_model
@@ -84,8 +84,8 @@ def test_load_names_a_bad_option(options: dict[str, Any], words: str, folder: Pa
 
 
 def test_load_says_why_a_gpu_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backends.cuda.place.interpreted", lambda: False)
-    monkeypatch.setattr("penstock.backends.cuda.place.unusable", lambda: "torch finds no GPU")
+    monkeypatch.setattr("penstock.backends.cuda.device.interpreted", lambda: False)
+    monkeypatch.setattr("penstock.backends.cuda.device.unusable", lambda: "torch finds no GPU")
     with pytest.raises(BackendError, match="^load: device is 'cuda', expected 'cpu': torch finds no GPU$"):
         penstock.load(folder, device="cuda")
 
@@ -120,17 +120,17 @@ def test_load_tells_remarks_to_whoever_asks(folder: Path, caplog: pytest.LogCapt
 
 
 def test_load_refuses_a_context_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "available_memory", lambda: api._WORKING + 1000)
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: api._WORKING + 1000)
     with pytest.raises(OutOfMemory, match="2048 positions need .* GB of memory, 0.00 GB are free"):
         penstock.load(folder, device="reference", max_context=2048)
-    monkeypatch.setattr(place, "available_memory", lambda: 1000)
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: 1000)
     with pytest.raises(OutOfMemory):
         penstock.load(folder, device="reference")
 
 
 def test_load_shortens_the_context_to_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = penstock.load(folder, device="reference")._engine.caches
-    monkeypatch.setattr(place, "available_memory", lambda: api._WORKING + caches.bytes_of(1500))
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: api._WORKING + caches.bytes_of(1500))
     assert penstock.load(folder, device="reference").max_context == 1024
 
 

@@ -20,7 +20,6 @@ from penstock.engine import ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import Engine, Model
 from penstock.engine.generation import Chunk, Completion, Request, Timings, run, sampling_params
-from penstock.engine.place import Host, Place, place_of
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
@@ -28,6 +27,7 @@ from penstock.experts.open import ExpertOptions, budget_of, expert_layers, open_
 from penstock.experts.store import slot_counts
 from penstock.models.gguf import open_gguf
 from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Shelved, Source, Stored
+from penstock.ops.device import Device, device_for, device_type
 from penstock.settings import Settings
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer
@@ -142,12 +142,12 @@ class LLM:
         return self._engine.max_context
 
     def __repr__(self) -> str:
-        return f"LLM({self.config.model_type}, {self._engine.device}, context {self.max_context})"
+        return f"LLM({self.config.model_type}, {self._engine.device.name}, context {self.max_context})"
 
     def stats(self) -> Stats:
         """Tokens, seconds, bytes so far (a copy)."""
         now = Stats(**asdict(self._stats))
-        now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, self._engine.place.peak()
+        now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, self._engine.device.peak_memory()
         if (streamed := self._engine.experts) is not None:
             self._engine.tell()
             counters, now.expert_bytes = streamed.store.counters, streamed.store.nbytes
@@ -320,24 +320,24 @@ def load(
     "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by `penstock pack`, by
     default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps choose. docs/streaming.md
     has more. `notify` receives remarks (skipped tensors, copies), else they are logged; `progress` the share of
-    the weights that are in their place. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
+    the weights that are there. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
-    device, dtype, activations = _choices(device, dtype, activations, threads)
+    name, dtype, activations = _choices(device, dtype, activations, threads)
     packed = None if expert_file is None else os.fspath(expert_file)
     experts = ExpertOptions(expert_cache, expert_host, expert_io, expert_policy, packed, expert_prefetch)
-    place = place_of(device)
+    where = device_for(name)
     folder: Path = (
         _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)
     )
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
     read = _read_gguf if folder.is_file() else _read_folder
-    model, tokenizer, notices = read(folder, device, place, experts, options, progress)
+    model, tokenizer, notices = read(folder, where, experts, options, progress)
     for notice in notices:
         notify(notice)
-    engine = _engine(model, device, place, dtype, activations, max_context, deterministic, f"{folder}")
+    engine = _engine(model, where, dtype, activations, max_context, deterministic, f"{folder}")
     return LLM(engine, tokenizer, _named(path_or_hub_id, folder), notices)
 
 
@@ -351,8 +351,7 @@ def _named(given: str | os.PathLike[str] | None, folder: Path) -> str | None:
 
 def _read_folder(
     folder: Path,
-    device: str,
-    place: Place,
+    device: Device,
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
@@ -364,49 +363,48 @@ def _read_folder(
     _check_vocab(f"{folder}", tokenizer, config)
     source = Stored(checkpoint, *family.names(checkpoint, config))
     copied = _copied_bytes(checkpoint)
-    caches = Caches(family.caches(config), options["dtype"], place)
+    caches = Caches(family.caches(config), options["dtype"], device)
     beside = _WORKING + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
-    layers = _streamed_layers(family, source, config, experts, place, checkpoint.nbytes + beside)
+    layers = _streamed_layers(family, source, config, experts, device, checkpoint.nbytes + beside)
     streams = bool(layers) or experts.asked
     if not streams:
-        _check_fits(f"{folder}", place, checkpoint.nbytes, copied)
-    if device == "cpu":
+        _check_fits(f"{folder}", device, checkpoint.nbytes, copied)
+    if device.compiles_ahead:
         ahead.start(options)
     notices: list[str] = []
     streamed = None
     if streams:
         away = sum(layer.nbytes for layer in layers)
-        rest = (checkpoint.nbytes - away if not isinstance(place, Host) else max(0, copied - away)) + beside
-        budget = budget_of(experts, layers, rest, place, f"{folder}")
+        rest = (checkpoint.nbytes - away if not device.host_memory else max(0, copied - away)) + beside
+        budget = budget_of(experts, layers, rest, device, f"{folder}")
         slot_counts(layers, budget, config.top_k)
-        put = _putting(place, checkpoint.nbytes - away, progress)
+        put = _putting(device, checkpoint.nbytes - away, progress)
         weights = family.read_weights(Shelved(source, put), config)
-        opened = open_experts(weights, experts, budget, config.top_k, place, folder, checkpoint.fingerprint)
+        opened = open_experts(weights, experts, budget, config.top_k, device, folder, checkpoint.fingerprint)
         weights, streamed, notices = opened
-        weights, placed = models.placed(weights, place.put), models.placed(config, place.put)
+        weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
     else:
-        weights, placed = _weights(family, source, config, place, checkpoint.nbytes, progress)
+        weights, placed = _weights(family, source, config, device, checkpoint.nbytes, progress)
     notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
-    check = checkpoint.check if isinstance(place, Host) else None
+    check = checkpoint.check if device.host_memory else None
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check)
     return model, tokenizer, notices
 
 
 def _streamed_layers(
-    family: ModuleType, source: Stored, config: Any, experts: ExpertOptions, place: Place, need: int
+    family: ModuleType, source: Stored, config: Any, experts: ExpertOptions, device: Device, need: int
 ) -> list[Layer]:
     """The layers whose experts are to be streamed: asked for, or a model of which `need` bytes do not fit."""
-    if not (experts.asked or (need > place.free() and config.top_k and place.kernels)):
+    if not (experts.asked or (need > device.free_memory() and config.top_k and device.runs_programs)):
         return []
-    if not place.kernels:
+    if not device.runs_programs:
         raise InvalidArgument("load: expert_cache is given, expected 'auto' for device 'reference'")
     return expert_layers(family, source, config)
 
 
 def _read_gguf(
     path: Path,
-    device: str,
-    place: Place,
+    device: Device,
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
@@ -417,20 +415,20 @@ def _read_gguf(
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
     _check_vocab(f"{path}", tokenizer, config)
-    _check_fits(f"{path}", place, found.nbytes, found.copied_nbytes)
-    if device == "cpu":
+    _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
+    if device.compiles_ahead:
         ahead.start(options)
-    weights, placed = _weights(found.family, found.source, config, place, found.nbytes, progress)
+    weights, placed = _weights(found.family, found.source, config, device, found.nbytes, progress)
     return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
 
 
-def _putting(place: Place, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
-    """`place.put` that tells the share of all `nbytes` that are there."""
+def _putting(device: Device, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
+    """`device.to_device` that tells the share of all `nbytes` that are there."""
     done = 0
 
     def put(value: Any) -> Any:
         nonlocal done
-        there = place.put(value)
+        there = device.to_device(value)
         done += value.nbytes
         if progress is not None:
             progress(min(1.0, done / max(1, nbytes)))
@@ -443,16 +441,16 @@ def _weights(
     family: ModuleType,
     source: Source,
     config: Any,
-    place: Place,
+    device: Device,
     nbytes: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> tuple[Any, Any]:
-    """A family's weights and config with their arrays in place: matrices as they are read, small ones at the end.
+    """A family's weights and config with their arrays on a device: matrices as they are read, small ones at the end.
 
     progress: is told the share of all `nbytes` that are there.
     """
-    weights = family.read_weights(Placed(source, _putting(place, nbytes, progress)), config)
-    return models.placed(weights, place.put), models.placed(config, place.put)
+    weights = family.read_weights(Placed(source, _putting(device, nbytes, progress)), config)
+    return models.placed(weights, device.to_device), models.placed(config, device.to_device)
 
 
 def _copied_bytes(checkpoint: Checkpoint) -> int:
@@ -492,20 +490,21 @@ def load_random(
 
     here: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
     """
-    device, dtype, activations = _choices(device, dtype, activations, threads)
-    place = place_of(device)
+    name, dtype, activations = _choices(device, dtype, activations, threads)
+    where = device_for(name)
     family = models.family_of(dict(config))
     read = family.read_config(dict(config))
-    need, free = random_nbytes(config) + _WORKING, place.free()
+    need, free = random_nbytes(config) + _WORKING, where.free_memory()
     if need > free:
-        raise OutOfMemory(f"random weights: need {need / 1e9:.2f} GB of {place.memory}, {free / 1e9:.2f} GB are free")
+        found = f"random weights: need {need / 1e9:.2f} GB of {where.memory_name}"
+        raise OutOfMemory(f"{found}, {free / 1e9:.2f} GB are free")
     source = Random(config, seed, progress)
-    if here and isinstance(place, Maker):
-        source = RandomHere(config, place, seed, progress)
-    weights, placed = _weights(family, source, read, place)
+    if here and isinstance(where, Maker):
+        source = RandomHere(config, where, seed, progress)
+    weights, placed = _weights(family, source, read, where)
     model = Model(family, placed, weights, f"random-{seed}", models.bytes_of(weights))
     what = "random weights"
-    return LLM(_engine(model, device, place, dtype, activations, max_context, deterministic, what), None, None, ())
+    return LLM(_engine(model, where, dtype, activations, max_context, deterministic, what), None, None, ())
 
 
 def random_nbytes(config: Mapping[str, Any]) -> int:
@@ -541,28 +540,28 @@ def _choices(device: str, dtype: str, activations: str, threads: int | None) -> 
     settings = Settings.from_env()
     if device == "auto":
         device = settings.device if settings.device != "auto" else "cpu" if cuda.unusable() else "cuda"
-    if (count := threads if threads is not None else settings.threads) is not None and device == "cpu":
-        from penstock.backends.cpu._threads import set_threads
+    kind = device_type(device)
+    if (count := threads if threads is not None else settings.threads) is not None:
+        kind.set_threads(count)
+    return (
+        device,
+        kind.default_dtype if dtype == "auto" else dtype,
+        kind.default_activations if activations == "auto" else activations,
+    )
 
-        set_threads(count)
-    on_gpu = device == "cuda"
-    dtype = dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
-    return device, dtype, activations if activations != "auto" else "float32" if on_gpu else "int8"
 
-
-def _check_fits(what: str, place: Place, files: int, copies: int) -> None:
+def _check_fits(what: str, device: Device, files: int, copies: int) -> None:
     """Weights fit: on the host `copies` beside the mapped files, on a GPU all of them."""
-    host = isinstance(place, Host)
-    need, free = (copies if host else files) + _WORKING, place.free()
+    host = device.host_memory
+    need, free = (copies if host else files) + _WORKING, device.free_memory()
     if need > free:
-        found = f"{what}: needs {need / 1e9:.2f} GB of {place.memory}{' beside its files' if host else ''}"
+        found = f"{what}: needs {need / 1e9:.2f} GB of {device.memory_name}{' beside its files' if host else ''}"
         raise OutOfMemory(f"{found}, {free / 1e9:.2f} GB are free" + ("" if host else "; device='cpu' may fit"))
 
 
 def _engine(
     model: Model,
-    device: str,
-    place: Place,
+    device: Device,
     dtype: str,
     activations: str,
     max_context: int | None,
@@ -583,16 +582,15 @@ def _engine(
         dtype=dtype,
         max_context=chosen,
         deterministic=deterministic,
-        place=place,
     )
-    free = place.free() - _WORKING
+    free = device.free_memory() - _WORKING
     while (max_context is None and engine.max_context > 256) and engine.caches.bytes_of(engine.max_context) > free:
         engine.max_context //= 2
     need = engine.caches.bytes_of(engine.max_context if max_context is not None else min(engine.max_context, 256))
     if need > free:
         fitting = next((n for n in (chosen >> k for k in range(1, 30)) if engine.caches.bytes_of(n) <= free), 0)
         advice = f"; max_context={fitting} would fit" if fitting else ""
-        found = f"{what}: {engine.max_context} positions need {need / 1e9:.2f} GB of {place.memory}"
+        found = f"{what}: {engine.max_context} positions need {need / 1e9:.2f} GB of {device.memory_name}"
         raise OutOfMemory(f"{found}, {max(free, 0) / 1e9:.2f} GB are free{advice}")
     return engine
 

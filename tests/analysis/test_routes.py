@@ -90,7 +90,7 @@ def test_record_leaves_the_model_as_it_was(llm, monkeypatch):
     record(llm, some_tokens(6), max_tokens=8)
     assert llm._engine.programs.wrap is None
     copied = []
-    monkeypatch.setattr(type(llm._engine.place), "copy_all", lambda self, into, arrays: copied.append(into))
+    monkeypatch.setattr(type(llm._engine.device), "copy_all", lambda self, into, arrays: copied.append(into))
     used = llm._engine.caches.pools[None].used
     decoded = llm._engine.open()
     monkeypatch.setattr(steps.Engine, "_state", lambda *args, **kwargs: None)  # which copies recurrent states
@@ -132,7 +132,7 @@ def test_record_keeps_another_wrap(llm):
 
 
 def test_record_keeps_other_threads_waiting(llm):
-    """A step of another thread would be noted in the place of this one's."""
+    """A step of another thread would be noted in the device of this one's."""
     taken = []
 
     def try_it(count):

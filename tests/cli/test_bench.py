@@ -187,7 +187,7 @@ def test_bench_refuses_what_is_longer_than_the_context(capsys, tiny):
 
 @pytest.mark.parametrize("options", [("-b", "1,2000000"), ("-n", "200000000", "-p", "0")])
 def test_bench_refuses_batches_and_contexts_beyond_memory(capsys, tmp_path, monkeypatch, options):
-    monkeypatch.setattr("penstock.engine.place.available_memory", lambda: 8 << 30)
+    monkeypatch.setattr("penstock.backends.cpu.device.available_memory", lambda: 8 << 30)
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(TINY | {"max_position_embeddings": 1 << 30}))
     shown = call(capsys, "bench", "--random", str(path), *options)

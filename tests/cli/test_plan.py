@@ -12,8 +12,8 @@ import penstock
 from penstock import models
 from penstock.analysis import plan as planning
 from penstock.analysis.routes import Routes
+from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches
-from penstock.engine.place import Host
 from penstock.errors import CheckpointError
 from penstock.experts.simulate import Trace, simulate
 from penstock.experts.sizes import parse_size
@@ -70,7 +70,7 @@ def test_plan_of_a_config_needs_no_weights(capsys, tiny):
 
 def test_cache_needs_by_hand():
     layouts = [Pages(40, 24), Pages(40, 24, window=1000), Recurrent((3, 10), (2, 4, 5)), Pages(8, 8)]
-    needs = planning.cache_needs(Caches(layouts, "bfloat16", Host()))
+    needs = planning.cache_needs(Caches(layouts, "bfloat16", CpuDevice()))
     assert needs.per_1000 == 1000 * (64 + 16) * 2
     assert needs.windows == (4 + 2) * 256 * 64 * 2  # pages of 256 positions that a window of 1000 touches, and two
     assert needs.state == 3 * 10 * 2 + 2 * 4 * 5 * 4

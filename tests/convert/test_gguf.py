@@ -16,6 +16,7 @@ from penstock.convert.run import Options, convert
 from penstock.engine.engine import Engine, Model
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.gguf import open_gguf
+from penstock.ops.device import device_for
 from penstock.quant import QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.gguf import GgufFile
@@ -121,7 +122,7 @@ def _random_blocks(shape: tuple[int, ...], type_name: str) -> np.ndarray:
 
 def engine_of(source: Any, family: Any, config: Any) -> Engine:
     model = Model(family, config, family.read_weights(source, config), "test")
-    return Engine(model, device="reference", activations="float32", max_context=config.max_positions)
+    return Engine(model, device=device_for("reference"), activations="float32", max_context=config.max_positions)
 
 
 def logits(engine: Engine, tokens: list[int]) -> np.ndarray:

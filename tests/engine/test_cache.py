@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from penstock.engine import place
+from penstock.backends.cpu import device as cpu_device
 from penstock.engine.cache import Caches, PageTable, Sequence, Snapshot
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE, Layout, Pages, Recurrent
@@ -256,7 +256,7 @@ def test_bytes_of_is_what_a_sequence_takes() -> None:
 @contextmanager
 def memory_of(patch: pytest.MonkeyPatch, size: int) -> Iterator[None]:
     with patch.context() as inner:
-        inner.setattr(place, "available_memory", lambda: size)
+        inner.setattr(cpu_device, "available_memory", lambda: size)
         yield
 
 

@@ -9,10 +9,11 @@ import pytest
 
 import penstock
 from penstock.api import LLM
-from penstock.engine import place
+from penstock.backends.cpu import device as cpu_device
 from penstock.engine.engine import Engine
 from penstock.engine.programs import Runner
 from penstock.errors import InvalidArgument, OutOfMemory
+from penstock.ops.device import device_for
 from tests.models.common import VOCAB, small_config, some_tokens, write_model
 
 
@@ -24,7 +25,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture
 def engine(llm: LLM) -> Engine:
     """A new engine on the model, with caches of its own."""
-    return Engine(llm._engine.model, device="cpu", activations="float32", max_context=600)
+    return Engine(llm._engine.model, activations="float32", max_context=600)
 
 
 def failing(error: BaseException, after: int = 0) -> Callable[..., None]:
@@ -48,7 +49,7 @@ def failing(error: BaseException, after: int = 0) -> Callable[..., None]:
 
 
 def test_prefill_is_cut_at_the_grid(engine: Engine) -> None:
-    assert engine.place.grid == 256
+    assert engine.device.chunk_alignment == 256
     pieces: list[int] = []
     sequence = engine.open()
     engine.prefill(sequence, some_tokens(100), progress=pieces.append)
@@ -184,7 +185,7 @@ def test_out_of_memory_leaves_sequences_as_they_were(engine: Engine, monkeypatch
     for other in others:
         engine.prefill(other, [1])
     with monkeypatch.context() as patch:
-        patch.setattr(place, "available_memory", lambda: 0)
+        patch.setattr(cpu_device, "available_memory", lambda: 0)
         with pytest.raises(OutOfMemory):
             engine.decode([sequence], tokens[256:257])
         with pytest.raises(OutOfMemory):
@@ -235,7 +236,7 @@ def test_several_threads_may_use_an_engine(engine: Engine) -> None:
 
 
 def test_reference_engine_leaves_the_backend_outside_alone(llm: LLM) -> None:
-    reference = Engine(llm._engine.model, device="reference", activations="float32", max_context=64)
+    reference = Engine(llm._engine.model, device=device_for("reference"), activations="float32", max_context=64)
     want = llm.logits([1, 2, 3])
     got = reference.prefill(reference.open(), [1, 2, 3], every=True)
     assert 0 < np.abs(got - want).max() < 1e-4

@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock.api import LLM
-from penstock.engine import place
+from penstock.backends.cpu import device as cpu_device
 from penstock.engine.generation import MAX_BATCH, Request, Timings, run, sampling_params
 from penstock.engine.sampling import SamplingParams
 from penstock.errors import BackendError, DTypeError, InvalidArgument, OutOfMemory
@@ -275,13 +275,13 @@ def test_run_closes_its_sequences_when_the_reader_stops(llm: LLM) -> None:
 
 def test_run_closes_its_sequences_when_memory_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm.generate([1], max_tokens=1)
-    monkeypatch.setattr(place, "available_memory", lambda: 0)
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: 0)
     with pytest.raises(OutOfMemory):
         llm.generate([[1]] * 64, max_tokens=2)
 
 
 def test_generate_names_scores_that_are_not_finite(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm._engine.place, "host", lambda array: np.full(array.shape, np.nan, np.float32))
+    monkeypatch.setattr(llm._engine.device, "to_host", lambda array: np.full(array.shape, np.nan, np.float32))
     with pytest.raises(BackendError, match="^sample: the model produced non-finite logits at position 1: NaN for 263"):
         llm.generate([1], max_tokens=3)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.api import LLM, load_random
-from penstock.engine import place
+from penstock.backends.cpu import device as cpu_device
 from penstock.engine.engine import Engine
 from penstock.engine.prefix import PrefixCache
 from penstock.engine.scheduler import Scheduler
@@ -410,7 +410,7 @@ def test_prefixes_go_when_the_machine_is_short_of_memory(
             made.submit(made.request(some_tokens(600, seed=n), max_tokens=3)).result(SECONDS)
         assert made.metrics().prefix_entries == 6
         free = len(caches.pools[None].free)
-        monkeypatch.setattr(place, "available_memory", lambda: 0)  # caches cannot grow
+        monkeypatch.setattr(cpu_device, "available_memory", lambda: 0)  # caches cannot grow
         done = made.submit(made.request([5], max_tokens=(free + 2) * PAGE - 1, stop=["a"], logit_bias=letters()))
         assert done.result(SECONDS).tokens
         assert 0 < made.metrics().prefix_entries < 6

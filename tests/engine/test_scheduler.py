@@ -17,12 +17,12 @@ import pytest
 import penstock
 from penstock import ops
 from penstock.api import LLM, load_random
-from penstock.engine import place
+from penstock.backends.cpu import device as cpu_device
+from penstock.backends.cpu.device import CpuDevice
 from penstock.engine import scheduler as module
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.generation import Completion, Running
-from penstock.engine.place import Host
 from penstock.engine.programs import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.ticket import Ticket
@@ -34,7 +34,7 @@ LETTERS = letters()
 SECONDS = 60  # after which a test that waits has failed
 
 
-class DrawingHost(Host):
+class DrawingHost(CpuDevice):
     """Host memory whose device draws the tokens itself and may be a step ahead, as a GPU does."""
 
     draws = True
@@ -70,9 +70,9 @@ class Drawing:
         return Flight()
 
 
-def with_place(llm: LLM, place: Host, max_context: int) -> LLM:
+def with_device(llm: LLM, device: CpuDevice, max_context: int) -> LLM:
     old = llm._engine
-    engine = Engine(old.model, activations=old.activations, max_context=max_context, place=place)
+    engine = Engine(old.model, activations=old.activations, max_context=max_context, device=device)
     return LLM(engine, llm.tokenizer, None, ())
 
 
@@ -84,12 +84,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture(params=["scores", "drawn"])
 def llm(request: pytest.FixtureRequest, loaded: LLM) -> LLM:
     """The model with caches of its own, once with scores that go to the host, once with a device that draws."""
-    return with_place(loaded, Host() if request.param == "scores" else DrawingHost(), 2048)
+    return with_device(loaded, CpuDevice() if request.param == "scores" else DrawingHost(), 2048)
 
 
 @pytest.fixture
 def plain(loaded: LLM) -> LLM:
-    return with_place(loaded, Host(), 2048)
+    return with_device(loaded, CpuDevice(), 2048)
 
 
 @contextlib.contextmanager
@@ -216,7 +216,7 @@ def test_the_same_request_gives_the_same_text_in_any_company(llm: LLM, rng: np.r
 
 def test_a_drawing_device_is_ahead_of_its_host(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the tests with it show nothing."""
-    llm = with_place(loaded, DrawingHost(), 2048)
+    llm = with_device(loaded, DrawingHost(), 2048)
     ahead = 0
     draw = llm._engine.draw
 
@@ -233,7 +233,7 @@ def test_a_drawing_device_is_ahead_of_its_host(loaded: LLM, monkeypatch: pytest.
 
 def test_a_device_that_was_ahead_starts_anew_after_others(loaded: LLM) -> None:
     """A request is paused, another one uses the program that holds its tokens, then it goes on."""
-    llm = with_place(loaded, DrawingHost(), 2048)
+    llm = with_device(loaded, DrawingHost(), 2048)
     want = [llm.generate([n], max_tokens=40, temperature=1.0, seed=0).tokens for n in (5, 6)]
     llm._engine.caches.make_room({None: 8}, 4)  # programs stay as they are
     with scheduler(llm, buffer=3) as made:
@@ -259,8 +259,8 @@ def test_cuda_texts_are_those_of_requests_alone(tmp_path: Path) -> None:
     """With prefixes, which a GPU stores at multiples of 2048."""
     folder = write_model(tmp_path, small_config(max_position_embeddings=8192))
     llm = penstock.load(folder, device="cuda", deterministic=True)
-    assert llm._engine.place.draws
-    slow = getattr(llm._engine.place, "interpreted", False)  # seconds per token
+    assert llm._engine.device.samples_tokens
+    slow = getattr(llm._engine.device, "interpreted", False)  # seconds per token
     lengths, tokens = ([3, 5], 2) if slow else ([3, 40, 2047, 2048, 9, 2049, 5000] * 2, 40)
     cases = [(some_tokens(length, seed=length), KINDS[n % len(KINDS)]) for n, length in enumerate(lengths)]
     want = [llm.generate(prompt, max_tokens=tokens, **options) for prompt, options in cases]
@@ -472,9 +472,9 @@ def test_memory_for_all_of_max_tokens_is_there_when_a_request_starts(plain: LLM,
 
 def test_a_request_fails_if_the_machine_has_no_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with scheduler(plain) as made:
-        plain._engine.caches.place.pages = 1  # type: ignore[misc]
+        plain._engine.caches.device.min_pages = 1  # type: ignore[misc]
         with monkeypatch.context() as patch:
-            patch.setattr(place, "available_memory", lambda: 0)
+            patch.setattr(cpu_device, "available_memory", lambda: 0)
             with pytest.raises(OutOfMemory, match="^cache: .* are needed"):
                 made.submit(made.request([5], max_tokens=2000)).result(SECONDS)
         assert made.submit(made.request([5], max_tokens=3)).result(SECONDS).tokens
@@ -493,7 +493,7 @@ def test_caches_make_room_once(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     assert caches._slots == 6
     assert caches.bytes_of(600) == 3 * caches.page_bytes(None) + caches.slot_bytes
     room = (64 << 20) + caches.page_bytes(None)  # not for twice as many: then as many as needed
-    monkeypatch.setattr(place, "available_memory", lambda: room)
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: room)
     caches.make_room({None: 10}, 0)
     room = (64 << 20) + caches.slot_bytes
     caches.make_room({None: 10}, 7)
@@ -513,8 +513,8 @@ def test_caches_that_grew_in_part_are_bound_again(monkeypatch: pytest.MonkeyPatc
         engine.decode([sequence], [5])
         if fails:
             with monkeypatch.context() as patch:
-                made = [engine.place.zeros((31, 256, layout.first), "float32") for layout in pages[:1] for _ in "kv"]
-                patch.setattr(engine.place, "zeros", lambda *shape, made=made: made.pop())
+                made = [engine.device.zeros((31, 256, layout.first), "float32") for layout in pages[:1] for _ in "kv"]
+                patch.setattr(engine.device, "zeros", lambda *shape, made=made: made.pop())
                 with pytest.raises(IndexError):
                     engine.caches.make_room({None: 30}, 0)
             engine.decode([sequence], [6])
@@ -529,7 +529,7 @@ def test_memory_is_by_default_what_is_free(plain: LLM, monkeypatch: pytest.Monke
     caches = plain._engine.caches
     whole = caches.bytes_of(plain.max_context)
     for free in (4 << 30, (300 << 20) + whole, 0):
-        monkeypatch.setattr(place, "available_memory", lambda free=free: free)
+        monkeypatch.setattr(cpu_device, "available_memory", lambda free=free: free)
         if not free:
             caches.make_room({None: 4}, 1)
         with scheduler(plain) as made:
@@ -738,7 +738,7 @@ def test_many_requests_with_cancels_leave_nothing(llm: LLM, rng: np.random.Gener
 
 
 def failing(error: Exception, fails: Callable[[Runner, int], bool]) -> Callable[..., None]:
-    """In the place of `Runner.run`: steps for which `fails(runner, rows)` says so stop half-way."""
+    """In the device of `Runner.run`: steps for which `fails(runner, rows)` says so stop half-way."""
     run = Runner.run
 
     def half(self: Runner, *args: Any) -> None:
@@ -890,7 +890,7 @@ def test_memory_that_ends_in_the_middle_ends_one_request(plain: LLM, monkeypatch
         next(large)
         thief = plain._engine.open()
         with monkeypatch.context() as patch:
-            patch.setattr(place, "available_memory", lambda: 0)
+            patch.setattr(cpu_device, "available_memory", lambda: 0)
             with pytest.raises(OutOfMemory), plain._engine._lock:
                 while True:
                     plain._engine.caches.reserve(thief, 256)

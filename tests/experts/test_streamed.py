@@ -130,11 +130,11 @@ def test_a_model_larger_than_memory_is_streamed_by_itself(folder_of, monkeypatch
     caches, positions = probe._engine.caches, min(probe.config.max_positions, 4096)
     file = (folder / "model.safetensors").stat().st_size
     free = (256 << 20) + caches.nbytes + caches.bytes_of(positions) + file - size // 2
-    monkeypatch.setattr("penstock.engine.place.available_memory", lambda: free)
+    monkeypatch.setattr("penstock.backends.cpu.device.available_memory", lambda: free)
     llm = load(folder, max_context=256)
     assert llm._engine.experts is not None and 0 < llm.stats().expert_bytes <= size
     np.testing.assert_array_equal(llm.logits(TOKENS[:30]), want)
-    monkeypatch.setattr("penstock.engine.place.available_memory", lambda: 256 << 20)
+    monkeypatch.setattr("penstock.backends.cpu.device.available_memory", lambda: 256 << 20)
     with pytest.raises(OutOfMemory, match=r"expert_cache: .* are asked for"):
         load(folder, expert_cache="100%")
 

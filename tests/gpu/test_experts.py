@@ -9,7 +9,7 @@ import torch
 
 import penstock
 from penstock.backends.cuda import experts
-from penstock.backends.cuda.place import Gpu
+from penstock.backends.cuda.device import CudaDevice
 from penstock.errors import CheckpointError
 from penstock.experts.layout import Format, Layer, stacked, views
 from penstock.experts.store import Store
@@ -42,7 +42,7 @@ class Numbers:
 def made(count: int, host: str, policy: str = "lru") -> tuple[Store, Numbers, experts.GpuTier]:
     """Two layers of ten experts, of which `count` are in slots."""
     parts = tuple(stacked(Path("x"), 0, 10, spec) for spec in SPECS)
-    reader, tier = Numbers(), experts.GpuTier(Gpu(), host, 2)
+    reader, tier = Numbers(), experts.GpuTier(CudaDevice(), host, 2)
     store = Store([Layer("a", parts), Layer("b", parts)], reader, count * Format(SPECS).payload, 2, policy, tier)
     tier.shown(store)
     return store, reader, tier
@@ -100,9 +100,9 @@ INPUTS = ("slots", "positions", "lengths")
 def look(store: Store, tier: experts.GpuTier, layer: int, ids: list[list[int]], active: list[int]) -> tuple[Any, Any]:
     """What a decode step of a layer does on the device; its report, and what became of the inputs."""
     gpu = tier._gpu
-    missing = gpu.missing(tier, 2, len(ids) * len(ids[0]))
-    chosen = torch.tensor(ids, dtype=torch.int32, device=gpu.device)
-    inputs = {name: torch.tensor(active, dtype=torch.int32, device=gpu.device) for name in INPUTS}
+    missing = gpu.miss_detector(tier, 2, len(ids) * len(ids[0]))
+    chosen = torch.tensor(ids, dtype=torch.int32, device=gpu.torch_device)
+    inputs = {name: torch.tensor(active, dtype=torch.int32, device=gpu.torch_device) for name in INPUTS}
     missing.rank(0)
     missing.look(1, layer, chosen, inputs)
     missing.wait()

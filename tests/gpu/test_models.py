@@ -107,7 +107,7 @@ def test_cuda_rows_do_not_depend_on_the_batch_when_deterministic(name):
 @pytest.mark.cuda
 def test_cuda_prefill_at_grid_points_gives_the_same_bits_as_one_piece():
     llm = load_random(moe_config(max_position_embeddings=1 << 13), device="cuda")
-    grid = llm._engine.place.grid
+    grid = llm._engine.device.chunk_alignment
     tokens = some_tokens(2 * grid + 300)
     np.testing.assert_array_equal(in_pieces(llm, tokens, [grid, 2 * grid]), in_pieces(llm, tokens, []))
 

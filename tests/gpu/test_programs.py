@@ -96,7 +96,7 @@ def test_cuda_a_thousand_replays_give_the_tokens_of_single_steps(name, monkeypat
         kept = tuple(calls)
         return lambda: [call() for call in kept]
 
-    monkeypatch.setattr(engine.place, "captured", listed)
+    monkeypatch.setattr(engine.device, "capture", listed)
     engine.programs._kept.clear()
     assert sampled(engine, Sampler(SamplingParams(), vocab), some_tokens(50), 1040) == replayed
     widths = {key[2] for key in engine.programs._kept if key[0] == "decode"}
@@ -119,7 +119,7 @@ def test_cuda_generation_ahead_of_the_host_gives_the_host_s_texts(name, text_mod
     """Several requests of different lengths, with ends on the way, against the path that reads scores."""
     prompts = [some_tokens(n, seed=n) for n in (3, 40, 250, 9, 100)]
     got = [answers(text_model, prompts, limit, **DRAWS[name]) for limit in (1, 2, 30)]
-    monkeypatch.setattr(text_model._engine.place, "draws", False)
+    monkeypatch.setattr(text_model._engine.device, "samples_tokens", False)
     want = [answers(text_model, prompts, limit, **DRAWS[name]) for limit in (1, 2, 30)]
     assert got == want
 

@@ -31,7 +31,7 @@ def unfused(llm: LLM) -> LLM:
     """The same model without fusion."""
     engine = llm._engine
     options = {"device": engine.device, "activations": engine.activations, "dtype": engine.dtype}
-    plain = Engine(engine.model, **options, max_context=engine.max_context, place=engine.place, fused=False)
+    plain = Engine(engine.model, **options, max_context=engine.max_context, fused=False)
     return LLM(plain, None, None, ())
 
 

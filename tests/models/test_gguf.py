@@ -17,6 +17,7 @@ import penstock
 from penstock.engine.engine import Engine, Model
 from penstock.errors import CheckpointError
 from penstock.models.gguf import GgufModel, open_gguf
+from penstock.ops.device import device_for
 from penstock.quant import QuantizedTensor
 from penstock.weights.gguf import SUPPORTED, GgufFile
 from tests.models.common import GGUF_ARCHITECTURES, GGUF_NAMES, VOCAB, error, some_tokens, write_tokenizer
@@ -211,7 +212,7 @@ def logits(model: GgufModel, tokens: list[int], device: str = "cpu", activations
     config = model.read_config()
     weights = model.family.read_weights(model.source, config)
     loaded = Model(model.family, config, weights, model.fingerprint, model.nbytes)
-    engine = Engine(loaded, device=device, activations=activations, max_context=config.max_positions)
+    engine = Engine(loaded, device=device_for(device), activations=activations, max_context=config.max_positions)
     return engine.prefill(engine.open(), tokens, every=True)
 
 

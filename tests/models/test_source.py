@@ -240,7 +240,7 @@ def test_random_is_the_same_for_a_seed() -> None:
 
 
 class Maker:
-    """A place that draws zeros and ones."""
+    """A device that draws zeros and ones."""
 
     def put(self, value: Any) -> Any:
         return value
@@ -267,11 +267,11 @@ def test_random_here_differs_from_random_in_its_numbers_only(K: int) -> None:
 
 def test_random_codes_of_a_gpu_fill_every_bit_and_follow_the_seed() -> None:
     torch = pytest.importorskip("torch")
-    from penstock.backends.cuda.place import Gpu
+    from penstock.backends.cuda.device import CudaDevice
 
-    place = Gpu()
-    first, again, other = (place.random_codes((64, 33), seed) for seed in (1, 1, 2))
-    assert isinstance(place, MakerProtocol) and first.dtype == torch.int32 and torch.equal(first, again)
+    device = CudaDevice()
+    first, again, other = (device.random_codes((64, 33), seed) for seed in (1, 1, 2))
+    assert isinstance(device, MakerProtocol) and first.dtype == torch.int32 and torch.equal(first, again)
     assert not torch.equal(first, other)
     share = np.unpackbits(first.cpu().numpy().view(np.uint8)).reshape(-1, 32).mean(axis=0)
     assert (abs(share - 0.5) < 0.1).all()

@@ -16,11 +16,9 @@ from penstock.analysis.trace import Work, bandwidth_of, outlined
 from penstock.api import _WORKING, _choices, _demo_folder
 from penstock.backends.cuda.features import unusable
 from penstock.backends.cuda.link import link_rate
-from penstock.backends.cuda.place import Gpu
 from penstock.cli._model import UsageError, note
 from penstock.cli.bench import _STACKS, _TABLES, distinct_arrays, shipped
 from penstock.engine.cache import Caches
-from penstock.engine.place import Host, place_of
 from penstock.engine.programs import table_width
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.open import expert_layers
@@ -34,6 +32,7 @@ from penstock.machine import available_memory
 from penstock.models.layers import ExpertStack
 from penstock.models.source import Stored
 from penstock.models.step import PAGE
+from penstock.ops.device import device_for, device_type
 from penstock.weights import hub
 from penstock.weights.checkpoint import Checkpoint
 
@@ -108,7 +107,7 @@ def subject_of(model: str | None, device: str, revision: str | None, offline: bo
     found = outlined(str(model if name is None else source), None, device, dtype, activations, Work("decode", 1, 0))
     programs = found.programs
     weights, config, caches = programs.weights, programs.config, programs.caches
-    grid = min((Gpu if device == "cuda" else Host).grid, config.max_positions)
+    grid = min(device_type(device).chunk_alignment, config.max_positions)
     widths = dict.fromkeys(caches.pools, table_width(-(-grid // PAGE)))
     graph, _ = programs.prefill_graph(grid, 0, widths, scores=True)
     parts, active = _parts(weights)
@@ -215,7 +214,7 @@ def memory_of(device: str, given: str | None, given_host: str | None) -> Memory:
     if own is None:
         if (why := unusable()) is not None:
             raise UsageError(f"--device-memory: expected for a GPU that is not here ({why})")
-        own = place_of("cuda").free() + _DRIVER
+        own = device_for("cuda").free_memory() + _DRIVER
     return Memory(own, available_memory() if host is None else host)
 
 

@@ -220,14 +220,14 @@ def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.nd
 
     The last gives int32 [tokens, L, k]. Layers are told apart by the order in which a program has them.
     """
-    programs, place = engine.programs, engine.place
+    programs, device = engine.programs, engine.device
     if programs is None:
-        raise InvalidArgument(f"routes: device is {engine.device!r}, expected cpu or cuda")
+        raise InvalidArgument(f"routes: device is {engine.device.name!r}, expected cpu or cuda")
     graph = programs.decode_graph(1, dict.fromkeys(engine.caches.pools, table_width(1)))
     nodes = [node for node in graph.nodes if node.op in _EXPERT_OPS]
     if not nodes:
         raise InvalidArgument(f"routes: {engine.model.config.model_type} has no experts, expected a model with experts")
-    noted = place.zeros((len(nodes), place.grid, nodes[0]["ids"].shape[-1]), "int32")
+    noted = device.zeros((len(nodes), device.chunk_alignment, nodes[0]["ids"].shape[-1]), "int32")
     before, bound = programs.wrap, 0
 
     def wrap(node: Node, kernel: Any) -> Any:
@@ -240,7 +240,7 @@ def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.nd
         bound += 1
 
         def noting(*args: Any, **kwargs: Any) -> Any:
-            place.copy_all([into], [args[at]])
+            device.copy_all([into], [args[at]])
             return run(*args, **kwargs)
 
         return noting
@@ -248,7 +248,7 @@ def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.nd
     programs.wrap = wrap
     engine.caches.version += 1  # programs are bound anew
     try:
-        yield nodes, lambda count: place.host(noted[:, :count]).transpose(1, 0, 2)
+        yield nodes, lambda count: device.to_host(noted[:, :count]).transpose(1, 0, 2)
     finally:
         programs.wrap = before
         engine.caches.version += 1

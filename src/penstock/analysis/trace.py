@@ -22,13 +22,13 @@ from penstock.cli._model import UsageError
 from penstock.cli.bench import arrays_of, check_room, config_file, cut, read_config, room, shipped, span
 from penstock.dtypes import ITEMSIZE, numpy_dtype
 from penstock.engine.cache import Caches
-from penstock.engine.place import Host
 from penstock.engine.programs import Programs, table_name, table_width
 from penstock.errors import BackendError, InvalidArgument, OutOfMemory
 from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes
 from penstock.models.step import PAGE, Pages, empty
 from penstock.ops._op import address, leaves
+from penstock.ops.device import device_for, device_type
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -209,7 +209,6 @@ class Subject:
 def outlined(model: str | None, layers: str | None, device: str, dtype: str, activations: str, work: Work) -> Subject:
     """A model without its weights: of a config.json, a shipped one by name, a folder, a .gguf file or a hub id."""
     from penstock import models
-    from penstock.backends.cuda.place import Gpu
     from penstock.models.gguf import open_gguf
     from penstock.models.source import Outline, Shapes, Stored
     from penstock.weights.checkpoint import Checkpoint
@@ -228,10 +227,9 @@ def outlined(model: str | None, layers: str | None, device: str, dtype: str, act
         source = Outline(Stored(checkpoint, *family.names(checkpoint, config)))
     _check_positions(work, config)
     weights = family.read_weights(source, config)
-    place = Host()
-    if device == "cuda":
-        place.joins = Gpu.joins  # models ask for it: the program is to be a GPU's
-    caches = Caches(family.caches(config), dtype, place)
+    here = device_for("cpu")
+    here.joins = device_type(device).joins  # models ask for it: the program is to be that device's
+    caches = Caches(family.caches(config), dtype, here)
     pages = work.sequences * -(-work.positions // PAGE)
 
     def unwritten(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -247,18 +245,17 @@ def outlined(model: str | None, layers: str | None, device: str, dtype: str, act
 def loaded(model: str | None, layers: str | None, device: str, work: Work) -> Subject:
     """A model that can run: stored weights, or those that a config.json describes, made up."""
     from penstock import api, models
-    from penstock.engine.place import place_of
 
     found, batches = _found(model, layers), [(work.sequences, work.positions)]
     if isinstance(found, _Config):
         family = models.family_of(found.raw)
         _, dtype, _ = api._choices(device, "auto", "auto", None)
         caches = Caches(family.caches(family.read_config(found.raw)), dtype)
-        check_room(found.name, place_of(device), caches, batches, api.random_nbytes(found.raw))
+        check_room(found.name, device_for(device), caches, batches, api.random_nbytes(found.raw))
         llm = api.load_random(found.raw, device=device, max_context=work.positions, here=True)
     else:
         llm = api.load(model, device=device, max_context=work.positions)
-        check_room(found.name, llm._engine.place, llm._engine.caches, batches)
+        check_room(found.name, llm._engine.device, llm._engine.caches, batches)
     engine = llm._engine
     assert engine.programs is not None
     return Subject(found.name, device, engine.programs, engine)
@@ -410,7 +407,7 @@ def bandwidth_of(device: str, given: float | None) -> tuple[float, str]:
             rate = reading.measure()
         what = "a plain read here"
     else:
-        from penstock.backends.cuda.place import CopyBandwidth
+        from penstock.backends.cuda.device import CopyBandwidth
 
         rate, what = None if unusable() else CopyBandwidth().measure(), "a copy on this GPU"
     if rate is not None:
@@ -435,22 +432,22 @@ class _State:
             engine.caches.advance(sequence, work.depth)
 
     def measured(self, side: Side, graph: Graph, device: str, widths: dict[int | None, int]) -> Side:
-        engine, place = self._engine, self._engine.place
+        engine, where = self._engine, self._engine.device
         program = Program(graph, device, fused=False, cut=lambda node: True)
         program.plan = _apart(graph)  # a node may run by itself, whatever has run in between
         inputs, values = self._inputs(graph, widths)
-        buffer = place.inputs([(graph.inputs[name].shape, "int32") for name in inputs])
+        buffer = where.inputs([(graph.inputs[name].shape, "int32") for name in inputs])
         for array, name in zip(buffer.host, inputs, strict=True):
             array[...] = values[name]
         buffer.send()
         assert engine.programs is not None
         arrays = engine.programs._cache_arrays(one=not self._work.decoding)
         arrays |= dict(zip(inputs, buffer.here, strict=True))
-        with place.running(deterministic=False):
-            bound = program.bind(arrays, place.arena(program.arena_bytes))
-            if not np.isfinite(place.host(bound.run()[0])).all():
+        with where.running(deterministic=False):
+            bound = program.bind(arrays, where.arena(program.arena_bytes))
+            if not np.isfinite(where.to_host(bound.run()[0])).all():
                 raise BackendError("kernels: the step gave scores that are not finite, expected finite ones")
-            wait = lambda: place.host(buffer.here[0])  # noqa: E731
+            wait = lambda: where.to_host(buffer.here[0])  # noqa: E731
             kinds: dict[Any, list[int]] = defaultdict(list)
             for number, line in enumerate(side.lines):
                 kinds[line.kind].append(number)
@@ -458,8 +455,8 @@ class _State:
             for members in kinds.values():
                 repeated = members * math.ceil(_CALLS / len(members))
                 calls = [call for number in repeated for call in bound.segments[number]]
-                times |= dict.fromkeys(members, _seconds(place.captured(calls), wait) / len(repeated))
-            whole = _seconds(place.captured(bound.calls), wait)
+                times |= dict.fromkeys(members, _seconds(where.capture(calls), wait) / len(repeated))
+            whole = _seconds(where.capture(bound.calls), wait)
         lines = tuple(replace(line, measured=times[number]) for number, line in enumerate(side.lines))
         return replace(side, lines=lines, whole=whole)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.api import LLM
     from penstock.engine.cache import Caches
     from penstock.engine.engine import Engine
-    from penstock.engine.place import Place
+    from penstock.ops.device import Device
 
 _STACKS = ("routed", "experts")  # fields of a family's weights that hold [E, …], of which a token reads top_k
 _TABLES = ("embed", "table")  # fields of which a token reads one row
@@ -152,10 +152,10 @@ def bench(
     need = max(test.positions for test in tests)
     if random is None:
         name, llm = model.name, model._load(need, counts[0], note)
-        check_room(name, llm._engine.place, llm._engine.caches, [(test.batch, test.positions) for test in tests])
+        check_room(name, llm._engine.device, llm._engine.caches, [(test.batch, test.positions) for test in tests])
     else:
         name, llm = _made_up(model, random, layers, tests, counts[0])
-    printer = _PRINTERS[output](name, llm._engine.device, any(test.batch > 1 for test in tests))
+    printer = _PRINTERS[output](name, llm._engine.device.name, any(test.batch > 1 for test in tests))
     for count in counts:
         with _Threads(llm, count) as used:
             for row in measured(llm, name, tests, repetitions, used):
@@ -276,7 +276,7 @@ def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, thr
         for number, test in enumerate(tests):
             writes = test.generation and not test.prompt
             if writes and bandwidth is None:
-                bandwidth = _gpu_bandwidth() if engine.device == "cuda" else ReadBandwidth(threads, room())
+                bandwidth = _gpu_bandwidth() if engine.device.name == "cuda" else ReadBandwidth(threads, room())
                 stack.enter_context(bandwidth)
             with _shown(f"{number + 1}: {test.name}") as progress:
                 times = _timed(engine, test, repetitions, rng, bandwidth if writes else None, progress)
@@ -284,7 +284,7 @@ def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, thr
 
 
 def _gpu_bandwidth() -> Any:
-    from penstock.backends.cuda.place import CopyBandwidth
+    from penstock.backends.cuda.device import CopyBandwidth
 
     return CopyBandwidth()
 
@@ -341,7 +341,7 @@ def _timed(
                 sampler.sample(scores, prompt)
                 times.first.append(time.perf_counter() - start)
                 start += time.perf_counter() - stop
-            if engine.place.draws and steps:
+            if engine.device.samples_tokens and steps:
                 times.host += _drawn(engine, sequences, written[0], steps)
             else:
                 for row in written:
@@ -349,7 +349,7 @@ def _timed(
             return time.perf_counter() - start
 
         progress("compiling and capturing")
-        if engine.place.draws:  # a program's first run is a list of calls (and caches may grow), the second a capture
+        if engine.device.samples_tokens:  # the first run is a list of calls (and caches may grow), the second a capture
             before = [run(test.prompt, test.generation) for _ in range(_PREPARING)]
         else:  # compiles, and touches every page once
             before = [run(test.prompt, min(test.generation, 8))]
@@ -360,7 +360,7 @@ def _timed(
             times.seconds.append(run(test.prompt, test.generation))
         rates.append(bandwidth.measure() if bandwidth else None)
         times.rates = [rate for rate in rates if rate]
-        if engine.place.draws:
+        if engine.device.samples_tokens:
             times.prepare = max(0.0, sum(before) - len(before) * min(times.seconds))
     finally:
         for snapshot in snapshots:
@@ -401,7 +401,7 @@ def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
         model_type=llm.config.model_type,
         model_size=sum(array.nbytes for array in arrays),
         model_n_params=sum(math.prod(array.shape) for array in arrays),
-        backend=llm._engine.device.upper(),
+        backend=llm._engine.device.name.upper(),
         n_threads=threads,
         test=test.name,
         n_prompt=test.prompt,
@@ -438,7 +438,7 @@ class _Threads:
         self._llm, self._count = llm, count
 
     def __enter__(self) -> int:
-        if self._llm._engine.device != "cpu":
+        if self._llm._engine.device.name != "cpu":
             return 1
         from penstock.backends.cpu import _threads
 
@@ -448,7 +448,7 @@ class _Threads:
         return _threads.threads()
 
     def __exit__(self, *exc: object) -> None:
-        if self._llm._engine.device == "cpu":
+        if self._llm._engine.device.name == "cpu":
             from penstock.backends.cpu import _threads
 
             _threads.set_threads(self._before)
@@ -532,20 +532,21 @@ def _made_up(
     """A model of a config.json with random weights, and its name."""
     from penstock import api, models
     from penstock.engine.cache import Caches
-    from penstock.engine.place import place_of
+    from penstock.ops.device import device_for
 
     path = config_file(config)
     given = read_config(path)
     device, dtype, _ = api._choices(model.device, model.dtype, model.activations, threads)
-    place = place_of(device)
-    if layers is None and device == "cuda" and api.random_nbytes(cut(given, "all", str(path))[0]) <= 0.9 * place.free():
-        layers = "all"
+    where = device_for(device)
+    if layers is None and not where.host_memory:
+        whole = api.random_nbytes(cut(given, "all", str(path))[0])
+        layers = "all" if whole <= 0.9 * where.free_memory() else None
     raw, shown = cut(given, layers, str(path))
     name = (path.parent.name if path.name == "config.json" else path.stem) + shown
     family = models.family_of(raw)
     read, need = family.read_config(raw), api.random_nbytes(raw)
     batches = [(test.batch, test.positions) for test in tests]
-    check_room(f"{path}{shown}", place, Caches(family.caches(read), dtype), batches, need)
+    check_room(f"{path}{shown}", where, Caches(family.caches(read), dtype), batches, need)
     with _shown(f"making up {need / 1e9:.1f} GB of weights") as progress:
         made = 0
 
@@ -568,19 +569,19 @@ def _made_up(
 
 
 def check_room(
-    what: str, place: "Place", caches: "Caches", batches: Iterable[tuple[int, int]], weights: int = 0
+    what: str, device: "Device", caches: "Caches", batches: Iterable[tuple[int, int]], weights: int = 0
 ) -> None:
     """Raise OutOfMemory unless weights that are still to come fit together with each of `batches`.
 
     A batch is a number of sequences and the positions of each.
     """
     states, count, positions = max((count * caches.bytes_of(length), count, length) for count, length in batches)
-    if weights + states > (free := place.free()):
+    if weights + states > (free := device.free_memory()):
         parts = [f"{weights / 1e9:.1f} GB for its weights"] if weights else []
         parts.append(f"{states / 1e9:.1f} GB for {count} x {positions} positions")
         advice = "; --layers takes fewer" if weights > free else "; take fewer sequences or positions"
         raise OutOfMemory(
-            f"{what}: needs {(weights + states) / 1e9:.1f} GB of {place.memory} ({', '.join(parts)}), "
+            f"{what}: needs {(weights + states) / 1e9:.1f} GB of {device.memory_name} ({', '.join(parts)}), "
             f"{free / 1e9:.1f} GB are free{advice}"
         )
 

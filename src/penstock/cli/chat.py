@@ -85,7 +85,7 @@ def chat(
     if not llm.tokenizer.has_chat_template:
         raise InvalidArgument(f"chat: {model.name} has no chat template, expected one (penstock generate needs none)")
     tolerant_stdout()
-    note(f"{model.name}, context of {llm.max_context} tokens, {llm._engine.device}; /help lists the commands")
+    note(f"{model.name}, context of {llm.max_context} tokens, {llm._engine.device.name}; /help lists the commands")
     lines = _Typed() if sys.stdin.isatty() else _Piped()
     with lines:
         failed = _talk(Conversation(llm, first, variables), lines, _Interrupts(), arguments)

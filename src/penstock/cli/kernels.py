@@ -202,8 +202,7 @@ def _device(given: str | None) -> str:
 def _work(step: str, batch: int | None, tokens: int | None, depth: int, device: str) -> "Work":
     """The step that the options describe. Raises UsageError for options that do not belong together."""
     from penstock.analysis.trace import Work
-    from penstock.backends.cuda.place import Gpu
-    from penstock.engine.place import Host
+    from penstock.ops.device import device_type
 
     if step == "decode":
         if tokens is not None:
@@ -211,7 +210,7 @@ def _work(step: str, batch: int | None, tokens: int | None, depth: int, device: 
         return Work(step, batch or 1, depth)
     if batch is not None:
         raise UsageError("--batch: expected with --step decode; a prefill reads one sequence")
-    grid = (Gpu if device == "cuda" else Host).grid
+    grid = device_type(device).chunk_alignment
     most = grid - depth % grid
     if tokens is not None and tokens > most:
         raise UsageError(f"--tokens: is {tokens}, expected at most {most}: prompts are cut at multiples of {grid}")

@@ -94,7 +94,7 @@ def perplexity(
         other = second._load(None, threads, notify)
         _check_length(second.name, other, sequence_length, len(prefix))
         _check_alike(llm, other, text, tokens)
-        if notify is not None and llm._engine.device == other._engine.device == "cpu":
+        if notify is not None and llm._engine.device.name == other._engine.device.name == "cpu":
             _remark_memory(llm, other)
     with progress_bar("windows", len(rows)) as advance:
         found = evaluate(

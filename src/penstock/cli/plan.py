@@ -220,7 +220,7 @@ def _described(found: "Plan") -> dict[str, Any]:
     return {
         "model": subject.name,
         "device": found.device,
-        "memory": {"device": found.memory.device, "host": found.memory.host},
+        "memory": {"device": found.memory.device, "to_host": found.memory.host},
         "parts": subject.parts | ({"experts": subject.expert_bytes} if subject.layers else {}),
         "experts": {
             "layers": len(subject.layers),

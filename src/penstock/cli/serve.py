@@ -367,7 +367,7 @@ def serve(
         stats = llm.stats()
         note(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {_bytes(stats.weight_bytes)} of "
-            f"weights, context of {llm.max_context} tokens, {llm._engine.device}"
+            f"weights, context of {llm.max_context} tokens, {llm._engine.device.name}"
         )
         note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
         if webui:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from penstock.engine.cache import PageTable, Sequence
 from penstock.engine.engine import Engine
-from penstock.engine.place import Host
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.programs import table_width
 from penstock.errors import OutOfMemory
@@ -32,7 +31,7 @@ class Admission:
         if need > self.total:
             raise OutOfMemory(
                 f"request: {positions} positions (a prompt of {prompt} and max_tokens) need {need / 1e9:.2f} GB of "
-                f"{self._engine.place.memory}, {self.total / 1e9:.2f} GB are there for sequences; "
+                f"{self._engine.device.memory_name}, {self.total / 1e9:.2f} GB are there for sequences; "
                 "use fewer max_tokens or a shorter prompt"
             )
         return caches.pages_of(positions)
@@ -87,15 +86,15 @@ def memory_for_sequences(engine: Engine, sequences: int) -> int:
 
     At least one sequence of max_context has room, since `load` has seen to that.
     """
-    place, caches, programs = engine.place, engine.caches, engine.programs
+    device, caches, programs = engine.device, engine.caches, engine.programs
     working = _KEEP_FREE
     if programs is not None:
         with engine._lock:
             caches.make_room(dict.fromkeys(caches.pools, 1), 1)  # programs are made for caches that are not empty
             widths = dict.fromkeys(caches.pools, table_width(1))
-            piece = programs.prefill(min(place.grid, engine.max_context), 0, widths, scores=False)
-            step = programs.decode(place.rows(sequences), widths)
+            piece = programs.prefill(min(device.chunk_alignment, engine.max_context), 0, widths, scores=False)
+            step = programs.decode(device.rows(sequences), widths)
         working += piece.program.arena_bytes + step.program.arena_bytes
-    spare = max(0, place.free() - working)
-    mapped = min(engine.model.nbytes, spare // 2) if isinstance(place, Host) else 0
+    spare = max(0, device.free_memory() - working)
+    mapped = min(engine.model.nbytes, spare // 2) if device.host_memory else 0
     return caches.nbytes + max(spare - mapped, min(spare, caches.bytes_of(engine.max_context)))

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from penstock.dtypes import ITEMSIZE
-from penstock.engine.place import Host, Place
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE, Layout, Pages, empty
+from penstock.ops.device import Device, device_for
 
 _KEEP_FREE = 64 << 20  # bytes of memory that growing a cache leaves to everything else
 
@@ -106,10 +106,10 @@ class Snapshot:
 class Caches:
     """Arrays of all layers, and who owns which part of them. Grows by doubling; raises OutOfMemory when it cannot."""
 
-    def __init__(self, layouts: Seq[Layout], dtype: str, place: Place | None = None) -> None:
+    def __init__(self, layouts: Seq[Layout], dtype: str, device: Device | None = None) -> None:
         self.layouts = tuple(layouts)
         self.dtype = dtype
-        self.place = place or Host()
+        self.device = device or device_for("cpu")
         self.arrays = [self._empty(layout, 0, 0) for layout in self.layouts]
         windows = {layout.window for layout in self.layouts if isinstance(layout, Pages)}
         self.pools = {window: PagePool(window) for window in sorted(windows, key=lambda w: -1 if w is None else w)}
@@ -129,7 +129,7 @@ class Caches:
     def pages_of(self, length: int) -> dict[int | None, int]:
         """The most pages per window that a sequence holds until it has `length` positions."""
         whole = -(-length // PAGE)
-        piece = self.place.grid // PAGE  # written at once, before any of the pages behind it go back
+        piece = self.device.chunk_alignment // PAGE  # written at once, before any of the pages behind it go back
         return {w: whole if w is None else min(whole, -(-w // PAGE) + 1 + piece) for w in self.pools}
 
     def page_bytes(self, window: int | None) -> int:
@@ -193,7 +193,7 @@ class Caches:
                 table.changed()
 
     def snapshot(self, sequence: Sequence) -> Snapshot:
-        copy, slot = self.place.copy, sequence.slot
+        copy, slot = self.device.copy, sequence.slot
         state = [  # before the pages are held: copies may raise OutOfMemory
             None if isinstance(layout, Pages) else (copy(conv[slot]), copy(state[slot]))
             for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True)
@@ -230,18 +230,18 @@ class Caches:
         """Copies of what a layer keeps: the rows of its live positions, or its recurrent state."""
         layout, (first, second) = self.layouts[layer], self.arrays[layer]
         if not isinstance(layout, Pages):
-            return tuple(self.place.host(a[sequence.slot]) for a in (first, second))  # type: ignore[return-value]
+            return tuple(self.device.to_host(a[sequence.slot]) for a in (first, second))  # type: ignore[return-value]
         table = sequence.tables[layout.window]
         count = sequence.length - table.first * PAGE
         kept = (a[table.live].reshape(len(table.live) * PAGE, a.shape[-1])[:count] for a in (first, second))
-        return tuple(map(self.place.host, kept))  # type: ignore[return-value]
+        return tuple(map(self.device.to_host, kept))  # type: ignore[return-value]
 
     def fill(self, sequence: Sequence, length: int, rows: Seq[tuple[np.ndarray, np.ndarray]]) -> None:
         """The reverse of `rows` for all layers, into a sequence that has just been opened."""
         self.reserve(sequence, length)
         self.advance(sequence, length)
         for layout, arrays, kept in zip(self.layouts, self.arrays, rows, strict=True):
-            for array, values in zip(arrays, map(self.place.put, kept), strict=True):
+            for array, values in zip(arrays, map(self.device.to_device, kept), strict=True):
                 if not isinstance(layout, Pages):
                     array[sequence.slot] = values
                     continue
@@ -259,7 +259,7 @@ class Caches:
         missing = slots - len(self._free_slots)
         if missing > 0:
             twice = max(missing, self._slots)
-            fits = twice * self.slot_bytes + _KEEP_FREE <= self.place.free()
+            fits = twice * self.slot_bytes + _KEEP_FREE <= self.device.free_memory()
             self._grow_slots(self._slots + (twice if fits else missing))
 
     def _missing(self, sequence: Sequence, window: int | None, end: int) -> int:
@@ -283,10 +283,10 @@ class Caches:
         pool = self.pools[window]
         if wanted <= len(pool.free):
             return
-        least = max(pool.capacity + wanted - len(pool.free), self.place.pages)
+        least = max(pool.capacity + wanted - len(pool.free), self.device.min_pages)
         capacity = max(least, min(2 * pool.capacity, pool.capacity + 256))
         layers = [n for n, layout in enumerate(self.layouts) if isinstance(layout, Pages) and layout.window == window]
-        if (capacity - pool.capacity) * self.page_bytes(window) + _KEEP_FREE > self.place.free():
+        if (capacity - pool.capacity) * self.page_bytes(window) + _KEEP_FREE > self.device.free_memory():
             capacity = least
         self._grow(layers, capacity, 0)
         pool.grow(capacity)
@@ -300,10 +300,11 @@ class Caches:
     def _grow(self, layers: Seq[int], pages: int, slots: int) -> None:
         rows = max(pages, slots) - (len(self.arrays[layers[0]][0]) if layers else 0)
         need = rows * sum(self._row_bytes(self.layouts[n]) for n in layers)
-        free = self.place.free()
+        free = self.device.free_memory()
         if need + _KEEP_FREE > free:
             raise OutOfMemory(
-                f"cache: {need / 1e9:.2f} GB more of {self.place.memory} are needed, {free / 1e9:.2f} GB are free; "
+                f"cache: {need / 1e9:.2f} GB more of {self.device.memory_name} are needed, "
+                f"{free / 1e9:.2f} GB are free; "
                 "use a shorter context, fewer sequences, or close sessions"
             )
         self.version += 1  # first: memory may end on the way, and some arrays are new then
@@ -314,7 +315,7 @@ class Caches:
             self.arrays[n] = grown
 
     def _empty(self, layout: Layout, pages: int, slots: int) -> tuple[Any, Any]:
-        return empty(layout, pages, slots, self.dtype, self.place.zeros)
+        return empty(layout, pages, slots, self.dtype, self.device.zeros)
 
     def _row_bytes(self, layout: Layout) -> int:
         """Bytes of one page, or of one slot, of a layer."""

@@ -1,7 +1,7 @@
 """Runs a model for sequences: prefill on a grid of positions, decode of several sequences at once.
 
 A step's arithmetic for one sequence depends neither on who else is in the batch nor on where its pages lie. Prompts are
-cut at multiples of the place's grid, so the answer does not depend on whether a part of the prompt was there before.
+cut at multiples of the device's grid, so the answer does not depend on whether a part of the prompt was there before.
 Steps run as programs (`programs.py`), fused and with their buffers planned.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.cache import Caches, Sequence, Snapshot
-from penstock.engine.place import Drawing, Flight, Place, place_of
 from penstock.engine.programs import Programs, Runner, table_name, table_width
 from penstock.errors import InvalidArgument
 from penstock.experts.streamed import Streamed
 from penstock.models.step import PAGE, Step
+from penstock.ops.device import Device, Drawing, Flight, device_for
 
 
 @dataclass(frozen=True)
@@ -45,28 +45,26 @@ class Engine:
         self,
         model: Model,
         *,
-        device: str = "cpu",
         activations: str = "int8",
         dtype: str = "float32",
         max_context: int,
         deterministic: bool = False,
-        place: Place | None = None,
+        device: Device | None = None,
         fused: bool = True,
     ) -> None:
         self.model = model
-        self.device = device
         self.activations = activations
         self.dtype = dtype
         self.max_context = max_context
         self.deterministic = deterministic
-        self.place = place or place_of(device)
+        self.device = device or device_for("cpu")
         self.experts = model.experts
-        self.caches = Caches(model.family.caches(model.config), dtype, self.place)
+        self.caches = Caches(model.family.caches(model.config), dtype, self.device)
         self.programs = (
             Programs(
                 model.family, model.config, model.weights, self.caches, activations, fused, deterministic, self.experts
             )
-            if self.place.kernels
+            if self.device.runs_programs
             else None
         )
         self._lock = threading.RLock()
@@ -105,7 +103,7 @@ class Engine:
     ) -> np.ndarray:
         """Append tokens to a sequence; scores after the last one [vocab], or after each one [T, vocab].
 
-        Cut at multiples of the place's grid, so that what is stored at a grid point never depends on the cut. If a
+        Cut at multiples of the device's grid, so that what is stored at a grid point never depends on the cut. If a
         piece fails the sequence keeps what the pieces before it wrote. `progress` is called with the number of tokens
         of each piece.
         """
@@ -114,7 +112,7 @@ class Engine:
             raise InvalidArgument("prefill: tokens is empty, expected at least one")
         self._check_room(sequence, len(ids))
         rows = np.empty((len(ids), self.model.config.vocab_size), np.float32) if every else None
-        grid = self.place.grid
+        grid = self.device.chunk_alignment
         done = 0
         while True:
             count = min(len(ids) - done, grid - sequence.length % grid)
@@ -130,7 +128,7 @@ class Engine:
                 return scores[0] if rows is None else rows
 
     def _piece(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
-        with self._lock, self.place.running(deterministic=False):  # the cut of a prompt does not depend on others
+        with self._lock, self.device.running(deterministic=False):  # the cut of a prompt does not depend on others
             self._check_files()
             self.caches.reserve(sequence, len(ids))  # may raise OutOfMemory, and then nothing has changed
             if self.programs is None:
@@ -149,7 +147,7 @@ class Engine:
                 self.caches.advance(sequence, len(ids))
             if every:
                 return self._every(runner.outputs[0])
-            return self.place.host(runner.outputs[0]) if last else None
+            return self.device.to_host(runner.outputs[0]) if last else None
 
     def _state(self, sequence: Sequence, out: bool) -> None:
         """Copy a sequence's recurrent state to where prefills work on it, or back."""
@@ -159,18 +157,18 @@ class Engine:
             if rows is not None:
                 own += [array[sequence.slot] for array in arrays]
                 work += [row[0] for row in rows]
-        self.place.copy_all(*((own, work) if out else (work, own)))
+        self.device.copy_all(*((own, work) if out else (work, own)))
 
     def _every(self, h: Any) -> np.ndarray:
         """Scores of all rows of the residual stream, a page of rows at a time: those of long pieces would be large."""
         assert self.programs is not None
         scores = np.empty((len(h), self.model.config.vocab_size), np.float32)
-        parts = [self.place.copy(h[start : start + PAGE]) for start in range(0, len(h), PAGE)]  # the arena is shared
+        parts = [self.device.copy(h[start : start + PAGE]) for start in range(0, len(h), PAGE)]  # the arena is shared
         for start, part in zip(range(0, len(h), PAGE), parts, strict=True):
             runner, rows = self.programs.scores(len(part))
-            self.place.copy_all([rows], [part])
+            self.device.copy_all([rows], [part])
             runner.run()
-            scores[start : start + len(part)] = self.place.host(runner.outputs[0])
+            scores[start : start + len(part)] = self.device.to_host(runner.outputs[0])
         return scores
 
     def decode(self, sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
@@ -181,7 +179,7 @@ class Engine:
         ids = self._ids(tokens)
         for sequence in sequences:
             self._check_room(sequence, 1)
-        with self._lock, self.place.running(self.deterministic):
+        with self._lock, self.device.running(self.deterministic):
             self._check_files()
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
@@ -192,7 +190,7 @@ class Engine:
                 runner.run()
                 for sequence in sequences:
                     self.caches.advance(sequence, 1)
-            return self.place.host(runner.outputs[0][: len(ids)])
+            return self.device.to_host(runner.outputs[0][: len(ids)])
 
     def draw(
         self, sequences: Seq[Sequence], tokens: Seq[int] | None, rows: Seq[Mapping[str, float]], mode: str
@@ -204,7 +202,7 @@ class Engine:
         """
         for sequence in sequences:
             self._check_room(sequence, 1)
-        with self._lock, self.place.running(self.deterministic):
+        with self._lock, self.device.running(self.deterministic):
             self._check_files()
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
@@ -229,7 +227,7 @@ class Engine:
     @property
     def most_sequences(self) -> int:
         """How many can decode together: those whose experts fit on a device that cannot wait for them in between."""
-        if self.experts is None or not self.place.draws:
+        if self.experts is None or not self.device.samples_tokens:
             return 1 << 30
         return self.experts.store.most_tokens
 
@@ -259,7 +257,7 @@ class Engine:
         """The decode program for these sequences, its inputs set."""
         assert self.programs is not None
         self._last = None  # it may have left its tokens in the same program
-        B, rows = len(sequences), self.place.rows(len(sequences))
+        B, rows = len(sequences), self.device.rows(len(sequences))
         tables = {window: [s.tables[window].array for s in sequences] for window in self.caches.pools}
         widths = {window: table_width(max(map(len, arrays))) for window, arrays in tables.items()}
         runner = self.programs.decode(rows, widths)

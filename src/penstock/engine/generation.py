@@ -13,9 +13,9 @@ import numpy as np
 
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
-from penstock.engine.place import Flight
 from penstock.engine.sampling import Sampled, Sampler, SamplingParams, mode_of
 from penstock.errors import BackendError, InvalidArgument
+from penstock.ops.device import Flight
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
 
@@ -271,7 +271,7 @@ class Decoder:
         engine = self.engine
         under_way, self._ahead = self._ahead, None
         if under_way is None:
-            if not (engine.place.draws and all(row.request.draws for row in rows)):
+            if not (engine.device.samples_tokens and all(row.request.draws for row in rows)):
                 return self._scored(rows)
             under_way = rows, self._draw(rows, [row.request.tokens[row.told] for row in rows])
         flying, flight = under_way

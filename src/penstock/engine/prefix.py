@@ -1,8 +1,8 @@
 """Beginnings of prompts that were computed before: found by their tokens, kept as snapshots at grid points.
 
-A prompt is cut into blocks of the place's grid. The digest of a block covers its tokens, all tokens before it and the
-model, so equal digests mean equal states, bit for bit: prefill is cut at the same points whoever computes it. What
-decode steps have written is never stored, since their rounding is not that of a prefill.
+A prompt is cut into blocks of the device's chunk alignment. The digest of a block covers its tokens, all tokens before
+it and the model, so equal digests mean equal states, bit for bit: every prefill is cut at the same points. What decode
+steps have written is never stored, since their rounding is not that of a prefill.
 
 A snapshot shares pages with the sequences and snapshots around it. Where a model keeps every position (no window, no
 recurrent state) one more snapshot costs nothing, and there is one at each grid point. Elsewhere each costs its state
@@ -46,7 +46,7 @@ class PrefixCache:
     def __init__(self, engine: Engine, budget: int) -> None:
         self._engine = engine
         self.budget = budget
-        self.grid = engine.place.grid
+        self.grid = engine.device.chunk_alignment
         caches = engine.caches
         self.free_of_cost = all(isinstance(layout, Pages) and layout.window is None for layout in caches.layouts)
         self._page_bytes = {window: caches.page_bytes(window) for window in caches.pools}

@@ -33,7 +33,7 @@ def table_width(pages: int) -> int:
 
 
 class Programs:
-    """Makes and keeps the programs of one model on one place."""
+    """Makes and keeps the programs of one model on one device."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Programs:
     ) -> None:
         self.experts = experts  # streamed ones
         self.family, self.config, self.weights = family, config, weights
-        self.caches, self.place = caches, caches.place
+        self.caches, self.device = caches, caches.device
         self.activations = activations
         self.fused, self.steady = fused, steady  # see Program
         self.wrap: Wrap | None = None  # see Program.bind
-        zeros = self.place.zeros
+        zeros = self.device.zeros
         self.rows = [
             None if isinstance(layout, Pages) else empty(layout, 0, 1, caches.dtype, zeros) for layout in caches.layouts
         ]
@@ -107,7 +107,7 @@ class Programs:
         runner = self._kept.pop(key, None) or self._made(self.scores_graph(T), {})
         self._keep(key, runner)
         if T not in self._streams:
-            self._streams[T] = self.place.zeros((T, self.config.dim), self.caches.dtype)
+            self._streams[T] = self.device.zeros((T, self.config.dim), self.caches.dtype)
         return self._with_arena(runner, {"h": self._streams[T]}), self._streams[T]
 
     def _with_arena(self, runner: Runner, arrays: Mapping[str, Any]) -> Runner:
@@ -125,19 +125,20 @@ class Programs:
         return self.wrap if self.experts is None else self.experts.wrap(runner.program.graph, passing, self.wrap)
 
     def _new_arena(self, nbytes: int) -> Any:
-        if nbytes > (free := self.place.free()):
+        if nbytes > (free := self.device.free_memory()):
             raise OutOfMemory(
-                f"step: {nbytes / 1e9:.2f} GB of {self.place.memory} are needed, {free / 1e9:.2f} GB are free; "
+                f"step: {nbytes / 1e9:.2f} GB of {self.device.memory_name} are needed, {free / 1e9:.2f} GB are free; "
                 "use fewer sequences at once, or close sessions"
             )
-        return self.place.arena(nbytes)
+        return self.device.arena(nbytes)
 
     def _made(
         self, graph: Graph, names: Mapping[str, tuple[int, ...]], compiles: bool = True, ahead: bool = False
     ) -> Runner:
         more = self.experts.look_ahead if ahead and self.experts is not None and self.experts.prefetches else None
-        program = Program(graph, self.place.kernels, fused=self.fused, steady=self.steady, more=more)
-        return Runner(program, self.place, names, compiles, captures=self.experts is None or not self.place.draws)
+        program = Program(graph, self.device.name, fused=self.fused, steady=self.steady, more=more)
+        captures = self.experts is None or not self.device.samples_tokens
+        return Runner(program, self.device, names, compiles, captures)
 
     def _stepped(
         self, rows: int, widths: Mapping[int | None, int], names: Mapping[str, tuple[int, ...]]
@@ -145,12 +146,12 @@ class Programs:
         """A decode program that finds out on the device what is missing, where experts are streamed to one."""
         if self.experts is None:
             return None
-        missing = self.place.missing(self.experts.tier, len(self.experts.slot_of), rows * self.config.top_k)
+        missing = self.device.miss_detector(self.experts.tier, len(self.experts.slot_of), rows * self.config.top_k)
         if missing is None:
             return None
         graph = self.decode_graph(rows, widths)
-        program = Program(graph, self.place.kernels, fused=self.fused, steady=self.steady, cut=_before_experts)
-        return SteppedRunner(program, self.place, names, self.experts, missing)
+        program = Program(graph, self.device.name, fused=self.fused, steady=self.steady, cut=_before_experts)
+        return SteppedRunner(program, self.device, names, self.experts, missing)
 
     def _keep(self, key: Any, runner: Runner) -> Runner:
         self._kept[key] = runner
@@ -201,7 +202,7 @@ class Programs:
     def _step(self, tokens: Any, positions: Any, widths: Mapping[int | None, int], more: Mapping[str, Any]) -> Step:
         tables = {window: more[table_name(window)] for window in widths}
         return Step(
-            tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype, joins=self.place.joins
+            tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype, joins=self.device.joins
         )
 
     def _cache_arrays(self, one: bool) -> dict[str, Any]:

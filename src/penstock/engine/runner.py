@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.place import Drawing, Inputs, Missing, Place
 from penstock.experts.streamed import Streamed
 from penstock.graph import Bound, Program, Wrap
+from penstock.ops.device import Device, Drawing, Inputs, Missing
 
 Call = Callable[[], object]
 Tail = Callable[[str], Sequence[Call]]
@@ -29,15 +29,15 @@ class Runner:
     def __init__(
         self,
         program: Program,
-        place: Place,
+        device: Device,
         numbers: Mapping[str, tuple[int, ...]],
         compiles: bool = True,
         captures: bool = True,
     ) -> None:
         self.compiles, self.captures = compiles and captures, captures
         self.program = program
-        self.place = place
-        self._buffer: Inputs = place.inputs([(shape, "int32") for shape in numbers.values()])
+        self.device = device
+        self._buffer: Inputs = device.inputs([(shape, "int32") for shape in numbers.values()])
         self.host: dict[str, np.ndarray] = dict(zip(numbers, self._buffer.host, strict=True))
         self.here: dict[str, Any] = dict(zip(numbers, self._buffer.here, strict=True))
         self.bound: Bound | None = None
@@ -68,7 +68,7 @@ class Runner:
     def drawing(self) -> Drawing:
         """What draws from its scores."""
         if self._drawing is None:
-            self._drawing = self.place.drawing(self.outputs[0], self.here)
+            self._drawing = self.device.drawing(self.outputs[0], self.here)
         return self._drawing
 
     def run(self, name: str = "", tail: Tail | None = None) -> None:
@@ -89,12 +89,12 @@ class Runner:
             now = calls()
             if key not in self._ran or not self.captures:
                 if self.compiles and key not in self._ran:
-                    self.place.compile(now)
+                    self.device.compile(now)
                 self._ran.add(key)
                 for call in now:
                     call()
                 return
-            replay = self._replays[key] = self.place.captured(now)
+            replay = self._replays[key] = self.device.capture(now)
         replay()
 
 
@@ -109,12 +109,12 @@ class SteppedRunner(Runner):
     def __init__(
         self,
         program: Program,
-        place: Place,
+        device: Device,
         numbers: Mapping[str, tuple[int, ...]],
         streamed: Streamed,
         missing: Missing,
     ) -> None:
-        super().__init__(program, place, numbers)
+        super().__init__(program, device, numbers)
         self._streamed, self._missing = streamed, missing
         self._layers = np.array(streamed.layers(program.graph))
         self._filled: dict[str, np.ndarray] = {}

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engine.admission import Admission, Pages, memory_for_sequences
 from penstock.engine.cache import Sequence
-from penstock.engine.generation import MAX_BATCH, Chunk, Decoder, Request, Running
-from penstock.engine.place import Host
+from penstock.engine.generation import Chunk, Decoder, Request, Running
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.ticket import Feed, Ticket
 from penstock.errors import Cancelled, InvalidArgument, OutOfMemory, QueueFull
@@ -95,7 +94,7 @@ class Scheduler:
     ) -> None:
         engine = llm._engine
         if max_sequences is None:
-            max_sequences = 8 if isinstance(engine.place, Host) else MAX_BATCH
+            max_sequences = engine.device.default_sequences
         for name, value, least in (
             ("max_sequences", max_sequences, 1),
             ("queue", queue, 0),
@@ -110,7 +109,7 @@ class Scheduler:
         max_sequences = min(max_sequences, engine.most_sequences)
         self._llm, self._engine = llm, engine
         self.max_sequences, self.queue, self.buffer, self.patience = max_sequences, queue, buffer, patience
-        free = engine.place.free()
+        free = engine.device.free_memory()
         self.memory = memory_for_sequences(engine, max_sequences) if memory is None else memory
         share = free // 10 if prefix_memory is None else prefix_memory
         self._prefix = PrefixCache(engine, min(share, self.memory)) if prefix_cache else None
@@ -391,7 +390,7 @@ class Scheduler:
             self._work.queue_seconds += begin - job.submitted
         self._reuse(job, row.sequence)
         at = row.sequence.length
-        end = min(len(request.prompt), (at // engine.place.grid + 1) * engine.place.grid)
+        end = min(len(request.prompt), (at // engine.device.chunk_alignment + 1) * engine.device.chunk_alignment)
         last = end == len(request.prompt)
         try:
             scores = engine._piece(row.sequence, engine._ids(request.prompt[at:end]), every=False, last=last)

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.engine.place import Place
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer, Shelf
 from penstock.experts.packed import NAME as PACKED
@@ -16,11 +15,12 @@ from penstock.experts.packed import open_packed
 from penstock.experts.policy import POLICIES
 from penstock.experts.reader import IO, ExpertReader
 from penstock.experts.sizes import parse_size, spelled
-from penstock.experts.store import Store, slot_counts
+from penstock.experts.store import HostTier, Store, Tier, slot_counts
 from penstock.experts.streamed import Streamed
 from penstock.models import replaced
 from penstock.models.layers import ExpertStack
 from penstock.models.source import Shelved, Stored, outlined
+from penstock.ops.device import Device
 from penstock.quant import QuantizedTensor
 
 _SHARE = 0.9  # of the free memory that experts may take when nobody says how much
@@ -61,27 +61,27 @@ def expert_layers(family: ModuleType, source: Stored, config: Any) -> list[Layer
     return _layers(family.read_weights(Shelved(source, outlined), config))
 
 
-def budget_of(options: ExpertOptions, layers: Sequence[Layer], rest: int, place: Place, what: str) -> int:
-    """Bytes for slots on a place where `rest` bytes are taken by other things.
+def budget_of(options: ExpertOptions, layers: Sequence[Layer], rest: int, device: Device, what: str) -> int:
+    """Bytes for slots on a device where `rest` bytes are taken by other things.
 
     Raises InvalidArgument for a model without experts, OutOfMemory for a budget that is not there.
     """
     if not layers:
         raise InvalidArgument(f"expert_cache: {what} has no experts, expected 'auto'")
-    total, free = sum(layer.nbytes for layer in layers), place.free() - rest
+    total, free = sum(layer.nbytes for layer in layers), device.free_memory() - rest
     if options.cache == "auto":
         return max(0, min(total, int(free * _SHARE)))
     budget = min(total, parse_size(options.cache, "load: expert_cache", whole=total))
     if budget > free:
         raise OutOfMemory(
-            f"expert_cache: {spelled(budget)} of {place.memory} are asked for, "
+            f"expert_cache: {spelled(budget)} of {device.memory_name} are asked for, "
             f"{spelled(max(free, 0))} are free beside the rest of the model"
         )
     return budget
 
 
 def open_experts(
-    weights: Any, options: ExpertOptions, budget: int, top_k: int, place: Place, folder: Path, fingerprint: str
+    weights: Any, options: ExpertOptions, budget: int, top_k: int, device: Device, folder: Path, fingerprint: str
 ) -> tuple[Any, Streamed, list[str]]:
     """A model's weights with slots instead of shelves, what fills them, and remarks."""
     layers = _layers(weights)
@@ -89,13 +89,22 @@ def open_experts(
     layers, notices = _packed(layers, options, folder, fingerprint)
     reader = ExpertReader(layers, options.io)
     try:
-        tier = place.tier(options.host, top_k)
+        tier = _tier(options, top_k, device)
         store = Store(layers, reader, budget, top_k, options.policy, tier)
     except BaseException:
         reader.close()
         raise
     shown = tier.shown(store)
-    return _with_slots(weights, store, shown), Streamed(store, shown, place, tier, options.prefetch), notices
+    return _with_slots(weights, store, shown), Streamed(store, shown, device, tier, options.prefetch), notices
+
+
+def _tier(options: ExpertOptions, top_k: int, device: Device) -> Tier:
+    """Where slots are; host memory for a device that computes there."""
+    if device.host_memory and options.host != "auto":
+        raise InvalidArgument(
+            f"load: expert_host is {options.host!r}, expected 'auto': it is the memory behind a GPU's"
+        )
+    return device.expert_tier(options.host, top_k) or HostTier()
 
 
 def _packed(

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
-from penstock.engine.place import Missing, Place
 from penstock.experts.store import Store, Tier
 from penstock.graph import Graph, Node, Value, Wrap
 from penstock.ops._op import Spec
+from penstock.ops.device import Device, Missing
 
 EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
 
@@ -28,10 +28,10 @@ class Streamed:
     """A store and the `slot_of` arrays by which the nodes of a program name its layers."""
 
     def __init__(
-        self, store: Store, slot_of: Sequence[Any], place: Place, tier: Tier, prefetches: bool = False
+        self, store: Store, slot_of: Sequence[Any], device: Device, tier: Tier, prefetches: bool = False
     ) -> None:
-        self.store, self.place, self.tier = store, place, tier
-        self.prefetches = prefetches and place.kernels == "cpu"
+        self.store, self.device, self.tier = store, device, tier
+        self.prefetches = prefetches and device.host_memory
         self.slot_of = list(slot_of)
         self._layers = {id(array): n for n, array in enumerate(self.slot_of)}
         self._guesses: weakref.WeakKeyDictionary[Graph, dict[Node, tuple[int, int]]] = weakref.WeakKeyDictionary()
@@ -61,12 +61,12 @@ class Streamed:
             kernel = kernel if inner is None else inner(node, kernel)
             if node.op in EXPERT_OPS:
                 return self._waiting(node, kernel, want, begun)
-            if node in chosen and self.place.kernels == "cpu":
-                layer, place = chosen[node]
-                return _telling(kernel, place, lambda ids: want(layer, ids))
+            if node in chosen and self.device.host_memory:
+                layer, index = chosen[node]
+                return _telling(kernel, index, lambda ids: want(layer, ids))
             if node in guesses:
-                layer, place = guesses[node]
-                return _telling(kernel, place, lambda ids: self.store.prefetch(layer, ids))
+                layer, index = guesses[node]
+                return _telling(kernel, index, lambda ids: self.store.prefetch(layer, ids))
             return kernel
 
         return wrap
@@ -80,9 +80,9 @@ class Streamed:
             kernel = kernel if inner is None else inner(node, kernel)
             if node not in chosen:
                 return kernel
-            layer, place = chosen[node]
+            layer, index = chosen[node]
             n = order[layer]
-            return _telling(kernel, place, lambda ids: missing.look(n, layer, ids, inputs))
+            return _telling(kernel, index, lambda ids: missing.look(n, layer, ids, inputs))
 
         return wrap
 
@@ -102,8 +102,8 @@ class Streamed:
         found = {}
         for node in graph.nodes:
             if node.op in EXPERT_OPS:
-                maker, place = makers[node["ids"].base]
-                found[maker] = self.layer_of(node), place
+                maker, index = makers[node["ids"].base]
+                found[maker] = self.layer_of(node), index
         return found
 
     def look_ahead(self, graph: Graph) -> None:
@@ -112,9 +112,9 @@ class Streamed:
         Adds the nodes behind the choice of the layer before, so that its experts are read while that one is computed.
         """
         makers = {out.base: node for node in graph.nodes for out in node.outs if out is not None}
-        choosers = [(node, layer, place) for node, (layer, place) in self.choices(graph).items()]
+        choosers = [(node, layer, index) for node, (layer, index) in self.choices(graph).items()]
         guesses = {}
-        for (here, _, _), (chooser, layer, place) in itertools.pairwise(choosers):
+        for (here, _, _), (chooser, layer, index) in itertools.pairwise(choosers):
             logits = chooser.args.get("logits", chooser.args.get("scores"))
             own = here.args.get("logits", here.args.get("scores"))
             if not isinstance(logits, Value) or not isinstance(own, Value):
@@ -131,16 +131,16 @@ class Streamed:
             guess = graph.made(chooser.op, {**chooser.args, name: seen}, _specs(chooser))
             at = graph.nodes.index(here) + 1
             graph.nodes[at:at] = [made, guess]
-            guesses[guess] = layer, place
+            guesses[guess] = layer, index
         self._guesses[graph] = guesses
 
     def _waiting(self, node: Node, kernel: Any, want: Callable[[int, np.ndarray], None], begun: dict[int, bool]) -> Any:
         names = list(inspect.signature(node.op.body).parameters)
         ids_at, slot_at = names.index("ids"), names.index("slot_of")
-        store, layer, here = self.store, self.layer_of(node), self.place.kernels == "cpu"
+        store, layer, here = self.store, self.layer_of(node), self.device.host_memory
 
         def wait(*args: Any, out: Any) -> None:
-            ids = args[ids_at] if here else self.place.host(args[ids_at])
+            ids = args[ids_at] if here else self.device.to_host(args[ids_at])
             if layer not in begun:
                 want(layer, ids)
             if begun.pop(layer):
@@ -157,11 +157,11 @@ def _specs(node: Node) -> list[Spec | None]:
     return [None if out is None else out.spec for out in node.outs]
 
 
-def _telling(kernel: Any, place: int, tell: Callable[[Any], None]) -> Any:
+def _telling(kernel: Any, index: int, tell: Callable[[Any], None]) -> Any:
     """A kernel that tells somebody of one of its outputs."""
 
     def telling(*args: Any, out: Any) -> None:
         kernel(*args, out=out)
-        tell(out[place] if isinstance(out, tuple) else out)
+        tell(out[index] if isinstance(out, tuple) else out)
 
     return telling

@@ -231,9 +231,9 @@ class Random:
 
 @runtime_checkable
 class Maker(Protocol):
-    """A place (engine/place.py) that can draw weights where they are to lie: the GPU's."""
+    """A device that can draw weights where they are to lie: a GPU."""
 
-    def put(self, value: Any) -> Any: ...
+    def to_device(self, value: Any) -> Any: ...
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
 
@@ -248,26 +248,26 @@ class RandomHere(Random):
     def __init__(
         self,
         config: Mapping[str, Any],
-        place: Maker,
+        device: Maker,
         seed: int = 0,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(config, seed, progress)
-        self._place = place
+        self._device = device
 
     def _codes(self, shape: tuple[int, ...]) -> Array:
-        made = self._place.random_codes(shape, int(self._rng.integers(1 << 63)))
+        made = self._device.random_codes(shape, int(self._rng.integers(1 << 63)))
         if self._progress:
             self._progress(made.nbytes)
         return made
 
     def _filled(self, shape: tuple[int, ...], value: float) -> Array:
-        made = self._place.zeros(shape, "bfloat16")
+        made = self._device.zeros(shape, "bfloat16")
         made[...] = value
         return made
 
     def _dense(self, shape: tuple[int, ...]) -> Array:
-        return self._place.put(super()._dense(shape))
+        return self._device.to_device(super()._dense(shape))
 
 
 class Shapes(Random):

@@ -132,8 +132,8 @@ class Missing:
         self._gpu, self.turn = gpu, 0
         self._reports = [gpu.pinned((layers, 1 + 2 * width), torch.int32) for _ in range(2)]
         self._hosts = [numpy_view(report) for report in self._reports]
-        self._to_slot = torch.full((width,), -1, dtype=torch.int32, device=gpu.device)
-        self._to_record = torch.zeros(width, dtype=torch.int64, device=gpu.device)
+        self._to_slot = torch.full((width,), -1, dtype=torch.int32, device=gpu.torch_device)
+        self._to_record = torch.zeros(width, dtype=torch.int64, device=gpu.torch_device)
 
     @property
     def host(self) -> np.ndarray:
@@ -218,9 +218,9 @@ class GpuTier:
         self._roomy = all(slots.count >= 2 * max(sizes) for slots in self._pools)
         self.host_records = np.full(self.bases[-1], _NOWHERE, np.int64)
         with self._gpu._memory_errors():
-            self.table = torch.full((self.bases[-1],), -1, dtype=torch.int32, device=self._gpu.device)
-            self.records = torch.full((self.bases[-1],), _NOWHERE, dtype=torch.int64, device=self._gpu.device)
-            self.clock = torch.zeros(2, dtype=torch.int32, device=self._gpu.device)
+            self.table = torch.full((self.bases[-1],), -1, dtype=torch.int32, device=self._gpu.torch_device)
+            self.records = torch.full((self.bases[-1],), _NOWHERE, dtype=torch.int64, device=self._gpu.torch_device)
+            self.clock = torch.zeros(2, dtype=torch.int32, device=self._gpu.torch_device)
         return list(self.table.split(sizes))
 
     @property
@@ -342,11 +342,12 @@ class DeviceSlots:
         self._most = records
         with gpu._memory_errors():
             self.arrays = tuple(
-                torch.zeros((count, *spec.shape), dtype=_DTYPES[spec.dtype], device=gpu.device) for spec in format.specs
+                torch.zeros((count, *spec.shape), dtype=_DTYPES[spec.dtype], device=gpu.torch_device)
+                for spec in format.specs
             )
-            self.key = torch.full((count,), -1, dtype=torch.int32, device=gpu.device)
-            self.worth = torch.zeros(count, dtype=torch.float32, device=gpu.device)
-            self.used = torch.zeros(count, dtype=torch.int32, device=gpu.device)
+            self.key = torch.full((count,), -1, dtype=torch.int32, device=gpu.torch_device)
+            self.worth = torch.zeros(count, dtype=torch.float32, device=gpu.torch_device)
+            self.used = torch.zeros(count, dtype=torch.int32, device=gpu.torch_device)
         self._views = tuple(array.view(-1).view(torch.int32) for array in self.arrays)
         self._sizes = tuple(spec.nbytes // 4 for spec in format.specs)
         self._start = tuple(offset // 4 for offset in format.offsets)
@@ -364,8 +365,8 @@ class DeviceSlots:
         ] = {}  # place in the table → record that is read, not wanted yet
         self.unread: Iterator[tuple[int, int]] = iter(())  # layers and experts still to be looked at for that
         self._gathers = records == experts
-        self._to_slot = torch.full((_AT_ONCE,), -1, dtype=torch.int32, device=gpu.device)
-        self._to_record = torch.zeros(_AT_ONCE, dtype=torch.int64, device=gpu.device)
+        self._to_slot = torch.full((_AT_ONCE,), -1, dtype=torch.int32, device=gpu.torch_device)
+        self._to_record = torch.zeros(_AT_ONCE, dtype=torch.int64, device=gpu.torch_device)
         self._grow()  # where records are counted from does not change any more
 
     @property
@@ -457,7 +458,7 @@ class DeviceSlots:
         self._spare.append(self._record_of.pop(owner))
 
     def shown(self, slot_of: np.ndarray) -> Any:
-        return torch.from_numpy(slot_of).to(self._gpu.device)
+        return torch.from_numpy(slot_of).to(self._gpu.torch_device)
 
     def _taken(self) -> int:
         """A record that may be written: a new one, or that of the expert which was not used for the longest time."""

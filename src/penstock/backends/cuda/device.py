@@ -1,4 +1,4 @@
-"""GPU memory as the place of a model's arrays (see engine/place.py); without a GPU, torch's for the interpreter."""
+"""A GPU as a device: torch tensors, Triton kernels, CUDA graphs; for the interpreter, host memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ import numpy as np
 from penstock.backends.cuda.features import interpreted, unusable
 from penstock.errors import BackendError, OutOfMemory
 from penstock.ops._op import Spec, backend, numpy_view, shaped
+from penstock.ops.device import register_device
 from penstock.quant import QuantizedTensor, to_torch
 
 
-class Gpu:
+class CudaDevice:
     """The current CUDA device."""
 
-    memory = "GPU memory"
-    kernels = "cuda"
-    pages = 16
+    name = "cuda"
+    memory_name = "GPU memory"
+    host_memory = False
+    runs_programs = True
+    samples_tokens = True
+    min_pages = 16
     joins = 64
-    grid = 2048  # larger pieces read the weights less often: 46 000 tokens/s on an H200 with 2048, 15 000 with 256
+    default_dtype, default_activations = "bfloat16", "float32"
+    default_sequences = 32
+    compiles_ahead = False
+    # larger chunks read the weights less often: 46 000 tokens/s on an H200 with 2048, 15 000 with 256
+    chunk_alignment = 2048
 
     def __init__(self) -> None:
         self.interpreted = interpreted()
@@ -33,10 +41,14 @@ class Gpu:
 
         self._torch = torch
         self._keeper: Any = None
-        self.draws = True
-        self.device = torch.device("cpu") if self.interpreted else torch.device("cuda", torch.cuda.current_device())
+        index = None if self.interpreted else torch.cuda.current_device()
+        self.torch_device = torch.device("cpu") if index is None else torch.device("cuda", index)
 
-    def put(self, value: Any) -> Any:
+    @staticmethod
+    def set_threads(count: int) -> None:
+        pass
+
+    def to_device(self, value: Any) -> Any:
         with self._memory_errors():
             if isinstance(value, QuantizedTensor):
                 return value.with_arrays(*map(self._tensor, value.arrays))
@@ -45,20 +57,20 @@ class Gpu:
     def _tensor(self, array: Any) -> Any:
         if not isinstance(array, self._torch.Tensor):
             array = to_torch(array, "torch")
-        return array.to(self.device)  # itself if it is here
+        return array.to(self.torch_device)  # itself if it is here
 
-    def host(self, array: Any) -> np.ndarray:
+    def to_host(self, array: Any) -> np.ndarray:
         return numpy_view(array.clone() if self.interpreted else array.cpu())
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         with self._memory_errors():
-            return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.device)
+            return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.torch_device)
 
     def random_codes(self, shape: tuple[int, ...], seed: int) -> Any:
         """int32, every bit drawn: the packed codes of a made-up quantized tensor."""
         with self._memory_errors():
-            generator = self._torch.Generator(self.device).manual_seed(seed)
-            codes = self._torch.empty(shape, dtype=self._torch.int32, device=self.device)
+            generator = self._torch.Generator(self.torch_device).manual_seed(seed)
+            codes = self._torch.empty(shape, dtype=self._torch.int32, device=self.torch_device)
             return codes.random_(-(2**31), 2**31, generator=generator)
 
     def copy(self, array: Any) -> Any:
@@ -74,7 +86,7 @@ class Gpu:
 
     def arena(self, nbytes: int) -> Any:
         with self._memory_errors():
-            return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
+            return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.torch_device)
 
     def compile(self, calls: Seq[Callable[[], object]]) -> None:
         if not self.interpreted:
@@ -82,7 +94,7 @@ class Gpu:
 
             compile_all(calls)
 
-    def captured(self, calls: Seq[Callable[[], object]]) -> Callable[[], object]:
+    def capture(self, calls: Seq[Callable[[], object]]) -> Callable[[], object]:
         """The calls as one CUDA graph; the graphs share a pool for their scratch memory, since one runs at a time."""
         torch = self._torch
         if self.interpreted:
@@ -91,7 +103,7 @@ class Gpu:
         if self._keeper is None:
             self._keeper = torch.cuda.CUDAGraph()  # torch gives a pool up when the last graph in it has gone
             with torch.cuda.graph(self._keeper, capture_error_mode="thread_local"):
-                torch.zeros(1, device=self.device)
+                torch.zeros(1, device=self.torch_device)
         graph = torch.cuda.CUDAGraph()
         pool = self._keeper.pool()
         with self._memory_errors(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -108,12 +120,12 @@ class Gpu:
         """The next power of two, from 8 on the next multiple of 8: few shapes to capture."""
         return -(-count // 8) * 8 if count > 8 else 1 << (count - 1).bit_length()
 
-    def tier(self, host: str, top_k: int) -> Any:
+    def expert_tier(self, host: str, top_k: int) -> Any:
         from penstock.backends.cuda.experts import GpuTier
 
         return GpuTier(self, host, top_k)
 
-    def missing(self, tier: Any, layers: int, width: int) -> Any:
+    def miss_detector(self, tier: Any, layers: int, width: int) -> Any:
         from penstock.backends.cuda.experts import Missing
 
         return Missing(self, tier, layers, width)
@@ -125,17 +137,17 @@ class Gpu:
         except RuntimeError as error:
             raise OutOfMemory(f"pinned memory: {error}; use a smaller expert_host") from None
 
-    def free(self) -> int:
+    def free_memory(self) -> int:
         if self.interpreted:
             from penstock.machine import memory
 
             return memory(reclaim=True)[1]
         cuda = self._torch.cuda
-        cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
-        return cuda.mem_get_info(self.device)[0] + cached
+        cached = cuda.memory_reserved(self.torch_device) - cuda.memory_allocated(self.torch_device)
+        return cuda.mem_get_info(self.torch_device)[0] + cached
 
-    def peak(self) -> int:
-        return 0 if self.interpreted else self._torch.cuda.max_memory_allocated(self.device)
+    def peak_memory(self) -> int:
+        return 0 if self.interpreted else self._torch.cuda.max_memory_allocated(self.torch_device)
 
     @contextlib.contextmanager
     def running(self, deterministic: bool) -> Iterator[None]:
@@ -148,7 +160,7 @@ class Gpu:
             yield
         except self._torch.OutOfMemoryError as error:
             raise OutOfMemory(
-                f"GPU memory: an allocation failed with {self.free() / 1e9:.2f} GB free; "
+                f"GPU memory: an allocation failed with {self.free_memory() / 1e9:.2f} GB free; "
                 "use a shorter context, fewer sequences, or device='cpu'"
             ) from error
 
@@ -156,11 +168,11 @@ class Gpu:
 class _PinnedInputs:
     """One block of pinned memory and one on the GPU; `send` is one copy between them."""
 
-    def __init__(self, gpu: Gpu, wanted: Seq[tuple[tuple[int, ...], str]]) -> None:
+    def __init__(self, gpu: CudaDevice, wanted: Seq[tuple[tuple[int, ...], str]]) -> None:
         torch = gpu._torch
         specs = [Spec(shape, dtype) for shape, dtype in wanted]
         ends = list(accumulate(-(-spec.nbytes // 16) * 16 for spec in specs))
-        self._here = torch.zeros(max([16, *ends[-1:]]), dtype=torch.uint8, device=gpu.device)
+        self._here = torch.zeros(max([16, *ends[-1:]]), dtype=torch.uint8, device=gpu.torch_device)
         self._staged = self._here if gpu.interpreted else torch.zeros_like(self._here, device="cpu").pin_memory()
         self._gone = None if gpu.interpreted else torch.cuda.Event()
         starts = [0, *ends][: len(specs)]
@@ -207,3 +219,6 @@ class CopyBandwidth:
             stop.synchronize()
             times.append(start.elapsed_time(stop))
         return 2 * self.nbytes / min(times) / 1e6
+
+
+register_device(CudaDevice)

@@ -1,0 +1,119 @@
+"""Host memory as a device: NumPy arrays, Numba kernels or the ops' definitions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+
+from penstock.dtypes import numpy_dtype
+from penstock.machine import available_memory, peak_memory
+from penstock.ops._op import backend
+from penstock.ops.device import Drawing, Inputs, register_device
+
+
+class CpuDevice:
+    """Host memory and the CPU's kernels."""
+
+    name = "cpu"
+    memory_name = "memory"
+    host_memory = True
+    runs_programs = True
+    samples_tokens = False
+    chunk_alignment = 256  # a page of the caches: each is written by one chunk
+    min_pages = 4
+    joins = 1
+    default_dtype, default_activations = "float32", "int8"
+    default_sequences = 8
+    compiles_ahead = True
+
+    @staticmethod
+    def set_threads(count: int) -> None:
+        from penstock.backends.cpu import _threads  # imports Numba
+
+        _threads.set_threads(count)
+
+    def to_device(self, value: Any) -> Any:
+        return value
+
+    def to_host(self, array: Any) -> np.ndarray:
+        return array.copy()
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        return np.zeros(shape, numpy_dtype(dtype))
+
+    def copy(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def copy_all(self, into: Seq[np.ndarray], arrays: Seq[np.ndarray]) -> None:
+        for target, array in zip(into, arrays, strict=True):
+            np.copyto(target, array)
+
+    def inputs(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> Inputs:
+        return _HostInputs(wanted)
+
+    def arena(self, nbytes: int) -> np.ndarray:
+        return np.empty(nbytes, np.uint8)
+
+    def compile(self, calls: Seq[Callable[[], object]]) -> None:
+        pass
+
+    def capture(self, calls: Seq[Callable[[], object]]) -> Callable[[], object]:
+        kept = tuple(calls)
+
+        def replay() -> None:
+            for call in kept:
+                call()
+
+        return replay
+
+    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Drawing:
+        raise NotImplementedError
+
+    def rows(self, count: int) -> int:
+        return count
+
+    def expert_tier(self, host: str, top_k: int) -> None:
+        return None
+
+    def miss_detector(self, tier: Any, layers: int, width: int) -> None:
+        return None
+
+    def free_memory(self) -> int:
+        return available_memory()
+
+    def peak_memory(self) -> int:
+        return peak_memory()
+
+    def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+
+class ReferenceDevice(CpuDevice):
+    """Host memory and the definitions of the ops."""
+
+    name = "reference"
+    runs_programs = False
+    compiles_ahead = False
+
+    def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
+        return backend("reference")
+
+
+class _HostInputs:
+    def __init__(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> None:
+        self.host = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in wanted]
+        self.here = list(self.host)
+
+    def send(self) -> None:
+        pass
+
+    def ready(self) -> None:
+        pass
+
+
+register_device(CpuDevice)
+register_device(ReferenceDevice)

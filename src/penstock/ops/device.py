@@ -1,0 +1,225 @@
+"""Devices: what the layers above the ops need of the place where a model's arrays lie and its kernels run.
+
+A device is asked for what it can do (`host_memory`, `runs_programs`, `samples_tokens`), never for its type. A backend
+is a folder `backends/<name>/` whose module `device` registers it here under its names; the module is imported when a
+name of it is first asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.errors import InvalidArgument
+
+# the names of devices and the backend that registers each: a new backend adds its line here
+BACKENDS = {"cpu": "cpu", "cuda": "cuda", "reference": "cpu"}
+
+_TYPES: dict[str, type[Device]] = {}
+
+
+class Inputs(Protocol):
+    """Small arrays that the host fills and the device reads."""
+
+    host: list[np.ndarray]
+    here: list[Any]
+
+    def send(self) -> None:
+        """Bring what is in `host` to `here`, in the order of the device's work."""
+        ...
+
+    def ready(self) -> None:
+        """Wait until what was sent has left `host`, so that it may be filled again."""
+        ...
+
+
+class Flight(Protocol):
+    """A decode step that is under way."""
+
+    def tokens(self) -> list[int]:
+        """Wait for it; the token of each row, -2 where its logits are not finite."""
+        ...
+
+
+class Drawing(Protocol):
+    """The end of a decode step: draws tokens and feeds them to the next one, without the host."""
+
+    def calls(self, mode: str) -> list[Callable[[], object]]:
+        """What to run after the program; mode of `ops.sample_tokens`."""
+        ...
+
+    def fill(self, parameters: Seq[Mapping[str, float]]) -> None:
+        """Set how each row draws: temperature, top_k, top_p, min_p, seed."""
+        ...
+
+    def launched(self) -> Flight:
+        """The step that was just run."""
+        ...
+
+
+class Missing(Protocol):
+    """Sees to it on a device, layer by layer, that the experts which a step chose are there.
+
+    Those in host memory take slots of little worth. Once one is not there either, the rest of the step changes nothing:
+    its rows become inactive ones.
+    """
+
+    @property
+    def host(self) -> np.ndarray:
+        """int32 [layers, 1 + 2 · width]: whether some are missing, ids (−1: of an inactive row), slots that were taken.
+
+        There are two, in turns.
+        """
+        ...
+
+    turn: int  # which of the two is written next, 0 or 1
+
+    def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
+        """Look for the ids of a layer, the n-th of the step; inputs: slots, positions and lengths of the rows."""
+        ...
+
+    def rank(self, behind: int) -> None:
+        """Tell the device what the slots are worth, before a step; `behind`: steps that the store has not heard of."""
+        ...
+
+    def wait(self) -> None:
+        """Until `host` has what was looked for."""
+        ...
+
+    def later(self) -> Callable[[], np.ndarray]:
+        """Of the step that was just launched: what waits until `host` has its report, and gives a copy of that."""
+        ...
+
+    def gather(self) -> None:
+        """Go on to read experts that nobody has chosen yet, if host memory has room for all."""
+        ...
+
+    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
+        """Tell the store of a report (rows of `host`) about these layers; of earlier ones it has heard."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """Arrays of a device: how they get there and back, and how much room there is."""
+
+    memory_name: str  # in messages: "memory", "GPU memory"
+    host_memory: bool  # arrays are NumPy arrays: mapped files serve as weights, the host reads values where they lie
+    min_pages: int  # fewest that a cache has: where growing means to capture programs again, more
+
+    def to_device(self, value: Any) -> Any:
+        """A NumPy array or quantized tensor, here."""
+        ...
+
+    def to_host(self, array: Any) -> np.ndarray:
+        """A copy of an array of this device as a NumPy array; waits for it."""
+        ...
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
+
+    def copy(self, array: Any) -> Any: ...
+
+    def copy_all(self, into: Seq[Any], arrays: Seq[Any]) -> None:
+        """Copy arrays of this device into others of the same shapes."""
+        ...
+
+    def inputs(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> Inputs:
+        """Buffers of these shapes and dtypes."""
+        ...
+
+    def arena(self, nbytes: int) -> Any:
+        """Bytes for the values of a program."""
+        ...
+
+    def free_memory(self) -> int:
+        """Bytes that can still be allocated."""
+        ...
+
+    def peak_memory(self) -> int:
+        """The most bytes that were in use so far."""
+        ...
+
+
+class Execution(Protocol):
+    """How steps run."""
+
+    runs_programs: bool  # steps are traced and fused; else every op runs by its definition
+    chunk_alignment: int  # chunks of a prompt end at multiples of this position
+    joins: int  # most rows for which one product with joined weights and a cut beats a product with each
+    default_dtype: str  # of activations
+    default_activations: str  # how quantized products round x
+    default_sequences: int  # that run at a time under a scheduler
+    compiles_ahead: bool  # kernels are compiled on the host's cores, where a second process can help
+
+    @staticmethod
+    def set_threads(count: int) -> None:
+        """Threads of the kernels that run on the host; nothing elsewhere."""
+        ...
+
+    def compile(self, calls: Seq[Callable[[], object]]) -> None:
+        """Compile the kernels of these calls, where that is quicker than when each first runs; none of them runs."""
+        ...
+
+    def capture(self, calls: Seq[Callable[[], object]]) -> Callable[[], object]:
+        """A function that does what the calls do, in the quickest way of the device. Their kernels have run before."""
+        ...
+
+    def rows(self, count: int) -> int:
+        """Rows of a decode program for `count` sequences; those beyond are inactive."""
+        ...
+
+    def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
+        """Inside, ops run with this device's kernels; a lack of memory is penstock's OutOfMemory."""
+        ...
+
+
+class Sampling(Protocol):
+    """How tokens are drawn."""
+
+    samples_tokens: bool  # here, without their logits going to the host
+
+    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Drawing:
+        """What draws tokens from the logits of a decode program with these inputs; only where `samples_tokens`."""
+        ...
+
+
+class ExpertMemory(Protocol):
+    """Where streamed experts lie, and how a step finds out which are absent."""
+
+    def expert_tier(self, host: str, top_k: int) -> Any:
+        """Memory for streamed experts here; host: bytes of host memory behind it, or "auto". None: host memory."""
+        ...
+
+    def miss_detector(self, tier: Any, layers: int, width: int) -> Missing | None:
+        """What looks for absent experts while a step runs, for `width` choices of each layer; None where the host takes
+        part in every layer anyway.
+        """
+        ...
+
+
+class Device(DeviceMemory, Execution, Sampling, ExpertMemory, Protocol):
+    """All of it, under a name."""
+
+    name: str
+
+
+def register_device(kind: type[Device]) -> None:
+    """Make a device known under its name. Making one raises BackendError where it cannot be used."""
+    _TYPES[kind.name] = kind
+
+
+def device_type(name: str) -> type[Device]:
+    """What a device can do, whether there is one here or not. Raises InvalidArgument for an unknown name."""
+    if name not in BACKENDS:
+        raise InvalidArgument(f"device: is {name!r}, expected one of {', '.join(BACKENDS)}")
+    importlib.import_module(f"penstock.backends.{BACKENDS[name]}.device")
+    return _TYPES[name]
+
+
+def device_for(name: str) -> Device:
+    """The device of a name. Raises InvalidArgument for an unknown one, BackendError where it cannot be used."""
+    return device_type(name)()
