@@ -309,7 +309,7 @@ def load(
     notify: Callable[[str], None] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> LLM:
-    """Load a model: a folder, a .gguf file, a Hugging Face id, or None for the built-in demo model.
+    """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
     device "auto" (a GPU if it can be used), "cpu", "cuda", "reference" (NumPy, slow); dtype of activations (auto:
     float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on the

@@ -11,6 +11,7 @@ import penstock
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.weights.resolve import ANY, HubModel, ResolvedModel, find_model, resolve_model, shipped_configs
 from tests.cli.common import call
+from tests.cli.test_bench import TINY
 
 CONFIG = ("config",)
 QWEN = "qwen3.6-35b-a3b"
@@ -140,11 +141,11 @@ def test_what_is_on_disk_wins_over_the_name_of_a_shipped_config(hub, tmp_path):
 @pytest.mark.parametrize(
     ("text", "kinds", "words"),
     [
-        ("qwen3.6-35b", ANY, "no such folder, file, shipped config or hub id, expected the path of a folder or a "
+        ("qwen3.6-35b", ANY, "no such folder, file, shipped config or hub id, expected the path of a folder, a "
          ".gguf file or a config.json, a hub id (owner/name) or a shipped config (qwen3.6-35b-a3b"),
         ("nosuch", ANY, f"or a shipped config ({', '.join(shipped_configs())})"),
-        ("deepseek", ("folder",), "the path of a folder, a hub id (owner/name); shipped configs (deepseek-v3) have no"),
-        ("nosuch", ("demo", "folder", "gguf"), "expected the path of a folder or a .gguf file, a hub id (owner/name)"),
+        ("deepseek", ("folder",), "a folder or a hub id (owner/name); shipped configs (deepseek-v3) have no weights"),
+        ("nosuch", ("demo", "folder", "gguf"), "the path of a folder or a .gguf file or a hub id (owner/name)"),
     ],
 )  # fmt: skip
 def test_an_unknown_name_tells_what_was_tried_and_what_is_near(hub, text, kinds, words):
@@ -157,11 +158,11 @@ def test_kinds_that_are_not_taken_are_refused_by_name(hub, tmp_path):
     (tmp_path / "x.json").write_text("{}")
     for text in (QWEN, "x.json"):
         assert refusal(text) == (
-            f"{text}: is a config without weights, expected a folder or a .gguf file, or a hub id; "
+            f"{text}: is a config without weights, expected a folder, a .gguf file or a hub id; "
             "penstock bench --random runs it with random weights"
         )
-    assert refusal("x.gguf", CONFIG) == "x.gguf: is a .gguf file, expected a config.json, or a hub id"
-    assert refusal("demo", ("folder",)) == "demo: is the demo model, expected a folder, or a hub id"
+    assert refusal("x.gguf", CONFIG) == "x.gguf: is a .gguf file, expected a config.json or a hub id"
+    assert refusal("demo", ("folder",)) == "demo: is the demo model, expected a folder or a hub id"
 
 
 # -- the hub ---------------------------------------------------------------------------------------------------------
@@ -209,6 +210,14 @@ def test_verbs_that_need_weights_refuse_a_shipped_config_by_name(hub, capsys, wo
 def test_a_shipped_config_needs_no_network_and_no_repository(hub, capsys, words):
     shown = call(capsys, words[0], "LLaMA-3.2_3B", *words[1:], "--device", "cpu", "--json")
     assert shown.status == 0 and json.loads(shown.out)["model"] == "llama-3.2-3b" and hub.calls == []
+
+
+def test_a_trace_of_a_hub_model_fetches_its_config_alone(hub, capsys, tmp_path):
+    hub.outcome, hub.cached = str(tmp_path), errors.LocalEntryNotFoundError("no")
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    shown = call(capsys, "kernels", "--trace", "owner/name", "--layers", "2", "--bandwidth", "1", "--json")
+    assert shown.status == 0 and json.loads(shown.out)["model"] == "name, 2 of 3 layers"
+    assert hub.calls[-1][1]["allow_patterns"] == ["config.json"]
 
 
 def test_shipped_configs_are_files_of_the_package():

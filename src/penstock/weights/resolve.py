@@ -164,12 +164,10 @@ def _as_one_of(kinds: Collection[Kind], found: ResolvedModel, shown: str) -> Res
         return replace(found, kind="config")
     if found.kind in kinds:
         return found
-    expected = f"expected {' or '.join(_PATHS[kind] for kind in kinds if kind in _PATHS)}, or a hub id"
+    what, hint = _PATHS.get(found.kind, "the demo model"), ""
     if found.kind == "config":
-        raise CheckpointError(
-            f"{shown}: is a config without weights, {expected}; penstock bench --random runs it with random weights"
-        )
-    raise CheckpointError(f"{shown}: is {_PATHS.get(found.kind, 'the demo model')}, {expected}")
+        what, hint = "a config without weights", "; penstock bench --random runs it with random weights"
+    raise CheckpointError(f"{shown}: is {what}, expected {_listed(*_paths(kinds), 'a hub id')}{hint}")
 
 
 def _is_bare(folder: Path) -> bool:
@@ -180,13 +178,23 @@ def _is_bare(folder: Path) -> bool:
 def _unknown(text: str, kinds: Collection[Kind], option: str | None) -> str:
     known = {_plain(name): name for name in shipped_configs()}
     near = [known[name] for name in difflib.get_close_matches(_plain(text), known)]
-    expected = f"the path of {' or '.join(_PATHS[kind] for kind in kinds if kind in _PATHS)}, a hub id (owner/name)"
+    expected, hint = [f"the path of {_listed(*_paths(kinds))}", "a hub id (owner/name)"], ""
     if "config" in kinds:
-        expected += f" or a shipped config ({', '.join(near or known.values())})"
+        expected.append(f"a shipped config ({', '.join(near or known.values())})")
     elif near:
-        expected += f"; shipped configs ({', '.join(near)}) have no weights"
+        hint = f"; shipped configs ({', '.join(near)}) have no weights"
     tried = f"{short(text)}: no such folder, file, shipped config or hub id"
-    return f"{tried if option is None else f'{option}: there is no {short(text)}'}, expected {expected}"
+    if option is not None:
+        tried = f"{option}: there is no {short(text)}"
+    return f"{tried}, expected {_listed(*expected)}{hint}"
+
+
+def _paths(kinds: Collection[Kind]) -> list[str]:
+    return [_PATHS[kind] for kind in kinds if kind in _PATHS]
+
+
+def _listed(*parts: str) -> str:
+    return " or ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
 
 
 def _plain(name: str) -> str:
