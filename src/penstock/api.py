@@ -32,7 +32,7 @@ from penstock.settings import Settings
 from penstock.streaming.layout import Layer
 from penstock.streaming.store import slot_counts
 from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.hub import resolve
+from penstock.weights.resolve import resolve_model
 
 DEVICES = ("auto", "cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -309,7 +309,7 @@ def load(
     notify: Callable[[str], None] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> LLM:
-    """Load a model: a folder, a .gguf file, a Hugging Face id, or None for the built-in demo model.
+    """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
     device "auto" (a GPU if it can be used), "cpu", "cuda", "reference" (NumPy, slow); dtype of activations (auto:
     float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on the
@@ -328,25 +328,18 @@ def load(
     packed = None if expert_file is None else os.fspath(expert_file)
     experts = ExpertOptions(expert_cache, expert_host, expert_io, expert_policy, packed, expert_prefetch)
     place = place_of(device)
-    folder: Path = (
-        _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)
-    )
+    found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=notify is None)
+    folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
-    read = _read_gguf if folder.is_file() else _read_folder
+    read = _read_gguf if found.kind == "gguf" else _read_folder
     model, tokenizer, notices = read(folder, device, place, experts, options, progress)
     for notice in notices:
         notify(notice)
     engine = _engine(model, device, place, dtype, activations, max_context, deterministic, f"{folder}")
-    return LLM(engine, tokenizer, _named(path_or_hub_id, folder), notices)
-
-
-def _named(given: str | os.PathLike[str] | None, folder: Path) -> str | None:
-    """How a saved session finds its model again: nothing for the demo model, a whole path, or the hub id."""
-    if given is None:
-        return None
-    here = Path(given).expanduser()
-    return str(folder.resolve()) if here.exists() else str(given)
+    # a saved session finds its model again by its hub id or its whole path
+    name = None if found.kind == "demo" else found.hub_id or str(folder.resolve())
+    return LLM(engine, tokenizer, name, notices)
 
 
 def _read_folder(
@@ -617,10 +610,3 @@ def _left_over(source: Stored, skipped: Seq[str], layers: int) -> list[str]:
         shown = ", ".join(other[:3]) + (" …" if len(other) > 3 else "")
         notices.append(f"{source.checkpoint.path}: {len(other)} tensors are not part of the model: {shown}")
     return notices
-
-
-def _demo_folder() -> Path:
-    folder = Path(__file__).parent / "demo" / "model"
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: the demo model is not installed, expected it in the package")
-    return folder

@@ -311,7 +311,6 @@ def serve(
     from penstock.server.run import bind
     from penstock.server.run import serve as run
     from penstock.server.service import Options
-    from penstock.weights.hub import located
 
     keys, hosts = address.keys(), _split(address.allowed_hosts)
     if not keys and not address.insecure and not is_loopback(address.host):
@@ -341,8 +340,6 @@ def serve(
         ),
     )
     access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=hosts_of(address.host, hosts))
-    if model.model is not None:
-        located(model.model)
     bound = bind(address.host, address.port)
     url = _url(address.host, bound.getsockname()[1])
     _start_log(log_level, log_requests)
@@ -389,8 +386,11 @@ def _check_installed() -> None:
 
 def _names(model: ModelOptions, aliases: list[str]) -> tuple[str, ...]:
     """What clients may call the model; of a folder on this machine only the last part of its path."""
-    there = model.model is None or Path(model.model).expanduser().exists()
-    return tuple(dict.fromkeys([*aliases, *([] if there else [str(model.model)]), model.name]))
+    from penstock.weights.resolve import HubModel, find_model
+
+    found = find_model(model.model)
+    hub_id = [found.id] if isinstance(found, HubModel) else []
+    return tuple(dict.fromkeys([*aliases, *hub_id, found.name]))
 
 
 def _bytes(count: int) -> str:
@@ -408,14 +408,11 @@ def _url(host: str, port: int) -> str:
 
 
 def _own_defaults(model: ModelOptions) -> dict[str, Any]:
-    from penstock.api import _demo_folder
     from penstock.server.service import generation_defaults
-    from penstock.weights.hub import resolve
+    from penstock.weights.resolve import resolve_model
 
-    if model.model is None:
-        return generation_defaults(_demo_folder())
-    folder = resolve(model.model, model.revision, offline=True, quiet=True)
-    return generation_defaults(folder if folder.is_dir() else None)
+    found = resolve_model(model.model, revision=model.revision, offline=True, quiet=True)
+    return generation_defaults(None if found.kind == "gguf" else found.path)
 
 
 def _set_template(llm: "LLM", text: str) -> None:
