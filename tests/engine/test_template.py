@@ -561,6 +561,9 @@ def test_render_takes_a_long_chat():
         "{{ ''.encode() }}",
         "{{ (1).to_bytes(4, 'big') }}",
         "{{ ''.join.__self__ }}",
+        "{{ dict.mro() }}",
+        "{{ (['x']|map(attribute='encode')|first)() }}",
+        "{{ namespace({'__class__': 1}).__class__ }}",
     ],
 )
 def test_render_keeps_python_from_templates(source):

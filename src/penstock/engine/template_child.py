@@ -20,7 +20,7 @@ from typing import Any
 
 import jinja2
 import jinja2.debug  # for errors in Jinja's syntax
-from jinja2 import TemplateSyntaxError, ext, nodes, sandbox, utils
+from jinja2 import TemplateRuntimeError, TemplateSyntaxError, ext, nodes, sandbox, utils
 from jinja2.exceptions import SecurityError
 
 time.tzset()  # reads the zone's file, for strftime_now
@@ -88,19 +88,17 @@ class _TooLong(BaseException):
     """The time is over; no Exception, so that nothing on the way catches it."""
 
 
-# Templates
-
-
 @functools.lru_cache(16)
 def _compiled(source: str) -> tuple[jinja2.Template, bool]:
-    """A template, and whether it goes through the parts of a message's content.
-
-    Raises TemplateSyntaxError, and what Python raises for code that it cannot compile.
-    """
+    """A template, and whether it goes through the parts of a message's content. Raises TemplateSyntaxError and more."""
     tree = _SANDBOX.parse(source)
     for node in tree.find_all((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)):
         name = type(node).__name__.lower()
         raise TemplateSyntaxError(f"{name} is used, expected a template in one file", node.lineno)
+    for node in tree.find_all((nodes.Keyword, nodes.NSRef)):
+        name = node.key if isinstance(node, nodes.Keyword) else node.attr
+        if name.startswith("__"):
+            raise TemplateSyntaxError(f"a value is named {name:.40}, expected one without __ in front", node.lineno)
     return _SANDBOX.from_string(source), _takes_parts(tree)
 
 
@@ -153,10 +151,10 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
         self.filters = {name: made for name, made in self.filters.items() if name not in _LEFT_OUT}
         self.filters["tojson"] = _tojson
         del self.globals["lipsum"]
-        self.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if type(obj) is _Namespace:  # before any isinstance, which each take its __getattribute__
+        if type(obj) is utils.Namespace:  # before any isinstance, which each take its __getattribute__
             return not attr.startswith("_")
         return attr not in _BYTES and super().is_safe_attribute(obj, attr, value)
 
@@ -171,8 +169,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
         for piece in pieces:
             total += len(piece)
             if total > self.characters:
-                text = f"makes a text of {total} characters, expected at most {self.characters}"
-                raise jinja2.TemplateRuntimeError(text)
+                raise TemplateRuntimeError(f"makes a text of {total} characters, expected at most {self.characters}")
             parts.append(piece)
         return "".join(parts)
 
@@ -188,28 +185,13 @@ class _Generation(ext.Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Namespace(utils.Namespace):
-    """Jinja's namespace, but without names that Python gives a meaning."""
-
-    def __init__(self, /, *args: Any, **values: Any) -> None:
-        super().__init__()
-        for name, value in dict(*args, **values).items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"namespace has the name {name!r:.40}, expected one without _ in front")
-        super().__setitem__(name, value)
-
-
 def _raise_exception(message: Any = "") -> None:
     raise jinja2.TemplateError(str(message)[:2000])
 
 
 def _strftime_now(format: str) -> str:
     if len(format) > 200:
-        text = f"asks for a date with a format of {len(format)} characters, expected at most 200"
-        raise jinja2.TemplateRuntimeError(text)
+        raise TemplateRuntimeError(f"asks for a date by {len(format)} characters, expected at most 200")
     return datetime.now().strftime(format)
 
 
