@@ -432,7 +432,7 @@ def _set_template(llm: "LLM", text: str) -> None:
 
 
 def _compile_template(llm: "LLM") -> None:
-    """Compile the model's own chat template, so that the first chat does not wait; others work if it is broken."""
+    """Compile the model's own chat template, so that the first chat does not wait; the rest works without one."""
     try:
         llm.tokenizer.compile_chat_template()
     except PenstockError as error:
