@@ -106,6 +106,16 @@ def test_child_opens_no_files_and_sees_no_secrets(child: Child, tmp_path: Path) 
     assert b"numpy" not in modules and b"penstock.ops" not in modules
 
 
+def test_child_imports_nothing_from_the_folder_it_starts_in(
+    child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "struct.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(folder)
+    assert child.call(b"echo here") == b"here"
+
+
 def test_handler_that_is_not_there_is_said() -> None:
     for name in ("penstock.nowhere:handle", "penstock.child:nothing"):
         with pytest.raises(ChildDied, match=f"^{name}: cannot be imported: "):

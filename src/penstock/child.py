@@ -27,7 +27,7 @@ _CALL = struct.Struct("<dQ")  # seconds, bytes that follow
 _ANSWER = struct.Struct("<BQ")  # one of the following, bytes that follow
 _DONE, _MEMORY, _FAILED = range(3)
 _START_SECONDS = 60.0  # to import what the function needs, on a busy machine
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "SYSTEMROOT")  # and PYTHON*
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SYSTEMROOT")  # and PYTHON*
 
 
 class ChildError(PenstockError):
@@ -111,7 +111,7 @@ class _Process:
         try:
             with theirs:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-c", code],
+                    [sys.executable, "-P", "-c", code],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

@@ -148,6 +148,13 @@ def test_conversation_computes_nothing_twice(llm):
     assert conversation.read[1] >= total  # the first turn, and the answer as far as it reads back as the same tokens
 
 
+def test_chat_compiles_the_template_before_the_first_message(say, tmp_path):
+    broken = api.load(write_small_model(tmp_path / "m", chat_template="{% if %}"), device="reference")
+    shown = say(model=broken)
+    assert (shown.status, shown.out) == (1, "")
+    assert "chat template, line 1: Expected an expression" in shown.err
+
+
 def test_conversation_keeps_what_a_template_that_drops_reasoning_leaves(tmp_path):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"

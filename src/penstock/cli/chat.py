@@ -84,6 +84,7 @@ def chat(
     llm = model.load(note)
     if not llm.tokenizer.has_chat_template:
         raise InvalidArgument(f"chat: {model.name} has no chat template, expected one (penstock generate needs none)")
+    llm.tokenizer.compile_chat_template()
     tolerant_stdout()
     note(f"{model.name}, context of {llm.max_context} tokens, {llm._engine.device}; /help lists the commands")
     lines = _Typed() if sys.stdin.isatty() else _Piped()

@@ -22,7 +22,7 @@ from penstock.cli._model import (
     note,
     verb,
 )
-from penstock.errors import BackendError, InvalidArgument
+from penstock.errors import BackendError, InvalidArgument, PenstockError
 from penstock.settings import Settings
 
 if TYPE_CHECKING:
@@ -353,6 +353,8 @@ def serve(
         llm = model.load(note, progress)
         if template is not None:
             _set_template(llm, template)
+        else:
+            _compile_template(llm)
         return llm, _own_defaults(model) if own else {}
 
     def ready(service: "Service") -> None:
@@ -423,7 +425,15 @@ def _set_template(llm: "LLM", text: str) -> None:
     before = tokenizer._templates
     named = {} if before is None else before.special_tokens
     tokenizer._templates = ChatTemplates({"default": (text, "--chat-template")}, named)
-    tokenizer._templates._template(None)
+    tokenizer._templates.compile()
+
+
+def _compile_template(llm: "LLM") -> None:
+    """Compile the model's own chat template, so that the first chat does not wait; the rest works without one."""
+    try:
+        llm.tokenizer.compile_chat_template()
+    except PenstockError as error:
+        note(f"penstock: warning: no chat will be answered: {error}")
 
 
 def _start_log(level: str, requests: bool) -> None:

@@ -125,6 +125,14 @@ class Tokenizer:
         text, _ = sources.get("tool_use") or sources.get("default") or (None, None)
         return text
 
+    def compile_chat_template(self) -> None:
+        """Compile the chat template now, if there is one, so that the first chat does not wait for it.
+
+        Raises CheckpointError for a broken template.
+        """
+        if self._templates is not None:
+            self._templates.compile()
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
