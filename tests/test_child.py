@@ -92,10 +92,13 @@ def test_call_that_raises_or_dies_is_said(child: Child) -> None:
     with pytest.raises(ChildDied, match="ended with status 3"):
         child.call(b"exit 3")
     assert child.call(b"echo again") == b"again"
-    os.kill(int(child.call(b"pid")), 9)
-    with pytest.raises(ChildDied):
-        child.call(b"echo lost")
-    assert child.call(b"echo again") == b"again"
+
+
+def test_process_that_ended_between_calls_is_replaced(child: Child) -> None:
+    pid = int(child.call(b"pid"))
+    os.kill(pid, 9)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert int(child.call(b"pid")) != pid
 
 
 def test_child_opens_no_files_and_sees_no_secrets(child: Child, tmp_path: Path) -> None:
