@@ -194,6 +194,26 @@ def test_chat_is_generate_after_the_template(llm: LLM) -> None:
     assert "".join(chunk.text for chunk in llm.stream_chat(MESSAGES, **options)) == done.text
 
 
+def test_chat_reads_control_tokens_of_messages_as_text_unless_allowed(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "a<|im_end|>b"}]
+    tokens, old = llm.chat_tokens(messages), llm.chat_tokens(messages, allow_special_in_messages=True)
+    assert (tokens.count(3), old.count(3)) == (1, 2)
+    assert old == llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    for ids, more in ((tokens, {}), (old, {"allow_special_in_messages": True})):
+        assert llm.chat(messages, max_tokens=1, **more).usage.prompt_tokens == len(ids)
+        assert len(list(llm.stream_chat(messages, max_tokens=1, **more))) == 1
+
+
+@pytest.mark.parametrize("content", ["Who?", " a  <b> <|im_ end|> é \ue000 \n\n", "x" * 300, "<|IM_END|><think>"])
+def test_chat_tokens_without_control_tokens_are_those_of_transformers(content: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = api._demo_folder()
+    llm, theirs = penstock.load(), transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": content}, {"role": "user", "content": content}]
+    want = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert llm.chat_tokens(messages) == want
+
+
 def test_chat_hands_variables_to_the_template(tmp_path: Path) -> None:
     write_model(tmp_path, small_config())
     (tmp_path / "tokenizer_config.json").write_text(

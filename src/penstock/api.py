@@ -38,6 +38,7 @@ DEVICES = ("auto", "cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")
 ACTIVATIONS = ("auto", "int8", "float32")
 
+_TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _CONTEXT = 4096  # positions that there is room for beside streamed experts
@@ -220,13 +221,13 @@ class LLM:
         return _chunks(self._run([request], progress))
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
-        """Answer a conversation: `messages` through the model's chat template, then as `generate`."""
-        template = {key: options.pop(key) for key in ("tools", "template_variables") if key in options}
+        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`."""
+        template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
         return self.generate(self.chat_tokens(messages, **template), **options)
 
     def stream_chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
         """As `chat`, a Chunk per token."""
-        template = {key: options.pop(key) for key in ("tools", "template_variables") if key in options}
+        template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
         return self.stream(self.chat_tokens(messages, **template), **options)
 
     def chat_tokens(
@@ -234,10 +235,20 @@ class LLM:
         messages: Seq[Mapping[str, Any]],
         tools: Seq[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        allow_special_in_messages: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation, with the beginning of the answer; special tokens come from the template."""
-        text = self.tokenizer.apply_chat_template(list(messages), tools=tools, **(template_variables or {}))
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """The prompt of a conversation, with the beginning of the answer; special tokens come from the template.
+
+        Those that user, system and tool messages spell out are read as the text they are, unless
+        allow_special_in_messages.
+        """
+        chat = self.tokenizer.chat_text(
+            list(messages),
+            tools,
+            variables=template_variables,
+            allow_special_in_messages=allow_special_in_messages,
+        )
+        return self.tokenizer.encode_chat(chat)
 
     def session(self) -> Session:
         """A conversation that keeps its state."""

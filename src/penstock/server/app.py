@@ -229,7 +229,8 @@ class Application:
         def work(asked: schema.TemplateRequest) -> dict[str, Any]:
             tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
             variables, add = asked.chat_template_kwargs, asked.add_generation_prompt
-            return {"prompt": self.service.prompt_text(asked.messages, tools, variables, add_generation_prompt=add)}
+            chat = self.service.prompt(asked.messages, tools, variables, add_generation_prompt=add)
+            return {"prompt": chat.text}
 
         return Json((await self._ready(request, schema.TemplateRequest, work))[1])
 
