@@ -21,7 +21,16 @@ from penstock.api import LLM, Stats
 from penstock.engine import place
 from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory, PenstockError
 from tests.cli.common import program
-from tests.models.common import VOCAB, letters, moe_config, small_config, some_tokens, tensors, write_model
+from tests.models.common import (
+    VOCAB,
+    letters,
+    moe_config,
+    small_config,
+    some_tokens,
+    tensors,
+    write_model,
+    write_tokens_beyond,
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +126,48 @@ def test_load_tells_remarks_to_whoever_asks(folder: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "penstock"):
         penstock.load(folder, device="reference")
     assert [record.message for record in caplog.records] == told
+
+
+def test_load_takes_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    folder = write_tokens_beyond(write_model(tmp_path, small_config(vocab_size=260)))
+    llm = penstock.load(folder, device="reference")
+    beyond = "the tokenizer has ids up to 261, the model embeddings for 0 to 259; prompts that need others are refused"
+    assert llm.notices[0] == f"{folder}: {beyond}"
+    assert llm.tokenizer.encode("a<|image|>")[1:] == [260] and llm.logits([1, 2]).shape == (2, 260)
+    assert len(llm.generate("a", max_tokens=3, logit_bias=letters()).tokens) == 3
+    named = r"has 260 \('<\|image\|>'\), expected ids from 0 to 259, which have embeddings$"
+    chat = [{"role": "user", "content": "<|image|>"}]
+    for refused in (
+        lambda: llm.generate("a<|image|>"),
+        lambda: llm.generate(["a", "<|image|>"]),
+        lambda: llm.generate([5, 260]),
+        lambda: llm.stream("<|image|>"),
+        lambda: llm.chat(chat, allow_special_in_messages=True),
+        lambda: llm.session().append("<|image|>"),
+        lambda: llm.session().generate("<|image|>"),
+        lambda: llm.session().advance([260]),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^(prompt|tokens): {named}"):
+            refused()
+    with pytest.raises(InvalidArgument, match=f"^extra_eos: {named}"):
+        llm.generate("a", extra_eos=[260])
+    with pytest.raises(InvalidArgument, match="^logit_bias: a token id is 260, expected an integer from 0 to 259"):
+        llm.generate("a", logit_bias={260: 1.0})
+    with pytest.raises(InvalidArgument, match="^tokens: has 260, expected ids from 0 to 259"):
+        llm.logits([260])
+    assert llm.chat(chat, max_tokens=1).usage.prompt_tokens > 9  # as text
+
+
+def test_load_on_the_reference_backend_is_exact(folder: Path) -> None:
+    llm = penstock.load(folder, device="reference")
+    assert llm._engine.activations == "float32"
+    assert penstock.load(folder, device="reference", activations="int8")._engine.activations == "int8"
+    assert penstock.load(folder, device="cpu")._engine.activations == "int8"
+    demo = penstock.load(device="reference")
+    ids = [1, 20, 300]
+    exact = penstock.load(device="reference", activations="float32").logits(ids)
+    rounded = penstock.load(device="reference", activations="int8").logits(ids)
+    assert (demo.logits(ids) == exact).all() and not (rounded == exact).all()
 
 
 def test_load_refuses_a_context_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

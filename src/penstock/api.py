@@ -259,7 +259,8 @@ class LLM:
         extra = options.pop("extra_eos", ())
         more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
         params = sampling_params(options)
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._engine._ids(prompt).tolist()
+        given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._engine._ids(given, "prompt", self.tokenizer).tolist()
         stops = [stop] if isinstance(stop, str) else stop
         return Request(
             ids, params, self.tokenizer, self._engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more
@@ -323,15 +324,16 @@ def load(
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None for the built-in demo model.
 
     device "auto" (a GPU if it can be used), "cpu", "cuda", "reference" (NumPy, slow); dtype of activations (auto:
-    float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on the
-    CPU); max_context: positions per sequence, by default the model's, or what fits in memory. deterministic: on a GPU
-    an answer's bits do not depend on the requests decoded beside it (on the CPU they never do). Weights are read from
-    the files by memory map. expert_cache: bytes of experts that are held ("12G", "50%" of them), the others are read
-    when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind a GPU's; expert_io
-    "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by `penstock pack`, by
-    default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps choose. docs/streaming.md
-    has more. `notify` receives remarks (skipped tensors, copies), else they are logged; `progress` the share of
-    the weights that are in their place. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
+    float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on "cpu",
+    else float32, which is exact); max_context: positions per sequence, by default the model's, or what fits in memory.
+    deterministic: on a GPU an answer's bits do not depend on the requests decoded beside it (on the CPU they never do).
+    Weights are read from the files by memory map. expert_cache: bytes of experts that are held ("12G", "50%" of them),
+    the others are read when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind
+    a GPU's; expert_io "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by
+    `penstock pack`, by default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps
+    choose. docs/streaming.md has more. `notify` receives remarks (skipped tensors, copies), else they are logged;
+    `progress` the share of the weights that are in their place. Raises CheckpointError, InvalidArgument, OutOfMemory,
+    BackendError.
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
@@ -372,7 +374,6 @@ def _read_folder(
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
-    _check_vocab(f"{folder}", tokenizer, config)
     source = Stored(checkpoint, *family.names(checkpoint, config))
     copied = _copied_bytes(checkpoint)
     caches = Caches(family.caches(config), options["dtype"], place)
@@ -397,6 +398,7 @@ def _read_folder(
         weights, placed = models.placed(weights, place.put), models.placed(config, place.put)
     else:
         weights, placed = _weights(family, source, config, place, checkpoint.nbytes, progress)
+    notices += _tokens_beyond(f"{folder}", tokenizer, config)
     notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
     check = checkpoint.check if isinstance(place, Host) else None
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check)
@@ -427,12 +429,12 @@ def _read_gguf(
     found = open_gguf(path)
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
-    _check_vocab(f"{path}", tokenizer, config)
     _check_fits(f"{path}", place, found.nbytes, found.copied_nbytes)
     if device == "cpu":
         ahead.start(options)
     weights, placed = _weights(found.family, found.source, config, place, found.nbytes, progress)
-    return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
+    notices = [*_tokens_beyond(f"{path}", tokenizer, config), *found.notices]
+    return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, notices
 
 
 def _putting(place: Place, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
@@ -479,11 +481,12 @@ def _copied_bytes(checkpoint: Checkpoint) -> int:
     return total
 
 
-def _check_vocab(what: str, tokenizer: Tokenizer, config: Any) -> None:
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{what}: the tokenizer has {tokenizer.vocab_size} tokens, expected at most {config.vocab_size}"
-        )
+def _tokens_beyond(what: str, tokenizer: Tokenizer, config: Any) -> list[str]:
+    """A remark about tokens that the model has no embeddings for, if there are any."""
+    if tokenizer.vocab_size <= config.vocab_size:
+        return []
+    found = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model embeddings for 0 to"
+    return [f"{what}: {found} {config.vocab_size - 1}; prompts that need others are refused"]
 
 
 def load_random(
@@ -556,9 +559,8 @@ def _choices(device: str, dtype: str, activations: str, threads: int | None) -> 
         from penstock.backends.cpu._threads import set_threads
 
         set_threads(count)
-    on_gpu = device == "cuda"
-    dtype = dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
-    return device, dtype, activations if activations != "auto" else "float32" if on_gpu else "int8"
+    dtype = dtype if dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    return device, dtype, activations if activations != "auto" else "int8" if device == "cpu" else "float32"
 
 
 def _check_fits(what: str, place: Place, files: int, copies: int) -> None:

@@ -99,6 +99,10 @@ class Tokenizer:
         except OverflowError:
             raise InvalidArgument(f"decode: ids is {_shown(ids)}, expected integers from 0 to 2**32 - 1") from None
 
+    def name_of(self, token: int) -> str | None:
+        """How the vocabulary writes a token; None for an id without one."""
+        return self.backend.id_to_token(token) if token < self.vocab_size else None
+
     def detokenizer(self, skip_special_tokens: bool = True, shown: Iterable[str] = ()) -> "Detokenizer":
         """A decoder that takes one token at a time. `shown` are special tokens that become text all the same."""
         skipped = self._special if skip_special_tokens else frozenset()

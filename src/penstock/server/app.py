@@ -218,10 +218,11 @@ class Application:
 
     async def _detokenize(self, request: Request) -> Json:
         def work(asked: schema.DetokenizeRequest) -> dict[str, Any]:
-            vocab = self.service.llm.config.vocab_size
+            llm = self.service.llm
+            vocab = max(llm.config.vocab_size, llm.tokenizer.vocab_size)
             if asked.tokens and max(asked.tokens) >= vocab:
                 raise ApiError(400, f"tokens has {max(asked.tokens)}, expected ids below {vocab}", param="tokens")
-            return {"content": self.service.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+            return {"content": llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
 
         return Json((await self._ready(request, schema.DetokenizeRequest, work))[1])
 

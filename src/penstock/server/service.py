@@ -189,7 +189,7 @@ class Service:
             tools = []
         chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
         ids = tokenizer.encode_chat(chat)
-        self._check_room(ids, "messages")
+        self._check_prompt(ids, "messages")
         inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
         format = self._format if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
@@ -203,12 +203,8 @@ class Service:
         scheduler, llm = self.scheduler, self.llm
         self.check_model(request.model)
         prompts = [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
-        vocab = llm.config.vocab_size
         for n, ids in enumerate(prompts):
-            param = "prompt" if len(prompts) == 1 else f"prompt[{n}]"
-            self._check_room(ids, param)
-            if ids and not 0 <= min(ids) <= max(ids) < vocab:
-                raise ApiError(400, f"{param} has ids beyond 0 to {vocab - 1}", param=param, code="invalid_value")
+            self._check_prompt(ids, "prompt" if len(prompts) == 1 else f"prompt[{n}]")
         grammar = self._grammar(response_format_of(request))
         options = self._options(request, request.max_tokens, request.logprobs, ())
         requests = self._requests(scheduler, prompts, request.n or 1, options, grammar)
@@ -298,7 +294,15 @@ class Service:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
         return None
 
-    def _check_room(self, ids: Sequence[int], param: str) -> None:
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuse ids that the model has no embeddings for."""
+        try:
+            self.llm._engine._ids(ids, param, self.llm.tokenizer)
+        except InvalidArgument as error:
+            raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
+
+    def _check_prompt(self, ids: Sequence[int], param: str) -> None:
+        self._check_ids(ids, param)
         limit = self.llm.max_context
         if len(ids) >= limit:
             raise ApiError(
@@ -321,8 +325,11 @@ class Service:
             if getattr(request, name) is not None:
                 options[name] = getattr(request, name)
         bias = dict(request.logit_bias or {})
+        self._check_ids(list(bias), "logit_bias")
+        self._check_ids(request.stop_token_ids or [], "stop_token_ids")
         if request.ignore_eos:
-            bias |= dict.fromkeys(self.llm.tokenizer.eos_ids, -1e30)
+            vocab = self.llm.config.vocab_size
+            bias |= {token: -1e30 for token in self.llm.tokenizer.eos_ids if token < vocab}
         if bias:
             options["logit_bias"] = bias
         if request.stop_token_ids:
