@@ -260,7 +260,7 @@ class LLM:
         more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
         params = sampling_params(options)
         given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        ids = self._engine._ids(given, "prompt", self.tokenizer).tolist()
+        ids = self._engine._ids(given, tokenizer=self.tokenizer).tolist()
         stops = [stop] if isinstance(stop, str) else stop
         return Request(
             ids, params, self.tokenizer, self._engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more

@@ -314,7 +314,7 @@ def test_a_vocabulary_larger_than_the_table_of_embeddings_is_read(tmp_path):
     llm = penstock.load(write(tmp_path / "x.gguf", "llama", **changes), device="reference")
     assert f"ids up to {VOCAB}, the model embeddings for 0 to {VOCAB - 1}" in llm.notices[0]
     assert len(llm.generate("cab", max_tokens=2).tokens) <= 2
-    with pytest.raises(InvalidArgument, match=rf"^prompt: has {VOCAB} \('<\|image\|>'\), expected ids from 0 to"):
+    with pytest.raises(InvalidArgument, match=rf"^tokens: has {VOCAB} \('<\|image\|>'\), expected ids from 0 to"):
         llm.generate("cab<|image|>")
 
 

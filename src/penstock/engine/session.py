@@ -92,7 +92,7 @@ class Session:
     def _encoded(self, prompt: str | Seq[int]) -> list[int]:
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=not self.tokens)
-        return self._engine._ids(prompt, "prompt", self._tokenizer).tolist()
+        return self._engine._ids(prompt, tokenizer=self._tokenizer).tolist()
 
     def stream(
         self,
