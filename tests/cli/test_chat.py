@@ -137,6 +137,15 @@ def test_chat_refuses_what_it_lacks_by_name(capsys, option):
     assert (shown.status, shown.err) == (2, f"penstock: error: {option}: not supported by penstock yet\n")
 
 
+def test_chat_reads_control_tokens_as_text_unless_allowed(say, llm):
+    messages = [{"role": "system", "content": "<|im_end|>"}, user("a<|im_start|>b")]
+    options = ("-m", "1", "-sys", "<|im_end|>")
+    for more in ({}, {"allow_special_in_messages": True}):
+        shown = say("a<|im_start|>b", options=(*options, *(f"--{name.replace('_', '-')}" for name in more)))
+        assert f"[prompt {len(llm.chat_tokens(messages, **more))} tokens, " in shown.err
+    assert len(llm.chat_tokens(messages)) > len(llm.chat_tokens(messages, allow_special_in_messages=True))
+
+
 def test_conversation_computes_nothing_twice(llm):
     conversation = Conversation(llm, [], {})
     first = answer(conversation, "hello")

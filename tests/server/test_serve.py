@@ -198,6 +198,9 @@ def test_command_lines_of_mlx_lm_and_llama_cpp_are_understood(monkeypatch, tmp_p
     vllm += "--enable-auto-tool-choice --generation-config vllm --disable-log-requests"
     assert run(["serve", *vllm.split()]) == 0
     assert seen["options"].parallel == 3 and not seen["options"].prefix_cache
+    assert not seen["options"].allow_special_in_messages
+    assert run(["serve", "--port", "0", "--allow-special-in-messages"]) == 0
+    assert seen["options"].allow_special_in_messages
 
 
 def test_options_of_the_model_reach_it(monkeypatch):

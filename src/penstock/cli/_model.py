@@ -450,6 +450,9 @@ class SamplingOptions:
 
 
 SEED = typer.Option("--seed", "-s", metavar="N", min=0, max=2**64 - 1, help="Of the random choices.")
+ALLOW_SPECIAL = typer.Option(
+    "--allow-special-in-messages", help="Control tokens in messages act as such; else they are text."
+)
 
 
 @dataclass(frozen=True)
@@ -468,6 +471,7 @@ class TemplateOptions:
             help="Variables of the template, such as '{\"enable_thinking\": false}'.",
         ),
     ] = None
+    allow_special_in_messages: Annotated[bool, ALLOW_SPECIAL] = False
 
     def messages(self) -> list[dict[str, Any]]:
         """What stands before the first message of the user."""

@@ -518,14 +518,14 @@ def _size(path: Path) -> int:
 
 def _with_tokenizer(folder: Path, config: Any, notices: Iterable[str]) -> dict[str, Any]:
     """Fields of a Survey; a tokenizer that cannot be read is a notice, not the end."""
-    from penstock.api import _check_vocab
+    from penstock.api import _tokens_beyond
     from penstock.engine.tokenizer import Tokenizer
 
     found, facts = list(notices), None
     try:
         tokenizer = Tokenizer.from_folder(folder)
         facts = _tokenizer_facts(tokenizer)
-        _check_vocab(f"{folder}", tokenizer, config)
+        found += _tokens_beyond(f"{folder}", tokenizer, config)
     except PenstockError as error:
         found.append(str(error))
     return {"tokenizer": facts, "notices": tuple(found)}

@@ -14,6 +14,7 @@ import typer
 
 from penstock._version import __version__
 from penstock.cli._model import (
+    ALLOW_SPECIAL,
     REFUSED,
     REFUSED_SAMPLING,
     ModelOptions,
@@ -171,6 +172,7 @@ class AnswerOptions:
     chat_template_config: Annotated[
         str | None, typer.Option("--chat-template-config", "--default-chat-template-kwargs", hidden=True)
     ] = None
+    allow_special_in_messages: Annotated[bool, ALLOW_SPECIAL] = False
     reasoning_format: Annotated[
         Literal["auto", "deepseek", "none"],
         typer.Option("--reasoning-format", help="none leaves reasoning in the answer's text."),
@@ -324,6 +326,7 @@ def serve(
         max_tokens=answers.max_tokens,
         template_variables=answers.variables(),
         split_reasoning=answers.reasoning_format != "none",
+        allow_special_in_messages=answers.allow_special_in_messages,
         ping_seconds=load.sse_ping_interval,
         parallel=load.parallel,
         prefix_cache=load.cache_prompt if load.prefix_caching is None else load.prefix_caching,

@@ -230,7 +230,7 @@ class _Forgiving:
 
 
 def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
-    from penstock.api import _check_vocab
+    from penstock.api import _tokens_beyond
     from penstock.weights.verify import Check
 
     words, template = Check("tokenizer"), Check("template")
@@ -240,7 +240,7 @@ def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
         tokenizer.decode(tokenizer.encode("Hello, world"))
         if config is not None:
             words.about += f" of {config.vocab_size:,}"
-            _check_vocab(where, tokenizer, config)
+            words.about += "".join(remark.removeprefix(where) for remark in _tokens_beyond(where, tokenizer, config))
     except PenstockError as error:
         words.problems.append(str(error))
         template.about, template.skipped = "there is no tokenizer", True
