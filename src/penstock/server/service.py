@@ -17,6 +17,7 @@ from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.server import schema
 from penstock.server.errors import ApiError, one_line, unavailable
 from penstock.server.limits import Limits
+from penstock.text.control_tokens import ChatText
 from penstock.text.formats import format_of, in_reasoning, shown_tokens
 from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
 from penstock.text.parse import Parser, with_arguments
@@ -37,6 +38,7 @@ class Options:
 
     defaults: of the sampling options that a request leaves out. max_tokens: of an answer if the request sets none.
     template_variables: for every chat. split_reasoning: False leaves reasoning in the content.
+    allow_special_in_messages: control tokens that messages spell out reach the model as such.
     """
 
     names: tuple[str, ...] = ("demo",)
@@ -44,6 +46,7 @@ class Options:
     max_tokens: int = 512
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     split_reasoning: bool = True
+    allow_special_in_messages: bool = False
     ping_seconds: float = 30.0
     parallel: int | None = None
     prefix_cache: bool = True
@@ -184,10 +187,10 @@ class Service:
         self.check_model(request.model)
         if choice == "none":
             tools = []
-        text = self.prompt_text(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        self._check_room(ids, "messages")
-        inside = self.options.split_reasoning and in_reasoning(self._format, text)
+        chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
+        ids = tokenizer.encode_chat(chat)
+        self._check_prompt(ids, "messages")
+        inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
         format = self._format if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
         options = self._options(request, limit, logprobs, shown_tokens(format, bool(tools)))
@@ -200,18 +203,14 @@ class Service:
         scheduler, llm = self.scheduler, self.llm
         self.check_model(request.model)
         prompts = [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
-        vocab = llm.config.vocab_size
         for n, ids in enumerate(prompts):
-            param = "prompt" if len(prompts) == 1 else f"prompt[{n}]"
-            self._check_room(ids, param)
-            if ids and not 0 <= min(ids) <= max(ids) < vocab:
-                raise ApiError(400, f"{param} has ids beyond 0 to {vocab - 1}", param=param, code="invalid_value")
+            self._check_prompt(ids, "prompt" if len(prompts) == 1 else f"prompt[{n}]")
         grammar = self._grammar(response_format_of(request))
         options = self._options(request, request.max_tokens, request.logprobs, ())
         requests = self._requests(scheduler, prompts, request.n or 1, options, grammar)
         return Work(requests, [None] * len(requests))
 
-    def prompt_text(
+    def prompt(
         self,
         messages: Sequence[schema.Message],
         tools: list[dict[str, Any]],
@@ -219,7 +218,7 @@ class Service:
         effort: str | None = None,
         add_generation_prompt: bool = True,
         continued: bool = False,
-    ) -> str:
+    ) -> ChatText:
         """A conversation as the model's template writes it. `continued`: the last message goes on in the answer."""
         for name in _RESERVED:
             if name in (variables or {}):
@@ -232,19 +231,19 @@ class Service:
             raise ApiError(400, "continue_final_message needs a last message of the assistant", param="messages")
         add = add_generation_prompt and not continued
         try:
-            text = self.llm.tokenizer.apply_chat_template(
-                plain, tools=tools or None, add_generation_prompt=add, **merged
+            chat = self.llm.tokenizer.chat_text(
+                plain, tools or None, add, merged, self.options.allow_special_in_messages
             )
         except (InvalidArgument, CheckpointError) as error:
             _, place, reason = one_line(error).rpartition("chat template")  # what stands before it are folders
             status = 400 if isinstance(error, InvalidArgument) else 500
             raise ApiError(status, place + reason, param="messages", code="chat_template") from None
         if not continued:
-            return text
-        before, found, _ = text.rpartition(last)
+            return chat
+        before, found, _ = chat.marked.rpartition(last)
         if not found:
             raise ApiError(400, "the chat template does not show the last message as it is", param="messages")
-        return before + last
+        return replace(chat, marked=before + last)
 
     def submit(self, work: Work) -> list[Ticket]:
         """All answers of a request, or none. Raises ApiError 429 when the queue is full."""
@@ -295,7 +294,15 @@ class Service:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
         return None
 
-    def _check_room(self, ids: Sequence[int], param: str) -> None:
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuse ids that the model has no embeddings for."""
+        try:
+            self.llm._engine._ids(ids, param, self.llm.tokenizer)
+        except InvalidArgument as error:
+            raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
+
+    def _check_prompt(self, ids: Sequence[int], param: str) -> None:
+        self._check_ids(ids, param)
         limit = self.llm.max_context
         if len(ids) >= limit:
             raise ApiError(
@@ -318,8 +325,11 @@ class Service:
             if getattr(request, name) is not None:
                 options[name] = getattr(request, name)
         bias = dict(request.logit_bias or {})
+        self._check_ids(list(bias), "logit_bias")
+        self._check_ids(request.stop_token_ids or [], "stop_token_ids")
         if request.ignore_eos:
-            bias |= dict.fromkeys(self.llm.tokenizer.eos_ids, -1e30)
+            vocab = self.llm.config.vocab_size
+            bias |= {token: -1e30 for token in self.llm.tokenizer.eos_ids if token < vocab}
         if bias:
             options["logit_bias"] = bias
         if request.stop_token_ids:

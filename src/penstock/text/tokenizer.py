@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument
+from penstock.text.control_tokens import ChatText, ControlTokens
 from penstock.text.template import ChatTemplates, special_tokens, templates_in
 
 _OTHER_FORMATS = {
@@ -83,16 +84,7 @@ class Tokenizer:
 
         Raises DTypeError for no str, InvalidArgument for text with lone surrogates.
         """
-        if not isinstance(text, str):
-            raise DTypeError(f"encode: text is a {type(text).__name__}, expected a str")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                code = f"U+{ord(text[error.start]):04X}"
-                raise InvalidArgument(
-                    f"encode: text has the lone surrogate {code} at character {error.start}, expected valid Unicode"
-                ) from None
+        _check_text(text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -106,6 +98,10 @@ class Tokenizer:
             raise DTypeError(f"decode: ids is {_shown(ids)}, expected a sequence of integers") from None
         except OverflowError:
             raise InvalidArgument(f"decode: ids is {_shown(ids)}, expected integers from 0 to 2**32 - 1") from None
+
+    def name_of(self, token: int) -> str | None:
+        """How the vocabulary writes a token; None for an id without one."""
+        return self.backend.id_to_token(token) if token < self.vocab_size else None
 
     def detokenizer(self, skip_special_tokens: bool = True, shown: Iterable[str] = ()) -> "Detokenizer":
         """A decoder that takes one token at a time. `shown` are special tokens that become text all the same."""
@@ -125,6 +121,14 @@ class Tokenizer:
         text, _ = sources.get("tool_use") or sources.get("default") or (None, None)
         return text
 
+    def compile_chat_template(self) -> None:
+        """Compile the chat template now, if there is one, so that the first chat does not wait for it.
+
+        Raises CheckpointError for a broken template.
+        """
+        if self._templates is not None:
+            self._templates.compile()
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -141,6 +145,38 @@ class Tokenizer:
         if self._templates is None:
             raise InvalidArgument("chat: the model has no chat template, expected a prompt of plain text")
         return self._templates.render(messages, tools, add_generation_prompt, variables)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        allow_special_in_messages: bool = False,
+    ) -> ChatText:
+        """As `apply_chat_template`, for `encode_chat`: it tells control tokens that user, system and tool messages
+        spell out from those of the template, unless allow_special_in_messages.
+        """
+        variables, mark = dict(variables or {}), ""
+        if self._templates is not None and not allow_special_in_messages:
+            seen = self._templates.sources, self._templates.special_tokens
+            messages, mark = self._control_tokens.marked(messages, tools, variables, *seen)
+        text = self.apply_chat_template(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+        return ChatText(text, mark)
+
+    def encode_chat(self, chat: ChatText) -> list[int]:
+        """Token ids of a chat, with nothing added. Control tokens that messages spell out are encoded as text.
+
+        Raises InvalidArgument for text with lone surrogates.
+        """
+        if not chat.mark:
+            return self.encode(chat.text, add_special_tokens=False)
+        _check_text(chat.text)
+        return self._control_tokens.encode(chat)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.backend)
 
     @cached_property
     def _decoder(self) -> str:
@@ -243,6 +279,19 @@ class _WindowStream:
 
     def _text(self, ids: list[int]) -> str:
         return self._backend.decode(ids, skip_special_tokens=False)
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise DTypeError(f"encode: text is a {type(text).__name__}, expected a str")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(text[error.start]):04X}"
+            raise InvalidArgument(
+                f"encode: text has the lone surrogate {code} at character {error.start}, expected valid Unicode"
+            ) from None
 
 
 def _is_byte(piece: str) -> bool:

@@ -98,6 +98,7 @@ class ReferenceDevice(CpuDevice):
     name = "reference"
     runs_programs = False
     compiles_ahead = False
+    default_activations = "float32"
 
     def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
         return backend("reference")
