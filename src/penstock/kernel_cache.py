@@ -144,7 +144,9 @@ def make(folder: Path) -> None:
 
 def digest(name: str, data: bytes) -> bytes:
     """sha256 of a file's full name and its content: the content under another name has another one."""
-    return hashlib.sha256(hashlib.sha256(name.encode()).digest() + data).digest()
+    both = hashlib.sha256(hashlib.sha256(name.encode()).digest())
+    both.update(data)
+    return both.digest()
 
 
 @functools.cache
