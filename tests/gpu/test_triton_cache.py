@@ -66,7 +66,7 @@ def test_triton_compiles_under_the_folder_of_penstock_and_loads_what_is_trusted(
     root, script = tmp_path / "root", tmp_path / "script.py"
     script.write_text(COMPILED)  # Triton reads the source of its kernels
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    env["PYTHONPATH"] = str(ROOT / "src")
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *sys.path])
     done = subprocess.run([sys.executable, script, root], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     folder, loaded = json.loads(done.stdout)

@@ -3,6 +3,7 @@
 Triton has one cache per process: kernels of other packages are kept there too, once one of penstock's is imported.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ class TrustedCacheManager(FileCacheManager):
     def get_file(self, filename: str) -> str | None:
         if self._plain:
             return super().get_file(filename)
-        path = self._make_path(filename)
-        data, digest = kernel_cache.read(path), kernel_cache.read(f"{path}.sha256")
-        return path if data is not None and digest == self._digest(filename, data) else None
+        return None if self._content(filename) is None else self._make_path(filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """The files of a kernel by name, all of them or none."""
-        group = None if self.get_file(f"__grp__{filename}") is None else super().get_group(filename)
+        if self._plain:
+            return super().get_group(filename)
+        written = self._content(f"__grp__{filename}")  # by put_group
+        group = {} if written is None else json.loads(written)["child_paths"]
         return group if group and all(self.get_file(name) == path for name, path in group.items()) else None
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
@@ -42,6 +44,14 @@ class TrustedCacheManager(FileCacheManager):
         kernel_cache.write(Path(path), content)
         kernel_cache.write(Path(f"{path}.sha256"), self._digest(filename, content))
         return path
+
+    def _content(self, filename: str) -> bytes | None:
+        """Of a file that was put here under this name."""
+        path = self._make_path(filename)
+        data = kernel_cache.read(path)
+        if data is None or kernel_cache.read(f"{path}.sha256") != self._digest(filename, data):
+            return None
+        return data
 
     def _digest(self, filename: str, data: bytes) -> bytes:
         return kernel_cache.digest(f"{self.key}/{filename}", data)
