@@ -66,13 +66,13 @@ def trusted(root: Path, below: str = "", to_write: bool = False) -> Path:
 
 def _instead(folder: Path, below: str, why: str) -> Path:
     """The folder of this process, for one that cannot be used."""
+    expected = "expected a folder for compiled kernels that is the user's alone"
     try:
         own = Path(_process_folder().name)
-        problem = distrust(own, own)
     except OSError as error:
-        problem = f"there is no folder for temporary files ({error})"
-    if problem is not None:
-        raise BackendError(f"{why}, and {problem}: expected a folder for compiled kernels that is the user's alone")
+        raise BackendError(f"{why}, and there is no folder for temporary files ({error}): {expected}") from error
+    if (problem := distrust(own, own)) is not None:
+        raise BackendError(f"{why}, and {problem}: {expected}")
     text = f"{why}: compiled kernels in {folder} are not used, this process keeps its own in {own}"
     _warn(why, f"{text}; PENSTOCK_CACHE_DIR names another folder")
     make(own / below)
@@ -161,7 +161,7 @@ def _open_no_link(path: str, flags: int) -> int:
 
 
 def _foreign(path: str | Path, found: os.stat_result) -> str | None:
-    if not _OWNED or found.st_uid in (os.geteuid(), 0):  # root can do anything here in any case
+    if not _OWNED or found.st_uid in (os.geteuid(), 0):
         return None
     return f"{path} belongs to user {found.st_uid}, expected {os.geteuid()}"
 
