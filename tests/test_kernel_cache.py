@@ -67,6 +67,21 @@ def test_a_folder_that_others_can_write_is_replaced(tmp_path, caplog, spoiled, l
     assert len(messages) == 1
 
 
+def test_the_folder_of_a_process_goes_with_it(tmp_path):
+    script = (
+        "import os, sys; from pathlib import Path; from penstock.kernel_cache import trusted; os.umask(0o777);"
+        "folder = trusted(Path(sys.argv[1]), 'numba'); (folder / 'file').touch(); print(folder)"
+    )
+    tmp_path.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.startswith(f"{tmp_path} can be written by others") and done.stderr.count("\n") == 1
+    folder = Path(done.stdout.rstrip())
+    assert folder.name == "numba"
+    assert not folder.parent.exists()
+
+
 @pytest.mark.parametrize("part", [".", "numba", "numba/hash"])
 def test_a_folder_of_someone_else_is_not_trusted(tmp_path, monkeypatch, part):
     (tmp_path / "numba" / "hash").mkdir(parents=True)

@@ -6,11 +6,13 @@ they were written for. Root counts as the user because it can do anything here i
 compile for everybody. Where folders have no POSIX owner (Windows), there is nothing to check.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import logging
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -68,7 +70,7 @@ def _instead(folder: Path, below: str, why: str) -> Path:
     """The folder of this process, for one that cannot be used."""
     expected = "expected a folder for compiled kernels that is the user's alone"
     try:
-        own = Path(_process_folder().name)
+        own = _process_folder()
     except OSError as error:
         raise BackendError(f"{why}, and there is no folder for temporary files ({error}): {expected}") from error
     if (problem := distrust(own, own)) is not None:
@@ -150,9 +152,12 @@ def digest(name: str, data: bytes) -> bytes:
 
 
 @functools.cache
-def _process_folder() -> tempfile.TemporaryDirectory[str]:
+def _process_folder() -> Path:
     """Of this process alone, removed at its end."""
-    return tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+    folder.chmod(0o700)  # whatever the umask is
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _open_no_link(path: str, flags: int) -> int:
