@@ -94,7 +94,7 @@ def test_a_request_that_is_refused_half_way_leaves_nothing(llm):
 def test_lack_of_memory_is_503(llm, monkeypatch):
     with serving(llm) as place:
 
-        def submit(request):
+        def submit(request, client):
             raise OutOfMemory("request: 5 positions need 3.00 GB of memory")
 
         monkeypatch.setattr(place.service.scheduler, "submit", submit)

@@ -184,7 +184,7 @@ class Application:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _submitted(self, request: Request, work: Work) -> list[Answer]:
-        tickets = self.service.submit(work)
+        tickets = self.service.submit(work, request.state.client)
         pairs = zip(tickets, work.parsers, strict=True)
         answers = [Answer(n, ticket, parser, self._texts, work.one_call) for n, (ticket, parser) in enumerate(pairs)]
         request.state.note.append(lambda: _tokens(answers))

@@ -245,12 +245,12 @@ class Service:
             raise ApiError(400, "the chat template does not show the last message as it is", param="messages")
         return replace(chat, marked=before + last)
 
-    def submit(self, work: Work) -> list[Ticket]:
-        """All answers of a request, or none. Raises ApiError 429 when the queue is full."""
+    def submit(self, work: Work, client: str) -> list[Ticket]:
+        """All answers of a client's request, or none. Raises QueueFull."""
         tickets: list[Ticket] = []
         try:
             for request in work.requests:
-                tickets.append(self.scheduler.submit(request))
+                tickets.append(self.scheduler.submit(request, client))
         except BaseException:
             for ticket in tickets:
                 ticket.cancel()

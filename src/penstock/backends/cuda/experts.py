@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock.errors import OutOfMemory
 from penstock.experts.layout import Format, views
 from penstock.experts.sizes import parse_size, spelled
