@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 
 @dataclass
-class Device:
+class Place:
     """A running server: its address, the service behind it, a client."""
 
     url: str
@@ -77,13 +77,13 @@ def wait_for(true: Any, seconds: float = 120.0) -> None:
 
 
 @contextlib.contextmanager
-def serving(llm: Any, options: Options | None = None, access: Access | None = None, port: int = 0) -> Iterator[Device]:
+def serving(llm: Any, options: Options | None = None, access: Access | None = None, port: int = 0) -> Iterator[Place]:
     """A server for a loaded model."""
     service = Service(options or Options())
     service.load(lambda _: (llm, {}))
     assert service.failure is None
     with background(service, access or Access(), port) as url, httpx.Client(base_url=url, timeout=60) as client:
-        yield Device(url, service, client)
+        yield Place(url, service, client)
 
 
 def error_of(response: httpx.Response | bytes) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Script:
 
 
 @contextlib.contextmanager
-def scripted(monkeypatch: Any, place: Device, text: str, format: str = "qwen") -> Iterator[None]:
+def scripted(monkeypatch: Any, place: Place, text: str, format: str = "qwen") -> Iterator[None]:
     """Inside, the model of a server answers with this text, and is taken for one of that format."""
     tokenizer, vocab = place.service.llm.tokenizer, place.service.llm.config.vocab_size
     script = Script(tokenizer.encode(text, add_special_tokens=False), min(tokenizer.eos_ids), vocab)

@@ -3,7 +3,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `server` is not installed")
 
 import penstock
-from tests.server.common import Device, serving
+from tests.server.common import Place, serving
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def place(llm):
 
 
 @pytest.fixture
-def quiet(place: Device):
+def quiet(place: Place):
     """The same server, looked at afterwards: whatever a test did to it, nothing may be left running or held."""
     yield place
     place.settled()

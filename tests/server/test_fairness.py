@@ -18,7 +18,7 @@ import pytest
 from penstock.server.guard import Access
 from penstock.server.limits import Limits
 from penstock.server.service import Options
-from tests.server.common import CHAT, PROMPT, Device, error_of, serving, wait_for
+from tests.server.common import CHAT, PROMPT, Place, error_of, serving, wait_for
 
 LONG = {"messages": PROMPT, "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
 LARGE = LONG | {"logprobs": True, "top_logprobs": 20}  # large events: who does not read them lags behind soon
@@ -26,14 +26,14 @@ SHORT = {"messages": PROMPT, "max_tokens": 4, "temperature": 0}
 SECONDS = 40  # generous for a few tokens, and far below the minute that a client may leave data unread
 
 
-def number(place: Device, name: str) -> int:
+def number(place: Place, name: str) -> int:
     """A value of /metrics."""
     found = re.search(rf"^penstock:{re.escape(name)} (\S+)", place.client.get("/metrics").text, re.MULTILINE)
     assert found is not None, name
     return int(float(found[1]))
 
 
-def sleeper(place: Device, room: int | None = 4096, **fields: Any) -> http.client.HTTPConnection:
+def sleeper(place: Place, room: int | None = 4096, **fields: Any) -> http.client.HTTPConnection:
     """A client that asks for a stream, with little room for what it does not read; None: what the system gives."""
     made = socket.socket()
     if room is not None:
@@ -53,7 +53,7 @@ def choices(text: str) -> list[Any]:
     return [json.loads(event)["choices"] for event in events[:-1]]
 
 
-def stalled(place: Device) -> None:
+def stalled(place: Place) -> None:
     """Wait until no tokens come any more."""
     before = -1
     while (now := number(place, "tokens_predicted_total")) != before:
@@ -114,7 +114,7 @@ def test_a_client_that_reads_nothing_is_noticed_whatever_room_it_has(llm):
 class Clients:
     """Two clients of a server, told apart by keys or by addresses, and the order in which their answers came."""
 
-    def __init__(self, place: Device, by: str) -> None:
+    def __init__(self, place: Place, by: str) -> None:
         self.device, self.came = place, []
         self._threads, self._numbers = ThreadPoolExecutor(16), itertools.count()
         self._clients = {}
