@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from penstock.engine.pieces import PIECE, Cuts, bytes_of_a_token, fewest_tokens
 from penstock.engine.template import ChatTemplates, special_tokens, templates_in
-from penstock.errors import CheckpointError, DTypeError, InvalidArgument
+from penstock.errors import CheckpointError, DTypeError, InvalidArgument, TooManyTokens, no_panic
 
 _OTHER_FORMATS = {
     "tokenizer.model": "sentencepiece",
@@ -19,6 +20,7 @@ _OTHER_FORMATS = {
     "vocab.json": "vocab.json and merges.txt",
     "vocab.txt": "vocab.txt",
 }
+_SHORT = 1 << 12  # characters: longer texts are encoded without the interpreter's lock, by a thread of the library
 _MAX_GAP = 1 << 16  # unused ids below the highest one: more would be a damaged file, and arrays are sized by vocab_size
 
 
@@ -78,10 +80,11 @@ class Tokenizer:
         tokenizer.eos_ids = _eos_ids(tokenizer, named, config, generation, folder)
         return tokenizer
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, limit: int | None = None) -> list[int]:
         """Token ids as tokenizer.json says; add_special_tokens adds what its post-processor adds, such as a BOS.
 
-        Raises DTypeError for no str, InvalidArgument for text with lone surrogates.
+        limit: the most tokens that are of use; work on a longer text ends as soon as it is known to be one, often
+        before it begins. Raises DTypeError for no str, InvalidArgument for text with lone surrogates, TooManyTokens.
         """
         if not isinstance(text, str):
             raise DTypeError(f"encode: text is a {type(text).__name__}, expected a str")
@@ -93,7 +96,40 @@ class Tokenizer:
                 raise InvalidArgument(
                     f"encode: text has the lone surrogate {code} at character {error.start}, expected valid Unicode"
                 ) from None
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if limit is not None and self._longest is not None:
+            _check_tokens(fewest_tokens(text, self._longest), limit)
+        if len(text) <= PIECE or (add_special_tokens and self._around is None):
+            ids = self._ids(text, add_special_tokens)
+        else:
+            before, after = (self._around or ([], [])) if add_special_tokens else ([], [])
+            ids = [*before]
+            for piece in self._cuts.pieces(text):
+                ids += self._ids(piece, False)
+                _check_tokens(len(ids), limit)
+            ids += after
+        _check_tokens(len(ids), limit)
+        return ids
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        with no_panic(f"encode: text of {len(text)} characters"):
+            if len(text) < _SHORT:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def _longest(self) -> int | None:
+        return bytes_of_a_token(self.backend)
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        return Cuts(self.backend)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]] | None:
+        """What the post-processor puts before and behind a text; None if that cannot be told."""
+        plain, whole = self._ids("a", False), self._ids("a", True)
+        starts = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
+        return (whole[: starts[0]], whole[starts[0] + len(plain) :]) if plain and len(starts) == 1 else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. An id without a token, as models with a padded vocabulary have them, gives none.
@@ -101,7 +137,8 @@ class Tokenizer:
         Raises DTypeError or InvalidArgument for what is no id.
         """
         try:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            with no_panic("decode"):
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except TypeError:
             raise DTypeError(f"decode: ids is {_shown(ids)}, expected a sequence of integers") from None
         except OverflowError:
@@ -242,7 +279,13 @@ class _WindowStream:
         return text
 
     def _text(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=False)
+        with no_panic("decode"):
+            return self._backend.decode(ids, skip_special_tokens=False)
+
+
+def _check_tokens(found: int, limit: int | None) -> None:
+    if limit is not None and found > limit:
+        raise TooManyTokens(f"encode: text has {found} tokens or more, expected at most {limit}")
 
 
 def _is_byte(piece: str) -> bool:

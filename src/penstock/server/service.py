@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from penstock.engine.formats import format_of, in_reasoning, shown_tokens
 from penstock.engine.grammar import Grammar, grammar_for, grammar_for_tools
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.ticket import Ticket
-from penstock.errors import CheckpointError, InvalidArgument, PenstockError
+from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
 from penstock.server.errors import ApiError, one_line, unavailable
 from penstock.server.limits import Limits
@@ -185,8 +186,8 @@ class Service:
         if choice == "none":
             tools = []
         text = self.prompt_text(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        self._check_room(ids, "messages")
+        with self._room("messages") as most:
+            ids = tokenizer.encode(text, add_special_tokens=False, limit=most)
         inside = self.options.split_reasoning and in_reasoning(self._format, text)
         format = self._format if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
@@ -199,11 +200,15 @@ class Service:
         """Prompts as they are."""
         scheduler, llm = self.scheduler, self.llm
         self.check_model(request.model)
-        prompts = [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
+        prompts: list[list[int]] = []
         vocab = llm.config.vocab_size
-        for n, ids in enumerate(prompts):
-            param = "prompt" if len(prompts) == 1 else f"prompt[{n}]"
-            self._check_room(ids, param)
+        for n, prompt in enumerate(request.prompt):
+            param = "prompt" if len(request.prompt) == 1 else f"prompt[{n}]"
+            with self._room(param) as most:
+                ids = llm.tokenizer.encode(prompt, limit=most) if isinstance(prompt, str) else prompt
+                if len(ids) > most:
+                    raise TooManyTokens(f"{param} has {len(ids)} tokens, expected at most {most}")
+            prompts.append(ids)
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise ApiError(400, f"{param} has ids beyond 0 to {vocab - 1}", param=param, code="invalid_value")
         grammar = self._grammar(response_format_of(request))
@@ -295,15 +300,15 @@ class Service:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
         return None
 
-    def _check_room(self, ids: Sequence[int], param: str) -> None:
+    @contextlib.contextmanager
+    def _room(self, param: str) -> Iterator[int]:
+        """The most tokens that a prompt may have; TooManyTokens becomes an ApiError about the field."""
         limit = self.llm.max_context
-        if len(ids) >= limit:
-            raise ApiError(
-                400,
-                f"{param} has {len(ids)} tokens, expected fewer than {limit}, the context, to leave room for an answer",
-                param=param,
-                code="context_length_exceeded",
-            )
+        try:
+            yield limit - 1
+        except TooManyTokens:
+            message = f"{param} has {limit} tokens or more, the context, expected fewer to leave room for an answer"
+            raise ApiError(400, message, param=param, code="context_length_exceeded") from None
 
     def _options(
         self, request: schema.Request, limit: int | None, logprobs: int | None, shown: Sequence[str]
