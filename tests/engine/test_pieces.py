@@ -25,7 +25,7 @@ CORPUS = [
     "Größe, naïve, 東京。大きい、さかな 값 ﬁ Ⅷ and 😀😀 are words too ... <|im_start|>user 2nd I'LL",
     "don't stop. im_start a| b> c_d e1 f\n g, h; i: j!",
 ]
-QWEN35 = PRE["qwen2"].patterns[0].replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+QWEN35 = PRE["qwen2"].patterns[0].replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",

@@ -93,7 +93,7 @@ _ADVICE = {
 
 _T = TypeVar("_T")
 
-Items = Annotated[list[_T], Field(fail_fast=True)]  # the first wrong one is told: an error for each would be work without end
+Items = Annotated[list[_T], Field(fail_fast=True)]  # an error for every wrong item takes a kilobyte each
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Penalty = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -505,6 +505,9 @@ class InputItem(Open):
         return self
 
 
+InputItems = Annotated[Items[InputItem], Field(max_length=MAX_MESSAGES)]
+
+
 class ResponseTool(FunctionTool):
     type: Literal["function"]
 
@@ -534,7 +537,7 @@ class Reasoning(Open):
 class ResponsesRequest(Request):
     """/v1/responses."""
 
-    input: str | Annotated[Items[InputItem], Field(max_length=MAX_MESSAGES)] = Field(description="Text, or a conversation.")
+    input: str | InputItems = Field(description="Text, or a conversation.")
     instructions: str | None = None
     max_output_tokens: Count | None = None
     tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)

@@ -52,7 +52,7 @@ def _json(body: bytes | bytearray) -> Any:
     if not body or body.isspace():
         raise ApiError(400, "the body is empty, expected a JSON object", code="invalid_json")
     try:
-        text = body.decode("utf-8-sig")
+        text = body.decode().removeprefix("\ufeff")  # utf-8-sig is a module, and a child process can open no more
     except UnicodeDecodeError as error:
         raise ApiError(400, f"byte {error.start} of the body is not UTF-8", code="invalid_json") from None
     try:
@@ -138,7 +138,7 @@ _EXPECTED = {
 
 def _explained(error: ValidationError, data: dict[str, Any]) -> ApiError:
     # of the arms of a union the one that got furthest is the one that was meant
-    found = max(error.errors(include_url=False), key=lambda e: (len(_path(e, data)), e["type"] != "missing"))
+    found = max(error.errors(include_url=False), key=lambda e: _progress(e, data))
     path = _path(found, data)
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     kind, message, context = found["type"], found["msg"], found.get("ctx", {})
@@ -157,6 +157,11 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> ApiError:
     else:
         text = f"{param}: {message}"
     return ApiError(400, text, param=param, code="invalid_value")
+
+
+def _progress(error: Any, data: Any) -> tuple[int, bool, bool]:
+    kind = error["type"]
+    return len(_path(error, data)), kind != "missing", not kind.endswith("_type")
 
 
 def _path(error: Any, data: Any) -> list[int | str]:
