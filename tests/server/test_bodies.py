@@ -220,7 +220,7 @@ def held(place):
 def test_short_requests_do_not_wait_for_long_ones(quiet):
     with held(quiet) as (send, came):
         long = [send(80_000) for _ in range(6)]
-        wait_for(lambda: len(came) >= 2)
+        wait_for(lambda: came)
         assert quiet.chat(max_tokens=4).json()["usage"]["completion_tokens"] == 4
         assert not any(one.done() for one in long)
     assert [one.result().status_code for one in long] == [200] * 6
@@ -229,11 +229,11 @@ def test_short_requests_do_not_wait_for_long_ones(quiet):
 def test_bodies_count_until_they_have_been_looked_at(llm):
     with serving(llm, Options(limits=Limits(bodies=250_000))) as place:
         with held(place) as (send, came):
-            long = [send(100_000) for _ in range(2)]
-            wait_for(lambda: len(came) == 2)
+            long = send(200_000)
+            wait_for(lambda: came)
             refused = place.client.post("/tokenize", json={"content": "x" * 100_000})
             assert refused.status_code == 503 and error_of(refused)["code"] == "overloaded"
-        assert [one.result().status_code for one in long] == [200] * 2
+        assert long.result().status_code == 200
         assert place.client.post("/tokenize", json={"content": "x" * 100_000}).status_code == 200
 
 

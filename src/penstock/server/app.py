@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -72,9 +73,10 @@ class Application:
         self._options = service.options
         self._bodies = Bodies(self._options.limits)
         # Parsing, templates and tokenizers take a while for long prompts; the event loop goes on meanwhile, and so do
-        # short requests, whose threads are others.
+        # short requests, whose threads are others. Half of the cores are left to the model.
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="penstock-request")
-        self._long_threads = ThreadPoolExecutor(2, thread_name_prefix="penstock-long-request")
+        half = max(1, (os.cpu_count() or 1) // 2)
+        self._long_threads = ThreadPoolExecutor(half, thread_name_prefix="penstock-long-request")
         routes = self._routes()
         self.metrics = Metrics(service, (route.path for route in routes))
         # The bare router: starlette's application would answer what goes wrong itself, in a shape of its own.
