@@ -35,11 +35,12 @@ DEEPSEEK3 = (
 ADDED = ["<|im_start|>", "<|im_end|>", "<think>", "<｜tool▁call｜>", "wide token", "end"]
 
 
-def byte_level(patterns, normalizer=None, bos=False, **options):
+def byte_level(patterns, normalizer=None, bos=False, digits=False, **options):
     """A byte-level tokenizer, trained so that merges want to reach across every cut."""
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=bos))
     backend.normalizer = normalizer
     split = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    split += [pre_tokenizers.Digits(individual_digits=False)] if digits else []
     last = pre_tokenizers.ByteLevel(**{"add_prefix_space": False, "use_regex": False, **options})
     backend.pre_tokenizer = pre_tokenizers.Sequence([*split, last])
     backend.decoder = decoders.ByteLevel()
@@ -80,6 +81,7 @@ CUT = {
     "qwen-2": byte_level(PRE["qwen2"].patterns, normalizers.NFC()),
     "qwen-3.5": byte_level((QWEN35,), normalizers.NFC()),
     "smollm": byte_level(PRE["smollm"].patterns, normalizers.NFKC()),
+    "digits": byte_level((), use_regex=True, digits=True),
     "deepseek-3": byte_level(DEEPSEEK3, normalizers.Sequence([])),
     "gemma": sentencepiece(cutter=pre_tokenizers.Split(" ", "merged_with_previous")),
     "no cutter": sentencepiece(),

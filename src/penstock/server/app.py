@@ -40,7 +40,6 @@ _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=BaseModel)
 
 _LONG = 1 << 16  # bytes of a body whose preparation other requests should not wait for
-
 _STEP = 1 << 12  # tokens of an answer that are written at a time
 
 FINGERPRINT = f"penstock-{__version__}"
