@@ -77,15 +77,17 @@ class Served:
 
     def memory(self, name: str) -> int:
         """VmRSS or VmHWM, the most since `forget`, of the server and its children, in bytes."""
-        own = self._process.pid
-        children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-        threads = [Path(task, "children").read_text().split() for task in Path(f"/proc/{own}/task").iterdir()]
-        found = {str(own), *children, *(pid for one in threads for pid in one)}
-        lines = [line for pid in found for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+        lines = [line for process in self._processes() for line in (process / "status").read_text().splitlines()]
         return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
     def forget(self) -> None:
-        Path(f"/proc/{self._process.pid}/clear_refs").write_text("5")
+        for process in self._processes():
+            (process / "clear_refs").write_text("5")
+
+    def _processes(self) -> list[Path]:
+        own = Path(f"/proc/{self._process.pid}")
+        children = [pid for thread in (own / "task").iterdir() for pid in (thread / "children").read_text().split()]
+        return [own, *(Path(f"/proc/{pid}") for pid in children)]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from penstock.engine import tokenizer as module
 from penstock.engine.gguf_tokenizer import PRE
 from penstock.engine.pieces import Cuts, bytes_of_a_token, fewest_tokens
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import PenstockError, TooManyTokens
+from penstock.errors import InvalidArgument, PenstockError, TooManyTokens
 
 CORPUS = [
     "The penstock carries water down to the turbine; it's 1234.5 m long, isn't it?\n\n  def f(x):\n\treturn x2\r\n",
@@ -210,6 +210,17 @@ def test_encode_stops_once_the_limit_is_passed(name):
         assert encoded.call_count < 150
         with pytest.raises(TooManyTokens):
             tokenizer.encode(text, limit=count - 1)
+
+
+def test_encode_begins_no_word_without_end_where_there_is_a_limit():
+    tokenizer, text = Tokenizer(CUT["qwen-2"]), "one two " + "7" * 300
+    with small(8), mock.patch.object(module, "RUN", 256):
+        assert len(tokenizer.encode(text)) > 300
+        with pytest.raises(InvalidArgument, match="^encode: text has a word of 30[0-9] characters, .* 256$"):
+            tokenizer.encode(text, limit=10**6)
+    whole = Tokenizer(WHOLE["unknown pattern"])
+    with small(8), mock.patch.object(module, "RUN", 256):
+        assert whole.encode(text, limit=10**6) == whole.encode(text)
 
 
 # panics

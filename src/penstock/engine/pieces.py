@@ -14,6 +14,7 @@ from typing import Any
 
 import tokenizers
 
+RUN = 1 << 18  # characters of a piece that are tokenized within a limit: the library takes up to 400 bytes for each
 PIECE = 1 << 16  # characters: tens of milliseconds of work, and little memory beside the ids
 
 _SPACE = "▁"  # what sentencepiece writes for one
@@ -40,8 +41,8 @@ _ONE = "(?:" + "|".join(re.escape(one) for one in (*_LETTERS, *_OTHERS)) + ")"
 _KNOWN = re.compile(rf"{_ONE}(?:\|{_ONE})*")
 
 _AFTER = r" \n!-@\[-`{-~，。、；：！？"  # no letters, no marks
-_CUTS = re.compile(rf"\w(?=[{_AFTER}])")
-_CUTS_AT_SPACES = re.compile(r"\w(?= )")
+_CUTS = re.compile(rf"[^\W\d_](?=[{_AFTER}])")
+_CUTS_AT_SPACES = re.compile(r"[^\W\d_](?= )")
 
 
 def bytes_of_a_token(backend: tokenizers.Tokenizer) -> int | None:
@@ -80,6 +81,10 @@ class Cuts:
         self._places = _places(backend)
         self._added = [token.content for token in backend.get_added_tokens_decoder().values()]
         self._reach = max((len(content) for content in self._added), default=1)
+
+    @property
+    def known(self) -> bool:
+        return self._places is not None
 
     def pieces(self, text: str) -> Iterator[str]:
         """Pieces of about PIECE characters whose tokens, one piece after the other, are those of the text."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from penstock.engine.pieces import PIECE, Cuts, bytes_of_a_token, fewest_tokens
+from penstock.engine.pieces import PIECE, RUN, Cuts, bytes_of_a_token, fewest_tokens
 from penstock.engine.template import ChatTemplates, special_tokens, templates_in
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument, TooManyTokens, no_panic
 
@@ -84,7 +84,8 @@ class Tokenizer:
         """Token ids as tokenizer.json says; add_special_tokens adds what its post-processor adds, such as a BOS.
 
         limit: the most tokens that are of use; work on a longer text ends as soon as it is known to be one, often
-        before it begins. Raises DTypeError for no str, InvalidArgument for text with lone surrogates, TooManyTokens.
+        before it begins, and a word of more than RUN characters is not begun. Raises DTypeError for no str,
+        InvalidArgument for text with lone surrogates and for such a word, TooManyTokens.
         """
         if not isinstance(text, str):
             raise DTypeError(f"encode: text is a {type(text).__name__}, expected a str")
@@ -104,6 +105,8 @@ class Tokenizer:
             before, after = (self._around or ([], [])) if add_special_tokens else ([], [])
             ids = [*before]
             for piece in self._cuts.pieces(text):
+                if limit is not None and len(piece) > RUN and self._cuts.known:
+                    raise InvalidArgument(f"encode: text has a word of {len(piece)} characters, expected at most {RUN}")
                 ids += self._ids(piece, False)
                 _check_tokens(len(ids), limit)
             ids += after
