@@ -1,6 +1,6 @@
 """Where the time of a token goes: decode of a made-up model in a true shape, by op, and what is left beside kernels.
 
-    python benchmarks/bench_decode.py benchmarks/configs/qwen3.6-35b-a3b.json --layers 8 --vocab 32768
+    python benchmarks/bench_decode.py qwen3.6-35b-a3b --layers 8 --vocab 32768
 
 Checks first that a batch of two gives each row the bits it has alone. Then tokens/s against the limit (read rate of
 this minute ÷ weights that a token needs), and a profile: seconds inside kernels' functions, inside ops but outside
@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from common import parse, parser, read_rate, report
 
 from penstock.api import LLM, load_random
-from penstock.cli.bench import active_bytes, cut, read_config
+from penstock.cli.bench import active_bytes, cut
 from penstock.ops._op import Op
+from penstock.weights.resolve import ResolvedModel, resolve_model
 
 
-def config_of(path: Path, layers: int, vocab: int | None) -> dict[str, Any]:
-    config, _ = cut(read_config(path), str(layers), f"{path}")
+def config_of(found: ResolvedModel, layers: int, vocab: int | None) -> dict[str, Any]:
+    config, _ = cut(found.read_config(), str(layers), str(found.config_path))
     if vocab is not None:
         config.get("text_config", config)["vocab_size"] = vocab
     return config
@@ -91,13 +92,14 @@ class Profile:
 
 def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("config", type=Path, help="a config.json")
+    options.add_argument("config", help="a config.json, or the name of a shipped one")
     options.add_argument("--layers", type=int, default=8)
     options.add_argument("--vocab", type=int, help="another vocabulary size")
     options.add_argument("--tokens", type=int, default=48, help="tokens of a timing")
     args = parse(options, argv)
 
-    llm = load_random(config_of(args.config, args.layers, args.vocab), max_context=4096)
+    found = resolve_model(args.config, ["config"])
+    llm = load_random(config_of(found, args.layers, args.vocab), max_context=4096)
     check(llm)
     nbytes = active_bytes(llm)
     rounds = [(seconds_per_token(llm, args.tokens), read_rate()) for _ in range(args.rounds)]
@@ -127,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         "share_of_read": nbytes / best / 1e9 / rate,
         "outside_kernels": 1 - inside / whole,
     }
-    report(f"{args.config.stem}, {args.layers} layers: a decoded token", rows, args.json, **summary)
+    report(f"{found.name}, {args.layers} layers: a decoded token", rows, args.json, **summary)
 
 
 if __name__ == "__main__":

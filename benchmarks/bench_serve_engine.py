@@ -21,21 +21,21 @@ from common import parse, parser, report
 
 import penstock
 from penstock.api import LLM, load_random
-from penstock.cli.bench import active_bytes, cut, read_config
+from penstock.cli.bench import active_bytes, cut
 from penstock.engine.generation import Request
 from penstock.engine.scheduler import Scheduler
+from penstock.weights.resolve import resolve_model
 
-CONFIGS = Path(__file__).parent / "configs"
 DENSE = {"hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense-2048": ("llama-3.2-3b.json", DENSE),
-    "qwen3.6": ("qwen3.6-35b-a3b.json", {}),
+    "dense-2048": ("llama-3.2-3b", DENSE),
+    "qwen3.6": ("qwen3.6-35b-a3b", {}),
 }
 
 
 def config_of(name: str, layers: int, vocab: int) -> dict[str, Any]:
-    file, changes = SHAPES[name]
-    config, _ = cut(read_config(CONFIGS / file), str(layers), file)
+    shipped, changes = SHAPES[name]
+    config, _ = cut(resolve_model(shipped, ["config"]).read_config(), str(layers), shipped)
     config.get("text_config", config).update({**changes, "vocab_size": vocab})
     return config
 

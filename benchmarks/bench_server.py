@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from common import parse, parser, report
 
 from penstock.api import LLM, load, load_random
-from penstock.cli.bench import active_bytes, cut, read_config
+from penstock.cli.bench import active_bytes, cut
+from penstock.weights.resolve import resolve_model
 
-CONFIGS = Path(__file__).parent / "configs"
 VOCAB = 32768
 SHAPES = ("demo", "qwen3.6-35b-a3b", "dense-2048")
 PROMPT = [(7 * n) % 997 + 5 for n in range(16)]
@@ -39,7 +39,7 @@ def model(shape: str) -> LLM:
     if shape == "demo":
         return load()
     name = "llama-3.2-3b" if shape == "dense-2048" else shape
-    config, _ = cut(read_config(CONFIGS / f"{name}.json"), "8", name)
+    config, _ = cut(resolve_model(name, ["config"]).read_config(), "8", name)
     config.get("text_config", config)["vocab_size"] = VOCAB
     if shape == "dense-2048":
         config |= {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}

@@ -36,6 +36,7 @@ from penstock.streaming.packed import NAME, open_packed, write_packed
 from penstock.streaming.reader import ExpertReader
 from penstock.streaming.store import HostSlots
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.resolve import resolve_model
 
 TOKENS = list(range(5, 25))
 THREADS = 8
@@ -181,7 +182,7 @@ def slot_cost(config: dict[str, Any], device: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "qwen3.6-35b-a3b.json")
+    parser.add_argument("--config", default="qwen3.6-35b-a3b")
     parser.add_argument("--layers", default="12")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cache", default="25%")
@@ -190,7 +191,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for the checkpoint, which stays there")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    config = cut(json.loads(given.config.read_text()), given.layers, str(given.config))[0]
+    config = cut(resolve_model(given.config, ["config"]).read_config(), given.layers, given.config)[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary) / "model"
         if not folder.exists():

@@ -1,6 +1,6 @@
 """Write an MLX checkpoint of any config.json with random weights: a large model to stream, without a download.
 
-    python benchmarks/random_checkpoint.py benchmarks/configs/qwen3.6-35b-a3b.json FOLDER --layers 12
+    python benchmarks/random_checkpoint.py qwen3.6-35b-a3b FOLDER --layers 12
 
 The tokenizer is that of the demo model, so that the folder can be loaded and asked. Weights are written as they are
 drawn: memory stays below the size of one tensor.
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from penstock import models
-from penstock.api import _demo_folder
 from penstock.cli.bench import cut
 from penstock.dtypes import dtype_name
 from penstock.models.source import Random, Shapes, Weight
 from penstock.quant import QuantizedTensor
+from penstock.weights.resolve import resolve_model
 
 _FORMAT = ("bits", "group_size")
 _SPELLED = {"uint32": "U32", "bfloat16": "BF16", "float32": "F32", "float16": "F16"}
@@ -99,19 +99,19 @@ def write(config: Mapping[str, Any], folder: Path, seed: int = 0) -> int:
         family.read_weights(_Named(Random(config, seed), "model.", lambda _, array: file.write(array.tobytes())), read)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (_demo_folder() / name).is_file():
-            shutil.copy(_demo_folder() / name, folder)
+        if (file := resolve_model().path / name).is_file():
+            shutil.copy(file, folder)
     return end
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", help="a config.json, or the name of a shipped one")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", help="the first N, or all")
     given = parser.parse_args()
-    config = json.loads(given.config.read_text())
-    written = write(config if given.layers is None else cut(config, given.layers, str(given.config))[0], given.folder)
+    config = resolve_model(given.config, ["config"]).read_config()
+    written = write(config if given.layers is None else cut(config, given.layers, given.config)[0], given.folder)
     print(f"{given.folder}: {written / 1e9:.2f} GB")
 
 

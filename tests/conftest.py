@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # two test processes share 
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU its kernels run in Triton's interpreter
 
+import functools
 import importlib.util
 import re
 import zlib
@@ -16,6 +17,8 @@ import zlib
 import hypothesis
 import numpy as np
 import pytest
+
+from penstock import kernel_cache
 
 hypothesis.settings.register_profile("penstock", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("penstock")
@@ -25,6 +28,14 @@ hypothesis.settings.load_profile("penstock")
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that depend on the name of the test (with its parameters) alone."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture
+def fresh_kernel_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of compiled kernels are looked at again, as in a new process."""
+    monkeypatch.setattr(kernel_cache, "_chosen", {})
+    monkeypatch.setattr(kernel_cache, "_warned", set())
+    monkeypatch.setattr(kernel_cache, "_process_folder", functools.cache(kernel_cache._process_folder.__wrapped__))
 
 
 _IMPORTS_TORCH = re.compile(r"^(?:import|from) (?:torch|triton|transformers)\b", re.MULTILINE)

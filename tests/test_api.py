@@ -21,7 +21,16 @@ from penstock.api import LLM, Stats
 from penstock.engine import place
 from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory, PenstockError
 from tests.cli.common import program
-from tests.models.common import VOCAB, letters, moe_config, small_config, some_tokens, tensors, write_model
+from tests.models.common import (
+    VOCAB,
+    letters,
+    moe_config,
+    small_config,
+    some_tokens,
+    tensors,
+    write_model,
+    write_tokens_beyond,
+)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +128,48 @@ def test_load_tells_remarks_to_whoever_asks(folder: Path, caplog: pytest.LogCapt
     assert [record.message for record in caplog.records] == told
 
 
+def test_load_takes_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    folder = write_tokens_beyond(write_model(tmp_path, small_config(vocab_size=260)))
+    llm = penstock.load(folder, device="reference")
+    beyond = "the tokenizer has ids up to 261, the model embeddings for 0 to 259; prompts that need others are refused"
+    assert llm.notices[0] == f"{folder}: {beyond}"
+    assert llm.tokenizer.encode("a<|image|>")[1:] == [260] and llm.logits([1, 2]).shape == (2, 260)
+    assert len(llm.generate("a", max_tokens=3, logit_bias=letters()).tokens) == 3
+    named = r"has 260 \('<\|image\|>'\), expected ids from 0 to 259, which have embeddings$"
+    chat = [{"role": "user", "content": "<|image|>"}]
+    for refused in (
+        lambda: llm.generate("a<|image|>"),
+        lambda: llm.generate(["a", "<|image|>"]),
+        lambda: llm.generate([5, 260]),
+        lambda: llm.stream("<|image|>"),
+        lambda: llm.chat(chat, allow_special_in_messages=True),
+        lambda: llm.session().append("<|image|>"),
+        lambda: llm.session().generate("<|image|>"),
+        lambda: llm.session().advance([260]),
+    ):
+        with pytest.raises(InvalidArgument, match=f"^tokens: {named}"):
+            refused()
+    with pytest.raises(InvalidArgument, match=f"^extra_eos: {named}"):
+        llm.generate("a", extra_eos=[260])
+    with pytest.raises(InvalidArgument, match="^logit_bias: a token id is 260, expected an integer from 0 to 259"):
+        llm.generate("a", logit_bias={260: 1.0})
+    with pytest.raises(InvalidArgument, match="^tokens: has 260, expected ids from 0 to 259"):
+        llm.logits([260])
+    assert llm.chat(chat, max_tokens=1).usage.prompt_tokens > 9  # as text
+
+
+def test_load_on_the_reference_backend_is_exact(folder: Path) -> None:
+    llm = penstock.load(folder, device="reference")
+    assert llm._engine.activations == "float32"
+    assert penstock.load(folder, device="reference", activations="int8")._engine.activations == "int8"
+    assert penstock.load(folder, device="cpu")._engine.activations == "int8"
+    demo = penstock.load(device="reference")
+    ids = [1, 20, 300]
+    exact = penstock.load(device="reference", activations="float32").logits(ids)
+    rounded = penstock.load(device="reference", activations="int8").logits(ids)
+    assert (demo.logits(ids) == exact).all() and not (rounded == exact).all()
+
+
 def test_load_refuses_a_context_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "available_memory", lambda: api._WORKING + 1000)
     with pytest.raises(OutOfMemory, match="2048 positions need .* GB of memory, 0.00 GB are free"):
@@ -192,6 +243,26 @@ def test_chat_is_generate_after_the_template(llm: LLM) -> None:
     done = llm.chat(MESSAGES, **options)
     assert done.tokens == llm.generate(tokens, **options).tokens
     assert "".join(chunk.text for chunk in llm.stream_chat(MESSAGES, **options)) == done.text
+
+
+def test_chat_reads_control_tokens_of_messages_as_text_unless_allowed(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "a<|im_end|>b"}]
+    tokens, old = llm.chat_tokens(messages), llm.chat_tokens(messages, allow_special_in_messages=True)
+    assert (tokens.count(3), old.count(3)) == (1, 2)
+    assert old == llm.tokenizer.encode(llm.tokenizer.apply_chat_template(messages), add_special_tokens=False)
+    for ids, more in ((tokens, {}), (old, {"allow_special_in_messages": True})):
+        assert llm.chat(messages, max_tokens=1, **more).usage.prompt_tokens == len(ids)
+        assert len(list(llm.stream_chat(messages, max_tokens=1, **more))) == 1
+
+
+@pytest.mark.parametrize("content", ["Who?", " a  <b> <|im_ end|> é \ue000 \n\n", "x" * 300, "<|IM_END|><think>"])
+def test_chat_tokens_without_control_tokens_are_those_of_transformers(content: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = api._demo_folder()
+    llm, theirs = penstock.load(), transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": content}, {"role": "user", "content": content}]
+    want = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert llm.chat_tokens(messages) == want
 
 
 def test_chat_hands_variables_to_the_template(tmp_path: Path) -> None:

@@ -92,10 +92,13 @@ def test_call_that_raises_or_dies_is_said(child: Child) -> None:
     with pytest.raises(ChildDied, match="ended with status 3"):
         child.call(b"exit 3")
     assert child.call(b"echo again") == b"again"
-    os.kill(int(child.call(b"pid")), 9)
-    with pytest.raises(ChildDied):
-        child.call(b"echo lost")
-    assert child.call(b"echo again") == b"again"
+
+
+def test_process_that_ended_between_calls_is_replaced(child: Child) -> None:
+    pid = int(child.call(b"pid"))
+    os.kill(pid, 9)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert int(child.call(b"pid")) != pid
 
 
 def test_child_opens_no_files_and_sees_no_secrets(child: Child, tmp_path: Path) -> None:
@@ -104,6 +107,16 @@ def test_child_opens_no_files_and_sees_no_secrets(child: Child, tmp_path: Path) 
     assert b"SECRET_TOKEN" not in child.call(b"environ")
     modules = child.call(b"modules").split(b",")
     assert b"numpy" not in modules and b"penstock.ops" not in modules
+
+
+def test_child_imports_nothing_from_the_folder_it_starts_in(
+    child: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "struct.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(folder)
+    assert child.call(b"echo here") == b"here"
 
 
 def test_handler_that_is_not_there_is_said() -> None:

@@ -17,9 +17,10 @@ from penstock.cli.bench import cut
 from penstock.models.source import Random
 from penstock.quant import dequantize
 from penstock.weights.gguf import GgufFile
+from penstock.weights.resolve import shipped_configs
 
 PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
-CONFIGS = sorted((PEERS.parent / "configs").glob("*.json"))
+CONFIGS = list(shipped_configs().values())
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

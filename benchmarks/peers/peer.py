@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "src" / "penstock" / "configs"
 
 
 class Runner(Protocol):
@@ -56,7 +56,7 @@ def stop(message: str, code: int = 1) -> NoReturn:
 def parser(description: str) -> argparse.ArgumentParser:
     """The options of every peer script."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("config", help="a config.json, or the name of one in benchmarks/configs")
+    made.add_argument("config", help="a config.json, or the name of one in src/penstock/configs")
     made.add_argument("--layers", help="the first N layers, or all; else as the file says")
     made.add_argument("-p", "--prompt", type=numbers, default=[512], metavar="N", help="prompt sizes, 0 for none (512)")
     made.add_argument("-n", "--generate", type=numbers, default=[128], metavar="N", help="tokens to write (128)")

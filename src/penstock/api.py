@@ -32,12 +32,13 @@ from penstock.settings import Settings
 from penstock.streaming.layout import Layer
 from penstock.streaming.store import slot_counts
 from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.hub import resolve
+from penstock.weights.resolve import resolve_model
 
 DEVICES = ("auto", "cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")
 ACTIVATIONS = ("auto", "int8", "float32")
 
+_TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _CONTEXT = 4096  # positions that there is room for beside streamed experts
@@ -220,13 +221,13 @@ class LLM:
         return _chunks(self._run([request], progress))
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
-        """Answer a conversation: `messages` through the model's chat template, then as `generate`."""
-        template = {key: options.pop(key) for key in ("tools", "template_variables") if key in options}
+        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`."""
+        template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
         return self.generate(self.chat_tokens(messages, **template), **options)
 
     def stream_chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
         """As `chat`, a Chunk per token."""
-        template = {key: options.pop(key) for key in ("tools", "template_variables") if key in options}
+        template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
         return self.stream(self.chat_tokens(messages, **template), **options)
 
     def chat_tokens(
@@ -234,10 +235,20 @@ class LLM:
         messages: Seq[Mapping[str, Any]],
         tools: Seq[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
+        allow_special_in_messages: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation, with the beginning of the answer; special tokens come from the template."""
-        text = self.tokenizer.apply_chat_template(list(messages), tools=tools, **(template_variables or {}))
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        """The prompt of a conversation, with the beginning of the answer; special tokens come from the template.
+
+        Those that user, system and tool messages spell out are read as the text they are, unless
+        allow_special_in_messages.
+        """
+        chat = self.tokenizer.chat_text(
+            list(messages),
+            tools,
+            variables=template_variables,
+            allow_special_in_messages=allow_special_in_messages,
+        )
+        return self.tokenizer.encode_chat(chat)
 
     def session(self) -> Session:
         """A conversation that keeps its state."""
@@ -248,7 +259,8 @@ class LLM:
         extra = options.pop("extra_eos", ())
         more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
         params = sampling_params(options)
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._engine._ids(prompt).tolist()
+        given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._engine._ids(given, tokenizer=self.tokenizer).tolist()
         stops = [stop] if isinstance(stop, str) else stop
         return Request(
             ids, params, self.tokenizer, self._engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more
@@ -309,18 +321,19 @@ def load(
     notify: Callable[[str], None] | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> LLM:
-    """Load a model: a folder, a .gguf file, a Hugging Face id, or None for the built-in demo model.
+    """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
     device "auto" (a GPU if it can be used), "cpu", "cuda", "reference" (NumPy, slow); dtype of activations (auto:
-    float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on the
-    CPU); max_context: positions per sequence, by default the model's, or what fits in memory. deterministic: on a GPU
-    an answer's bits do not depend on the requests decoded beside it (on the CPU they never do). Weights are read from
-    the files by memory map. expert_cache: bytes of experts that are held ("12G", "50%" of them), the others are read
-    when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind a GPU's; expert_io
-    "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by `penstock pack`, by
-    default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps choose. docs/streaming.md
-    has more. `notify` receives remarks (skipped tensors, copies), else they are logged; `progress` the share of
-    the weights that are in their place. Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError.
+    float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on "cpu",
+    else float32, which is exact); max_context: positions per sequence, by default the model's, or what fits in memory.
+    deterministic: on a GPU an answer's bits do not depend on the requests decoded beside it (on the CPU they never do).
+    Weights are read from the files by memory map. expert_cache: bytes of experts that are held ("12G", "50%" of them),
+    the others are read when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind
+    a GPU's; expert_io "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by
+    `penstock pack`, by default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps
+    choose. docs/streaming.md has more. `notify` receives remarks (skipped tensors, copies), else they are logged;
+    `progress` the share of the weights that are in their place. Raises CheckpointError, InvalidArgument, OutOfMemory,
+    BackendError.
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
@@ -328,25 +341,18 @@ def load(
     packed = None if expert_file is None else os.fspath(expert_file)
     experts = ExpertOptions(expert_cache, expert_host, expert_io, expert_policy, packed, expert_prefetch)
     place = place_of(device)
-    folder: Path = (
-        _demo_folder() if path_or_hub_id is None else resolve(path_or_hub_id, revision, offline, quiet=notify is None)
-    )
+    found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=notify is None)
+    folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
-    read = _read_gguf if folder.is_file() else _read_folder
+    read = _read_gguf if found.kind == "gguf" else _read_folder
     model, tokenizer, notices = read(folder, device, place, experts, options, progress)
     for notice in notices:
         notify(notice)
     engine = _engine(model, device, place, dtype, activations, max_context, deterministic, f"{folder}")
-    return LLM(engine, tokenizer, _named(path_or_hub_id, folder), notices)
-
-
-def _named(given: str | os.PathLike[str] | None, folder: Path) -> str | None:
-    """How a saved session finds its model again: nothing for the demo model, a whole path, or the hub id."""
-    if given is None:
-        return None
-    here = Path(given).expanduser()
-    return str(folder.resolve()) if here.exists() else str(given)
+    # a saved session finds its model again by its hub id or its whole path
+    name = None if found.kind == "demo" else found.hub_id or str(folder.resolve())
+    return LLM(engine, tokenizer, name, notices)
 
 
 def _read_folder(
@@ -361,7 +367,6 @@ def _read_folder(
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
-    _check_vocab(f"{folder}", tokenizer, config)
     source = Stored(checkpoint, *family.names(checkpoint, config))
     copied = _copied_bytes(checkpoint)
     caches = Caches(family.caches(config), options["dtype"], place)
@@ -386,6 +391,7 @@ def _read_folder(
         weights, placed = models.placed(weights, place.put), models.placed(config, place.put)
     else:
         weights, placed = _weights(family, source, config, place, checkpoint.nbytes, progress)
+    notices += _tokens_beyond(f"{folder}", tokenizer, config)
     notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
     check = checkpoint.check if isinstance(place, Host) else None
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check)
@@ -416,12 +422,12 @@ def _read_gguf(
     found = open_gguf(path)
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
-    _check_vocab(f"{path}", tokenizer, config)
     _check_fits(f"{path}", place, found.nbytes, found.copied_nbytes)
     if device == "cpu":
         ahead.start(options)
     weights, placed = _weights(found.family, found.source, config, place, found.nbytes, progress)
-    return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
+    notices = [*_tokens_beyond(f"{path}", tokenizer, config), *found.notices]
+    return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, notices
 
 
 def _putting(place: Place, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
@@ -468,11 +474,12 @@ def _copied_bytes(checkpoint: Checkpoint) -> int:
     return total
 
 
-def _check_vocab(what: str, tokenizer: Tokenizer, config: Any) -> None:
-    if tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{what}: the tokenizer has {tokenizer.vocab_size} tokens, expected at most {config.vocab_size}"
-        )
+def _tokens_beyond(what: str, tokenizer: Tokenizer, config: Any) -> list[str]:
+    """A remark about tokens that the model has no embeddings for, if there are any."""
+    if tokenizer.vocab_size <= config.vocab_size:
+        return []
+    found = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model embeddings for 0 to"
+    return [f"{what}: {found} {config.vocab_size - 1}; prompts that need others are refused"]
 
 
 def load_random(
@@ -545,9 +552,8 @@ def _choices(device: str, dtype: str, activations: str, threads: int | None) -> 
         from penstock.backends.cpu._threads import set_threads
 
         set_threads(count)
-    on_gpu = device == "cuda"
-    dtype = dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32"
-    return device, dtype, activations if activations != "auto" else "float32" if on_gpu else "int8"
+    dtype = dtype if dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    return device, dtype, activations if activations != "auto" else "int8" if device == "cpu" else "float32"
 
 
 def _check_fits(what: str, place: Place, files: int, copies: int) -> None:
@@ -617,10 +623,3 @@ def _left_over(source: Stored, skipped: Seq[str], layers: int) -> list[str]:
         shown = ", ".join(other[:3]) + (" …" if len(other) > 3 else "")
         notices.append(f"{source.checkpoint.path}: {len(other)} tensors are not part of the model: {shown}")
     return notices
-
-
-def _demo_folder() -> Path:
-    folder = Path(__file__).parent / "demo" / "model"
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder}: the demo model is not installed, expected it in the package")
-    return folder

@@ -27,7 +27,7 @@ _CALL = struct.Struct("<dQ")  # seconds, bytes that follow
 _ANSWER = struct.Struct("<BQ")  # one of the following, bytes that follow
 _DONE, _MEMORY, _FAILED = range(3)
 _START_SECONDS = 60.0  # to import what the function needs, on a busy machine
-_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "SYSTEMROOT")  # and PYTHON*
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SYSTEMROOT")  # and PYTHON*
 
 
 class ChildError(PenstockError):
@@ -88,6 +88,8 @@ class Child:
             self._stop()
 
     def _running(self) -> _Process:
+        if self._process is not None and self._process.ended:
+            self._stop()
         if self._process is None or self._process.owner != os.getpid():  # a forked copy leaves the process to its owner
             self._process = _Process(self._handler, self._memory)
             self._finalizer = weakref.finalize(self, self._process.end)
@@ -107,11 +109,15 @@ class _Process:
         self._handler = handler
         self._socket, theirs = socket.socketpair()
         environ = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("PYTHON")}
-        code = f"from penstock.child import run; run({theirs.fileno()}, {handler!r}, {memory})"
+        home = str(Path(__file__).parents[1])  # the parent may have found penstock by a path of its own
+        code = (
+            f"import sys; sys.path.append({home!r}); "
+            f"from penstock.child import run; run({theirs.fileno()}, {handler!r}, {memory})"
+        )
         try:
             with theirs:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-c", code],
+                    [sys.executable, "-P", "-c", code],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -130,6 +136,11 @@ class _Process:
         if status != _DONE:
             self.end()
             raise ChildDied(f"{handler}: cannot be imported: {answer.decode()}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ended between two calls, by no fault of either."""
+        return self.owner == os.getpid() and self._child.poll() is not None
 
     def call(self, data: bytes, seconds: float) -> tuple[int, bytes]:
         end = time.monotonic() + seconds

@@ -22,7 +22,7 @@ class Settings:
     """The table: name, type, default, meaning. A new setting is one line; its type int, float, str, bool or Literal."""
 
     threads: int | None = _setting(None, "threads of the CPU kernels; all physical cores if unset", at_least=1)
-    cache_dir: str | None = _setting(None, "folder of compiled kernels; the user's cache folder if unset")
+    cache_dir: str | None = _setting(None, "folder of compiled kernels, Triton's too; the user's cache folder if unset")
     device: Literal["auto", "cpu", "cuda", "reference"] = _setting("auto", "where models run")
     debug: bool = _setting(False, "show the traceback of an error on the command line")
     api_key: str | None = _setting(None, "key that clients of `penstock serve` have to send", secret=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import penstock.errors
+from penstock import kernel_cache
 from penstock.backends.cpu import _compile
 from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, cache_folder, njit
 from penstock.errors import InvalidArgument
@@ -77,7 +78,7 @@ def package(tmp_path):
     cpu = tmp_path / "penstock" / "backends" / "cpu"
     cpu.mkdir(parents=True)
     parts = [f"backends/cpu/_{part}.py" for part in ("claims", "compile", "progress")]
-    for name in ("errors.py", "settings.py", *parts):
+    for name in ("errors.py", "settings.py", "kernel_cache.py", *parts):
         shutil.copy(PACKAGE / name, tmp_path / "penstock" / name)
     for folder in (cpu, cpu.parent, cpu.parent.parent):  # a regular package wins over an installed penstock
         (folder / "__init__.py").touch()
@@ -144,7 +145,7 @@ def test_cache_folder_is_where_it_is_told(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "mine" / "numba" / key
     assert cache_folder("/told") == Path("/told/numba", key)
     monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert cache_folder() == Path(os.devnull, key)
+    assert cache_folder() == Path(os.devnull, "numba", key)
 
 
 def test_source_hash_follows_names_and_contents(tmp_path):
@@ -178,6 +179,55 @@ def test_njit_compiles_again_where_a_file_was_cut_short(tmp_path):
         kernel = njit(triple, cache_dir=tmp_path)
         assert kernel(5) == 15
         assert sum(kernel.stats.cache_hits.values()) == hits
+
+
+def hits(function, folder):
+    """Loads from the cache, not compilations, of a new kernel."""
+    kernel = njit(function, cache_dir=folder)
+    assert kernel(5) == function(5)
+    return sum(kernel.stats.cache_hits.values())
+
+
+@pytest.mark.parametrize("spoiled", [".", "numba", "numba/*", "numba/*/*.nbc"])
+def test_njit_loads_nothing_that_others_could_have_written(tmp_path, fresh_kernel_cache, caplog, spoiled):
+    def triple(x):
+        return 3 * x
+
+    assert [hits(triple, tmp_path) for _ in range(2)] == [0, 1]
+    (path,) = tmp_path.glob(spoiled) if spoiled != "." else [tmp_path]
+    path.chmod(path.stat().st_mode | 0o020)
+    kernel_cache._chosen.clear()
+    before = {file: file.stat() for file in tmp_path.rglob("*")}
+    assert [hits(triple, tmp_path) for _ in range(2)] == [0, 1]  # compiled in its own folder, and loaded from there
+    (record,) = caplog.records
+    assert str(path) in record.message
+    if path.is_dir():
+        assert {file: file.stat() for file in tmp_path.rglob("*")} == before
+    else:
+        assert path.stat().st_mode & 0o777 == 0o600  # replaced, not written to
+
+
+def test_njit_loads_no_file_of_another_kernel_or_signature(tmp_path):
+    def triple(x):
+        return 3 * x
+
+    def negated(x):
+        return -x
+
+    for function in (triple, negated):
+        hits(function, tmp_path)
+    first, second = (next(tmp_path.rglob(f"*{name}*.nbc")) for name in ("triple", "negated"))
+    shutil.copy(first, second)
+    assert hits(negated, tmp_path) == 0
+    assert hits(negated, tmp_path) == 1
+
+    kernel = njit(triple, cache_dir=tmp_path)
+    kernel(5.0)
+    whole, of_floats = sorted(tmp_path.rglob("*triple*.nbc"), key=lambda file: file != first)
+    shutil.copy(whole, of_floats)
+    again = njit(triple, cache_dir=tmp_path)
+    assert again(0.5) == 1.5
+    assert not again.stats.cache_hits
 
 
 def test_njit_with_a_signature_compiles_at_once_and_takes_no_other(tmp_path):

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock import QuantizedTensor, api, models
 from penstock.cli import bench as verb
 from penstock.cli._bandwidth import ReadBandwidth
 from penstock.cli._model import UsageError
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.weights.resolve import resolve_model, shipped_configs
 from tests.cli.common import call
 
-SHIPPED = Path(__file__).parents[2] / "benchmarks" / "configs"
+SHIPPED = Path(penstock.__file__).parent / "configs"
 
 TINY = {
     "model_type": "qwen3_next",
@@ -303,7 +305,7 @@ def test_cut_shortens_nested_configs_and_leaves_its_argument():
 
 @pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
 def test_shipped_configs_have_the_published_number_of_parameters(file):
-    raw = verb.read_config(file)
+    raw = resolve_model(file, ["config"]).read_config()
     text = raw.get("text_config", raw)
     published = {
         "qwen3.6-35b-a3b": (35, 3),
@@ -316,7 +318,7 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
     assert 1 <= raw["layers"] < text["num_hidden_layers"]
     assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]
     assert count_parameters(text) == pytest.approx(published[0] * 1e9, rel=0.02)
-    assert verb.config_file(file.stem.upper()) == file
+    assert resolve_model(file.stem.upper(), ["config"]).path == file
 
 
 def count_parameters(c):
@@ -357,11 +359,11 @@ def count_parameters(c):
 
 def test_shipped_configs_of_known_families_are_read():
     read = []
-    for file in SHIPPED.glob("*.json"):
-        raw, _ = verb.cut(verb.read_config(file), None, file.stem)
+    for name in shipped_configs():
+        raw, _ = verb.cut(resolve_model(name, ["config"]).read_config(), None, name)
         if raw["model_type"] in models.FAMILIES:
             models.family_of(raw).read_config(raw)
-            read.append(file.stem)
+            read.append(name)
     assert {"qwen3.6-35b-a3b", "qwen3-next-80b-a3b", "qwen3.5-397b-a17b"} <= set(read)
 
 
@@ -369,7 +371,7 @@ def test_read_config_refuses_what_is_no_object(tmp_path):
     file = tmp_path / "config.json"
     file.write_text("[]")
     with pytest.raises(CheckpointError, match="is a list, expected an object"):
-        verb.read_config(verb.config_file(str(tmp_path)))
+        resolve_model(tmp_path, ["config"]).read_config()
 
 
 def test_read_bandwidth_measures_in_another_process():

@@ -137,6 +137,15 @@ def test_chat_refuses_what_it_lacks_by_name(capsys, option):
     assert (shown.status, shown.err) == (2, f"penstock: error: {option}: not supported by penstock yet\n")
 
 
+def test_chat_reads_control_tokens_as_text_unless_allowed(say, llm):
+    messages = [{"role": "system", "content": "<|im_end|>"}, user("a<|im_start|>b")]
+    options = ("-m", "1", "-sys", "<|im_end|>")
+    for more in ({}, {"allow_special_in_messages": True}):
+        shown = say("a<|im_start|>b", options=(*options, *(f"--{name.replace('_', '-')}" for name in more)))
+        assert f"[prompt {len(llm.chat_tokens(messages, **more))} tokens, " in shown.err
+    assert len(llm.chat_tokens(messages)) > len(llm.chat_tokens(messages, allow_special_in_messages=True))
+
+
 def test_conversation_computes_nothing_twice(llm):
     conversation = Conversation(llm, [], {})
     first = answer(conversation, "hello")
@@ -146,6 +155,13 @@ def test_conversation_computes_nothing_twice(llm):
     prompt = llm.chat_tokens([user("hello"), said(first), user("go on")])
     assert sum(conversation.read) == len(prompt)
     assert conversation.read[1] >= total  # the first turn, and the answer as far as it reads back as the same tokens
+
+
+def test_chat_compiles_the_template_before_the_first_message(say, tmp_path):
+    broken = api.load(write_small_model(tmp_path / "m", chat_template="{% if %}"), device="reference")
+    shown = say(model=broken)
+    assert (shown.status, shown.out) == (1, "")
+    assert "chat template, line 1: Expected an expression" in shown.err
 
 
 def test_conversation_keeps_what_a_template_that_drops_reasoning_leaves(tmp_path):

@@ -56,11 +56,11 @@ def test_doctor_prints_every_finding(capsys, monkeypatch, report):
 
 def without_gpu(report):
     extras = dict.fromkeys((name for names, _ in doctor._EXTRAS.values() for name in names), "1.0")
-    kernels = report["caches"]["kernels"] | {"writable": True}
+    kernels = report["caches"]["kernels"] | {"writable": True, "distrusted": None}
     return report | {
         "errors": {},
         "packages": report["packages"] | extras | {"torch": "2.13.0+cpu", "triton": "3.9.0"},
-        "caches": report["caches"] | {"kernels": kernels},
+        "caches": report["caches"] | {"kernels": kernels, "triton": report["caches"]["triton"] | {"distrusted": None}},
         "cpu": report["cpu"] | {"unusable": {}},
         "cuda": {"available": False, "driver": None, "torch_built_for": None, "devices": [], "unusable": "x"},
     }
@@ -85,8 +85,13 @@ def gpu(name, capability):
         ("packages", {"llguidance": None}, "llguidance is not installed; only needed for answers that follow a JSON"),
         (
             "caches",
-            {"kernels": {"folder": "/x", "writable": False}},
+            {"kernels": {"folder": "/x", "writable": False, "distrusted": None}},
             "/x cannot be written: every process compiles its kernels; PENSTOCK_CACHE_DIR moves it",
+        ),
+        (
+            "caches",
+            {"triton": {"distrusted": "/x belongs to user 7, expected 1"}},
+            "/x belongs to user 7, expected 1: compiled kernels there are not used, every process compiles its own",
         ),
         ("errors", {"torch": "OSError: libfoo"}, "torch is installed but cannot be used: OSError: libfoo"),
         ("cpu", {"unusable": {"amx_int8": "killed by SIGILL"}}, "amx_int8 is listed by the system, but killed"),
@@ -181,8 +186,21 @@ def test_doctor_stops_counting_after_a_while(tmp_path, monkeypatch):
 
 def test_doctor_finds_the_caches_where_the_environment_says(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "t"))
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "p"))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     (tmp_path / "models--owner--name" / "snapshots").mkdir(parents=True)
     assert doctor.cached_models() == ["owner/name"]
-    assert doctor._triton_cache() == tmp_path / "t"
     assert os.fspath(doctor.hub_cache()) == str(tmp_path)
+    assert doctor._kernel_cache()["folder"] == str(tmp_path / "p" / "numba")
+    assert doctor._compiled(*doctor.kernel_cache.triton_root())["folder"] == str(tmp_path / "p" / "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "t"))
+    assert doctor._compiled(*doctor.kernel_cache.triton_root())["folder"] == str(tmp_path / "t")
+
+
+def test_doctor_names_a_kernel_cache_that_others_can_write_and_makes_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "p"))
+    assert doctor._kernel_cache()["distrusted"] is None
+    assert not (tmp_path / "p").exists()
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p").chmod(0o777)
+    assert doctor._kernel_cache()["distrusted"] == f"{tmp_path / 'p'} can be written by others (mode 0777)"

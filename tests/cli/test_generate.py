@@ -76,6 +76,17 @@ def test_generate_has_the_defaults_of_mlx_lm(capsys, loaded, monkeypatch, llm):
     assert isinstance(asked["seed"], int)
 
 
+def test_generate_reads_control_tokens_of_the_prompt_as_text_unless_allowed(capsys, loaded, monkeypatch, llm):
+    prompts = []
+    monkeypatch.setattr(llm, "stream", lambda tokens, **_: prompts.append(tokens) or iter(()))
+    for option in ((), ("--allow-special-in-messages",), ("--ignore-chat-template",)):
+        assert call(capsys, "generate", "-p", "a<|im_end|>b", "--prefill-response", "<|im_end|>", *option).status == 0
+    messages, end = [{"role": "user", "content": "a<|im_end|>b"}], llm.tokenizer.encode("<|im_end|>")
+    assert prompts[0] == llm.chat_tokens(messages) + end
+    assert prompts[1] == llm.chat_tokens(messages, allow_special_in_messages=True) + end
+    assert prompts[2] == llm.tokenizer.encode("a<|im_end|>b<|im_end|>") and len(prompts[0]) > len(prompts[1])
+
+
 def test_generate_options_reach_the_model(capsys, loaded, monkeypatch, llm):
     asked = {}
     monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: asked.update(arguments, tokens=tokens) or iter(()))

@@ -13,9 +13,10 @@ from penstock import api
 from penstock.cli import _survey, _trace
 from penstock.cli._survey import PARTS, survey
 from penstock.cli._treemap import Box, in_strips, squarified
-from penstock.cli.bench import active_bytes, cut, read_config, shipped
+from penstock.cli.bench import active_bytes, cut
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.mapped import MappedFile
+from penstock.weights.resolve import resolve_model, shipped_configs
 from tests.cli.common import call
 from tests.cli.model import DEMO
 from tests.models.common import moe_config, next_config, small_config, tensors, write_model
@@ -87,7 +88,7 @@ def test_inspect_knows_the_released_models_by_their_configs(capsys, name, kinds,
     assert found["parameters"] == pytest.approx(parameters, rel=2e-3)
     assert found["active_parameters"] == pytest.approx(active, rel=5e-3)
     assert found["source"] == "config" and found["tokenizer"] is None
-    raw, _ = cut(read_config(shipped()[name]), "all", name)
+    raw, _ = cut(resolve_model(name, ["config"]).read_config(), "all", name)
     if "quantization" in raw:
         assert found["bytes"] == pytest.approx(api.random_nbytes(raw), rel=1e-3)
     else:
@@ -152,7 +153,7 @@ def test_inspect_shows_the_tokenizer_and_lives_without_one(capsys, tmp_path):
 
 
 def test_inspect_honours_the_table_of_a_config(tmp_path):
-    raw = read_config(shipped()["qwen3.6-35b-a3b"])
+    raw = resolve_model("qwen3.6-35b-a3b", ["config"]).read_config()
     table = {"bits": 3, "group_size": 128, "lm_head": {"bits": 6, "group_size": 32}, "model.embed_tokens": False}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw | {"quantization": table}))
@@ -232,7 +233,7 @@ def test_inspect_measures_the_bandwidth(capsys, monkeypatch):
 
 
 def test_every_path_of_every_family_belongs_to_a_part():
-    for name in shipped():
+    for name in shipped_configs():
         for piece in survey(name).pieces:
             assert piece.part != "other", (name, piece.path)
             if piece.part == "router":

@@ -1,5 +1,6 @@
 import functools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -184,6 +185,16 @@ def test_perplexity_json_has_what_the_library_found(capsys, small, tale):
     assert found["perplexity"] == pytest.approx(want.perplexity, rel=1e-12)
     assert (found["predictions"], found["windows"], found["length"]) == (22, 2, 12)
     assert (found["model"], found["data"], found["bos"], found["divergence"]) == ("small", tale, False, None)
+
+
+def test_perplexity_names_a_token_without_embedding(capsys, small, tmp_path):
+    path, text = Path(small, "tokenizer.json"), tmp_path / "text.txt"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.add_special_tokens(["<|image|>"])
+    backend.save(str(path))
+    text.write_text("once upon a time <|image|>")
+    shown = call(capsys, "perplexity", small, "--data-path", str(text), *WAYS)
+    assert shown.status == 1 and f"{text}: has 4096 ('<|image|>'), expected ids from 0 to 4095" in shown.err
 
 
 def test_perplexity_prints_the_reference_beside(capsys, small, tale):

@@ -6,7 +6,7 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 
 import penstock
 from penstock import models
@@ -14,11 +14,9 @@ from penstock.cli import _plan as planning
 from penstock.engine.cache import Caches
 from penstock.engine.place import Host
 from penstock.engine.routes import Routes
-from penstock.errors import CheckpointError
 from penstock.models.step import Pages, Recurrent
 from penstock.streaming.simulate import Trace, simulate
 from penstock.streaming.sizes import parse_size
-from penstock.weights import hub
 from penstock.weights.safetensors import SafetensorsFile
 from tests.cli.common import call
 from tests.cli.model import DEMO
@@ -258,37 +256,35 @@ def test_plan_refuses_a_recording_of_another_model(capsys, tmp_path):
 def test_plan_of_a_hub_model_fetches_its_config_alone(capsys, tmp_path, monkeypatch):
     asked = []
 
-    def download(id, name, revision):
-        asked.append((id, name, revision))
+    def download(id, *, revision, allow_patterns, local_files_only, **_):
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not here")
+        asked.append((id, *allow_patterns, revision))
         (tmp_path / "config.json").write_text(json.dumps(TINY))
-        return str(tmp_path / "config.json")
-
-    def absent(id, revision, offline):
-        assert offline is True  # nothing is downloaded
-        raise CheckpointError(f"{id}: not here")
+        return str(tmp_path)
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "resolve", absent)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     arguments = ("owner/name", "--device", "cpu", "--device-memory", "8G", *MEASURED)
     shown = call(capsys, "plan", *arguments, "--revision", "v2", "--json")
     assert asked == [("owner/name", "config.json", "v2")]
     assert json.loads(shown.out)["model"] == "owner/name"
     assert shown.err == "owner/name: not here; its config.json says how large it is\n"
     shown = call(capsys, "plan", *arguments, "--offline")
-    assert (shown.status, shown.err) == (1, "penstock: error: owner/name: not here\n")
+    want = "penstock: error: owner/name: no such folder, and not completely in the local cache while offline\n"
+    assert (shown.status, shown.err) == (1, want)
 
     def fail(*args, **kwargs):
         raise ConnectionError("no route\nmore")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     shown = call(capsys, "plan", *arguments)
     want = "penstock: error: owner/name: its config.json cannot be had: ConnectionError: no route\n"
     assert (shown.status, shown.err) == (1, want)
 
 
 def test_plan_of_a_hub_model_that_is_here_reads_its_files(capsys, monkeypatch):
-    monkeypatch.setattr(hub, "resolve", lambda id, revision=None, offline=None: Path(DEMO))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda id, **_: str(DEMO))
     found = planned(capsys, "owner/name", "--device", "cpu", "--device-memory", "275M")
     assert found["model"] == "owner/name" and found["experts"]["layers"] == 8
 

@@ -312,13 +312,15 @@ def test_a_config_that_is_no_json_object_is_a_problem(sharded, content):
 # -- tokenizer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_with_too_many_tokens_is_a_problem(quantized):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_remarked_on(quantized):
     change_json(
         quantized / "tokenizer.json",
         lambda content: content["added_tokens"].append(content["added_tokens"][0] | {"id": 4096, "content": "<|new|>"}),
     )
-    (problem,) = problems(quantized, "tokenizer")
-    assert "the tokenizer has 4097 tokens, expected at most 4096" in problem
+    checks, _ = checked(quantized, None)
+    (about,) = [check.about for check in checks if check.name == "tokenizer"]
+    assert about.startswith("4,097 tokens of 4,096: the tokenizer has ids up to 4096, the model embeddings for 0 to ")
+    assert problems(quantized) == []
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ def test_a_tokenizer_with_too_many_tokens_is_a_problem(quantized):
     [
         ("{% for %}", "chat template, line 1"),
         ("{{ raise_exception('not for you') }}", "not for you"),
-        ("{{ 'x' * 10**9 }}", "expected at most 8388608"),
+        ("{{ 'x' * 10**9 }}", "makes data of more than 64 MB on the way, expected less"),
         ("{{ messages.__class__ }}", "'__class__' of a list is kept from templates"),
     ],
 )

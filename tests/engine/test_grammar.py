@@ -606,11 +606,21 @@ def test_a_tokenizer_that_cannot_be_used_is_named(tokenizer, message):
         grammar_for({"type": "json_object"}, tokenizer)
 
 
-def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(plain):
-    with pytest.raises(
-        InvalidArgument, match=f"^vocab_size is 5, expected at least the tokenizer's {plain.vocab_size}"
-    ):
-        grammar_for({"type": "json_object"}, plain, 5)
+def test_tokens_beyond_the_vocabulary_of_the_model_are_never_allowed():
+    """Neither as text nor as markers of calls; those are written with other tokens then."""
+    tokenizer = byte_level(plain=('{"', '":'), special=("<tool_call>", "</tool_call>"))
+    tokenizer.backend.add_tokens([AddedToken("{", normalized=False), AddedToken('{"name', normalized=False)])
+    size, end = tokenizer.backend.token_to_id('":'), tokenizer.backend.token_to_id("a")
+    tokenizer.eos_ids |= {end}  # one that the model has, beside one that it has not
+    grammar = grammar_for({"type": "json_object"}, tokenizer, size)
+    assert allowed(grammar) == sorted(tokenizer.backend.token_to_id(token) for token in ("{", '{"'))
+    assert grammar.mask().shape == (-(-size // 32),)
+    with pytest.raises(InvalidArgument, match=f"^grammar: token is {size}, expected 0 to {size - 1}"):
+        grammar.accept(size)
+    calls = grammar_for_tools(TOOLS, "required", "qwen", tokenizer, size)
+    assert allowed(calls) == [tokenizer.backend.token_to_id("<")]
+    with pytest.raises(InvalidArgument, match="^response_format needs a model that has an end-of-text token"):
+        grammar_for({"type": "json_object"}, tokenizer, 5)
 
 
 def test_mask_reports_a_grammar_that_fails_on_the_way(plain):

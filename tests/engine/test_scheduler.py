@@ -424,7 +424,7 @@ def test_submit_refuses_what_can_never_fit(plain: LLM) -> None:
 def test_requests_wait_for_memory_and_small_ones_pass(plain: LLM) -> None:
     """Room for one long and one short sequence: a second long one waits, a short one does not."""
     caches = plain._engine.caches
-    with scheduler(plain, memory=caches.bytes_of(1024) + caches.bytes_of(200), prefix_cache=False) as made:
+    with scheduler(plain, memory=caches.bytes_of(1024) + caches.bytes_of(200), prefix_cache=False, buffer=2000) as made:
         first = made.submit(made.request([5], max_tokens=1023, logit_bias=LETTERS))
         next(first)
         second = made.submit(made.request(some_tokens(600), max_tokens=400))
@@ -440,7 +440,7 @@ def test_requests_wait_for_memory_and_small_ones_pass(plain: LLM) -> None:
 
 def test_a_request_that_waits_for_memory_is_passed_by_no_more_than_its_prompt(plain: LLM, steps: Steps) -> None:
     caches = plain._engine.caches
-    with scheduler(plain, memory=caches.bytes_of(1024) + caches.bytes_of(256), prefix_cache=False) as made:
+    with scheduler(plain, memory=caches.bytes_of(1024) + caches.bytes_of(256), prefix_cache=False, buffer=2000) as made:
         first = made.submit(made.request([5], max_tokens=1023, logit_bias=LETTERS))
         next(first)
         large = made.submit(made.request(some_tokens(300), max_tokens=700))
@@ -453,6 +453,22 @@ def test_a_request_that_waits_for_memory_is_passed_by_no_more_than_its_prompt(pl
         first.cancel()
         large.result(SECONDS)
         small[6].result(SECONDS)
+
+
+def test_a_large_request_of_a_client_who_has_one_holds_up_nobody_elses_first(plain: LLM) -> None:
+    caches = plain._engine.caches
+    memory = caches.bytes_of(1024) + caches.bytes_of(256)
+    with scheduler(plain, memory=memory, prefix_cache=False, buffer=2000) as made:
+        first = made.submit(made.request([5], max_tokens=1023, logit_bias=LETTERS), "A")
+        next(first)
+        large = made.submit(made.request([6], max_tokens=1000), "A")
+        own = made.submit(made.request(some_tokens(150), max_tokens=2), "A")  # too long to pass
+        other = made.submit(made.request(some_tokens(150), max_tokens=2), "B")
+        other.result(SECONDS)
+        assert (large.state, own.state) == ("waiting", "waiting")
+        first.cancel()
+        large.result(SECONDS)
+        own.result(SECONDS)
 
 
 def test_memory_for_all_of_max_tokens_is_there_when_a_request_starts(plain: LLM, steps: Steps) -> None:
@@ -565,6 +581,54 @@ def test_a_reader_who_takes_nothing_is_given_up(plain: LLM) -> None:
         with pytest.raises(Cancelled, match=r"^reader: nothing was read for 0.05 seconds"):
             list(ticket)
         assert made.metrics().cancelled == 1
+
+
+@pytest.mark.parametrize("short_of", ["sequences", "memory"])
+def test_a_reader_who_lags_while_others_wait_gives_up_his_sequence(
+    short_of: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOOK", 1000.0)  # reads wake the engine
+    options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "logit_bias": LETTERS}
+    prompt = some_tokens(300)
+    want = llm.generate(prompt, **options).tokens
+    limit = {"max_sequences": 1} if short_of == "sequences" else {"memory": llm._engine.caches.bytes_of(512)}
+    with scheduler(llm, buffer=4, prefix_cache=False, **limit) as made:
+        slow = made.submit(made.request(prompt, **options))
+        until(lambda: len(slow.request.tokens) >= 4)
+        read: list[int] = []
+        for count in (1, 3):  # some are read, then all: only then is it computed again
+            assert made.submit(made.request(some_tokens(300, seed=9), max_tokens=3)).result(SECONDS).tokens
+            assert slow.state == "waiting" and made.metrics().preemptions == 1
+            read += [next(slow).token for _ in range(count)]
+        assert read + tokens_of(slow) == want
+        assert made.metrics().finished == 3
+
+
+def test_a_preempted_request_is_given_up_or_finished_as_one_that_runs(plain: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 40, "logit_bias": LETTERS}
+    want = plain.generate([5], **options).tokens
+    with scheduler(plain, max_sequences=1, buffer=4, patience=SECONDS) as made:
+
+        def preempted() -> Ticket:
+            count = made.metrics().preemptions
+            ticket = made.submit(made.request([5], **options))
+            made.submit(made.request([6], max_tokens=2)).result(SECONDS)
+            assert made.metrics().preemptions == count + 1
+            return ticket
+
+        asleep, made.patience = preempted(), 0.05
+        until(lambda: asleep.state == "done")
+        with pytest.raises(Cancelled, match=r"^reader: nothing was read for 0.05 seconds"):
+            list(asleep)
+        made.patience = SECONDS
+        awake, late = preempted(), preempted()
+        assert next(late).token == want[0]
+        closing = threading.Thread(target=made.close, args=(SECONDS,))
+        closing.start()
+        assert tokens_of(awake) == want
+        assert tokens_of(late) == want[1:]
+        closing.join(SECONDS)
+        assert (made.metrics().cancelled, made.metrics().waiting) == (1, 0)
 
 
 def test_result_after_some_chunks_is_the_whole_answer(llm: LLM) -> None:

@@ -397,6 +397,14 @@ def test_apply_chat_template_without_one_says_so(folder):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
 
+def test_compile_chat_template_refuses_a_broken_one(folder):
+    Tokenizer.from_folder(folder()).compile_chat_template()
+    Tokenizer.from_folder(folder(tokenizer_config={"chat_template": "{{ missing.there }}"})).compile_chat_template()
+    broken = Tokenizer.from_folder(folder(tokenizer_config={"chat_template": "{{"}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat template, line 1: "):
+        broken.compile_chat_template()
+
+
 def test_apply_chat_template_refuses_a_variable_called_messages(folder):
     tokenizer = Tokenizer.from_folder(folder(tokenizer_config={"chat_template": "x"}))
     with pytest.raises(InvalidArgument, match="messages is among the variables"):

@@ -274,6 +274,16 @@ def write_model(
     return folder
 
 
+def write_tokens_beyond(folder: Path) -> Path:
+    """Give a folder of `write_model` two more tokens than its model, if that has 260, and one of them as an end."""
+    path = folder / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.add_special_tokens(["<|image|>", "<|sound|>"])
+    backend.save(str(path))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 261]}))
+    return folder
+
+
 def error(got: np.ndarray, want: np.ndarray) -> float:
     """The largest difference of any logit over the largest logit."""
     assert got.shape == want.shape, f"{got.shape}, expected {want.shape}"

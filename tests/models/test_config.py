@@ -257,12 +257,6 @@ def test_load_refuses_layer_kinds_that_the_weights_do_not_have(tmp_path: Path) -
     assert "layers.0.self_attn" in load_refused(tmp_path)
 
 
-def test_load_refuses_a_tokenizer_larger_than_the_vocabulary(tmp_path: Path) -> None:
-    config = moe_config(vocab_size=200)
-    write_model(tmp_path, config)
-    assert load_refused(tmp_path) == f"{tmp_path}: the tokenizer has 260 tokens, expected at most 200"
-
-
 def test_load_of_a_config_with_code_executes_nothing(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     config = moe_config() | {"auto_map": {"AutoModel": "code.Model"}, "model_file": "code.py"}

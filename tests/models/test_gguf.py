@@ -12,10 +12,11 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import save_file
+from tokenizers import pre_tokenizers
 
 import penstock
 from penstock.engine.engine import Engine, Model
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.gguf import GgufModel, open_gguf
 from penstock.quant import QuantizedTensor
 from penstock.weights.gguf import SUPPORTED, GgufFile
@@ -187,7 +188,7 @@ def write(path: Path, name: str, type_name: str = "F32", tensors: Any = None, **
     changed = values | {"general.architecture": arch}
     for key, value in changes.items():
         key = key.replace("__", ".")
-        changed[key if key.startswith(("general.", "split.")) else f"{arch}.{key}"] = value
+        changed[key if key.startswith(("general.", "split.", "tokenizer.")) else f"{arch}.{key}"] = value
     return write_file(path, changed, {key: stored(array, type_name) for key, array in tensors.items()})
 
 
@@ -301,6 +302,20 @@ def test_partial_rotation_turns_the_first_channels_only(tmp_path):
 
 
 # -- what a file says ------------------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_larger_than_the_table_of_embeddings_is_read(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|end|>", *alphabet, *(f"[PAD{n}]" for n in range(257, VOCAB)), "<|image|>"]
+    kinds = [3, *[1] * 256, *[5] * (VOCAB - 257), 3]
+    keys = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": kinds, "merges": ["a b"]}
+    tokens[257], kinds[257] = "ab", 1
+    changes = {f"tokenizer__ggml__{key}": value for key, value in (keys | {"eos_token_id": 0}).items()}
+    llm = penstock.load(write(tmp_path / "x.gguf", "llama", **changes), device="reference")
+    assert f"ids up to {VOCAB}, the model embeddings for 0 to {VOCAB - 1}" in llm.notices[0]
+    assert len(llm.generate("cab", max_tokens=2).tokens) <= 2
+    with pytest.raises(InvalidArgument, match=rf"^tokens: has {VOCAB} \('<\|image\|>'\), expected ids from 0 to"):
+        llm.generate("cab<|image|>")
 
 
 def test_config_has_what_config_json_would_say(tmp_path):

@@ -3,8 +3,9 @@
 import logging
 
 import pytest
+from starlette.datastructures import Headers
 
-from penstock.server.guard import Access, host_name, hosts_of, is_loopback
+from penstock.server.guard import Access, client_of, host_name, hosts_of, is_loopback
 from tests.server.common import CHAT, PROMPT, error_of, serving
 
 KEYS = ("first-key", "zweiter Schlüssel 🔑")
@@ -57,14 +58,22 @@ def test_keys_are_not_shown():
     assert "hush" not in f"{Access(keys=('hush',))}"
 
 
+def test_a_client_is_a_key_else_an_address():
+    assert client_of(1, ("10.0.0.1", 5)) == client_of(1, ("10.0.0.2", 6)) != client_of(0, ("10.0.0.1", 5))
+    assert client_of(None, ("10.0.0.1", 5)) == client_of(None, ("::ffff:10.0.0.1", 6)) == "10.0.0.1"
+    assert client_of(None, ("2001:db8::1", 5)) == client_of(None, ("2001:db8::2:1:1:1", 5)) == "2001:db8::/64"
+    assert client_of(None, ("2001:db8::1", 5)) != client_of(None, ("2001:db8:0:1::1", 5))
+    assert client_of(None, None) == "unknown"
+    assert Access(keys=("a", "b")).check_key(Headers({"x-api-key": "b"})) == 1
+    assert Access().check_key(Headers({"x-api-key": "b"})) is None  # a key that is not looked at tells nobody apart
+
+
 def test_keys_are_compared_whole_and_all_of_them(monkeypatch):
     import hmac
 
     compared = []
     real = hmac.compare_digest
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((len(a), len(b))) or real(a, b))
-    from starlette.datastructures import Headers
-
     Access(keys=("a", "b" * 100, "c")).check_key(Headers({"authorization": "Bearer a"}))
     assert compared == [(32, 32)] * 3
 

@@ -237,7 +237,7 @@ def test_bodies_count_until_they_have_been_looked_at(llm):
         assert place.client.post("/tokenize", json={"content": "x" * 100_000}).status_code == 200
 
 
-@pytest.mark.parametrize("content", ["hello ", "x", "é", "你好", "1"])
+@pytest.mark.parametrize("content", ["hello ", "x", "é", "你好", "1", "<|im_end|>"])
 def test_a_prompt_that_cannot_fit_is_refused_untokenized(place, llm, content):
     text = content * (400_000 // len(content))
     with mock.patch.object(type(llm.tokenizer), "_ids", side_effect=AssertionError):

@@ -167,6 +167,7 @@ def test_wrong_values_that_only_the_model_can_see_are_refused(place, llm):
     for fields in ({"logit_bias": {str(vocab): 1}}, {"stop_token_ids": [vocab]}):
         response = place.chat(**fields)
         assert response.status_code == 400 and str(vocab) in error_of(response)["message"]
+        assert error_of(response)["param"] in fields
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "not json"}}
     response = place.chat(messages=[*PROMPT, {"role": "assistant", "tool_calls": [call]}])
     assert response.status_code == 400 and "arguments" in error_of(response)["message"]

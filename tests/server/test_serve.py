@@ -18,7 +18,8 @@ import pytest
 import penstock
 from penstock.cli._model import ModelOptions
 from penstock.cli.main import run
-from penstock.cli.serve import _names, _set_template, byte_size
+from penstock.cli.serve import _compile_template, _names, _set_template, byte_size
+from penstock.engine import template
 from penstock.errors import CheckpointError
 from tests.cli.common import call, program
 from tests.server.common import CHAT, PROMPT, wait_for
@@ -197,6 +198,9 @@ def test_command_lines_of_mlx_lm_and_llama_cpp_are_understood(monkeypatch, tmp_p
     vllm += "--enable-auto-tool-choice --generation-config vllm --disable-log-requests"
     assert run(["serve", *vllm.split()]) == 0
     assert seen["options"].parallel == 3 and not seen["options"].prefix_cache
+    assert not seen["options"].allow_special_in_messages
+    assert run(["serve", "--port", "0", "--allow-special-in-messages"]) == 0
+    assert seen["options"].allow_special_in_messages
 
 
 def test_options_of_the_model_reach_it(monkeypatch):
@@ -239,6 +243,16 @@ def test_a_broken_template_is_refused_when_the_model_is_loaded(llm, monkeypatch)
     monkeypatch.setattr(llm.tokenizer, "_templates", llm.tokenizer._templates)  # put back afterwards
     with pytest.raises(CheckpointError, match=r"^--chat-template: chat template, line 1"):
         _set_template(llm, "{% if %}")
+
+
+def test_a_models_own_template_is_compiled_before_the_first_chat_and_may_be_broken(llm, monkeypatch, capsys):
+    template._child.close()
+    _compile_template(llm)
+    assert template._child._process is not None and capsys.readouterr().err == ""
+    monkeypatch.setattr(llm.tokenizer, "_templates", template.ChatTemplates({"default": ("{% if %}", "t.jinja")}))
+    _compile_template(llm)
+    warning = "penstock: warning: no chat will be answered: t.jinja: chat template, line 1"
+    assert capsys.readouterr().err.startswith(warning)
 
 
 def test_names_of_folders_do_not_tell_where_they_are(tmp_path):

@@ -8,11 +8,13 @@ import time
 import httpx
 import pytest
 
+import penstock
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.server.guard import Access
 from penstock.server.limits import Limits
 from penstock.server.run import background
 from penstock.server.service import Options, Service, generation_defaults
+from tests.models.common import small_config, write_model, write_tokens_beyond
 from tests.server.common import CHAT, PROMPT, error_of, serving, wait_for
 
 LONG = {"messages": PROMPT, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -92,7 +94,7 @@ def test_a_request_that_is_refused_half_way_leaves_nothing(llm):
 def test_lack_of_memory_is_503(llm, monkeypatch):
     with serving(llm) as place:
 
-        def submit(request):
+        def submit(request, client):
             raise OutOfMemory("request: 5 positions need 3.00 GB of memory")
 
         monkeypatch.setattr(place.service.scheduler, "submit", submit)
@@ -186,3 +188,27 @@ def test_template_variables_of_the_server_and_of_requests_reach_the_template(llm
         place.chat(messages=[{"role": "user", "content": "x"}], reasoning_effort="high")
         place.chat(messages=[{"role": "user", "content": "x"}], reasoning_effort="none")
         assert rendered == ["calm/True/high/x", "calm/False//x"]
+
+
+def test_tokens_that_the_model_has_no_embeddings_for_are_refused_by_name(tmp_path):
+    folder = write_tokens_beyond(write_model(tmp_path, small_config(vocab_size=260)))
+    with serving(penstock.load(folder, device="reference"), Options(allow_special_in_messages=True)) as place:
+        image = "has 260 ('<|image|>'), expected ids from 0 to 259, which have embeddings"
+        for param, path, fields in (
+            ("messages", CHAT, {"messages": [{"role": "user", "content": "<|image|>"}]}),
+            ("prompt", "/v1/completions", {"prompt": "a<|image|>"}),
+            ("prompt[1]", "/v1/completions", {"prompt": ["a", "<|image|>"]}),
+            ("prompt", "/v1/completions", {"prompt": [5, 260]}),
+            ("logit_bias", "/v1/completions", {"prompt": "a", "logit_bias": {"260": 1}}),
+            ("stop_token_ids", "/v1/completions", {"prompt": "a", "stop_token_ids": [260]}),
+        ):
+            response = place.client.post(path, json=fields)
+            error = error_of(response)
+            assert (response.status_code, error["param"], error["message"]) == (400, param, f"{param}: {image}")
+        fields = {"prompt": "a", "ignore_eos": True, "max_tokens": 2}  # of the two ends the model has one
+        assert place.client.post("/v1/completions", json=fields).json()["usage"]["completion_tokens"] == 2
+        tokens = place.client.post("/tokenize", json={"content": "a<|image|>"}).json()["tokens"]
+        assert place.client.post("/detokenize", json={"tokens": tokens}).json()["content"] == "a<|image|>"
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+        answer = place.chat(json_schema=schema, max_tokens=50).json()
+        assert answer["choices"][0]["message"]["content"].replace(" ", "").startswith("{")

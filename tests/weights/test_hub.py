@@ -1,4 +1,4 @@
-"""From paths and hub ids to folders; the download itself is replaced, nothing leaves the machine."""
+"""From hub ids to folders; the download itself is replaced, nothing leaves the machine."""
 
 import errno
 import subprocess
@@ -10,36 +10,13 @@ import pytest
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import are_progress_bars_disabled
 
-from penstock.errors import CheckpointError, InvalidArgument
-from penstock.weights.hub import resolve
-
-
-class Hub:
-    """Stands in for snapshot_download: notes how it was called, then returns or raises what it was told."""
-
-    def __init__(self):
-        self.calls, self.outcome, self.bars_off = [], "/cache/snapshot", None
-
-    def __call__(self, id, **options):
-        self.calls.append((id, options))
-        self.bars_off = are_progress_bars_disabled()
-        if isinstance(self.outcome, Exception):
-            raise self.outcome
-        return self.outcome
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    hub = Hub()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
-    return hub
+from penstock.errors import CheckpointError
+from penstock.weights.hub import download
 
 
 def refusal(*arguments, **options) -> str:
     with pytest.raises(CheckpointError) as raised:
-        resolve(*arguments, **options)
+        download(*arguments, **options)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -51,58 +28,15 @@ def http_error(kind):
     return error
 
 
-def test_resolve_returns_a_folder_as_it_is(hub, tmp_path, monkeypatch):
-    folder = tmp_path / "owner" / "name"
-    folder.mkdir(parents=True)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve(str(folder)) == folder and resolve(folder) == folder
-    assert resolve("owner/name") == Path("owner/name")  # a folder wins over the hub
-    assert resolve("~/owner") == tmp_path / "owner" and resolve(".") == Path()
-    assert hub.calls == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["./x", "/no/such/x", "~/no-such-x", "a/b/c", "x", "", "owner/name/", "../x/y", "a\\b", "owner/na me", "a/.."],
-)
-def test_resolve_refuses_a_missing_path_and_names_it(hub, text):
-    assert refusal(text).startswith(f"{text!r}: no such folder") and hub.calls == []
-
-
-def test_resolve_takes_a_path_object_for_a_path(hub):
-    assert "no such folder" in refusal(Path("owner/name")) and hub.calls == []
-
-
-def test_resolve_refuses_files_and_broken_links(hub, tmp_path):
-    (tmp_path / "model.safetensors").touch()
-    (tmp_path / "dangling").symlink_to("gone")
-    (tmp_path / "loop").symlink_to("loop")
-    assert refusal("model.safetensors") == "model.safetensors: is a file, expected a model folder"
-    assert refusal("dangling") == "dangling: is a link to gone, which does not exist"
-    assert refusal("loop") == "loop: is a link that leads back to itself"
-    assert "cannot be opened" in refusal("a\0b") or "no such folder" in refusal("a\0b")
-    assert "cannot be opened" in refusal("~no-such-user-here/x")
-
-
-def test_resolve_takes_a_gguf_file(hub, tmp_path):
-    (tmp_path / "model.gguf").touch()
-    assert resolve(tmp_path / "model.gguf") == tmp_path / "model.gguf" and hub.calls == []
-
-
-def test_resolve_refuses_a_revision_of_a_folder(hub):
-    with pytest.raises(InvalidArgument, match="is a folder, expected a hub id for revision 'main'"):
-        resolve(".", revision="main")
-
-
 @pytest.mark.parametrize("id", ["mlx-community/Qwen3.6-35B-A3B-4bit", "a/b", "user_1/model.v2"])
-def test_resolve_downloads_a_hub_id(hub, id):
-    assert resolve(id, revision="v1") == Path("/cache/snapshot")
+def test_download_fetches_a_hub_id(hub, id):
+    assert download(id, revision="v1") == Path("/cache/snapshot")
     ((called, options),) = hub.calls
     assert called == id and options["revision"] == "v1" and options["local_files_only"] is False
 
 
-def test_resolve_downloads_no_code_and_no_pickles(hub):
-    resolve("a/b")
+def test_download_fetches_no_code_and_no_pickles(hub):
+    download("a/b")
     patterns = {key: hub.calls[0][1][key] for key in ("allow_patterns", "ignore_patterns")}
     wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
               "chat_template.jinja", "merges.txt", "tokenizer.model"]  # fmt: skip
@@ -115,9 +49,9 @@ def test_resolve_downloads_no_code_and_no_pickles(hub):
     ("variable", "argument", "expected"),
     [(False, None, False), (True, None, True), (False, True, True), (True, True, True), (False, False, False)],
 )
-def test_resolve_uses_only_the_cache_while_offline(hub, monkeypatch, variable, argument, expected):
+def test_download_uses_only_the_cache_while_offline(hub, monkeypatch, variable, argument, expected):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", variable)
-    resolve("a/b", offline=argument)
+    download("a/b", offline=argument)
     assert hub.calls[0][1]["local_files_only"] is expected
 
 
@@ -125,13 +59,13 @@ def test_resolve_uses_only_the_cache_while_offline(hub, monkeypatch, variable, a
     ("terminal", "quiet", "shown"), [(True, False, True), (True, True, False), (False, False, False)]
 )
 @pytest.mark.parametrize("fails", [False, True])
-def test_resolve_shows_progress_on_a_terminal_unless_quiet(hub, monkeypatch, terminal, quiet, shown, fails):
+def test_download_shows_progress_on_a_terminal_unless_quiet(hub, monkeypatch, terminal, quiet, shown, fails):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     if fails:
         hub.outcome = errors.LocalEntryNotFoundError("no")
         refusal("a/b", quiet=quiet)
     else:
-        resolve("a/b", quiet=quiet)
+        download("a/b", quiet=quiet)
     assert hub.bars_off is not shown and not are_progress_bars_disabled()
 
 
@@ -150,32 +84,48 @@ def test_resolve_shows_progress_on_a_terminal_unless_quiet(hub, monkeypatch, ter
     ],
     ids=["gated", "missing", "revision", "http", "offline", "network", "validation", "disk", "silent"],
 )
-def test_resolve_turns_each_failure_into_one_line(hub, error, offline, expected):
+def test_download_turns_each_failure_into_one_line(hub, error, offline, expected):
     hub.outcome = error
     assert refusal("a/b", offline=offline).startswith(expected)
 
 
-def test_resolve_names_the_revision(hub):
+@pytest.mark.parametrize(("files", "patterns"), [("small", ["*.json", "*.jinja"]), ("config", ["config.json"])])
+def test_download_of_a_few_files_takes_the_cached_model_first(hub, tmp_path, files, patterns):
+    hub.cached = errors.LocalEntryNotFoundError("no")
+    assert download("a/b", "v1", files=files) == Path("/cache/snapshot")
+    (_, first), (_, second) = hub.calls
+    assert first["local_files_only"] is True and second["local_files_only"] is False
+    assert second["allow_patterns"] == patterns and first["revision"] == second["revision"] == "v1"
+    hub.cached = str(tmp_path)
+    assert download("a/b", files=files) == Path("/cache/snapshot")  # what is cached has no config.json
+    (tmp_path / "config.json").touch()
+    assert download("a/b", files=files) == tmp_path
+    hub.cached, hub.calls = errors.LocalEntryNotFoundError("no"), []
+    assert "not completely in the local cache while offline" in refusal("a/b", offline=True, files=files)
+    assert len(hub.calls) == 1
+
+
+def test_download_names_the_revision(hub):
     hub.outcome = http_error(errors.RevisionNotFoundError)
     assert refusal("a/b", revision="v9").startswith("a/b (revision v9): ")
 
 
-def test_resolve_lets_an_interrupt_through(hub, monkeypatch):
+def test_download_lets_an_interrupt_through(hub, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        resolve("a/b")
+        download("a/b")
 
 
-def test_resolve_offline_with_the_library_itself(monkeypatch, tmp_path):
+def test_download_offline_with_the_library_itself(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert "not completely in the local cache while offline" in refusal("a/b", offline=True)
 
 
 def test_import_does_not_load_the_hub_library():
-    code = "import sys, penstock.weights.hub, penstock.weights.checkpoint; print('huggingface_hub' in sys.modules)"
+    code = "import sys, penstock.weights.resolve, penstock.weights.checkpoint; print('huggingface_hub' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

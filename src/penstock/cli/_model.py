@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from penstock.api import LLM
+    from penstock.weights.hub import Files
+    from penstock.weights.resolve import Kind, ResolvedModel
 
 
 class UsageError(typer.TyperException):
@@ -206,9 +208,9 @@ def complete_model(incomplete: str) -> list[str]:
 
 def complete_config(incomplete: str) -> list[str]:
     """The same, and the config.json files that are shipped by name."""
-    from penstock.cli.bench import shipped
+    from penstock.weights.resolve import shipped_configs
 
-    return [name for name in (*cached_models(), *sorted(shipped())) if name.startswith(incomplete)]
+    return [name for name in (*cached_models(), *shipped_configs()) if name.startswith(incomplete)]
 
 
 def cached_models() -> list[str]:
@@ -248,6 +250,23 @@ def named(argument: str | None, model: str | None) -> str | None:
     if argument is not None and model is not None:
         raise UsageError(f"--model: {argument!r} stands behind the verb already, expected one of the two")
     return model if argument is None else argument
+
+
+def resolved(
+    model: str | None,
+    kinds: Collection[Kind],
+    revision: str | None = None,
+    offline: bool = False,
+    files: Files = "all",
+    option: str | None = None,
+) -> ResolvedModel:
+    """As `resolve_model`, for options of a verb. Raises UsageError for --revision without a hub id."""
+    from penstock.weights.resolve import resolve_model
+
+    try:
+        return resolve_model(model, kinds, revision=revision, offline=offline or None, files=files, option=option)
+    except InvalidArgument as error:
+        raise UsageError(f"--revision: expected with a hub id; {error}") from None
 
 
 def size(text: str) -> int:
@@ -327,7 +346,9 @@ class AnyModel:
 
     @property
     def name(self) -> str:
-        return "demo" if self.model is None else self.model.rstrip("/").rpartition("/")[2] or self.model
+        from penstock.weights.resolve import find_model
+
+        return find_model(self.model).name
 
     def _load(
         self,
@@ -429,6 +450,9 @@ class SamplingOptions:
 
 
 SEED = typer.Option("--seed", "-s", metavar="N", min=0, max=2**64 - 1, help="Of the random choices.")
+ALLOW_SPECIAL = typer.Option(
+    "--allow-special-in-messages", help="Control tokens in messages act as such; else they are text."
+)
 
 
 @dataclass(frozen=True)
@@ -447,6 +471,7 @@ class TemplateOptions:
             help="Variables of the template, such as '{\"enable_thinking\": false}'.",
         ),
     ] = None
+    allow_special_in_messages: Annotated[bool, ALLOW_SPECIAL] = False
 
     def messages(self) -> list[dict[str, Any]]:
         """What stands before the first message of the user."""

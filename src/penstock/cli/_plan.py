@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock import models
-from penstock.api import _WORKING, _choices, _demo_folder
+from penstock.api import _WORKING, _choices
 from penstock.backends.cuda.features import unusable
 from penstock.backends.cuda.link import link_rate
 from penstock.backends.cuda.place import Gpu
-from penstock.cli._model import UsageError, note
+from penstock.cli._model import UsageError, note, resolved
 from penstock.cli._trace import Work, bandwidth_of, outlined
-from penstock.cli.bench import _STACKS, _TABLES, distinct_arrays, shipped
+from penstock.cli.bench import _STACKS, _TABLES, distinct_arrays
 from penstock.engine.cache import Caches
 from penstock.engine.experts import expert_layers
 from penstock.engine.memory import available_memory
@@ -34,8 +34,8 @@ from penstock.streaming.policy import AUTO
 from penstock.streaming.reader import ExpertReader
 from penstock.streaming.simulate import Trace, simulate
 from penstock.streaming.sizes import parse_size
-from penstock.weights import hub
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.resolve import ANY
 
 _CONTEXT = 8192  # positions that are planned for when nobody says how many
 _DRIVER = 512 << 20  # bytes of GPU memory that the driver, torch and compiled kernels take
@@ -95,28 +95,20 @@ class Subject:
 
 def subject_of(model: str | None, device: str, revision: str | None, offline: bool) -> Subject:
     """The model that a user means, as it would run on a device. Raises CheckpointError if there is none."""
-    here = None if model is None else Path(model).expanduser()
-    if model is None:
-        name, source = "demo", _demo_folder()
-    elif here is not None and (here.exists() or here.suffix in (".json", ".gguf") or model.lower() in shipped()):
-        if revision is not None:
-            raise UsageError("--revision: expected with a hub id")
-        name, source = None, here
-    else:
-        name, source = model, _from_hub(model, revision, offline)
+    found = resolved(model, ANY, revision, offline, files="config")
+    if found.hub_id is not None and found.kind == "config":
+        note(f"{found.hub_id}: not here; its config.json says how large it is")
     _, dtype, activations = _choices(device, "auto", "auto", None)
-    found = outlined(str(model if name is None else source), None, device, dtype, activations, Work("decode", 1, 0))
-    programs = found.programs
+    programs = outlined(found, None, device, dtype, activations, Work("decode", 1, 0)).programs
     weights, config, caches = programs.weights, programs.config, programs.caches
     grid = min((Gpu if device == "cuda" else Host).grid, config.max_positions)
     widths = dict.fromkeys(caches.pools, table_width(-(-grid // PAGE)))
     graph, _ = programs.prefill_graph(grid, 0, widths, scores=True)
     parts, active = _parts(weights)
     stacks = list(_stacks(weights))
-    stored = source.suffix == ".gguf" or any(source.glob("*.safetensors"))
     return Subject(
         given=model,
-        name=name or found.name,
+        name=found.hub_id or found.name,
         config=config,
         caches=caches,
         parts=parts,
@@ -125,30 +117,8 @@ def subject_of(model: str | None, device: str, revision: str | None, offline: bo
         layers=tuple(sum(w.nbytes // w.shape[0] for w in (s.gate, s.up, s.down) if w is not None) for s in stacks),
         active=active,
         arena=Program(graph, device).arena_bytes,
-        files=source if stored else None,
+        files=None if found.kind == "config" else found.path,
     )
-
-
-def _from_hub(model: str, revision: str | None, offline: bool) -> Path:
-    """The folder of a hub model that is here, else its config.json alone."""
-    try:
-        folder = hub.resolve(model, revision, offline=True)
-        if any(folder.glob("*.safetensors")):
-            return folder
-        return folder / "config.json"
-    except CheckpointError:
-        from huggingface_hub import constants, hf_hub_download
-
-        if offline or constants.HF_HUB_OFFLINE:
-            raise
-    try:
-        path = hf_hub_download(model, "config.json", revision=revision)
-    # which errors a download raises depends on the version of huggingface_hub and of its HTTP library
-    except Exception as error:
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise CheckpointError(f"{model}: its config.json cannot be had: {type(error).__name__}: {reason}") from None
-    note(f"{model}: not here; its config.json says how large it is")
-    return Path(path)
 
 
 _PARTS = {

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from penstock.cli.bench import cut, read_config, shipped
+from penstock.cli._model import resolved
+from penstock.cli.bench import cut
 from penstock.dtypes import FLOATS, ITEMSIZE
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.models.config import Fields
@@ -26,7 +27,7 @@ from penstock.models.step import Layout, Pages
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint, _quantization_table
 from penstock.weights.files import short
-from penstock.weights.hub import _ID, IGNORED, resolve
+from penstock.weights.resolve import ANY
 from penstock.weights.verify import Headers
 
 if TYPE_CHECKING:
@@ -209,61 +210,16 @@ def survey(model: str | None, revision: str | None = None, offline: bool = False
     Of a hub model that is not in the local cache only the small files are downloaded. Raises CheckpointError,
     InvalidArgument.
     """
-    from penstock import api
-
-    if model is None:
-        return _of_folder("demo", api._demo_folder())
-    name = model.rstrip("/").rpartition("/")[2] or model
-    path, there = _local(model)
-    folder = there and path.is_dir()
-    if revision is None and not folder and (model.endswith(".json") or model.lower() in shipped()):
-        file = path if model.endswith(".json") else shipped()[model.lower()]
-        raw, _ = cut(read_config(file), "all", str(file))
-        return _of_config(file.parent.name if file.name == "config.json" else file.stem, raw, str(file))
-    path = folder_of(model, revision, offline, small=True)
-    if path.is_file():
-        return _of_gguf(name, path)
-    if (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        found = _of_config(name, read_config(path / "config.json"), f"{path / 'config.json'}")
-        return replace(found, **_with_tokenizer(path, found.config, found.notices))
-    return _of_folder(name, path)
-
-
-def _local(model: str) -> tuple[Path, bool]:
-    """What a user typed as a path, and whether there is something. Raises CheckpointError if it can be no path."""
-    try:
-        path = Path(model).expanduser()
-        return path, path.exists() or path.is_symlink()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, no permission, an unknown ~user
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"{short(model)}: cannot be opened: {reason}") from None
-
-
-def folder_of(model: str, revision: str | None, offline: bool, small: bool = False) -> Path:
-    """The folder or file of a model that is on this machine.
-
-    small: of a hub model that is not, config.json and other small files are downloaded, unless offline. Raises
-    CheckpointError, InvalidArgument.
-    """
-    _, there = _local(model)
-    if there or not _ID.fullmatch(model):
-        return resolve(model, revision)
-    from huggingface_hub import constants, snapshot_download
-
-    offline = offline or not small or constants.HF_HUB_OFFLINE
-    try:
-        return resolve(model, revision, offline=True, quiet=True)
-    except CheckpointError:
-        if offline:
-            raise
-    try:
-        found = snapshot_download(
-            model, revision=revision, allow_patterns=["*.json", "*.jinja"], ignore_patterns=IGNORED
-        )
-    except Exception as error:  # which ones depends on the version of huggingface_hub and its HTTP library
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{model}: no such folder, and its config.json cannot be downloaded: {reason}") from None
-    return Path(found)
+    found = resolved(model, ANY, revision, offline, files="small")
+    if found.kind == "gguf":
+        return _of_gguf(found.name, found.path)
+    if found.kind != "config":
+        return _of_folder(found.name, found.path)
+    raw, _ = cut(found.read_config(), "all", str(found.config_path))
+    made = _of_config(found.name, raw, str(found.config_path))
+    if found.path.is_dir():
+        made = replace(made, **_with_tokenizer(found.path, made.config, made.notices))
+    return made
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -562,14 +518,14 @@ def _size(path: Path) -> int:
 
 def _with_tokenizer(folder: Path, config: Any, notices: Iterable[str]) -> dict[str, Any]:
     """Fields of a Survey; a tokenizer that cannot be read is a notice, not the end."""
-    from penstock.api import _check_vocab
+    from penstock.api import _tokens_beyond
     from penstock.engine.tokenizer import Tokenizer
 
     found, facts = list(notices), None
     try:
         tokenizer = Tokenizer.from_folder(folder)
         facts = _tokenizer_facts(tokenizer)
-        _check_vocab(f"{folder}", tokenizer, config)
+        found += _tokens_beyond(f"{folder}", tokenizer, config)
     except PenstockError as error:
         found.append(str(error))
     return {"tokenizer": facts, "notices": tuple(found)}

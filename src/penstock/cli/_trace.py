@@ -11,7 +11,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from penstock import ops
 from penstock.backends.cuda.features import unusable
 from penstock.cli._model import UsageError
-from penstock.cli.bench import arrays_of, check_room, config_file, cut, read_config, room, shipped, span
+from penstock.cli.bench import arrays_of, check_room, cut, room, span
 from penstock.dtypes import ITEMSIZE, numpy_dtype
 from penstock.engine.cache import Caches
 from penstock.engine.place import Host
@@ -32,6 +31,7 @@ from penstock.ops._op import address, leaves
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.weights.resolve import ResolvedModel
 
 H200 = 4260.0  # GB/s of a copy, as measured there: what is assumed for a GPU where there is none
 _CALLS = 16  # of a kind of node in a measurement, at least
@@ -206,19 +206,21 @@ class Subject:
     engine: Engine | None = None
 
 
-def outlined(model: str | None, layers: str | None, device: str, dtype: str, activations: str, work: Work) -> Subject:
-    """A model without its weights: of a config.json, a shipped one by name, a folder, a .gguf file or a hub id."""
+def outlined(
+    found: ResolvedModel, layers: str | None, device: str, dtype: str, activations: str, work: Work
+) -> Subject:
+    """A model without its weights. layers: how many of a config.json are taken."""
     from penstock import models
     from penstock.backends.cuda.place import Gpu
     from penstock.models.gguf import open_gguf
     from penstock.models.source import Outline, Shapes, Stored
     from penstock.weights.checkpoint import Checkpoint
 
-    found = _found(model, layers)
-    if isinstance(found, _Config):
-        family = models.family_of(found.raw)
-        config, source = family.read_config(found.raw), Shapes(found.raw)
-    elif found.path.is_file():
+    name, raw = _first_layers(found, layers)
+    if raw is not None:
+        family = models.family_of(raw)
+        config, source = family.read_config(raw), Shapes(raw)
+    elif found.kind == "gguf":
         gguf = open_gguf(found.path)
         family, config, source = gguf.family, gguf.read_config(), Outline(gguf.source)
     else:
@@ -241,56 +243,37 @@ def outlined(model: str | None, layers: str | None, device: str, dtype: str, act
             raise OutOfMemory(f"kernels: {work}: a cache of shape {shape} is more than this machine can name") from None
 
     caches.arrays = [empty(layout, pages, work.sequences, dtype, unwritten) for layout in caches.layouts]
-    return Subject(found.name, device, Programs(family, config, weights, caches, activations))
+    return Subject(name, device, Programs(family, config, weights, caches, activations))
 
 
-def loaded(model: str | None, layers: str | None, device: str, work: Work) -> Subject:
+def loaded(found: ResolvedModel, layers: str | None, device: str, work: Work) -> Subject:
     """A model that can run: stored weights, or those that a config.json describes, made up."""
     from penstock import api, models
     from penstock.engine.place import place_of
 
-    found, batches = _found(model, layers), [(work.sequences, work.positions)]
-    if isinstance(found, _Config):
-        family = models.family_of(found.raw)
+    (name, raw), batches = _first_layers(found, layers), [(work.sequences, work.positions)]
+    if raw is not None:
+        family = models.family_of(raw)
         _, dtype, _ = api._choices(device, "auto", "auto", None)
-        caches = Caches(family.caches(family.read_config(found.raw)), dtype)
-        check_room(found.name, place_of(device), caches, batches, api.random_nbytes(found.raw))
-        llm = api.load_random(found.raw, device=device, max_context=work.positions, here=True)
+        caches = Caches(family.caches(family.read_config(raw)), dtype)
+        check_room(name, place_of(device), caches, batches, api.random_nbytes(raw))
+        llm = api.load_random(raw, device=device, max_context=work.positions, here=True)
     else:
-        llm = api.load(model, device=device, max_context=work.positions)
-        check_room(found.name, llm._engine.place, llm._engine.caches, batches)
+        llm = api.load(found.path, device=device, max_context=work.positions)
+        check_room(name, llm._engine.place, llm._engine.caches, batches)
     engine = llm._engine
     assert engine.programs is not None
-    return Subject(found.name, device, engine.programs, engine)
+    return Subject(name, device, engine.programs, engine)
 
 
-@dataclass(frozen=True)
-class _Config:
-    name: str
-    raw: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Files:
-    name: str
-    path: Path
-
-
-def _found(model: str | None, layers: str | None) -> _Config | _Files:
-    from penstock import api
-    from penstock.weights.hub import resolve
-
-    here = None if model is None else Path(model).expanduser()
-    bare = here is not None and here.is_dir() and not any(here.glob("*.safetensors*"))
-    if model is not None and (bare or model.endswith(".json") or model.lower() in shipped()):
-        path = config_file(model)
-        raw, shown = cut(read_config(path), layers or "all", str(path))
-        return _Config((path.parent.name if path.name == "config.json" else path.stem) + shown, raw)
+def _first_layers(found: ResolvedModel, layers: str | None) -> tuple[str, dict[str, Any] | None]:
+    """The model's name, and of a config.json what it says with its first layers only."""
+    if found.kind == "config":
+        raw, shown = cut(found.read_config(), layers or "all", str(found.config_path))
+        return found.name + shown, raw
     if layers is not None:
         raise UsageError("--layers: expected with a config.json; a stored model is traced whole")
-    if model is None:
-        return _Files("demo", api._demo_folder())
-    return _Files(model.rstrip("/").rpartition("/")[2] or model, resolve(model))
+    return found.name, None
 
 
 def _check_positions(work: Work, config: Any) -> None:

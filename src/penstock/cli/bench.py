@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -18,10 +17,10 @@ import typer
 from rich.console import Console
 
 from penstock.cli._bandwidth import BYTES, ReadBandwidth
-from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, verb
+from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, resolved, verb
 from penstock.cli._output import print_json
 from penstock.engine.sampling import Sampler, SamplingParams
-from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.ops._op import address, is_array
 from penstock.quant import QuantizedTensor
 
@@ -83,7 +82,7 @@ def bench(
         typer.Option(
             "--random",
             metavar="CONFIG",
-            help="A config.json, or the name of a shipped one; random weights.",
+            help="A config.json, a hub id or the name of a shipped config; random weights.",
             autocompletion=complete_config,
         ),
     ] = None,
@@ -534,14 +533,14 @@ def _made_up(
     from penstock.engine.cache import Caches
     from penstock.engine.place import place_of
 
-    path = config_file(config)
-    given = read_config(path)
+    found = resolved(config, ("config",), model.revision, model.offline, files="config", option="--random")
+    path, given = found.config_path, found.read_config()
     device, dtype, _ = api._choices(model.device, model.dtype, model.activations, threads)
     place = place_of(device)
     if layers is None and device == "cuda" and api.random_nbytes(cut(given, "all", str(path))[0]) <= 0.9 * place.free():
         layers = "all"
     raw, shown = cut(given, layers, str(path))
-    name = (path.parent.name if path.name == "config.json" else path.stem) + shown
+    name = found.name + shown
     family = models.family_of(raw)
     read, need = family.read_config(raw), api.random_nbytes(raw)
     batches = [(test.batch, test.positions) for test in tests]
@@ -583,39 +582,6 @@ def check_room(
             f"{what}: needs {(weights + states) / 1e9:.1f} GB of {place.memory} ({', '.join(parts)}), "
             f"{free / 1e9:.1f} GB are free{advice}"
         )
-
-
-def config_file(name: str) -> Path:
-    """The config.json at a path, in a folder, or shipped under benchmarks/configs by that name.
-
-    Raises CheckpointError naming those that are shipped.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path / "config.json"
-    if path.exists() or path.suffix == ".json":
-        return path
-    known = shipped()
-    if name.lower() not in known:
-        listed = f" or one of {', '.join(sorted(known))}" if known else ""
-        raise CheckpointError(f"--random: there is no {name!r}, expected the path of a config.json{listed}")
-    return known[name.lower()]
-
-
-def shipped() -> dict[str, Path]:
-    """The config.json files under benchmarks/configs by name."""
-    folders = [folder / "benchmarks" / "configs" for folder in (Path(__file__).parents[3], Path.cwd())]
-    return {file.stem: file for folder in reversed(folders) if folder.is_dir() for file in folder.glob("*.json")}
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A config.json. Raises CheckpointError unless it is an object."""
-    from penstock.weights.files import read_json
-
-    raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: is a {type(raw).__name__}, expected an object")
-    return raw
 
 
 def cut(raw: Mapping[str, Any], layers: str | None, where: str) -> tuple[dict[str, Any], str]:

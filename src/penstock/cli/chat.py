@@ -78,17 +78,22 @@ def chat(
       penstock chat --model mlx-community/Qwen3.6-35B-A3B-4bit -c 32k
       printf 'hello\\n/regen\\n' | penstock chat --temp 0.8
     """
-    variables, arguments = template.variables(), sampling.arguments()
+    options = {
+        "template_variables": template.variables(),
+        "allow_special_in_messages": template.allow_special_in_messages,
+    }
+    arguments = sampling.arguments()
     arguments |= {"max_tokens": max_tokens, "seed": seed}
     first = template.messages()
     llm = model.load(note)
     if not llm.tokenizer.has_chat_template:
         raise InvalidArgument(f"chat: {model.name} has no chat template, expected one (penstock generate needs none)")
+    llm.tokenizer.compile_chat_template()
     tolerant_stdout()
     note(f"{model.name}, context of {llm.max_context} tokens, {llm._engine.device}; /help lists the commands")
     lines = _Typed() if sys.stdin.isatty() else _Piped()
     with lines:
-        failed = _talk(Conversation(llm, first, variables), lines, _Interrupts(), arguments)
+        failed = _talk(Conversation(llm, first, options), lines, _Interrupts(), arguments)
     if failed and not lines.interactive:
         raise typer.Exit(1)
 
@@ -162,11 +167,11 @@ class Conversation:
     open an answer in a way they do not repeat; and at the end of the prompt, to answer it again.
     """
 
-    def __init__(self, llm: "LLM", first: list[dict[str, Any]], variables: dict[str, Any]) -> None:
+    def __init__(self, llm: "LLM", first: list[dict[str, Any]], options: dict[str, Any]) -> None:
         self.llm = llm
         self.read = (0, 0)  # tokens of the last prompt: computed, and kept from before
         self.full = False
-        self._first, self._variables = first, variables
+        self._first, self._options = first, options  # messages before the first, arguments of chat_tokens
         self._messages = list(first)
         self._session = llm.session()
         self._system: Moment | None = None
@@ -222,7 +227,7 @@ class Conversation:
             chunks.close()  # type: ignore[attr-defined]
 
     def _compute_prompt(self, between: Callable[[], None]) -> None:
-        tokens = self.llm.chat_tokens(self._messages, template_variables=self._variables)
+        tokens = self.llm.chat_tokens(self._messages, **self._options)
         if len(tokens) >= self.llm.max_context:
             raise InvalidArgument(
                 f"the conversation has {len(tokens)} tokens with this message, expected fewer than "
@@ -257,7 +262,7 @@ class Conversation:
     def _shared(self, tokens: list[int], messages: list[dict[str, Any]]) -> int:
         """How many of the prompt's tokens the prompt for other messages of the user and the model begins with."""
         try:
-            other = self.llm.chat_tokens([*self._first, *messages], template_variables=self._variables)
+            other = self.llm.chat_tokens([*self._first, *messages], **self._options)
         except InvalidArgument:  # a template may refuse messages that it would never be given
             return 0
         pairs = zip(tokens, other, strict=False)

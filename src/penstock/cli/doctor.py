@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock import kernel_cache
 from penstock._version import __version__
 from penstock.backends.cuda.features import CAPABILITY, INSTALL, unusable
 from penstock.cli._model import cached_models, hub_cache
@@ -87,7 +88,7 @@ def examined() -> dict[str, Any]:
         "memory": {"total": total, "free": free},
         "cuda": {"available": False, "driver": _driver(), "torch_built_for": None, "devices": [], "unusable": _DIED},
         "disk": _disk(hub_cache()),
-        "caches": {"kernels": {}, "triton": _folder(_triton_cache()), "models": _folder(hub_cache())},
+        "caches": {"kernels": {}, "triton": _compiled(*kernel_cache.triton_root()), "models": _folder(hub_cache())},
         "settings": shown(Settings.from_env()),
     }
     for name in ("numpy", "numba", "llvmlite"):
@@ -145,19 +146,22 @@ def _there(path: Path) -> Path:
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
 
 
-def _triton_cache() -> Path:
-    home = Path(os.environ.get("TRITON_HOME") or "~", ".triton", "cache")
-    return Path(os.environ.get("TRITON_CACHE_DIR") or home).expanduser()
+def _compiled(root: Path, below: str) -> dict[str, Any]:
+    """A folder of compiled kernels, and why what is in it is not used, if it is not."""
+    folder = root / below
+    return _folder(folder) | {"distrusted": kernel_cache.distrust(root, folder)}
 
 
 def _kernel_cache() -> dict[str, Any]:
     """Compiled kernels of all versions of penstock, and how many bytes are of this one's."""
+    found = _compiled(kernel_cache.cache_root(), "numba")
     try:
         from penstock.backends.cpu._compile import cache_folder
     except Exception:  # numba is broken, which is noted elsewhere
-        return _folder(Path(os.devnull)) | {"current_bytes": 0}
+        return found | {"current_bytes": 0}
     current = cache_folder()
-    return _folder(current.parent) | {"current_bytes": _folder(current)["bytes"]}
+    why = kernel_cache.distrust(kernel_cache.cache_root(), current)
+    return found | {"current_bytes": _folder(current)["bytes"], "distrusted": why}
 
 
 def _disk(path: Path) -> dict[str, Any]:
@@ -258,6 +262,9 @@ def _notes(report: dict[str, Any]) -> list[str]:
             verb = "is" if len(missing) == 1 else "are"
             install = f"pip install 'penstock[{extra}]'"
             notes.append(f"{', '.join(missing)} {verb} not installed; only needed {purpose}: {install}")
+    for why in dict.fromkeys(report["caches"][name]["distrusted"] for name in ("kernels", "triton")):
+        if why is not None:
+            notes.append(f"{why}: compiled kernels there are not used, every process compiles its own")
     if not report["caches"]["kernels"]["writable"]:
         folder = report["caches"]["kernels"]["folder"]
         notes.append(f"{folder} cannot be written: every process compiles its kernels; PENSTOCK_CACHE_DIR moves it")

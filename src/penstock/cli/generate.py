@@ -5,6 +5,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -97,7 +98,8 @@ def generate(
         seed = secrets.randbits(48)  # drawn here, so that --json can name it; every JSON reader holds it exactly
 
     llm = model.load(note if talk else None)
-    tokens = _encoded(llm, messages, prefill_response, variables, ignore_chat_template, prompt_cache_file is not None)
+    chat = {"variables": variables, "allow_special_in_messages": template.allow_special_in_messages}
+    tokens = _encoded(llm, messages, prefill_response, chat, ignore_chat_template, prompt_cache_file is not None)
     arguments |= {"max_tokens": max_tokens, "seed": seed, "logprobs": logprobs}
     if prompt_cache_file is None:
         cached, reading = 0, Reading(len(tokens))
@@ -225,26 +227,30 @@ def _encoded(
     llm: "LLM",
     messages: list[dict[str, Any]],
     beginning: str | None,
-    variables: dict[str, Any],
+    options: dict[str, Any],
     ignore_template: bool,
     continued: bool,
 ) -> list[int]:
-    """The prompt's tokens. `continued`: a session has read all that the template writes before the prompt."""
+    """The prompt's tokens. `options`: of `Tokenizer.chat_text`. `continued`: a session has read all that the template
+    writes before the prompt.
+    """
     tokenizer, beginning = llm.tokenizer, checked_text("--prefill-response", beginning or "")
     if ignore_template or not tokenizer.has_chat_template:
+        variables = options["variables"]
         for name, given in (("--system-prompt", len(messages) > 1), ("--chat-template-config", bool(variables))):
             if given:
                 reason = "--ignore-chat-template was given" if ignore_template else "the model has no chat template"
                 raise UsageError(f"{name}: {reason}, expected a prompt alone")
         return tokenizer.encode(messages[-1]["content"] + beginning, add_special_tokens=not continued)
-    text = tokenizer.apply_chat_template(messages, **variables)
+    chat = tokenizer.chat_text(messages, **options)
+    text = chat.marked
     if continued:
-        pattern = tokenizer.apply_chat_template([{"role": "user", "content": _QUERY}], **variables)
+        pattern = tokenizer.chat_text([{"role": "user", "content": _QUERY}], **options).text
         before, found, _ = pattern.partition(_QUERY)
         if not found or not text.startswith(before):
             raise InvalidArgument("--prompt-cache-file: the template alters the prompt, use --ignore-chat-template")
         text = text[len(before) :]
-    return tokenizer.encode(text + beginning, add_special_tokens=False)
+    return tokenizer.encode_chat(replace(chat, marked=text + beginning))
 
 
 def _token_id(llm: "LLM", token: str) -> int:

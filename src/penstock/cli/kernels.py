@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._model import UsageError
+from penstock.cli._model import UsageError, resolved
 from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import InvalidArgument, KernelNotFound
 
@@ -223,14 +223,16 @@ def _report(
 ) -> "Report":
     from penstock.api import _choices
     from penstock.cli._trace import bandwidth_of, loaded, outlined, reported
+    from penstock.weights.resolve import ANY
 
     if bandwidth is not None and not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth: is {bandwidth}, expected GB/s above 0")
     _, dtype, activations = _choices(device, "auto", "auto", None)
+    found = resolved(model, ANY, files="all" if measure else "config")
     if measure:
-        subject = loaded(model, layers, device, work)
+        subject = loaded(found, layers, device, work)
     else:
-        subject = outlined(model, layers, device, dtype, activations, work)
+        subject = outlined(found, layers, device, dtype, activations, work)
     rate, how = bandwidth_of(device, bandwidth)
     return reported(subject, dtype, work, rate, how, measure)
 

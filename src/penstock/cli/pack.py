@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli._model import SAME_MODEL, UsageError, complete_model, named, note
+from penstock.cli._model import SAME_MODEL, UsageError, complete_model, named, note, resolved
 from penstock.cli._output import print_json
 from penstock.errors import CheckpointError
 
@@ -52,9 +52,8 @@ def pack(
         raise UsageError("Missing argument 'MODEL'.")
     from penstock.streaming.packed import NAME, open_packed, verify_packed, write_packed
     from penstock.weights.checkpoint import Checkpoint
-    from penstock.weights.hub import resolve
 
-    checkpoint = Checkpoint.open(resolve(given, revision, offline or None))
+    checkpoint = Checkpoint.open(resolved(given, ("folder",), revision, offline).path)
     layers = _layers(checkpoint)
     path = checkpoint.path / NAME if out is None else out.expanduser()
     report: dict[str, Any] = {

@@ -83,6 +83,7 @@ def perplexity(
     notify = None if as_json else note
     llm = chosen._load(None, threads, notify)
     tokens, prefix = encoded(llm.tokenizer, text)
+    llm._engine._ids([*prefix, *tokens], f"{data_path}", llm.tokenizer)
     _check_length(chosen.name, llm, sequence_length, len(prefix))
     try:
         rows = windows(tokens, sequence_length, None if num_samples < 0 else num_samples, prefix, seed)

@@ -14,6 +14,7 @@ import typer
 
 from penstock._version import __version__
 from penstock.cli._model import (
+    ALLOW_SPECIAL,
     REFUSED,
     REFUSED_SAMPLING,
     ModelOptions,
@@ -22,7 +23,7 @@ from penstock.cli._model import (
     note,
     verb,
 )
-from penstock.errors import BackendError, InvalidArgument
+from penstock.errors import BackendError, InvalidArgument, PenstockError
 from penstock.settings import Settings
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class AnswerOptions:
     chat_template_config: Annotated[
         str | None, typer.Option("--chat-template-config", "--default-chat-template-kwargs", hidden=True)
     ] = None
+    allow_special_in_messages: Annotated[bool, ALLOW_SPECIAL] = False
     reasoning_format: Annotated[
         Literal["auto", "deepseek", "none"],
         typer.Option("--reasoning-format", help="none leaves reasoning in the answer's text."),
@@ -311,7 +313,6 @@ def serve(
     from penstock.server.run import bind
     from penstock.server.run import serve as run
     from penstock.server.service import Options
-    from penstock.weights.hub import located
 
     keys, hosts = address.keys(), _split(address.allowed_hosts)
     if not keys and not address.insecure and not is_loopback(address.host):
@@ -325,6 +326,7 @@ def serve(
         max_tokens=answers.max_tokens,
         template_variables=answers.variables(),
         split_reasoning=answers.reasoning_format != "none",
+        allow_special_in_messages=answers.allow_special_in_messages,
         ping_seconds=load.sse_ping_interval,
         parallel=load.parallel,
         prefix_cache=load.cache_prompt if load.prefix_caching is None else load.prefix_caching,
@@ -341,8 +343,6 @@ def serve(
         ),
     )
     access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=hosts_of(address.host, hosts))
-    if model.model is not None:
-        located(model.model)
     bound = bind(address.host, address.port)
     url = _url(address.host, bound.getsockname()[1])
     _start_log(log_level, log_requests)
@@ -356,6 +356,8 @@ def serve(
         llm = model.load(note, progress)
         if template is not None:
             _set_template(llm, template)
+        else:
+            _compile_template(llm)
         return llm, _own_defaults(model) if own else {}
 
     def ready(service: "Service") -> None:
@@ -389,8 +391,11 @@ def _check_installed() -> None:
 
 def _names(model: ModelOptions, aliases: list[str]) -> tuple[str, ...]:
     """What clients may call the model; of a folder on this machine only the last part of its path."""
-    there = model.model is None or Path(model.model).expanduser().exists()
-    return tuple(dict.fromkeys([*aliases, *([] if there else [str(model.model)]), model.name]))
+    from penstock.weights.resolve import HubModel, find_model
+
+    found = find_model(model.model)
+    hub_id = [found.id] if isinstance(found, HubModel) else []
+    return tuple(dict.fromkeys([*aliases, *hub_id, found.name]))
 
 
 def _bytes(count: int) -> str:
@@ -408,14 +413,11 @@ def _url(host: str, port: int) -> str:
 
 
 def _own_defaults(model: ModelOptions) -> dict[str, Any]:
-    from penstock.api import _demo_folder
     from penstock.server.service import generation_defaults
-    from penstock.weights.hub import resolve
+    from penstock.weights.resolve import resolve_model
 
-    if model.model is None:
-        return generation_defaults(_demo_folder())
-    folder = resolve(model.model, model.revision, offline=True, quiet=True)
-    return generation_defaults(folder if folder.is_dir() else None)
+    found = resolve_model(model.model, revision=model.revision, offline=True, quiet=True)
+    return generation_defaults(None if found.kind == "gguf" else found.path)
 
 
 def _set_template(llm: "LLM", text: str) -> None:
@@ -426,7 +428,15 @@ def _set_template(llm: "LLM", text: str) -> None:
     before = tokenizer._templates
     named = {} if before is None else before.special_tokens
     tokenizer._templates = ChatTemplates({"default": (text, "--chat-template")}, named)
-    tokenizer._templates._template(None)
+    tokenizer._templates.compile()
+
+
+def _compile_template(llm: "LLM") -> None:
+    """Compile the model's own chat template, so that the first chat does not wait; the rest works without one."""
+    try:
+        llm.tokenizer.compile_chat_template()
+    except PenstockError as error:
+        note(f"penstock: warning: no chat will be answered: {error}")
 
 
 def _start_log(level: str, requests: bool) -> None:

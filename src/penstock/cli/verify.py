@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli._model import MODEL, SAME_MODEL, UsageError, named, note
+from penstock.cli._model import MODEL, SAME_MODEL, UsageError, named, note, resolved
 from penstock.cli._output import print_json, print_table, progress_bar
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 
@@ -51,7 +51,9 @@ def verify(
     """
     if hashes is not None and hub:
         raise UsageError("--hub: expected without --hashes")
-    folder = _found(named(argument, model), revision)
+    from penstock.weights.resolve import WITH_WEIGHTS
+
+    folder = resolved(named(argument, model), WITH_WEIGHTS, revision, offline=True).path
     expected = _expected(folder, hashes, hub)
     checks, notes = checked(folder, expected)
     problems = [problem for check in checks for problem in check.problems]
@@ -67,13 +69,6 @@ def verify(
             note(remark)
     if problems:
         raise typer.Exit(1)
-
-
-def _found(model: str | None, revision: str | None) -> Path:
-    from penstock import api
-    from penstock.cli._survey import folder_of
-
-    return api._demo_folder() if model is None else folder_of(model, revision, offline=True)
 
 
 def _expected(folder: Path, hashes: Path | None, hub: bool) -> dict[str, str] | None:
@@ -235,7 +230,7 @@ class _Forgiving:
 
 
 def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
-    from penstock.api import _check_vocab
+    from penstock.api import _tokens_beyond
     from penstock.weights.verify import Check
 
     words, template = Check("tokenizer"), Check("template")
@@ -245,7 +240,7 @@ def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
         tokenizer.decode(tokenizer.encode("Hello, world"))
         if config is not None:
             words.about += f" of {config.vocab_size:,}"
-            _check_vocab(where, tokenizer, config)
+            words.about += "".join(remark.removeprefix(where) for remark in _tokens_beyond(where, tokenizer, config))
     except PenstockError as error:
         words.problems.append(str(error))
         template.about, template.skipped = "there is no tokenizer", True

@@ -33,7 +33,7 @@ from penstock.errors import CheckpointError, InvalidArgument
 from penstock.quant import quantize
 from penstock.weights.checkpoint import INDEX
 from penstock.weights.files import list_folder, open_regular, read_json, short
-from penstock.weights.hub import resolve
+from penstock.weights.resolve import resolve_model
 
 # Tokenizer, templates and licence; config.json and the index are made anew.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -144,7 +144,7 @@ def convert(
     notify: Callable[[str], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
-    """Write the model of a folder or hub id as an MLX folder `target`, which must not exist.
+    """Write a model, as `resolve_model` finds it, as an MLX folder `target`, which must not exist.
 
     `progress` shows how far it is, `notify` is called with remarks. The folder `target`.converting holds what is done
     so far; after an interruption the same call goes on with it. Raises CheckpointError, InvalidArgument, and WriteError
@@ -154,8 +154,9 @@ def convert(
     options = options or Options()
     target = Path(target).expanduser()
     check_target(target)
-    path = resolve(source, revision, offline, quiet=progress is _unseen)
-    opened = (_gguf if path.is_file() else _folder)(path, options)
+    found = resolve_model(source, revision=revision, offline=offline, quiet=progress is _unseen)
+    path = found.path
+    opened = (_gguf if found.kind == "gguf" else _folder)(path, options)
     job = Job(opened.plan, options)
     for notice in (*opened.plan.notices, *job.notices):
         if notify is not None:

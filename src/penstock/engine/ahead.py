@@ -29,16 +29,16 @@ def start(options: dict[str, Any]) -> None:
     A helper that cannot start or fails costs nothing: the first process compiles what is missing.
     """
     from penstock.backends.cpu import _claims
-    from penstock.backends.cpu._compile import cache_folder
+    from penstock.backends.cpu._compile import trusted_folder
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    folder = cache_folder()
-    if _claims.helping or _claims.helper is not None or cores < 2 or any(folder.glob("*.nbc")):
+    folder = trusted_folder()
+    if _claims.helping or _claims.helper is not None or cores < 2 or not folder.is_dir() or any(folder.glob("*.nbc")):
         return
     with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         helper = subprocess.Popen(
             [sys.executable, "-m", "penstock.engine.ahead"],
+            env=os.environ | {"PENSTOCK_CACHE_DIR": str(folder.parents[1])},  # trusted_folder() is there too
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -60,7 +60,7 @@ class Lark:
     def mark(self, text: str) -> str:
         """A marker: its token where it is a special one, else its text."""
         number = self._tokenizer.backend.token_to_id(text)
-        if number is not None and self._tokens.is_special_token(number):
+        if number is not None and number < self._tokens.vocab_size and self._tokens.is_special_token(number):
             return f"<[{number}]>"
         return literal(text)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from penstock.engine.programs import Programs, Runner, table_name, table_width
 from penstock.engine.streamed import Streamed
 from penstock.errors import InvalidArgument
 from penstock.models.step import PAGE, Step
+
+if TYPE_CHECKING:
+    from penstock.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -297,7 +300,11 @@ class Engine:
         if self.experts is not None:
             self.experts.store.reader.check()
 
-    def _ids(self, tokens: Seq[int]) -> np.ndarray:
+    def _ids(self, tokens: Seq[int], what: str = "tokens", tokenizer: Tokenizer | None = None) -> np.ndarray:
+        """Token ids as an array. Raises InvalidArgument for others than the model has embeddings for.
+
+        `what` are they? The tokenizer, which may have more tokens than the model, has the name of one that is refused.
+        """
         vocab = self.model.config.vocab_size
         try:
             ids = np.asarray(tokens)
@@ -306,10 +313,12 @@ class Engine:
         if ids.size == 0 and ids.dtype != object:
             return np.empty(0, np.int32)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InvalidArgument("tokens: expected a list of integers (token ids)")
+            raise InvalidArgument(f"{what}: expected a list of integers (token ids)")
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab:
-            raise InvalidArgument(f"tokens: has {low if low < 0 else high}, expected ids from 0 to {vocab - 1}")
+            name = None if low < 0 or tokenizer is None else tokenizer.name_of(high)
+            found = f"{low if low < 0 else high}" if name is None else f"{high} ({name!r:.100})"
+            raise InvalidArgument(f"{what}: has {found}, expected ids from 0 to {vocab - 1}, which have embeddings")
         return ids.astype(np.int32)
 
     def _check_room(self, sequence: Sequence, count: int) -> None:

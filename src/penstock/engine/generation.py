@@ -141,7 +141,7 @@ class Request:
         self.sampler = Sampler(params, vocab, [*context, *self.prompt])
         self.stops = StopStrings(stop)
         self.detokenizer = tokenizer.detokenizer(shown=shown)
-        self.eos = tokenizer.eos_ids | set(engine._ids(extra_eos).tolist())
+        self.eos = tokenizer.eos_ids | set(engine._ids(extra_eos, "extra_eos", tokenizer).tolist())
         self.max_tokens = max_tokens
         self.max_context = engine.max_context
         self.grammar = grammar

@@ -103,8 +103,8 @@ def grammar_for(
 
     {"type": "json_object"}, with a "schema" if wanted, or {"type": "json_schema", "json_schema": {"schema": ...}}: the
     schema holds with and without "strict". vocab_size: of the model, which may have more ids than the tokenizer has
-    tokens. format and in_reasoning: as for the parser, so that a model may reason before its JSON. tools: calls of
-    these are allowed instead of the JSON; parallel: several of them.
+    tokens, or fewer: those beyond are never allowed. format and in_reasoning: as for the parser, so that a model may
+    reason before its JSON. tools: calls of these are allowed instead of the JSON; parallel: several of them.
 
     The first call for a tokenizer prepares it (seconds for a large vocabulary), and a costly schema may take
     MAX_SECONDS: not for an event loop. Raises InvalidArgument for a response_format that is not understood, for a
@@ -328,22 +328,38 @@ def _prepared(tokenizer: Tokenizer, vocab_size: int | None) -> Any:
             "pip install 'penstock[grammar]'"
         ) from None
     vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-    if vocab_size < tokenizer.vocab_size:
-        raise InvalidArgument(f"vocab_size is {vocab_size}, expected at least the tokenizer's {tokenizer.vocab_size}")
     key = vocab_size, tokenizer.eos_ids
     with _lock:
         made = _cache.setdefault(tokenizer, {})
         if key not in made:
-            ends = sorted(tokenizer.eos_ids)
+            ends = sorted(token for token in tokenizer.eos_ids if token < vocab_size)
             if not ends:
                 raise InvalidArgument("response_format needs a model that has an end-of-text token, this one has none")
             try:
-                made[key] = LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=ends)
+                text = tokenizer.backend.to_str()
+                if vocab_size < tokenizer.vocab_size:
+                    text = _cut(text, vocab_size)
+                made[key] = LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
             except (ValueError, RuntimeError) as error:
                 raise InvalidArgument(
                     f"response_format cannot be used with this model's tokenizer: {_reason(str(error))}"
                 ) from None
         return made[key]
+
+
+def _cut(text: str, size: int) -> str:
+    """A tokenizer.json without the tokens from id `size` on."""
+    content = json.loads(text)
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < size]
+    model = content["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {piece: number for piece, number in model["vocab"].items() if number < size}
+    else:
+        model["vocab"] = model["vocab"][:size]
+    if "merges" in model:
+        known = model["vocab"]
+        model["merges"] = [[a, b] for a, b in model["merges"] if a in known and b in known and a + b in known]
+    return json.dumps(content)
 
 
 def _reason(text: str) -> str:

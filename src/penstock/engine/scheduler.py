@@ -3,10 +3,12 @@
 A turn of the thread is one prefill piece (at most a grid's length) of one prompt and one decode step of all requests
 that generate, so a long prompt delays a running answer by one piece per token. The queue and the prompts under way
 have one order, counted in prompt tokens that are not stored already: all that came before + twice its own. So a short
-prompt passes a long one, and those that pass a prompt of n tokens have fewer than n tokens together.
+prompt passes a long one, and those that pass a prompt of n tokens have fewer than n tokens together. Between clients
+the order is fair: the first request of one goes before the second of another, and their prompts take turns.
 
-A request starts when memory for its prompt and all of max_tokens is there, so it never has to be put aside; until then
-it waits, and those behind it with it. Stored prefixes go before one waits.
+A request starts when memory for its prompt and all of max_tokens is there; until then it waits, and those behind it
+with it. Stored prefixes go before one waits. A running request whose reader lags behind is preempted when another one
+needs its sequence or memory: its sequence is closed, and computed again when the reader has caught up.
 
 A step that fails is tried again with each request alone, and the one that fails alone ends with the error. Where the
 step left recurrent states half-way the sequences are computed again: prompts as at first, answers token by token, so
@@ -22,6 +24,8 @@ import numbers
 import threading
 import time
 import weakref
+from collections import Counter
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,7 +53,8 @@ class SchedulerMetrics:
     finished: int = 0  # ended by themselves
     cancelled: int = 0  # ended by their reader, by `close`, or because the reader took nothing
     failed: int = 0  # ended with an error
-    refused: int = 0  # never taken: queue full, or too large
+    refused: int = 0  # never started: queue full, or too large
+    preemptions: int = 0  # sequences that were closed because their reader lagged behind while others waited
     prompt_tokens: int = 0  # computed
     cached_tokens: int = 0  # of prompts, taken from the prefix cache
     generated_tokens: int = 0
@@ -78,7 +83,7 @@ class Scheduler:
     max_sequences None: 8 on the CPU, 32 on a GPU. queue: requests that may wait beside those running. memory: bytes for
     sequences and stored prefixes (None: what is free now, less room for activations and mapped weights). prefix_memory:
     of these, bytes for prefixes (None: a tenth of what is free). buffer: chunks that a reader may lag behind; then his
-    request pauses, and after `patience` seconds without a read it is cancelled.
+    request pauses, is preempted if others wait, and after `patience` seconds without a read it is cancelled.
     """
 
     def __init__(
@@ -124,10 +129,12 @@ class Scheduler:
         self._running: list[_Job] = []  # changed by the thread alone
         self._closing = False
         self._deadline = math.inf
-        self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused"), 0)
+        self._counts: dict[str, int] = dict.fromkeys(("finished", "cancelled", "failed", "refused"), 0)
         self._known: weakref.WeakSet[Request] = weakref.WeakSet()
 
         self._handed_in = 0  # prompt tokens so far
+        self._served: set[Hashable] = set()  # clients with a request that was let in since the turn came round
+        self._pieces = 0  # of prompts, computed so far
         self._work = _Work()
         self._interval, self._last_end = 1.0, 0.0  # mean seconds between two ends, and when the last one was
         self._thread = threading.Thread(target=self._run, name="penstock-scheduler", daemon=True)
@@ -145,8 +152,12 @@ class Scheduler:
         """
         return self._llm._request(prompt, max_tokens, stop, {"grammar": grammar, **more})
 
-    def submit(self, request: Request) -> Ticket:
-        """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`."""
+    def submit(self, request: Request, client: Hashable = None) -> Ticket:
+        """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`.
+
+        client: whose it is. Clients have equal shares, also of a full queue: there the newest request of the client
+        with the most makes room for one who has fewer, and ends with QueueFull.
+        """
         if request.sequence is not None:
             raise InvalidArgument("request: it continues a session, expected one with a sequence of its own")
         length = len(request.prompt)
@@ -157,7 +168,7 @@ class Scheduler:
                 self._counts["refused"] += 1
             raise
         digests = self._prefix.digests(request.prompt) if self._prefix is not None else []
-        job = _Job(request, Feed(self.buffer, self._wake), digests, pages)
+        job = _Job(request, Feed(self.buffer, self._wake), digests, pages, client)
         with self._news:
             if self._closing:
                 raise Cancelled("scheduler: it is closing and takes no requests")
@@ -165,9 +176,9 @@ class Scheduler:
                 raise InvalidArgument("request: it was submitted before, expected a new one")
             room = self.max_sequences + self.queue
             if len(self._waiting) + len(self._running) >= room:
-                self._counts["refused"] += 1
                 retry = min(60, max(1, math.ceil(self._interval)))
-                raise QueueFull(f"queue: {room} requests are running or waiting, expected fewer; try again", retry)
+                full = QueueFull(f"queue: {room} requests are running or waiting, expected fewer; try again", retry)
+                self._make_room(client, full)
             self._known.add(request)
             self._waiting.append(job)
             self._retry = True
@@ -208,7 +219,7 @@ class Scheduler:
         with self._news:
             self._closing = True
             self._deadline = min(self._deadline, math.inf if deadline is None else time.monotonic() + deadline)
-            for job in list(self._waiting):
+            for job in [job for job in self._waiting if job.row is None]:
                 self._drop(job, Cancelled("scheduler: closed before the request was started"))
             self._wake()
         self._thread.join()
@@ -232,11 +243,23 @@ class Scheduler:
                 self._drop(job, None)
             self._wake()
 
-    def _drop(self, job: _Job, error: Exception | None) -> None:
+    def _drop(self, job: _Job, error: Exception | None, kind: str = "cancelled") -> None:
         """End a request that waits; the lock is held."""
         self._waiting.remove(job)
-        self._counts["cancelled"] += 1
+        self._counts[kind] += 1
+        if job.row is not None:
+            self._llm._count([job.request.timings])
         job.end(error)
+
+    def _make_room(self, client: Hashable, full: QueueFull) -> None:
+        """Refuse the newest request of the client with the most, or raise if this one has as many; the lock is held."""
+        held = Counter(job.client for job in (*self._waiting, *self._running))
+        unstarted = [job for job in reversed(self._waiting) if job.row is None]
+        newest = max(unstarted, key=lambda job: held[job.client], default=None)
+        if newest is None or held[newest.client] <= held[client] + 1:
+            self._counts["refused"] += 1
+            raise full
+        self._drop(newest, full, "refused")
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -278,22 +301,28 @@ class Scheduler:
 
     def _sweep(self) -> None:
         """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
-        if any(job.feed.cancelled for job in self._waiting):
-            with self._news:
-                for job in [job for job in self._waiting if job.feed.cancelled]:
-                    self._drop(job, None)
         now = time.monotonic()
-        for job in list(self._running):
+        waiting = [job for job in list(self._waiting) if job.feed.cancelled or job.row is not None]
+        for job in [*waiting, *self._running]:
+            lags = job.lags
             if job.feed.cancelled:
-                self._end(job, None)
+                self._stop(job, None)
             elif now >= self._deadline:
-                self._end(job, Cancelled("scheduler: closed before the answer was complete"))
-            elif not job.feed.full:
-                job.paused = None
-            elif job.paused is None:
-                job.paused = now
-            elif now - job.paused > self.patience:
-                self._end(job, Cancelled(f"reader: nothing was read for {self.patience:g} seconds"))
+                self._stop(job, Cancelled("scheduler: closed before the answer was complete"))
+            elif lags != (job.paused is not None):
+                job.paused = now if lags else None
+                with self._news:
+                    self._retry = True
+            elif job.paused is not None and now - max(job.paused, job.feed.last_read) > self.patience:
+                self._stop(job, Cancelled(f"reader: nothing was read for {self.patience:g} seconds"))
+
+    def _stop(self, job: _Job, error: Exception | None) -> None:
+        """End a request that runs or waits."""
+        with self._news:
+            if job in self._waiting:
+                self._drop(job, error)
+        if job in self._running:
+            self._end(job, error)
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -303,16 +332,48 @@ class Scheduler:
             if not self._retry:
                 return
             self._retry = False
-            waiting = list(self._waiting)
+            waiting = [job for job in self._waiting if job.paused is None]
         for job in waiting:
             if job.order is None:
                 found = self._found(job)
                 count = len(job.request.prompt) - (found.length if found is not None else 0)
                 job.order = self._handed_in + 2 * count
                 self._handed_in += count
+        for job in self._fair(waiting):
+            while len(self._running) >= self.max_sequences or not self._start(job):
+                if not self._preempt():
+                    return
+
+    def _fair(self, waiting: list[_Job]) -> list[_Job]:
+        """By how many requests of the same client come before, running or waiting; among equals clients take turns."""
+        before = Counter(job.client for job in self._running)
+        rank: dict[_Job, tuple[int, bool]] = {}
         for job in sorted(waiting, key=_order):
-            if len(self._running) >= self.max_sequences or not self._start(job):
-                return
+            # order 0: it ran until a step failed
+            rank[job] = (before[job.client], job.client in self._served) if job.order else (-1, False)
+            before[job.client] += 1
+        return sorted(rank, key=lambda job: (rank[job], _order(job)))
+
+    def _preempt(self) -> bool:
+        """Close the sequence whose reader has lagged behind for the longest; False if there is none."""
+        lagging = [job for job in self._running if job.paused is not None]
+        job = min(lagging, key=lambda job: job.paused or 0.0, default=None)
+        if job is None:
+            return False
+        job.preempted = True
+        self._work.preemptions += 1
+        self._requeue(job)
+        return True
+
+    def _requeue(self, job: _Job) -> None:
+        """Close the sequence of a running request; it waits for another one, in which it is computed again."""
+        assert job.row is not None
+        self._engine.close(job.row.sequence)
+        job.feed.state = "waiting"
+        with self._news:
+            self._running.remove(job)
+            self._waiting.insert(0, job)
+            self._retry = True
 
     def _start(self, job: _Job) -> bool:
         """Give a request its sequence; False if it has to wait. One that has nobody to wait for fails."""
@@ -347,7 +408,11 @@ class Scheduler:
         if job.row is None:
             job.row = Running(job.request, sequence, tag=job)
             self._count_reused(job, sequence.length)
+        if job.client in self._served:  # all others that wait had their turn
+            self._served.clear()
+        self._served.add(job.client)
         job.row.sequence, job.feed.state = sequence, "prompt"
+        job.preempted, job.turn = False, self._pieces
         if self._prefix is not None:
             job.points = self._prefix.points(job.digests, sequence.length)
         return True
@@ -378,11 +443,17 @@ class Scheduler:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> bool:
-        """One piece of the prompt that comes first."""
-        job = min((job for job in self._running if job.feed.state == "prompt"), key=_order, default=None)
+        """One piece of the prompt that comes first, of the client whose last piece is the longest ago."""
+        turns: dict[Hashable, int] = {}
+        for job in self._running:
+            turns[job.client] = max(job.turn, turns.get(job.client, 0))
+        prompts = [job for job in self._running if job.feed.state == "prompt"]
+        job = min(prompts, key=lambda job: (turns[job.client], _order(job)), default=None)
         if job is None:
             return False
         assert job.row is not None
+        self._pieces += 1
+        job.turn = self._pieces
         engine, row, request = self._engine, job.row, job.request
         begin = time.perf_counter()
         if not job.begun:
@@ -460,17 +531,8 @@ class Scheduler:
             assert job.row is not None
             job.failures += 1
             if job.row.sequence.spoiled:
-                self._compute_again(job)
-
-    def _compute_again(self, job: _Job) -> None:
-        """Back into the queue, before everybody else: what it shared with others may be gone, and it has to wait."""
-        assert job.row is not None
-        self._engine.close(job.row.sequence)
-        job.order, job.feed.state = 0, "waiting"
-        with self._news:
-            self._running.remove(job)
-            self._waiting.insert(0, job)
-            self._retry = True
+                job.order = 0  # before everybody else; what it shared with others may be gone, and it has to wait
+                self._requeue(job)
 
     def _deliver(self, job: _Job, chunk: Chunk) -> None:
         assert job.row is not None
@@ -515,6 +577,7 @@ class _Work:
     decode_rows: int = 0
     queue_seconds: float = 0.0
     prefix_hits: int = 0
+    preemptions: int = 0
 
 
 @dataclass(eq=False)
@@ -525,13 +588,21 @@ class _Job:
     feed: Feed
     digests: list[bytes]
     pages: Pages  # the most it will hold
+    client: Hashable
     submitted: float = field(default_factory=time.perf_counter)
     order: int | None = None
     row: Running | None = None
     points: set[int] = field(default_factory=set)  # lengths at which its prefix is stored
     begun: bool = False
+    turn: int = 0  # number of the last piece of its prompt, or of all when it was let in
     paused: float | None = None  # since when its reader lags behind
+    preempted: bool = False  # its sequence was closed because of that
     failures: int = 0  # steps with others that failed, since its last token
+
+    @property
+    def lags(self) -> bool:
+        """Whether its reader is too far behind. What has to be computed again waits until all was read."""
+        return not self.feed.drained if self.preempted else self.feed.full
 
     @property
     def suspect(self) -> bool:

@@ -91,8 +91,8 @@ class Session:
 
     def _encoded(self, prompt: str | Seq[int]) -> list[int]:
         if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt, add_special_tokens=not self.tokens)
-        return [int(token) for token in self._engine._ids(prompt)]
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=not self.tokens)
+        return self._engine._ids(prompt, tokenizer=self._tokenizer).tolist()
 
     def stream(
         self,
@@ -158,7 +158,7 @@ class Session:
         Candidates are the session itself and `moments`; without a fitting one everything is read again. A state that
         holds all of `tokens` but not the scores after them does not fit: nothing could be generated from it.
         """
-        ids = [int(token) for token in self._engine._ids(tokens)]
+        ids: list[int] = self._engine._ids(tokens, tokenizer=self._tokenizer).tolist()
         if self._sequence.closed:
             raise InvalidArgument("session: it was closed, expected an open one")
         done = self._sequence.length

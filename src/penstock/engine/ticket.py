@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -79,12 +80,14 @@ class Ticket:
 class Feed:
     """One writer, one reader, and at most `limit` chunks between them.
 
-    `wake` is called, without any lock, when a full buffer has room again.
+    `wake` is called, without any lock, when a full buffer has room again, and when that of a request that waits to be
+    computed again is empty.
     """
 
     def __init__(self, limit: int, wake: Callable[[], None]) -> None:
         self.state = "waiting"
         self.cancelled = False  # the reader wants no more
+        self.last_read = 0.0
         self._limit = limit
         self._wake = wake
         self._lock = threading.Condition()
@@ -97,6 +100,10 @@ class Feed:
     @property
     def full(self) -> bool:
         return len(self._chunks) >= self._limit
+
+    @property
+    def drained(self) -> bool:
+        return not self._chunks
 
     # for the engine's thread
 
@@ -175,10 +182,11 @@ class Feed:
         self._wake()
 
     def _taken(self) -> tuple[Chunk | None, bool]:
-        """The next chunk, and whether the buffer was full."""
+        """The next chunk, and whether the engine has to know that it was read."""
         if self._chunks:
-            full = self.full
-            return self._chunks.popleft(), full
+            full, self.last_read = self.full, time.monotonic()
+            chunk = self._chunks.popleft()
+            return chunk, full or (self.state == "waiting" and self.drained)
         if self._error is not None:
             raise self._error
         return None, False

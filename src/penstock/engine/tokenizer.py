@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from penstock.engine.control_tokens import ChatText, ControlTokens
 from penstock.engine.pieces import PIECE, RUN, Cuts, bytes_of_a_token, fewest_tokens
 from penstock.engine.template import ChatTemplates, special_tokens, templates_in
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument, TooManyTokens, no_panic
@@ -87,18 +88,8 @@ class Tokenizer:
         before it begins, and a word of more than RUN characters is not begun. Raises DTypeError for no str,
         InvalidArgument for text with lone surrogates and for such a word, TooManyTokens.
         """
-        if not isinstance(text, str):
-            raise DTypeError(f"encode: text is a {type(text).__name__}, expected a str")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                code = f"U+{ord(text[error.start]):04X}"
-                raise InvalidArgument(
-                    f"encode: text has the lone surrogate {code} at character {error.start}, expected valid Unicode"
-                ) from None
-        if limit is not None and self._longest is not None:
-            _check_tokens(fewest_tokens(text, self._longest), limit)
+        _check_text(text)
+        self._check_length(text, limit)
         if len(text) <= PIECE or (add_special_tokens and self._around is None):
             ids = self._ids(text, add_special_tokens)
         else:
@@ -112,6 +103,10 @@ class Tokenizer:
             ids += after
         _check_tokens(len(ids), limit)
         return ids
+
+    def _check_length(self, text: str, limit: int | None) -> None:
+        if limit is not None and self._longest is not None:
+            _check_tokens(fewest_tokens(text, self._longest), limit)
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         with no_panic(f"encode: text of {len(text)} characters"):
@@ -147,6 +142,10 @@ class Tokenizer:
         except OverflowError:
             raise InvalidArgument(f"decode: ids is {_shown(ids)}, expected integers from 0 to 2**32 - 1") from None
 
+    def name_of(self, token: int) -> str | None:
+        """How the vocabulary writes a token; None for an id without one."""
+        return self.backend.id_to_token(token) if token < self.vocab_size else None
+
     def detokenizer(self, skip_special_tokens: bool = True, shown: Iterable[str] = ()) -> "Detokenizer":
         """A decoder that takes one token at a time. `shown` are special tokens that become text all the same."""
         skipped = self._special if skip_special_tokens else frozenset()
@@ -165,6 +164,14 @@ class Tokenizer:
         text, _ = sources.get("tool_use") or sources.get("default") or (None, None)
         return text
 
+    def compile_chat_template(self) -> None:
+        """Compile the chat template now, if there is one, so that the first chat does not wait for it.
+
+        Raises CheckpointError for a broken template.
+        """
+        if self._templates is not None:
+            self._templates.compile()
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -181,6 +188,45 @@ class Tokenizer:
         if self._templates is None:
             raise InvalidArgument("chat: the model has no chat template, expected a prompt of plain text")
         return self._templates.render(messages, tools, add_generation_prompt, variables)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        allow_special_in_messages: bool = False,
+    ) -> ChatText:
+        """As `apply_chat_template`, for `encode_chat`: it tells control tokens that user, system and tool messages
+        spell out from those of the template, unless allow_special_in_messages.
+        """
+        variables, mark = dict(variables or {}), ""
+        if self._templates is not None and not allow_special_in_messages:
+            seen = self._templates.sources, self._templates.special_tokens
+            messages, mark = self._control_tokens.marked(messages, tools, variables, *seen)
+        text = self.apply_chat_template(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
+        return ChatText(text, mark)
+
+    def encode_chat(self, chat: ChatText, *, limit: int | None = None) -> list[int]:
+        """Token ids of a chat, with nothing added. Control tokens that messages spell out are encoded as text.
+
+        limit, and what is raised: as in `encode`.
+        """
+        if not chat.mark:
+            return self.encode(chat.text, add_special_tokens=False, limit=limit)
+        _check_text(chat.text)
+        self._check_length(chat.text, limit)
+        with no_panic("encode: chat"):
+            renamed = self._control_tokens.renamed(chat)
+        return self._renamed.encode(renamed, add_special_tokens=False, limit=limit)
+
+    @cached_property
+    def _renamed(self) -> "Tokenizer":
+        return Tokenizer(self._control_tokens.copy)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.backend)
 
     @cached_property
     def _decoder(self) -> str:
@@ -289,6 +335,19 @@ class _WindowStream:
 def _check_tokens(found: int, limit: int | None) -> None:
     if limit is not None and found > limit:
         raise TooManyTokens(f"encode: text has {found} tokens or more, expected at most {limit}")
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise DTypeError(f"encode: text is a {type(text).__name__}, expected a str")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(text[error.start]):04X}"
+            raise InvalidArgument(
+                f"encode: text has the lone surrogate {code} at character {error.start}, expected valid Unicode"
+            ) from None
 
 
 def _is_byte(piece: str) -> bool:

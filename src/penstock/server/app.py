@@ -196,7 +196,7 @@ class Application:
             return await asyncio.get_running_loop().run_in_executor(threads, work, body)
 
     def _submitted(self, request: Request, work: Work) -> list[Answer]:
-        tickets = self.service.submit(work)
+        tickets = self.service.submit(work, request.state.client)
         pairs = zip(tickets, work.parsers, strict=True)
         answers = [Answer(n, ticket, parser, self._texts, work.one_call) for n, (ticket, parser) in enumerate(pairs)]
         request.state.note.append(lambda: _tokens(answers))
@@ -236,10 +236,11 @@ class Application:
 
     async def _detokenize(self, request: Request) -> Json:
         def work(asked: schema.DetokenizeRequest) -> dict[str, Any]:
-            vocab = self.service.llm.config.vocab_size
+            llm = self.service.llm
+            vocab = max(llm.config.vocab_size, llm.tokenizer.vocab_size)
             if asked.tokens and max(asked.tokens) >= vocab:
                 raise ApiError(400, f"tokens has {max(asked.tokens)}, expected ids below {vocab}", param="tokens")
-            return {"content": self.service.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+            return {"content": llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
 
         return Json((await self._ready(request, schema.DetokenizeRequest, work))[1])
 
@@ -247,7 +248,8 @@ class Application:
         def work(asked: schema.TemplateRequest) -> dict[str, Any]:
             tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
             variables, add = asked.chat_template_kwargs, asked.add_generation_prompt
-            return {"prompt": self.service.prompt_text(asked.messages, tools, variables, add_generation_prompt=add)}
+            chat = self.service.prompt(asked.messages, tools, variables, add_generation_prompt=add)
+            return {"prompt": chat.text}
 
         return Json((await self._ready(request, schema.TemplateRequest, work))[1])
 

@@ -69,19 +69,21 @@ class Access:
         same = origin.partition("://")[2] == headers.get("host", "") and bool(headers.get("host"))
         return same or "*" in self.origins or origin in self.origins
 
-    def check_key(self, headers: Headers) -> None:
-        """Raises ApiError 401. Every key is compared, in a time that does not depend on what is right about it."""
+    def check_key(self, headers: Headers) -> int | None:
+        """The number of the key that was sent, None where none is needed. Raises ApiError 401.
+
+        Every key is compared, in a time that does not depend on what is right about it.
+        """
         if not self.digests:
-            return
+            return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         digest = _digest(given.encode("latin-1"))
-        right = False
-        for known in self.digests:
-            right |= hmac.compare_digest(digest, known)
-        if not right:
+        right = [hmac.compare_digest(digest, known) for known in self.digests]
+        if not any(right):
             message = "the API key is not valid" if given else "an API key is needed: Authorization: Bearer <key>"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return right.index(True)
 
 
 def _digest(key: bytes) -> bytes:
@@ -94,6 +96,21 @@ def host_name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def client_of(key: int | None, peer: tuple[str, int] | None) -> str:
+    """Who shares the server with others: a key, else an address, of IPv6 the network that one customer gets (/64)."""
+    if key is not None:
+        return f"key {key}"
+    if peer is None:
+        return "unknown"
+    try:
+        address = ipaddress.ip_address(peer[0])
+    except ValueError:
+        return peer[0]
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address), 64), strict=False))
 
 
 def is_loopback(host: str) -> bool:
@@ -155,8 +172,8 @@ class Guard:
             if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 await _answer(send_with_headers, 204, b"", _preflight(headers))
             else:
-                if path not in PUBLIC:
-                    self._access.check_key(headers)
+                key = None if path in PUBLIC else self._access.check_key(headers)
+                scope["state"]["client"] = client_of(key, scope.get("client"))
                 await self._app(scope, receive, send_with_headers)
         except HTTPException as error:
             allow = (error.headers or {}).get("Allow")

@@ -62,6 +62,7 @@ class Metrics:
             "n_decode": ("Decode steps.", now.decode_steps),
             "cached_tokens": ("Tokens of prompts that were found in the prefix cache.", now.cached_tokens),
             "prefix_hits": ("Requests that began with a stored prefix.", now.prefix_hits),
+            "preemptions": ("Sequences closed for others because their reader lagged behind.", now.preemptions),
             "queue_seconds": ("Seconds in the queue, of requests that were started.", now.queue_seconds),
         }
         for name, (text, value) in counters.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from typing import Any
 
@@ -11,6 +12,10 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from penstock.server.errors import ApiError, dumps, unavailable
 from penstock.server.limits import Limits
+
+# Unread bytes that the socket and the transport each keep. By itself Linux keeps up to 4 MiB for a client that reads
+# nothing, more than most answers: it would never be seen to lag behind.
+_UNREAD = 16 << 10
 
 
 def protocol_of(limits: Limits) -> type[asyncio.Protocol]:
@@ -30,6 +35,9 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(_UNREAD)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNREAD)
         if len(self.connections) > self.limits.connections:
             message = f"there are {self.limits.connections} connections already"
             self._refuse(unavailable(message, "too_many_connections", retry_after=1))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.control_tokens import ChatText
 from penstock.engine.formats import format_of, in_reasoning, shown_tokens
 from penstock.engine.grammar import Grammar, grammar_for, grammar_for_tools
 from penstock.engine.scheduler import Scheduler
@@ -38,6 +39,7 @@ class Options:
 
     defaults: of the sampling options that a request leaves out. max_tokens: of an answer if the request sets none.
     template_variables: for every chat. split_reasoning: False leaves reasoning in the content.
+    allow_special_in_messages: control tokens that messages spell out reach the model as such.
     """
 
     names: tuple[str, ...] = ("demo",)
@@ -45,6 +47,7 @@ class Options:
     max_tokens: int = 512
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     split_reasoning: bool = True
+    allow_special_in_messages: bool = False
     ping_seconds: float = 30.0
     parallel: int | None = None
     prefix_cache: bool = True
@@ -185,10 +188,11 @@ class Service:
         self.check_model(request.model)
         if choice == "none":
             tools = []
-        text = self.prompt_text(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
+        chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
         with self._room("messages") as most:
-            ids = tokenizer.encode(text, add_special_tokens=False, limit=most)
-        inside = self.options.split_reasoning and in_reasoning(self._format, text)
+            ids = tokenizer.encode_chat(chat, limit=most)
+        self._check_ids(ids, "messages")
+        inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
         format = self._format if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
         options = self._options(request, limit, logprobs, shown_tokens(format, bool(tools)))
@@ -201,22 +205,20 @@ class Service:
         scheduler, llm = self.scheduler, self.llm
         self.check_model(request.model)
         prompts: list[list[int]] = []
-        vocab = llm.config.vocab_size
         for n, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt[{n}]"
             with self._room(param) as most:
                 ids = llm.tokenizer.encode(prompt, limit=most) if isinstance(prompt, str) else prompt
                 if len(ids) > most:
                     raise TooManyTokens(f"{param} has {len(ids)} tokens, expected at most {most}")
+            self._check_ids(ids, param)
             prompts.append(ids)
-            if ids and not 0 <= min(ids) <= max(ids) < vocab:
-                raise ApiError(400, f"{param} has ids beyond 0 to {vocab - 1}", param=param, code="invalid_value")
         grammar = self._grammar(response_format_of(request))
         options = self._options(request, request.max_tokens, request.logprobs, ())
         requests = self._requests(scheduler, prompts, request.n or 1, options, grammar)
         return Work(requests, [None] * len(requests))
 
-    def prompt_text(
+    def prompt(
         self,
         messages: Sequence[schema.Message],
         tools: list[dict[str, Any]],
@@ -224,7 +226,7 @@ class Service:
         effort: str | None = None,
         add_generation_prompt: bool = True,
         continued: bool = False,
-    ) -> str:
+    ) -> ChatText:
         """A conversation as the model's template writes it. `continued`: the last message goes on in the answer."""
         for name in _RESERVED:
             if name in (variables or {}):
@@ -237,26 +239,26 @@ class Service:
             raise ApiError(400, "continue_final_message needs a last message of the assistant", param="messages")
         add = add_generation_prompt and not continued
         try:
-            text = self.llm.tokenizer.apply_chat_template(
-                plain, tools=tools or None, add_generation_prompt=add, **merged
+            chat = self.llm.tokenizer.chat_text(
+                plain, tools or None, add, merged, self.options.allow_special_in_messages
             )
         except (InvalidArgument, CheckpointError) as error:
             _, place, reason = one_line(error).rpartition("chat template")  # what stands before it are folders
             status = 400 if isinstance(error, InvalidArgument) else 500
             raise ApiError(status, place + reason, param="messages", code="chat_template") from None
         if not continued:
-            return text
-        before, found, _ = text.rpartition(last)
+            return chat
+        before, found, _ = chat.marked.rpartition(last)
         if not found:
             raise ApiError(400, "the chat template does not show the last message as it is", param="messages")
-        return before + last
+        return replace(chat, marked=before + last)
 
-    def submit(self, work: Work) -> list[Ticket]:
-        """All answers of a request, or none. Raises ApiError 429 when the queue is full."""
+    def submit(self, work: Work, client: str) -> list[Ticket]:
+        """All answers of a client's request, or none. Raises QueueFull."""
         tickets: list[Ticket] = []
         try:
             for request in work.requests:
-                tickets.append(self.scheduler.submit(request))
+                tickets.append(self.scheduler.submit(request, client))
         except BaseException:
             for ticket in tickets:
                 ticket.cancel()
@@ -300,6 +302,13 @@ class Service:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
         return None
 
+    def _check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Refuse ids that the model has no embeddings for."""
+        try:
+            self.llm._engine._ids(ids, param, self.llm.tokenizer)
+        except InvalidArgument as error:
+            raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
+
     @contextlib.contextmanager
     def _room(self, param: str) -> Iterator[int]:
         """The most tokens that a prompt may have; TooManyTokens becomes an ApiError about the field."""
@@ -323,8 +332,11 @@ class Service:
             if getattr(request, name) is not None:
                 options[name] = getattr(request, name)
         bias = dict(request.logit_bias or {})
+        self._check_ids(list(bias), "logit_bias")
+        self._check_ids(request.stop_token_ids or [], "stop_token_ids")
         if request.ignore_eos:
-            bias |= dict.fromkeys(self.llm.tokenizer.eos_ids, -1e30)
+            vocab = self.llm.config.vocab_size
+            bias |= {token: -1e30 for token in self.llm.tokenizer.eos_ids if token < vocab}
         if bias:
             options["logit_bias"] = bias
         if request.stop_token_ids:

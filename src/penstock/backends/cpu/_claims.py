@@ -41,13 +41,13 @@ def hold(kernel: Any, sig: Any) -> Iterator[None]:
         yield
     finally:
         if mine:
-            claim.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                claim.unlink()
 
 
 def _take(claim: Path) -> bool:
     try:
-        claim.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with claim.open("x") as out:
+        with open(claim, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as out:
             out.write(str(os.getpid()))
         return True
     except FileExistsError:

@@ -8,10 +8,8 @@ packages' caches are left alone; a folder that cannot be written only means comp
 import contextlib
 import hashlib
 import inspect
-import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ import llvmlite
 import numba
 from numba.core import caching, compiler, serialize, sigutils
 
+from penstock import kernel_cache
 from penstock.backends.cpu import _claims, _progress
 from penstock.errors import InvalidArgument
-from penstock.settings import Settings
 
 # What a kernel may let LLVM do with its floats. Neither set lets it assume away NaN, infinity or the sign of zero.
 FUSED_MULTIPLY_ADD = frozenset({"contract"})
@@ -76,14 +74,12 @@ def _shown(kernel: Any) -> Callable:
 
 def cache_folder(root: str | Path | None = None) -> Path:
     """`root/numba/<hash of sources and compiler>`; without root: PENSTOCK_CACHE_DIR, then the user's cache folder."""
-    root = root or Settings.from_env().cache_dir
-    if not root:
-        home = os.environ.get("XDG_CACHE_HOME", "")  # counts only if absolute, as the XDG specification says
-        root = Path(home if home.startswith("/") else "~/.cache", "penstock")
-    try:
-        return Path(root).expanduser() / "numba" / _SOURCES
-    except RuntimeError:  # a user without a home folder
-        return Path(os.devnull, _SOURCES)  # cannot be written
+    return kernel_cache.cache_root(root) / _BELOW
+
+
+def trusted_folder(root: str | Path | None = None) -> Path:
+    """`cache_folder(root)`, or the same in a folder of this process where others could have put their code there."""
+    return kernel_cache.trusted(kernel_cache.cache_root(root), _BELOW)
 
 
 def _source_hash(path: Path) -> str:
@@ -95,6 +91,7 @@ def _source_hash(path: Path) -> str:
 
 
 _SOURCES = _source_hash(Path(__file__).parent)
+_BELOW = f"numba/{_SOURCES}"
 
 
 def _identity(py_func: Callable) -> tuple:
@@ -105,7 +102,10 @@ def _identity(py_func: Callable) -> tuple:
 
 
 class _KernelCache(caching.NullCache):
-    """Machine code of one kernel, a file per signature and CPU: sha256 of a pickle, then the pickle."""
+    """Machine code of one kernel, a file per signature and CPU: digest of its full name and a pickle, then the pickle.
+
+    The file's own name has only a part of that, so it does not say what the content is.
+    """
 
     def __init__(self, py_func: Callable, root: str | Path | None) -> None:
         self._py_func, self._root = py_func, root
@@ -113,23 +113,26 @@ class _KernelCache(caching.NullCache):
 
     @property
     def cache_path(self) -> Any:
-        return cache_folder(self._root)
+        return trusted_folder(self._root)
+
+    def _full_name(self, sig: Any, codegen: Any) -> str:
+        """All that tells the machine code of one signature on one CPU from any other."""
+        types = map(str, sigutils.normalize_signature(sig))
+        return repr((*types, codegen.magic_tuple(), _SOURCES, self._source, _identity(self._py_func)))
+
+    def _place(self, full_name: str) -> Path:
+        key = hashlib.sha256(full_name.encode()).hexdigest()
+        return self.cache_path / f"{self._py_func.__module__}.{self._py_func.__qualname__}-{key[:32]}.nbc"
 
     def file(self, sig: Any, codegen: Any) -> Path:
         """Where the machine code of one signature on one CPU belongs."""
-        module, name, *_ = identity = _identity(self._py_func)
-        types = map(str, sigutils.normalize_signature(sig))
-        key = hashlib.sha256(repr((*types, codegen.magic_tuple(), self._source, identity)).encode()).hexdigest()
-        return self.cache_path / f"{module}.{name}-{key[:32]}.nbc"
+        return self._place(self._full_name(sig, codegen))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
-        try:
-            data = self.file(sig, target_context.codegen()).read_bytes()
-        except OSError:
-            data = b""
-        whole = hashlib.sha256(data[32:]).digest() == data[:32]
-        if not whole:
+        full_name = self._full_name(sig, target_context.codegen())
+        data = kernel_cache.read(self._place(full_name)) or b""
+        if kernel_cache.digest(full_name, data[32:]) != data[:32]:
             _progress.show(self._py_func.__qualname__.rpartition(".")[2].lstrip("_"))
             return None
         return compiler.CompileResult._rebuild(target_context, *pickle.loads(data[32:]))
@@ -139,10 +142,6 @@ class _KernelCache(caching.NullCache):
             return
         if _source_hash(Path(__file__).parent) != _SOURCES:  # edited since the import: nobody knows what was compiled
             return
-        file, data = self.file(sig, cres.codegen), serialize.dumps(cres._reduce())
+        full_name, data = self._full_name(sig, cres.codegen), serialize.dumps(cres._reduce())
         with contextlib.suppress(OSError):
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-                whole = Path(scratch, "nbc")
-                whole.write_bytes(hashlib.sha256(data).digest() + data)
-                whole.replace(file)
+            kernel_cache.write(self._place(full_name), kernel_cache.digest(full_name, data) + data)

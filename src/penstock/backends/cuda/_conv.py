@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+
 
 @triton.jit
 def _store_silu(y_ptr, x, mask):

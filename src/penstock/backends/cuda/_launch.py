@@ -10,7 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda._cache import use_trusted_cache
+
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run as Python on torch CPU tensors
+if not INTERPRETED:
+    use_trusted_cache()  # before anything is compiled or loaded
 # The same inside kernels. The interpreter computes with the bits of bfloat16 as if they were integers, and makes
 # bfloat16 of float32 by dropping bits: there products take float32 operands, and `_rows.rounded` rounds by itself.
 WIDENED = tl.constexpr(INTERPRETED)

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+
 _GROUP = tl.constexpr(32)  # neighbours that a block has together
 _LIST = tl.constexpr(32)  # logits of a block that _limits_kernel can hold
 _CHUNK, _WARPS = 512, 8  # of a program of _digits_kernel: logits at a time, 16 sums of each in registers

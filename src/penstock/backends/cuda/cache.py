@@ -6,6 +6,7 @@ A slot is a page that holds a whole sequence, and a contiguous cache is one page
 import triton
 import triton.language as tl
 
+import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock import ops
 from penstock.ops._op import kernel
 

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock.errors import OutOfMemory
 from penstock.ops._op import numpy_view
 from penstock.streaming.layout import Format, views
