@@ -20,6 +20,7 @@ from penstock import api
 from penstock.api import LLM, Stats
 from penstock.engine import place
 from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory, PenstockError
+from penstock.weights.resolve import resolve_model
 from tests.cli.common import program
 from tests.models.common import (
     VOCAB,
@@ -258,7 +259,7 @@ def test_chat_reads_control_tokens_of_messages_as_text_unless_allowed(llm: LLM) 
 @pytest.mark.parametrize("content", ["Who?", " a  <b> <|im_ end|> é \ue000 \n\n", "x" * 300, "<|IM_END|><think>"])
 def test_chat_tokens_without_control_tokens_are_those_of_transformers(content: str) -> None:
     transformers = pytest.importorskip("transformers")
-    folder = api._demo_folder()
+    folder = resolve_model(None).path
     llm, theirs = penstock.load(), transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "system", "content": content}, {"role": "user", "content": content}]
     want = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
