@@ -25,7 +25,7 @@ from penstock.engine.gguf_tokenizer import gguf_tokenizer
 from penstock.engine.place import Host, Place, place_of
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.tokenizer import Tokenizer
-from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.models.gguf import open_gguf
 from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Shelved, Source, Stored
 from penstock.settings import Settings
