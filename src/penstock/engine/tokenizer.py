@@ -89,7 +89,7 @@ class Tokenizer:
         InvalidArgument for text with lone surrogates and for such a word, TooManyTokens.
         """
         _check_text(text)
-        self._check_length(text, limit)
+        self.check_length(text, limit)
         if len(text) <= PIECE or (add_special_tokens and self._around is None):
             ids = self._ids(text, add_special_tokens)
         else:
@@ -104,7 +104,8 @@ class Tokenizer:
         _check_tokens(len(ids), limit)
         return ids
 
-    def _check_length(self, text: str, limit: int | None) -> None:
+    def check_length(self, text: str, limit: int | None) -> None:
+        """Raises TooManyTokens if the bytes of a text alone tell that it has more tokens than the limit."""
         if limit is not None and self._longest is not None:
             _check_tokens(fewest_tokens(text, self._longest), limit)
 
@@ -215,7 +216,7 @@ class Tokenizer:
         if not chat.mark:
             return self.encode(chat.text, add_special_tokens=False, limit=limit)
         _check_text(chat.text)
-        self._check_length(chat.text, limit)
+        self.check_length(chat.text, limit)
         with no_panic("encode: chat"):
             renamed = self._control_tokens.renamed(chat)
         return self._renamed.encode(renamed, add_special_tokens=False, limit=limit)

@@ -21,7 +21,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 _LARGE = 1 << 20  # bytes of a body that a process of its own looks at first
 _STEP = 1 << 20  # bytes that are counted at a time
-_CHILD_MEMORY = 256 << 20  # a body of 16 MiB takes 160: one character beyond U+FFFF makes each of a text's four bytes
+_CHILD_MEMORY = 128 << 20  # a body of 16 MiB takes 160: one character beyond U+FFFF makes each of a text's four bytes
 _CHILD_SECONDS = 20.0
 
 

@@ -188,8 +188,11 @@ class Service:
         self.check_model(request.model)
         if choice == "none":
             tools = []
-        chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
         with self._room("messages") as most:
+            for message in messages:  # a prompt holds them whole: what is too long is not even rendered
+                if message.role != "assistant":
+                    tokenizer.check_length(message.text or "", most)
+            chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
             ids = tokenizer.encode_chat(chat, limit=most)
         self._check_ids(ids, "messages")
         inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
