@@ -23,7 +23,7 @@ from penstock.cli._model import (
     verb,
 )
 from penstock.errors import BackendError, InvalidArgument
-from penstock.settings import Settings
+from penstock.settings import Settings, is_blank
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -94,7 +94,7 @@ class AddressOptions:
         ),
     ] = None
     api_key_file: Annotated[
-        str | None, typer.Option("--api-key-file", metavar="FILE", help="The same, one key per line.")
+        str | None, typer.Option("--api-key-file", metavar="FILE", help="The same, one key per line, # for remarks.")
     ] = None
     insecure: Annotated[bool, typer.Option("--insecure", help="Let others than this machine in without a key.")] = False
     allowed_origins: Annotated[
@@ -109,21 +109,35 @@ class AddressOptions:
     ] = None
 
     def keys(self) -> tuple[str, ...]:
-        """All keys. Raises UsageError or InvalidArgument, never with a key in it."""
-        found = [key for given in self.api_key or () for key in given.split(",")]
-        found += [Settings.from_env().api_key or ""]
-        if self.api_key_file is not None:
-            try:
-                found += Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-                raise InvalidArgument(f"--api-key-file: {self.api_key_file}: {reason}") from None
-        keys = tuple(dict.fromkeys(key.strip() for key in found if key.strip()))
-        if not keys and (self.api_key is not None or self.api_key_file is not None):
+        """All keys. A blank one is refused: somebody meant to lock the server. Raises UsageError or InvalidArgument,
+        never with a key in it.
+        """
+        found = [key.strip() for given in self.api_key or () for key in given.split(",")]
+        if not all(found):
             raise UsageError("--api-key: is empty, expected a key")
+        if is_blank("api_key"):
+            raise UsageError("PENSTOCK_API_KEY: is blank, expected a key, or no such variable for a server without one")
+        if (key := Settings.from_env().api_key) is not None:
+            found.append(key.strip())
+        if self.api_key_file is not None:
+            found += _keys_in(self.api_key_file)
+        keys = tuple(dict.fromkeys(found))
         for key in keys:
             checked_text("--api-key", key)
         return keys
+
+def _keys_in(path: str) -> list[str]:
+    """The lines of a key file that are neither blank nor, starting with #, a comment."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise InvalidArgument(f"--api-key-file: {path}: {reason}") from None
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+    if not keys:
+        raise UsageError(f"--api-key-file: {path}: has no key, expected one per line")
+    return keys
+
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import penstock
@@ -10,6 +11,7 @@ PROMPT = "Once upon a time there was a king who had a daughter."
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m penstock.demo", description=__doc__).parse_args()
     penstock.load().generate(PROMPT, max_tokens=2)  # compiles what this machine has not compiled yet
     llm = penstock.load()
     print(f"\n{PROMPT}", end="", flush=True)
