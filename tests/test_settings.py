@@ -43,7 +43,7 @@ def test_from_env_takes_an_empty_variable_as_unset():
 
 def test_from_env_warns_of_unknown_names_once_and_ignores_them(monkeypatch):
     monkeypatch.setattr(settings, "_told", set())
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="is not a setting") as told:
         assert Settings.from_env({"PENSTOCK_THREAD": "3", "PENSTOCK_ZZZZ": "", "PENSTOCK_THREADS": "2"}).threads == 2
     close, far = (str(warning.message) for warning in told)
     assert close == "PENSTOCK_THREAD is not a setting and is ignored, did you mean PENSTOCK_THREADS?"

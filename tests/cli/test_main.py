@@ -41,7 +41,9 @@ def test_unknown_setting_is_one_line_of_warning():
     shown = program("generate", "-p", "Once", "-m", "1", "--temp", "0", PENSTOCK_THREDS="2")
     told = [line for line in shown.err.splitlines() if "PENSTOCK_THREDS" in line]
     assert shown.status == 0 and shown.out
-    assert told == ["penstock: warning: PENSTOCK_THREDS is not a setting and is ignored, did you mean PENSTOCK_THREADS?"]
+    assert told == [
+        "penstock: warning: PENSTOCK_THREDS is not a setting and is ignored, did you mean PENSTOCK_THREADS?"
+    ]
 
 
 def test_a_value_that_a_setting_cannot_take_is_one_line_and_status_1():

@@ -24,6 +24,7 @@ from penstock.cli._model import (
 )
 from penstock.errors import BackendError, InvalidArgument
 from penstock.settings import Settings, is_blank
+from penstock.units import amount
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -126,6 +127,7 @@ class AddressOptions:
             checked_text("--api-key", key)
         return keys
 
+
 def _keys_in(path: str) -> list[str]:
     """The lines of a key file that are neither blank nor, starting with #, a comment."""
     try:
@@ -137,7 +139,6 @@ def _keys_in(path: str) -> list[str]:
     if not keys:
         raise UsageError(f"--api-key-file: {path}: has no key, expected one per line")
     return keys
-
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,7 @@ def serve(
         llm, _ = service.loaded
         stats = llm.stats()
         note(
-            f"{service.name} is ready after {time.monotonic() - start:.1f} s: {_bytes(stats.weight_bytes)} of "
+            f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(stats.weight_bytes)} of "
             f"weights, context of {llm.max_context} tokens, {llm._engine.device}"
         )
         note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
@@ -405,10 +406,6 @@ def _names(model: ModelOptions, aliases: list[str]) -> tuple[str, ...]:
     """What clients may call the model; of a folder on this machine only the last part of its path."""
     there = model.model is None or Path(model.model).expanduser().exists()
     return tuple(dict.fromkeys([*aliases, *([] if there else [str(model.model)]), model.name]))
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def _split(text: str | None) -> list[str]:

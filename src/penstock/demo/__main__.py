@@ -6,6 +6,7 @@ import argparse
 import sys
 
 import penstock
+from penstock.units import amount
 
 PROMPT = "Once upon a time there was a king who had a daughter."
 
@@ -22,7 +23,7 @@ def main() -> None:
     stats, cfg = llm.stats(), llm.config
     print(
         f"{stats.generation_tps:.0f} tokens per second: {cfg.model_type}, {len(cfg.layer_types)} layers, "
-        f"{cfg.top_k} of {cfg.experts} experts per token, {stats.weight_bytes / 1e6:.0f} MB of 4-bit weights",
+        f"{cfg.top_k} of {cfg.experts} experts per token, {amount(stats.weight_bytes)} of 4-bit weights",
         file=sys.stderr,
     )
     print('next: penstock generate -p "Tell me a story", penstock chat, penstock bench', file=sys.stderr)

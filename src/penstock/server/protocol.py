@@ -12,7 +12,6 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from penstock.server.errors import ApiError, dumps, unavailable
 from penstock.server.limits import Limits
 
-
 _START = b"HTTP/1.1 "  # how every response begins, whatever it will say
 
 # seconds after its last byte at which a client that sends no more is written to, to see whether it is still there
