@@ -75,6 +75,8 @@ class QuantizedTensor:
         """Raises ShapeError if an array was given another shape, dtype or memory since (arrays can be, in place):
         kernels count on what was found here.
         """
+        if tuple(map(_layout, self.arrays)) == self._laid_out:  # the usual case, in 2 µs
+            return
         for name, array, layout in zip(("packed", "scales", "biases"), self.arrays, self._laid_out, strict=True):
             if _layout(array) != layout:
                 raise ShapeError(
@@ -441,7 +443,8 @@ def fault_of(array: Any) -> str | None:
         return None  # a symbol
     import torch
 
-    if kind not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(array):
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+    if kind not in (torch.Tensor, torch.nn.Parameter) or wrapped(array):
         return f"a {kind.__name__} that stands for another tensor, expected a plain torch tensor"
     if array.layout is not torch.strided or array.is_nested or array.is_quantized:
         odd = "nested" if array.is_nested else "quantized" if array.is_quantized else str(array.layout)

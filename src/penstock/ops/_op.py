@@ -248,8 +248,9 @@ def _holds(number: float) -> bool:
 
 def _shown(scalar: float | str | None) -> str:
     """A scalar for a message; Python does not write out ints of thousands of digits."""
-    huge = isinstance(scalar, int) and scalar.bit_length() > 128
-    return f"an int of {scalar.bit_length()} bits" if huge else f"{scalar!r:.80}"
+    if isinstance(scalar, int) and scalar.bit_length() > 128:
+        return f"an int of {scalar.bit_length()} bits"
+    return f"{scalar!r:.80}"
 
 
 def _fits(value: Any, kinds: frozenset[str]) -> bool:

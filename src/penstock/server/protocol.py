@@ -33,8 +33,8 @@ class _Connection(h11.Connection):
         self._ahead += 1
         return _START[self._ahead - 1 : self._ahead]
 
-    def send(self, event: Any) -> bytes | None:
-        data = super().send(event)
+    def send(self, event: Any) -> bytes | None:  # type: ignore[override]
+        data: bytes | None = super().send(event)
         if data:
             data, self._ahead = data[self._ahead :], 0
         return data
