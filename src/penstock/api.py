@@ -31,6 +31,7 @@ from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Sh
 from penstock.settings import Settings
 from penstock.streaming.layout import Layer
 from penstock.streaming.store import slot_counts
+from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import resolve_model
 
@@ -107,10 +108,10 @@ class Stats:
         tokens = max(1, self.prompt_tokens + self.generated_tokens)
         seconds = self.prompt_seconds + self.generation_seconds
         waited = (self.expert_wait_seconds or 0.0) / seconds if seconds else 0.0
-        held, read = (self.expert_bytes or 0) / 1e9, (self.expert_bytes_read or 0) / tokens / 1e6
+        held, read = amount(self.expert_bytes or 0), amount((self.expert_bytes_read or 0) / tokens)
         return (
-            f"\nExperts: {self.expert_hit_rate or 0.0:.1%} of the chosen ones were in {held:.3f} GB of slots, "
-            f"{read:.1f} MB read per token, {waited:.0%} of the time waiting for them"
+            f"\nExperts: {self.expert_hit_rate or 0.0:.1%} of the chosen ones were in {held} of slots, "
+            f"{read} read per token, {waited:.0%} of the time waiting for them"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -505,7 +506,7 @@ def load_random(
     read = family.read_config(dict(config))
     need, free = random_nbytes(config) + _WORKING, place.free()
     if need > free:
-        raise OutOfMemory(f"random weights: need {need / 1e9:.2f} GB of {place.memory}, {free / 1e9:.2f} GB are free")
+        raise OutOfMemory(f"random weights: need {amount(need)} of {place.memory}, {amount(free)} are free")
     source = Random(config, seed, progress)
     if here and isinstance(place, Maker):
         source = RandomHere(config, place, seed, progress)
@@ -561,8 +562,8 @@ def _check_fits(what: str, place: Place, files: int, copies: int) -> None:
     host = isinstance(place, Host)
     need, free = (copies if host else files) + _WORKING, place.free()
     if need > free:
-        found = f"{what}: needs {need / 1e9:.2f} GB of {place.memory}{' beside its files' if host else ''}"
-        raise OutOfMemory(f"{found}, {free / 1e9:.2f} GB are free" + ("" if host else "; device='cpu' may fit"))
+        found = f"{what}: needs {amount(need)} of {place.memory}{' beside its files' if host else ''}"
+        raise OutOfMemory(f"{found}, {amount(free)} are free" + ("" if host else "; device='cpu' may fit"))
 
 
 def _engine(
@@ -598,8 +599,8 @@ def _engine(
     if need > free:
         fitting = next((n for n in (chosen >> k for k in range(1, 30)) if engine.caches.bytes_of(n) <= free), 0)
         advice = f"; max_context={fitting} would fit" if fitting else ""
-        found = f"{what}: {engine.max_context} positions need {need / 1e9:.2f} GB of {place.memory}"
-        raise OutOfMemory(f"{found}, {max(free, 0) / 1e9:.2f} GB are free{advice}")
+        found = f"{what}: {engine.max_context} positions need {amount(need)} of {place.memory}"
+        raise OutOfMemory(f"{found}, {amount(max(free, 0))} are free{advice}")
     return engine
 
 

@@ -10,6 +10,7 @@ from penstock.engine.place import Host
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.programs import table_width
 from penstock.errors import OutOfMemory
+from penstock.units import amount
 
 _KEEP_FREE = 256 << 20  # bytes of memory that sequences leave to everything else
 
@@ -31,8 +32,8 @@ class Admission:
         need = caches.bytes_of(positions)
         if need > self.total:
             raise OutOfMemory(
-                f"request: {positions} positions (a prompt of {prompt} and max_tokens) need {need / 1e9:.2f} GB of "
-                f"{self._engine.place.memory}, {self.total / 1e9:.2f} GB are there for sequences; "
+                f"request: {positions} positions (a prompt of {prompt} and max_tokens) need {amount(need)} of "
+                f"{self._engine.place.memory}, {amount(self.total)} are there for sequences; "
                 "use fewer max_tokens or a shorter prompt"
             )
         return caches.pages_of(positions)
@@ -53,8 +54,8 @@ class Admission:
         need = self.used(promises, more, 1)
         if need > self.total:
             raise OutOfMemory(
-                f"request: needs memory that is in use, {need / 1e9:.2f} GB with what runs, "
-                f"expected at most {self.total / 1e9:.2f} GB"
+                f"request: needs memory that is in use, {amount(need)} with what runs, "
+                f"expected at most {amount(self.total)}"
             )
         with self._engine._lock:
             self._engine.caches.make_room(self._owed(promises, more), 1)

@@ -19,6 +19,7 @@ from penstock.errors import OutOfMemory
 from penstock.graph import Graph, Node, Program, Wrap, trace
 from penstock.models.step import Pages, Step, empty
 from penstock.ops._op import Spec, spec_of
+from penstock.units import amount
 
 KEPT = 48  # programs of prefills and of decodes that are kept, the latest used ones
 _LEAST_PAGES = 4  # of a block table: tables grow in powers of two, and a new size is a new program
@@ -127,7 +128,7 @@ class Programs:
     def _new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.place.free()):
             raise OutOfMemory(
-                f"step: {nbytes / 1e9:.2f} GB of {self.place.memory} are needed, {free / 1e9:.2f} GB are free; "
+                f"step: {amount(nbytes)} of {self.place.memory} are needed, {amount(free)} are free; "
                 "use fewer sequences at once, or close sessions"
             )
         return self.place.arena(nbytes)

@@ -47,9 +47,17 @@ class Tokenizer:
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
         self._templates = templates
-        ids = backend.get_vocab(with_added_tokens=True).values()
+        vocab = backend.get_vocab(with_added_tokens=True)
+        ids = vocab.values()
         if not ids:
             raise CheckpointError(f"{source}: has no tokens, expected a vocabulary")
+        pieces = {number: piece for piece, number in vocab.items()}
+        if len(pieces) < len(vocab):
+            number, *both = min((n, *sorted((p, pieces[n]))) for p, n in vocab.items() if pieces[n] != p)
+            first, second = map(_shown, both)
+            raise CheckpointError(
+                f"{source}: {first} and {second} both have the id {number}, expected one token per id"
+            )
         self.vocab_size = max(ids) + 1
         if self.vocab_size > len(ids) + _MAX_GAP:
             raise CheckpointError(

@@ -22,6 +22,7 @@ from penstock.dtypes import numpy_dtype
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.streaming.layout import Format, Layer
 from penstock.streaming.policy import Policy, make_policy
+from penstock.units import amount
 
 _TURN = 32  # experts of a turn: enough to read at once, and the slots that decoding uses stay
 
@@ -393,8 +394,8 @@ def slot_counts(layers: Sequence[Layer], budget: int, top_k: int) -> dict[Format
     need = sum(format.payload * count for format, count in least.items())
     if budget < need:
         raise InvalidArgument(
-            f"expert_cache: {budget / 1e6:.1f} MB are too few, expected at least {need / 1e6:.1f} MB "
-            f"({', '.join(f'{n} experts of {format.payload / 1e6:.2f} MB' for format, n in least.items())}: "
+            f"expert_cache: {amount(budget)} are too few, expected at least {amount(need)} "
+            f"({', '.join(f'{n} experts of {amount(format.payload)}' for format, n in least.items())}: "
             "what a token chooses in a layer)"
         )
     whole = sum(format.payload * count for format, count in total.items())

@@ -18,6 +18,7 @@ import numpy as np
 from penstock.dtypes import dtype_name
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.units import amount
 from penstock.weights.files import (
     JSON_LIMIT,
     check_plain_name,
@@ -117,7 +118,7 @@ class Checkpoint:
             count, nbytes = file.copied
             if count:
                 noun, are, were = ("tensor", "is", "was") if count == 1 else ("tensors", "are", "were")
-                size = f"{nbytes / 1e6:.1f} MB"
+                size = amount(nbytes)
                 found.append(f"{count} {noun} ({size}) {are} not aligned in {file.path} and {were} copied")
         return found
 

@@ -14,6 +14,7 @@ from penstock.backends.cuda.features import interpreted, unusable
 from penstock.errors import BackendError, OutOfMemory
 from penstock.ops._op import Spec, backend, numpy_view, shaped
 from penstock.quant import QuantizedTensor, to_torch
+from penstock.units import amount
 
 
 class Gpu:
@@ -148,7 +149,7 @@ class Gpu:
             yield
         except self._torch.OutOfMemoryError as error:
             raise OutOfMemory(
-                f"GPU memory: an allocation failed with {self.free() / 1e9:.2f} GB free; "
+                f"GPU memory: an allocation failed with {amount(self.free())} free; "
                 "use a shorter context, fewer sequences, or device='cpu'"
             ) from error
 
