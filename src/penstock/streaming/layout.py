@@ -63,7 +63,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts of one layer, in files. hashes: of their records, in the order of the experts, where a file has them."""
+    """The experts of one layer, in files. hashes: of their records, one after the other, where a file has them."""
 
     name: str  # path of the layer's experts in the checkpoint, for messages
     parts: tuple[Part, ...]
