@@ -8,6 +8,7 @@ Steps run as programs (`programs.py`), fused and with their buffers planned.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -18,11 +19,14 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.cache import Caches, Sequence, Snapshot
+from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.place import Drawing, Flight, Place, place_of
 from penstock.engine.programs import Programs, Runner, table_name, table_width
 from penstock.engine.streamed import Streamed
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, NonFiniteLogits
 from penstock.models.step import PAGE, Step
+
+_log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,21 @@ class Engine:
             self._last = _Last(runner, runner.drawing, list(sequences), lengths, list(rows), version, flight)
             return flight
 
+    def located(self, error: NonFiniteLogits, sequence: Sequence, token: int | None) -> NonFiniteLogits:
+        """The same error with the place where a step with the last token of a sequence is first not finite.
+
+        As it was if that cannot be found: the token is not known, or the step cannot be run once more.
+        """
+        if token is None:
+            return error
+        try:
+            with self._lock, self.place.running(self.deterministic):
+                where = first_nonfinite(self, sequence, token)
+        except Exception as failure:  # whatever it is, the request ends with the error that it has
+            _log.warning("the layer of non-finite logits cannot be found: %s", failure)
+            return error
+        return error if where is None else NonFiniteLogits(f"{error}; first in {where}")
+
     @property
     def most_sequences(self) -> int:
         """How many can decode together: those whose experts fit on a device that cannot wait for them in between."""
@@ -259,19 +278,27 @@ class Engine:
         """The decode program for these sequences, its inputs set."""
         assert self.programs is not None
         self._last = None  # it may have left its tokens in the same program
-        B, rows = len(sequences), self.place.rows(len(sequences))
-        tables = {window: [s.tables[window].array for s in sequences] for window in self.caches.pools}
-        widths = {window: table_width(max(map(len, arrays))) for window, arrays in tables.items()}
-        runner = self.programs.decode(rows, widths)
+        pages = {window: max(len(s.tables[window].array) for s in sequences) for window in self.caches.pools}
+        widths = {window: table_width(count) for window, count in pages.items()}
+        runner = self.programs.decode(self.place.rows(len(sequences)), widths)
+        self.fill(runner, sequences, ids)
+        return runner
+
+    def fill(self, runner: Runner, sequences: Seq[Sequence], ids: np.ndarray) -> None:
+        """Set the inputs of a decode program: the next token of each sequence."""
+        B, rows = len(sequences), len(runner.host["tokens"])
         at = np.full(rows, -1, np.int32)
         at[:B] = [sequence.length for sequence in sequences]
         slots = np.full(rows, -1, np.int32)
         slots[:B] = [sequence.slot for sequence in sequences]
         words = np.zeros(rows, np.int32)
         words[:B] = ids
-        grids = {table_name(window): _table(arrays, rows, widths[window]) for window, arrays in tables.items()}
-        runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **grids)
-        return runner
+        tables = {}
+        for window in self.caches.pools:
+            name = table_name(window)
+            arrays = [sequence.tables[window].array for sequence in sequences]
+            tables[name] = _table(arrays, rows, runner.host[name].shape[1])
+        runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **tables)
 
     def _defined(self, sequence: Sequence, ids: np.ndarray, every: bool = False) -> np.ndarray:
         """A piece by the definitions of the ops, one after the other: device "reference"."""

@@ -403,7 +403,7 @@ class Scheduler:
                 if not request.tokens:  # else it is computed again
                     assert scores is not None
                     row.prompted()
-                    self._deliver(job, request.accept(scores[0], end))
+                    self._deliver(job, row.accept(scores[0], engine))
         except MemoryError as error:
             if row.sequence.spoiled or self._prefix is None or not self._prefix.evict():
                 self._end(job, error)
