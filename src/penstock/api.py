@@ -387,8 +387,8 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, place, checkpoint.nbytes, progress)
     notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
-    check = checkpoint.check if isinstance(place, Host) else None
-    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check)
+    check, lease = (checkpoint.check, checkpoint.lease) if isinstance(place, Host) else (None, None)
+    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check, lease)
     return model, tokenizer, notices
 
 
@@ -421,7 +421,9 @@ def _read_gguf(
     if device == "cpu":
         ahead.start(options)
     weights, placed = _weights(found.family, found.source, config, place, found.nbytes, progress)
-    return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, [*found.notices]
+    check, lease = (found.file.check, found.file.lease) if isinstance(place, Host) else (None, None)
+    model = Model(found.family, placed, weights, found.fingerprint, found.nbytes, None, check, lease)
+    return model, tokenizer, [*found.notices]
 
 
 def _putting(place: Place, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:

@@ -23,7 +23,7 @@ from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.place import Drawing, Flight, Place, place_of
 from penstock.engine.programs import Programs, Runner, table_name, table_width
 from penstock.engine.streamed import Streamed
-from penstock.errors import InvalidArgument, NonFiniteLogits
+from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits
 from penstock.models.step import PAGE, Step
 
 _log = logging.getLogger("penstock")
@@ -40,6 +40,7 @@ class Model:
     nbytes: int = 0
     experts: Streamed | None = None  # those that are not all in memory
     check: Callable[[], None] | None = None  # raises CheckpointError if the mapped files are no longer what they were
+    lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
 
 
 class Engine:
@@ -74,6 +75,7 @@ class Engine:
             else None
         )
         self._lock = threading.RLock()
+        self._damage: str | None = None  # what was found wrong with the files
         self._last: _Last | None = None
 
     def open(self) -> Sequence:
@@ -317,12 +319,35 @@ class Engine:
             self.caches.advance(sequence, len(ids))
         return family.logits(step, h if every else h[-1:], weights, config)
 
+    def replace_model(self, model: Model) -> None:
+        """The same model with its weights elsewhere in memory, before the first step."""
+        with self._lock:
+            self.model = model
+            if self.programs is not None:
+                self.programs.weights = model.weights
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether steps read from files, mapped ones or those of streamed experts."""
+        return self.model.check is not None or self.experts is not None
+
+    def check_files(self) -> None:
+        """Raises CheckpointError if a file of the weights is no longer what it was. Waits for a step under way."""
+        with self._lock:
+            self._check_files()
+
     def _check_files(self) -> None:
-        """Before a step: the files that it may read are what they were."""
-        if self.model.check is not None:
-            self.model.check()
-        if self.experts is not None:
-            self.experts.store.reader.check()
+        """Before a step: the files that it may read are what they were. One that changed once is not trusted again."""
+        if self._damage is not None:
+            raise CheckpointError(self._damage)
+        try:
+            if self.model.check is not None:
+                self.model.check()
+            if self.experts is not None:
+                self.experts.store.reader.check()
+        except CheckpointError as error:
+            self._damage = str(error)
+            raise
 
     def _ids(self, tokens: Seq[int]) -> np.ndarray:
         vocab = self.model.config.vocab_size

@@ -10,7 +10,7 @@ it waits, and those behind it with it. Stored prefixes go before one waits.
 
 A step that fails is tried again with each request alone, and the one that fails alone ends with the error. Where the
 step left recurrent states half-way the sequences are computed again: prompts as at first, answers token by token, so
-that no bit changes.
+that no bit changes. Weights that cannot be read (files that changed, a disk that fails, a damaged record) end all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numbers
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from penstock.engine.generation import MAX_BATCH, Chunk, Decoder, Request, Runni
 from penstock.engine.place import Host
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.ticket import Feed, Ticket
-from penstock.errors import Cancelled, InvalidArgument, OutOfMemory, QueueFull
+from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -78,7 +79,8 @@ class Scheduler:
     max_sequences None: 8 on the CPU, 32 on a GPU. queue: requests that may wait beside those running. memory: bytes for
     sequences and stored prefixes (None: what is free now, less room for activations and mapped weights). prefix_memory:
     of these, bytes for prefixes (None: a tenth of what is free). buffer: chunks that a reader may lag behind; then his
-    request pauses, and after `patience` seconds without a read it is cancelled.
+    request pauses, and after `patience` seconds without a read it is cancelled. failed: is told, once, when the weights
+    cannot be read any more; all requests end with that error then, and no other is taken.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Scheduler:
         prefix_memory: int | None = None,
         buffer: int = 64,
         patience: float = 60.0,
+        failed: Callable[[CheckpointError], None] | None = None,
     ) -> None:
         engine = llm._engine
         if max_sequences is None:
@@ -124,6 +127,8 @@ class Scheduler:
         self._running: list[_Job] = []  # changed by the thread alone
         self._closing = False
         self._deadline = math.inf
+        self._failure: str | None = None
+        self._on_failure = failed
         self._counts = dict.fromkeys(("finished", "cancelled", "failed", "refused"), 0)
         self._known: weakref.WeakSet[Request] = weakref.WeakSet()
 
@@ -146,7 +151,9 @@ class Scheduler:
         return self._llm._request(prompt, max_tokens, stop, {"grammar": grammar, **more})
 
     def submit(self, request: Request) -> Ticket:
-        """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`."""
+        """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`, and
+        CheckpointError once the weights could not be read.
+        """
         if request.sequence is not None:
             raise InvalidArgument("request: it continues a session, expected one with a sequence of its own")
         length = len(request.prompt)
@@ -161,6 +168,8 @@ class Scheduler:
         with self._news:
             if self._closing:
                 raise Cancelled("scheduler: it is closing and takes no requests")
+            if self._failure is not None:
+                raise CheckpointError(self._failure)
             if request in self._known:
                 raise InvalidArgument("request: it was submitted before, expected a new one")
             room = self.max_sequences + self.queue
@@ -235,7 +244,7 @@ class Scheduler:
     def _drop(self, job: _Job, error: Exception | None) -> None:
         """End a request that waits; the lock is held."""
         self._waiting.remove(job)
-        self._counts["cancelled"] += 1
+        self._counts["failed" if isinstance(error, CheckpointError) else "cancelled"] += 1
         job.end(error)
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -270,11 +279,32 @@ class Scheduler:
         with self._news:
             if self._closing and not self._running and not self._waiting:
                 return False
-            look = None
+            watches = self._engine.reads_files and self._failure is None
+            look = _LOOK if watches else None
             if self._running or self._waiting:  # all of them paused, or nobody refers to them
                 look = max(0.0, min(_LOOK, self.patience, self._deadline - time.monotonic()))
             self._news.wait_for(lambda: self._changed or self._retry, look)
+        if watches:
+            self._watch()
         return True
+
+    def _watch(self) -> None:
+        """Look at the files of the weights, which a step does itself: a server without requests has to know, too."""
+        try:
+            self._engine.check_files()
+        except CheckpointError as error:
+            self._fail(error)
+
+    def _fail(self, error: CheckpointError) -> None:
+        """The weights cannot be read: no step can be trusted any more, so everything ends."""
+        with self._news:
+            first, self._failure = self._failure is None, str(error)
+            for job in list(self._waiting):
+                self._drop(job, error)
+        for job in list(self._running):
+            self._end(job, error)
+        if first and self._on_failure is not None:
+            self._on_failure(error)
 
     def _sweep(self) -> None:
         """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
@@ -407,6 +437,8 @@ class Scheduler:
         except MemoryError as error:
             if row.sequence.spoiled or self._prefix is None or not self._prefix.evict():
                 self._end(job, error)
+        except CheckpointError as error:
+            self._fail(error)
         except Exception as error:
             self._end(job, error)
         self._work.prompt_seconds += time.perf_counter() - begin
@@ -433,6 +465,9 @@ class Scheduler:
         begin = time.perf_counter()
         try:
             found = self._decoder.step(rows, go_on)
+        except CheckpointError as error:
+            self._fail(error)
+            return
         except Exception as error:
             self._failed(rows, error)
             return
