@@ -321,7 +321,6 @@ class Decoder:
         sequences = [row.sequence for row in rows]
         return self.engine.draw(sequences, tokens, [sampler.row for sampler in samplers], mode_of(samplers))
 
-
     def _accepted(self, row: Running, scores: np.ndarray) -> Chunk | Exception:
         try:
             return row.accept(scores, self.engine)

@@ -472,9 +472,7 @@ class _Mapped:
 
 
 def damaged(path: Path, layer: str, expert: int) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: expert {expert} of {short(layer)} is damaged; run `penstock pack` with --force"
-    )
+    return CheckpointError(f"{path}: expert {expert} of {short(layer)} is damaged; run `penstock pack` with --force")
 
 
 def _fill(file: _File, buffers: list[memoryview], start: int, stop: int) -> None:
