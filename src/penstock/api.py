@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +32,7 @@ from penstock.settings import Settings
 from penstock.streaming.layout import Layer
 from penstock.streaming.store import slot_counts
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.gguf import GgufFile
 from penstock.weights.hub import resolve
 
 DEVICES = ("auto", "cpu", "cuda", "reference")
@@ -387,8 +388,8 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, place, checkpoint.nbytes, progress)
     notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
-    check, lease = (checkpoint.check, checkpoint.lease) if isinstance(place, Host) else (None, None)
-    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check, lease)
+    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
+    model = _with_files(model, place, checkpoint)
     return model, tokenizer, notices
 
 
@@ -421,9 +422,15 @@ def _read_gguf(
     if device == "cpu":
         ahead.start(options)
     weights, placed = _weights(found.family, found.source, config, place, found.nbytes, progress)
-    check, lease = (found.file.check, found.file.lease) if isinstance(place, Host) else (None, None)
-    model = Model(found.family, placed, weights, found.fingerprint, found.nbytes, None, check, lease)
-    return model, tokenizer, [*found.notices]
+    model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
+    return _with_files(model, place, found.file), tokenizer, [*found.notices]
+
+
+def _with_files(model: Model, place: Place, files: Checkpoint | GgufFile) -> Model:
+    """A model that knows the files which its weights are mapped from; on a GPU none is."""
+    if not isinstance(place, Host):
+        return model
+    return replace(model, from_files=model.nbytes, check=files.check, lease=files.lease)
 
 
 def _putting(place: Place, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:

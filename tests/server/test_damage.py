@@ -73,6 +73,7 @@ def test_copied_weights_do_not_need_their_file(folder):
     said = protect(llm._engine)
     assert said.endswith("their files may change") and "were copied into memory" in said
     assert not any(_mapped_bytes(llm._engine.model.weights, experts) for experts in (False, True))
+    assert llm._engine.model.from_files == 0
     with serving(llm) as place:
         before = place.chat().json()["choices"]
         os.truncate(folder / "model.safetensors", 0)
@@ -84,7 +85,7 @@ def test_copied_weights_do_not_need_their_file(folder):
 def test_what_does_not_fit_is_leased_and_a_writer_ends_the_service(folder):
     llm = load(folder)
     dense = _mapped_bytes(llm._engine.model.weights, experts=False)
-    said = protect(llm._engine, free=2 * dense)
+    said = protect(llm._engine, room=dense)
     assert "were copied into memory" in said and "are mapped, with" in said
     assert _mapped_bytes(llm._engine.model.weights, experts=False) == 0
     if "with a lease" not in said:
@@ -111,7 +112,7 @@ def test_what_does_not_fit_is_leased_and_a_writer_ends_the_service(folder):
 def test_without_room_and_lease_it_is_said(folder):
     llm = load(folder)
     with (folder / "model.safetensors").open("r+b"):  # who writes already keeps everybody from a lease
-        assert "without a lease on their files" in protect(llm._engine, free=0)
+        assert "without a lease on their files" in protect(llm._engine, room=0)
     streamed = load(folder, expert_cache="4M")
     assert protect(streamed._engine).endswith("their files may change")  # experts are read, not mapped
     assert streamed._engine.reads_files

@@ -39,6 +39,7 @@ class Model:
     fingerprint: str
     nbytes: int = 0
     experts: Streamed | None = None  # those that are not all in memory
+    from_files: int = 0  # bytes of weights that steps read from files, at most: they need room in the page cache
     check: Callable[[], None] | None = None  # raises CheckpointError if the mapped files are no longer what they were
     lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
 
@@ -241,6 +242,7 @@ class Engine:
             return error
         try:
             with self._lock, self.place.running(self.deterministic):
+                self._check_files()
                 where = first_nonfinite(self, sequence, token)
         except Exception as failure:  # whatever it is, the request ends with the error that it has
             _log.warning("the layer of non-finite logits cannot be found: %s", failure)

@@ -19,15 +19,18 @@ from penstock.quant import QuantizedTensor
 from penstock.streaming.sizes import spelled
 from penstock.weights.mapped import in_memory, is_mapped
 
-_SHARE = 2  # copies take at most the free memory divided by this
+_WORKING = 256 << 20  # bytes that stay free for activations
 
 
-def protect(engine: Engine, free: int | None = None) -> str:
+def protect(engine: Engine, room: int | None = None) -> str:
     """Protect a model's weights from changes of their files, before its first step; says how, for the log.
 
-    free: bytes of memory that count as free, what the system says by default.
+    room: bytes that copies may take; by default half of the free memory, less if a sequence of max_context needs more.
     """
-    model, room = engine.model, (engine.place.free() if free is None else free) // _SHARE
+    model = engine.model
+    if room is None:
+        free = engine.place.free()
+        room = min(free // 2, free - engine.caches.bytes_of(engine.max_context) - _WORKING)
     if model.check is None:
         return "weights: none is in a mapped file"
     dense = _mapped_bytes(model.weights, experts=False)
@@ -36,7 +39,9 @@ def protect(engine: Engine, free: int | None = None) -> str:
     start = time.perf_counter()
     if copied or not whole:
         weights = _copied(model.weights, experts=copied > dense)
-        model = replace(model, weights=weights, check=None if copied == whole else model.check)
+        model = replace(model, weights=weights, from_files=model.from_files - copied)
+        if copied == whole:
+            model = replace(model, from_files=model.from_files if model.experts else 0, check=None)
         engine.replace_model(model)
     done = f"{spelled(copied)} were copied into memory in {time.perf_counter() - start:.1f} s"
     if copied == whole:

@@ -299,12 +299,13 @@ class Scheduler:
         """The weights cannot be read: no step can be trusted any more, so everything ends."""
         with self._news:
             first, self._failure = self._failure is None, str(error)
+        if first and self._on_failure is not None:
+            self._on_failure(error)  # before a client sees the end of its request, and asks for the reason
+        with self._news:
             for job in list(self._waiting):
                 self._drop(job, error)
         for job in list(self._running):
             self._end(job, error)
-        if first and self._on_failure is not None:
-            self._on_failure(error)
 
     def _sweep(self) -> None:
         """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""

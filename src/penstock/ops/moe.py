@@ -84,7 +84,7 @@ def moe_route(
     chosen = np.take_along_axis(p, ids, axis=-1)
     total = chosen.sum(axis=-1, keepdims=True)
     scale = np.ones(logits.shape[-1]) if per_expert_scale is None else per_expert_scale.astype(np.float64)
-    return _chosen(ids, chosen / total * scale[ids], sound & (total > 0), propagate_nan, logits)
+    return _chosen(ids, chosen / total * scale[ids], np.logical_and(sound, total > 0), propagate_nan, logits)
 
 
 @op(infer=lambda logits, k, propagate_nan: _logits(logits, k, "k"), sources=("moe_softmax_topk",))
