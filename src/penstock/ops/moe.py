@@ -84,7 +84,7 @@ def moe_route(
     chosen = np.take_along_axis(p, ids, axis=-1)
     total = chosen.sum(axis=-1, keepdims=True)
     scale = np.ones(logits.shape[-1]) if per_expert_scale is None else per_expert_scale.astype(np.float64)
-    return _chosen(ids, chosen / total * scale[ids], np.logical_and(sound, total > 0), propagate_nan, logits)
+    return _chosen(ids, chosen / total * scale[ids], sound & (total > 0), propagate_nan, logits)
 
 
 @op(infer=lambda logits, k, propagate_nan: _logits(logits, k, "k"), sources=("moe_softmax_topk",))
@@ -158,7 +158,7 @@ def moe_group_route(
     experts = logits.shape[-1]
     s = sigmoid(logits.astype(np.float64)).astype(np.float32)
     choice = scores = s if bias is None else s + bias.astype(np.float32)
-    sound = ~np.isnan(choice).any(axis=-1, keepdims=True)
+    sound = np.asarray(~np.isnan(choice).any(axis=-1, keepdims=True))
     if n_group > 1:
         groups = choice.reshape(*choice.shape[:-1], n_group, experts // n_group)
         two_best = np.sort(groups, axis=-1)[..., -2:]
