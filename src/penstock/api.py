@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,7 @@ from penstock.streaming.layout import Layer
 from penstock.streaming.store import slot_counts
 from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.gguf import GgufFile
 from penstock.weights.resolve import resolve_model
 
 DEVICES = ("auto", "cpu", "cuda", "reference")
@@ -394,8 +395,8 @@ def _read_folder(
         weights, placed = _weights(family, source, config, place, checkpoint.nbytes, progress)
     notices += _tokens_beyond(f"{folder}", tokenizer, config)
     notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
-    check = checkpoint.check if isinstance(place, Host) else None
-    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check)
+    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
+    model = _with_files(model, place, checkpoint)
     return model, tokenizer, notices
 
 
@@ -427,8 +428,16 @@ def _read_gguf(
     if device == "cpu":
         ahead.start(options)
     weights, placed = _weights(found.family, found.source, config, place, found.nbytes, progress)
+    model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
     notices = [*_tokens_beyond(f"{path}", tokenizer, config), *found.notices]
-    return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, notices
+    return _with_files(model, place, found.file), tokenizer, notices
+
+
+def _with_files(model: Model, place: Place, files: Checkpoint | GgufFile) -> Model:
+    """A model that knows the files which its weights are mapped from; on a GPU none is."""
+    if not isinstance(place, Host):
+        return model
+    return replace(model, from_files=model.nbytes, check=files.check, lease=files.lease)
 
 
 def _putting(place: Place, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:

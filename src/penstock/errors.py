@@ -32,6 +32,10 @@ class BackendError(PenstockError):
     """A backend cannot run here, or a kernel met a limit of its own."""
 
 
+class NonFiniteLogits(BackendError):
+    """A model produced NaN or infinity: its weights are damaged, or its activations overflowed."""
+
+
 class CheckpointError(PenstockError):
     """A model file or folder that cannot be read or does not make sense."""
 

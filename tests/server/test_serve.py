@@ -89,6 +89,7 @@ def test_serve_answers_logs_and_finishes_what_it_began(tmp_path):
         assert server.end() == 0
     text = "\n".join(server.lines)
     assert server.lines[0].startswith(f"penstock {penstock.__version__} listens on {server.url}")
+    assert "were copied into memory" in text  # so that changes of its files do not matter
     assert "fox is ready after" in text and "context of 2048 tokens" in text and f"In a browser:   {server.url}" in text
     assert f"POST {CHAT} 200" in text and "tokens in" in text
     assert "Traceback" not in text and "story" not in text  # no word of the prompt
@@ -235,11 +236,16 @@ def test_options_of_the_model_reach_it(monkeypatch):
 
     def instead(loader: Any, _options: Any, _access: Any, bound: socket.socket, *_: Any) -> Any:
         bound.close()
-        monkeypatch.setattr("penstock.api.load", lambda model, **given: seen.update(given, model=model))
+        monkeypatch.setattr("penstock.api.load", loaded)
         loader(print)
         return type("Service", (), {"failure": None})()
 
+    def loaded(model: Any, **given: Any) -> Any:
+        seen.update(given, model=model)
+        return type("LLM", (), {"_engine": None})()
+
     monkeypatch.setattr("penstock.server.run.serve", instead)
+    monkeypatch.setattr("penstock.engine.protect.protect", str)
     assert run("serve --port 0 -c 1k -t 1 --expert-cache 1G --expert-policy lru --expert-io direct".split()) == 0
     assert (seen["max_context"], seen["threads"], seen["progress"]) == (1000, 1, print)
     assert (seen["expert_cache"], seen["expert_policy"], seen["expert_io"]) == ("1G", "lru", "direct")

@@ -10,7 +10,12 @@ import pytest
 
 import penstock
 from penstock.api import LLM
+from penstock.engine.experts import expert_layers
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.models import family_of
+from penstock.models.source import Stored
+from penstock.streaming.packed import write_packed
+from penstock.weights.checkpoint import Checkpoint
 from tests.models.common import moe_config, some_tokens
 from tests.streaming.common import CONFIGS, checkpoint
 
@@ -150,6 +155,24 @@ def test_a_file_that_changes_while_it_is_in_use_ends_the_step_with_an_error(fold
             llm.logits(TOKENS[:5])
         with pytest.raises(CheckpointError, match="model.safetensors"):
             llm.generate(TOKENS[:5])
+
+
+def test_a_damaged_record_of_a_packed_file_ends_the_request(tmp_path):
+    folder = checkpoint(tmp_path / "packed", CONFIGS["llama"])
+    source = Checkpoint.open(folder)
+    family = family_of(source.config)
+    config = family.read_config(source.config)
+    layers = expert_layers(family, Stored(source, *family.names(source, config)), config)
+    write_packed(layers, source.fingerprint, folder / "experts.penstock")
+    whole = load(folder, expert_cache="100%")
+    assert whole.generate(TOKENS[:20], max_tokens=2).tokens
+    data = np.fromfile(folder / "experts.penstock", np.uint8)
+    for layer in whole._engine.experts.store.layers:
+        data[[place.start for place in layer.parts[0].places]] ^= 1  # small: the answer would be a finite one
+    data.tofile(folder / "experts.penstock")
+    llm = load(folder, expert_cache="100%")
+    with pytest.raises(CheckpointError, match=r"experts.penstock: expert \d+ of 'model.layers.* is damaged"):
+        llm.generate(TOKENS[:20], max_tokens=2)
 
 
 def test_a_read_error_ends_one_request_only(folder_of, monkeypatch):

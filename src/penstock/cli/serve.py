@@ -323,6 +323,7 @@ def serve(
       PENSTOCK_API_KEY=secret penstock serve --host 0.0.0.0 --port 8000
     """
     _check_installed()
+    from penstock.engine.protect import protect
     from penstock.server.guard import Access, hosts_of, is_loopback
     from penstock.server.limits import Limits
     from penstock.server.run import bind
@@ -369,6 +370,7 @@ def serve(
 
     def loader(progress: Callable[[float], None]) -> "tuple[LLM, Mapping[str, Any]]":
         llm = model.load(note, progress)
+        note(protect(llm._engine))
         if template is not None:
             _set_template(llm, template)
         else:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from penstock.engine.cache import PageTable, Sequence
 from penstock.engine.engine import Engine
-from penstock.engine.place import Host
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.programs import table_width
 from penstock.errors import OutOfMemory
@@ -84,7 +83,7 @@ def _held(tables: Mapping[int | None, PageTable]) -> dict[int | None, int]:
 
 
 def memory_for_sequences(engine: Engine, sequences: int) -> int:
-    """Bytes for sequences: what is free, less activations, and of mapped weights as many as half of the rest holds.
+    """Bytes for sequences: what is free, less activations, and of weights in files as many as half of the rest holds.
 
     At least one sequence of max_context has room, since `load` has seen to that.
     """
@@ -98,5 +97,5 @@ def memory_for_sequences(engine: Engine, sequences: int) -> int:
             step = programs.decode(place.rows(sequences), widths)
         working += piece.program.arena_bytes + step.program.arena_bytes
     spare = max(0, place.free() - working)
-    mapped = min(engine.model.nbytes, spare // 2) if isinstance(place, Host) else 0
+    mapped = min(engine.model.from_files, spare // 2)
     return caches.nbytes + max(spare - mapped, min(spare, caches.bytes_of(engine.max_context)))

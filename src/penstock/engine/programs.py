@@ -72,8 +72,7 @@ class Programs:
         key = ("decode", rows, tuple(widths.items()))
         runner = self._kept.pop(key, None)
         if runner is None:
-            names: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "lengths", "slots"), (rows,))
-            names |= {table_name(window): (rows, width) for window, width in widths.items()}
+            names = self._decode_names(rows, widths)
             runner = self._stepped(rows, widths, names)
             if runner is None:
                 runner = self._made(self.decode_graph(rows, widths), names, ahead=True)
@@ -110,6 +109,22 @@ class Programs:
         if T not in self._streams:
             self._streams[T] = self.place.zeros((T, self.config.dim), self.caches.dtype)
         return self._with_arena(runner, {"h": self._streams[T]}), self._streams[T]
+
+    def looking(self, pages: Mapping[int | None, int], wrap: Wrap) -> Runner:
+        """One token of one sequence with so many pages per window, unfused, its kernels wrapped; made for one run."""
+        widths = {window: table_width(count) for window, count in pages.items()}
+        rows = self.place.rows(1)
+        program = Program(self.decode_graph(rows, widths), self.place.kernels, fused=False)
+        runner = Runner(program, self.place, self._decode_names(rows, widths), captures=False)
+        inner = wrap if self.experts is None else self.experts.wrap(program.graph, False, wrap)
+        arena = self._new_arena(program.arena_bytes)
+        runner.bind(self.caches.version, self._cache_arrays(False), arena, inner)
+        return runner
+
+    def _decode_names(self, rows: int, widths: Mapping[int | None, int]) -> dict[str, tuple[int, ...]]:
+        """The inputs of a decode program and their shapes."""
+        names: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "lengths", "slots"), (rows,))
+        return names | {table_name(window): (rows, width) for window, width in widths.items()}
 
     def _with_arena(self, runner: Runner, arrays: Mapping[str, Any]) -> Runner:
         """Bind to the arena that prefills share: they run one at a time, and nothing in it outlives a run."""

@@ -19,7 +19,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.ticket import Ticket
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
-from penstock.server.errors import ApiError, one_line, unavailable
+from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
 from penstock.server.limits import Limits
 from penstock.server.parse import Parser, with_arguments
 
@@ -73,7 +73,8 @@ class Service:
         self.options = options
         self.started = int(time.time())
         self.progress = 0.0
-        self.failure: str | None = None
+        self.failure: str | None = None  # why no request can be answered
+        self._damage: CheckpointError | None = None
         self._llm: LLM | None = None
         self._scheduler: Scheduler | None = None
         self._format = "plain"
@@ -95,6 +96,7 @@ class Service:
                 prefix_cache=options.prefix_cache,
                 prefix_memory=options.prefix_memory,
                 patience=options.limits.write_seconds,
+                failed=self._failed,
             )
             scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
         except Exception as error:
@@ -107,6 +109,11 @@ class Service:
             closing = self._closing
         if closing:
             scheduler.close(0)
+
+    def _failed(self, error: CheckpointError) -> None:
+        """The weights cannot be read any more. It stays so: only loading them again would tell what they are now."""
+        log.error("no more requests are answered: %s", one_line(error))
+        self.failure, self._damage = one_line(error), error
 
     def _report(self, share: float) -> None:
         self.progress = min(0.99, max(self.progress, share))
@@ -122,7 +129,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self._scheduler is not None
+        return self._scheduler is not None and self.failure is None
 
     @property
     def closing(self) -> bool:
@@ -130,15 +137,17 @@ class Service:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Raises ApiError 503 while the model is loading, if it could not be loaded and when the server ends."""
-        if self._closing or self._scheduler is None:
+        """Raises ApiError 503 while the model is loading, if it could not be loaded, once its weights cannot be read
+        and when the server ends.
+        """
+        if self._closing or self._scheduler is None or self.failure is not None:
             raise self.unavailable()
         return self._scheduler
 
     @property
     def llm(self) -> LLM:
         """Raises as `scheduler` does."""
-        if self._closing or self._llm is None:
+        if self._closing or self._llm is None or self.failure is not None:
             raise self.unavailable()
         return self._llm
 
@@ -150,6 +159,8 @@ class Service:
         """Why no request is taken."""
         if self._closing:
             return unavailable("the server is shutting down", "shutting_down")
+        if self._damage is not None:
+            return as_api_error(self._damage)
         if self.failure is not None:
             return unavailable(f"the model could not be loaded: {self.failure}", "load_failed")
         return unavailable(f"the model is being loaded ({self.progress:.0%})", "loading", retry_after=1)

@@ -153,6 +153,11 @@ class Checkpoint:
         for file in self._files:
             file.check()
 
+    def lease(self) -> bool:
+        """Ask the system to hold off writers of all files (see `MappedFile.lease`); whether it does."""
+        leased = [file.lease() for file in self._files]
+        return all(leased)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._info(name).shape
 
