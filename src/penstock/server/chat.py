@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.server.answer import Answer, Piece, merged, timings, usage
 from penstock.server.errors import as_api_error, dumps
-from penstock.text.parse import CallArguments, CallBegin, Content, Reasoning, gather
+from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Reasoning, gather
 
 _DONE = b"data: [DONE]\n\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.server.answer import Answer, Piece, usage
 from penstock.server.errors import ApiError, as_api_error, dumps
 from penstock.server.schema import Message, ResponsesRequest
-from penstock.text.parse import CallArguments, CallBegin, Content, Delta, Reasoning
+from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 
 
 def conversation(request: ResponsesRequest) -> list[Message]:
