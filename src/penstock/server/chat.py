@@ -14,7 +14,7 @@ from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Reas
 _DONE = b"data: [DONE]\n\n"
 
 
-class ChatFormat:
+class ChatShape:
     """/v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -111,7 +111,7 @@ def _add_call(calls: list[dict[str, Any]], part: CallBegin | CallArguments) -> N
         calls.append({"index": part.index, "function": {"arguments": part.text}})
 
 
-class TextFormat(ChatFormat):
+class TextShape(ChatShape):
     """/v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
