@@ -32,7 +32,7 @@ from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.openapi import described
 from penstock.server.service import Service, Work, response_format_of
 from penstock.server.stream import EventStream, awaited
-from penstock.server.tokens import TokenTexts
+from penstock.text.token_texts import TokenTexts
 
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=BaseModel)
