@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import penstock
+from penstock.models import qwen3_5
 
 PROMPT = "Once upon a time there was a king who had a daughter."
 
@@ -18,6 +19,7 @@ def main() -> None:
         print(chunk.text, end="", flush=True)
     print(" …\n")
     stats, cfg = llm.stats(), llm.config
+    assert isinstance(cfg, qwen3_5.Config)
     print(
         f"{stats.generation_tps:.0f} tokens per second: {cfg.model_type}, {len(cfg.layer_types)} layers, "
         f"{cfg.top_k} of {cfg.experts} experts per token, {stats.weight_bytes / 1e6:.0f} MB of 4-bit weights",

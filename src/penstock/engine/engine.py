@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.programs import Programs, Runner, table_name, table_width
 from penstock.errors import InvalidArgument
 from penstock.experts.streamed import Streamed
+from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
 from penstock.models.step import PAGE, Step
 from penstock.ops.device import Device, Drawing, Flight, device_for
 
@@ -29,16 +29,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Model:
-    """A loaded model: the family's module, its config and its weights, and a name for the files it came from."""
+class Model(Generic[ConfigT, WeightsT]):
+    """A loaded model: its family, its config and its weights, and a name for the files it came from."""
 
-    family: ModuleType
-    config: Any
-    weights: Any
+    family: Family[ConfigT, WeightsT]
+    config: ConfigT
+    weights: WeightsT
     fingerprint: str
     nbytes: int = 0
     experts: Streamed | None = None  # those that are not all in memory
     check: Callable[[], None] | None = None  # raises CheckpointError if the mapped files are no longer what they were
+
+
+AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]
 
 
 class Engine:
@@ -46,7 +49,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: AnyModel,
         *,
         activations: str = "int8",
         dtype: str = "float32",
