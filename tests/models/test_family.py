@@ -66,6 +66,12 @@ def test_a_family_of_one_file_is_loaded_converted_verified_inspected_and_run(
     found, path = Checkpoint.open(small), "language_model.model.layers.1."
     parts = ("block.choice", "block.switch_bank.down_proj", "mixer.q", "mixer.keys", "mixer.values")
     assert [found.quantization(path + part) for part in parts] == [(8, 64), (4, 32), (4, 32), None, None]
+    mixed = ("-q", "--q-group-size", "32", "--quant-predicate", "mixed_3_6")
+    shown = call(capsys, "convert", "--model", str(folder), "--mlx-path", str(tmp_path / "mixed"), *mixed)
+    assert shown.status == 0, shown.err
+    found, path = Checkpoint.open(tmp_path / "mixed"), "language_model.model.layers.2.mixer."
+    assert [found.quantization(path + part) for part in ("q", "out")] == [(3, 32), (6, 32)]
+
     assert call(capsys, "verify", str(small)).status == 0
     about = json.loads(call(capsys, "inspect", str(folder), "--json", "--bandwidth", "10").out)
     assert list(about["parts"]) == ["embedding", "attention", "router", "experts", "norms", "head"]

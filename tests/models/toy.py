@@ -135,6 +135,7 @@ FAMILY = Family(
     },
     skipped=("camera.",),
     unquantized=("mixer.keys", "mixer.values"),
+    more_bits=("mixer.out",),
     mlx_rules=mlx_rules,
     full_attention="toy attention",
 )

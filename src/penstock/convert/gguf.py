@@ -89,9 +89,9 @@ def plan(path: Path, options: Options) -> tuple[Plan, GgufFile]:
         else:
             tensors |= {f"{target}.{part}": rows for part, rows in zip(PARTS, parts, strict=True)}
             formats[target] = bits, GROUP
-    unused = sorted(name for name in file.tensors if name not in set(map(name_of, wanted.shapes)))
+    unused = sorted(file.tensors.keys() - {ROPE_FACTORS, *map(name_of, wanted.shapes)})
     notices = list(file.notices)
-    if unused := [name for name in unused if name != ROPE_FACTORS]:
+    if unused:
         shown = ", ".join(map(short, unused[:3])) + (" …" if len(unused) > 3 else "")
         notices.append(f"{path}: {len(unused)} tensors are not part of the model and left out: {shown}")
     layers = model.config["num_hidden_layers"]

@@ -43,7 +43,7 @@ class Recipe:
             return None
         if self.mixed is not None:
             low, high = MIXED[self.mixed]
-            return (high if _needs_more(path, layers) else low), self.group_size
+            return (high if _needs_more(path, family.more_bits, layers) else low), self.group_size
         pattern = next((p for p in self.patterns if fnmatch.fnmatchcase(path, p)), None)
         if pattern is not None:
             found = self.patterns[pattern]
@@ -119,7 +119,7 @@ def _checked(what: str, value: Any, allowed: tuple[int, ...]) -> int:
     return value
 
 
-def _needs_more(path: str, layers: int) -> bool:
+def _needs_more(path: str, modules: tuple[str, ...], layers: int) -> bool:
     """mlx-lm's choice: values and the last product of a block in every third layer and in the first and last eighth,
     and the head.
     """
@@ -127,5 +127,4 @@ def _needs_more(path: str, layers: int) -> bool:
     at = 3 if parts[0] == "language_model" else 2
     index = int(parts[at]) if len(parts) > at and parts[at].isdigit() else 0
     outer = index < layers // 8 or index >= 7 * layers // 8 or (index - layers // 8) % 3 == 2
-    chosen = any(part in path for part in ("v_proj", "v_a_proj", "v_b_proj", "down_proj"))
-    return "lm_head" in path or (chosen and outer)
+    return "lm_head" in path or (outer and any(module in path for module in modules))

@@ -153,6 +153,8 @@ class Family(Generic[ConfigT, WeightsT]):
     """Beginnings of the names of tensors that belong to parts which penstock does not run."""
     unquantized: tuple[str, ...] = ()
     """Ends of the paths of matrices that mlx-lm cannot quantize."""
+    more_bits: tuple[str, ...] = ("v_proj", "v_a_proj", "v_b_proj", "down_proj")
+    """Parts of the paths of matrices that mlx-lm's mixed recipes give more bits."""
     mlx_rules: Callable[[Mapping[str, Any], ConfigT], MlxRules] = _as_released
     """How a model with this config.json is written for mlx-lm."""
     gguf: GgufNames | None = None

@@ -342,9 +342,9 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
 
 def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     """mlx-lm knows no model_type with `_text`, and casts the A_log of Qwen3-Next as everything else."""
-    next_ = raw["model_type"] == "qwen3_next"
+    qwen3_next = raw["model_type"] == "qwen3_next"
     return MlxRules(
-        nested=not next_,
+        nested=not qwen3_next,
         offset_norms=(  # those of the layers that predict further tokens as well
             "input_layernorm.weight",
             "post_attention_layernorm.weight",
@@ -356,7 +356,7 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
             "pre_fc_norm_hidden.weight",
         ),
         channels_last=("conv1d.weight",),
-        uncast=() if next_ else ("A_log",),
+        uncast=() if qwen3_next else ("A_log",),
         config={"model_type": raw["model_type"].removesuffix("_text")},
     )
 
