@@ -168,9 +168,7 @@ def _frequencies(model: GgufModel) -> dict[str, Any]:
         if np.allclose(1 / (blend + (1 - blend) / factor), factors, rtol=1e-5):
             break
     else:
-        raise CheckpointError(
-            f"{model.file.path}: {ROPE_FACTORS} is none that config.json can say, expected Llama 3's"
-        )
+        raise CheckpointError(f"{model.file.path}: {ROPE_FACTORS} is none that config.json can say, expected Llama 3's")
     return {
         "rope_scaling": {
             "rope_type": "llama3",
