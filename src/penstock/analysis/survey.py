@@ -26,6 +26,7 @@ from penstock.models.config import Fields
 from penstock.models.family import ROLES, AnyFamily, ModelConfig
 from penstock.models.step import Layout, Pages
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint, _quantization_table
 from penstock.weights.files import short
 from penstock.weights.resolve import ANY
@@ -363,9 +364,7 @@ def _of_folder(name: str, folder: Path) -> Survey:
     skipped, other = _left_over(described.stored, family, len(found.layers))
     notices = [*checkpoint.notices, *other]
     if copied := checkpoint.misaligned_nbytes:
-        notices.append(
-            f"{folder}: {copied / 1e6:.1f} MB of tensors are not aligned and are copied when they are loaded"
-        )
+        notices.append(f"{folder}: {amount(copied)} of tensors are not aligned and are copied when they are loaded")
     more: dict[str, Any] = {"files": len(checkpoint.files), "file_bytes": sum(_size(f) for f in checkpoint.files)}
     return replace(found, skipped=skipped, **more, **_with_tokenizer(folder, config, notices))
 

@@ -7,6 +7,7 @@ from html import escape
 
 from penstock.analysis.trace import Group, Line, Report, Side
 from penstock.cli._output import css_colours, css_name
+from penstock.units import amount
 
 # kinds of work by the families of the ops, with their colours on light and on dark ground
 _KINDS = {
@@ -74,20 +75,13 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:,.0f} µs" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} µs"
 
 
-def _size(nbytes: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def _tiles(report: Report) -> str:
     before, after = report.before, report.after
     tiles = [
         ("nodes", f"{len(before.lines)}", f"{len(after.lines)}"),
-        ("moved per step", _size(before.nbytes), _size(after.nbytes)),
+        ("moved per step", amount(before.nbytes), amount(after.nbytes)),
         ("predicted", _time(before.predicted), _time(after.predicted)),
-        ("arena (without a plan)", *(f"{_size(side.arena)} ({_size(side.apart)})" for side in (before, after))),
+        ("arena (without a plan)", *(f"{amount(side.arena)} ({amount(side.apart)})" for side in (before, after))),
     ]
     if before.whole is not None and after.whole is not None:
         tiles.insert(3, ("measured, the whole step", _time(before.whole), _time(after.whole)))
@@ -125,7 +119,7 @@ def _group(group: Group, most: float, total: float) -> str:
     rows = "".join(
         f'<tr><td class="op">{escape(line.op)}<small>{escape(", ".join(line.made) or "writes in place")}</small></td>'
         f'<td class="track"><i class="{css_name(_kind(line))}" style="width:{seconds / most:.2%}"></i></td>'
-        f"<td>{_size(line.nbytes)}</td><td>{_time(line.seconds)}</td><td>{seconds / total:.1%}</td></tr>"
+        f"<td>{amount(line.nbytes)}</td><td>{_time(line.seconds)}</td><td>{seconds / total:.1%}</td></tr>"
         for line, seconds in ((line, group.count * line.seconds) for line in group.lines)
     )
     return (
@@ -144,7 +138,7 @@ def _table(report: Report) -> str:
     for op in sorted(both, key=lambda op: -sum(line.seconds for line in both[op])):
         sides = before.get(op, []), after.get(op, [])
         cells = [f"{len(lines)}" if lines else "–" for lines in sides]
-        cells += [_size(sum(line.nbytes for line in lines)) if lines else "" for lines in sides]
+        cells += [amount(sum(line.nbytes for line in lines)) if lines else "" for lines in sides]
         cells += [_time(sum(line.predicted for line in lines)) if lines else "" for lines in sides]
         if report.measured:
             cells += [_time(sum(line.seconds for line in lines)) if lines else "" for lines in sides]

@@ -10,7 +10,8 @@ from html import escape
 
 from penstock.analysis.survey import PARTS, Piece, Survey
 from penstock.cli._output import css_colours, css_name
-from penstock.cli.inspect import Machine, count, facts, size
+from penstock.cli.inspect import Machine, count, facts
+from penstock.units import amount
 
 WIDTH, HEIGHT = 1200.0, 640.0
 _TITLE = 18.0  # height of a group's title
@@ -132,10 +133,10 @@ def page(found: Survey, machine: Machine) -> str:
     limit = machine.limit(total.active_bytes)
     tiles = [
         ("parameters", count(total.parameters), f"{count(total.active_parameters)} active per token"),
-        ("weights", size(total.nbytes), f"{8 * total.nbytes / max(total.parameters, 1):.2f} bits per weight"),
+        ("weights", amount(total.nbytes), f"{8 * total.nbytes / max(total.parameters, 1):.2f} bits per weight"),
         (
             "read per token",
-            size(total.active_bytes),
+            amount(total.active_bytes),
             f"{total.active_bytes / max(total.nbytes, 1):.1%} of all weights",
         ),
     ]
@@ -145,8 +146,8 @@ def page(found: Survey, machine: Machine) -> str:
     tiles.append(
         (
             "1000 tokens of context",
-            size(1000 * per_position),
-            f"in {machine.dtype}" + (f", {size(fixed)} besides" if fixed else ""),
+            amount(1000 * per_position),
+            f"in {machine.dtype}" + (f", {amount(fixed)} besides" if fixed else ""),
         )
     )
     return _PAGE.format(
@@ -215,7 +216,7 @@ def _title(box: Box, name: str, nbytes: int, total: int) -> str:
     """The name of a group with as much of its size as there is room for; "" if there is none."""
     if box.height < 2 * _TITLE:
         return ""
-    texts = (f"{name} {size(nbytes)}, {nbytes / max(total, 1):.1%}", f"{name} {size(nbytes)}", name)
+    texts = (f"{name} {amount(nbytes)}, {nbytes / max(total, 1):.1%}", f"{name} {amount(nbytes)}", name)
     text = next((text for text in texts if len(text) * 7.4 < box.width), "")
     css = f"title {css_name(name)}" if name in PARTS else "title"
     return text and f'<text class="{css}" x="{box.x + 1:.1f}" y="{box.y + 13:.1f}">{escape(text)}</text>'
@@ -252,8 +253,8 @@ def _pieces(pieces: Sequence[Piece]) -> str:
             piece.part,
             " × ".join(map(str, piece.shape)) or "scalar",
             str(piece.format),
-            size(piece.nbytes),
-            size(piece.active_bytes) if piece.share < 1 else "all of it",
+            amount(piece.nbytes),
+            amount(piece.active_bytes) if piece.share < 1 else "all of it",
         ]
         for piece in pieces
     ]
@@ -267,12 +268,12 @@ def _pieces(pieces: Sequence[Piece]) -> str:
 def _bar(name: str, values: dict[str, float]) -> str:
     total = sum(values.values()) or 1.0
     pieces = "".join(
-        f'<span class="{css_name(part)}" style="width:{value / total:.3%}" title="{escape(part)}: {size(value)}, '
+        f'<span class="{css_name(part)}" style="width:{value / total:.3%}" title="{escape(part)}: {amount(value)}, '
         f'{value / total:.1%}">{f"{escape(part)} {value / total:.0%}" if value / total > 0.085 else ""}</span>'
         for part, value in values.items()
         if value / total > 0.0005
     )
-    return f'<p class="what">{escape(name)} <b>{size(total)}</b></p><div class="bar">{pieces}</div>'
+    return f'<p class="what">{escape(name)} <b>{amount(total)}</b></p><div class="bar">{pieces}</div>'
 
 
 def _facts(found: Survey, machine: Machine) -> str:
@@ -287,9 +288,9 @@ def _table(found: Survey) -> str:
         cells = [
             f"{value.tensors}",
             count(value.parameters),
-            size(value.nbytes),
+            amount(value.nbytes),
             f"{value.nbytes / max(total.nbytes, 1):.1%}",
-            size(value.active_bytes),
+            amount(value.active_bytes),
             f"{value.active_bytes / max(total.active_bytes, 1):.1%}",
         ]
         mark = f'<i class="{css_name(part)}"></i>' if part in PARTS else ""
@@ -300,7 +301,7 @@ def _table(found: Survey) -> str:
 def _formats(found: Survey) -> str:
     rows = [
         f"<tr><td>{escape(str(format))}</td><td>{value.tensors}</td><td>{count(value.parameters)}</td>"
-        f"<td>{size(value.nbytes)}</td><td>{value.nbytes / max(found.total.nbytes, 1):.1%}</td></tr>"
+        f"<td>{amount(value.nbytes)}</td><td>{value.nbytes / max(found.total.nbytes, 1):.1%}</td></tr>"
         for format, value in found.by_format().items()
     ]
     return _framed(("format", "tensors", "parameters", "bytes", "share"), rows)

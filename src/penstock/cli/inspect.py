@@ -11,6 +11,7 @@ import typer
 from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note
 from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import BackendError
+from penstock.units import amount
 
 if TYPE_CHECKING:
     from penstock.analysis.survey import Survey
@@ -155,10 +156,10 @@ def _print(found: Survey, machine: Machine) -> None:
         [
             part,
             count(value.parameters),
-            size(value.nbytes),
+            amount(value.nbytes),
             f"{value.nbytes / max(total.nbytes, 1):.1%}",
             count(value.active_parameters),
-            size(value.active_bytes),
+            amount(value.active_bytes),
             f"{value.active_bytes / max(total.active_bytes, 1):.1%}",
         ]
         for part, value in [*found.by_part().items(), ("all", total)]
@@ -167,7 +168,7 @@ def _print(found: Survey, machine: Machine) -> None:
     print_table(columns, rows, wrap=())
     print()
     rows = [
-        [str(format), str(value.tensors), count(value.parameters), size(value.nbytes)]
+        [str(format), str(value.tensors), count(value.parameters), amount(value.nbytes)]
         for format, value in found.by_format().items()
     ]
     print_table(("format", "tensors", "parameters", "bytes"), rows, wrap=())
@@ -189,15 +190,15 @@ def facts(found: Survey, machine: Machine) -> list[tuple[str, str]]:
     bits = 8 * total.nbytes / max(total.parameters, 1)
     rows.append(("parameters", f"{count(total.parameters)}, {count(total.active_parameters)} active per token"))
     where = f" in {found.files} file{'s' * (found.files != 1)}" if found.files else ""
-    rows.append(("weights", f"{size(total.nbytes)}{where}, {bits:.2f} bits per weight"))
-    rows += [("not run", f"{part.what}: {part.tensors} tensors, {size(part.nbytes)}") for part in found.skipped]
-    read = f"{size(total.active_bytes)} per token"
+    rows.append(("weights", f"{amount(total.nbytes)}{where}, {bits:.2f} bits per weight"))
+    rows += [("not run", f"{part.what}: {part.tensors} tensors, {amount(part.nbytes)}") for part in found.skipped]
+    read = f"{amount(total.active_bytes)} per token"
     if (limit := machine.limit(total.active_bytes)) is not None:
         read += f": at most {limit:,.1f} tokens/s at {machine.bandwidth:,.1f} GB/s ({machine.how})"
     rows.append(("reads", read))
     per_position, fixed = found.cache_bytes(machine.dtype)
-    cache = f"{size(1000 * per_position)} per 1000 tokens in {machine.dtype}" + (
-        f", {size(fixed)} besides" if fixed else ""
+    cache = f"{amount(1000 * per_position)} per 1000 tokens in {machine.dtype}" + (
+        f", {amount(fixed)} besides" if fixed else ""
     )
     rows.append(("context", f"{config.max_positions:,} tokens, {cache}"))
     rows.append(("vocabulary", f"{config.vocab_size:,}" + (", head tied to the embedding" if found.tied else "")))
@@ -225,13 +226,6 @@ def _tokenizer(found: Survey) -> list[tuple[str, str]]:
 
 def _knows(words: list[str]) -> str:
     return f", knows {' and '.join(words)}" if words else ""
-
-
-def size(nbytes: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def count(number: float) -> str:

@@ -60,7 +60,7 @@ def placed(value: T, put: Callable[[Any], Any]) -> T:
     return replaced(value, np.ndarray, put)
 
 
-def replaced(value: T, kind: type, make: Callable[[Any], Any]) -> T:
+def replaced(value: T, kind: type | tuple[type, ...], make: Callable[[Any], Any]) -> T:
     """A family's weights or config with `make` of everything of a kind in its place, of shared things once."""
     moved: dict[int, Any] = {}
 
