@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -242,7 +243,7 @@ def test_options_of_the_model_reach_it(monkeypatch):
 
     def loaded(model: Any, **given: Any) -> Any:
         seen.update(given, model=model)
-        return type("LLM", (), {"_engine": None})()
+        return type("LLM", (), {"_engine": None, "tokenizer": Mock()})()
 
     monkeypatch.setattr("penstock.server.run.serve", instead)
     monkeypatch.setattr("penstock.engine.protect.protect", str)
