@@ -21,7 +21,8 @@ import numpy as np
 from penstock import models
 from penstock.cli.bench import cut
 from penstock.dtypes import dtype_name
-from penstock.models.source import Random, Shapes, Weight
+from penstock.models.random import Random, Shapes
+from penstock.models.source import Weight
 from penstock.quant import QuantizedTensor
 from penstock.weights.resolve import resolve_model
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,17 @@ from penstock import models
 from penstock.backends.cuda import features as cuda
 from penstock.engine import ahead
 from penstock.engine.cache import Caches
-from penstock.engine.engine import Engine, Model
+from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.generation import Chunk, Completion, Request, Timings, run, sampling_params
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.open import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.experts.store import slot_counts
+from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import open_gguf
-from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Shelved, Source, Stored
+from penstock.models.random import Maker, Random, RandomHere, Shapes
+from penstock.models.source import Placed, Shelved, Source, Stored
 from penstock.ops.device import Device, device_for, device_type
 from penstock.settings import Settings
 from penstock.text.gguf_tokenizer import gguf_tokenizer
@@ -137,7 +138,7 @@ class LLM:
         return self._tokenizer
 
     @property
-    def config(self) -> Any:
+    def config(self) -> ModelConfig:
         return self._engine.model.config
 
     @property
@@ -363,7 +364,7 @@ def _read_folder(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
-) -> tuple[Model, Tokenizer, list[str]]:
+) -> tuple[AnyModel, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
@@ -393,14 +394,14 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, device, checkpoint.nbytes, progress)
     notices += _tokens_beyond(f"{folder}", tokenizer, config)
-    notices += [*checkpoint.notices, *_left_over(source, family.SKIPPED, len(family.caches(config)))]
+    notices += [*checkpoint.notices, *_left_over(source, family.skipped, len(family.caches(config)))]
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
     model = _with_files(model, device, checkpoint)
     return model, tokenizer, notices
 
 
 def _streamed_layers(
-    family: ModuleType, source: Stored, config: Any, experts: ExpertOptions, device: Device, need: int
+    family: AnyFamily, source: Stored, config: ModelConfig, experts: ExpertOptions, device: Device, need: int
 ) -> list[Layer]:
     """The layers whose experts are to be streamed: asked for, or a model of which `need` bytes do not fit."""
     if not (experts.asked or (need > device.free_memory() and config.top_k and device.runs_programs)):
@@ -416,7 +417,7 @@ def _read_gguf(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
-) -> tuple[Model, Tokenizer, list[str]]:
+) -> tuple[AnyModel, Tokenizer, list[str]]:
     if experts.asked:
         raise InvalidArgument(f"load: expert_cache is given for {path}, expected 'auto': GGUF files are not streamed")
     found = open_gguf(path)
@@ -431,7 +432,7 @@ def _read_gguf(
     return _with_files(model, device, found.file), tokenizer, notices
 
 
-def _with_files(model: Model, device: Device, files: Checkpoint | GgufFile) -> Model:
+def _with_files(model: AnyModel, device: Device, files: Checkpoint | GgufFile) -> AnyModel:
     """A model that knows the files which its weights are mapped from; on a GPU none is."""
     if not device.host_memory:
         return model
@@ -454,13 +455,13 @@ def _putting(device: Device, nbytes: int, progress: Callable[[float], None] | No
 
 
 def _weights(
-    family: ModuleType,
+    family: Family[ConfigT, WeightsT],
     source: Source,
-    config: Any,
+    config: ConfigT,
     device: Device,
     nbytes: int = 0,
     progress: Callable[[float], None] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[WeightsT, ConfigT]:
     """A family's weights and config with their arrays on a device: matrices as they are read, small ones at the end.
 
     progress: is told the share of all `nbytes` that are there.
@@ -482,7 +483,7 @@ def _copied_bytes(checkpoint: Checkpoint) -> int:
     return total
 
 
-def _tokens_beyond(what: str, tokenizer: Tokenizer, config: Any) -> list[str]:
+def _tokens_beyond(what: str, tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
     """A remark about tokens that the model has no embeddings for, if there are any."""
     if tokenizer.vocab_size <= config.vocab_size:
         return []
@@ -576,7 +577,7 @@ def _check_fits(what: str, device: Device, files: int, copies: int) -> None:
 
 
 def _engine(
-    model: Model,
+    model: AnyModel,
     device: Device,
     dtype: str,
     activations: str,

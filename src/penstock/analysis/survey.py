@@ -13,7 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from penstock.cli.bench import cut
 from penstock.dtypes import FLOATS, ITEMSIZE
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.models.config import Fields
+from penstock.models.family import ROLES, AnyFamily, ModelConfig
 from penstock.models.step import Layout, Pages
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
 from penstock.units import amount
@@ -35,36 +35,8 @@ if TYPE_CHECKING:
     from penstock.models.gguf import GgufModel
     from penstock.text.tokenizer import Tokenizer
 
-# Parts of a model, in the order in which they are shown.
-PARTS = (
-    "embedding",
-    "attention",
-    "linear attention",
-    "router",
-    "shared expert",
-    "experts",
-    "dense MLP",
-    "norms",
-    "head",
-    "other",
-)
-# What comes behind "layers.N." of a path, or the whole path outside of layers; the first that fits counts.
-_PART_OF = [
-    (re.compile(pattern), part)
-    for pattern, part in (
-        (r"embed_tokens", "embedding"),
-        (r"lm_head", "head"),
-        (r"(.*\.)?(switch_mlp|switch_glu|experts)\.", "experts"),
-        (r"(.*\.)?shared_experts?\.", "shared expert"),
-        (r"mlp\.gate(\.|$)|mlp\.shared_expert_gate|router\.", "router"),
-        (r"(.*[._])?(layer)?norm[^.]*$|layer_scalar$", "norms"),
-        (r"self_attn\.", "attention"),
-        (r"linear_attn\.", "linear attention"),
-        (r"mlp\.", "dense MLP"),
-    )
-]
+PARTS = ROLES  # of a model, in the order in which they are shown
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
-_ROUTERS = (".gate", "shared_expert_gate", "router.proj")  # 8 bits where a table of formats has no word of its own
 _LONG = ("vocab_size", "max_positions", "per_layer_vocab")
 _WIDEST = 1 << 17  # of all other sizes; the widest layers of released models have 53 248
 _PREFIXES = ("", "model.", "language_model.model.", "language_model.", "model.language_model.")
@@ -242,7 +214,7 @@ class _Described(Protocol):
 class FromFiles:
     """Tensors of a checkpoint, none of which is read."""
 
-    def __init__(self, checkpoint: Headers, family: ModuleType, config: Any) -> None:
+    def __init__(self, checkpoint: Headers, family: AnyFamily, config: ModelConfig) -> None:
         from penstock.models.source import Stored
 
         self.stored = Stored(checkpoint, *family.names(checkpoint, config))
@@ -275,9 +247,7 @@ class FromGguf:
         return path in self._gguf.source
 
     def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
-        from penstock.models.gguf import _name
-
-        file, name = self._gguf.file, _name(path)
+        file, name = self._gguf.file, self._gguf.source.name(path)
         if path.endswith(".bias") and path not in self:
             return _dense("float32"), 0  # zeros
         info = file._info(name)
@@ -297,7 +267,8 @@ class _FromConfig:
 
     layout = "mlx"
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, raw: dict[str, Any], family: AnyFamily) -> None:
+        self._family = family
         top = Fields(raw, "config.json")
         inner = top.table("text_config", top)
         _, table = _quantization_table(raw)
@@ -333,7 +304,7 @@ class _FromConfig:
                 table = Fields(own, f"config.json: quantization of {path}")
                 return table.choice("bits", BITS, 4), table.choice("group_size", GROUP_SIZES, 64)
         bits, group = self._general
-        return (8 if path.endswith(_ROUTERS) and not self._own else bits), group
+        return (8 if self._family.role_of(path) == "router" and not self._own else bits), group
 
 
 @dataclass
@@ -341,6 +312,7 @@ class Recorder:
     """Answers a family's questions with zeros and keeps a list of them."""
 
     described: _Described
+    family: AnyFamily
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -368,9 +340,7 @@ class Recorder:
         return self._noted(re.sub(r"\.\d+\.([^.]*)$", r".\1", paths[0]), shape, found[0][0], nbytes)
 
     def _noted(self, path: str, shape: tuple[int, ...], format: Format, nbytes: int) -> np.ndarray:
-        layer = _LAYER.fullmatch(path)
-        name = layer[2] if layer else path
-        part = next((part for pattern, part in _PART_OF if pattern.match(name)), "other")
+        layer, part = _LAYER.fullmatch(path), self.family.role_of(path)
         self.pieces.append(Piece(path, part, int(layer[1]) if layer else None, shape, format, nbytes))
         try:
             return np.broadcast_to(np.zeros((), np.float32), shape)
@@ -419,7 +389,7 @@ def _of_config(name: str, raw: dict[str, Any], where: str) -> Survey:
     from penstock import models
 
     family = models.family_of(raw)
-    described = _FromConfig(raw)
+    described = _FromConfig(raw, family)
     config = family.read_config(raw)
     check_sizes(config, where)
     found = _looked_at(name, "config", family, config, described)
@@ -429,13 +399,13 @@ def _of_config(name: str, raw: dict[str, Any], where: str) -> Survey:
     return replace(found, notices=(notice,))
 
 
-def _looked_at(name: str, source: str, family: ModuleType, config: Any, described: _Described) -> Survey:
-    recorder = Recorder(described)
+def _looked_at(name: str, source: str, family: AnyFamily, config: ModelConfig, described: _Described) -> Survey:
+    recorder = Recorder(described, family)
     weights = family.read_weights(recorder, config)
     tied = weights.head is weights.embed
     caches = tuple(family.caches(config))
     pieces = tuple(replace(piece, share=_share(piece, config, tied)) for piece in recorder.pieces)
-    layers = _kinds(pieces, caches)
+    layers = _kinds(pieces, caches, family.full_attention)
     return Survey(name, source, config, pieces, layers, caches, tied)
 
 
@@ -448,35 +418,33 @@ def _share(piece: Piece, config: Any, tied: bool) -> float:
     return 1.0
 
 
-def _kinds(pieces: Sequence[Piece], caches: Sequence[Layout]) -> tuple[str, ...]:
+def _kinds(pieces: Sequence[Piece], caches: Sequence[Layout], full_attention: str) -> tuple[str, ...]:
     """What each layer does: how it mixes positions, and what follows."""
     names: dict[int, set[str]] = defaultdict(set)
     for piece in pieces:
         if piece.layer is not None:
-            names[piece.layer].update((piece.part, piece.name))
+            names[piece.layer].add(piece.part)
     found = []
     for number, layout in enumerate(caches):
         parts = names[number]
         if "linear attention" in parts:
             mixer = "linear attention"
-        elif "self_attn.kv_a_proj_with_mqa" in parts:
-            mixer = "latent attention (MLA)"
         elif isinstance(layout, Pages) and layout.window is not None:
             mixer = f"sliding attention ({layout.window})"
         else:
-            mixer = "full attention"
+            mixer = full_attention
         blocks = [block for part, block in (("dense MLP", "dense"), ("experts", "MoE")) if part in parts]
         found.append(" + ".join([mixer, *blocks]))
     return tuple(found)
 
 
-def _left_over(stored: Any, family: ModuleType, layers: int) -> tuple[tuple[Skipped, ...], list[str]]:
+def _left_over(stored: Any, family: AnyFamily, layers: int) -> tuple[tuple[Skipped, ...], list[str]]:
     """Tensors that nothing asked for: parts that are known and not run, and a remark about those nobody knows."""
     from penstock.api import _left_over as remarks
 
     known: dict[str, list[str]] = defaultdict(list)
     for name in stored.unused():
-        start = next((start for start in family.SKIPPED if name.startswith(start)), None)
+        start = next((start for start in family.skipped if name.startswith(start)), None)
         layer = re.search(r"\.layers\.(\d{1,6})\.", name)
         if start is not None:
             known[start.rstrip(".")].append(name)
@@ -484,7 +452,7 @@ def _left_over(stored: Any, family: ModuleType, layers: int) -> tuple[tuple[Skip
             known[f"layers from {layers} on (prediction of further tokens)"].append(name)
     sizes = {what: sum(_span(stored.checkpoint, name) for name in names) for what, names in known.items()}
     skipped = tuple(Skipped(what, len(known[what]), size) for what, size in sizes.items())
-    return skipped, remarks(stored, family.SKIPPED, layers)
+    return skipped, remarks(stored, family.skipped, layers)
 
 
 def check_sizes(config: Any, where: str, checkpoint: Checkpoint | None = None) -> None:
