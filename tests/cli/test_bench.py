@@ -13,10 +13,12 @@ import pytest
 
 import penstock
 from penstock import QuantizedTensor, api, models
+from penstock.analysis.bandwidth import ReadBandwidth
+from penstock.analysis.weights import active_bytes, distinct
 from penstock.cli import bench as verb
-from penstock.cli._bandwidth import ReadBandwidth
 from penstock.cli._model import UsageError
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.models.config import first_layers
 from penstock.weights.resolve import resolve_model, shipped_configs
 from tests.cli.common import call
 
@@ -50,7 +52,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def small_yardstick(monkeypatch):
-    monkeypatch.setattr(verb, "room", lambda: 1 << 24)
+    monkeypatch.setattr("penstock.analysis.bandwidth.array_bytes", lambda: 1 << 24)
 
 
 @pytest.fixture
@@ -245,7 +247,7 @@ def test_planned_orders_tests_by_depth():
 
 def stored(llm):
     """All bytes of a model; each weight is there once, whatever refers to it."""
-    return sum(array.nbytes for _, array in verb.distinct_arrays(llm._engine.model.weights))
+    return sum(weight.nbytes for weight in distinct(llm._engine.model))
 
 
 def test_active_bytes_counts_chosen_experts_and_one_row(llm):
@@ -254,18 +256,18 @@ def test_active_bytes_counts_chosen_experts_and_one_row(llm):
     stacks = sum(w.nbytes for stack in routed for w in (stack.gate, stack.up, stack.down))
     row = weights.embed.nbytes // TINY["vocab_size"]
     other = stored(llm) - stacks - weights.embed.nbytes
-    assert verb.active_bytes(llm) == other + stacks * 2 // 8 + row
-    assert verb.active_bytes(llm, 2) == round(other + stacks * (1 - (6 / 8) ** 2) + 2 * row)
+    assert active_bytes(llm._engine.model) == other + stacks * 2 // 8 + row
+    assert active_bytes(llm._engine.model, 2) == round(other + stacks * (1 - (6 / 8) ** 2) + 2 * row)
 
 
 def test_active_bytes_counts_a_tied_head_once(llm):
     tied = api.load_random(TINY | {"tie_word_embeddings": True}, device="reference")
     table = llm._engine.model.weights.embed.nbytes
-    assert verb.active_bytes(tied) == verb.active_bytes(llm) - table // TINY["vocab_size"]
+    assert active_bytes(tied._engine.model) == active_bytes(llm._engine.model) - table // TINY["vocab_size"]
     assert stored(tied) == stored(llm) - table
 
 
-def test_distinct_arrays_leaves_out_views(rng):
+def test_distinct_leaves_out_views(rng):
     @dataclass
     class Weights:
         embed: Any
@@ -275,10 +277,10 @@ def test_distinct_arrays_leaves_out_views(rng):
 
     whole = rng.standard_normal((6, 4))
     q = QuantizedTensor(np.zeros((3, 8), "uint32"), np.zeros((3, 1), "float32"), np.zeros((3, 1), "float32"), 4, 64)
-    weights = Weights(q, (whole[:2], whole[2:]), whole, q)
-    assert [(path, array.shape) for path, array in verb.distinct_arrays(weights)] in (
-        [(("whole",), (6, 4)), (("head",), (3, 64))],
-        [(("head",), (3, 64)), (("whole",), (6, 4))],
+    model = SimpleNamespace(weights=Weights(q, (whole[:2], whole[2:]), whole, q), config=None)
+    assert [(weight.path, weight.shape) for weight in distinct(model)] in (
+        [("whole", (6, 4)), ("head", (3, 64))],
+        [("head", (3, 64)), ("whole", (6, 4))],
     )
 
 
@@ -286,21 +288,22 @@ def test_random_nbytes_is_what_the_weights_take(llm):
     assert api.random_nbytes(TINY) == stored(llm)
 
 
-def test_cut_shortens_nested_configs_and_leaves_its_argument():
+def test_first_layers_shortens_nested_configs_and_leaves_its_argument():
     raw = {"layers": 1, "text_config": {"num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"]}}
     kept = json.dumps(raw)
     three = {"text_config": {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}}
-    assert verb.cut(raw, "3", "x") == (three, ", 3 of 4 layers")
-    assert verb.cut(raw, None, "x")[0]["text_config"]["layer_types"] == ["a"]
-    assert verb.cut(raw, "all", "x") == ({"text_config": raw["text_config"]}, "")
+    assert first_layers(raw, 3, "x") == (three, ", 3 of 4 layers")
+    assert first_layers(raw, None, "x")[0]["text_config"]["layer_types"] == ["a"]
+    assert first_layers(raw, "all", "x") == ({"text_config": raw["text_config"]}, "")
     assert json.dumps(raw) == kept
-    for layers in ("0", "5"):
+    for layers in (0, 5):
         with pytest.raises(InvalidArgument, match=f"x: layers is {layers}, expected 1 to 4"):
-            verb.cut(raw, layers, "x")
+            first_layers(raw, layers, "x")
     with pytest.raises(UsageError, match="--layers: is 'some', expected a number or all"):
-        verb.cut(raw, "some", "x")
+        verb.layer_count("some")
+    assert [verb.layer_count(text) for text in ("7", "all", None)] == [7, "all", None]
     with pytest.raises(InvalidArgument, match="layers is True"):
-        verb.cut(raw | {"layers": True}, None, "x")
+        first_layers(raw | {"layers": True}, None, "x")
 
 
 @pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
@@ -360,7 +363,7 @@ def count_parameters(c):
 def test_shipped_configs_of_known_families_are_read():
     read = []
     for name in shipped_configs():
-        raw, _ = verb.cut(resolve_model(name, ["config"]).read_config(), None, name)
+        raw, _ = first_layers(resolve_model(name, ["config"]).read_config(), None, name)
         if raw["model_type"] in models.FAMILIES:
             models.family_of(raw).read_config(raw)
             read.append(name)

@@ -12,22 +12,23 @@ import zipfile
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock import ops
+from penstock.analysis.weights import walk
 from penstock.engine.cache import Sequence
-from penstock.engine.engine import Engine
+from penstock.engine.engine import Engine, Model
+from penstock.engine.generation import request_of
 from penstock.engine.programs import table_width
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.graph import Node
-from penstock.models.layers import ExpertStack
 
 if TYPE_CHECKING:
-    from penstock.api import LLM
+    from penstock.text.tokenizer import Tokenizer
 
 FORMAT = "penstock-routes"
 VERSION = 1
@@ -159,7 +160,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def record(
-    llm: LLM,
+    engine: Engine,
+    tokenizer: Tokenizer,
     prompt: str | Seq[int],
     max_tokens: int = 100,
     stop: str | Seq[str] = (),
@@ -173,8 +175,7 @@ def record(
     progress: called with the number of tokens that each step computed. name: of the model, in the result. Raises
     InvalidArgument for a model without experts or on device "reference". Other threads wait until it is done.
     """
-    engine, tokenizer = llm._engine, llm.tokenizer
-    request = llm._request(prompt, max_tokens, stop, sampling)
+    request = request_of(engine, tokenizer, prompt, max_tokens, stop, sampling)
     pieces: list[np.ndarray] = []
     with engine._lock, _opened(engine) as sequence, _watched(engine) as (nodes, read):
 
@@ -192,13 +193,13 @@ def record(
     detokenizer = tokenizer.detokenizer()
     decode = np.arange(len(tokens)) >= len(request.prompt)
     return Routes(
-        model=name or llm.config.model_type,
+        model=name or engine.model.config.model_type,
         tokens=np.array(tokens, np.int32),
         texts=tuple(detokenizer.add(token) for token in tokens),
         ids=np.concatenate(pieces),
         decode=decode,
         experts=_experts(nodes[0]),
-        layers=_layers(engine.model.weights, len(nodes)),
+        layers=_layers(engine.model, len(nodes)),
         expert_bytes=tuple(map(_expert_bytes, nodes)),
     )
 
@@ -264,14 +265,8 @@ def _expert_bytes(node: Node) -> int:
     return sum(stack.nbytes // stack.shape[0] for stack in stacks if stack is not None)
 
 
-def _layers(weights: Any, count: int) -> tuple[int, ...]:
+def _layers(model: Model, count: int) -> tuple[int, ...]:
     """Numbers of the layers that have experts; they are as many as there are expert nodes."""
-    found = tuple(n for n, layer in enumerate(weights.layers) if _has_experts(layer))
+    found = {weight.layer for weight in walk(model) if weight.role == "experts" and weight.layer is not None}
     assert len(found) == count
-    return found
-
-
-def _has_experts(value: Any) -> bool:
-    if isinstance(value, ExpertStack):
-        return True
-    return is_dataclass(value) and any(_has_experts(getattr(value, field.name)) for field in fields(value))
+    return tuple(sorted(found))

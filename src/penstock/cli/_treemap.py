@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from penstock.analysis.survey import PARTS, Piece, Survey
+from penstock.analysis.survey import Survey
+from penstock.analysis.weights import ROLES, WeightInfo
 from penstock.cli._output import css_colours, css_name
 from penstock.cli.inspect import Machine, count, facts, size
 
@@ -30,7 +31,7 @@ _COLOURS = {
     "head": ("#1b86b4", "#5cc0e8"),
     "other": ("#8a6d5c", "#c0a594"),
 }
-assert set(_COLOURS) == set(PARTS)
+assert set(_COLOURS) == set(ROLES)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _worst(largest: float, smallest: float, area: float, side: float) -> float:
 
 def page(found: Survey, machine: Machine) -> str:
     """The whole page; it needs nothing from anywhere."""
-    parts = found.by_part()
+    parts = found.by_role()
     total = found.total
     limit = machine.limit(total.active_bytes)
     tiles = [
@@ -153,7 +154,7 @@ def page(found: Survey, machine: Machine) -> str:
         title=escape(f"{found.name}: where its bytes are"),
         colours=css_colours(_COLOURS, 0),
         dark=css_colours(_COLOURS, 1),
-        classes="".join(f".{css_name(part)} {{ --c:var(--{css_name(part)}) }} " for part in PARTS),
+        classes="".join(f".{css_name(part)} {{ --c:var(--{css_name(part)}) }} " for part in ROLES),
         about=escape(f"{found.config.model_type}, {len(found.layers)} layers of width {found.config.dim}"),
         tiles="".join(
             f"<div><span>{escape(what)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"
@@ -162,22 +163,22 @@ def page(found: Survey, machine: Machine) -> str:
         bars=_bar("All weights", {part: value.nbytes for part, value in parts.items()})
         + _bar("What a token reads", {part: value.active_bytes for part, value in parts.items()}),
         legend="".join(f'<li class="{css_name(part)}"><i></i>{escape(part)}</li>' for part in parts),
-        by_part=_map(found, lambda piece: piece.part, _layer, squarified, in_strips),
-        by_layer=_map(found, _layer_or_part, lambda piece: piece.part, in_strips, squarified),
+        by_part=_map(found, lambda piece: piece.role, _layer, squarified, in_strips),
+        by_layer=_map(found, _layer_or_part, lambda piece: piece.role, in_strips, squarified),
         facts=_facts(found, machine),
         table=_table(found),
         formats=_formats(found),
-        pieces=_pieces(found.pieces),
+        pieces=_pieces(found.weights),
     )
 
 
-def _layer(piece: Piece) -> str:
+def _layer(piece: WeightInfo) -> str:
     return "" if piece.layer is None else f"{piece.layer}"
 
 
-def _layer_or_part(piece: Piece) -> str:
+def _layer_or_part(piece: WeightInfo) -> str:
     """What stands side by side in the map by layers."""
-    return f"layer {piece.layer}" if piece.layer is not None else piece.part
+    return f"layer {piece.layer}" if piece.layer is not None else piece.role
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -188,11 +189,15 @@ Arrange = Callable[[Sequence[float], Box], list[Box]]
 
 
 def _map(
-    found: Survey, outer: Callable[[Piece], str], inner: Callable[[Piece], str], places: Arrange, within: Arrange
+    found: Survey,
+    outer: Callable[[WeightInfo], str],
+    inner: Callable[[WeightInfo], str],
+    places: Arrange,
+    within: Arrange,
 ) -> str:
     """All tensors as boxes within boxes: the groups that `outer` names, in them those that `inner` names."""
     groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for number, piece in enumerate(found.pieces):
+    for number, piece in enumerate(found.weights):
         groups[outer(piece)][inner(piece)].append(number)
     sizes = [[_bytes(found, members) for members in group.values()] for group in groups.values()]
     boxes = places([sum(group) for group in sizes], Box(0, 0, WIDTH, HEIGHT))
@@ -203,12 +208,12 @@ def _map(
         shapes.append(title)
         inside = framed.inside(0.0, _TITLE if title else 0.0)
         for (label, members), place in zip(group.items(), within(own, inside), strict=True):
-            shapes += _tensors(found, members, place.inside(0.4), "" if label in (name, *PARTS) else label)
+            shapes += _tensors(found, members, place.inside(0.4), "" if label in (name, *ROLES) else label)
     return "".join(shapes)
 
 
 def _bytes(found: Survey, members: Iterable[int]) -> int:
-    return sum(found.pieces[number].nbytes for number in members)
+    return sum(found.weights[number].nbytes for number in members)
 
 
 def _title(box: Box, name: str, nbytes: int, total: int) -> str:
@@ -217,23 +222,23 @@ def _title(box: Box, name: str, nbytes: int, total: int) -> str:
         return ""
     texts = (f"{name} {size(nbytes)}, {nbytes / max(total, 1):.1%}", f"{name} {size(nbytes)}", name)
     text = next((text for text in texts if len(text) * 7.4 < box.width), "")
-    css = f"title {css_name(name)}" if name in PARTS else "title"
+    css = f"title {css_name(name)}" if name in ROLES else "title"
     return text and f'<text class="{css}" x="{box.x + 1:.1f}" y="{box.y + 13:.1f}">{escape(text)}</text>'
 
 
 def _tensors(found: Survey, members: Sequence[int], box: Box, label: str) -> list[str]:
     """The tensors of a group, in full colour if a token reads them; else what it reads of them is a strip below."""
-    pieces = [found.pieces[number] for number in members]
+    pieces = [found.weights[number] for number in members]
     shapes = []
     for number, piece, place in zip(members, pieces, squarified([p.nbytes for p in pieces], box), strict=True):
         own = place.inside(0.3 if min(place.width, place.height) > 3 else 0.0)
         if min(own.width, own.height) >= _SMALLEST:
-            css = f"{css_name(piece.part)} read" if piece.share == 1 else css_name(piece.part)
+            css = f"{css_name(piece.role)} read" if piece.share == 1 else css_name(piece.role)
             shapes.append(f'<rect {_at(own)} class="{css}" data-i="{number}"/>')
     shares = {piece.share for piece in pieces}
     if len(shares) == 1 and 0 < (share := shares.pop()) < 1:
         read = Box(box.x, box.y + box.height * (1 - share), box.width, box.height * share)
-        shapes.append(f'<rect {_at(read)} class="{css_name(pieces[0].part)} read"/>')
+        shapes.append(f'<rect {_at(read)} class="{css_name(pieces[0].role)} read"/>')
     if label and box.width > 24 + 6 * len(label) and box.height > 28:
         on = " on" if pieces[0].share == 1 else ""
         shapes.append(f'<text class="label{on}" x="{box.x + 4:.1f}" y="{box.y + 12:.1f}">{escape(label)}</text>')
@@ -244,16 +249,16 @@ def _at(box: Box) -> str:
     return f'x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" height="{box.height:.2f}"'
 
 
-def _pieces(pieces: Sequence[Piece]) -> str:
+def _pieces(pieces: Sequence[WeightInfo]) -> str:
     """What the tooltip says of each tensor, as JSON that may stand in a page."""
     rows = [
         [
             piece.path,
-            piece.part,
+            piece.role,
             " × ".join(map(str, piece.shape)) or "scalar",
             str(piece.format),
             size(piece.nbytes),
-            size(piece.active_bytes) if piece.share < 1 else "all of it",
+            size(piece.nbytes * piece.share) if piece.share < 1 else "all of it",
         ]
         for piece in pieces
     ]
@@ -283,7 +288,7 @@ def _facts(found: Survey, machine: Machine) -> str:
 def _table(found: Survey) -> str:
     heads = ("part", "tensors", "parameters", "bytes", "share", "read per token", "share")
     total, rows = found.total, []
-    for part, value in [*found.by_part().items(), ("all", total)]:
+    for part, value in [*found.by_role().items(), ("all", total)]:
         cells = [
             f"{value.tensors}",
             count(value.parameters),
@@ -292,7 +297,7 @@ def _table(found: Survey) -> str:
             size(value.active_bytes),
             f"{value.active_bytes / max(total.active_bytes, 1):.1%}",
         ]
-        mark = f'<i class="{css_name(part)}"></i>' if part in PARTS else ""
+        mark = f'<i class="{css_name(part)}"></i>' if part in ROLES else ""
         rows.append(f"<tr><td>{mark}{escape(part)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return _framed(heads, rows)
 

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, size
+from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note, resolved, size
 from penstock.cli._output import print_json, print_table
+from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from penstock.analysis.plan import CacheNeeds, Plan, Step
@@ -84,17 +85,32 @@ def plan(
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name}: is {value}, expected GB/s above 0")
     from penstock.analysis.plan import Hits, Plan, device_of, memory_of, room_of, speeds_of, subject_of, trace_of
+    from penstock.weights.resolve import ANY
 
     chosen = device_of(device)
-    memory = memory_of(chosen, device_memory, host_memory)
-    subject = subject_of(named(argument, model), chosen, revision, offline)
+    sizes = _bytes("--device-memory", device_memory), _bytes("--host-memory", host_memory)
+    try:
+        memory = memory_of(chosen, *sizes)
+    except InvalidArgument as error:
+        raise UsageError(str(error)) from None
+    meant = named(argument, model)
+    resolved_model = resolved(meant, ANY, revision, offline, files="config")
+    if resolved_model.hub_id is not None and resolved_model.kind == "config":
+        note(f"{resolved_model.hub_id}: not here; its config.json says how large it is")
+    subject = subject_of(resolved_model, meant, chosen)
     room = room_of(subject, chosen, memory, max_context)
     hits = Hits(None if routes is None else trace_of(routes, subject))
-    found = Plan(subject, chosen, memory, room, speeds_of(subject, chosen, room, given), hits)
+    found = Plan(subject, chosen, memory, room, speeds_of(subject, chosen, room, given, note), hits)
     if as_json:
         print_json(_described(found))
     else:
         _print(found)
+
+
+def _bytes(option: str, given: str | None) -> int | None:
+    from penstock.experts.sizes import parse_size
+
+    return None if given is None else parse_size(given, option)
 
 
 # --------------------------------------------------------------------------------------------------------------------

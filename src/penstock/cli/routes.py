@@ -117,7 +117,8 @@ def _recorded(
     tokens = _encoded(llm, messages, None, {}, ignore_template, False)
     reading = Reading(len(tokens))
     try:
-        return record(llm, tokens, max_tokens, progress=reading, name=model.name, seed=seed, **arguments)
+        made = {"progress": reading, "name": model.name, "seed": seed, **arguments}
+        return record(llm._engine, llm.tokenizer, tokens, max_tokens, **made)
     finally:
         reading.close()
 

@@ -7,8 +7,9 @@ its config while it is read, and a model of any size can be made up for a benchm
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,6 +23,8 @@ from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
+
+_LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
 class Source(Protocol):
@@ -161,6 +164,33 @@ class Stored:
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""
         return sorted(name for name in self.checkpoint.names if name not in self._used)
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """Tensors of a checkpoint that its model does not use: by the part that is known and not run, and all others."""
+
+    known: dict[str, list[str]]
+    remarks: list[str]
+
+
+def left_over(source: Stored, skipped: Sequence[str], layers: int) -> LeftOver:
+    """What nothing has asked `source` for; skipped: how names of parts begin that are not run."""
+    known: dict[str, list[str]] = {}
+    other: list[str] = []
+    for name in source.unused():
+        part = next((start.rstrip(".") for start in skipped if name.startswith(start)), None)
+        layer = _LAYER.search(name)
+        if part is None and layer is not None and int(layer[1]) >= layers:
+            part = f"layers from {layers} on (prediction of further tokens)"
+        (other if part is None else known.setdefault(part, [])).append(name)
+    path, remarks = source.checkpoint.path, []
+    if known:
+        remarks.append(f"{path}: {sum(map(len, known.values()))} tensors of {', '.join(sorted(known))} are skipped")
+    if other:
+        shown = ", ".join(other[:3]) + (" …" if len(other) > 3 else "")
+        remarks.append(f"{path}: {len(other)} tensors are not part of the model: {shown}")
+    return LeftOver(known, remarks)
 
 
 class Random:
