@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note, resolved
-from penstock.cli._output import print_json, print_table, write_page
+from penstock.cli._output import print_json, print_table, size, write_page
 from penstock.errors import BackendError
 
 if TYPE_CHECKING:
@@ -226,13 +226,6 @@ def _tokenizer(found: Survey) -> list[tuple[str, str]]:
 
 def _knows(words: list[str]) -> str:
     return f", knows {' and '.join(words)}" if words else ""
-
-
-def size(nbytes: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def count(number: float) -> str:

@@ -19,8 +19,7 @@ from penstock.cli._model import (
     note,
     verb,
 )
-from penstock.cli._output import print_json, print_table
-from penstock.errors import InvalidArgument
+from penstock.cli._output import percent, print_json, print_table, write_page
 
 if TYPE_CHECKING:
     from penstock.analysis.routes import Routes
@@ -89,10 +88,7 @@ def routes(
     if html is not None:
         from penstock.cli._routes_html import page
 
-        try:
-            html.write_text(page(report), encoding="utf-8")
-        except OSError as error:
-            raise InvalidArgument(f"--html: {html}: {error.strerror or error}") from None
+        write_page("--html", html, page(report))
     if as_json:
         print_json(_described(report))
     else:
@@ -200,10 +196,6 @@ def size(nbytes: int) -> str:
     return spelled(nbytes)
 
 
-def percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
-
-
 def _print(report: Report) -> None:
     print(f"{heading(report)}\n")
     rows = [_cells(str(use.layer), [use], report) for use in report.layers]
@@ -217,13 +209,13 @@ def _print(report: Report) -> None:
     policies = list(report.rows[0].rates)
     print("\nHit rates of the answer, had a cache of this size held the experts:\n")
     cells = [
-        [f"{row.share:.0%}", size(report.nbytes(row)), str(row.slots), *(percent(row.rates[p]) for p in policies)]
+        [f"{row.share:.0%}", size(report.nbytes(row)), str(row.slots), *(percent(row.rates[p], 1) for p in policies)]
         for row in report.rows
     ]
     print_table(("cache", "bytes", "experts", *policies), cells, wrap=())
     print(
         f"\n--expert-policy auto is {AUTO}; min is the most that any policy could have had. Reading ahead what\n"
-        f"the last token chose would have been right for {percent(report.repeated)} of the choices."
+        f"the last token chose would have been right for {percent(report.repeated, 1)} of the choices."
     )
 
 
@@ -232,9 +224,9 @@ def _cells(title: str, uses: "Sequence[LayerUse]", report: Report) -> list[str]:
     return [
         title,
         f"{np.mean([use.used for use in uses]):.4g}/{report.routes.experts}",
-        percent(float(np.mean([use.top_share for use in uses]))),
+        percent(float(np.mean([use.top_share for use in uses])), 1),
         f"{np.mean([use.entropy for use in uses]):.3f}",
-        percent(float(np.mean(known)) if known else None),
+        percent(float(np.mean(known)) if known else None, 1),
     ]
 
 
