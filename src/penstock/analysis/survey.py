@@ -26,7 +26,7 @@ from penstock.models.config import Fields, first_layers
 from penstock.models.source import left_over
 from penstock.models.step import Layout, Pages
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
-from penstock.weights.checkpoint import Checkpoint, _quantization_table
+from penstock.weights.checkpoint import Checkpoint, quantization_table
 from penstock.weights.files import short
 from penstock.weights.resolve import ResolvedModel
 
@@ -159,7 +159,7 @@ class FromFiles:
             weight = self.stored.weight(path, *shape)
             if isinstance(weight, QuantizedTensor):
                 return Format(weight.bits, weight.group_size, weight.dtype), weight.nbytes
-        checkpoint, name = self.stored.checkpoint, self.stored._path(path)
+        checkpoint, name = self.stored.checkpoint, self.stored.name_of(path)
         name = f"{name}.weight" if f"{name}.weight" in checkpoint else name
         return _dense(checkpoint.dtype(name)), _span(checkpoint, name)
 
@@ -176,21 +176,12 @@ class FromGguf:
         return path in self._gguf.source
 
     def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
-        from penstock.models.gguf import _name
-
-        file, name = self._gguf.file, _name(path)
         if path.endswith(".bias") and path not in self:
             return _dense("float32"), 0  # zeros
-        info = file._info(name)
-        if info.shape != shape:
-            raise CheckpointError(
-                f"{file.path}: tensor {name} has shape {info.shape}, expected {shape} by the metadata"
-            )
-        self._gguf.source._used.add(name)
-        dense = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(info.type)
-        if dense is not None:
-            return _dense(dense), info.nbytes
-        return Format(8 if info.type == "Q8_0" else 4, 32, "float16"), file.loaded_nbytes(name)
+        file, name = self._gguf.file, self._gguf.source.asked(path, shape)
+        nbytes, kind = file.loaded_nbytes(name), file.tensors[name].type
+        dense = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind)
+        return _dense(dense) if dense is not None else Format(8 if kind == "Q8_0" else 4, 32, "float16"), nbytes
 
 
 class _FromConfig:
@@ -201,7 +192,7 @@ class _FromConfig:
     def __init__(self, raw: dict[str, Any]) -> None:
         top = Fields(raw, "config.json")
         inner = top.table("text_config", top)
-        _, table = _quantization_table(raw)
+        _, table = quantization_table(raw)
         spelled = (holder.get(key) for holder in (raw, inner.values) for key in ("dtype", "torch_dtype"))
         self.dtype = next((name for name in spelled if name in FLOATS), "bfloat16")
         self.quantized = table is not None

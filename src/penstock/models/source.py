@@ -74,15 +74,15 @@ class Stored:
         self.layout = layout
         self._used: set[str] = set()
 
-    def _path(self, path: str) -> str:
+    def name_of(self, path: str) -> str:
         return (self.head if path == "lm_head" else self.prefix) + path
 
     def __contains__(self, path: str) -> bool:
-        name = self._path(path)
+        name = self.name_of(path)
         return name in self.checkpoint or f"{name}.weight" in self.checkpoint
 
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
-        name = self._path(path)
+        name = self.name_of(path)
         tensor = self.checkpoint.tensor(name)
         self._check_shape(name, tuple(tensor.shape), shape)
         self._used.update((name, *(f"{name}.{part}" for part in ("weight", "scales", "biases"))))
@@ -101,14 +101,14 @@ class Stored:
     def vector(self, path: str, *shape: int) -> np.ndarray:
         tensor = self._tensor(path, shape)
         if isinstance(tensor, QuantizedTensor):
-            raise CheckpointError(f"{self.checkpoint.path}: {self._path(path)} is quantized, expected a dense tensor")
+            raise CheckpointError(f"{self.checkpoint.path}: {self.name_of(path)} is quantized, expected a dense tensor")
         self._floating(path, dtype_name(tensor.dtype))
         return tensor.astype(np.float32)
 
     def _floating(self, path: str, dtype: str) -> None:
         if dtype not in FLOATS:
             raise CheckpointError(
-                f"{self.checkpoint.path}: {self._path(path)} has dtype {dtype}, expected one of {', '.join(FLOATS)}"
+                f"{self.checkpoint.path}: {self.name_of(path)} has dtype {dtype}, expected one of {', '.join(FLOATS)}"
             )
 
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
@@ -127,7 +127,7 @@ class Stored:
 
     def _differ(self, path: str) -> NoReturn:
         raise CheckpointError(
-            f"{self.checkpoint.path}: {self._path(path)} and the experts beside it differ in "
+            f"{self.checkpoint.path}: {self.name_of(path)} and the experts beside it differ in "
             "bits, group size or dtype, expected them alike"
         )
 
@@ -146,7 +146,7 @@ class Stored:
         return replace(first, parts=tuple(parts))
 
     def _shelf(self, path: str, shape: tuple[int, ...], count: int) -> Shelf:
-        name = self._path(path)
+        name = self.name_of(path)
         format, names = self.checkpoint.parts(name)
         bits, group_size = format or (0, 0)
         *rows, last = self.checkpoint.shape(names[0])
