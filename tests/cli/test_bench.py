@@ -2,22 +2,16 @@ import csv
 import io
 import json
 import re
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 import penstock
-from penstock import QuantizedTensor, api, models
-from penstock.analysis.bandwidth import ReadBandwidth
-from penstock.analysis.weights import active_bytes, distinct
+from penstock import models
 from penstock.cli import bench as verb
 from penstock.cli._model import UsageError
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.errors import CheckpointError
 from penstock.models.config import first_layers
 from penstock.weights.resolve import resolve_model, shipped_configs
 from tests.cli.common import call
@@ -60,11 +54,6 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(TINY | {"layers": 2}))
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def llm():
-    return api.load_random(TINY, device="reference")
 
 
 def run(capsys, tiny, *options):
@@ -245,65 +234,10 @@ def test_planned_orders_tests_by_depth():
     assert names == ["pp512", "tg128", "pp64+tg32", "pp512 @ d4096", "tg128 @ d4096", "pp64+tg32 @ d4096"]
 
 
-def stored(llm):
-    """All bytes of a model; each weight is there once, whatever refers to it."""
-    return sum(weight.nbytes for weight in distinct(llm._engine.model))
-
-
-def test_active_bytes_counts_chosen_experts_and_one_row(llm):
-    weights = llm._engine.model.weights
-    routed = [layer.mlp.routed for layer in weights.layers]
-    stacks = sum(w.nbytes for stack in routed for w in (stack.gate, stack.up, stack.down))
-    row = weights.embed.nbytes // TINY["vocab_size"]
-    other = stored(llm) - stacks - weights.embed.nbytes
-    assert active_bytes(llm._engine.model) == other + stacks * 2 // 8 + row
-    assert active_bytes(llm._engine.model, 2) == round(other + stacks * (1 - (6 / 8) ** 2) + 2 * row)
-
-
-def test_active_bytes_counts_a_tied_head_once(llm):
-    tied = api.load_random(TINY | {"tie_word_embeddings": True}, device="reference")
-    table = llm._engine.model.weights.embed.nbytes
-    assert active_bytes(tied._engine.model) == active_bytes(llm._engine.model) - table // TINY["vocab_size"]
-    assert stored(tied) == stored(llm) - table
-
-
-def test_distinct_leaves_out_views(rng):
-    @dataclass
-    class Weights:
-        embed: Any
-        parts: Any
-        whole: Any
-        head: Any
-
-    whole = rng.standard_normal((6, 4))
-    q = QuantizedTensor(np.zeros((3, 8), "uint32"), np.zeros((3, 1), "float32"), np.zeros((3, 1), "float32"), 4, 64)
-    model = SimpleNamespace(weights=Weights(q, (whole[:2], whole[2:]), whole, q), config=None)
-    assert [(weight.path, weight.shape) for weight in distinct(model)] in (
-        [("whole", (6, 4)), ("head", (3, 64))],
-        [("head", (3, 64)), ("whole", (6, 4))],
-    )
-
-
-def test_random_nbytes_is_what_the_weights_take(llm):
-    assert api.random_nbytes(TINY) == stored(llm)
-
-
-def test_first_layers_shortens_nested_configs_and_leaves_its_argument():
-    raw = {"layers": 1, "text_config": {"num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"]}}
-    kept = json.dumps(raw)
-    three = {"text_config": {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}}
-    assert first_layers(raw, 3, "x") == (three, ", 3 of 4 layers")
-    assert first_layers(raw, None, "x")[0]["text_config"]["layer_types"] == ["a"]
-    assert first_layers(raw, "all", "x") == ({"text_config": raw["text_config"]}, "")
-    assert json.dumps(raw) == kept
-    for layers in (0, 5):
-        with pytest.raises(InvalidArgument, match=f"x: layers is {layers}, expected 1 to 4"):
-            first_layers(raw, layers, "x")
+def test_layer_count_is_a_number_or_all():
+    assert [verb.layer_count(text) for text in ("7", "all", None)] == [7, "all", None]
     with pytest.raises(UsageError, match="--layers: is 'some', expected a number or all"):
         verb.layer_count("some")
-    assert [verb.layer_count(text) for text in ("7", "all", None)] == [7, "all", None]
-    with pytest.raises(InvalidArgument, match="layers is True"):
-        first_layers(raw | {"layers": True}, None, "x")
 
 
 @pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
@@ -375,20 +309,6 @@ def test_read_config_refuses_what_is_no_object(tmp_path):
     file.write_text("[]")
     with pytest.raises(CheckpointError, match="is a list, expected an object"):
         resolve_model(tmp_path, ["config"]).read_config()
-
-
-def test_read_bandwidth_measures_in_another_process():
-    with ReadBandwidth(2, 1 << 24) as bandwidth:
-        rates = [bandwidth.measure(), bandwidth.measure()]
-    assert all(0.1 < rate < 1e5 for rate in rates)
-
-
-def test_read_bandwidth_of_a_process_that_died_is_none():
-    bandwidth = ReadBandwidth(1, 1 << 20)
-    bandwidth._command = [sys.executable, "-c", ""]
-    with bandwidth:
-        bandwidth._process.wait()
-        assert bandwidth.measure() is None
 
 
 def test_bench_shows_progress_on_a_terminal_only(monkeypatch, capsys):

@@ -44,7 +44,7 @@ _PROCESS = 2 << 30  # bytes of host memory that a process with torch takes
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """A model without its weights.
 
     given: what the user called it, None for the demo model. parts: bytes by name, experts not among them. layers: bytes
@@ -90,7 +90,7 @@ class Subject:
         return bool(self.layers) and (self.files is None or self.files.suffix != ".gguf")
 
 
-def subject_of(found: ResolvedModel, given: str | None, device: str) -> Subject:
+def subject_of(found: ResolvedModel, given: str | None, device: str) -> PlannedModel:
     """A model as it would run on a device; given: what the user called it."""
     _, dtype, activations = resolve_options(device)
     programs = outlined(found, None, device, dtype, activations, Work("decode", 1, 0)).programs
@@ -106,7 +106,7 @@ def subject_of(found: ResolvedModel, given: str | None, device: str) -> Subject:
         else:
             parts[_PARTS[weight.role]] += weight.nbytes
             active += weight.read_by(1)
-    return Subject(
+    return PlannedModel(
         given=given,
         name=found.hub_id or found.name,
         config=config,
@@ -183,7 +183,7 @@ class Room:
     need: int
 
 
-def room_of(subject: Subject, device: str, memory: Memory, max_context: int | None) -> Room:
+def room_of(subject: PlannedModel, device: str, memory: Memory, max_context: int | None) -> Room:
     """First everything that is no expert, then as many experts as go into the rest."""
     limit = subject.config.max_positions
     if max_context is not None and not 1 <= max_context <= limit:
@@ -224,7 +224,7 @@ class Hits:
         return self._known[slots]
 
 
-def trace_of(path: Path, subject: Subject) -> Trace:
+def trace_of(path: Path, subject: PlannedModel) -> Trace:
     """A recorded text. Raises InvalidArgument if it is another model's or has no answer."""
     recorded = load_routes(path)
     own = (len(subject.layers), subject.experts, subject.top_k)
@@ -249,7 +249,7 @@ class Speed:
 
 
 def speeds_of(
-    subject: Subject,
+    subject: PlannedModel,
     device: str,
     room: Room,
     given: Mapping[str, float | None],
@@ -303,7 +303,7 @@ def _disk(folder: Path, notify: Callable[[str], None]) -> Speed:
 
 
 @dataclass(frozen=True)
-class Step:
+class TokenCost:
     """Bytes that a token moves over each way, and the seconds they need; None where a bandwidth is not known."""
 
     moved: dict[str, int]
@@ -316,10 +316,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """All of it, and what follows for a token."""
 
-    subject: Subject
+    subject: PlannedModel
     device: str
     memory: Memory
     room: Room
@@ -346,7 +346,7 @@ class Plan:
         """Of the choices, those in slots or in host memory."""
         return max(self.hit, self.hits.rate(self.host_share))
 
-    def step(self, warm: bool) -> Step:
+    def step(self, warm: bool) -> TokenCost:
         """A token: with the hit rates that a run comes to, or with nothing in slots and host memory yet."""
         chosen = self.subject.chosen_bytes
         moved = {"memory": self.subject.active + chosen}
@@ -357,9 +357,9 @@ class Plan:
         for way, nbytes in moved.items():
             rate = self.speeds[way].rate
             if rate is None and nbytes:
-                return Step(moved, None)
+                return TokenCost(moved, None)
             seconds += nbytes / (rate * 1e9) if rate is not None else 0.0
-        return Step(moved, seconds)
+        return TokenCost(moved, seconds)
 
     @property
     def flags(self) -> list[str]:

@@ -25,6 +25,7 @@ from penstock.engine.engine import Engine, Model
 from penstock.engine.generation import request_of
 from penstock.engine.programs import table_width
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.experts.simulate import Row, Trace, repeats, table
 from penstock.graph import Node
 
 if TYPE_CHECKING:
@@ -270,3 +271,62 @@ def _layers(model: Model, count: int) -> tuple[int, ...]:
     found = {weight.layer for weight in walk(model) if weight.role == "experts" and weight.layer is not None}
     assert len(found) == count
     return tuple(sorted(found))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """How a layer's experts were used: by how many tokens each (counts), and what follows."""
+
+    layer: int
+    counts: np.ndarray
+    repeated: float | None  # share of a decoded token's experts that the token before chose too
+
+    @property
+    def used(self) -> int:
+        """Experts that were chosen at all."""
+        return int(np.count_nonzero(self.counts))
+
+    @property
+    def top_share(self) -> float:
+        """Share of all choices that fell on the tenth of the experts (rounded up) that is chosen most."""
+        tenth = -(-len(self.counts) // 10)
+        return float(np.sort(self.counts)[-tenth:].sum() / max(1, self.counts.sum()))
+
+    @property
+    def entropy(self) -> float:
+        """Of the choices, as a share of that of an even use: 1 if all experts are chosen as often."""
+        shares = self.counts[self.counts > 0] / max(1, self.counts.sum())
+        return float(-(shares * np.log(shares)).sum() / np.log(len(self.counts))) if len(self.counts) > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class RoutesReport:
+    """A recording, the use of each layer's experts, and the hit rates of simulated caches."""
+
+    routes: Routes
+    layers: tuple[LayerUse, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def repeated(self) -> float | None:
+        known = [layer.repeated for layer in self.layers if layer.repeated is not None]
+        return sum(known) / len(known) if known else None
+
+    def nbytes(self, row: Row) -> int:
+        """Of a simulated cache."""
+        return round(self.routes.nbytes * row.slots / (len(self.routes.layers) * self.routes.experts))
+
+
+def routes_report(routes: Routes) -> RoutesReport:
+    """How a recorded text used the experts, and what caches would have made of it."""
+    trace = Trace(routes.ids, routes.decode, routes.experts)
+    again = repeats(trace)
+    layers = tuple(
+        LayerUse(layer, counts, None if np.isnan(repeated) else float(repeated))
+        for layer, counts, repeated in zip(routes.layers, routes.counts(), again, strict=True)
+    )
+    return RoutesReport(routes, layers, tuple(table(trace)))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from penstock.analysis.verify import Headers
-from penstock.analysis.weights import ROLES, Format, Sum, WeightInfo, role_of
+from penstock.analysis.weights import ROLES, Sum, TensorFormat, WeightInfo, role_of
 from penstock.dtypes import FLOATS, ITEMSIZE
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.models.config import Fields, first_layers
@@ -40,8 +40,8 @@ _WIDEST = 1 << 17  # of all other sizes; the widest layers of released models ha
 _PREFIXES = ("", "model.", "language_model.model.", "language_model.", "model.language_model.")
 
 
-def _dense(dtype: str) -> Format:
-    return Format(8 * ITEMSIZE[dtype], None, dtype)
+def _dense(dtype: str) -> TensorFormat:
+    return TensorFormat(8 * ITEMSIZE[dtype], None, dtype)
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Survey:
             found[weight.role].append(weight)
         return {role: Sum.of(found[role]) for role in ROLES if role in found}
 
-    def by_format(self) -> dict[Format, Sum]:
+    def by_format(self) -> dict[TensorFormat, Sum]:
         """The largest first."""
-        found: dict[Format, list[WeightInfo]] = defaultdict(list)
+        found: dict[TensorFormat, list[WeightInfo]] = defaultdict(list)
         for weight in self.weights:
             assert weight.format is not None
             found[_without_scales(weight.format)].append(weight)
@@ -107,7 +107,7 @@ class Survey:
         return per_position, fixed
 
 
-def _without_scales(format: Format) -> Format:
+def _without_scales(format: TensorFormat) -> TensorFormat:
     return format if format.group_size is None else replace(format, dtype="")
 
 
@@ -135,8 +135,8 @@ class _Described(Protocol):
 
     def __contains__(self, path: str) -> bool: ...
 
-    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
-        """Format and bytes of one tensor. Raises CheckpointError unless it is there in that shape."""
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
+        """TensorFormat and bytes of one tensor. Raises CheckpointError unless it is there in that shape."""
         ...
 
 
@@ -152,13 +152,13 @@ class FromFiles:
     def __contains__(self, path: str) -> bool:
         return path in self.stored
 
-    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
         if vector:
             self.stored.vector(path, *shape)
         else:
             weight = self.stored.weight(path, *shape)
             if isinstance(weight, QuantizedTensor):
-                return Format(weight.bits, weight.group_size, weight.dtype), weight.nbytes
+                return TensorFormat(weight.bits, weight.group_size, weight.dtype), weight.nbytes
         checkpoint, name = self.stored.checkpoint, self.stored.name_of(path)
         name = f"{name}.weight" if f"{name}.weight" in checkpoint else name
         return _dense(checkpoint.dtype(name)), _span(checkpoint, name)
@@ -175,13 +175,13 @@ class FromGguf:
     def __contains__(self, path: str) -> bool:
         return path in self._gguf.source
 
-    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
         if path.endswith(".bias") and path not in self:
             return _dense("float32"), 0  # zeros
         file, name = self._gguf.file, self._gguf.source.asked(path, shape)
         nbytes, kind = file.loaded_nbytes(name), file.tensors[name].type
         dense = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind)
-        return _dense(dense) if dense is not None else Format(8 if kind == "Q8_0" else 4, 32, "float16"), nbytes
+        return _dense(dense) if dense is not None else TensorFormat(8 if kind == "Q8_0" else 4, 32, "float16"), nbytes
 
 
 class _FromConfig:
@@ -206,7 +206,7 @@ class _FromConfig:
     def __contains__(self, path: str) -> bool:
         return not path.endswith(".bias") and path != "lm_head"  # which is asked for where it may be left out
 
-    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
         count = math.prod(shape)
         bits, group = (0, 0) if vector or not self.quantized else self._format(path)
         while bits and shape[-1] % group:
@@ -214,7 +214,7 @@ class _FromConfig:
             bits = bits if group in GROUP_SIZES else 0
         if not bits:
             return _dense(self.dtype), count * ITEMSIZE[self.dtype]
-        return Format(bits, group, "bfloat16"), count * bits // 8 + count // group * 4
+        return TensorFormat(bits, group, "bfloat16"), count * bits // 8 + count // group * 4
 
     def _format(self, path: str) -> tuple[int, int]:
         for prefix in _PREFIXES:
@@ -259,7 +259,7 @@ class Recorder:
         nbytes = sum(size for _, size in found)
         return self._noted(re.sub(r"\.\d+\.([^.]*)$", r".\1", paths[0]), shape, found[0][0], nbytes)
 
-    def _noted(self, path: str, shape: tuple[int, ...], format: Format, nbytes: int) -> np.ndarray:
+    def _noted(self, path: str, shape: tuple[int, ...], format: TensorFormat, nbytes: int) -> np.ndarray:
         role, layer, _ = role_of(path)
         self.weights.append(WeightInfo(path, role, layer, shape, nbytes, format=format))
         try:

@@ -153,7 +153,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Report:
+class TraceReport:
     """A traced step before and after fusion; `how` says where the bandwidth (GB/s) comes from."""
 
     name: str
@@ -196,7 +196,7 @@ def _title(members: Sequence[int | str]) -> str:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TracedModel:
     """A model to be traced: programs over weights of which nothing but their shapes counts, or over an engine's."""
 
     name: str
@@ -205,7 +205,9 @@ class Subject:
     engine: Engine | None = None
 
 
-def outlined(found: ResolvedModel, layers: Layers, device: str, dtype: str, activations: str, work: Work) -> Subject:
+def outlined(
+    found: ResolvedModel, layers: Layers, device: str, dtype: str, activations: str, work: Work
+) -> TracedModel:
     """A model without its weights. layers: how many of a config.json are taken."""
     from penstock import models
     from penstock.models.gguf import open_gguf
@@ -238,7 +240,7 @@ def outlined(found: ResolvedModel, layers: Layers, device: str, dtype: str, acti
             raise OutOfMemory(f"kernels: {work}: a cache of shape {shape} is more than this machine can name") from None
 
     caches.arrays = [empty(layout, pages, work.sequences, dtype, unwritten) for layout in caches.layouts]
-    return Subject(name, device, Programs(family, config, weights, caches, activations))
+    return TracedModel(name, device, Programs(family, config, weights, caches, activations))
 
 
 def taken_layers(found: ResolvedModel, layers: Layers) -> tuple[str, dict[str, Any] | None]:
@@ -262,7 +264,7 @@ def _check_positions(work: Work, config: Any) -> None:
 # Tracing
 
 
-def reported(subject: Subject, dtype: str, work: Work, bandwidth: float, how: str, measure: bool) -> Report:
+def reported(subject: TracedModel, dtype: str, work: Work, bandwidth: float, how: str, measure: bool) -> TraceReport:
     """Trace a step, before and after fusion; `measure` runs both programs as well."""
     programs = subject.programs
     state = _State(subject.engine, work) if measure and subject.engine is not None else None
@@ -276,7 +278,7 @@ def reported(subject: Subject, dtype: str, work: Work, bandwidth: float, how: st
         lines, planned = _lines(each, programs, work, bandwidth), plan(each)
         side = Side(tuple(lines), planned.size, planned.apart)
         sides.append(side if state is None else state.measured(side, each, subject.device, widths))
-    return Report(subject.name, subject.device, dtype, work, bandwidth, how, *sides)
+    return TraceReport(subject.name, subject.device, dtype, work, bandwidth, how, *sides)
 
 
 def _lines(graph: Graph, programs: Programs, work: Work, bandwidth: float) -> Iterator[Line]:

@@ -69,7 +69,7 @@ def role_of(path: str) -> tuple[str, int | None, str]:
 
 
 @dataclass(frozen=True)
-class Format:
+class TensorFormat:
     """How a tensor is stored: packed in `bits` with a scale and a bias per group, or dense (group_size None)."""
 
     bits: int
@@ -93,7 +93,7 @@ class WeightInfo:
     shape: tuple[int, ...]
     nbytes: int
     takes: int | None = None
-    format: Format | None = None
+    format: TensorFormat | None = None
     array: Any = None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from penstock.analysis.trace import Line, Report, Side
+from penstock.analysis.trace import Line, Side, TraceReport
 from penstock.cli._output import render, size
 
 # kinds of work by the families of the ops, with their colours on light and on dark ground
@@ -27,7 +27,7 @@ _COLOURS = {
 _KIND_OF = {family: kind for kind, families in _KINDS.items() for family in families}
 
 
-def page(report: Report) -> str:
+def page(report: TraceReport) -> str:
     """The whole page."""
     sides = {"Before fusion": report.before, "After fusion": report.after}
     groups = [group for side in sides.values() for group in side.groups()]
@@ -51,7 +51,7 @@ def page(report: Report) -> str:
     )
 
 
-def _about(report: Report) -> str:
+def _about(report: TraceReport) -> str:
     what = f"is what the bytes that a node moves need at {report.bandwidth:,.0f} GB/s ({report.how})"
     if report.measured:
         times = f"Bars are measured times; a predicted time {what}."
@@ -70,7 +70,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:,.0f} µs" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} µs"
 
 
-def _tiles(report: Report) -> list[tuple[str, str, str]]:
+def _tiles(report: TraceReport) -> list[tuple[str, str, str]]:
     before, after = report.before, report.after
     tiles = [
         ("nodes", f"{len(before.lines)}", f"{len(after.lines)}"),
@@ -101,7 +101,7 @@ _HEADS = (
 )
 
 
-def _rows(report: Report) -> list[list[str]]:
+def _rows(report: TraceReport) -> list[list[str]]:
     """A row per op, the longest first."""
     before, after = report.before.by_op(), report.after.by_op()
     both = {op: [*after.get(op, ()), *before.get(op, ())] for op in before | after}

@@ -15,11 +15,8 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from penstock.analysis.bandwidth import bandwidth_meter
-from penstock.analysis.weights import Sum, active_bytes, distinct
 from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, resolved, verb
 from penstock.cli._output import print_json
-from penstock.engine.sampling import Sampler, SamplingParams
 from penstock.errors import OutOfMemory
 
 if TYPE_CHECKING:
@@ -265,6 +262,8 @@ class Row:
 
 def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, threads: int) -> Iterator[Row]:
     """Run the tests one after the other."""
+    from penstock.analysis.bandwidth import bandwidth_meter
+
     engine, rng = llm._engine, np.random.default_rng(0)
     with ExitStack() as stack:
         bandwidth = None
@@ -296,6 +295,8 @@ def _timed(
     bandwidth: Callable[[], float | None] | None,
     progress: Callable[[str], None],
 ) -> _Times:
+    from penstock.engine.sampling import Sampler, SamplingParams
+
     vocab = engine.model.config.vocab_size
     sampler = Sampler(SamplingParams(), vocab)
     times = _Times([], [], [], [], 0.0)
@@ -356,6 +357,8 @@ def _drawn(engine: "Engine", sequences: list[Any], tokens: list[int], steps: int
 
     Returns the seconds of each step that the host spent on anything but waiting.
     """
+    from penstock.engine.sampling import Sampler, SamplingParams
+
     how = [Sampler(SamplingParams(), engine.model.config.vocab_size).row] * len(sequences)
     host, ahead = [], None
     for step in range(steps):
@@ -370,6 +373,8 @@ def _drawn(engine: "Engine", sequences: list[Any], tokens: list[int], steps: int
 
 
 def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
+    from penstock.analysis.weights import Sum, active_bytes, distinct
+
     model = llm._engine.model
     weights, seconds = Sum.of(distinct(model)), times.seconds
     speeds = [test.tokens / one for one in seconds]

@@ -12,7 +12,7 @@ from penstock.cli.bench import check_room, layer_count
 from penstock.errors import InvalidArgument, KernelNotFound
 
 if TYPE_CHECKING:
-    from penstock.analysis.trace import Line, Report, Side, Subject, Work
+    from penstock.analysis.trace import Line, Side, TracedModel, TraceReport, Work
     from penstock.ops._op import Op
     from penstock.weights.resolve import ResolvedModel
 
@@ -221,7 +221,7 @@ def _work(step: str, batch: int | None, tokens: int | None, depth: int, device: 
 
 def _report(
     model: str | None, layers: str | None, device: str, work: "Work", bandwidth: float | None, measure: bool
-) -> "Report":
+) -> "TraceReport":
     from penstock.analysis.bandwidth import bandwidth_of
     from penstock.analysis.trace import outlined, reported
     from penstock.engine.options import resolve_options
@@ -244,10 +244,10 @@ def _report(
 
 def _loaded(
     found: "ResolvedModel", layers: int | Literal["all"] | None, device: str, dtype: str, work: "Work"
-) -> "Subject":
+) -> "TracedModel":
     """A model that can run: stored weights, or those that a config.json describes, made up."""
     from penstock import api, models
-    from penstock.analysis.trace import Subject, taken_layers
+    from penstock.analysis.trace import TracedModel, taken_layers
     from penstock.engine.cache import Caches
     from penstock.ops.device import device_for
 
@@ -262,10 +262,10 @@ def _loaded(
         check_room(name, llm._engine.device, llm._engine.caches, batches)
     programs = llm._engine.programs
     assert programs is not None
-    return Subject(name, device, programs, llm._engine)
+    return TracedModel(name, device, programs, llm._engine)
 
 
-def _show(report: "Report", every: bool, html: Path | None, as_json: bool) -> None:
+def _show(report: "TraceReport", every: bool, html: Path | None, as_json: bool) -> None:
     if html is not None:
         from penstock.cli._trace_html import page
 
@@ -293,7 +293,7 @@ def _mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.3f}" if nbytes < 1e7 else f"{nbytes / 1e6:,.1f}"
 
 
-def _print_ops(report: "Report") -> None:
+def _print_ops(report: "TraceReport") -> None:
     """A line per op, before and after, the longest after fusion first."""
     before, after = report.before.by_op(), report.after.by_op()
 
@@ -330,7 +330,7 @@ def _print_nodes(side: "Side", every: bool, measured: bool) -> None:
     print_table(columns, rows, wrap=("where", "makes"))
 
 
-def _totals(report: "Report") -> list[str]:
+def _totals(report: "TraceReport") -> list[str]:
     before, after, work = report.before, report.after, report.work
     speed = work.rows / after.predicted
     lines = [
@@ -345,7 +345,7 @@ def _totals(report: "Report") -> list[str]:
     return [*lines, f"arena      {' → '.join(arena)}"]
 
 
-def _json(report: "Report") -> dict[str, Any]:
+def _json(report: "TraceReport") -> dict[str, Any]:
     def described(side: "Side") -> dict[str, Any]:
         return {
             "nodes": [

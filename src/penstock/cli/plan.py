@@ -10,7 +10,7 @@ from penstock.cli._output import print_json, print_table
 from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.analysis.plan import CacheNeeds, Plan, Step
+    from penstock.analysis.plan import CacheNeeds, ModelPlan, TokenCost
 
 _MEMORY = "such as 6G, 500M or bytes; G is 1024³, GB 1000³"
 
@@ -84,7 +84,7 @@ def plan(
     for name, value in given.items():
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name}: is {value}, expected GB/s above 0")
-    from penstock.analysis.plan import Hits, Plan, device_of, memory_of, room_of, speeds_of, subject_of, trace_of
+    from penstock.analysis.plan import Hits, ModelPlan, device_of, memory_of, room_of, speeds_of, subject_of, trace_of
     from penstock.weights.resolve import ANY
 
     chosen = device_of(device)
@@ -100,7 +100,7 @@ def plan(
     subject = subject_of(resolved_model, meant, chosen)
     room = room_of(subject, chosen, memory, max_context)
     hits = Hits(None if routes is None else trace_of(routes, subject))
-    found = Plan(subject, chosen, memory, room, speeds_of(subject, chosen, room, given, note), hits)
+    found = ModelPlan(subject, chosen, memory, room, speeds_of(subject, chosen, room, given, note), hits)
     if as_json:
         print_json(_described(found))
     else:
@@ -117,7 +117,7 @@ def _bytes(option: str, given: str | None) -> int | None:
 # Output
 
 
-def _print(found: "Plan") -> None:
+def _print(found: "ModelPlan") -> None:
     from penstock.analysis.plan import cache_needs
     from penstock.experts.sizes import spelled
 
@@ -145,7 +145,7 @@ def _print(found: "Plan") -> None:
     print("\n" + "\n".join(_verdict(found)))
 
 
-def _heading(found: "Plan") -> str:
+def _heading(found: "ModelPlan") -> str:
     from penstock.experts.sizes import spelled
 
     subject, memory = found.subject, found.memory
@@ -165,7 +165,7 @@ def _needs(needs: "CacheNeeds") -> str:
     return ", ".join(parts)
 
 
-def _tiers(found: "Plan") -> list[list[str]]:
+def _tiers(found: "ModelPlan") -> list[list[str]]:
     """Where experts are, how many of the choices are found there, and what a warm token moves."""
     from penstock.experts.sizes import spelled
 
@@ -186,7 +186,7 @@ def _tiers(found: "Plan") -> list[list[str]]:
     return rows
 
 
-def _verdict(found: "Plan") -> list[str]:
+def _verdict(found: "ModelPlan") -> list[str]:
     from penstock.experts.packed import NAME
 
     subject, room = found.subject, found.room
@@ -204,13 +204,13 @@ def _verdict(found: "Plan") -> list[str]:
     return lines
 
 
-def _rate(step: "Step") -> str:
+def _rate(step: "TokenCost") -> str:
     if step.rate is None:
         return "unknown"
     return f"{step.rate:,.0f} tokens/s" if step.rate >= 100 else f"{step.rate:.3g} tokens/s"
 
 
-def _refusal(found: "Plan") -> str:
+def _refusal(found: "ModelPlan") -> str:
     from penstock.experts.sizes import spelled
 
     subject, room = found.subject, found.room
@@ -223,7 +223,7 @@ def _refusal(found: "Plan") -> str:
     return " ".join(lines)
 
 
-def _described(found: "Plan") -> dict[str, Any]:
+def _described(found: "ModelPlan") -> dict[str, Any]:
     """As --json prints it: bytes, GB/s, tokens per second, seconds."""
     from penstock.analysis.plan import cache_needs
 

@@ -221,13 +221,13 @@ class _Forgiving:
         return path in self._described
 
     def found(self, path: str, shape: tuple[int, ...], vector: bool) -> Any:
-        from penstock.analysis.weights import Format
+        from penstock.analysis.weights import TensorFormat
 
         try:
             return self._described.found(path, shape, vector)
         except PenstockError as error:
             self._problems.append(str(error))
-            return Format(32, None, "float32"), 0
+            return TensorFormat(32, None, "float32"), 0
 
 
 def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
