@@ -1,7 +1,9 @@
+import warnings
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
+from penstock import settings
 from penstock.errors import InvalidArgument
 from penstock.settings import Settings, shown, variable
 
@@ -23,10 +25,10 @@ def test_from_env_gives_defaults_without_variables():
     ],
 )
 def test_from_env_reads_each_setting(name, text, value):
-    settings = Settings.from_env({f"PENSTOCK_{name.upper()}": text})
-    assert getattr(settings, name) == value
+    found = Settings.from_env({f"PENSTOCK_{name.upper()}": text})
+    assert getattr(found, name) == value
     others = [f.name for f in fields(Settings) if f.name != name]
-    assert [getattr(settings, other) for other in others] == [getattr(Settings(), other) for other in others]
+    assert [getattr(found, other) for other in others] == [getattr(Settings(), other) for other in others]
 
 
 def test_from_env_reads_the_real_environment(monkeypatch):
@@ -39,12 +41,23 @@ def test_from_env_takes_an_empty_variable_as_unset():
     assert Settings.from_env(empty) == Settings()
 
 
-def test_from_env_refuses_unknown_names_with_the_known_ones():
-    with pytest.raises(InvalidArgument) as refused:
-        Settings.from_env({"PENSTOCK_THREAD": "3"})
-    message = str(refused.value)
-    assert message.startswith("PENSTOCK_THREAD is not a setting")
-    assert all(variable(f) in message for f in fields(Settings))
+def test_from_env_warns_of_unknown_names_once_and_ignores_them(monkeypatch):
+    monkeypatch.setattr(settings, "_told", set())
+    with pytest.warns(UserWarning, match="is not a setting") as told:
+        assert Settings.from_env({"PENSTOCK_THREAD": "3", "PENSTOCK_ZZZZ": "", "PENSTOCK_THREADS": "2"}).threads == 2
+    close, far = (str(warning.message) for warning in told)
+    assert close == "PENSTOCK_THREAD is not a setting and is ignored, did you mean PENSTOCK_THREADS?"
+    assert far.startswith("PENSTOCK_ZZZZ is not a setting and is ignored, expected one of ")
+    assert all(variable(f) in far for f in fields(Settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Settings.from_env({"PENSTOCK_THREAD": "3"}) == Settings()
+
+
+def test_is_blank_tells_a_variable_with_nothing_in_it_from_none():
+    blank = [{"PENSTOCK_API_KEY": text} for text in ("", "  ", "\t\n")]
+    assert all(settings.is_blank("api_key", environ) for environ in blank)
+    assert not any(settings.is_blank("api_key", environ) for environ in ({}, {"PENSTOCK_API_KEY": " x"}))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +82,8 @@ def test_settings_are_frozen_and_described():
 
 
 def test_shown_tells_of_a_secret_only_that_it_is_set():
-    settings = Settings(api_key="hush", threads=3)
-    assert shown(settings)["api_key"] == "(set)"
-    assert shown(settings)["threads"] == 3
+    made = Settings(api_key="hush", threads=3)
+    assert shown(made)["api_key"] == "(set)"
+    assert shown(made)["threads"] == 3
     assert shown(Settings())["api_key"] is None
-    assert "hush" not in f"{settings}"
+    assert "hush" not in f"{made}"

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +30,9 @@ from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Sh
 from penstock.ops.device import Device, device_for
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
+from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.gguf import GgufFile
 from penstock.weights.resolve import resolve_model
 
 _TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
@@ -100,10 +102,10 @@ class Stats:
         tokens = max(1, self.prompt_tokens + self.generated_tokens)
         seconds = self.prompt_seconds + self.generation_seconds
         waited = (self.expert_wait_seconds or 0.0) / seconds if seconds else 0.0
-        held, read = (self.expert_bytes or 0) / 1e9, (self.expert_bytes_read or 0) / tokens / 1e6
+        held, read = amount(self.expert_bytes or 0), amount((self.expert_bytes_read or 0) / tokens)
         return (
-            f"\nExperts: {self.expert_hit_rate or 0.0:.1%} of the chosen ones were in {held:.3f} GB of slots, "
-            f"{read:.1f} MB read per token, {waited:.0%} of the time waiting for them"
+            f"\nExperts: {self.expert_hit_rate or 0.0:.1%} of the chosen ones were in {held} of slots, "
+            f"{read} read per token, {waited:.0%} of the time waiting for them"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -376,8 +378,8 @@ def _read_folder(
         weights, placed = _weights(family, source, config, device, checkpoint.nbytes, progress)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
     notices += [*checkpoint.notices, *left_over(source, family.SKIPPED, len(family.caches(config))).remarks]
-    check = checkpoint.check if device.host_memory else None
-    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed, check)
+    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
+    model = _with_files(model, device, checkpoint)
     return model, tokenizer, notices
 
 
@@ -408,8 +410,16 @@ def _read_gguf(
     if device.compiles_ahead:
         ahead.start(options)
     weights, placed = _weights(found.family, found.source, config, device, found.nbytes, progress)
+    model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
     notices = [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
-    return Model(found.family, placed, weights, found.fingerprint, found.nbytes), tokenizer, notices
+    return _with_files(model, device, found.file), tokenizer, notices
+
+
+def _with_files(model: Model, device: Device, files: Checkpoint | GgufFile) -> Model:
+    """A model that knows the files which its weights are mapped from; on a GPU none is."""
+    if not device.host_memory:
+        return model
+    return replace(model, from_files=model.nbytes, check=files.check, lease=files.lease)
 
 
 def _putting(device: Device, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
@@ -479,8 +489,7 @@ def load_random(
     read = family.read_config(dict(config))
     need, free = random_nbytes(config) + WORKING_BYTES, where.free_memory()
     if need > free:
-        found = f"random weights: need {need / 1e9:.2f} GB of {where.memory_name}"
-        raise OutOfMemory(f"{found}, {free / 1e9:.2f} GB are free")
+        raise OutOfMemory(f"random weights: need {amount(need)} of {where.memory_name}, {amount(free)} are free")
     source = Random(config, seed, progress)
     if here and isinstance(where, Maker):
         source = RandomHere(config, where, seed, progress)
@@ -515,8 +524,8 @@ def _check_fits(what: str, device: Device, files: int, copies: int) -> None:
     host = device.host_memory
     need, free = (copies if host else files) + WORKING_BYTES, device.free_memory()
     if need > free:
-        found = f"{what}: needs {need / 1e9:.2f} GB of {device.memory_name}{' beside its files' if host else ''}"
-        raise OutOfMemory(f"{found}, {free / 1e9:.2f} GB are free" + ("" if host else "; device='cpu' may fit"))
+        found = f"{what}: needs {amount(need)} of {device.memory_name}{' beside its files' if host else ''}"
+        raise OutOfMemory(f"{found}, {amount(free)} are free" + ("" if host else "; device='cpu' may fit"))
 
 
 def _engine(
@@ -550,6 +559,6 @@ def _engine(
     if need > free:
         fitting = next((n for n in (chosen >> k for k in range(1, 30)) if engine.caches.bytes_of(n) <= free), 0)
         advice = f"; max_context={fitting} would fit" if fitting else ""
-        found = f"{what}: {engine.max_context} positions need {need / 1e9:.2f} GB of {device.memory_name}"
-        raise OutOfMemory(f"{found}, {max(free, 0) / 1e9:.2f} GB are free{advice}")
+        found = f"{what}: {engine.max_context} positions need {amount(need)} of {device.memory_name}"
+        raise OutOfMemory(f"{found}, {amount(max(free, 0))} are free{advice}")
     return engine

@@ -1,5 +1,8 @@
 """Everything penstock raises. A message names the op or file, the argument, what came and what was expected."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class PenstockError(Exception):
     """Base of all errors raised on purpose by penstock."""
@@ -7,6 +10,10 @@ class PenstockError(Exception):
 
 class InvalidArgument(PenstockError, ValueError):
     """A size or value that an op, function or setting does not take."""
+
+
+class TooManyTokens(InvalidArgument):
+    """A text of more tokens than its reader takes."""
 
 
 class ShapeError(InvalidArgument):
@@ -23,6 +30,10 @@ class KernelNotFound(PenstockError, LookupError):
 
 class BackendError(PenstockError):
     """A backend cannot run here, or a kernel met a limit of its own."""
+
+
+class NonFiniteLogits(BackendError):
+    """A model produced NaN or infinity: its weights are damaged, or its activations overflowed."""
 
 
 class CheckpointError(PenstockError):
@@ -43,3 +54,18 @@ class QueueFull(PenstockError):
 
 class Cancelled(PenstockError):
     """A request that ended early although its reader wanted more: the model is being closed, or he took nothing."""
+
+
+@contextmanager
+def no_panic(doing: str) -> Iterator[None]:
+    """What a library written in Rust raises, as PenstockError: bare Exception, and where its code panics a
+    BaseException, which would pass every `except Exception` on its way out. Other exceptions stay what they are.
+    """
+    try:
+        yield
+    except BaseException as error:
+        known = isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit)
+        if known and type(error) is not Exception:
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise PenstockError(f"{doing}: a library failed: {reason or type(error).__name__}") from None

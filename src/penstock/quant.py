@@ -11,7 +11,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class QuantizedTensor:
     biases: Any
     bits: int
     group_size: int
+    _laid_out: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         _check_format("QuantizedTensor", self.bits, self.group_size)
@@ -46,6 +47,8 @@ class QuantizedTensor:
         for name, array in fields.items():
             if not (hasattr(array, "shape") and hasattr(array, "dtype")):
                 raise DTypeError(f"QuantizedTensor: {name} is a {type(array).__name__}, expected an array")
+            if fault := fault_of(array):
+                raise DTypeError(f"QuantizedTensor: {name} is {fault}")
         _check_dtype("packed", self.packed, _word_dtypes(self.packed))
         _check_dtype("scales", self.scales, FLOATS)
         _check_dtype("biases", self.biases, (self.dtype,))
@@ -66,6 +69,20 @@ class QuantizedTensor:
                 raise ShapeError(f"QuantizedTensor: {name} has shape {found}, expected {groups} (K / group_size)")
         for name, array in fields.items():
             _check_memory(name, array, self.packed)
+        object.__setattr__(self, "_laid_out", tuple(map(_layout, self.arrays)))
+
+    def check(self) -> None:
+        """Raises ShapeError if an array was given another shape, dtype or memory since (arrays can be, in place):
+        kernels count on what was found here.
+        """
+        if tuple(map(_layout, self.arrays)) == self._laid_out:  # the usual case, in 2 µs
+            return
+        for name, array, layout in zip(("packed", "scales", "biases"), self.arrays, self._laid_out, strict=True):
+            if _layout(array) != layout:
+                raise ShapeError(
+                    f"QuantizedTensor: {name} was changed in place to {dtype_name(array.dtype)} "
+                    f"{tuple(array.shape)}, expected it as it was given, {dtype_name(layout[0])} {tuple(layout[1])}"
+                )
 
     @functools.cached_property
     def arrays(self) -> tuple[Any, Any, Any]:
@@ -286,6 +303,7 @@ def dequantize(w: QuantizedTensor, dtype: str = "float32") -> Any:
     """
     if dtype not in FLOATS:
         raise DTypeError(f"dequantize: dtype is {dtype!r}, expected one of {', '.join(FLOATS)}")
+    w.check()
     if _is_torch(w.packed):
         return to_torch(dequantize(w.to("cpu"), dtype), "torch" if w.device == "cpu" else w.device)
     inner = numpy_dtype(dtype if dtype == w.dtype else "float32")
@@ -414,6 +432,44 @@ def _check_dtype(name: str, array: Any, allowed: tuple[str, ...]) -> None:
         raise DTypeError(f"QuantizedTensor: {name} has dtype {found}, expected {' or '.join(allowed)}")
 
 
+def fault_of(array: Any) -> str | None:
+    """What is wrong with an array whose memory does not tell what it holds; None for a plain one."""
+    kind = type(array)
+    if isinstance(array, np.ndarray):
+        if kind in (np.ndarray, np.memmap):
+            return None
+        return f"a {kind.__name__}, expected a plain NumPy array: np.asarray makes one, without a mask or other meaning"
+    if not _is_torch(array):
+        return None  # a symbol
+    import torch
+
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+    if kind not in (torch.Tensor, torch.nn.Parameter) or wrapped(array):
+        return f"a {kind.__name__} that stands for another tensor, expected a plain torch tensor"
+    if array.layout is not torch.strided or array.is_nested or array.is_quantized:
+        odd = "nested" if array.is_nested else "quantized" if array.is_quantized else str(array.layout)
+        return f"a tensor that is {odd}, expected a dense one"
+    if array.device.type not in ("cpu", "cuda"):
+        return f"a tensor on the device {array.device}, expected one on cpu or cuda"
+    if array.is_conj() or array.is_neg():
+        return "a tensor that is conjugated or negated when it is read, expected resolved values: resolve_neg()"
+    end, there = (array.storage_offset() + array.numel()) * array.element_size(), array.untyped_storage().nbytes()
+    if end > there and array.is_contiguous():
+        return f"a tensor of {end} bytes on a storage of {there}, expected all of its memory"
+    return None
+
+
+def _layout(array: Any) -> tuple[Any, ...]:
+    """What kernels know about an array's memory: dtype, shape, steps and, for torch, whose storage can be another one,
+    where it lies.
+    """
+    if isinstance(array, np.ndarray):
+        return array.dtype, array.shape, array.strides
+    if _is_torch(array):
+        return array.dtype, array.shape, array.stride(), array.data_ptr(), array.untyped_storage().nbytes()
+    return array.dtype, array.shape  # a symbol
+
+
 def _check_memory(name: str, array: Any, like: Any) -> None:
     """Of the kind and on the device of `like`, C-contiguous and aligned; a symbol has no memory to check."""
     if isinstance(array, np.ndarray):
@@ -451,6 +507,8 @@ def _bytes(i: int, buffer: Any) -> np.ndarray:
         except (TypeError, ValueError, BufferError) as error:
             kind = type(buffer).__name__
             raise DTypeError(f"ExpertBlobs: buffers[{i}] is a {kind}, expected bytes: {error}") from None
+    if fault := fault_of(buffer):
+        raise DTypeError(f"ExpertBlobs: buffers[{i}] is {fault}")
     if buffer.dtype != np.uint8:
         raise DTypeError(f"ExpertBlobs: buffers[{i}] has dtype {dtype_name(buffer.dtype)}, expected uint8")
     if buffer.ndim != 1 or not buffer.flags.c_contiguous:

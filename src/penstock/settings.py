@@ -1,6 +1,8 @@
 """Every setting of penstock and its PENSTOCK_<NAME> variable. Nothing else reads PENSTOCK_* from the environment."""
 
+import difflib
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import UnionType
@@ -9,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from penstock.errors import InvalidArgument
 
 PREFIX = "PENSTOCK_"
+
+_told: set[str] = set()  # variables that were warned of: once in a process is enough
 
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -31,7 +35,7 @@ class Settings:
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
         """Defaults, overridden by PENSTOCK_<NAME>; an empty variable counts as unset.
 
-        Raises InvalidArgument for a name that is no setting and for a value that its setting cannot take.
+        A name that is no setting is warned of, once. Raises InvalidArgument for a value that its setting cannot take.
         """
         known = {variable(f): f for f in fields(cls)}
         types = get_type_hints(cls)
@@ -40,8 +44,8 @@ class Settings:
             if not name.startswith(PREFIX):
                 continue
             if name not in known:
-                raise InvalidArgument(f"{name} is not a setting, expected one of {', '.join(known)}")
-            if text:
+                _warn_of(name, list(known))
+            elif text:
                 setting = known[name]
                 values[setting.name] = _parsed(name, text, types[setting.name], setting.metadata["at_least"])
         return cls(**values)
@@ -53,9 +57,25 @@ def shown(settings: Settings) -> dict[str, Any]:
     return values | {f.name: "(set)" for f in fields(settings) if f.metadata["secret"] and values[f.name] is not None}
 
 
+def is_blank(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the variable of a setting is there with nothing but white space in it."""
+    text = environ.get(PREFIX + name.upper())
+    return text is not None and not text.strip()
+
+
 def variable(setting: Field[Any]) -> str:
     """The environment variable of a field of Settings."""
     return PREFIX + setting.name.upper()
+
+
+def _warn_of(name: str, known: list[str]) -> None:
+    """It may be meant for another program or another version, so it is no error; it may be a typing mistake too."""
+    if name in _told:
+        return
+    _told.add(name)
+    close = difflib.get_close_matches(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known], n=1)
+    expected = f"did you mean {PREFIX}{close[0]}?" if close else f"expected one of {', '.join(known)}"
+    warnings.warn(f"{name} is not a setting and is ignored, {expected}", stacklevel=3)
 
 
 def _parsed(name: str, text: str, kind: Any, at_least: int | None) -> Any:

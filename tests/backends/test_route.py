@@ -15,9 +15,9 @@ OPS = (*ROUTERS, "moe_normalize_weights", "moe_combine_residual", "moe_bucket_ac
 
 def route(name, device, logits, k, per_expert=None, **options):
     if name == "moe_route":
-        return run_on(device, ops.moe_route, logits, per_expert, k)
+        return run_on(device, ops.moe_route, logits, per_expert, k, **options)
     if name == "moe_softmax_topk":
-        return run_on(device, ops.moe_softmax_topk, logits, k)
+        return run_on(device, ops.moe_softmax_topk, logits, k, **options)
     options = {"n_group": 1, "topk_group": 1, **options}
     return run_on(device, ops.moe_group_route, logits, per_expert, top_k=k, **options)
 
@@ -241,3 +241,16 @@ def test_threads_give_the_same_bits(case):
 
 def test_kernels_run_uncompiled():
     rows.check_uncompiled(*OPS[:-1])
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("k", [3, 20])
+def test_routers_propagate_nan_as_the_definition_does(name, k, rng):
+    """One of each kind in rows of a ragged number of experts, at the front, in the middle and at the end."""
+    logits = rng.standard_normal((10, 37)).astype(np.float32)
+    for row, (value, at) in enumerate((v, at) for v in (np.nan, np.inf, -np.inf) for at in (0, 17, 36)):
+        logits[row, at] = value
+    with np.errstate(all="ignore"):
+        want, got = (route(name, device, logits, k, propagate_nan=True) for device in ("reference", "cpu"))
+    np.testing.assert_array_equal(got[0], want[0])
+    assert np.isnan(got[1][:9]).all() and not got[0][:9].any() and np.isfinite(got[1][9]).all()

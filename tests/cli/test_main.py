@@ -36,11 +36,28 @@ def test_wrong_usage_is_one_line_and_status_2(capsys, arguments, message):
     assert (shown.status, shown.out, shown.err) == (2, "", message)
 
 
-def test_unknown_setting_is_one_line_and_status_1():
-    shown = program("kernels", PENSTOCK_THREDS="2")
+def test_unknown_setting_is_one_line_of_warning():
+    """However often a program reads its settings; generate does so before and while it loads the model."""
+    shown = program("generate", "-p", "Once", "-m", "1", "--temp", "0", PENSTOCK_THREDS="2")
+    told = [line for line in shown.err.splitlines() if "PENSTOCK_THREDS" in line]
+    assert shown.status == 0 and shown.out
+    assert told == [
+        "penstock: warning: PENSTOCK_THREDS is not a setting and is ignored, did you mean PENSTOCK_THREADS?"
+    ]
+
+
+def test_a_value_that_a_setting_cannot_take_is_one_line_and_status_1():
+    shown = program("kernels", PENSTOCK_THREADS="many")
     assert (shown.status, shown.out) == (1, "")
-    assert shown.err.startswith("penstock: error: PENSTOCK_THREDS is not a setting, expected one of PENSTOCK_THREADS")
-    assert shown.err.count("\n") == 1
+    assert shown.err == "penstock: error: PENSTOCK_THREADS is 'many', expected an int of at least 1\n"
+
+
+def test_the_demo_explains_itself_and_refuses_what_it_does_not_know():
+    for argument, status in (("--help", 0), ("-h", 0), ("nosuch", 2)):
+        ran = subprocess.run([sys.executable, "-m", "penstock.demo", argument], capture_output=True, text=True)
+        assert ran.returncode == status
+        assert (ran.stdout or ran.stderr).startswith("usage: python -m penstock.demo")
+        assert "Once upon a time" not in ran.stdout
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
     folder = write(tmp_path / "source", "qwen3_moe")
     (tmp_path / "text.txt").write_text(FABLES)
     monkeypatch.setattr(calibrate, "available_memory", lambda: 1000)
-    with pytest.raises(OutOfMemory, match=r"calibrate: .* of the dense model have to be in memory, 0.00 GB are free"):
+    with pytest.raises(OutOfMemory, match=r"calibrate: .* of the dense model have to be in memory, 1.00 kB are free"):
         convert(folder, tmp_path / "made", Options(quantize=True, calibrate=str(tmp_path / "text.txt")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "text.txt"]
 

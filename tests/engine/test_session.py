@@ -1,5 +1,7 @@
 """Sessions: the same text as in one go, going back, files, and what an interruption leaves."""
 
+import os
+import resource
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import penstock
 from penstock.api import LLM
 from penstock.engine.programs import Runner
 from penstock.engine.session import Session, _digest
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.errors import CheckpointError, DTypeError, InvalidArgument
 from tests.models.common import VOCAB, letters, small_config, some_tokens, tensors, write_model
 
 
@@ -502,14 +504,71 @@ def test_restore_refuses_another_quantization(tmp_path: Path, saved: Path) -> No
     refused(saved, penstock.load(other, device="reference"), "another model or quantization")
 
 
-def test_save_names_a_place_that_cannot_be_written(session: Session, tmp_path: Path) -> None:
+PLACES = {
+    "nowhere/talk": "nowhere/talk: cannot be written: No such file or directory$",
+    "folder": "is a folder",
+    "": "is a folder",
+    "file/talk": "Not a directory",
+    "pipe": "is a device or a pipe",
+    "n" * 256: "File name too long",
+    "a\0b": r"a\\x00b: cannot be written: embedded null",
+    "\ud800": r"\\ud800: cannot be written",
+}
+
+
+@pytest.mark.parametrize("place", PLACES, ids=ascii)
+def test_save_names_a_place_that_cannot_be_written(place: str, session: Session, tmp_path: Path) -> None:
     session.append([1])
-    with pytest.raises(CheckpointError, match="^.*/nowhere/talk: cannot be written: .*No such file"):
-        session.save(tmp_path / "nowhere" / "talk")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        session.save(tmp_path / "folder")
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    (tmp_path / "file").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match=PLACES[place]) as refused:
+        session.save(f"{tmp_path}/{place}")
+    assert "cannot be written: " in str(refused.value) and "\n" not in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "file").read_text() == "mine"
+
+
+def test_save_refuses_what_is_no_file_of_the_working_folder(session: Session, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    session.append([1])
+    for folder in ("", ".", "..", "/"):
+        with pytest.raises(CheckpointError, match="cannot be written: is a folder"):
+            session.save(folder)
+    for path in (5, None, b"talk"):
+        with pytest.raises(DTypeError, match="^save: path is a .*, expected a str or a Path$"):
+            session.save(path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_takes_the_longest_name_there_is(session: Session, llm: LLM, tmp_path: Path) -> None:
+    session.append([1])
+    session.save(tmp_path / ("n" * 255))
+    with penstock.restore(tmp_path / ("n" * 255), llm) as other:
+        assert other.tokens == [1]
+
+
+def test_save_without_room_or_interrupted_leaves_the_older_file(
+    saved: Path, session: Session, monkeypatch: Any
+) -> None:
+    before = saved.read_bytes()
+    session.append(some_tokens(200))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written: .*File too large"):
+            session.save(saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        session.save(saved)
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name] and saved.read_bytes() == before
 
 
 def test_save_replaces_an_older_file(session: Session, llm: LLM, tmp_path: Path) -> None:

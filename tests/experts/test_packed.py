@@ -521,6 +521,31 @@ def test_a_flipped_bit_of_a_record_is_found(layers, target):
     assert verify_packed(target) == 17
 
 
+@pytest.mark.parametrize("io", ["pagecache", "mmap"])
+def test_a_record_is_compared_with_its_hash_when_it_is_first_read(layers, target, io):
+    write_packed(layers, MODEL, target)
+    header, _ = packed._read_header(packed.MappedFile(target))
+    found = open_packed(target, layers, MODEL)
+    into = [views(layer.format, memoryview(bytearray(layer.format.nbytes))) for layer in layers]
+    with ExpertReader(found, io) as experts, target.open("r+b", buffering=0) as file:
+        experts.submit(1, 4, into[1]).result()
+
+        def flip(record: int) -> None:
+            at = header.place(record).start + 70
+            os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, at)[0] ^ 4]), at)
+
+        flip(9)
+        experts.submit(1, 4, into[1]).result()  # once is enough: `check` sees a file that is written to
+        flip(9)
+        flip(16)
+        with pytest.raises(CheckpointError, match=r"experts.penstock: expert 2 of 'layers.2.experts' is damaged"):
+            experts.submit(2, 2, into[2]).result()
+        experts.submit(2, 1, into[2]).result()
+        flip(16)
+        experts.submit(2, 2, into[2]).result()
+        assert [bytes(view) for view in into[2]] == stored(layers[2], 2)
+
+
 def forged(value: object, records: int, size: int) -> bytes:
     """A file whose header has any text and the right hash."""
     text = json.dumps(value).encode()

@@ -11,6 +11,11 @@ import pytest
 import penstock
 from penstock.api import LLM
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
+from penstock.experts.open import expert_layers
+from penstock.experts.packed import write_packed
+from penstock.models import family_of
+from penstock.models.source import Stored
+from penstock.weights.checkpoint import Checkpoint
 from tests.experts.common import CONFIGS, checkpoint
 from tests.models.common import moe_config, some_tokens
 
@@ -109,7 +114,7 @@ def test_a_prefill_reads_every_expert_once_per_piece_at_most(folder_of):
 
 
 def test_a_budget_that_is_too_small_or_too_large_is_refused(folder_of):
-    with pytest.raises(InvalidArgument, match=r"expert_cache: 0\.0 MB are too few, expected at least \d+\.\d MB"):
+    with pytest.raises(InvalidArgument, match=r"expert_cache: 100 B are too few, expected at least \d+\.\d\d kB"):
         load(folder_of("qwen3_5"), expert_cache="100")
     with pytest.raises(InvalidArgument, match="has no experts, expected 'auto'"):
         load(penstock_dense(folder_of), expert_cache="1G")
@@ -150,6 +155,24 @@ def test_a_file_that_changes_while_it_is_in_use_ends_the_step_with_an_error(fold
             llm.logits(TOKENS[:5])
         with pytest.raises(CheckpointError, match="model.safetensors"):
             llm.generate(TOKENS[:5])
+
+
+def test_a_damaged_record_of_a_packed_file_ends_the_request(tmp_path):
+    folder = checkpoint(tmp_path / "packed", CONFIGS["llama"])
+    source = Checkpoint.open(folder)
+    family = family_of(source.config)
+    config = family.read_config(source.config)
+    layers = expert_layers(family, Stored(source, *family.names(source, config)), config)
+    write_packed(layers, source.fingerprint, folder / "experts.penstock")
+    whole = load(folder, expert_cache="100%")
+    assert whole.generate(TOKENS[:20], max_tokens=2).tokens
+    data = np.fromfile(folder / "experts.penstock", np.uint8)
+    for layer in whole._engine.experts.store.layers:
+        data[[place.start for place in layer.parts[0].places]] ^= 1  # small: the answer would be a finite one
+    data.tofile(folder / "experts.penstock")
+    llm = load(folder, expert_cache="100%")
+    with pytest.raises(CheckpointError, match=r"experts.penstock: expert \d+ of 'model.layers.* is damaged"):
+        llm.generate(TOKENS[:20], max_tokens=2)
 
 
 def test_a_read_error_ends_one_request_only(folder_of, monkeypatch):

@@ -7,6 +7,8 @@ import pytest
 
 import penstock
 from penstock.api import LLM, load_random
+from penstock.engine.nonfinite import first_nonfinite
+from penstock.engine.sampling import Sampler, SamplingParams
 from penstock.errors import OutOfMemory
 from tests.gpu.common import GPU
 from tests.models.common import VOCAB, error, moe_config, next_config, small_config, some_tokens
@@ -168,3 +170,21 @@ def test_cuda_model_generates_what_the_definitions_generate():
             token = int(engine.decode([sequence], [token])[0].argmax())
         answers.append(answer)
     assert answers[0] == answers[1] and max(answers[0]) < VOCAB
+
+
+# one family in the interpreter, which takes a minute for the others: the routers themselves are in test_moe.py
+@pytest.mark.parametrize("family", SMALL if GPU else ["llama"])
+def test_cuda_router_that_yields_nan_ends_in_nan_and_is_named(family):
+    engine = made(SMALL[family], "cuda", dtype="float32")._engine
+    *_, layer = engine.model.weights.layers
+    experts = layer.experts if family == "gemma4" else layer.mlp
+    weight = experts.scores.whole if family == "qwen3_5" else experts.router
+    sequence = engine.open()
+    engine.prefill(sequence, [3])
+    weight.scales[0, 0] = np.nan
+    row = Sampler(SamplingParams(), VOCAB).row
+    assert engine.draw([sequence], [4], [row], "greedy").tokens()[0] == -2  # and so the request ends
+    with engine._lock, engine.device.running(False):
+        named = first_nonfinite(engine, sequence, 5)
+    assert named is not None and named.startswith(f"layer {len(engine.model.weights.layers) - 1}, ")
+    assert named.endswith("(quantized_matmul)")

@@ -61,7 +61,11 @@ def test_router_gives_odd_rows_no_experts(router, rng):
     logits[4, :31] = -np.inf
     logits[5] = -1
     logits[5, ::4], logits[5, 2::4] = -0.0, 0.0
-    check_router(*ROUTERS[router](logits, 5))
+    op, arguments = ROUTERS[router](logits, 5)
+    check_router(op, arguments)
+    arguments["propagate_nan"] = True
+    check_router(op, arguments)
+    assert np.isnan(run(op, **arguments)[1][:5]).all()
 
 
 @EACH_ROUTER

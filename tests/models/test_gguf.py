@@ -2,8 +2,10 @@
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -472,3 +474,13 @@ def test_a_quantized_vector_is_refused(tmp_path):
     path = write_file(tmp_path / "y.gguf", metadata, made)
     with pytest.raises(CheckpointError, match=r"tensor 'output_norm.weight' is Q8_0 of shape \[96\], expected rows"):
         logits(open_gguf(path), [1])
+
+
+def test_a_file_that_is_shortened_while_it_is_in_use_ends_the_step_with_an_error(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.gguf", "llama")
+    monkeypatch.setattr("penstock.api.gguf_tokenizer", lambda _: SimpleNamespace(vocab_size=1))
+    llm = penstock.load(path, device="cpu")
+    llm.logits([1, 2, 3])
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"x\.gguf: has \d+ bytes, expected the \d+ it had"):
+        llm.logits([1, 2, 3])

@@ -385,12 +385,13 @@ F32 = ("float32",)
 
 @case("moe_route", sizes=ROUTES, dtypes=F32)
 def _moe_route(rng, dtype, T, E, k):
-    return {"logits": normal(rng, T, E, scale=2), "per_expert_scale": normal(rng, E, dtype="bfloat16"), "top_k": k}
+    scale = normal(rng, E, dtype="bfloat16")
+    return {"logits": normal(rng, T, E, scale=2), "per_expert_scale": scale, "top_k": k, "propagate_nan": T > 1}
 
 
 @case("moe_softmax_topk", sizes=ROUTES, dtypes=F32)
 def _moe_softmax_topk(rng, dtype, T, E, k):
-    return {"logits": normal(rng, T, E, scale=2), "k": k}
+    return {"logits": normal(rng, T, E, scale=2), "k": k, "propagate_nan": T > 1}
 
 
 @case(
@@ -399,7 +400,7 @@ def _moe_softmax_topk(rng, dtype, T, E, k):
     dtypes=F32,
 )
 def _moe_group_route(rng, dtype, T, E, G, keep, k):
-    routing = {"n_group": G, "topk_group": keep, "top_k": k, "routed_scaling_factor": 2.5}
+    routing = {"n_group": G, "topk_group": keep, "top_k": k, "routed_scaling_factor": 2.5, "propagate_nan": T > 1}
     return {"logits": normal(rng, T, E), "bias": normal(rng, E, scale=0.1), **routing}
 
 

@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -335,6 +337,27 @@ def test_moe_group_route_ties_and_special_rows():
     assert_close("weights", weights, [[0, 0], [one, 1 - one], [0, 0]], 1e-7)  # 0 / (0 + 1e-20) is 0
     bias = np.array([0, 0, 0, NAN], "float32")
     np.testing.assert_array_equal(ops.moe_group_route(np.zeros(4, "float32"), bias, 2, 1, 2)[0], [0, 0])
+
+
+ODD_ROWS = [[NAN, 1, 2, 3], [1, INF, 2, 3], [1, 2, 3, -INF], [-INF] * 4, [5, 4, 1, 2]]
+
+
+def test_routers_propagate_nan_where_a_row_is_not_finite():
+    rows = np.array(ODD_ROWS, "float32")
+    bias = np.array([0, 0, INF, 0], "float32")
+    for route in (
+        functools.partial(ops.moe_route, rows, None, 2),
+        functools.partial(ops.moe_softmax_topk, rows, 2),
+        functools.partial(ops.moe_group_route, rows, None, 2, 2, 2),
+    ):
+        plain, (ids, weights) = route(), route(propagate_nan=True)
+        assert np.isnan(weights[:4]).all() and not ids[:4].any() and weights.shape == (5, 2)
+        for name, whole, last in zip(("ids", "weights"), plain, (ids, weights), strict=True):
+            assert_same_bits(name, whole[4], last[4])
+        assert np.isfinite(plain[1]).all()  # the rule without it
+    ids, weights = ops.moe_group_route(rows[4:], bias, 2, 2, 2, propagate_nan=True)
+    assert np.isnan(weights).all() and not ids.any()
+    assert np.isnan(ops.moe_normalize_weights(weights)).all()
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------

@@ -111,15 +111,24 @@ def test_a_star_lets_every_site_in(llm):
         assert response.headers["access-control-allow-origin"] == "*"
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil", "169.254.1.1", "", "[::2]"]
-)
+OTHER_NAMES = r"""
+evil.example 127.0.0.1.evil.example localhost.evil 169.254.1.1 [::2] [localhost]evil.com [localhost] [::1]evil.com [::1
+::1] [::1]:x [::1]80 [127.0.0.1] [] localhost:80:80 localhost:abc localhost:-1 user@localhost evil.com/localhost
+localhost/evil.com evil.com#.localhost evil.com?.localhost a@b.localhost evil.com:80.localhost .localhost localhost.
+localhost,evil.com localhost\evil.com %6cocalhost
+""".split()
+
+
+@pytest.mark.parametrize("host", [*OTHER_NAMES, "", "local host", "evil.com\t.localhost"])
 def test_other_names_for_this_machine_are_turned_away(place, host):
     response = place.client.get("/health", headers={"host": host})
     assert response.status_code == 403 and error_of(response)["code"] == "host_not_allowed"
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:99", "127.0.0.1:8080", "[::1]:8080", "chat.localhost"])
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LOCALHOST:99", "localhost:", "127.0.0.1:8080", "[::1]:8080", "[::1]", "[0:0::1]", "chat.localhost"],
+)
 def test_names_of_this_machine_come_in(place, host):
     assert place.client.get("/health", headers={"host": host}).status_code == 200
 
@@ -131,6 +140,7 @@ def test_hosts_follow_from_where_the_server_listens():
     assert [is_loopback(h) for h in ("127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost")] == [True] * 5
     assert [is_loopback(h) for h in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
     assert host_name("[::1]:80") == "::1" and host_name("a.B:80") == "a.b" and host_name("::1") == "::1"
+    assert host_name("[localhost]evil.com") is None
 
 
 def test_the_page_carries_a_strict_policy(place):

@@ -11,6 +11,7 @@ from penstock.server.service import Options
 from tests.server.common import CHAT, PROMPT, error_of, received, serving, status_of, wait_for
 
 BODY = json.dumps({"messages": PROMPT, "max_tokens": 2}).encode()
+CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 HOST = b"Host: localhost\r\n"
 
 
@@ -44,6 +45,9 @@ BYTES = {
     "length of words": (post(BODY, b"Content-Length: many"), 400),
     "enormous length": (post(BODY, b"Content-Length: " + b"9" * 30), 400),
     "two lengths": (post(BODY, b"Content-Length: 5", b"Content-Length: 6"), 400),
+    "length and chunks": (post(CHUNKED, b"Content-Length: 5", b"Transfer-Encoding: chunked"), 400),
+    "chunks and length": (post(BODY, b"Transfer-Encoding: chunked", b"Content-Length: %d" % len(BODY)), 400),
+    "chunks of http/1.0": (post(CHUNKED, b"Transfer-Encoding: chunked", version=b"HTTP/1.0"), 400),
     "large length": (post(BODY, b"Content-Length: 104857600"), 413),
     "length of 20 digits": (post(BODY, b"Content-Length: " + b"9" * 20), 413),
     "unknown coding": (post(BODY, b"Transfer-Encoding: gzip"), 501),
@@ -150,6 +154,29 @@ def test_clients_that_leave_are_forgotten(place, stage):
         after = loaded[1].metrics()
         assert after.cancelled - before.cancelled == (stage in ("waiting", "streaming"))
         assert after.generated_tokens - before.generated_tokens < 1900  # it did not go on to its end
+
+
+@pytest.mark.parametrize("path", [CHAT, "/health"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closed_its_half_is_answered(place, path, stream):
+    body = json.dumps({"messages": PROMPT, "max_tokens": 40, "ignore_eos": True, "stream": stream}).encode()
+    one = post(body, b"Content-Length: %d" % len(body))
+    if path == "/health":
+        one = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+    end = {CHAT: b"data: [DONE]" if stream else b'"finish_reason":"length"', "/health": b'"status":"ok"'}[path]
+    for count in (1, 2):  # several at once are all answered, and then the connection ends
+        with place.socket() as made:
+            made.sendall(one * count)
+            made.shutdown(socket.SHUT_WR)
+            answers = received(made)
+        assert answers.count(b"HTTP/1.1 ") == answers.count(b"HTTP/1.1 200 OK\r\n") == count, answers
+        assert answers.startswith(b"HTTP/1.1 200 OK\r\n") and answers.count(end) == count
+    with place.socket() as made:  # what follows the whole request is half of one, which nobody waits for
+        made.sendall(one + one[:-20])
+        made.shutdown(socket.SHUT_WR)
+        answers = received(made)
+    assert answers.count(b"HTTP/1.1 200 OK\r\n") == 1 and answers.count(end) == 1
+    place.settled()
 
 
 def test_a_client_that_never_reads_is_dropped(llm):

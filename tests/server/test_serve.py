@@ -89,6 +89,7 @@ def test_serve_answers_logs_and_finishes_what_it_began(tmp_path):
         assert server.end() == 0
     text = "\n".join(server.lines)
     assert server.lines[0].startswith(f"penstock {penstock.__version__} listens on {server.url}")
+    assert "were copied into memory" in text  # so that changes of its files do not matter
     assert "fox is ready after" in text and "context of 2048 tokens" in text and f"In a browser:   {server.url}" in text
     assert f"POST {CHAT} 200" in text and "tokens in" in text
     assert "Traceback" not in text and "story" not in text  # no word of the prompt
@@ -115,12 +116,20 @@ def test_a_port_in_use_is_one_line():
     assert re.fullmatch(rf"penstock: error: serve: port {port} of 127.0.0.1 is in use .*\n", shown.err)
 
 
+@pytest.fixture
+def unserved(monkeypatch):
+    """A command line that is taken after all fails here, and does not serve for ever."""
+    monkeypatch.setattr("penstock.server.run.bind", lambda *_: pytest.fail("the command line was taken"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--host", "0.0.0.0"), "--host: 0.0.0.0 can be reached from other machines"),
         (("--host", "::"), "--host: :: can be reached"),
         (("--api-key", ""), "--api-key: is empty"),
+        (("--api-key", "a", "--api-key", " "), "--api-key: is empty"),
+        (("--api-key", "a,,b"), "--api-key: is empty"),
         (("--chat-template-args", "["), "--chat-template-args: not valid JSON"),
         (("--chat-template-args", '{"messages": 1}'), "'messages' is set by requests"),
         (("--chat-template", "chatml"), "--chat-template: names of templates"),
@@ -133,9 +142,27 @@ def test_a_port_in_use_is_one_line():
         (("--kv-bits", "4"), "--kv-bits: not supported"),
     ],
 )
-def test_wrong_usage_is_one_line_and_status_2(capsys, arguments, message):
+def test_wrong_usage_is_one_line_and_status_2(capsys, unserved, arguments, message):
     shown = call(capsys, "serve", *arguments)
     assert shown.status == 2 and message in shown.err and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("blank", ["", " ", " \t\n"])
+def test_a_blank_key_in_the_environment_is_refused(capsys, monkeypatch, unserved, blank):
+    monkeypatch.setenv("PENSTOCK_API_KEY", blank)
+    for more in ((), ("--api-key", "other"), ("--insecure",)):
+        shown = call(capsys, "serve", *more)
+        assert shown.status == 2 and shown.err.count("\n") == 1
+        assert shown.err.startswith("penstock: error: PENSTOCK_API_KEY: is blank, expected a key")
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", "# only a remark\n  # another\n", "\ufeff# a remark\n"])
+def test_a_key_file_without_a_key_is_refused(capsys, tmp_path, unserved, content):
+    keys = tmp_path / "keys"
+    keys.write_text(content, encoding="utf-8")
+    shown = call(capsys, "serve", "--api-key", "other", "--api-key-file", str(keys))
+    assert shown.status == 2 and shown.err.count("\n") == 1
+    assert f"--api-key-file: {keys}: has no key" in shown.err
 
 
 def test_a_missing_key_file_is_one_line_and_status_1(capsys, tmp_path):
@@ -167,7 +194,7 @@ def test_command_lines_of_mlx_lm_and_llama_cpp_are_understood(monkeypatch, tmp_p
 
     monkeypatch.setattr("penstock.server.run.serve", instead)
     keys = tmp_path / "keys"
-    keys.write_text("one\n\n two \n")
+    keys.write_text("# of the team\none\n\n  # old: zero\n two \nwith#inside\n")
     monkeypatch.setenv("PENSTOCK_API_KEY", "three")
     mlx = "--host 127.0.0.1 --port 0 --allowed-origins https://a.example,https://b.example --log-level DEBUG "
     mlx += "--temp 0.5 --top-p 0.9 "
@@ -181,7 +208,8 @@ def test_command_lines_of_mlx_lm_and_llama_cpp_are_understood(monkeypatch, tmp_p
     assert options.defaults == {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.1}
     assert (options.max_tokens, options.parallel, options.prefix_memory) == (100, 4, 500 * 10**6)
     assert options.template_variables == {"enable_thinking": False}
-    assert access.keys == ("three", "one", "two") and access.origins == ("https://a.example", "https://b.example")
+    assert access.keys == ("three", "one", "two", "with#inside")
+    assert access.origins == ("https://a.example", "https://b.example")
 
     llama = "--host 0.0.0.0 --port 0 --api-key k1,k2 -np 2 -to 60 --sse-ping-interval 5 --jinja -cb --metrics "
     llama += "--reasoning-format none "
@@ -208,11 +236,16 @@ def test_options_of_the_model_reach_it(monkeypatch):
 
     def instead(loader: Any, _options: Any, _access: Any, bound: socket.socket, *_: Any) -> Any:
         bound.close()
-        monkeypatch.setattr("penstock.api.load", lambda model, **given: seen.update(given, model=model))
+        monkeypatch.setattr("penstock.api.load", loaded)
         loader(print)
         return type("Service", (), {"failure": None})()
 
+    def loaded(model: Any, **given: Any) -> Any:
+        seen.update(given, model=model)
+        return type("LLM", (), {"_engine": None})()
+
     monkeypatch.setattr("penstock.server.run.serve", instead)
+    monkeypatch.setattr("penstock.engine.protect.protect", str)
     assert run("serve --port 0 -c 1k -t 1 --expert-cache 1G --expert-policy lru --expert-io direct".split()) == 0
     assert (seen["max_context"], seen["threads"], seen["progress"]) == (1000, 1, print)
     assert (seen["expert_cache"], seen["expert_policy"], seen["expert_io"]) == ("1G", "lru", "direct")

@@ -1,6 +1,7 @@
 """Grammars: what they allow token by token, what models write under them, and which schemas are refused."""
 
 import contextlib
+import functools
 import itertools
 import json
 import sys
@@ -508,9 +509,10 @@ def test_hostile_patterns_and_references_do_no_harm(plain):
     doubled = {f"S{n}": {"anyOf": [{"$ref": f"#/$defs/S{n + 1}"}] * 2} for n in range(30)}
     schemas = [
         {"type": "string", "pattern": "^(a+)+$"},
-        {"type": "string", "pattern": "((a{100}){100}){100}"},
+        {"type": "string", "pattern": "([ab]{0,1000}){0,1000}"},
         {"$ref": "#/$defs/S0", "$defs": {**doubled, "S30": {"type": "integer"}}},
         {"type": "array", "minItems": 2**31, "items": {"type": "array", "minItems": 2**31}},
+        functools.reduce(lambda inner, _: {"type": "array", "maxItems": 1000, "items": inner}, range(20), {}),
     ]
     for schema in schemas:
         grammar = grammar_for(schema_format(schema), plain)
@@ -518,6 +520,60 @@ def test_hostile_patterns_and_references_do_no_harm(plain):
             if token in plain.eos_ids:
                 break
             grammar.accept(token)
+
+
+DEEP = [
+    "(((a{100}){100}){100})",
+    "^a{100000}$",
+    f"^x{'(' * 40}a{'{2})' * 40}$",
+    "(a{4000000000}){4000000000}",
+    "a{" + "9" * 5000 + "}",
+]
+
+
+@pytest.mark.parametrize("pattern", DEEP, ids=range(len(DEEP)))
+@pytest.mark.parametrize(
+    "schema",
+    [
+        lambda pattern: {"type": "string", "pattern": pattern},
+        lambda pattern: {"type": "object", "properties": {"a": {"items": {"type": "string", "pattern": pattern}}}},
+        lambda pattern: {"type": "object", "patternProperties": {pattern: {}}},
+    ],
+    ids=["here", "inside", "keys"],
+)
+def test_patterns_that_repeat_too_much_are_refused_at_once(plain, schema, pattern, monkeypatch):
+    """Not after a trial, and not when the text has come to them."""
+    monkeypatch.setattr(module, "_trial", lambda text: pytest.fail("it was tried"))
+    with pytest.raises(InvalidArgument, match="^response_format has a pattern that repeats too much, expected at most"):
+        grammar_for(schema_format(schema(pattern)), plain)
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": schema(pattern)}}}}]
+    with pytest.raises(InvalidArgument, match="^tools has a pattern that repeats too much, expected at most"):
+        grammar_for_tools(tools, "required", "qwen", plain)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0),
+        ("abc", 3),
+        ("a{3}b", 4),
+        ("(ab){3}c", 7),
+        ("((ab){3}c){2}", 14),
+        ("a{2,5}", 2),
+        ("a{0,5}", 1),
+        ("[a-z]{10}", 10),
+        (r"[\]{9}]{10}", 10),
+        ("[]{9}]{10}", 10),
+        (r"\p{L}{10}", 10),
+        (r"\(a{10}", 11),
+        (r"\x{1F600}{2}", 2),
+        ("{3}", 0),
+        ("a)b{2}", 4),
+        ("((a{2}", 2),
+    ],
+)
+def test_written_out_counts_what_repetitions_must_give(pattern, size):
+    assert module._written_out(pattern) == size
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,10 @@ def remove(name):
             lambda content: (content["model"]["vocab"].update(far=10**9), content.update(added_tokens=[])),
             "the highest token id is 1000000000, expected one near the 331 tokens",
         ),
+        (
+            lambda content: (content["model"]["vocab"].update(other=5, third=5), content.update(added_tokens=[])),
+            "'.*' and '.*' both have the id 5, expected one token per id",
+        ),
         (lambda content: content.update(added_tokens=[3]), "cannot be read as a tokenizer: "),
         (lambda content: (content["model"].update(vocab={}, merges=[]), content.update(added_tokens=[])), "no tokens"),
     ],

@@ -412,9 +412,9 @@ def test_notices_count_the_copies_of_misaligned_tensors(tmp_path):
     ckpt = Checkpoint.open(tmp_path)
     assert ckpt.notices == [] and ckpt.misaligned_nbytes == 12
     ckpt.array("a")
-    assert ckpt.notices == [f"1 tensor (0.0 MB) is not aligned in {path} and was copied"]
+    assert ckpt.notices == [f"1 tensor (8 B) is not aligned in {path} and was copied"]
     ckpt.array("a"), ckpt.array("b")
-    assert ckpt.notices == [f"2 tensors (0.0 MB) are not aligned in {path} and were copied"]
+    assert ckpt.notices == [f"2 tensors (12 B) are not aligned in {path} and were copied"]
 
 
 def test_tensor_takes_parts_from_several_files(tmp_path, q4):

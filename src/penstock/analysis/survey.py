@@ -26,6 +26,7 @@ from penstock.models.config import Fields, first_layers
 from penstock.models.source import left_over
 from penstock.models.step import Layout, Pages
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint, quantization_table
 from penstock.weights.files import short
 from penstock.weights.resolve import ResolvedModel
@@ -287,9 +288,7 @@ def _of_folder(name: str, folder: Path) -> Survey:
     )
     notices = [*checkpoint.notices, *left.remarks]
     if copied := checkpoint.misaligned_nbytes:
-        notices.append(
-            f"{folder}: {copied / 1e6:.1f} MB of tensors are not aligned and are copied when they are loaded"
-        )
+        notices.append(f"{folder}: {amount(copied)} of tensors are not aligned and are copied when they are loaded")
     more: dict[str, Any] = {"files": len(checkpoint.files), "file_bytes": sum(_size(f) for f in checkpoint.files)}
     return replace(found, skipped=skipped, **more, **_with_tokenizer(folder, config, notices))
 

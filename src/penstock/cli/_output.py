@@ -57,14 +57,6 @@ def percent(share: float | None, digits: int = 0) -> str:
     return "–" if share is None else f"{share:.{digits}%}"
 
 
-def size(nbytes: float) -> str:
-    """Bytes in decimal units."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def script_json(value: Any) -> "Markup":
     """JSON that may stand in a script of a page: nothing in it ends the script."""
     from markupsafe import Markup

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from penstock.analysis.trace import Line, Side, TraceReport
-from penstock.cli._output import render, size
+from penstock.cli._output import render
+from penstock.units import amount
 
 # kinds of work by the families of the ops, with their colours on light and on dark ground
 _KINDS = {
@@ -45,7 +46,7 @@ def page(report: TraceReport) -> str:
         used=[kind for kind in _KINDS if kind in used],
         kind_of=_kind,
         time=_time,
-        size=size,
+        amount=amount,
         heads=_HEADS if report.measured else _HEADS[:-2],
         rows=_rows(report),
     )
@@ -74,12 +75,12 @@ def _tiles(report: TraceReport) -> list[tuple[str, str, str]]:
     before, after = report.before, report.after
     tiles = [
         ("nodes", f"{len(before.lines)}", f"{len(after.lines)}"),
-        ("moved per step", size(before.nbytes), size(after.nbytes)),
+        ("moved per step", amount(before.nbytes), amount(after.nbytes)),
         ("predicted", _time(before.predicted), _time(after.predicted)),
     ]
     if before.whole is not None and after.whole is not None:
         tiles.append(("measured, the whole step", _time(before.whole), _time(after.whole)))
-    arenas = [f"{size(side.arena)} ({size(side.apart)})" for side in (before, after)]
+    arenas = [f"{amount(side.arena)} ({amount(side.apart)})" for side in (before, after)]
     return [*tiles, ("arena (without a plan)", arenas[0], arenas[1])]
 
 
@@ -109,7 +110,7 @@ def _rows(report: TraceReport) -> list[list[str]]:
     for op in sorted(both, key=lambda op: -sum(line.seconds for line in both[op])):
         sides = before.get(op, []), after.get(op, [])
         cells = [op, *(f"{len(lines)}" if lines else "–" for lines in sides)]
-        cells += [size(sum(line.nbytes for line in lines)) if lines else "" for lines in sides]
+        cells += [amount(sum(line.nbytes for line in lines)) if lines else "" for lines in sides]
         cells += [_time(sum(line.predicted for line in lines)) if lines else "" for lines in sides]
         if report.measured:
             cells += [_time(sum(line.seconds for line in lines)) if lines else "" for lines in sides]

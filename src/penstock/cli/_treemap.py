@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from penstock.analysis.survey import Survey
 from penstock.analysis.weights import ROLES, Sum, WeightInfo
-from penstock.cli._output import css_name, percent, render, script_json, size
+from penstock.cli._output import css_name, percent, render, script_json
 from penstock.cli.inspect import Machine, count, facts
+from penstock.units import amount
 
 WIDTH, HEIGHT = 1200.0, 640.0
 _TITLE = 18.0  # height of a group's title
@@ -144,13 +145,13 @@ def page(found: Survey, machine: Machine) -> str:
         facts=facts(found, machine) + [("note", notice) for notice in found.notices],
         role_heads=("part", "tensors", "parameters", "bytes", "share", "read per token", "share"),
         role_rows=[
-            [*_cells(role, value, total), size(value.active_bytes), _share(value.active_bytes, total.active_bytes)]
+            [*_cells(role, value, total), amount(value.active_bytes), _share(value.active_bytes, total.active_bytes)]
             for role, value in [*roles.items(), ("all", total)]
         ],
         format_heads=("format", "tensors", "parameters", "bytes", "share"),
         format_rows=[_cells(str(format), value, total) for format, value in found.by_format().items()],
         pieces=script_json([_about(weight) for weight in found.weights]),
-        size=size,
+        amount=amount,
     )
 
 
@@ -158,18 +159,18 @@ def _tiles(found: Survey, machine: Machine) -> list[tuple[str, str, str]]:
     total = found.total
     tiles = [
         ("parameters", count(total.parameters), f"{count(total.active_parameters)} active per token"),
-        ("weights", size(total.nbytes), f"{8 * total.nbytes / max(total.parameters, 1):.2f} bits per weight"),
-        ("read per token", size(total.active_bytes), f"{_share(total.active_bytes, total.nbytes)} of all weights"),
+        ("weights", amount(total.nbytes), f"{8 * total.nbytes / max(total.parameters, 1):.2f} bits per weight"),
+        ("read per token", amount(total.active_bytes), f"{_share(total.active_bytes, total.nbytes)} of all weights"),
     ]
     if (limit := machine.limit(total.active_bytes)) is not None:
         tiles.append(("at most", f"{limit:,.0f} tokens/s", f"at {machine.bandwidth:,.0f} GB/s ({machine.how})"))
     per_position, fixed = found.cache_bytes(machine.dtype)
-    besides = f", {size(fixed)} besides" if fixed else ""
-    return [*tiles, ("1000 tokens of context", size(1000 * per_position), f"in {machine.dtype}{besides}")]
+    besides = f", {amount(fixed)} besides" if fixed else ""
+    return [*tiles, ("1000 tokens of context", amount(1000 * per_position), f"in {machine.dtype}{besides}")]
 
 
 def _cells(name: str, value: Sum, total: Sum) -> list[str]:
-    shown = [name, f"{value.tensors}", count(value.parameters), size(value.nbytes)]
+    shown = [name, f"{value.tensors}", count(value.parameters), amount(value.nbytes)]
     return [*shown, _share(value.nbytes, total.nbytes)]
 
 
@@ -184,8 +185,8 @@ def _about(weight: WeightInfo) -> list[str]:
         weight.role,
         " × ".join(map(str, weight.shape)) or "scalar",
         str(weight.format),
-        size(weight.nbytes),
-        size(weight.nbytes * weight.share) if weight.share < 1 else "all of it",
+        amount(weight.nbytes),
+        amount(weight.nbytes * weight.share) if weight.share < 1 else "all of it",
     ]
 
 
@@ -239,7 +240,7 @@ def _bytes(found: Survey, members: Iterable[int]) -> int:
 
 def _title(box: Box, name: str, nbytes: int, total: int) -> list[Shape]:
     """The name of a group with as much of its size as there is room for, if there is any."""
-    texts = (f"{name} {size(nbytes)}, {_share(nbytes, total)}", f"{name} {size(nbytes)}", name)
+    texts = (f"{name} {amount(nbytes)}, {_share(nbytes, total)}", f"{name} {amount(nbytes)}", name)
     text = next((text for text in texts if len(text) * 7.4 < box.width), "")
     if box.height < 2 * _TITLE or not text:
         return []

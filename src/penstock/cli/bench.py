@@ -18,6 +18,7 @@ from rich.console import Console
 from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, resolved, verb
 from penstock.cli._output import print_json
 from penstock.errors import OutOfMemory
+from penstock.units import amount
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -469,13 +470,13 @@ def _made_up(
     read, need = family.read_config(raw), api.random_nbytes(raw)
     batches = [(test.batch, test.positions) for test in tests]
     check_room(f"{path}{shown}", where, Caches(family.caches(read), dtype), batches, need)
-    with _shown(f"making up {need / 1e9:.1f} GB of weights") as progress:
+    with _shown(f"making up {amount(need)} of weights") as progress:
         made = 0
 
         def add(nbytes: int) -> None:
             nonlocal made
             made += nbytes
-            progress(f"{made / 1e9:.1f} GB")
+            progress(amount(made))
 
         llm = api.load_random(
             raw,
@@ -499,12 +500,12 @@ def check_room(
     """
     states, count, positions = max((count * caches.bytes_of(length), count, length) for count, length in batches)
     if weights + states > (free := device.free_memory()):
-        parts = [f"{weights / 1e9:.1f} GB for its weights"] if weights else []
-        parts.append(f"{states / 1e9:.1f} GB for {count} x {positions} positions")
+        parts = [f"{amount(weights)} for its weights"] if weights else []
+        parts.append(f"{amount(states)} for {count} x {positions} positions")
         advice = "; --layers takes fewer" if weights > free else "; take fewer sequences or positions"
         raise OutOfMemory(
-            f"{what}: needs {(weights + states) / 1e9:.1f} GB of {device.memory_name} ({', '.join(parts)}), "
-            f"{free / 1e9:.1f} GB are free{advice}"
+            f"{what}: needs {amount(weights + states)} of {device.memory_name} ({', '.join(parts)}), "
+            f"{amount(free)} are free{advice}"
         )
 
 

@@ -11,6 +11,7 @@ import typer
 from penstock.cli._model import UsageError, complete_model, note, verb
 from penstock.cli._output import print_json, progress_bar
 from penstock.errors import InvalidArgument
+from penstock.units import amount
 
 _REFUSED: dict[str, str | None] = {"--q-mode": "affine", "--upload-repo": "", "--trust-remote-code": None}
 
@@ -114,7 +115,7 @@ def convert(
     files = "1 file" if report.files == 1 else f"{report.files} files"
     kept = f" ({report.kept} from before)" if report.kept else ""
     print(
-        f"{report.target}: {report.parameters / 1e6:.1f} M parameters, {report.nbytes / 1e6:.1f} MB in {files}{kept}, "
+        f"{report.target}: {report.parameters / 1e6:.1f} M parameters, {amount(report.nbytes)} in {files}{kept}, "
         f"{report.bits_per_weight:.3f} bits per weight, {report.seconds:.1f} s"
     )
     if (found := report.perplexity) is not None:

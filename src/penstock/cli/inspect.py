@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note, resolved
-from penstock.cli._output import print_json, print_table, size, write_page
+from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import BackendError
+from penstock.units import amount
 
 if TYPE_CHECKING:
     from penstock.analysis.survey import Survey
@@ -156,10 +157,10 @@ def _print(found: Survey, machine: Machine) -> None:
         [
             part,
             count(value.parameters),
-            size(value.nbytes),
+            amount(value.nbytes),
             f"{value.nbytes / max(total.nbytes, 1):.1%}",
             count(value.active_parameters),
-            size(value.active_bytes),
+            amount(value.active_bytes),
             f"{value.active_bytes / max(total.active_bytes, 1):.1%}",
         ]
         for part, value in [*found.by_role().items(), ("all", total)]
@@ -168,7 +169,7 @@ def _print(found: Survey, machine: Machine) -> None:
     print_table(columns, rows, wrap=())
     print()
     rows = [
-        [str(format), str(value.tensors), count(value.parameters), size(value.nbytes)]
+        [str(format), str(value.tensors), count(value.parameters), amount(value.nbytes)]
         for format, value in found.by_format().items()
     ]
     print_table(("format", "tensors", "parameters", "bytes"), rows, wrap=())
@@ -190,15 +191,15 @@ def facts(found: Survey, machine: Machine) -> list[tuple[str, str]]:
     bits = 8 * total.nbytes / max(total.parameters, 1)
     rows.append(("parameters", f"{count(total.parameters)}, {count(total.active_parameters)} active per token"))
     where = f" in {found.files} file{'s' * (found.files != 1)}" if found.files else ""
-    rows.append(("weights", f"{size(total.nbytes)}{where}, {bits:.2f} bits per weight"))
-    rows += [("not run", f"{part.what}: {part.tensors} tensors, {size(part.nbytes)}") for part in found.skipped]
-    read = f"{size(total.active_bytes)} per token"
+    rows.append(("weights", f"{amount(total.nbytes)}{where}, {bits:.2f} bits per weight"))
+    rows += [("not run", f"{part.what}: {part.tensors} tensors, {amount(part.nbytes)}") for part in found.skipped]
+    read = f"{amount(total.active_bytes)} per token"
     if (limit := machine.limit(total.active_bytes)) is not None:
         read += f": at most {limit:,.1f} tokens/s at {machine.bandwidth:,.1f} GB/s ({machine.how})"
     rows.append(("reads", read))
     per_position, fixed = found.cache_bytes(machine.dtype)
-    cache = f"{size(1000 * per_position)} per 1000 tokens in {machine.dtype}" + (
-        f", {size(fixed)} besides" if fixed else ""
+    cache = f"{amount(1000 * per_position)} per 1000 tokens in {machine.dtype}" + (
+        f", {amount(fixed)} besides" if fixed else ""
     )
     rows.append(("context", f"{config.max_positions:,} tokens, {cache}"))
     rows.append(("vocabulary", f"{config.vocab_size:,}" + (", head tied to the embedding" if found.tied else "")))

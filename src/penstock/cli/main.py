@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. An error is one l
 
 import os
 import sys
+import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -92,7 +93,7 @@ def run(arguments: list[str]) -> int:
     if debug:  # an option of the program, taken after the verb as well: there one thinks of it
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     try:
-        debug = Settings.from_env().debug or debug
+        debug = _settings().debug or debug
         status = app(args=arguments, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
@@ -110,6 +111,16 @@ def run(arguments: list[str]) -> int:
         return 1
 
 
+def _settings() -> Settings:
+    """The settings of the environment; what they warn of is one line each on stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        settings = Settings.from_env()
+    for warning in caught:
+        _say(str(warning.message), "warning")
+    return settings
+
+
 def _usage_error(error: Any) -> int:
     """One line for an unknown verb, option or value, and where to read more."""
     context = getattr(error, "ctx", None)
@@ -122,5 +133,5 @@ def _unexpected(error: Exception) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
-def _say(message: str) -> None:
-    print(f"penstock: error: {' '.join(message.split())}", file=sys.stderr)
+def _say(message: str, kind: str = "error") -> None:
+    print(f"penstock: {kind}: {' '.join(message.split())}", file=sys.stderr)

@@ -11,6 +11,7 @@ import typer
 from penstock.cli._model import MODEL, REFUSED, SEED, AnyModel, UsageError, complete_model, note, verb
 from penstock.cli._output import print_json, print_table, progress_bar
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.units import amount
 
 if TYPE_CHECKING:
     from penstock.analysis.perplexity import Evaluation
@@ -158,7 +159,7 @@ def _remark_memory(llm: LLM, other: LLM) -> None:
     need, free = llm.stats().weight_bytes + other.stats().weight_bytes, available_memory()
     if need > free:
         note(
-            f"both models have {need / 1e9:.1f} GB of weights, and {free / 1e9:.1f} GB of memory are free: "
+            f"both models have {amount(need)} of weights, and {amount(free)} of memory are free: "
             "every window reads them from disk"
         )
 

@@ -24,7 +24,8 @@ from penstock.cli._model import (
     verb,
 )
 from penstock.errors import BackendError, InvalidArgument, PenstockError
-from penstock.settings import Settings
+from penstock.settings import Settings, is_blank
+from penstock.units import amount
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -95,7 +96,7 @@ class AddressOptions:
         ),
     ] = None
     api_key_file: Annotated[
-        str | None, typer.Option("--api-key-file", metavar="FILE", help="The same, one key per line.")
+        str | None, typer.Option("--api-key-file", metavar="FILE", help="The same, one key per line, # for remarks.")
     ] = None
     insecure: Annotated[bool, typer.Option("--insecure", help="Let others than this machine in without a key.")] = False
     allowed_origins: Annotated[
@@ -110,21 +111,35 @@ class AddressOptions:
     ] = None
 
     def keys(self) -> tuple[str, ...]:
-        """All keys. Raises UsageError or InvalidArgument, never with a key in it."""
-        found = [key for given in self.api_key or () for key in given.split(",")]
-        found += [Settings.from_env().api_key or ""]
-        if self.api_key_file is not None:
-            try:
-                found += Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-                raise InvalidArgument(f"--api-key-file: {self.api_key_file}: {reason}") from None
-        keys = tuple(dict.fromkeys(key.strip() for key in found if key.strip()))
-        if not keys and (self.api_key is not None or self.api_key_file is not None):
+        """All keys. A blank one is refused: somebody meant to lock the server. Raises UsageError or InvalidArgument,
+        never with a key in it.
+        """
+        found = [key.strip() for given in self.api_key or () for key in given.split(",")]
+        if not all(found):
             raise UsageError("--api-key: is empty, expected a key")
+        if is_blank("api_key"):
+            raise UsageError("PENSTOCK_API_KEY: is blank, expected a key, or no such variable for a server without one")
+        if (key := Settings.from_env().api_key) is not None:
+            found.append(key.strip())
+        if self.api_key_file is not None:
+            found += _keys_in(self.api_key_file)
+        keys = tuple(dict.fromkeys(found))
         for key in keys:
             checked_text("--api-key", key)
         return keys
+
+
+def _keys_in(path: str) -> list[str]:
+    """The lines of a key file that are neither blank nor, starting with #, a comment."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise InvalidArgument(f"--api-key-file: {path}: {reason}") from None
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
+    if not keys:
+        raise UsageError(f"--api-key-file: {path}: has no key, expected one per line")
+    return keys
 
 
 @dataclass(frozen=True)
@@ -308,6 +323,7 @@ def serve(
       PENSTOCK_API_KEY=secret penstock serve --host 0.0.0.0 --port 8000
     """
     _check_installed()
+    from penstock.engine.protect import protect
     from penstock.server.guard import Access, hosts_of, is_loopback
     from penstock.server.limits import Limits
     from penstock.server.run import bind
@@ -354,6 +370,7 @@ def serve(
 
     def loader(progress: Callable[[float], None]) -> "tuple[LLM, Mapping[str, Any]]":
         llm = model.load(note, progress)
+        note(protect(llm._engine))
         if template is not None:
             _set_template(llm, template)
         else:
@@ -368,7 +385,7 @@ def serve(
         llm, _ = service.loaded
         stats = llm.stats()
         note(
-            f"{service.name} is ready after {time.monotonic() - start:.1f} s: {_bytes(stats.weight_bytes)} of "
+            f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(stats.weight_bytes)} of "
             f"weights, context of {llm.max_context} tokens, {llm._engine.device.name}"
         )
         note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
@@ -396,10 +413,6 @@ def _names(model: ModelOptions, aliases: list[str]) -> tuple[str, ...]:
     found = find_model(model.model)
     hub_id = [found.id] if isinstance(found, HubModel) else []
     return tuple(dict.fromkeys([*aliases, *hub_id, found.name]))
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def _split(text: str | None) -> list[str]:

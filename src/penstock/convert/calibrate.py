@@ -27,6 +27,7 @@ from penstock.machine import available_memory
 from penstock.models.source import Weight
 from penstock.ops._op import address
 from penstock.quant import QuantizedTensor, quantize
+from penstock.units import amount
 from penstock.weights.files import open_regular
 from penstock.weights.mapped import MappedFile
 
@@ -72,9 +73,7 @@ def check_memory(planned: Plan) -> None:
     """Raises OutOfMemory if what has to be in memory of the dense model is more than there is."""
     need = sum(row_count(r) * row_bytes(r) for r in planned.tensors.values() if not isinstance(r, Stored))
     if need > (free := available_memory()):
-        raise OutOfMemory(
-            f"calibrate: {need / 1e9:.2f} GB of the dense model have to be in memory, {free / 1e9:.2f} GB are free"
-        )
+        raise OutOfMemory(f"calibrate: {amount(need)} of the dense model have to be in memory, {amount(free)} are free")
 
 
 class Planned:

@@ -24,6 +24,7 @@ import numpy as np
 from penstock.convert.rows import Rows, row_bytes, row_count
 from penstock.dtypes import dtype_name
 from penstock.errors import InvalidArgument, PenstockError
+from penstock.units import amount
 from penstock.weights.files import open_regular, read_bounded, short
 from penstock.weights.safetensors import DTYPES
 
@@ -260,7 +261,7 @@ def check_room(folder: Path, nbytes: int) -> None:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if nbytes > free:
-        raise WriteError(f"{folder}: has {free / 1e9:.2f} GB free, expected {nbytes / 1e9:.2f} GB for the model")
+        raise WriteError(f"{folder}: has {amount(free)} free, expected {amount(nbytes)} for the model")
 
 
 def through(tasks: Sequence[Task], write: Callable[[Tensor, int, np.ndarray], None], progress: Any) -> None:

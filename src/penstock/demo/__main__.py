@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import penstock
+from penstock.units import amount
 
 PROMPT = "Once upon a time there was a king who had a daughter."
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m penstock.demo", description=__doc__).parse_args()
     penstock.load().generate(PROMPT, max_tokens=2)  # compiles what this machine has not compiled yet
     llm = penstock.load()
     print(f"\n{PROMPT}", end="", flush=True)
@@ -20,7 +23,7 @@ def main() -> None:
     stats, cfg = llm.stats(), llm.config
     print(
         f"{stats.generation_tps:.0f} tokens per second: {cfg.model_type}, {len(cfg.layer_types)} layers, "
-        f"{cfg.top_k} of {cfg.experts} experts per token, {stats.weight_bytes / 1e6:.0f} MB of 4-bit weights",
+        f"{cfg.top_k} of {cfg.experts} experts per token, {amount(stats.weight_bytes)} of 4-bit weights",
         file=sys.stderr,
     )
     print('next: penstock generate -p "Tell me a story", penstock chat, penstock bench', file=sys.stderr)

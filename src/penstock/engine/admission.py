@@ -9,6 +9,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.programs import table_width
 from penstock.errors import OutOfMemory
+from penstock.units import amount
 
 _KEEP_FREE = 256 << 20  # bytes of memory that sequences leave to everything else
 
@@ -30,8 +31,8 @@ class Admission:
         need = caches.bytes_of(positions)
         if need > self.total:
             raise OutOfMemory(
-                f"request: {positions} positions (a prompt of {prompt} and max_tokens) need {need / 1e9:.2f} GB of "
-                f"{self._engine.device.memory_name}, {self.total / 1e9:.2f} GB are there for sequences; "
+                f"request: {positions} positions (a prompt of {prompt} and max_tokens) need {amount(need)} of "
+                f"{self._engine.device.memory_name}, {amount(self.total)} are there for sequences; "
                 "use fewer max_tokens or a shorter prompt"
             )
         return caches.pages_of(positions)
@@ -52,8 +53,8 @@ class Admission:
         need = self.used(promises, more, 1)
         if need > self.total:
             raise OutOfMemory(
-                f"request: needs memory that is in use, {need / 1e9:.2f} GB with what runs, "
-                f"expected at most {self.total / 1e9:.2f} GB"
+                f"request: needs memory that is in use, {amount(need)} with what runs, "
+                f"expected at most {amount(self.total)}"
             )
         with self._engine._lock:
             self._engine.caches.make_room(self._owed(promises, more), 1)
@@ -82,7 +83,7 @@ def _held(tables: Mapping[int | None, PageTable]) -> dict[int | None, int]:
 
 
 def memory_for_sequences(engine: Engine, sequences: int) -> int:
-    """Bytes for sequences: what is free, less activations, and of mapped weights as many as half of the rest holds.
+    """Bytes for sequences: what is free, less activations, and of weights in files as many as half of the rest holds.
 
     At least one sequence of max_context has room, since `load` has seen to that.
     """
@@ -96,5 +97,5 @@ def memory_for_sequences(engine: Engine, sequences: int) -> int:
             step = programs.decode(device.rows(sequences), widths)
         working += piece.program.arena_bytes + step.program.arena_bytes
     spare = max(0, device.free_memory() - working)
-    mapped = min(engine.model.nbytes, spare // 2) if device.host_memory else 0
+    mapped = min(engine.model.from_files, spare // 2)
     return caches.nbytes + max(spare - mapped, min(spare, caches.bytes_of(engine.max_context)))

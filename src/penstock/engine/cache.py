@@ -19,6 +19,7 @@ from penstock.dtypes import ITEMSIZE
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE, Layout, Pages, empty
 from penstock.ops.device import Device, device_for
+from penstock.units import amount
 
 _KEEP_FREE = 64 << 20  # bytes of memory that growing a cache leaves to everything else
 
@@ -303,8 +304,7 @@ class Caches:
         free = self.device.free_memory()
         if need + _KEEP_FREE > free:
             raise OutOfMemory(
-                f"cache: {need / 1e9:.2f} GB more of {self.device.memory_name} are needed, "
-                f"{free / 1e9:.2f} GB are free; "
+                f"cache: {amount(need)} more of {self.device.memory_name} are needed, {amount(free)} are free; "
                 "use a shorter context, fewer sequences, or close sessions"
             )
         self.version += 1  # first: memory may end on the way, and some arrays are new then

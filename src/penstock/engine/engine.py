@@ -8,6 +8,7 @@ Steps run as programs (`programs.py`), fused and with their buffers planned.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -18,14 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.engine.cache import Caches, Sequence, Snapshot
+from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.programs import Programs, Runner, table_name, table_width
-from penstock.errors import InvalidArgument
+from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits
 from penstock.experts.streamed import Streamed
 from penstock.models.step import PAGE, Step
 from penstock.ops.device import Device, Drawing, Flight, device_for
 
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
+
+_log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class Model:
     fingerprint: str
     nbytes: int = 0
     experts: Streamed | None = None  # those that are not all in memory
+    from_files: int = 0  # bytes of weights that steps read from files, at most: they need room in the page cache
     check: Callable[[], None] | None = None  # raises CheckpointError if the mapped files are no longer what they were
+    lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
 
 
 class Engine:
@@ -71,6 +77,7 @@ class Engine:
             else None
         )
         self._lock = threading.RLock()
+        self._damage: str | None = None  # what was found wrong with the files
         self._last: _Last | None = None
 
     def open(self) -> Sequence:
@@ -227,6 +234,22 @@ class Engine:
             self._last = _Last(runner, runner.drawing, list(sequences), lengths, list(rows), version, flight)
             return flight
 
+    def located(self, error: NonFiniteLogits, sequence: Sequence, token: int | None) -> NonFiniteLogits:
+        """The same error with the device where a step with the last token of a sequence is first not finite.
+
+        As it was if that cannot be found: the token is not known, or the step cannot be run once more.
+        """
+        if token is None:
+            return error
+        try:
+            with self._lock, self.device.running(self.deterministic):
+                self._check_files()
+                where = first_nonfinite(self, sequence, token)
+        except Exception as failure:  # whatever it is, the request ends with the error that it has
+            _log.warning("the layer of non-finite logits cannot be found: %s", failure)
+            return error
+        return error if where is None else NonFiniteLogits(f"{error}; first in {where}")
+
     @property
     def most_sequences(self) -> int:
         """How many can decode together: those whose experts fit on a device that cannot wait for them in between."""
@@ -260,19 +283,27 @@ class Engine:
         """The decode program for these sequences, its inputs set."""
         assert self.programs is not None
         self._last = None  # it may have left its tokens in the same program
-        B, rows = len(sequences), self.device.rows(len(sequences))
-        tables = {window: [s.tables[window].array for s in sequences] for window in self.caches.pools}
-        widths = {window: table_width(max(map(len, arrays))) for window, arrays in tables.items()}
-        runner = self.programs.decode(rows, widths)
+        pages = {window: max(len(s.tables[window].array) for s in sequences) for window in self.caches.pools}
+        widths = {window: table_width(count) for window, count in pages.items()}
+        runner = self.programs.decode(self.device.rows(len(sequences)), widths)
+        self.fill(runner, sequences, ids)
+        return runner
+
+    def fill(self, runner: Runner, sequences: Seq[Sequence], ids: np.ndarray) -> None:
+        """Set the inputs of a decode program: the next token of each sequence."""
+        B, rows = len(sequences), len(runner.host["tokens"])
         at = np.full(rows, -1, np.int32)
         at[:B] = [sequence.length for sequence in sequences]
         slots = np.full(rows, -1, np.int32)
         slots[:B] = [sequence.slot for sequence in sequences]
         words = np.zeros(rows, np.int32)
         words[:B] = ids
-        grids = {table_name(window): _table(arrays, rows, widths[window]) for window, arrays in tables.items()}
-        runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **grids)
-        return runner
+        tables = {}
+        for window in self.caches.pools:
+            name = table_name(window)
+            arrays = [sequence.tables[window].array for sequence in sequences]
+            tables[name] = _table(arrays, rows, runner.host[name].shape[1])
+        runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **tables)
 
     def _defined(self, sequence: Sequence, ids: np.ndarray, every: bool = False) -> np.ndarray:
         """A piece by the definitions of the ops, one after the other: device "reference"."""
@@ -291,12 +322,35 @@ class Engine:
             self.caches.advance(sequence, len(ids))
         return family.logits(step, h if every else h[-1:], weights, config)
 
+    def replace_model(self, model: Model) -> None:
+        """The same model with its weights elsewhere in memory, before the first step."""
+        with self._lock:
+            self.model = model
+            if self.programs is not None:
+                self.programs.weights = model.weights
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether steps read from files, mapped ones or those of streamed experts."""
+        return self.model.check is not None or self.experts is not None
+
+    def check_files(self) -> None:
+        """Raises CheckpointError if a file of the weights is no longer what it was. Waits for a step under way."""
+        with self._lock:
+            self._check_files()
+
     def _check_files(self) -> None:
-        """Before a step: the files that it may read are what they were."""
-        if self.model.check is not None:
-            self.model.check()
-        if self.experts is not None:
-            self.experts.store.reader.check()
+        """Before a step: the files that it may read are what they were. One that changed once is not trusted again."""
+        if self._damage is not None:
+            raise CheckpointError(self._damage)
+        try:
+            if self.model.check is not None:
+                self.model.check()
+            if self.experts is not None:
+                self.experts.store.reader.check()
+        except CheckpointError as error:
+            self._damage = str(error)
+            raise
 
     def _ids(self, tokens: Seq[int], what: str = "tokens", tokenizer: Tokenizer | None = None) -> np.ndarray:
         """Token ids as an array. Raises InvalidArgument for others than the model has embeddings for.

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.sampling import Sampled, Sampler, SamplingParams, mode_of
-from penstock.errors import BackendError, InvalidArgument
+from penstock.errors import InvalidArgument, NonFiniteLogits
 from penstock.ops.device import Flight
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
@@ -252,6 +252,19 @@ class Running:
         room = len(request.tokens) + 1 < request.max_tokens and self.sequence.length + 1 < request.max_context
         return self.owned and room and self.told == len(request.tokens)
 
+    @property
+    def last(self) -> int | None:
+        """The token that the sequence was given last, if the request knows it."""
+        given = self.request.tokens or self.request.prompt
+        return given[-1] if given else None
+
+    def accept(self, logits: np.ndarray, engine: Engine) -> Chunk:
+        """Sample the next token. Raises NonFiniteLogits, with the layer where they begin."""
+        try:
+            return self.request.accept(logits, self.sequence.length)
+        except NonFiniteLogits as error:
+            raise engine.located(error, self.sequence, self.last) from None
+
     def prompted(self) -> None:
         """The prompt has been computed."""
         now = time.perf_counter()
@@ -309,7 +322,7 @@ class Decoder:
         found: list[tuple[Running, Chunk | Exception]] = []
         for row, token in zip(flying, tokens, strict=False):
             if not row.sequence.closed and row.told - behind == len(row.request.tokens):
-                found.append((row, _drawn(row.request, token, row.sequence.length - behind)))
+                found.append((row, self._drawn(row, token, row.sequence.length - behind)))
         return found
 
     def _scored(self, rows: list[Running]) -> list[tuple[Running, Chunk | Exception]]:
@@ -319,7 +332,7 @@ class Decoder:
         found: list[tuple[Running, Chunk | Exception]] = []
         for row, n, scores in zip(rows, told, logits, strict=True):
             if n + 1 == len(row.request.tokens):
-                found.append((row, _accepted(row.request, scores, row.sequence.length)))
+                found.append((row, self._accepted(row, scores)))
         return found
 
     def _draw(self, rows: list[Running], tokens: list[int] | None) -> Flight:
@@ -327,21 +340,20 @@ class Decoder:
         sequences = [row.sequence for row in rows]
         return self.engine.draw(sequences, tokens, [sampler.row for sampler in samplers], mode_of(samplers))
 
+    def _accepted(self, row: Running, scores: np.ndarray) -> Chunk | Exception:
+        try:
+            return row.accept(scores, self.engine)
+        except Exception as error:
+            return error
 
-def _accepted(request: Request, scores: np.ndarray, position: int) -> Chunk | Exception:
-    try:
-        return request.accept(scores, position)
-    except Exception as error:
-        return error
-
-
-def _drawn(request: Request, token: int, position: int) -> Chunk | Exception:
-    if token < 0:
-        return BackendError(f"sample: the model produced non-finite logits at position {position}")
-    try:
-        return request.take(Sampled(token, None, None), position)
-    except Exception as error:
-        return error
+    def _drawn(self, row: Running, token: int, position: int) -> Chunk | Exception:
+        if token < 0:
+            error = NonFiniteLogits(f"sample: the model produced non-finite logits at position {position}")
+            return self.engine.located(error, row.sequence, row.last)
+        try:
+            return row.request.take(Sampled(token, None, None), position)
+        except Exception as error:
+            return error
 
 
 def run(
@@ -383,7 +395,7 @@ def run(
                     assert request.logits is not None
                     logits = request.logits
                 row.prompted()
-                yield took(row, request.accept(logits, row.sequence.length))
+                yield took(row, row.accept(logits, engine))
             if active:
                 yield from [took(row, chunk) for row, chunk in decoder.step(list(active))]
     finally:

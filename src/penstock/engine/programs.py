@@ -19,6 +19,7 @@ from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Node, Program, Wrap, trace
 from penstock.models.step import Pages, Step, empty
 from penstock.ops._op import Spec, spec_of
+from penstock.units import amount
 
 KEPT = 48  # programs of prefills and of decodes that are kept, the latest used ones
 _LEAST_PAGES = 4  # of a block table: tables grow in powers of two, and a new size is a new program
@@ -71,8 +72,7 @@ class Programs:
         key = ("decode", rows, tuple(widths.items()))
         runner = self._kept.pop(key, None)
         if runner is None:
-            names: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "lengths", "slots"), (rows,))
-            names |= {table_name(window): (rows, width) for window, width in widths.items()}
+            names = self._decode_names(rows, widths)
             runner = self._stepped(rows, widths, names)
             if runner is None:
                 runner = self._made(self.decode_graph(rows, widths), names, ahead=True)
@@ -110,6 +110,22 @@ class Programs:
             self._streams[T] = self.device.zeros((T, self.config.dim), self.caches.dtype)
         return self._with_arena(runner, {"h": self._streams[T]}), self._streams[T]
 
+    def looking(self, pages: Mapping[int | None, int], wrap: Wrap) -> Runner:
+        """One token of one sequence with so many pages per window, unfused, its kernels wrapped; made for one run."""
+        widths = {window: table_width(count) for window, count in pages.items()}
+        rows = self.device.rows(1)
+        program = Program(self.decode_graph(rows, widths), self.device.name, fused=False)
+        runner = Runner(program, self.device, self._decode_names(rows, widths), captures=False)
+        inner = wrap if self.experts is None else self.experts.wrap(program.graph, False, wrap)
+        arena = self._new_arena(program.arena_bytes)
+        runner.bind(self.caches.version, self._cache_arrays(False), arena, inner)
+        return runner
+
+    def _decode_names(self, rows: int, widths: Mapping[int | None, int]) -> dict[str, tuple[int, ...]]:
+        """The inputs of a decode program and their shapes."""
+        names: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "lengths", "slots"), (rows,))
+        return names | {table_name(window): (rows, width) for window, width in widths.items()}
+
     def _with_arena(self, runner: Runner, arrays: Mapping[str, Any]) -> Runner:
         """Bind to the arena that prefills share: they run one at a time, and nothing in it outlives a run."""
         need = runner.program.arena_bytes
@@ -127,7 +143,7 @@ class Programs:
     def _new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):
             raise OutOfMemory(
-                f"step: {nbytes / 1e9:.2f} GB of {self.device.memory_name} are needed, {free / 1e9:.2f} GB are free; "
+                f"step: {amount(nbytes)} of {self.device.memory_name} are needed, {amount(free)} are free; "
                 "use fewer sequences at once, or close sessions"
             )
         return self.device.arena(nbytes)

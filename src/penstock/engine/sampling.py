@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import BackendError, DTypeError, InvalidArgument, ShapeError
+from penstock.errors import DTypeError, InvalidArgument, NonFiniteLogits, ShapeError
 from penstock.ops.sampling import FEW, uniform
 
 MAX_LOGPROBS = 20
@@ -143,7 +143,7 @@ class Sampler:
         """The token at `position`, its number in the sequence (prompt included), from float32 logits `[vocab_size]`.
 
         The logits are left as they are; -inf rules an id out. Raises ShapeError or DTypeError for other arrays,
-        BackendError if the logits hold NaN or +inf or nothing but -inf.
+        NonFiniteLogits if the logits hold NaN or +inf or nothing but -inf.
         """
         if not isinstance(logits, np.ndarray) or logits.dtype != np.float32:
             kind = str(logits.dtype) if isinstance(logits, np.ndarray) else type(logits).__name__
@@ -347,7 +347,7 @@ def _refuse(x: np.ndarray, position: int) -> None:
         found = f"{what} for {ids.size} of {x.size} tokens, the first is {ids[0]}"
     else:
         found = f"-inf for all {x.size} tokens"
-    raise BackendError(f"sample: the model produced non-finite logits at position {position}: {found}")
+    raise NonFiniteLogits(f"sample: the model produced non-finite logits at position {position}: {found}")
 
 
 def _real(name: str, value: Any, least: float, most: float) -> float:

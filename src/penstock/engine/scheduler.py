@@ -12,7 +12,7 @@ needs its sequence or memory: its sequence is closed, and computed again when th
 
 A step that fails is tried again with each request alone, and the one that fails alone ends with the error. Where the
 step left recurrent states half-way the sequences are computed again: prompts as at first, answers token by token, so
-that no bit changes.
+that no bit changes. Weights that cannot be read (files that changed, a disk that fails, a damaged record) end all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from penstock.engine.cache import Sequence
 from penstock.engine.generation import Chunk, Decoder, Request, Running
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.ticket import Feed, Ticket
-from penstock.errors import Cancelled, InvalidArgument, OutOfMemory, QueueFull
+from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -82,7 +82,8 @@ class Scheduler:
     max_sequences None: 8 on the CPU, 32 on a GPU. queue: requests that may wait beside those running. memory: bytes for
     sequences and stored prefixes (None: what is free now, less room for activations and mapped weights). prefix_memory:
     of these, bytes for prefixes (None: a tenth of what is free). buffer: chunks that a reader may lag behind; then his
-    request pauses, is preempted if others wait, and after `patience` seconds without a read it is cancelled.
+    request pauses, is preempted if others wait, and after `patience` seconds without a read it is cancelled. failed: is
+    called once when the weights cannot be read any more; all requests end with that error then, and no other is taken.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Scheduler:
         prefix_memory: int | None = None,
         buffer: int = 64,
         patience: float = 60.0,
+        failed: Callable[[CheckpointError], None] | None = None,
     ) -> None:
         engine = llm._engine
         if max_sequences is None:
@@ -128,6 +130,8 @@ class Scheduler:
         self._running: list[_Job] = []  # changed by the thread alone
         self._closing = False
         self._deadline = math.inf
+        self._failure: str | None = None
+        self._on_failure = failed
         self._counts: dict[str, int] = dict.fromkeys(("finished", "cancelled", "failed", "refused"), 0)
         self._known: weakref.WeakSet[Request] = weakref.WeakSet()
 
@@ -152,7 +156,8 @@ class Scheduler:
         return self._llm._request(prompt, max_tokens, stop, {"grammar": grammar, **more})
 
     def submit(self, request: Request, client: Hashable = None) -> Ticket:
-        """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`.
+        """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`, and
+        CheckpointError once the weights could not be read.
 
         client: whose it is. Clients have equal shares, also of a full queue: there the newest request of the client
         with the most makes room for one who has fewer, and ends with QueueFull.
@@ -171,6 +176,8 @@ class Scheduler:
         with self._news:
             if self._closing:
                 raise Cancelled("scheduler: it is closing and takes no requests")
+            if self._failure is not None:
+                raise CheckpointError(self._failure)
             if request in self._known:
                 raise InvalidArgument("request: it was submitted before, expected a new one")
             room = self.max_sequences + self.queue
@@ -245,7 +252,7 @@ class Scheduler:
     def _drop(self, job: _Job, error: Exception | None, kind: str = "cancelled") -> None:
         """End a request that waits; the lock is held."""
         self._waiting.remove(job)
-        self._counts[kind] += 1
+        self._counts["failed" if isinstance(error, CheckpointError) else kind] += 1
         if job.row is not None:
             self._llm._count([job.request.timings])
         job.end(error)
@@ -292,11 +299,33 @@ class Scheduler:
         with self._news:
             if self._closing and not self._running and not self._waiting:
                 return False
-            look = None
+            watches = self._engine.reads_files and self._failure is None
+            look = _LOOK if watches else None
             if self._running or self._waiting:  # all of them paused, or nobody refers to them
                 look = max(0.0, min(_LOOK, self.patience, self._deadline - time.monotonic()))
             self._news.wait_for(lambda: self._changed or self._retry, look)
+        if watches:
+            self._watch()
         return True
+
+    def _watch(self) -> None:
+        """Look at the files of the weights, which a step does itself: a server without requests has to know, too."""
+        try:
+            self._engine.check_files()
+        except CheckpointError as error:
+            self._fail(error)
+
+    def _fail(self, error: CheckpointError) -> None:
+        """The weights cannot be read: no step can be trusted any more, so everything ends."""
+        with self._news:
+            first, self._failure = self._failure is None, str(error)
+        if first and self._on_failure is not None:
+            self._on_failure(error)  # before a client sees the end of its request, and asks for the reason
+        with self._news:
+            for job in list(self._waiting):
+                self._drop(job, error)
+        for job in list(self._running):
+            self._end(job, error)
 
     def _sweep(self) -> None:
         """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
@@ -473,10 +502,12 @@ class Scheduler:
                 if not request.tokens:  # else it is computed again
                     assert scores is not None
                     row.prompted()
-                    self._deliver(job, request.accept(scores[0], end))
+                    self._deliver(job, row.accept(scores[0], engine))
         except MemoryError as error:
             if row.sequence.spoiled or self._prefix is None or not self._prefix.evict():
                 self._end(job, error)
+        except CheckpointError as error:
+            self._fail(error)
         except Exception as error:
             self._end(job, error)
         self._work.prompt_seconds += time.perf_counter() - begin
@@ -503,6 +534,9 @@ class Scheduler:
         begin = time.perf_counter()
         try:
             found = self._decoder.step(rows, go_on)
+        except CheckpointError as error:
+            self._fail(error)
+            return
         except Exception as error:
             self._failed(rows, error)
             return

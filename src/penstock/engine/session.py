@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -22,7 +23,7 @@ from penstock.dtypes import dtype_name
 from penstock.engine.cache import Snapshot
 from penstock.engine.engine import Engine
 from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.errors import CheckpointError, DTypeError, InvalidArgument
 from penstock.models.step import PAGE, Pages
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.safetensors import SafetensorsFile
@@ -202,10 +203,10 @@ class Session:
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything into one file (safetensors), under a temporary name first."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import save_file
-
+        """Write everything into one file (safetensors), under a temporary name first: it is there whole, or the path is
+        as it was. Raises CheckpointError if it cannot be written, DTypeError for what is no path.
+        """
+        target = _target(path)
         engine, sequence = self._engine, self._sequence
         engine._check_room(sequence, 0)
         arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
@@ -225,15 +226,35 @@ class Session:
             "length": str(sequence.length),
         }
         about["digest"] = _digest(about, arrays)
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        _write(target, arrays, about)
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        raise DTypeError(f"save: path is a {type(path).__name__}, expected a str or a Path") from None
+
+
+def _write(target: Path, arrays: dict[str, np.ndarray], about: dict[str, str]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    temporary = target.parent / f".penstock-{secrets.token_hex(8)}.tmp"  # fits where the longest name does
+    try:
+        if target.is_dir():
+            raise ValueError("is a folder, expected the name of a file")
+        if target.exists() and not target.is_file():  # a rename would put a file in its place
+            raise ValueError("is a device or a pipe, expected the name of a file")
+        temporary.touch(exist_ok=False)  # what is wrong with the folder, in the system's words
         try:
             save_file(arrays, temporary, about)
             temporary.replace(target)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{target}: cannot be written: {getattr(error, 'strerror', None) or error}") from None
         finally:
             temporary.unlink(missing_ok=True)
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a NUL in the path, too
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise CheckpointError(f"{ascii(str(target))[1:-1]}: cannot be written: {reason}") from None
 
 
 def read_about(path: str | os.PathLike[str]) -> tuple[SafetensorsFile, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,8 @@ from typing import Any
 from penstock.ops._op import Spec
 
 ALIGNED = 64  # bytes: the arrays of an expert in one record start at multiples of it
+BLOCK = 4096  # alignment of direct reads: no file system wants more
+HASH = 16  # bytes of a record's hash
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,19 @@ class Format:
         """Bytes of a record: all arrays of one expert, each aligned."""
         return sum(_up(spec.nbytes, ALIGNED) for spec in self.specs)
 
+    @cached_property
+    def step(self) -> int:
+        """Bytes from one record of a packed file to the next: whole blocks."""
+        return _up(self.nbytes, BLOCK)
+
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts of one layer, in files."""
+    """The experts of one layer, in files. hashes: of their records, one after the other, where a file has them."""
 
     name: str  # path of the layer's experts in the checkpoint, for messages
     parts: tuple[Part, ...]
+    hashes: bytes | None = None
 
     @cached_property
     def format(self) -> Format:
@@ -126,6 +135,18 @@ def views(format: Format, record: memoryview) -> Sequence[memoryview]:
     """The arrays of a record, as bytes."""
     starts = zip(format.offsets, format.specs, strict=True)
     return [record[start : start + spec.nbytes] for start, spec in starts]
+
+
+def record_hash(format: Format, arrays: Iterable[memoryview]) -> bytes:
+    """Hash of the record with these arrays, wherever they lie: zeros are between them and up to the next record."""
+    # SHA-256 has instructions of its own: 1.3 to 1.8 GB/s on a core where BLAKE2b has 0.6
+    digest, at = hashlib.sha256(), 0
+    for start, array in zip(format.offsets, arrays, strict=True):
+        digest.update(bytes(start - at))
+        digest.update(array)
+        at = start + len(array)
+    digest.update(bytes(format.step - at))
+    return digest.digest()[:HASH]
 
 
 def _up(nbytes: int, step: int) -> int:

@@ -43,8 +43,8 @@ from typing import Any
 
 from penstock.dtypes import ITEMSIZE
 from penstock.errors import CheckpointError
-from penstock.experts.layout import Format, Layer, files, stacked, views
-from penstock.experts.reader import BLOCK, ExpertReader
+from penstock.experts.layout import BLOCK, HASH, Format, Layer, files, stacked, views
+from penstock.experts.reader import ExpertReader, damaged
 from penstock.experts.sizes import spelled
 from penstock.ops._op import Spec
 from penstock.weights.files import parse_json, short
@@ -57,7 +57,6 @@ AGAIN = "run `penstock pack` again"  # the end of messages about files that do n
 _MAGIC, _UNFINISHED = b"PENSTOCK", b"PENSPART"
 _FIXED = struct.Struct("<8sQQQQ32s16s40x")
 _COUNT = struct.Struct("<Q8s")
-_HASH = 16  # bytes of a record's hash
 _TEXT_LIMIT = 4 << 20  # bytes of the JSON text; that of the largest models has some 10 KB
 _RECORDS_LIMIT = 1 << 22  # the largest models have some 20 thousand experts
 _SIZE_LIMIT = 2**62
@@ -101,9 +100,9 @@ def open_packed(path: Path, layers: Sequence[Layer], fingerprint: str) -> list[L
     """The same layers with their experts in a packed file.
 
     Raises CheckpointError for a file that is damaged, of another version or not packed from exactly these files. What
-    is in the records is not looked at: see `verify_packed`.
+    is in the records is not looked at here: `ExpertReader` does so when it first reads one, `verify_packed` for all.
     """
-    header, _ = _read_header(MappedFile(path))
+    header, hashes = _read_header(MappedFile(path))
     wanted = _described(layers, fingerprint)
     if header.fingerprint != fingerprint:
         raise CheckpointError(f"{path}: was packed from another model; {AGAIN}")
@@ -114,10 +113,10 @@ def open_packed(path: Path, layers: Sequence[Layer], fingerprint: str) -> list[L
         raise CheckpointError(f"{path}: was packed before {short(other[0])} changed; {AGAIN}")
     found = []
     for layer, start in zip(layers, header.starts, strict=True):
-        format, step = layer.format, _step(layer.format)
-        places = zip(layer.parts, format.offsets, strict=True)
-        parts = (stacked(path, start + offset, layer.count, part.spec, step) for part, offset in places)
-        found.append(dataclasses.replace(layer, parts=tuple(parts)))
+        places = zip(layer.parts, layer.format.offsets, strict=True)
+        parts = (stacked(path, start + offset, layer.count, part.spec, layer.format.step) for part, offset in places)
+        own, hashes = hashes[: layer.count * HASH], hashes[layer.count * HASH :]
+        found.append(dataclasses.replace(layer, parts=tuple(parts), hashes=own))
     return found
 
 
@@ -131,10 +130,8 @@ def verify_packed(path: Path, progress: Progress | None = None) -> int:
         place = header.place(number)
         record = spaces.record(place.format)
         file.read_into(record, place.start)
-        if _hash(record) != hashes[number * _HASH : (number + 1) * _HASH]:
-            raise CheckpointError(
-                f"{path}: expert {place.expert} of {short(place.layer)} is damaged; run `penstock pack` with --force"
-            )
+        if _hash(record) != hashes[number * HASH : (number + 1) * HASH]:
+            raise damaged(path, place.layer, place.expert)
         return len(record)
 
     with contextlib.closing(_in_order(check, range(header.records))) as sizes:
@@ -186,7 +183,7 @@ class _Header:
     @cached_property
     def nbytes(self) -> int:
         """Of all records."""
-        return sum(count * _step(format) for _, count, format in self.layers)
+        return sum(count * format.step for _, count, format in self.layers)
 
     @cached_property
     def table(self) -> int:
@@ -196,7 +193,7 @@ class _Header:
     @cached_property
     def start(self) -> int:
         """Of the first record."""
-        return _up(self.table + self.records * _HASH)
+        return _up(self.table + self.records * HASH)
 
     @property
     def size(self) -> int:
@@ -205,7 +202,7 @@ class _Header:
     @cached_property
     def starts(self) -> list[int]:
         """Where the records of each layer start."""
-        sizes = (count * _step(format) for _, count, format in self.layers)
+        sizes = (count * format.step for _, count, format in self.layers)
         return [*accumulate(sizes, initial=self.start)][:-1]
 
     @cached_property
@@ -217,8 +214,8 @@ class _Header:
         n = bisect(self._first, record) - 1
         name, _, format = self.layers[n]
         expert = record - self._first[n]
-        start = self.starts[n] + expert * _step(format)
-        return _Place(name, n, expert, format, start, start + _step(format))
+        start = self.starts[n] + expert * format.step
+        return _Place(name, n, expert, format, start, start + format.step)
 
     def fixed(self, magic: bytes, digest: bytes = b"", count: bytes = b"") -> bytes:
         return _FIXED.pack(magic, VERSION, len(self.text), self.records, self.size, digest, count)
@@ -258,7 +255,7 @@ def _read_header(file: MappedFile) -> tuple[_Header, bytes]:
         raise CheckpointError(f"{path}: has version {version}, expected {VERSION}; {AGAIN}")
     if size != file.size:
         raise CheckpointError(f"{path}: has {file.size} bytes, expected {size}: was it copied completely?")
-    start = _up(_FIXED.size + length + records * _HASH)
+    start = _up(_FIXED.size + length + records * HASH)
     if length > _TEXT_LIMIT or records > min(_RECORDS_LIMIT, size // BLOCK) or start > size:
         raise CheckpointError(f"{path}: header is damaged: {length} bytes of text, {records} records in {size} bytes")
     rest = file.read(_FIXED.size, start - _FIXED.size)
@@ -269,7 +266,7 @@ def _read_header(file: MappedFile) -> tuple[_Header, bytes]:
         raise CheckpointError(
             f"{path}: header is damaged: its layers make {header.records} records, expected {records}"
         )
-    return header, rest[length : length + records * _HASH]
+    return header, rest[length : length + records * HASH]
 
 
 def _parsed(value: Any, where: str) -> _Header:
@@ -324,13 +321,8 @@ def _digest(fixed: bytes, rest: bytes) -> bytes:
 
 
 def _hash(record: memoryview) -> bytes:
-    # SHA-256 has instructions of its own: 1.8 GB/s where BLAKE2b has 0.6
-    return hashlib.sha256(record).digest()[:_HASH]
-
-
-def _step(format: Format) -> int:
-    """Bytes from one record to the next."""
-    return _up(format.nbytes)
+    """As `layout.record_hash`, of a record in one piece."""
+    return hashlib.sha256(record).digest()[:HASH]
 
 
 def _up(nbytes: int) -> int:
@@ -361,7 +353,7 @@ def _write_records(
         return _hash(record)
 
     def vouch() -> None:  # may be interrupted anywhere and called again
-        _write(descriptor, b"".join(hashes), header.table + first * _HASH)
+        _write(descriptor, b"".join(hashes), header.table + first * HASH)
         os.fsync(descriptor)
         _write(descriptor, header.fixed(_UNFINISHED, count=_counted(first + len(hashes))), 0)
 
@@ -425,7 +417,7 @@ class _Spaces(threading.local):
 
     def record(self, format: Format) -> memoryview:
         if format not in self._records:
-            self._records[format] = memoryview(mmap.mmap(-1, _step(format)))
+            self._records[format] = memoryview(mmap.mmap(-1, format.step))
         return self._records[format]
 
 

@@ -31,12 +31,11 @@ import numpy as np
 
 from penstock.errors import BackendError, CheckpointError, InvalidArgument
 from penstock.experts import disk
-from penstock.experts.layout import Even, Layer, files, views
-from penstock.weights.files import open_regular
+from penstock.experts.layout import BLOCK, HASH, Even, Layer, files, record_hash, views
+from penstock.weights.files import open_regular, short
 
 IO = ("auto", "direct", "pagecache", "mmap")
 THREADS = 8  # enough for a disk that is fast only with several requests at once
-BLOCK = 4096  # alignment of direct reads: no file system wants more
 BOUNCE = 2 << 20  # bytes of a thread's buffer for blocks that cannot land where they belong
 
 _GAP = 4096  # bytes between two arrays that are read and thrown away rather than jumped over
@@ -59,6 +58,7 @@ class Counters(NamedTuple):
 class ExpertReader:
     """Reads experts of some layers, by threads of its own. The files stay open until `close`.
 
+    An expert whose record has a hash (a packed file's) is compared with it when it is first read.
     io: one of IO, afterwards the way that was chosen. threads: how many reads run at the same time.
     Raises CheckpointError for a file that cannot be opened, or not in the way that `io` demands.
     """
@@ -71,6 +71,7 @@ class ExpertReader:
         self._layers = list(layers)
         self._sizes = [[spec.nbytes for spec in layer.format.specs] for layer in self._layers]
         self._payload = [sum(sizes) for sizes in self._sizes]
+        self._compared = [bytearray(layer.count) for layer in self._layers]  # with the hash, by expert
         self._threads = threads or THREADS
         self._lock = threading.Lock()
         self._reads, self._nbytes, self._seconds = 0, 0, 0.0
@@ -96,7 +97,8 @@ class ExpertReader:
     def submit(self, layer: int, expert: int, into: Sequence[memoryview]) -> Future[None]:
         """Read the arrays of an expert, in the order of its format, into writable bytes of the same sizes.
 
-        The future raises CheckpointError if a file ends early or cannot be read after three tries; other reads go on.
+        The future raises CheckpointError if a file ends early, cannot be read after three tries or has a damaged
+        record; other reads go on.
         Raises InvalidArgument for an expert or sizes that the layer does not have, BackendError in a forked process.
         """
         self._check(layer, expert, into)
@@ -181,11 +183,21 @@ class ExpertReader:
         start = time.perf_counter()
         for run in self._runs(layer, expert):
             self._way.read(run, into)
+        self._compare(layer, expert, into)
         seconds = time.perf_counter() - start
         with self._lock:
             self._reads += 1
             self._nbytes += self._payload[layer]
             self._seconds += seconds
+
+    def _compare(self, layer: int, expert: int, into: Sequence[memoryview]) -> None:
+        """Raises CheckpointError for a record that is not what its hash says; each is looked at once."""
+        hashes = self._layers[layer].hashes
+        if hashes is None or self._compared[layer][expert]:
+            return
+        if record_hash(self._layers[layer].format, into) != hashes[expert * HASH : (expert + 1) * HASH]:
+            raise damaged(self._layers[layer].places(expert)[0].path, self._layers[layer].name, expert)
+        self._compared[layer][expert] = True
 
     def _way_of(self, io: str) -> _Way:
         if io == "pagecache":
@@ -457,6 +469,10 @@ class _Mapped:
         if hasattr(mmap, "MADV_DONTNEED"):  # the pages stay in the page cache, but do not count as this process's
             start = run.start // mmap.PAGESIZE * mmap.PAGESIZE
             map.madvise(mmap.MADV_DONTNEED, start, run.stop - start)
+
+
+def damaged(path: Path, layer: str, expert: int) -> CheckpointError:
+    return CheckpointError(f"{path}: expert {expert} of {short(layer)} is damaged; run `penstock pack` with --force")
 
 
 def _fill(file: _File, buffers: list[memoryview], start: int, stop: int) -> None:

@@ -8,8 +8,6 @@ slots; then they come in turns (`turns`). One thread at a time uses a store.
 from __future__ import annotations
 
 import contextlib
-import math
-import mmap
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -22,6 +20,8 @@ from penstock.dtypes import numpy_dtype
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.experts.layout import Format, Layer
 from penstock.experts.policy import Policy, make_policy
+from penstock.units import amount
+from penstock.weights.mapped import pages
 
 _TURN = 32  # experts of a turn: enough to read at once, and the slots that decoding uses stay
 
@@ -111,7 +111,7 @@ class HostSlots:
 
     def __init__(self, format: Format, count: int, store: Store) -> None:
         self.count = self.at_once = count
-        self.arrays = tuple(_pages((count, *spec.shape), numpy_dtype(spec.dtype)) for spec in format.specs)
+        self.arrays = tuple(pages((count, *spec.shape), numpy_dtype(spec.dtype)) for spec in format.specs)
         self._bytes = [array.reshape(-1).view(np.uint8).data for array in self.arrays]
         self._sizes = [spec.nbytes for spec in format.specs]
         self._reader, self._counters = store.reader, store.counters
@@ -137,18 +137,6 @@ class HostSlots:
 
     def shown(self, slot_of: np.ndarray) -> np.ndarray:
         return slot_of
-
-
-def _pages(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Zeros from the start of a page on, where direct reads need no copy; a page is there once it is written.
-
-    Large pages, where the system has them: a direct read into small ones costs it three times the work.
-    """
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize), flags=private)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
 class Pool:
@@ -393,8 +381,8 @@ def slot_counts(layers: Sequence[Layer], budget: int, top_k: int) -> dict[Format
     need = sum(format.payload * count for format, count in least.items())
     if budget < need:
         raise InvalidArgument(
-            f"expert_cache: {budget / 1e6:.1f} MB are too few, expected at least {need / 1e6:.1f} MB "
-            f"({', '.join(f'{n} experts of {format.payload / 1e6:.2f} MB' for format, n in least.items())}: "
+            f"expert_cache: {amount(budget)} are too few, expected at least {amount(need)} "
+            f"({', '.join(f'{n} experts of {amount(format.payload)}' for format, n in least.items())}: "
             "what a token chooses in a layer)"
         )
     whole = sum(format.payload * count for format, count in total.items())

@@ -187,7 +187,7 @@ def head_norm_rope(match: Match, node: Node) -> Candidates:
 
 @rule(ops.moe_normalize_weights)
 def moe_route(match: Match, node: Node) -> Candidates:
-    """ids, w = moe_softmax_topk(logits, k), moe_normalize_weights(w) → moe_route(logits, None, k)
+    """ids, w = moe_softmax_topk(logits, k), moe_normalize_weights(w) → moe_route(logits, None, k), NaN as it was
 
     The order of the chosen experts changes, so ids must not be an output. No plain op looks up a scale per expert:
     models that have one call moe_route themselves.
@@ -195,7 +195,7 @@ def moe_route(match: Match, node: Node) -> Candidates:
     chosen = match.maker(node["weights"], ops.moe_softmax_topk)
     ids = chosen.outs[0] if chosen is not None else None
     if chosen is not None and ids is not None and not match.kept(ids):
-        args = chosen["logits"], None, chosen["k"]
+        args = chosen["logits"], None, chosen["k"], chosen["propagate_nan"]
         yield match.call(ops.moe_route, *args, instead=(chosen, node), makes=(ids, node.out))
 
 

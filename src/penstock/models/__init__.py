@@ -50,7 +50,7 @@ def placed(value: Any, put: Callable[[Any], Any]) -> Any:
     return replaced(value, np.ndarray, put)
 
 
-def replaced(value: Any, kind: type, make: Callable[[Any], Any]) -> Any:
+def replaced(value: Any, kind: type | tuple[type, ...], make: Callable[[Any], Any]) -> Any:
     """A family's weights or config with `make` of everything of a kind in its place, of shared things once."""
     moved: dict[int, Any] = {}
 

@@ -296,7 +296,14 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     """h + Σ chosen experts of x + shared expert of x, h and x [T, dim]."""
     scores = linear(step, x, w.router, "float32")
     ids, weights = ops.moe_group_route(
-        scores, w.bias, config.groups, config.top_groups, config.top_k, config.renormalise, config.routed_scale
+        scores,
+        w.bias,
+        config.groups,
+        config.top_groups,
+        config.top_k,
+        config.renormalise,
+        config.routed_scale,
+        propagate_nan=True,
     )
     shared = None if w.shared is None else mlp(step, x, w.shared)  # before the experts, which may still be on their way
     routed = experts(step, x, ids, weights, w.routed)

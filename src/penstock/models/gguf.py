@@ -25,6 +25,7 @@ from penstock.errors import CheckpointError
 from penstock.models.config import Fields
 from penstock.models.source import Weight, _taken
 from penstock.quant import QuantizedTensor
+from penstock.units import amount
 from penstock.weights.gguf import GgufFile
 
 # GGUF's name of an architecture: the model_type of config.json
@@ -166,7 +167,7 @@ class GgufModel:
         """What a user should know although it is no error, one line each; complete once the weights were read."""
         found = list(self.file.notices)
         if self.copied_nbytes:
-            size = f"{self.copied_nbytes / 1e6:.1f} MB"
+            size = amount(self.copied_nbytes)
             found.append(f"{self.file.path}: {size} of weights are copied into memory, their order in GGUF is another")
         if unused := self.source.unused():
             shown = ", ".join(unused[:3]) + (" …" if len(unused) > 3 else "")

@@ -268,7 +268,7 @@ def feed_forward(step: Step, x: Array, w: Mlp | BiasedMlp | Experts, config: Con
         gate, up = project(step, x, w.mlp.gate_up)
         y = ops.swiglu(ops.add(gate, w.gate_bias), ops.add(up, w.up_bias))
         return ops.add(linear(step, y, w.mlp.down), w.down_bias)
-    ids, weights = ops.moe_softmax_topk(linear(step, x, w.router, "float32"), config.top_k)
+    ids, weights = ops.moe_softmax_topk(linear(step, x, w.router, "float32"), config.top_k, propagate_nan=True)
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)
     return experts(step, x, ids, weights, w.routed)

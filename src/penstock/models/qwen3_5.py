@@ -328,7 +328,7 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
 def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     """h + Σ chosen experts of x + σ(score) · shared expert of x, h and x [T, dim]."""
     logits, score = project(step, x, w.scores, "float32")
-    ids, weights = ops.moe_softmax_topk(logits, config.top_k)
+    ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True)
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)
     shared = mlp(step, x, w.shared)  # before the experts, which may still be on their way

@@ -20,6 +20,7 @@ from penstock.experts.layout import Part, Shelf, stacked
 from penstock.models.config import Fields
 from penstock.ops._op import Array, Spec
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
@@ -367,7 +368,7 @@ def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return np.empty(shape, dtype).view(_Untouched)
     except (MemoryError, ValueError):
         nbytes = math.prod(shape) * dtype.itemsize
-        raise OutOfMemory(f"config.json: a weight of shape {shape} needs {nbytes / 1e9:.0f} GB, too many") from None
+        raise OutOfMemory(f"config.json: a weight of shape {shape} needs {amount(nbytes)}, too many") from None
 
 
 class Placed:

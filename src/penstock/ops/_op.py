@@ -20,8 +20,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from penstock.dtypes import ITEMSIZE, bfloat16, dtype_name, numpy_dtype
-from penstock.errors import BackendError, DTypeError, InvalidArgument, KernelNotFound, PenstockError, ShapeError
-from penstock.quant import ExpertBlobs, QuantizedTensor
+from penstock.errors import (
+    BackendError,
+    DTypeError,
+    InvalidArgument,
+    KernelNotFound,
+    OutOfMemory,
+    PenstockError,
+    ShapeError,
+)
+from penstock.quant import ExpertBlobs, QuantizedTensor, fault_of
 
 Array: TypeAlias = np.ndarray  # what a definition sees; callers may pass torch tensors or graph symbols
 
@@ -197,7 +205,7 @@ def shaped(memory: Any, spec: Spec) -> Any:
 def _contiguous(array: Any) -> bool:
     if isinstance(array, np.ndarray):
         return array.flags.c_contiguous and array.flags.aligned
-    return isinstance(array, Symbol) or array.is_contiguous()
+    return isinstance(array, Symbol) or (array.is_contiguous() and array.data_ptr() % array.element_size() == 0)
 
 
 def address(array: Any) -> int:
@@ -226,6 +234,23 @@ def _same_memory(a: Any, b: Any) -> bool:
 
 _SCALARS = frozenset((int, float, str, bool, type(None)))
 _ORDERLY = 0x101  # of an array's flags.num: C-contiguous and aligned
+
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _holds(number: float) -> bool:
+    """Whether kernels can take a number: NaN and infinity are numbers that they know."""
+    if isinstance(number, int):
+        return -(2**63) <= number < 2**63
+    return number != number or abs(number) <= _LARGEST or abs(number) == float("inf")
+
+
+def _shown(scalar: float | str | None) -> str:
+    """A scalar for a message; Python does not write out ints of thousands of digits."""
+    if isinstance(scalar, int) and scalar.bit_length() > 128:
+        return f"an int of {scalar.bit_length()} bits"
+    return f"{scalar!r:.80}"
 
 
 def _fits(value: Any, kinds: frozenset[str]) -> bool:
@@ -379,6 +404,7 @@ class Op:
             elif kind in _SCALARS:
                 key += (kind, value)
             elif kind is QuantizedTensor and type(value.packed) is np.ndarray:
+                value.check()
                 key.append(value.key)
             else:
                 return self._survey_closely(values)
@@ -399,13 +425,15 @@ class Op:
                 if value.flags.num & _ORDERLY != _ORDERLY:
                     raise self._strided(name, value)
             elif kind is QuantizedTensor:
+                value.check()
                 here = place_of(value.packed)
                 key.append(value.key)
             elif isinstance(value, Symbol):
                 here = "symbol"
                 key.append(value.spec)
-            elif isinstance(value, np.generic):  # NumPy's scalars are Python's numbers here
-                return self._survey(tuple(v.item() if isinstance(v, np.generic) else v for v in values))
+            elif isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+                # NumPy's scalars are Python's numbers here, except those that Python has no number for
+                return self._survey(tuple(v.item() if v is value else v for v in values))
             else:
                 here = self._survey_other(name, value, key)
             if here == place or not here:
@@ -422,6 +450,8 @@ class Op:
         place = ""
         arrays = leaves(value)
         for leaf in arrays:
+            if fault := fault_of(leaf):
+                raise DTypeError(f"{self.name}: {name} is {fault}")
             if not _contiguous(leaf):
                 raise self._strided(name, leaf)
             here = place_of(leaf)
@@ -432,12 +462,14 @@ class Op:
         if not arrays:
             key.append(value)
         for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, QuantizedTensor):
+                item.check()
             if isinstance(item, QuantizedTensor | ExpertBlobs):
                 key += (item.shape, item.bits, item.group_size)
         return place
 
     def _strided(self, name: str, array: Any) -> ShapeError:
-        if isinstance(array, np.ndarray) and array.flags.c_contiguous:
+        if array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous():
             return ShapeError(f"{self.name}: {name} is not aligned in memory, expected an aligned array: pass a copy")
         found = f"{self.name}: {name} is not contiguous (shape {tuple(array.shape)})"
         return ShapeError(f"{found}, expected a C-contiguous array: pass a copy")
@@ -452,14 +484,22 @@ class Op:
         specs = []
         for name, kinds, value in zip(self.params, self.kinds, values, strict=True):
             if not _fits(value, kinds):
-                shown = repr(value) if type(value) in _SCALARS else f"a {type(value).__name__}"
+                shown = _shown(value) if type(value) in _SCALARS else f"a {type(value).__name__}"
                 raise DTypeError(f"{self.name}: {name} is {shown}, expected {_expected(kinds)}")
+            if isinstance(value, int | float) and not _holds(value):
+                held = "64 bits" if isinstance(value, int) else "float32"
+                raise InvalidArgument(f"{self.name}: {name} is {_shown(value)}, expected a number that {held} can hold")
             specs.append(spec_of(value) if is_array(value) else value)
         try:
             inferred = self.infer(*specs)
         except InvalidArgument as error:
             raise type(error)(f"{self.name}: {error}") from None
         outputs = inferred if isinstance(inferred, tuple) else () if inferred is None else (inferred,)
+        if any(spec is not None and spec.nbytes >= 1 << 62 for spec in outputs):
+            shapes = ", ".join(str(spec.shape) for spec in outputs if spec is not None)
+            raise ShapeError(
+                f"{self.name}: the output would have shape {shapes:.200}, expected one that memory can hold"
+            )
         plan = _Plan(outputs, single=sum(spec is not None for spec in outputs) == 1)
         if len(self._plans) >= 4096:  # positions given as ints make a new key each step
             self._plans.clear()
@@ -487,6 +527,8 @@ class Op:
                 continue
             if not is_array(array):
                 raise DTypeError(f"{self.name}: {name} is a {type(array).__name__}, expected an array")
+            if fault := fault_of(array):
+                raise DTypeError(f"{self.name}: {name} is {fault}")
             found = spec_of(array)
             if found.dtype != spec.dtype:
                 raise DTypeError(f"{self.name}: {name} has dtype {found.dtype}, expected {spec.dtype}")
@@ -619,6 +661,15 @@ class Op:
     ) -> tuple[Any, ...]:
         if self.check is not None:
             self._check_values(values)
+        try:
+            return self._computed(values, outputs, plan, run)
+        except MemoryError:
+            shapes = ", ".join(f"{spec.dtype} {spec.shape}" for spec in plan.specs if spec is not None)
+            raise OutOfMemory(f"{self.name}: memory is too short for {shapes or 'its work'}") from None
+
+    def _computed(
+        self, values: tuple[Any, ...], outputs: tuple[Any, ...] | None, plan: _Plan, run: Callable[..., None] | None
+    ) -> tuple[Any, ...]:
         if run is not None or self.partial:
             fresh = np.zeros if self.partial else np.empty
             if outputs is None:

@@ -37,12 +37,22 @@ def _probabilities(logits: Array) -> tuple[Array, Array]:
     return e / e.sum(axis=-1, keepdims=True), np.isfinite(top)
 
 
+def _chosen(ids: Array, weights: Array, sound: Array, propagate_nan: bool, *seen: Array) -> tuple[Array, Array]:
+    """A router's outputs: ids 0 in rows that are not sound, and weights 0; with propagate_nan weights NaN there and in
+    rows where something seen is not finite.
+    """
+    if propagate_nan:
+        sound = sound & np.all([np.isfinite(one).all(axis=-1, keepdims=True) for one in seen], axis=0)
+    weights = np.where(sound, weights, np.nan if propagate_nan else 0)
+    return np.where(sound, ids, 0).astype(np.int32), weights.astype(np.float32)
+
+
 def _best(scores: Array, k: int) -> Array:
     """Indices of the k largest of each row, descending, the lowest index first among equals."""
     return np.argsort(-scores, axis=-1, kind="stable")[..., :k]
 
 
-def _route(logits: Spec, per_expert_scale: Spec | None, top_k: int) -> tuple[Spec, Spec]:
+def _route(logits: Spec, per_expert_scale: Spec | None, top_k: int, propagate_nan: bool) -> tuple[Spec, Spec]:
     result = _logits(logits, top_k, "top_k")
     check.floating(per_expert_scale=per_expert_scale)
     check.shape(logits.shape[-1:], "one per expert", per_expert_scale=per_expert_scale)
@@ -59,29 +69,31 @@ def _route(logits: Spec, per_expert_scale: Spec | None, top_k: int) -> tuple[Spe
         "fused_moe_routing_batch_f32_v3",
     ),
 )
-def moe_route(logits: Array, per_expert_scale: Array | None, top_k: int) -> tuple[Array, Array]:
+def moe_route(
+    logits: Array, per_expert_scale: Array | None, top_k: int, propagate_nan: bool = False
+) -> tuple[Array, Array]:
     """The top_k experts of each row, best first, with renormalised and then scaled weights.
 
     p = softmax(logits) over all experts; ids by logit, ties to the lowest index; w = p[ids] / Σ p[ids] · scale[ids]
     logits float32 [(T,) E], per_expert_scale [E] or None → ids int32, weights float32 [(T,) k]. The weights are not
-    renormalised after the scale. A row with NaN or +inf, or all −inf, gives ids 0 and weights 0.
+    renormalised after the scale. A row with NaN or +inf, or all −inf, gives ids 0 and weights 0; with propagate_nan
+    every row whose logits are not all finite gives ids 0 and weights NaN, which no result survives.
     """
     p, sound = _probabilities(logits)
-    ids = np.where(sound, _best(logits, top_k), 0)
+    ids = _best(logits, top_k)
     chosen = np.take_along_axis(p, ids, axis=-1)
     total = chosen.sum(axis=-1, keepdims=True)
     scale = np.ones(logits.shape[-1]) if per_expert_scale is None else per_expert_scale.astype(np.float64)
-    weights = np.where(sound & (total > 0), chosen / total * scale[ids], 0)
-    return ids.astype(np.int32), weights.astype(np.float32)
+    return _chosen(ids, chosen / total * scale[ids], sound & (total > 0), propagate_nan, logits)
 
 
-@op(infer=lambda logits, k: _logits(logits, k, "k"), sources=("moe_softmax_topk",))
-def moe_softmax_topk(logits: Array, k: int) -> tuple[Array, Array]:
+@op(infer=lambda logits, k, propagate_nan: _logits(logits, k, "k"), sources=("moe_softmax_topk",))
+def moe_softmax_topk(logits: Array, k: int, propagate_nan: bool = False) -> tuple[Array, Array]:
     """The k experts of each row in slot order with their softmax probabilities, not renormalised.
 
     Slots start as experts 0 … k − 1; each later expert takes the slot of the smallest logit (the first such slot) if
     its own is strictly larger. logits float32 [(T,) E] → ids int32, weights float32 [(T,) k], slots not sorted. A row
-    with NaN or +inf, or all −inf, gives ids 0 and weights 0.
+    with NaN or +inf, or all −inf, gives ids 0 and weights 0; propagate_nan as in `moe_route`.
     """
     p, sound = _probabilities(logits)
     rows = logits.reshape(-1, logits.shape[-1])
@@ -93,9 +105,8 @@ def moe_softmax_topk(logits: Array, k: int) -> tuple[Array, Array]:
         better = rows[:, i] > held[every, slot]
         held[every[better], slot[better]] = rows[better, i]
         ids[every[better], slot[better]] = i
-    ids = np.where(sound, ids.reshape(*logits.shape[:-1], k), 0)
-    weights = np.where(sound, np.take_along_axis(p, ids, axis=-1), 0)
-    return ids.astype(np.int32), weights.astype(np.float32)
+    ids = ids.reshape(*logits.shape[:-1], k)
+    return _chosen(ids, np.take_along_axis(p, ids, axis=-1), sound, propagate_nan, logits)
 
 
 def _group_route(
@@ -106,6 +117,7 @@ def _group_route(
     top_k: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
+    propagate_nan: bool,
 ) -> tuple[Spec, Spec]:
     result = _logits(logits, top_k, "top_k")
     experts = logits.shape[-1]
@@ -134,30 +146,30 @@ def moe_group_route(
     top_k: int,
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
+    propagate_nan: bool = False,
 ) -> tuple[Array, Array]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, groups of experts first.
 
     s = σ(logits), c = s + bias in float32; keep the topk_group groups of largest (sum of their two best c); ids = the
     top_k largest c among those, ties to the lowest index; w = s[ids], divided by Σ w + 1e-20 if norm_topk_prob, times
     routed_scaling_factor. logits float32 [(T,) E], bias [E] or None → ids int32, weights float32 [(T,) k]. A row with
-    NaN gives ids 0 and weights 0.
+    NaN gives ids 0 and weights 0; with propagate_nan one whose logits or c are not all finite ids 0 and weights NaN.
     """
     experts = logits.shape[-1]
     s = sigmoid(logits.astype(np.float64)).astype(np.float32)
-    choice = s if bias is None else s + bias.astype(np.float32)
-    sound = ~np.isnan(choice).any(axis=-1, keepdims=True)
+    choice = scores = s if bias is None else s + bias.astype(np.float32)
+    sound = np.asarray(~np.isnan(choice).any(axis=-1, keepdims=True))
     if n_group > 1:
         groups = choice.reshape(*choice.shape[:-1], n_group, experts // n_group)
         two_best = np.sort(groups, axis=-1)[..., -2:]
         keep = np.zeros(groups.shape[:-1], bool)
         np.put_along_axis(keep, _best(two_best[..., 1] + two_best[..., 0], topk_group), True, axis=-1)
         choice = np.where(keep[..., None], groups, -np.inf).reshape(choice.shape)
-    ids = np.where(sound, _best(choice, top_k), 0)
+    ids = _best(choice, top_k)
     weights = np.take_along_axis(s, ids, axis=-1).astype(np.float64)
     if norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    weights = np.where(sound, weights * routed_scaling_factor, 0)
-    return ids.astype(np.int32), weights.astype(np.float32)
+    return _chosen(ids, weights * routed_scaling_factor, sound, propagate_nan, logits, scores)
 
 
 def _normalized(weights: Spec) -> Spec:

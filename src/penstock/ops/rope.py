@@ -74,6 +74,8 @@ def _yarn(
     check.positive(original_max_position=original_max_position)
     if not 0 < beta_slow <= beta_fast < math.inf:
         raise InvalidArgument(f"beta_slow is {beta_slow}, expected more than 0 and at most beta_fast ({beta_fast})")
+    if math.isinf(original_max_position / (2 * math.pi * beta_slow)):
+        raise InvalidArgument(f"beta_slow is {beta_slow}, expected one whose reciprocal is a number")
     if theta == 1:
         raise InvalidArgument("theta is 1, expected another number")
     return _table(dim, theta)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,12 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from penstock._version import __version__
+from penstock.errors import TooManyTokens, no_panic
 from penstock.ops._op import address, is_array
 from penstock.quant import QuantizedTensor
 from penstock.server import responses, schema
 from penstock.server.answer import Answer
-from penstock.server.body import Bodies, parsed
+from penstock.server.body import Bodies
 from penstock.server.chat import ChatFormat, TextFormat, failed
 from penstock.server.errors import ApiError, dumps
 from penstock.server.guard import Access, Guard
@@ -36,6 +38,9 @@ from penstock.server.tokens import TokenTexts
 
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=BaseModel)
+
+_LONG = 1 << 16  # bytes of a body whose preparation other requests should not wait for
+_STEP = 1 << 12  # tokens of an answer that are written at a time
 
 FINGERPRINT = f"penstock-{__version__}"
 
@@ -66,8 +71,11 @@ class Application:
         self.service = service
         self._options = service.options
         self._bodies = Bodies(self._options.limits)
-        # Parsing, templates and tokenizers take a while for long prompts; the event loop goes on meanwhile.
+        # Parsing, templates and tokenizers take a while for long prompts; the event loop goes on meanwhile, and so do
+        # short requests, whose threads are others. Half of the cores are left to the model.
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="penstock-request")
+        half = max(1, (os.cpu_count() or 1) // 2)
+        self._long_threads = ThreadPoolExecutor(half, thread_name_prefix="penstock-long-request")
         routes = self._routes()
         self.metrics = Metrics(service, (route.path for route in routes))
         # The bare router: starlette's application would answer what goes wrong itself, in a shape of its own.
@@ -81,7 +89,9 @@ class Application:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Any) -> AsyncIterator[None]:
         yield
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
+        self._bodies.close()
 
     def _routes(self) -> list[Route]:
         get: dict[str, Callable[[Request], Awaitable[Any]]] = {
@@ -175,13 +185,15 @@ class Application:
     async def _ready(self, request: Request, model: type[_Model], prepare: Callable[[_Model], _T]) -> tuple[_Model, _T]:
         """A request read, checked and prepared in a thread."""
         self.service.scheduler  # noqa: B018  (503 before a body is read)
-        body = await self._bodies.read(request)
 
-        def work() -> tuple[_Model, _T]:
-            asked = parsed(body, model)
-            return asked, prepare(asked)
+        def work(body: bytearray) -> tuple[_Model, _T]:
+            asked = self._bodies.parsed(body, model)
+            with no_panic("request"):
+                return asked, prepare(asked)
 
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        async with self._bodies.read(request) as body:
+            threads = self._threads if len(body) <= _LONG else self._long_threads
+            return await asyncio.get_running_loop().run_in_executor(threads, work, body)
 
     def _submitted(self, request: Request, work: Work) -> list[Answer]:
         tickets = self.service.submit(work, request.state.client)
@@ -207,14 +219,20 @@ class Application:
 
     # -- tokens and templates ----------------------------------------------------------------------------------------
 
-    async def _tokenize(self, request: Request) -> Json:
-        def work(asked: schema.TokenizeRequest) -> dict[str, Any]:
-            ids = self.service.llm.tokenizer.encode(asked.content, add_special_tokens=asked.add_special)
-            if not asked.with_pieces:
-                return {"tokens": ids}
-            return {"tokens": [{"id": token, "piece": self._texts.text_of(token)} for token in ids]}
+    async def _tokenize(self, request: Request) -> Response:
+        def work(asked: schema.TokenizeRequest) -> bytes:
+            tokenizer, most = self.service.llm.tokenizer, self._options.limits.tokenized
+            try:
+                ids: list[Any] = tokenizer.encode(asked.content, add_special_tokens=asked.add_special, limit=most)
+            except TooManyTokens:
+                message = f"content has more than {most} tokens, expected at most that many in one request"
+                raise ApiError(400, message, param="content", code="invalid_value") from None
+            if asked.with_pieces:
+                ids = [{"id": token, "piece": self._texts.text_of(token)} for token in ids]
+            parts = [dumps(ids[at : at + _STEP])[1:-1] for at in range(0, len(ids), _STEP)]  # dumps holds up the others
+            return b'{"tokens":[' + b",".join(parts) + b"]}"
 
-        return Json((await self._ready(request, schema.TokenizeRequest, work))[1])
+        return Response((await self._ready(request, schema.TokenizeRequest, work))[1], media_type=Json.media_type)
 
     async def _detokenize(self, request: Request) -> Json:
         def work(asked: schema.DetokenizeRequest) -> dict[str, Any]:

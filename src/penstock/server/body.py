@@ -1,39 +1,60 @@
-"""From the bytes of a request to a checked request model, or to an error that names the field."""
+"""The bytes of a request: read within limits of size and time, counted, and made a request model."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import re
-import reprlib
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+import numpy as np
+from pydantic import BaseModel
 from starlette.requests import Request
 
+from penstock.child import Child, ChildOutOfMemory, ChildTimeout
 from penstock.server.errors import ApiError, unavailable
 from penstock.server.limits import Limits
+from penstock.server.validate import built, parsed
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # what a lone surrogate looks like in JSON; one of a pair does too
-_MAX_NESTING = 64
+_LARGE = 1 << 20  # bytes of a body that a process of its own looks at first
+_STEP = 1 << 20  # bytes that are counted at a time
+_CHILD_MEMORY = 128 << 20  # a body of 16 MiB takes 160: one character beyond U+FFFF makes each of a text's four bytes
+_CHILD_SECONDS = 20.0
 
 
 class Bodies:
-    """Reads bodies within limits of size and time, for one request and for all that arrive at once."""
+    """Reads bodies within limits of size and time, for one request and for all that arrive at once.
+
+    Large ones are parsed and checked in a process of its own before they are here: it starts with the first of them
+    and is ended by `close`.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._held = 0  # bytes of requests that are arriving or being looked at
+        self._child = Child("penstock.server.validate:checked", memory=_CHILD_MEMORY, seconds=_CHILD_SECONDS)
 
-    async def read(self, request: Request) -> bytes:
-        """The body. Raises ApiError 408, 413, 415 or 503; `disconnected` if the client goes away."""
+    def close(self) -> None:
+        self._child.close()
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytearray]:
+        """The body, while it is looked at. Raises ApiError 408, 413, 415, 503; Disconnected if the client goes away."""
+        body = bytearray()
+        try:
+            await self._arrive(request, body)
+            yield body
+        finally:
+            self._held -= len(body)
+
+    async def _arrive(self, request: Request, body: bytearray) -> None:
         _check_type(request.headers.get("content-type"))
         limit, length = self._limits.body, request.headers.get("content-length")
         if length is not None and int(length) > limit:  # h11 has checked that it is a number
             raise _too_large(limit)
-        parts, size = [], 0
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 more = True
@@ -42,34 +63,69 @@ class Bodies:
                     if message["type"] == "http.disconnect":
                         raise Disconnected
                     part, more = message.get("body", b""), message.get("more_body", False)
-                    size += len(part)
+                    body += part
                     self._held += len(part)
-                    if size > limit:
+                    if len(body) > limit:
                         raise _too_large(limit)
                     if self._held > self._limits.bodies:
                         raise unavailable("too much data is arriving at once", "overloaded", retry_after=1)
-                    parts.append(part)
         except TimeoutError:
             seconds = self._limits.body_seconds
             raise ApiError(408, f"the body did not arrive within {seconds:g} s", code="request_timeout") from None
-        finally:
-            self._held -= size
-        return b"".join(parts)
+
+    def parsed(self, body: bytearray, model: type[_Model]) -> _Model:
+        """The request that a body holds. Raises ApiError 400, naming the field, and 413 for too many values."""
+        found, limit = values(body), self._limits.values
+        if found > limit:
+            message = f"the body holds {found} values, expected at most {limit}"
+            raise ApiError(413, message, code="request_too_large")
+        if len(body) <= _LARGE:
+            return parsed(body, model)
+        try:
+            answer = self._child.call(f"{model.__name__}\n".encode() + body)
+        except ChildTimeout:
+            raise _too_costly(f"takes longer than {_CHILD_SECONDS:g} s") from None
+        except ChildOutOfMemory:
+            raise _too_costly(f"needs more than {_CHILD_MEMORY >> 20} MiB of memory") from None
+        if answer:
+            raise ApiError(**json.loads(answer))
+        return built(body, model)
 
 
 class Disconnected(Exception):
     """The client has gone away; nobody waits for an answer."""
 
 
-def parsed(body: bytes, model: type[_Model]) -> _Model:
-    """The request that a body holds. Raises ApiError 400, naming the field."""
-    data = _json(body)
-    if not isinstance(data, dict):
-        raise ApiError(400, f"the body is {_kind(data)}, expected a JSON object", code="invalid_json")
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise _explained(error, data) from None
+def values(body: bytes | bytearray) -> int:
+    """How many values JSON text has at most: one, one for each comma, and one for each list or object, outside strings.
+
+    Up to the first mistake in it at least, which is as far as a parser comes.
+    """
+    found, inside, escaping = 1, False, False
+    for start in range(0, len(body), _STEP):
+        data = np.frombuffer(body, np.uint8, min(_STEP, len(body) - start), start)
+        quotes = data == ord('"')
+        backslashes = data == ord("\\")
+        if escaping or backslashes.any():
+            escaped = _escaped(backslashes, escaping)
+            escaping = bool(backslashes[-1] and not escaped[-1])
+            quotes &= ~escaped
+        text = np.logical_xor.accumulate(quotes) ^ inside  # from a quote on, up to the next
+        inside = bool(text[-1])
+        marks = (data == ord(",")) | (data == ord("[")) | (data == ord("{"))
+        found += int(np.count_nonzero(marks & ~text))
+    return found
+
+
+def _escaped(backslashes: np.ndarray, first: bool) -> np.ndarray:
+    """Which bytes stand behind a backslash that is not escaped itself: behind an odd number of them."""
+    places = np.arange(len(backslashes), dtype=np.int32)
+    before = np.maximum.accumulate(np.where(backslashes, np.int32(-2 if first else -1), places))
+    escaped = np.empty(len(backslashes), bool)
+    escaped[0] = first
+    odd = (places - before) % 2 == 1  # in the run of backslashes that ends here
+    escaped[1:] = (backslashes & odd)[:-1]
+    return escaped
 
 
 def _check_type(value: str | None) -> None:
@@ -87,139 +143,5 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large")
 
 
-def _json(body: bytes) -> Any:
-    if not body.strip():
-        raise ApiError(400, "the body is empty, expected a JSON object", code="invalid_json")
-    try:
-        text = body.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"byte {error.start} of the body is not UTF-8", code="invalid_json") from None
-    try:
-        data = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_distinct)
-    except RecursionError:
-        raise _too_deep() from None
-    except json.JSONDecodeError as error:
-        message = f"the body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
-        raise ApiError(400, message, code="invalid_json") from None
-    except ValueError:  # digits beyond the interpreter's limit
-        raise ApiError(400, "the body holds a number with too many digits", code="invalid_json") from None
-    _check_depth(data)
-    if _SURROGATE.search(text):
-        _check_text(data)
-    return data
-
-
-def _no_constant(name: str) -> Any:
-    raise ApiError(400, f"the body holds {name}, which JSON does not have", code="invalid_json")
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        seen: set[str] = set()
-        name = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ApiError(400, f"{_short(name)} stands twice in one object of the body", code="invalid_json")
-    return made
-
-
-def _check_depth(data: Any) -> None:
-    level, depth = [data], 0
-    while level:
-        depth += 1
-        if depth > _MAX_NESTING:
-            raise _too_deep()
-        level = [
-            item
-            for value in level
-            if isinstance(value, dict | list)
-            for item in (value.values() if isinstance(value, dict) else value)
-            if isinstance(item, dict | list)
-        ]
-
-
-def _too_deep() -> ApiError:
-    return ApiError(400, f"the body is nested deeper than {_MAX_NESTING} levels", code="invalid_json")
-
-
-def _check_text(data: Any) -> None:
-    """Refuse a lone surrogate wherever it stands: such a string can be neither encoded nor sent back."""
-    waiting = [data]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += value.keys()
-            waiting += value.values()
-        elif isinstance(value, list):
-            waiting += value
-        elif isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                code = ord(value[error.start])
-                raise ApiError(
-                    400, f"the body holds the lone surrogate U+{code:04X}, expected valid Unicode", code="invalid_json"
-                ) from None
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What pydantic found, in the words of an error message
-
-
-_EXPECTED = {
-    "integer": "an integer",
-    "number": "a number",
-    "string": "a string",
-    "boolean": "true or false",
-    "list": "a list",
-    "dictionary": "an object",
-}
-
-
-def _explained(error: ValidationError, data: dict[str, Any]) -> ApiError:
-    # of the arms of a union the one that got furthest is the one that was meant
-    found = max(error.errors(include_url=False), key=lambda e: (len(_path(e, data)), e["type"] != "missing"))
-    path = _path(found, data)
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    kind, message, context = found["type"], found["msg"], found.get("ctx", {})
-    if kind == "missing":
-        return ApiError(400, f"{param} is missing", param=param, code="missing_parameter")
-    if kind == "value_error":  # raised by a validator of ours
-        text = f"{param} {message.removeprefix('Value error, ')}"
-    elif kind in ("too_short", "too_long"):
-        least, most = context.get("min_length"), context.get("max_length")
-        limit = f"at least {least}" if kind == "too_short" else f"at most {most}"
-        text = f"{param} has {context.get('actual_length')} entries, expected {limit}"
-    elif message.startswith("Input should be "):
-        expected = message.removeprefix("Input should be ").removeprefix("a valid ")
-        expected = expected.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-        text = f"{param} is {_shown(found['input'])}, expected {_EXPECTED.get(expected, expected)}"
-    else:
-        text = f"{param}: {message}"
-    return ApiError(400, text, param=param, code="invalid_value")
-
-
-def _path(error: Any, data: Any) -> list[int | str]:
-    """The parts of an error's location that lead into the data; the others name arms of a union."""
-    path: list[int | str] = []
-    for part in error["loc"]:
-        if (isinstance(data, dict) and part in data) or (
-            isinstance(data, list) and isinstance(part, int) and 0 <= part < len(data)
-        ):
-            data = data[part]  # type: ignore[index]
-            path.append(part)
-    return [*path, error["loc"][-1]] if error["type"] == "missing" else path
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "an object")
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return _kind(value) if isinstance(value, dict | list) else _short(value)
-
-
-def _short(value: Any) -> str:
-    return reprlib.repr(value)
+def _too_costly(reason: str) -> ApiError:
+    return ApiError(413, f"the body {reason} to be checked", code="request_too_large")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.errors import Cancelled, InvalidArgument, OutOfMemory, PenstockError, QueueFull
+from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, PenstockError, QueueFull
+
+_FOLDERS = re.compile(r"^.*/(?=[^/]*: )")  # up to the last slash before a name and what is said of it
 
 _TYPES = {
     401: "authentication_error",
@@ -59,9 +62,16 @@ def as_api_error(error: BaseException) -> ApiError:
         return unavailable(one_line(error), "out_of_memory", retry_after=1)
     if isinstance(error, InvalidArgument):
         return ApiError(400, one_line(error), code="invalid_value")
+    if isinstance(error, CheckpointError):
+        return unavailable(f"the model's weights cannot be read: {without_folders(error)}", "weights_damaged")
     if isinstance(error, PenstockError):
         return ApiError(500, one_line(error), code=type(error).__name__)
     return ApiError(500, "the server failed to answer this request; its log says why", code="internal_error")
+
+
+def without_folders(error: BaseException) -> str:
+    """A message that begins with a file, without the folders that it is in: they are no client's business."""
+    return _FOLDERS.sub("", one_line(error))
 
 
 def one_line(error: BaseException) -> str:

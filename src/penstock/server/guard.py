@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
 import secrets
 import time
 import traceback
@@ -58,10 +59,11 @@ class Access:
     def check_host(self, headers: Headers) -> None:
         if self.hosts is None:
             return
-        name = host_name(headers.get("host", ""))
-        if name not in self.hosts and not name.endswith(".localhost"):
+        given = headers.get("host", "")
+        name = host_name(given)
+        if name is None or (name not in self.hosts and not name.endswith(".localhost")):
             raise ApiError(
-                403, f"Host is {name[:80]!r}, expected one of {', '.join(sorted(self.hosts))}", code="host_not_allowed"
+                403, f"Host is {given[:80]!r}, expected one of {', '.join(sorted(self.hosts))}", code="host_not_allowed"
             )
 
     def allows(self, origin: str, headers: Headers) -> bool:
@@ -90,12 +92,22 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets, in lower case."""
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_-]+(?:\.[a-z0-9_-]+)*\.?))(?::[0-9]{0,5})?", re.ASCII)
+
+
+def host_name(host: str) -> str | None:
+    """The name in a Host header, without port and brackets, in lower case; None if it is no host with or without one.
+
+    Strict, because a name is compared with those that are allowed: nothing may stand before, behind or between.
+    """
     host = host.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+    found = _HOST.fullmatch(host)
+    if found is not None and found[2] is not None:
+        return found[2]
+    try:
+        return ipaddress.IPv6Address(host if found is None else found[1]).compressed
+    except ValueError:
+        return None
 
 
 def client_of(key: int | None, peer: tuple[str, int] | None) -> str:
@@ -128,7 +140,7 @@ def hosts_of(host: str, more: Iterable[str] = ()) -> frozenset[str] | None:
     more = frozenset(name.strip().lower() for name in more if name.strip())
     if "*" in more or not (is_loopback(host) or more):
         return None
-    return _LOOPBACK_NAMES | {host_name(host), *more}
+    return _LOOPBACK_NAMES | {host_name(host) or host.lower(), *more}
 
 
 class Guard:
@@ -198,11 +210,19 @@ class Guard:
             log.log(level, "%s %s %d %.3f s%s", scope["method"], _shown(path), status, seconds, more)
 
     def _check_head(self, scope: Scope) -> None:
-        """What h11 lets through: other versions, and a head that is large but came at once."""
+        """What h11 lets through: other versions, a length that is said in two ways, and a head that is large but came
+        at once.
+        """
         if scope["http_version"] not in ("1.0", "1.1"):
             end = {"connection": "close"}
             raise ApiError(505, f"HTTP/{scope['http_version']} is not spoken here", code="http_version", headers=end)
         found, most = scope["headers"], self._limits.headers
+        names = {name for name, _ in found}
+        if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
+            # a proxy in front may believe the other one, and take what we take for a body for the next request
+            other = "Content-Length" if b"content-length" in names else "HTTP/1.0"
+            message = f"not a valid HTTP request: Transfer-Encoding with {other}, expected one length of the body"
+            raise ApiError(400, message, code="invalid_http", headers={"connection": "close"})
         size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(a) + len(b) + 4 for a, b in found)
         if size > most or len(found) > self._limits.header_count:
             raise ApiError(

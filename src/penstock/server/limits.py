@@ -9,6 +9,7 @@ class Limits:
 
     body: int = 16 << 20  # bytes of a request's body
     bodies: int = 256 << 20  # bytes of all bodies that are arriving at one time
+    values: int = 200_000  # of a body's JSON: numbers, texts, lists, objects
     headers: int = 64 << 10  # bytes of a request's head
     header_count: int = 256
     header_seconds: float = 20.0  # from the connection, or the first byte of a request, to the end of its head
@@ -22,3 +23,4 @@ class Limits:
     queue: int = 256  # requests that wait for their turn
     tokens: int | None = None  # of an answer, whatever the request asks for; None: what the context leaves
     choices: int = 128  # answers to one request
+    tokenized: int = 262_144  # tokens that /tokenize answers with

@@ -16,11 +16,32 @@ from penstock.server.limits import Limits
 # Unread bytes that the socket and the transport each keep. By itself Linux keeps up to 4 MiB for a client that reads
 # nothing, more than most answers: it would never be seen to lag behind.
 _UNREAD = 16 << 10
+_START = b"HTTP/1.1 "  # how every response begins, whatever it will say
+
+# seconds after its last byte at which a client that sends no more is written to, to see whether it is still there
+_SIGNS = (0.0, 0.05, 0.2, 0.8, 3.0, 12.0, 50.0, 200.0, 800.0)
 
 
 def protocol_of(limits: Limits) -> type[asyncio.Protocol]:
     """The protocol class for a server with these limits."""
     return type("LimitedProtocol", (_Protocol,), {"limits": limits})
+
+
+class _Connection(h11.Connection):
+    """h11's, which can have written the first bytes of a response before there is one."""
+
+    _ahead = 0
+
+    def begin(self) -> bytes:
+        """The next byte of the response, of those that are always the same."""
+        self._ahead += 1
+        return _START[self._ahead - 1 : self._ahead]
+
+    def send(self, event: Any) -> bytes | None:  # type: ignore[override]
+        data: bytes | None = super().send(event)
+        if data:
+            data, self._ahead = data[self._ahead :], 0
+        return data
 
 
 class _Protocol(H11Protocol):
@@ -29,6 +50,9 @@ class _Protocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.access_log = False  # uvicorn's lines have queries in them; ours do not
+        self.conn = _Connection(h11.SERVER, self.limits.headers)
+        self._half_closed = False
+        self._sign_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -45,7 +69,7 @@ class _Protocol(H11Protocol):
             self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head_timer, self._linger_timer, self._unread_timer):
+        for timer in (self._head_timer, self._linger_timer, self._unread_timer, self._sign_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -63,6 +87,35 @@ class _Protocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._linger_timer = self.loop.call_later(self.limits.linger_seconds, self._end_lingering, self.cycle)
         super().on_response_complete()
+        if self._half_closed:
+            if self._in_whole():  # the next one, which came with this one
+                self._sign(0, self.cycle)
+            else:
+                self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more. It may have gone, or have closed its half and wait for the answer to a request
+        that is here in whole; which of the two shows when something is written: who has gone resets the connection.
+        """
+        if not self._in_whole():
+            return False
+        if not self._half_closed:
+            self._half_closed = True
+            self._sign(0, self.cycle)
+        return True
+
+    def _in_whole(self) -> bool:
+        """Whether a request has arrived to its end and is not answered yet."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _sign(self, number: int, cycle: Any) -> None:
+        """Write a byte that is part of any response, and more of them later, until the response itself begins."""
+        if self.cycle is not cycle or cycle.response_started or self.transport.is_closing():
+            return
+        self.transport.write(self.conn.begin())
+        if number + 1 < len(_SIGNS):
+            wait = _SIGNS[number + 1] - _SIGNS[number]
+            self._sign_timer = self.loop.call_later(wait, self._sign, number + 1, cycle)
 
     def pause_writing(self) -> None:
         """Called when so much is unread that no more should be written."""

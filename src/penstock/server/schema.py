@@ -8,7 +8,8 @@ and are accepted with the values that ask for nothing; any other unknown field i
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
@@ -19,6 +20,10 @@ MAX_TOKENS = 2**31 - 1
 MAX_TOOLS = 128
 MAX_PROMPTS = 128
 MAX_MESSAGES = 20_000
+MAX_PARTS = 20_000  # of a message
+MAX_CALLS = 1024  # of a message
+MAX_IDS = 200_000
+MAX_NAMES = 1024  # of an object whose names are free
 
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
@@ -86,9 +91,13 @@ _ADVICE = {
     "chat_template": "chat_template_kwargs (the template is the model's own)",
 }
 
+_T = TypeVar("_T")
+
+Items = Annotated[list[_T], Field(fail_fast=True)]  # an error for every wrong item takes a kilobyte each
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Penalty = Annotated[float, Field(ge=-1e6, le=1e6)]
+Object = Annotated[dict[str, Any], Field(max_length=MAX_NAMES)]
 TextOrTexts = Annotated[
     Any,
     WithJsonSchema(
@@ -107,6 +116,15 @@ class Strict(BaseModel):
     """Base of all requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_others(cls, data: Any) -> Any:
+        """Refuse the first unknown field."""
+        for name in data:
+            if name not in cls.model_fields:
+                raise _unknown(name, cls.model_fields)
+        return data
 
 
 class Open(BaseModel):
@@ -140,6 +158,7 @@ class Request(Strict):
                         "type": "object",
                         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
                         "additionalProperties": {"type": "number", "minimum": -1e30, "maximum": 1e30},
+                        "maxProperties": MAX_IDS,
                     },
                     {"type": "null"},
                 ]
@@ -147,9 +166,9 @@ class Request(Strict):
         ),
     ] = None
     stop: TextOrTexts = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]] | None = Field(None, max_length=1024)
+    stop_token_ids: Items[Annotated[int, Field(ge=0, le=MAX_TOKENS)]] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the model's chat template.")
+    chat_template_kwargs: Object | None = Field(None, description="Variables of the model's chat template.")
 
     CALLED: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "repetition_context"}
 
@@ -167,12 +186,7 @@ class Request(Strict):
                 if value is not None and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
                     raise ApiError(400, _refused(name), param=name, code="unsupported_parameter")
             elif name not in IGNORED:
-                near = _ADVICE.get(name) or next(iter(difflib.get_close_matches(name[:80], known, 1)), None)
-                hint = f"; did you mean {near}?" if near else ""
-                short = name if len(name) <= 80 else f"{name[:77]}..."
-                raise ApiError(
-                    400, f"{short!r} is no field of this request{hint}", param=name[:80], code="unknown_parameter"
-                )
+                raise _unknown(name, known)
         return kept
 
     @field_validator("stop")
@@ -194,6 +208,8 @@ class Request(Strict):
             return None
         if not isinstance(value, dict):
             raise ValueError("is of a wrong type, expected an object of token ids and numbers")
+        if len(value) > MAX_IDS:
+            raise ValueError(f"has {len(value)} entries, expected at most {MAX_IDS}")
         bias = {}
         for key, number in value.items():
             if not (key.isascii() and key.isdigit() and len(key) <= 9):
@@ -208,6 +224,13 @@ def _same(value: Any, neutral: Any) -> bool:
     if isinstance(value, bool) != isinstance(neutral, bool):
         return False
     return value == neutral
+
+
+def _unknown(name: str, known: Iterable[str]) -> ApiError:
+    near = _ADVICE.get(name) or next(iter(difflib.get_close_matches(name[:80], known, 1)), None)
+    hint = f"; did you mean {near}?" if near else ""
+    short = name if len(name) <= 80 else f"{name[:77]}..."
+    return ApiError(400, f"{short!r} is no field of this request{hint}", param=name[:80], code="unknown_parameter")
 
 
 def _refused(name: str) -> str:
@@ -243,9 +266,12 @@ class Part(Open):
         return self
 
 
+Parts = Annotated[Items[Part], Field(max_length=MAX_PARTS)]
+
+
 class Function(Open):
     name: str = Field(min_length=1, max_length=128)
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | Object | None = None
 
 
 class ToolCall(Open):
@@ -261,9 +287,9 @@ class ToolCall(Open):
 
 class Message(Open):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Parts | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = Field(None, max_length=MAX_CALLS)
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -303,7 +329,7 @@ class Message(Open):
 class FunctionTool(Open):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -324,7 +350,7 @@ class NamedTool(Open):
 class JsonSchema(Open):
     name: str | None = Field(None, max_length=128)
     description: str | None = None
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    schema_: Object | bool | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -346,7 +372,7 @@ class Generating(Request):
     max_tokens: Count | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    json_schema: dict[str, Any] | None = Field(None, description="Short form of response_format, as in llama.cpp.")
+    json_schema: Object | None = Field(None, description="Short form of response_format, as in llama.cpp.")
 
     @model_validator(mode="after")
     def _options_fit(self) -> Generating:
@@ -358,15 +384,15 @@ class Generating(Request):
 class ChatRequest(Generating):
     """/v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = Field(None, max_length=16)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -413,10 +439,15 @@ class CompletionRequest(Generating):
                 "anyOf": [
                     {"type": "string", "minLength": 1},
                     {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 128},
-                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_IDS},
                     {
                         "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                        "items": {
+                            "type": "array",
+                            "items": {"type": "integer", "minimum": 0},
+                            "minItems": 1,
+                            "maxItems": MAX_IDS,
+                        },
                         "minItems": 1,
                         "maxItems": 128,
                     },
@@ -439,6 +470,8 @@ class CompletionRequest(Generating):
         for n, item in enumerate(value):
             if not (isinstance(item, str) or _is_ids(item)):
                 raise ValueError(f"[{n}] is of a wrong type or empty, expected text or token ids")
+            if isinstance(item, list) and len(item) > MAX_IDS:
+                raise ValueError(f"[{n}] has {len(item)} token ids, expected at most {MAX_IDS}")
         return value
 
 
@@ -455,11 +488,11 @@ class InputItem(Open):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | Parts | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Parts | None = None
 
     @model_validator(mode="after")
     def _complete(self) -> InputItem:
@@ -470,6 +503,9 @@ class InputItem(Open):
         if self.type == "function_call_output" and (self.call_id is None or self.output is None):
             raise ValueError("has no call_id or no output, expected those of a function call")
         return self
+
+
+InputItems = Annotated[Items[InputItem], Field(max_length=MAX_MESSAGES)]
 
 
 class ResponseTool(FunctionTool):
@@ -484,7 +520,7 @@ class ResponseToolChoice(Open):
 class TextFormat(Open):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=128)
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Object | None = Field(None, alias="schema")
     strict: bool | None = None
     description: str | None = None
 
@@ -501,17 +537,17 @@ class Reasoning(Open):
 class ResponsesRequest(Request):
     """/v1/responses."""
 
-    input: str | list[InputItem] = Field(description="Text, or a conversation.")
+    input: str | InputItems = Field(description="Text, or a conversation.")
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Items[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[str] | None = None
-    stream_options: dict[str, Any] | None = None
+    include: Items[str] | None = Field(None, max_length=64)
+    stream_options: Object | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponsesRequest:
@@ -536,13 +572,13 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """/detokenize."""
 
-    tokens: list[Annotated[int, Field(ge=0, le=2**32 - 1)]]
+    tokens: Items[Annotated[int, Field(ge=0, le=2**32 - 1)]] = Field(max_length=MAX_IDS)
 
 
 class TemplateRequest(Strict):
     """/apply-template."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: Items[Tool] | None = Field(None, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.ticket import Ticket
-from penstock.errors import CheckpointError, InvalidArgument, PenstockError
+from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
-from penstock.server.errors import ApiError, one_line, unavailable
+from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
 from penstock.server.limits import Limits
 from penstock.text.control_tokens import ChatText
 from penstock.text.formats import format_of, in_reasoning, shown_tokens
@@ -72,7 +73,8 @@ class Service:
         self.options = options
         self.started = int(time.time())
         self.progress = 0.0
-        self.failure: str | None = None
+        self.failure: str | None = None  # why no request can be answered
+        self._damage: CheckpointError | None = None
         self._llm: LLM | None = None
         self._scheduler: Scheduler | None = None
         self._format = "plain"
@@ -94,6 +96,7 @@ class Service:
                 prefix_cache=options.prefix_cache,
                 prefix_memory=options.prefix_memory,
                 patience=options.limits.write_seconds,
+                failed=self._failed,
             )
             scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
         except Exception as error:
@@ -106,6 +109,11 @@ class Service:
             closing = self._closing
         if closing:
             scheduler.close(0)
+
+    def _failed(self, error: CheckpointError) -> None:
+        """The weights cannot be read any more. It stays so: only loading them again would tell what they are now."""
+        log.error("no more requests are answered: %s", one_line(error))
+        self.failure, self._damage = one_line(error), error
 
     def _report(self, share: float) -> None:
         self.progress = min(0.99, max(self.progress, share))
@@ -121,7 +129,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self._scheduler is not None
+        return self._scheduler is not None and self.failure is None
 
     @property
     def closing(self) -> bool:
@@ -129,15 +137,17 @@ class Service:
 
     @property
     def scheduler(self) -> Scheduler:
-        """Raises ApiError 503 while the model is loading, if it could not be loaded and when the server ends."""
-        if self._closing or self._scheduler is None:
+        """Raises ApiError 503 while the model is loading, if it could not be loaded, once its weights cannot be read
+        and when the server ends.
+        """
+        if self._closing or self._scheduler is None or self.failure is not None:
             raise self.unavailable()
         return self._scheduler
 
     @property
     def llm(self) -> LLM:
         """Raises as `scheduler` does."""
-        if self._closing or self._llm is None:
+        if self._closing or self._llm is None or self.failure is not None:
             raise self.unavailable()
         return self._llm
 
@@ -149,6 +159,8 @@ class Service:
         """Why no request is taken."""
         if self._closing:
             return unavailable("the server is shutting down", "shutting_down")
+        if self._damage is not None:
+            return as_api_error(self._damage)
         if self.failure is not None:
             return unavailable(f"the model could not be loaded: {self.failure}", "load_failed")
         return unavailable(f"the model is being loaded ({self.progress:.0%})", "loading", retry_after=1)
@@ -187,9 +199,13 @@ class Service:
         self.check_model(request.model)
         if choice == "none":
             tools = []
-        chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
-        ids = tokenizer.encode_chat(chat)
-        self._check_prompt(ids, "messages")
+        with self._room("messages") as most:
+            for message in messages:  # a prompt holds them whole: what is too long is not even rendered
+                if message.role != "assistant":
+                    tokenizer.check_length(message.text or "", most)
+            chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
+            ids = tokenizer.encode_chat(chat, limit=most)
+        self._check_ids(ids, "messages")
         inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
         format = self._format if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
@@ -202,9 +218,15 @@ class Service:
         """Prompts as they are."""
         scheduler, llm = self.scheduler, self.llm
         self.check_model(request.model)
-        prompts = [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
-        for n, ids in enumerate(prompts):
-            self._check_prompt(ids, "prompt" if len(prompts) == 1 else f"prompt[{n}]")
+        prompts: list[list[int]] = []
+        for n, prompt in enumerate(request.prompt):
+            param = "prompt" if len(request.prompt) == 1 else f"prompt[{n}]"
+            with self._room(param) as most:
+                ids = llm.tokenizer.encode(prompt, limit=most) if isinstance(prompt, str) else prompt
+                if len(ids) > most:
+                    raise TooManyTokens(f"{param} has {len(ids)} tokens, expected at most {most}")
+            self._check_ids(ids, param)
+            prompts.append(ids)
         grammar = self._grammar(response_format_of(request))
         options = self._options(request, request.max_tokens, request.logprobs, ())
         requests = self._requests(scheduler, prompts, request.n or 1, options, grammar)
@@ -301,16 +323,15 @@ class Service:
         except InvalidArgument as error:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
 
-    def _check_prompt(self, ids: Sequence[int], param: str) -> None:
-        self._check_ids(ids, param)
+    @contextlib.contextmanager
+    def _room(self, param: str) -> Iterator[int]:
+        """The most tokens that a prompt may have; TooManyTokens becomes an ApiError about the field."""
         limit = self.llm.max_context
-        if len(ids) >= limit:
-            raise ApiError(
-                400,
-                f"{param} has {len(ids)} tokens, expected fewer than {limit}, the context, to leave room for an answer",
-                param=param,
-                code="context_length_exceeded",
-            )
+        try:
+            yield limit - 1
+        except TooManyTokens:
+            message = f"{param} has {limit} tokens or more, the context, expected fewer to leave room for an answer"
+            raise ApiError(400, message, param=param, code="context_length_exceeded") from None
 
     def _options(
         self, request: schema.Request, limit: int | None, logprobs: int | None, shown: Sequence[str]

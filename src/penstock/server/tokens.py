@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from penstock.errors import no_panic
 from penstock.text.tokenizer import _BYTES, Tokenizer
 
 
@@ -32,4 +33,5 @@ class TokenTexts:
         return piece.encode() if self._byte_level else self._decoded([token])[self._skip :].encode()
 
     def _decoded(self, tokens: list[int]) -> str:
-        return self._backend.decode([*self._before, *tokens], skip_special_tokens=False)
+        with no_panic("decode"):
+            return self._backend.decode([*self._before, *tokens], skip_special_tokens=False)

@@ -69,16 +69,15 @@ class ControlTokens:
             begin += len(plain)
         return copied, mark
 
-    def encode(self, chat: ChatText) -> list[int]:
-        """Token ids of a chat that has marks."""
+    def renamed(self, chat: ChatText) -> str:
+        """The text of a chat that has marks, for `copy`: control tokens of the template by their other names."""
         marked, pieces, end = chat.marked, [], 0
         found = self._finder.encode(marked, add_special_tokens=False)
         for name, (start, stop) in zip(found.tokens, found.offsets, strict=True):
             if name in self._aliases and not marked.startswith(chat.mark, stop):  # behind a name of one character
                 pieces += [marked[end:start], self._aliases[name]]
                 end = stop
-        text = _without(chat.mark, "".join([*pieces, marked[end:]]))
-        return self._copy.encode(text, add_special_tokens=False).ids
+        return _without(chat.mark, "".join([*pieces, marked[end:]]))
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
@@ -100,7 +99,7 @@ class ControlTokens:
         return finder
 
     @cached_property
-    def _copy(self) -> tokenizers.Tokenizer:
+    def copy(self) -> tokenizers.Tokenizer:
         """The tokenizer with the aliases as its control tokens, and no way to their ids from other text."""
         content, alias = json.loads(self._tokenizer.to_str()), self._aliases
         for token in content["added_tokens"]:

@@ -24,6 +24,9 @@ from penstock.text.tokenizer import Tokenizer
 
 MAX_SCHEMA = 64 << 10  # characters of JSON
 MAX_DEPTH = 64
+MAX_WRITTEN_OUT = (
+    10_000  # characters of a pattern whose repetitions are written out: 60 ms for a token, at 90 000 800 ms
+)
 MAX_SECONDS = 3.0  # for a schema that is tried first
 
 _MAX_ALTERNATIVES = 10_000  # open at once while parsing; an object with n optional properties has about 4 n
@@ -262,12 +265,13 @@ def _check_unicode(what: str, text: str) -> None:
 
 
 def _check_schema(what: str, schema: Any) -> None:
-    """Refuse a schema that is no JSON, too large or too deep."""
+    """Refuse a schema that is no JSON, too large or too deep, or has a pattern that is."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for value in level:
             if isinstance(value, Mapping):
+                _check_patterns(what, value)
                 inner.extend(value.values())
             elif isinstance(value, list | tuple):
                 inner.extend(value)
@@ -280,6 +284,45 @@ def _check_schema(what: str, schema: Any) -> None:
         raise InvalidArgument(f"{what} holds values that JSON does not have, expected a JSON schema") from None
     if size > MAX_SCHEMA:
         raise InvalidArgument(f"{what} has {size} characters of schema, expected at most {MAX_SCHEMA}")
+
+
+def _check_patterns(what: str, schema: Mapping[str, Any]) -> None:
+    """Refuse patterns whose cost would show only when the text comes to them, in a step that all requests wait for."""
+    pattern, keys = schema.get("pattern"), schema.get("patternProperties")
+    patterns = [pattern] if isinstance(pattern, str) else []
+    patterns += [key for key in keys if isinstance(key, str)] if isinstance(keys, Mapping) else []
+    if any(_written_out(pattern) > MAX_WRITTEN_OUT for pattern in patterns):
+        raise InvalidArgument(
+            f"{what} has a pattern that repeats too much, expected at most {MAX_WRITTEN_OUT} characters "
+            "with its repetitions written out"
+        )
+
+
+_TOKEN = re.compile(r"\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,\d*)?\}|.", re.DOTALL)
+
+
+def _written_out(pattern: str) -> int:
+    """About how many characters a pattern has if what is repeated is written as often as it must occur.
+
+    Never much more than MAX_WRITTEN_OUT: it counts no further.
+    """
+    open_groups, last = [0], 0
+    for token in _TOKEN.finditer(pattern):
+        more = 1
+        if token[1] is not None:  # {least,most} of the last one, which is counted once already
+            least = int(token[1]) if len(token[1]) < 10 else MAX_WRITTEN_OUT + 1
+            more = last * (max(least, 1) - 1)
+            last += more
+        elif token[0] == "(":
+            open_groups.append(0)
+            continue
+        elif token[0] == ")" and len(open_groups) > 1:
+            last = more = open_groups.pop()
+        else:
+            last = 1
+        last = min(last, MAX_WRITTEN_OUT + 1)
+        open_groups[-1] = min(open_groups[-1] + more, MAX_WRITTEN_OUT + 1)
+    return sum(open_groups)
 
 
 def _is_costly(schema: Any) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from penstock.errors import CheckpointError, DTypeError, InvalidArgument
+from penstock.errors import CheckpointError, DTypeError, InvalidArgument, TooManyTokens, no_panic
 from penstock.text.control_tokens import ChatText, ControlTokens
+from penstock.text.pieces import PIECE, RUN, Cuts, bytes_of_a_token, fewest_tokens
 from penstock.text.template import ChatTemplates, special_tokens, templates_in
 
 _OTHER_FORMATS = {
@@ -20,6 +21,7 @@ _OTHER_FORMATS = {
     "vocab.json": "vocab.json and merges.txt",
     "vocab.txt": "vocab.txt",
 }
+_SHORT = 1 << 12  # characters: longer texts are encoded without the interpreter's lock, by a thread of the library
 _MAX_GAP = 1 << 16  # unused ids below the highest one: more would be a damaged file, and arrays are sized by vocab_size
 
 
@@ -45,9 +47,17 @@ class Tokenizer:
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
         self._templates = templates
-        ids = backend.get_vocab(with_added_tokens=True).values()
+        vocab = backend.get_vocab(with_added_tokens=True)
+        ids = vocab.values()
         if not ids:
             raise CheckpointError(f"{source}: has no tokens, expected a vocabulary")
+        pieces = {number: piece for piece, number in vocab.items()}
+        if len(pieces) < len(vocab):
+            number, *both = min((n, *sorted((p, pieces[n]))) for p, n in vocab.items() if pieces[n] != p)
+            first, second = map(_shown, both)
+            raise CheckpointError(
+                f"{source}: {first} and {second} both have the id {number}, expected one token per id"
+            )
         self.vocab_size = max(ids) + 1
         if self.vocab_size > len(ids) + _MAX_GAP:
             raise CheckpointError(
@@ -79,13 +89,54 @@ class Tokenizer:
         tokenizer.eos_ids = _eos_ids(tokenizer, named, config, generation, folder)
         return tokenizer
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, limit: int | None = None) -> list[int]:
         """Token ids as tokenizer.json says; add_special_tokens adds what its post-processor adds, such as a BOS.
 
-        Raises DTypeError for no str, InvalidArgument for text with lone surrogates.
+        limit: the most tokens that are of use; work on a longer text ends as soon as it is known to be one, often
+        before it begins, and a word of more than RUN characters is not begun. Raises DTypeError for no str,
+        InvalidArgument for text with lone surrogates and for such a word, TooManyTokens.
         """
         _check_text(text)
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        self.check_length(text, limit)
+        if len(text) <= PIECE or (add_special_tokens and self._around is None):
+            ids = self._ids(text, add_special_tokens)
+        else:
+            before, after = (self._around or ([], [])) if add_special_tokens else ([], [])
+            ids = [*before]
+            for piece in self._cuts.pieces(text):
+                if limit is not None and len(piece) > RUN and self._cuts.known:
+                    raise InvalidArgument(f"encode: text has a word of {len(piece)} characters, expected at most {RUN}")
+                ids += self._ids(piece, False)
+                _check_tokens(len(ids), limit)
+            ids += after
+        _check_tokens(len(ids), limit)
+        return ids
+
+    def check_length(self, text: str, limit: int | None) -> None:
+        """Raises TooManyTokens if the bytes of a text alone tell that it has more tokens than the limit."""
+        if limit is not None and self._longest is not None:
+            _check_tokens(fewest_tokens(text, self._longest), limit)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        with no_panic(f"encode: text of {len(text)} characters"):
+            if len(text) < _SHORT:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def _longest(self) -> int | None:
+        return bytes_of_a_token(self.backend)
+
+    @cached_property
+    def _cuts(self) -> Cuts:
+        return Cuts(self.backend)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]] | None:
+        """What the post-processor puts before and behind a text; None if that cannot be told."""
+        plain, whole = self._ids("a", False), self._ids("a", True)
+        starts = [n for n in range(len(whole)) if whole[n : n + len(plain)] == plain]
+        return (whole[: starts[0]], whole[starts[0] + len(plain) :]) if plain and len(starts) == 1 else None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. An id without a token, as models with a padded vocabulary have them, gives none.
@@ -93,7 +144,8 @@ class Tokenizer:
         Raises DTypeError or InvalidArgument for what is no id.
         """
         try:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            with no_panic("decode"):
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except TypeError:
             raise DTypeError(f"decode: ids is {_shown(ids)}, expected a sequence of integers") from None
         except OverflowError:
@@ -164,15 +216,22 @@ class Tokenizer:
         text = self.apply_chat_template(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
         return ChatText(text, mark)
 
-    def encode_chat(self, chat: ChatText) -> list[int]:
+    def encode_chat(self, chat: ChatText, *, limit: int | None = None) -> list[int]:
         """Token ids of a chat, with nothing added. Control tokens that messages spell out are encoded as text.
 
-        Raises InvalidArgument for text with lone surrogates.
+        limit, and what is raised: as in `encode`.
         """
         if not chat.mark:
-            return self.encode(chat.text, add_special_tokens=False)
+            return self.encode(chat.text, add_special_tokens=False, limit=limit)
         _check_text(chat.text)
-        return self._control_tokens.encode(chat)
+        self.check_length(chat.text, limit)
+        with no_panic("encode: chat"):
+            renamed = self._control_tokens.renamed(chat)
+        return self._renamed.encode(renamed, add_special_tokens=False, limit=limit)
+
+    @cached_property
+    def _renamed(self) -> "Tokenizer":
+        return Tokenizer(self._control_tokens.copy)
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
@@ -278,7 +337,13 @@ class _WindowStream:
         return text
 
     def _text(self, ids: list[int]) -> str:
-        return self._backend.decode(ids, skip_special_tokens=False)
+        with no_panic("decode"):
+            return self._backend.decode(ids, skip_special_tokens=False)
+
+
+def _check_tokens(found: int, limit: int | None) -> None:
+    if limit is not None and found > limit:
+        raise TooManyTokens(f"encode: text has {found} tokens or more, expected at most {limit}")
 
 
 def _check_text(text: Any) -> None:

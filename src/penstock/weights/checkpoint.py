@@ -18,6 +18,7 @@ import numpy as np
 from penstock.dtypes import dtype_name
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.units import amount
 from penstock.weights.files import (
     JSON_LIMIT,
     check_plain_name,
@@ -117,7 +118,7 @@ class Checkpoint:
             count, nbytes = file.copied
             if count:
                 noun, are, were = ("tensor", "is", "was") if count == 1 else ("tensors", "are", "were")
-                size = f"{nbytes / 1e6:.1f} MB"
+                size = amount(nbytes)
                 found.append(f"{count} {noun} ({size}) {are} not aligned in {file.path} and {were} copied")
         return found
 
@@ -151,6 +152,11 @@ class Checkpoint:
         """
         for file in self._files:
             file.check()
+
+    def lease(self) -> bool:
+        """Ask the system to hold off writers of all files (see `MappedFile.lease`); whether it does."""
+        leased = [file.lease() for file in self._files]
+        return all(leased)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._info(name).shape

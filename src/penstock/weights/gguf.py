@@ -186,6 +186,14 @@ class GgufFile:
         """Whether `tensor` makes a copy: the order of codes in a block is not that of QuantizedTensor."""
         return self._info(name).type in BLOCKS
 
+    def check(self) -> None:
+        """Raises CheckpointError for a file that was written to since it was opened."""
+        self._file.check()
+
+    def lease(self) -> bool:
+        """See `MappedFile.lease`."""
+        return self._file.lease()
+
     def check_supported(self, name: str) -> None:
         """Raises CheckpointError, naming tensor and type, for one that `tensor` cannot give."""
         info = self._info(name)

@@ -108,6 +108,10 @@ class SafetensorsFile:
         """Raises CheckpointError for a file that was written to since it was opened."""
         self._file.check()
 
+    def lease(self) -> bool:
+        """See `MappedFile.lease`."""
+        return self._file.lease()
+
     @property
     def misaligned_nbytes(self) -> int:
         """Bytes of the tensors that `array` has to copy."""

@@ -37,13 +37,15 @@ _C2, _C3, _C4, _C5, _C6, _C7, _C8, _C9, _C10, _C11, _C12, _C13 = (1 / math.facto
 
 
 @kernel(ops.moe_route, device="cpu")
-def moe_route(logits: np.ndarray, per_expert_scale: np.ndarray | None, top_k: int, *, out) -> None:
-    _route(_SOFTMAX, logits, per_expert_scale, 1, 1, False, 1.0, out)
+def moe_route(
+    logits: np.ndarray, per_expert_scale: np.ndarray | None, top_k: int, propagate_nan: bool = False, *, out
+) -> None:
+    _route(_SOFTMAX, logits, per_expert_scale, 1, 1, False, 1.0, propagate_nan, out)
 
 
 @kernel(ops.moe_softmax_topk, device="cpu")
-def moe_softmax_topk(logits: np.ndarray, k: int, *, out) -> None:
-    _route(_SLOTS, logits, None, 1, 1, False, 1.0, out)
+def moe_softmax_topk(logits: np.ndarray, k: int, propagate_nan: bool = False, *, out) -> None:
+    _route(_SLOTS, logits, None, 1, 1, False, 1.0, propagate_nan, out)
 
 
 @kernel(ops.moe_group_route, device="cpu")
@@ -55,20 +57,22 @@ def moe_group_route(
     top_k: int,
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
+    propagate_nan: bool = False,
     *,
     out,
 ) -> None:
-    _route(_GROUPS, logits, bias, n_group, topk_group, norm_topk_prob, float(routed_scaling_factor), out)
+    factor = float(routed_scaling_factor)
+    _route(_GROUPS, logits, bias, n_group, topk_group, norm_topk_prob, factor, propagate_nan, out)
 
 
-def _route(router, logits, per_expert, n_group, topk_group, norm, factor, out) -> None:
+def _route(router, logits, per_expert, n_group, topk_group, norm, factor, nan, out) -> None:
     if logits.size == 0:
         return
     ids, weights = out
     experts = logits.shape[-1]
     per_expert = _NONE if per_expert is None else frozen(per_expert.astype(np.float32, copy=False))
     rows = frozen(logits.reshape(-1, experts))
-    args = (router, rows, per_expert, n_group, topk_group, norm, factor)
+    args = (router, rows, per_expert, n_group, topk_group, norm, factor, nan)
     args = (*args, ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, ids.shape[-1]))
     if logits.size <= _SERIAL:
         _route_some(*args, 0, len(rows))
@@ -82,11 +86,11 @@ def _route(router, logits, per_expert, n_group, topk_group, norm, factor, out) -
 # bytes     T * E * 4 in, T * k * 8 out; keys and scores of a row stay in cache
 # limits    E below 2**31; with k above 16, or many equal scores, k passes over E
 @njit(parallel=True)
-def _route_rows(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights):
+def _route_rows(router, logits, per_expert, n_group, topk_group, norm, factor, nan, ids, weights):
     T = logits.shape[0]
     for c in prange((T + _CHUNK - 1) // _CHUNK):
         stop = min(T, (c + 1) * _CHUNK)
-        _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights, c * _CHUNK, stop)
+        _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, nan, ids, weights, c * _CHUNK, stop)
 
 
 # Loops over rows are inside of the functions that use arrays: passing ten arrays to a function counts ten references up
@@ -94,13 +98,29 @@ def _route_rows(router, logits, per_expert, n_group, topk_group, norm, factor, i
 
 
 @njit
-def _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, ids, weights, start, stop):
+def _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, nan, ids, weights, start, stop):
     if router == _SOFTMAX:
-        _softmax_rows(logits, per_expert, ids, weights, start, stop)
+        _softmax_rows(logits, per_expert, nan, ids, weights, start, stop)
     elif router == _SLOTS:
-        _slots_rows(logits, ids, weights, start, stop)
+        _slots_rows(logits, nan, ids, weights, start, stop)
     else:
-        _groups_rows(logits, per_expert, n_group, topk_group, norm, factor, ids, weights, start, stop)
+        _groups_rows(logits, per_expert, n_group, topk_group, norm, factor, nan, ids, weights, start, stop)
+
+
+@njit(forceinline=True)
+def _all_finite(values):
+    """Whether none is NaN or infinite. Without a branch, so that it vectorises."""
+    bad = np.int32(0)
+    for j in range(values.size):
+        bad |= np.int32(not (abs(values[j]) < np.float32(np.inf)))
+    return bad == 0
+
+
+@njit(forceinline=True)
+def _choose_nothing(t, nan, ids, weights):
+    """A row that means nothing: the first expert, with weights of 0 or NaN."""
+    for i in range(ids.shape[1]):
+        ids[t, i], weights[t, i] = 0, np.float32(np.nan) if nan else np.float32(0)
 
 
 @njit
@@ -157,16 +177,15 @@ def _best_of_all(scores, start, keys, t, ids):
 
 
 @njit
-def _softmax_rows(logits, scale, ids, weights, start, stop):
+def _softmax_rows(logits, scale, nan, ids, weights, start, stop):
     """The normaliser of the softmax over all experts cancels: only the chosen ones need an exponential."""
     E, k = logits.shape[1], ids.shape[1]
     keys, found, shares = np.empty(E, np.int64), np.empty(_FEW, np.float32), np.empty(_FEW, np.float32)
     places, order = np.empty(_FEW, np.int32), np.empty(_FEW, np.int32)
     for t in range(start, stop):
         n, top = _candidates(logits, t * E, k, keys, found)
-        if n < 0 or not np.isfinite(top):
-            for i in range(k):
-                ids[t, i], weights[t, i] = 0, np.float32(0)
+        if n < 0 or not np.isfinite(top) or (nan and not _all_finite(logits[t])):
+            _choose_nothing(t, nan, ids, weights)
             continue
         if n > _FEW:
             _best_of_all(logits, t * E, keys, t, ids)
@@ -194,14 +213,13 @@ def _softmax_of_all(logits, top, t, ids, weights):
 
 
 @njit
-def _slots_rows(logits, ids, weights, start, stop):
+def _slots_rows(logits, nan, ids, weights, start, stop):
     E, k = logits.shape[1], ids.shape[1]
     held, scores = np.empty(k, np.int64), np.empty(E, np.float32)
     for t in range(start, stop):
         bar, high = kth_peak(floats(logits, t * E), E, 1)
-        if not np.isfinite(bar):
-            for i in range(k):
-                ids[t, i], weights[t, i] = 0, np.float32(0)
+        if not np.isfinite(bar) or (nan and not _all_finite(logits[t])):
+            _choose_nothing(t, nan, ids, weights)
             continue
         for j in range(E):
             scores[j] = exp32(logits[t, j] - high)
@@ -265,15 +283,15 @@ def _score(logits, bias, scores, choice):
 
 
 @njit
-def _groups_rows(logits, bias, n_group, topk_group, norm, factor, ids, weights, start, stop):
+def _groups_rows(logits, bias, n_group, topk_group, norm, factor, nan, ids, weights, start, stop):
     E, k = logits.shape[1], ids.shape[1]
     scores, choice, groups = np.empty(E, np.float32), np.empty(E, np.float32), np.empty(n_group, np.int64)
     keys, found = np.empty(E, np.int64), np.empty(_FEW, np.float32)
     places, order = np.empty(_FEW, np.int32), np.empty(_FEW, np.int32)
     for t in range(start, stop):
-        if not _score(logits[t], bias, scores, choice):
-            for i in range(k):
-                ids[t, i], weights[t, i] = 0, np.float32(0)
+        sound = _score(logits[t], bias, scores, choice)
+        if not sound or (nan and not (_all_finite(logits[t]) and _all_finite(choice))):
+            _choose_nothing(t, nan, ids, weights)
             continue
         if n_group > 1:
             _drop_groups(choice, topk_group, groups)

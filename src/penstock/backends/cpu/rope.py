@@ -21,16 +21,19 @@ _NO_POSITIONS.flags.writeable = False
 
 
 @kernel(ops.rope_inv_freq, device="cpu", composed=True)
+@np.errstate(all="ignore")
 def rope_inv_freq(dim, theta, factor, *, out):
     out[...] = ops.rope_inv_freq.body(dim, theta, factor)
 
 
 @kernel(ops.proportional_inv_freq, device="cpu", composed=True)
+@np.errstate(all="ignore")
 def proportional_inv_freq(head_dim, theta, partial_rotary_factor, factor, *, out):
     out[...] = ops.proportional_inv_freq.body(head_dim, theta, partial_rotary_factor, factor)
 
 
 @kernel(ops.yarn_inv_freq, device="cpu", composed=True)
+@np.errstate(all="ignore")
 def yarn_inv_freq(dim, theta, factor, original_max_position, beta_fast, beta_slow, truncate, *, out):
     table = ops.yarn_inv_freq.body(dim, theta, factor, original_max_position, beta_fast, beta_slow, truncate)
     out[...] = table

@@ -78,11 +78,19 @@ def _sound(top):
 
 
 @triton.jit
-def _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, BLOCK_K: tl.constexpr):
+def _all_finite(keys):
+    """Whether no key is that of NaN or of an infinity; `_NONE` stands for what is not there."""
+    return (tl.max(keys) < _PLUS_INF) & (tl.min(tl.where(keys == _NONE, 0, keys)) > _MINUS_INF)
+
+
+@triton.jit
+def _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, NAN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A row that is not sound gets the first expert, with weights of 0 or NaN."""
     place = tl.arange(0, BLOCK_K)
     at = row * k + place
+    nothing = float("nan") if NAN else 0.0
     tl.store(ids_ptr + at, tl.where(sound, ids, 0), mask=place < k)
-    tl.store(weights_ptr + at, tl.where(sound, weights, 0.0), mask=place < k)
+    tl.store(weights_ptr + at, tl.where(sound, weights, nothing), mask=place < k)
 
 
 # route     ids of the k largest logits, w = exp(l - max) / sum over the chosen * scale: the sum over all cancels
@@ -92,7 +100,8 @@ def _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, BLOCK_K: tl.conste
 # limits    E <= 16384
 @triton.jit
 def _route_kernel(
-    logits_ptr, scale_ptr, ids_ptr, weights_ptr, E, k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    logits_ptr, scale_ptr, ids_ptr, weights_ptr, E, k,
+    NAN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -108,7 +117,8 @@ def _route_kernel(
     weights = e / tl.sum(e)
     if scale_ptr is not None:
         weights *= tl.load(scale_ptr + ids, mask=chosen, other=0.0).to(tl.float32)
-    _store(row, k, ids, weights, _sound(top), ids_ptr, weights_ptr, BLOCK_K)
+    sound = _all_finite(keys) if NAN else _sound(top)
+    _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, NAN, BLOCK_K)
 
 
 # slots     experts 0 ... k - 1 in slots, each later one into the slot of the smallest if it is larger; softmax weights
@@ -118,7 +128,8 @@ def _route_kernel(
 # limits    E <= 16384
 @triton.jit
 def _slots_kernel(
-    logits_ptr, ids_ptr, weights_ptr, E, k, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
+    logits_ptr, ids_ptr, weights_ptr, E, k,
+    NAN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -129,7 +140,7 @@ def _slots_kernel(
     logits = logits_ptr + row * E
     keys = tl.where(live, _key(tl.load(logits + index, mask=live, other=0.0)), _NONE)
     top = tl.max(keys)
-    sound = _sound(top)
+    sound = _all_finite(keys) if NAN else _sound(top)
     slot = tl.arange(0, BLOCK_K)
     held = tl.where(slot < k, _key(tl.load(logits + slot, mask=slot < k, other=0.0)), _NAN)
     ids = slot
@@ -147,7 +158,7 @@ def _slots_kernel(
         at = _first(held == bar, slot)
     total = tl.sum(tl.where(live, tl.exp(_number(keys) - _number(top)), 0.0))
     weights = tl.exp(_number(held) - _number(top)) / total
-    _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, BLOCK_K)
+    _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, NAN, BLOCK_K)
 
 
 @triton.jit
@@ -189,7 +200,8 @@ def _keep_groups(keys, live, place, topk_group, BLOCK_G: tl.constexpr):
 @triton.jit
 def _group_route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, n_group, size, topk_group, k, factor,
-    NORM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, NAN: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -200,11 +212,12 @@ def _group_route_kernel(
     index = group * size + place
     live = (group < n_group) & (place < size)
     logits = logits_ptr + row * n_group * size
-    choice = _sigmoid64(tl.load(logits + index, mask=live, other=0.0))
+    seen = tl.load(logits + index, mask=live, other=0.0)
+    choice = _sigmoid64(seen)
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + index, mask=live, other=0.0).to(tl.float32)
     keys = tl.where(live, _key(choice), _NONE)
-    sound = tl.max(keys) < _NAN
+    sound = _all_finite(_key(seen)) & _all_finite(keys) if NAN else tl.max(keys) < _NAN
     if BLOCK_G > 1:
         keys = _keep_groups(keys, live, place, topk_group, BLOCK_G)
     ids, _ = _best(keys, index, k, BLOCK_K)
@@ -212,7 +225,7 @@ def _group_route_kernel(
     weights = tl.where(chosen, _sigmoid64(tl.load(logits + ids, mask=chosen, other=0.0)), 0.0).to(tl.float64)
     if NORM:
         weights = weights / (tl.sum(weights) + 1e-20)
-    _store(row, k, ids, (weights * factor).to(tl.float32), sound, ids_ptr, weights_ptr, BLOCK_K)
+    _store(row, k, ids, (weights * factor).to(tl.float32), sound, ids_ptr, weights_ptr, NAN, BLOCK_K)
 
 
 # normalize out[t] = weights[t] / sum(weights[t]) where the sum is above 0, else weights[t]; sum in float64
@@ -242,27 +255,29 @@ def _block(name: str, experts: int, block: int) -> tuple[int, int]:
 
 
 @kernel(ops.moe_route, device="cuda")
-def moe_route(logits: torch.Tensor, per_expert_scale: torch.Tensor | None, top_k: int, *, out) -> None:
+def moe_route(
+    logits: torch.Tensor, per_expert_scale: torch.Tensor | None, top_k: int, propagate_nan: bool = False, *, out
+) -> None:
     ids, weights = out
     rows, E = flat_rows(logits).shape
     if rows == 0:
         return
     block, warps = _block("moe_route", E, triton.next_power_of_2(E))
     _route_kernel[(rows,)](
-        logits, per_expert_scale, ids, weights, E, top_k,
+        logits, per_expert_scale, ids, weights, E, top_k, NAN=propagate_nan,
         BLOCK_E=block, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **early(),
     )  # fmt: skip
 
 
 @kernel(ops.moe_softmax_topk, device="cuda")
-def moe_softmax_topk(logits: torch.Tensor, k: int, *, out) -> None:
+def moe_softmax_topk(logits: torch.Tensor, k: int, propagate_nan: bool = False, *, out) -> None:
     ids, weights = out
     rows, E = flat_rows(logits).shape
     if rows == 0:
         return
     block, warps = _block("moe_softmax_topk", E, triton.next_power_of_2(E))
     _slots_kernel[(rows,)](
-        logits, ids, weights, E, k,
+        logits, ids, weights, E, k, NAN=propagate_nan,
         BLOCK_E=block, BLOCK_K=max(32, triton.next_power_of_2(k)), num_warps=warps, **early(),
     )  # fmt: skip
 
@@ -276,6 +291,7 @@ def moe_group_route(
     top_k: int,
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
+    propagate_nan: bool = False,
     *,
     out,
 ) -> None:
@@ -287,8 +303,8 @@ def moe_group_route(
     _, warps = _block("moe_group_route", E, groups * width)
     _group_route_kernel[(rows,)](
         logits, bias, ids, weights, n_group, E // n_group, topk_group, top_k, float(routed_scaling_factor),
-        NORM=norm_topk_prob, BLOCK_G=groups, BLOCK_S=width, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps,
-        **early(),
+        NORM=norm_topk_prob, NAN=propagate_nan, BLOCK_G=groups, BLOCK_S=width,
+        BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **early(),
     )  # fmt: skip
 
 

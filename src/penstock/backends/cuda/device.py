@@ -16,6 +16,7 @@ from penstock.errors import BackendError, OutOfMemory
 from penstock.ops._op import Spec, backend, numpy_view, shaped
 from penstock.ops.device import register_device
 from penstock.quant import QuantizedTensor, to_torch
+from penstock.units import amount
 
 
 class CudaDevice:
@@ -171,7 +172,7 @@ class CudaDevice:
             yield
         except self._torch.OutOfMemoryError as error:
             raise OutOfMemory(
-                f"GPU memory: an allocation failed with {self.free_memory() / 1e9:.2f} GB free; "
+                f"GPU memory: an allocation failed with {amount(self.free_memory())} free; "
                 "use a shorter context, fewer sequences, or device='cpu'"
             ) from error
 

@@ -1,0 +1,88 @@
+"""Where NaN or infinity comes from: a sequence's last token once more, op by op, with a look at every result.
+
+The step runs unfused on a copy of the sequence, one position further: there what the sequence has read so far is as it
+was, and a weight that makes NaN makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.dtypes import FLOATS
+from penstock.engine.cache import Sequence
+from penstock.graph import Node
+from penstock.ops._op import is_array, spec_of
+from penstock.quant import QuantizedTensor
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+
+_UNNAMED = ("whole", "parts")  # fields of joined weights
+
+
+def first_nonfinite(engine: Engine, sequence: Sequence, token: int) -> str | None:
+    """The first result of a step with this token that is not finite: its layer, weight and op. None: all are.
+
+    The caller holds the engine's lock.
+    """
+    if engine.programs is None:
+        return None
+    names = dict(_named(engine.model.weights))
+    found: list[str] = []
+    where = "the step"
+
+    def wrap(node: Node, kernel: Any) -> Any:
+        nonlocal where
+        own = next((names[id(arg)] for arg in node.args.values() if id(arg) in names), None)
+        where = own or where.partition(",")[0]  # an op without weights is of the layer before it
+        named = f"{where} ({node.op.name})"
+
+        def looking(*args: Any, **out: Any) -> None:
+            kernel(*args, **out)
+            if not found and any(not _finite(engine, array) for array in _arrays(out.get("out"))):
+                found.append(named)
+
+        return looking
+
+    copy = engine.caches.open()
+    try:
+        snapshot = engine.caches.snapshot(sequence)
+        try:
+            engine.caches.rewind(copy, snapshot)
+        finally:
+            engine.caches.drop(snapshot)
+        engine.caches.reserve(copy, 1)
+        runner = engine.programs.looking({window: len(table.ids) for window, table in copy.tables.items()}, wrap)
+        engine.fill(runner, [copy], np.array([token], np.int32))
+        runner.run()
+    finally:
+        engine.caches.close(copy)
+    return found[0] if found else None
+
+
+def _finite(engine: Engine, array: Any) -> bool:
+    return spec_of(array).dtype not in FLOATS or bool(np.isfinite(engine.device.to_host(array)).all())
+
+
+def _arrays(out: Any) -> list[Any]:
+    return [array for array in (out if isinstance(out, tuple) else (out,)) if array is not None]
+
+
+def _named(weights: Any) -> Iterator[tuple[int, str]]:
+    """The id of every weight and what it is called: "layer 3, mlp.router", "head"."""
+
+    def visit(value: Any, path: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+        if isinstance(value, QuantizedTensor) or is_array(value):
+            yield id(value), f"layer {path[1]}, {'.'.join(path[2:])}" if path[0] == "layers" else ".".join(path)
+        elif isinstance(value, tuple | list):
+            for n, item in enumerate(value):
+                yield from visit(item, (*path, str(n)))
+        elif is_dataclass(value):
+            for field in fields(value):
+                yield from visit(getattr(value, field.name), path if field.name in _UNNAMED else (*path, field.name))
+
+    yield from visit(weights, ())
