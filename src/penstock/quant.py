@@ -436,7 +436,7 @@ def fault_of(array: Any) -> str | None:
     """What is wrong with an array whose memory does not tell what it holds; None for a plain one."""
     kind = type(array)
     if isinstance(array, np.ndarray):
-        if kind in (np.ndarray, np.memmap):
+        if kind in (np.ndarray, np.memmap) or getattr(kind, "memory_is_plain", False):
             return None
         return f"a {kind.__name__}, expected a plain NumPy array: np.asarray makes one, without a mask or other meaning"
     if not _is_torch(array):

@@ -34,7 +34,7 @@ from penstock.ops.device import device_for, device_type
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import ResolvedModel
 
-_CONTEXT = 8192  # positions that are planned for when nobody says how many
+_CONTEXT = 8192  # positions that are planned for by default
 _DRIVER = 512 << 20  # bytes of GPU memory that the driver, torch and compiled kernels take
 _PROCESS = 2 << 30  # bytes of host memory that a process with torch takes
 
@@ -95,9 +95,9 @@ def subject_of(found: ResolvedModel, given: str | None, device: str) -> PlannedM
     _, dtype, activations = resolve_options(device)
     programs = outlined(found, None, device, dtype, activations, Work("decode", 1, 0)).programs
     config, caches = programs.config, programs.caches
-    grid = min(device_type(device).chunk_alignment, config.max_positions)
-    widths = dict.fromkeys(caches.pools, table_width(-(-grid // PAGE)))
-    graph, _ = programs.prefill_graph(grid, 0, widths, scores=True)
+    chunk = min(device_type(device).chunk_alignment, config.max_positions)
+    widths = dict.fromkeys(caches.pools, table_width(-(-chunk // PAGE)))
+    graph, _ = programs.prefill_graph(chunk, 0, widths, scores=True)
     parts, active, experts, count = dict.fromkeys(_PARTS.values(), 0), 0.0, defaultdict(int), 0
     for weight in distinct(programs):
         if weight.role == "experts":

@@ -1,4 +1,4 @@
-"""What a model is made of, without its weights: layers by kind, tensors by part and format, what a token reads.
+"""What a model is made of, without its weights: layers by kind, tensors by role and format, what a token reads.
 
 A family asks for its weights by path and shape; here it is answered with nothing but zeros of that shape, which take no
 memory, and every question is written down with the format in which the files have the tensor.
@@ -137,7 +137,7 @@ class _Described(Protocol):
     def __contains__(self, path: str) -> bool: ...
 
     def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
-        """TensorFormat and bytes of one tensor. Raises CheckpointError unless it is there in that shape."""
+        """Format and bytes of one tensor. Raises CheckpointError unless it is there in that shape."""
         ...
 
 
@@ -366,7 +366,7 @@ def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout]) -> tuple[str
 
 
 def check_sizes(config: Any, where: str, checkpoint: Checkpoint | None = None) -> None:
-    """Raise CheckpointError for sizes that no model has, before anybody makes arrays or lists of that many things.
+    """Raise CheckpointError for sizes that no model has, before arrays or lists of that many things are made.
 
     Experts are compared with the files, if there are any: as many tensors, or a stack of as many.
     """

@@ -1,4 +1,4 @@
-"""Whether the files of a model are whole: headers, index, numbers, hashes. All problems are told, not the first alone.
+"""Whether the files of a model are whole: headers, index, numbers, hashes. All problems are listed, not the first one.
 
 Files are read, not mapped: one that is shortened meanwhile is a problem and not the end of the process. Memory stays at
 a few buffers per thread, whatever the size of the model.
@@ -61,7 +61,7 @@ class Headers(Checkpoint):
 
     def array(self, name: str) -> np.ndarray:
         info = self._info(name)
-        return np.zeros(info.shape, DTYPES[info.dtype])  # pages that nobody touches are never there
+        return np.zeros(info.shape, DTYPES[info.dtype])  # untouched pages take no memory
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def span(array: Any) -> tuple[int, int]:
 
 
 def _info(names: tuple[str, ...], layer: int | None, stacked: bool, array: Any, top_k: int) -> WeightInfo:
-    role, takes, shape = "norms", None, tuple(array.shape)
+    shape = tuple(array.shape)
     if stacked and len(shape) == 3:
         role, takes = "experts", top_k or None
     else:

@@ -119,7 +119,7 @@ def bench(
     -p -n -d -b -t take lists and ranges: 128,512 or 0-4096+1024 or 1-8*2. GB/s are the weights that a token needs, "of
     read" (on a GPU "of copy") is their share of what this machine's memory gave to a plain read (a copy) in the same
     minute. "first ms" is the time from a prompt to its first token; "host us" what a step on a GPU costs the host.
-    Programs are compiled and captured before, and the time for it is told at the end.
+    Programs are compiled and captured before, and the time for it is printed at the end.
 
     \b
     Examples:

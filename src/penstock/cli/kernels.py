@@ -212,10 +212,10 @@ def _work(step: str, batch: int | None, tokens: int | None, depth: int, device: 
         return Work(step, batch or 1, depth)
     if batch is not None:
         raise UsageError("--batch: expected with --step decode; a prefill reads one sequence")
-    grid = device_type(device).chunk_alignment
-    most = grid - depth % grid
+    chunk = device_type(device).chunk_alignment
+    most = chunk - depth % chunk
     if tokens is not None and tokens > most:
-        raise UsageError(f"--tokens: is {tokens}, expected at most {most}: prompts are cut at multiples of {grid}")
+        raise UsageError(f"--tokens: is {tokens}, expected at most {most}: prompts are cut at multiples of {chunk}")
     return Work(step, tokens or min(512, most), depth)
 
 

@@ -72,7 +72,7 @@ def verify(
 
 
 def _expected(folder: Path, hashes: Path | None, hub: bool) -> dict[str, str] | None:
-    """The hashes that the files should have, by name; None if nobody asks."""
+    """The hashes that the files should have, by name; None if none are asked for."""
     from penstock.analysis.verify import hub_hashes, read_hashes
 
     if hashes is not None:

@@ -354,6 +354,8 @@ def _outlined(weight: Weight, shape: Callable[[tuple[int, ...]], tuple[int, ...]
 class _Untouched(np.ndarray):
     """An array that nobody reads or writes, so that its pages are never there; joined to others it makes another."""
 
+    memory_is_plain = True
+
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is not np.concatenate:
             return super().__array_function__(func, types, args, kwargs)
