@@ -388,7 +388,7 @@ def test_prefixes_stay_if_dropping_them_would_not_help(model: Callable[[str], LL
     llm = model("hybrid")
     caches = llm._engine.caches
     memory = caches.bytes_of(1024) + caches.bytes_of(512)
-    with Scheduler(llm, memory=memory, prefix_memory=memory) as made:
+    with Scheduler(llm, memory=memory, prefix_memory=memory, buffer=2000) as made:  # a reader who lags is preempted
         made.submit(made.request(some_tokens(300), max_tokens=3)).result(SECONDS)
         running = made.submit(made.request([5], max_tokens=1000, logit_bias=letters()))
         next(running)

@@ -191,7 +191,7 @@ def test_slots_take_no_more_than_the_budget_and_no_more_than_there_are_experts()
 
 def test_too_small_a_budget_is_refused_with_the_number_that_is_needed():
     need = TOP * Format(SPECS).payload
-    message = f"expected at least {need / 1e6:.1f} MB .3 experts of"
+    message = f"expected at least {need} B .3 experts of"
     with pytest.raises(InvalidArgument, match=message):
         Store([layer(0)], Files(), need - 1, TOP)
     Store([layer(0)], Files(), need, TOP)

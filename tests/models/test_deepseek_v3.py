@@ -399,7 +399,7 @@ def test_a_tied_head_is_the_table(tmp_path: Path) -> None:
 
 
 def best_of_each_group(
-    scores: Array, bias: Array, groups: int, top_groups: int, k: int, renormalise: bool, scale: float
+    scores: Array, bias: Array, groups: int, top_groups: int, k: int, renormalise: bool, scale: float, **_: bool
 ) -> tuple[Array, Array]:
     """Groups ranked by their best expert instead of the sum of the best two."""
     s = 1 / (1 + np.exp(-scores.astype(np.float64)))
@@ -414,7 +414,9 @@ def best_of_each_group(
     return ids.astype(np.int32), weights.astype(np.float32)
 
 
-def bias_kept(scores: Array, bias: Array, groups: int, top: int, k: int, renormalise: bool, scale: float) -> Any:
+def bias_kept(
+    scores: Array, bias: Array, groups: int, top: int, k: int, renormalise: bool, scale: float, **_: bool
+) -> Any:
     ids, _ = ops.moe_group_route(scores, bias, groups, top, k, renormalise, scale)
     weights = np.take_along_axis(1 / (1 + np.exp(-scores)) + bias, ids, axis=1)
     return ids, (weights / weights.sum(axis=1, keepdims=True) * scale).astype(np.float32)
@@ -424,7 +426,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "half-split rope on the stored order": {"_halves": lambda config: np.arange(config.rope_dim)},
     "group score of the best one": {"ops": With(moe_group_route=best_of_each_group)},
     "bias kept in the weights": {"ops": With(moe_group_route=bias_kept)},
-    "no bias": {"ops": With(moe_group_route=lambda s, b, *rest: ops.moe_group_route(s, None, *rest))},
+    "no bias": {"ops": With(moe_group_route=lambda s, b, *rest, **more: ops.moe_group_route(s, None, *rest, **more))},
     "latent not normed": {"ops": With(rms_norm=lambda x, w, eps: x if x.shape[-1] == 32 else ops.rms_norm(x, w, eps))},
     "keys not turned": {"turn": lambda step, x, rope: x.copy() if x.shape[1] == 1 else turn(step, x, rope)},
 }

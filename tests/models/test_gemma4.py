@@ -411,7 +411,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "router weight without dim^(-1/2)": {"moe": with_weight_of_full_size},
     "no embedding scale": {"math": SimpleNamespace(sqrt=lambda _: 1.0)},
     "no scale per expert": {
-        "ops": With(moe_route=lambda scores, scale, k: ops.moe_route(scores, np.ones_like(scale), k))
+        "ops": With(moe_route=lambda scores, scale, k, **more: ops.moe_route(scores, np.ones_like(scale), k, **more))
     },
     "no layer scalar": {
         "ops": With(mul=lambda x, y: x if isinstance(y, np.ndarray) else ops.mul(x, y)),

@@ -35,7 +35,7 @@ FAMILIES = {"attention", "cache", "delta", "elementwise", "embed", "linear", "ml
 
 def made(body, infer, check=None, writes=(), alias=False, partial=False) -> Op:
     """An op that is not registered."""
-    return Op(body, infer, check, writes, alias, partial, ())
+    return Op(body, infer, check, writes, alias, partial, False, ())
 
 
 def twice(x: "Array", n: "int" = 2) -> "Array":

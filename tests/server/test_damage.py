@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.api import LLM, _demo_folder
+from penstock.api import LLM
 from penstock.cli.main import run
 from penstock.engine.protect import _mapped_bytes, protect
 from penstock.errors import CheckpointError
 from penstock.experts import reader
 from penstock.server.errors import without_folders
+from penstock.weights.resolve import resolve_model
 from tests.server.common import CHAT, PROMPT, Place, error_of, serving, wait_for
 
 LONG = {"messages": PROMPT, "max_tokens": 1900, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -23,7 +24,7 @@ LONG = {"messages": PROMPT, "max_tokens": 1900, "temperature": 0, "ignore_eos": 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    return Path(shutil.copytree(_demo_folder(), tmp_path / "model"))
+    return Path(shutil.copytree(resolve_model(None).path, tmp_path / "model"))
 
 
 def load(folder: Path, **options: str) -> LLM:

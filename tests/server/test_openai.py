@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from penstock.server.guard import Access
 from penstock.server.service import Options
-from tests.engine.test_grammar import fits
 from tests.server.common import PROMPT, scripted, serving
 from tests.server.test_api import CALLS, TOOLS
+from tests.text.test_grammar import fits
 
 
 @pytest.fixture(scope="module")

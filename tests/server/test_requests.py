@@ -294,7 +294,7 @@ def test_a_template_that_refuses_gives_its_own_words_and_no_path(place, llm, mon
     from penstock.text.template import ChatTemplates
 
     def given(source: str) -> str:
-        monkeypatch.setattr(llm.tokenizer, "_templates", ChatTemplates({"default": (source, "/secret/folder/t.jinja")}))
+        monkeypatch.setattr(llm.tokenizer, "templates", ChatTemplates({"default": (source, "/secret/folder/t.jinja")}))
         response = place.chat()
         assert "secret" not in response.text
         return f"{response.status_code} {error_of(response)['message']}"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -242,7 +243,7 @@ def test_options_of_the_model_reach_it(monkeypatch):
 
     def loaded(model: Any, **given: Any) -> Any:
         seen.update(given, model=model)
-        return type("LLM", (), {"_engine": None})()
+        return type("LLM", (), {"_engine": None, "tokenizer": Mock()})()
 
     monkeypatch.setattr("penstock.server.run.serve", instead)
     monkeypatch.setattr("penstock.engine.protect.protect", str)
@@ -273,7 +274,7 @@ def test_a_model_that_cannot_be_loaded_is_stated_and_the_status_is_1(tmp_path):
 
 
 def test_a_broken_template_is_refused_when_the_model_is_loaded(llm, monkeypatch):
-    monkeypatch.setattr(llm.tokenizer, "_templates", llm.tokenizer._templates)  # put back afterwards
+    monkeypatch.setattr(llm.tokenizer, "templates", llm.tokenizer.templates)  # put back afterwards
     with pytest.raises(CheckpointError, match=r"^--chat-template: chat template, line 1"):
         _set_template(llm, "{% if %}")
 
@@ -282,7 +283,7 @@ def test_a_models_own_template_is_compiled_before_the_first_chat_and_may_be_brok
     template._child.close()
     _compile_template(llm)
     assert template._child._process is not None and capsys.readouterr().err == ""
-    monkeypatch.setattr(llm.tokenizer, "_templates", template.ChatTemplates({"default": ("{% if %}", "t.jinja")}))
+    monkeypatch.setattr(llm.tokenizer, "templates", template.ChatTemplates({"default": ("{% if %}", "t.jinja")}))
     _compile_template(llm)
     warning = "penstock: warning: no chat will be answered: t.jinja: chat template, line 1"
     assert capsys.readouterr().err.startswith(warning)

@@ -170,7 +170,7 @@ def test_template_variables_of_the_server_and_of_requests_reach_the_template(llm
     from penstock.text.template import ChatTemplates
 
     source = "{{ mood }}/{{ enable_thinking }}/{{ reasoning_effort }}/{{ messages[0].content }}"
-    monkeypatch.setattr(llm.tokenizer, "_templates", ChatTemplates({"default": (source, "t.jinja")}))
+    monkeypatch.setattr(llm.tokenizer, "templates", ChatTemplates({"default": (source, "t.jinja")}))
     with serving(llm, Options(template_variables={"mood": "calm", "enable_thinking": True})) as place:
 
         def prompt(**fields: object) -> str:

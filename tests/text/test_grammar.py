@@ -14,9 +14,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 import penstock
 from penstock.errors import InvalidArgument
 from penstock.text import grammar as module
-from penstock.text.formats import FORMATS, shown_tokens
+from penstock.text.formats import FORMATS, parse_whole, shown_tokens
 from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
-from penstock.text.parse import parse_whole
 from penstock.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")

@@ -10,23 +10,26 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from penstock.errors import InvalidArgument
-from penstock.text import arguments as _arguments
-from penstock.text.parse import (
+from penstock.text.formats import (
     FORMATS,
+    format_of,
+    in_reasoning,
+    parse_whole,
+    parser_for,
+    shown_tokens,
+    with_arguments,
+)
+from penstock.text.formats import arguments as _arguments
+from penstock.text.formats.base import Parser
+from penstock.text.formats.deltas import (
     CallArguments,
     CallBegin,
     Content,
     Message,
-    Parser,
     Reasoning,
     ToolCall,
     call_id,
-    format_of,
     gather,
-    in_reasoning,
-    parse_whole,
-    shown_tokens,
-    with_arguments,
 )
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizer import Tokenizer
@@ -336,7 +339,7 @@ def test_parse_whole_passes_arguments_on_that_cannot_be_read(format, text, argum
 @pytest.mark.parametrize("format", CALLING)
 def test_parser_counts_calls_begun_and_complete(format):
     text = written(format, "", "", [("ping", {"city": "x"}), ("ping", {"city": "y"})])
-    parser = Parser(format, TOOLS)
+    parser = parser_for(format, TOOLS)
     seen = []
     for character in text:
         parser.feed(character)
@@ -387,7 +390,7 @@ def test_deltas_of_any_cut_make_the_whole(pair, places, inside, tools):
     given_tools = TOOLS if tools else None
     want = parsed(text, format, given_tools, in_reasoning=inside)
     for pieces in (cut(text, places), list(text), [text, ""]):
-        parser = Parser(format, given_tools, in_reasoning=inside, ids=numbered())
+        parser = parser_for(format, given_tools, in_reasoning=inside, ids=numbered())
         deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.end()
         assert gather(deltas) == want
         assert all(isinstance(delta, CallBegin) or delta.text for delta in deltas)
@@ -403,7 +406,7 @@ def bare(text, format):
 @given(FORMAT_AND_TEXT, st.booleans(), st.booleans())
 def test_text_without_calls_is_neither_lost_nor_doubled(pair, inside, tools):
     format, text = pair
-    parser = Parser(format, TOOLS if tools else None, in_reasoning=inside)
+    parser = parser_for(format, TOOLS if tools else None, in_reasoning=inside)
     deltas = [*parser.feed(text), *parser.end()]
     if not parser.calls:
         out = "".join(delta.text for delta in deltas)
@@ -441,7 +444,7 @@ ANSWERS = st.tuples(
 @given(ANSWERS)
 def test_what_a_format_writes_comes_back(answer):
     format, content, reasoning, pairs, places = answer
-    parser = Parser(format, TOOLS)
+    parser = parser_for(format, TOOLS)
     text = written(format, content, reasoning, pairs)
     message = gather([d for piece in cut(text, places) for d in parser.feed(piece)] + parser.end())
     assert (message.content or "", message.reasoning_content or "") == (content, reasoning)
@@ -451,14 +454,14 @@ def test_what_a_format_writes_comes_back(answer):
 
 def test_parser_streams_strings_of_arguments_as_they_come():
     for format in CALLING:
-        parser = Parser(format, TOOLS)
+        parser = parser_for(format, TOOLS)
         text = written(format, "", "", [("weather", {"city": "a b c d e f g"})])
         at = text.index("d e")
         assert gather(parser.feed(text[:at])).tool_calls[0].arguments == '{"city": "a b c '
 
 
 def test_parser_merges_deltas_of_a_kind():
-    parser = Parser("qwen", TOOLS, ids=numbered())
+    parser = parser_for("qwen", TOOLS, ids=numbered())
     deltas = parser.feed('<think>a <b> c</think>d <b> e<tool_call>{"name": "ping", "arguments": {"a": "<"}}')
     want = [Reasoning("a <b> c"), Content("d <b> e"), CallBegin(0, "call_0", "ping"), CallArguments(0, '{"a": "<"}')]
     assert deltas == want
@@ -493,7 +496,7 @@ def test_parser_reads_each_character_a_bounded_number_of_times(format, monkeypat
         for times in (1, 4):
             steps = 0
             text = prefix + unit * (500 // len(unit)) * times
-            parser = Parser(format, TOOLS)
+            parser = parser_for(format, TOOLS)
             for at in range(0, len(text), 97):
                 parser.feed(text[at : at + 97])
             parser.end()
@@ -516,7 +519,7 @@ def test_call_id_is_new_each_time():
 
 def test_parser_names_the_formats():
     with pytest.raises(InvalidArgument, match="format is 'llama', expected one of plain, qwen"):
-        Parser("llama")
+        parser_for("llama")
 
 
 @pytest.mark.parametrize(
@@ -541,7 +544,7 @@ def test_parser_follows_each_reference_once(monkeypatch):
     monkeypatch.setattr(_arguments, "_types", lambda *args: seen.append(args) or types(*args))
     each = {f"S{n}": {"anyOf": [{"$ref": f"#/$defs/S{n + 1}"}] * 20} for n in range(20)}
     parameters = {"properties": {"a": {"$ref": "#/$defs/S0"}}, "$defs": each}
-    Parser("qwen-xml", [{"function": {"name": "f", "parameters": parameters}}])
+    parser_for("qwen-xml", [{"function": {"name": "f", "parameters": parameters}}])
     assert 0 < len(seen) < 200
 
 
@@ -567,6 +570,7 @@ def tokenizer(template=None, tokens=(), special=()):
         ("no tools", ("<|channel>", "<channel|>"), "gemma"),
         ("<｜tool▁sep｜>' + x + '\\n```json", ("<think>",), "deepseek-v3"),
         ("<｜tool▁sep｜>", ("<think>",), "deepseek-v3.1"),
+        ("<|tool_call> ```json", ("<｜tool▁sep｜>", "<think>"), "gemma"),
     ],
 )
 def test_format_of_goes_by_template_and_tokens(template, tokens, want):
@@ -607,6 +611,12 @@ def test_markers_have_one_bracket_and_none_begins_another():
         for mark in markers(format):
             assert mark.rindex("<") == 0 and mark[1] in "/|｜cfpt"
             assert [other for other in markers(format) if other.startswith(mark)] == [mark]
+
+
+def test_a_format_with_calls_has_a_grammar_and_a_parser_of_them():
+    for name, format in FORMATS.items():
+        assert format.name == name
+        assert (format.call is not None) == (format.write_call is not None) == (format.parser is not Parser)
 
 
 def test_with_arguments_gives_templates_what_they_take():

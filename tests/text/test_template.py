@@ -377,7 +377,7 @@ def test_render_works_after_the_process_died(fresh_child):
 
 def test_the_process_imports_little_and_its_parent_no_jinja():
     for module, absent in (("template", "jinja2"), ("template_child", "numpy")):
-        code = f"import sys, penstock.engine.{module}; sys.exit({absent!r} in sys.modules)"
+        code = f"import sys, penstock.text.{module}; sys.exit({absent!r} in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

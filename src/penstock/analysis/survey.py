@@ -409,7 +409,7 @@ def _with_tokenizer(folder: Path, config: Any, notices: Iterable[str]) -> dict[s
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
     model: Any = json.loads(tokenizer.backend.to_str())["model"]
-    templates = tokenizer._templates
+    templates = tokenizer.templates
     sources = {} if templates is None else {name: source for name, (source, _) in templates.sources.items()}
     text = "\n".join(sources.values())
 
@@ -418,7 +418,7 @@ def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
 
     return {
         "type": model.get("type"),
-        "byte_level": tokenizer._byte_level,
+        "byte_level": tokenizer.byte_level,
         "tokens": tokenizer.vocab_size,
         "bos": token(tokenizer.bos_id),
         "adds_bos": tokenizer.bos_id is not None and tokenizer.bos_id in tokenizer.encode("", add_special_tokens=True),

@@ -438,10 +438,10 @@ def _set_template(llm: "LLM", text: str) -> None:
     from penstock.text.template import ChatTemplates
 
     tokenizer = llm.tokenizer
-    before = tokenizer._templates
+    before = tokenizer.templates
     named = {} if before is None else before.special_tokens
-    tokenizer._templates = ChatTemplates({"default": (text, "--chat-template")}, named)
-    tokenizer._templates.compile()
+    tokenizer.templates = ChatTemplates({"default": (text, "--chat-template")}, named)
+    tokenizer.templates.compile()
 
 
 def _compile_template(llm: "LLM") -> None:

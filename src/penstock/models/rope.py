@@ -85,7 +85,6 @@ def _yarn(fields: Fields, table: Fields, width: int, theta: float, max_positions
     fast, slow = table.number("beta_fast", 32.0, above=0), table.number("beta_slow", 1.0, above=0)
     if slow > fast:
         raise table.error("beta_slow", f"at most beta_fast ({fast:g})")
-    inv_freq = ops.yarn_inv_freq(width, theta, factor, original, fast, slow, table.boolean("truncate", True))
     mscale, all_dim = table.number("mscale", 0.0), table.number("mscale_all_dim", 0.0)
     gain = table.number("attention_factor", None, above=0)
     if gain is None:
@@ -94,4 +93,5 @@ def _yarn(fields: Fields, table: Fields, width: int, theta: float, max_positions
     score = yarn_gain(factor, all_dim) ** 2 if all_dim else 1.0
     if not math.isfinite(gain) or not math.isfinite(score):
         raise CheckpointError(f"{table.where}: mscale and factor give {gain}, expected a finite gain")
+    inv_freq = ops.yarn_inv_freq(width, theta, factor, original, fast, slow, table.boolean("truncate", True))
     return Rope(inv_freq, width, gain, score)

@@ -239,13 +239,6 @@ _ORDERLY = 0x101  # of an array's flags.num: C-contiguous and aligned
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def _holds(number: float) -> bool:
-    """Whether kernels can take a number: NaN and infinity are numbers that they know."""
-    if isinstance(number, int):
-        return -(2**63) <= number < 2**63
-    return number != number or abs(number) <= _LARGEST or abs(number) == float("inf")
-
-
 def _shown(scalar: float | str | None) -> str:
     """A scalar for a message; Python does not write out ints of thousands of digits."""
     if isinstance(scalar, int) and scalar.bit_length() > 128:
@@ -334,6 +327,7 @@ class Op:
         writes: tuple[str, ...],
         alias: bool,
         partial: bool,
+        wide: bool,
         sources: tuple[str, ...],
     ) -> None:
         functools.update_wrapper(self, body)
@@ -341,7 +335,7 @@ class Op:
         self.family: str = body.__module__.rpartition(".")[2]
         self.doc: str = inspect.getdoc(body) or ""
         self.body, self.infer, self.check = body, infer, check
-        self.writes, self.alias, self.partial, self.sources = writes, alias, partial, sources
+        self.writes, self.alias, self.partial, self.wide, self.sources = writes, alias, partial, wide, sources
         own = inspect.signature(body)
         parameters = [p for p in own.parameters.values() if not (partial and p.name == "out")]
         self.params = tuple(p.name for p in parameters)
@@ -486,9 +480,12 @@ class Op:
             if not _fits(value, kinds):
                 shown = _shown(value) if type(value) in _SCALARS else f"a {type(value).__name__}"
                 raise DTypeError(f"{self.name}: {name} is {shown}, expected {_expected(kinds)}")
-            if isinstance(value, int | float) and not _holds(value):
-                held = "64 bits" if isinstance(value, int) else "float32"
-                raise InvalidArgument(f"{self.name}: {name} is {_shown(value)}, expected a number that {held} can hold")
+            if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+                raise InvalidArgument(f"{self.name}: {name} is {_shown(value)}, expected an integer of 64 bits")
+            if isinstance(value, float) and not self.wide and _LARGEST < abs(value) < float("inf"):
+                raise InvalidArgument(
+                    f"{self.name}: {name} is {_shown(value)}, expected a number that float32 can hold"
+                )
             specs.append(spec_of(value) if is_array(value) else value)
         try:
             inferred = self.infer(*specs)
@@ -795,6 +792,7 @@ def op(
     writes: tuple[str, ...] = (),
     alias: bool = False,
     partial: bool = False,
+    wide: bool = False,
     sources: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make an op of a NumPy definition.
@@ -804,11 +802,12 @@ def op(
     writes   arguments that the op changes in place; everything else is only read
     alias    `out=` may be an input of the same start, shape and dtype
     partial  the definition takes `out` and leaves some of it as it was; a new output starts at zero
+    wide     kernels take scalars as float64: they may lie beyond float32
     sources  names of the source kernels whose work the op does
     """
 
     def decorate(body: Callable[..., Any]) -> Op:
-        made = Op(body, infer, check, writes, alias, partial, sources)
+        made = Op(body, infer, check, writes, alias, partial, wide, sources)
         if made.name in REGISTRY:
             raise InvalidArgument(f"op: {made.name} is defined twice")
         REGISTRY[made.name] = made

@@ -61,13 +61,13 @@ def _operand(a: Array, b: Array | float) -> Array | float:
     return b.astype(np.float64).reshape(a.shape if b.shape == a.shape else b.size)
 
 
-@op(infer=_broadcast, alias=True)
+@op(infer=_broadcast, alias=True, wide=True)
 def add(a: Array, b: Array | float) -> Array:
     """a + b; b has a's shape, or is a vector [last axis] (a bias; any float dtype), or one number."""
     return round_to(a.astype(np.float64) + _operand(a, b), a.dtype)
 
 
-@op(infer=_broadcast, alias=True)
+@op(infer=_broadcast, alias=True, wide=True)
 def mul(a: Array, b: Array | float) -> Array:
     """a · b; b has a's shape, or is a vector [last axis] (any float dtype), or one number."""
     return round_to(a.astype(np.float64) * _operand(a, b), a.dtype)
@@ -107,7 +107,7 @@ def _capped(x: Spec, cap: float) -> Spec:
     return _same(x=x)
 
 
-@op(infer=_capped, alias=True)
+@op(infer=_capped, alias=True, wide=True)
 def softcap(x: Array, cap: float) -> Array:
     """cap · tanh(x / cap): logits pressed into (−cap, cap), order kept."""
     return round_to(cap * np.tanh(x.astype(np.float64) / cap), x.dtype)

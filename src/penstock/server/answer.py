@@ -9,8 +9,9 @@ from typing import Any
 
 from penstock.engine.generation import Chunk
 from penstock.engine.ticket import Ticket
-from penstock.server.tokens import TokenTexts
-from penstock.text.parse import CallArguments, CallBegin, Content, Delta, Parser, Reasoning
+from penstock.text.formats.base import Parser
+from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
+from penstock.text.token_texts import TokenTexts
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from penstock.quant import QuantizedTensor
 from penstock.server import responses, schema
 from penstock.server.answer import Answer
 from penstock.server.body import Bodies
-from penstock.server.chat import ChatFormat, TextFormat, failed
+from penstock.server.chat import ChatShape, TextShape, failed
 from penstock.server.errors import ApiError, dumps
 from penstock.server.guard import Access, Guard
 from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.openapi import described
 from penstock.server.service import Service, Work, response_format_of
 from penstock.server.stream import EventStream, awaited
-from penstock.server.tokens import TokenTexts
+from penstock.text.token_texts import TokenTexts
 
 _T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -128,7 +128,7 @@ class Application:
     async def _chat(self, request: Request) -> Any:
         asked, work = await self._ready(request, schema.ChatRequest, self._chat_work)
         logprobs = bool(asked.logprobs)
-        return await self._answered(request, asked, work, ChatFormat(self.service.name, FINGERPRINT, 1, logprobs))
+        return await self._answered(request, asked, work, ChatShape(self.service.name, FINGERPRINT, 1, logprobs))
 
     def _chat_work(self, asked: schema.ChatRequest) -> Work:
         choice = asked.tool_choice
@@ -149,26 +149,26 @@ class Application:
 
     async def _completions(self, request: Request) -> Any:
         asked, work = await self._ready(request, schema.CompletionRequest, self.service.completion)
-        form = TextFormat(self.service.name, FINGERPRINT, len(asked.prompt), asked.logprobs is not None)
-        return await self._answered(request, asked, work, form)
+        shape = TextShape(self.service.name, FINGERPRINT, len(asked.prompt), asked.logprobs is not None)
+        return await self._answered(request, asked, work, shape)
 
-    async def _answered(self, request: Request, asked: schema.Generating, work: Work, form: ChatFormat) -> Any:
+    async def _answered(self, request: Request, asked: schema.Generating, work: Work, shape: ChatShape) -> Any:
         answers = self._submitted(request, work)
         if asked.stream:
             include = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-            return self._stream(form.events(answers, include), failed, answers)
+            return self._stream(shape.events(answers, include), failed, answers)
         pieces = await self._awaited(asyncio.gather(*(answer.whole() for answer in answers)), request, answers)
-        return Json(form.whole(answers, pieces))
+        return Json(shape.whole(answers, pieces))
 
     async def _responses(self, request: Request) -> Any:
         asked, work = await self._ready(request, schema.ResponsesRequest, self._responses_work)
         [answer] = self._submitted(request, work)
         params = work.requests[0].sampler.params
         sampling = {"temperature": params.temperature, "top_p": params.top_p}
-        form = responses.ResponsesFormat(asked, self.service.name, sampling)
+        shape = responses.ResponsesShape(asked, self.service.name, sampling)
         if asked.stream:
-            return self._stream(form.events(answer), form.failed, [answer])
-        return Json(await self._awaited(form.whole(answer), request, [answer]))
+            return self._stream(shape.events(answer), shape.failed, [answer])
+        return Json(await self._awaited(shape.whole(answer), request, [answer]))
 
     def _responses_work(self, asked: schema.ResponsesRequest) -> Work:
         return self.service.chat(

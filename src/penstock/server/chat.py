@@ -9,12 +9,12 @@ from typing import Any
 
 from penstock.server.answer import Answer, Piece, merged, timings, usage
 from penstock.server.errors import as_api_error, dumps
-from penstock.text.parse import CallArguments, CallBegin, Content, Reasoning, gather
+from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Reasoning, gather
 
 _DONE = b"data: [DONE]\n\n"
 
 
-class ChatFormat:
+class ChatShape:
     """/v1/chat/completions."""
 
     prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -111,7 +111,7 @@ def _add_call(calls: list[dict[str, Any]], part: CallBegin | CallArguments) -> N
         calls.append({"index": part.index, "function": {"arguments": part.text}})
 
 
-class TextFormat(ChatFormat):
+class TextShape(ChatShape):
     """/v1/completions."""
 
     prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"

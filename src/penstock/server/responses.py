@@ -10,7 +10,7 @@ from typing import Any
 from penstock.server.answer import Answer, Piece, usage
 from penstock.server.errors import ApiError, as_api_error, dumps
 from penstock.server.schema import Message, ResponsesRequest
-from penstock.text.parse import CallArguments, CallBegin, Content, Delta, Reasoning
+from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 
 
 def conversation(request: ResponsesRequest) -> list[Message]:
@@ -67,7 +67,7 @@ def response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)}
 
 
-class ResponsesFormat:
+class ResponsesShape:
     """One response. Pieces go in, events come out; `body` is the response as far as it came."""
 
     def __init__(self, request: ResponsesRequest, model: str, sampling: dict[str, Any]) -> None:

@@ -19,9 +19,9 @@ from penstock.server import schema
 from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
 from penstock.server.limits import Limits
 from penstock.text.control_tokens import ChatText
-from penstock.text.formats import format_of, in_reasoning, shown_tokens
+from penstock.text.formats import format_of, in_reasoning, parser_for, shown_tokens, with_arguments
+from penstock.text.formats.base import Parser
 from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
-from penstock.text.parse import Parser, with_arguments
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -211,7 +211,7 @@ class Service:
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
         options = self._options(request, limit, logprobs, shown_tokens(format, bool(tools)))
         requests = self._requests(scheduler, [ids], n, options, grammar)
-        parsers: list[Parser | None] = [Parser(format, tools or None, in_reasoning=inside) for _ in requests]
+        parsers: list[Parser | None] = [parser_for(format, tools or None, in_reasoning=inside) for _ in requests]
         return Work(requests, parsers, one_call=bool(tools) and not parallel)
 
     def completion(self, request: schema.CompletionRequest) -> Work:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InvalidArgument
-from penstock.text.calls import Lark, Tools, arguments, write_calls
 from penstock.text.formats import FORMATS
+from penstock.text.lark import Lark, Tools, arguments
 from penstock.text.tokenizer import Tokenizer
 
 MAX_SCHEMA = 64 << 10  # characters of JSON
@@ -220,7 +220,7 @@ def _calls(lark: Lark, format: str, tools: Tools, parallel: bool) -> str:
     if len(text) > _MANY or any(_is_costly(parameters) for parameters, _ in tools.values()):
         _try_out("tools", text)
     try:
-        return write_calls(lark, format, tools, parallel)
+        return FORMATS[format].write_calls(lark, tools, parallel)
     except RecursionError:
         raise InvalidArgument("tools have references that nest too deeply, expected a flatter schema") from None
 

@@ -29,7 +29,7 @@ class Tokenizer:
     """A model's vocabulary: encodes, decodes, knows which tokens end a text and how a chat is written.
 
     `from_folder` reads a model folder. The constructor takes a `tokenizers.Tokenizer` made elsewhere; `source` is the
-    name for messages. Raises CheckpointError for ids that cannot be.
+    name for messages. `templates` may be replaced. Raises CheckpointError for ids that cannot be.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Tokenizer:
         self.backend = backend
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
-        self._templates = templates
+        self.templates = templates
         vocab = backend.get_vocab(with_added_tokens=True)
         ids = vocab.values()
         if not ids:
@@ -159,17 +159,22 @@ class Tokenizer:
         """A decoder that takes one token at a time. `shown` are special tokens that become text all the same."""
         skipped = self._special if skip_special_tokens else frozenset()
         skipped -= {self.backend.token_to_id(token) for token in shown}
-        stream = _ByteStream(self.backend) if self._byte_level else _WindowStream(self.backend, self._decoder)
+        stream = _ByteStream(self.backend) if self.byte_level else _WindowStream(self.backend, self._decoder)
         return Detokenizer(stream, skipped)
 
     @property
+    def byte_level(self) -> bool:
+        """Whether tokens are bytes, written in the alphabet of BYTE_OF."""
+        return bool(self._decoder) and json.loads(self._decoder).get("type") == "ByteLevel"
+
+    @property
     def has_chat_template(self) -> bool:
-        return self._templates is not None
+        return self.templates is not None
 
     @property
     def chat_template(self) -> str | None:
         """The source of the chat template, of the one for tools if there are several."""
-        sources = {} if self._templates is None else self._templates.sources
+        sources = {} if self.templates is None else self.templates.sources
         text, _ = sources.get("tool_use") or sources.get("default") or (None, None)
         return text
 
@@ -178,8 +183,8 @@ class Tokenizer:
 
         Raises CheckpointError for a broken template.
         """
-        if self._templates is not None:
-            self._templates.compile()
+        if self.templates is not None:
+            self.templates.compile()
 
     def apply_chat_template(
         self,
@@ -194,9 +199,9 @@ class Tokenizer:
         Raises InvalidArgument for messages that the template or penstock does not take, and if there is no template;
         CheckpointError for a broken template.
         """
-        if self._templates is None:
+        if self.templates is None:
             raise InvalidArgument("chat: the model has no chat template, expected a prompt of plain text")
-        return self._templates.render(messages, tools, add_generation_prompt, variables)
+        return self.templates.render(messages, tools, add_generation_prompt, variables)
 
     def chat_text(
         self,
@@ -210,8 +215,8 @@ class Tokenizer:
         spell out from those of the template, unless allow_special_in_messages.
         """
         variables, mark = dict(variables or {}), ""
-        if self._templates is not None and not allow_special_in_messages:
-            seen = self._templates.sources, self._templates.special_tokens
+        if self.templates is not None and not allow_special_in_messages:
+            seen = self.templates.sources, self.templates.special_tokens
             messages, mark = self._control_tokens.marked(messages, tools, variables, *seen)
         text = self.apply_chat_template(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
         return ChatText(text, mark)
@@ -241,10 +246,6 @@ class Tokenizer:
     def _decoder(self) -> str:
         decoder: Any = self.backend.decoder  # pickles as its part of tokenizer.json
         return "" if decoder is None else bytes(decoder.__getstate__()).decode()
-
-    @property
-    def _byte_level(self) -> bool:
-        return bool(self._decoder) and json.loads(self._decoder).get("type") == "ByteLevel"
 
 
 class Detokenizer:
@@ -279,7 +280,7 @@ def _byte_of_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
-_BYTES = _byte_of_characters()
+BYTE_OF = _byte_of_characters()  # by character
 
 
 class _ByteStream:
@@ -294,7 +295,7 @@ class _ByteStream:
         if piece is None:
             return ""
         try:
-            data = bytes([_BYTES[character] for character in piece])
+            data = bytes([BYTE_OF[character] for character in piece])
         except KeyError:  # an added token, written as it is
             data = piece.encode()
         return self._decoder.decode(data)
@@ -322,7 +323,7 @@ class _WindowStream:
         if not piece:
             return ""
         self._window.append(token)
-        if self._byte_fallback and _is_byte(piece):
+        if self._byte_fallback and is_byte_token(piece):
             return ""
         text = self._text(self._window)
         if self._incomplete is not None and text.endswith(self._incomplete):
@@ -359,7 +360,7 @@ def _check_text(text: Any) -> None:
             ) from None
 
 
-def _is_byte(piece: str) -> bool:
+def is_byte_token(piece: str) -> bool:
     return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
 
 

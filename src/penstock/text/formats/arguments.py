@@ -1,47 +1,14 @@
-"""Arguments of tool calls: values typed by a JSON schema, and the forms that requests and chat templates have."""
+"""Arguments of tool calls: the JSON schemas of their parameters, and values typed by them."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import InvalidArgument
 
+_KEY = re.compile(r"[^\s<>{}\[\]:,\"]{1,256}")
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-
-
-def with_arguments(messages: Sequence[Mapping[str, Any]], format: str) -> list[dict[str, Any]]:
-    """Messages for a chat template: with the arguments of earlier calls, JSON text in requests, in the form that
-    templates of `format` take (an object; text in DeepSeek's).
-
-    Raises InvalidArgument for arguments that are no JSON object. Whatever else is wrong is left to the template.
-    """
-    keep_text = format.startswith("deepseek")
-    changed = []
-    for n, message in enumerate(messages):
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        if isinstance(calls, list | tuple):
-            where = f"messages[{n}].tool_calls"
-            calls = [_with_arguments(call, f"{where}[{i}]", keep_text) for i, call in enumerate(calls)]
-            message = {**message, "tool_calls": calls}
-        changed.append(message)
-    return changed
-
-
-def _with_arguments(call: Any, where: str, keep_text: bool) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or "arguments" not in function:
-        return call
-    given = function["arguments"]
-    try:
-        value = loads(given or "{}") if isinstance(given, str) else given
-    except ValueError:
-        value = None
-    if not isinstance(value, Mapping):
-        raise InvalidArgument(f"{where}.function.arguments is {given!r:.60}, expected the JSON text of an object")
-    if keep_text:
-        value = given or "{}" if isinstance(given, str) else json.dumps(value, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": value}}
 
 
 def escaped(text: str) -> str:
@@ -101,10 +68,7 @@ def _types(schema: Any, root: Any, followed: set[str], depth: int = 0) -> frozen
         if pointer in followed or not pointer.startswith("#/"):
             return frozenset()
         followed.add(pointer)
-        target = root
-        for part in pointer[2:].split("/"):
-            target = target.get(part) if isinstance(target, Mapping) else None
-        return _types(target, root, followed, depth + 1)
+        return _types(at(pointer, root), root, followed, depth + 1)
     named = schema.get("type")
     types = {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
     if not types:
@@ -113,3 +77,37 @@ def _types(schema: Any, root: Any, followed: set[str], depth: int = 0) -> frozen
             for choice in choices if isinstance(choices, list) else ():
                 types |= _types(choice, root, followed, depth + 1)
     return frozenset(types | {"null"}) if types and schema.get("nullable") is True else frozenset(types)
+
+
+def properties_of(name: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Name and schema of each property, and whether it is required."""
+    properties, required = schema.get("properties"), schema.get("required")
+    for key, inner in properties.items() if isinstance(properties, Mapping) else ():
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise InvalidArgument(f"the tool {name} has a parameter named {key!r:.60}, expected no spaces and brackets")
+        yield key, inner, isinstance(required, list) and key in required
+
+
+def string_choices(schema: Mapping[str, Any]) -> list[str]:
+    """The strings of an enumeration; none if it is no enumeration of strings."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+        return list(dict.fromkeys(values))
+    return []
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema, or that which it refers to."""
+    for _ in range(32):
+        if isinstance(schema, Mapping) and isinstance(pointer := schema.get("$ref"), str):
+            schema = at(pointer, root)
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def at(pointer: str, root: Any) -> Any:
+    """What a reference inside a schema points to; None if there is nothing."""
+    if not pointer.startswith("#/"):
+        return root if pointer == "#" else None
+    for part in pointer[2:].split("/"):
+        root = root.get(part) if isinstance(root, Mapping) else None
+    return root

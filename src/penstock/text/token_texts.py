@@ -1,11 +1,9 @@
 """What single tokens stand for, as log probabilities and /tokenize show them."""
 
-from __future__ import annotations
-
 import functools
 
 from penstock.errors import no_panic
-from penstock.text.tokenizer import _BYTES, Tokenizer
+from penstock.text.tokenizer import BYTE_OF, Tokenizer, is_byte_token
 
 
 class TokenTexts:
@@ -13,7 +11,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
-        self._byte_level = tokenizer._byte_level
+        self._byte_level = tokenizer.byte_level
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]  # some drop a space at the start of a text
         self._skip = len(self._decoded([]))
         self.bytes_of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
@@ -26,9 +24,9 @@ class TokenTexts:
         piece = self._backend.id_to_token(token)
         if piece is None:
             return b""
-        if self._byte_level and all(character in _BYTES for character in piece):
-            return bytes(_BYTES[character] for character in piece)
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        if self._byte_level and all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece)
+        if is_byte_token(piece):
             return bytes.fromhex(piece[3:5])
         return piece.encode() if self._byte_level else self._decoded([token])[self._skip :].encode()
 
