@@ -34,7 +34,8 @@ from penstock.experts.packed import NAME, open_packed, write_packed
 from penstock.experts.reader import ExpertReader
 from penstock.experts.store import HostSlots
 from penstock.models.config import first_layers
-from penstock.models.source import Random, Stored
+from penstock.models.random import Random
+from penstock.models.source import Stored
 from penstock.ops.device import device_for
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import resolve_model

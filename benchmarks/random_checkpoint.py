@@ -22,7 +22,8 @@ from penstock import models
 from penstock.cli.bench import layer_count
 from penstock.dtypes import dtype_name
 from penstock.models.config import first_layers
-from penstock.models.source import Random, Shapes, Weight
+from penstock.models.random import Random, Shapes
+from penstock.models.source import Weight
 from penstock.quant import QuantizedTensor
 from penstock.weights.resolve import resolve_model
 

@@ -15,7 +15,7 @@ import pytest
 from penstock import models
 from penstock.cli.bench import layer_count
 from penstock.models.config import first_layers
-from penstock.models.source import Random
+from penstock.models.random import Random
 from penstock.quant import dequantize
 from penstock.weights.gguf import GgufFile
 from penstock.weights.resolve import shipped_configs

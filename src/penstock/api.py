@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from penstock import models
 from penstock.engine import ahead
 from penstock.engine.cache import Caches
-from penstock.engine.engine import Engine, Model
+from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.generation import Chunk, Completion, Request, Timings, request_of, run
 from penstock.engine.options import WORKING_BYTES, resolve_options
 from penstock.engine.session import Session, read_about, restore_into
@@ -25,8 +24,10 @@ from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.open import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.experts.store import slot_counts
+from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import open_gguf
-from penstock.models.source import Maker, Placed, Random, RandomHere, Shapes, Shelved, Source, Stored, left_over
+from penstock.models.random import Maker, Random, RandomHere, Shapes
+from penstock.models.source import Placed, Shelved, Source, Stored, left_over
 from penstock.ops.device import Device, device_for
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
@@ -130,7 +131,7 @@ class LLM:
         return self._tokenizer
 
     @property
-    def config(self) -> Any:
+    def config(self) -> ModelConfig:
         return self._engine.model.config
 
     @property
@@ -347,7 +348,7 @@ def _read_folder(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
-) -> tuple[Model, Tokenizer, list[str]]:
+) -> tuple[AnyModel, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
@@ -377,14 +378,14 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, device, checkpoint.nbytes, progress)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
-    notices += [*checkpoint.notices, *left_over(source, family.SKIPPED, len(family.caches(config))).remarks]
+    notices += [*checkpoint.notices, *left_over(source, family.skipped, len(family.caches(config))).remarks]
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
     model = _with_files(model, device, checkpoint)
     return model, tokenizer, notices
 
 
 def _streamed_layers(
-    family: ModuleType, source: Stored, config: Any, experts: ExpertOptions, device: Device, need: int
+    family: AnyFamily, source: Stored, config: ModelConfig, experts: ExpertOptions, device: Device, need: int
 ) -> list[Layer]:
     """The layers whose experts are to be streamed: asked for, or a model of which `need` bytes do not fit."""
     if not (experts.asked or (need > device.free_memory() and config.top_k and device.runs_programs)):
@@ -400,7 +401,7 @@ def _read_gguf(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
-) -> tuple[Model, Tokenizer, list[str]]:
+) -> tuple[AnyModel, Tokenizer, list[str]]:
     if experts.asked:
         raise InvalidArgument(f"load: expert_cache is given for {path}, expected 'auto': GGUF files are not streamed")
     found = open_gguf(path)
@@ -415,7 +416,7 @@ def _read_gguf(
     return _with_files(model, device, found.file), tokenizer, notices
 
 
-def _with_files(model: Model, device: Device, files: Checkpoint | GgufFile) -> Model:
+def _with_files(model: AnyModel, device: Device, files: Checkpoint | GgufFile) -> AnyModel:
     """A model that knows the files which its weights are mapped from; on a GPU none is."""
     if not device.host_memory:
         return model
@@ -438,13 +439,13 @@ def _putting(device: Device, nbytes: int, progress: Callable[[float], None] | No
 
 
 def _weights(
-    family: ModuleType,
+    family: Family[ConfigT, WeightsT],
     source: Source,
-    config: Any,
+    config: ConfigT,
     device: Device,
     nbytes: int = 0,
     progress: Callable[[float], None] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[WeightsT, ConfigT]:
     """A family's weights and config with their arrays on a device: matrices as they are read, small ones at the end.
 
     progress: is told the share of all `nbytes` that are there.
@@ -529,7 +530,7 @@ def _check_fits(what: str, device: Device, files: int, copies: int) -> None:
 
 
 def _engine(
-    model: Model,
+    model: AnyModel,
     device: Device,
     dtype: str,
     activations: str,

@@ -40,7 +40,7 @@ def defined(folder, tokens, monkeypatch):
 
     llm = penstock.load(folder, device="reference", activations="float32")
     with monkeypatch.context() as patch:
-        patch.setattr(f"{llm._engine.model.family.__name__}.experts", noting)
+        patch.setattr(f"{llm._engine.model.family.forward.__module__}.experts", noting)
         llm.logits(tokens)
     return np.stack(noted, axis=1)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock import QuantizedTensor, api
-from penstock.analysis.weights import Sum, WeightInfo, active_bytes, distinct, role_of, walk
+from penstock.analysis.weights import Sum, WeightInfo, active_bytes, distinct, layer_of, walk
 from penstock.models.layers import ExpertStack
 from tests.cli.test_bench import TINY
 
@@ -104,17 +104,5 @@ def test_a_step_of_several_tokens_reads_more_experts_and_rows():
     assert Sum.of([experts, table, dense]) == Sum(3, 200, 1870, 120 * 2 / 8 + 40 / 10 + 40, 200 + 100 + 70)
 
 
-@pytest.mark.parametrize(
-    ("path", "role", "layer", "name"),
-    [
-        ("embed_tokens", "embedding", None, "embed_tokens"),
-        ("layers.12.mlp.switch_mlp.up_proj", "experts", 12, "mlp.switch_mlp.up_proj"),
-        ("layers.0.mlp.shared_expert.up_proj", "shared expert", 0, "mlp.shared_expert.up_proj"),
-        ("layers.0.mlp.shared_expert_gate", "router", 0, "mlp.shared_expert_gate"),
-        ("layers.3.linear_attn.in_proj_qkvz", "linear attention", 3, "linear_attn.in_proj_qkvz"),
-        ("layers.3.self_attn.q_norm", "norms", 3, "self_attn.q_norm"),
-        ("unheard_of", "other", None, "unheard_of"),
-    ],
-)
-def test_role_of_a_path(path, role, layer, name):
-    assert role_of(path) == (role, layer, name)
+def test_layer_of_a_path():
+    assert [layer_of(path) for path in ("layers.12.mlp.gate", "embed_tokens", "norm")] == [12, None, None]

@@ -13,9 +13,10 @@ from penstock import api
 from penstock.analysis import bandwidth
 from penstock.analysis.survey import Survey
 from penstock.analysis.survey import survey as survey_of
-from penstock.analysis.weights import ROLES, active_bytes
+from penstock.analysis.weights import active_bytes
 from penstock.cli._treemap import Box, in_strips, squarified
 from penstock.models.config import first_layers
+from penstock.models.family import ROLES
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.mapped import MappedFile
 from penstock.weights.resolve import ANY, resolve_model, shipped_configs

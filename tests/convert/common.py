@@ -82,10 +82,10 @@ class Names:
 def tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """All weights of a config, as released."""
     family = models.family_of(dict(config))
-    if family.__name__.endswith("qwen3_5"):
+    if family.name == "qwen3_5":
         return qwen_tensors(config)
     nested = "text_config" in config
-    names = Names("model.language_model." if nested else "model.", joined=family.__name__.endswith("gemma4"))
+    names = Names("model.language_model." if nested else "model.", joined=family.name == "gemma4")
     family.read_weights(names, family.read_config(dict(config)))
     return names.found
 

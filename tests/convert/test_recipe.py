@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock import models
 from penstock.convert.recipe import Recipe, read_recipe, table_of
 from penstock.convert.run import Options, convert
 from penstock.errors import CheckpointError, InvalidArgument
@@ -15,7 +16,7 @@ from tests.models.made import mlx_logits
 
 
 def of(recipe: Recipe, path: str, *shape: int, model_type: str = "qwen3_moe") -> tuple[int, int] | None:
-    return recipe.format(path, shape, model_type, 8)
+    return recipe.format(path, shape, models.family_of({"model_type": model_type}), 8)
 
 
 def written(folder: Path, table: Any) -> str:

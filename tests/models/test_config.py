@@ -69,9 +69,13 @@ def test_read_config_takes_whole_numbers_written_as_floats() -> None:
 @pytest.mark.parametrize("kind", models.FAMILIES)
 def test_family_of_every_type_can_be_imported(kind: str) -> None:
     family = models.family_of({"model_type": kind})
-    assert kind in family.MODEL_TYPES
-    for part in ("SKIPPED", "read_config", "names", "read_weights", "caches", "forward", "logits"):
+    assert kind in family.model_types
+    for part in ("skipped", "read_config", "names", "read_weights", "caches", "forward", "logits"):
         assert hasattr(family, part)
+
+
+def test_the_table_of_families_says_what_the_families_say() -> None:
+    assert {kind: family.name for family in models.families() for kind in family.model_types} == models.FAMILIES
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

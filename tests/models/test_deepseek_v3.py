@@ -474,7 +474,7 @@ def test_a_wrong_config_breaks_the_bound(
         config = right(raw)
         return dataclasses.replace(config, **change(config))
 
-    monkeypatch.setattr(deepseek_v3, "read_config", wrong)
+    monkeypatch.setattr(deepseek_v3, "FAMILY", dataclasses.replace(deepseek_v3.FAMILY, read_config=wrong))
     assert reference_error(hf(name)) > 5e-5
 
 

@@ -455,10 +455,8 @@ def test_wrong_per_layer_inputs_break_the_bound(
 def test_sharing_with_the_first_layer_of_a_kind_breaks_the_bound(
     hf: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = gemma4.read_config
-    monkeypatch.setattr(
-        gemma4,
-        "read_config",
-        lambda raw: dataclasses.replace(right(raw), sources=(0, 1, 2, 3, 4, 0, 0, 1)),
-    )
+    def wrong(raw: dict[str, Any]) -> Any:
+        return dataclasses.replace(gemma4.read_config(raw), sources=(0, 1, 2, 3, 4, 0, 0, 1))
+
+    monkeypatch.setattr(gemma4, "FAMILY", dataclasses.replace(gemma4.FAMILY, read_config=wrong))
     assert reference_error(hf("inputs")) > 5e-5

@@ -358,6 +358,6 @@ def test_a_wrong_config_breaks_the_bound(
         config = right(raw)
         return dataclasses.replace(config, **change(config))
 
-    monkeypatch.setattr(llama, "read_config", wrong)
+    monkeypatch.setattr(llama, "FAMILY", dataclasses.replace(llama.FAMILY, read_config=wrong))
     count = {"window": 120, "qwen2 window": 150, "wide window": 340}.get(name, 60)
     assert reference_error(hf(name), count) > 1e-5

@@ -329,7 +329,7 @@ def test_read_config_of_deepseek_v3_without_experts() -> None:
 def test_read_config_of_kimi_k2_is_that_of_deepseek_v3() -> None:
     family = models.family_of({"model_type": "kimi_k2"})
     config = family.read_config(changed(DEEPSEEK, model_type="kimi_k2"))
-    assert family is deepseek_v3 and config.model_type == "kimi_k2"
+    assert family is deepseek_v3.FAMILY and config.model_type == "kimi_k2"
 
 
 @pytest.mark.parametrize(

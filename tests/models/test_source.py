@@ -15,8 +15,9 @@ from penstock.dtypes import numpy_dtype
 from penstock.errors import CheckpointError, OutOfMemory
 from penstock.models import qwen3_5
 from penstock.models.layers import ExpertStack, join, project, read_experts, read_mlp
-from penstock.models.source import Maker as MakerProtocol
-from penstock.models.source import Outline, Random, RandomHere, Shapes, Stored
+from penstock.models.random import Maker as MakerProtocol
+from penstock.models.random import Random, RandomHere, Shapes
+from penstock.models.source import Outline, Stored
 from penstock.models.step import Step
 from penstock.quant import QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
@@ -242,7 +243,7 @@ def test_random_is_the_same_for_a_seed() -> None:
 class Maker:
     """A device that draws zeros and ones."""
 
-    def put(self, value: Any) -> Any:
+    def to_device(self, value: Any) -> Any:
         return value
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:

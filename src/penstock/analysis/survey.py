@@ -13,16 +13,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from penstock.analysis.verify import Headers
-from penstock.analysis.weights import ROLES, Sum, TensorFormat, WeightInfo, role_of
+from penstock.analysis.weights import Sum, TensorFormat, WeightInfo, layer_of
 from penstock.dtypes import FLOATS, ITEMSIZE
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.models.config import Fields, first_layers
+from penstock.models.family import ROLES, AnyFamily, ModelConfig
 from penstock.models.source import left_over
 from penstock.models.step import Layout, Pages
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from penstock.models.gguf import GgufModel
     from penstock.text.tokenizer import Tokenizer
 
-_ROUTERS = (".gate", "shared_expert_gate", "router.proj")  # 8 bits where a table of formats has no word of its own
 _LONG = ("vocab_size", "max_positions", "per_layer_vocab")
 _WIDEST = 1 << 17  # of all other sizes; the widest layers of released models have 53 248
 _PREFIXES = ("", "model.", "language_model.model.", "language_model.", "model.language_model.")
@@ -144,7 +143,7 @@ class _Described(Protocol):
 class FromFiles:
     """Tensors of a checkpoint, none of which is read."""
 
-    def __init__(self, checkpoint: Headers, family: ModuleType, config: Any) -> None:
+    def __init__(self, checkpoint: Headers, family: AnyFamily, config: ModelConfig) -> None:
         from penstock.models.source import Stored
 
         self.stored = Stored(checkpoint, *family.names(checkpoint, config))
@@ -190,7 +189,8 @@ class _FromConfig:
 
     layout = "mlx"
 
-    def __init__(self, raw: dict[str, Any]) -> None:
+    def __init__(self, raw: dict[str, Any], family: AnyFamily) -> None:
+        self._family = family
         top = Fields(raw, "config.json")
         inner = top.table("text_config", top)
         _, table = quantization_table(raw)
@@ -226,7 +226,7 @@ class _FromConfig:
                 table = Fields(own, f"config.json: quantization of {path}")
                 return table.choice("bits", BITS, 4), table.choice("group_size", GROUP_SIZES, 64)
         bits, group = self._general
-        return (8 if path.endswith(_ROUTERS) and not self._own else bits), group
+        return (8 if self._family.role_of(path) == "router" and not self._own else bits), group
 
 
 @dataclass
@@ -234,6 +234,7 @@ class Recorder:
     """Answers a family's questions with zeros and keeps a list of them."""
 
     described: _Described
+    family: AnyFamily
     weights: list[WeightInfo] = field(default_factory=list)
 
     @property
@@ -261,8 +262,8 @@ class Recorder:
         return self._noted(re.sub(r"\.\d+\.([^.]*)$", r".\1", paths[0]), shape, found[0][0], nbytes)
 
     def _noted(self, path: str, shape: tuple[int, ...], format: TensorFormat, nbytes: int) -> np.ndarray:
-        role, layer, _ = role_of(path)
-        self.weights.append(WeightInfo(path, role, layer, shape, nbytes, format=format))
+        role = self.family.role_of(path)
+        self.weights.append(WeightInfo(path, role, layer_of(path), shape, nbytes, format=format))
         try:
             return np.broadcast_to(np.zeros((), np.float32), shape)
         except ValueError:
@@ -282,7 +283,7 @@ def _of_folder(name: str, folder: Path) -> Survey:
     check_sizes(config, f"{folder / 'config.json'}", checkpoint)
     described = FromFiles(checkpoint, family, config)
     found = _looked_at(name, "safetensors", family, config, described)
-    left = left_over(described.stored, family.SKIPPED, len(found.layers))
+    left = left_over(described.stored, family.skipped, len(found.layers))
     skipped = tuple(
         Skipped(what, len(names), sum(_span(checkpoint, name) for name in names)) for what, names in left.known.items()
     )
@@ -313,7 +314,7 @@ def _of_config(name: str, raw: dict[str, Any], where: str) -> Survey:
     from penstock import models
 
     family = models.family_of(raw)
-    described = _FromConfig(raw)
+    described = _FromConfig(raw, family)
     config = family.read_config(raw)
     check_sizes(config, where)
     found = _looked_at(name, "config", family, config, described)
@@ -323,16 +324,16 @@ def _of_config(name: str, raw: dict[str, Any], where: str) -> Survey:
     return replace(found, notices=(notice,))
 
 
-def _looked_at(name: str, source: str, family: ModuleType, config: Any, described: _Described) -> Survey:
-    recorder = Recorder(described)
+def _looked_at(name: str, source: str, family: AnyFamily, config: ModelConfig, described: _Described) -> Survey:
+    recorder = Recorder(described, family)
     read = family.read_weights(recorder, config)
     tied = read.head is read.embed
     caches = tuple(family.caches(config))
     weights = tuple(replace(one, takes=_taken(one, config, tied)) for one in recorder.weights)
-    return Survey(name, source, config, weights, _kinds(weights, caches), caches, tied)
+    return Survey(name, source, config, weights, _kinds(weights, caches, family.full_attention), caches, tied)
 
 
-def _taken(weight: WeightInfo, config: Any, tied: bool) -> int | None:
+def _taken(weight: WeightInfo, config: ModelConfig, tied: bool) -> int | None:
     """Of the first axis of a tensor what one token reads, None for all: chosen experts, one row of a table.
 
     A tied table is the head too.
@@ -342,25 +343,20 @@ def _taken(weight: WeightInfo, config: Any, tied: bool) -> int | None:
     return 1 if weight.role == "embedding" and not (tied and weight.path == "embed_tokens") else None
 
 
-def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout]) -> tuple[str, ...]:
+def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attention: str) -> tuple[str, ...]:
     """What each layer does: how it mixes positions, and what follows."""
-    names: dict[int, set[str]] = defaultdict(set)
+    roles: dict[int | None, set[str]] = defaultdict(set)
     for weight in weights:
-        role, layer, name = role_of(weight.path)
-        if layer is not None:
-            names[layer].update((role, name))
+        roles[weight.layer].add(weight.role)
     found = []
     for number, layout in enumerate(caches):
-        parts = names[number]
-        if "linear attention" in parts:
+        if "linear attention" in roles[number]:
             mixer = "linear attention"
-        elif "self_attn.kv_a_proj_with_mqa" in parts:
-            mixer = "latent attention (MLA)"
         elif isinstance(layout, Pages) and layout.window is not None:
             mixer = f"sliding attention ({layout.window})"
         else:
-            mixer = "full attention"
-        blocks = [block for part, block in (("dense MLP", "dense"), ("experts", "MoE")) if part in parts]
+            mixer = full_attention
+        blocks = [block for role, block in (("dense MLP", "dense"), ("experts", "MoE")) if role in roles[number]]
         found.append(" + ".join([mixer, *blocks]))
     return tuple(found)
 

@@ -211,7 +211,8 @@ def outlined(
     """A model without its weights. layers: how many of a config.json are taken."""
     from penstock import models
     from penstock.models.gguf import open_gguf
-    from penstock.models.source import Outline, Shapes, Stored
+    from penstock.models.random import Shapes
+    from penstock.models.source import Outline, Stored
     from penstock.weights.checkpoint import Checkpoint
 
     name, raw = taken_layers(found, layers)

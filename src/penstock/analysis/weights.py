@@ -16,36 +16,8 @@ from penstock.models.layers import ExpertStack
 from penstock.ops._op import address, is_array
 from penstock.quant import QuantizedTensor
 
-# Roles of tensors, in the order in which they are shown.
-ROLES = (
-    "embedding",
-    "attention",
-    "linear attention",
-    "router",
-    "shared expert",
-    "experts",
-    "dense MLP",
-    "norms",
-    "head",
-    "other",
-)
-# What comes behind "layers.N." of a path, or the whole path outside of layers; the first that fits counts.
-_ROLE_OF_PATH = [
-    (re.compile(pattern), role)
-    for pattern, role in (
-        (r"embed_tokens", "embedding"),
-        (r"lm_head", "head"),
-        (r"(.*\.)?(switch_mlp|switch_glu|experts)\.", "experts"),
-        (r"(.*\.)?shared_experts?\.", "shared expert"),
-        (r"mlp\.gate(\.|$)|mlp\.shared_expert_gate|router\.", "router"),
-        (r"(.*[._])?(layer)?norm[^.]*$|layer_scalar$", "norms"),
-        (r"self_attn\.", "attention"),
-        (r"linear_attn\.", "linear attention"),
-        (r"mlp\.", "dense MLP"),
-    )
-]
-# Fields of a family's weights on the way to an array; the first that is there counts. Coarser than paths: the norms
-# inside of a mixer are of its role, and "MLP" is a shared expert as well as a dense block.
+# Fields of a family's weights on the way to an array; the first that is there counts. Coarser than a family's
+# roles of paths: the norms inside of a mixer are of its role, and "MLP" is a shared expert as well as a dense block.
 _ROLE_OF_FIELD = {
     "embed": "embedding",
     "table": "embedding",
@@ -57,15 +29,13 @@ _ROLE_OF_FIELD = {
     "mlp": "MLP",
     "shared": "MLP",
 }
-_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
-def role_of(path: str) -> tuple[str, int | None, str]:
-    """Of a tensor's path: its role, its layer (None outside of layers), and the path without the layer."""
-    found = _LAYER.fullmatch(path)
-    name = found[2] if found else path
-    role = next((role for pattern, role in _ROLE_OF_PATH if pattern.match(name)), "other")
-    return role, int(found[1]) if found else None, name
+def layer_of(path: str) -> int | None:
+    """The layer of a tensor's path, None outside of layers."""
+    found = _LAYER.match(path)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)

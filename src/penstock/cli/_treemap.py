@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.analysis.survey import Survey
-from penstock.analysis.weights import ROLES, Sum, WeightInfo
+from penstock.analysis.weights import Sum, WeightInfo
 from penstock.cli._output import css_name, percent, render, script_json
 from penstock.cli.inspect import Machine, count, facts
+from penstock.models.family import ROLES
 from penstock.units import amount
 
 WIDTH, HEIGHT = 1200.0, 640.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +14,7 @@ from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 
 if TYPE_CHECKING:
     from penstock.analysis.verify import Check, Headers, Numbers
+    from penstock.models.family import AnyFamily, ModelConfig
     from penstock.text.tokenizer import Tokenizer
 
 _SHOWN = 200  # problems of one check; a hostile file could have millions
@@ -195,13 +195,13 @@ def _check_shapes(checkpoint: Headers, check: Check) -> tuple[Any, list[str]]:
         return None, []
     _ask(family, config, described, check)
     layers = len(family.caches(config))
-    return config, [] if check.problems else left_over(described.stored, family.SKIPPED, layers).remarks
+    return config, [] if check.problems else left_over(described.stored, family.skipped, layers).remarks
 
 
-def _ask(family: ModuleType, config: Any, described: Any, check: Check) -> None:
+def _ask(family: AnyFamily, config: ModelConfig, described: Any, check: Check) -> None:
     from penstock.analysis.survey import Recorder
 
-    recorder = Recorder(_Forgiving(described, check.problems))
+    recorder = Recorder(_Forgiving(described, check.problems), family)
     try:
         family.read_weights(recorder, config)
     except PenstockError as error:

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock import models, ops
+from penstock import ops
 from penstock.analysis.perplexity import windows
-from penstock.convert.layout import Plan, prefixes
+from penstock.convert.layout import Plan
 from penstock.convert.rows import Rows, Stored, row_bytes, row_count, runs
 from penstock.engine.engine import Engine, Model
 from penstock.errors import InvalidArgument, OutOfMemory
@@ -87,7 +87,7 @@ class Planned:
 
     def __init__(self, planned: Plan, formats: Formats | None = None) -> None:
         self._planned, self._formats = planned, formats
-        self._prefix, self._head = prefixes(planned.config["model_type"])
+        self._prefix, self._head = planned.rules.prefixes
         self._files: dict[Path, MappedFile] = {}
         self.names: dict[int, str] = {}
 
@@ -133,8 +133,7 @@ class Planned:
 
 def engine(planned: Plan, source: Planned, fused: bool = True) -> Engine:
     """The planned model, ready to run with exact products."""
-    family = models.family_of(planned.config)
-    config = family.read_config(planned.config)
+    family, config = planned.family, planned.family.read_config(planned.config)
     model = Model(family, config, family.read_weights(source, config), "calibration")
     return Engine(model, activations="float32", max_context=config.max_positions, fused=fused)
 

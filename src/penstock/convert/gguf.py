@@ -18,7 +18,7 @@ from penstock.convert.layout import PARTS, Plan, nothing
 from penstock.convert.rows import Cast, Dequantized, Files, Rows, Stored, Whole
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError, InvalidArgument
-from penstock.models.gguf import _ROPE_FACTORS, GgufModel, _name
+from penstock.models.gguf import ROPE_FACTORS, GgufModel
 from penstock.models.source import Weight
 from penstock.weights.files import short
 from penstock.weights.gguf import SUPPORTED, GgufFile, _reorder_nibbles
@@ -49,24 +49,27 @@ def plan(path: Path, options: Options) -> tuple[Plan, GgufFile]:
     that would have to be rounded again and were not allowed to.
     """
     model = GgufModel(AnyGgufFile.open(path))
-    file = model.file
-    config = model.config | _frequencies(model) | _said_elsewhere(model)
+    file, family = model.file, model.family
+    read, name_of = model.read_config(), model.source.name
+    rules = family.mlx_rules(model.config, read)
+    config = model.config | _frequencies(model) | _said_elsewhere(model) | rules.config
     wanted = _Asked(model)
-    model.family.read_weights(wanted, model.read_config())
+    family.read_weights(wanted, read)
     _check_types(file, wanted, options)
+    prefix, head = rules.prefixes
     tensors: dict[str, Rows] = {}
     formats: dict[str, tuple[int, int]] = {}
     rounded: dict[str, tuple[int, int]] = {}
     files = Files()
     for asked, shape in wanted.shapes.items():
-        target = asked if asked == "lm_head" else f"model.{asked}"
+        target = (head if asked == "lm_head" else prefix) + asked
         whole = target if asked.endswith(".bias") else f"{target}.weight"
-        name = _name(asked)
+        name = name_of(asked)
         if name not in file:
             tensors[whole] = Whole(shape, np.dtype(np.float32), lambda shape=shape: np.zeros(shape, np.float32))
             continue
         info = file.tensors[name]
-        order = model.source._order(asked.removesuffix(".bias"), shape[0])
+        order = model.source.order(asked.removesuffix(".bias"), shape[0])
         if info.type in _DENSE:
             rows = _taken(Stored(files, path, info.start, shape, _DENSE[info.type]), order, asked.endswith(".bias"))
             tensors[whole] = rows
@@ -86,17 +89,17 @@ def plan(path: Path, options: Options) -> tuple[Plan, GgufFile]:
         else:
             tensors |= {f"{target}.{part}": rows for part, rows in zip(PARTS, parts, strict=True)}
             formats[target] = bits, GROUP
-    unused = sorted(name for name in file.tensors if name not in {_name(asked) for asked in wanted.shapes})
+    unused = sorted(file.tensors.keys() - {ROPE_FACTORS, *map(name_of, wanted.shapes)})
     notices = list(file.notices)
-    if unused := [name for name in unused if name != _ROPE_FACTORS]:
+    if unused:
         shown = ", ".join(map(short, unused[:3])) + (" …" if len(unused) > 3 else "")
         notices.append(f"{path}: {len(unused)} tensors are not part of the model and left out: {shown}")
     layers = model.config["num_hidden_layers"]
-    return Plan(tensors, formats, config, layers, frozenset(), tuple(notices), rounded), file
+    return Plan(family, rules, tensors, formats, config, layers, frozenset(), tuple(notices), rounded), file
 
 
 def _check_types(file: GgufFile, wanted: _Asked, options: Options) -> None:
-    types = {name: file.tensors[name].type for name in map(_name, wanted.shapes) if name in file}
+    types = {name: file.tensors[name].type for name in map(wanted.source.name, wanted.shapes) if name in file}
     lossy = [name for name, type in types.items() if type in _BLOCKS]
     if lossy and not (options.requantize or options.dequantize):
         more = f" and {len(lossy) - 1} others" if len(lossy) > 1 else ""
@@ -118,14 +121,14 @@ class _Asked:
     layout = "mlx"
 
     def __init__(self, model: GgufModel) -> None:
-        self._model = model
+        self.file, self.source = model.file, model.source
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def __contains__(self, path: str) -> bool:
-        return path in self._model.source
+        return path in self.source
 
     def weight(self, path: str, *shape: int) -> Weight:
-        file, name = self._model.file, _name(path)
+        file, name = self.file, self.source.name(path)
         if name not in file:
             raise CheckpointError(f"{file.path}: has no tensor {name!r}, expected it by the metadata")
         if file.tensors[name].shape != shape:
@@ -139,7 +142,7 @@ class _Asked:
             self.shapes[path] = shape
             return nothing(shape)
         self.weight(path, *shape)
-        file, name = self._model.file, _name(path)
+        file, name = self.file, self.source.name(path)
         if file.tensors[name].type not in _DENSE:
             kind = file.tensors[name].type
             raise CheckpointError(f"{file.path}: tensor {name} is {kind}, expected F32, F16 or BF16")
@@ -149,12 +152,12 @@ class _Asked:
         return self.weight(path, *shape)
 
     def stack(self, paths: Sequence[str], *shape: int) -> Weight:
-        return self.weight(paths[0], *shape) if len(paths) == 1 else self._model.source.stack(paths, *shape)
+        return self.weight(paths[0], *shape) if len(paths) == 1 else self.source.stack(paths, *shape)
 
 
 def _frequencies(model: GgufModel) -> dict[str, Any]:
     """rope_scaling for the factors of Llama 3.1, which config.json has as four numbers."""
-    if _ROPE_FACTORS not in model.file:
+    if ROPE_FACTORS not in model.file:
         return {}
     width = int(model.config["head_dim"] * model.config.get("partial_rotary_factor", 1.0))
     factors = model.source.factors(width // 2)
@@ -165,9 +168,7 @@ def _frequencies(model: GgufModel) -> dict[str, Any]:
         if np.allclose(1 / (blend + (1 - blend) / factor), factors, rtol=1e-5):
             break
     else:
-        raise CheckpointError(
-            f"{model.file.path}: {_ROPE_FACTORS} is none that config.json can say, expected Llama 3's"
-        )
+        raise CheckpointError(f"{model.file.path}: {ROPE_FACTORS} is none that config.json can say, expected Llama 3's")
     return {
         "rope_scaling": {
             "rope_type": "llama3",
@@ -181,9 +182,10 @@ def _frequencies(model: GgufModel) -> dict[str, Any]:
 
 def _said_elsewhere(model: GgufModel) -> dict[str, Any]:
     """Keys that penstock does without and mlx-lm asks for."""
-    if model.config["model_type"] != "qwen3_moe":
+    if not model.source.architecture.experts:
         return {}
-    width = model.file.metadata.get("qwen3moe.feed_forward_length", model.config["moe_intermediate_size"])
+    arch = model.file.metadata["general.architecture"]
+    width = model.file.metadata.get(f"{arch}.feed_forward_length", model.config["moe_intermediate_size"])
     return {"intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 

@@ -30,24 +30,13 @@ from penstock.convert.rows import (
 )
 from penstock.dtypes import FLOATS, dtype_name
 from penstock.errors import CheckpointError
+from penstock.models.family import AnyFamily, MlxRules, SplitHeads
 from penstock.models.source import Weight
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.files import short
 
 PARTS = ("weight", "scales", "biases")  # of a quantized matrix
 
-_NESTED = ("qwen3_5_moe", "qwen3_5", "gemma4")  # families whose text model mlx-lm keeps below language_model.
-# Norm weights that Hugging Face files of Qwen3.5 and Qwen3-Next hold less 1; those of the prediction layers as well.
-_OFFSET_NORMS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "q_norm.weight",
-    "k_norm.weight",
-    "model.norm.weight",
-    "mtp.norm.weight",
-    "pre_fc_norm_embedding.weight",
-    "pre_fc_norm_hidden.weight",
-)
 _UNUSED = ("rotary_emb.inv_freq", "input_max", "input_min", "output_max", "output_min")  # buffers, not weights
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.((?:gate|up|down)_proj\.(?:weight|scales|biases))")
 _JOINED = re.compile(r"(.+)\.experts\.(gate_up|down)_proj")
@@ -59,11 +48,13 @@ _SCALE = "_scale_inv"
 class Plan:
     """A model in mlx-lm's names: its tensors, which modules of them are quantized already, and its config.json.
 
-    formats: bits and group size by the path of a module; those modules have `<path>.weight`, `.scales`, `.biases`.
-    extra: names of the layers that predict further tokens, which mlx-lm does not know. rounded: dense modules that are
-    to be quantized in these formats, whatever else is asked for.
+    rules: what its family says about mlx-lm's files. formats: bits and group size by the path of a module; those
+    modules have `<path>.weight`, `.scales`, `.biases`. extra: names of the layers that predict further tokens, which
+    mlx-lm does not know. rounded: dense modules that are to be quantized in these formats, whatever else is asked for.
     """
 
+    family: AnyFamily
+    rules: MlxRules
     tensors: dict[str, Rows]
     formats: dict[str, tuple[int, int]]
     config: dict[str, Any]
@@ -87,12 +78,6 @@ class Released(Checkpoint):
         return None
 
 
-def prefixes(model_type: str) -> tuple[str, str]:
-    """What stands before the names of a text model in mlx-lm, and before its `lm_head`."""
-    base = model_type.removesuffix("_text") if model_type.startswith("qwen") else model_type
-    return ("language_model.model.", "language_model.") if base in _NESTED else ("model.", "")
-
-
 def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> Plan:
     """The tensors that mlx-lm would have after reading a folder, none of them read yet.
 
@@ -103,15 +88,15 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> P
     family = models.family_of(config)
     read = family.read_config(config)
     prefix, head, layout = family.names(checkpoint, read)
+    rules = family.mlx_rules(config, read)
     tensors, formats = _opened(checkpoint, dense)
-    names = _Names(str(config["model_type"]), prefix, head, len(family.caches(read)), checkpoint.path)
+    names = _Names(rules.prefixes, prefix, head, len(family.caches(read)), checkpoint.path)
     tensors, formats = names.renamed(tensors, formats)
-    tensors = _experts_stacked(tensors, str(checkpoint.path))
-    formats = {_stacked_path(path): format for path, format in formats.items()}
+    tensors = _experts_stacked(tensors, rules.expert_stack, str(checkpoint.path))
+    formats = {_stacked_path(path, rules.expert_stack): format for path, format in formats.items()}
     if layout == "hf":
-        tensors = {name: _mlx_form(name, rows, read.model_type) for name, rows in tensors.items()}
-    if family.__name__.endswith("deepseek_v3"):
-        tensors = dict(_latent_heads(tensors, formats, read))
+        tensors = {name: _mlx_form(name, rows, rules) for name, rows in tensors.items()}
+    tensors = dict(_heads_split(tensors, formats, rules.split_heads))
     extra = {name for name in tensors if names.predicts(name)}
     checked = Checked(tensors, formats, names.target, names.target_head, str(checkpoint.path))
     family.read_weights(checked, read)
@@ -121,9 +106,11 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> P
         kept -= {f"{names.target_head}lm_head.{part}" for part in PARTS}
     notices = [*checkpoint.notices, *_left_out(checkpoint.path, tensors.keys() - kept, extra, tied, names.dropped)]
     return Plan(
+        family,
+        rules,
         {name: rows for name, rows in tensors.items() if name in kept},
         {path: format for path, format in formats.items() if f"{path}.weight" in kept},
-        _config(config, read),
+        _config(config) | rules.config,
         names.layers,
         frozenset(extra & kept),
         tuple(notices),
@@ -176,9 +163,9 @@ def _block_scaled(checkpoint: Released, name: str, found: Mapping[str, Rows]) ->
 class _Names:
     """Names of the text model with mlx-lm's prefix, and those of the layers that predict further tokens."""
 
-    def __init__(self, model_type: str, prefix: str, head: str, layers: int, folder: Any) -> None:
+    def __init__(self, target: tuple[str, str], prefix: str, head: str, layers: int, folder: Any) -> None:
         self.prefix, self.head, self.layers, self.folder = prefix, head, layers, folder
-        self.target, self.target_head = prefixes(model_type)
+        self.target, self.target_head = target
         self.dropped: list[str] = []
 
     def renamed(
@@ -212,15 +199,15 @@ class _Names:
         return name.startswith(f"{self.target_head}mtp.") or (layer is not None and int(layer[1]) >= self.layers)
 
 
-def _experts_stacked(tensors: Mapping[str, Rows], where: str) -> dict[str, Rows]:
-    """Experts as mlx-lm has them: one stack for each of gate, up and down."""
+def _experts_stacked(tensors: Mapping[str, Rows], stack: str, where: str) -> dict[str, Rows]:
+    """Experts as mlx-lm has them: one stack for each of gate, up and down, in the module `stack`."""
     found: dict[str, Rows] = {}
     single: dict[str, dict[int, Rows]] = {}
     for name, rows in tensors.items():
         if one := _EXPERT.fullmatch(name):
-            single.setdefault(f"{_stack(one[1])}.{one[3]}", {})[int(one[2])] = rows
+            single.setdefault(f"{one[1]}.{stack}.{one[3]}", {})[int(one[2])] = rows
         elif joined := _JOINED.fullmatch(name):
-            base = _stack(joined[1])
+            base = f"{joined[1]}.{stack}"
             if joined[2] == "down":
                 found[f"{base}.down_proj.weight"] = rows
             elif len(rows.shape) != 3 or rows.shape[1] % 2:
@@ -243,37 +230,33 @@ def _experts_stacked(tensors: Mapping[str, Rows], where: str) -> dict[str, Rows]
     return found
 
 
-def _stacked_path(path: str) -> str:
+def _stacked_path(path: str, stack: str) -> str:
     """The path of a module, of an expert that of its stack."""
     one = _EXPERT.fullmatch(f"{path}.weight")
-    return path if one is None else f"{_stack(one[1])}.{one[3]}".removesuffix(".weight")
+    return path if one is None else f"{one[1]}.{stack}.{one[3]}".removesuffix(".weight")
 
 
-def _stack(base: str) -> str:
-    """Where mlx-lm keeps the experts of a block: `mlp.switch_mlp`, and for Gemma, whose block is the layer, apart."""
-    return f"{base}.switch_mlp" if base.endswith("mlp") else f"{base}.experts.switch_glu"
-
-
-def _mlx_form(name: str, rows: Rows, model_type: str) -> Rows:
-    """What mlx-lm stores in another form than Hugging Face, for Qwen3.5 and Qwen3-Next."""
-    if not model_type.startswith(("qwen3_5", "qwen3_next")):
-        return rows
-    if name.endswith("conv1d.weight") and len(rows.shape) == 3 and rows.shape[1] == 1:
+def _mlx_form(name: str, rows: Rows, rules: MlxRules) -> Rows:
+    """What mlx-lm stores in another form than Hugging Face."""
+    if name.endswith(rules.channels_last) and len(rows.shape) == 3 and rows.shape[1] == 1:
         C, _, W = rows.shape
         return Shaped(rows, (C, W, 1))
-    return PlusOne(rows) if name.endswith(_OFFSET_NORMS) and len(rows.shape) == 1 else rows
+    return PlusOne(rows) if name.endswith(rules.offset_norms) and len(rows.shape) == 1 else rows
 
 
-def _latent_heads(tensors: Mapping[str, Rows], formats: Mapping[str, Any], config: Any) -> Iterable[tuple[str, Rows]]:
-    """DeepSeek's kv_b_proj in two: what turns queries into the latent space, and what turns latents into values."""
+def _heads_split(
+    tensors: Mapping[str, Rows], formats: Mapping[str, Any], rules: Mapping[str, SplitHeads]
+) -> Iterable[tuple[str, Rows]]:
+    """Matrices of heads that mlx-lm has in parts, unless they are quantized or of another shape."""
     for name, rows in tensors.items():
-        path = name.removesuffix(".kv_b_proj.weight")
-        width = config.nope + config.value_dim
-        if path == name or f"{path}.kv_b_proj" in formats or rows.shape != (config.heads * width, config.kv_rank):
+        path = name.removesuffix(".weight")
+        base, _, module = path.rpartition(".")
+        rule = rules.get(module)
+        if rule is None or path == name or path in formats or rows.shape != rule.shape:
             yield name, rows
         else:
-            yield f"{path}.embed_q.weight", Heads(rows, config.heads, 0, config.nope, turned=True)
-            yield f"{path}.unembed_out.weight", Heads(rows, config.heads, config.nope, width, turned=False)
+            for part, (first, last, turned) in rule.parts.items():
+                yield f"{base}.{part}.weight", Heads(rows, rule.heads, first, last, turned)
 
 
 class Checked:
@@ -348,17 +331,13 @@ def nothing(shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.float32(0), shape)
 
 
-def _config(config: Mapping[str, Any], read: Any) -> dict[str, Any]:
+def _config(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json without what belongs to other files: vision, names of folders, the quantization of the source."""
     left = ("_name_or_path", "vision_config", "quantization", "quantization_config")
     made = {key: value for key, value in config.items() if key not in left}
     text = made.get("text_config")
     if isinstance(text, dict):
         made["text_config"] = {key: value for key, value in text.items() if key not in left[2:]}
-    if made["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text"):
-        made["model_type"] = made["model_type"].removesuffix("_text")  # the only name that mlx-lm has
-    if made["model_type"] == "gemma4":
-        made["vocab_size"] = read.vocab_size  # mlx-lm looks for it here alone
     return made
 
 

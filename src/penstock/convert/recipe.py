@@ -1,7 +1,7 @@
 """Which matrices have how many bits: one format for all, mlx-lm's mixed recipes, or a JSON file of patterns.
 
-Whatever the recipe, a matrix whose rows are no multiple of the group size stays dense, as do those that mlx-lm cannot
-quantize: convolutions, and DeepSeek's router.
+Whatever the recipe, a matrix whose rows are no multiple of the group size stays dense, as do those of which the family
+says that mlx-lm cannot quantize them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import InvalidArgument
+from penstock.models.family import AnyFamily
 from penstock.quant import BITS, GROUP_SIZES
 from penstock.weights.files import read_json, short
 
 MIXED = {"mixed_2_6": (2, 6), "mixed_3_4": (3, 4), "mixed_3_6": (3, 6), "mixed_4_6": (4, 6)}
 BITS_DEFAULT, GROUP_DEFAULT = 4, 64
 
-_ROUTERS = ("mlp.gate", "shared_expert_gate", "router.proj")
 _ROUTER = (8, 64)  # bits and group size of routers, whatever the others have
 _KEYS = ("bits", "group_size")
 
@@ -37,20 +37,18 @@ class Recipe:
         _checked("q-bits", self.bits, BITS)
         _checked("q-group-size", self.group_size, GROUP_SIZES)
 
-    def format(self, path: str, shape: tuple[int, ...], model_type: str, layers: int) -> tuple[int, int] | None:
+    def format(self, path: str, shape: tuple[int, ...], family: AnyFamily, layers: int) -> tuple[int, int] | None:
         """Bits and group size of the matrix of a module, None if it stays dense."""
-        if len(shape) < 2 or path.endswith(".conv1d") or shape[-1] % self.group_size:
-            return None
-        if path.endswith("mlp.gate") and model_type in ("deepseek_v3", "kimi_k2"):
+        if len(shape) < 2 or path.endswith(family.unquantized) or shape[-1] % self.group_size:
             return None
         if self.mixed is not None:
             low, high = MIXED[self.mixed]
-            return (high if _needs_more(path, layers) else low), self.group_size
+            return (high if _needs_more(path, family.more_bits, layers) else low), self.group_size
         pattern = next((p for p in self.patterns if fnmatch.fnmatchcase(path, p)), None)
         if pattern is not None:
             found = self.patterns[pattern]
             return None if found is None or shape[-1] % found[1] else found
-        if path.endswith(_ROUTERS):
+        if family.role_of(path) == "router":
             return _ROUTER[0], self.group_size if shape[-1] % _ROUTER[1] else _ROUTER[1]
         return self.bits, self.group_size
 
@@ -58,7 +56,7 @@ class Recipe:
         """Patterns that fit none of the paths."""
         return [p for p in self.patterns if not any(fnmatch.fnmatchcase(path, p) for path in paths)]
 
-    def table(self, formats: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    def table(self, formats: Mapping[str, tuple[int, int]], family: AnyFamily) -> dict[str, Any]:
         """What config.json says about the quantization of these modules."""
         general = {"group_size": self.group_size, "bits": self.bits, "mode": "affine"}
         made: dict[str, Any] = dict(general)
@@ -67,7 +65,7 @@ class Recipe:
                 entry = {"group_size": group_size, "bits": bits, "mode": "affine"}
                 if self.mixed is not None or entry != general:
                     made[path] = entry
-            elif path.endswith(_ROUTERS):
+            elif family.role_of(path) == "router":
                 made[path] = {"group_size": group_size, "bits": bits}
         return made
 
@@ -121,7 +119,7 @@ def _checked(what: str, value: Any, allowed: tuple[int, ...]) -> int:
     return value
 
 
-def _needs_more(path: str, layers: int) -> bool:
+def _needs_more(path: str, modules: tuple[str, ...], layers: int) -> bool:
     """mlx-lm's choice: values and the last product of a block in every third layer and in the first and last eighth,
     and the head.
     """
@@ -129,5 +127,4 @@ def _needs_more(path: str, layers: int) -> bool:
     at = 3 if parts[0] == "language_model" else 2
     index = int(parts[at]) if len(parts) > at and parts[at].isdigit() else 0
     outer = index < layers // 8 or index >= 7 * layers // 8 or (index - layers // 8) % 3 == 2
-    chosen = any(part in path for part in ("v_proj", "v_a_proj", "v_b_proj", "down_proj"))
-    return "lm_head" in path or (chosen and outer)
+    return "lm_head" in path or (outer and any(module in path for module in modules))

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock import models
 from penstock._version import __version__
 from penstock.convert import gguf, layout
 from penstock.convert.layout import PARTS, Plan
@@ -38,7 +37,6 @@ from penstock.weights.resolve import resolve_model
 # Tokenizer, templates and licence; config.json and the index are made anew.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _NOT_COPIED = ("config.json", "*.index.json", "hf_quant_config.json", "quantize_config.json")
-_UNCAST = ("A_log", "e_score_correction_bias")  # float32, whatever the others become
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -208,7 +206,7 @@ class _Calibration:
         self.digest = hashlib.sha256(found.encode()).hexdigest()
         tokens = opened.tokenizer().encode(found)
         limit = options.calibrate_tokens or calibrate.TOKENS
-        context = models.family_of(opened.plan.config).read_config(opened.plan.config).max_positions
+        context = opened.plan.family.read_config(opened.plan.config).max_positions
         self._seen, self._kept = calibrate.cut(tokens, limit, context, str(text))
         calibrate.check_memory(opened.plan)
 
@@ -345,7 +343,7 @@ class Job:
         """Bits and group size that the matrix of a module is rounded to, None if it stays as it is."""
         if path in self.planned.rounded or self.recipe is None:
             return self.planned.rounded.get(path)
-        return self.recipe.format(path, shape, self.planned.config["model_type"], self.planned.layers)
+        return self.recipe.format(path, shape, self.planned.family, self.planned.layers)
 
     def _quantized(self, path: str, rows: Rows, bits: int, group_size: int) -> Task:
         *lead, K = rows.shape
@@ -372,22 +370,18 @@ class Job:
 
     def _cast(self, name: str, rows: Rows) -> Rows:
         wanted, found = self.dtype, dtype_name(rows.dtype)
-        if wanted is None or found == wanted or found not in FLOATS or self._stays(name):
+        if wanted is None or found == wanted or found not in FLOATS or name.endswith(self.planned.rules.uncast):
             return rows
         if isinstance(rows, Dequantized):  # computed in the new format, not rounded to it at the end
             scales, biases = (Cast(part, numpy_dtype(wanted), name) for part in (rows.scales, rows.biases))
             return replace(rows, scales=scales, biases=biases)
         return Cast(rows, numpy_dtype(wanted), name)
 
-    def _stays(self, name: str) -> bool:
-        # mlx-lm casts the A_log of Qwen3-Next as everything else
-        return name.endswith(_UNCAST) and self.planned.config["model_type"] != "qwen3_next"
-
     def _tables(self) -> dict[str, Any]:
         if not self.formats:
             return {}
         if self.recipe is not None:
-            table = self.recipe.table(self.formats)
+            table = self.recipe.table(self.formats, self.planned.family)
         else:
             sizes = {path: math.prod(self.planned.tensors[f"{path}.weight"].shape) for path in self.formats}
             table = table_of(self.formats, sizes)

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 import penstock
+from penstock.models import qwen3_5
 from penstock.units import amount
 
 PROMPT = "Once upon a time there was a king who had a daughter."
@@ -21,6 +22,7 @@ def main() -> None:
         print(chunk.text, end="", flush=True)
     print(" …\n")
     stats, cfg = llm.stats(), llm.config
+    assert isinstance(cfg, qwen3_5.Config)
     print(
         f"{stats.generation_tps:.0f} tokens per second: {cfg.model_type}, {len(cfg.layer_types)} layers, "
         f"{cfg.top_k} of {cfg.experts} experts per token, {amount(stats.weight_bytes)} of 4-bit weights",

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.programs import Programs, Runner, table_name, table_width
 from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits
 from penstock.experts.streamed import Streamed
+from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
 from penstock.models.step import PAGE, Step
 from penstock.ops.device import Device, Drawing, Flight, device_for
 
@@ -33,12 +33,12 @@ _log = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True)
-class Model:
-    """A loaded model: the family's module, its config and its weights, and a name for the files it came from."""
+class Model(Generic[ConfigT, WeightsT]):
+    """A loaded model: its family, its config and its weights, and a name for the files it came from."""
 
-    family: ModuleType
-    config: Any
-    weights: Any
+    family: Family[ConfigT, WeightsT]
+    config: ConfigT
+    weights: WeightsT
     fingerprint: str
     nbytes: int = 0
     experts: Streamed | None = None  # those that are not all in memory
@@ -47,12 +47,15 @@ class Model:
     lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
 
 
+AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]
+
+
 class Engine:
     """One model on one device with the caches of its sequences. Its methods may be called from several threads."""
 
     def __init__(
         self,
-        model: Model,
+        model: AnyModel,
         *,
         activations: str = "int8",
         dtype: str = "float32",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 from penstock.engine.cache import Caches
@@ -17,6 +16,7 @@ from penstock.engine.runner import Runner, SteppedRunner
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Node, Program, Wrap, trace
+from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
 from penstock.models.step import Pages, Step, empty
 from penstock.ops._op import Spec, spec_of
 from penstock.units import amount
@@ -38,9 +38,9 @@ class Programs:
 
     def __init__(
         self,
-        family: ModuleType,
-        config: Any,
-        weights: Any,
+        family: AnyFamily,
+        config: ModelConfig,
+        weights: ModelWeights,
         caches: Caches,
         activations: str,
         fused: bool = True,

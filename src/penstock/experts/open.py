@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
@@ -18,6 +17,7 @@ from penstock.experts.sizes import parse_size, spelled
 from penstock.experts.store import HostTier, Store, Tier, slot_counts
 from penstock.experts.streamed import Streamed
 from penstock.models import replaced
+from penstock.models.family import ConfigT, Family, WeightsT
 from penstock.models.layers import ExpertStack
 from penstock.models.source import Shelved, Stored, outlined
 from penstock.ops.device import Device
@@ -56,7 +56,7 @@ class ExpertOptions:
         return self.cache != "auto" or self.host != "auto"
 
 
-def expert_layers(family: ModuleType, source: Stored, config: Any) -> list[Layer]:
+def expert_layers(family: Family[ConfigT, WeightsT], source: Stored, config: ConfigT) -> list[Layer]:
     """The layers of a checkpoint that have experts, in the order in which they run. No weight is read."""
     return _layers(family.read_weights(Shelved(source, outlined), config))
 
@@ -81,8 +81,8 @@ def budget_of(options: ExpertOptions, layers: Sequence[Layer], rest: int, device
 
 
 def open_experts(
-    weights: Any, options: ExpertOptions, budget: int, top_k: int, device: Device, folder: Path, fingerprint: str
-) -> tuple[Any, Streamed, list[str]]:
+    weights: WeightsT, options: ExpertOptions, budget: int, top_k: int, device: Device, folder: Path, fingerprint: str
+) -> tuple[WeightsT, Streamed, list[str]]:
     """A model's weights with slots instead of shelves, what fills them, and remarks."""
     layers = _layers(weights)
     slot_counts(layers, budget, top_k)  # raises before anything is opened
@@ -135,7 +135,7 @@ def _layers(weights: Any) -> list[Layer]:
     return found
 
 
-def _with_slots(weights: Any, store: Store, slot_of: Sequence[Any]) -> Any:
+def _with_slots(weights: WeightsT, store: Store, slot_of: Sequence[Any]) -> WeightsT:
     count = iter(range(len(store.layers)))
 
     def make(stack: ExpertStack) -> ExpertStack:

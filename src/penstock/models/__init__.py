@@ -1,7 +1,6 @@
-"""Model families: each module reads its config and weights and is a plain sequence of ops.
+"""Model families: each module reads its config and weights, is a plain sequence of ops, and ends with its FAMILY.
 
-A family module has MODEL_TYPES, SKIPPED, read_config, names, read_weights, caches, forward and logits; `FAMILIES` says
-which module runs which `model_type` of config.json. docs/adding-a-model.md shows how one is added.
+`FAMILIES` says which module runs which `model_type` of config.json. docs/adding-a-model.md shows how one is added.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.errors import CheckpointError
+from penstock.models.family import AnyFamily
 from penstock.ops._op import address, is_array
 from penstock.quant import QuantizedTensor
 
@@ -36,21 +35,32 @@ FAMILIES = {
 }
 
 
-def family_of(config: dict[str, Any]) -> ModuleType:
-    """The module for a config.json. Raises CheckpointError naming the model_type if there is none."""
+T = TypeVar("T")
+
+
+def family_of(config: dict[str, Any]) -> AnyFamily:
+    """The family of a config.json. Raises CheckpointError naming the model_type if there is none."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         found = "is missing" if model_type is None else f"is {str(model_type)[:80]!r}"
         raise CheckpointError(f"config.json: model_type {found}, expected one of {', '.join(FAMILIES)}")
-    return importlib.import_module(f"penstock.models.{FAMILIES[model_type]}")
+    return _family(FAMILIES[model_type])
 
 
-def placed(value: Any, put: Callable[[Any], Any]) -> Any:
+def families() -> list[AnyFamily]:
+    return [_family(module) for module in dict.fromkeys(FAMILIES.values())]
+
+
+def _family(module: str) -> AnyFamily:
+    return importlib.import_module(f"penstock.models.{module}").FAMILY
+
+
+def placed(value: T, put: Callable[[Any], Any]) -> T:
     """A family's weights or config with every NumPy array moved by `put`; what several fields share stays shared."""
     return replaced(value, np.ndarray, put)
 
 
-def replaced(value: Any, kind: type | tuple[type, ...], make: Callable[[Any], Any]) -> Any:
+def replaced(value: T, kind: type | tuple[type, ...], make: Callable[[Any], Any]) -> T:
     """A family's weights or config with `make` of everything of a kind in its place, of shared things once."""
     moved: dict[int, Any] = {}
 

@@ -7,13 +7,15 @@ and values first. Axis letters: T tokens, H heads, R rank of the latent, nope an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields
+from penstock.models.family import Family, MlxRules, SplitHeads
 from penstock.models.layers import (
     ExpertStack,
     Joined,
@@ -32,13 +34,11 @@ from penstock.models.layers import (
     turn,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight, text_names
+from penstock.models.source import Source, Weight
 from penstock.models.step import Layout, Pages, Step
 from penstock.ops._op import Array
-from penstock.weights.checkpoint import Checkpoint
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
-SKIPPED = ("mtp.", "model.mtp.")
 
 _INNER_EPS = 1e-6  # of the norms inside MLA, whatever rms_norm_eps says
 _EXPANDED_BYTES = 1 << 29  # keys and values that a piece of prompt may expand to
@@ -167,11 +167,6 @@ class Weights:
     layers: tuple[Layer, ...]
     norm: np.ndarray
     head: Weight
-
-
-def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
-    """Prefix of the tensors, prefix of `lm_head`, and the layout ("hf" or "mlx")."""
-    return text_names(checkpoint)
 
 
 def read_weights(source: Source, config: Config) -> Weights:
@@ -308,3 +303,39 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     shared = None if w.shared is None else mlp(step, x, w.shared)  # before the experts, which may still be on their way
     routed = experts(step, x, ids, weights, w.routed)
     return ops.moe_combine_residual(h, None, None, shared, None, moe_sum=routed)
+
+
+# -- the family ------------------------------------------------------------------------------------------------------
+
+
+def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
+    """kv_b_proj is two in mlx-lm: what turns queries into the latent space, and what turns latents into values."""
+    width = config.nope + config.value_dim
+    parts = {"embed_q": (0, config.nope, True), "unembed_out": (config.nope, width, False)}
+    latent = SplitHeads(config.heads, (config.heads * width, config.kv_rank), parts)
+    return MlxRules(split_heads={"kv_b_proj": latent}, uncast=("e_score_correction_bias",))
+
+
+FAMILY = Family(
+    name="deepseek_v3",
+    model_types=MODEL_TYPES,
+    read_config=read_config,
+    read_weights=read_weights,
+    caches=caches,
+    forward=forward,
+    logits=logits,
+    roles={
+        "embedding": ("embed_tokens",),
+        "head": ("lm_head",),
+        "experts": ("mlp.switch_mlp.*", "mlp.experts.*"),
+        "shared expert": ("mlp.shared_experts.*",),
+        "router": ("mlp.gate", "mlp.gate.*"),
+        "norms": ("*norm",),
+        "attention": ("self_attn.*",),
+        "dense MLP": ("mlp.*",),
+    },
+    skipped=("mtp.", "model.mtp."),
+    unquantized=("mlp.gate",),
+    mlx_rules=mlx_rules,
+    full_attention="latent attention (MLA)",
+)

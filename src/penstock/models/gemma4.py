@@ -9,13 +9,15 @@ H query heads, Hkv key/value heads, D width of a head, P width of the per-layer 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, layer_types
+from penstock.models.family import Family, MlxRules
 from penstock.models.layers import (
     ExpertStack,
     Joined,
@@ -34,17 +36,11 @@ from penstock.models.layers import (
     turn,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight, text_names
+from penstock.models.source import Source, Weight
 from penstock.models.step import Layout, Pages, Step, attend, attend_only
 from penstock.ops._op import Array
-from penstock.weights.checkpoint import Checkpoint
 
 MODEL_TYPES = ("gemma4", "gemma4_text")
-SKIPPED = tuple(
-    f"{prefix}{part}"
-    for prefix in ("", "model.")
-    for part in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.", "mtp.")
-)
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ROPES = {
@@ -220,11 +216,6 @@ class Weights:
     head: Weight
 
 
-def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
-    """Prefix of the text model's tensors, prefix of `lm_head`, and the layout ("hf" or "mlx")."""
-    return text_names(checkpoint)
-
-
 def read_weights(source: Source, config: Config) -> Weights:
     dim, count, P = config.dim, len(config.layer_types), config.per_layer_width
     table = source.weight("embed_tokens", config.vocab_size, dim)
@@ -361,3 +352,38 @@ def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: Config) ->
     both = ops.mul(ops.add(projected, rows), 2**-0.5)
     both = flat(both)
     return [ops.columns(both, n * P, (n + 1) * P) for n in range(count)]
+
+
+# -- the family ------------------------------------------------------------------------------------------------------
+
+
+def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
+    """mlx-lm looks for the size of the vocabulary beside `text_config`, not in it."""
+    nested = raw["model_type"] == "gemma4"
+    return MlxRules(nested, "experts.switch_glu", config={"vocab_size": config.vocab_size} if nested else {})
+
+
+FAMILY = Family(
+    name="gemma4",
+    model_types=MODEL_TYPES,
+    read_config=read_config,
+    read_weights=read_weights,
+    caches=caches,
+    forward=forward,
+    logits=logits,
+    roles={
+        "embedding": ("embed_tokens*",),
+        "head": ("lm_head",),
+        "experts": ("experts.*",),
+        "router": ("router.*",),
+        "norms": ("*norm", "*norm_?", "layer_scalar"),
+        "attention": ("self_attn.*",),
+        "dense MLP": ("mlp.*",),
+    },
+    skipped=tuple(
+        f"{prefix}{part}"
+        for prefix in ("", "model.")
+        for part in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.", "mtp.")
+    ),
+    mlx_rules=mlx_rules,
+)

@@ -1,8 +1,8 @@
 """Models in GGUF files: metadata as a config.json, tensor names as paths, rotary channels in penstock's order.
 
-Architectures `llama` (Llama, SmolLM2, Mistral), `qwen2`, `qwen3` and `qwen3moe`, all run by `models.llama`. A GGUF file
-of architecture `llama` pairs neighbouring channels of q and k for the rotation; penstock pairs the first half of a head
-with the second, so their rows are put back into that order. Rows move whole, and nothing is quantized again.
+Families say which architectures they run, and what GGUF calls their modules (`Family.gguf`). Files of some pair
+neighbouring channels of q and k for the rotation; penstock pairs the first half of a head with the second, so their
+rows are put back into that order. Rows move whole, and nothing is quantized again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,35 +22,14 @@ import numpy as np
 from penstock import models
 from penstock.errors import CheckpointError
 from penstock.models.config import Fields
+from penstock.models.family import AnyFamily, GgufArchitecture, ModelConfig
 from penstock.models.source import Weight, _taken
 from penstock.quant import QuantizedTensor
 from penstock.units import amount
 from penstock.weights.gguf import GgufFile
 
-# GGUF's name of an architecture: the model_type of config.json
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-
-_NEIGHBOURS = ("llama",)  # architectures that rotate neighbouring channels
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-_WHOLE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
-_PARTS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
-    "mlp.switch_mlp.up_proj": "ffn_up_exps",
-    "mlp.switch_mlp.down_proj": "ffn_down_exps",
-}
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 # Keys that change what is computed, and the value that leaves it as it is.
 _NEUTRAL: dict[str, Any] = {
     "attention.scale": None,
@@ -127,17 +105,16 @@ class GgufModel:
         return f"GgufModel({str(self.file.path)!r}, {self.config['model_type']}, {len(self.file.tensors)} tensors)"
 
     @property
-    def family(self) -> ModuleType:
-        """The module of `penstock.models` that runs it."""
+    def family(self) -> AnyFamily:
         return models.family_of(self.config)
 
-    def read_config(self) -> Any:
+    def read_config(self) -> ModelConfig:
         """The family's config. Frequency factors, which config.json has no key for, are in its rotary table."""
         try:
-            config = self.family.read_config(self.config)
+            config: Any = self.family.read_config(self.config)
         except CheckpointError as error:
             raise CheckpointError(f"{self.file.path}: {str(error).removeprefix('config.json: ')}") from None
-        if _ROPE_FACTORS not in self.file:
+        if ROPE_FACTORS not in self.file:
             return config
         factors = self.source.factors(len(config.rope.inv_freq))
         table = (config.rope.inv_freq.astype(np.float64) / factors).astype(np.float32)
@@ -190,17 +167,28 @@ class GgufSource:
 
     def __init__(self, file: GgufFile, config: dict[str, Any]) -> None:
         self.file = file
-        neighbours = file.metadata["general.architecture"] in _NEIGHBOURS
-        self._width = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0)) if neighbours else 0
+        names = models.family_of(config).gguf
+        assert names is not None, "read_metadata knows no others"
+        self._modules = names.modules
+        self.architecture = names.architectures[file.metadata["general.architecture"]]
+        turned = config["head_dim"] * config.get("partial_rotary_factor", 1.0)
+        self._width = int(turned) if self.architecture.neighbours else 0
         self._head_dim: int = config["head_dim"]
         self._used: set[str] = set()
 
+    def name(self, path: str) -> str:
+        """The name of a tensor in the file: layers.3.self_attn.q_proj is blk.3.attn_q.weight."""
+        module, suffix = (path.removesuffix(".bias"), ".bias") if path.endswith(".bias") else (path, ".weight")
+        layer = _LAYER.fullmatch(module)
+        inner = layer[2] if layer else module
+        return (f"blk.{layer[1]}." if layer else "") + self._modules.get(inner, inner) + suffix
+
     def __contains__(self, path: str) -> bool:
-        return _name(path) in self.file
+        return self.name(path) in self.file
 
     def weight(self, path: str, *shape: int) -> Weight:
         tensor = self._tensor(path, shape)
-        order = self._order(path, shape[0])
+        order = self.order(path, shape[0])
         return tensor if order is None else _taken(tensor, order)
 
     def vector(self, path: str, *shape: int) -> np.ndarray:
@@ -208,9 +196,9 @@ class GgufSource:
             return np.zeros(shape, np.float32)
         tensor = self._tensor(path, shape)
         if isinstance(tensor, QuantizedTensor):
-            kind = self.file.tensors[_name(path)].type
-            raise CheckpointError(f"{self.file.path}: tensor {_name(path)} is {kind}, expected F32, F16 or BF16")
-        order = self._order(path.removesuffix(".bias"), shape[0])
+            kind = self.file.tensors[self.name(path)].type
+            raise CheckpointError(f"{self.file.path}: tensor {self.name(path)} is {kind}, expected F32, F16 or BF16")
+        order = self.order(path.removesuffix(".bias"), shape[0])
         return (tensor if order is None else tensor[order]).astype(np.float32)
 
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
@@ -225,14 +213,14 @@ class GgufSource:
 
     def factors(self, count: int) -> np.ndarray:
         """What the rotary frequencies are divided by, float64."""
-        self._used.add(_ROPE_FACTORS)
-        tensor = self.file.tensor(_ROPE_FACTORS)
+        self._used.add(ROPE_FACTORS)
+        tensor = self.file.tensor(ROPE_FACTORS)
         if isinstance(tensor, QuantizedTensor) or tensor.shape != (count,):
-            found = f"{self.file.tensors[_ROPE_FACTORS].type} of shape {tuple(tensor.shape)}"
-            raise CheckpointError(f"{self.file.path}: tensor {_ROPE_FACTORS} is {found}, expected {count} numbers")
+            found = f"{self.file.tensors[ROPE_FACTORS].type} of shape {tuple(tensor.shape)}"
+            raise CheckpointError(f"{self.file.path}: tensor {ROPE_FACTORS} is {found}, expected {count} numbers")
         values = tensor.astype(np.float64)
         if not (np.isfinite(values).all() and (values > 0).all()):
-            raise CheckpointError(f"{self.file.path}: tensor {_ROPE_FACTORS} has numbers that are not above 0")
+            raise CheckpointError(f"{self.file.path}: tensor {ROPE_FACTORS} has numbers that are not above 0")
         return values
 
     def moved(self) -> set[str]:
@@ -248,14 +236,14 @@ class GgufSource:
 
     def asked(self, path: str, shape: tuple[int, ...]) -> str:
         """The name of a tensor in the file, which counts as used from now on. Raises CheckpointError for its shape."""
-        name = _name(path)
+        name = self.name(path)
         if name in self.file and self.file.tensors[name].shape != shape:
             found = f"has shape {self.file.tensors[name].shape}, expected {shape} by the metadata"
             raise CheckpointError(f"{self.file.path}: tensor {name} {found}")
         self._used.add(name)
         return name
 
-    def _order(self, path: str, rows: int) -> np.ndarray | None:
+    def order(self, path: str, rows: int) -> np.ndarray | None:
         """Where the rows of a matrix are to come from; None if they stay."""
         if not self._width or not path.endswith(("self_attn.q_proj", "self_attn.k_proj")):
             return None
@@ -264,20 +252,14 @@ class GgufSource:
         return (np.arange(0, rows, self._head_dim)[:, None] + head).reshape(-1)
 
 
-def _name(path: str) -> str:
-    """The name of a tensor in the file: layers.3.self_attn.q_proj is blk.3.attn_q.weight."""
-    module, suffix = (path.removesuffix(".bias"), ".bias") if path.endswith(".bias") else (path, ".weight")
-    if layer := _LAYER.fullmatch(module):
-        return f"blk.{layer[1]}.{_PARTS.get(layer[2], layer[2])}{suffix}"
-    return _WHOLE.get(module, module) + suffix
-
-
 def read_metadata(file: GgufFile) -> dict[str, Any]:
     """The keys of config.json that the metadata and the tensors of a file stand for.
 
     Raises CheckpointError, naming file and key, for what is missing, of another kind, or not supported.
     """
-    arch = Fields(file.metadata, str(file.path)).choice("general.architecture", tuple(ARCHITECTURES))
+    known = _architectures()
+    arch = Fields(file.metadata, str(file.path)).choice("general.architecture", tuple(known))
+    special = known[arch]
     fields = _Keys(_numbers(file, arch), f"{file.path}: {arch}")
     if unknown := [key for key in fields.values if key not in _KNOWN and key not in _NEUTRAL]:
         more = f" and {len(unknown) - 1} others" if len(unknown) > 1 else ""
@@ -295,7 +277,7 @@ def read_metadata(file: GgufFile) -> dict[str, Any]:
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise fields.error("attention.value_length", f"{head_dim}, the length of keys")
     config: dict[str, Any] = {
-        "model_type": ARCHITECTURES[arch],
+        "model_type": special.model_type,
         "vocab_size": _vocab_size(file),
         "hidden_size": dim,
         "num_hidden_layers": fields.integer("block_count", most=4096),
@@ -305,13 +287,18 @@ def read_metadata(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", above=0),
         "rope_theta": fields.number("rope.freq_base", 10000.0, above=0),
-        "attention_bias": arch != "qwen2" and _any(file, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+        "attention_bias": not special.biased and _any(file, r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
         "mlp_bias": _any(file, r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
         "tie_word_embeddings": "output.weight" not in file,
     }
-    config |= _experts(fields, arch) or {"intermediate_size": fields.integer("feed_forward_length")}
-    config |= _rotation(file, fields, head_dim) | _window(fields, arch)
+    config |= _experts(fields, special) or {"intermediate_size": fields.integer("feed_forward_length")}
+    config |= _rotation(file, fields, head_dim) | _window(fields, special)
     return config
+
+
+def _architectures() -> dict[str, GgufArchitecture]:
+    """Those of all families."""
+    return {name: found for f in models.families() if f.gguf for name, found in f.gguf.architectures.items()}
 
 
 class _Keys(Fields):
@@ -353,12 +340,13 @@ def _vocab_size(file: GgufFile) -> int:
     return shape[0]
 
 
-def _experts(fields: Fields, arch: str) -> dict[str, Any]:
+def _experts(fields: Fields, arch: GgufArchitecture) -> dict[str, Any]:
     """Keys of the experts; none for a model without them."""
     count = fields.integer("expert_count", 0, least=0)
-    if arch != "qwen3moe":
+    if not arch.experts:
         if count:
-            raise fields.error("expert_count", "no experts: of the models in GGUF penstock runs those of qwen3moe")
+            having = ", ".join(name for name, found in _architectures().items() if found.experts)
+            raise fields.error("expert_count", f"no experts: of the models in GGUF penstock runs those of {having}")
         return {}
     return {
         "num_experts": fields.integer("expert_count"),
@@ -398,14 +386,16 @@ def _rotation(file: GgufFile, fields: Fields, head_dim: int) -> dict[str, Any]:
     return config
 
 
-def _window(fields: Fields, arch: str) -> dict[str, Any]:
+def _window(fields: Fields, arch: GgufArchitecture) -> dict[str, Any]:
     """A sliding window of all layers, as the first Mistral has it."""
     window = fields.integer("attention.sliding_window", 0, least=0)
     if not window or window >= fields.integer("context_length"):
         return {}
-    if arch != "llama" or "attention.sliding_window_pattern" in fields:
-        raise fields.error("attention.sliding_window", "none: of the models in GGUF only those of llama may have one")
-    return {"model_type": "mistral", "sliding_window": window}
+    if arch.windowed is None or "attention.sliding_window_pattern" in fields:
+        having = ", ".join(name for name, found in _architectures().items() if found.windowed)
+        expected = f"none: of the models in GGUF only those of {having} may have one"
+        raise fields.error("attention.sliding_window", expected)
+    return {"model_type": arch.windowed, "sliding_window": window}
 
 
 def _any(file: GgufFile, pattern: str) -> bool:

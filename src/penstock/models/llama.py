@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, layer_types
+from penstock.models.family import Family, GgufArchitecture, GgufNames
 from penstock.models.layers import (
     ExpertStack,
     Joined,
@@ -31,13 +32,11 @@ from penstock.models.layers import (
     turn,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight, text_names
+from penstock.models.source import Source, Weight
 from penstock.models.step import Layout, Pages, Step, attend
 from penstock.ops._op import Array
-from penstock.weights.checkpoint import Checkpoint
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-SKIPPED = ("model.vision_tower.", "vision_tower.", "mtp.")
 
 
 @dataclass(frozen=True)
@@ -170,11 +169,6 @@ class Weights:
     head: Weight
 
 
-def names(checkpoint: Checkpoint, config: Config) -> tuple[str, str, str]:
-    """Prefix of the tensors, prefix of `lm_head`, and the layout; the two layouts differ in the experts' names only."""
-    return text_names(checkpoint)
-
-
 def read_weights(source: Source, config: Config) -> Weights:
     table = source.weight("embed_tokens", config.vocab_size, config.dim)
     layers = tuple(_layer(source, config, n) for n in range(len(config.windows)))
@@ -272,3 +266,56 @@ def feed_forward(step: Step, x: Array, w: Mlp | BiasedMlp | Experts, config: Con
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)
     return experts(step, x, ids, weights, w.routed)
+
+
+# -- the family ------------------------------------------------------------------------------------------------------
+
+_GGUF = GgufNames(
+    architectures={
+        "llama": GgufArchitecture("llama", neighbours=True, windowed="mistral"),
+        "qwen2": GgufArchitecture("qwen2", biased=True),
+        "qwen3": GgufArchitecture("qwen3"),
+        "qwen3moe": GgufArchitecture("qwen3_moe", experts=True),
+    },
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
+        "mlp.switch_mlp.up_proj": "ffn_up_exps",
+        "mlp.switch_mlp.down_proj": "ffn_down_exps",
+    },
+)
+
+FAMILY = Family(
+    name="llama",
+    model_types=MODEL_TYPES,
+    read_config=read_config,
+    read_weights=read_weights,
+    caches=caches,
+    forward=forward,
+    logits=logits,
+    roles={
+        "embedding": ("embed_tokens",),
+        "head": ("lm_head",),
+        "experts": ("mlp.switch_mlp.*", "mlp.experts.*"),
+        "router": ("mlp.gate",),
+        "norms": ("*norm",),
+        "attention": ("self_attn.*",),
+        "dense MLP": ("mlp.*",),
+    },
+    skipped=("model.vision_tower.", "vision_tower.", "mtp."),
+    gguf=_GGUF,
+)

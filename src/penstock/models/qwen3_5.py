@@ -7,13 +7,15 @@ width Dk and Dv, and a convolution over W positions; E experts of width I, k cho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, layer_types
+from penstock.models.family import Family, MlxRules
 from penstock.models.layers import (
     ExpertStack,
     Joined,
@@ -38,7 +40,6 @@ from penstock.ops._op import Array
 from penstock.weights.checkpoint import Checkpoint
 
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next")
-SKIPPED = ("model.visual.", "vision_tower.", "visual.", "mtp.", "model.mtp.", "language_model.mtp.")
 
 _KINDS = ("linear_attention", "full_attention")
 
@@ -334,3 +335,53 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     shared = mlp(step, x, w.shared)  # before the experts, which may still be on their way
     routed = experts(step, x, ids, weights, w.routed)
     return ops.moe_combine_residual(h, None, None, shared, score, moe_sum=routed)
+
+
+# -- the family ------------------------------------------------------------------------------------------------------
+
+
+def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
+    """mlx-lm knows no model_type with `_text`, and casts the A_log of Qwen3-Next as everything else."""
+    qwen3_next = raw["model_type"] == "qwen3_next"
+    return MlxRules(
+        nested=not qwen3_next,
+        offset_norms=(  # those of the layers that predict further tokens as well
+            "input_layernorm.weight",
+            "post_attention_layernorm.weight",
+            "q_norm.weight",
+            "k_norm.weight",
+            "model.norm.weight",
+            "mtp.norm.weight",
+            "pre_fc_norm_embedding.weight",
+            "pre_fc_norm_hidden.weight",
+        ),
+        channels_last=("conv1d.weight",),
+        uncast=() if qwen3_next else ("A_log",),
+        config={"model_type": raw["model_type"].removesuffix("_text")},
+    )
+
+
+FAMILY = Family(
+    name="qwen3_5",
+    model_types=MODEL_TYPES,
+    read_config=read_config,
+    names=names,
+    read_weights=read_weights,
+    caches=caches,
+    forward=forward,
+    logits=logits,
+    roles={
+        "embedding": ("embed_tokens",),
+        "head": ("lm_head",),
+        "experts": ("mlp.switch_mlp.*", "mlp.experts.*"),
+        "shared expert": ("mlp.shared_expert.*",),
+        "router": ("mlp.gate", "mlp.shared_expert_gate"),
+        "norms": ("*norm",),
+        "attention": ("self_attn.*",),
+        "linear attention": ("linear_attn.*",),
+        "dense MLP": ("mlp.*",),
+    },
+    skipped=("model.visual.", "vision_tower.", "visual.", "mtp.", "model.mtp.", "language_model.mtp."),
+    unquantized=(".conv1d",),
+    mlx_rules=mlx_rules,
+)

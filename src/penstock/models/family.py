@@ -1,0 +1,179 @@
+"""What a model family is: one object in the family's own file that says all there is to say about it.
+
+How its config and weights are read, which ops it runs, what each weight is for, how its released files become mlx-lm's,
+and what GGUF calls its parts. Nothing outside of that file asks for a family by name; docs/adding-a-model.md shows how
+one is added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
+
+from penstock.models.source import Source, Weight, text_names
+from penstock.models.step import Layout, Step
+from penstock.ops._op import Array
+from penstock.weights.checkpoint import Checkpoint
+
+Role = Literal[
+    "embedding",
+    "attention",
+    "linear attention",
+    "router",
+    "shared expert",
+    "experts",
+    "dense MLP",
+    "norms",
+    "head",
+    "other",
+]
+"""What a weight is for."""
+ROLES: tuple[Role, ...] = get_args(Role)  # in the order in which they are shown
+
+_IN_LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.(.+)")
+
+
+class ModelConfig(Protocol):
+    """What the configs of all families have; counts and widths of experts are 0 without them."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def expert_width(self) -> int: ...
+
+
+class ModelWeights(Protocol):
+    """What the weights of all families have; `head` is `embed` in a tied model."""
+
+    @property
+    def embed(self) -> Weight: ...
+    @property
+    def head(self) -> Weight: ...
+
+
+@dataclass(frozen=True)
+class SplitHeads:
+    """A matrix [H · width, K] of H heads that mlx-lm keeps as several modules.
+
+    parts: by module its rows of each head, from and to, and whether they are transposed ([H, K, rows]).
+    """
+
+    heads: int
+    shape: tuple[int, int]
+    parts: Mapping[str, tuple[int, int, bool]]
+
+
+@dataclass(frozen=True)
+class MlxRules:
+    """How mlx-lm's files of a model differ from the released ones. Tensors and modules are given by ends of names."""
+
+    nested: bool = False  # the text model is below `language_model.`
+    expert_stack: str = "switch_mlp"  # the module of stacked experts, below the block that has them
+    offset_norms: tuple[str, ...] = ()  # tensors that released files hold less 1
+    channels_last: tuple[str, ...] = ()  # convolutions [C, 1, W], in mlx-lm [C, W, 1]
+    split_heads: Mapping[str, SplitHeads] = field(default_factory=dict)  # by the last part of a module's path
+    uncast: tuple[str, ...] = ()  # tensors that keep their dtype, whatever the others become
+    config: dict[str, Any] = field(default_factory=dict)  # keys of config.json that get another value
+
+    @property
+    def prefixes(self) -> tuple[str, str]:
+        """What stands before the names of the text model, and before its `lm_head`."""
+        return ("language_model.model.", "language_model.") if self.nested else ("model.", "")
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """One architecture of GGUF: the model_type of config.json that it is, and what is special about its files."""
+
+    model_type: str
+    neighbours: bool = False  # q and k rotate neighbouring channels, not the two halves of a head
+    experts: bool = False
+    biased: bool = False  # q, k and v have biases, of which config.json says nothing
+    windowed: str | None = None  # the model_type of a file whose layers all have a sliding window
+
+
+@dataclass(frozen=True)
+class GgufNames:
+    """The architectures of GGUF that a family runs, and GGUF's names of its modules by path.
+
+    Of a path in a layer what stands behind `layers.N.`, in the file behind `blk.N.`.
+    """
+
+    architectures: Mapping[str, GgufArchitecture]
+    modules: Mapping[str, str]
+
+
+ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+WeightsT = TypeVar("WeightsT", bound=ModelWeights)
+
+
+def _as_released(raw: Mapping[str, Any], config: ModelConfig) -> MlxRules:
+    return MlxRules()
+
+
+@dataclass(frozen=True)
+class Family(Generic[ConfigT, WeightsT]):
+    """A family whose configs are ConfigT and whose weights are WeightsT."""
+
+    name: str
+    """Of its module."""
+    model_types: tuple[str, ...]
+    """Values of `model_type` in config.json that it runs."""
+    read_config: Callable[[dict[str, Any]], ConfigT]
+    """The config of a config.json. Raises CheckpointError for what is missing, inconsistent or not supported."""
+    read_weights: Callable[[Source, ConfigT], WeightsT]
+    """The weights, each asked for by path and shape."""
+    caches: Callable[[ConfigT], tuple[Layout, ...]]
+    """The cache of each layer."""
+    forward: Callable[[Step, WeightsT, ConfigT, Sequence[tuple[Array, Array]]], Array]
+    """The residual stream after the last layer, [T, dim]."""
+    logits: Callable[[Step, Array, WeightsT, ConfigT], Array]
+    """Scores of the next token by rows of the residual stream, float32 [T, vocab]."""
+    roles: Mapping[Role, tuple[str, ...]]
+    """What weights are for, by patterns (`self_attn.*`) of what stands behind `layers.N.` in a path, or of the whole
+    path outside of layers. The first that fits counts."""
+    names: Callable[[Checkpoint, ConfigT], tuple[str, str, str]] = text_names
+    """Prefix of the text model's tensors in a checkpoint, prefix of `lm_head`, and the layout, "hf" or "mlx"."""
+    skipped: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that belong to parts which penstock does not run."""
+    unquantized: tuple[str, ...] = ()
+    """Ends of the paths of matrices that mlx-lm cannot quantize."""
+    more_bits: tuple[str, ...] = ("v_proj", "v_a_proj", "v_b_proj", "down_proj")
+    """Parts of the paths of matrices that mlx-lm's mixed recipes give more bits."""
+    mlx_rules: Callable[[Mapping[str, Any], ConfigT], MlxRules] = _as_released
+    """How a model with this config.json is written for mlx-lm."""
+    gguf: GgufNames | None = None
+    """None: it is not run from GGUF files."""
+    full_attention: str = "full attention"
+    """What a layer is called that attends to all positions."""
+
+    def __repr__(self) -> str:
+        return f"Family({self.name!r})"
+
+    def role_of(self, path: str) -> Role:
+        """What the weight of a path is for. In layers any prefix may stand before `layers.N.`."""
+        inner = _IN_LAYER.fullmatch(path)
+        name = inner[1] if inner else path
+        for role, patterns in self.roles.items():
+            if any(fnmatchcase(name, pattern) for pattern in patterns):
+                return role
+        return "other"
+
+
+AnyFamily: TypeAlias = Family[ModelConfig, ModelWeights]
+"""A family of which nothing is known but what all have in common."""
