@@ -17,14 +17,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from common import parse, parser, read_rate, report
 
+from penstock.analysis.weights import active_bytes
 from penstock.api import LLM, load_random
-from penstock.cli.bench import active_bytes, cut
+from penstock.models.config import first_layers
 from penstock.ops._op import Op
 from penstock.weights.resolve import ResolvedModel, resolve_model
 
 
 def config_of(found: ResolvedModel, layers: int, vocab: int | None) -> dict[str, Any]:
-    config, _ = cut(found.read_config(), str(layers), str(found.config_path))
+    config, _ = first_layers(found.read_config(), layers, str(found.config_path))
     if vocab is not None:
         config.get("text_config", config)["vocab_size"] = vocab
     return config
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     found = resolve_model(args.config, ["config"])
     llm = load_random(config_of(found, args.layers, args.vocab), max_context=4096)
     check(llm)
-    nbytes = active_bytes(llm)
+    nbytes = active_bytes(llm._engine.model)
     rounds = [(seconds_per_token(llm, args.tokens), read_rate()) for _ in range(args.rounds)]
     best, rate = min(rounds)  # with the read rate of its own minute
     with Profile() as profile:

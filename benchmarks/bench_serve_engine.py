@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from common import parse, parser, report
 
 import penstock
+from penstock.analysis.weights import active_bytes
 from penstock.api import LLM, load_random
-from penstock.cli.bench import active_bytes, cut
 from penstock.engine.generation import Request
 from penstock.engine.scheduler import Scheduler
+from penstock.models.config import first_layers
 from penstock.weights.resolve import resolve_model
 
 DENSE = {"hidden_size": 2048, "num_attention_heads": 32, "head_dim": 64}
@@ -35,7 +36,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config_of(name: str, layers: int, vocab: int) -> dict[str, Any]:
     shipped, changes = SHAPES[name]
-    config, _ = cut(resolve_model(shipped, ["config"]).read_config(), str(layers), shipped)
+    config, _ = first_layers(resolve_model(shipped, ["config"]).read_config(), layers, shipped)
     config.get("text_config", config).update({**changes, "vocab_size": vocab})
     return config
 
@@ -93,7 +94,8 @@ def measure(name: str, llm: LLM, clients: int, tokens: int, rounds: int) -> dict
             direct.append(direct_rate(llm, tokens))
             one.append(scheduled_rate(made, llm, 1, tokens))
             all_of_them.append(scheduled_rate(made, llm, clients, tokens))
-    limit = clients * active_bytes(llm, 1) / active_bytes(llm, clients)
+    model = llm._engine.model
+    limit = clients * active_bytes(model) / active_bytes(model, clients)
     return {
         "shape": name,
         "direct tok/s": max(direct),

@@ -25,8 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from common import parse, parser, report
 
+from penstock.analysis.weights import active_bytes
 from penstock.api import LLM, load, load_random
-from penstock.cli.bench import active_bytes, cut
+from penstock.models.config import first_layers
 from penstock.weights.resolve import resolve_model
 
 VOCAB = 32768
@@ -39,7 +40,7 @@ def model(shape: str) -> LLM:
     if shape == "demo":
         return load()
     name = "llama-3.2-3b" if shape == "dense-2048" else shape
-    config, _ = cut(resolve_model(name, ["config"]).read_config(), "8", name)
+    config, _ = first_layers(resolve_model(name, ["config"]).read_config(), 8, name)
     config.get("text_config", config)["vocab_size"] = VOCAB
     if shape == "dense-2048":
         config |= {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
@@ -84,7 +85,8 @@ def serve(shape: str) -> None:
     Request.take = timed  # type: ignore[method-assign]
     service = Service(Options())
     service.load(lambda _: (llm, {}))
-    limits = {f"limit_{n}": n * active_bytes(llm) / active_bytes(llm, n) for n in (2, 4, 8)}
+    own = llm._engine.model
+    limits = {f"limit_{n}": n * active_bytes(own) / active_bytes(own, n) for n in (2, 4, 8)}
     with background(service, Access()) as url:
         print(json.dumps({"port": int(url.rpartition(":")[2]), **limits}), flush=True)
         for line in sys.stdin:

@@ -27,12 +27,13 @@ import penstock
 from benchmarks.random_checkpoint import write
 from penstock import models, ops
 from penstock.api import LLM
-from penstock.cli.bench import cut
+from penstock.cli.bench import layer_count
 from penstock.experts.layout import Layer
 from penstock.experts.open import expert_layers
 from penstock.experts.packed import NAME, open_packed, write_packed
 from penstock.experts.reader import ExpertReader
 from penstock.experts.store import HostSlots
+from penstock.models.config import first_layers
 from penstock.models.random import Random
 from penstock.models.source import Stored
 from penstock.ops.device import device_for
@@ -192,7 +193,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for the checkpoint, which stays there")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    config = cut(resolve_model(given.config, ["config"]).read_config(), given.layers, given.config)[0]
+    config = first_layers(
+        resolve_model(given.config, ["config"]).read_config(), layer_count(given.layers), given.config
+    )[0]
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary) / "model"
         if not folder.exists():

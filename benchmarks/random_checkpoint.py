@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from penstock import models
-from penstock.cli.bench import cut
+from penstock.cli.bench import layer_count
 from penstock.dtypes import dtype_name
+from penstock.models.config import first_layers
 from penstock.models.random import Random, Shapes
 from penstock.models.source import Weight
 from penstock.quant import QuantizedTensor
@@ -112,7 +113,9 @@ def main() -> None:
     parser.add_argument("--layers", help="the first N, or all")
     given = parser.parse_args()
     config = resolve_model(given.config, ["config"]).read_config()
-    written = write(config if given.layers is None else cut(config, given.layers, given.config)[0], given.folder)
+    if given.layers is not None:
+        config, _ = first_layers(config, layer_count(given.layers), given.config)
+    written = write(config, given.folder)
     print(f"{given.folder}: {written / 1e9:.2f} GB")
 
 

@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import penstock
-from penstock import api
 from penstock.api import LLM, Stats
 from penstock.backends.cpu import device as cpu_device
+from penstock.engine import options as engine_options
 from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory, PenstockError
 from penstock.weights.resolve import resolve_model
 from tests.cli.common import program
@@ -104,7 +104,7 @@ def test_load_chooses_a_gpu_that_can_be_used(folder: Path, monkeypatch: pytest.M
     for why, device in (("torch finds no GPU", "cpu"), (None, "cuda")):
         monkeypatch.setattr("penstock.backends.cuda.features.unusable", lambda why=why: why)
         dtype = "bfloat16" if device == "cuda" else "float32"
-        assert api._choices("auto", "auto", "auto", None)[:2] == (device, dtype)
+        assert engine_options.resolve_options()[:2] == (device, dtype)
 
 
 def test_load_takes_the_device_of_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_load_on_the_reference_backend_is_exact(folder: Path) -> None:
 
 
 def test_load_refuses_a_context_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_device, "available_memory", lambda: api._WORKING + 1000)
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: engine_options.WORKING_BYTES + 1000)
     with pytest.raises(OutOfMemory, match=r"2048 positions need [1-9].* of memory, 1\.00 kB are free"):
         penstock.load(folder, device="reference", max_context=2048)
     monkeypatch.setattr(cpu_device, "available_memory", lambda: 1000)
@@ -182,7 +182,7 @@ def test_load_refuses_a_context_that_does_not_fit(folder: Path, monkeypatch: pyt
 
 def test_load_shortens_the_context_to_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caches = penstock.load(folder, device="reference")._engine.caches
-    monkeypatch.setattr(cpu_device, "available_memory", lambda: api._WORKING + caches.bytes_of(1500))
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: engine_options.WORKING_BYTES + caches.bytes_of(1500))
     assert penstock.load(folder, device="reference").max_context == 1024
 
 

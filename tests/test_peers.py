@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from penstock import models
-from penstock.cli.bench import cut
+from penstock.cli.bench import layer_count
+from penstock.models.config import first_layers
 from penstock.models.random import Random
 from penstock.quant import dequantize
 from penstock.weights.gguf import GgufFile
@@ -89,7 +90,7 @@ def test_describe_uses_the_names_of_gguf(path, llama_cpp, peer):
 @pytest.mark.parametrize("layers", [None, "3", "all"])
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_read_config_cuts_and_names_as_penstock_bench(path, layers, peer):
-    want, remark = cut(json.loads(path.read_text()), layers, path.name)
+    want, remark = first_layers(json.loads(path.read_text()), layer_count(layers), path.name)
     assert peer.read_config(path.stem, layers) == (path.stem + remark, want)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from penstock import models
-from penstock.backends.cuda import features as cuda
 from penstock.engine import ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
-from penstock.engine.generation import Chunk, Completion, Request, Timings, run, sampling_params
+from penstock.engine.generation import Chunk, Completion, Request, Timings, request_of, run
+from penstock.engine.options import WORKING_BYTES, resolve_options
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
@@ -27,25 +27,18 @@ from penstock.experts.store import slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import open_gguf
 from penstock.models.random import Maker, Random, RandomHere, Shapes
-from penstock.models.source import Placed, Shelved, Source, Stored
-from penstock.ops.device import Device, device_for, device_type
-from penstock.settings import Settings
+from penstock.models.source import Placed, Shelved, Source, Stored, left_over
+from penstock.ops.device import Device, device_for
 from penstock.text.gguf_tokenizer import gguf_tokenizer
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.gguf import GgufFile
 from penstock.weights.resolve import resolve_model
 
-DEVICES = ("auto", "cpu", "cuda", "reference")
-DTYPES = ("auto", "float32", "bfloat16")
-ACTIVATIONS = ("auto", "int8", "float32")
-
 _TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
-_LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _CONTEXT = 4096  # positions that there is room for beside streamed experts
-_WORKING = 256 << 20  # bytes for activations of a prefill piece, the tokenizer and the interpreter itself
 
 
 @dataclass
@@ -258,16 +251,7 @@ class LLM:
         return Session(self._engine, self.tokenizer, self._path)
 
     def _request(self, prompt: Any, max_tokens: int, stop: str | Seq[str], options: Mapping[str, Any]) -> Request:
-        options = dict(options)
-        extra = options.pop("extra_eos", ())
-        more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
-        params = sampling_params(options)
-        given = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        ids = self._engine._ids(given, tokenizer=self.tokenizer).tolist()
-        stops = [stop] if isinstance(stop, str) else stop
-        return Request(
-            ids, params, self.tokenizer, self._engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more
-        )
+        return request_of(self._engine, self.tokenizer, prompt, max_tokens, stop, options)
 
     def _run(
         self, requests: Seq[Request], progress: Callable[[int], None] | None = None
@@ -340,7 +324,7 @@ def load(
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
-    name, dtype, activations = _choices(device, dtype, activations, threads)
+    name, dtype, activations = resolve_options(device, dtype, activations, threads)
     packed = None if expert_file is None else os.fspath(expert_file)
     experts = ExpertOptions(expert_cache, expert_host, expert_io, expert_policy, packed, expert_prefetch)
     where = device_for(name)
@@ -372,7 +356,7 @@ def _read_folder(
     source = Stored(checkpoint, *family.names(checkpoint, config))
     copied = _copied_bytes(checkpoint)
     caches = Caches(family.caches(config), options["dtype"], device)
-    beside = _WORKING + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
+    beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
     layers = _streamed_layers(family, source, config, experts, device, checkpoint.nbytes + beside)
     streams = bool(layers) or experts.asked
     if not streams:
@@ -393,8 +377,8 @@ def _read_folder(
         weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
     else:
         weights, placed = _weights(family, source, config, device, checkpoint.nbytes, progress)
-    notices += _tokens_beyond(f"{folder}", tokenizer, config)
-    notices += [*checkpoint.notices, *_left_over(source, family.skipped, len(family.caches(config)))]
+    notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
+    notices += [*checkpoint.notices, *left_over(source, family.skipped, len(family.caches(config))).remarks]
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
     model = _with_files(model, device, checkpoint)
     return model, tokenizer, notices
@@ -428,7 +412,7 @@ def _read_gguf(
         ahead.start(options)
     weights, placed = _weights(found.family, found.source, config, device, found.nbytes, progress)
     model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
-    notices = [*_tokens_beyond(f"{path}", tokenizer, config), *found.notices]
+    notices = [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
     return _with_files(model, device, found.file), tokenizer, notices
 
 
@@ -483,14 +467,6 @@ def _copied_bytes(checkpoint: Checkpoint) -> int:
     return total
 
 
-def _tokens_beyond(what: str, tokenizer: Tokenizer, config: ModelConfig) -> list[str]:
-    """A remark about tokens that the model has no embeddings for, if there are any."""
-    if tokenizer.vocab_size <= config.vocab_size:
-        return []
-    found = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model embeddings for 0 to"
-    return [f"{what}: {found} {config.vocab_size - 1}; prompts that need others are refused"]
-
-
 def load_random(
     config: Mapping[str, Any],
     device: str = "auto",
@@ -508,11 +484,11 @@ def load_random(
 
     here: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
     """
-    name, dtype, activations = _choices(device, dtype, activations, threads)
+    name, dtype, activations = resolve_options(device, dtype, activations, threads)
     where = device_for(name)
     family = models.family_of(dict(config))
     read = family.read_config(dict(config))
-    need, free = random_nbytes(config) + _WORKING, where.free_memory()
+    need, free = random_nbytes(config) + WORKING_BYTES, where.free_memory()
     if need > free:
         raise OutOfMemory(f"random weights: need {amount(need)} of {where.memory_name}, {amount(free)} are free")
     source = Random(config, seed, progress)
@@ -544,33 +520,10 @@ def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:
     return session
 
 
-def _choices(device: str, dtype: str, activations: str, threads: int | None) -> tuple[str, str, str]:
-    for name, value, allowed in (
-        ("device", device, DEVICES),
-        ("dtype", dtype, DTYPES),
-        ("activations", activations, ACTIVATIONS),
-    ):
-        if value not in allowed:
-            raise InvalidArgument(f"load: {name} is {value!r}, expected one of {', '.join(allowed)}")
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
-        raise InvalidArgument(f"load: threads is {threads!r}, expected an integer")
-    settings = Settings.from_env()
-    if device == "auto":
-        device = settings.device if settings.device != "auto" else "cpu" if cuda.unusable() else "cuda"
-    kind = device_type(device)
-    if (count := threads if threads is not None else settings.threads) is not None:
-        kind.set_threads(count)
-    return (
-        device,
-        kind.default_dtype if dtype == "auto" else dtype,
-        kind.default_activations if activations == "auto" else activations,
-    )
-
-
 def _check_fits(what: str, device: Device, files: int, copies: int) -> None:
     """Weights fit: on the host `copies` beside the mapped files, on a GPU all of them."""
     host = device.host_memory
-    need, free = (copies if host else files) + _WORKING, device.free_memory()
+    need, free = (copies if host else files) + WORKING_BYTES, device.free_memory()
     if need > free:
         found = f"{what}: needs {amount(need)} of {device.memory_name}{' beside its files' if host else ''}"
         raise OutOfMemory(f"{found}, {amount(free)} are free" + ("" if host else "; device='cpu' may fit"))
@@ -600,7 +553,7 @@ def _engine(
         max_context=chosen,
         deterministic=deterministic,
     )
-    free = device.free_memory() - _WORKING
+    free = device.free_memory() - WORKING_BYTES
     while (max_context is None and engine.max_context > 256) and engine.caches.bytes_of(engine.max_context) > free:
         engine.max_context //= 2
     need = engine.caches.bytes_of(engine.max_context if max_context is not None else min(engine.max_context, 256))
@@ -610,25 +563,3 @@ def _engine(
         found = f"{what}: {engine.max_context} positions need {amount(need)} of {device.memory_name}"
         raise OutOfMemory(f"{found}, {amount(max(free, 0))} are free{advice}")
     return engine
-
-
-def _left_over(source: Stored, skipped: Seq[str], layers: int) -> list[str]:
-    """One remark about parts that penstock does not run, one about tensors that nobody knows."""
-
-    def part(name: str) -> str | None:
-        layer = _LAYER.search(name)
-        if layer is not None and int(layer[1]) >= layers:
-            return f"layers from {layers} on (prediction of further tokens)"
-        return next((start.rstrip(".") for start in skipped if name.startswith(start)), None)
-
-    parts = {name: part(name) for name in source.unused()}
-    known = [name for name, found in parts.items() if found is not None]
-    other = [name for name, found in parts.items() if found is None]
-    notices = []
-    if known:
-        kinds = sorted({found for found in parts.values() if found is not None})
-        notices.append(f"{source.checkpoint.path}: {len(known)} tensors of {', '.join(kinds)} are skipped")
-    if other:
-        shown = ", ".join(other[:3]) + (" …" if len(other) > 3 else "")
-        notices.append(f"{source.checkpoint.path}: {len(other)} tensors are not part of the model: {shown}")
-    return notices

@@ -2,21 +2,17 @@ import csv
 import io
 import json
 import re
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 import penstock
-from penstock import QuantizedTensor, api, models
+from penstock import models
 from penstock.cli import bench as verb
-from penstock.cli._bandwidth import ReadBandwidth
 from penstock.cli._model import UsageError
-from penstock.errors import CheckpointError, InvalidArgument
+from penstock.errors import CheckpointError
+from penstock.models.config import first_layers
 from penstock.weights.resolve import resolve_model, shipped_configs
 from tests.cli.common import call
 
@@ -50,7 +46,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def small_yardstick(monkeypatch):
-    monkeypatch.setattr(verb, "room", lambda: 1 << 24)
+    monkeypatch.setattr("penstock.analysis.bandwidth.array_bytes", lambda: 1 << 24)
 
 
 @pytest.fixture
@@ -58,11 +54,6 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(TINY | {"layers": 2}))
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def llm():
-    return api.load_random(TINY, device="reference")
 
 
 def run(capsys, tiny, *options):
@@ -243,64 +234,10 @@ def test_planned_orders_tests_by_depth():
     assert names == ["pp512", "tg128", "pp64+tg32", "pp512 @ d4096", "tg128 @ d4096", "pp64+tg32 @ d4096"]
 
 
-def stored(llm):
-    """All bytes of a model; each weight is there once, whatever refers to it."""
-    return sum(array.nbytes for _, array in verb.distinct_arrays(llm._engine.model.weights))
-
-
-def test_active_bytes_counts_chosen_experts_and_one_row(llm):
-    weights = llm._engine.model.weights
-    routed = [layer.mlp.routed for layer in weights.layers]
-    stacks = sum(w.nbytes for stack in routed for w in (stack.gate, stack.up, stack.down))
-    row = weights.embed.nbytes // TINY["vocab_size"]
-    other = stored(llm) - stacks - weights.embed.nbytes
-    assert verb.active_bytes(llm) == other + stacks * 2 // 8 + row
-    assert verb.active_bytes(llm, 2) == round(other + stacks * (1 - (6 / 8) ** 2) + 2 * row)
-
-
-def test_active_bytes_counts_a_tied_head_once(llm):
-    tied = api.load_random(TINY | {"tie_word_embeddings": True}, device="reference")
-    table = llm._engine.model.weights.embed.nbytes
-    assert verb.active_bytes(tied) == verb.active_bytes(llm) - table // TINY["vocab_size"]
-    assert stored(tied) == stored(llm) - table
-
-
-def test_distinct_arrays_leaves_out_views(rng):
-    @dataclass
-    class Weights:
-        embed: Any
-        parts: Any
-        whole: Any
-        head: Any
-
-    whole = rng.standard_normal((6, 4))
-    q = QuantizedTensor(np.zeros((3, 8), "uint32"), np.zeros((3, 1), "float32"), np.zeros((3, 1), "float32"), 4, 64)
-    weights = Weights(q, (whole[:2], whole[2:]), whole, q)
-    assert [(path, array.shape) for path, array in verb.distinct_arrays(weights)] in (
-        [(("whole",), (6, 4)), (("head",), (3, 64))],
-        [(("head",), (3, 64)), (("whole",), (6, 4))],
-    )
-
-
-def test_random_nbytes_is_what_the_weights_take(llm):
-    assert api.random_nbytes(TINY) == stored(llm)
-
-
-def test_cut_shortens_nested_configs_and_leaves_its_argument():
-    raw = {"layers": 1, "text_config": {"num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"]}}
-    kept = json.dumps(raw)
-    three = {"text_config": {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}}
-    assert verb.cut(raw, "3", "x") == (three, ", 3 of 4 layers")
-    assert verb.cut(raw, None, "x")[0]["text_config"]["layer_types"] == ["a"]
-    assert verb.cut(raw, "all", "x") == ({"text_config": raw["text_config"]}, "")
-    assert json.dumps(raw) == kept
-    for layers in ("0", "5"):
-        with pytest.raises(InvalidArgument, match=f"x: layers is {layers}, expected 1 to 4"):
-            verb.cut(raw, layers, "x")
+def test_layer_count_is_a_number_or_all():
+    assert [verb.layer_count(text) for text in ("7", "all", None)] == [7, "all", None]
     with pytest.raises(UsageError, match="--layers: is 'some', expected a number or all"):
-        verb.cut(raw, "some", "x")
-    with pytest.raises(InvalidArgument, match="layers is True"):
-        verb.cut(raw | {"layers": True}, None, "x")
+        verb.layer_count("some")
 
 
 @pytest.mark.parametrize("file", sorted(SHIPPED.glob("*.json")), ids=lambda file: file.stem)
@@ -360,7 +297,7 @@ def count_parameters(c):
 def test_shipped_configs_of_known_families_are_read():
     read = []
     for name in shipped_configs():
-        raw, _ = verb.cut(resolve_model(name, ["config"]).read_config(), None, name)
+        raw, _ = first_layers(resolve_model(name, ["config"]).read_config(), None, name)
         if raw["model_type"] in models.FAMILIES:
             models.family_of(raw).read_config(raw)
             read.append(name)
@@ -372,20 +309,6 @@ def test_read_config_refuses_what_is_no_object(tmp_path):
     file.write_text("[]")
     with pytest.raises(CheckpointError, match="is a list, expected an object"):
         resolve_model(tmp_path, ["config"]).read_config()
-
-
-def test_read_bandwidth_measures_in_another_process():
-    with ReadBandwidth(2, 1 << 24) as bandwidth:
-        rates = [bandwidth.measure(), bandwidth.measure()]
-    assert all(0.1 < rate < 1e5 for rate in rates)
-
-
-def test_read_bandwidth_of_a_process_that_died_is_none():
-    bandwidth = ReadBandwidth(1, 1 << 20)
-    bandwidth._command = [sys.executable, "-c", ""]
-    with bandwidth:
-        bandwidth._process.wait()
-        assert bandwidth.measure() is None
 
 
 def test_bench_shows_progress_on_a_terminal_only(monkeypatch, capsys):

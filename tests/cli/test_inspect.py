@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock import api
-from penstock.analysis import survey as survey_module
-from penstock.analysis import trace
-from penstock.analysis.survey import PARTS, survey
+from penstock.analysis import bandwidth
+from penstock.analysis.survey import Survey
+from penstock.analysis.survey import survey as survey_of
+from penstock.analysis.weights import active_bytes
 from penstock.cli._treemap import Box, in_strips, squarified
-from penstock.cli.bench import active_bytes, cut
+from penstock.models.config import first_layers
+from penstock.models.family import ROLES
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.mapped import MappedFile
-from penstock.weights.resolve import resolve_model, shipped_configs
+from penstock.weights.resolve import ANY, resolve_model, shipped_configs
 from tests.cli.common import call
 from tests.cli.model import DEMO
 from tests.models.common import moe_config, next_config, small_config, tensors, write_model
@@ -31,6 +33,10 @@ def unread(monkeypatch):
         raise AssertionError("a weight is read")
 
     monkeypatch.setattr(MappedFile, "view", refuse)
+
+
+def survey(model: str) -> Survey:
+    return survey_of(resolve_model(model, ANY))
 
 
 def inspected(capsys, *words) -> dict:
@@ -51,8 +57,8 @@ def test_inspect_counts_the_demo_model(capsys, unread):
     assert (found["experts"], found["top_k"], found["vocab_size"], found["context"]) == (16, 4, 4096, 2048)
     assert (found["source"], found["files"], found["tied"]) == ("safetensors", 1, False)
     for key in ("parameters", "bytes", "active_bytes", "tensors"):
-        assert sum(part[key] for part in found["parts"].values()) == pytest.approx(found[key], abs=len(PARTS))
-        assert sum(part[key] for part in found["formats"]) == pytest.approx(found[key], abs=len(PARTS))
+        assert sum(part[key] for part in found["parts"].values()) == pytest.approx(found[key], abs=len(ROLES))
+        assert sum(part[key] for part in found["formats"]) == pytest.approx(found[key], abs=len(ROLES))
     experts = found["parts"]["experts"]
     assert experts["active_bytes"] * 4 == experts["bytes"]
     assert {(f["bits"], f["group_size"]) for f in found["formats"]} == {(4, 64), (8, 64), (16, None), (32, None)}
@@ -65,7 +71,7 @@ def test_inspect_counts_what_bench_counts(capsys):
     """Vectors in bfloat16 are float32 once they are loaded; all else is the same."""
     found = inspected(capsys)
     vectors = next(format["bytes"] for format in found["formats"] if format["dtype"] == "bfloat16")
-    assert found["active_bytes"] + vectors == active_bytes(penstock.load(device="cpu"))
+    assert found["active_bytes"] + vectors == active_bytes(penstock.load(device="cpu")._engine.model)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_inspect_knows_the_released_models_by_their_configs(capsys, name, kinds,
     assert found["parameters"] == pytest.approx(parameters, rel=2e-3)
     assert found["active_parameters"] == pytest.approx(active, rel=5e-3)
     assert found["source"] == "config" and found["tokenizer"] is None
-    raw, _ = cut(resolve_model(name, ["config"]).read_config(), "all", name)
+    raw, _ = first_layers(resolve_model(name, ["config"]).read_config(), "all", name)
     if "quantization" in raw:
         assert found["bytes"] == pytest.approx(api.random_nbytes(raw), rel=1e-3)
     else:
@@ -158,7 +164,7 @@ def test_inspect_honours_the_table_of_a_config(tmp_path):
     table = {"bits": 3, "group_size": 128, "lm_head": {"bits": 6, "group_size": 32}, "model.embed_tokens": False}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw | {"quantization": table}))
-    formats = {piece.path: piece.format for piece in survey(str(path)).pieces}
+    formats = {piece.path: piece.format for piece in survey(str(path)).weights}
     assert (formats["lm_head"].bits, formats["lm_head"].group_size) == (6, 32)
     assert formats["embed_tokens"].group_size is None and formats["embed_tokens"].bits == 16
     assert formats["layers.7.mlp.switch_mlp.up_proj"].bits == 3
@@ -220,14 +226,14 @@ def test_inspect_refuses_sizes_that_the_files_do_not_have(capsys, tmp_path, chan
 
 
 def test_inspect_measures_the_bandwidth(capsys, monkeypatch):
-    monkeypatch.setattr(trace, "bandwidth_of", lambda device, given: (20.0, f"measured on {device}"))
+    monkeypatch.setattr(bandwidth, "bandwidth_of", lambda device, given: (20.0, f"measured on {device}"))
     found = json.loads(call(capsys, "inspect", "--device", "cpu", "--json").out)
     assert (found["gb_per_s"], found["gb_per_s_from"], found["device"]) == (20.0, "measured on cpu", "cpu")
 
     def nothing(*_):
         raise penstock.errors.BackendError("no")
 
-    monkeypatch.setattr(trace, "bandwidth_of", nothing)
+    monkeypatch.setattr(bandwidth, "bandwidth_of", nothing)
     found = json.loads(call(capsys, "inspect", "--device", "cpu", "--json").out)
     assert (found["gb_per_s"], found["limit_tokens_per_s"]) == (None, None)
     assert "tokens/s" not in call(capsys, "inspect", "--device", "cpu").out
@@ -235,11 +241,11 @@ def test_inspect_measures_the_bandwidth(capsys, monkeypatch):
 
 def test_every_path_of_every_family_belongs_to_a_part():
     for name in shipped_configs():
-        for piece in survey(name).pieces:
-            assert piece.part != "other", (name, piece.path)
-            if piece.part == "router":
+        for piece in survey(name).weights:
+            assert piece.role != "other", (name, piece.path)
+            if piece.role == "router":
                 assert piece.nbytes < 1e8
-    assert survey_module.PARTS[-1] == "other"
+    assert ROLES[-1] == "other"
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -306,7 +312,7 @@ def test_page_is_a_map_of_the_bytes_that_needs_nothing_from_outside(capsys, tmp_
     text = path.read_text()
     page = Page(text)
     assert not re.search(r"https?:|url\(|@import|<link|src=", text)
-    pieces = survey("qwen3.6-35b-a3b").pieces
+    pieces = survey("qwen3.6-35b-a3b").weights
     listed = json.loads(re.search(r"const pieces = (\[.*\]);\n", text)[1])  # type: ignore[index]
     assert [row[0] for row in listed] == [piece.path for piece in pieces]
     boxes = [tag for name, tag in page.tags if name == "rect" and "data-i" in tag]

@@ -209,7 +209,7 @@ def test_plan_measures_a_packed_file_where_there_is_one(capsys, tmp_path):
 
 
 def test_plan_measures_memory(capsys, monkeypatch):
-    monkeypatch.setattr("penstock.analysis.trace.room", lambda: 1 << 24)
+    monkeypatch.setattr("penstock.analysis.bandwidth.array_bytes", lambda: 1 << 24)
     found = json.loads(call(capsys, "plan", "--device", "cpu", "--device-memory", "8G", "--json").out)
     assert found["gb_per_s"]["memory"] > 0 and found["gb_per_s_from"]["memory"] == "a plain read here"
     assert set(found["gb_per_s"]) == {"memory"}  # a model that fits needs nothing else

@@ -6,8 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from penstock.analysis.routes import Routes, load_routes
-from penstock.cli.routes import LayerUse
+from penstock.analysis.routes import LayerUse, Routes, load_routes
 from penstock.experts.simulate import Trace, table
 from tests.cli.common import call, program
 from tests.cli.model import write_small_model

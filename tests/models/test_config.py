@@ -10,9 +10,9 @@ import pytest
 
 import penstock
 from penstock import models
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models import qwen3_5
-from penstock.models.config import Fields, layer_types
+from penstock.models.config import Fields, first_layers, layer_types
 from tests.models.common import dense_config, moe_config, next_config, tensors, text_config, write_model
 
 
@@ -287,3 +287,18 @@ def test_load_refuses_a_config_with_nan(tmp_path: Path) -> None:
     write_model(tmp_path, moe_config())
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "NaN" in load_refused(tmp_path)
+
+
+def test_first_layers_shortens_nested_configs_and_leaves_its_argument():
+    raw = {"layers": 1, "text_config": {"num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"]}}
+    kept = json.dumps(raw)
+    three = {"text_config": {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"]}}
+    assert first_layers(raw, 3, "x") == (three, ", 3 of 4 layers")
+    assert first_layers(raw, None, "x")[0]["text_config"]["layer_types"] == ["a"]
+    assert first_layers(raw, "all", "x") == ({"text_config": raw["text_config"]}, "")
+    assert json.dumps(raw) == kept
+    for layers in (0, 5):
+        with pytest.raises(InvalidArgument, match=f"x: layers is {layers}, expected 1 to 4"):
+            first_layers(raw, layers, "x")
+    with pytest.raises(InvalidArgument, match="layers is True"):
+        first_layers(raw | {"layers": True}, None, "x")

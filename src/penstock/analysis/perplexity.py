@@ -151,7 +151,7 @@ def _cores() -> int:
 
 
 def _piece_length(engine: Engine) -> int:
-    """Tokens that are read at once: the grid of prefills, or a part of it where the scores would be too many."""
+    """Tokens that are read at once: a chunk of a prompt, or a part of it where the logits would be too many."""
     length = engine.device.chunk_alignment
     while length > PAGE and length * engine.model.config.vocab_size * 4 > _PIECE:
         length //= 2

@@ -5,20 +5,20 @@ Nothing is loaded: a model is outlined from its files or its config.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock import models
+from penstock.analysis.bandwidth import bandwidth_of
 from penstock.analysis.routes import load_routes
-from penstock.analysis.trace import Work, bandwidth_of, outlined
-from penstock.api import _WORKING, _choices
+from penstock.analysis.trace import Work, outlined
+from penstock.analysis.weights import distinct
 from penstock.backends.cuda.features import unusable
-from penstock.backends.cuda.link import link_rate
-from penstock.cli._model import UsageError, note, resolved
-from penstock.cli.bench import _STACKS, _TABLES, distinct_arrays
 from penstock.engine.cache import Caches
+from penstock.engine.options import WORKING_BYTES, resolve_options
 from penstock.engine.programs import table_width
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.open import expert_layers
@@ -26,17 +26,15 @@ from penstock.experts.packed import NAME, open_packed
 from penstock.experts.policy import AUTO
 from penstock.experts.reader import ExpertReader
 from penstock.experts.simulate import Trace, simulate
-from penstock.experts.sizes import parse_size
 from penstock.graph import Program
 from penstock.machine import available_memory
-from penstock.models.layers import ExpertStack
 from penstock.models.source import Stored
 from penstock.models.step import PAGE
 from penstock.ops.device import device_for, device_type
 from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.resolve import ANY
+from penstock.weights.resolve import ResolvedModel
 
-_CONTEXT = 8192  # positions that are planned for when nobody says how many
+_CONTEXT = 8192  # positions that are planned for by default
 _DRIVER = 512 << 20  # bytes of GPU memory that the driver, torch and compiled kernels take
 _PROCESS = 2 << 30  # bytes of host memory that a process with torch takes
 
@@ -46,7 +44,7 @@ _PROCESS = 2 << 30  # bytes of host memory that a process with torch takes
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlannedModel:
     """A model without its weights.
 
     given: what the user called it, None for the demo model. parts: bytes by name, experts not among them. layers: bytes
@@ -92,65 +90,46 @@ class Subject:
         return bool(self.layers) and (self.files is None or self.files.suffix != ".gguf")
 
 
-def subject_of(model: str | None, device: str, revision: str | None, offline: bool) -> Subject:
-    """The model that a user means, as it would run on a device. Raises CheckpointError if there is none."""
-    found = resolved(model, ANY, revision, offline, files="config")
-    if found.hub_id is not None and found.kind == "config":
-        note(f"{found.hub_id}: not here; its config.json says how large it is")
-    _, dtype, activations = _choices(device, "auto", "auto", None)
+def subject_of(found: ResolvedModel, given: str | None, device: str) -> PlannedModel:
+    """A model as it would run on a device; given: what the user called it."""
+    _, dtype, activations = resolve_options(device)
     programs = outlined(found, None, device, dtype, activations, Work("decode", 1, 0)).programs
-    weights, config, caches = programs.weights, programs.config, programs.caches
-    grid = min(device_type(device).chunk_alignment, config.max_positions)
-    widths = dict.fromkeys(caches.pools, table_width(-(-grid // PAGE)))
-    graph, _ = programs.prefill_graph(grid, 0, widths, scores=True)
-    parts, active = _parts(weights)
-    stacks = list(_stacks(weights))
-    return Subject(
-        given=model,
+    config, caches = programs.config, programs.caches
+    chunk = min(device_type(device).chunk_alignment, config.max_positions)
+    widths = dict.fromkeys(caches.pools, table_width(-(-chunk // PAGE)))
+    graph, _ = programs.prefill_graph(chunk, 0, widths, scores=True)
+    parts, active, experts, count = dict.fromkeys(_PARTS.values(), 0), 0.0, defaultdict(int), 0
+    for weight in distinct(programs):
+        if weight.role == "experts":
+            count = weight.shape[0]
+            experts[weight.layer] += weight.nbytes // count
+        else:
+            parts[_PARTS[weight.role]] += weight.nbytes
+            active += weight.read_by(1)
+    return PlannedModel(
+        given=given,
         name=found.hub_id or found.name,
         config=config,
         caches=caches,
-        parts=parts,
-        experts=stacks[0].gate.shape[0] if stacks else 0,
-        top_k=getattr(config, "top_k", 0) if stacks else 0,
-        layers=tuple(sum(w.nbytes // w.shape[0] for w in (s.gate, s.up, s.down) if w is not None) for s in stacks),
-        active=active,
+        parts={part: nbytes for part, nbytes in parts.items() if nbytes},
+        experts=count,
+        top_k=getattr(config, "top_k", 0) if experts else 0,
+        layers=tuple(experts[layer] for layer in sorted(experts)),
+        active=round(active),
         arena=Program(graph, device).arena_bytes,
         files=None if found.kind == "config" else found.path,
     )
 
 
+# what roles of weights are called here, in the order in which they are shown
 _PARTS = {
-    "embeddings": ("embed", "table"),
-    "head": ("head",),
-    "router": ("router", "scores"),
-    "attention": ("mixer", "attention"),
-    "shared and dense": ("mlp", "shared"),
+    "embedding": "embeddings",
+    "head": "head",
+    "router": "router",
+    "attention": "attention",
+    "MLP": "shared and dense",
+    "norms": "norms and others",
 }
-
-
-def _parts(weights: Any) -> tuple[dict[str, int], int]:
-    """Bytes of the weights by part, without the experts, and those of them that a token reads."""
-    found, active = dict.fromkeys((*_PARTS, "norms and others"), 0), 0
-    for path, array in distinct_arrays(weights):
-        if len(array.shape) == 3 and any(name in _STACKS for name in path):
-            continue
-        named = (part for part, names in _PARTS.items() if any(name in names for name in path))
-        found[next(named, "norms and others")] += array.nbytes
-        active += array.nbytes // array.shape[0] if path[-1] in _TABLES else array.nbytes
-    return {part: nbytes for part, nbytes in found.items() if nbytes}, active
-
-
-def _stacks(value: Any) -> Iterator[Any]:
-    """The stacks of experts in a family's weights, in the order of the layers."""
-    if isinstance(value, ExpertStack):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _stacks(item)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _stacks(getattr(value, field.name))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -159,7 +138,7 @@ def _stacks(value: Any) -> Iterator[Any]:
 
 def device_of(given: str) -> str:
     """The device that "auto" and the settings stand for."""
-    device = _choices(given, "auto", "auto", None)[0]
+    device = resolve_options(given).device
     if device == "reference":  # by PENSTOCK_DEVICE
         raise InvalidArgument("plan: device is 'reference', expected cpu or cuda")
     return device
@@ -173,17 +152,15 @@ class Memory:
     host: int
 
 
-def memory_of(device: str, given: str | None, given_host: str | None) -> Memory:
-    """As the options say, else what is free."""
-    own = None if given is None else parse_size(given, "--device-memory")
-    host = None if given_host is None else parse_size(given_host, "--host-memory")
+def memory_of(device: str, own: int | None, host: int | None) -> Memory:
+    """As given, else what is free. Raises InvalidArgument for a GPU that is not here, and on the CPU for both."""
     if device == "cpu":
         if own is not None and host is not None:
-            raise UsageError("--host-memory: on the CPU it is the device's memory, expected --device-memory alone")
+            raise InvalidArgument("--host-memory: on the CPU it is the device's memory, expected --device-memory alone")
         return Memory(next(size for size in (own, host, available_memory()) if size is not None), 0)
     if own is None:
         if (why := unusable()) is not None:
-            raise UsageError(f"--device-memory: expected for a GPU that is not here ({why})")
+            raise InvalidArgument(f"--device-memory: expected for a GPU that is not here ({why})")
         own = device_for("cuda").free_memory() + _DRIVER
     return Memory(own, available_memory() if host is None else host)
 
@@ -206,14 +183,14 @@ class Room:
     need: int
 
 
-def room_of(subject: Subject, device: str, memory: Memory, max_context: int | None) -> Room:
+def room_of(subject: PlannedModel, device: str, memory: Memory, max_context: int | None) -> Room:
     """First everything that is no expert, then as many experts as go into the rest."""
     limit = subject.config.max_positions
     if max_context is not None and not 1 <= max_context <= limit:
         raise InvalidArgument(f"--max-context: is {max_context}, expected 1 to {limit} (the model's positions)")
     context = max_context or min(limit, _CONTEXT)
     caches = subject.caches.bytes_of(context)
-    working = subject.arena + _WORKING + (_DRIVER if device == "cuda" else 0)
+    working = subject.arena + WORKING_BYTES + (_DRIVER if device == "cuda" else 0)
     rest = subject.dense + caches + working
     left = memory.device - rest
     resident = left >= subject.expert_bytes
@@ -247,7 +224,7 @@ class Hits:
         return self._known[slots]
 
 
-def trace_of(path: Path, subject: Subject) -> Trace:
+def trace_of(path: Path, subject: PlannedModel) -> Trace:
     """A recorded text. Raises InvalidArgument if it is another model's or has no answer."""
     recorded = load_routes(path)
     own = (len(subject.layers), subject.experts, subject.top_k)
@@ -271,8 +248,17 @@ class Speed:
     io: str = "auto"
 
 
-def speeds_of(subject: Subject, device: str, room: Room, given: Mapping[str, float | None]) -> dict[str, Speed]:
-    """Of the memory, the link to a GPU and the disk, as far as a token needs them; `given` are options by name."""
+def speeds_of(
+    subject: PlannedModel,
+    device: str,
+    room: Room,
+    given: Mapping[str, float | None],
+    notify: Callable[[str], None],
+) -> dict[str, Speed]:
+    """Of the memory, the link to a GPU and the disk, as far as a token needs them; `given` are options by name.
+
+    notify: gets a remark about a packed file that cannot be used.
+    """
     found: dict[str, Speed] = {}
     elsewhere = device == "cuda" and unusable() is not None
 
@@ -289,19 +275,19 @@ def speeds_of(subject: Subject, device: str, room: Room, given: Mapping[str, flo
     if room.resident:
         return found
     if device == "cuda":
-        know("link", no_gpu, _link)
+        know("link", no_gpu, lambda: _link(device))
     folder = subject.files if subject.streams else None
     no_files = "no files here to measure it on" if folder is None else None
-    know("disk", no_files, lambda: _disk(Path(folder or "")))
+    know("disk", no_files, lambda: _disk(Path(folder or ""), notify))
     return found
 
 
-def _link() -> Speed:
-    rate = link_rate()
+def _link(device: str) -> Speed:
+    rate = device_for(device).link_rate()
     return Speed(rate, "no room for a measurement" if rate is None else "a copy from pinned memory")
 
 
-def _disk(folder: Path) -> Speed:
+def _disk(folder: Path, notify: Callable[[str], None]) -> Speed:
     """Reading the experts of a checkpoint, or of its packed file, in the way that loading would choose."""
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
@@ -311,13 +297,13 @@ def _disk(folder: Path) -> Speed:
         try:
             layers, what = open_packed(folder / NAME, layers, checkpoint.fingerprint), "packed experts"
         except CheckpointError as error:
-            note(f"{error}; experts are read from the checkpoint")
+            notify(f"{error}; experts are read from the checkpoint")
     with ExpertReader(layers) as reader:
         return Speed(reader.bandwidth / 1e9, f"{reader.io} reads of {what}", reader.io)
 
 
 @dataclass(frozen=True)
-class Step:
+class TokenCost:
     """Bytes that a token moves over each way, and the seconds they need; None where a bandwidth is not known."""
 
     moved: dict[str, int]
@@ -330,10 +316,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """All of it, and what follows for a token."""
 
-    subject: Subject
+    subject: PlannedModel
     device: str
     memory: Memory
     room: Room
@@ -360,7 +346,7 @@ class Plan:
         """Of the choices, those in slots or in host memory."""
         return max(self.hit, self.hits.rate(self.host_share))
 
-    def step(self, warm: bool) -> Step:
+    def step(self, warm: bool) -> TokenCost:
         """A token: with the hit rates that a run comes to, or with nothing in slots and host memory yet."""
         chosen = self.subject.chosen_bytes
         moved = {"memory": self.subject.active + chosen}
@@ -371,9 +357,9 @@ class Plan:
         for way, nbytes in moved.items():
             rate = self.speeds[way].rate
             if rate is None and nbytes:
-                return Step(moved, None)
+                return TokenCost(moved, None)
             seconds += nbytes / (rate * 1e9) if rate is not None else 0.0
-        return Step(moved, seconds)
+        return TokenCost(moved, seconds)
 
     @property
     def flags(self) -> list[str]:

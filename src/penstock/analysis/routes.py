@@ -12,22 +12,24 @@ import zipfile
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock import ops
+from penstock.analysis.weights import walk
 from penstock.engine.cache import Sequence
-from penstock.engine.engine import Engine
+from penstock.engine.engine import Engine, Model
+from penstock.engine.generation import request_of
 from penstock.engine.programs import table_width
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.experts.simulate import Row, Trace, repeats, table
 from penstock.graph import Node
-from penstock.models.layers import ExpertStack
 
 if TYPE_CHECKING:
-    from penstock.api import LLM
+    from penstock.text.tokenizer import Tokenizer
 
 FORMAT = "penstock-routes"
 VERSION = 1
@@ -159,7 +161,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def record(
-    llm: LLM,
+    engine: Engine,
+    tokenizer: Tokenizer,
     prompt: str | Seq[int],
     max_tokens: int = 100,
     stop: str | Seq[str] = (),
@@ -173,8 +176,7 @@ def record(
     progress: called with the number of tokens that each step computed. name: of the model, in the result. Raises
     InvalidArgument for a model without experts or on device "reference". Other threads wait until it is done.
     """
-    engine, tokenizer = llm._engine, llm.tokenizer
-    request = llm._request(prompt, max_tokens, stop, sampling)
+    request = request_of(engine, tokenizer, prompt, max_tokens, stop, sampling)
     pieces: list[np.ndarray] = []
     with engine._lock, _opened(engine) as sequence, _watched(engine) as (nodes, read):
 
@@ -192,13 +194,13 @@ def record(
     detokenizer = tokenizer.detokenizer()
     decode = np.arange(len(tokens)) >= len(request.prompt)
     return Routes(
-        model=name or llm.config.model_type,
+        model=name or engine.model.config.model_type,
         tokens=np.array(tokens, np.int32),
         texts=tuple(detokenizer.add(token) for token in tokens),
         ids=np.concatenate(pieces),
         decode=decode,
         experts=_experts(nodes[0]),
-        layers=_layers(engine.model.weights, len(nodes)),
+        layers=_layers(engine.model, len(nodes)),
         expert_bytes=tuple(map(_expert_bytes, nodes)),
     )
 
@@ -264,14 +266,67 @@ def _expert_bytes(node: Node) -> int:
     return sum(stack.nbytes // stack.shape[0] for stack in stacks if stack is not None)
 
 
-def _layers(weights: Any, count: int) -> tuple[int, ...]:
+def _layers(model: Model, count: int) -> tuple[int, ...]:
     """Numbers of the layers that have experts; they are as many as there are expert nodes."""
-    found = tuple(n for n, layer in enumerate(weights.layers) if _has_experts(layer))
+    found = {weight.layer for weight in walk(model) if weight.role == "experts" and weight.layer is not None}
     assert len(found) == count
-    return found
+    return tuple(sorted(found))
 
 
-def _has_experts(value: Any) -> bool:
-    if isinstance(value, ExpertStack):
-        return True
-    return is_dataclass(value) and any(_has_experts(getattr(value, field.name)) for field in fields(value))
+# --------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """How a layer's experts were used: by how many tokens each (counts), and what follows."""
+
+    layer: int
+    counts: np.ndarray
+    repeated: float | None  # share of a decoded token's experts that the token before chose too
+
+    @property
+    def used(self) -> int:
+        """Experts that were chosen at all."""
+        return int(np.count_nonzero(self.counts))
+
+    @property
+    def top_share(self) -> float:
+        """Share of all choices that fell on the tenth of the experts (rounded up) that is chosen most."""
+        tenth = -(-len(self.counts) // 10)
+        return float(np.sort(self.counts)[-tenth:].sum() / max(1, self.counts.sum()))
+
+    @property
+    def entropy(self) -> float:
+        """Of the choices, as a share of that of an even use: 1 if all experts are chosen as often."""
+        shares = self.counts[self.counts > 0] / max(1, self.counts.sum())
+        return float(-(shares * np.log(shares)).sum() / np.log(len(self.counts))) if len(self.counts) > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class RoutesReport:
+    """A recording, the use of each layer's experts, and the hit rates of simulated caches."""
+
+    routes: Routes
+    layers: tuple[LayerUse, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def repeated(self) -> float | None:
+        known = [layer.repeated for layer in self.layers if layer.repeated is not None]
+        return sum(known) / len(known) if known else None
+
+    def nbytes(self, row: Row) -> int:
+        """Of a simulated cache."""
+        return round(self.routes.nbytes * row.slots / (len(self.routes.layers) * self.routes.experts))
+
+
+def routes_report(routes: Routes) -> RoutesReport:
+    """How a recorded text used the experts, and what caches would have made of it."""
+    trace = Trace(routes.ids, routes.decode, routes.experts)
+    again = repeats(trace)
+    layers = tuple(
+        LayerUse(layer, counts, None if np.isnan(repeated) else float(repeated))
+        for layer, counts, repeated in zip(routes.layers, routes.counts(), again, strict=True)
+    )
+    return RoutesReport(routes, layers, tuple(table(trace)))

@@ -1,4 +1,4 @@
-"""What a model is made of, without its weights: layers by kind, tensors by part and format, what a token reads.
+"""What a model is made of, without its weights: layers by kind, tensors by role and format, what a token reads.
 
 A family asks for its weights by path and shape; here it is answered with nothing but zeros of that shape, which take no
 memory, and every question is written down with the format in which the files have the tensor.
@@ -18,97 +18,30 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from penstock.analysis.verify import Headers
-from penstock.cli._model import resolved
-from penstock.cli.bench import cut
+from penstock.analysis.weights import Sum, TensorFormat, WeightInfo, layer_of
 from penstock.dtypes import FLOATS, ITEMSIZE
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
-from penstock.models.config import Fields
+from penstock.models.config import Fields, first_layers
 from penstock.models.family import ROLES, AnyFamily, ModelConfig
+from penstock.models.source import left_over
 from penstock.models.step import Layout, Pages
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
 from penstock.units import amount
-from penstock.weights.checkpoint import Checkpoint, _quantization_table
+from penstock.weights.checkpoint import Checkpoint, quantization_table
 from penstock.weights.files import short
-from penstock.weights.resolve import ANY
+from penstock.weights.resolve import ResolvedModel
 
 if TYPE_CHECKING:
     from penstock.models.gguf import GgufModel
     from penstock.text.tokenizer import Tokenizer
 
-PARTS = ROLES  # of a model, in the order in which they are shown
-_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 _LONG = ("vocab_size", "max_positions", "per_layer_vocab")
 _WIDEST = 1 << 17  # of all other sizes; the widest layers of released models have 53 248
 _PREFIXES = ("", "model.", "language_model.model.", "language_model.", "model.language_model.")
 
 
-@dataclass(frozen=True)
-class Format:
-    """How a tensor is stored: packed in `bits` with a scale and a bias per group, or dense (group_size None)."""
-
-    bits: int
-    group_size: int | None
-    dtype: str  # of a dense tensor, or of scales and biases
-
-    def __str__(self) -> str:
-        return self.dtype if self.group_size is None else f"{self.bits} bits, groups of {self.group_size}"
-
-
-def _dense(dtype: str) -> Format:
-    return Format(8 * ITEMSIZE[dtype], None, dtype)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor, or a stack of them: where it belongs, its format, and the share of it that a token reads."""
-
-    path: str
-    part: str
-    layer: int | None
-    shape: tuple[int, ...]
-    format: Format
-    nbytes: int
-    share: float = 1.0
-
-    @property
-    def parameters(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def active_parameters(self) -> float:
-        return self.parameters * self.share
-
-    @property
-    def active_bytes(self) -> float:
-        return self.nbytes * self.share
-
-    @property
-    def name(self) -> str:
-        """The path without its layer."""
-        found = _LAYER.fullmatch(self.path)
-        return found[2] if found else self.path
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Pieces taken together."""
-
-    tensors: int = 0
-    parameters: int = 0
-    nbytes: int = 0
-    active_parameters: float = 0.0
-    active_bytes: float = 0.0
-
-    @classmethod
-    def of(cls, pieces: Iterable[Piece]) -> Sum:
-        found = list(pieces)
-        return cls(
-            len(found),
-            sum(piece.parameters for piece in found),
-            sum(piece.nbytes for piece in found),
-            sum(piece.active_parameters for piece in found),
-            sum(piece.active_bytes for piece in found),
-        )
+def _dense(dtype: str) -> TensorFormat:
+    return TensorFormat(8 * ITEMSIZE[dtype], None, dtype)
 
 
 @dataclass(frozen=True)
@@ -127,7 +60,7 @@ class Survey:
     name: str
     source: str  # "safetensors", "gguf" or "config"
     config: Any
-    pieces: tuple[Piece, ...]
+    weights: tuple[WeightInfo, ...]
     layers: tuple[str, ...]  # the kind of each
     caches: tuple[Layout, ...]
     tied: bool
@@ -139,25 +72,26 @@ class Survey:
 
     @property
     def total(self) -> Sum:
-        return Sum.of(self.pieces)
+        return Sum.of(self.weights)
 
     @property
     def kinds(self) -> dict[str, int]:
         """Layers by kind, in the order in which each comes first."""
         return dict(Counter(self.layers))
 
-    def by_part(self) -> dict[str, Sum]:
-        found: dict[str, list[Piece]] = defaultdict(list)
-        for piece in self.pieces:
-            found[piece.part].append(piece)
-        return {part: Sum.of(found[part]) for part in PARTS if part in found}
+    def by_role(self) -> dict[str, Sum]:
+        found: dict[str, list[WeightInfo]] = defaultdict(list)
+        for weight in self.weights:
+            found[weight.role].append(weight)
+        return {role: Sum.of(found[role]) for role in ROLES if role in found}
 
-    def by_format(self) -> dict[Format, Sum]:
+    def by_format(self) -> dict[TensorFormat, Sum]:
         """The largest first."""
-        found: dict[Format, list[Piece]] = defaultdict(list)
-        for piece in self.pieces:
-            found[_without_scales(piece.format)].append(piece)
-        sums = {format: Sum.of(pieces) for format, pieces in found.items()}
+        found: dict[TensorFormat, list[WeightInfo]] = defaultdict(list)
+        for weight in self.weights:
+            assert weight.format is not None
+            found[_without_scales(weight.format)].append(weight)
+        sums = {format: Sum.of(weights) for format, weights in found.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1].nbytes))
 
     def cache_bytes(self, dtype: str) -> tuple[int, int]:
@@ -173,22 +107,17 @@ class Survey:
         return per_position, fixed
 
 
-def _without_scales(format: Format) -> Format:
+def _without_scales(format: TensorFormat) -> TensorFormat:
     return format if format.group_size is None else replace(format, dtype="")
 
 
-def survey(model: str | None, revision: str | None = None, offline: bool = False) -> Survey:
-    """Look at a model: None (the demo), a folder, a .gguf file, a hub id, a config.json or the name of a shipped one.
-
-    Of a hub model that is not in the local cache only the small files are downloaded. Raises CheckpointError,
-    InvalidArgument.
-    """
-    found = resolved(model, ANY, revision, offline, files="small")
+def survey(found: ResolvedModel) -> Survey:
+    """Look at a model, of which the small files are enough. Raises CheckpointError, InvalidArgument."""
     if found.kind == "gguf":
         return _of_gguf(found.name, found.path)
     if found.kind != "config":
         return _of_folder(found.name, found.path)
-    raw, _ = cut(found.read_config(), "all", str(found.config_path))
+    raw, _ = first_layers(found.read_config(), "all", str(found.config_path))
     made = _of_config(found.name, raw, str(found.config_path))
     if found.path.is_dir():
         made = replace(made, **_with_tokenizer(found.path, made.config, made.notices))
@@ -206,7 +135,7 @@ class _Described(Protocol):
 
     def __contains__(self, path: str) -> bool: ...
 
-    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
         """Format and bytes of one tensor. Raises CheckpointError unless it is there in that shape."""
         ...
 
@@ -223,14 +152,14 @@ class FromFiles:
     def __contains__(self, path: str) -> bool:
         return path in self.stored
 
-    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
         if vector:
             self.stored.vector(path, *shape)
         else:
             weight = self.stored.weight(path, *shape)
             if isinstance(weight, QuantizedTensor):
-                return Format(weight.bits, weight.group_size, weight.dtype), weight.nbytes
-        checkpoint, name = self.stored.checkpoint, self.stored._path(path)
+                return TensorFormat(weight.bits, weight.group_size, weight.dtype), weight.nbytes
+        checkpoint, name = self.stored.checkpoint, self.stored.name_of(path)
         name = f"{name}.weight" if f"{name}.weight" in checkpoint else name
         return _dense(checkpoint.dtype(name)), _span(checkpoint, name)
 
@@ -246,20 +175,13 @@ class FromGguf:
     def __contains__(self, path: str) -> bool:
         return path in self._gguf.source
 
-    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
-        file, name = self._gguf.file, self._gguf.source.name(path)
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
         if path.endswith(".bias") and path not in self:
             return _dense("float32"), 0  # zeros
-        info = file._info(name)
-        if info.shape != shape:
-            raise CheckpointError(
-                f"{file.path}: tensor {name} has shape {info.shape}, expected {shape} by the metadata"
-            )
-        self._gguf.source._used.add(name)
-        dense = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(info.type)
-        if dense is not None:
-            return _dense(dense), info.nbytes
-        return Format(8 if info.type == "Q8_0" else 4, 32, "float16"), file.loaded_nbytes(name)
+        file, name = self._gguf.file, self._gguf.source.asked(path, shape)
+        nbytes, kind = file.loaded_nbytes(name), file.tensors[name].type
+        dense = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind)
+        return _dense(dense) if dense is not None else TensorFormat(8 if kind == "Q8_0" else 4, 32, "float16"), nbytes
 
 
 class _FromConfig:
@@ -271,7 +193,7 @@ class _FromConfig:
         self._family = family
         top = Fields(raw, "config.json")
         inner = top.table("text_config", top)
-        _, table = _quantization_table(raw)
+        _, table = quantization_table(raw)
         spelled = (holder.get(key) for holder in (raw, inner.values) for key in ("dtype", "torch_dtype"))
         self.dtype = next((name for name in spelled if name in FLOATS), "bfloat16")
         self.quantized = table is not None
@@ -285,7 +207,7 @@ class _FromConfig:
     def __contains__(self, path: str) -> bool:
         return not path.endswith(".bias") and path != "lm_head"  # which is asked for where it may be left out
 
-    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[Format, int]:
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
         count = math.prod(shape)
         bits, group = (0, 0) if vector or not self.quantized else self._format(path)
         while bits and shape[-1] % group:
@@ -293,7 +215,7 @@ class _FromConfig:
             bits = bits if group in GROUP_SIZES else 0
         if not bits:
             return _dense(self.dtype), count * ITEMSIZE[self.dtype]
-        return Format(bits, group, "bfloat16"), count * bits // 8 + count // group * 4
+        return TensorFormat(bits, group, "bfloat16"), count * bits // 8 + count // group * 4
 
     def _format(self, path: str) -> tuple[int, int]:
         for prefix in _PREFIXES:
@@ -313,7 +235,7 @@ class Recorder:
 
     described: _Described
     family: AnyFamily
-    pieces: list[Piece] = field(default_factory=list)
+    weights: list[WeightInfo] = field(default_factory=list)
 
     @property
     def layout(self) -> str:
@@ -339,9 +261,9 @@ class Recorder:
         nbytes = sum(size for _, size in found)
         return self._noted(re.sub(r"\.\d+\.([^.]*)$", r".\1", paths[0]), shape, found[0][0], nbytes)
 
-    def _noted(self, path: str, shape: tuple[int, ...], format: Format, nbytes: int) -> np.ndarray:
-        layer, part = _LAYER.fullmatch(path), self.family.role_of(path)
-        self.pieces.append(Piece(path, part, int(layer[1]) if layer else None, shape, format, nbytes))
+    def _noted(self, path: str, shape: tuple[int, ...], format: TensorFormat, nbytes: int) -> np.ndarray:
+        role = self.family.role_of(path)
+        self.weights.append(WeightInfo(path, role, layer_of(path), shape, nbytes, format=format))
         try:
             return np.broadcast_to(np.zeros((), np.float32), shape)
         except ValueError:
@@ -361,8 +283,11 @@ def _of_folder(name: str, folder: Path) -> Survey:
     check_sizes(config, f"{folder / 'config.json'}", checkpoint)
     described = FromFiles(checkpoint, family, config)
     found = _looked_at(name, "safetensors", family, config, described)
-    skipped, other = _left_over(described.stored, family, len(found.layers))
-    notices = [*checkpoint.notices, *other]
+    left = left_over(described.stored, family.skipped, len(found.layers))
+    skipped = tuple(
+        Skipped(what, len(names), sum(_span(checkpoint, name) for name in names)) for what, names in left.known.items()
+    )
+    notices = [*checkpoint.notices, *left.remarks]
     if copied := checkpoint.misaligned_nbytes:
         notices.append(f"{folder}: {amount(copied)} of tensors are not aligned and are copied when they are loaded")
     more: dict[str, Any] = {"files": len(checkpoint.files), "file_bytes": sum(_size(f) for f in checkpoint.files)}
@@ -401,62 +326,43 @@ def _of_config(name: str, raw: dict[str, Any], where: str) -> Survey:
 
 def _looked_at(name: str, source: str, family: AnyFamily, config: ModelConfig, described: _Described) -> Survey:
     recorder = Recorder(described, family)
-    weights = family.read_weights(recorder, config)
-    tied = weights.head is weights.embed
+    read = family.read_weights(recorder, config)
+    tied = read.head is read.embed
     caches = tuple(family.caches(config))
-    pieces = tuple(replace(piece, share=_share(piece, config, tied)) for piece in recorder.pieces)
-    layers = _kinds(pieces, caches, family.full_attention)
-    return Survey(name, source, config, pieces, layers, caches, tied)
+    weights = tuple(replace(one, takes=_taken(one, config, tied)) for one in recorder.weights)
+    return Survey(name, source, config, weights, _kinds(weights, caches, family.full_attention), caches, tied)
 
 
-def _share(piece: Piece, config: Any, tied: bool) -> float:
-    """What of a tensor one token reads: chosen experts, one row of a table, else all; a tied table is the head too."""
-    if piece.part == "experts":
-        return min(1.0, config.top_k / piece.shape[0])
-    if piece.part == "embedding" and not (tied and piece.path == "embed_tokens"):
-        return 1 / piece.shape[0]
-    return 1.0
+def _taken(weight: WeightInfo, config: ModelConfig, tied: bool) -> int | None:
+    """Of the first axis of a tensor what one token reads, None for all: chosen experts, one row of a table.
+
+    A tied table is the head too.
+    """
+    if weight.role == "experts":
+        return config.top_k
+    return 1 if weight.role == "embedding" and not (tied and weight.path == "embed_tokens") else None
 
 
-def _kinds(pieces: Sequence[Piece], caches: Sequence[Layout], full_attention: str) -> tuple[str, ...]:
+def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attention: str) -> tuple[str, ...]:
     """What each layer does: how it mixes positions, and what follows."""
-    names: dict[int, set[str]] = defaultdict(set)
-    for piece in pieces:
-        if piece.layer is not None:
-            names[piece.layer].add(piece.part)
+    roles: dict[int | None, set[str]] = defaultdict(set)
+    for weight in weights:
+        roles[weight.layer].add(weight.role)
     found = []
     for number, layout in enumerate(caches):
-        parts = names[number]
-        if "linear attention" in parts:
+        if "linear attention" in roles[number]:
             mixer = "linear attention"
         elif isinstance(layout, Pages) and layout.window is not None:
             mixer = f"sliding attention ({layout.window})"
         else:
             mixer = full_attention
-        blocks = [block for part, block in (("dense MLP", "dense"), ("experts", "MoE")) if part in parts]
+        blocks = [block for role, block in (("dense MLP", "dense"), ("experts", "MoE")) if role in roles[number]]
         found.append(" + ".join([mixer, *blocks]))
     return tuple(found)
 
 
-def _left_over(stored: Any, family: AnyFamily, layers: int) -> tuple[tuple[Skipped, ...], list[str]]:
-    """Tensors that nothing asked for: parts that are known and not run, and a remark about those nobody knows."""
-    from penstock.api import _left_over as remarks
-
-    known: dict[str, list[str]] = defaultdict(list)
-    for name in stored.unused():
-        start = next((start for start in family.skipped if name.startswith(start)), None)
-        layer = re.search(r"\.layers\.(\d{1,6})\.", name)
-        if start is not None:
-            known[start.rstrip(".")].append(name)
-        elif layer is not None and int(layer[1]) >= layers:
-            known[f"layers from {layers} on (prediction of further tokens)"].append(name)
-    sizes = {what: sum(_span(stored.checkpoint, name) for name in names) for what, names in known.items()}
-    skipped = tuple(Skipped(what, len(known[what]), size) for what, size in sizes.items())
-    return skipped, remarks(stored, family.skipped, layers)
-
-
 def check_sizes(config: Any, where: str, checkpoint: Checkpoint | None = None) -> None:
-    """Raise CheckpointError for sizes that no model has, before anybody makes arrays or lists of that many things.
+    """Raise CheckpointError for sizes that no model has, before arrays or lists of that many things are made.
 
     Experts are compared with the files, if there are any: as many tensors, or a stack of as many.
     """
@@ -485,14 +391,13 @@ def _size(path: Path) -> int:
 
 def _with_tokenizer(folder: Path, config: Any, notices: Iterable[str]) -> dict[str, Any]:
     """Fields of a Survey; a tokenizer that cannot be read is a notice, not the end."""
-    from penstock.api import _tokens_beyond
-    from penstock.text.tokenizer import Tokenizer
+    from penstock.text.tokenizer import Tokenizer, tokens_beyond
 
     found, facts = list(notices), None
     try:
         tokenizer = Tokenizer.from_folder(folder)
         facts = _tokenizer_facts(tokenizer)
-        found += _tokens_beyond(f"{folder}", tokenizer, config)
+        found += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
     except PenstockError as error:
         found.append(str(error))
     return {"tokenizer": facts, "notices": tuple(found)}

@@ -11,20 +11,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from penstock import ops
-from penstock.backends.cuda.features import unusable
-from penstock.cli._model import UsageError
-from penstock.cli.bench import arrays_of, check_room, cut, room, span
+from penstock.analysis.weights import experts_read, rows_read, span, walk
 from penstock.dtypes import ITEMSIZE, numpy_dtype
 from penstock.engine.cache import Caches
 from penstock.engine.programs import Programs, table_name, table_width
 from penstock.errors import BackendError, InvalidArgument, OutOfMemory
 from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes
+from penstock.models.config import first_layers
 from penstock.models.step import PAGE, Pages, empty
 from penstock.ops._op import address, leaves
 from penstock.ops.device import device_for, device_type
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.weights.resolve import ResolvedModel
 
-H200 = 4260.0  # GB/s of a copy, as measured there: what is assumed for a GPU where there is none
+Layers = int | Literal["all"] | None  # of a config.json: the first so many, all if None
 _CALLS = 16  # of a kind of node in a measurement, at least
 _ROUNDS = 5
 
@@ -154,7 +153,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Report:
+class TraceReport:
     """A traced step before and after fusion; `how` says where the bandwidth (GB/s) comes from."""
 
     name: str
@@ -197,7 +196,7 @@ def _title(members: Sequence[int | str]) -> str:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TracedModel:
     """A model to be traced: programs over weights of which nothing but their shapes counts, or over an engine's."""
 
     name: str
@@ -207,8 +206,8 @@ class Subject:
 
 
 def outlined(
-    found: ResolvedModel, layers: str | None, device: str, dtype: str, activations: str, work: Work
-) -> Subject:
+    found: ResolvedModel, layers: Layers, device: str, dtype: str, activations: str, work: Work
+) -> TracedModel:
     """A model without its weights. layers: how many of a config.json are taken."""
     from penstock import models
     from penstock.models.gguf import open_gguf
@@ -216,7 +215,7 @@ def outlined(
     from penstock.models.source import Outline, Stored
     from penstock.weights.checkpoint import Checkpoint
 
-    name, raw = _first_layers(found, layers)
+    name, raw = taken_layers(found, layers)
     if raw is not None:
         family = models.family_of(raw)
         config, source = family.read_config(raw), Shapes(raw)
@@ -242,35 +241,16 @@ def outlined(
             raise OutOfMemory(f"kernels: {work}: a cache of shape {shape} is more than this machine can name") from None
 
     caches.arrays = [empty(layout, pages, work.sequences, dtype, unwritten) for layout in caches.layouts]
-    return Subject(name, device, Programs(family, config, weights, caches, activations))
+    return TracedModel(name, device, Programs(family, config, weights, caches, activations))
 
 
-def loaded(found: ResolvedModel, layers: str | None, device: str, work: Work) -> Subject:
-    """A model that can run: stored weights, or those that a config.json describes, made up."""
-    from penstock import api, models
-
-    (name, raw), batches = _first_layers(found, layers), [(work.sequences, work.positions)]
-    if raw is not None:
-        family = models.family_of(raw)
-        _, dtype, _ = api._choices(device, "auto", "auto", None)
-        caches = Caches(family.caches(family.read_config(raw)), dtype)
-        check_room(name, device_for(device), caches, batches, api.random_nbytes(raw))
-        llm = api.load_random(raw, device=device, max_context=work.positions, here=True)
-    else:
-        llm = api.load(found.path, device=device, max_context=work.positions)
-        check_room(name, llm._engine.device, llm._engine.caches, batches)
-    engine = llm._engine
-    assert engine.programs is not None
-    return Subject(name, device, engine.programs, engine)
-
-
-def _first_layers(found: ResolvedModel, layers: str | None) -> tuple[str, dict[str, Any] | None]:
+def taken_layers(found: ResolvedModel, layers: Layers) -> tuple[str, dict[str, Any] | None]:
     """The model's name, and of a config.json what it says with its first layers only."""
     if found.kind == "config":
-        raw, shown = cut(found.read_config(), layers or "all", str(found.config_path))
+        raw, shown = first_layers(found.read_config(), "all" if layers is None else layers, str(found.config_path))
         return found.name + shown, raw
     if layers is not None:
-        raise UsageError("--layers: expected with a config.json; a stored model is traced whole")
+        raise InvalidArgument(f"layers: is {layers}, expected none; a stored model is traced whole")
     return found.name, None
 
 
@@ -285,7 +265,7 @@ def _check_positions(work: Work, config: Any) -> None:
 # Tracing
 
 
-def reported(subject: Subject, dtype: str, work: Work, bandwidth: float, how: str, measure: bool) -> Report:
+def reported(subject: TracedModel, dtype: str, work: Work, bandwidth: float, how: str, measure: bool) -> TraceReport:
     """Trace a step, before and after fusion; `measure` runs both programs as well."""
     programs = subject.programs
     state = _State(subject.engine, work) if measure and subject.engine is not None else None
@@ -299,11 +279,11 @@ def reported(subject: Subject, dtype: str, work: Work, bandwidth: float, how: st
         lines, planned = _lines(each, programs, work, bandwidth), plan(each)
         side = Side(tuple(lines), planned.size, planned.apart)
         sides.append(side if state is None else state.measured(side, each, subject.device, widths))
-    return Report(subject.name, subject.device, dtype, work, bandwidth, how, *sides)
+    return TraceReport(subject.name, subject.device, dtype, work, bandwidth, how, *sides)
 
 
 def _lines(graph: Graph, programs: Programs, work: Work, bandwidth: float) -> Iterator[Line]:
-    layer_of = _Layers(programs.weights)
+    layer_of = _Layers(programs)
     layer: int | None = None
     for node in graph.nodes:
         layer = layer_of(node, layer)
@@ -315,10 +295,9 @@ def _lines(graph: Graph, programs: Programs, work: Work, bandwidth: float) -> It
 class _Layers:
     """Finds the layer of a node by the weights that it reads; one that reads none goes with the node before."""
 
-    def __init__(self, weights: Any) -> None:
-        spans = [(*span(array), n) for n, layer in enumerate(weights.layers) for _, array in arrays_of(layer)]
-        others = [(*span(array), None) for _, array in arrays_of(replace(weights, layers=()))]
-        self._spans: list[tuple[int, int, int | None]] = sorted([*spans, *others], key=lambda span: span[:2])
+    def __init__(self, programs: Programs) -> None:
+        spans = [(*span(weight.array), weight.layer) for weight in walk(programs)]
+        self._spans: list[tuple[int, int, int | None]] = sorted(spans, key=lambda span: span[:2])
         self._starts = [span[0] for span in self._spans]
 
     def __call__(self, node: Node, before: int | None) -> int | None:
@@ -338,10 +317,7 @@ class _Layers:
 
 
 def moved(node: Node, work: Work, layouts: Sequence[Any]) -> tuple[int, int]:
-    """Bytes that a node reads and writes: of caches the rows of this step, of experts and tables those it takes.
-
-    Of E experts a step of T tokens takes E · (1 − (1 − k/E)^T) on average when every expert is as likely.
-    """
+    """Bytes that a node reads and writes: of caches the rows of this step, of experts and tables those it takes."""
     reads, writes = 0.0, sum(nbytes(out) for out in node.outs if out is not None)
     ids = node.args.get("ids")
     for name, arg in node.args.items():
@@ -353,10 +329,10 @@ def moved(node: Node, work: Work, layouts: Sequence[Any]) -> tuple[int, int]:
             continue
         size = sum(leaf.nbytes for leaf in leaves(arg))
         if node.op.family == "embed" and size:
-            size *= min(1.0, work.rows / arg.shape[0])
+            size *= rows_read(arg.shape[0], 1, work.rows)
         elif isinstance(ids, Value) and size and len(arg.shape) == 3:
-            T, k = ids.shape
-            size *= 1 - (1 - min(1.0, k / arg.shape[0])) ** T
+            tokens, top_k = ids.shape
+            size *= experts_read(arg.shape[0], top_k, tokens)
         reads += size
     return round(reads), round(writes)
 
@@ -376,29 +352,7 @@ def _value_bytes(value: Value, written: bool, work: Work, layouts: Sequence[Any]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Bandwidth and time
-
-
-def bandwidth_of(device: str, given: float | None) -> tuple[float, str]:
-    """GB/s of this machine's memory, and how it is known."""
-    if given is not None:
-        return given, "as given"
-    if device == "cpu":
-        from penstock.backends.cpu import _threads
-        from penstock.cli._bandwidth import ReadBandwidth
-
-        with ReadBandwidth(_threads.threads(), room()) as reading:
-            rate = reading.measure()
-        what = "a plain read here"
-    else:
-        from penstock.backends.cuda.device import CopyBandwidth
-
-        rate, what = None if unusable() else CopyBandwidth().measure(), "a copy on this GPU"
-    if rate is not None:
-        return rate, what
-    if device == "cpu":
-        raise BackendError("kernels: the bandwidth could not be measured, expected --bandwidth")
-    return H200, "a copy on an H200, there is no GPU here"
+# Time
 
 
 class _State:

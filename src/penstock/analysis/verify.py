@@ -1,4 +1,4 @@
-"""Whether the files of a model are whole: headers, index, numbers, hashes. All problems are told, not the first alone.
+"""Whether the files of a model are whole: headers, index, numbers, hashes. All problems are listed, not the first one.
 
 Files are read, not mapped: one that is shortened meanwhile is a problem and not the end of the process. Memory stays at
 a few buffers per thread, whatever the size of the model.
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from penstock.errors import CheckpointError
-from penstock.weights.checkpoint import INDEX, Checkpoint, _read_index, _weight_files
+from penstock.weights.checkpoint import INDEX, Checkpoint, read_index, weight_files
 from penstock.weights.files import check_plain_name, list_folder, read_bounded, short
-from penstock.weights.gguf import _BLOCKS, GgufFile
+from penstock.weights.gguf import BLOCKS, GgufFile
 from penstock.weights.mapped import MappedFile
 from penstock.weights.safetensors import DTYPES, SafetensorsFile
 
@@ -61,7 +61,7 @@ class Headers(Checkpoint):
 
     def array(self, name: str) -> np.ndarray:
         info = self._info(name)
-        return np.zeros(info.shape, DTYPES[info.dtype])  # pages that nobody touches are never there
+        return np.zeros(info.shape, DTYPES[info.dtype])  # untouched pages take no memory
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def check_headers(folder: Path) -> tuple[Check, list[SafetensorsFile]]:
     if "config.json" not in listing:
         check.problems.append(f"{folder}: has no config.json, expected a model folder")
     try:
-        names, _ = _weight_files(folder, listing, [])
+        names, _ = weight_files(folder, listing, [])
     except CheckpointError as error:
         if INDEX not in str(error):  # whose problems are those of the next check
             check.problems.append(str(error))
@@ -105,7 +105,7 @@ def check_index(folder: Path, files: Iterable[SafetensorsFile]) -> Check:
         check.about, check.skipped = f"there is no {INDEX}", True
         return check
     try:
-        index = _read_index(folder / INDEX)
+        index = read_index(folder / INDEX)
     except CheckpointError as error:
         check.problems.append(str(error))
         return check
@@ -170,8 +170,8 @@ class Numbers:
             if info.type in _EXPONENTS:
                 word, exponent = _EXPONENTS[info.type]
                 found.append(_Range(mapped, name, info.start, info.stop, np.dtype(word), (("", exponent),)))
-            elif info.type in _BLOCKS:
-                record = _BLOCKS[info.type].record
+            elif info.type in BLOCKS:
+                record = BLOCKS[info.type].record
                 halves = (part for part in record.names or () if part in ("scale", "bias"))
                 parts = tuple((part, _EXPONENTS["F16"][1]) for part in halves)
                 found.append(_Range(mapped, name, info.start, info.stop, record, parts))

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 
 def print_json(value: Any) -> None:
@@ -48,6 +51,27 @@ def css_name(words: str) -> str:
 def css_colours(colours: Mapping[str, tuple[str, str]], which: int) -> str:
     """Colours by name as variables of a page: on light ground (0) or on dark (1)."""
     return "".join(f"--{css_name(name)}:{pair[which]};" for name, pair in colours.items())
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    return "–" if share is None else f"{share:.{digits}%}"
+
+
+def script_json(value: Any) -> "Markup":
+    """JSON that may stand in a script of a page: nothing in it ends the script."""
+    from markupsafe import Markup
+
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def render(page: str, **data: Any) -> str:
+    """A page of the folder `pages`, which needs nothing from elsewhere. Names and texts of `data` are escaped."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    pages = PackageLoader("penstock.cli", "pages")
+    made = Environment(loader=pages, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    made.globals |= {"css_name": css_name, "css_colours": css_colours, "percent": percent}
+    return made.get_template(page).render(data)
 
 
 def write_page(option: str, path: Path, text: str) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import NamedTuple
 
-from penstock.analysis.survey import PARTS, Piece, Survey
-from penstock.cli._output import css_colours, css_name
+from penstock.analysis.survey import Survey
+from penstock.analysis.weights import Sum, WeightInfo
+from penstock.cli._output import css_name, percent, render, script_json
 from penstock.cli.inspect import Machine, count, facts
+from penstock.models.family import ROLES
 from penstock.units import amount
 
 WIDTH, HEIGHT = 1200.0, 640.0
@@ -31,7 +32,7 @@ _COLOURS = {
     "head": ("#1b86b4", "#5cc0e8"),
     "other": ("#8a6d5c", "#c0a594"),
 }
-assert set(_COLOURS) == set(PARTS)
+assert set(_COLOURS) == set(ROLES)
 
 
 @dataclass(frozen=True)
@@ -127,58 +128,76 @@ def _worst(largest: float, smallest: float, area: float, side: float) -> float:
 
 
 def page(found: Survey, machine: Machine) -> str:
-    """The whole page; it needs nothing from anywhere."""
-    parts = found.by_part()
+    """The whole page."""
+    roles, total = found.by_role(), found.total
+    return render(
+        "inspect.html",
+        title=f"{found.name}: where its bytes are",
+        about=f"{found.config.model_type}, {len(found.layers)} layers of width {found.config.dim}",
+        colours=_COLOURS,
+        tiles=_tiles(found, machine),
+        bars={
+            "All weights": {role: value.nbytes for role, value in roles.items()},
+            "What a token reads": {role: value.active_bytes for role, value in roles.items()},
+        },
+        roles=roles,
+        by_role=_map(found, lambda weight: weight.role, _layer, squarified, in_strips),
+        by_layer=_map(found, _layer_or_role, lambda weight: weight.role, in_strips, squarified),
+        facts=facts(found, machine) + [("note", notice) for notice in found.notices],
+        role_heads=("part", "tensors", "parameters", "bytes", "share", "read per token", "share"),
+        role_rows=[
+            [*_cells(role, value, total), amount(value.active_bytes), _share(value.active_bytes, total.active_bytes)]
+            for role, value in [*roles.items(), ("all", total)]
+        ],
+        format_heads=("format", "tensors", "parameters", "bytes", "share"),
+        format_rows=[_cells(str(format), value, total) for format, value in found.by_format().items()],
+        pieces=script_json([_about(weight) for weight in found.weights]),
+        amount=amount,
+    )
+
+
+def _tiles(found: Survey, machine: Machine) -> list[tuple[str, str, str]]:
     total = found.total
-    limit = machine.limit(total.active_bytes)
     tiles = [
         ("parameters", count(total.parameters), f"{count(total.active_parameters)} active per token"),
         ("weights", amount(total.nbytes), f"{8 * total.nbytes / max(total.parameters, 1):.2f} bits per weight"),
-        (
-            "read per token",
-            amount(total.active_bytes),
-            f"{total.active_bytes / max(total.nbytes, 1):.1%} of all weights",
-        ),
+        ("read per token", amount(total.active_bytes), f"{_share(total.active_bytes, total.nbytes)} of all weights"),
     ]
-    if limit is not None:
+    if (limit := machine.limit(total.active_bytes)) is not None:
         tiles.append(("at most", f"{limit:,.0f} tokens/s", f"at {machine.bandwidth:,.0f} GB/s ({machine.how})"))
     per_position, fixed = found.cache_bytes(machine.dtype)
-    tiles.append(
-        (
-            "1000 tokens of context",
-            amount(1000 * per_position),
-            f"in {machine.dtype}" + (f", {amount(fixed)} besides" if fixed else ""),
-        )
-    )
-    return _PAGE.format(
-        title=escape(f"{found.name}: where its bytes are"),
-        colours=css_colours(_COLOURS, 0),
-        dark=css_colours(_COLOURS, 1),
-        classes="".join(f".{css_name(part)} {{ --c:var(--{css_name(part)}) }} " for part in PARTS),
-        about=escape(f"{found.config.model_type}, {len(found.layers)} layers of width {found.config.dim}"),
-        tiles="".join(
-            f"<div><span>{escape(what)}</span><b>{escape(value)}</b><small>{escape(more)}</small></div>"
-            for what, value, more in tiles
-        ),
-        bars=_bar("All weights", {part: value.nbytes for part, value in parts.items()})
-        + _bar("What a token reads", {part: value.active_bytes for part, value in parts.items()}),
-        legend="".join(f'<li class="{css_name(part)}"><i></i>{escape(part)}</li>' for part in parts),
-        by_part=_map(found, lambda piece: piece.part, _layer, squarified, in_strips),
-        by_layer=_map(found, _layer_or_part, lambda piece: piece.part, in_strips, squarified),
-        facts=_facts(found, machine),
-        table=_table(found),
-        formats=_formats(found),
-        pieces=_pieces(found.pieces),
-    )
+    besides = f", {amount(fixed)} besides" if fixed else ""
+    return [*tiles, ("1000 tokens of context", amount(1000 * per_position), f"in {machine.dtype}{besides}")]
 
 
-def _layer(piece: Piece) -> str:
-    return "" if piece.layer is None else f"{piece.layer}"
+def _cells(name: str, value: Sum, total: Sum) -> list[str]:
+    shown = [name, f"{value.tensors}", count(value.parameters), amount(value.nbytes)]
+    return [*shown, _share(value.nbytes, total.nbytes)]
 
 
-def _layer_or_part(piece: Piece) -> str:
+def _share(nbytes: float, total: float) -> str:
+    return percent(nbytes / max(total, 1), 1)
+
+
+def _about(weight: WeightInfo) -> list[str]:
+    """What the tooltip says of a tensor."""
+    return [
+        weight.path,
+        weight.role,
+        " × ".join(map(str, weight.shape)) or "scalar",
+        str(weight.format),
+        amount(weight.nbytes),
+        amount(weight.nbytes * weight.share) if weight.share < 1 else "all of it",
+    ]
+
+
+def _layer(weight: WeightInfo) -> str:
+    return "" if weight.layer is None else f"{weight.layer}"
+
+
+def _layer_or_role(weight: WeightInfo) -> str:
     """What stands side by side in the map by layers."""
-    return f"layer {piece.layer}" if piece.layer is not None else piece.part
+    return f"layer {weight.layer}" if weight.layer is not None else weight.role
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -186,253 +205,64 @@ def _layer_or_part(piece: Piece) -> str:
 
 
 Arrange = Callable[[Sequence[float], Box], list[Box]]
+Name = Callable[[WeightInfo], str]
 
 
-def _map(
-    found: Survey, outer: Callable[[Piece], str], inner: Callable[[Piece], str], places: Arrange, within: Arrange
-) -> str:
+class Shape(NamedTuple):
+    """A box of the map, of the tensor of a number; or a text, which begins at the box's corner."""
+
+    css: str
+    box: Box
+    number: int | None = None
+    text: str = ""
+
+
+def _map(found: Survey, outer: Name, inner: Name, places: Arrange, within: Arrange) -> list[Shape]:
     """All tensors as boxes within boxes: the groups that `outer` names, in them those that `inner` names."""
     groups: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for number, piece in enumerate(found.pieces):
-        groups[outer(piece)][inner(piece)].append(number)
+    for number, weight in enumerate(found.weights):
+        groups[outer(weight)][inner(weight)].append(number)
     sizes = [[_bytes(found, members) for members in group.values()] for group in groups.values()]
     boxes = places([sum(group) for group in sizes], Box(0, 0, WIDTH, HEIGHT))
-    shapes: list[str] = []
+    shapes: list[Shape] = []
     for (name, group), own, box in zip(groups.items(), sizes, boxes, strict=True):
         framed = box.inside(_GAP / 2)
         title = _title(framed, name, sum(own), found.total.nbytes)
-        shapes.append(title)
+        shapes += title
         inside = framed.inside(0.0, _TITLE if title else 0.0)
         for (label, members), place in zip(group.items(), within(own, inside), strict=True):
-            shapes += _tensors(found, members, place.inside(0.4), "" if label in (name, *PARTS) else label)
-    return "".join(shapes)
-
-
-def _bytes(found: Survey, members: Iterable[int]) -> int:
-    return sum(found.pieces[number].nbytes for number in members)
-
-
-def _title(box: Box, name: str, nbytes: int, total: int) -> str:
-    """The name of a group with as much of its size as there is room for; "" if there is none."""
-    if box.height < 2 * _TITLE:
-        return ""
-    texts = (f"{name} {amount(nbytes)}, {nbytes / max(total, 1):.1%}", f"{name} {amount(nbytes)}", name)
-    text = next((text for text in texts if len(text) * 7.4 < box.width), "")
-    css = f"title {css_name(name)}" if name in PARTS else "title"
-    return text and f'<text class="{css}" x="{box.x + 1:.1f}" y="{box.y + 13:.1f}">{escape(text)}</text>'
-
-
-def _tensors(found: Survey, members: Sequence[int], box: Box, label: str) -> list[str]:
-    """The tensors of a group, in full colour if a token reads them; else what it reads of them is a strip below."""
-    pieces = [found.pieces[number] for number in members]
-    shapes = []
-    for number, piece, place in zip(members, pieces, squarified([p.nbytes for p in pieces], box), strict=True):
-        own = place.inside(0.3 if min(place.width, place.height) > 3 else 0.0)
-        if min(own.width, own.height) >= _SMALLEST:
-            css = f"{css_name(piece.part)} read" if piece.share == 1 else css_name(piece.part)
-            shapes.append(f'<rect {_at(own)} class="{css}" data-i="{number}"/>')
-    shares = {piece.share for piece in pieces}
-    if len(shares) == 1 and 0 < (share := shares.pop()) < 1:
-        read = Box(box.x, box.y + box.height * (1 - share), box.width, box.height * share)
-        shapes.append(f'<rect {_at(read)} class="{css_name(pieces[0].part)} read"/>')
-    if label and box.width > 24 + 6 * len(label) and box.height > 28:
-        on = " on" if pieces[0].share == 1 else ""
-        shapes.append(f'<text class="label{on}" x="{box.x + 4:.1f}" y="{box.y + 12:.1f}">{escape(label)}</text>')
+            shapes += _tensors(found, members, place.inside(0.4), "" if label in (name, *ROLES) else label)
     return shapes
 
 
-def _at(box: Box) -> str:
-    return f'x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" height="{box.height:.2f}"'
+def _bytes(found: Survey, members: Iterable[int]) -> int:
+    return sum(found.weights[number].nbytes for number in members)
 
 
-def _pieces(pieces: Sequence[Piece]) -> str:
-    """What the tooltip says of each tensor, as JSON that may stand in a page."""
-    rows = [
-        [
-            piece.path,
-            piece.part,
-            " × ".join(map(str, piece.shape)) or "scalar",
-            str(piece.format),
-            amount(piece.nbytes),
-            amount(piece.active_bytes) if piece.share < 1 else "all of it",
-        ]
-        for piece in pieces
-    ]
-    return json.dumps(rows, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+def _title(box: Box, name: str, nbytes: int, total: int) -> list[Shape]:
+    """The name of a group with as much of its size as there is room for, if there is any."""
+    texts = (f"{name} {amount(nbytes)}, {_share(nbytes, total)}", f"{name} {amount(nbytes)}", name)
+    text = next((text for text in texts if len(text) * 7.4 < box.width), "")
+    if box.height < 2 * _TITLE or not text:
+        return []
+    css = f"title {css_name(name)}" if name in ROLES else "title"
+    return [Shape(css, Box(box.x + 1, box.y + 13, 0, 0), text=text)]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Around it
-
-
-def _bar(name: str, values: dict[str, float]) -> str:
-    total = sum(values.values()) or 1.0
-    pieces = "".join(
-        f'<span class="{css_name(part)}" style="width:{value / total:.3%}" title="{escape(part)}: {amount(value)}, '
-        f'{value / total:.1%}">{f"{escape(part)} {value / total:.0%}" if value / total > 0.085 else ""}</span>'
-        for part, value in values.items()
-        if value / total > 0.0005
-    )
-    return f'<p class="what">{escape(name)} <b>{amount(total)}</b></p><div class="bar">{pieces}</div>'
-
-
-def _facts(found: Survey, machine: Machine) -> str:
-    rows = facts(found, machine) + [("note", notice) for notice in found.notices]
-    return "<table>" + "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows) + "</table>"
-
-
-def _table(found: Survey) -> str:
-    heads = ("part", "tensors", "parameters", "bytes", "share", "read per token", "share")
-    total, rows = found.total, []
-    for part, value in [*found.by_part().items(), ("all", total)]:
-        cells = [
-            f"{value.tensors}",
-            count(value.parameters),
-            amount(value.nbytes),
-            f"{value.nbytes / max(total.nbytes, 1):.1%}",
-            amount(value.active_bytes),
-            f"{value.active_bytes / max(total.active_bytes, 1):.1%}",
-        ]
-        mark = f'<i class="{css_name(part)}"></i>' if part in PARTS else ""
-        rows.append(f"<tr><td>{mark}{escape(part)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    return _framed(heads, rows)
-
-
-def _formats(found: Survey) -> str:
-    rows = [
-        f"<tr><td>{escape(str(format))}</td><td>{value.tensors}</td><td>{count(value.parameters)}</td>"
-        f"<td>{amount(value.nbytes)}</td><td>{value.nbytes / max(found.total.nbytes, 1):.1%}</td></tr>"
-        for format, value in found.by_format().items()
-    ]
-    return _framed(("format", "tensors", "parameters", "bytes", "share"), rows)
-
-
-def _framed(heads: Iterable[str], rows: Iterable[str]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --on:#fff;
-  --ground:#fbfbf9; --card:#fff; --ink:#1c2024; --soft:#626a74; --line:#e2e4e8; --pale:24%; {colours} }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --on:#14171b; --ground:#14171b; --card:#1c2026; --ink:#e8eaed; --soft:#9aa3ad; --line:#2e343c; --pale:30%;
-    {dark} }}
-}}
-{classes}
-* {{ box-sizing: border-box }}
-body {{ margin:0 auto; padding:1.5rem 1rem 4rem; max-width:78rem; background:var(--ground); color:var(--ink);
-  font:15px/1.5 system-ui, sans-serif; font-variant-numeric:tabular-nums }}
-h1 {{ font-size:1.35rem; margin:0 0 .25rem; line-height:1.25 }}
-h2 {{ font-size:1.05rem; margin:0 0 .5rem }}
-p {{ margin:.25rem 0 }}
-.about, small, .what, .hint {{ color:var(--soft) }}
-.what b {{ color:var(--ink) }}
-.tiles {{ display:grid; grid-template-columns:repeat(auto-fit, minmax(10rem, 1fr)); gap:.75rem; margin:1.25rem 0 }}
-.tiles div, section {{ background:var(--card); border:1px solid var(--line); border-radius:.5rem }}
-.tiles div {{ padding:.6rem .8rem }}
-.tiles span, .tiles small {{ display:block; color:var(--soft); font-size:.85rem }}
-.tiles b {{ font-size:1.25rem }}
-.bar {{ display:flex; gap:1px; height:2rem; margin-bottom:.75rem; overflow:hidden; border-radius:.35rem }}
-.bar span {{ overflow:hidden; white-space:nowrap; font-size:.75rem; line-height:2rem; padding:0 .3rem; min-width:1px;
-  color:var(--on); background:var(--c) }}
-.bar span:empty {{ padding:0 }}
-.map {{ position:relative; padding:.75rem; margin:1rem 0 }}
-.map input {{ position:absolute; opacity:0; pointer-events:none }}
-.map label {{ display:inline-block; padding:.15rem .7rem; border:1px solid var(--line); border-radius:1rem;
-  font-size:.85rem; color:var(--soft); cursor:pointer; margin-right:.25rem }}
-#parts:checked ~ [for=parts], #layers:checked ~ [for=layers] {{ background:var(--ink); color:var(--ground);
-  border-color:var(--ink) }}
-#parts:focus-visible ~ [for=parts], #layers:focus-visible ~ [for=layers] {{ outline:2px solid var(--soft) }}
-#parts:checked ~ .by-layer, #layers:checked ~ .by-part {{ display:none }}
-.hint {{ font-size:.85rem; display:inline-block; margin-left:.5rem }}
-svg {{ display:block; width:100%; height:auto; margin-top:.6rem; font-family:inherit }}
-rect {{ fill:color-mix(in srgb, var(--c) var(--pale), var(--card)) }}
-rect.read {{ fill:var(--c) }}
-rect:not([data-i]) {{ pointer-events:none }}
-rect.over {{ stroke:var(--ink); stroke-width:1.5 }}
-text {{ pointer-events:none; fill:var(--ink) }}
-.title {{ font-size:12px; font-weight:600; fill:var(--c, var(--ink)) }}
-.label {{ font-size:10.5px; fill:var(--soft) }}
-.label.on {{ fill:var(--on) }}
-.legend {{ display:flex; flex-wrap:wrap; gap:.25rem 1rem; list-style:none; padding:0; margin:.7rem 0 0;
-  font-size:.85rem }}
-.legend i, td i {{ display:inline-block; width:.8em; height:.8em; border-radius:.2em; margin-right:.4em;
-  background:var(--c) }}
-#tip {{ position:fixed; z-index:1; max-width:24rem; padding:.5rem .7rem; border-radius:.4rem; background:var(--ink);
-  color:var(--ground); font-size:.82rem; line-height:1.45; pointer-events:none; overflow-wrap:anywhere }}
-#tip[hidden] {{ display:none }}
-#tip b {{ display:block }}
-.tables {{ display:grid; grid-template-columns:3fr 2fr; gap:1rem; align-items:start }}
-.facts {{ grid-column:1 / -1 }}
-@media (max-width: 60rem) {{ .tables {{ grid-template-columns:minmax(0, 1fr) }} }}
-section {{ padding:1rem; min-width:0; overflow-x:auto }}
-table {{ border-collapse:collapse; width:100%; font-size:.85rem }}
-td, th {{ padding:.3rem 0 .3rem .7rem; text-align:right; border-top:1px solid var(--line); white-space:nowrap }}
-td:first-child, th:first-child {{ text-align:left; padding-left:0 }}
-th {{ border-top:0; color:var(--soft); font-weight:500; white-space:normal; vertical-align:bottom }}
-tbody tr:last-child td {{ font-weight:600 }}
-.facts td, .formats td {{ font-weight:400 !important }}
-.facts td {{ text-align:left; white-space:normal; vertical-align:top }}
-.facts td:first-child {{ color:var(--soft); white-space:nowrap }}
-.facts tr:first-child td {{ border-top:0 }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="about">{about}</p>
-<div class="tiles">{tiles}</div>
-{bars}
-<section class="map">
-<input type="radio" name="view" id="parts" checked><input type="radio" name="view" id="layers">
-<label for="parts">by part</label><label for="layers">by layer</label>
-<p class="hint">Areas are bytes. Full colour is what one token reads.</p>
-<svg class="by-part" viewBox="0 0 1200 640" role="img" aria-label="bytes by part">{by_part}</svg>
-<svg class="by-layer" viewBox="0 0 1200 640" role="img" aria-label="bytes by layer">{by_layer}</svg>
-<ul class="legend">{legend}</ul>
-</section>
-<div class="tables">
-<section><h2>By part</h2>{table}</section>
-<section class="formats"><h2>By format</h2>{formats}</section>
-<section class="facts"><h2>About the model</h2>{facts}</section>
-</div>
-<div id="tip" hidden></div>
-<script>
-const pieces = {pieces};
-const tip = document.getElementById("tip");
-let over = null;
-for (const map of document.querySelectorAll("svg")) {{
-  map.addEventListener("pointermove", event => {{
-    const at = event.target.dataset.i;
-    if (over !== event.target) {{
-      over?.classList.remove("over");
-      over = at === undefined ? null : event.target;
-      over?.classList.add("over");
-      tip.hidden = over === null;
-      if (over) {{
-        const [path, part, shape, format, bytes, read] = pieces[at];
-        const name = document.createElement("b");
-        name.textContent = path;
-        tip.replaceChildren(name, `${{part}}, ${{shape}}, ${{format}}`, document.createElement("br"),
-          `${{bytes}}, a token reads ${{read}}`);
-      }}
-    }}
-    if (over) {{
-      const room = tip.getBoundingClientRect();
-      tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - room.width - 8)) + "px";
-      tip.style.top = (event.clientY + room.height + 24 > innerHeight ? event.clientY - room.height - 10
-        : event.clientY + 16) + "px";
-    }}
-  }});
-  map.addEventListener("pointerleave", () => {{ over?.classList.remove("over"); over = null; tip.hidden = true; }});
-}}
-</script>
-</body>
-</html>
-"""
+def _tensors(found: Survey, members: Sequence[int], box: Box, label: str) -> list[Shape]:
+    """The tensors of a group, in full colour if a token reads them; else what it reads of them is a strip below."""
+    weights = [found.weights[number] for number in members]
+    shapes = []
+    for number, weight, place in zip(members, weights, squarified([w.nbytes for w in weights], box), strict=True):
+        own = place.inside(0.3 if min(place.width, place.height) > 3 else 0.0)
+        if min(own.width, own.height) >= _SMALLEST:
+            css = f"{css_name(weight.role)} read" if weight.share == 1 else css_name(weight.role)
+            shapes.append(Shape(css, own, number))
+    shares = {weight.share for weight in weights}
+    if len(shares) == 1 and 0 < (share := shares.pop()) < 1:
+        read = Box(box.x, box.y + box.height * (1 - share), box.width, box.height * share)
+        shapes.append(Shape(f"{css_name(weights[0].role)} read", read))
+    if label and box.width > 24 + 6 * len(label) and box.height > 28:
+        css = "label on" if weights[0].share == 1 else "label"
+        shapes.append(Shape(css, Box(box.x + 4, box.y + 12, 0, 0), text=label))
+    return shapes

@@ -2,27 +2,22 @@
 
 import csv
 import json
-import math
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import typer
 from rich.console import Console
 
-from penstock.cli._bandwidth import BYTES, ReadBandwidth
 from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, resolved, verb
 from penstock.cli._output import print_json
-from penstock.engine.sampling import Sampler, SamplingParams
-from penstock.errors import InvalidArgument, OutOfMemory
-from penstock.ops._op import address, is_array
-from penstock.quant import QuantizedTensor
+from penstock.errors import OutOfMemory
 from penstock.units import amount
 
 if TYPE_CHECKING:
@@ -31,8 +26,6 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.ops.device import Device
 
-_STACKS = ("routed", "experts")  # fields of a family's weights that hold [E, …], of which a token reads top_k
-_TABLES = ("embed", "table")  # fields of which a token reads one row
 _PREPARING = 3  # runs before the first that counts, where programs are captured
 
 _REFUSED = {
@@ -126,7 +119,7 @@ def bench(
     -p -n -d -b -t take lists and ranges: 128,512 or 0-4096+1024 or 1-8*2. GB/s are the weights that a token needs, "of
     read" (on a GPU "of copy") is their share of what this machine's memory gave to a plain read (a copy) in the same
     minute. "first ms" is the time from a prompt to its first token; "host us" what a step on a GPU costs the host.
-    Programs are compiled and captured before, and the time for it is told at the end.
+    Programs are compiled and captured before, and the time for it is printed at the end.
 
     \b
     Examples:
@@ -157,7 +150,7 @@ def bench(
         name, llm = _made_up(model, random, layers, tests, counts[0])
     printer = _PRINTERS[output](name, llm._engine.device.name, any(test.batch > 1 for test in tests))
     for count in counts:
-        with _Threads(llm, count) as used:
+        with _threads(llm._engine.device, count) as used:
             for row in measured(llm, name, tests, repetitions, used):
                 printer.row(row)
     printer.end()
@@ -270,30 +263,18 @@ class Row:
 
 def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, threads: int) -> Iterator[Row]:
     """Run the tests one after the other."""
+    from penstock.analysis.bandwidth import bandwidth_meter
+
     engine, rng = llm._engine, np.random.default_rng(0)
     with ExitStack() as stack:
         bandwidth = None
         for number, test in enumerate(tests):
             writes = test.generation and not test.prompt
             if writes and bandwidth is None:
-                bandwidth = _gpu_bandwidth() if engine.device.name == "cuda" else ReadBandwidth(threads, room())
-                stack.enter_context(bandwidth)
+                bandwidth = stack.enter_context(bandwidth_meter(engine.device, threads))
             with _shown(f"{number + 1}: {test.name}") as progress:
                 times = _timed(engine, test, repetitions, rng, bandwidth if writes else None, progress)
             yield _row(llm, name, test, threads, times)
-
-
-def _gpu_bandwidth() -> Any:
-    from penstock.backends.cuda.device import CopyBandwidth
-
-    return CopyBandwidth()
-
-
-def room() -> int:
-    """Bytes for the array whose reading is the yardstick: fewer where memory is short."""
-    from penstock.machine import available_memory
-
-    return max(1 << 26, min(BYTES, available_memory() // 4))
 
 
 @dataclass
@@ -312,9 +293,11 @@ def _timed(
     test: Test,
     repetitions: int,
     rng: np.random.Generator,
-    bandwidth: Any,
+    bandwidth: Callable[[], float | None] | None,
     progress: Callable[[str], None],
 ) -> _Times:
+    from penstock.engine.sampling import Sampler, SamplingParams
+
     vocab = engine.model.config.vocab_size
     sampler = Sampler(SamplingParams(), vocab)
     times = _Times([], [], [], [], 0.0)
@@ -354,11 +337,11 @@ def _timed(
         else:  # compiles, and touches every page once
             before = [run(test.prompt, min(test.generation, 8))]
         times.first, times.host = [], []
-        rates = [bandwidth.measure() if bandwidth else None]
+        rates = [bandwidth() if bandwidth else None]
         for repetition in range(repetitions):
             progress(f"repetition {repetition + 1} of {repetitions}")
             times.seconds.append(run(test.prompt, test.generation))
-        rates.append(bandwidth.measure() if bandwidth else None)
+        rates.append(bandwidth() if bandwidth else None)
         times.rates = [rate for rate in rates if rate]
         if engine.device.samples_tokens:
             times.prepare = max(0.0, sum(before) - len(before) * min(times.seconds))
@@ -375,6 +358,8 @@ def _drawn(engine: "Engine", sequences: list[Any], tokens: list[int], steps: int
 
     Returns the seconds of each step that the host spent on anything but waiting.
     """
+    from penstock.engine.sampling import Sampler, SamplingParams
+
     how = [Sampler(SamplingParams(), engine.model.config.vocab_size).row] * len(sequences)
     host, ahead = [], None
     for step in range(steps):
@@ -389,18 +374,20 @@ def _drawn(engine: "Engine", sequences: list[Any], tokens: list[int], steps: int
 
 
 def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
-    arrays = [array for _, array in distinct_arrays(llm._engine.model.weights)]
-    seconds = times.seconds
+    from penstock.analysis.weights import Sum, active_bytes, distinct
+
+    model = llm._engine.model
+    weights, seconds = Sum.of(distinct(model)), times.seconds
     speeds = [test.tokens / one for one in seconds]
-    speed, active = statistics.fmean(speeds), active_bytes(llm, test.batch)
+    speed, active = statistics.fmean(speeds), active_bytes(model, test.batch)
     writes = test.generation and not test.prompt
     moved = active * speed / test.batch / 1e9 if writes else None
     read = max(times.rates, default=None)
     return Row(
         model=name,
         model_type=llm.config.model_type,
-        model_size=sum(array.nbytes for array in arrays),
-        model_n_params=sum(math.prod(array.shape) for array in arrays),
+        model_size=weights.nbytes,
+        model_n_params=weights.parameters,
         backend=llm._engine.device.name.upper(),
         n_threads=threads,
         test=test.name,
@@ -431,27 +418,18 @@ def _deviation(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-class _Threads:
-    """The CPU kernels' threads for a while; the reference backend has no say in them."""
-
-    def __init__(self, llm: "LLM", count: int | None) -> None:
-        self._llm, self._count = llm, count
-
-    def __enter__(self) -> int:
-        if self._llm._engine.device.name != "cpu":
-            return 1
-        from penstock.backends.cpu import _threads
-
-        self._before = _threads.threads()
-        if self._count is not None:
-            _threads.set_threads(self._count)
-        return _threads.threads()
-
-    def __exit__(self, *exc: object) -> None:
-        if self._llm._engine.device.name == "cpu":
-            from penstock.backends.cpu import _threads
-
-            _threads.set_threads(self._before)
+@contextmanager
+def _threads(device: "Device", count: int | None) -> Iterator[int]:
+    """The CPU kernels' threads for a while; other devices have no say in them."""
+    before = device.threads()
+    if count is None or not (device.host_memory and device.runs_programs):
+        yield before
+        return
+    device.set_threads(count)
+    try:
+        yield count
+    finally:
+        device.set_threads(before)
 
 
 @contextmanager
@@ -465,64 +443,6 @@ def _shown(what: str) -> Iterator[Callable[[str], None]]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Weights
-
-
-def active_bytes(llm: "LLM", batch: int = 1) -> int:
-    """Bytes of the weights that a step reads for `batch` tokens, each once.
-
-    Matrices count whole, of a table of embeddings a row per token. Of E experts a token takes top_k: a step of several
-    tokens reads E · (1 − (1 − top_k/E)^batch) of them on average when every expert is as likely.
-    """
-    top_k = getattr(llm.config, "top_k", 0)
-    total = 0.0
-    for path, array in distinct_arrays(llm._engine.model.weights):
-        share = 1.0
-        if path[-1] in _TABLES:
-            share = min(1.0, batch / array.shape[0])
-        elif top_k and len(array.shape) == 3 and any(name in _STACKS for name in path):
-            share = 1 - (1 - min(1.0, top_k / array.shape[0])) ** batch
-        total += array.nbytes * share
-    return round(total)
-
-
-def distinct_arrays(weights: Any) -> list[tuple[tuple[str, ...], Any]]:
-    """The arrays of a family's weights, with the names of the fields that lead to each.
-
-    Of arrays that share their memory (views of joined weights, a head that is the table of embeddings) only the largest
-    appears, and rather as anything else than as a table.
-    """
-    found = [(span(array), path, array) for path, array in arrays_of(weights)]
-    found.sort(key=lambda one: (one[0][0], -one[0][1], one[1][-1] in _TABLES))
-    kept, end = [], -1
-    for (_, stop), path, array in found:
-        if stop > end:
-            kept.append((path, array))
-            end = stop
-    return kept
-
-
-def span(array: Any) -> tuple[int, int]:
-    """First address of an array (of codes, if quantized) and the one behind its end."""
-    if isinstance(array, QuantizedTensor):
-        array = array.packed
-    start = address(array)
-    return start, start + array.nbytes
-
-
-def arrays_of(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every array and quantized tensor of a family's weights, with the names of the fields that lead to it."""
-    if is_array(value) or isinstance(value, QuantizedTensor):
-        yield path, value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from arrays_of(item, path)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from arrays_of(getattr(value, field.name), (*path, field.name))
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # Made-up models
 
 
@@ -532,16 +452,19 @@ def _made_up(
     """A model of a config.json with random weights, and its name."""
     from penstock import api, models
     from penstock.engine.cache import Caches
+    from penstock.engine.options import resolve_options
+    from penstock.models.config import first_layers
     from penstock.ops.device import device_for
 
+    count = layer_count(layers)
     found = resolved(config, ("config",), model.revision, model.offline, files="config", option="--random")
     path, given = found.config_path, found.read_config()
-    device, dtype, _ = api._choices(model.device, model.dtype, model.activations, threads)
+    device, dtype, _ = resolve_options(model.device, model.dtype, model.activations, threads)
     where = device_for(device)
-    if layers is None and not where.host_memory:
-        whole = api.random_nbytes(cut(given, "all", str(path))[0])
-        layers = "all" if whole <= 0.9 * where.free_memory() else None
-    raw, shown = cut(given, layers, str(path))
+    if count is None and not where.host_memory:
+        whole = api.random_nbytes(first_layers(given, "all", str(path))[0])
+        count = "all" if whole <= 0.9 * where.free_memory() else None
+    raw, shown = first_layers(given, count, str(path))
     name = found.name + shown
     family = models.family_of(raw)
     read, need = family.read_config(raw), api.random_nbytes(raw)
@@ -550,7 +473,7 @@ def _made_up(
     with _shown(f"making up {amount(need)} of weights") as progress:
         made = 0
 
-        def count(nbytes: int) -> None:
+        def add(nbytes: int) -> None:
             nonlocal made
             made += nbytes
             progress(amount(made))
@@ -562,7 +485,7 @@ def _made_up(
             activations=model.activations,
             max_context=max(test.positions for test in tests),
             threads=threads,
-            progress=count,
+            progress=add,
             here=True,
         )
     return name, llm
@@ -586,29 +509,13 @@ def check_room(
         )
 
 
-def cut(raw: Mapping[str, Any], layers: str | None, where: str) -> tuple[dict[str, Any], str]:
-    """A config with its first layers only, and a remark about it for the model's name.
-
-    As many as `layers` says ("all", or a number), else as the config's own key "layers" says, else all.
-    """
-    config = dict(raw)
-    own = config.pop("layers", None)
-    inner = config.get("text_config")
-    text = dict(inner) if isinstance(inner, dict) and "num_hidden_layers" in inner else config
-    whole = text.get("num_hidden_layers")
-    if layers == "all" or (layers is None and own is None):
-        return config, ""
-    if layers is not None and not re.fullmatch(r"[0-9]{1,6}", layers):
-        raise UsageError(f"--layers: is {layers!r}, expected a number or all")
-    count = own if layers is None else int(layers)
-    if not isinstance(whole, int) or isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= whole:
-        raise InvalidArgument(f"{where}: layers is {count!r}, expected 1 to {whole} (num_hidden_layers) or all")
-    text["num_hidden_layers"] = count
-    if isinstance(kinds := text.get("layer_types"), list):
-        text["layer_types"] = kinds[:count]
-    if text is not config:
-        config["text_config"] = text
-    return config, f", {count} of {whole} layers" if count < whole else ""
+def layer_count(text: str | None) -> int | Literal["all"] | None:
+    """What --layers says. Raises UsageError for anything but a number or all."""
+    if text is None or text == "all":
+        return text
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise UsageError(f"--layers: is {text!r}, expected a number or all")
+    return int(text)
 
 
 # --------------------------------------------------------------------------------------------------------------------

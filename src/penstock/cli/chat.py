@@ -295,7 +295,7 @@ class _Interrupts:
         self._count = 0
         try:
             before = signal.signal(signal.SIGINT, self._mark)
-        except ValueError:  # not the main thread: nobody sends it signals
+        except ValueError:  # not the main thread: no signals come here
             yield
             return
         try:

@@ -43,7 +43,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     """Show what penstock finds on this machine and what is missing.
 
     Every SIMD instruction set is tried in a child process, because using one that the machine lists but does not
-    really have kills the process. The disk on which models are kept is measured with a file of 64 MB that nobody sees.
+    really have kills the process. The disk on which models are kept is measured with a temporary file of 64 MB.
     Things that are missing are named with the way to get them; they are no error.
 
     \b

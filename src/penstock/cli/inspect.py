@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note
+from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note, resolved
 from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import BackendError
 from penstock.units import amount
@@ -68,8 +68,9 @@ def inspect(
     if bandwidth is not None and not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth: is {bandwidth}, expected GB/s above 0")
     from penstock.analysis.survey import survey
+    from penstock.weights.resolve import ANY
 
-    found = survey(named(argument, model), revision, offline)
+    found = survey(resolved(named(argument, model), ANY, revision, offline, files="small"))
     machine = _machine(device, bandwidth)
     if html is not None:
         from penstock.cli._treemap import page
@@ -84,10 +85,10 @@ def inspect(
 
 
 def _machine(device: str, bandwidth: float | None) -> Machine:
-    from penstock.analysis.trace import bandwidth_of
-    from penstock.api import _choices
+    from penstock.analysis.bandwidth import bandwidth_of
+    from penstock.engine.options import resolve_options
 
-    chosen, dtype, _ = _choices(device, "auto", "auto", None)
+    chosen, dtype, _ = resolve_options(device)
     chosen = "cpu" if chosen == "reference" else chosen
     try:
         rate, how = bandwidth_of(chosen, bandwidth)
@@ -98,7 +99,7 @@ def _machine(device: str, bandwidth: float | None) -> Machine:
 
 def described(found: Survey, machine: Machine) -> dict[str, Any]:
     """As --json prints it; bytes are bytes, speeds GB/s and tokens per second."""
-    from penstock.analysis.survey import Sum
+    from penstock.analysis.weights import Sum
 
     def sums(value: Sum) -> dict[str, Any]:
         return {
@@ -128,7 +129,7 @@ def described(found: Survey, machine: Machine) -> dict[str, Any]:
         "tied": found.tied,
         **sums(total),
         "bits_per_weight": 8 * total.nbytes / max(total.parameters, 1),
-        "parts": {part: sums(value) for part, value in found.by_part().items()},
+        "parts": {part: sums(value) for part, value in found.by_role().items()},
         "formats": [
             {"bits": format.bits, "group_size": format.group_size, "dtype": format.dtype or None, **sums(value)}
             for format, value in found.by_format().items()
@@ -162,7 +163,7 @@ def _print(found: Survey, machine: Machine) -> None:
             amount(value.active_bytes),
             f"{value.active_bytes / max(total.active_bytes, 1):.1%}",
         ]
-        for part, value in [*found.by_part().items(), ("all", total)]
+        for part, value in [*found.by_role().items(), ("all", total)]
     ]
     columns = ("part", "parameters", "bytes", "share", "active", "read per token", "share")
     print_table(columns, rows, wrap=())

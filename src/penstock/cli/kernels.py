@@ -8,11 +8,13 @@ import typer
 
 from penstock.cli._model import UsageError, resolved
 from penstock.cli._output import print_json, print_table, write_page
+from penstock.cli.bench import check_room, layer_count
 from penstock.errors import InvalidArgument, KernelNotFound
 
 if TYPE_CHECKING:
-    from penstock.analysis.trace import Line, Report, Side, Work
+    from penstock.analysis.trace import Line, Side, TracedModel, TraceReport, Work
     from penstock.ops._op import Op
+    from penstock.weights.resolve import ResolvedModel
 
 
 def kernels(
@@ -191,9 +193,9 @@ def _print_one(op: "Op") -> None:
 
 
 def _device(given: str | None) -> str:
-    from penstock.api import _choices
+    from penstock.engine.options import resolve_options
 
-    device = _choices(given or "auto", "auto", "auto", None)[0]
+    device = resolve_options(given or "auto").device
     if device == "reference":  # by PENSTOCK_DEVICE
         raise InvalidArgument("kernels: device is 'reference', expected cpu or cuda: the definitions are not fused")
     return device
@@ -210,33 +212,60 @@ def _work(step: str, batch: int | None, tokens: int | None, depth: int, device: 
         return Work(step, batch or 1, depth)
     if batch is not None:
         raise UsageError("--batch: expected with --step decode; a prefill reads one sequence")
-    grid = device_type(device).chunk_alignment
-    most = grid - depth % grid
+    chunk = device_type(device).chunk_alignment
+    most = chunk - depth % chunk
     if tokens is not None and tokens > most:
-        raise UsageError(f"--tokens: is {tokens}, expected at most {most}: prompts are cut at multiples of {grid}")
+        raise UsageError(f"--tokens: is {tokens}, expected at most {most}: prompts are cut at multiples of {chunk}")
     return Work(step, tokens or min(512, most), depth)
 
 
 def _report(
     model: str | None, layers: str | None, device: str, work: "Work", bandwidth: float | None, measure: bool
-) -> "Report":
-    from penstock.analysis.trace import bandwidth_of, loaded, outlined, reported
-    from penstock.api import _choices
+) -> "TraceReport":
+    from penstock.analysis.bandwidth import bandwidth_of
+    from penstock.analysis.trace import outlined, reported
+    from penstock.engine.options import resolve_options
     from penstock.weights.resolve import ANY
 
     if bandwidth is not None and not 0 < bandwidth < float("inf"):
         raise UsageError(f"--bandwidth: is {bandwidth}, expected GB/s above 0")
-    _, dtype, activations = _choices(device, "auto", "auto", None)
+    count = layer_count(layers)
+    _, dtype, activations = resolve_options(device)
     found = resolved(model, ANY, files="all" if measure else "config")
+    if count is not None and found.kind != "config":
+        raise UsageError("--layers: expected with a config.json; a stored model is traced whole")
     if measure:
-        subject = loaded(found, layers, device, work)
+        subject = _loaded(found, count, device, dtype, work)
     else:
-        subject = outlined(found, layers, device, dtype, activations, work)
+        subject = outlined(found, count, device, dtype, activations, work)
     rate, how = bandwidth_of(device, bandwidth)
     return reported(subject, dtype, work, rate, how, measure)
 
 
-def _show(report: "Report", every: bool, html: Path | None, as_json: bool) -> None:
+def _loaded(
+    found: "ResolvedModel", layers: int | Literal["all"] | None, device: str, dtype: str, work: "Work"
+) -> "TracedModel":
+    """A model that can run: stored weights, or those that a config.json describes, made up."""
+    from penstock import api, models
+    from penstock.analysis.trace import TracedModel, taken_layers
+    from penstock.engine.cache import Caches
+    from penstock.ops.device import device_for
+
+    (name, raw), batches = taken_layers(found, layers), [(work.sequences, work.positions)]
+    if raw is not None:
+        family = models.family_of(raw)
+        caches = Caches(family.caches(family.read_config(raw)), dtype)
+        check_room(name, device_for(device), caches, batches, api.random_nbytes(raw))
+        llm = api.load_random(raw, device=device, max_context=work.positions, here=True)
+    else:
+        llm = api.load(found.path, device=device, max_context=work.positions)
+        check_room(name, llm._engine.device, llm._engine.caches, batches)
+    programs = llm._engine.programs
+    assert programs is not None
+    return TracedModel(name, device, programs, llm._engine)
+
+
+def _show(report: "TraceReport", every: bool, html: Path | None, as_json: bool) -> None:
     if html is not None:
         from penstock.cli._trace_html import page
 
@@ -264,7 +293,7 @@ def _mb(nbytes: int) -> str:
     return f"{nbytes / 1e6:,.3f}" if nbytes < 1e7 else f"{nbytes / 1e6:,.1f}"
 
 
-def _print_ops(report: "Report") -> None:
+def _print_ops(report: "TraceReport") -> None:
     """A line per op, before and after, the longest after fusion first."""
     before, after = report.before.by_op(), report.after.by_op()
 
@@ -301,7 +330,7 @@ def _print_nodes(side: "Side", every: bool, measured: bool) -> None:
     print_table(columns, rows, wrap=("where", "makes"))
 
 
-def _totals(report: "Report") -> list[str]:
+def _totals(report: "TraceReport") -> list[str]:
     before, after, work = report.before, report.after, report.work
     speed = work.rows / after.predicted
     lines = [
@@ -316,7 +345,7 @@ def _totals(report: "Report") -> list[str]:
     return [*lines, f"arena      {' → '.join(arena)}"]
 
 
-def _json(report: "Report") -> dict[str, Any]:
+def _json(report: "TraceReport") -> dict[str, Any]:
     def described(side: "Side") -> dict[str, Any]:
         return {
             "nodes": [

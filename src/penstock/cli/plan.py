@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, size
+from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note, resolved, size
 from penstock.cli._output import print_json, print_table
+from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from penstock.analysis.plan import CacheNeeds, Plan, Step
+    from penstock.analysis.plan import CacheNeeds, ModelPlan, TokenCost
 
 _MEMORY = "such as 6G, 500M or bytes; G is 1024³, GB 1000³"
 
@@ -83,25 +84,40 @@ def plan(
     for name, value in given.items():
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name}: is {value}, expected GB/s above 0")
-    from penstock.analysis.plan import Hits, Plan, device_of, memory_of, room_of, speeds_of, subject_of, trace_of
+    from penstock.analysis.plan import Hits, ModelPlan, device_of, memory_of, room_of, speeds_of, subject_of, trace_of
+    from penstock.weights.resolve import ANY
 
     chosen = device_of(device)
-    memory = memory_of(chosen, device_memory, host_memory)
-    subject = subject_of(named(argument, model), chosen, revision, offline)
+    sizes = _bytes("--device-memory", device_memory), _bytes("--host-memory", host_memory)
+    try:
+        memory = memory_of(chosen, *sizes)
+    except InvalidArgument as error:
+        raise UsageError(str(error)) from None
+    meant = named(argument, model)
+    resolved_model = resolved(meant, ANY, revision, offline, files="config")
+    if resolved_model.hub_id is not None and resolved_model.kind == "config":
+        note(f"{resolved_model.hub_id}: not here; its config.json says how large it is")
+    subject = subject_of(resolved_model, meant, chosen)
     room = room_of(subject, chosen, memory, max_context)
     hits = Hits(None if routes is None else trace_of(routes, subject))
-    found = Plan(subject, chosen, memory, room, speeds_of(subject, chosen, room, given), hits)
+    found = ModelPlan(subject, chosen, memory, room, speeds_of(subject, chosen, room, given, note), hits)
     if as_json:
         print_json(_described(found))
     else:
         _print(found)
 
 
+def _bytes(option: str, given: str | None) -> int | None:
+    from penstock.experts.sizes import parse_size
+
+    return None if given is None else parse_size(given, option)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Output
 
 
-def _print(found: "Plan") -> None:
+def _print(found: "ModelPlan") -> None:
     from penstock.analysis.plan import cache_needs
     from penstock.experts.sizes import spelled
 
@@ -129,7 +145,7 @@ def _print(found: "Plan") -> None:
     print("\n" + "\n".join(_verdict(found)))
 
 
-def _heading(found: "Plan") -> str:
+def _heading(found: "ModelPlan") -> str:
     from penstock.experts.sizes import spelled
 
     subject, memory = found.subject, found.memory
@@ -149,7 +165,7 @@ def _needs(needs: "CacheNeeds") -> str:
     return ", ".join(parts)
 
 
-def _tiers(found: "Plan") -> list[list[str]]:
+def _tiers(found: "ModelPlan") -> list[list[str]]:
     """Where experts are, how many of the choices are found there, and what a warm token moves."""
     from penstock.experts.sizes import spelled
 
@@ -170,7 +186,7 @@ def _tiers(found: "Plan") -> list[list[str]]:
     return rows
 
 
-def _verdict(found: "Plan") -> list[str]:
+def _verdict(found: "ModelPlan") -> list[str]:
     from penstock.experts.packed import NAME
 
     subject, room = found.subject, found.room
@@ -188,13 +204,13 @@ def _verdict(found: "Plan") -> list[str]:
     return lines
 
 
-def _rate(step: "Step") -> str:
+def _rate(step: "TokenCost") -> str:
     if step.rate is None:
         return "unknown"
     return f"{step.rate:,.0f} tokens/s" if step.rate >= 100 else f"{step.rate:.3g} tokens/s"
 
 
-def _refusal(found: "Plan") -> str:
+def _refusal(found: "ModelPlan") -> str:
     from penstock.experts.sizes import spelled
 
     subject, room = found.subject, found.room
@@ -207,7 +223,7 @@ def _refusal(found: "Plan") -> str:
     return " ".join(lines)
 
 
-def _described(found: "Plan") -> dict[str, Any]:
+def _described(found: "ModelPlan") -> dict[str, Any]:
     """As --json prints it: bytes, GB/s, tokens per second, seconds."""
     from penstock.analysis.plan import cache_needs
 

@@ -1,7 +1,7 @@
 """penstock routes: which experts the tokens of a text chose, and what a cache of experts would have made of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,12 +19,10 @@ from penstock.cli._model import (
     note,
     verb,
 )
-from penstock.cli._output import print_json, print_table
-from penstock.errors import InvalidArgument
+from penstock.cli._output import percent, print_json, print_table, write_page
 
 if TYPE_CHECKING:
-    from penstock.analysis.routes import Routes
-    from penstock.experts.simulate import Row
+    from penstock.analysis.routes import LayerUse, Routes, RoutesReport
 
 
 @verb(REFUSED | REFUSED_SAMPLING)
@@ -70,6 +68,8 @@ def routes(
       penstock routes ./my-model -p hello --html routes.html --save routes.npz
       penstock routes --load routes.npz --json
     """
+    from penstock.analysis.routes import load_routes, routes_report
+
     if name is not None and model.model is not None:
         raise UsageError(f"MODEL: is {name!r} beside --model {model.model!r}, expected one of the two")
     if name is not None:
@@ -78,21 +78,16 @@ def routes(
         for option, given in (("MODEL", model.model), ("--prompt", prompt), ("--save", save)):
             if given is not None:
                 raise UsageError(f"{option}: expected without --load, which shows what was recorded before")
-        from penstock.analysis.routes import load_routes
-
         recorded = load_routes(load)
     else:
         recorded = _recorded(model, prompt or "hello", max_tokens, sampling, seed, ignore_chat_template, as_json)
     if save is not None:
         recorded.save(save)
-    report = reported(recorded)
+    report = routes_report(recorded)
     if html is not None:
         from penstock.cli._routes_html import page
 
-        try:
-            html.write_text(page(report), encoding="utf-8")
-        except OSError as error:
-            raise InvalidArgument(f"--html: {html}: {error.strerror or error}") from None
+        write_page("--html", html, page(report))
     if as_json:
         print_json(_described(report))
     else:
@@ -117,72 +112,17 @@ def _recorded(
     tokens = _encoded(llm, messages, None, {}, ignore_template, False)
     reading = Reading(len(tokens))
     try:
-        return record(llm, tokens, max_tokens, progress=reading, name=model.name, seed=seed, **arguments)
+        made = {"progress": reading, "name": model.name, "seed": seed, **arguments}
+        return record(llm._engine, llm.tokenizer, tokens, max_tokens, **made)
     finally:
         reading.close()
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The report
+# Output
 
 
-@dataclass(frozen=True)
-class LayerUse:
-    """How a layer's experts were used: by how many tokens each (counts), and what follows."""
-
-    layer: int
-    counts: np.ndarray
-    repeated: float | None  # share of a decoded token's experts that the token before chose too
-
-    @property
-    def used(self) -> int:
-        """Experts that were chosen at all."""
-        return int(np.count_nonzero(self.counts))
-
-    @property
-    def top_share(self) -> float:
-        """Share of all choices that fell on the tenth of the experts (rounded up) that is chosen most."""
-        tenth = -(-len(self.counts) // 10)
-        return float(np.sort(self.counts)[-tenth:].sum() / max(1, self.counts.sum()))
-
-    @property
-    def entropy(self) -> float:
-        """Of the choices, as a share of that of an even use: 1 if all experts are chosen as often."""
-        shares = self.counts[self.counts > 0] / max(1, self.counts.sum())
-        return float(-(shares * np.log(shares)).sum() / np.log(len(self.counts))) if len(self.counts) > 1 else 1.0
-
-
-@dataclass(frozen=True)
-class Report:
-    """A recording, the use of each layer's experts, and the hit rates of simulated caches."""
-
-    routes: "Routes"
-    layers: tuple[LayerUse, ...]
-    rows: "tuple[Row, ...]"
-
-    @property
-    def repeated(self) -> float | None:
-        known = [layer.repeated for layer in self.layers if layer.repeated is not None]
-        return sum(known) / len(known) if known else None
-
-    def nbytes(self, row: "Row") -> int:
-        """Of a simulated cache."""
-        return round(self.routes.nbytes * row.slots / (len(self.routes.layers) * self.routes.experts))
-
-
-def reported(routes: "Routes") -> Report:
-    from penstock.experts.simulate import Trace, repeats, table
-
-    trace = Trace(routes.ids, routes.decode, routes.experts)
-    again = repeats(trace)
-    layers = tuple(
-        LayerUse(layer, counts, None if np.isnan(repeated) else float(repeated))
-        for layer, counts, repeated in zip(routes.layers, routes.counts(), again, strict=True)
-    )
-    return Report(routes, layers, tuple(table(trace)))
-
-
-def heading(report: Report) -> str:
+def heading(report: "RoutesReport") -> str:
     """What was recorded, in a sentence."""
     routes = report.routes
     answer = int(np.count_nonzero(routes.decode))
@@ -199,11 +139,7 @@ def size(nbytes: int) -> str:
     return spelled(nbytes)
 
 
-def percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
-
-
-def _print(report: Report) -> None:
+def _print(report: "RoutesReport") -> None:
     print(f"{heading(report)}\n")
     rows = [_cells(str(use.layer), [use], report) for use in report.layers]
     rows.append(_cells("mean", report.layers, report))
@@ -216,28 +152,28 @@ def _print(report: Report) -> None:
     policies = list(report.rows[0].rates)
     print("\nHit rates of the answer, had a cache of this size held the experts:\n")
     cells = [
-        [f"{row.share:.0%}", size(report.nbytes(row)), str(row.slots), *(percent(row.rates[p]) for p in policies)]
+        [f"{row.share:.0%}", size(report.nbytes(row)), str(row.slots), *(percent(row.rates[p], 1) for p in policies)]
         for row in report.rows
     ]
     print_table(("cache", "bytes", "experts", *policies), cells, wrap=())
     print(
         f"\n--expert-policy auto is {AUTO}; min is the most that any policy could have had. Reading ahead what\n"
-        f"the last token chose would have been right for {percent(report.repeated)} of the choices."
+        f"the last token chose would have been right for {percent(report.repeated, 1)} of the choices."
     )
 
 
-def _cells(title: str, uses: "Sequence[LayerUse]", report: Report) -> list[str]:
+def _cells(title: str, uses: Sequence["LayerUse"], report: "RoutesReport") -> list[str]:
     known = [use.repeated for use in uses if use.repeated is not None]
     return [
         title,
         f"{np.mean([use.used for use in uses]):.4g}/{report.routes.experts}",
-        percent(float(np.mean([use.top_share for use in uses]))),
+        percent(float(np.mean([use.top_share for use in uses])), 1),
         f"{np.mean([use.entropy for use in uses]):.3f}",
-        percent(float(np.mean(known)) if known else None),
+        percent(float(np.mean(known)) if known else None, 1),
     ]
 
 
-def _described(report: Report) -> dict[str, Any]:
+def _described(report: "RoutesReport") -> dict[str, Any]:
     """As --json prints it."""
     from penstock.experts.policy import AUTO
 

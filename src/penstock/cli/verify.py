@@ -72,7 +72,7 @@ def verify(
 
 
 def _expected(folder: Path, hashes: Path | None, hub: bool) -> dict[str, str] | None:
-    """The hashes that the files should have, by name; None if nobody asks."""
+    """The hashes that the files should have, by name; None if none are asked for."""
     from penstock.analysis.verify import hub_hashes, read_hashes
 
     if hashes is not None:
@@ -181,8 +181,9 @@ def _check_quantization(checkpoint: Headers, check: Check) -> None:
 
 def _check_shapes(checkpoint: Headers, check: Check) -> tuple[Any, list[str]]:
     """Every tensor that the family asks for is there in its shape. The family's config, and remarks."""
-    from penstock import api, models
+    from penstock import models
     from penstock.analysis.survey import FromFiles, check_sizes
+    from penstock.models.source import left_over
 
     try:
         family = models.family_of(checkpoint.config)
@@ -194,7 +195,7 @@ def _check_shapes(checkpoint: Headers, check: Check) -> tuple[Any, list[str]]:
         return None, []
     _ask(family, config, described, check)
     layers = len(family.caches(config))
-    return config, [] if check.problems else api._left_over(described.stored, family.skipped, layers)
+    return config, [] if check.problems else left_over(described.stored, family.skipped, layers).remarks
 
 
 def _ask(family: AnyFamily, config: ModelConfig, described: Any, check: Check) -> None:
@@ -206,7 +207,7 @@ def _ask(family: AnyFamily, config: ModelConfig, described: Any, check: Check) -
     except PenstockError as error:
         check.problems.append(str(error))
     layers = len(family.caches(config))
-    check.about = f"{config.model_type}, {layers} layers, {len(recorder.pieces):,} weights asked for"
+    check.about = f"{config.model_type}, {layers} layers, {len(recorder.weights):,} weights asked for"
 
 
 class _Forgiving:
@@ -220,18 +221,18 @@ class _Forgiving:
         return path in self._described
 
     def found(self, path: str, shape: tuple[int, ...], vector: bool) -> Any:
-        from penstock.analysis.survey import Format
+        from penstock.analysis.weights import TensorFormat
 
         try:
             return self._described.found(path, shape, vector)
         except PenstockError as error:
             self._problems.append(str(error))
-            return Format(32, None, "float32"), 0
+            return TensorFormat(32, None, "float32"), 0
 
 
 def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
     from penstock.analysis.verify import Check
-    from penstock.api import _tokens_beyond
+    from penstock.text.tokenizer import tokens_beyond
 
     words, template = Check("tokenizer"), Check("template")
     try:
@@ -240,7 +241,8 @@ def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
         tokenizer.decode(tokenizer.encode("Hello, world"))
         if config is not None:
             words.about += f" of {config.vocab_size:,}"
-            words.about += "".join(remark.removeprefix(where) for remark in _tokens_beyond(where, tokenizer, config))
+            remarks = tokens_beyond(where, tokenizer, config.vocab_size)
+            words.about += "".join(remark.removeprefix(where) for remark in remarks)
     except PenstockError as error:
         words.problems.append(str(error))
         template.about, template.skipped = "there is no tokenizer", True

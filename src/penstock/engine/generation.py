@@ -203,6 +203,25 @@ class Request:
         )
 
 
+def request_of(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: str | Seq[int],
+    max_tokens: int,
+    stop: str | Seq[str],
+    options: Mapping[str, Any],
+) -> Request:
+    """A request for the continuation of a text or of token ids; options as in `LLM.generate`."""
+    options = dict(options)
+    extra = options.pop("extra_eos", ())
+    more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
+    params = sampling_params(options)
+    given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    ids = engine._ids(given, tokenizer=tokenizer).tolist()
+    stops = [stop] if isinstance(stop, str) else stop
+    return Request(ids, params, tokenizer, engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more)
+
+
 def _allowed(logits: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     """The scores with -inf for tokens whose bit is not set, and for those beyond the mask."""
     if mask is None:

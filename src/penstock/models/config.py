@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, InvalidArgument
 
 _MISSING: Any = object()
 _LARGEST = 1 << 31  # sizes, counts and positions are int32 in kernels
@@ -133,3 +133,27 @@ def layer_types(
             f"{fields.where}: layer_types has {len(found)} entries, expected {layers} (one per layer)"
         )
     return found
+
+
+def first_layers(raw: Mapping[str, Any], layers: int | Literal["all"] | None, where: str) -> tuple[dict[str, Any], str]:
+    """A config.json with its first layers only, and a remark about it for the model's name.
+
+    As many as `layers` says, else as the config's own key "layers" says, else all. Raises InvalidArgument for more
+    than there are.
+    """
+    config = dict(raw)
+    own = config.pop("layers", None)
+    inner = config.get("text_config")
+    text = dict(inner) if isinstance(inner, dict) and "num_hidden_layers" in inner else config
+    whole = text.get("num_hidden_layers")
+    count = own if layers is None else layers
+    if layers == "all" or count is None:
+        return config, ""
+    if not isinstance(whole, int) or isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= whole:
+        raise InvalidArgument(f"{where}: layers is {count!r}, expected 1 to {whole} (num_hidden_layers) or all")
+    text["num_hidden_layers"] = count
+    if isinstance(kinds := text.get("layer_types"), list):
+        text["layer_types"] = kinds[:count]
+    if text is not config:
+        config["text_config"] = text
+    return config, f", {count} of {whole} layers" if count < whole else ""

@@ -232,12 +232,16 @@ class GgufSource:
         return sorted(name for name in self.file.tensors if name not in self._used)
 
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
+        return self.file.tensor(self.asked(path, shape))
+
+    def asked(self, path: str, shape: tuple[int, ...]) -> str:
+        """The name of a tensor in the file, which counts as used from now on. Raises CheckpointError for its shape."""
         name = self.name(path)
         if name in self.file and self.file.tensors[name].shape != shape:
             found = f"has shape {self.file.tensors[name].shape}, expected {shape} by the metadata"
             raise CheckpointError(f"{self.file.path}: tensor {name} {found}")
         self._used.add(name)
-        return self.file.tensor(name)
+        return name
 
     def order(self, path: str, rows: int) -> np.ndarray | None:
         """Where the rows of a matrix are to come from; None if they stay."""

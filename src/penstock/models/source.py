@@ -7,8 +7,9 @@ its config while it is read, and a model of any size can be made up without a fi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -22,6 +23,8 @@ from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
+
+_LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
 class Source(Protocol):
@@ -72,15 +75,15 @@ class Stored:
         self.layout = layout
         self._used: set[str] = set()
 
-    def _path(self, path: str) -> str:
+    def name_of(self, path: str) -> str:
         return (self.head if path == "lm_head" else self.prefix) + path
 
     def __contains__(self, path: str) -> bool:
-        name = self._path(path)
+        name = self.name_of(path)
         return name in self.checkpoint or f"{name}.weight" in self.checkpoint
 
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
-        name = self._path(path)
+        name = self.name_of(path)
         tensor = self.checkpoint.tensor(name)
         self._check_shape(name, tuple(tensor.shape), shape)
         self._used.update((name, *(f"{name}.{part}" for part in ("weight", "scales", "biases"))))
@@ -99,14 +102,14 @@ class Stored:
     def vector(self, path: str, *shape: int) -> np.ndarray:
         tensor = self._tensor(path, shape)
         if isinstance(tensor, QuantizedTensor):
-            raise CheckpointError(f"{self.checkpoint.path}: {self._path(path)} is quantized, expected a dense tensor")
+            raise CheckpointError(f"{self.checkpoint.path}: {self.name_of(path)} is quantized, expected a dense tensor")
         self._floating(path, dtype_name(tensor.dtype))
         return tensor.astype(np.float32)
 
     def _floating(self, path: str, dtype: str) -> None:
         if dtype not in FLOATS:
             raise CheckpointError(
-                f"{self.checkpoint.path}: {self._path(path)} has dtype {dtype}, expected one of {', '.join(FLOATS)}"
+                f"{self.checkpoint.path}: {self.name_of(path)} has dtype {dtype}, expected one of {', '.join(FLOATS)}"
             )
 
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
@@ -125,7 +128,7 @@ class Stored:
 
     def _differ(self, path: str) -> NoReturn:
         raise CheckpointError(
-            f"{self.checkpoint.path}: {self._path(path)} and the experts beside it differ in "
+            f"{self.checkpoint.path}: {self.name_of(path)} and the experts beside it differ in "
             "bits, group size or dtype, expected them alike"
         )
 
@@ -144,7 +147,7 @@ class Stored:
         return replace(first, parts=tuple(parts))
 
     def _shelf(self, path: str, shape: tuple[int, ...], count: int) -> Shelf:
-        name = self._path(path)
+        name = self.name_of(path)
         format, names = self.checkpoint.parts(name)
         bits, group_size = format or (0, 0)
         *rows, last = self.checkpoint.shape(names[0])
@@ -162,6 +165,33 @@ class Stored:
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""
         return sorted(name for name in self.checkpoint.names if name not in self._used)
+
+
+@dataclass(frozen=True)
+class LeftOver:
+    """Tensors of a checkpoint that its model does not use: by the part that is known and not run, and all others."""
+
+    known: dict[str, list[str]]
+    remarks: list[str]
+
+
+def left_over(source: Stored, skipped: Sequence[str], layers: int) -> LeftOver:
+    """What nothing has asked `source` for; skipped: how names of parts begin that are not run."""
+    known: dict[str, list[str]] = {}
+    other: list[str] = []
+    for name in source.unused():
+        part = next((start.rstrip(".") for start in skipped if name.startswith(start)), None)
+        layer = _LAYER.search(name)
+        if part is None and layer is not None and int(layer[1]) >= layers:
+            part = f"layers from {layers} on (prediction of further tokens)"
+        (other if part is None else known.setdefault(part, [])).append(name)
+    path, remarks = source.checkpoint.path, []
+    if known:
+        remarks.append(f"{path}: {sum(map(len, known.values()))} tensors of {', '.join(sorted(known))} are skipped")
+    if other:
+        shown = ", ".join(other[:3]) + (" …" if len(other) > 3 else "")
+        remarks.append(f"{path}: {len(other)} tensors are not part of the model: {shown}")
+    return LeftOver(known, remarks)
 
 
 class Outline:

@@ -143,6 +143,14 @@ class DeviceMemory(Protocol):
         """The most bytes that were in use so far."""
         ...
 
+    def copy_rate(self) -> float | None:
+        """GB/s of a copy within this memory, bytes read plus bytes written; None where none is measured."""
+        ...
+
+    def link_rate(self) -> float | None:
+        """GB/s of a copy from pinned host memory to here; None where none is measured."""
+        ...
+
 
 class Execution(Protocol):
     """How steps run."""
@@ -158,6 +166,11 @@ class Execution(Protocol):
     @staticmethod
     def set_threads(count: int) -> None:
         """Threads of the kernels that run on the host; nothing elsewhere."""
+        ...
+
+    @staticmethod
+    def threads() -> int:
+        """Threads of the kernels that run on the host; 1 elsewhere."""
         ...
 
     def compile(self, calls: Seq[Callable[[], object]]) -> None:

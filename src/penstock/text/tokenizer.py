@@ -501,3 +501,11 @@ def _one_line(error: BaseException) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def tokens_beyond(what: str, tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """A remark about tokens that a model of `vocab_size` embeddings has none for, if there are any."""
+    if tokenizer.vocab_size <= vocab_size:
+        return []
+    found = f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model embeddings for 0 to"
+    return [f"{what}: {found} {vocab_size - 1}; prompts that need others are refused"]

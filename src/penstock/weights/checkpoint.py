@@ -52,7 +52,7 @@ class _Formats:
 
 
 @dataclass(frozen=True)
-class _Index:
+class Index:
     """model.safetensors.index.json: which file has which tensor, and the bytes of all of them if it says so."""
 
     path: Path
@@ -80,7 +80,7 @@ class Checkpoint:
             for key in _CODE_KEYS
             if self.config.get(key)
         ]
-        names, index = _weight_files(folder, listing, self._notices)
+        names, index = weight_files(folder, listing, self._notices)
         self._files = [SafetensorsFile.open(folder / name) for name in names]
         self._file_of = _owners(self._files)
         if index is not None:
@@ -249,7 +249,7 @@ class Checkpoint:
         return parts
 
     def _read_formats(self, listing: list[str]) -> _Formats | None:
-        source, table = _quantization_table(self.config)
+        source, table = quantization_table(self.config)
         if table is None:
             if "hf_quant_config.json" in listing:
                 raise CheckpointError(
@@ -295,13 +295,13 @@ class Checkpoint:
         raise CheckpointError(f"{self._file_of[name].path}: tensor {short(name)} {found}")
 
 
-def _weight_files(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[str], _Index | None]:
+def weight_files(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[str], Index | None]:
     """The safetensors files that are the model, and the index if there is one that belongs to them."""
     there = [name for name in listing if name.endswith(_SUFFIX) and not name.startswith(".")]
     # As mlx-lm does, files called model… are the model; other names are taken only where there are none.
     own = [name for name in there if name.startswith("model")]
     own = own or [name for name in there if not name.startswith(_BESIDE)]
-    index = _read_index(folder / INDEX) if INDEX in listing else None
+    index = read_index(folder / INDEX) if INDEX in listing else None
     if index is None and not own:
         others = [name for name in listing if name.endswith(_UNREADABLE)]
         found = f" but {short(others[0])}" if others else ""
@@ -337,7 +337,8 @@ def _missing_shard(names: Iterable[str]) -> str | None:
     return None
 
 
-def _read_index(path: Path) -> _Index:
+def read_index(path: Path) -> Index:
+    """model.safetensors.index.json. Raises CheckpointError, which names it, for anything wrong."""
     index = read_json(path)
     _check_object(index, str(path))
     file_of = index.get("weight_map")
@@ -354,7 +355,7 @@ def _read_index(path: Path) -> _Index:
     metadata = index.get("metadata")
     if metadata is not None:
         _check_object(metadata, f"{path}: metadata")
-    return _Index(path, file_of, (metadata or {}).get("total_size"))
+    return Index(path, file_of, (metadata or {}).get("total_size"))
 
 
 def _owners(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
@@ -368,7 +369,7 @@ def _owners(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
     return owners
 
 
-def _checked_against(index: _Index, owners: dict[str, SafetensorsFile]) -> list[str]:
+def _checked_against(index: Index, owners: dict[str, SafetensorsFile]) -> list[str]:
     """Notices about an index that says too little; raises CheckpointError for one that is wrong."""
     hint = f"an outdated {INDEX}? Without it all files are read"
     for name, file in index.file_of.items():
@@ -387,7 +388,7 @@ def _checked_against(index: _Index, owners: dict[str, SafetensorsFile]) -> list[
     return notices
 
 
-def _quantization_table(config: dict[str, Any]) -> tuple[str, Any]:
+def quantization_table(config: dict[str, Any]) -> tuple[str, Any]:
     """The key of the quantization table in config.json and the table, None without one."""
     text = config.get("text_config")
     for prefix, holder in (("", config), ("text_config.", text if isinstance(text, dict) else {})):

@@ -95,7 +95,7 @@ class _Blocks(NamedTuple):
 
 _GROUP = 32
 # Codes are one opaque field: NumPy gathers it ten times as fast as an axis of 16 bytes.
-_BLOCKS = {
+BLOCKS = {
     "Q4_0": _Blocks(np.dtype([("scale", "<f2"), ("codes", "V16")]), 4, -8),
     "Q4_1": _Blocks(np.dtype([("scale", "<f2"), ("bias", "<f2"), ("codes", "V16")]), 4, None),
     "Q8_0": _Blocks(np.dtype([("scale", "<f2"), ("codes", "V32")]), 8, -128),
@@ -177,14 +177,14 @@ class GgufFile:
     def loaded_nbytes(self, name: str) -> int:
         """Bytes of a tensor as `tensor` gives it: groups have a bias beside their scale, which some formats lack."""
         info = self._info(name)
-        if info.type not in _BLOCKS:
+        if info.type not in BLOCKS:
             return info.nbytes
         blocks = math.prod(info.shape) // _GROUP
-        return blocks * (_GROUP * _BLOCKS[info.type].bits // 8 + 4)
+        return blocks * (_GROUP * BLOCKS[info.type].bits // 8 + 4)
 
     def is_copied(self, name: str) -> bool:
         """Whether `tensor` makes a copy: the order of codes in a block is not that of QuantizedTensor."""
-        return self._info(name).type in _BLOCKS
+        return self._info(name).type in BLOCKS
 
     def check(self) -> None:
         """Raises CheckpointError for a file that was written to since it was opened."""
@@ -217,7 +217,7 @@ class GgufFile:
         return self._quantized(name, info)
 
     def _quantized(self, name: str, info: TensorInfo) -> QuantizedTensor:
-        format = _BLOCKS[info.type]
+        format = BLOCKS[info.type]
         groups = (*info.shape[:-1], info.shape[-1] // _GROUP)
         blocks = self._file.view(info.start, (math.prod(groups),), format.record)
         scales = np.empty(len(blocks), np.float16)

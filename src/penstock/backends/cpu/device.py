@@ -36,6 +36,12 @@ class CpuDevice:
 
         _threads.set_threads(count)
 
+    @staticmethod
+    def threads() -> int:
+        from penstock.backends.cpu import _threads
+
+        return _threads.threads()
+
     def to_device(self, value: Any) -> Any:
         return value
 
@@ -88,6 +94,12 @@ class CpuDevice:
     def peak_memory(self) -> int:
         return peak_memory()
 
+    def copy_rate(self) -> None:
+        return None
+
+    def link_rate(self) -> None:
+        return None
+
     def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
@@ -99,6 +111,10 @@ class ReferenceDevice(CpuDevice):
     runs_programs = False
     compiles_ahead = False
     default_activations = "float32"
+
+    @staticmethod
+    def threads() -> int:
+        return 1
 
     def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
         return backend("reference")

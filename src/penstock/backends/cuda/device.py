@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.backends.cuda import bandwidth
 from penstock.backends.cuda.features import interpreted, unusable
 from penstock.errors import BackendError, OutOfMemory
 from penstock.ops._op import Spec, backend, numpy_view, shaped
@@ -48,6 +49,10 @@ class CudaDevice:
     @staticmethod
     def set_threads(count: int) -> None:
         pass
+
+    @staticmethod
+    def threads() -> int:
+        return 1
 
     def to_device(self, value: Any) -> Any:
         with self._memory_errors():
@@ -150,6 +155,12 @@ class CudaDevice:
     def peak_memory(self) -> int:
         return 0 if self.interpreted else self._torch.cuda.max_memory_allocated(self.torch_device)
 
+    def copy_rate(self) -> float | None:
+        return bandwidth.copy_rate()
+
+    def link_rate(self) -> float | None:
+        return bandwidth.link_rate()
+
     @contextlib.contextmanager
     def running(self, deterministic: bool) -> Iterator[None]:
         with self._memory_errors(), backend("cuda" if self.interpreted else "auto", deterministic=deterministic):
@@ -189,37 +200,6 @@ class _PinnedInputs:
     def ready(self) -> None:
         if self._gone is not None:
             self._gone.synchronize()
-
-
-class CopyBandwidth:
-    """The yardstick of `penstock bench` on a GPU: a copy of `nbytes`, bytes read plus bytes written per second."""
-
-    def __init__(self, nbytes: int = 1 << 30) -> None:
-        self.nbytes = nbytes
-
-    def __enter__(self) -> CopyBandwidth:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def measure(self) -> float | None:
-        """GB/s now; None under the interpreter and where memory is short."""
-        import torch
-
-        if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 3 * self.nbytes:
-            return None
-        source = torch.empty(self.nbytes // 4, dtype=torch.int32, device="cuda").random_()
-        target = torch.empty_like(source)
-        times = []
-        for _ in range(5):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            target.copy_(source)
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        return 2 * self.nbytes / min(times) / 1e6
 
 
 register_device(CudaDevice)

@@ -1,0 +1,52 @@
+"""What `load` and the verbs of the command line may leave open: device, dtype, rounding, threads; and memory beside."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.backends.cuda import features as cuda
+from penstock.errors import InvalidArgument
+from penstock.ops.device import device_type
+from penstock.settings import Settings
+
+DEVICES = ("auto", "cpu", "cuda", "reference")
+DTYPES = ("auto", "float32", "bfloat16")
+ACTIVATIONS = ("auto", "int8", "float32")
+WORKING_BYTES = 256 << 20  # for activations of a prefill's chunk, the tokenizer and the interpreter itself
+
+
+class Options(NamedTuple):
+    """Names of a device, of the dtype of activations, and how quantized products round them."""
+
+    device: str
+    dtype: str
+    activations: str
+
+
+def resolve_options(
+    device: str = "auto", dtype: str = "auto", activations: str = "auto", threads: int | None = None
+) -> Options:
+    """What "auto" stands for here, by the settings and the device; sets the threads of its kernels.
+
+    Raises InvalidArgument for an unknown name or number.
+    """
+    for name, value, allowed in (
+        ("device", device, DEVICES),
+        ("dtype", dtype, DTYPES),
+        ("activations", activations, ACTIVATIONS),
+    ):
+        if value not in allowed:
+            raise InvalidArgument(f"load: {name} is {value!r}, expected one of {', '.join(allowed)}")
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+        raise InvalidArgument(f"load: threads is {threads!r}, expected an integer")
+    settings = Settings.from_env()
+    if device == "auto":
+        device = settings.device if settings.device != "auto" else "cpu" if cuda.unusable() else "cuda"
+    kind = device_type(device)
+    if (count := threads if threads is not None else settings.threads) is not None:
+        kind.set_threads(count)
+    return Options(
+        device,
+        kind.default_dtype if dtype == "auto" else dtype,
+        kind.default_activations if activations == "auto" else activations,
+    )
