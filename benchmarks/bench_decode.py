@@ -20,7 +20,7 @@ from common import parse, parser, read_rate, report
 from penstock.analysis.weights import active_bytes
 from penstock.api import LLM, load_random
 from penstock.models.config import first_layers
-from penstock.ops._op import Op
+from penstock.ops.op import Op
 from penstock.weights.resolve import ResolvedModel, resolve_model
 
 

@@ -8,7 +8,6 @@ N output features (rows), K input features, gs group size.
 import functools
 import math
 import operator
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -123,7 +122,7 @@ class QuantizedTensor:
         return str(getattr(self.packed, "device", "cpu"))
 
     def __repr__(self) -> str:
-        kind = "torch " if _is_torch(self.packed) else ""
+        kind = "torch " if is_torch(self.packed) else ""
         layout = f"{self.bits} bits, groups of {self.group_size}, {self.dtype} scales"
         return f"QuantizedTensor({self.shape}, {layout}, {kind}{self.device})"
 
@@ -304,7 +303,7 @@ def dequantize(w: QuantizedTensor, dtype: str = "float32") -> Any:
     if dtype not in FLOATS:
         raise DTypeError(f"dequantize: dtype is {dtype!r}, expected one of {', '.join(FLOATS)}")
     w.check()
-    if _is_torch(w.packed):
+    if is_torch(w.packed):
         return to_torch(dequantize(w.to("cpu"), dtype), "torch" if w.device == "cpu" else w.device)
     inner = numpy_dtype(dtype if dtype == w.dtype else "float32")
     groups, step = w.scales.size, _BLOCK // w.group_size
@@ -330,7 +329,7 @@ def quantize(array: Any, bits: int = 4, group_size: int = 64) -> QuantizedTensor
     torch arrays on its device; it is quantized on the host. Raises DTypeError, ShapeError, and InvalidArgument for a
     group with a value that is not finite or with hi - lo beyond float32.
     """
-    if _is_torch(array):
+    if is_torch(array):
         _check_weights(array, bits, group_size)
         host = quantize(_to_numpy(array.contiguous()), bits, group_size)
         return host.to("torch" if array.device.type == "cpu" else str(array.device))
@@ -406,7 +405,7 @@ def _check_format(who: str, bits: int, group_size: int) -> None:
 
 def _check_weights(array: Any, bits: int, group_size: int) -> None:
     _check_format("quantize", bits, group_size)
-    if not (isinstance(array, np.ndarray) or _is_torch(array)):
+    if not (isinstance(array, np.ndarray) or is_torch(array)):
         raise DTypeError(f"quantize: array is a {type(array).__name__}, expected a NumPy array or torch tensor")
     if dtype_name(array.dtype) not in FLOATS:
         raise DTypeError(f"quantize: array has dtype {dtype_name(array.dtype)}, expected one of {', '.join(FLOATS)}")
@@ -423,7 +422,7 @@ def _word_dtypes(array: Any) -> tuple[str, ...]:
     """What packed words may be called: NumPy has uint32; torch computes with int32; a symbol may stand for either."""
     if isinstance(array, np.ndarray):
         return ("uint32",)
-    return ("int32",) if _is_torch(array) else ("uint32", "int32")
+    return ("int32",) if is_torch(array) else ("uint32", "int32")
 
 
 def _check_dtype(name: str, array: Any, allowed: tuple[str, ...]) -> None:
@@ -439,7 +438,7 @@ def fault_of(array: Any) -> str | None:
         if kind in (np.ndarray, np.memmap) or getattr(kind, "memory_is_plain", False):
             return None
         return f"a {kind.__name__}, expected a plain NumPy array: np.asarray makes one, without a mask or other meaning"
-    if not _is_torch(array):
+    if not is_torch(array):
         return None  # a symbol
     import torch
 
@@ -465,7 +464,7 @@ def _layout(array: Any) -> tuple[Any, ...]:
     """
     if isinstance(array, np.ndarray):
         return array.dtype, array.shape, array.strides
-    if _is_torch(array):
+    if is_torch(array):
         return array.dtype, array.shape, array.stride(), array.data_ptr(), array.untyped_storage().nbytes()
     return array.dtype, array.shape  # a symbol
 
@@ -474,7 +473,7 @@ def _check_memory(name: str, array: Any, like: Any) -> None:
     """Of the kind and on the device of `like`, C-contiguous and aligned; a symbol has no memory to check."""
     if isinstance(array, np.ndarray):
         kind, contiguous, aligned = "a NumPy array", array.flags.c_contiguous, array.flags.aligned
-    elif _is_torch(array):
+    elif is_torch(array):
         kind, contiguous = f"a torch tensor on {array.device}", array.is_contiguous()
         aligned = array.data_ptr() % array.element_size() == 0
     else:
@@ -516,9 +515,14 @@ def _bytes(i: int, buffer: Any) -> np.ndarray:
     return buffer
 
 
-def _is_torch(array: Any) -> bool:
-    torch = sys.modules.get("torch")  # a tensor cannot exist before somebody imported torch
-    return torch is not None and isinstance(array, torch.Tensor)
+def is_torch(array: object) -> bool:
+    """Whether this is a torch tensor; torch is not imported to find out."""
+    return _is_tensor_type(type(array))
+
+
+@functools.cache
+def _is_tensor_type(kind: type) -> bool:
+    return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
 
 
 def _to_numpy(tensor: Any) -> np.ndarray:

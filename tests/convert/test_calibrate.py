@@ -13,7 +13,7 @@ from penstock.convert.calibrate import Inputs, Planned, _Watch, collect, cut, en
 from penstock.convert.layout import Released, plan
 from penstock.convert.run import Options, convert
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
-from penstock.ops._op import address
+from penstock.ops.array import address
 from penstock.quant import dequantize, quantize
 from tests.convert.common import stored, write
 from tests.models.common import some_tokens

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.experts.layout import Layer, Part, Place, stacked
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 
 # a matrix of many blocks, sizes that end inside of one, one without a whole block, and one without anything
 WIDE = (Spec((17, 3001), "uint32"), Spec((5, 33), "bfloat16"), Spec((9001,), "uint8"), Spec((0, 4), "float32"))

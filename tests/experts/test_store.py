@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.layout import Format, Layer, Part, stacked
 from penstock.experts.store import Store, slot_counts
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 
 SPECS = (Spec((3, 2), "uint32"), Spec((3, 1), "bfloat16"), Spec((5,), "float32"))
 TOP = 3

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import penstock
-from penstock.ops._op import numpy_view, torch_view
+from penstock.ops.array import numpy_view, torch_view
 from penstock.quant import QuantizedTensor
 
 GPU = torch.cuda.is_available()

@@ -13,7 +13,7 @@ from penstock.backends.cuda.device import CudaDevice
 from penstock.errors import CheckpointError
 from penstock.experts.layout import Format, Layer, stacked, views
 from penstock.experts.store import Store
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 from tests.experts.common import CONFIGS, checkpoint
 from tests.models.common import small_config, some_tokens
 

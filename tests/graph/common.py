@@ -8,7 +8,8 @@ import numpy as np
 from penstock import quant
 from penstock.dtypes import numpy_dtype
 from penstock.graph.trace import Graph, Value
-from penstock.ops._op import Spec, backend
+from penstock.ops.array import Spec
+from penstock.ops.op import backend
 from penstock.quant import QuantizedTensor
 
 

@@ -13,7 +13,7 @@ from penstock.graph import Graph, Node, Value, fuse, trace
 from penstock.graph.fuse import RULES
 from penstock.graph.fuse_cuda import INTO_PRODUCTS
 from penstock.graph.rewrite import Match, rewritten
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 from tests.graph.common import arrays, matrix, names, run, vector
 
 T, DIM, EPS = 3, 32, 0.3  # an eps that shows if it is lost

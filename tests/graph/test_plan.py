@@ -9,7 +9,7 @@ from penstock import ops
 from penstock.graph import Graph, Value, plan, trace
 from penstock.graph.plan import ALIGNMENT
 from penstock.graph.trace import nbytes
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 
 
 def lifetimes(graph: Graph) -> dict[Value, tuple[int, int]]:

@@ -6,7 +6,7 @@ import pytest
 from penstock import ops
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.graph import Program, trace
-from penstock.ops._op import Spec, spec_of
+from penstock.ops.array import Spec, spec_of
 
 W = np.linspace(0.5, 1.5, 8, dtype=np.float32)
 

@@ -6,7 +6,7 @@ import pytest
 from penstock import ops
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.graph import trace
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 
 X = {"x": Spec((3, 8), "float32")}
 W = np.ones(8, np.float32)

@@ -18,7 +18,7 @@ from penstock.errors import CheckpointError
 from penstock.models import deepseek_v3
 from penstock.models.layers import turn
 from penstock.models.rope import Rope
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 from penstock.quant import QuantizedTensor
 from tests.models.common import BRANCH, VOCAB, error
 from tests.models.made import (

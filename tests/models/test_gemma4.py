@@ -17,7 +17,7 @@ from penstock.models import gemma4, layers
 from penstock.models import step as steps
 from penstock.models.layers import experts, linear
 from penstock.models.step import PAGE, Step
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 from tests.models.common import BRANCH, VOCAB, error
 from tests.models.made import (
     FOUR,

@@ -20,7 +20,7 @@ import penstock
 from penstock import ops
 from penstock.api import LLM
 from penstock.models import qwen3_5, step
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 from tests.models.common import (
     VOCAB,
     dense_config,

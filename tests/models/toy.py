@@ -12,7 +12,7 @@ from penstock.models.family import Family, MlxRules, SplitHeads
 from penstock.models.layers import ExpertStack, embed, experts, flat, heads, linear, read_experts, read_head
 from penstock.models.source import Source, Weight
 from penstock.models.step import Layout, Pages, Step, attend
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 
 
 @dataclass(frozen=True)

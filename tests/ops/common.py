@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock.dtypes import numpy_dtype, round_to
 from penstock.errors import InvalidArgument
-from penstock.ops._op import leaves
+from penstock.ops.array import leaves
 from penstock.quant import QuantizedTensor
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -9,7 +9,7 @@ import torch
 
 import penstock
 from penstock import ops
-from penstock.ops._op import leaves, numpy_view, torch_view
+from penstock.ops.array import leaves, numpy_view, torch_view
 from penstock.quant import QuantizedTensor
 from tests.ops.cases import ALL_OPS, CASES, Arguments, Case
 from tests.ops.common import EPS, assert_close, assert_same_bits

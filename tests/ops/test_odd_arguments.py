@@ -9,7 +9,7 @@ import torch
 import penstock
 from penstock.errors import DTypeError, InvalidArgument, OutOfMemory, PenstockError, ShapeError
 from penstock.ops import attention_scores, dequantize, quantized_matmul, residual_add, rms_norm
-from penstock.ops._op import REGISTRY
+from penstock.ops.op import REGISTRY
 from penstock.quant import ExpertBlobs, QuantizedTensor
 from penstock.quant import dequantize as dequantize_whole
 from tests.ops.cases import CASES, Case

@@ -13,7 +13,8 @@ from penstock import ops
 from penstock.dtypes import bfloat16
 from penstock.errors import BackendError, DTypeError, InvalidArgument, KernelNotFound, PenstockError, ShapeError
 from penstock.ops import check, residual_add, residual_norm, rms_norm
-from penstock.ops._op import REGISTRY, Array, Op, Spec, Symbol, kernel, numpy_view
+from penstock.ops.array import Array, Spec, Symbol, numpy_view
+from penstock.ops.op import REGISTRY, Op, kernel
 from tests.ops.common import assert_same_bits, normal
 
 NAMES = """

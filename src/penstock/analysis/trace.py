@@ -25,7 +25,7 @@ from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes
 from penstock.models.config import first_layers
 from penstock.models.step import PAGE, Pages, empty
-from penstock.ops._op import address, leaves
+from penstock.ops.array import address, leaves
 from penstock.ops.device import device_for, device_type
 
 if TYPE_CHECKING:

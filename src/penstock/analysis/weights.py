@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 from penstock.models.layers import ExpertStack
-from penstock.ops._op import address, is_array
+from penstock.ops.array import address, is_array
 from penstock.quant import QuantizedTensor
 
 # Fields of a family's weights on the way to an array; the first that is there counts. Coarser than a family's

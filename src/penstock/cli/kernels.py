@@ -13,7 +13,7 @@ from penstock.errors import InvalidArgument, KernelNotFound
 
 if TYPE_CHECKING:
     from penstock.analysis.trace import Line, Side, TracedModel, TraceReport, Work
-    from penstock.ops._op import Op
+    from penstock.ops.op import Op
     from penstock.weights.resolve import ResolvedModel
 
 

@@ -25,7 +25,7 @@ from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.graph import Node
 from penstock.machine import available_memory
 from penstock.models.source import Weight
-from penstock.ops._op import address
+from penstock.ops.array import address
 from penstock.quant import QuantizedTensor, quantize
 from penstock.units import amount
 from penstock.weights.files import open_regular

@@ -15,7 +15,7 @@ import numpy as np
 from penstock.dtypes import FLOATS
 from penstock.engine.cache import Sequence
 from penstock.graph import Node
-from penstock.ops._op import is_array, spec_of
+from penstock.ops.array import is_array, spec_of
 from penstock.quant import QuantizedTensor
 
 if TYPE_CHECKING:

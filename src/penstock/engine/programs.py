@@ -18,7 +18,7 @@ from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Node, Program, Wrap, trace
 from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
 from penstock.models.step import Pages, Step, empty
-from penstock.ops._op import Spec, spec_of
+from penstock.ops.array import Spec, spec_of
 from penstock.units import amount
 
 KEPT = 48  # programs of prefills and of decodes that are kept, the latest used ones

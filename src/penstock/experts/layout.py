@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 
 ALIGNED = 64  # bytes: the arrays of an expert in one record start at multiples of it
 BLOCK = 4096  # alignment of direct reads: no file system wants more

@@ -46,7 +46,7 @@ from penstock.errors import CheckpointError
 from penstock.experts.layout import BLOCK, HASH, Format, Layer, files, stacked, views
 from penstock.experts.reader import ExpertReader, damaged
 from penstock.experts.sizes import spelled
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 from penstock.weights.files import parse_json, short
 from penstock.weights.mapped import MappedFile
 

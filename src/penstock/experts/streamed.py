@@ -18,7 +18,7 @@ import numpy as np
 from penstock import ops
 from penstock.experts.store import Store, Tier
 from penstock.graph import Graph, Node, Value, Wrap
-from penstock.ops._op import Spec
+from penstock.ops.array import Spec
 from penstock.ops.device import Device, Missing
 
 EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)

@@ -11,7 +11,7 @@ from penstock.errors import InvalidArgument, KernelNotFound, ShapeError
 from penstock.graph.fuse import fuse
 from penstock.graph.plan import plan
 from penstock.graph.trace import Graph, Node, Value, nbytes
-from penstock.ops._op import shaped, spec_of
+from penstock.ops.array import shaped, spec_of
 
 Call = Callable[[], object]
 Wrap = Callable[[Node, Any], Any]

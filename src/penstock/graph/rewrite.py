@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.errors import InvalidArgument
 from penstock.graph.trace import Graph, Node, Value
-from penstock.ops._op import DEVICES, Op
+from penstock.ops.op import DEVICES, Op
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 from penstock.dtypes import ITEMSIZE
 from penstock.errors import InvalidArgument, ShapeError
-from penstock.ops._op import Op, Spec, Symbol
+from penstock.ops.array import Spec, Symbol
+from penstock.ops.op import Op
 
 
 class Value(Symbol):

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.errors import CheckpointError
 from penstock.models.family import AnyFamily
-from penstock.ops._op import address, is_array
+from penstock.ops.array import address, is_array
 from penstock.quant import QuantizedTensor
 
 FAMILIES = {

@@ -36,7 +36,7 @@ from penstock.models.layers import (
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
 from penstock.models.step import Layout, Pages, Step
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 

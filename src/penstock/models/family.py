@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.step import Layout, Step
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
 Role = Literal[

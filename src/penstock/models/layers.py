@@ -9,7 +9,7 @@ from penstock import ops
 from penstock.models.rope import Rope
 from penstock.models.source import Source, Weight
 from penstock.models.step import Step
-from penstock.ops._op import Array, concatenated
+from penstock.ops.array import Array, concatenated
 from penstock.quant import QuantizedTensor
 
 

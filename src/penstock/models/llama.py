@@ -34,7 +34,7 @@ from penstock.models.layers import (
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
 from penstock.models.step import Layout, Pages, Step, attend
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 

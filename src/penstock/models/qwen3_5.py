@@ -36,7 +36,7 @@ from penstock.models.layers import (
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.step import Layout, Pages, Recurrent, Step, attend, convolve, delta_rule
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next")

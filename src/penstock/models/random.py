@@ -11,7 +11,7 @@ from penstock.dtypes import bfloat16
 from penstock.models import family_of
 from penstock.models.config import Fields
 from penstock.models.source import Weight, _untouched
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.dtypes import FLOATS, dtype_name
 from penstock.errors import CheckpointError, OutOfMemory
 from penstock.experts.layout import Part, Shelf, stacked
-from penstock.ops._op import Array, Spec
+from penstock.ops.array import Array, Spec
 from penstock.quant import QuantizedTensor
 from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint

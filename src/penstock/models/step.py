@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock import ops
-from penstock.ops._op import Array
+from penstock.ops.array import Array
 
 PAGE = 256  # positions in a page: also the grid on which prefill is cut, so that a page is written by one piece
 

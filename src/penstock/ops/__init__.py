@@ -1,6 +1,6 @@
 """Every op by name. An op's module is its family: its kernels are in the modules of the same name under backends/."""
 
-from penstock.ops._op import REGISTRY, Array, Op, Spec, Symbol, backend, kernel, op
+from penstock.ops.array import Array, Spec, Symbol
 from penstock.ops.attention import (
     attention_decode,
     attention_paged,
@@ -77,6 +77,7 @@ from penstock.ops.norm import (
     rms_norm_qk,
     rms_norm_triple,
 )
+from penstock.ops.op import REGISTRY, Op, backend, kernel, op
 from penstock.ops.rope import head_norm_rope, proportional_inv_freq, rope, rope_inv_freq, yarn_gain, yarn_inv_freq
 from penstock.ops.sampling import sample_tokens
 

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
 from penstock.ops.cache import (
     appended,
     batched,
@@ -28,6 +28,7 @@ from penstock.ops.cache import (
 )
 from penstock.ops.elementwise import sigmoid_gate
 from penstock.ops.norm import f64, normed
+from penstock.ops.op import op
 from penstock.ops.rope import rotate, rotated
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------

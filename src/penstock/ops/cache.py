@@ -20,7 +20,8 @@ import numpy as np
 
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
+from penstock.ops.op import op
 
 # -- layouts ---------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.dtypes import FLOATS
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
-from penstock.ops._op import Array, Spec
+from penstock.ops.array import Array, Spec
 
 
 def floating(**specs: Any) -> None:

@@ -13,9 +13,10 @@ import numpy as np
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import sigmoid, silu
 from penstock.ops.norm import f64, gated_rms_norm, rms_norm_qk
+from penstock.ops.op import op
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 

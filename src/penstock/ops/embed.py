@@ -5,8 +5,9 @@ from __future__ import annotations
 from penstock import quant
 from penstock.dtypes import numpy_dtype, round_to
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
 from penstock.ops.linear import result_dtype
+from penstock.ops.op import op
 from penstock.quant import QuantizedTensor
 
 

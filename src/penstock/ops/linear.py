@@ -19,9 +19,10 @@ from penstock import quant
 from penstock.dtypes import FLOATS, numpy_dtype, round_to
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import gelu, silu
 from penstock.ops.norm import rms_norm
+from penstock.ops.op import op
 from penstock.quant import ExpertBlobs, QuantizedTensor, unpack_codes
 
 ROUNDINGS = ("float32", "int8")

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
 from penstock.ops.attention import attend
 from penstock.ops.cache import (
     appended,
@@ -33,6 +33,7 @@ from penstock.ops.cache import (
 )
 from penstock.ops.linear import dense, result_dtype
 from penstock.ops.norm import f64, rms_norm
+from penstock.ops.op import op
 from penstock.ops.rope import rope, rotated
 from penstock.quant import QuantizedTensor
 

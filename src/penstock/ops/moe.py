@@ -9,10 +9,11 @@ import numpy as np
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import ACTIVATIONS, expert_sum, sigmoid
 from penstock.ops.linear import ROUNDINGS, by_slot, check_slots, expert_at, product, slots_of, weight_matrix
 from penstock.ops.norm import rms_norm
+from penstock.ops.op import op
 from penstock.quant import QuantizedTensor
 
 # -- routers ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import numpy as np
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import expert_sum, silu
+from penstock.ops.op import op
 
 
 def f64(x: Array | float) -> Array:

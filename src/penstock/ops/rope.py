@@ -9,8 +9,9 @@ import numpy as np
 from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
 from penstock.ops.norm import f64, normed
+from penstock.ops.op import op
 
 # -- tables: float64 inside, rounded once to float32 -----------------------------------------------------------------
 

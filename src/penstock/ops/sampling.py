@@ -10,7 +10,8 @@ import numpy as np
 
 from penstock.errors import InvalidArgument
 from penstock.ops import check
-from penstock.ops._op import Array, Spec, op
+from penstock.ops.array import Array, Spec
+from penstock.ops.op import op
 
 MODES = ("greedy", "plain", "top_k", "full")
 FEW = 64  # the highest top_k in mode "top_k"

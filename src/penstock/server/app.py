@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock._version import __version__
 from penstock.errors import TooManyTokens, no_panic
-from penstock.ops._op import address, is_array
+from penstock.ops.array import address, is_array
 from penstock.quant import QuantizedTensor
 from penstock.server import responses, schema
 from penstock.server.answer import Answer

@@ -18,7 +18,7 @@ from penstock.backends.cpu._math import exp32, sigmoid32
 from penstock.backends.cpu._rows import bytes_in, bytes_out, itemsize, load_bytes, store_bytes
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu._topk import WORD, kth_peak, lowest, passing, rank, softmax, two_best
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 _SOFTMAX, _SLOTS, _GROUPS = 0, 1, 2  # which router
 _LEAST, _MOST = np.int64(-(2**63)), np.int64(2**63 - 1)

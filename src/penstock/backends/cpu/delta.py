@@ -30,7 +30,7 @@ from penstock.backends.cpu._rows import (
 from penstock.backends.cpu._simd import F32, I64, V16F, _Code, _const, at
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.norm import gated_rms_norm, rms_norm_qk
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 _ONE_SEQUENCE = np.full(1, -1, np.int32)  # stands for slots where the state has no slot axis
 _ONE_SEQUENCE.flags.writeable = False

@@ -11,8 +11,8 @@ import numpy as np
 
 from penstock.dtypes import numpy_dtype
 from penstock.machine import available_memory, peak_memory
-from penstock.ops._op import backend
 from penstock.ops.device import Drawing, Inputs, register_device
+from penstock.ops.op import backend
 
 
 class CpuDevice:

@@ -9,7 +9,7 @@ from penstock.backends.cpu._formats import fmt, frozen
 from penstock.backends.cpu._rows import bytes_in, bytes_out, copy_bytes, itemsize, load_bytes, store_bytes
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.quant import _unpack
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 from penstock.quant import QuantizedTensor
 
 _SERIAL = 1 << 15  # output elements up to which one thread is faster than waking the others

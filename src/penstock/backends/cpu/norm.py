@@ -27,7 +27,7 @@ from penstock.backends.cpu.elementwise import (
     store,
 )
 from penstock.dtypes import round_to
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 PLAIN, ADDED, NORMED = range(3)  # how v comes from x: x, a + x, a + n(x, w_mid)
 ALONE, TIMES, GATED, PLUS, PLUS_NORMED = range(5)  # what happens to n(v, w): · b, · silu(b), + b, + n(b, w_mid)

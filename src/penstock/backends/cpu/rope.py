@@ -12,7 +12,7 @@ from penstock.backends.cpu._formats import FLOAT32, fmt
 from penstock.backends.cpu._math import SINCOS_MOST, sincos
 from penstock.backends.cpu.elementwise import NOTHING, SERIAL, flat, flat_out, load, store
 from penstock.backends.cpu.norm import ALONE, scaled_rows, unit_factors
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 _BLOCK = 2048  # numbers of a block of heads
 _CHUNK = 16  # blocks that a thread takes at once

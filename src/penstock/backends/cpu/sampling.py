@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from penstock import ops
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 from penstock.ops.sampling import INACTIVE, NOT_FINITE, uniform
 
 _SEED = 0xFFFFFFFFFFFFFFFF  # the bits of a seed

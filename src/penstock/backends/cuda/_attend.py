@@ -11,7 +11,7 @@ from penstock.backends.cuda._attend_kernel import EXPANDED, LATENT, WHOLE, atten
 from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
 from penstock.backends.cuda._launch import capability, early, multiprocessors
 from penstock.errors import BackendError
-from penstock.ops._op import deterministic
+from penstock.ops.op import deterministic
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._launch import INTERPRETED, multiprocessors
-from penstock.ops._op import deterministic
+from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
 ORDER_ROWS = 64  # up to so many rows x is brought into dot order by each program, above by a copy

@@ -22,7 +22,7 @@ from penstock.backends.cuda._codes import (
 )
 from penstock.backends.cuda._launch import INTERPRETED, activation, early, multiprocessors
 from penstock.backends.cuda._rows import rounded
-from penstock.ops._op import deterministic
+from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
 TOKENS = 8  # rows of x that one pass over the weights takes

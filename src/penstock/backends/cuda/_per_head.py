@@ -15,7 +15,7 @@ from penstock.backends.cuda._launch import early
 from penstock.backends.cuda._matvec import batched_matvec
 from penstock.backends.cuda._quant import code_at, dequantized
 from penstock.backends.cuda._rows import rounded
-from penstock.ops._op import deterministic
+from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
 _MANY = 256  # tokens from which a dense copy of a quantized weight, one more write and read of it, pays

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock.backends.cuda._launch import early
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.rope import pieces_of, sincos
-from penstock.ops._op import deterministic
+from penstock.ops.op import deterministic
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock import ops
 from penstock.backends.cuda._launch import early, flat_rows
 from penstock.errors import BackendError
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 _NONE = tl.constexpr(-(2**31))  # below every key: not there, or taken
 _LAST = tl.constexpr(-(2**31) + 1)  # below the key of -inf: ranks after every number

@@ -10,7 +10,7 @@ from penstock.backends.cuda._attend_kernel import dot
 from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._prepare import prepare
 from penstock.backends.cuda._rows import rounded
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 
 def _value_width(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, lead: int) -> tuple[int, int]:

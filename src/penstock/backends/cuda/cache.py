@@ -8,7 +8,7 @@ import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock import ops
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 
 # append    row t of a and b to row table[t * stride + p // page] * page + p % page of their caches; without a table p

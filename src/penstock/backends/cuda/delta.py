@@ -18,7 +18,7 @@ from penstock.backends.cuda._conv import convolve, move_on
 from penstock.backends.cuda._launch import early, sigmoid, silu
 from penstock.backends.cuda._rows import rounded
 from penstock.errors import BackendError
-from penstock.ops._op import deterministic, kernel
+from penstock.ops.op import deterministic, kernel
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,9 @@ import numpy as np
 from penstock.backends.cuda import bandwidth
 from penstock.backends.cuda.features import interpreted, unusable
 from penstock.errors import BackendError, OutOfMemory
-from penstock.ops._op import Spec, backend, numpy_view, shaped
+from penstock.ops.array import Spec, numpy_view, shaped
 from penstock.ops.device import register_device
+from penstock.ops.op import backend
 from penstock.quant import QuantizedTensor, to_torch
 from penstock.units import amount
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda.sampling import sample_tokens
-from penstock.ops._op import numpy_view
+from penstock.ops.array import numpy_view
 
 RING = 4  # steps whose tokens are kept for the host; one that comes round again is read before it is overwritten
 

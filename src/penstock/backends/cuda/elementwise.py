@@ -15,7 +15,7 @@ from penstock import ops
 from penstock.backends.cuda._launch import gelu_tanh as gelu
 from penstock.backends.cuda._launch import sigmoid, silu, tanh
 from penstock.backends.cuda._rows import expert_sum, rounded
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 _BLOCK = 1024  # numbers of a program, 8 per thread: twice as many are no faster, and 0.5 µs slower for one token
 _WARPS = 4

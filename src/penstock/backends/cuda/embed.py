@@ -7,7 +7,7 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._quant import code_at, dequantized, unpack
 from penstock.backends.cuda._rows import rounded
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 from penstock.quant import QuantizedTensor
 
 _MOST = 2048  # columns of one program: 16 numbers for each of 128 threads

@@ -24,7 +24,7 @@ import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock.errors import OutOfMemory
 from penstock.experts.layout import Format, views
 from penstock.experts.sizes import parse_size, spelled
-from penstock.ops._op import numpy_view
+from penstock.ops.array import numpy_view
 
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
 _WAY = 512 << 20  # bytes of experts that may be on their way at once

@@ -12,7 +12,7 @@ from penstock.backends.cuda._matvec import TOKENS, expert_rows, gated, matvec, r
 from penstock.backends.cuda._quant import code_at, dequantized
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
-from penstock.ops._op import deterministic, kernel
+from penstock.ops.op import deterministic, kernel
 from penstock.quant import ExpertBlobs, QuantizedTensor
 
 VARIANTS = ("matvec", "tiles")

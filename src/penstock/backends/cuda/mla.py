@@ -11,7 +11,7 @@ from penstock.backends.cuda._gemm import dense_copy
 from penstock.backends.cuda._per_head import copies, per_head
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.attention import split_rows
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 
 @kernel(ops.mla_split_q_kv, device="cuda")

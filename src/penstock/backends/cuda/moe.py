@@ -28,8 +28,8 @@ from penstock.backends.cuda._matvec import (
 from penstock.backends.cuda.linear import gate_up, product
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
-from penstock.ops._op import deterministic, kernel
 from penstock.ops._turns import Turns, token_turns
+from penstock.ops.op import deterministic, kernel
 from penstock.quant import QuantizedTensor
 
 VARIANTS = ("rows", "grouped")

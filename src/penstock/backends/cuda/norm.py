@@ -13,7 +13,7 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._launch import silu
 from penstock.backends.cuda._rows import Tile, expert_sum, rinv, rounded, tile, vector
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 _COPIED = 4096  # columns of a program that only copies
 

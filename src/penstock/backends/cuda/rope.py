@@ -10,7 +10,7 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._rows import rounded
 from penstock.errors import BackendError
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 _NUMBERS = 4096  # of a program: heads × tokens × width of a head
 _WARPS = 4

@@ -19,7 +19,7 @@ from penstock.backends.cuda._limits import (
     value_of,
     weight_of,
 )
-from penstock.ops._op import kernel
+from penstock.ops.op import kernel
 
 _PARTS = {"greedy": 128, "plain": 128, "top_k": 128, "full": 128}  # blocks that a row is cut into, or up to half of it
 _LEAST, _MOST = 256, 4096  # logits of a block

@@ -11,15 +11,14 @@ import contextlib
 import functools
 import importlib
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from penstock.dtypes import ITEMSIZE, bfloat16, dtype_name, numpy_dtype
+from penstock.dtypes import numpy_dtype
 from penstock.errors import (
     BackendError,
     DTypeError,
@@ -29,48 +28,24 @@ from penstock.errors import (
     PenstockError,
     ShapeError,
 )
+from penstock.ops.array import (
+    Array,
+    Spec,
+    Symbol,
+    is_array,
+    is_contiguous,
+    leaves,
+    location_of,
+    numpy_view,
+    overlap,
+    same_memory,
+    spec_of,
+    torch_view,
+)
 from penstock.quant import ExpertBlobs, QuantizedTensor, fault_of
-
-Array: TypeAlias = np.ndarray  # what a definition sees; callers may pass torch tensors or graph symbols
 
 DEVICES = ("cpu", "cuda")
 REGISTRY: dict[str, Op] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Shape and dtype name of an array: all that `infer` may look at."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        n = 1
-        for s in self.shape:
-            n *= s
-        return n
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * ITEMSIZE[self.dtype]
-
-
-class Symbol:
-    """An array that does not exist yet. An op called with one records a node instead of running.
-
-    `record(op, arguments, specs, out)` gets the bound arguments by name, the inferred specs (None for an output nobody
-    asked for) and the caller's `out=`; what it returns is the result of the call.
-    """
-
-    spec: Spec
-
-    def record(self, op: Op, arguments: dict[str, Any], specs: tuple[Spec | None, ...], out: Any) -> Any:
-        raise NotImplementedError
 
 
 Outputs: TypeAlias = "Spec | tuple[Spec | None, ...] | None"
@@ -123,110 +98,6 @@ def backend(device: str, variant: str | None = None, deterministic: bool | None 
 def deterministic() -> bool:
     """Whether a kernel must give a row the same bits in a call of one row and of many."""
     return _DETERMINISTIC.get()
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Arrays of every kind
-
-
-def _torch() -> Any:
-    """torch if the program has imported it, else None: an array cannot be a tensor before that."""
-    return sys.modules.get("torch")
-
-
-def is_array(value: object) -> bool:
-    if isinstance(value, np.ndarray | Symbol):
-        return True
-    torch = _torch()
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def spec_of(array: Any) -> Spec:
-    """The spec of a NumPy array, torch tensor or symbol."""
-    if isinstance(array, Symbol):
-        return array.spec
-    return Spec(tuple(array.shape), dtype_name(array.dtype))
-
-
-def place_of(array: Any) -> str:
-    """ "numpy", "symbol", or the torch device as a string ("cpu", "cuda:0")."""
-    if isinstance(array, np.ndarray):
-        return "numpy"
-    return "symbol" if isinstance(array, Symbol) else str(array.device)
-
-
-def leaves(value: Any) -> tuple[Any, ...]:
-    """The arrays inside an argument: itself, the three of a quantized tensor, those of a sequence; () for a scalar."""
-    if is_array(value):
-        return (value,)
-    if isinstance(value, QuantizedTensor | ExpertBlobs):
-        return value.arrays
-    if isinstance(value, list | tuple):
-        return tuple(leaf for item in value for leaf in leaves(item))
-    return ()
-
-
-def numpy_view(value: Any) -> Any:
-    """Torch CPU tensors as NumPy arrays on the same memory; everything else unchanged."""
-    if isinstance(value, QuantizedTensor):
-        return value.to("cpu")
-    if isinstance(value, list | tuple):
-        return type(value)(numpy_view(item) for item in value)
-    torch = _torch()
-    if torch is None or not isinstance(value, torch.Tensor):
-        return value
-    value = value.detach()
-    if value.dtype is torch.bfloat16:
-        return value.view(torch.int16).numpy().view(bfloat16)
-    return value.numpy()
-
-
-def torch_view(array: Any) -> Any:
-    """A NumPy array as a torch CPU tensor on the same memory."""
-    torch = _torch()
-    if array.dtype == bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def concatenated(arrays: Sequence[Any], axis: int = 0) -> Any:
-    """NumPy arrays or torch tensors one behind the other, as a new one."""
-    if isinstance(arrays[0], np.ndarray):
-        return np.concatenate(arrays, axis)
-    return _torch().cat(list(arrays), axis)
-
-
-def shaped(memory: Any, spec: Spec) -> Any:
-    """Bytes (NumPy or torch uint8, as many as the spec needs) as an array of this shape and dtype, without a copy."""
-    kind = numpy_dtype(spec.dtype) if isinstance(memory, np.ndarray) else getattr(_torch(), spec.dtype)
-    return memory.view(kind).reshape(spec.shape)
-
-
-def _contiguous(array: Any) -> bool:
-    if isinstance(array, np.ndarray):
-        return array.flags.c_contiguous and array.flags.aligned
-    return isinstance(array, Symbol) or (array.is_contiguous() and array.data_ptr() % array.element_size() == 0)
-
-
-def address(array: Any) -> int:
-    return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
-
-
-def _overlap(a: Any, b: Any) -> bool:
-    """True if two contiguous arrays share memory."""
-    if isinstance(a, Symbol) or isinstance(b, Symbol):
-        return a is b
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.may_share_memory(a, b)  # compares bounds: exact for contiguous arrays
-    start_a, start_b = address(a), address(b)
-    bytes_a, bytes_b = spec_of(a).nbytes, spec_of(b).nbytes
-    return bytes_a > 0 and bytes_b > 0 and start_a < start_b + bytes_b and start_b < start_a + bytes_a
-
-
-def _same_memory(a: Any, b: Any) -> bool:
-    if isinstance(a, Symbol) or isinstance(b, Symbol):
-        return a is b
-    return address(a) == address(b) and spec_of(a) == spec_of(b)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -420,7 +291,7 @@ class Op:
                     raise self._strided(name, value)
             elif kind is QuantizedTensor:
                 value.check()
-                here = place_of(value.packed)
+                here = location_of(value.packed)
                 key.append(value.key)
             elif isinstance(value, Symbol):
                 here = "symbol"
@@ -446,9 +317,9 @@ class Op:
         for leaf in arrays:
             if fault := fault_of(leaf):
                 raise DTypeError(f"{self.name}: {name} is {fault}")
-            if not _contiguous(leaf):
+            if not is_contiguous(leaf):
                 raise self._strided(name, leaf)
-            here = place_of(leaf)
+            here = location_of(leaf)
             if place and here != place:
                 raise InvalidArgument(f"{self.name}: {name} has parts on {_spelled(place)} and on {_spelled(here)}")
             place = here
@@ -531,11 +402,11 @@ class Op:
                 raise DTypeError(f"{self.name}: {name} has dtype {found.dtype}, expected {spec.dtype}")
             if found.shape != spec.shape:
                 raise ShapeError(f"{self.name}: {name} has shape {found.shape}, expected {spec.shape}")
-            if place_of(array) != place:
+            if location_of(array) != place:
                 raise InvalidArgument(
-                    f"{self.name}: {name} is on {_spelled(place_of(array))}, expected {_spelled(place)}"
+                    f"{self.name}: {name} is on {_spelled(location_of(array))}, expected {_spelled(place)}"
                 )
-            if not _contiguous(array):
+            if not is_contiguous(array):
                 raise self._strided(name, array)
             self._check_writable(name, array)
             checked.append(array)
@@ -575,16 +446,16 @@ class Op:
         for number, (name, array) in enumerate(written):
             others = [item for item in inputs if item[0] not in self.writes] + written[:number]
             for other, memory in others:
-                if _overlap(array, memory):
+                if overlap(array, memory):
                     raise InvalidArgument(f"{self.name}: {name} overlaps {other} in memory, expected separate arrays")
         results = [(f"out[{i}]" if len(outputs) > 1 else "out", a) for i, a in enumerate(outputs) if a is not None]
         for number, (name, array) in enumerate(results):
             for other, memory in results[:number]:
-                if _overlap(array, memory):
+                if overlap(array, memory):
                     raise InvalidArgument(f"{self.name}: {name} overlaps {other} in memory, expected separate arrays")
             for other, memory in inputs:
-                if _overlap(array, memory) and not (
-                    self.alias and other not in self.writes and _same_memory(array, memory)
+                if overlap(array, memory) and not (
+                    self.alias and other not in self.writes and same_memory(array, memory)
                 ):
                     rule = "the same start and shape, or no overlap" if self.alias else "no overlap"
                     raise InvalidArgument(f"{self.name}: {name} overlaps {other} in memory, expected {rule}")
@@ -701,7 +572,8 @@ class Op:
     def _on_cuda(
         self, values: tuple[Any, ...], outputs: tuple[Any, ...] | None, plan: _Plan, run: Any, place: str
     ) -> Any:
-        torch = _torch()
+        import torch
+
         given = outputs or (None,) * len(plan.specs)
         fresh = torch.zeros if self.partial else torch.empty
         outputs = tuple(
