@@ -28,6 +28,7 @@ demo: $(VENV)/.core
 
 test: lint
 	@$(PY) -m pytest -q -n 2 --dist worksteal $(TESTS)
+	@$(PY) benchmarks/gpu_evidence.py check
 
 test-all: lint
 	@$(PY) -m pytest -q -n 2 --dist worksteal -m "not cuda" $(TESTS)

@@ -28,8 +28,8 @@ from benchmarks.random_checkpoint import write
 from penstock import models, ops
 from penstock.api import LLM
 from penstock.cli.bench import layer_count
+from penstock.engine.expert_weights import expert_layers
 from penstock.experts.layout import Layer
-from penstock.experts.open import expert_layers
 from penstock.experts.packed import NAME, open_packed, write_packed
 from penstock.experts.reader import ExpertReader
 from penstock.experts.store import HostSlots

@@ -4,6 +4,7 @@
 #   benchmarks/gpu.sh [OUT]        OUT: folder for logs and JSON, benchmarks/results if left out
 #   PARTS="tests bench"            what to run: tests, sanitizer, bench
 #   PYTHON=python3 SHARDS=12       interpreter; processes that run the tests side by side
+#   COMMIT=abc123                 of the sources, where this is a copy without git
 #   LIMIT=900                      seconds after which the tests are stopped; the last one of each process is named
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -36,10 +37,11 @@ shard() { # NAME COMMAND…: the command once per shard, side by side; prints th
   errors=$(cat "$logs/$name".* | grep -oE "ERROR SUMMARY: [0-9]+" | awk '{n += $3} END {print n + 0}')
   ended=$(cat "$logs/$name".* | grep -c "^ended with")
   echo "$name: $passed passed, $bad failed, $errors errors of memory, $ended of $shards processes ended badly," \
-    "$((SECONDS - start)) s" | tee -a "$out/gpu_tests.txt"
+    "$((SECONDS - start)) s, $(date +%F)" | tee -a "$out/gpu_tests.txt"
   [ "$bad" = 0 ] && [ "$errors" = 0 ] && [ "$ended" = 0 ] || failed=1
 }
 
+"$python" benchmarks/gpu_evidence.py write "$out"
 : >"$out/gpu_tests.txt"
 : >"$out/gpu_failures.txt"
 case " $parts " in *" tests "*)

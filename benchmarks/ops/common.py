@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock
-from penstock.backends.cpu import _threads, features
+from penstock import machine as machine_facts
+from penstock.backends.cpu import _threads
 from penstock.backends.cpu._compile import SUM_IN_ANY_ORDER, njit
 
 DRAM_BYTES = 1 << 30  # of the array whose read and copy count as those of DRAM
@@ -203,11 +204,11 @@ def checked(op: Any, *args: Any, rel: float, **kwargs: Any) -> Any:
 
 def machine() -> dict[str, Any]:
     """What the numbers depend on."""
-    total, _ = features.memory()
+    total, _ = machine_facts.memory()
     return {
-        "cpu": features.cpu_model(),
+        "cpu": machine_facts.cpu_model(),
         "threads": _threads.threads(),
-        "cores": features.physical_cores(),
+        "cores": machine_facts.physical_cores(),
         "memory_GB": round(total / 1e9, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -6,12 +6,12 @@ and output once; shares are of a copy (bytes read plus bytes written) measured i
 """
 
 import argparse
-import datetime
 import functools
 import itertools
 import json
 import multiprocessing
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.quant import QuantizedTensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder above, where these scripts are not started
+from gpu_evidence import evidence
 
 COLD_BYTES = 256 << 20  # of all sets of inputs together: several times the L2 cache
 
@@ -161,7 +164,7 @@ def machine() -> dict[str, Any]:
         "triton": triton.__version__,
         "copy TB/s": copy_rate() / 1e12,
         "bf16 TFLOP/s": matrix_rate() / 1e12,
-        "date": datetime.date.today().isoformat(),
+        **evidence(),
     }
 
 

@@ -17,12 +17,12 @@ from penstock import models
 from penstock.engine import ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
+from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.engine.generation import Chunk, Completion, Request, Timings, request_of, run
 from penstock.engine.options import WORKING_BYTES, resolve_options
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
-from penstock.experts.open import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.experts.store import slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import open_gguf

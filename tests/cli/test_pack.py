@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock import models
+from penstock.engine.expert_weights import expert_layers
 from penstock.experts import packed
 from penstock.experts.layout import Layer, Place
-from penstock.experts.open import expert_layers
 from penstock.models.source import Stored
 from penstock.weights.checkpoint import Checkpoint
 from tests.cli.common import call

@@ -15,8 +15,8 @@ from penstock.analysis.routes import Routes
 from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches
 from penstock.experts.simulate import Trace, simulate
-from penstock.experts.sizes import parse_size
 from penstock.models.step import Pages, Recurrent
+from penstock.units import parse_size
 from penstock.weights.safetensors import SafetensorsFile
 from tests.cli.common import call
 from tests.cli.model import DEMO

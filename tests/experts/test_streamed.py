@@ -10,8 +10,8 @@ import pytest
 
 import penstock
 from penstock.api import LLM
+from penstock.engine.expert_weights import expert_layers
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
-from penstock.experts.open import expert_layers
 from penstock.experts.packed import write_packed
 from penstock.models import family_of
 from penstock.models.source import Stored

@@ -18,10 +18,10 @@ from penstock.analysis.trace import Work, outlined
 from penstock.analysis.weights import distinct
 from penstock.backends.cuda.features import unusable
 from penstock.engine.cache import Caches
+from penstock.engine.expert_weights import expert_layers
 from penstock.engine.options import WORKING_BYTES, resolve_options
 from penstock.engine.programs import table_width
 from penstock.errors import CheckpointError, InvalidArgument
-from penstock.experts.open import expert_layers
 from penstock.experts.packed import NAME, open_packed
 from penstock.experts.policy import AUTO
 from penstock.experts.reader import ExpertReader

@@ -90,7 +90,7 @@ def pack(
 
 def _layers(checkpoint: "Checkpoint") -> "list[Layer]":
     from penstock import models
-    from penstock.experts.open import expert_layers
+    from penstock.engine.expert_weights import expert_layers
     from penstock.models.source import Stored
 
     family = models.family_of(checkpoint.config)
@@ -116,7 +116,7 @@ def _fits(path: Path, layers: "list[Layer]", fingerprint: str) -> bool:
 
 
 def _line(report: dict[str, Any]) -> str:
-    from penstock.experts.sizes import spelled
+    from penstock.units import spelled
 
     what = f"{report['file']}: {report['experts']} experts of {report['layers']} layers, {spelled(report['bytes'])}"
     if report["status"] == "current":

@@ -108,7 +108,7 @@ def plan(
 
 
 def _bytes(option: str, given: str | None) -> int | None:
-    from penstock.experts.sizes import parse_size
+    from penstock.units import parse_size
 
     return None if given is None else parse_size(given, option)
 
@@ -119,7 +119,7 @@ def _bytes(option: str, given: str | None) -> int | None:
 
 def _print(found: "ModelPlan") -> None:
     from penstock.analysis.plan import cache_needs
-    from penstock.experts.sizes import spelled
+    from penstock.units import spelled
 
     subject, room = found.subject, found.room
     print(f"{_heading(found)}\n")
@@ -146,7 +146,7 @@ def _print(found: "ModelPlan") -> None:
 
 
 def _heading(found: "ModelPlan") -> str:
-    from penstock.experts.sizes import spelled
+    from penstock.units import spelled
 
     subject, memory = found.subject, found.memory
     shape = f"{len(subject.layers)} layers of {subject.experts} experts, {subject.top_k} per token"
@@ -157,7 +157,7 @@ def _heading(found: "ModelPlan") -> str:
 
 
 def _needs(needs: "CacheNeeds") -> str:
-    from penstock.experts.sizes import spelled
+    from penstock.units import spelled
 
     parts = [f"{spelled(needs.per_1000)} per 1000 tokens"]
     parts += [f"{spelled(needs.windows)} in windows"] if needs.windows else []
@@ -167,7 +167,7 @@ def _needs(needs: "CacheNeeds") -> str:
 
 def _tiers(found: "ModelPlan") -> list[list[str]]:
     """Where experts are, how many of the choices are found there, and what a warm token moves."""
-    from penstock.experts.sizes import spelled
+    from penstock.units import spelled
 
     subject, room, step = found.subject, found.room, found.step(warm=True)
 
@@ -211,7 +211,7 @@ def _rate(step: "TokenCost") -> str:
 
 
 def _refusal(found: "ModelPlan") -> str:
-    from penstock.experts.sizes import spelled
+    from penstock.units import spelled
 
     subject, room = found.subject, found.room
     lines = [f"Does not fit: needs at least {spelled(room.need)}, {spelled(found.memory.device)} are there."]

@@ -134,7 +134,7 @@ def heading(report: "RoutesReport") -> str:
 
 
 def size(nbytes: int) -> str:
-    from penstock.experts.sizes import spelled
+    from penstock.units import spelled
 
     return spelled(nbytes)
 

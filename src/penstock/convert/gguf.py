@@ -21,7 +21,7 @@ from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.gguf import ROPE_FACTORS, GgufModel
 from penstock.models.source import Weight
 from penstock.weights.files import short
-from penstock.weights.gguf import SUPPORTED, GgufFile, _reorder_nibbles
+from penstock.weights.gguf import SUPPORTED, GgufFile, reorder_nibbles
 
 if TYPE_CHECKING:
     from penstock.convert.run import Options
@@ -248,7 +248,7 @@ class _Codes:
             if bits == 8:
                 codes ^= 128  # signed to unsigned
             else:
-                _reorder_nibbles(codes.view("<u2").reshape(-1), ordered := np.empty((len(codes), 2), np.uint64))
+                reorder_nibbles(codes.view("<u2").reshape(-1), ordered := np.empty((len(codes), 2), np.uint64))
                 codes = ordered
             return codes.view("<u4").reshape(stop - start, -1)
         own = self.part == "biases" and offset is None

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from penstock.engine.engine import Engine
-from penstock.experts.sizes import spelled
 from penstock.models import replaced
 from penstock.models.layers import ExpertStack
 from penstock.quant import QuantizedTensor
+from penstock.units import spelled
 from penstock.weights.mapped import in_memory, is_mapped
 
 _WORKING = 256 << 20  # bytes that stay free for activations

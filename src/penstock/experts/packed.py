@@ -45,8 +45,8 @@ from penstock.dtypes import ITEMSIZE
 from penstock.errors import CheckpointError
 from penstock.experts.layout import BLOCK, HASH, Format, Layer, files, stacked, views
 from penstock.experts.reader import ExpertReader, damaged
-from penstock.experts.sizes import spelled
 from penstock.ops.array import Spec
+from penstock.units import spelled
 from penstock.weights.files import parse_json, short
 from penstock.weights.mapped import MappedFile
 

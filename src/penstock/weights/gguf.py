@@ -232,7 +232,7 @@ class GgufFile:
             if format.bits == 8:
                 np.bitwise_xor(stored.view(np.uint8), 128, out=codes[part].reshape(-1))  # signed to unsigned
             else:
-                _reorder_nibbles(stored.view("<u2"), codes[part].view(np.uint64))
+                reorder_nibbles(stored.view("<u2"), codes[part].view(np.uint64))
         for what, values in (("scale", scales), ("bias", biases)):
             if _largest(values) >= _HALF_INFINITY:
                 block = int(np.argmin(np.isfinite(values)))
@@ -470,7 +470,7 @@ class _Header:
         self._data += self._file.read(len(self._data), stop - len(self._data))
 
 
-def _reorder_nibbles(pairs: np.ndarray, out: np.ndarray) -> None:
+def reorder_nibbles(pairs: np.ndarray, out: np.ndarray) -> None:
     """16 bytes, whose low halves are codes 0 to 15 and whose high halves are 16 to 31, into code order, per block.
 
     pairs uint16 [blocks * 8], two bytes each; out uint64 [blocks, 2].

@@ -23,8 +23,8 @@ import triton.language as tl
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock.errors import OutOfMemory
 from penstock.experts.layout import Format, views
-from penstock.experts.sizes import parse_size, spelled
 from penstock.ops.array import numpy_view
+from penstock.units import parse_size, spelled
 
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
 _WAY = 512 << 20  # bytes of experts that may be on their way at once

@@ -13,7 +13,6 @@ from penstock.experts.packed import NAME as PACKED
 from penstock.experts.packed import open_packed
 from penstock.experts.policy import POLICIES
 from penstock.experts.reader import IO, ExpertReader
-from penstock.experts.sizes import parse_size, spelled
 from penstock.experts.store import HostTier, Store, Tier, slot_counts
 from penstock.experts.streamed import Streamed
 from penstock.models import replaced
@@ -22,6 +21,7 @@ from penstock.models.layers import ExpertStack
 from penstock.models.source import Shelved, Stored, outlined
 from penstock.ops.device import Device
 from penstock.quant import QuantizedTensor
+from penstock.units import parse_size, spelled
 
 _SHARE = 0.9  # of the free memory that experts may take when nobody says how much
 
