@@ -16,7 +16,7 @@ import penstock
 from penstock import ops
 from penstock.errors import CheckpointError
 from penstock.models import deepseek_v3
-from penstock.models.layers import turn
+from penstock.models.layers import apply_rope
 from penstock.models.rope import Rope
 from penstock.ops.array import Array
 from penstock.quant import QuantizedTensor
@@ -428,7 +428,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "bias kept in the weights": {"ops": With(moe_group_route=bias_kept)},
     "no bias": {"ops": With(moe_group_route=lambda s, b, *rest, **more: ops.moe_group_route(s, None, *rest, **more))},
     "latent not normed": {"ops": With(rms_norm=lambda x, w, eps: x if x.shape[-1] == 32 else ops.rms_norm(x, w, eps))},
-    "keys not turned": {"turn": lambda step, x, rope: x.copy() if x.shape[1] == 1 else turn(step, x, rope)},
+    "keys not turned": {"apply_rope": lambda step, x, rope: x.copy() if x.shape[1] == 1 else apply_rope(step, x, rope)},
 }
 
 

@@ -313,7 +313,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "no biases": ("qwen2", {"ops": no_bias}),
     "no biases of the MLP": ("biases", {"ops": no_bias}),
-    "no gain of YaRN": ("yarn", {"turn": half}),
+    "no gain of YaRN": ("yarn", {"apply_rope": half}),
     "no renormalisation": ("moe", {"ops": With(moe_normalize_weights=lambda weights: weights)}),
 }
 

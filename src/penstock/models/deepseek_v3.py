@@ -20,6 +20,7 @@ from penstock.models.layers import (
     ExpertStack,
     Joined,
     Mlp,
+    apply_rope,
     embed,
     experts,
     flat,
@@ -31,7 +32,6 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
-    turn,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
@@ -260,8 +260,8 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
         q = linear(step, ops.rms_norm(q, w.q_norm, _INNER_EPS), w.q_b)
     q_nope, q_pe, latent, k_pe = ops.mla_split_q_kv(heads(q, config.heads), kv, config.nope)
     latent = ops.rms_norm(latent, w.kv_norm, _INNER_EPS)
-    q_pe = turn(step, q_pe, config.rope)
-    k_pe = flat(turn(step, heads(k_pe, 1), config.rope))
+    q_pe = apply_rope(step, q_pe, config.rope)
+    k_pe = flat(apply_rope(step, heads(k_pe, 1), config.rope))
     table = step.tables[None]
     ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table)
     end = step.start + x.shape[0]

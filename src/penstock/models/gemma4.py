@@ -1,7 +1,7 @@
 """Gemma 4: sliding and global attention, a dense MLP beside experts (26B-A4B) or alone, per-layer inputs.
 
 model_type `gemma4` (config under `text_config`) and `gemma4_text`. Sliding layers have values of their own and plain
-rotary positions; global layers are wider, turn a quarter of their channels, and may use their raw keys as values. The
+rotary positions; global layers are wider, rotate a quarter of their channels, and may use their raw keys as values. The
 last `num_kv_shared_layers` layers read the cache of the last layer of their kind before them. Axis letters: T tokens,
 H query heads, Hkv key/value heads, D width of a head, P width of the per-layer inputs.
 """
@@ -22,6 +22,7 @@ from penstock.models.layers import (
     ExpertStack,
     Joined,
     Mlp,
+    apply_rope,
     embed,
     experts,
     flat,
@@ -33,7 +34,6 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
-    turn,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
@@ -324,11 +324,11 @@ def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache:
     kind, eps = config.kinds[config.layer_types[n]], config.norm_eps
     q, *kv = project(step, x, w.inputs)
     q = ops.rms_norm(heads(q, config.heads), w.q_norm, eps)
-    q = turn(step, q, kind.rope)
+    q = apply_rope(step, q, kind.rope)
     if w.k_norm is None:
         return linear(step, flat(attend_only(step, cache, q, 1.0, kind.window)), w.out)
     raw = heads(kv[0], kind.kv_heads)  # [T, Hkv, D]
-    k = turn(step, ops.rms_norm(raw, w.k_norm, eps), kind.rope)
+    k = apply_rope(step, ops.rms_norm(raw, w.k_norm, eps), kind.rope)
     v = ops.rms_norm(heads(kv[1], kind.kv_heads) if kind.values else raw, None, eps)
     return linear(step, flat(attend(step, cache, q, k, v, 1.0, kind.window)), w.out)
 

@@ -26,8 +26,8 @@ def embed(step: Step, table: Weight) -> Array:
     return gather(step.tokens, table, dtype=step.dtype)
 
 
-def turn(step: Step, x: Array, rope: Rope) -> Array:
-    """x [T, H, D] with the rotary channels of each token turned by its position."""
+def apply_rope(step: Step, x: Array, rope: Rope) -> Array:
+    """x [T, H, D] with the rotary channels of each token rotated by its position."""
     return ops.rope(x, rope.inv_freq, step.positions, rope.width, rope.mscale)
 
 

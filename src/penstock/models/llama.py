@@ -18,6 +18,7 @@ from penstock.models.layers import (
     ExpertStack,
     Joined,
     Mlp,
+    apply_rope,
     embed,
     experts,
     flat,
@@ -29,7 +30,6 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
-    turn,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
@@ -248,7 +248,7 @@ def attention(
     q, k, v = heads(q, config.heads), heads(k, config.kv_heads), heads(v, config.kv_heads)  # [T, H, D]
     if w.q_norm is not None:
         q, k = ops.rms_norm(q, w.q_norm, config.norm_eps), ops.rms_norm(k, w.k_norm, config.norm_eps)
-    q, k = turn(step, q, config.rope), turn(step, k, config.rope)
+    q, k = apply_rope(step, q, config.rope), apply_rope(step, k, config.rope)
     y = attend(step, cache, q, k, v, config.head_dim**-0.5, window)
     y = linear(step, flat(y), w.out)
     return y if w.out_bias is None else ops.add(y, w.out_bias)

@@ -20,6 +20,7 @@ from penstock.models.layers import (
     ExpertStack,
     Joined,
     Mlp,
+    apply_rope,
     embed,
     experts,
     flat,
@@ -31,7 +32,6 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
-    turn,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
@@ -320,8 +320,8 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
     eps = config.norm_eps
     q, k, v = project(step, x, w.inputs)
     q, gate = ops.split_q_gate(heads(q, config.heads))  # [T, H, D] each
-    q = turn(step, ops.rms_norm(q, w.q_norm, eps), config.rope)
-    k = turn(step, ops.rms_norm(heads(k, config.kv_heads), w.k_norm, eps), config.rope)  # [T, Hkv, D]
+    q = apply_rope(step, ops.rms_norm(q, w.q_norm, eps), config.rope)
+    k = apply_rope(step, ops.rms_norm(heads(k, config.kv_heads), w.k_norm, eps), config.rope)  # [T, Hkv, D]
     y = attend(step, cache, q, k, heads(v, config.kv_heads), config.head_dim**-0.5)
     return linear(step, flat(ops.sigmoid_gate(y, gate)), w.out)
 

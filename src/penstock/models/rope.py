@@ -21,7 +21,7 @@ KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn channels: inv_freq float32 [width/2] for the first `width` channels of a head."""
+    """How positions rotate channels: inv_freq float32 [width/2] for the first `width` channels of a head."""
 
     inv_freq: np.ndarray
     width: int
