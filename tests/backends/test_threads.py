@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from penstock import ops
-from penstock.backends.cpu import _threads, features
+from penstock import machine, ops
+from penstock.backends.cpu import _threads
 from penstock.errors import InvalidArgument
 from tests.ops.common import assert_same_bits, normal, quantized
 
@@ -26,7 +26,7 @@ COUNT = "from penstock.backends.cpu import _threads; print(_threads.threads())"
 
 
 def test_threads_are_the_physical_cores_unless_the_setting_says_otherwise():
-    assert in_child(COUNT) == f"{min(features.physical_cores(), _threads.available())}\n"
+    assert in_child(COUNT) == f"{min(machine.physical_cores(), _threads.available())}\n"
     assert in_child(COUNT, PENSTOCK_THREADS="1") == "1\n"
 
 

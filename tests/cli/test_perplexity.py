@@ -135,7 +135,7 @@ def test_evaluate_is_that_of_transformers(tmp_path):
 @pytest.mark.parametrize(("grid", "vocab", "length"), [(2048, 262144, 256), (2048, 4096, 2048), (256, 262144, 256)])
 def test_scores_of_a_piece_stay_below_a_limit(grid, vocab, length):
     engine = SimpleNamespace(
-        place=SimpleNamespace(grid=grid), model=SimpleNamespace(config=SimpleNamespace(vocab_size=vocab))
+        device=SimpleNamespace(chunk_alignment=grid), model=SimpleNamespace(config=SimpleNamespace(vocab_size=vocab))
     )
     assert library._piece_length(engine) == length  # type: ignore[arg-type]
 

@@ -37,7 +37,7 @@ SECONDS = 60  # after which a test that waits has failed
 class DrawingHost(CpuDevice):
     """Host memory whose device draws the tokens itself and may be a step ahead, as a GPU does."""
 
-    draws = True
+    samples_tokens = True
 
     def drawing(self, logits: Any, here: Mapping[str, Any]) -> Any:
         return Drawing(logits, here)

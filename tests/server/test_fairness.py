@@ -115,7 +115,7 @@ class Clients:
     """Two clients of a server, told apart by keys or by addresses, and the order in which their answers came."""
 
     def __init__(self, place: Place, by: str) -> None:
-        self.device, self.came = place, []
+        self.place, self.came = place, []
         self._threads, self._numbers = ThreadPoolExecutor(16), itertools.count()
         self._clients = {}
         for n, name in enumerate("AB"):
@@ -134,9 +134,9 @@ class Clients:
 
     def ask(self, name: str, **fields: Any) -> Future[httpx.Response]:
         """Send a short request, and return when it has reached the queue."""
-        waiting = number(self.device, "requests_deferred")
+        waiting = number(self.place, "requests_deferred")
         asked = self.send(name, SHORT | fields)
-        wait_for(lambda: asked.done() or number(self.device, "requests_deferred") == waiting + fields.get("n", 1))
+        wait_for(lambda: asked.done() or number(self.place, "requests_deferred") == waiting + fields.get("n", 1))
         return asked
 
     @contextlib.contextmanager
@@ -150,9 +150,9 @@ class Clients:
                     if end.is_set():
                         return
 
-        running = number(self.device, "requests_processing")
+        running = number(self.place, "requests_processing")
         reading = self._threads.submit(read)
-        wait_for(lambda: number(self.device, "requests_processing") == running + 1)
+        wait_for(lambda: number(self.place, "requests_processing") == running + 1)
         try:
             yield
         finally:
