@@ -4,7 +4,7 @@
 #   benchmarks/gpu.sh [OUT]        OUT: folder for logs and JSON, benchmarks/results if left out
 #   PARTS="tests bench"            what to run: tests, sanitizer, bench
 #   PYTHON=python3 SHARDS=12       interpreter; processes that run the tests side by side
-#   COMMIT=abc123                 of the sources, where this is a copy without git
+#   COMMIT=abc123                 of the sources, where git does not know it
 #   LIMIT=900                      seconds after which the tests are stopped; the last one of each process is named
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -27,12 +27,14 @@ def digest(root: Path = ROOT) -> str:
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit of the tree as git knows it; the variable COMMIT where the tree is a copy without git."""
+    """The commit of the tree: the variable COMMIT, which a copy of the sources needs, else as git knows it."""
+    if told := os.environ.get("COMMIT"):
+        return told
     try:
-        told = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
+        found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, text=True)
     except OSError:
-        return os.environ.get("COMMIT", "unknown")
-    return told.stdout.strip() if told.returncode == 0 else os.environ.get("COMMIT", "unknown")
+        return "unknown"
+    return found.stdout.strip() or "unknown"
 
 
 def evidence(root: Path = ROOT) -> dict[str, Any]:
