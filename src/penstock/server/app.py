@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +20,9 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from penstock._version import __version__
+from penstock.analysis.weights import distinct
+from penstock.engine.engine import Model
 from penstock.errors import TooManyTokens, no_panic
-from penstock.ops.array import address, is_array
 from penstock.quant import QuantizedTensor
 from penstock.server import responses, schema
 from penstock.server.answer import Answer
@@ -315,7 +315,7 @@ def _tokens(answers: list[Answer]) -> str:
 
 def _meta(llm: Any) -> dict[str, Any]:
     """What agents look up about a model: how much context there is, and its size."""
-    params, bits = _parameters(llm._engine.model.weights)
+    params, bits = _parameters(llm._engine.model)
     return {
         "n_ctx": llm.max_context,
         "n_ctx_train": llm.config.max_positions,
@@ -326,32 +326,12 @@ def _meta(llm: Any) -> dict[str, Any]:
     }
 
 
-def _parameters(weights: Any) -> tuple[int, str | None]:
+def _parameters(model: Model[Any, Any]) -> tuple[int, str | None]:
     """How many numbers the weights stand for, and the bits of most of those that are quantized."""
-    found: dict[tuple[int, int], tuple[int, int | None]] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, QuantizedTensor):
-            note(value.packed, math.prod(value.shape), value.bits)
-        elif is_array(value):
-            note(value, math.prod(value.shape), None)
-        elif isinstance(value, tuple | list):
-            for item in value:
-                visit(item)
-        elif is_dataclass(value):
-            for item in fields(value):
-                visit(getattr(value, item.name))
-
-    def note(array: Any, count: int, bits: int | None) -> None:
-        start = address(array)
-        found[start, -(start + array.nbytes)] = count, bits
-
-    visit(weights)
-    total = end = 0
-    by_bits: Counter[int] = Counter()
-    for (start, stop), (count, bits) in sorted(found.items()):  # a part of what was counted counts no more
-        if start >= end or -stop > end:
-            total, end = total + count, max(end, -stop)
-            if bits is not None:
-                by_bits[bits] += count
+    total, by_bits = 0, Counter[int]()
+    for weight in distinct(model):
+        count = math.prod(weight.array.shape)
+        total += count
+        if isinstance(weight.array, QuantizedTensor):
+            by_bits[weight.array.bits] += count
     return total, f"{by_bits.most_common(1)[0][0]}-bit" if by_bits else None
