@@ -22,12 +22,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "ops"))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "ops")]
 from common import parse, parser, report
 
+from benchmarks.random_checkpoint import words
 from penstock.analysis.weights import active_bytes
 from penstock.api import LLM, load, load_random
 from penstock.models.config import first_layers
+from penstock.text.tokenizer import Tokenizer
 from penstock.weights.resolve import resolve_model
 
 VOCAB = 32768
@@ -45,20 +47,8 @@ def model(shape: str) -> LLM:
     if shape == "dense-2048":
         config |= {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
     llm = load_random(config, max_context=2048)
-    llm._tokenizer = words()
+    llm._tokenizer = Tokenizer(words(VOCAB))
     return llm
-
-
-def words() -> Any:
-    """A tokenizer whose tokens are made-up words; none of them ends a text."""
-    import tokenizers
-    from tokenizers import decoders, models
-
-    from penstock.text.tokenizer import Tokenizer
-
-    backend = tokenizers.Tokenizer(models.WordLevel({f"Ġw{n}": n for n in range(VOCAB)}, unk_token="Ġw0"))
-    backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     python benchmarks/random_checkpoint.py qwen3.6-35b-a3b FOLDER --layers 12
 
-The tokenizer is that of the demo model, so that the folder can be loaded and asked. Weights are written as they are
-drawn: memory stays below the size of one tensor.
+The tokenizer is that of the demo model where its vocabulary is large enough, else one of made-up words, so that the
+folder can be loaded and asked. Weights are written as they are drawn: memory stays below the size of one tensor.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from penstock import models
 from penstock.cli.bench import layer_count
@@ -100,10 +101,21 @@ def write(config: Mapping[str, Any], folder: Path, seed: int = 0) -> int:
         file.write(struct.pack("<Q", len(header)) + header)
         family.read_weights(_Named(Random(config, seed), "model.", lambda _, array: file.write(array.tobytes())), read)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
+    demo = resolve_model()
+    if read.vocab_size > demo.read_config()["vocab_size"]:
+        (folder / "tokenizer.json").write_text(words(read.vocab_size).to_str())
+        return end
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (file := resolve_model().path / name).is_file():
+        if (file := demo.path / name).is_file():
             shutil.copy(file, folder)
     return end
+
+
+def words(count: int) -> tokenizers.Tokenizer:
+    """A tokenizer with so many made-up words; none of them ends a text."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"Ġw{n}": n for n in range(count)}, unk_token="Ġw0"))
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return made
 
 
 def main() -> None:
