@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "ops")]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script it sees its own folder only
+sys.path.insert(0, str(Path(__file__).parent / "ops"))
 from common import parse, parser, report
 
 from benchmarks.random_checkpoint import words

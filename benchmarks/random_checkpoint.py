@@ -102,7 +102,7 @@ def write(config: Mapping[str, Any], folder: Path, seed: int = 0) -> int:
         family.read_weights(_Named(Random(config, seed), "model.", lambda _, array: file.write(array.tobytes())), read)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     demo = resolve_model()
-    if read.vocab_size > demo.read_config()["vocab_size"]:
+    if read.vocab_size > len(tokenizers.Tokenizer.from_file(str(demo.path / "tokenizer.json")).get_vocab()):
         (folder / "tokenizer.json").write_text(words(read.vocab_size).to_str())
         return end
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
