@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
@@ -20,6 +19,7 @@ import numpy as np
 
 from penstock.engine.engine import Engine
 from penstock.errors import BackendError, InvalidArgument
+from penstock.machine import usable_threads
 from penstock.models.step import PAGE
 
 _PIECE = 1 << 28  # bytes of scores that a piece of a window may have
@@ -109,7 +109,7 @@ def evaluate(
     step = min(map(_piece_length, engines))
     found: list[np.ndarray] = []
     total, start = 0.0, time.perf_counter()
-    with ThreadPoolExecutor(_cores()) as threads:
+    with ThreadPoolExecutor(usable_threads()) as threads:
         for number, row in enumerate(rows):
             with contextlib.ExitStack() as stack:
                 pieces = [stack.enter_context(contextlib.closing(_pieces(each, row[:-1], step))) for each in engines]
@@ -144,10 +144,6 @@ def _check(engine: Engine, rows: np.ndarray, reference: Engine | None) -> None:
         own, other = (each.model.config.vocab_size for each in (engine, reference))
         if own != other:
             raise InvalidArgument(f"perplexity: the reference has {other} tokens in its vocabulary, expected {own}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _piece_length(engine: Engine) -> int:
