@@ -1,7 +1,7 @@
 """Which sources the last GPU run was of: `benchmarks/gpu.sh` writes it, `make test` says when they have changed since.
 
-    python benchmarks/gpu_evidence.py write FOLDER    beside the results: commit, date, a digest of the CUDA backend
-    python benchmarks/gpu_evidence.py check           one line if the backend is another than that of the results
+python benchmarks/gpu_evidence.py write FOLDER    beside the results: commit, date, a digest of the CUDA backend
+python benchmarks/gpu_evidence.py check           one line if the backend is another than that of the results
 """
 
 import datetime

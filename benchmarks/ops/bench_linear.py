@@ -67,9 +67,7 @@ def matmul(T: int, N: int, K: int, activations: str, rounds: int) -> dict[str, A
 def experts(T: int, E: int, k: int, dim: int, width: int, rounds: int) -> dict[str, Any]:
     gate, up, down = weight(E, width, dim), weight(E, width, dim), weight(E, dim, width)
     x = rows(T, dim)
-    routes = [
-        np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32) for _ in range(32 if T == 1 else 1)
-    ]
+    routes = [np.stack([rng.permutation(E)[:k] for _ in range(T)]).astype(np.int32) for _ in range(32 if T == 1 else 1)]
     weights, y = np.full((T, k), 1 / k, np.float32), np.empty((T, dim), np.float32)
     calls = [
         lambda ids=ids: ops.moe_forward(x, ids, weights, gate, up, down, activations="int8", out=y) for ids in routes

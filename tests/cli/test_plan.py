@@ -48,7 +48,7 @@ def tiny(tmp_path):
 
 def test_plan_parts_are_the_bytes_of_the_loaded_weights(capsys, demo):
     found = planned(capsys, "--device", "cpu", "--device-memory", "8G")
-    assert sum(found["parts"].values()) == models.bytes_of(demo._engine.model.weights)
+    assert sum(found["parts"].values()) == models.bytes_of(demo.engine.model.weights)
     file = SafetensorsFile.open(DEMO / "model.safetensors")
     sizes = {name: file.array(name).nbytes for name in file.tensors}
     assert found["parts"]["experts"] == sum(size for name, size in sizes.items() if ".switch_mlp." in name)
@@ -76,8 +76,8 @@ def test_cache_needs_by_hand():
 
 def test_plan_caches_are_those_of_the_engine(capsys, demo):
     found = planned(capsys, "--device", "cpu", "--max-context", "1500")["caches"]
-    assert (found["context"], found["bytes"]) == (1500, demo._engine.caches.bytes_of(1500))
-    assert found["state_bytes_per_sequence"] == demo._engine.caches.bytes_of(0)
+    assert (found["context"], found["bytes"]) == (1500, demo.engine.caches.bytes_of(1500))
+    assert found["state_bytes_per_sequence"] == demo.engine.caches.bytes_of(0)
     assert planned(capsys, "--device", "cpu")["caches"]["context"] == 2048  # all that the model has
 
 

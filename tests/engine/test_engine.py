@@ -25,7 +25,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture
 def engine(llm: LLM) -> Engine:
     """A new engine on the model, with caches of its own."""
-    return Engine(llm._engine.model, activations="float32", max_context=600)
+    return Engine(llm.engine.model, activations="float32", max_context=600)
 
 
 def failing(error: BaseException, after: int = 0) -> Callable[..., None]:
@@ -76,7 +76,7 @@ def test_prefill_does_not_depend_on_where_pages_lie(engine: Engine, llm: LLM) ->
     for part in (slice(0, 256), slice(256, 512)):
         rows = [engine.prefill(sequence, text[part]) for sequence, text in zip((a, b), texts, strict=True)]
     for row, text in zip(rows, texts, strict=True):
-        np.testing.assert_array_equal(row, llm._engine.prefill(llm._engine.open(), text))
+        np.testing.assert_array_equal(row, llm.engine.prefill(llm.engine.open(), text))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_several_threads_may_use_an_engine(engine: Engine) -> None:
 
 
 def test_reference_engine_leaves_the_backend_outside_alone(llm: LLM) -> None:
-    reference = Engine(llm._engine.model, device=device_for("reference"), activations="float32", max_context=64)
+    reference = Engine(llm.engine.model, device=device_for("reference"), activations="float32", max_context=64)
     want = llm.logits([1, 2, 3])
     got = reference.prefill(reference.open(), [1, 2, 3], every=True)
     assert 0 < np.abs(got - want).max() < 1e-4

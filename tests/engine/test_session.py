@@ -40,7 +40,7 @@ def session(llm: LLM) -> Iterator[Session]:
 
 def held(llm: LLM) -> tuple[int, dict[Any, int]]:
     """Slots and pages that somebody holds."""
-    caches = llm._engine.caches
+    caches = llm.engine.caches
     return caches._slots - len(caches._free_slots), {window: pool.used for window, pool in caches.pools.items()}
 
 
@@ -391,7 +391,7 @@ def test_restore_loads_the_model_that_the_file_names(dtype: str, folder: Path, t
         more = session.generate(max_tokens=5).tokens
     with penstock.restore(tmp_path / "talk") as other:
         assert other.tokens == [*some_tokens(8), *want]
-        assert (other._engine.dtype, other._engine.activations) == (dtype, "float32")
+        assert (other.engine.dtype, other.engine.activations) == (dtype, "float32")
         assert other.generate(max_tokens=5).tokens == more
 
 

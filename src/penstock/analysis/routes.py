@@ -178,7 +178,7 @@ def record(
     """
     request = request_of(engine, tokenizer, prompt, max_tokens, stop, sampling)
     pieces: list[np.ndarray] = []
-    with engine._lock, _opened(engine) as sequence, _watched(engine) as (nodes, read):
+    with engine.lock, _opened(engine) as sequence, _watched(engine) as (nodes, read):
 
         def note(count: int) -> None:
             pieces.append(read(count))

@@ -90,7 +90,7 @@ def chat(
         raise InvalidArgument(f"chat: {model.name} has no chat template, expected one (penstock generate needs none)")
     llm.tokenizer.compile_chat_template()
     tolerant_stdout()
-    note(f"{model.name}, context of {llm.max_context} tokens, {llm._engine.device.name}; /help lists the commands")
+    note(f"{model.name}, context of {llm.max_context} tokens, {llm.engine.device.name}; /help lists the commands")
     lines = _Typed() if sys.stdin.isatty() else _Piped()
     with lines:
         failed = _talk(Conversation(llm, first, options), lines, _Interrupts(), arguments)

@@ -370,7 +370,7 @@ def serve(
 
     def loader(progress: Callable[[float], None]) -> "tuple[LLM, Mapping[str, Any]]":
         llm = model.load(note, progress)
-        note(protect(llm._engine))
+        note(protect(llm.engine))
         if template is not None:
             _set_template(llm, template)
         else:
@@ -386,7 +386,7 @@ def serve(
         stats = llm.stats()
         note(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(stats.weight_bytes)} of "
-            f"weights, context of {llm.max_context} tokens, {llm._engine.device.name}"
+            f"weights, context of {llm.max_context} tokens, {llm.engine.device.name}"
         )
         note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
         if webui:

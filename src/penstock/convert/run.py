@@ -226,7 +226,7 @@ class _Calibration:
     def measured(self, target: Path, progress: Progress) -> Perplexity:
         from penstock import api
 
-        made = api.load(target, device="cpu", activations="float32")._engine
+        made = api.load(target, device="cpu", activations="float32").engine
         count, length = self._kept.shape
         return Perplexity(count, length, self._dense, self._plain, self._evaluated(made, progress))
 

@@ -91,7 +91,7 @@ def main() -> None:
 
     given = json.load(sys.stdin)
     _claims.helping = True
-    run(load(**given["options"])._engine, given["parent"])
+    run(load(**given["options"]).engine, given["parent"])
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ class Request:
         self.sampler = Sampler(params, vocab, [*context, *self.prompt])
         self.stops = StopStrings(stop)
         self.detokenizer = tokenizer.detokenizer(shown=shown)
-        self.eos = tokenizer.eos_ids | set(engine._ids(extra_eos, "extra_eos", tokenizer).tolist())
+        self.eos = tokenizer.eos_ids | set(engine.token_array(extra_eos, "extra_eos", tokenizer).tolist())
         self.max_tokens = max_tokens
         self.max_context = engine.max_context
         self.grammar = grammar
@@ -217,7 +217,7 @@ def request_of(
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
     params = sampling_params(options)
     given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    ids = engine._ids(given, tokenizer=tokenizer).tolist()
+    ids = engine.token_array(given, tokenizer=tokenizer).tolist()
     stops = [stop] if isinstance(stop, str) else stop
     return Request(ids, params, tokenizer, engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more)
 
@@ -310,7 +310,7 @@ class Decoder:
         behind = 0
         try:
             if go_on and flying == rows and all(row.may_go_on for row in rows):
-                with engine._lock:
+                with engine.lock:
                     if engine.continues([row.sequence for row in rows]):
                         self._ahead, behind = (rows, self._draw(rows, None)), 1
             tokens = flight.tokens()

@@ -80,7 +80,7 @@ class Programs:
         if key not in self._decode_arenas:
             self._decode_arenas[key] = self._new_arena(runner.program.arena_bytes)
         wrap = self.wrap if isinstance(runner, SteppedRunner) else self._wrap(runner)
-        runner.bind(self.caches.version, self._cache_arrays(False), self._decode_arenas[key], wrap)
+        runner.bind(self.caches.version, self.cache_arrays(False), self._decode_arenas[key], wrap)
         return runner
 
     def prefill(self, T: int, start: int, widths: Mapping[int | None, int], scores: bool) -> Runner:
@@ -99,7 +99,7 @@ class Programs:
             size = (T.bit_length(), scores)  # lengths of one size run the same kernels
             runner = self._made(graph, names, compiles=size not in self._sizes)
             self._sizes.add(size)
-        return self._with_arena(self._keep(key, runner), self._cache_arrays(True))
+        return self._with_arena(self._keep(key, runner), self.cache_arrays(True))
 
     def scores(self, T: int) -> tuple[Runner, Any]:
         """Scores of T rows of the residual stream, and the array that these rows are to be copied into."""
@@ -118,7 +118,7 @@ class Programs:
         runner = Runner(program, self.device, self._decode_names(rows, widths), captures=False)
         inner = wrap if self.experts is None else self.experts.wrap(program.graph, False, wrap)
         arena = self._new_arena(program.arena_bytes)
-        runner.bind(self.caches.version, self._cache_arrays(False), arena, inner)
+        runner.bind(self.caches.version, self.cache_arrays(False), arena, inner)
         return runner
 
     def _decode_names(self, rows: int, widths: Mapping[int | None, int]) -> dict[str, tuple[int, ...]]:
@@ -221,7 +221,7 @@ class Programs:
             tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype, joins=self.device.joins
         )
 
-    def _cache_arrays(self, one: bool) -> dict[str, Any]:
+    def cache_arrays(self, one: bool) -> dict[str, Any]:
         """Arrays of all caches by input name; `one`: the rows of one sequence instead of all recurrent states."""
         found = {}
         for n, (arrays, rows) in enumerate(zip(self.caches.arrays, self.rows, strict=True)):
@@ -230,7 +230,7 @@ class Programs:
         return found
 
     def _cache_specs(self, one: bool) -> dict[str, Spec]:
-        return {name: spec_of(array) for name, array in self._cache_arrays(one).items()}
+        return {name: spec_of(array) for name, array in self.cache_arrays(one).items()}
 
     def _cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         return [(values[f"cache{n}.0"], values[f"cache{n}.1"]) for n in range(len(self.caches.layouts))]

@@ -28,19 +28,26 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from penstock.engine.admission import Admission, Pages, memory_for_sequences
 from penstock.engine.cache import Sequence
-from penstock.engine.generation import Chunk, Decoder, Request, Running
+from penstock.engine.engine import Engine
+from penstock.engine.generation import Chunk, Decoder, Request, Running, Timings
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.ticket import Feed, Ticket
 from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
 
-if TYPE_CHECKING:
-    from penstock.api import LLM
-
 _LOOK = 1.0  # seconds: how often a thread without work looks for requests that nobody refers to any more
+
+
+class SchedulableModel(Protocol):
+    """What a scheduler needs of a model: `penstock.LLM` has it."""
+
+    engine: Engine
+
+    def request(self, prompt: Any, max_tokens: int = 256, stop: str | Seq[str] = (), **options: Any) -> Request: ...
+    def add_timings(self, timings: Seq[Timings]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Scheduler:
 
     def __init__(
         self,
-        llm: LLM,
+        llm: SchedulableModel,
         *,
         max_sequences: int | None = None,
         queue: int = 64,
@@ -99,7 +106,7 @@ class Scheduler:
         patience: float = 60.0,
         failed: Callable[[CheckpointError], None] | None = None,
     ) -> None:
-        engine = llm._engine
+        engine = llm.engine
         if max_sequences is None:
             max_sequences = engine.device.default_sequences
         for name, value, least in (
@@ -146,14 +153,12 @@ class Scheduler:
 
     # -- for any thread ----------------------------------------------------------------------------------------------
 
-    def request(
-        self, prompt: str | Seq[int], max_tokens: int = 256, stop: str | Seq[str] = (), grammar: Any = None, **more: Any
-    ) -> Request:
-        """A request for `submit`; prompt and options as in `LLM.generate`, and `grammar` (see `Request`).
+    def request(self, prompt: str | Seq[int], max_tokens: int = 256, stop: str | Seq[str] = (), **more: Any) -> Request:
+        """A request for `submit`; prompt and options as in `LLM.generate`.
 
         Raises InvalidArgument or DTypeError, naming what is wrong. Text is encoded here, in the caller's thread.
         """
-        return self._llm._request(prompt, max_tokens, stop, {"grammar": grammar, **more})
+        return self._llm.request(prompt, max_tokens, stop, **more)
 
     def submit(self, request: Request, client: Hashable = None) -> Ticket:
         """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`, and
@@ -254,7 +259,7 @@ class Scheduler:
         self._waiting.remove(job)
         self._counts["failed" if isinstance(error, CheckpointError) else kind] += 1
         if job.row is not None:
-            self._llm._count([job.request.timings])
+            self._llm.add_timings([job.request.timings])
         job.end(error)
 
     def _make_room(self, client: Hashable, full: QueueFull) -> None:
@@ -493,7 +498,9 @@ class Scheduler:
         end = min(len(request.prompt), (at // engine.device.chunk_alignment + 1) * engine.device.chunk_alignment)
         last = end == len(request.prompt)
         try:
-            scores = engine._piece(row.sequence, engine._ids(request.prompt[at:end]), every=False, last=last)
+            scores = engine.prefill_chunk(
+                row.sequence, engine.token_array(request.prompt[at:end]), every=False, last=last
+            )
             if self._prefix is not None and end in job.points:
                 self._prefix.store(job.digests, row.sequence, self._room)
             self._work.prompt_tokens += end - at
@@ -582,7 +589,7 @@ class Scheduler:
         row = job.row
         if row is not None:
             self._engine.close(row.sequence)
-            self._llm._count([job.request.timings])
+            self._llm.add_timings([job.request.timings])
         now = time.perf_counter()
         self._interval += 0.2 * (now - max(self._last_end, job.submitted) - self._interval)
         self._last_end = now

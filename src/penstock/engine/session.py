@@ -46,7 +46,7 @@ class Session:
     """One sequence of a model. `tokens` is all it has read and written; the last one may not have been computed yet."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str | None) -> None:
-        self._engine = engine
+        self.engine = engine
         self._tokenizer = tokenizer
         self._model = model
         self._sequence = engine.open()
@@ -79,7 +79,7 @@ class Session:
         if done == len(tokens):
             return
         try:
-            logits = self._engine.prefill(self._sequence, tokens[done:], progress=progress)
+            logits = self.engine.prefill(self._sequence, tokens[done:], progress=progress)
         except BaseException:
             self._keep(tokens, done)
             raise
@@ -93,7 +93,7 @@ class Session:
     def _encoded(self, prompt: str | Seq[int]) -> list[int]:
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=not self.tokens)
-        return self._engine._ids(prompt, tokenizer=self._tokenizer).tolist()
+        return self.engine.token_array(prompt, tokenizer=self._tokenizer).tolist()
 
     def stream(
         self,
@@ -128,7 +128,7 @@ class Session:
             [*self.tokens[done:], *ids],
             sampling_params({key: value for key, value in sampling.items() if key != "extra_eos"}),
             self._tokenizer,
-            self._engine,
+            self.engine,
             max_tokens=max_tokens,
             stop=[stop] if isinstance(stop, str) else stop,
             extra_eos=sampling.get("extra_eos", ()),
@@ -140,7 +140,7 @@ class Session:
     def _streamed(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
         done = self._sequence.length
         read = [*self.tokens[:done], *request.prompt]
-        chunks = run(self._engine, [request], progress)
+        chunks = run(self.engine, [request], progress)
         try:
             for _, chunk in chunks:
                 self.tokens = [*read, *request.tokens]
@@ -159,7 +159,7 @@ class Session:
         Candidates are the session itself and `moments`; without a fitting one everything is read again. A state that
         holds all of `tokens` but not the scores after them does not fit: nothing could be generated from it.
         """
-        ids: list[int] = self._engine._ids(tokens, tokenizer=self._tokenizer).tolist()
+        ids: list[int] = self.engine.token_array(tokens, tokenizer=self._tokenizer).tolist()
         if self._sequence.closed:
             raise InvalidArgument("session: it was closed, expected an open one")
         done = self._sequence.length
@@ -180,24 +180,24 @@ class Session:
         return done
 
     def _restart(self) -> None:
-        self._engine.close(self._sequence)
+        self.engine.close(self._sequence)
         self._closing.detach()
-        self._sequence = self._engine.open()
-        self._closing = weakref.finalize(self, self._engine.close, self._sequence)
+        self._sequence = self.engine.open()
+        self._closing = weakref.finalize(self, self.engine.close, self._sequence)
         self.tokens, self._logits = [], None
 
     def snapshot(self) -> Moment:
         """Remember this moment. It stays valid while the model is loaded, also after the session has gone on."""
-        kept = self._engine.snapshot(self._sequence)
-        moment = Moment(tuple(self.tokens), self._logits, kept, id(self._engine))
-        weakref.finalize(moment, self._engine.drop, kept)
+        kept = self.engine.snapshot(self._sequence)
+        moment = Moment(tuple(self.tokens), self._logits, kept, id(self.engine))
+        weakref.finalize(moment, self.engine.drop, kept)
         return moment
 
     def rewind(self, moment: Moment) -> None:
         """Be as at `moment`, which may be another session's of the same model."""
-        if moment.session != id(self._engine):
+        if moment.session != id(self.engine):
             raise InvalidArgument("rewind: the snapshot belongs to another model, expected one of this model")
-        self._engine.rewind(self._sequence, moment.kept)
+        self.engine.rewind(self._sequence, moment.kept)
         self.tokens, self._logits = list(moment.tokens), moment.logits
 
     # -- files -------------------------------------------------------------------------------------------------------
@@ -207,12 +207,12 @@ class Session:
         as it was. Raises CheckpointError if it cannot be written, DTypeError for what is no path.
         """
         target = _target(path)
-        engine, sequence = self._engine, self._sequence
-        engine._check_room(sequence, 0)
+        engine, sequence = self.engine, self._sequence
+        engine.check_room(sequence, 0)
         arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
         if self._logits is not None:
             arrays["logits"] = self._logits
-        with engine._lock:
+        with engine.lock:
             for n in range(len(engine.caches.layouts)):
                 for part, array in zip(("first", "second"), engine.caches.rows(sequence, n), strict=True):
                     arrays[f"layers.{n}.{part}"] = np.ascontiguousarray(array)
@@ -274,7 +274,7 @@ def read_about(path: str | os.PathLike[str]) -> tuple[SafetensorsFile, dict[str,
 def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
     """Fill a new session from a file of the same model, dtype and activations."""
     file, about = read_about(path)
-    engine = session._engine
+    engine = session.engine
     for key, own in (
         ("fingerprint", engine.model.fingerprint),
         ("dtype", engine.dtype),
@@ -306,13 +306,13 @@ def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
     if not length <= len(tokens) <= length + 1:
         raise CheckpointError(f"{path}: has {len(tokens)} tokens for {length} positions, expected as many or one more")
     try:
-        engine._ids(tokens)
+        engine.token_array(tokens)
     except InvalidArgument as error:
         raise CheckpointError(f"{path}: {error}") from None
     rows = [
         tuple(arrays[f"layers.{n}.{part}"] for part in ("first", "second")) for n in range(len(engine.caches.layouts))
     ]
-    with engine._lock:
+    with engine.lock:
         engine.caches.fill(session._sequence, length, rows)  # type: ignore[arg-type]
     session.tokens = tokens
     session._logits = np.array(arrays["logits"]) if "logits" in arrays else None
