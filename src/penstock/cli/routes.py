@@ -20,6 +20,7 @@ from penstock.cli._model import (
     verb,
 )
 from penstock.cli._output import percent, print_json, print_table, write_page
+from penstock.units import spelled
 
 if TYPE_CHECKING:
     from penstock.analysis.routes import LayerUse, Routes, RoutesReport
@@ -87,7 +88,7 @@ def routes(
     if html is not None:
         from penstock.cli._routes_html import page
 
-        write_page("--html", html, page(report))
+        write_page("--html", html, page(report, heading(report)))
     if as_json:
         print_json(_described(report))
     else:
@@ -133,12 +134,6 @@ def heading(report: "RoutesReport") -> str:
     )
 
 
-def size(nbytes: int) -> str:
-    from penstock.units import spelled
-
-    return spelled(nbytes)
-
-
 def _print(report: "RoutesReport") -> None:
     print(f"{heading(report)}\n")
     rows = [_cells(str(use.layer), [use], report) for use in report.layers]
@@ -152,7 +147,7 @@ def _print(report: "RoutesReport") -> None:
     policies = list(report.rows[0].rates)
     print("\nHit rates of the answer, had a cache of this size held the experts:\n")
     cells = [
-        [f"{row.share:.0%}", size(report.nbytes(row)), str(row.slots), *(percent(row.rates[p], 1) for p in policies)]
+        [f"{row.share:.0%}", spelled(report.nbytes(row)), str(row.slots), *(percent(row.rates[p], 1) for p in policies)]
         for row in report.rows
     ]
     print_table(("cache", "bytes", "experts", *policies), cells, wrap=())
