@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock import models
-from penstock.engine import ahead
+from penstock.engine import compile_ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
@@ -367,7 +367,7 @@ def _read_folder(
     if not streams:
         _check_fits(f"{folder}", device, checkpoint.nbytes, copied)
     if device.compiles_ahead:
-        ahead.start(options)
+        compile_ahead.start(load, options)
     notices: list[str] = []
     streamed = None
     if streams:
@@ -414,7 +414,7 @@ def _read_gguf(
     tokenizer = gguf_tokenizer(found.file)
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
     if device.compiles_ahead:
-        ahead.start(options)
+        compile_ahead.start(load, options)
     weights, placed = _weights(found.family, found.source, config, device, found.nbytes, progress)
     model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
     notices = [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]

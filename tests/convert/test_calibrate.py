@@ -24,7 +24,8 @@ from tests.models.test_trained import DEMO, FABLES
 def looked_at(folder: Path, rows: np.ndarray) -> tuple[Any, dict[str, Inputs]]:
     planned = plan(Released(folder))
     source = Planned(planned)
-    return planned, collect(engine(planned, source, fused=False), source.names, rows)
+    model = engine(planned.family, planned.family.read_config(planned.config), source, fused=False)
+    return planned, collect(model, source.names, rows)
 
 
 def matrices(planned: Any) -> set[str]:

@@ -24,7 +24,8 @@ from penstock.engine.engine import Engine, Model
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.graph import Node
 from penstock.machine import available_memory
-from penstock.models.source import Weight
+from penstock.models.family import AnyFamily, ModelConfig
+from penstock.models.source import Source, Weight
 from penstock.ops.array import address
 from penstock.quant import QuantizedTensor, quantize
 from penstock.units import amount
@@ -131,9 +132,8 @@ class Planned:
         return rows.read(0, row_count(rows)).reshape(rows.shape)
 
 
-def engine(planned: Plan, source: Planned, fused: bool = True) -> Engine:
-    """The planned model, ready to run with exact products."""
-    family, config = planned.family, planned.family.read_config(planned.config)
+def engine(family: AnyFamily, config: ModelConfig, source: Source, fused: bool = True) -> Engine:
+    """A model of a source's weights, ready to run with exact products."""
     model = Model(family, config, family.read_weights(source, config), "calibration")
     return Engine(model, activations="float32", max_context=config.max_positions, fused=fused)
 

@@ -27,10 +27,11 @@ from penstock.convert.rows import Cast, Dequantized, Rows
 from penstock.convert.write import SHARD_BYTES, Task, Tensor, Workshop, check_room, check_target, cut, index
 from penstock.dtypes import FLOATS, dtype_name, numpy_dtype
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.models.source import Stored
 from penstock.quant import quantize
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer
-from penstock.weights.checkpoint import INDEX
+from penstock.weights.checkpoint import INDEX, Checkpoint
 from penstock.weights.files import list_folder, open_regular, read_json, short
 from penstock.weights.resolve import resolve_model
 
@@ -215,18 +216,22 @@ class _Calibration:
         from penstock.convert import calibrate
 
         planned = self._opened.plan
+        family, config = planned.family, planned.family.read_config(planned.config)
         source = calibrate.Planned(planned)
         with progress(f"reading {self._name}", self._seen.size, False) as advance:
-            model = calibrate.engine(planned, source, fused=False)
+            model = calibrate.engine(family, config, source, fused=False)
             self._job.inputs = calibrate.collect(model, source.names, self._seen, advance)
         self._dense = self._evaluated(model, progress)
         del model, source
-        self._plain = self._evaluated(calibrate.engine(planned, calibrate.Planned(planned, self._job.format)), progress)
+        plain = calibrate.Planned(planned, self._job.format)
+        self._plain = self._evaluated(calibrate.engine(family, config, plain), progress)
 
     def measured(self, target: Path, progress: Progress) -> Perplexity:
-        from penstock import api
+        from penstock.convert import calibrate
 
-        made = api.load(target, device="cpu", activations="float32").engine
+        checkpoint, family = Checkpoint.open(target), self._opened.plan.family
+        config = family.read_config(checkpoint.config)
+        made = calibrate.engine(family, config, Stored(checkpoint, *family.names(checkpoint, config)))
         count, length = self._kept.shape
         return Perplexity(count, length, self._dense, self._plain, self._evaluated(made, progress))
 

@@ -15,10 +15,10 @@ import numpy as np
 from numba import prange
 
 from penstock import ops
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import frozen
 from penstock.backends.cpu._route import moe_combine_residual
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.linear import (
     PORTABLE,
     STRIP,
