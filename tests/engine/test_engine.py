@@ -88,7 +88,7 @@ def test_prefill_refuses_what_is_no_token(tokens: Any, engine: Engine) -> None:
         engine.prefill(sequence, tokens)
     with pytest.raises(InvalidArgument, match="^prefill: tokens is empty, expected at least one"):
         engine.prefill(sequence, [])
-    assert sequence.length == 0 and not sequence.spoiled
+    assert sequence.length == 0 and not sequence.corrupt
 
 
 def test_prefill_takes_arrays_of_any_integers(engine: Engine) -> None:
@@ -108,7 +108,7 @@ def test_prefill_refuses_more_than_the_context(engine: Engine) -> None:
     engine.prefill(sequence, some_tokens(10))
     with pytest.raises(InvalidArgument, match="^context: 600 positions are filled and 1 more"):
         engine.decode([sequence], [1])
-    assert sequence.length == 600 and not sequence.spoiled
+    assert sequence.length == 600 and not sequence.corrupt
 
 
 def test_closed_sequences_are_refused(engine: Engine) -> None:
@@ -143,7 +143,7 @@ def test_an_interrupted_step_spoils_its_sequences(
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr(Runner, "run", failing(error))
         engine.decode(sequences[:2], tokens[30:32])
-    assert [sequence.spoiled for sequence in sequences] == [True, True, False]
+    assert [sequence.corrupt for sequence in sequences] == [True, True, False]
     assert [sequence.length for sequence in sequences] == [30, 30, 30]
     for sequence in sequences[:2]:
         with pytest.raises(InvalidArgument, match="^sequence: it was interrupted in the middle of a step"):
@@ -161,7 +161,7 @@ def test_an_interrupted_prefill_keeps_the_pieces_before(engine: Engine, monkeypa
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Runner, "run", failing(KeyboardInterrupt(), after=1))
         engine.prefill(sequence, some_tokens(300))
-    assert sequence.length == 256 and sequence.spoiled
+    assert sequence.length == 256 and sequence.corrupt
 
 
 def test_progress_may_stop_a_prefill_between_pieces(engine: Engine) -> None:
@@ -173,7 +173,7 @@ def test_progress_may_stop_a_prefill_between_pieces(engine: Engine) -> None:
     sequence = engine.open()
     with pytest.raises(KeyboardInterrupt):
         engine.prefill(sequence, tokens, progress=stop)
-    assert sequence.length == 256 and not sequence.spoiled
+    assert sequence.length == 256 and not sequence.corrupt
     np.testing.assert_array_equal(engine.prefill(sequence, tokens[256:]), engine.prefill(engine.open(), tokens))
 
 
@@ -190,7 +190,7 @@ def test_out_of_memory_leaves_sequences_as_they_were(engine: Engine, monkeypatch
             engine.decode([sequence], tokens[256:257])
         with pytest.raises(OutOfMemory):
             engine.prefill(sequence, tokens[256:])
-    assert not sequence.spoiled and sequence.length == 256
+    assert not sequence.corrupt and sequence.length == 256
     np.testing.assert_array_equal(engine.prefill(sequence, tokens[256:]), engine.prefill(engine.open(), tokens))
 
 

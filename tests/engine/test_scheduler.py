@@ -929,14 +929,14 @@ def test_scores_that_are_not_finite_end_their_request_alone(plain: LLM, monkeypa
     want = plain.generate([5], max_tokens=30)
     decode = plain.engine.decode
 
-    def spoiled(sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
+    def with_nan(sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
         rows = decode(sequences, tokens)
         for row, sequence in zip(rows, sequences, strict=True):
             if sequence.length == 50:
                 row[7] = np.nan
         return rows
 
-    monkeypatch.setattr(plain.engine, "decode", spoiled)
+    monkeypatch.setattr(plain.engine, "decode", with_nan)
     with scheduler(plain) as made:
         good = made.submit(made.request([5], max_tokens=30))
         bad = made.submit(made.request(some_tokens(45), max_tokens=30, logit_bias=LETTERS))

@@ -46,9 +46,9 @@ def held(llm: LLM) -> tuple[int, dict[Any, int]]:
 
 def continued(session: Session, count: int = 12) -> list[int]:
     """What a session would write; it is as before afterwards."""
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     tokens = session.generate(max_tokens=count, extra_eos=()).tokens
-    session.rewind(moment)
+    session.rewind(snapshot)
     return tokens
 
 
@@ -134,31 +134,31 @@ def test_generate_applies_penalties_to_all_tokens_of_the_session(llm: LLM, sessi
 
 def test_rewind_gives_the_same_text_again(session: Session) -> None:
     session.append(some_tokens(280))
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     first = session.generate(max_tokens=10).tokens
     session.append(some_tokens(270, seed=3))
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert session.tokens == some_tokens(280)
     assert session.generate(max_tokens=10).tokens == first
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert session.generate(max_tokens=10).tokens == first
 
 
 def test_snapshot_between_generated_tokens(session: Session) -> None:
     session.generate(some_tokens(5), max_tokens=4)
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     first = session.generate(max_tokens=6).tokens
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert session.generate(max_tokens=6).tokens == first
 
 
 def test_snapshot_of_one_session_starts_another(llm: LLM, session: Session) -> None:
     session.append(some_tokens(100))
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     want = continued(session)
     session.close()
     with llm.session() as other:
-        other.rewind(moment)
+        other.rewind(snapshot)
         assert other.tokens == some_tokens(100) and other.generate(max_tokens=12).tokens == want
 
 
@@ -187,15 +187,15 @@ def test_rewind_refuses_the_snapshot_of_another_model(folder: Path, session: Ses
 def test_advance_keeps_what_is_the_same(llm: LLM, session: Session) -> None:
     text = some_tokens(300)
     assert session.advance(text[:256]) == 0
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     assert session.advance(text) == 256
     np.testing.assert_array_equal(session._logits, llm.logits(text)[-1])
     assert session.advance(text) == 300
     changed = [*text[:256], *some_tokens(60, seed=4)]
-    assert session.advance(changed, [moment]) == 256
+    assert session.advance(changed, [snapshot]) == 256
     np.testing.assert_array_equal(session._logits, llm.logits(changed)[-1])
     assert session.tokens == changed
-    assert session.advance([9, *text[1:300]], [moment]) == 0  # nothing fits
+    assert session.advance([9, *text[1:300]], [snapshot]) == 0  # nothing fits
     np.testing.assert_array_equal(session._logits, llm.logits([9, *text[1:300]])[-1])
 
 
@@ -235,14 +235,14 @@ def test_advance_to_nothing_empties_the_session(session: Session) -> None:
 def test_a_closed_session_refuses_everything(llm: LLM, tmp_path: Path) -> None:
     session = llm.session()
     session.append([1, 2, 3])
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     session.close()
     session.close()
     for call in (
         lambda: session.append([4]),
         lambda: session.generate([4]),
         lambda: session.snapshot(),
-        lambda: session.rewind(moment),
+        lambda: session.rewind(snapshot),
         lambda: session.advance([1, 2, 3, 4]),
         lambda: session.advance([7]),
         lambda: session.save(tmp_path / "x"),
@@ -305,7 +305,7 @@ def test_append_stopped_between_pieces_keeps_them(llm: LLM, session: Session) ->
 
 def test_a_spoiled_session_can_go_back(llm: LLM, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     session.append(some_tokens(20))
-    moment, want = session.snapshot(), continued(session)
+    snapshot, want = session.snapshot(), continued(session)
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -317,7 +317,7 @@ def test_a_spoiled_session_can_go_back(llm: LLM, session: Session, monkeypatch: 
     for call in (lambda: session.append([1]), lambda: session.generate([1]), session.snapshot):
         with pytest.raises(InvalidArgument, match="interrupted in the middle of a step"):
             call()
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert continued(session) == want
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Runner, "run", interrupt)

@@ -130,11 +130,11 @@ def test_cuda_session_goes_back_and_comes_back_from_a_file(tmp_path):
     llm = penstock.load(device="cuda")
     session = llm.session()
     session.append("Once upon a time")
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     first = session.generate(max_tokens=12).tokens
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert session.generate(max_tokens=12).tokens == first
-    session.rewind(moment)
+    session.rewind(snapshot)
     session.save(tmp_path / "session")
     again = penstock.restore(tmp_path / "session", llm)
     assert again.generate(max_tokens=12).tokens == first

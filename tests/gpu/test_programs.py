@@ -140,9 +140,9 @@ def test_cuda_session_is_where_its_text_ends(text_model):
     """A session's steps are not launched ahead: its state is that of the tokens it has shown."""
     session = text_model.session()
     session.append(some_tokens(20))
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     whole = session.generate(max_tokens=24).tokens
-    session.rewind(moment)
+    session.rewind(snapshot)
     parts = [token for n in (5, 1, 18) for token in session.generate(max_tokens=n).tokens]
     assert parts == whole
 

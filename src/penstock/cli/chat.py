@@ -31,7 +31,7 @@ from penstock.errors import InvalidArgument, OutOfMemory
 if TYPE_CHECKING:
     from penstock.api import LLM
     from penstock.engine.generation import Chunk
-    from penstock.engine.session import Moment
+    from penstock.engine.session import SessionSnapshot
 
 _PROMPT = ">> "
 _HISTORY = 1000  # lines that are kept
@@ -174,9 +174,9 @@ class Conversation:
         self._first, self._options = first, options  # messages before the first, arguments of chat_tokens
         self._messages = list(first)
         self._session = llm.session()
-        self._system: Moment | None = None
-        self._stable: Moment | None = None
-        self._ready: Moment | None = None
+        self._system: SessionSnapshot | None = None
+        self._stable: SessionSnapshot | None = None
+        self._ready: SessionSnapshot | None = None
         self._again = 0
 
     def clear(self) -> None:
@@ -239,14 +239,14 @@ class Conversation:
             between()
             reading(count)
 
-        moments = [moment for moment in (self._system, self._stable, self._ready) if moment is not None]
+        snapshots = [snapshot for snapshot in (self._system, self._stable, self._ready) if snapshot is not None]
         kept = len(tokens)
 
-        def advance(count: int) -> "Moment":
+        def advance(count: int) -> "SessionSnapshot":
             nonlocal kept
-            kept = min(kept, self._session.advance(tokens[:count], moments, progress))
-            moments.append(self._session.snapshot())
-            return moments[-1]
+            kept = min(kept, self._session.advance(tokens[:count], snapshots, progress))
+            snapshots.append(self._session.snapshot())
+            return snapshots[-1]
 
         try:
             if self._first and self._system is None and (same := self._shared(tokens, [_ANYTHING])):

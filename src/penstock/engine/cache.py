@@ -90,7 +90,7 @@ class Sequence:
     slot: int
     tables: dict[int | None, PageTable]
     length: int = 0
-    spoiled: bool = False  # a step stopped half-way: recurrent state may be ahead of `length`
+    corrupt: bool = False  # a step stopped half-way: recurrent state may be ahead of `length`
     closed: bool = field(default=False, repr=False)
 
 
@@ -211,7 +211,7 @@ class Caches:
             self.pools[window].hold(table.live)
         self._release(sequence.tables)
         sequence.tables = {window: PageTable(table.ids, table.first) for window, table in snapshot.tables.items()}
-        sequence.length, sequence.spoiled = snapshot.length, False
+        sequence.length, sequence.corrupt = snapshot.length, False
         for kept, (conv, state) in zip(snapshot.state, self.arrays, strict=True):
             if kept is not None:
                 conv[sequence.slot], state[sequence.slot] = kept

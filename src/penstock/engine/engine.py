@@ -160,7 +160,7 @@ class Engine:
                 for window, table in sequence.tables.items()
             }
             runner.fill(tokens=ids, positions=sequence.length, **tables)
-            with _whole([sequence]):
+            with mark_corrupt_on_error([sequence]):
                 self._state(sequence, out=False)
                 runner.run()
                 self._state(sequence, out=True)
@@ -206,7 +206,7 @@ class Engine:
             if self.programs is None:
                 return np.concatenate([self._defined(s, ids[i : i + 1]) for i, s in enumerate(sequences)])
             runner = self._filled(sequences, ids)
-            with _whole(sequences):
+            with mark_corrupt_on_error(sequences):
                 runner.run()
                 for sequence in sequences:
                     self.caches.advance(sequence, 1)
@@ -234,7 +234,7 @@ class Engine:
                 runner = self._filled(sequences, self.token_array(tokens))
             if last is None or last.runner is not runner or last.drawing is not runner.drawing or last.rows != rows:
                 runner.drawing.fill(rows)
-            with _whole(sequences):
+            with mark_corrupt_on_error(sequences):
                 runner.run(mode, runner.drawing.calls)
                 for sequence in sequences:
                     self.caches.advance(sequence, 1)
@@ -327,7 +327,7 @@ class Engine:
             activations=self.activations,
             dtype=self.dtype,
         )
-        with _whole([sequence]):
+        with mark_corrupt_on_error([sequence]):
             h = family.forward(step, weights, config, self.caches.arrays)
             self.caches.advance(sequence, len(ids))
         return family.logits(step, h if every else h[-1:], weights, config)
@@ -385,7 +385,7 @@ class Engine:
 
     def check_room(self, sequence: Sequence, count: int) -> None:
         """Raises InvalidArgument if a sequence cannot take `count` more tokens."""
-        if sequence.closed or sequence.spoiled:
+        if sequence.closed or sequence.corrupt:
             state = "was closed" if sequence.closed else "was interrupted in the middle of a step"
             raise InvalidArgument(
                 f"sequence: it {state}, expected an open one (rewind it to a snapshot, or start anew)"
@@ -415,13 +415,13 @@ class _Last:
 
 
 @contextlib.contextmanager
-def _whole(sequences: Seq[Sequence]) -> Iterator[None]:
-    """Mark sequences whose step did not come to its end: their states may be half-way."""
+def mark_corrupt_on_error(sequences: Seq[Sequence]) -> Iterator[None]:
+    """Mark sequences as corrupt if their step raises: their states may be half-way."""
     try:
         yield
     except BaseException:
         for sequence in sequences:
-            sequence.spoiled = True
+            sequence.corrupt = True
         raise
 
 

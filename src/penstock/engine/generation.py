@@ -317,7 +317,7 @@ class Decoder:
         except BaseException:
             self._ahead = None
             for row in flying:
-                row.sequence.spoiled = True
+                row.sequence.corrupt = True
             raise
         found: list[tuple[Running, Chunk | Exception]] = []
         for row, token in zip(flying, tokens, strict=False):

@@ -511,7 +511,7 @@ class Scheduler:
                     row.prompted()
                     self._deliver(job, row.accept(scores[0], engine))
         except MemoryError as error:
-            if row.sequence.spoiled or self._prefix is None or not self._prefix.evict():
+            if row.sequence.corrupt or self._prefix is None or not self._prefix.evict():
                 self._end(job, error)
         except CheckpointError as error:
             self._fail(error)
@@ -560,8 +560,8 @@ class Scheduler:
 
     def _failed(self, rows: list[Running], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""
-        jobs = [job for job in self._running if job.row is not None and (job.row in rows or job.row.sequence.spoiled)]
-        whole = not any(row.sequence.spoiled for row in rows)
+        jobs = [job for job in self._running if job.row is not None and (job.row in rows or job.row.sequence.corrupt)]
+        whole = not any(row.sequence.corrupt for row in rows)
         if whole and isinstance(error, MemoryError) and self._prefix is not None and self._prefix.evict():
             return
         if len(jobs) == 1:
@@ -570,7 +570,7 @@ class Scheduler:
         for job in jobs:
             assert job.row is not None
             job.failures += 1
-            if job.row.sequence.spoiled:
+            if job.row.sequence.corrupt:
                 job.order = 0  # before everybody else; what it shared with others may be gone, and it has to wait
                 self._requeue(job)
 

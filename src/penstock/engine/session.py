@@ -33,13 +33,13 @@ VERSION = 1
 
 
 @dataclass(eq=False)
-class Moment:
+class SessionSnapshot:
     """What `Session.snapshot` returns: give it to `Session.rewind`."""
 
     tokens: tuple[int, ...]
     logits: np.ndarray | None
     kept: Snapshot
-    session: int
+    engine: int  # id of the engine that holds `kept`
 
 
 class Session:
@@ -152,11 +152,11 @@ class Session:
                 self._keep(read, done)
 
     def advance(
-        self, tokens: Seq[int], moments: Seq[Moment] = (), progress: Callable[[int], None] | None = None
+        self, tokens: Seq[int], snapshots: Seq[SessionSnapshot] = (), progress: Callable[[int], None] | None = None
     ) -> int:
         """Make the session hold exactly `tokens`, from the latest state that is a beginning of them; how many it kept.
 
-        Candidates are the session itself and `moments`; without a fitting one everything is read again. A state that
+        Candidates are the session itself and `snapshots`; without a fitting one everything is read again. A state that
         holds all of `tokens` but not the scores after them does not fit: nothing could be generated from it.
         """
         ids: list[int] = self.engine.token_array(tokens, tokenizer=self._tokenizer).tolist()
@@ -167,8 +167,8 @@ class Session:
         def fits(tokens: Seq[int], length: int, logits: np.ndarray | None) -> bool:
             return ids[: len(tokens)] == list(tokens) and (length < len(ids) or logits is not None or not ids)
 
-        own = not self._sequence.spoiled and fits(self.tokens[:done], done, self._logits)
-        fitting = [moment for moment in moments if fits(moment.tokens, moment.kept.length, moment.logits)]
+        own = not self._sequence.corrupt and fits(self.tokens[:done], done, self._logits)
+        fitting = [snapshot for snapshot in snapshots if fits(snapshot.tokens, snapshot.kept.length, snapshot.logits)]
         best = max(fitting, key=lambda m: m.kept.length, default=None)
         if best is not None and (not own or best.kept.length > done):
             self.rewind(best)
@@ -186,19 +186,19 @@ class Session:
         self._closing = weakref.finalize(self, self.engine.close, self._sequence)
         self.tokens, self._logits = [], None
 
-    def snapshot(self) -> Moment:
-        """Remember this moment. It stays valid while the model is loaded, also after the session has gone on."""
+    def snapshot(self) -> SessionSnapshot:
+        """The state of now. It stays valid while the model is loaded, also after the session has gone on."""
         kept = self.engine.snapshot(self._sequence)
-        moment = Moment(tuple(self.tokens), self._logits, kept, id(self.engine))
-        weakref.finalize(moment, self.engine.drop, kept)
-        return moment
+        snapshot = SessionSnapshot(tuple(self.tokens), self._logits, kept, id(self.engine))
+        weakref.finalize(snapshot, self.engine.drop, kept)
+        return snapshot
 
-    def rewind(self, moment: Moment) -> None:
-        """Be as at `moment`, which may be another session's of the same model."""
-        if moment.session != id(self.engine):
+    def rewind(self, snapshot: SessionSnapshot) -> None:
+        """Be as at `snapshot`, which may be another session's of the same model."""
+        if snapshot.engine != id(self.engine):
             raise InvalidArgument("rewind: the snapshot belongs to another model, expected one of this model")
-        self.engine.rewind(self._sequence, moment.kept)
-        self.tokens, self._logits = list(moment.tokens), moment.logits
+        self.engine.rewind(self._sequence, snapshot.kept)
+        self.tokens, self._logits = list(snapshot.tokens), snapshot.logits
 
     # -- files -------------------------------------------------------------------------------------------------------
 
