@@ -44,14 +44,14 @@ class Programs:
         caches: Caches,
         activations: str,
         fused: bool = True,
-        steady: bool = False,
+        batch_invariant: bool = False,
         experts: Streamed | None = None,
     ) -> None:
         self.experts = experts  # streamed ones
         self.family, self.config, self.weights = family, config, weights
         self.caches, self.device = caches, caches.device
         self.activations = activations
-        self.fused, self.steady = fused, steady  # see Program
+        self.fused, self.batch_invariant = fused, batch_invariant  # see Program
         self.wrap: Wrap | None = None  # see Program.bind
         zeros = self.device.zeros
         self.rows = [
@@ -152,7 +152,7 @@ class Programs:
         self, graph: Graph, names: Mapping[str, tuple[int, ...]], compiles: bool = True, ahead: bool = False
     ) -> Runner:
         more = self.experts.look_ahead if ahead and self.experts is not None and self.experts.prefetches else None
-        program = Program(graph, self.device.name, fused=self.fused, steady=self.steady, more=more)
+        program = Program(graph, self.device.name, fused=self.fused, batch_invariant=self.batch_invariant, more=more)
         captures = self.experts is None or not self.device.samples_tokens
         return Runner(program, self.device, names, compiles, captures)
 
@@ -166,7 +166,9 @@ class Programs:
         if missing is None:
             return None
         graph = self.decode_graph(rows, widths)
-        program = Program(graph, self.device.name, fused=self.fused, steady=self.steady, cut=_before_experts)
+        program = Program(
+            graph, self.device.name, fused=self.fused, batch_invariant=self.batch_invariant, cut=_before_experts
+        )
         return SteppedRunner(program, self.device, names, self.experts, missing)
 
     def _keep(self, key: Any, runner: Runner) -> Runner:
