@@ -353,7 +353,7 @@ def test_requests_that_come_together_share_what_the_first_computes(model: Callab
     talks = [some_tokens(300, seed=9) + some_tokens(220, seed=n) for n in (20, 21, 22)]
     with Scheduler(llm) as made:
         for prompts, cached in (([prompt] * 4, [0, 512, 512, 512]), (talks, [0, 0, 256])):
-            with made._news:  # all of them before the engine looks
+            with made.condition:  # all of them before the engine looks
                 tickets = [made.submit(made.request(one, max_tokens=5)) for one in prompts]
             done = [ticket.result(SECONDS) for ticket in tickets]
             assert [one.usage.cached_tokens for one in done] == cached

@@ -142,19 +142,19 @@ class Steps:
         self.found: list[tuple[str, int]] = []
         self.gate = threading.Event()
         self.gate.set()
-        piece, decode = engine.prefill_chunk, engine.decode
+        chunk, decode = engine.prefill_chunk, engine.decode
 
-        def watched_piece(sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
+        def watched_chunk(sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
             assert self.gate.wait(SECONDS)
             self.found.append(("prefill", len(ids)))
-            return piece(sequence, ids, every, last)
+            return chunk(sequence, ids, every, last)
 
         def watched_decode(sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
             assert self.gate.wait(SECONDS)
             self.found.append(("decode", len(sequences)))
             return decode(sequences, tokens)
 
-        monkeypatch.setattr(engine, "prefill_chunk", watched_piece)
+        monkeypatch.setattr(engine, "prefill_chunk", watched_chunk)
         monkeypatch.setattr(engine, "decode", watched_decode)
 
 
@@ -321,7 +321,7 @@ def test_usage_and_timings_are_told(plain: LLM) -> None:
 
 @pytest.mark.parametrize("options", [
     {"max_sequences": 0}, {"queue": -1}, {"queue": True}, {"memory": 0}, {"prefix_memory": 1.5}, {"buffer": 0},
-    {"patience": 0}, {"patience": "1"},
+    {"read_timeout": 0}, {"read_timeout": "1"},
 ], ids=str)  # fmt: skip
 def test_scheduler_names_a_bad_option(options: dict[str, Any], plain: LLM) -> None:
     (name,) = options
@@ -332,7 +332,7 @@ def test_scheduler_names_a_bad_option(options: dict[str, Any], plain: LLM) -> No
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_delays_a_running_answer_by_one_piece(plain: LLM, steps: Steps) -> None:
+def test_a_long_prompt_delays_a_running_answer_by_one_chunk(plain: LLM, steps: Steps) -> None:
     with scheduler(plain, buffer=5000) as made:
         first = made.submit(made.request([5], max_tokens=2000, logit_bias=LETTERS))
         next(first)
@@ -381,7 +381,7 @@ def test_a_long_prompt_is_passed_by_no_more_than_its_length(plain: LLM, steps: S
 
 def test_requests_join_a_batch_that_runs(plain: LLM, steps: Steps) -> None:
     with scheduler(plain, max_sequences=4) as made:
-        with made._news:  # all of them before the engine looks
+        with made.condition:  # all of them before the engine looks
             tickets = [made.submit(made.request([n + 4], max_tokens=40, logit_bias=LETTERS)) for n in range(6)]
         for ticket in tickets:
             ticket.result(SECONDS)
@@ -475,7 +475,7 @@ def test_memory_for_all_of_max_tokens_is_there_when_a_request_starts(plain: LLM,
     steps.gate.clear()
     caches = plain.engine.caches
     with scheduler(plain) as made:
-        with made._news:  # all of them before the engine looks
+        with made.condition:  # all of them before the engine looks
             tickets = [made.submit(made.request([5], max_tokens=1000)) for _ in range(3)]
         until(lambda: all(ticket.state == "prompt" for ticket in tickets))
         assert len(caches.pools[None].free) >= 3 * 4 and caches._slots >= 3
@@ -557,7 +557,7 @@ def test_memory_is_by_default_what_is_free(plain: LLM, monkeypatch: pytest.Monke
 
 
 def test_a_slow_reader_pauses_his_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK", 1000.0)  # a read wakes the engine
+    monkeypatch.setattr(module, "POLL_SECONDS", 1000.0)  # a read wakes the engine
     want = llm.generate([5], max_tokens=60, logit_bias=LETTERS)
     with scheduler(llm, buffer=4) as made:
         slow = made.submit(made.request([5], max_tokens=60, logit_bias=LETTERS))
@@ -574,7 +574,7 @@ def test_a_slow_reader_pauses_his_request_alone(llm: LLM, monkeypatch: pytest.Mo
 
 
 def test_a_reader_who_takes_nothing_is_given_up(plain: LLM) -> None:
-    with scheduler(plain, buffer=2, patience=0.05) as made:
+    with scheduler(plain, buffer=2, read_timeout=0.05) as made:
         ticket = made.submit(made.request([5], max_tokens=500, logit_bias=LETTERS))
         until(lambda: ticket.state == "done")
         assert len(ticket.request.tokens) < 10
@@ -587,7 +587,7 @@ def test_a_reader_who_takes_nothing_is_given_up(plain: LLM) -> None:
 def test_a_reader_who_lags_while_others_wait_gives_up_his_sequence(
     short_of: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK", 1000.0)  # reads wake the engine
+    monkeypatch.setattr(module, "POLL_SECONDS", 1000.0)  # reads wake the engine
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "logit_bias": LETTERS}
     prompt = some_tokens(300)
     want = llm.generate(prompt, **options).tokens
@@ -607,7 +607,7 @@ def test_a_reader_who_lags_while_others_wait_gives_up_his_sequence(
 def test_a_preempted_request_is_given_up_or_finished_as_one_that_runs(plain: LLM) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "logit_bias": LETTERS}
     want = plain.generate([5], **options).tokens
-    with scheduler(plain, max_sequences=1, buffer=4, patience=SECONDS) as made:
+    with scheduler(plain, max_sequences=1, buffer=4, read_timeout=SECONDS) as made:
 
         def preempted() -> Ticket:
             count = made.metrics().preemptions
@@ -616,11 +616,11 @@ def test_a_preempted_request_is_given_up_or_finished_as_one_that_runs(plain: LLM
             assert made.metrics().preemptions == count + 1
             return ticket
 
-        asleep, made.patience = preempted(), 0.05
+        asleep, made.read_timeout = preempted(), 0.05
         until(lambda: asleep.state == "done")
         with pytest.raises(Cancelled, match=r"^reader: nothing was read for 0.05 seconds"):
             list(asleep)
-        made.patience = SECONDS
+        made.read_timeout = SECONDS
         awake, late = preempted(), preempted()
         assert next(late).token == want[0]
         closing = threading.Thread(target=made.close, args=(SECONDS,))
@@ -651,7 +651,7 @@ def test_result_in_time_or_not_at_all(plain: LLM, steps: Steps) -> None:
 
 
 def test_tickets_in_an_event_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK", 1000.0)
+    monkeypatch.setattr(module, "POLL_SECONDS", 1000.0)
     want = [llm.generate([n + 4], max_tokens=20, temperature=1.0, seed=n) for n in range(10)]
 
     async def client(made: Scheduler, n: int) -> str:
@@ -868,7 +868,7 @@ def test_a_step_that_fails_once_costs_nobody_his_text(
 
     with scheduler(llm) as made:
         monkeypatch.setattr(Runner, "run", failing(BackendError("disk: a read failed"), fails))
-        with made._news:
+        with made.condition:
             tickets = [made.submit(made.request(prompt, **options)) for prompt in prompts]
         for ticket, alone in zip(tickets, want, strict=True):
             assert tokens_of(ticket) == alone.tokens
@@ -895,7 +895,7 @@ def test_a_sequence_that_lost_what_it_shared_waits_for_memory(plain: LLM, monkey
             return True
 
         monkeypatch.setattr(Runner, "run", failing(BackendError("disk: a read failed"), fails))
-        with made._news:
+        with made.condition:
             tickets = [made.submit(made.request(prompt, **options)) for _ in range(2)]
         for ticket in tickets:
             same(ticket.result(SECONDS), want)
@@ -983,7 +983,7 @@ def test_a_mistake_in_the_scheduler_ends_all_waits(plain: LLM, monkeypatch: pyte
         first = made.submit(made.request([5], max_tokens=2000, logit_bias=LETTERS))
         next(first)
         second = made.submit(made.request([5], max_tokens=2))
-        monkeypatch.setattr(made, "_sweep", lambda: 1 // 0)
+        monkeypatch.setattr(made, "_reap", lambda: 1 // 0)
         for ticket in (first, second):
             with pytest.raises(Cancelled, match="^scheduler: it has stopped: integer division"):
                 ticket.result(SECONDS)

@@ -95,7 +95,7 @@ class Service:
                 queue=options.limits.queue,
                 prefix_cache=options.prefix_cache,
                 prefix_memory=options.prefix_memory,
-                patience=options.limits.write_seconds,
+                read_timeout=options.limits.write_seconds,
                 failed=self._failed,
             )
             scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
