@@ -137,7 +137,7 @@ def test_scores_of_a_piece_stay_below_a_limit(grid, vocab, length):
     engine = SimpleNamespace(
         device=SimpleNamespace(chunk_alignment=grid), model=SimpleNamespace(config=SimpleNamespace(vocab_size=vocab))
     )
-    assert library._piece_length(engine) == length  # type: ignore[arg-type]
+    assert library._chunk_length(engine) == length  # type: ignore[arg-type]
 
 
 def test_evaluate_refuses_windows_that_do_not_fit():

@@ -49,7 +49,7 @@ class PlannedModel:
 
     given: what the user called it, None for the demo model. parts: bytes by name, experts not among them. layers: bytes
     of one expert of each layer that has experts. active: bytes of everything else that a token reads. arena: bytes for
-    the values of a prefill's piece. files: a folder or .gguf file, if the weights are here.
+    the values of a prefill's chunk. files: a folder or .gguf file, if the weights are here.
     """
 
     given: str | None

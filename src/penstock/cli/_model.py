@@ -525,7 +525,7 @@ def tolerant_stdout() -> None:
 class Reading:
     """Progress over a long prompt: a bar on stderr, if that is a terminal, until the last token has been read.
 
-    An instance is what `progress=` takes. Nothing is shown before the first piece is done: it may have to compile.
+    An instance is what `progress=` takes. Nothing is shown before the first chunk is done: it may have to compile.
     """
 
     def __init__(self, total: int) -> None:

@@ -156,7 +156,7 @@ def _answer(
 
 
 class _Stopped(Exception):
-    """Ctrl-C came between two pieces of a prompt."""
+    """Ctrl-C came between two chunks of a prompt."""
 
 
 class Conversation:
@@ -189,7 +189,7 @@ class Conversation:
     ) -> "Generator[Chunk, None, None]":
         """A generator of the answer to `message`, or of another answer to the last one (None).
 
-        `between` is called between pieces of the prompt and may raise. A message whose prompt cannot be computed is
+        `between` is called between chunks of the prompt and may raise. A message whose prompt cannot be computed is
         forgotten; an answer that is not followed to its end stays as far as it came.
         """
         if message is None:

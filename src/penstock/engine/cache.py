@@ -130,8 +130,8 @@ class Caches:
     def pages_of(self, length: int) -> dict[int | None, int]:
         """The most pages per window that a sequence holds until it has `length` positions."""
         whole = -(-length // PAGE)
-        piece = self.device.chunk_alignment // PAGE  # written at once, before any of the pages behind it go back
-        return {w: whole if w is None else min(whole, -(-w // PAGE) + 1 + piece) for w in self.pools}
+        chunk = self.device.chunk_alignment // PAGE  # written at once, before any of the pages behind it go back
+        return {w: whole if w is None else min(whole, -(-w // PAGE) + 1 + chunk) for w in self.pools}
 
     def page_bytes(self, window: int | None) -> int:
         """Bytes of a page in all layers of one window."""

@@ -1,8 +1,8 @@
-"""Runs a model for sequences: prefill on a grid of positions, decode of several sequences at once.
+"""Runs a model for sequences: prefill in aligned chunks, decode of several sequences at once.
 
-A step's arithmetic for one sequence depends neither on who else is in the batch nor on where its pages lie. Prompts are
-cut at multiples of the device's grid, so the answer does not depend on whether a part of the prompt was there before.
-Steps run as programs (`programs.py`), fused and with their buffers planned.
+A step's arithmetic for one sequence depends neither on the rest of the batch nor on where its pages lie. Prompts are
+cut at multiples of the device's chunk_alignment, so the answer does not depend on whether a part of the prompt was there
+before. Steps run as programs (`programs.py`), fused and with their buffers planned.
 """
 
 from __future__ import annotations
@@ -119,19 +119,19 @@ class Engine:
     ) -> np.ndarray:
         """Append tokens to a sequence; scores after the last one [vocab], or after each one [T, vocab].
 
-        Cut at multiples of the device's grid, so that what is stored at a grid point never depends on the cut. If a
-        piece fails the sequence keeps what the pieces before it wrote. `progress` is called with the number of tokens
-        of each piece.
+        Cut into chunks at multiples of the device's chunk_alignment, so that what is stored there never depends on the
+        cut. If a chunk fails the sequence keeps what the chunks before it wrote. `progress` is called with the number
+        of tokens of each chunk.
         """
         ids = self.token_array(tokens)
         if not len(ids):
             raise InvalidArgument("prefill: tokens is empty, expected at least one")
         self.check_room(sequence, len(ids))
         rows = np.empty((len(ids), self.model.config.vocab_size), np.float32) if every else None
-        grid = self.device.chunk_alignment
+        alignment = self.device.chunk_alignment
         done = 0
         while True:
-            count = min(len(ids) - done, grid - sequence.length % grid)
+            count = min(len(ids) - done, alignment - sequence.length % alignment)
             last = done + count == len(ids)
             scores = self.prefill_chunk(sequence, ids[done : done + count], every, last)
             if rows is not None:
@@ -180,7 +180,7 @@ class Engine:
         self.device.copy_all(*((own, work) if out else (work, own)))
 
     def _every(self, h: Any) -> np.ndarray:
-        """Scores of all rows of the residual stream, a page of rows at a time: those of long pieces would be large."""
+        """Scores of all rows of the residual stream, a page of rows at a time: those of long chunks would be large."""
         assert self.programs is not None
         scores = np.empty((len(h), self.model.config.vocab_size), np.float32)
         parts = [self.device.copy(h[start : start + PAGE]) for start in range(0, len(h), PAGE)]  # the arena is shared
@@ -316,7 +316,7 @@ class Engine:
         runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **tables)
 
     def _defined(self, sequence: Sequence, ids: np.ndarray, every: bool = False) -> np.ndarray:
-        """A piece by the definitions of the ops, one after the other: device "reference"."""
+        """A chunk by the definitions of the ops, one after the other: device "reference"."""
         family, config, weights = self.model.family, self.model.config, self.model.weights
         step = Step(
             tokens=ids,
