@@ -60,7 +60,7 @@ class Stats:
     expert_hits: int | None = None
     expert_host_hits: int | None = None
     expert_reads: int | None = None
-    expert_guessed: int | None = None  # of the reads, those before somebody had chosen the expert
+    expert_guessed: int | None = None  # of the reads, those of experts that were not chosen yet
     expert_bytes_read: int | None = None
     expert_bytes_copied: int | None = None
     expert_wait_seconds: float | None = None
@@ -276,7 +276,7 @@ class LLM:
 
 
 def _chunks(steps: Generator[tuple[int, Chunk], None, None]) -> Iterator[Chunk]:
-    """The chunks of one request; whoever closes it early closes the steps too, and with them what they hold."""
+    """The chunks of one request; closing it early closes the steps too, and with them what they hold."""
     try:
         for _, chunk in steps:
             yield chunk
@@ -429,7 +429,7 @@ def _with_files(model: AnyModel, device: Device, files: Checkpoint | GgufFile) -
 
 
 def _putting(device: Device, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
-    """`device.to_device` that tells the share of all `nbytes` that are there."""
+    """`device.to_device` that calls `progress` with the share of all `nbytes` that are there."""
     done = 0
 
     def put(value: Any) -> Any:
@@ -453,7 +453,7 @@ def _weights(
 ) -> tuple[WeightsT, ConfigT]:
     """A family's weights and config with their arrays on a device: matrices as they are read, small ones at the end.
 
-    progress: is told the share of all `nbytes` that are there.
+    progress is called with the share of all `nbytes` that are there.
     """
     weights = family.read_weights(Placed(source, _putting(device, nbytes, progress)), config)
     return models.placed(weights, device.to_device), models.placed(config, device.to_device)

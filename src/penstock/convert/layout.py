@@ -342,7 +342,7 @@ def _config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _left_out(folder: Any, names: set[str], extra: set[str], tied: bool, dropped: list[str]) -> list[str]:
-    """One remark about parts that are known, one about tensors that nobody knows."""
+    """One remark about parts that are known, one about unknown tensors."""
     notices = []
     other = sorted(names - extra)
     if tied:

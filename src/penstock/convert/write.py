@@ -206,7 +206,7 @@ class Workshop:
             os.fsync(self._lock)
 
     def write_shard(self, shard: Shard, progress: Callable[[int], None]) -> None:
-        """Write a file, unless an earlier run has finished it. `progress` is told the bytes that were read."""
+        """Write a file, unless an earlier run has finished it. `progress` is called with the bytes that were read."""
         if shard.file in self.finished:
             progress(sum(task.source_nbytes for task in shard.tasks))
             return

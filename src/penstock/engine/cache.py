@@ -1,7 +1,7 @@
 """The memory of sequences: pages of keys and values, slots of recurrent state, and copies of a moment of both.
 
 Pages are counted. A snapshot holds the pages of its moment and a copy of the recurrent state; a sequence that writes
-into a page that somebody else holds writes into a copy of its own. Layers of one window share page numbers: page p of
+into a page that is held elsewhere writes into a copy of its own. Layers of one window share page numbers: page p of
 a sequence is row p of every such layer's arrays. Pages that have left a window go back at once.
 """
 
@@ -105,7 +105,7 @@ class Snapshot:
 
 
 class Caches:
-    """Arrays of all layers, and who owns which part of them. Grows by doubling; raises OutOfMemory when it cannot."""
+    """Arrays of all layers, and the owners of their parts. Grows by doubling; raises OutOfMemory when it cannot."""
 
     def __init__(self, layouts: Seq[Layout], dtype: str, device: Device | None = None) -> None:
         self.layouts = tuple(layouts)

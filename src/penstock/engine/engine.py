@@ -1,8 +1,8 @@
 """Runs a model for sequences: prefill in aligned chunks, decode of several sequences at once.
 
 A step's arithmetic for one sequence depends neither on the rest of the batch nor on where its pages lie. Prompts are
-cut at multiples of the device's chunk_alignment, so the answer does not depend on whether a part of the prompt was there
-before. Steps run as programs (`programs.py`), fused and with their buffers planned.
+cut at multiples of the device's chunk_alignment, so the answer does not depend on whether a part of the prompt was
+there before. Steps run as programs (`programs.py`), fused and with their buffers planned.
 """
 
 from __future__ import annotations

@@ -281,8 +281,7 @@ class Decoder:
     """Decode steps of rows that come and go.
 
     Where the device draws, it is at the next step while the host turns the last one's tokens into text. A row that ends
-    has then taken one step too many, which matters to nobody: only sequences that end with their request are treated
-    so.
+    has then taken one step too many, which changes no answer: only sequences that end with their request do so.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -291,7 +290,7 @@ class Decoder:
 
     @property
     def ahead(self) -> bool:
-        """Whether a step is under way whose tokens nobody has seen."""
+        """Whether a step is under way whose tokens were not read yet."""
         return self._ahead is not None
 
     def step(self, rows: list[Running], go_on: bool = True) -> list[tuple[Running, Chunk | Exception]]:

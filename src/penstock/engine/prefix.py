@@ -115,7 +115,7 @@ class PrefixCache:
     def store(self, digests: Seq[bytes], sequence: Sequence, room: Callable[[], int]) -> bool:
         """Keep the present state of a sequence, which is at a chunk end of a prompt with these digests.
 
-        room: bytes that nobody else uses or was promised, for what the sequence itself will not hold on to: the state
+        room: bytes that are neither in use nor promised, for what the sequence itself will not hold on to: the state
         and the pages of windows. Others go if the budget or the room asks for it; if that is not enough nothing is
         stored.
         """

@@ -243,7 +243,7 @@ def _before_experts(node: Node) -> bool:
 
 
 class _Watched(Step):
-    """A step that notes whether somebody asks where it starts: then a graph is good for that start alone."""
+    """A step that notes whether a family reads where it starts: then a graph is good for that start alone."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "start":

@@ -166,7 +166,7 @@ class Scheduler:
         CheckpointError once the weights could not be read.
 
         client: whose it is. Clients have equal shares, also of a full queue: there the newest request of the client
-        with the most makes room for one who has fewer, and ends with QueueFull.
+        with the most makes room for one with fewer, and ends with QueueFull.
         """
         if request.sequence is not None:
             raise InvalidArgument("request: it continues a session, expected one with a sequence of its own")

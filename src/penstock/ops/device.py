@@ -96,7 +96,7 @@ class Missing(Protocol):
         ...
 
     def gather(self) -> None:
-        """Go on to read experts that nobody has chosen yet, if host memory has room for all."""
+        """Go on to read experts that were not chosen yet, if host memory has room for all."""
         ...
 
     def tell(self, layers: np.ndarray, report: np.ndarray) -> None:

@@ -690,8 +690,8 @@ def op(
 def kernel(
     op: Op, *, device: str, variants: tuple[str, ...] = (), composed: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a kernel: called with the op's arguments by position and `out=` (an array, or a tuple with None for what
-    nobody asked for), and with `variant=` (None: choose) if it has variants. It writes `out` and returns nothing.
+    """Register a kernel: called with the op's arguments by position and `out=` (an array, or a tuple with None for an
+    output that is not wanted), and with `variant=` (None: choose) if it has variants. It writes `out`.
     """
     if device not in DEVICES:
         raise InvalidArgument(f"kernel: device is {device!r}, expected one of {', '.join(DEVICES)}")

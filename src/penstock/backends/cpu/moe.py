@@ -2,7 +2,7 @@
 
 The (token, slot) pairs of a routing are sorted by expert, so that each expert's weights are read once per call; with
 one token every pair is its own group. Decode and prefill run the same grouped product, and a pair's result does not
-depend on who else is in the call.
+depend on the rest of the call.
 """
 
 from __future__ import annotations
