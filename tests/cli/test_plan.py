@@ -11,7 +11,7 @@ from huggingface_hub import constants, errors
 import penstock
 from penstock import models
 from penstock.analysis import plan as planning
-from penstock.analysis.routes import Routes
+from penstock.analysis.expert_routes import ExpertRoutes
 from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches
 from penstock.experts.simulate import Trace, simulate
@@ -223,7 +223,9 @@ def recorded(path, layers=8, experts=16, k=4, prompt=20, tokens=60):
     ids = rng.permuted(np.tile(np.arange(experts // 2), (tokens, layers, 1)), axis=2)[..., :k].astype(np.int32)
     decode = np.arange(tokens) >= prompt
     texts = ("x",) * tokens
-    made = Routes("made", np.zeros(tokens, np.int32), texts, ids, decode, experts, tuple(range(layers)), (9,) * layers)
+    made = ExpertRoutes(
+        "made", np.zeros(tokens, np.int32), texts, ids, decode, experts, tuple(range(layers)), (9,) * layers
+    )
     made.save(path)
     return Trace(ids, decode, experts)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.analysis.routes import load_routes, record
+from penstock.analysis.expert_routes import load_expert_routes, record
 from penstock.engine import engine as steps
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models import layers
@@ -169,7 +169,7 @@ def routes(llm):
 
 def test_routes_come_back_from_a_file(routes, tmp_path):
     routes.save(tmp_path / "r.npz")
-    back = load_routes(tmp_path / "r.npz")
+    back = load_expert_routes(tmp_path / "r.npz")
     for field in dataclasses.fields(routes):
         np.testing.assert_array_equal(getattr(back, field.name), getattr(routes, field.name), field.name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.npz"]
@@ -225,7 +225,7 @@ def changed(routes, path, about, arrays):
 )
 def test_load_routes_refuses_what_does_not_fit(about, arrays, message, routes, tmp_path):
     with pytest.raises(CheckpointError) as caught:
-        load_routes(changed(routes, tmp_path / "r.npz", about, arrays))
+        load_expert_routes(changed(routes, tmp_path / "r.npz", about, arrays))
     assert str(caught.value).startswith(f"{tmp_path / 'r.npz'}: ") and message in str(caught.value)
 
 
@@ -234,17 +234,17 @@ def test_load_routes_refuses_files_of_other_kinds(routes, tmp_path):
     for content in (b"", b"hello", b"PK\x03\x04"):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="is no recorded routing"):
-            load_routes(path)
+            load_expert_routes(path)
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
-        load_routes(tmp_path / "none.npz")
+        load_expert_routes(tmp_path / "none.npz")
     with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
-        load_routes(tmp_path)
+        load_expert_routes(tmp_path)
     routes.save(path)
     whole = path.read_bytes()
     for size in range(0, len(whole), 97):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError):
-            load_routes(path)
+            load_expert_routes(path)
 
 
 def test_load_routes_does_not_unpack_endless_arrays(tmp_path, monkeypatch):
@@ -253,9 +253,9 @@ def test_load_routes_does_not_unpack_endless_arrays(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "r.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tokens.npy", header.getvalue())
     with pytest.raises(CheckpointError, match="is no recorded routing"):
-        load_routes(tmp_path / "r.npz")
+        load_expert_routes(tmp_path / "r.npz")
     with zipfile.ZipFile(tmp_path / "r.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tokens.npy", bytes(1 << 20))
-    monkeypatch.setattr("penstock.analysis.routes._LIMIT", 1 << 19)
+    monkeypatch.setattr("penstock.analysis.expert_routes._LIMIT", 1 << 19)
     with pytest.raises(CheckpointError, match="unpacks to 1048576 bytes, expected at most 524288"):
-        load_routes(tmp_path / "r.npz")
+        load_expert_routes(tmp_path / "r.npz")

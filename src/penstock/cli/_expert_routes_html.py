@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.analysis.routes import LayerUse, RoutesReport
+from penstock.analysis.expert_routes import ExpertRoutesReport, LayerUse
 from penstock.cli._output import percent, render, script_json
 from penstock.experts.policy import AUTO
 from penstock.experts.simulate import BEST
@@ -17,7 +17,7 @@ _NONE = 0xFFFF  # in the page's array of ids: no choice
 _WIDTH, _HEIGHT, _LEFT, _LOW = 460, 300, 44, 36  # of the chart of hit rates, with room for the numbers at the axes
 
 
-def page(report: RoutesReport, heading: str) -> str:
+def page(report: ExpertRoutesReport, heading: str) -> str:
     """The whole page; heading: "model: what was recorded"."""
     routes = report.routes
     title, _, about = heading.partition(": ")
@@ -54,7 +54,7 @@ def page(report: RoutesReport, heading: str) -> str:
     )
 
 
-def _tiles(report: RoutesReport) -> list[tuple[str, str]]:
+def _tiles(report: ExpertRoutesReport) -> list[tuple[str, str]]:
     routes, uses = report.routes, report.layers
     return [
         ("experts of a layer that were used", f"{np.mean([use.used for use in uses]):.4g} of {routes.experts}"),
