@@ -22,7 +22,7 @@ from common import parse, parser, report
 import penstock
 from penstock.analysis.weights import active_bytes
 from penstock.api import LLM, load_random
-from penstock.engine.generation import Request, run
+from penstock.engine.generation import Request, run_requests
 from penstock.engine.scheduler import Scheduler
 from penstock.models.config import first_layers
 from penstock.weights.resolve import resolve_model
@@ -60,7 +60,7 @@ def steady_rate(times: list[list[float]]) -> float:
 
 
 def direct_rate(llm: LLM, tokens: int) -> float:
-    return steady_rate([chunk_times(run(llm.engine, [request_of(llm, 0, tokens)]))])
+    return steady_rate([chunk_times(run_requests(llm.engine, [request_of(llm, 0, tokens)]))])
 
 
 def scheduled_rate(made: Scheduler, llm: LLM, clients: int, tokens: int) -> float:
@@ -82,7 +82,7 @@ def check(made: Scheduler, llm: LLM, clients: int) -> None:
     together = [ticket.result().tokens for ticket in [made.submit(request) for request in requests]]
     for n, tokens in enumerate(together):
         alone = request_of(llm, n, 8)
-        if [chunk.token for _, chunk in run(llm.engine, [alone])] != tokens:
+        if [chunk.token for _, chunk in run_requests(llm.engine, [alone])] != tokens:
             raise SystemExit(f"client {n}: other tokens in a batch than alone")
 
 

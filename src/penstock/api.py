@@ -18,7 +18,7 @@ from penstock.engine import compile_ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
-from penstock.engine.generation import Chunk, Completion, Request, Timings, request_of, run
+from penstock.engine.generation import Chunk, Completion, Request, Timings, request_of, run_requests
 from penstock.engine.options import WORKING_BYTES, resolve_options
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import InvalidArgument, OutOfMemory
@@ -262,7 +262,7 @@ class LLM:
         self, requests: Seq[Request], progress: Callable[[int], None] | None = None
     ) -> Generator[tuple[int, Chunk], None, None]:
         try:
-            yield from run(self.engine, requests, progress)
+            yield from run_requests(self.engine, requests, progress)
         finally:
             self.add_timings([request.timings for request in requests])
 

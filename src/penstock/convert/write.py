@@ -87,7 +87,7 @@ class Shard(NamedTuple):
         return [tensor for task in self.tasks for tensor in task.tensors]
 
 
-def cut(tasks: Sequence[Task], extra: Sequence[Task] = (), limit: int = SHARD_BYTES) -> list[Shard]:
+def split_shards(tasks: Sequence[Task], extra: Sequence[Task] = (), limit: int = SHARD_BYTES) -> list[Shard]:
     """Files of at most `limit` bytes (a larger task has one of its own), the extra tasks apart."""
     groups: list[list[Task]] = []
     size = 0

@@ -55,7 +55,7 @@ def start(load: Callable[..., Loaded], options: dict[str, Any]) -> None:
         compile_lock.helper = helper
 
 
-def run(engine: Engine, parent: int) -> None:
+def compile_steps(engine: Engine, parent: int) -> None:
     """Steps over and over until one meets no locked kernel, the parent has gone, or time is up."""
     from penstock.backends.cpu import compile_lock
 
@@ -95,7 +95,7 @@ def main() -> None:
 
     load, options, parent = pickle.load(sys.stdin.buffer)
     compile_lock.helping = True
-    run(load(**options).engine, parent)
+    compile_steps(load(**options).engine, parent)
 
 
 if __name__ == "__main__":

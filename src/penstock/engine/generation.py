@@ -355,7 +355,7 @@ class Decoder:
             return error
 
 
-def run(
+def run_requests(
     engine: Engine,
     requests: Seq[Request],
     progress: Callable[[int], None] | None = None,

@@ -22,7 +22,7 @@ import numpy as np
 from penstock.dtypes import dtype_name
 from penstock.engine.cache import Snapshot
 from penstock.engine.engine import Engine
-from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
+from penstock.engine.generation import Chunk, Completion, Request, run_requests, sampling_params
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument
 from penstock.models.step import PAGE, Pages
 from penstock.text.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ class Session:
     def _streamed(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
         done = self._sequence.length
         read = [*self.tokens[:done], *request.prompt]
-        chunks = run(self.engine, [request], progress)
+        chunks = run_requests(self.engine, [request], progress)
         try:
             for _, chunk in chunks:
                 self.tokens = [*read, *request.tokens]
