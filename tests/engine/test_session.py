@@ -67,7 +67,7 @@ def test_generate_is_that_of_the_model(length: int, llm: LLM, session: Session) 
 def test_append_at_the_grid_then_generate_gives_the_same_bits(llm: LLM, session: Session) -> None:
     prompt = some_tokens(520)
     assert [session.append(part) for part in (prompt[:256], prompt[256:512], prompt[512:])] == [256, 256, 8]
-    np.testing.assert_array_equal(session._logits, llm.logits(prompt)[-1])
+    np.testing.assert_array_equal(session.logits, llm.logits(prompt)[-1])
     assert session.generate(max_tokens=5).tokens == llm.generate(prompt, max_tokens=5).tokens
 
 
@@ -75,8 +75,8 @@ def test_append_anywhere_is_right(llm: LLM, session: Session) -> None:
     prompt = some_tokens(300)
     for part in (prompt[:1], prompt[1:7], [], prompt[7:100], prompt[100:]):
         session.append(part)
-    assert session._logits is not None
-    assert np.abs(session._logits - llm.logits(prompt)[-1]).max() < 1e-4
+    assert session.logits is not None
+    assert np.abs(session.logits - llm.logits(prompt)[-1]).max() < 1e-4
 
 
 def test_generate_goes_on_after_what_it_wrote(llm: LLM, session: Session) -> None:
@@ -189,14 +189,14 @@ def test_advance_keeps_what_is_the_same(llm: LLM, session: Session) -> None:
     assert session.advance(text[:256]) == 0
     snapshot = session.snapshot()
     assert session.advance(text) == 256
-    np.testing.assert_array_equal(session._logits, llm.logits(text)[-1])
+    np.testing.assert_array_equal(session.logits, llm.logits(text)[-1])
     assert session.advance(text) == 300
     changed = [*text[:256], *some_tokens(60, seed=4)]
     assert session.advance(changed, [snapshot]) == 256
-    np.testing.assert_array_equal(session._logits, llm.logits(changed)[-1])
+    np.testing.assert_array_equal(session.logits, llm.logits(changed)[-1])
     assert session.tokens == changed
     assert session.advance([9, *text[1:300]], [snapshot]) == 0  # nothing fits
-    np.testing.assert_array_equal(session._logits, llm.logits([9, *text[1:300]])[-1])
+    np.testing.assert_array_equal(session.logits, llm.logits([9, *text[1:300]])[-1])
 
 
 def test_advance_takes_the_longest_moment(session: Session) -> None:
@@ -379,7 +379,7 @@ def test_save_and_restore_give_the_same_text(prepare: Any, llm: LLM, session: Se
         assert first.tokens == second.tokens
         other.append([1, 2])
         session.append([1, 2])
-        np.testing.assert_array_equal(other._logits, session._logits)
+        np.testing.assert_array_equal(other.logits, session.logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

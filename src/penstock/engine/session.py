@@ -43,14 +43,17 @@ class SessionSnapshot:
 
 
 class Session:
-    """One sequence of a model. `tokens` is all it has read and written; the last one may not have been computed yet."""
+    """One sequence of a model. `tokens` is all it has read and written; the last one may not have been computed yet.
+
+    `logits` [vocab] are those after the last token, None while it has not been computed.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str | None) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
         self._model = model
         self._sequence = engine.open()
-        self._logits: np.ndarray | None = None
+        self.logits: np.ndarray | None = None
         self.tokens: list[int] = []
         self._closing = weakref.finalize(self, engine.close, self._sequence)
 
@@ -83,12 +86,12 @@ class Session:
         except BaseException:
             self._keep(tokens, done)
             raise
-        self.tokens, self._logits = tokens, logits
+        self.tokens, self.logits = tokens, logits
 
     def _keep(self, tokens: list[int], done: int) -> None:
         """After a failure: `tokens` as far as they were computed, if that is more than the `done` of before."""
         if self._sequence.length > done:
-            self.tokens, self._logits = tokens[: max(self._sequence.length, len(self.tokens))], None
+            self.tokens, self.logits = tokens[: max(self._sequence.length, len(self.tokens))], None
 
     def _encoded(self, prompt: str | Seq[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -134,7 +137,7 @@ class Session:
             extra_eos=sampling.get("extra_eos", ()),
             sequence=self._sequence,
             context=self.tokens[:done],
-            logits=self._logits,
+            logits=self.logits,
         )
 
     def _streamed(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
@@ -144,7 +147,7 @@ class Session:
         try:
             for _, chunk in chunks:
                 self.tokens = [*read, *request.tokens]
-                self._logits = None  # of the token before this one
+                self.logits = None  # of the token before this one
                 yield chunk
         finally:
             chunks.close()  # type: ignore[attr-defined]
@@ -167,7 +170,7 @@ class Session:
         def fits(tokens: Seq[int], length: int, logits: np.ndarray | None) -> bool:
             return ids[: len(tokens)] == list(tokens) and (length < len(ids) or logits is not None or not ids)
 
-        own = not self._sequence.corrupt and fits(self.tokens[:done], done, self._logits)
+        own = not self._sequence.corrupt and fits(self.tokens[:done], done, self.logits)
         fitting = [snapshot for snapshot in snapshots if fits(snapshot.tokens, snapshot.kept.length, snapshot.logits)]
         best = max(fitting, key=lambda m: m.kept.length, default=None)
         if best is not None and (not own or best.kept.length > done):
@@ -184,12 +187,12 @@ class Session:
         self._closing.detach()
         self._sequence = self.engine.open()
         self._closing = weakref.finalize(self, self.engine.close, self._sequence)
-        self.tokens, self._logits = [], None
+        self.tokens, self.logits = [], None
 
     def snapshot(self) -> SessionSnapshot:
         """The state of now. It stays valid while the model is loaded, also after the session has gone on."""
         kept = self.engine.snapshot(self._sequence)
-        snapshot = SessionSnapshot(tuple(self.tokens), self._logits, kept, id(self.engine))
+        snapshot = SessionSnapshot(tuple(self.tokens), self.logits, kept, id(self.engine))
         weakref.finalize(snapshot, self.engine.drop, kept)
         return snapshot
 
@@ -198,7 +201,7 @@ class Session:
         if snapshot.engine != id(self.engine):
             raise InvalidArgument("rewind: the snapshot belongs to another model, expected one of this model")
         self.engine.rewind(self._sequence, snapshot.kept)
-        self.tokens, self._logits = list(snapshot.tokens), snapshot.logits
+        self.tokens, self.logits = list(snapshot.tokens), snapshot.logits
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -210,8 +213,8 @@ class Session:
         engine, sequence = self.engine, self._sequence
         engine.check_room(sequence, 0)
         arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
-        if self._logits is not None:
-            arrays["logits"] = self._logits
+        if self.logits is not None:
+            arrays["logits"] = self.logits
         with engine.lock:
             for n in range(len(engine.caches.layouts)):
                 for part, array in zip(("first", "second"), engine.caches.rows(sequence, n), strict=True):
@@ -315,7 +318,7 @@ def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
     with engine.lock:
         engine.caches.fill(session._sequence, length, rows)  # type: ignore[arg-type]
     session.tokens = tokens
-    session._logits = np.array(arrays["logits"]) if "logits" in arrays else None
+    session.logits = np.array(arrays["logits"]) if "logits" in arrays else None
 
 
 def _digest(about: dict[str, str], arrays: dict[str, np.ndarray]) -> str:
