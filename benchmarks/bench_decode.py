@@ -32,7 +32,7 @@ def config_of(found: ResolvedModel, layers: int, vocab: int | None) -> dict[str,
 
 
 def check(llm: LLM) -> None:
-    engine, rows = llm._engine, []
+    engine, rows = llm.engine, []
     first, second = engine.open(), engine.open()
     for sequence, prompt in ((first, [1, 2, 3, 4, 5]), (second, [7])):
         engine.prefill(sequence, prompt)
@@ -47,7 +47,7 @@ def check(llm: LLM) -> None:
 
 
 def seconds_per_token(llm: LLM, tokens: int) -> float:
-    engine = llm._engine
+    engine = llm.engine
     sequence = engine.open()
     engine.prefill(sequence, [1, 2, 3])
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     found = resolve_model(args.config, ["config"])
     llm = load_random(config_of(found, args.layers, args.vocab), max_context=4096)
     check(llm)
-    nbytes = active_bytes(llm._engine.model)
+    nbytes = active_bytes(llm.engine.model)
     rounds = [(seconds_per_token(llm, args.tokens), read_rate()) for _ in range(args.rounds)]
     best, rate = min(rounds)  # with the read rate of its own minute
     with Profile() as profile:

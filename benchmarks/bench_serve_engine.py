@@ -22,7 +22,7 @@ from common import parse, parser, report
 import penstock
 from penstock.analysis.weights import active_bytes
 from penstock.api import LLM, load_random
-from penstock.engine.generation import Request
+from penstock.engine.generation import Request, run_requests
 from penstock.engine.scheduler import Scheduler
 from penstock.models.config import first_layers
 from penstock.weights.resolve import resolve_model
@@ -44,7 +44,7 @@ def config_of(name: str, layers: int, vocab: int) -> dict[str, Any]:
 def request_of(llm: LLM, client: int, tokens: int) -> Request:
     """A prompt of its own and a seed of its own; it ends after `tokens`."""
     prompt = [client + 1, 2 * client + 7, 300 + client, 40]
-    request = llm._request(prompt, tokens, (), {"temperature": 1.0, "seed": client})
+    request = llm.request(prompt, tokens, temperature=1.0, seed=client)
     request.eos = frozenset()
     return request
 
@@ -60,7 +60,7 @@ def steady_rate(times: list[list[float]]) -> float:
 
 
 def direct_rate(llm: LLM, tokens: int) -> float:
-    return steady_rate([chunk_times(llm._run([request_of(llm, 0, tokens)]))])
+    return steady_rate([chunk_times(run_requests(llm.engine, [request_of(llm, 0, tokens)]))])
 
 
 def scheduled_rate(made: Scheduler, llm: LLM, clients: int, tokens: int) -> float:
@@ -82,7 +82,7 @@ def check(made: Scheduler, llm: LLM, clients: int) -> None:
     together = [ticket.result().tokens for ticket in [made.submit(request) for request in requests]]
     for n, tokens in enumerate(together):
         alone = request_of(llm, n, 8)
-        if [chunk.token for _, chunk in llm._run([alone])] != tokens:
+        if [chunk.token for _, chunk in run_requests(llm.engine, [alone])] != tokens:
             raise SystemExit(f"client {n}: other tokens in a batch than alone")
 
 
@@ -94,7 +94,7 @@ def measure(name: str, llm: LLM, clients: int, tokens: int, rounds: int) -> dict
             direct.append(direct_rate(llm, tokens))
             one.append(scheduled_rate(made, llm, 1, tokens))
             all_of_them.append(scheduled_rate(made, llm, clients, tokens))
-    model = llm._engine.model
+    model = llm.engine.model
     limit = clients * active_bytes(model) / active_bytes(model, clients)
     return {
         "shape": name,
@@ -119,8 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = penstock.load(device="cpu").tokenizer  # random models have none; its texts mean nothing here
     rows = []
     for name in args.shapes:
-        llm = load_random(config_of(name, args.layers, args.vocab), max_context=4096)
-        llm._tokenizer = tokenizer
+        engine = load_random(config_of(name, args.layers, args.vocab), max_context=4096).engine
+        llm = LLM(engine, tokenizer, None, ())
         rows.append(measure(name, llm, args.clients, args.tokens, args.rounds))
     report(f"{args.clients} clients against one, {args.layers} layers", rows, args.json)
 

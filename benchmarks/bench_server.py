@@ -47,9 +47,7 @@ def model(shape: str) -> LLM:
     config.get("text_config", config)["vocab_size"] = VOCAB
     if shape == "dense-2048":
         config |= {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
-    llm = load_random(config, max_context=2048)
-    llm._tokenizer = Tokenizer(words(VOCAB))
-    return llm
+    return LLM(load_random(config, max_context=2048).engine, Tokenizer(words(VOCAB)), None, ())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -76,7 +74,7 @@ def serve(shape: str) -> None:
     Request.take = timed  # type: ignore[method-assign]
     service = Service(Options())
     service.load(lambda _: (llm, {}))
-    own = llm._engine.model
+    own = llm.engine.model
     limits = {f"limit_{n}": n * active_bytes(own) / active_bytes(own, n) for n in (2, 4, 8)}
     with background(service, Access()) as url:
         print(json.dumps({"port": int(url.rpartition(":")[2]), **limits}), flush=True)

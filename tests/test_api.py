@@ -161,9 +161,9 @@ def test_load_takes_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) 
 
 def test_load_on_the_reference_backend_is_exact(folder: Path) -> None:
     llm = penstock.load(folder, device="reference")
-    assert llm._engine.activations == "float32"
-    assert penstock.load(folder, device="reference", activations="int8")._engine.activations == "int8"
-    assert penstock.load(folder, device="cpu")._engine.activations == "int8"
+    assert llm.engine.activations == "float32"
+    assert penstock.load(folder, device="reference", activations="int8").engine.activations == "int8"
+    assert penstock.load(folder, device="cpu").engine.activations == "int8"
     demo = penstock.load(device="reference")
     ids = [1, 20, 300]
     exact = penstock.load(device="reference", activations="float32").logits(ids)
@@ -181,7 +181,7 @@ def test_load_refuses_a_context_that_does_not_fit(folder: Path, monkeypatch: pyt
 
 
 def test_load_shortens_the_context_to_what_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = penstock.load(folder, device="reference")._engine.caches
+    caches = penstock.load(folder, device="reference").engine.caches
     monkeypatch.setattr(cpu_device, "available_memory", lambda: engine_options.WORKING_BYTES + caches.bytes_of(1500))
     assert penstock.load(folder, device="reference").max_context == 1024
 
@@ -189,13 +189,13 @@ def test_load_shortens_the_context_to_what_fits(folder: Path, monkeypatch: pytes
 def test_load_reads_weights_from_the_map(tmp_path: Path) -> None:
     """No copy of the experts: their arrays are views of the file."""
     llm = penstock.load(write_model(tmp_path, small_config()), device="reference")
-    stack = llm._engine.model.weights.layers[0].mlp.routed
+    stack = llm.engine.model.weights.layers[0].mlp.routed
     assert not stack.gate.flags.owndata and not stack.gate.flags.writeable
 
 
 def test_load_of_the_same_folder_twice_shares_nothing(folder: Path) -> None:
     one, other = penstock.load(folder, device="reference"), penstock.load(folder, device="reference")
-    assert one._engine is not other._engine
+    assert one.engine is not other.engine
     np.testing.assert_array_equal(one.logits([3]), other.logits([3]))
 
 

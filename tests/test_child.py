@@ -15,7 +15,7 @@ from penstock.child import Child, ChildDied, ChildError, ChildOutOfMemory, Child
 
 MEMORY = 64 << 20
 
-HANDLER = '''
+HANDLER = """
 import os, sys, time
 
 def handle(data):
@@ -43,7 +43,7 @@ def handle(data):
         return ",".join(sys.modules).encode()
     print("printed, and lost")
     return b""
-'''
+"""
 
 
 @pytest.fixture
@@ -127,9 +127,7 @@ def test_handler_that_is_not_there_is_said() -> None:
 
 def test_threads_share_one_process(child: Child) -> None:
     answers: list[bytes] = []
-    threads = [
-        threading.Thread(target=lambda n=n: answers.append(child.call(b"echo %d" % n * 1000))) for n in range(8)
-    ]
+    threads = [threading.Thread(target=lambda n=n: answers.append(child.call(b"echo %d" % n * 1000))) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -11,24 +11,17 @@ ROOT = Path(penstock.__file__).parent
 
 # from below; the first line are single modules that everything may use
 LAYERS = """
-    _version errors dtypes units settings machine child kernel_cache
+    _version errors dtypes units settings machine child kernel_cache backend_module
     quant ops backends graph weights text experts models parallel engine analysis convert api server cli demo
 """.split()
 
 # Where an upper layer is still reached from below, each with what has to come first.
 KNOWN = {
-    ("quant", "penstock.backends.cpu.quant"): "the kernel of quantize, found through the registry of kernels",
     ("backends.cuda.experts", "penstock.experts.layout"): "the CUDA tier beside the other tiers",
-    ("engine.ahead", "penstock.api"): "a process that loads the model again",
-    ("engine.scheduler", "penstock.api"): "the scheduler by requests alone",
-    ("convert.run", "penstock.api"): "calibration by an engine",
 }
 
 # Private modules that another package still reaches.
 PRIVATE = {
-    ("engine.ahead", "penstock.backends.cpu._claims"),
-    ("engine.ahead", "penstock.backends.cpu._compile"),
-    ("cli.doctor", "penstock.backends.cpu._compile"),
     ("backends.cuda._grouped", "penstock.ops._turns"),
     ("backends.cuda.moe", "penstock.ops._turns"),
     ("backends.cpu.moe", "penstock.ops._turns"),
@@ -83,12 +76,19 @@ def test_no_private_name_crosses_a_package() -> None:
     assert found == PRIVATE
 
 
+class _WithoutTypes(ast.NodeTransformer):
+    """Drops imports that only type checkers see."""
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
 def test_no_module_imports_itself_over_others() -> None:
-    """No cycle among the imports at the top of modules, which would depend on who comes first."""
+    """No cycle among the imports of modules, those within functions included."""
     edges = {}
     for name, tree in modules():
-        top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
-        edges[name] = {module.removeprefix("penstock.") for module, _ in imported(top)} - {name, "penstock"}
+        reached = imported(_WithoutTypes().visit(tree))
+        edges[name] = {module.removeprefix("penstock.") for module, _ in reached} - {name, "penstock"}
     done: set[str] = set()
 
     def follow(name: str, path: tuple[str, ...]) -> None:
@@ -101,3 +101,14 @@ def test_no_module_imports_itself_over_others() -> None:
 
     for name in edges:
         follow(name, ())
+
+
+def test_lower_layers_find_backends_in_one_place() -> None:
+    """`backend_module` is the one import of a backend by name, which the test of layers cannot see."""
+    found = {
+        name
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and "backends" in ast.unparse(node)
+    }
+    assert found == {"backend_module"}

@@ -25,7 +25,7 @@ from rich.table import Table
 import penstock
 from penstock import machine as machine_facts
 from penstock.backends.cpu import _threads
-from penstock.backends.cpu._compile import SUM_IN_ANY_ORDER, njit
+from penstock.backends.cpu.compile import SUM_IN_ANY_ORDER, njit
 
 DRAM_BYTES = 1 << 30  # of the array whose read and copy count as those of DRAM
 _BLOCK = 1 << 14  # floats that a thread copies or sums at once

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from penstock import models
-from penstock.engine import ahead
+from penstock.engine import compile_ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
-from penstock.engine.generation import Chunk, Completion, Request, Timings, request_of, run
+from penstock.engine.generation import Chunk, Completion, Request, Timings, request_of, run_requests
 from penstock.engine.options import WORKING_BYTES, resolve_options
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import InvalidArgument, OutOfMemory
@@ -60,7 +60,7 @@ class Stats:
     expert_hits: int | None = None
     expert_host_hits: int | None = None
     expert_reads: int | None = None
-    expert_guessed: int | None = None  # of the reads, those before somebody had chosen the expert
+    expert_guessed: int | None = None  # of the reads, those of experts that were not chosen yet
     expert_bytes_read: int | None = None
     expert_bytes_copied: int | None = None
     expert_wait_seconds: float | None = None
@@ -115,10 +115,14 @@ class Stats:
 
 
 class LLM:
-    """A loaded model. Made by `load`; methods may be called from several threads."""
+    """A loaded model. Made by `load`; methods may be called from several threads.
+
+    engine: what computes its steps (sequences, caches, device, weights); a change of it shows in all of the model's
+    answers. tokenizer, config, max_context; notices: remarks of loading.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, path: str | None, notices: Seq[str]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._tokenizer = tokenizer
         self._path = path
         self._stats = Stats(weight_bytes=engine.model.nbytes)
@@ -132,21 +136,21 @@ class LLM:
 
     @property
     def config(self) -> ModelConfig:
-        return self._engine.model.config
+        return self.engine.model.config
 
     @property
     def max_context(self) -> int:
-        return self._engine.max_context
+        return self.engine.max_context
 
     def __repr__(self) -> str:
-        return f"LLM({self.config.model_type}, {self._engine.device.name}, context {self.max_context})"
+        return f"LLM({self.config.model_type}, {self.engine.device.name}, context {self.max_context})"
 
     def stats(self) -> Stats:
         """Tokens, seconds, bytes so far (a copy)."""
         now = Stats(**asdict(self._stats))
-        now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, self._engine.device.peak_memory()
-        if (streamed := self._engine.experts) is not None:
-            self._engine.tell()
+        now.cache_bytes, now.peak_memory = self.engine.caches.nbytes, self.engine.device.peak_memory()
+        if (streamed := self.engine.experts) is not None:
+            self.engine.tell()
             counters, now.expert_bytes = streamed.store.counters, streamed.store.nbytes
             now.expert_hits, now.expert_host_hits, now.expert_reads = counters.hits, counters.host_hits, counters.reads
             now.expert_guessed = counters.guessed
@@ -156,14 +160,14 @@ class LLM:
 
     def logits(self, token_ids: Seq[int]) -> np.ndarray:
         """Scores of the next token after each of `token_ids`, float32 [T, vocab]: one sequence, teacher-forced."""
-        ids = self._engine._ids(token_ids)
+        ids = self.engine.token_array(token_ids)
         if not len(ids):
             return np.empty((0, self.config.vocab_size), np.float32)
-        sequence = self._engine.open()
+        sequence = self.engine.open()
         try:
-            return self._engine.prefill(sequence, ids.tolist(), every=True)
+            return self.engine.prefill(sequence, ids.tolist(), every=True)
         finally:
-            self._engine.close(sequence)
+            self.engine.close(sequence)
 
     def generate(
         self,
@@ -187,11 +191,11 @@ class LLM:
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         options |= {"logprobs": logprobs, **more}
         if _one(prompt):
-            requests = [self._request(prompt, max_tokens, stop, options)]
+            requests = [self.request(prompt, max_tokens, stop, **options)]
         else:
             if more.get("grammar") is not None:
                 raise InvalidArgument("generate: grammar belongs to one prompt, expected no list of prompts with it")
-            requests = [self._request(one, max_tokens, stop, options) for one in prompt]  # type: ignore[union-attr]
+            requests = [self.request(one, max_tokens, stop, **options) for one in prompt]  # type: ignore[union-attr]
         for _ in self._run(requests):
             pass
         done = [request.completion() for request in requests]
@@ -213,7 +217,7 @@ class LLM:
     ) -> Iterator[Chunk]:
         """As `generate` for one prompt, a Chunk per token. The prompt is checked now, computed with the first chunk."""
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        request = self._request(prompt, max_tokens, stop, options | {"logprobs": logprobs, **more})
+        request = self.request(prompt, max_tokens, stop, **options, logprobs=logprobs, **more)
         return _chunks(self._run([request], progress))
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
@@ -248,21 +252,22 @@ class LLM:
 
     def session(self) -> Session:
         """A conversation that keeps its state."""
-        return Session(self._engine, self.tokenizer, self._path)
+        return Session(self.engine, self.tokenizer, self._path)
 
-    def _request(self, prompt: Any, max_tokens: int, stop: str | Seq[str], options: Mapping[str, Any]) -> Request:
-        return request_of(self._engine, self.tokenizer, prompt, max_tokens, stop, options)
+    def request(self, prompt: Any, max_tokens: int = 256, stop: str | Seq[str] = (), **options: Any) -> Request:
+        """A checked request for `Scheduler.submit`; one prompt and options as in `generate`."""
+        return request_of(self.engine, self.tokenizer, prompt, max_tokens, stop, options)
 
     def _run(
         self, requests: Seq[Request], progress: Callable[[int], None] | None = None
     ) -> Generator[tuple[int, Chunk], None, None]:
         try:
-            yield from run(self._engine, requests, progress)
+            yield from run_requests(self.engine, requests, progress)
         finally:
-            self._count([request.timings for request in requests])
+            self.add_timings([request.timings for request in requests])
 
-    def _count(self, timings: Seq[Timings]) -> None:
-        """Add up what requests that ran together have taken."""
+    def add_timings(self, timings: Seq[Timings]) -> None:
+        """Add to `stats` what requests that ran together have taken."""
         for one in timings:
             self._stats.prompt_tokens += one.prompt_tokens
             self._stats.prompt_seconds += one.prompt_seconds
@@ -271,7 +276,7 @@ class LLM:
 
 
 def _chunks(steps: Generator[tuple[int, Chunk], None, None]) -> Iterator[Chunk]:
-    """The chunks of one request; whoever closes it early closes the steps too, and with them what they hold."""
+    """The chunks of one request; closing it early closes the steps too, and with them what they hold."""
     try:
         for _, chunk in steps:
             yield chunk
@@ -362,7 +367,7 @@ def _read_folder(
     if not streams:
         _check_fits(f"{folder}", device, checkpoint.nbytes, copied)
     if device.compiles_ahead:
-        ahead.start(options)
+        compile_ahead.start(load, options)
     notices: list[str] = []
     streamed = None
     if streams:
@@ -409,7 +414,7 @@ def _read_gguf(
     tokenizer = gguf_tokenizer(found.file)
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
     if device.compiles_ahead:
-        ahead.start(options)
+        compile_ahead.start(load, options)
     weights, placed = _weights(found.family, found.source, config, device, found.nbytes, progress)
     model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
     notices = [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
@@ -424,7 +429,7 @@ def _with_files(model: AnyModel, device: Device, files: Checkpoint | GgufFile) -
 
 
 def _putting(device: Device, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
-    """`device.to_device` that tells the share of all `nbytes` that are there."""
+    """`device.to_device` that calls `progress` with the share of all `nbytes` that are there."""
     done = 0
 
     def put(value: Any) -> Any:
@@ -448,7 +453,7 @@ def _weights(
 ) -> tuple[WeightsT, ConfigT]:
     """A family's weights and config with their arrays on a device: matrices as they are read, small ones at the end.
 
-    progress: is told the share of all `nbytes` that are there.
+    progress is called with the share of all `nbytes` that are there.
     """
     weights = family.read_weights(Placed(source, _putting(device, nbytes, progress)), config)
     return models.placed(weights, device.to_device), models.placed(config, device.to_device)

@@ -3,7 +3,7 @@
 A compiled kernel is code: Numba's are unpickled, Triton's launchers are loaded as libraries. So only files are loaded
 that this user or root wrote, from folders in which no one else can put or replace one, and only under the name that
 they were written for. Root counts as the user because it can do anything here in any case: an administrator may
-compile for everybody. Where folders have no POSIX owner (Windows), there is nothing to check.
+compile for all users. Where folders have no POSIX owner (Windows), there is nothing to check.
 """
 
 import atexit
@@ -82,7 +82,7 @@ def _instead(folder: Path, below: str, why: str) -> Path:
 
 
 def distrust(root: Path, folder: Path) -> str | None:
-    """Who else could have put files into a cache's folder at or below its root; None if it is the user's alone.
+    """Other users who could have put files into a cache's folder at or below its root; None if there are none.
 
     Every folder on the way, links followed or not, belongs to the user or root, and no one else can write there. Above
     the root the user's own group may. What is in a folder with the sticky bit (as /tmp) is replaced by its owner alone.

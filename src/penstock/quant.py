@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.backend_module import backend_module
 from penstock.dtypes import FLOATS, ITEMSIZE, bfloat16, dtype_name, numpy_dtype, round_to
 from penstock.errors import BackendError, DTypeError, InvalidArgument, ShapeError
 
@@ -333,10 +334,8 @@ def quantize(array: Any, bits: int = 4, group_size: int = 64) -> QuantizedTensor
         _check_weights(array, bits, group_size)
         host = quantize(_to_numpy(array.contiguous()), bits, group_size)
         return host.to("torch" if array.device.type == "cpu" else str(array.device))
-    from penstock.backends.cpu import quant as compiled  # imports Numba, which `import penstock` must not
-
     array, result = _quantize_buffers(array, bits, group_size)
-    bad = compiled.quantize_into(array, result)
+    bad = backend_module("cpu", "quant").quantize_into(array, result)
     if bad >= 0:
         raise _unfit_group(array, bad, group_size)
     return result

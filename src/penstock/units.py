@@ -25,6 +25,14 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def count(number: float) -> str:
+    """A number of parameters: 34.66 B, 1.20 M, 5.00 k, 12."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number:.0f}"
+
+
 def parse_size(text: str, name: str, whole: int | None = None) -> int:
     """Bytes of a size such as 12G (12 · 1024³), 12GB (12 · 1000³), 1.5GiB, 500M, 4096, or 50% of `whole`.
 

@@ -18,23 +18,23 @@ def llm():
 
 def stored(llm):
     """All bytes of a model; each weight is there once, whatever refers to it."""
-    return sum(weight.nbytes for weight in distinct(llm._engine.model))
+    return sum(weight.nbytes for weight in distinct(llm.engine.model))
 
 
 def test_active_bytes_counts_chosen_experts_and_one_row(llm):
-    weights = llm._engine.model.weights
+    weights = llm.engine.model.weights
     routed = [layer.mlp.routed for layer in weights.layers]
     stacks = sum(w.nbytes for stack in routed for w in (stack.gate, stack.up, stack.down))
     row = weights.embed.nbytes // TINY["vocab_size"]
     other = stored(llm) - stacks - weights.embed.nbytes
-    assert active_bytes(llm._engine.model) == other + stacks * 2 // 8 + row
-    assert active_bytes(llm._engine.model, 2) == round(other + stacks * (1 - (6 / 8) ** 2) + 2 * row)
+    assert active_bytes(llm.engine.model) == other + stacks * 2 // 8 + row
+    assert active_bytes(llm.engine.model, 2) == round(other + stacks * (1 - (6 / 8) ** 2) + 2 * row)
 
 
 def test_active_bytes_counts_a_tied_head_once(llm):
     tied = api.load_random(TINY | {"tie_word_embeddings": True}, device="reference")
-    table = llm._engine.model.weights.embed.nbytes
-    assert active_bytes(tied._engine.model) == active_bytes(llm._engine.model) - table // TINY["vocab_size"]
+    table = llm.engine.model.weights.embed.nbytes
+    assert active_bytes(tied.engine.model) == active_bytes(llm.engine.model) - table // TINY["vocab_size"]
     assert stored(tied) == stored(llm) - table
 
 

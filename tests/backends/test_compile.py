@@ -11,8 +11,8 @@ import pytest
 
 import penstock.errors
 from penstock import kernel_cache
-from penstock.backends.cpu import _compile
-from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, cache_folder, njit
+from penstock.backends.cpu import compile as compiler
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, cache_folder, njit
 from penstock.errors import InvalidArgument
 
 PACKAGE = Path(penstock.errors.__file__).parent
@@ -23,7 +23,7 @@ import sys
 import numpy as np
 
 from penstock.backends.cpu import helper
-from penstock.backends.cpu._compile import njit
+from penstock.backends.cpu.compile import njit
 
 @njit
 def twice(x):
@@ -64,7 +64,7 @@ if __name__ == "__main__":
         kernels.report(kernels.scaled_by(5, kernels.scaled_by(1)), 10)
 """
 HELPER = """
-from penstock.backends.cpu._compile import njit
+from penstock.backends.cpu.compile import njit
 
 @njit
 def step(x):
@@ -150,18 +150,18 @@ def test_cache_folder_is_where_it_is_told(monkeypatch, tmp_path):
 
 def test_source_hash_follows_names_and_contents(tmp_path):
     (tmp_path / "a.py").write_text("1")
-    first = _compile._source_hash(tmp_path)
+    first = compiler._source_hash(tmp_path)
     (tmp_path / "a.py").write_text("2")
-    second = _compile._source_hash(tmp_path)
+    second = compiler._source_hash(tmp_path)
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert len({first, second, _compile._source_hash(tmp_path)}) == 3
+    assert len({first, second, compiler._source_hash(tmp_path)}) == 3
 
 
 def test_njit_keeps_nothing_when_the_sources_changed_under_it(tmp_path, monkeypatch):
     def triple(x):
         return 3 * x
 
-    monkeypatch.setattr(_compile, "_source_hash", lambda path: "another")
+    monkeypatch.setattr(compiler, "_source_hash", lambda path: "another")
     assert njit(triple, cache_dir=tmp_path)(5) == 15
     assert not list(tmp_path.rglob("*.nbc"))
     monkeypatch.undo()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.backends.cpu import _formats
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import BFLOAT16, FLOAT16, load_row, store_row
+from penstock.backends.cpu.compile import njit
 from penstock.dtypes import bfloat16
 
 DTYPES = {FLOAT16: np.dtype(np.float16), BFLOAT16: np.dtype(bfloat16)}

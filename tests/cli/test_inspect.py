@@ -71,7 +71,7 @@ def test_inspect_counts_what_bench_counts(capsys):
     """Vectors in bfloat16 are float32 once they are loaded; all else is the same."""
     found = inspected(capsys)
     vectors = next(format["bytes"] for format in found["formats"] if format["dtype"] == "bfloat16")
-    assert found["active_bytes"] + vectors == active_bytes(penstock.load(device="cpu")._engine.model)
+    assert found["active_bytes"] + vectors == active_bytes(penstock.load(device="cpu").engine.model)
 
 
 @pytest.mark.parametrize(

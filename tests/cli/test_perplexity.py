@@ -77,7 +77,7 @@ def test_evaluate_is_exp_of_the_mean_loss_of_the_logits():
     rows = windows(demo().tokenizer.encode(TALE * 13), 300)  # two pieces of the grid, the second one ragged
     assert len(rows) > 1
     done = []
-    found = evaluate(demo()._engine, rows, progress=lambda number, value: done.append((number, value)))
+    found = evaluate(demo().engine, rows, progress=lambda number, value: done.append((number, value)))
     log_p = predictions(demo(), rows)
     losses = -log_p[np.arange(len(log_p)), rows[:, 1:].reshape(-1)]
     assert found.perplexity == pytest.approx(np.exp(losses.mean()), rel=1e-7)
@@ -91,7 +91,7 @@ def test_evaluate_is_exp_of_the_mean_loss_of_the_logits():
 
 def test_evaluate_compares_with_a_reference():
     rows = windows(demo().tokenizer.encode(TALE * 12), 270, count=2)
-    found = evaluate(demo("int8")._engine, rows, demo()._engine).divergence
+    found = evaluate(demo("int8").engine, rows, demo().engine).divergence
     assert found is not None
     own, base = (predictions(llm, rows) for llm in (demo("int8"), demo()))
     p = np.exp(base)
@@ -112,7 +112,7 @@ def test_evaluate_compares_with_a_reference():
 
 def test_evaluate_finds_no_difference_of_a_model_from_itself():
     rows = windows(demo().tokenizer.encode(TALE * 2), 40, count=2)
-    found = evaluate(demo()._engine, rows, demo()._engine).divergence
+    found = evaluate(demo().engine, rows, demo().engine).divergence
     assert found is not None
     assert (found.kl_max, found.same_top, found.ratio, found.rms_probability) == (0.0, 1.0, 1.0, 0.0)
 
@@ -128,7 +128,7 @@ def test_evaluate_is_that_of_transformers(tmp_path):
         batch = torch.tensor(rows.astype(np.int64))
         scores = model(batch).logits[:, :-1]
         losses = torch.nn.functional.cross_entropy(scores.flatten(0, 1).double(), batch[:, 1:].flatten())
-    found = evaluate(penstock.load(folder, device="cpu", activations="float32")._engine, rows)
+    found = evaluate(penstock.load(folder, device="cpu", activations="float32").engine, rows)
     assert found.perplexity == pytest.approx(float(losses.exp()), rel=1e-5)
 
 
@@ -137,11 +137,11 @@ def test_scores_of_a_piece_stay_below_a_limit(grid, vocab, length):
     engine = SimpleNamespace(
         device=SimpleNamespace(chunk_alignment=grid), model=SimpleNamespace(config=SimpleNamespace(vocab_size=vocab))
     )
-    assert library._piece_length(engine) == length  # type: ignore[arg-type]
+    assert library._chunk_length(engine) == length  # type: ignore[arg-type]
 
 
 def test_evaluate_refuses_windows_that_do_not_fit():
-    engine = demo()._engine
+    engine = demo().engine
     with pytest.raises(InvalidArgument, match="a window is 4000 tokens, expected at most 2048"):
         evaluate(engine, np.zeros((1, 4000), np.int32))
     with pytest.raises(InvalidArgument, match=r"windows have shape \(0, 9\), expected \[n, length\]"):
@@ -149,7 +149,7 @@ def test_evaluate_refuses_windows_that_do_not_fit():
 
 
 def test_evaluate_refuses_scores_that_are_not_finite_and_closes_its_sequences(monkeypatch):
-    engine = demo()._engine
+    engine = demo().engine
     before = engine.caches._free_slots[:]
     monkeypatch.setattr(engine, "prefill", lambda *_, **__: np.full((7, 4096), np.nan, np.float32))
     with pytest.raises(BackendError, match="scores of window 0 are not finite"):
@@ -181,7 +181,7 @@ def test_perplexity_json_has_what_the_library_found(capsys, small, tale):
     assert (shown.status, shown.err) == (0, "")
     found = json.loads(shown.out)
     llm = penstock.load(small, device="reference")
-    want = evaluate(llm._engine, windows(llm.tokenizer.encode(TALE * 4), 12, 2))
+    want = evaluate(llm.engine, windows(llm.tokenizer.encode(TALE * 4), 12, 2))
     assert found["perplexity"] == pytest.approx(want.perplexity, rel=1e-12)
     assert (found["predictions"], found["windows"], found["length"]) == (22, 2, 12)
     assert (found["model"], found["data"], found["bos"], found["divergence"]) == ("small", tale, False, None)

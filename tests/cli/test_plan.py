@@ -11,7 +11,7 @@ from huggingface_hub import constants, errors
 import penstock
 from penstock import models
 from penstock.analysis import plan as planning
-from penstock.analysis.routes import Routes
+from penstock.analysis.expert_routes import ExpertRoutes
 from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches
 from penstock.experts.simulate import Trace, simulate
@@ -48,7 +48,7 @@ def tiny(tmp_path):
 
 def test_plan_parts_are_the_bytes_of_the_loaded_weights(capsys, demo):
     found = planned(capsys, "--device", "cpu", "--device-memory", "8G")
-    assert sum(found["parts"].values()) == models.bytes_of(demo._engine.model.weights)
+    assert sum(found["parts"].values()) == models.bytes_of(demo.engine.model.weights)
     file = SafetensorsFile.open(DEMO / "model.safetensors")
     sizes = {name: file.array(name).nbytes for name in file.tensors}
     assert found["parts"]["experts"] == sum(size for name, size in sizes.items() if ".switch_mlp." in name)
@@ -76,8 +76,8 @@ def test_cache_needs_by_hand():
 
 def test_plan_caches_are_those_of_the_engine(capsys, demo):
     found = planned(capsys, "--device", "cpu", "--max-context", "1500")["caches"]
-    assert (found["context"], found["bytes"]) == (1500, demo._engine.caches.bytes_of(1500))
-    assert found["state_bytes_per_sequence"] == demo._engine.caches.bytes_of(0)
+    assert (found["context"], found["bytes"]) == (1500, demo.engine.caches.bytes_of(1500))
+    assert found["state_bytes_per_sequence"] == demo.engine.caches.bytes_of(0)
     assert planned(capsys, "--device", "cpu")["caches"]["context"] == 2048  # all that the model has
 
 
@@ -223,7 +223,9 @@ def recorded(path, layers=8, experts=16, k=4, prompt=20, tokens=60):
     ids = rng.permuted(np.tile(np.arange(experts // 2), (tokens, layers, 1)), axis=2)[..., :k].astype(np.int32)
     decode = np.arange(tokens) >= prompt
     texts = ("x",) * tokens
-    made = Routes("made", np.zeros(tokens, np.int32), texts, ids, decode, experts, tuple(range(layers)), (9,) * layers)
+    made = ExpertRoutes(
+        "made", np.zeros(tokens, np.int32), texts, ids, decode, experts, tuple(range(layers)), (9,) * layers
+    )
     made.save(path)
     return Trace(ids, decode, experts)
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from penstock.analysis.routes import LayerUse, Routes, load_routes
+from penstock.analysis.expert_routes import ExpertRoutes, LayerUse, load_expert_routes
 from penstock.experts.simulate import Trace, table
 from tests.cli.common import call, program
 from tests.cli.model import write_small_model
@@ -30,7 +30,7 @@ def made(tokens=40, prompt=25, layers=3, experts=12, k=2, seed=0, **changes):
         "layers": (1, 3, 5)[:layers],
         "expert_bytes": (1000, 2000, 3000)[:layers],
     }
-    return Routes(**values | changes)
+    return ExpertRoutes(**values | changes)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_routes_saves_what_it_can_show_again(capsys, model, tmp_path):
     first = call(capsys, "routes", "--model", model, *arguments, "--save", path)
     again = call(capsys, "routes", "--load", path, "--json")
     assert first.status == again.status == 0 and first.out == again.out
-    assert "".join(load_routes(path).texts) == json.loads(first.out)["text"]
+    assert "".join(load_expert_routes(path).texts) == json.loads(first.out)["text"]
 
 
 def test_routes_json_has_the_numbers_of_the_recording(capsys, saved):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.analysis import verify as library
-from penstock.analysis.verify import Numbers, check_hashes, hub_hashes, read_hashes
-from penstock.cli.verify import checked
+from penstock.analysis.verify import Numbers, check_hashes, check_model, hub_hashes, read_hashes
+from penstock.cli._output import progress_bar
 from penstock.errors import CheckpointError
 from penstock.weights.safetensors import SafetensorsFile
 from tests.cli.common import call
@@ -59,7 +59,7 @@ def overwrite(path: Path, tensor: str, at: int, data: bytes) -> None:
 
 def problems(folder: Path, check: str | None = None) -> list[str]:
     """Of one check, or of all; those of one check are all there are."""
-    checks, _ = checked(folder, None)
+    checks, _ = check_model(folder, None, progress_bar)
     found = {one.name: one.problems for one in checks}
     if check is not None:
         assert [name for name, listed in found.items() if listed] == [check]
@@ -317,7 +317,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_remarked_on(quantized):
         quantized / "tokenizer.json",
         lambda content: content["added_tokens"].append(content["added_tokens"][0] | {"id": 4096, "content": "<|new|>"}),
     )
-    checks, _ = checked(quantized, None)
+    checks, _ = check_model(quantized, None, progress_bar)
     (about,) = [check.about for check in checks if check.name == "tokenizer"]
     assert about.startswith("4,097 tokens of 4,096: the tokenizer has ids up to 4096, the model embeddings for 0 to ")
     assert problems(quantized) == []
@@ -340,7 +340,7 @@ def test_a_template_that_does_not_render_is_a_problem(quantized, template, expec
 
 def test_a_model_without_a_template_is_no_problem(quantized):
     change_json(quantized / "tokenizer_config.json", lambda content: content.pop("chat_template"))
-    checks, _ = checked(quantized, None)
+    checks, _ = check_model(quantized, None, progress_bar)
     assert {check.name: check.status for check in checks}["template"] == "skipped"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock.convert import calibrate
-from penstock.convert.calibrate import Inputs, Planned, _Watch, collect, cut, engine, read_text, searched
+from penstock.convert.calibrate import Inputs, Planned, _Watch, collect, engine, read_text, searched, split_windows
 from penstock.convert.layout import Released, plan
 from penstock.convert.run import Options, convert
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
@@ -24,7 +24,8 @@ from tests.models.test_trained import DEMO, FABLES
 def looked_at(folder: Path, rows: np.ndarray) -> tuple[Any, dict[str, Inputs]]:
     planned = plan(Released(folder))
     source = Planned(planned)
-    return planned, collect(engine(planned, source, fused=False), source.names, rows)
+    model = engine(planned.family, planned.family.read_config(planned.config), source, fused=False)
+    return planned, collect(model, source.names, rows)
 
 
 def matrices(planned: Any) -> set[str]:
@@ -169,13 +170,13 @@ def test_calibration_of_the_demo_model_predicts_better_than_rounding(tmp_path: P
 
 
 def test_cut_keeps_windows_to_measure_by() -> None:
-    seen, kept = cut(list(range(20 * 512 + 7)), 6000, 10_000, "text")
+    seen, kept = split_windows(list(range(20 * 512 + 7)), 6000, 10_000, "text")
     assert seen.shape == (11, 512) and kept.shape == (2, 512)
     assert seen[:2, 0].tolist() == [0, 1024] and kept[:, 0].tolist() == [512, 512 * 6]
-    seen, kept = cut(list(range(40)), 6000, 16, "text")
+    seen, kept = split_windows(list(range(40)), 6000, 16, "text")
     assert (seen.shape, kept.shape) == ((1, 16), (1, 16))
     with pytest.raises(InvalidArgument, match=r"^text: has 31 tokens, expected at least 32 to calibrate with"):
-        cut(list(range(31)), 6000, 16, "text")
+        split_windows(list(range(31)), 6000, 16, "text")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from penstock.convert import rows, write
 from penstock.convert.run import Options, convert
-from penstock.convert.write import SafetensorsWriter, Task, Tensor, Workshop, WriteError, chunks, cut, through
+from penstock.convert.write import SafetensorsWriter, Task, Tensor, Workshop, WriteError, chunks, split_shards, through
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.weights.safetensors import SafetensorsFile
 from tests.convert.common import stored
@@ -302,10 +302,10 @@ def test_cut_gives_a_large_task_a_file_of_its_own() -> None:
         return Task(None, (Tensor(f"t{n}", np.dtype(np.uint8), (size,)),), lambda *_: ())  # type: ignore[arg-type]
 
     tasks = [task(n, size) for n, size in enumerate((4, 5, 2, 30, 1, 9, 1))]
-    shards = cut(tasks, limit=10)
+    shards = split_shards(tasks, limit=10)
     assert [[t.name for t in shard.tensors] for shard in shards] == [["t0", "t1"], ["t2"], ["t3"], ["t4", "t5"], ["t6"]]
     assert shards[0].file == "model-00001-of-00005.safetensors"
-    assert [shard.file for shard in cut(tasks[:1], tasks[1:])] == ["model.safetensors", "mtp.safetensors"]
+    assert [shard.file for shard in split_shards(tasks[:1], tasks[1:])] == ["model.safetensors", "mtp.safetensors"]
 
 
 def test_writer_aligns_what_it_can(tmp_path: Path) -> None:

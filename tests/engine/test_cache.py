@@ -186,9 +186,9 @@ def test_rewind_heals_a_spoiled_sequence() -> None:
     sequence = caches.open()
     write(caches, sequence, np.arange(5.0))
     snapshot = caches.snapshot(sequence)
-    sequence.spoiled = True
+    sequence.corrupt = True
     caches.rewind(sequence, snapshot)
-    assert not sequence.spoiled
+    assert not sequence.corrupt
 
 
 # -- windows ---------------------------------------------------------------------------------------------------------

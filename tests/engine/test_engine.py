@@ -25,7 +25,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture
 def engine(llm: LLM) -> Engine:
     """A new engine on the model, with caches of its own."""
-    return Engine(llm._engine.model, activations="float32", max_context=600)
+    return Engine(llm.engine.model, activations="float32", max_context=600)
 
 
 def failing(error: BaseException, after: int = 0) -> Callable[..., None]:
@@ -76,7 +76,7 @@ def test_prefill_does_not_depend_on_where_pages_lie(engine: Engine, llm: LLM) ->
     for part in (slice(0, 256), slice(256, 512)):
         rows = [engine.prefill(sequence, text[part]) for sequence, text in zip((a, b), texts, strict=True)]
     for row, text in zip(rows, texts, strict=True):
-        np.testing.assert_array_equal(row, llm._engine.prefill(llm._engine.open(), text))
+        np.testing.assert_array_equal(row, llm.engine.prefill(llm.engine.open(), text))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_prefill_refuses_what_is_no_token(tokens: Any, engine: Engine) -> None:
         engine.prefill(sequence, tokens)
     with pytest.raises(InvalidArgument, match="^prefill: tokens is empty, expected at least one"):
         engine.prefill(sequence, [])
-    assert sequence.length == 0 and not sequence.spoiled
+    assert sequence.length == 0 and not sequence.corrupt
 
 
 def test_prefill_takes_arrays_of_any_integers(engine: Engine) -> None:
@@ -108,7 +108,7 @@ def test_prefill_refuses_more_than_the_context(engine: Engine) -> None:
     engine.prefill(sequence, some_tokens(10))
     with pytest.raises(InvalidArgument, match="^context: 600 positions are filled and 1 more"):
         engine.decode([sequence], [1])
-    assert sequence.length == 600 and not sequence.spoiled
+    assert sequence.length == 600 and not sequence.corrupt
 
 
 def test_closed_sequences_are_refused(engine: Engine) -> None:
@@ -143,7 +143,7 @@ def test_an_interrupted_step_spoils_its_sequences(
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr(Runner, "run", failing(error))
         engine.decode(sequences[:2], tokens[30:32])
-    assert [sequence.spoiled for sequence in sequences] == [True, True, False]
+    assert [sequence.corrupt for sequence in sequences] == [True, True, False]
     assert [sequence.length for sequence in sequences] == [30, 30, 30]
     for sequence in sequences[:2]:
         with pytest.raises(InvalidArgument, match="^sequence: it was interrupted in the middle of a step"):
@@ -161,7 +161,7 @@ def test_an_interrupted_prefill_keeps_the_pieces_before(engine: Engine, monkeypa
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Runner, "run", failing(KeyboardInterrupt(), after=1))
         engine.prefill(sequence, some_tokens(300))
-    assert sequence.length == 256 and sequence.spoiled
+    assert sequence.length == 256 and sequence.corrupt
 
 
 def test_progress_may_stop_a_prefill_between_pieces(engine: Engine) -> None:
@@ -173,7 +173,7 @@ def test_progress_may_stop_a_prefill_between_pieces(engine: Engine) -> None:
     sequence = engine.open()
     with pytest.raises(KeyboardInterrupt):
         engine.prefill(sequence, tokens, progress=stop)
-    assert sequence.length == 256 and not sequence.spoiled
+    assert sequence.length == 256 and not sequence.corrupt
     np.testing.assert_array_equal(engine.prefill(sequence, tokens[256:]), engine.prefill(engine.open(), tokens))
 
 
@@ -190,7 +190,7 @@ def test_out_of_memory_leaves_sequences_as_they_were(engine: Engine, monkeypatch
             engine.decode([sequence], tokens[256:257])
         with pytest.raises(OutOfMemory):
             engine.prefill(sequence, tokens[256:])
-    assert not sequence.spoiled and sequence.length == 256
+    assert not sequence.corrupt and sequence.length == 256
     np.testing.assert_array_equal(engine.prefill(sequence, tokens[256:]), engine.prefill(engine.open(), tokens))
 
 
@@ -236,7 +236,7 @@ def test_several_threads_may_use_an_engine(engine: Engine) -> None:
 
 
 def test_reference_engine_leaves_the_backend_outside_alone(llm: LLM) -> None:
-    reference = Engine(llm._engine.model, device=device_for("reference"), activations="float32", max_context=64)
+    reference = Engine(llm.engine.model, device=device_for("reference"), activations="float32", max_context=64)
     want = llm.logits([1, 2, 3])
     got = reference.prefill(reference.open(), [1, 2, 3], every=True)
     assert 0 < np.abs(got - want).max() < 1e-4

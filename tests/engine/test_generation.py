@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock.api import LLM
 from penstock.backends.cpu import device as cpu_device
-from penstock.engine.generation import MAX_BATCH, Request, Timings, run, sampling_params
+from penstock.engine.generation import MAX_BATCH, Request, Timings, run_requests, sampling_params
 from penstock.engine.sampling import SamplingParams
 from penstock.errors import BackendError, DTypeError, InvalidArgument, OutOfMemory
 from tests.models.common import SPECIAL, VOCAB, letters, small_config, some_tokens, write_model
@@ -26,12 +26,12 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture(autouse=True)
 def nothing_stays_open(llm: LLM) -> Iterator[None]:
     yield
-    caches = llm._engine.caches
+    caches = llm.engine.caches
     assert len(caches._free_slots) == caches._slots and caches.pools[None].used == 0
 
 
 def request(llm: LLM, prompt: list[int], max_tokens: int = 5, **options: Any) -> Request:
-    return Request(prompt, SamplingParams(**options), llm.tokenizer, llm._engine, max_tokens=max_tokens)
+    return Request(prompt, SamplingParams(**options), llm.tokenizer, llm.engine, max_tokens=max_tokens)
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def test_run_takes_turns_when_there_are_more_requests_than_rows(llm: LLM) -> Non
     want = [llm.generate(prompt, max_tokens=n + 1).tokens for n, prompt in enumerate(prompts)]
     requests = [request(llm, prompt, n + 1) for n, prompt in enumerate(prompts)]
     most = 0
-    for _ in run(llm._engine, requests, max_batch=3):
-        caches = llm._engine.caches
+    for _ in run_requests(llm.engine, requests, max_batch=3):
+        caches = llm.engine.caches
         most = max(most, caches._slots - len(caches._free_slots))
     assert [r.tokens for r in requests] == want and most == 3
     assert MAX_BATCH >= 8
@@ -262,12 +262,12 @@ def test_run_takes_turns_when_there_are_more_requests_than_rows(llm: LLM) -> Non
 
 def test_run_yields_as_tokens_come(llm: LLM) -> None:
     requests = [request(llm, [5], 3, logit_bias=LETTERS), request(llm, [6], 2, logit_bias=LETTERS)]
-    order = [(number, chunk.finish_reason) for number, chunk in run(llm._engine, requests)]
+    order = [(number, chunk.finish_reason) for number, chunk in run_requests(llm.engine, requests)]
     assert order == [(0, None), (1, None), (0, None), (1, "length"), (0, "length")]
 
 
 def test_run_closes_its_sequences_when_the_reader_stops(llm: LLM) -> None:
-    chunks = run(llm._engine, [request(llm, [5], 9), request(llm, [6], 9)])
+    chunks = run_requests(llm.engine, [request(llm, [5], 9), request(llm, [6], 9)])
     next(chunks)
     next(chunks)
     chunks.close()  # type: ignore[attr-defined]
@@ -281,7 +281,7 @@ def test_run_closes_its_sequences_when_memory_ends(llm: LLM, monkeypatch: pytest
 
 
 def test_generate_names_scores_that_are_not_finite(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm._engine.device, "to_host", lambda array: np.full(array.shape, np.nan, np.float32))
+    monkeypatch.setattr(llm.engine.device, "to_host", lambda array: np.full(array.shape, np.nan, np.float32))
     with pytest.raises(BackendError, match="^sample: the model produced non-finite logits at position 1: NaN for 263"):
         llm.generate([1], max_tokens=3)
 
@@ -353,7 +353,7 @@ def test_timings_count_tokens_and_seconds(llm: LLM) -> None:
 
 def test_completion_of_a_request_that_was_cut_off(llm: LLM) -> None:
     one = request(llm, [5], 9, logit_bias=LETTERS)
-    chunks = run(llm._engine, [one])
+    chunks = run_requests(llm.engine, [one])
     next(chunks)
     chunks.close()  # type: ignore[attr-defined]
     done = one.completion()

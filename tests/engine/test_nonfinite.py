@@ -55,8 +55,8 @@ def test_a_router_that_yields_nan_or_inf_ends_the_request(name, folder_of):
         damage(folder, value)
         llm = penstock.load(folder, device="cpu", max_context=256)
         ends(llm)
-        assert llm._engine.caches.slots_used == 0
-        assert all(pool.used == 0 for pool in llm._engine.caches.pools.values())
+        assert llm.engine.caches.slots_used == 0
+        assert all(pool.used == 0 for pool in llm.engine.caches.pools.values())
     ends(penstock.load(folder, device="cpu", max_context=256, expert_cache="50%"))
 
 
@@ -64,14 +64,14 @@ def test_a_damaged_router_is_found_while_an_answer_is_made(folder_of):
     """The copy that is looked at takes nothing from the others, and leaves nothing behind."""
     damage(folder_of("llama"), 0.01)
     llm = penstock.load(folder_of("llama"), device="cpu", max_context=256)
-    with Scheduler(llm) as scheduler:
+    with Scheduler(llm, buffer=1) as scheduler:  # the answer pauses until it is read
         ticket = scheduler.submit(scheduler.request(TOKENS, max_tokens=30, logit_bias={5: 100.0}))
         assert next(ticket).token == 5
-        experts = llm._engine.model.weights.layers[1].mlp
+        experts = llm.engine.model.weights.layers[1].mlp
         packed, scales, biases = experts.router.arrays
         bad = experts.router.with_arrays(packed, np.full_like(scales, np.nan), biases)
         object.__setattr__(experts, "router", bad)
-        llm._engine.programs._kept.clear()
+        llm.engine.programs._kept.clear()
         with pytest.raises(NonFiniteLogits, match=WHERE):
             ticket.result(60)
 
@@ -92,7 +92,7 @@ def test_the_error_stays_what_it_is_when_the_step_cannot_be_run_once_more(folder
 def test_a_finite_step_names_nothing(folder_of):
     damage(folder_of("llama"), 0.01)
     llm = penstock.load(folder_of("llama"), device="cpu", max_context=256)
-    engine = llm._engine
+    engine = llm.engine
     sequence = engine.open()
     engine.prefill(sequence, TOKENS)
     assert nonfinite.first_nonfinite(engine, sequence, TOKENS[-1]) is None

@@ -45,7 +45,7 @@ def model(models: dict[str, LLM], tokenizer: Tokenizer) -> Callable[[str], LLM]:
     """A model by name, with caches of its own."""
 
     def made(name: str) -> LLM:
-        old = models[name]._engine
+        old = models[name].engine
         return LLM(Engine(old.model, activations="int8", max_context=2048), tokenizer, None, ())
 
     return made
@@ -53,7 +53,7 @@ def model(models: dict[str, LLM], tokenizer: Tokenizer) -> Callable[[str], LLM]:
 
 @pytest.fixture
 def hybrid(model: Callable[[str], LLM]) -> Iterator[Engine]:
-    engine = model("hybrid")._engine
+    engine = model("hybrid").engine
     yield engine
     nothing_is_held(engine)
 
@@ -90,7 +90,7 @@ def read(engine: Engine, prefix: PrefixCache, tokens: list[int]) -> tuple[int, n
 @pytest.mark.parametrize("name", MODELS)
 def test_reuse_changes_no_bit(name: str, model: Callable[[str], LLM]) -> None:
     """Prompts that share 0, 1, 2 … blocks, in any order, against an engine without a cache."""
-    engine, plain = model(name)._engine, model(name)._engine
+    engine, plain = model(name).engine, model(name).engine
     prefix = PrefixCache(engine, 1 << 30)
     base, other = some_tokens(700, seed=1), some_tokens(300, seed=2)
     prompts = [base[:600], base[:600], base[:512] + other, base[:300] + other[:40], base[:512] + other[:9]]
@@ -129,7 +129,7 @@ def test_texts_with_reuse_are_those_without(name: str, model: Callable[[str], LL
         assert metrics.prefix_hits >= 6 and metrics.prefix_entries > 0 and metrics.prefix_bytes > 0
         total = sum(len(talk) for talk in talks)
         assert 0 < metrics.cached_tokens < 3 * total and metrics.prompt_tokens > 0
-    nothing_is_held(llm._engine)
+    nothing_is_held(llm.engine)
 
 
 def test_what_a_decode_step_wrote_is_not_stored(model: Callable[[str], LLM]) -> None:
@@ -163,7 +163,7 @@ def test_digests_are_of_everything_before(hybrid: Engine) -> None:
     assert prefix.digests([]) == prefix.digests(tokens[:255]) == []
     # blocks that repeat are not each other
     assert len(set(prefix.digests(tokens[:256] * 3))) == 3
-    other = Engine(load_random(small_config(), device="cpu", seed=1)._engine.model, max_context=600)
+    other = Engine(load_random(small_config(), device="cpu", seed=1).engine.model, max_context=600)
     assert not set(PrefixCache(other, 1 << 30).digests(tokens)) & set(digests)
 
 
@@ -196,7 +196,7 @@ def test_points_are_the_last_and_where_prompts_part(hybrid: Engine) -> None:
 
 
 def test_points_are_all_where_they_cost_nothing(model: Callable[[str], LLM]) -> None:
-    engine = model("latent")._engine
+    engine = model("latent").engine
     prefix = PrefixCache(engine, 1 << 30)
     assert prefix.free_of_cost
     tokens = some_tokens(1000)
@@ -269,7 +269,7 @@ def test_the_least_recently_used_goes_first(hybrid: Engine) -> None:
 
 def test_the_end_of_a_long_prompt_goes_before_its_beginning(model: Callable[[str], LLM]) -> None:
     """Where entries share all they have, dropping the shorter one would give nothing back."""
-    engine = model("latent")._engine
+    engine = model("latent").engine
     page = engine.caches.page_bytes(None)
     prefix = PrefixCache(engine, 4 * page)
     tokens = some_tokens(800)
@@ -296,7 +296,7 @@ def test_what_is_larger_than_the_budget_is_not_stored(hybrid: Engine) -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", "wide", "latent"])
 def test_nothing_is_stored_where_others_were_promised_the_room(name: str, model: Callable[[str], LLM]) -> None:
-    engine = model(name)._engine
+    engine = model(name).engine
     caches = engine.caches
     prefix = PrefixCache(engine, 1 << 30)
     own = caches.slot_bytes + sum(2 * caches.page_bytes(window) for window in caches.pools if window is not None)
@@ -353,7 +353,7 @@ def test_requests_that_come_together_share_what_the_first_computes(model: Callab
     talks = [some_tokens(300, seed=9) + some_tokens(220, seed=n) for n in (20, 21, 22)]
     with Scheduler(llm) as made:
         for prompts, cached in (([prompt] * 4, [0, 512, 512, 512]), (talks, [0, 0, 256])):
-            with made._news:  # all of them before the engine looks
+            with made.condition:  # all of them before the engine looks
                 tickets = [made.submit(made.request(one, max_tokens=5)) for one in prompts]
             done = [ticket.result(SECONDS) for ticket in tickets]
             assert [one.usage.cached_tokens for one in done] == cached
@@ -362,12 +362,12 @@ def test_requests_that_come_together_share_what_the_first_computes(model: Callab
                 assert one.timings.prompt_tokens == len(text) - one.usage.cached_tokens
         metrics = made.metrics()
         assert metrics.prefix_hits == 4 and metrics.cached_tokens == 3 * 512 + 256
-    nothing_is_held(llm._engine)
+    nothing_is_held(llm.engine)
 
 
 def test_prefixes_go_before_a_request_waits(model: Callable[[str], LLM]) -> None:
     llm = model("hybrid")
-    caches = llm._engine.caches
+    caches = llm.engine.caches
     memory = caches.bytes_of(1024) + caches.bytes_of(512) + caches.slot_bytes
     with Scheduler(llm, memory=memory, prefix_memory=memory) as made:
         for n in range(4):
@@ -381,12 +381,12 @@ def test_prefixes_go_before_a_request_waits(model: Callable[[str], LLM]) -> None
         assert done.usage.cached_tokens == 256  # the newest was kept, there is room for its state
         metrics = made.metrics()
         assert metrics.prefix_entries < 4 and metrics.memory_used <= memory
-    nothing_is_held(llm._engine)
+    nothing_is_held(llm.engine)
 
 
 def test_prefixes_stay_if_dropping_them_would_not_help(model: Callable[[str], LLM]) -> None:
     llm = model("hybrid")
-    caches = llm._engine.caches
+    caches = llm.engine.caches
     memory = caches.bytes_of(1024) + caches.bytes_of(512)
     with Scheduler(llm, memory=memory, prefix_memory=memory, buffer=2000) as made:  # a reader who lags is preempted
         made.submit(made.request(some_tokens(300), max_tokens=3)).result(SECONDS)
@@ -404,7 +404,7 @@ def test_prefixes_go_when_the_machine_is_short_of_memory(
     model: Callable[[str], LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = model("hybrid")
-    caches = llm._engine.caches
+    caches = llm.engine.caches
     with Scheduler(llm) as made:
         for n in range(6):
             made.submit(made.request(some_tokens(600, seed=n), max_tokens=3)).result(SECONDS)
@@ -414,4 +414,4 @@ def test_prefixes_go_when_the_machine_is_short_of_memory(
         done = made.submit(made.request([5], max_tokens=(free + 2) * PAGE - 1, stop=["a"], logit_bias=letters()))
         assert done.result(SECONDS).tokens
         assert 0 < made.metrics().prefix_entries < 6
-    nothing_is_held(llm._engine)
+    nothing_is_held(llm.engine)

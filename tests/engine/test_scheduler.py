@@ -71,7 +71,7 @@ class Drawing:
 
 
 def with_device(llm: LLM, device: CpuDevice, max_context: int) -> LLM:
-    old = llm._engine
+    old = llm.engine
     engine = Engine(old.model, activations=old.activations, max_context=max_context, device=device)
     return LLM(engine, llm.tokenizer, None, ())
 
@@ -105,7 +105,7 @@ def scheduler(llm: LLM, **options: Any) -> Iterator[Scheduler]:
 
 
 def nothing_is_held(llm: LLM) -> None:
-    caches = llm._engine.caches
+    caches = llm.engine.caches
     assert caches.slots_used == 0
     for pool in caches.pools.values():
         assert pool.used == 0 and not any(pool.references)
@@ -142,25 +142,25 @@ class Steps:
         self.found: list[tuple[str, int]] = []
         self.gate = threading.Event()
         self.gate.set()
-        piece, decode = engine._piece, engine.decode
+        chunk, decode = engine.prefill_chunk, engine.decode
 
-        def watched_piece(sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
+        def watched_chunk(sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
             assert self.gate.wait(SECONDS)
             self.found.append(("prefill", len(ids)))
-            return piece(sequence, ids, every, last)
+            return chunk(sequence, ids, every, last)
 
         def watched_decode(sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
             assert self.gate.wait(SECONDS)
             self.found.append(("decode", len(sequences)))
             return decode(sequences, tokens)
 
-        monkeypatch.setattr(engine, "_piece", watched_piece)
+        monkeypatch.setattr(engine, "prefill_chunk", watched_chunk)
         monkeypatch.setattr(engine, "decode", watched_decode)
 
 
 @pytest.fixture
 def steps(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
-    watched = Steps(plain._engine, monkeypatch)
+    watched = Steps(plain.engine, monkeypatch)
     yield watched
     watched.gate.set()
 
@@ -218,14 +218,14 @@ def test_a_drawing_device_is_ahead_of_its_host(loaded: LLM, monkeypatch: pytest.
     """Else the tests with it show nothing."""
     llm = with_device(loaded, DrawingHost(), 2048)
     ahead = 0
-    draw = llm._engine.draw
+    draw = llm.engine.draw
 
     def watched(sequences: Any, tokens: Any, rows: Any, mode: str) -> Any:
         nonlocal ahead
         ahead += tokens is None
         return draw(sequences, tokens, rows, mode)
 
-    monkeypatch.setattr(llm._engine, "draw", watched)
+    monkeypatch.setattr(llm.engine, "draw", watched)
     with scheduler(llm) as made:
         made.submit(made.request([5], max_tokens=30, extra_eos=[])).result(SECONDS)
     assert ahead > 20
@@ -235,7 +235,7 @@ def test_a_device_that_was_ahead_starts_anew_after_others(loaded: LLM) -> None:
     """A request is paused, another one uses the program that holds its tokens, then it goes on."""
     llm = with_device(loaded, DrawingHost(), 2048)
     want = [llm.generate([n], max_tokens=40, temperature=1.0, seed=0).tokens for n in (5, 6)]
-    llm._engine.caches.make_room({None: 8}, 4)  # programs stay as they are
+    llm.engine.caches.make_room({None: 8}, 4)  # programs stay as they are
     with scheduler(llm, buffer=3) as made:
         first = made.submit(made.request([5], max_tokens=40, temperature=1.0, seed=0))
         until(lambda: len(first.request.tokens) >= 4)
@@ -259,8 +259,8 @@ def test_cuda_texts_are_those_of_requests_alone(tmp_path: Path) -> None:
     """With prefixes, which a GPU stores at multiples of 2048."""
     folder = write_model(tmp_path, small_config(max_position_embeddings=8192))
     llm = penstock.load(folder, device="cuda", deterministic=True)
-    assert llm._engine.device.samples_tokens
-    slow = getattr(llm._engine.device, "interpreted", False)  # seconds per token
+    assert llm.engine.device.samples_tokens
+    slow = getattr(llm.engine.device, "interpreted", False)  # seconds per token
     lengths, tokens = ([3, 5], 2) if slow else ([3, 40, 2047, 2048, 9, 2049, 5000] * 2, 40)
     cases = [(some_tokens(length, seed=length), KINDS[n % len(KINDS)]) for n, length in enumerate(lengths)]
     want = [llm.generate(prompt, max_tokens=tokens, **options) for prompt, options in cases]
@@ -321,7 +321,7 @@ def test_usage_and_timings_are_told(plain: LLM) -> None:
 
 @pytest.mark.parametrize("options", [
     {"max_sequences": 0}, {"queue": -1}, {"queue": True}, {"memory": 0}, {"prefix_memory": 1.5}, {"buffer": 0},
-    {"patience": 0}, {"patience": "1"},
+    {"read_timeout": 0}, {"read_timeout": "1"},
 ], ids=str)  # fmt: skip
 def test_scheduler_names_a_bad_option(options: dict[str, Any], plain: LLM) -> None:
     (name,) = options
@@ -332,7 +332,7 @@ def test_scheduler_names_a_bad_option(options: dict[str, Any], plain: LLM) -> No
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_delays_a_running_answer_by_one_piece(plain: LLM, steps: Steps) -> None:
+def test_a_long_prompt_delays_a_running_answer_by_one_chunk(plain: LLM, steps: Steps) -> None:
     with scheduler(plain, buffer=5000) as made:
         first = made.submit(made.request([5], max_tokens=2000, logit_bias=LETTERS))
         next(first)
@@ -381,7 +381,7 @@ def test_a_long_prompt_is_passed_by_no_more_than_its_length(plain: LLM, steps: S
 
 def test_requests_join_a_batch_that_runs(plain: LLM, steps: Steps) -> None:
     with scheduler(plain, max_sequences=4) as made:
-        with made._news:  # all of them before the engine looks
+        with made.condition:  # all of them before the engine looks
             tickets = [made.submit(made.request([n + 4], max_tokens=40, logit_bias=LETTERS)) for n in range(6)]
         for ticket in tickets:
             ticket.result(SECONDS)
@@ -410,7 +410,7 @@ def test_submit_refuses_what_the_queue_has_no_room_for(plain: LLM, steps: Steps)
 
 
 def test_submit_refuses_what_can_never_fit(plain: LLM) -> None:
-    caches = plain._engine.caches
+    caches = plain.engine.caches
     with scheduler(plain, memory=caches.bytes_of(512)) as made:
         with pytest.raises(OutOfMemory, match=r"^request: 513 positions \(a prompt of 13 and max_tokens\) need \d"):
             made.submit(made.request([1] * 13, max_tokens=500))
@@ -423,7 +423,7 @@ def test_submit_refuses_what_can_never_fit(plain: LLM) -> None:
 
 def test_requests_wait_for_memory_and_small_ones_pass(plain: LLM) -> None:
     """Room for one long and one short sequence: a second long one waits, a short one does not."""
-    caches = plain._engine.caches
+    caches = plain.engine.caches
     with scheduler(plain, memory=caches.bytes_of(1024) + caches.bytes_of(200), prefix_cache=False, buffer=2000) as made:
         first = made.submit(made.request([5], max_tokens=1023, logit_bias=LETTERS))
         next(first)
@@ -439,7 +439,7 @@ def test_requests_wait_for_memory_and_small_ones_pass(plain: LLM) -> None:
 
 
 def test_a_request_that_waits_for_memory_is_passed_by_no_more_than_its_prompt(plain: LLM, steps: Steps) -> None:
-    caches = plain._engine.caches
+    caches = plain.engine.caches
     with scheduler(plain, memory=caches.bytes_of(1024) + caches.bytes_of(256), prefix_cache=False, buffer=2000) as made:
         first = made.submit(made.request([5], max_tokens=1023, logit_bias=LETTERS))
         next(first)
@@ -456,7 +456,7 @@ def test_a_request_that_waits_for_memory_is_passed_by_no_more_than_its_prompt(pl
 
 
 def test_a_large_request_of_a_client_who_has_one_holds_up_nobody_elses_first(plain: LLM) -> None:
-    caches = plain._engine.caches
+    caches = plain.engine.caches
     memory = caches.bytes_of(1024) + caches.bytes_of(256)
     with scheduler(plain, memory=memory, prefix_cache=False, buffer=2000) as made:
         first = made.submit(made.request([5], max_tokens=1023, logit_bias=LETTERS), "A")
@@ -473,9 +473,9 @@ def test_a_large_request_of_a_client_who_has_one_holds_up_nobody_elses_first(pla
 
 def test_memory_for_all_of_max_tokens_is_there_when_a_request_starts(plain: LLM, steps: Steps) -> None:
     steps.gate.clear()
-    caches = plain._engine.caches
+    caches = plain.engine.caches
     with scheduler(plain) as made:
-        with made._news:  # all of them before the engine looks
+        with made.condition:  # all of them before the engine looks
             tickets = [made.submit(made.request([5], max_tokens=1000)) for _ in range(3)]
         until(lambda: all(ticket.state == "prompt" for ticket in tickets))
         assert len(caches.pools[None].free) >= 3 * 4 and caches._slots >= 3
@@ -488,7 +488,7 @@ def test_memory_for_all_of_max_tokens_is_there_when_a_request_starts(plain: LLM,
 
 def test_a_request_fails_if_the_machine_has_no_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with scheduler(plain) as made:
-        plain._engine.caches.device.min_pages = 1  # type: ignore[misc]
+        plain.engine.caches.device.min_pages = 1  # type: ignore[misc]
         with monkeypatch.context() as patch:
             patch.setattr(cpu_device, "available_memory", lambda: 0)
             with pytest.raises(OutOfMemory, match="^cache: .* are needed"):
@@ -498,7 +498,7 @@ def test_a_request_fails_if_the_machine_has_no_memory(plain: LLM, monkeypatch: p
 
 
 def test_caches_make_room_once(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = plain._engine.caches
+    caches = plain.engine.caches
     caches.make_room({None: 9}, 3)
     assert len(caches.pools[None].free) >= 9 and caches._slots == 3 and caches.slots_used == 0
     version, nbytes = caches.version, caches.nbytes
@@ -520,7 +520,7 @@ def test_caches_make_room_once(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_caches_that_grew_in_part_are_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two layers has new arrays when memory ends; a step after that writes into them."""
-    engine = load_random(small_config(num_hidden_layers=4), device="cpu")._engine
+    engine = load_random(small_config(num_hidden_layers=4), device="cpu").engine
     pages = [layout for layout in engine.caches.layouts if isinstance(layout, Pages)]
     rows = []
     for fails in (False, True):
@@ -542,7 +542,7 @@ def test_caches_that_grew_in_part_are_bound_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_is_by_default_what_is_free(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = plain._engine.caches
+    caches = plain.engine.caches
     whole = caches.bytes_of(plain.max_context)
     for free in (4 << 30, (300 << 20) + whole, 0):
         monkeypatch.setattr(cpu_device, "available_memory", lambda free=free: free)
@@ -557,7 +557,7 @@ def test_memory_is_by_default_what_is_free(plain: LLM, monkeypatch: pytest.Monke
 
 
 def test_a_slow_reader_pauses_his_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK", 1000.0)  # a read wakes the engine
+    monkeypatch.setattr(module, "POLL_SECONDS", 1000.0)  # a read wakes the engine
     want = llm.generate([5], max_tokens=60, logit_bias=LETTERS)
     with scheduler(llm, buffer=4) as made:
         slow = made.submit(made.request([5], max_tokens=60, logit_bias=LETTERS))
@@ -574,7 +574,7 @@ def test_a_slow_reader_pauses_his_request_alone(llm: LLM, monkeypatch: pytest.Mo
 
 
 def test_a_reader_who_takes_nothing_is_given_up(plain: LLM) -> None:
-    with scheduler(plain, buffer=2, patience=0.05) as made:
+    with scheduler(plain, buffer=2, read_timeout=0.05) as made:
         ticket = made.submit(made.request([5], max_tokens=500, logit_bias=LETTERS))
         until(lambda: ticket.state == "done")
         assert len(ticket.request.tokens) < 10
@@ -587,11 +587,11 @@ def test_a_reader_who_takes_nothing_is_given_up(plain: LLM) -> None:
 def test_a_reader_who_lags_while_others_wait_gives_up_his_sequence(
     short_of: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_LOOK", 1000.0)  # reads wake the engine
+    monkeypatch.setattr(module, "POLL_SECONDS", 1000.0)  # reads wake the engine
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "logit_bias": LETTERS}
     prompt = some_tokens(300)
     want = llm.generate(prompt, **options).tokens
-    limit = {"max_sequences": 1} if short_of == "sequences" else {"memory": llm._engine.caches.bytes_of(512)}
+    limit = {"max_sequences": 1} if short_of == "sequences" else {"memory": llm.engine.caches.bytes_of(512)}
     with scheduler(llm, buffer=4, prefix_cache=False, **limit) as made:
         slow = made.submit(made.request(prompt, **options))
         until(lambda: len(slow.request.tokens) >= 4)
@@ -607,7 +607,7 @@ def test_a_reader_who_lags_while_others_wait_gives_up_his_sequence(
 def test_a_preempted_request_is_given_up_or_finished_as_one_that_runs(plain: LLM) -> None:
     options: dict[str, Any] = {"max_tokens": 40, "logit_bias": LETTERS}
     want = plain.generate([5], **options).tokens
-    with scheduler(plain, max_sequences=1, buffer=4, patience=SECONDS) as made:
+    with scheduler(plain, max_sequences=1, buffer=4, read_timeout=SECONDS) as made:
 
         def preempted() -> Ticket:
             count = made.metrics().preemptions
@@ -616,11 +616,11 @@ def test_a_preempted_request_is_given_up_or_finished_as_one_that_runs(plain: LLM
             assert made.metrics().preemptions == count + 1
             return ticket
 
-        asleep, made.patience = preempted(), 0.05
+        asleep, made.read_timeout = preempted(), 0.05
         until(lambda: asleep.state == "done")
         with pytest.raises(Cancelled, match=r"^reader: nothing was read for 0.05 seconds"):
             list(asleep)
-        made.patience = SECONDS
+        made.read_timeout = SECONDS
         awake, late = preempted(), preempted()
         assert next(late).token == want[0]
         closing = threading.Thread(target=made.close, args=(SECONDS,))
@@ -651,7 +651,7 @@ def test_result_in_time_or_not_at_all(plain: LLM, steps: Steps) -> None:
 
 
 def test_tickets_in_an_event_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK", 1000.0)
+    monkeypatch.setattr(module, "POLL_SECONDS", 1000.0)
     want = [llm.generate([n + 4], max_tokens=20, temperature=1.0, seed=n) for n in range(10)]
 
     async def client(made: Scheduler, n: int) -> str:
@@ -791,10 +791,10 @@ def test_many_requests_with_cancels_leave_nothing(llm: LLM, rng: np.random.Gener
         metrics = made.metrics()
         assert (metrics.running, metrics.waiting, metrics.failed) == (0, 0, 0)
         assert metrics.finished + metrics.cancelled == 200 and metrics.cancelled >= 20
-        assert llm._engine.caches.slots_used == 0
+        assert llm.engine.caches.slots_used == 0
         prefix = made._prefix
         assert prefix is not None
-        assert metrics.pages_used * llm._engine.caches.page_bytes(None) + prefix.state_bytes == metrics.prefix_bytes
+        assert metrics.pages_used * llm.engine.caches.page_bytes(None) + prefix.state_bytes == metrics.prefix_bytes
     assert threading.active_count() == threads
 
 
@@ -868,7 +868,7 @@ def test_a_step_that_fails_once_costs_nobody_his_text(
 
     with scheduler(llm) as made:
         monkeypatch.setattr(Runner, "run", failing(BackendError("disk: a read failed"), fails))
-        with made._news:
+        with made.condition:
             tickets = [made.submit(made.request(prompt, **options)) for prompt in prompts]
         for ticket, alone in zip(tickets, want, strict=True):
             assert tokens_of(ticket) == alone.tokens
@@ -878,7 +878,7 @@ def test_a_step_that_fails_once_costs_nobody_his_text(
 
 def test_a_sequence_that_lost_what_it_shared_waits_for_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests fit since they share a prefix; a step fails when that is not stored any more."""
-    prompt, caches = some_tokens(600), plain._engine.caches
+    prompt, caches = some_tokens(600), plain.engine.caches
     options: dict[str, Any] = {"max_tokens": 30, "logit_bias": LETTERS}
     want = plain.generate(prompt, **options)
     memory = 4 * caches.page_bytes(None) + 3 * caches.slot_bytes
@@ -895,7 +895,7 @@ def test_a_sequence_that_lost_what_it_shared_waits_for_memory(plain: LLM, monkey
             return True
 
         monkeypatch.setattr(Runner, "run", failing(BackendError("disk: a read failed"), fails))
-        with made._news:
+        with made.condition:
             tickets = [made.submit(made.request(prompt, **options)) for _ in range(2)]
         for ticket in tickets:
             same(ticket.result(SECONDS), want)
@@ -905,7 +905,7 @@ def test_a_sequence_that_lost_what_it_shared_waits_for_memory(plain: LLM, monkey
 
 def test_no_step_is_launched_ahead_of_tokens_that_are_known(plain: LLM) -> None:
     """On a device that does not repeat its bits the drawn one may be another."""
-    request = plain._request([5, 6], 20, (), {})
+    request = plain.request([5, 6], 20)
     request.tokens = [1, 2, 3]
     row = Running(request, Sequence(0, {}))
     for length, may in ((3, False), (4, False), (5, True)):  # after a step: the last one is told, and one is drawn
@@ -927,16 +927,16 @@ def test_steps_that_always_fail_end_every_request(llm: LLM, monkeypatch: pytest.
 
 def test_scores_that_are_not_finite_end_their_request_alone(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     want = plain.generate([5], max_tokens=30)
-    decode = plain._engine.decode
+    decode = plain.engine.decode
 
-    def spoiled(sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
+    def with_nan(sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
         rows = decode(sequences, tokens)
         for row, sequence in zip(rows, sequences, strict=True):
             if sequence.length == 50:
                 row[7] = np.nan
         return rows
 
-    monkeypatch.setattr(plain._engine, "decode", spoiled)
+    monkeypatch.setattr(plain.engine, "decode", with_nan)
     with scheduler(plain) as made:
         good = made.submit(made.request([5], max_tokens=30))
         bad = made.submit(made.request(some_tokens(45), max_tokens=30, logit_bias=LETTERS))
@@ -952,17 +952,17 @@ def test_memory_that_ends_in_the_middle_ends_one_request(plain: LLM, monkeypatch
         ticket = made.submit(made.request([5], max_tokens=60))
         large = made.submit(made.request(some_tokens(250), max_tokens=30, logit_bias=LETTERS))
         next(large)
-        thief = plain._engine.open()
+        thief = plain.engine.open()
         with monkeypatch.context() as patch:
             patch.setattr(cpu_device, "available_memory", lambda: 0)
-            with pytest.raises(OutOfMemory), plain._engine._lock:
+            with pytest.raises(OutOfMemory), plain.engine.lock:
                 while True:
-                    plain._engine.caches.reserve(thief, 256)
-                    plain._engine.caches.advance(thief, 256)
+                    plain.engine.caches.reserve(thief, 256)
+                    plain.engine.caches.advance(thief, 256)
             with pytest.raises(OutOfMemory, match="^cache: "):
                 large.result(SECONDS)
             same(ticket.result(SECONDS), want)
-            plain._engine.close(thief)
+            plain.engine.close(thief)
 
 
 def test_a_request_whose_start_fails_ends_alone(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -970,7 +970,7 @@ def test_a_request_whose_start_fails_ends_alone(plain: LLM, monkeypatch: pytest.
         other = made.submit(made.request([5], max_tokens=100, logit_bias=LETTERS))
         next(other)
         with monkeypatch.context() as patch:
-            patch.setattr(plain._engine.caches, "open", lambda: 1 // 0)
+            patch.setattr(plain.engine.caches, "open", lambda: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 made.submit(made.request([6])).result(SECONDS)
         assert len(other.result(SECONDS).tokens) == 100
@@ -983,7 +983,7 @@ def test_a_mistake_in_the_scheduler_ends_all_waits(plain: LLM, monkeypatch: pyte
         first = made.submit(made.request([5], max_tokens=2000, logit_bias=LETTERS))
         next(first)
         second = made.submit(made.request([5], max_tokens=2))
-        monkeypatch.setattr(made, "_sweep", lambda: 1 // 0)
+        monkeypatch.setattr(made, "_reap", lambda: 1 // 0)
         for ticket in (first, second):
             with pytest.raises(Cancelled, match="^scheduler: it has stopped: integer division"):
                 ticket.result(SECONDS)

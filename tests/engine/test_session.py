@@ -40,15 +40,15 @@ def session(llm: LLM) -> Iterator[Session]:
 
 def held(llm: LLM) -> tuple[int, dict[Any, int]]:
     """Slots and pages that somebody holds."""
-    caches = llm._engine.caches
+    caches = llm.engine.caches
     return caches._slots - len(caches._free_slots), {window: pool.used for window, pool in caches.pools.items()}
 
 
 def continued(session: Session, count: int = 12) -> list[int]:
     """What a session would write; it is as before afterwards."""
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     tokens = session.generate(max_tokens=count, extra_eos=()).tokens
-    session.rewind(moment)
+    session.rewind(snapshot)
     return tokens
 
 
@@ -67,7 +67,7 @@ def test_generate_is_that_of_the_model(length: int, llm: LLM, session: Session) 
 def test_append_at_the_grid_then_generate_gives_the_same_bits(llm: LLM, session: Session) -> None:
     prompt = some_tokens(520)
     assert [session.append(part) for part in (prompt[:256], prompt[256:512], prompt[512:])] == [256, 256, 8]
-    np.testing.assert_array_equal(session._logits, llm.logits(prompt)[-1])
+    np.testing.assert_array_equal(session.logits, llm.logits(prompt)[-1])
     assert session.generate(max_tokens=5).tokens == llm.generate(prompt, max_tokens=5).tokens
 
 
@@ -75,8 +75,8 @@ def test_append_anywhere_is_right(llm: LLM, session: Session) -> None:
     prompt = some_tokens(300)
     for part in (prompt[:1], prompt[1:7], [], prompt[7:100], prompt[100:]):
         session.append(part)
-    assert session._logits is not None
-    assert np.abs(session._logits - llm.logits(prompt)[-1]).max() < 1e-4
+    assert session.logits is not None
+    assert np.abs(session.logits - llm.logits(prompt)[-1]).max() < 1e-4
 
 
 def test_generate_goes_on_after_what_it_wrote(llm: LLM, session: Session) -> None:
@@ -134,31 +134,31 @@ def test_generate_applies_penalties_to_all_tokens_of_the_session(llm: LLM, sessi
 
 def test_rewind_gives_the_same_text_again(session: Session) -> None:
     session.append(some_tokens(280))
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     first = session.generate(max_tokens=10).tokens
     session.append(some_tokens(270, seed=3))
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert session.tokens == some_tokens(280)
     assert session.generate(max_tokens=10).tokens == first
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert session.generate(max_tokens=10).tokens == first
 
 
 def test_snapshot_between_generated_tokens(session: Session) -> None:
     session.generate(some_tokens(5), max_tokens=4)
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     first = session.generate(max_tokens=6).tokens
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert session.generate(max_tokens=6).tokens == first
 
 
 def test_snapshot_of_one_session_starts_another(llm: LLM, session: Session) -> None:
     session.append(some_tokens(100))
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     want = continued(session)
     session.close()
     with llm.session() as other:
-        other.rewind(moment)
+        other.rewind(snapshot)
         assert other.tokens == some_tokens(100) and other.generate(max_tokens=12).tokens == want
 
 
@@ -187,16 +187,16 @@ def test_rewind_refuses_the_snapshot_of_another_model(folder: Path, session: Ses
 def test_advance_keeps_what_is_the_same(llm: LLM, session: Session) -> None:
     text = some_tokens(300)
     assert session.advance(text[:256]) == 0
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     assert session.advance(text) == 256
-    np.testing.assert_array_equal(session._logits, llm.logits(text)[-1])
+    np.testing.assert_array_equal(session.logits, llm.logits(text)[-1])
     assert session.advance(text) == 300
     changed = [*text[:256], *some_tokens(60, seed=4)]
-    assert session.advance(changed, [moment]) == 256
-    np.testing.assert_array_equal(session._logits, llm.logits(changed)[-1])
+    assert session.advance(changed, [snapshot]) == 256
+    np.testing.assert_array_equal(session.logits, llm.logits(changed)[-1])
     assert session.tokens == changed
-    assert session.advance([9, *text[1:300]], [moment]) == 0  # nothing fits
-    np.testing.assert_array_equal(session._logits, llm.logits([9, *text[1:300]])[-1])
+    assert session.advance([9, *text[1:300]], [snapshot]) == 0  # nothing fits
+    np.testing.assert_array_equal(session.logits, llm.logits([9, *text[1:300]])[-1])
 
 
 def test_advance_takes_the_longest_moment(session: Session) -> None:
@@ -235,14 +235,14 @@ def test_advance_to_nothing_empties_the_session(session: Session) -> None:
 def test_a_closed_session_refuses_everything(llm: LLM, tmp_path: Path) -> None:
     session = llm.session()
     session.append([1, 2, 3])
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     session.close()
     session.close()
     for call in (
         lambda: session.append([4]),
         lambda: session.generate([4]),
         lambda: session.snapshot(),
-        lambda: session.rewind(moment),
+        lambda: session.rewind(snapshot),
         lambda: session.advance([1, 2, 3, 4]),
         lambda: session.advance([7]),
         lambda: session.save(tmp_path / "x"),
@@ -305,7 +305,7 @@ def test_append_stopped_between_pieces_keeps_them(llm: LLM, session: Session) ->
 
 def test_a_spoiled_session_can_go_back(llm: LLM, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     session.append(some_tokens(20))
-    moment, want = session.snapshot(), continued(session)
+    snapshot, want = session.snapshot(), continued(session)
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
@@ -317,7 +317,7 @@ def test_a_spoiled_session_can_go_back(llm: LLM, session: Session, monkeypatch: 
     for call in (lambda: session.append([1]), lambda: session.generate([1]), session.snapshot):
         with pytest.raises(InvalidArgument, match="interrupted in the middle of a step"):
             call()
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert continued(session) == want
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Runner, "run", interrupt)
@@ -379,7 +379,7 @@ def test_save_and_restore_give_the_same_text(prepare: Any, llm: LLM, session: Se
         assert first.tokens == second.tokens
         other.append([1, 2])
         session.append([1, 2])
-        np.testing.assert_array_equal(other._logits, session._logits)
+        np.testing.assert_array_equal(other.logits, session.logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -391,7 +391,7 @@ def test_restore_loads_the_model_that_the_file_names(dtype: str, folder: Path, t
         more = session.generate(max_tokens=5).tokens
     with penstock.restore(tmp_path / "talk") as other:
         assert other.tokens == [*some_tokens(8), *want]
-        assert (other._engine.dtype, other._engine.activations) == (dtype, "float32")
+        assert (other.engine.dtype, other.engine.activations) == (dtype, "float32")
         assert other.generate(max_tokens=5).tokens == more
 
 

@@ -40,13 +40,13 @@ def load(folder: Path, **options) -> LLM:
 
 def least(llm: LLM) -> int:
     """The smallest budget: one token's choice in one layer, of each format."""
-    store = llm._engine.experts.store
+    store = llm.engine.experts.store
     return sum(format.payload * store.top_k for format in {layer.format for layer in store.layers})
 
 
 def decoded(llm: LLM, count: int = 3) -> np.ndarray:
     """Scores of sequences of different lengths that decode together, then alone."""
-    engine = llm._engine
+    engine = llm.engine
     sequences = [engine.open() for _ in range(count)]
     for n, sequence in enumerate(sequences):
         engine.prefill(sequence, TOKENS[: 5 + 3 * n])
@@ -67,7 +67,7 @@ def test_streamed_experts_give_the_same_bits(name, folder_of):
         llm = load(folder, expert_cache=budget)
         np.testing.assert_array_equal(llm.logits(TOKENS), want)
         np.testing.assert_array_equal(decoded(llm), rows)
-        store = llm._engine.experts.store
+        store = llm.engine.experts.store
         arrays = {id(a): a.nbytes for pool in store.pool_of for a in pool.slots.arrays}
         assert store.nbytes == sum(arrays.values()) <= max(int(sum(layer.nbytes for layer in store.layers)), 0)
         stats = llm.stats()
@@ -100,13 +100,13 @@ def test_a_guess_at_the_next_choice_changes_no_bit(name, folder_of):
     want = load(folder).generate(TOKENS[:20], max_tokens=12).tokens
     llm = load(folder, expert_cache="70%", expert_prefetch=True)
     assert llm.generate(TOKENS[:20], max_tokens=12).tokens == want
-    store = llm._engine.experts.store
+    store = llm.engine.experts.store
     assert 0 < store.counters.guessed < store.counters.reads
 
 
 def test_a_prefill_reads_every_expert_once_per_piece_at_most(folder_of):
     llm = load(folder_of("qwen3_5"), expert_cache="25%")
-    store = llm._engine.experts.store
+    store = llm.engine.experts.store
     llm.logits(TOKENS[:256])
     assert store.counters.reads <= sum(layer.count for layer in store.layers)
     llm.logits(TOKENS[:256])
@@ -130,14 +130,14 @@ def penstock_dense(folder_of) -> Path:
 def test_a_model_larger_than_memory_is_streamed_by_itself(folder_of, monkeypatch):
     folder = folder_of("deepseek_v3")
     want = load(folder).logits(TOKENS[:30])
-    size = sum(layer.nbytes for layer in load(folder, expert_cache="100%")._engine.experts.store.layers)
+    size = sum(layer.nbytes for layer in load(folder, expert_cache="100%").engine.experts.store.layers)
     probe = load(folder, max_context=256)
-    caches, positions = probe._engine.caches, min(probe.config.max_positions, 4096)
+    caches, positions = probe.engine.caches, min(probe.config.max_positions, 4096)
     file = (folder / "model.safetensors").stat().st_size
     free = (256 << 20) + caches.nbytes + caches.bytes_of(positions) + file - size // 2
     monkeypatch.setattr("penstock.backends.cpu.device.available_memory", lambda: free)
     llm = load(folder, max_context=256)
-    assert llm._engine.experts is not None and 0 < llm.stats().expert_bytes <= size
+    assert llm.engine.experts is not None and 0 < llm.stats().expert_bytes <= size
     np.testing.assert_array_equal(llm.logits(TOKENS[:30]), want)
     monkeypatch.setattr("penstock.backends.cpu.device.available_memory", lambda: 256 << 20)
     with pytest.raises(OutOfMemory, match=r"expert_cache: .* are asked for"):
@@ -167,7 +167,7 @@ def test_a_damaged_record_of_a_packed_file_ends_the_request(tmp_path):
     whole = load(folder, expert_cache="100%")
     assert whole.generate(TOKENS[:20], max_tokens=2).tokens
     data = np.fromfile(folder / "experts.penstock", np.uint8)
-    for layer in whole._engine.experts.store.layers:
+    for layer in whole.engine.experts.store.layers:
         data[[place.start for place in layer.parts[0].places]] ^= 1  # small: the answer would be a finite one
     data.tofile(folder / "experts.penstock")
     llm = load(folder, expert_cache="100%")
@@ -180,7 +180,7 @@ def test_a_read_error_ends_one_request_only(folder_of, monkeypatch):
 
     llm = load(folder_of("qwen3_5"), expert_cache="25%")
     want = llm.generate(TOKENS[:8], max_tokens=6).tokens
-    reader, failing = llm._engine.experts.store.reader, [True]
+    reader, failing = llm.engine.experts.store.reader, [True]
     submit = reader.submit
 
     def sometimes(layer, expert, into):
@@ -225,7 +225,7 @@ llm = penstock.load(sys.argv[1], device="cpu", expert_cache=sys.argv[2], expert_
 before = anonymous()  # the slots have no pages yet
 for _ in range(2):
     llm.logits(tokens)
-store = llm._engine.experts.store
+store = llm.engine.experts.store
 print(json.dumps({"grown": anonymous() - before, "slots": store.nbytes, "read": store.counters.bytes_read}))
 """
 

@@ -252,8 +252,8 @@ def test_cuda_streamed_experts_give_the_same_bits(name: str, tmp_path: Path):
         np.testing.assert_array_equal(llm.logits(tokens[:5]), few)
         for _ in range(3):
             assert llm.generate(tokens[:9], max_tokens=20).tokens == text.tokens
-        assert llm._engine.experts.whole == (host != "0%" and host != "60%")
-        if llm._engine.most_sequences >= 2:
+        assert llm.engine.experts.whole == (host != "0%" and host != "60%")
+        if llm.engine.most_sequences >= 2:
             assert [out.tokens for out in llm.generate([tokens[:5], tokens[3:9]], max_tokens=5)] == several
 
 

@@ -40,7 +40,7 @@ def made(config: dict[str, Any], device: str, **options: Any) -> LLM:
 
 def scores(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
     """After each token: a prompt in one piece, the rest token by token."""
-    engine = llm._engine
+    engine = llm.engine
     sequence = engine.open()
     rows = [*engine.prefill(sequence, tokens[:prompt], every=True)]
     rows += [engine.decode([sequence], [token])[0] for token in tokens[prompt:]]
@@ -91,7 +91,7 @@ def test_cuda_demo_model_keeps_its_promise_in_bfloat16():
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma4-moe", "deepseek_v3-v3", "llama-moe"])
 def test_cuda_rows_do_not_depend_on_the_batch_when_deterministic(name):
     llm = made(EVERY[name], "cuda", deterministic=True)
-    engine, lengths, steps = llm._engine, [40, 5, 17, 33, 1, 9, 33, 2, 40, 33, 5], 3
+    engine, lengths, steps = llm.engine, [40, 5, 17, 33, 1, 9, 33, 2, 40, 33, 5], 3
     texts = [some_tokens(length + steps, seed=n) for n, length in enumerate(lengths)]
     alone = [decoded(llm, text, length)[1:] for text, length in zip(texts, lengths, strict=True)]
     for count in (2, 8, len(lengths)):
@@ -109,7 +109,7 @@ def test_cuda_rows_do_not_depend_on_the_batch_when_deterministic(name):
 @pytest.mark.cuda
 def test_cuda_prefill_at_grid_points_gives_the_same_bits_as_one_piece():
     llm = load_random(moe_config(max_position_embeddings=1 << 13), device="cuda")
-    grid = llm._engine.device.chunk_alignment
+    grid = llm.engine.device.chunk_alignment
     tokens = some_tokens(2 * grid + 300)
     np.testing.assert_array_equal(in_pieces(llm, tokens, [grid, 2 * grid]), in_pieces(llm, tokens, []))
 
@@ -130,11 +130,11 @@ def test_cuda_session_goes_back_and_comes_back_from_a_file(tmp_path):
     llm = penstock.load(device="cuda")
     session = llm.session()
     session.append("Once upon a time")
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     first = session.generate(max_tokens=12).tokens
-    session.rewind(moment)
+    session.rewind(snapshot)
     assert session.generate(max_tokens=12).tokens == first
-    session.rewind(moment)
+    session.rewind(snapshot)
     session.save(tmp_path / "session")
     again = penstock.restore(tmp_path / "session", llm)
     assert again.generate(max_tokens=12).tokens == first
@@ -143,7 +143,7 @@ def test_cuda_session_goes_back_and_comes_back_from_a_file(tmp_path):
 @pytest.mark.cuda
 def test_cuda_weights_and_caches_lie_on_the_gpu():
     llm = made(EVERY["gemma4-moe"], "cuda")
-    engine = llm._engine
+    engine = llm.engine
     assert engine.model.weights.layers[0].experts.routed.gate.packed.is_cuda
     assert engine.model.weights.norm.is_cuda and all(a.is_cuda for pair in engine.caches.arrays for a in pair)
     assert llm.stats().peak_memory > 0 and llm.stats().weight_bytes > 0
@@ -162,7 +162,7 @@ def test_cuda_model_generates_what_the_definitions_generate():
     answers = []
     for device in ("reference", "cuda"):
         llm = made(config, device, dtype="float32")
-        engine = llm._engine
+        engine = llm.engine
         sequence = engine.open()
         token, answer = int(engine.prefill(sequence, some_tokens(5)).argmax()), []
         for _ in range(8):
@@ -175,7 +175,7 @@ def test_cuda_model_generates_what_the_definitions_generate():
 # one family in the interpreter, which takes a minute for the others: the routers themselves are in test_moe.py
 @pytest.mark.parametrize("family", SMALL if GPU else ["llama"])
 def test_cuda_router_that_yields_nan_ends_in_nan_and_is_named(family):
-    engine = made(SMALL[family], "cuda", dtype="float32")._engine
+    engine = made(SMALL[family], "cuda", dtype="float32").engine
     *_, layer = engine.model.weights.layers
     experts = layer.experts if family == "gemma4" else layer.mlp
     weight = experts.scores.whole if family == "qwen3_5" else experts.router
@@ -184,7 +184,7 @@ def test_cuda_router_that_yields_nan_ends_in_nan_and_is_named(family):
     weight.scales[0, 0] = np.nan
     row = Sampler(SamplingParams(), VOCAB).row
     assert engine.draw([sequence], [4], [row], "greedy").tokens()[0] == -2  # and so the request ends
-    with engine._lock, engine.device.running(False):
+    with engine.lock, engine.device.running(False):
         named = first_nonfinite(engine, sequence, 5)
     assert named is not None and named.startswith(f"layer {len(engine.model.weights.layers) - 1}, ")
     assert named.endswith("(quantized_matmul)")

@@ -74,7 +74,7 @@ def small() -> LLM:
 
 @pytest.mark.parametrize("name", DRAWS if GPU else [pytest.param("full", marks=pytest.mark.slow)])
 def test_cuda_draws_the_tokens_of_the_host(name):
-    engine = small()._engine
+    engine = small().engine
     params, count = SamplingParams(**DRAWS[name]), 40 if GPU else 3
     want = sampled(engine, Sampler(params, small().config.vocab_size), some_tokens(4), count)
     assert drawn(engine, Sampler(params, small().config.vocab_size), some_tokens(4), count) == want
@@ -88,7 +88,7 @@ def test_cuda_a_thousand_replays_give_the_tokens_of_single_steps(name, monkeypat
     """Across pages and buckets of the block table; single steps are launched call by call, never captured."""
     config = {**EVERY[name], "max_position_embeddings": 2048}
     llm = load_random(config, device="cuda", max_context=1500)
-    engine, vocab = llm._engine, llm.config.vocab_size
+    engine, vocab = llm.engine, llm.config.vocab_size
     replayed = drawn(engine, Sampler(SamplingParams(), vocab), some_tokens(50), 1040)
     assert any(runner._replays for runner in engine.programs._kept.values())
 
@@ -119,14 +119,14 @@ def test_cuda_generation_ahead_of_the_host_gives_the_host_s_texts(name, text_mod
     """Several requests of different lengths, with ends on the way, against the path that reads scores."""
     prompts = [some_tokens(n, seed=n) for n in (3, 40, 250, 9, 100)]
     got = [answers(text_model, prompts, limit, **DRAWS[name]) for limit in (1, 2, 30)]
-    monkeypatch.setattr(text_model._engine.device, "samples_tokens", False)
+    monkeypatch.setattr(text_model.engine.device, "samples_tokens", False)
     want = [answers(text_model, prompts, limit, **DRAWS[name]) for limit in (1, 2, 30)]
     assert got == want
 
 
 @pytest.mark.cuda
 def test_cuda_generation_leaves_nothing_behind(text_model):
-    caches = text_model._engine.caches
+    caches = text_model.engine.caches
     stream: Iterator = text_model.stream(some_tokens(5), max_tokens=50)
     for _ in range(3):
         next(stream)
@@ -140,9 +140,9 @@ def test_cuda_session_is_where_its_text_ends(text_model):
     """A session's steps are not launched ahead: its state is that of the tokens it has shown."""
     session = text_model.session()
     session.append(some_tokens(20))
-    moment = session.snapshot()
+    snapshot = session.snapshot()
     whole = session.generate(max_tokens=24).tokens
-    session.rewind(moment)
+    session.rewind(snapshot)
     parts = [token for n in (5, 1, 18) for token in session.generate(max_tokens=n).tokens]
     assert parts == whole
 

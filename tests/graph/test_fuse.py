@@ -878,10 +878,10 @@ def test_rules_are_for_devices_and_in_a_list() -> None:
 
 
 @pytest.mark.parametrize("build", [matmul_add, norm_matmul])
-def test_steady_rules_do_not_look_at_the_number_of_rows(build: Build) -> None:
+def test_batch_invariant_rules_do_not_look_at_the_number_of_rows(build: Build) -> None:
     for rows in (1, 8, 9):
         specs = {name: Spec((rows, DIM), "float32") for name in (two() if build is matmul_add else {"x": ROWS})}
-        fused = names(fuse(traced(build, specs), "cuda", steady=True))
+        fused = names(fuse(traced(build, specs), "cuda", batch_invariant=True))
         assert not {"matmul_add", "norm_matmul"} & set(fused)
 
 

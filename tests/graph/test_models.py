@@ -29,7 +29,7 @@ BOUNDS = {"float32": 1e-5, "int8": 2e-2}
 
 def unfused(llm: LLM) -> LLM:
     """The same model without fusion."""
-    engine = llm._engine
+    engine = llm.engine
     options = {"device": engine.device, "activations": engine.activations, "dtype": engine.dtype}
     plain = Engine(engine.model, **options, max_context=engine.max_context, fused=False)
     return LLM(plain, None, None, ())
@@ -49,12 +49,12 @@ def test_fused_equals_unfused(name, activations):
     tokens = some_tokens(40)
     assert error(decoded(llm, tokens, 30), decoded(plain, tokens, 30)) <= BOUNDS[activations]
     assert error(llm.logits(tokens), plain.logits(tokens)) <= BOUNDS[activations]
-    assert len(ops_of(llm._engine)) < len(ops_of(plain._engine))
+    assert len(ops_of(llm.engine)) < len(ops_of(plain.engine))
 
 
 def eager(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
     """Scores after each token from the last of the prompt on, by ops called on arrays, one after the other."""
-    engine = llm._engine
+    engine = llm.engine
     family, config, weights = engine.model.family, engine.model.config, engine.model.weights
     sequence = engine.open()
     rows = [engine.prefill(sequence, tokens[:prompt])]
@@ -91,13 +91,13 @@ def test_a_thousand_replays_give_the_tokens_of_the_ops_one_by_one():
     got, want = decoded(llm, tokens, 60), eager(llm, tokens, 60)
     np.testing.assert_array_equal(got.argmax(axis=1), want.argmax(axis=1))
     np.testing.assert_array_equal(got, want)
-    widths = {key[2] for key in llm._engine.programs._kept if key[0] == "decode"}
+    widths = {key[2] for key in llm.engine.programs._kept if key[0] == "decode"}
     assert widths == {((None, 4),), ((None, 8),)}
 
 
 def test_programs_are_made_once_per_shape():
     llm = load_random(small_config(), device="cpu", max_context=1024)
-    engine = llm._engine
+    engine = llm.engine
     for _ in range(3):
         llm.logits(some_tokens(17))
         sequences = [engine.open() for _ in range(2)]
@@ -116,14 +116,14 @@ def test_old_programs_go(monkeypatch):
     want = llm.logits(some_tokens(3))
     for length in range(1, 8):
         llm.logits(some_tokens(length))
-    programs = llm._engine.programs
+    programs = llm.engine.programs
     assert len(programs._kept) == 4 and set(programs._streams) == {6, 7}
     np.testing.assert_array_equal(llm.logits(some_tokens(3)), want)
 
 
 def test_a_prefill_that_depends_on_its_start_has_a_program_per_start():
     llm = load_random(DEEPSEEK["v3"], device="cpu", activations="float32", max_context=1024)
-    engine = llm._engine
+    engine = llm.engine
     tokens = some_tokens(90)
     want = engine.prefill(engine.open(), tokens)
     sequence = engine.open()

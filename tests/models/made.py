@@ -165,7 +165,7 @@ def reference_error(case: Case, count: int = 60) -> float:
 
 def in_pieces(llm: LLM, tokens: Sequence[int], cuts: Sequence[int]) -> np.ndarray:
     """Scores after each token, from one prefill per piece."""
-    engine = llm._engine
+    engine = llm.engine
     sequence = engine.open()
     edges = [0, *cuts, len(tokens)]
     pieces = [engine.prefill(sequence, tokens[a:b], every=True) for a, b in itertools.pairwise(edges)]
@@ -175,7 +175,7 @@ def in_pieces(llm: LLM, tokens: Sequence[int], cuts: Sequence[int]) -> np.ndarra
 
 def decoded(llm: LLM, tokens: Sequence[int], prompt: int) -> np.ndarray:
     """Scores after each token from the last of the prompt on, token by token."""
-    engine = llm._engine
+    engine = llm.engine
     sequence = engine.open()
     rows = [engine.prefill(sequence, tokens[:prompt])] if prompt else []
     rows += [engine.decode([sequence], [token])[0] for token in tokens[prompt:]]
@@ -185,7 +185,7 @@ def decoded(llm: LLM, tokens: Sequence[int], prompt: int) -> np.ndarray:
 
 def check_several(llm: LLM, lengths: Sequence[int], steps: int = 4) -> None:
     """Sequences decoded together get the bits that each gets alone."""
-    engine = llm._engine
+    engine = llm.engine
     texts = [some_tokens(length + steps, seed=n) for n, length in enumerate(lengths)]
     alone = [decoded(llm, text, length)[1:] for text, length in zip(texts, lengths, strict=True)]
     together = [engine.open() for _ in lengths]

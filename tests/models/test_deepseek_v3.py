@@ -316,7 +316,7 @@ def test_logits_of_a_whole_quantized_kv_b_are_right(
     expands: bool | None, older: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forced(monkeypatch, expands)
-    assert isinstance(load(older.folder)._engine.model.weights.layers[0].attention.key, QuantizedTensor)
+    assert isinstance(load(older.folder).engine.model.weights.layers[0].attention.key, QuantizedTensor)
     assert error(load(older.folder).logits(older.tokens), older.want) <= SHORT
     assert error(load(older.folder, "reference").logits(older.tokens[:30]), older.want[:30]) <= SHORT
     assert error(decoded(load(older.folder), older.tokens[:60], 40), older.want[39:60]) <= SHORT

@@ -239,7 +239,7 @@ def test_decode_of_several_gives_the_bits_of_each_alone(
 @pytest.mark.parametrize("name, window", [("moe", 48), ("wide", 300)])
 def test_pages_that_have_left_the_window_go_back(name: str, window: int, hf: Callable[[str], Case]) -> None:
     case = hf(name)
-    engine = load(case.folder)._engine
+    engine = load(case.folder).engine
     pools = engine.caches.pools
     before = {key: pool.used for key, pool in pools.items()}
     sequence = engine.open()
@@ -256,7 +256,7 @@ def test_pages_that_have_left_the_window_go_back(name: str, window: int, hf: Cal
 
 
 def test_layers_that_share_keep_nothing(hf: Callable[[str], Case]) -> None:
-    engine = load(hf("inputs").folder)._engine
+    engine = load(hf("inputs").folder).engine
     assert engine.model.config.sources == (0, 1, 2, 3, 4, 3, 3, 4)
     sequence = engine.open()
     engine.prefill(sequence, [1, 2, 3])

@@ -258,7 +258,7 @@ def test_decode_of_several_with_a_window_gives_the_bits_of_each_alone(hf: Callab
 @pytest.mark.parametrize("name, window", [("window", 70), ("wide window", 301)])
 def test_pages_that_have_left_the_window_go_back(name: str, window: int, hf: Callable[[str], Case]) -> None:
     case = hf(name)
-    engine = load(case.folder)._engine
+    engine = load(case.folder).engine
     pool = engine.caches.pools[window]
     assert list(engine.caches.pools) == [window]
     before = pool.used

@@ -291,7 +291,7 @@ def test_logits_of_a_thousand_tokens_are_those_of_transformers(name: str, hf: Ca
 
 def in_pieces(llm: LLM, tokens: Sequence[int], cuts: Sequence[int]) -> np.ndarray:
     """Scores after each token, from one prefill per piece."""
-    engine = llm._engine
+    engine = llm.engine
     sequence = engine.open()
     try:
         edges = [0, *cuts, len(tokens)]
@@ -320,7 +320,7 @@ def test_prefill_cut_at_the_grid_gives_the_same_bits(activations: str, mlx: Call
 @pytest.mark.parametrize("prompt", [1, 5, 255])
 def test_decode_token_by_token_is_right(prompt: int, name: str, hf: Callable[[str], Case]) -> None:
     case = hf(name)
-    engine = load(case.folder, "cpu")._engine
+    engine = load(case.folder, "cpu").engine
     sequence = engine.open()
     rows = [engine.prefill(sequence, case.tokens[:prompt])]
     rows += [engine.decode([sequence], [token])[0] for token in case.tokens[prompt : prompt + 60]]
@@ -331,7 +331,7 @@ def test_decode_token_by_token_is_right(prompt: int, name: str, hf: Callable[[st
 @pytest.mark.parametrize("name", ["moe", "next", "dense"])
 def test_decode_of_the_reference_is_right(name: str, hf: Callable[[str], Case]) -> None:
     case = hf(name)
-    engine = load(case.folder, "reference")._engine
+    engine = load(case.folder, "reference").engine
     sequences = [engine.open() for _ in range(2)]
     rows = [engine.decode(sequences, [token, token])[1] for token in case.tokens[:12]]
     for sequence in sequences:
@@ -345,7 +345,7 @@ def test_decode_of_the_reference_is_right(name: str, hf: Callable[[str], Case]) 
 def test_decode_of_several_gives_the_bits_of_each_alone(
     name: str, lengths: tuple[int, ...], activations: str, mlx: Callable[[str], Case]
 ) -> None:
-    engine, steps = load(mlx(name).folder, "cpu", activations)._engine, 5
+    engine, steps = load(mlx(name).folder, "cpu", activations).engine, 5
     texts = [some_tokens(length + steps, seed=n) for n, length in enumerate(lengths)]
 
     def opened(n: int) -> Any:
@@ -369,7 +369,7 @@ def test_decode_of_several_gives_the_bits_of_each_alone(
 
 def test_decode_of_several_is_right(hf: Callable[[str], Case]) -> None:
     case = hf("moe")
-    engine = load(case.folder, "cpu")._engine
+    engine = load(case.folder, "cpu").engine
     lengths = (2, 256, 511)
     sequences = [engine.open() for _ in lengths]
     for sequence, length in zip(sequences, lengths, strict=True):
@@ -401,7 +401,7 @@ def test_load_ties_the_head_when_either_config_says_so(outer: Any, inner: Any, t
     """transformers writes the outer key and leaves the inner one at its default; mlx-lm reads the inner one."""
     config = moe_config(tie_word_embeddings=inner)
     config = {key: value for key, value in (config | {"tie_word_embeddings": outer}).items() if value is not None}
-    weights = penstock.load(write_model(tmp_path, config), device="reference")._engine.model.weights
+    weights = penstock.load(write_model(tmp_path, config), device="reference").engine.model.weights
     assert weights.head is weights.embed
 
 

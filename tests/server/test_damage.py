@@ -33,7 +33,7 @@ def load(folder: Path, **options: str) -> LLM:
 
 def shorten(llm: LLM, file: Path, size: int) -> None:
     """Between two steps: a step that reads what is mapped beyond the end of its file ends the process."""
-    with llm._engine._lock:
+    with llm.engine.lock:
         os.truncate(file, size)
 
 
@@ -78,11 +78,11 @@ def test_a_file_shortened_under_an_answer_ends_it(folder):
 def test_copied_weights_do_not_need_their_file(folder):
     plain, llm = load(folder), load(folder)
     want = plain.logits(range(5, 40))
-    assert _mapped_bytes(llm._engine.model.weights, experts=True) > 0
-    said = protect(llm._engine)
+    assert _mapped_bytes(llm.engine.model.weights, experts=True) > 0
+    said = protect(llm.engine)
     assert said.endswith("their files may change") and "were copied into memory" in said
-    assert not any(_mapped_bytes(llm._engine.model.weights, experts) for experts in (False, True))
-    assert llm._engine.model.from_files == 0
+    assert not any(_mapped_bytes(llm.engine.model.weights, experts) for experts in (False, True))
+    assert llm.engine.model.from_files == 0
     with serving(llm) as place:
         before = place.chat().json()["choices"]
         os.truncate(folder / "model.safetensors", 0)
@@ -93,10 +93,10 @@ def test_copied_weights_do_not_need_their_file(folder):
 
 def test_what_does_not_fit_is_leased_and_a_writer_ends_the_service(folder):
     llm = load(folder)
-    dense = _mapped_bytes(llm._engine.model.weights, experts=False)
-    said = protect(llm._engine, room=dense)
+    dense = _mapped_bytes(llm.engine.model.weights, experts=False)
+    said = protect(llm.engine, room=dense)
     assert "were copied into memory" in said and "are mapped, with" in said
-    assert _mapped_bytes(llm._engine.model.weights, experts=False) == 0
+    assert _mapped_bytes(llm.engine.model.weights, experts=False) == 0
     if "with a lease" not in said:
         pytest.skip("no leases on this file system")
     file = folder / "model.safetensors"
@@ -121,10 +121,10 @@ def test_what_does_not_fit_is_leased_and_a_writer_ends_the_service(folder):
 def test_without_room_and_lease_it_is_said(folder):
     llm = load(folder)
     with (folder / "model.safetensors").open("r+b"):  # who writes already keeps everybody from a lease
-        assert "without a lease on their files" in protect(llm._engine, room=0)
+        assert "without a lease on their files" in protect(llm.engine, room=0)
     streamed = load(folder, expert_cache="4M")
-    assert protect(streamed._engine).endswith("their files may change")  # experts are read, not mapped
-    assert streamed._engine.reads_files
+    assert protect(streamed.engine).endswith("their files may change")  # experts are read, not mapped
+    assert streamed.engine.reads_files
     np.testing.assert_array_equal(streamed.logits([1, 2, 3]), llm.logits([1, 2, 3]))
 
 
@@ -148,7 +148,7 @@ def test_a_damaged_record_is_stated(folder):
     file, llm = folder / "experts.penstock", load(folder, expert_cache="4M")
     with serving(llm) as place:
         data, status = np.fromfile(file, np.uint8), file.stat()
-        for layer in llm._engine.experts.store.layers:
+        for layer in llm.engine.experts.store.layers:
             data[[place.start for place in layer.parts[0].places]] ^= 1
         data.tofile(file)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -160,7 +160,7 @@ def test_a_damaged_record_is_stated(folder):
 def test_a_router_that_yields_nan_is_an_error_and_no_text(folder):
     llm = load(folder)
     with serving(llm) as place:
-        llm._engine.model.weights.layers[1].mlp.scores.whole.scales[0] = np.nan
+        llm.engine.model.weights.layers[1].mlp.scores.whole.scales[0] = np.nan
         answer = place.chat(seed=7)
         error = error_of(answer)
         assert answer.status_code == 500 and error["code"] == "NonFiniteLogits"

@@ -243,7 +243,7 @@ def test_options_of_the_model_reach_it(monkeypatch):
 
     def loaded(model: Any, **given: Any) -> Any:
         seen.update(given, model=model)
-        return type("LLM", (), {"_engine": None, "tokenizer": Mock()})()
+        return type("LLM", (), {"engine": None, "tokenizer": Mock()})()
 
     monkeypatch.setattr("penstock.server.run.serve", instead)
     monkeypatch.setattr("penstock.engine.protect.protect", str)

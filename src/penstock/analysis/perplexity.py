@@ -1,14 +1,13 @@
 """Perplexity of a model on text, and how far its predictions are from those of a reference model.
 
 Text is cut into windows of equal length, and each is read from an empty context. Scores never lie in memory for more
-than a piece of a window: 256 rows of a vocabulary of 250 000 tokens are a quarter of a gigabyte.
+than a chunk of a window: 256 rows of a vocabulary of 250 000 tokens are a quarter of a gigabyte.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
@@ -20,9 +19,10 @@ import numpy as np
 
 from penstock.engine.engine import Engine
 from penstock.errors import BackendError, InvalidArgument
+from penstock.machine import usable_threads
 from penstock.models.step import PAGE
 
-_PIECE = 1 << 28  # bytes of scores that a piece of a window may have
+_CHUNK_BYTES = 1 << 28  # bytes of scores that a chunk of a window may have
 _BLOCK = 1 << 20  # bytes of scores that are looked at together: they stay in a core's cache
 
 
@@ -99,21 +99,21 @@ def evaluate(
 ) -> Evaluation:
     """Perplexity over the windows `rows` [n, length], and the divergence from `reference` if there is one.
 
-    In each window all tokens but the first are predicted from those before them. Both models read a window piece by
-    piece, one after the other. `progress` is called after each window with the number of windows that are done and the
+    In each window all tokens but the first are predicted from those before them. Both models read a window chunk by
+    chunk, one after the other. `progress` is called after each window with the number of windows that are done and the
     perplexity so far. Raises InvalidArgument for windows that do not fit the model or models whose vocabularies differ,
     BackendError for scores that are not finite.
     """
     _check(engine, rows, reference)
     engines = [engine] if reference is None else [engine, reference]
-    step = min(map(_piece_length, engines))
+    step = min(map(_chunk_length, engines))
     found: list[np.ndarray] = []
     total, start = 0.0, time.perf_counter()
-    with ThreadPoolExecutor(_cores()) as threads:
+    with ThreadPoolExecutor(usable_threads()) as threads:
         for number, row in enumerate(rows):
             with contextlib.ExitStack() as stack:
-                pieces = [stack.enter_context(contextlib.closing(_pieces(each, row[:-1], step))) for each in engines]
-                for at, *scores in zip(range(1, len(row), step), *pieces, strict=True):
+                chunks = [stack.enter_context(contextlib.closing(_chunks(each, row[:-1], step))) for each in engines]
+                for at, *scores in zip(range(1, len(row), step), *chunks, strict=True):
                     measured = _measured(threads, row[at : at + step], *scores)
                     if not np.isfinite(measured).all():
                         raise BackendError(
@@ -146,20 +146,16 @@ def _check(engine: Engine, rows: np.ndarray, reference: Engine | None) -> None:
             raise InvalidArgument(f"perplexity: the reference has {other} tokens in its vocabulary, expected {own}")
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _piece_length(engine: Engine) -> int:
+def _chunk_length(engine: Engine) -> int:
     """Tokens that are read at once: a chunk of a prompt, or a part of it where the logits would be too many."""
     length = engine.device.chunk_alignment
-    while length > PAGE and length * engine.model.config.vocab_size * 4 > _PIECE:
+    while length > PAGE and length * engine.model.config.vocab_size * 4 > _CHUNK_BYTES:
         length //= 2
     return length
 
 
-def _pieces(engine: Engine, ids: np.ndarray, step: int) -> Generator[np.ndarray]:
-    """Scores after each token of a window, float32 [rows, vocab], a piece at a time."""
+def _chunks(engine: Engine, ids: np.ndarray, step: int) -> Generator[np.ndarray]:
+    """Scores after each token of a window, float32 [rows, vocab], a chunk at a time."""
     sequence = engine.open()
     try:
         for start in range(0, len(ids), step):

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock import models
 from penstock.analysis.bandwidth import bandwidth_of
-from penstock.analysis.routes import load_routes
+from penstock.analysis.expert_routes import load_expert_routes
 from penstock.analysis.trace import Work, outlined
 from penstock.analysis.weights import distinct
 from penstock.backends.cuda.features import unusable
@@ -49,7 +49,7 @@ class PlannedModel:
 
     given: what the user called it, None for the demo model. parts: bytes by name, experts not among them. layers: bytes
     of one expert of each layer that has experts. active: bytes of everything else that a token reads. arena: bytes for
-    the values of a prefill's piece. files: a folder or .gguf file, if the weights are here.
+    the values of a prefill's chunk. files: a folder or .gguf file, if the weights are here.
     """
 
     given: str | None
@@ -226,7 +226,7 @@ class Hits:
 
 def trace_of(path: Path, subject: PlannedModel) -> Trace:
     """A recorded text. Raises InvalidArgument if it is another model's or has no answer."""
-    recorded = load_routes(path)
+    recorded = load_expert_routes(path)
     own = (len(subject.layers), subject.experts, subject.top_k)
     found = (len(recorded.layers), recorded.experts, recorded.ids.shape[2])
     if found != own:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from penstock.analysis.verify import Headers
 from penstock.analysis.weights import Sum, TensorFormat, WeightInfo, layer_of
 from penstock.dtypes import FLOATS, ITEMSIZE
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
@@ -30,6 +29,7 @@ from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint, quantization_table
 from penstock.weights.files import short
 from penstock.weights.resolve import ResolvedModel
+from penstock.weights.safetensors import DTYPES
 
 if TYPE_CHECKING:
     from penstock.models.gguf import GgufModel
@@ -40,8 +40,30 @@ _WIDEST = 1 << 17  # of all other sizes; the widest layers of released models ha
 _PREFIXES = ("", "model.", "language_model.model.", "language_model.", "model.language_model.")
 
 
+class Headers(Checkpoint):
+    """A checkpoint whose tensors are never read: they come in their shape and dtype, but hold nothing."""
+
+    def array(self, name: str) -> np.ndarray:
+        info = self._info(name)
+        return np.zeros(info.shape, DTYPES[info.dtype])  # untouched pages take no memory
+
+
 def _dense(dtype: str) -> TensorFormat:
     return TensorFormat(8 * ITEMSIZE[dtype], None, dtype)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the limit is computed for: bytes per second of its memory, None if that is not known."""
+
+    device: str
+    dtype: str  # of keys and values
+    bandwidth: float | None  # GB/s
+    how: str
+
+    def limit(self, nbytes: float) -> float | None:
+        """Tokens per second if reading the weights were all."""
+        return self.bandwidth * 1e9 / nbytes if self.bandwidth and nbytes else None
 
 
 @dataclass(frozen=True)

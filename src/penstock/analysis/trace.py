@@ -379,7 +379,7 @@ class _State:
             array[...] = values[name]
         buffer.send()
         assert engine.programs is not None
-        arrays = engine.programs._cache_arrays(one=not self._work.decoding)
+        arrays = engine.programs.cache_arrays(one=not self._work.decoding)
         arrays |= dict(zip(inputs, buffer.here, strict=True))
         with where.running(deterministic=False):
             bound = program.bind(arrays, where.arena(program.arena_bytes))

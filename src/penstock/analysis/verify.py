@@ -1,4 +1,4 @@
-"""Whether the files of a model are whole: headers, index, numbers, hashes. All problems are listed, not the first one.
+"""Whether a model on this disk is whole and means something. All problems are listed, not the first one.
 
 Files are read, not mapped: one that is shortened meanwhile is a problem and not the end of the process. Memory stays at
 a few buffers per thread, whatever the size of the model.
@@ -7,30 +7,41 @@ a few buffers per thread, whatever the size of the model.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from penstock.errors import CheckpointError
-from penstock.weights.checkpoint import INDEX, Checkpoint, read_index, weight_files
+from penstock import models
+from penstock.analysis.survey import FromFiles, FromGguf, Headers, Recorder, check_sizes
+from penstock.analysis.weights import TensorFormat
+from penstock.errors import CheckpointError, PenstockError
+from penstock.machine import usable_threads
+from penstock.models.family import AnyFamily, ModelConfig
+from penstock.models.gguf import GgufModel
+from penstock.models.source import left_over
+from penstock.text.gguf_tokenizer import gguf_tokenizer
+from penstock.text.tokenizer import Tokenizer, tokens_beyond
+from penstock.weights.checkpoint import INDEX, read_index, weight_files
 from penstock.weights.files import check_plain_name, list_folder, read_bounded, short
 from penstock.weights.gguf import BLOCKS, GgufFile
 from penstock.weights.mapped import MappedFile
-from penstock.weights.safetensors import DTYPES, SafetensorsFile
+from penstock.weights.safetensors import SafetensorsFile
 
 Progress = Callable[[int], None]
+ProgressBar = Callable[[str, int, bool], AbstractContextManager[Callable[..., None]]]
 _Job = TypeVar("_Job")
 _Done = TypeVar("_Done")
 
 _PIECE = 8 << 20  # bytes that a thread reads at once
 _LIST_LIMIT = 16 << 20  # bytes of a list of hashes
+_MESSAGE = [{"role": "user", "content": "Hello"}]
 _SUFFIX = ".safetensors"
 _HASH = re.compile(r"(?P<hash>[0-9a-fA-F]{64}) [ *](?P<name>.+)|SHA256 \((?P<named>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
 # dtype: words of its size, and the exponent whose bits are all set in infinity and NaN
@@ -54,14 +65,6 @@ class Check:
     @property
     def status(self) -> str:
         return "failed" if self.problems else "skipped" if self.skipped else "ok"
-
-
-class Headers(Checkpoint):
-    """A checkpoint whose tensors are never read: they come in their shape and dtype, but hold nothing."""
-
-    def array(self, name: str) -> np.ndarray:
-        info = self._info(name)
-        return np.zeros(info.shape, DTYPES[info.dtype])  # untouched pages take no memory
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -336,10 +339,157 @@ def _hash(path: Path, like: str, progress: Progress) -> str:
     return digest.hexdigest()
 
 
-def cores() -> int:
-    """Threads that are worth starting to read and look."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _many(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The whole model
+
+
+def check_model(folder: Path, expected: dict[str, str] | None, bar: ProgressBar) -> tuple[list[Check], list[str]]:
+    """All checks of a model folder or a .gguf file, and remarks that are no problems.
+
+    expected: hashes of its files by name, None: they are not looked at.
+    """
+    checks, notes = (_of_gguf if folder.is_file() else _of_folder)(folder, bar)
+    home = folder.parent if folder.is_file() else folder
+    if expected is None:
+        checks.append(Check("hashes", "not asked for: --hashes FILE or --hub", skipped=True))
+    else:
+        with bar("hashes", hashed_nbytes(home, expected), True) as advance:
+            checks.append(check_hashes(home, expected, usable_threads(), advance))
+    seen: set[str] = set()
+    for check in checks:  # one cause may show in several checks
+        check.problems = [problem for problem in check.problems if not (problem in seen or seen.add(problem))]
+    return checks, [remark for remark in notes if remark not in seen]
+
+
+def _of_folder(folder: Path, bar: ProgressBar) -> tuple[list[Check], list[str]]:
+    headers, files = check_headers(folder)
+    checks = [headers, check_index(folder, files), _numbers(Numbers.of_safetensors(files), bar)]
+    notes: list[str] = []
+    config = None
+    try:
+        checkpoint = Headers(folder)
+    except CheckpointError as error:
+        broken = any(check.problems for check in checks)
+        checks.append(Check("model", "the files cannot be read together", [] if broken else [str(error)], broken))
+    else:
+        notes = [notice for notice in checkpoint.notices if "model.safetensors.index.json:" not in notice]
+        quantization, shapes = Check("quantization"), Check("shapes")
+        checks += [quantization, shapes]
+        _check_quantization(checkpoint, quantization)
+        config, more = _check_shapes(checkpoint, shapes)
+        notes += more
+    return [*checks, *_tokenizer_checks(lambda: Tokenizer.from_folder(folder), f"{folder}", config)], notes
+
+
+def _of_gguf(path: Path, bar: ProgressBar) -> tuple[list[Check], list[str]]:
+    try:
+        file = GgufFile.open(path)
+    except CheckpointError as error:
+        return [Check("headers", problems=[str(error)])], []
+    about = f"GGUF {file.version}, {len(file.tensors):,} tensors, {file.nbytes / 1e6:,.1f} MB"
+    shapes = Check("shapes")
+    checks = [Check("headers", about), _numbers(Numbers.of_gguf(file), bar), shapes]
+    config, gguf = None, None
+    try:
+        gguf = GgufModel(file)
+        config = gguf.read_config()
+        check_sizes(config, f"{path}")
+    except PenstockError as error:
+        shapes.problems.append(str(error))
+    else:
+        _ask(gguf.family, config, FromGguf(gguf), shapes)
+    checks += _tokenizer_checks(lambda: gguf_tokenizer(file), f"{path}", config)
+    return checks, list(file.notices if gguf is None else gguf.notices)
+
+
+def _numbers(numbers: Numbers, bar: ProgressBar) -> Check:
+    with bar("numbers", numbers.nbytes, True) as advance:
+        return numbers.check(usable_threads(), advance)
+
+
+def _check_quantization(checkpoint: Headers, check: Check) -> None:
+    """Every quantized module: its parts fit each other and the table of config.json, and the other way round."""
+    formats: dict[tuple[int, int], int] = {}
+    paths = [name.removesuffix(".scales") for name in checkpoint.names if name.endswith(".scales")]
+    for path in dict.fromkeys([*paths, *checkpoint.listed_modules]):
+        try:
+            format = checkpoint.quantization(path)
+            if format is not None:
+                checkpoint.tensor(path)
+                formats[format] = formats.get(format, 0) + 1
+        except CheckpointError as error:
+            check.problems.append(str(error))
+    found = (f"{count:,} of {bits} bits in groups of {group}" for (bits, group), count in sorted(formats.items()))
+    check.about = ", ".join(found) or "no quantized tensors"
+
+
+def _check_shapes(checkpoint: Headers, check: Check) -> tuple[Any, list[str]]:
+    """Every tensor that the family asks for is there in its shape. The family's config, and remarks."""
+    try:
+        family = models.family_of(checkpoint.config)
+        config = family.read_config(checkpoint.config)
+        check_sizes(config, f"{checkpoint.path / 'config.json'}", checkpoint)
+        described = FromFiles(checkpoint, family, config)
+    except PenstockError as error:
+        check.problems.append(str(error))
+        return None, []
+    _ask(family, config, described, check)
+    layers = len(family.caches(config))
+    return config, [] if check.problems else left_over(described.stored, family.skipped, layers).remarks
+
+
+def _ask(family: AnyFamily, config: ModelConfig, described: Any, check: Check) -> None:
+    recorder = Recorder(_Forgiving(described, check.problems), family)
+    try:
+        family.read_weights(recorder, config)
+    except PenstockError as error:
+        check.problems.append(str(error))
+    layers = len(family.caches(config))
+    check.about = f"{config.model_type}, {layers} layers, {len(recorder.weights):,} weights asked for"
+
+
+class _Forgiving:
+    """Formats from elsewhere; what is wrong with one is written down, and the next one is asked for."""
+
+    def __init__(self, described: Any, problems: list[str]) -> None:
+        self._described, self._problems = described, problems
+        self.layout = described.layout
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._described
+
+    def found(self, path: str, shape: tuple[int, ...], vector: bool) -> Any:
+        try:
+            return self._described.found(path, shape, vector)
+        except PenstockError as error:
+            self._problems.append(str(error))
+            return TensorFormat(32, None, "float32"), 0
+
+
+def _tokenizer_checks(read: Any, where: str, config: Any) -> list[Check]:
+    words, template = Check("tokenizer"), Check("template")
+    try:
+        tokenizer: Tokenizer = read()
+        words.about = f"{tokenizer.vocab_size:,} tokens"
+        tokenizer.decode(tokenizer.encode("Hello, world"))
+        if config is not None:
+            words.about += f" of {config.vocab_size:,}"
+            remarks = tokens_beyond(where, tokenizer, config.vocab_size)
+            words.about += "".join(remark.removeprefix(where) for remark in remarks)
+    except PenstockError as error:
+        words.problems.append(str(error))
+        template.about, template.skipped = "there is no tokenizer", True
+        return [words, template]
+    if not tokenizer.has_chat_template:
+        template.about, template.skipped = "there is none", True
+        return [words, template]
+    try:
+        text = tokenizer.apply_chat_template(_MESSAGE)
+        template.about = f"writes a message in {len(tokenizer.encode(text, add_special_tokens=False))} tokens"
+    except PenstockError as error:
+        template.problems.append(f"{where}: {error}" if where not in str(error) else str(error))
+    return [words, template]

@@ -350,13 +350,14 @@ class AnyModel:
 
         return find_model(self.model).name
 
-    def _load(
+    def load_with(
         self,
         max_context: int | None,
         threads: int | None,
         notify: Callable[[str], None] | None,
         progress: Callable[[float], None] | None = None,
     ) -> LLM:
+        """The model with this many positions and threads, whatever the flags say of them."""
         from penstock import api
 
         return api.load(
@@ -401,7 +402,7 @@ class ModelOptions(AnyModel):
 
     def load(self, notify: Callable[[str], None] | None, progress: Callable[[float], None] | None = None) -> LLM:
         """The model; remarks about it go to `notify`, how far it is, from 0 to 1, to `progress`."""
-        return self._load(self.max_context or None, self.threads, notify, progress)
+        return self.load_with(self.max_context or None, self.threads, notify, progress)
 
 
 @dataclass(frozen=True)
@@ -524,7 +525,7 @@ def tolerant_stdout() -> None:
 class Reading:
     """Progress over a long prompt: a bar on stderr, if that is a terminal, until the last token has been read.
 
-    An instance is what `progress=` takes. Nothing is shown before the first piece is done: it may have to compile.
+    An instance is what `progress=` takes. Nothing is shown before the first chunk is done: it may have to compile.
     """
 
     def __init__(self, total: int) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.analysis.survey import Survey
+from penstock.analysis.survey import Machine, Survey
 from penstock.analysis.weights import Sum, WeightInfo
 from penstock.cli._output import css_name, percent, render, script_json
-from penstock.cli.inspect import Machine, count, facts
 from penstock.models.family import ROLES
-from penstock.units import amount
+from penstock.units import amount, count
 
 WIDTH, HEIGHT = 1200.0, 640.0
 _TITLE = 18.0  # height of a group's title
@@ -127,8 +126,8 @@ def _worst(largest: float, smallest: float, area: float, side: float) -> float:
     return max(side * side * largest / area**2, area**2 / (side * side * smallest))
 
 
-def page(found: Survey, machine: Machine) -> str:
-    """The whole page."""
+def page(found: Survey, machine: Machine, facts: list[tuple[str, str]]) -> str:
+    """The whole page; facts: names and values of its table about the model."""
     roles, total = found.by_role(), found.total
     return render(
         "inspect.html",
@@ -143,7 +142,7 @@ def page(found: Survey, machine: Machine) -> str:
         roles=roles,
         by_role=_map(found, lambda weight: weight.role, _layer, squarified, in_strips),
         by_layer=_map(found, _layer_or_role, lambda weight: weight.role, in_strips, squarified),
-        facts=facts(found, machine) + [("note", notice) for notice in found.notices],
+        facts=facts + [("note", notice) for notice in found.notices],
         role_heads=("part", "tensors", "parameters", "bytes", "share", "read per token", "share"),
         role_rows=[
             [*_cells(role, value, total), amount(value.active_bytes), _share(value.active_bytes, total.active_bytes)]

@@ -144,13 +144,13 @@ def bench(
     counts: list[int | None] = [*numbers("-t", threads, 1)] if threads is not None else [None]
     need = max(test.positions for test in tests)
     if random is None:
-        name, llm = model.name, model._load(need, counts[0], note)
-        check_room(name, llm._engine.device, llm._engine.caches, [(test.batch, test.positions) for test in tests])
+        name, llm = model.name, model.load_with(need, counts[0], note)
+        check_room(name, llm.engine.device, llm.engine.caches, [(test.batch, test.positions) for test in tests])
     else:
         name, llm = _made_up(model, random, layers, tests, counts[0])
-    printer = _PRINTERS[output](name, llm._engine.device.name, any(test.batch > 1 for test in tests))
+    printer = _PRINTERS[output](name, llm.engine.device.name, any(test.batch > 1 for test in tests))
     for count in counts:
-        with _threads(llm._engine.device, count) as used:
+        with _threads(llm.engine.device, count) as used:
             for row in measured(llm, name, tests, repetitions, used):
                 printer.row(row)
     printer.end()
@@ -265,7 +265,7 @@ def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, thr
     """Run the tests one after the other."""
     from penstock.analysis.bandwidth import bandwidth_meter
 
-    engine, rng = llm._engine, np.random.default_rng(0)
+    engine, rng = llm.engine, np.random.default_rng(0)
     with ExitStack() as stack:
         bandwidth = None
         for number, test in enumerate(tests):
@@ -376,7 +376,7 @@ def _drawn(engine: "Engine", sequences: list[Any], tokens: list[int], steps: int
 def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
     from penstock.analysis.weights import Sum, active_bytes, distinct
 
-    model = llm._engine.model
+    model = llm.engine.model
     weights, seconds = Sum.of(distinct(model)), times.seconds
     speeds = [test.tokens / one for one in seconds]
     speed, active = statistics.fmean(speeds), active_bytes(model, test.batch)
@@ -388,7 +388,7 @@ def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
         model_type=llm.config.model_type,
         model_size=weights.nbytes,
         model_n_params=weights.parameters,
-        backend=llm._engine.device.name.upper(),
+        backend=llm.engine.device.name.upper(),
         n_threads=threads,
         test=test.name,
         n_prompt=test.prompt,

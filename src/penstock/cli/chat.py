@@ -31,7 +31,7 @@ from penstock.errors import InvalidArgument, OutOfMemory
 if TYPE_CHECKING:
     from penstock.api import LLM
     from penstock.engine.generation import Chunk
-    from penstock.engine.session import Moment
+    from penstock.engine.session import SessionSnapshot
 
 _PROMPT = ">> "
 _HISTORY = 1000  # lines that are kept
@@ -90,7 +90,7 @@ def chat(
         raise InvalidArgument(f"chat: {model.name} has no chat template, expected one (penstock generate needs none)")
     llm.tokenizer.compile_chat_template()
     tolerant_stdout()
-    note(f"{model.name}, context of {llm.max_context} tokens, {llm._engine.device.name}; /help lists the commands")
+    note(f"{model.name}, context of {llm.max_context} tokens, {llm.engine.device.name}; /help lists the commands")
     lines = _Typed() if sys.stdin.isatty() else _Piped()
     with lines:
         failed = _talk(Conversation(llm, first, options), lines, _Interrupts(), arguments)
@@ -156,7 +156,7 @@ def _answer(
 
 
 class _Stopped(Exception):
-    """Ctrl-C came between two pieces of a prompt."""
+    """Ctrl-C came between two chunks of a prompt."""
 
 
 class Conversation:
@@ -174,9 +174,9 @@ class Conversation:
         self._first, self._options = first, options  # messages before the first, arguments of chat_tokens
         self._messages = list(first)
         self._session = llm.session()
-        self._system: Moment | None = None
-        self._stable: Moment | None = None
-        self._ready: Moment | None = None
+        self._system: SessionSnapshot | None = None
+        self._stable: SessionSnapshot | None = None
+        self._ready: SessionSnapshot | None = None
         self._again = 0
 
     def clear(self) -> None:
@@ -189,7 +189,7 @@ class Conversation:
     ) -> "Generator[Chunk, None, None]":
         """A generator of the answer to `message`, or of another answer to the last one (None).
 
-        `between` is called between pieces of the prompt and may raise. A message whose prompt cannot be computed is
+        `between` is called between chunks of the prompt and may raise. A message whose prompt cannot be computed is
         forgotten; an answer that is not followed to its end stays as far as it came.
         """
         if message is None:
@@ -239,14 +239,14 @@ class Conversation:
             between()
             reading(count)
 
-        moments = [moment for moment in (self._system, self._stable, self._ready) if moment is not None]
+        snapshots = [snapshot for snapshot in (self._system, self._stable, self._ready) if snapshot is not None]
         kept = len(tokens)
 
-        def advance(count: int) -> "Moment":
+        def advance(count: int) -> "SessionSnapshot":
             nonlocal kept
-            kept = min(kept, self._session.advance(tokens[:count], moments, progress))
-            moments.append(self._session.snapshot())
-            return moments[-1]
+            kept = min(kept, self._session.advance(tokens[:count], snapshots, progress))
+            snapshots.append(self._session.snapshot())
+            return snapshots[-1]
 
         try:
             if self._first and self._system is None and (same := self._shared(tokens, [_ANYTHING])):

@@ -157,7 +157,7 @@ def _kernel_cache() -> dict[str, Any]:
     """Compiled kernels of all versions of penstock, and how many bytes are of this one's."""
     found = _compiled(kernel_cache.cache_root(), "numba")
     try:
-        from penstock.backends.cpu._compile import cache_folder
+        from penstock.backends.cpu.compile import cache_folder
     except Exception:  # numba is broken, which is noted elsewhere
         return found | {"current_bytes": 0}
     current = cache_folder()

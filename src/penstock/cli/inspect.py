@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,24 +10,10 @@ import typer
 from penstock.cli._model import ANY_MODEL, SAME_MODEL, UsageError, named, note, resolved
 from penstock.cli._output import print_json, print_table, write_page
 from penstock.errors import BackendError
-from penstock.units import amount
+from penstock.units import amount, count
 
 if TYPE_CHECKING:
-    from penstock.analysis.survey import Survey
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the limit is computed for: bytes per second of its memory, None if that is not known."""
-
-    device: str
-    dtype: str  # of keys and values
-    bandwidth: float | None  # GB/s
-    how: str
-
-    def limit(self, nbytes: float) -> float | None:
-        """Tokens per second if reading the weights were all."""
-        return self.bandwidth * 1e9 / nbytes if self.bandwidth and nbytes else None
+    from penstock.analysis.survey import Machine, Survey
 
 
 def inspect(
@@ -75,7 +60,7 @@ def inspect(
     if html is not None:
         from penstock.cli._treemap import page
 
-        write_page("--html", html, page(found, machine))
+        write_page("--html", html, page(found, machine, facts(found, machine)))
     if as_json:
         print_json(described(found, machine))
         return
@@ -86,6 +71,7 @@ def inspect(
 
 def _machine(device: str, bandwidth: float | None) -> Machine:
     from penstock.analysis.bandwidth import bandwidth_of
+    from penstock.analysis.survey import Machine
     from penstock.engine.options import resolve_options
 
     chosen, dtype, _ = resolve_options(device)
@@ -227,10 +213,3 @@ def _tokenizer(found: Survey) -> list[tuple[str, str]]:
 
 def _knows(words: list[str]) -> str:
     return f", knows {' and '.join(words)}" if words else ""
-
-
-def count(number: float) -> str:
-    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.2f} {unit}"
-    return f"{number:.0f}"

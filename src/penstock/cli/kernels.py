@@ -259,10 +259,10 @@ def _loaded(
         llm = api.load_random(raw, device=device, max_context=work.positions, here=True)
     else:
         llm = api.load(found.path, device=device, max_context=work.positions)
-        check_room(name, llm._engine.device, llm._engine.caches, batches)
-    programs = llm._engine.programs
+        check_room(name, llm.engine.device, llm.engine.caches, batches)
+    programs = llm.engine.programs
     assert programs is not None
-    return TracedModel(name, device, programs, llm._engine)
+    return TracedModel(name, device, programs, llm.engine)
 
 
 def _show(report: "TraceReport", every: bool, html: Path | None, as_json: bool) -> None:

@@ -82,9 +82,9 @@ def perplexity(
 
     text = _read(data_path)
     notify = None if as_json else note
-    llm = chosen._load(None, threads, notify)
+    llm = chosen.load_with(None, threads, notify)
     tokens, prefix = encoded(llm.tokenizer, text)
-    llm._engine._ids([*prefix, *tokens], f"{data_path}", llm.tokenizer)
+    llm.engine.token_array([*prefix, *tokens], f"{data_path}", llm.tokenizer)
     _check_length(chosen.name, llm, sequence_length, len(prefix))
     try:
         rows = windows(tokens, sequence_length, None if num_samples < 0 else num_samples, prefix, seed)
@@ -93,16 +93,16 @@ def perplexity(
     other = None
     if reference is not None:
         second = replace(chosen, model=reference, device=reference_device or chosen.device, revision=None)
-        other = second._load(None, threads, notify)
+        other = second.load_with(None, threads, notify)
         _check_length(second.name, other, sequence_length, len(prefix))
         _check_alike(llm, other, text, tokens)
-        if notify is not None and llm._engine.device.name == other._engine.device.name == "cpu":
+        if notify is not None and llm.engine.device.name == other.engine.device.name == "cpu":
             _remark_memory(llm, other)
     with progress_bar("windows", len(rows)) as advance:
         found = evaluate(
-            llm._engine,
+            llm.engine,
             rows,
-            None if other is None else other._engine,
+            None if other is None else other.engine,
             lambda done, value: advance(1, f"perplexity {value:.3f}"),
         )
     about = {"model": chosen.name, "reference": reference, "data": str(data_path), "bos": bool(prefix)}

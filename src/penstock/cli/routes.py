@@ -20,9 +20,10 @@ from penstock.cli._model import (
     verb,
 )
 from penstock.cli._output import percent, print_json, print_table, write_page
+from penstock.units import spelled
 
 if TYPE_CHECKING:
-    from penstock.analysis.routes import LayerUse, Routes, RoutesReport
+    from penstock.analysis.expert_routes import ExpertRoutes, ExpertRoutesReport, LayerUse
 
 
 @verb(REFUSED | REFUSED_SAMPLING)
@@ -68,7 +69,7 @@ def routes(
       penstock routes ./my-model -p hello --html routes.html --save routes.npz
       penstock routes --load routes.npz --json
     """
-    from penstock.analysis.routes import load_routes, routes_report
+    from penstock.analysis.expert_routes import expert_routes_report, load_expert_routes
 
     if name is not None and model.model is not None:
         raise UsageError(f"MODEL: is {name!r} beside --model {model.model!r}, expected one of the two")
@@ -78,16 +79,16 @@ def routes(
         for option, given in (("MODEL", model.model), ("--prompt", prompt), ("--save", save)):
             if given is not None:
                 raise UsageError(f"{option}: expected without --load, which shows what was recorded before")
-        recorded = load_routes(load)
+        recorded = load_expert_routes(load)
     else:
         recorded = _recorded(model, prompt or "hello", max_tokens, sampling, seed, ignore_chat_template, as_json)
     if save is not None:
         recorded.save(save)
-    report = routes_report(recorded)
+    report = expert_routes_report(recorded)
     if html is not None:
-        from penstock.cli._routes_html import page
+        from penstock.cli._expert_routes_html import page
 
-        write_page("--html", html, page(report))
+        write_page("--html", html, page(report, heading(report)))
     if as_json:
         print_json(_described(report))
     else:
@@ -102,8 +103,8 @@ def _recorded(
     seed: int | None,
     ignore_template: bool,
     quiet: bool,
-) -> "Routes":
-    from penstock.analysis.routes import record
+) -> "ExpertRoutes":
+    from penstock.analysis.expert_routes import record
     from penstock.cli.generate import _encoded, _read
 
     arguments = sampling.arguments()
@@ -113,7 +114,7 @@ def _recorded(
     reading = Reading(len(tokens))
     try:
         made = {"progress": reading, "name": model.name, "seed": seed, **arguments}
-        return record(llm._engine, llm.tokenizer, tokens, max_tokens, **made)
+        return record(llm.engine, llm.tokenizer, tokens, max_tokens, **made)
     finally:
         reading.close()
 
@@ -122,7 +123,7 @@ def _recorded(
 # Output
 
 
-def heading(report: "RoutesReport") -> str:
+def heading(report: "ExpertRoutesReport") -> str:
     """What was recorded, in a sentence."""
     routes = report.routes
     answer = int(np.count_nonzero(routes.decode))
@@ -133,13 +134,7 @@ def heading(report: "RoutesReport") -> str:
     )
 
 
-def size(nbytes: int) -> str:
-    from penstock.units import spelled
-
-    return spelled(nbytes)
-
-
-def _print(report: "RoutesReport") -> None:
+def _print(report: "ExpertRoutesReport") -> None:
     print(f"{heading(report)}\n")
     rows = [_cells(str(use.layer), [use], report) for use in report.layers]
     rows.append(_cells("mean", report.layers, report))
@@ -152,7 +147,7 @@ def _print(report: "RoutesReport") -> None:
     policies = list(report.rows[0].rates)
     print("\nHit rates of the answer, had a cache of this size held the experts:\n")
     cells = [
-        [f"{row.share:.0%}", size(report.nbytes(row)), str(row.slots), *(percent(row.rates[p], 1) for p in policies)]
+        [f"{row.share:.0%}", spelled(report.nbytes(row)), str(row.slots), *(percent(row.rates[p], 1) for p in policies)]
         for row in report.rows
     ]
     print_table(("cache", "bytes", "experts", *policies), cells, wrap=())
@@ -162,7 +157,7 @@ def _print(report: "RoutesReport") -> None:
     )
 
 
-def _cells(title: str, uses: Sequence["LayerUse"], report: "RoutesReport") -> list[str]:
+def _cells(title: str, uses: Sequence["LayerUse"], report: "ExpertRoutesReport") -> list[str]:
     known = [use.repeated for use in uses if use.repeated is not None]
     return [
         title,
@@ -173,7 +168,7 @@ def _cells(title: str, uses: Sequence["LayerUse"], report: "RoutesReport") -> li
     ]
 
 
-def _described(report: "RoutesReport") -> dict[str, Any]:
+def _described(report: "ExpertRoutesReport") -> dict[str, Any]:
     """As --json prints it."""
     from penstock.experts.policy import AUTO
 

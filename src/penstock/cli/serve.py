@@ -85,7 +85,7 @@ def byte_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class AddressOptions:
-    """Where the server listens, and who may come in."""
+    """Where the server listens, and which clients it takes."""
 
     host: Annotated[str, typer.Option("--host", metavar="H", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8080
@@ -111,7 +111,7 @@ class AddressOptions:
     ] = None
 
     def keys(self) -> tuple[str, ...]:
-        """All keys. A blank one is refused: somebody meant to lock the server. Raises UsageError or InvalidArgument,
+        """All keys. A blank one is refused: the server was meant to be locked. Raises UsageError or InvalidArgument,
         never with a key in it.
         """
         found = [key.strip() for given in self.api_key or () for key in given.split(",")]
@@ -370,7 +370,7 @@ def serve(
 
     def loader(progress: Callable[[float], None]) -> "tuple[LLM, Mapping[str, Any]]":
         llm = model.load(note, progress)
-        note(protect(llm._engine))
+        note(protect(llm.engine))
         if template is not None:
             _set_template(llm, template)
         else:
@@ -386,7 +386,7 @@ def serve(
         stats = llm.stats()
         note(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(stats.weight_bytes)} of "
-            f"weights, context of {llm.max_context} tokens, {llm._engine.device.name}"
+            f"weights, context of {llm.max_context} tokens, {llm.engine.device.name}"
         )
         note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
         if webui:

@@ -18,13 +18,14 @@ import numpy as np
 
 from penstock import ops
 from penstock.analysis.perplexity import windows
-from penstock.convert.layout import Plan
+from penstock.convert.layout import ConversionPlan
 from penstock.convert.rows import Rows, Stored, row_bytes, row_count, runs
 from penstock.engine.engine import Engine, Model
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.graph import Node
 from penstock.machine import available_memory
-from penstock.models.source import Weight
+from penstock.models.family import AnyFamily, ModelConfig
+from penstock.models.source import Source, Weight
 from penstock.ops.array import address
 from penstock.quant import QuantizedTensor, quantize
 from penstock.units import amount
@@ -58,7 +59,7 @@ def read_text(path: Path) -> str:
     return text
 
 
-def cut(tokens: Sequence[int], limit: int, context: int, where: str) -> tuple[np.ndarray, np.ndarray]:
+def split_windows(tokens: Sequence[int], limit: int, context: int, where: str) -> tuple[np.ndarray, np.ndarray]:
     """Windows to look at, of about `limit` tokens in all, and windows between them to measure by, [n, length] each."""
     length = min(LENGTH, context)
     if len(tokens) < 2 * length:
@@ -69,7 +70,7 @@ def cut(tokens: Sequence[int], limit: int, context: int, where: str) -> tuple[np
     return rows[~measured][:count], rows[measured][: max(1, count // (MEASURED - 1))]
 
 
-def check_memory(planned: Plan) -> None:
+def check_memory(planned: ConversionPlan) -> None:
     """Raises OutOfMemory if what has to be in memory of the dense model is more than there is."""
     need = sum(row_count(r) * row_bytes(r) for r in planned.tensors.values() if not isinstance(r, Stored))
     if need > (free := available_memory()):
@@ -85,7 +86,7 @@ class Planned:
 
     layout = "mlx"
 
-    def __init__(self, planned: Plan, formats: Formats | None = None) -> None:
+    def __init__(self, planned: ConversionPlan, formats: Formats | None = None) -> None:
         self._planned, self._formats = planned, formats
         self._prefix, self._head = planned.rules.prefixes
         self._files: dict[Path, MappedFile] = {}
@@ -131,9 +132,8 @@ class Planned:
         return rows.read(0, row_count(rows)).reshape(rows.shape)
 
 
-def engine(planned: Plan, source: Planned, fused: bool = True) -> Engine:
-    """The planned model, ready to run with exact products."""
-    family, config = planned.family, planned.family.read_config(planned.config)
+def engine(family: AnyFamily, config: ModelConfig, source: Source, fused: bool = True) -> Engine:
+    """A model of a source's weights, ready to run with exact products."""
     model = Model(family, config, family.read_weights(source, config), "calibration")
     return Engine(model, activations="float32", max_context=config.max_positions, fused=fused)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.convert.layout import PARTS, Plan, nothing
+from penstock.convert.layout import PARTS, ConversionPlan, nothing
 from penstock.convert.rows import Cast, Dequantized, Files, Rows, Stored, Whole
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError, InvalidArgument
@@ -42,7 +42,7 @@ class AnyGgufFile(GgufFile):
             super().check_supported(name)
 
 
-def plan(path: Path, options: Options) -> tuple[Plan, GgufFile]:
+def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
     """The tensors of a file in mlx-lm's names, none of them read yet; options as in `run.Options`.
 
     Raises CheckpointError for a file that is damaged or of a model that is not supported, InvalidArgument for types
@@ -95,7 +95,7 @@ def plan(path: Path, options: Options) -> tuple[Plan, GgufFile]:
         shown = ", ".join(map(short, unused[:3])) + (" …" if len(unused) > 3 else "")
         notices.append(f"{path}: {len(unused)} tensors are not part of the model and left out: {shown}")
     layers = model.config["num_hidden_layers"]
-    return Plan(family, rules, tensors, formats, config, layers, frozenset(), tuple(notices), rounded), file
+    return ConversionPlan(family, rules, tensors, formats, config, layers, frozenset(), tuple(notices), rounded), file
 
 
 def _check_types(file: GgufFile, wanted: _Asked, options: Options) -> None:
@@ -283,7 +283,7 @@ class _Decoded:
 
 
 @dataclass(frozen=True)
-class _Format:
+class _BlockFormat:
     """A block format: bytes of a block, how its bytes [n, nbytes] become numbers, and bits that keep most of them."""
 
     nbytes: int
@@ -382,15 +382,15 @@ def _iq4_xs(data: np.ndarray) -> np.ndarray:
 
 # Two groups of 16 with scales of their own share one of 32: one bit more keeps what the smaller of them had.
 _BLOCKS = {
-    "Q5_0": _Format(22, _q5_0, 5),
-    "Q5_1": _Format(24, _q5_1, 5),
-    "Q2_K": _Format(84, _q2_k, 3),
-    "Q3_K": _Format(110, _q3_k, 4),
-    "Q4_K": _Format(144, _q4_k, 4),
-    "Q5_K": _Format(176, _q5_k, 5),
-    "Q6_K": _Format(210, _q6_k, 6),
-    "IQ4_NL": _Format(18, _iq4_nl, 5),
-    "IQ4_XS": _Format(136, _iq4_xs, 5),
+    "Q5_0": _BlockFormat(22, _q5_0, 5),
+    "Q5_1": _BlockFormat(24, _q5_1, 5),
+    "Q2_K": _BlockFormat(84, _q2_k, 3),
+    "Q3_K": _BlockFormat(110, _q3_k, 4),
+    "Q4_K": _BlockFormat(144, _q4_k, 4),
+    "Q5_K": _BlockFormat(176, _q5_k, 5),
+    "Q6_K": _BlockFormat(210, _q6_k, 6),
+    "IQ4_NL": _BlockFormat(18, _iq4_nl, 5),
+    "IQ4_XS": _BlockFormat(136, _iq4_xs, 5),
 }
 assert not _BLOCKS.keys() & {*SUPPORTED}
 

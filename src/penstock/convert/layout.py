@@ -45,7 +45,7 @@ _SCALE = "_scale_inv"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A model in mlx-lm's names: its tensors, which modules of them are quantized already, and its config.json.
 
     rules: what its family says about mlx-lm's files. formats: bits and group size by the path of a module; those
@@ -78,7 +78,7 @@ class Released(Checkpoint):
         return None
 
 
-def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> Plan:
+def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> ConversionPlan:
     """The tensors that mlx-lm would have after reading a folder, none of them read yet.
 
     dense: what is quantized comes dequantized. Raises CheckpointError for a model that is not supported, incomplete,
@@ -105,7 +105,7 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> P
     if tied:
         kept -= {f"{names.target_head}lm_head.{part}" for part in PARTS}
     notices = [*checkpoint.notices, *_left_out(checkpoint.path, tensors.keys() - kept, extra, tied, names.dropped)]
-    return Plan(
+    return ConversionPlan(
         family,
         rules,
         {name: rows for name, rows in tensors.items() if name in kept},
@@ -342,7 +342,7 @@ def _config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _left_out(folder: Any, names: set[str], extra: set[str], tied: bool, dropped: list[str]) -> list[str]:
-    """One remark about parts that are known, one about tensors that nobody knows."""
+    """One remark about parts that are known, one about unknown tensors."""
     notices = []
     other = sorted(names - extra)
     if tied:

@@ -21,16 +21,17 @@ import numpy as np
 
 from penstock._version import __version__
 from penstock.convert import gguf, layout
-from penstock.convert.layout import PARTS, Plan
+from penstock.convert.layout import PARTS, ConversionPlan
 from penstock.convert.recipe import Recipe, read_recipe, table_of
 from penstock.convert.rows import Cast, Dequantized, Rows
-from penstock.convert.write import SHARD_BYTES, Task, Tensor, Workshop, check_room, check_target, cut, index
+from penstock.convert.write import SHARD_BYTES, Task, Tensor, Workshop, check_room, check_target, index, split_shards
 from penstock.dtypes import FLOATS, dtype_name, numpy_dtype
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.models.source import Stored
 from penstock.quant import quantize
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer
-from penstock.weights.checkpoint import INDEX
+from penstock.weights.checkpoint import INDEX, Checkpoint
 from penstock.weights.files import list_folder, open_regular, read_json, short
 from penstock.weights.resolve import resolve_model
 
@@ -112,7 +113,7 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """What was made. nbytes of all tensors; parameters: numbers they stand for; kept: files of an interrupted run."""
 
     target: str
@@ -141,7 +142,7 @@ def convert(
     progress: Progress = _unseen,
     notify: Callable[[str], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> Report:
+) -> ConversionReport:
     """Write a model, as `resolve_model` finds it, as an MLX folder `target`, which must not exist.
 
     `progress` shows how far it is, `notify` is called with remarks. The folder `target`.converting holds what is done
@@ -159,7 +160,7 @@ def convert(
     for notice in (*opened.plan.notices, *job.notices):
         if notify is not None:
             notify(notice)
-    shards = cut(job.tasks, job.extra, shard_bytes)
+    shards = split_shards(job.tasks, job.extra, shard_bytes)
     total = sum(task.source_nbytes for task in (*job.tasks, *job.extra))
     calibration = _Calibration(opened, options, job) if options.calibrate is not None else None
     settings = _settings(path, options, shard_bytes)
@@ -178,7 +179,7 @@ def convert(
         workshop.write_json("config.json", dict(sorted(job.config.items())))
         opened.write_others(workshop)
         workshop.finish()
-    return Report(
+    return ConversionReport(
         target=str(target),
         files=len(shards),
         kept=kept,
@@ -207,7 +208,7 @@ class _Calibration:
         tokens = opened.tokenizer().encode(found)
         limit = options.calibrate_tokens or calibrate.TOKENS
         context = opened.plan.family.read_config(opened.plan.config).max_positions
-        self._seen, self._kept = calibrate.cut(tokens, limit, context, str(text))
+        self._seen, self._kept = calibrate.split_windows(tokens, limit, context, str(text))
         calibrate.check_memory(opened.plan)
 
     def look(self, progress: Progress) -> None:
@@ -215,18 +216,22 @@ class _Calibration:
         from penstock.convert import calibrate
 
         planned = self._opened.plan
+        family, config = planned.family, planned.family.read_config(planned.config)
         source = calibrate.Planned(planned)
         with progress(f"reading {self._name}", self._seen.size, False) as advance:
-            model = calibrate.engine(planned, source, fused=False)
+            model = calibrate.engine(family, config, source, fused=False)
             self._job.inputs = calibrate.collect(model, source.names, self._seen, advance)
         self._dense = self._evaluated(model, progress)
         del model, source
-        self._plain = self._evaluated(calibrate.engine(planned, calibrate.Planned(planned, self._job.format)), progress)
+        plain = calibrate.Planned(planned, self._job.format)
+        self._plain = self._evaluated(calibrate.engine(family, config, plain), progress)
 
     def measured(self, target: Path, progress: Progress) -> Perplexity:
-        from penstock import api
+        from penstock.convert import calibrate
 
-        made = api.load(target, device="cpu", activations="float32")._engine
+        checkpoint, family = Checkpoint.open(target), self._opened.plan.family
+        config = family.read_config(checkpoint.config)
+        made = calibrate.engine(family, config, Stored(checkpoint, *family.names(checkpoint, config)))
         count, length = self._kept.shape
         return Perplexity(count, length, self._dense, self._plain, self._evaluated(made, progress))
 
@@ -241,7 +246,7 @@ class _Calibration:
 class _Opened:
     """A source: its plan, what writes the files beside weights and config.json, and its tokenizer."""
 
-    plan: Plan
+    plan: ConversionPlan
     write_others: Callable[[Workshop], None]
     tokenizer: Callable[[], Tokenizer]
 
@@ -310,7 +315,7 @@ class Job:
     inputs: what the matrices are multiplied by (`calibrate.collect`); with it codes are searched, else plainly rounded.
     """
 
-    def __init__(self, planned: Plan, options: Options) -> None:
+    def __init__(self, planned: ConversionPlan, options: Options) -> None:
         self.planned = planned
         self.inputs: dict[str, Any] | None = None
         self.recipe = options.recipe() if options.quantize else None
@@ -388,7 +393,7 @@ class Job:
         return {"quantization": table, "quantization_config": table}
 
 
-def _matrices(planned: Plan) -> list[str]:
+def _matrices(planned: ConversionPlan) -> list[str]:
     """Paths of all modules with a matrix."""
     names = (name for name, rows in planned.tensors.items() if len(rows.shape) > 1)
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]

@@ -87,7 +87,7 @@ class Shard(NamedTuple):
         return [tensor for task in self.tasks for tensor in task.tensors]
 
 
-def cut(tasks: Sequence[Task], extra: Sequence[Task] = (), limit: int = SHARD_BYTES) -> list[Shard]:
+def split_shards(tasks: Sequence[Task], extra: Sequence[Task] = (), limit: int = SHARD_BYTES) -> list[Shard]:
     """Files of at most `limit` bytes (a larger task has one of its own), the extra tasks apart."""
     groups: list[list[Task]] = []
     size = 0
@@ -206,7 +206,7 @@ class Workshop:
             os.fsync(self._lock)
 
     def write_shard(self, shard: Shard, progress: Callable[[int], None]) -> None:
-        """Write a file, unless an earlier run has finished it. `progress` is told the bytes that were read."""
+        """Write a file, unless an earlier run has finished it. `progress` is called with the bytes that were read."""
         if shard.file in self.finished:
             progress(sum(task.source_nbytes for task in shard.tasks))
             return

@@ -56,7 +56,7 @@ class Admission:
                 f"request: needs memory that is in use, {amount(need)} with what runs, "
                 f"expected at most {amount(self.total)}"
             )
-        with self._engine._lock:
+        with self._engine.lock:
             self._engine.caches.make_room(self._owed(promises, more), 1)
             sequence = self._engine.caches.open()
         if self._prefix is not None and found is not None:
@@ -90,12 +90,12 @@ def memory_for_sequences(engine: Engine, sequences: int) -> int:
     device, caches, programs = engine.device, engine.caches, engine.programs
     working = _KEEP_FREE
     if programs is not None:
-        with engine._lock:
+        with engine.lock:
             caches.make_room(dict.fromkeys(caches.pools, 1), 1)  # programs are made for caches that are not empty
             widths = dict.fromkeys(caches.pools, table_width(1))
-            piece = programs.prefill(min(device.chunk_alignment, engine.max_context), 0, widths, scores=False)
+            chunk = programs.prefill(min(device.chunk_alignment, engine.max_context), 0, widths, scores=False)
             step = programs.decode(device.rows(sequences), widths)
-        working += piece.program.arena_bytes + step.program.arena_bytes
+        working += chunk.program.arena_bytes + step.program.arena_bytes
     spare = max(0, device.free_memory() - working)
     mapped = min(engine.model.from_files, spare // 2)
     return caches.nbytes + max(spare - mapped, min(spare, caches.bytes_of(engine.max_context)))

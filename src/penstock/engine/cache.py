@@ -1,7 +1,7 @@
 """The memory of sequences: pages of keys and values, slots of recurrent state, and copies of a moment of both.
 
 Pages are counted. A snapshot holds the pages of its moment and a copy of the recurrent state; a sequence that writes
-into a page that somebody else holds writes into a copy of its own. Layers of one window share page numbers: page p of
+into a page that is held elsewhere writes into a copy of its own. Layers of one window share page numbers: page p of
 a sequence is row p of every such layer's arrays. Pages that have left a window go back at once.
 """
 
@@ -90,7 +90,7 @@ class Sequence:
     slot: int
     tables: dict[int | None, PageTable]
     length: int = 0
-    spoiled: bool = False  # a step stopped half-way: recurrent state may be ahead of `length`
+    corrupt: bool = False  # a step stopped half-way: recurrent state may be ahead of `length`
     closed: bool = field(default=False, repr=False)
 
 
@@ -105,7 +105,7 @@ class Snapshot:
 
 
 class Caches:
-    """Arrays of all layers, and who owns which part of them. Grows by doubling; raises OutOfMemory when it cannot."""
+    """Arrays of all layers, and the owners of their parts. Grows by doubling; raises OutOfMemory when it cannot."""
 
     def __init__(self, layouts: Seq[Layout], dtype: str, device: Device | None = None) -> None:
         self.layouts = tuple(layouts)
@@ -130,8 +130,8 @@ class Caches:
     def pages_of(self, length: int) -> dict[int | None, int]:
         """The most pages per window that a sequence holds until it has `length` positions."""
         whole = -(-length // PAGE)
-        piece = self.device.chunk_alignment // PAGE  # written at once, before any of the pages behind it go back
-        return {w: whole if w is None else min(whole, -(-w // PAGE) + 1 + piece) for w in self.pools}
+        chunk = self.device.chunk_alignment // PAGE  # written at once, before any of the pages behind it go back
+        return {w: whole if w is None else min(whole, -(-w // PAGE) + 1 + chunk) for w in self.pools}
 
     def page_bytes(self, window: int | None) -> int:
         """Bytes of a page in all layers of one window."""
@@ -211,7 +211,7 @@ class Caches:
             self.pools[window].hold(table.live)
         self._release(sequence.tables)
         sequence.tables = {window: PageTable(table.ids, table.first) for window, table in snapshot.tables.items()}
-        sequence.length, sequence.spoiled = snapshot.length, False
+        sequence.length, sequence.corrupt = snapshot.length, False
         for kept, (conv, state) in zip(snapshot.state, self.arrays, strict=True):
             if kept is not None:
                 conv[sequence.slot], state[sequence.slot] = kept

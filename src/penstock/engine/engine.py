@@ -1,8 +1,8 @@
-"""Runs a model for sequences: prefill on a grid of positions, decode of several sequences at once.
+"""Runs a model for sequences: prefill in aligned chunks, decode of several sequences at once.
 
-A step's arithmetic for one sequence depends neither on who else is in the batch nor on where its pages lie. Prompts are
-cut at multiples of the device's grid, so the answer does not depend on whether a part of the prompt was there before.
-Steps run as programs (`programs.py`), fused and with their buffers planned.
+A step's arithmetic for one sequence depends neither on the rest of the batch nor on where its pages lie. Prompts are
+cut at multiples of the device's chunk_alignment, so the answer does not depend on whether a part of the prompt was
+there before. Steps run as programs (`programs.py`), fused and with their buffers planned.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]
 
 
 class Engine:
-    """One model on one device with the caches of its sequences. Its methods may be called from several threads."""
+    """One model on one device with the caches of its sequences. Its methods may be called from several threads.
+
+    lock: held during a step, and by code that changes caches, weights or programs beside the methods here.
+    """
 
     def __init__(
         self,
@@ -79,32 +82,32 @@ class Engine:
             if self.device.runs_programs
             else None
         )
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._damage: str | None = None  # what was found wrong with the files
         self._last: _Last | None = None
 
     def open(self) -> Sequence:
-        with self._lock:
+        with self.lock:
             return self.caches.open()
 
     def close(self, sequence: Sequence) -> None:
-        with self._lock:
+        with self.lock:
             self.caches.close(sequence)
 
     def snapshot(self, sequence: Sequence) -> Snapshot:
-        with self._lock:
-            self._check_room(sequence, 0)
+        with self.lock:
+            self.check_room(sequence, 0)
             return self.caches.snapshot(sequence)
 
     def rewind(self, sequence: Sequence, snapshot: Snapshot) -> None:
-        with self._lock:
+        with self.lock:
             if sequence.closed or snapshot.closed:
                 which = "sequence" if sequence.closed else "snapshot"
                 raise InvalidArgument(f"rewind: the {which} was closed, expected an open one")
             self.caches.rewind(sequence, snapshot)
 
     def drop(self, snapshot: Snapshot) -> None:
-        with self._lock:
+        with self.lock:
             self.caches.drop(snapshot)
 
     def prefill(
@@ -116,21 +119,21 @@ class Engine:
     ) -> np.ndarray:
         """Append tokens to a sequence; scores after the last one [vocab], or after each one [T, vocab].
 
-        Cut at multiples of the device's grid, so that what is stored at a grid point never depends on the cut. If a
-        piece fails the sequence keeps what the pieces before it wrote. `progress` is called with the number of tokens
-        of each piece.
+        Cut into chunks at multiples of the device's chunk_alignment, so that what is stored there never depends on the
+        cut. If a chunk fails the sequence keeps what the chunks before it wrote. `progress` is called with the number
+        of tokens of each chunk.
         """
-        ids = self._ids(tokens)
+        ids = self.token_array(tokens)
         if not len(ids):
             raise InvalidArgument("prefill: tokens is empty, expected at least one")
-        self._check_room(sequence, len(ids))
+        self.check_room(sequence, len(ids))
         rows = np.empty((len(ids), self.model.config.vocab_size), np.float32) if every else None
-        grid = self.device.chunk_alignment
+        alignment = self.device.chunk_alignment
         done = 0
         while True:
-            count = min(len(ids) - done, grid - sequence.length % grid)
+            count = min(len(ids) - done, alignment - sequence.length % alignment)
             last = done + count == len(ids)
-            scores = self._piece(sequence, ids[done : done + count], every, last)
+            scores = self.prefill_chunk(sequence, ids[done : done + count], every, last)
             if rows is not None:
                 rows[done : done + count] = scores
             done += count
@@ -140,8 +143,12 @@ class Engine:
                 assert scores is not None
                 return scores[0] if rows is None else rows
 
-    def _piece(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
-        with self._lock, self.device.running(deterministic=False):  # the cut of a prompt does not depend on others
+    def prefill_chunk(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
+        """Append ids up to the next multiple of the alignment: scores [1, vocab] of the prompt's last chunk, else None.
+
+        every: scores after each of the ids.
+        """
+        with self.lock, self.device.running(deterministic=False):  # the cut of a prompt does not depend on others
             self._check_files()
             self.caches.reserve(sequence, len(ids))  # may raise OutOfMemory, and then nothing has changed
             if self.programs is None:
@@ -153,7 +160,7 @@ class Engine:
                 for window, table in sequence.tables.items()
             }
             runner.fill(tokens=ids, positions=sequence.length, **tables)
-            with _whole([sequence]):
+            with mark_corrupt_on_error([sequence]):
                 self._state(sequence, out=False)
                 runner.run()
                 self._state(sequence, out=True)
@@ -173,7 +180,7 @@ class Engine:
         self.device.copy_all(*((own, work) if out else (work, own)))
 
     def _every(self, h: Any) -> np.ndarray:
-        """Scores of all rows of the residual stream, a page of rows at a time: those of long pieces would be large."""
+        """Scores of all rows of the residual stream, a page of rows at a time: those of long chunks would be large."""
         assert self.programs is not None
         scores = np.empty((len(h), self.model.config.vocab_size), np.float32)
         parts = [self.device.copy(h[start : start + PAGE]) for start in range(0, len(h), PAGE)]  # the arena is shared
@@ -189,17 +196,17 @@ class Engine:
         if len(sequences) > (most := self.most_sequences):
             parts = [slice(start, start + most) for start in range(0, len(sequences), most)]
             return np.concatenate([self.decode(sequences[part], tokens[part]) for part in parts])
-        ids = self._ids(tokens)
+        ids = self.token_array(tokens)
         for sequence in sequences:
-            self._check_room(sequence, 1)
-        with self._lock, self.device.running(self.deterministic):
+            self.check_room(sequence, 1)
+        with self.lock, self.device.running(self.deterministic):
             self._check_files()
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
             if self.programs is None:
                 return np.concatenate([self._defined(s, ids[i : i + 1]) for i, s in enumerate(sequences)])
             runner = self._filled(sequences, ids)
-            with _whole(sequences):
+            with mark_corrupt_on_error(sequences):
                 runner.run()
                 for sequence in sequences:
                     self.caches.advance(sequence, 1)
@@ -214,8 +221,8 @@ class Engine:
         each row draws, the same objects as long as it stays the same; mode as in `ops.sample_tokens`.
         """
         for sequence in sequences:
-            self._check_room(sequence, 1)
-        with self._lock, self.device.running(self.deterministic):
+            self.check_room(sequence, 1)
+        with self.lock, self.device.running(self.deterministic):
             self._check_files()
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
@@ -224,10 +231,10 @@ class Engine:
                 assert last is not None
                 runner = last.runner
             else:
-                runner = self._filled(sequences, self._ids(tokens))
+                runner = self._filled(sequences, self.token_array(tokens))
             if last is None or last.runner is not runner or last.drawing is not runner.drawing or last.rows != rows:
                 runner.drawing.fill(rows)
-            with _whole(sequences):
+            with mark_corrupt_on_error(sequences):
                 runner.run(mode, runner.drawing.calls)
                 for sequence in sequences:
                     self.caches.advance(sequence, 1)
@@ -245,7 +252,7 @@ class Engine:
         if token is None:
             return error
         try:
-            with self._lock, self.device.running(self.deterministic):
+            with self.lock, self.device.running(self.deterministic):
                 self._check_files()
                 where = first_nonfinite(self, sequence, token)
         except Exception as failure:  # whatever it is, the request ends with the error that it has
@@ -262,11 +269,11 @@ class Engine:
 
     def tell(self) -> None:
         """Bring what is known of streamed experts up to date, unless a step is under way."""
-        if self.experts is not None and self._lock.acquire(blocking=False):
+        if self.experts is not None and self.lock.acquire(blocking=False):
             try:
                 self.experts.tell()
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def continues(self, sequences: Seq[Sequence]) -> bool:
         """Whether the device could go on with what the last `draw` drew: same sequences, no new page, no new arrays.
@@ -309,7 +316,7 @@ class Engine:
         runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **tables)
 
     def _defined(self, sequence: Sequence, ids: np.ndarray, every: bool = False) -> np.ndarray:
-        """A piece by the definitions of the ops, one after the other: device "reference"."""
+        """A chunk by the definitions of the ops, one after the other: device "reference"."""
         family, config, weights = self.model.family, self.model.config, self.model.weights
         step = Step(
             tokens=ids,
@@ -320,14 +327,14 @@ class Engine:
             activations=self.activations,
             dtype=self.dtype,
         )
-        with _whole([sequence]):
+        with mark_corrupt_on_error([sequence]):
             h = family.forward(step, weights, config, self.caches.arrays)
             self.caches.advance(sequence, len(ids))
         return family.logits(step, h if every else h[-1:], weights, config)
 
     def replace_model(self, model: Model) -> None:
         """The same model with its weights elsewhere in memory, before the first step."""
-        with self._lock:
+        with self.lock:
             self.model = model
             if self.programs is not None:
                 self.programs.weights = model.weights
@@ -339,7 +346,7 @@ class Engine:
 
     def check_files(self) -> None:
         """Raises CheckpointError if a file of the weights is no longer what it was. Waits for a step under way."""
-        with self._lock:
+        with self.lock:
             self._check_files()
 
     def _check_files(self) -> None:
@@ -355,7 +362,7 @@ class Engine:
             self._damage = str(error)
             raise
 
-    def _ids(self, tokens: Seq[int], what: str = "tokens", tokenizer: Tokenizer | None = None) -> np.ndarray:
+    def token_array(self, tokens: Seq[int], what: str = "tokens", tokenizer: Tokenizer | None = None) -> np.ndarray:
         """Token ids as an array. Raises InvalidArgument for others than the model has embeddings for.
 
         `what` are they? The tokenizer, which may have more tokens than the model, has the name of one that is refused.
@@ -376,8 +383,9 @@ class Engine:
             raise InvalidArgument(f"{what}: has {found}, expected ids from 0 to {vocab - 1}, which have embeddings")
         return ids.astype(np.int32)
 
-    def _check_room(self, sequence: Sequence, count: int) -> None:
-        if sequence.closed or sequence.spoiled:
+    def check_room(self, sequence: Sequence, count: int) -> None:
+        """Raises InvalidArgument if a sequence cannot take `count` more tokens."""
+        if sequence.closed or sequence.corrupt:
             state = "was closed" if sequence.closed else "was interrupted in the middle of a step"
             raise InvalidArgument(
                 f"sequence: it {state}, expected an open one (rewind it to a snapshot, or start anew)"
@@ -407,13 +415,13 @@ class _Last:
 
 
 @contextlib.contextmanager
-def _whole(sequences: Seq[Sequence]) -> Iterator[None]:
-    """Mark sequences whose step did not come to its end: their states may be half-way."""
+def mark_corrupt_on_error(sequences: Seq[Sequence]) -> Iterator[None]:
+    """Mark sequences as corrupt if their step raises: their states may be half-way."""
     try:
         yield
     except BaseException:
         for sequence in sequences:
-            sequence.spoiled = True
+            sequence.corrupt = True
         raise
 
 

@@ -141,7 +141,7 @@ class Request:
         self.sampler = Sampler(params, vocab, [*context, *self.prompt])
         self.stops = StopStrings(stop)
         self.detokenizer = tokenizer.detokenizer(shown=shown)
-        self.eos = tokenizer.eos_ids | set(engine._ids(extra_eos, "extra_eos", tokenizer).tolist())
+        self.eos = tokenizer.eos_ids | set(engine.token_array(extra_eos, "extra_eos", tokenizer).tolist())
         self.max_tokens = max_tokens
         self.max_context = engine.max_context
         self.grammar = grammar
@@ -217,7 +217,7 @@ def request_of(
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
     params = sampling_params(options)
     given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    ids = engine._ids(given, tokenizer=tokenizer).tolist()
+    ids = engine.token_array(given, tokenizer=tokenizer).tolist()
     stops = [stop] if isinstance(stop, str) else stop
     return Request(ids, params, tokenizer, engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more)
 
@@ -281,8 +281,7 @@ class Decoder:
     """Decode steps of rows that come and go.
 
     Where the device draws, it is at the next step while the host turns the last one's tokens into text. A row that ends
-    has then taken one step too many, which matters to nobody: only sequences that end with their request are treated
-    so.
+    has then taken one step too many, which changes no answer: only sequences that end with their request do so.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -291,7 +290,7 @@ class Decoder:
 
     @property
     def ahead(self) -> bool:
-        """Whether a step is under way whose tokens nobody has seen."""
+        """Whether a step is under way whose tokens were not read yet."""
         return self._ahead is not None
 
     def step(self, rows: list[Running], go_on: bool = True) -> list[tuple[Running, Chunk | Exception]]:
@@ -310,14 +309,14 @@ class Decoder:
         behind = 0
         try:
             if go_on and flying == rows and all(row.may_go_on for row in rows):
-                with engine._lock:
+                with engine.lock:
                     if engine.continues([row.sequence for row in rows]):
                         self._ahead, behind = (rows, self._draw(rows, None)), 1
             tokens = flight.tokens()
         except BaseException:
             self._ahead = None
             for row in flying:
-                row.sequence.spoiled = True
+                row.sequence.corrupt = True
             raise
         found: list[tuple[Running, Chunk | Exception]] = []
         for row, token in zip(flying, tokens, strict=False):
@@ -356,7 +355,7 @@ class Decoder:
             return error
 
 
-def run(
+def run_requests(
     engine: Engine,
     requests: Seq[Request],
     progress: Callable[[int], None] | None = None,

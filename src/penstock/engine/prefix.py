@@ -1,12 +1,12 @@
-"""Beginnings of prompts that were computed before: found by their tokens, kept as snapshots at grid points.
+"""Beginnings of prompts that were computed before: found by their tokens, kept as snapshots at chunk ends.
 
 A prompt is cut into blocks of the device's chunk alignment. The digest of a block covers its tokens, all tokens before
 it and the model, so equal digests mean equal states, bit for bit: every prefill is cut at the same points. What decode
 steps have written is never stored, since their rounding is not that of a prefill.
 
 A snapshot shares pages with the sequences and snapshots around it. Where a model keeps every position (no window, no
-recurrent state) one more snapshot costs nothing, and there is one at each grid point. Elsewhere each costs its state
-and the pages of its windows, so there is one at the last grid point of a prompt, which the next turn of a conversation
+recurrent state) one more snapshot costs nothing, and there is one at each chunk end. Elsewhere each costs its state
+and the pages of its windows, so there is one at the last chunk end of a prompt, which the next turn of a conversation
 begins with, and one where two prompts were seen to part, which is where a shared instruction ends.
 """
 
@@ -33,7 +33,7 @@ class Entry:
 
     digest: bytes
     snapshot: Snapshot
-    before: list[bytes]  # digests of the grid points before it
+    before: list[bytes]  # digests of the chunk ends before it
 
     @property
     def length(self) -> int:
@@ -46,7 +46,7 @@ class PrefixCache:
     def __init__(self, engine: Engine, budget: int) -> None:
         self._engine = engine
         self.budget = budget
-        self.grid = engine.device.chunk_alignment
+        self.alignment = engine.device.chunk_alignment
         caches = engine.caches
         self.free_of_cost = all(isinstance(layout, Pages) and layout.window is None for layout in caches.layouts)
         self._page_bytes = {window: caches.page_bytes(window) for window in caches.pools}
@@ -80,17 +80,17 @@ class PrefixCache:
         return total
 
     def digests(self, tokens: Seq[int]) -> list[bytes]:
-        """One digest per whole block of the grid. May be called from any thread."""
+        """One digest per whole chunk. May be called from any thread."""
         ids = np.asarray(tokens, "<i4")
         found, digest = [], self._root
-        for start in range(0, len(ids) - self.grid + 1, self.grid):
-            digest = hashlib.blake2b(digest + ids[start : start + self.grid].tobytes(), digest_size=16).digest()
+        for start in range(0, len(ids) - self.alignment + 1, self.alignment):
+            digest = hashlib.blake2b(digest + ids[start : start + self.alignment].tobytes(), digest_size=16).digest()
             found.append(digest)
         return found
 
     def find(self, digests: Seq[bytes], length: int) -> Entry | None:
         """The longest stored prefix of a prompt of `length` tokens that leaves at least one to compute."""
-        for digest in reversed(digests[: (length - 1) // self.grid]):
+        for digest in reversed(digests[: (length - 1) // self.alignment]):
             if digest in self._entries:
                 return self._entries[digest]
         return None
@@ -102,7 +102,7 @@ class PrefixCache:
 
     def points(self, digests: Seq[bytes], start: int) -> set[int]:
         """Lengths at which the prefill of a prompt, begun at `start`, should store; the prompt counts as seen."""
-        grid, blocks = self.grid, len(digests)
+        alignment, blocks = self.alignment, len(digests)
         seen = next((n for n, digest in enumerate(digests) if digest not in self._seen), blocks)
         for digest in reversed(digests):
             self._seen[digest] = None
@@ -110,17 +110,17 @@ class PrefixCache:
         while len(self._seen) > _REMEMBERED:
             self._seen.popitem(last=False)
         wanted = range(1, blocks + 1) if self.free_of_cost else {seen, blocks}
-        return {n * grid for n in wanted if n * grid > start}
+        return {n * alignment for n in wanted if n * alignment > start}
 
     def store(self, digests: Seq[bytes], sequence: Sequence, room: Callable[[], int]) -> bool:
-        """Keep the present state of a sequence, which is at a grid point of a prompt with these digests.
+        """Keep the present state of a sequence, which is at a chunk end of a prompt with these digests.
 
-        room: bytes that nobody else uses or was promised, for what the sequence itself will not hold on to: the state
+        room: bytes that are neither in use nor promised, for what the sequence itself will not hold on to: the state
         and the pages of windows. Others go if the budget or the room asks for it; if that is not enough nothing is
         stored.
         """
-        assert sequence.length % self.grid == 0 and self.grid % PAGE == 0
-        blocks = sequence.length // self.grid
+        assert sequence.length % self.alignment == 0 and self.alignment % PAGE == 0
+        blocks = sequence.length // self.alignment
         digest = digests[blocks - 1]
         if digest in self._entries:
             self._touch(self._entries[digest])

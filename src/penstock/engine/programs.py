@@ -44,14 +44,14 @@ class Programs:
         caches: Caches,
         activations: str,
         fused: bool = True,
-        steady: bool = False,
+        batch_invariant: bool = False,
         experts: Streamed | None = None,
     ) -> None:
         self.experts = experts  # streamed ones
         self.family, self.config, self.weights = family, config, weights
         self.caches, self.device = caches, caches.device
         self.activations = activations
-        self.fused, self.steady = fused, steady  # see Program
+        self.fused, self.batch_invariant = fused, batch_invariant  # see Program
         self.wrap: Wrap | None = None  # see Program.bind
         zeros = self.device.zeros
         self.rows = [
@@ -80,7 +80,7 @@ class Programs:
         if key not in self._decode_arenas:
             self._decode_arenas[key] = self._new_arena(runner.program.arena_bytes)
         wrap = self.wrap if isinstance(runner, SteppedRunner) else self._wrap(runner)
-        runner.bind(self.caches.version, self._cache_arrays(False), self._decode_arenas[key], wrap)
+        runner.bind(self.caches.version, self.cache_arrays(False), self._decode_arenas[key], wrap)
         return runner
 
     def prefill(self, T: int, start: int, widths: Mapping[int | None, int], scores: bool) -> Runner:
@@ -99,7 +99,7 @@ class Programs:
             size = (T.bit_length(), scores)  # lengths of one size run the same kernels
             runner = self._made(graph, names, compiles=size not in self._sizes)
             self._sizes.add(size)
-        return self._with_arena(self._keep(key, runner), self._cache_arrays(True))
+        return self._with_arena(self._keep(key, runner), self.cache_arrays(True))
 
     def scores(self, T: int) -> tuple[Runner, Any]:
         """Scores of T rows of the residual stream, and the array that these rows are to be copied into."""
@@ -118,7 +118,7 @@ class Programs:
         runner = Runner(program, self.device, self._decode_names(rows, widths), captures=False)
         inner = wrap if self.experts is None else self.experts.wrap(program.graph, False, wrap)
         arena = self._new_arena(program.arena_bytes)
-        runner.bind(self.caches.version, self._cache_arrays(False), arena, inner)
+        runner.bind(self.caches.version, self.cache_arrays(False), arena, inner)
         return runner
 
     def _decode_names(self, rows: int, widths: Mapping[int | None, int]) -> dict[str, tuple[int, ...]]:
@@ -152,7 +152,7 @@ class Programs:
         self, graph: Graph, names: Mapping[str, tuple[int, ...]], compiles: bool = True, ahead: bool = False
     ) -> Runner:
         more = self.experts.look_ahead if ahead and self.experts is not None and self.experts.prefetches else None
-        program = Program(graph, self.device.name, fused=self.fused, steady=self.steady, more=more)
+        program = Program(graph, self.device.name, fused=self.fused, batch_invariant=self.batch_invariant, more=more)
         captures = self.experts is None or not self.device.samples_tokens
         return Runner(program, self.device, names, compiles, captures)
 
@@ -166,7 +166,9 @@ class Programs:
         if missing is None:
             return None
         graph = self.decode_graph(rows, widths)
-        program = Program(graph, self.device.name, fused=self.fused, steady=self.steady, cut=_before_experts)
+        program = Program(
+            graph, self.device.name, fused=self.fused, batch_invariant=self.batch_invariant, cut=_before_experts
+        )
         return SteppedRunner(program, self.device, names, self.experts, missing)
 
     def _keep(self, key: Any, runner: Runner) -> Runner:
@@ -221,7 +223,7 @@ class Programs:
             tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype, joins=self.device.joins
         )
 
-    def _cache_arrays(self, one: bool) -> dict[str, Any]:
+    def cache_arrays(self, one: bool) -> dict[str, Any]:
         """Arrays of all caches by input name; `one`: the rows of one sequence instead of all recurrent states."""
         found = {}
         for n, (arrays, rows) in enumerate(zip(self.caches.arrays, self.rows, strict=True)):
@@ -230,7 +232,7 @@ class Programs:
         return found
 
     def _cache_specs(self, one: bool) -> dict[str, Spec]:
-        return {name: spec_of(array) for name, array in self._cache_arrays(one).items()}
+        return {name: spec_of(array) for name, array in self.cache_arrays(one).items()}
 
     def _cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         return [(values[f"cache{n}.0"], values[f"cache{n}.1"]) for n in range(len(self.caches.layouts))]
@@ -241,7 +243,7 @@ def _before_experts(node: Node) -> bool:
 
 
 class _Watched(Step):
-    """A step that notes whether somebody asks where it starts: then a graph is good for that start alone."""
+    """A step that notes whether a family reads where it starts: then a graph is good for that start alone."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "start":

@@ -1,7 +1,7 @@
 """Weights that outlive their files: a mapped file that is shortened while a step reads it kills the process (SIGBUS).
 
 What fits into half of the free memory is copied into memory of its own, the weights outside of experts first. For files
-that stay mapped the system is asked for a lease, which holds off whoever wants to write to them until no step runs.
+that stay mapped the system is asked for a lease, which holds off writers until no step runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Requests of many clients on one model: a thread runs the engine, everybody else submits requests and reads answers.
+"""Requests of many clients on one model: a thread runs the engine, other threads submit requests and read answers.
 
-A turn of the thread is one prefill piece (at most a grid's length) of one prompt and one decode step of all requests
-that generate, so a long prompt delays a running answer by one piece per token. The queue and the prompts under way
-have one order, counted in prompt tokens that are not stored already: all that came before + twice its own. So a short
-prompt passes a long one, and those that pass a prompt of n tokens have fewer than n tokens together. Between clients
-the order is fair: the first request of one goes before the second of another, and their prompts take turns.
+A turn of the thread is one prefill chunk (at most chunk_alignment long) of one prompt and one decode step of all
+requests that generate, so a long prompt delays a running answer by one chunk per token. The queue and the prompts under
+way have one order, counted in prompt tokens that are not stored already: all that came before + twice its own. So a
+short prompt passes a long one, and those that pass a prompt of n tokens have fewer than n tokens together. Between
+clients the order is fair: the first request of one goes before the second of another, and their prompts take turns.
 
 A request starts when memory for its prompt and all of max_tokens is there; until then it waits, and those behind it
 with it. Stored prefixes go before one waits. A running request whose reader lags behind is preempted when another one
@@ -28,19 +28,26 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from penstock.engine.admission import Admission, Pages, memory_for_sequences
 from penstock.engine.cache import Sequence
-from penstock.engine.generation import Chunk, Decoder, Request, Running
+from penstock.engine.engine import Engine
+from penstock.engine.generation import Chunk, Decoder, Request, Running, Timings
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.ticket import Feed, Ticket
 from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
 
-if TYPE_CHECKING:
-    from penstock.api import LLM
+POLL_SECONDS = 1.0  # between looks for requests whose handle was garbage-collected, and at files
 
-_LOOK = 1.0  # seconds: how often a thread without work looks for requests that nobody refers to any more
+
+class SchedulableModel(Protocol):
+    """What a scheduler needs of a model: `penstock.LLM` has it."""
+
+    engine: Engine
+
+    def request(self, prompt: Any, max_tokens: int = 256, stop: str | Seq[str] = (), **options: Any) -> Request: ...
+    def add_timings(self, timings: Seq[Timings]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class SchedulerMetrics:
     prompt_tokens: int = 0  # computed
     cached_tokens: int = 0  # of prompts, taken from the prefix cache
     generated_tokens: int = 0
-    prompt_seconds: float = 0.0  # in prefill pieces
+    prompt_seconds: float = 0.0  # in prefill chunks
     decode_seconds: float = 0.0  # in decode steps
     decode_steps: int = 0
     decode_rows: int = 0  # sum of the sequences of all steps
@@ -81,14 +88,15 @@ class Scheduler:
 
     max_sequences None: 8 on the CPU, 32 on a GPU. queue: requests that may wait beside those running. memory: bytes for
     sequences and stored prefixes (None: what is free now, less room for activations and mapped weights). prefix_memory:
-    of these, bytes for prefixes (None: a tenth of what is free). buffer: chunks that a reader may lag behind; then his
-    request pauses, is preempted if others wait, and after `patience` seconds without a read it is cancelled. failed: is
-    called once when the weights cannot be read any more; all requests end with that error then, and no other is taken.
+    of these, bytes for prefixes (None: a tenth of what is free). buffer: chunks that a reader may lag behind; then its
+    request pauses, is preempted if others wait, and after `read_timeout` seconds without a read it is cancelled. failed
+    is called once when the weights cannot be read any more; all requests end with that error, and no other is taken.
+    `condition` guards the queue: while it is held, requests are queued but none is started.
     """
 
     def __init__(
         self,
-        llm: LLM,
+        llm: SchedulableModel,
         *,
         max_sequences: int | None = None,
         queue: int = 64,
@@ -96,10 +104,10 @@ class Scheduler:
         memory: int | None = None,
         prefix_memory: int | None = None,
         buffer: int = 64,
-        patience: float = 60.0,
+        read_timeout: float = 60.0,
         failed: Callable[[CheckpointError], None] | None = None,
     ) -> None:
-        engine = llm._engine
+        engine = llm.engine
         if max_sequences is None:
             max_sequences = engine.device.default_sequences
         for name, value, least in (
@@ -111,11 +119,11 @@ class Scheduler:
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise InvalidArgument(f"scheduler: {name} is {value!r}, expected an integer of at least {least}")
-        if isinstance(patience, bool) or not isinstance(patience, numbers.Real) or not patience > 0:
-            raise InvalidArgument(f"scheduler: patience is {patience!r}, expected seconds above 0")
+        if isinstance(read_timeout, bool) or not isinstance(read_timeout, numbers.Real) or not read_timeout > 0:
+            raise InvalidArgument(f"scheduler: read_timeout is {read_timeout!r}, expected seconds above 0")
         max_sequences = min(max_sequences, engine.most_sequences)
         self._llm, self._engine = llm, engine
-        self.max_sequences, self.queue, self.buffer, self.patience = max_sequences, queue, buffer, patience
+        self.max_sequences, self.queue, self.buffer, self.read_timeout = max_sequences, queue, buffer, read_timeout
         free = engine.device.free_memory()
         self.memory = memory_for_sequences(engine, max_sequences) if memory is None else memory
         share = free // 10 if prefix_memory is None else prefix_memory
@@ -123,7 +131,7 @@ class Scheduler:
         self._admission = Admission(engine, self.memory, self._prefix)
         self._decoder = Decoder(engine)
 
-        self._news = threading.Condition()  # guards what follows
+        self.condition = threading.Condition()  # guards what follows
         self._changed = False  # something the thread has to look at
         self._retry = False  # waiting requests may fit now
         self._waiting: list[_Job] = []
@@ -137,7 +145,7 @@ class Scheduler:
 
         self._handed_in = 0  # prompt tokens so far
         self._served: set[Hashable] = set()  # clients with a request that was let in since the turn came round
-        self._pieces = 0  # of prompts, computed so far
+        self._chunks = 0  # of prompts, computed so far
         self._work = _Work()
         self._interval, self._last_end = 1.0, 0.0  # mean seconds between two ends, and when the last one was
         self._thread = threading.Thread(target=self._run, name="penstock-scheduler", daemon=True)
@@ -146,21 +154,19 @@ class Scheduler:
 
     # -- for any thread ----------------------------------------------------------------------------------------------
 
-    def request(
-        self, prompt: str | Seq[int], max_tokens: int = 256, stop: str | Seq[str] = (), grammar: Any = None, **more: Any
-    ) -> Request:
-        """A request for `submit`; prompt and options as in `LLM.generate`, and `grammar` (see `Request`).
+    def request(self, prompt: str | Seq[int], max_tokens: int = 256, stop: str | Seq[str] = (), **more: Any) -> Request:
+        """A request for `submit`; prompt and options as in `LLM.generate`.
 
         Raises InvalidArgument or DTypeError, naming what is wrong. Text is encoded here, in the caller's thread.
         """
-        return self._llm._request(prompt, max_tokens, stop, {"grammar": grammar, **more})
+        return self._llm.request(prompt, max_tokens, stop, **more)
 
     def submit(self, request: Request, client: Hashable = None) -> Ticket:
         """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`, and
         CheckpointError once the weights could not be read.
 
         client: whose it is. Clients have equal shares, also of a full queue: there the newest request of the client
-        with the most makes room for one who has fewer, and ends with QueueFull.
+        with the most makes room for one with fewer, and ends with QueueFull.
         """
         if request.sequence is not None:
             raise InvalidArgument("request: it continues a session, expected one with a sequence of its own")
@@ -168,12 +174,12 @@ class Scheduler:
         try:
             pages = self._admission.check(min(length + request.max_tokens, request.max_context), length)
         except OutOfMemory:
-            with self._news:
+            with self.condition:
                 self._counts["refused"] += 1
             raise
         digests = self._prefix.digests(request.prompt) if self._prefix is not None else []
         job = _Job(request, Feed(self.buffer, self._wake), digests, pages, client)
-        with self._news:
+        with self.condition:
             if self._closing:
                 raise Cancelled("scheduler: it is closing and takes no requests")
             if self._failure is not None:
@@ -193,7 +199,7 @@ class Scheduler:
 
     def metrics(self) -> SchedulerMetrics:
         caches, prefix, work = self._engine.caches, self._prefix, self._work
-        with self._news:
+        with self.condition:
             running, waiting, counts = list(self._running), len(self._waiting), dict(self._counts)
         used = self._admission.used(_promises(running))
         pages = sum(pool.used for pool in caches.pools.values())
@@ -222,7 +228,7 @@ class Scheduler:
         deadline: seconds after which running ones are cancelled too (None: never). May be called again, from any
         thread, with a shorter one.
         """
-        with self._news:
+        with self.condition:
             self._closing = True
             self._deadline = min(self._deadline, math.inf if deadline is None else time.monotonic() + deadline)
             for job in [job for job in self._waiting if job.row is None]:
@@ -238,12 +244,12 @@ class Scheduler:
         self.close(0)
 
     def _wake(self) -> None:
-        with self._news:
+        with self.condition:
             self._changed = True
-            self._news.notify()
+            self.condition.notify()
 
     def _cancel(self, job: _Job) -> None:
-        with self._news:
+        with self.condition:
             job.feed.cancelled = True
             if job in self._waiting:
                 self._drop(job, None)
@@ -254,7 +260,7 @@ class Scheduler:
         self._waiting.remove(job)
         self._counts["failed" if isinstance(error, CheckpointError) else kind] += 1
         if job.row is not None:
-            self._llm._count([job.request.timings])
+            self._llm.add_timings([job.request.timings])
         job.end(error)
 
     def _make_room(self, client: Hashable, full: QueueFull) -> None:
@@ -274,11 +280,11 @@ class Scheduler:
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # a mistake in this file: nobody may wait for an answer for ever
+        except BaseException as error:  # a mistake in this file: no answer may be waited for for ever
             failure = error
             raise
         finally:
-            with self._news:
+            with self.condition:
                 self._closing = True
                 for job in list(self._waiting):
                     self._drop(job, Cancelled(f"scheduler: it has stopped: {failure}"))
@@ -288,22 +294,22 @@ class Scheduler:
                 self._prefix.clear()
 
     def _turn(self) -> bool:
-        """A prefill piece and a decode step, or else a wait for news. False: closed, and nothing is left."""
-        with self._news:
+        """A prefill chunk and a decode step, or else a wait for requests. False: closed, and nothing is left."""
+        with self.condition:
             self._changed = False
-        self._sweep()
+        self._reap()
         self._admit()
         prefilled = self._prefill()
         if self._decode() or prefilled:
             return True
-        with self._news:
+        with self.condition:
             if self._closing and not self._running and not self._waiting:
                 return False
             watches = self._engine.reads_files and self._failure is None
-            look = _LOOK if watches else None
-            if self._running or self._waiting:  # all of them paused, or nobody refers to them
-                look = max(0.0, min(_LOOK, self.patience, self._deadline - time.monotonic()))
-            self._news.wait_for(lambda: self._changed or self._retry, look)
+            look = POLL_SECONDS if watches else None
+            if self._running or self._waiting:  # all of them paused, or their handles garbage-collected
+                look = max(0.0, min(POLL_SECONDS, self.read_timeout, self._deadline - time.monotonic()))
+            self.condition.wait_for(lambda: self._changed or self._retry, look)
         if watches:
             self._watch()
         return True
@@ -317,17 +323,17 @@ class Scheduler:
 
     def _fail(self, error: CheckpointError) -> None:
         """The weights cannot be read: no step can be trusted any more, so everything ends."""
-        with self._news:
+        with self.condition:
             first, self._failure = self._failure is None, str(error)
         if first and self._on_failure is not None:
             self._on_failure(error)  # before a client sees the end of its request, and asks for the reason
-        with self._news:
+        with self.condition:
             for job in list(self._waiting):
                 self._drop(job, error)
         for job in list(self._running):
             self._end(job, error)
 
-    def _sweep(self) -> None:
+    def _reap(self) -> None:
         """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
         now = time.monotonic()
         waiting = [job for job in list(self._waiting) if job.feed.cancelled or job.row is not None]
@@ -339,14 +345,14 @@ class Scheduler:
                 self._stop(job, Cancelled("scheduler: closed before the answer was complete"))
             elif lags != (job.paused is not None):
                 job.paused = now if lags else None
-                with self._news:
+                with self.condition:
                     self._retry = True
-            elif job.paused is not None and now - max(job.paused, job.feed.last_read) > self.patience:
-                self._stop(job, Cancelled(f"reader: nothing was read for {self.patience:g} seconds"))
+            elif job.paused is not None and now - max(job.paused, job.feed.last_read) > self.read_timeout:
+                self._stop(job, Cancelled(f"reader: nothing was read for {self.read_timeout:g} seconds"))
 
     def _stop(self, job: _Job, error: Exception | None) -> None:
         """End a request that runs or waits."""
-        with self._news:
+        with self.condition:
             if job in self._waiting:
                 self._drop(job, error)
         if job in self._running:
@@ -356,7 +362,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start requests that wait, in order, as far as sequences and memory go."""
-        with self._news:
+        with self.condition:
             if not self._retry:
                 return
             self._retry = False
@@ -398,13 +404,13 @@ class Scheduler:
         assert job.row is not None
         self._engine.close(job.row.sequence)
         job.feed.state = "waiting"
-        with self._news:
+        with self.condition:
             self._running.remove(job)
             self._waiting.insert(0, job)
             self._retry = True
 
     def _start(self, job: _Job) -> bool:
-        """Give a request its sequence; False if it has to wait. One that has nobody to wait for fails."""
+        """Give a request its sequence; False if it has to wait. It fails if no other request runs that could end."""
         while True:
             found = self._found(job)
             promises = _promises(self._running)
@@ -421,7 +427,7 @@ class Scheduler:
                 return self._begin(job, None, error)
 
     def _begin(self, job: _Job, sequence: Sequence | None, error: Exception | None = None) -> bool:
-        with self._news:
+        with self.condition:
             waited = job in self._waiting  # else it was cancelled a moment ago
             if waited:
                 self._waiting.remove(job)
@@ -440,7 +446,7 @@ class Scheduler:
             self._served.clear()
         self._served.add(job.client)
         job.row.sequence, job.feed.state = sequence, "prompt"
-        job.preempted, job.turn = False, self._pieces
+        job.preempted, job.turn = False, self._chunks
         if self._prefix is not None:
             job.points = self._prefix.points(job.digests, sequence.length)
         return True
@@ -465,13 +471,13 @@ class Scheduler:
         request.timings.prompt_tokens -= tokens
 
     def _room(self) -> int:
-        """Bytes that nobody uses or was promised."""
+        """Bytes that are neither in use nor promised to a request."""
         return self._admission.total - self._admission.used(_promises(self._running))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> bool:
-        """One piece of the prompt that comes first, of the client whose last piece is the longest ago."""
+        """One chunk of the prompt that comes first, of the client whose last chunk is the longest ago."""
         turns: dict[Hashable, int] = {}
         for job in self._running:
             turns[job.client] = max(job.turn, turns.get(job.client, 0))
@@ -480,8 +486,8 @@ class Scheduler:
         if job is None:
             return False
         assert job.row is not None
-        self._pieces += 1
-        job.turn = self._pieces
+        self._chunks += 1
+        job.turn = self._chunks
         engine, row, request = self._engine, job.row, job.request
         begin = time.perf_counter()
         if not job.begun:
@@ -493,7 +499,9 @@ class Scheduler:
         end = min(len(request.prompt), (at // engine.device.chunk_alignment + 1) * engine.device.chunk_alignment)
         last = end == len(request.prompt)
         try:
-            scores = engine._piece(row.sequence, engine._ids(request.prompt[at:end]), every=False, last=last)
+            scores = engine.prefill_chunk(
+                row.sequence, engine.token_array(request.prompt[at:end]), every=False, last=last
+            )
             if self._prefix is not None and end in job.points:
                 self._prefix.store(job.digests, row.sequence, self._room)
             self._work.prompt_tokens += end - at
@@ -504,7 +512,7 @@ class Scheduler:
                     row.prompted()
                     self._deliver(job, row.accept(scores[0], engine))
         except MemoryError as error:
-            if row.sequence.spoiled or self._prefix is None or not self._prefix.evict():
+            if row.sequence.corrupt or self._prefix is None or not self._prefix.evict():
                 self._end(job, error)
         except CheckpointError as error:
             self._fail(error)
@@ -553,8 +561,8 @@ class Scheduler:
 
     def _failed(self, rows: list[Running], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""
-        jobs = [job for job in self._running if job.row is not None and (job.row in rows or job.row.sequence.spoiled)]
-        whole = not any(row.sequence.spoiled for row in rows)
+        jobs = [job for job in self._running if job.row is not None and (job.row in rows or job.row.sequence.corrupt)]
+        whole = not any(row.sequence.corrupt for row in rows)
         if whole and isinstance(error, MemoryError) and self._prefix is not None and self._prefix.evict():
             return
         if len(jobs) == 1:
@@ -563,8 +571,8 @@ class Scheduler:
         for job in jobs:
             assert job.row is not None
             job.failures += 1
-            if job.row.sequence.spoiled:
-                job.order = 0  # before everybody else; what it shared with others may be gone, and it has to wait
+            if job.row.sequence.corrupt:
+                job.order = 0  # before all others; what it shared with others may be gone, and it has to wait
                 self._requeue(job)
 
     def _deliver(self, job: _Job, chunk: Chunk) -> None:
@@ -582,7 +590,7 @@ class Scheduler:
         row = job.row
         if row is not None:
             self._engine.close(row.sequence)
-            self._llm._count([job.request.timings])
+            self._llm.add_timings([job.request.timings])
         now = time.perf_counter()
         self._interval += 0.2 * (now - max(self._last_end, job.submitted) - self._interval)
         self._last_end = now
@@ -590,7 +598,7 @@ class Scheduler:
             kind = "cancelled"
         else:
             kind = "finished" if error is None else "failed"
-        with self._news:
+        with self.condition:
             self._running.remove(job)
             self._counts[kind] += 1
             self._retry = True
@@ -627,7 +635,7 @@ class _Job:
     row: Running | None = None
     points: set[int] = field(default_factory=set)  # lengths at which its prefix is stored
     begun: bool = False
-    turn: int = 0  # number of the last piece of its prompt, or of all when it was let in
+    turn: int = 0  # number of the last chunk of its prompt, or of all when it was let in
     paused: float | None = None  # since when its reader lags behind
     preempted: bool = False  # its sequence was closed because of that
     failures: int = 0  # steps with others that failed, since its last token

@@ -22,7 +22,7 @@ import numpy as np
 from penstock.dtypes import dtype_name
 from penstock.engine.cache import Snapshot
 from penstock.engine.engine import Engine
-from penstock.engine.generation import Chunk, Completion, Request, run, sampling_params
+from penstock.engine.generation import Chunk, Completion, Request, run_requests, sampling_params
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument
 from penstock.models.step import PAGE, Pages
 from penstock.text.tokenizer import Tokenizer
@@ -33,24 +33,27 @@ VERSION = 1
 
 
 @dataclass(eq=False)
-class Moment:
+class SessionSnapshot:
     """What `Session.snapshot` returns: give it to `Session.rewind`."""
 
     tokens: tuple[int, ...]
     logits: np.ndarray | None
     kept: Snapshot
-    session: int
+    engine: int  # id of the engine that holds `kept`
 
 
 class Session:
-    """One sequence of a model. `tokens` is all it has read and written; the last one may not have been computed yet."""
+    """One sequence of a model. `tokens` is all it has read and written; the last one may not have been computed yet.
+
+    `logits` [vocab] are those after the last token, None while it has not been computed.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str | None) -> None:
-        self._engine = engine
+        self.engine = engine
         self._tokenizer = tokenizer
         self._model = model
         self._sequence = engine.open()
-        self._logits: np.ndarray | None = None
+        self.logits: np.ndarray | None = None
         self.tokens: list[int] = []
         self._closing = weakref.finalize(self, engine.close, self._sequence)
 
@@ -79,21 +82,21 @@ class Session:
         if done == len(tokens):
             return
         try:
-            logits = self._engine.prefill(self._sequence, tokens[done:], progress=progress)
+            logits = self.engine.prefill(self._sequence, tokens[done:], progress=progress)
         except BaseException:
             self._keep(tokens, done)
             raise
-        self.tokens, self._logits = tokens, logits
+        self.tokens, self.logits = tokens, logits
 
     def _keep(self, tokens: list[int], done: int) -> None:
         """After a failure: `tokens` as far as they were computed, if that is more than the `done` of before."""
         if self._sequence.length > done:
-            self.tokens, self._logits = tokens[: max(self._sequence.length, len(self.tokens))], None
+            self.tokens, self.logits = tokens[: max(self._sequence.length, len(self.tokens))], None
 
     def _encoded(self, prompt: str | Seq[int]) -> list[int]:
         if isinstance(prompt, str):
             prompt = self._tokenizer.encode(prompt, add_special_tokens=not self.tokens)
-        return self._engine._ids(prompt, tokenizer=self._tokenizer).tolist()
+        return self.engine.token_array(prompt, tokenizer=self._tokenizer).tolist()
 
     def stream(
         self,
@@ -128,23 +131,23 @@ class Session:
             [*self.tokens[done:], *ids],
             sampling_params({key: value for key, value in sampling.items() if key != "extra_eos"}),
             self._tokenizer,
-            self._engine,
+            self.engine,
             max_tokens=max_tokens,
             stop=[stop] if isinstance(stop, str) else stop,
             extra_eos=sampling.get("extra_eos", ()),
             sequence=self._sequence,
             context=self.tokens[:done],
-            logits=self._logits,
+            logits=self.logits,
         )
 
     def _streamed(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
         done = self._sequence.length
         read = [*self.tokens[:done], *request.prompt]
-        chunks = run(self._engine, [request], progress)
+        chunks = run_requests(self.engine, [request], progress)
         try:
             for _, chunk in chunks:
                 self.tokens = [*read, *request.tokens]
-                self._logits = None  # of the token before this one
+                self.logits = None  # of the token before this one
                 yield chunk
         finally:
             chunks.close()  # type: ignore[attr-defined]
@@ -152,14 +155,14 @@ class Session:
                 self._keep(read, done)
 
     def advance(
-        self, tokens: Seq[int], moments: Seq[Moment] = (), progress: Callable[[int], None] | None = None
+        self, tokens: Seq[int], snapshots: Seq[SessionSnapshot] = (), progress: Callable[[int], None] | None = None
     ) -> int:
         """Make the session hold exactly `tokens`, from the latest state that is a beginning of them; how many it kept.
 
-        Candidates are the session itself and `moments`; without a fitting one everything is read again. A state that
+        Candidates are the session itself and `snapshots`; without a fitting one everything is read again. A state that
         holds all of `tokens` but not the scores after them does not fit: nothing could be generated from it.
         """
-        ids: list[int] = self._engine._ids(tokens, tokenizer=self._tokenizer).tolist()
+        ids: list[int] = self.engine.token_array(tokens, tokenizer=self._tokenizer).tolist()
         if self._sequence.closed:
             raise InvalidArgument("session: it was closed, expected an open one")
         done = self._sequence.length
@@ -167,8 +170,8 @@ class Session:
         def fits(tokens: Seq[int], length: int, logits: np.ndarray | None) -> bool:
             return ids[: len(tokens)] == list(tokens) and (length < len(ids) or logits is not None or not ids)
 
-        own = not self._sequence.spoiled and fits(self.tokens[:done], done, self._logits)
-        fitting = [moment for moment in moments if fits(moment.tokens, moment.kept.length, moment.logits)]
+        own = not self._sequence.corrupt and fits(self.tokens[:done], done, self.logits)
+        fitting = [snapshot for snapshot in snapshots if fits(snapshot.tokens, snapshot.kept.length, snapshot.logits)]
         best = max(fitting, key=lambda m: m.kept.length, default=None)
         if best is not None and (not own or best.kept.length > done):
             self.rewind(best)
@@ -180,25 +183,25 @@ class Session:
         return done
 
     def _restart(self) -> None:
-        self._engine.close(self._sequence)
+        self.engine.close(self._sequence)
         self._closing.detach()
-        self._sequence = self._engine.open()
-        self._closing = weakref.finalize(self, self._engine.close, self._sequence)
-        self.tokens, self._logits = [], None
+        self._sequence = self.engine.open()
+        self._closing = weakref.finalize(self, self.engine.close, self._sequence)
+        self.tokens, self.logits = [], None
 
-    def snapshot(self) -> Moment:
-        """Remember this moment. It stays valid while the model is loaded, also after the session has gone on."""
-        kept = self._engine.snapshot(self._sequence)
-        moment = Moment(tuple(self.tokens), self._logits, kept, id(self._engine))
-        weakref.finalize(moment, self._engine.drop, kept)
-        return moment
+    def snapshot(self) -> SessionSnapshot:
+        """The state of now. It stays valid while the model is loaded, also after the session has gone on."""
+        kept = self.engine.snapshot(self._sequence)
+        snapshot = SessionSnapshot(tuple(self.tokens), self.logits, kept, id(self.engine))
+        weakref.finalize(snapshot, self.engine.drop, kept)
+        return snapshot
 
-    def rewind(self, moment: Moment) -> None:
-        """Be as at `moment`, which may be another session's of the same model."""
-        if moment.session != id(self._engine):
+    def rewind(self, snapshot: SessionSnapshot) -> None:
+        """Be as at `snapshot`, which may be another session's of the same model."""
+        if snapshot.engine != id(self.engine):
             raise InvalidArgument("rewind: the snapshot belongs to another model, expected one of this model")
-        self._engine.rewind(self._sequence, moment.kept)
-        self.tokens, self._logits = list(moment.tokens), moment.logits
+        self.engine.rewind(self._sequence, snapshot.kept)
+        self.tokens, self.logits = list(snapshot.tokens), snapshot.logits
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -207,12 +210,12 @@ class Session:
         as it was. Raises CheckpointError if it cannot be written, DTypeError for what is no path.
         """
         target = _target(path)
-        engine, sequence = self._engine, self._sequence
-        engine._check_room(sequence, 0)
+        engine, sequence = self.engine, self._sequence
+        engine.check_room(sequence, 0)
         arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
-        if self._logits is not None:
-            arrays["logits"] = self._logits
-        with engine._lock:
+        if self.logits is not None:
+            arrays["logits"] = self.logits
+        with engine.lock:
             for n in range(len(engine.caches.layouts)):
                 for part, array in zip(("first", "second"), engine.caches.rows(sequence, n), strict=True):
                     arrays[f"layers.{n}.{part}"] = np.ascontiguousarray(array)
@@ -274,7 +277,7 @@ def read_about(path: str | os.PathLike[str]) -> tuple[SafetensorsFile, dict[str,
 def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
     """Fill a new session from a file of the same model, dtype and activations."""
     file, about = read_about(path)
-    engine = session._engine
+    engine = session.engine
     for key, own in (
         ("fingerprint", engine.model.fingerprint),
         ("dtype", engine.dtype),
@@ -306,16 +309,16 @@ def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
     if not length <= len(tokens) <= length + 1:
         raise CheckpointError(f"{path}: has {len(tokens)} tokens for {length} positions, expected as many or one more")
     try:
-        engine._ids(tokens)
+        engine.token_array(tokens)
     except InvalidArgument as error:
         raise CheckpointError(f"{path}: {error}") from None
     rows = [
         tuple(arrays[f"layers.{n}.{part}"] for part in ("first", "second")) for n in range(len(engine.caches.layouts))
     ]
-    with engine._lock:
+    with engine.lock:
         engine.caches.fill(session._sequence, length, rows)  # type: ignore[arg-type]
     session.tokens = tokens
-    session._logits = np.array(arrays["logits"]) if "logits" in arrays else None
+    session.logits = np.array(arrays["logits"]) if "logits" in arrays else None
 
 
 def _digest(about: dict[str, str], arrays: dict[str, np.ndarray]) -> str:

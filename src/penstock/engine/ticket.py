@@ -16,7 +16,7 @@ from penstock.engine.generation import Chunk, Completion, Request, Timings, Usag
 class Ticket:
     """A request on its way: read its chunks with `for` or `async for` (one reader), or wait for the whole.
 
-    A ticket that nobody refers to any more is cancelled.
+    Garbage-collecting the ticket cancels the request.
     """
 
     def __init__(self, request: Request, feed: Feed, cancel: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class Feed:
     def _tell(self) -> None:
         self._lock.notify_all()
         for future in self._futures:
-            with contextlib.suppress(RuntimeError):  # its loop was closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # its loop was closed, and the reader with it
                 future.get_loop().call_soon_threadsafe(_resolve, future)
         self._futures.clear()
 

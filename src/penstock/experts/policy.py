@@ -201,7 +201,7 @@ def _fitted(moments: np.ndarray, matches: np.ndarray) -> np.ndarray:
 class Pin(Lru):
     """The experts used most so far keep 7 of 8 slots; in the rest the one used longest ago goes first.
 
-    Who is pinned is decided anew after every K uses. An expert that is pinned but not held comes in when it is used.
+    The pinned ones are chosen anew after every K uses. An expert that is pinned but not held comes in when it is used.
     """
 
     def __init__(self, slots: int, keys: int) -> None:

@@ -144,7 +144,7 @@ class Pool:
 
     def __init__(self, slots: Slots, policy: Policy) -> None:
         self.slots, self.policy = slots, policy
-        self.owner = np.full(slots.count, -1, np.int64)  # place of the expert in the table of all layers, −1: nobody's
+        self.owner = np.full(slots.count, -1, np.int64)  # place of the expert in the table of all layers, −1: of none
         self.pending: dict[int, Future[None]] = {}
         self.latest: np.ndarray = np.empty(0, np.int32)  # slots of the layer that is computed now
 
@@ -257,7 +257,7 @@ class Store:
         return any(pool.pending for pool in self._pools.values())
 
     def settle(self) -> None:
-        """Wait for what is on its way, whoever wanted it; what fails is as if nobody had."""
+        """Wait for all that is on its way; what fails is as if it had not been asked for."""
         for pool in self._pools.values():
             if pool.pending:
                 with contextlib.suppress(PenstockError):
@@ -357,7 +357,7 @@ class LayerTurns:
                 pool.policy.passing(slot_of[current])
                 yield pool.slots.shown(shown)
             elif not begun:
-                store._wait(pool, np.array(list(pool.pending)))  # the slots are taken by reads that nobody asked for
+                store._wait(pool, np.array(list(pool.pending)))  # the slots are taken by reads ahead
             current, rest = rest[:begun], rest[begun:]
 
     def by_token(self, ids: Any) -> Iterator[tuple[slice, Any]]:

@@ -158,7 +158,7 @@ def _specs(node: Node) -> list[Spec | None]:
 
 
 def _telling(kernel: Any, index: int, tell: Callable[[Any], None]) -> Any:
-    """A kernel that tells somebody of one of its outputs."""
+    """A kernel that passes one of its outputs on."""
 
     def telling(*args: Any, out: Any) -> None:
         kernel(*args, out=out)

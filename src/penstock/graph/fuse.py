@@ -16,12 +16,12 @@ from penstock.graph.trace import Graph, Node, Value
 from penstock.quant import QuantizedTensor
 
 
-def fuse(graph: Graph, device: str, steady: bool = False) -> Graph:
+def fuse(graph: Graph, device: str, batch_invariant: bool = False) -> Graph:
     """A graph of fused ops that computes the same for a device ("cpu" or "cuda"); the given one stays as it is.
 
-    steady: by rules that do not look at the number of rows.
+    batch_invariant: by rules that do not look at the number of rows.
     """
-    return rewritten(graph, device, STEADY if steady else RULES)
+    return rewritten(graph, device, BATCH_INVARIANT if batch_invariant else RULES)
 
 
 # -- norms, sums and products ----------------------------------------------------------------------------------------
@@ -255,4 +255,4 @@ RULES: tuple[Rule, ...] = (
 )
 
 # Those that do not look at the number of rows: a row's arithmetic is the same in every batch.
-STEADY: tuple[Rule, ...] = tuple(each for each in RULES if each not in fuse_cuda.INTO_PRODUCTS)
+BATCH_INVARIANT: tuple[Rule, ...] = tuple(each for each in RULES if each not in fuse_cuda.INTO_PRODUCTS)

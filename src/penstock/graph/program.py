@@ -38,9 +38,9 @@ class Bound:
 class Program:
     """A traced step for one device ("cpu" or "cuda"). It knows no arrays but the weights; `bind` gives it the others.
 
-    steady: fused without a look at the number of rows. cut: nodes that begin a segment of their own, so that something
-    can happen before they run (experts that have to be fetched), and it can be run from there on again; none: one
-    segment. more: adds nodes to the fused graph.
+    batch_invariant: fused without a look at the number of rows. cut: nodes that begin a segment of their own, so that
+    something can happen before they run (experts that have to be fetched), and it can be run from there on again; none:
+    one segment. more: adds nodes to the fused graph.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Program:
         device: str,
         *,
         fused: bool = True,
-        steady: bool = False,
+        batch_invariant: bool = False,
         cut: Callable[[Node], bool] | None = None,
         more: Callable[[Graph], None] | None = None,
     ) -> None:
-        self.graph = fuse(graph, device, steady) if fused else graph
+        self.graph = fuse(graph, device, batch_invariant) if fused else graph
         if more is not None:
             more(self.graph)
         self.device = device

@@ -57,7 +57,7 @@ def rewritten(graph: Graph, device: str, rules: Sequence[Rule]) -> Graph:
 
 
 class Match:
-    """A graph while it is rewritten: who makes and who reads each value, kept up to date."""
+    """A graph while it is rewritten: which nodes make and read each value, kept up to date."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -104,7 +104,7 @@ class Match:
         return value.base in self._outputs
 
     def needed(self, value: Value, instead: Sequence[Node]) -> Value | None:
-        """The value if it is returned or somebody else than these nodes reads it, else None."""
+        """The value if it is returned or read by another node than these, else None."""
         return value if self.kept(value) or any(node not in instead for node in self.readers(value)) else None
 
     def call(self, op: Op, *args: Any, instead: Sequence[Node], makes: Sequence[Value | None], **named: Any) -> Any:

@@ -1,8 +1,9 @@
 """DeepSeek-V3 and Cogito-V2: latent attention (MLA), group-limited sigmoid routing, a shared expert.
 
 model_type `deepseek_v3` and `kimi_k2`. The cache holds a latent [R] and a rotated key [rope] per position, shared by
-all heads. A few tokens attend in the latent space (absorbed); a long piece of prompt expands the cached latents to keys
-and values first. Axis letters: T tokens, H heads, R rank of the latent, nope and rope the two parts of a head's query.
+all heads. A few tokens attend in the latent space (absorbed); a long chunk of a prompt expands the cached latents to
+keys and values first. Axis letters: T tokens, H heads, R rank of the latent, nope and rope the two parts of a head's
+query.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from penstock.ops.array import Array
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 
 _INNER_EPS = 1e-6  # of the norms inside MLA, whatever rms_norm_eps says
-_EXPANDED_BYTES = 1 << 29  # keys and values that a piece of prompt may expand to
+_EXPANDED_BYTES = 1 << 29  # keys and values that a chunk of a prompt may expand to
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ def _outlined(weight: Weight, shape: Callable[[tuple[int, ...]], tuple[int, ...]
 
 
 class _Untouched(np.ndarray):
-    """An array that nobody reads or writes, so that its pages are never there; joined to others it makes another."""
+    """An array that is never read or written, so that its pages are never there; joined to others it makes another."""
 
     memory_is_plain = True
 

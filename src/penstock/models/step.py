@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from penstock import ops
 from penstock.ops.array import Array
 
-PAGE = 256  # positions in a page: also the grid on which prefill is cut, so that a page is written by one piece
+PAGE = 256  # positions in a page; chunks of a prompt are cut at its multiples, so that a page is written by one chunk
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class Spec:
 class Symbol:
     """An array that does not exist yet. An op called with one records a node instead of running.
 
-    `record(op, arguments, specs, out)` gets the bound arguments by name, the inferred specs (None for an output nobody
-    asked for) and the caller's `out=`; what it returns is the result of the call.
+    `record(op, arguments, specs, out)` gets the bound arguments by name, the inferred specs (None for an output
+    that is not wanted) and the caller's `out=`; what it returns is the result of the call.
     """
 
     spec: Spec

@@ -8,13 +8,13 @@ name of it is first asked for.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.backend_module import backend_module
 from penstock.errors import InvalidArgument
 
 # the names of devices and the backend that registers each: a new backend adds its line here
@@ -96,7 +96,7 @@ class Missing(Protocol):
         ...
 
     def gather(self) -> None:
-        """Go on to read experts that nobody has chosen yet, if host memory has room for all."""
+        """Go on to read experts that were not chosen yet, if host memory has room for all."""
         ...
 
     def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
@@ -229,7 +229,7 @@ def device_type(name: str) -> type[Device]:
     """What a device can do, whether there is one here or not. Raises InvalidArgument for an unknown name."""
     if name not in BACKENDS:
         raise InvalidArgument(f"device: is {name!r}, expected one of {', '.join(BACKENDS)}")
-    importlib.import_module(f"penstock.backends.{BACKENDS[name]}.device")
+    backend_module(BACKENDS[name], "device")
     return _TYPES[name]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from penstock.backend_module import backend_module
 from penstock.dtypes import numpy_dtype
 from penstock.errors import (
     BackendError,
@@ -495,11 +495,10 @@ class Op:
         """The kernel of a device, importing the backend module of this family on first use."""
         found = self._kernels.get(device)
         if found is None and device not in self._searched:
-            module = f"penstock.backends.{device}.{self.family}"
             try:
-                importlib.import_module(module)
+                backend_module(device, self.family)
             except ModuleNotFoundError as error:
-                if error.name is None or not module.startswith(error.name):
+                if error.name is None or not f"penstock.backends.{device}.{self.family}".startswith(error.name):
                     raise BackendError(
                         f"{self.name}: the {device} backend needs {error.name}, which is not installed"
                     ) from error
@@ -691,8 +690,8 @@ def op(
 def kernel(
     op: Op, *, device: str, variants: tuple[str, ...] = (), composed: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a kernel: called with the op's arguments by position and `out=` (an array, or a tuple with None for what
-    nobody asked for), and with `variant=` (None: choose) if it has variants. It writes `out` and returns nothing.
+    """Register a kernel: called with the op's arguments by position and `out=` (an array, or a tuple with None for an
+    output that is not wanted), and with `variant=` (None: choose) if it has variants. It writes `out`.
     """
     if device not in DEVICES:
         raise InvalidArgument(f"kernel: device is {device!r}, expected one of {', '.join(DEVICES)}")

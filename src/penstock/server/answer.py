@@ -30,7 +30,7 @@ class Logprob:
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerChunk:
     """What a token brought; on the last one the reason of the end, as OpenAI names it."""
 
     deltas: list[Delta]
@@ -49,7 +49,7 @@ class Answer:
         self._parser, self._texts, self._one_call = parser, texts, one_call
         self._thinking = False
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[AnswerChunk]:
         async for chunk in self.ticket:
             piece = self._taken(chunk)
             yield piece
@@ -57,7 +57,7 @@ class Answer:
                 self.ticket.cancel()  # nothing more is wanted, where the parser saw the end before the model
                 return
 
-    async def whole(self) -> list[Piece]:
+    async def whole(self) -> list[AnswerChunk]:
         """All pieces at once, when the answer is complete."""
         await self.ticket.wait()
         pieces = []
@@ -67,13 +67,13 @@ class Answer:
                 break
         return pieces
 
-    def _taken(self, chunk: Chunk) -> Piece:
+    def _taken(self, chunk: Chunk) -> AnswerChunk:
         logprob = None
         if chunk.logprob is not None and chunk.token not in self.ticket.request.eos:
             logprob = self._logprob(chunk)
         parser = self._parser
         if parser is None:
-            return Piece([Content(chunk.text)] if chunk.text else [], logprob, chunk.finish_reason)
+            return AnswerChunk([Content(chunk.text)] if chunk.text else [], logprob, chunk.finish_reason)
         deltas, finish = parser.feed(chunk.text) if chunk.text else [], chunk.finish_reason
         if finish is not None:
             deltas = deltas + parser.end()
@@ -84,7 +84,7 @@ class Answer:
         if deltas:
             self._thinking = isinstance(deltas[-1], Reasoning)
         self.reasoning_tokens += self._thinking
-        return Piece(deltas, logprob, finish)
+        return AnswerChunk(deltas, logprob, finish)
 
     def _logprob(self, chunk: Chunk) -> Logprob:
         assert chunk.logprob is not None
@@ -108,13 +108,13 @@ def _first_call(deltas: list[Delta]) -> list[Delta]:
     return kept
 
 
-async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, Piece], None]:
+async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, AnswerChunk], None]:
     """The pieces of several answers in the order in which they come. Raises what the first failing one raised."""
     if len(answers) == 1:
         async for piece in answers[0]:
             yield answers[0], piece
         return
-    arriving: asyncio.Queue[tuple[Answer, Piece | BaseException | None]] = asyncio.Queue(4 * len(answers))
+    arriving: asyncio.Queue[tuple[Answer, AnswerChunk | BaseException | None]] = asyncio.Queue(4 * len(answers))
 
     async def follow(answer: Answer) -> None:
         end: BaseException | None = None
@@ -130,7 +130,7 @@ async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, Piec
         left = len(tasks)
         while left:
             answer, piece = await arriving.get()
-            if isinstance(piece, Piece):
+            if isinstance(piece, AnswerChunk):
                 yield answer, piece
             elif piece is None:
                 left -= 1

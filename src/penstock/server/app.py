@@ -315,7 +315,7 @@ def _tokens(answers: list[Answer]) -> str:
 
 def _meta(llm: Any) -> dict[str, Any]:
     """What agents look up about a model: how much context there is, and its size."""
-    params, bits = _parameters(llm._engine.model)
+    params, bits = _parameters(llm.engine.model)
     return {
         "n_ctx": llm.max_context,
         "n_ctx_train": llm.config.max_positions,

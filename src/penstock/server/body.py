@@ -93,7 +93,7 @@ class Bodies:
 
 
 class Disconnected(Exception):
-    """The client has gone away; nobody waits for an answer."""
+    """The client has gone away; its answer is not waited for."""
 
 
 def values(body: bytes | bytearray) -> int:

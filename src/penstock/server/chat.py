@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from penstock.server.answer import Answer, Piece, merged, timings, usage
+from penstock.server.answer import Answer, AnswerChunk, merged, timings, usage
 from penstock.server.errors import as_api_error, dumps
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Reasoning, gather
 
@@ -28,7 +28,7 @@ class ChatShape:
         }
         self._prompts, self._logprobs = prompts, logprobs
 
-    def whole(self, answers: Sequence[Answer], pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Answer], pieces: Sequence[Sequence[AnswerChunk]]) -> dict[str, Any]:
         """The response for complete answers."""
         choices = [self._choice(answer, own) for answer, own in zip(answers, pieces, strict=True)]
         numbers = {"usage": usage(answers, self._prompts), "timings": timings(answers)}
@@ -67,7 +67,7 @@ class ChatShape:
         """That of its last one."""
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
-    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _delta(self, index: int, piece: AnswerChunk) -> dict[str, Any]:
         """Those between."""
         delta: dict[str, Any] = {}
         for part in piece.deltas:
@@ -83,7 +83,7 @@ class ChatShape:
             logprobs = {"content": [piece.logprob.as_dict()], "refusal": None}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-    def _choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _choice(self, answer: Answer, pieces: Sequence[AnswerChunk]) -> dict[str, Any]:
         found = gather(delta for piece in pieces for delta in piece.deltas)
         message: dict[str, Any] = {"role": "assistant", "content": found.content, "refusal": None}
         if found.reasoning_content is not None:
@@ -126,16 +126,16 @@ class TextShape(ChatShape):
     def _end(self, index: int, reason: str) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
 
-    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _delta(self, index: int, piece: AnswerChunk) -> dict[str, Any]:
         logprobs = None if piece.logprob is None else self._table(index, [piece])
         return {"index": index, "text": _text([piece]), "logprobs": logprobs, "finish_reason": None}
 
-    def _choice(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _choice(self, answer: Answer, pieces: Sequence[AnswerChunk]) -> dict[str, Any]:
         reason = pieces[-1].finish_reason if pieces else "stop"
         logprobs = self._table(answer.index, pieces) if self._logprobs else None
         return {"index": answer.index, "text": _text(pieces), "logprobs": logprobs, "finish_reason": reason}
 
-    def _table(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _table(self, index: int, pieces: Sequence[AnswerChunk]) -> dict[str, Any]:
         """Log probabilities as the older endpoint writes them; offsets count the characters of the tokens' texts."""
         known = [piece.logprob for piece in pieces if piece.logprob is not None]
         offsets = []
@@ -150,7 +150,7 @@ class TextShape(ChatShape):
         }
 
 
-def _text(pieces: Sequence[Piece]) -> str:
+def _text(pieces: Sequence[AnswerChunk]) -> str:
     return "".join(delta.text for piece in pieces for delta in piece.deltas if isinstance(delta, Content))
 
 

@@ -50,7 +50,7 @@ def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiE
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told about an exception of the engine; details of unexpected ones stay in the log."""
+    """What a client gets to know about an exception of the engine; details of unexpected ones stay in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):

@@ -41,7 +41,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use the server.
+    """Which clients may use the server.
 
     keys: any of them is enough, none means that no key is needed. origins: pages of other sites that may call, "*" for
     all. hosts: names under which the server may be addressed, None for any; a page of another site that gives its own
@@ -111,7 +111,7 @@ def host_name(host: str) -> str | None:
 
 
 def client_of(key: int | None, peer: tuple[str, int] | None) -> str:
-    """Who shares the server with others: a key, else an address, of IPv6 the network that one customer gets (/64)."""
+    """The client of a request: a key, else an address, of IPv6 the network that one customer gets (/64)."""
     if key is not None:
         return f"key {key}"
     if peer is None:
@@ -195,7 +195,7 @@ class Guard:
                 told = _unrouted(error, scope)
                 await _answer(send_with_headers, told.status, dumps(told.body), told.headers)
         except Disconnected:
-            status = status or 499  # nobody reads it; in the log as nginx writes it
+            status = status or 499  # it is not read; in the log as nginx writes it
         except Exception as error:
             told = as_api_error(error)
             if told.status == 500:

@@ -18,7 +18,7 @@ class Limits:
     idle_seconds: float = 75.0  # between two requests of a connection
     write_seconds: float = 60.0  # a client may leave written data unread before it counts as gone
     request_seconds: float = 3600.0  # from the request to the end of its answer
-    shutdown_seconds: float = 10.0  # requests under way may still take when the server is told to end
+    shutdown_seconds: float = 10.0  # requests under way may still take when the server has to end
     connections: int = 4096
     queue: int = 256  # requests that wait for their turn
     tokens: int | None = None  # of an answer, whatever the request asks for; None: what the context leaves

@@ -18,7 +18,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """Counts requests; everything else is asked from the model and its scheduler when somebody looks."""
+    """Counts requests; everything else comes from the model and its scheduler when the numbers are asked for."""
 
     def __init__(self, service: Service, paths: Iterable[str]) -> None:
         self._service, self._paths = service, frozenset(paths)

@@ -95,7 +95,7 @@ class _Protocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. It may have gone, or have closed its half and wait for the answer to a request
-        that is here in whole; which of the two shows when something is written: who has gone resets the connection.
+        that is here in whole; a write shows which: one that is gone resets the connection.
         """
         if not self._in_whole():
             return False

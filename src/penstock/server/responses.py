@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from penstock.server.answer import Answer, Piece, usage
+from penstock.server.answer import Answer, AnswerChunk, usage
 from penstock.server.errors import ApiError, as_api_error, dumps
 from penstock.server.schema import Message, ResponsesRequest
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
@@ -124,7 +124,7 @@ class ResponsesShape:
         event = self._event("response.failed", response=self.body)
         return event + self._event("error", code=body["code"], message=told.message, param=body["param"])
 
-    def _take(self, piece: Piece, answer: Answer) -> bytes:
+    def _take(self, piece: AnswerChunk, answer: Answer) -> bytes:
         out = b"".join(self._add(delta) for delta in piece.deltas)
         if piece.finish_reason is None:
             return out

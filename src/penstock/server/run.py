@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
-            os._exit(130)  # whoever asks twice does not want to wait for a step of a large model
+            os._exit(130)  # the second signal does not wait for a step of a large model
         self.should_exit = True
 
 
@@ -101,7 +101,7 @@ def serve(
     ready: Callable[[Service], None],
 ) -> Service:
     """Serve until a signal comes. `listening` is called when requests and signals are taken; the model is loaded
-    meanwhile, and `ready` is told when it is there or has failed: then /health says why, to whoever watches the server.
+    meanwhile, and `ready` is called when it is there or has failed: then /health says why.
     """
     service = Service(options)
 

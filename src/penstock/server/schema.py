@@ -128,7 +128,7 @@ class Strict(BaseModel):
 
 
 class Open(BaseModel):
-    """Base of parts that clients send back as they got them: fields that nobody reads may stand there."""
+    """Base of parts that clients send back as they got them: fields that are not read may stand there."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 

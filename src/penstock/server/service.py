@@ -95,7 +95,7 @@ class Service:
                 queue=options.limits.queue,
                 prefix_cache=options.prefix_cache,
                 prefix_memory=options.prefix_memory,
-                patience=options.limits.write_seconds,
+                read_timeout=options.limits.write_seconds,
                 failed=self._failed,
             )
             scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
@@ -319,7 +319,7 @@ class Service:
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refuse ids that the model has no embeddings for."""
         try:
-            self.llm._engine._ids(ids, param, self.llm.tokenizer)
+            self.llm.engine.token_array(ids, param, self.llm.tokenizer)
         except InvalidArgument as error:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
 

@@ -1,4 +1,4 @@
-"""Answers that leave while they are made (server-sent events), and answers that somebody must still be waiting for."""
+"""Answers that leave while they are made (server-sent events), and answers that end when their client has gone."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class ControlTokens:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """Names of control tokens that nobody can guess."""
+        """Names of control tokens that cannot be guessed."""
         nonce = secrets.token_hex(8)
         return {name: f"<{nonce}:{number}>" for number, name in enumerate(self._names)}
 

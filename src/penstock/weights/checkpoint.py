@@ -176,6 +176,11 @@ class Checkpoint:
         self._info(name)
         return self._file_of[name].array(name)
 
+    @property
+    def listed_modules(self) -> list[str]:
+        """Paths of the modules that the quantization table of config.json names."""
+        return [] if self._formats is None else list(self._formats.by_path)
+
     def quantization(self, module_path: str) -> tuple[int, int] | None:
         """Bits and group size of a module's weight, None if it is dense or absent.
 

@@ -36,7 +36,7 @@ def download(
     With `files` not "all" a model that is cached is taken as it is, else only those files are downloaded. offline,
     quiet and what is raised: as `resolve_model` says.
     """
-    from huggingface_hub import constants  # half a second: only who need it
+    from huggingface_hub import constants  # half a second: only where it is needed
 
     offline = bool(offline) or constants.HF_HUB_OFFLINE
     if files != "all" and not offline:

@@ -54,7 +54,7 @@ class MappedFile:
     def check(self) -> None:
         """Raises CheckpointError for a file that was written to since it was opened, if its time of change tells.
 
-        And for one with a lease that somebody wants to write to: he may from now on, so it must not be read any more.
+        And for one with a lease that another program has opened for writing: it may write from now on.
         """
         if self._leased and fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             self._leased = False
@@ -65,7 +65,7 @@ class MappedFile:
             raise CheckpointError(f"{self.path}: was changed while it is in use, expected it as it was when opened")
 
     def lease(self) -> bool:
-        """Ask the system to hold off whoever wants to write to the file or shorten it, until `check` has noticed.
+        """Ask the system to hold off programs that want to write to the file or shorten it, until `check` has noticed.
 
         Linux does so for files of one's own (or root's) on most local file systems, and for 45 seconds by default
         (/proc/sys/fs/lease-break-time). False where it does not.
@@ -73,7 +73,7 @@ class MappedFile:
         if not hasattr(fcntl, "F_SETLEASE"):
             return False
         try:
-            # the signal that announces a writer would end the process; this one is ignored unless somebody wants it
+            # the signal that announces a writer would end the process; this one is ignored by default
             fcntl.fcntl(self._descriptor, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         except OSError:

@@ -42,7 +42,7 @@ _FORMATS = ("mlx", "pt")  # writers whose conventions are known
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _SIZE_LIMIT = 2**63 - 1  # what NumPy and the file system count with
 # Control characters, backslashes, lone surrogates, and "", "." or ".." between slashes: no name of a tensor, but
-# harmful wherever somebody makes a path or a line of text from it.
+# harmful wherever a path or a line of text is made from it.
 _BAD_NAME = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]|(?:\A|/)\.{0,2}(?:/|\Z)")
 
 
@@ -92,7 +92,7 @@ class SafetensorsFile:
     def array(self, name: str) -> np.ndarray:
         """A tensor as a read-only view of the mapped file; bfloat16 as ml_dtypes.bfloat16, F8 formats as raw uint8.
 
-        A tensor that is not aligned in the file comes as a copy, made once for as long as somebody holds it. Raises
+        A tensor that is not aligned in the file comes as a copy, made once for as long as it is referred to. Raises
         CheckpointError for an unknown name and for a file whose size changed since it was opened.
         """
         if name not in self.tensors:

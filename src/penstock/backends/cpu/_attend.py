@@ -25,11 +25,11 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from penstock.backends.cpu import _math, _simd
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import BFLOAT16, FLOAT16, FLOAT32, fmt, frozen, load_row, rounded
 from penstock.backends.cpu._math import exp32
 from penstock.backends.cpu._simd import F32, I8, I32, I64, LANES, V16I
 from penstock.backends.cpu._threads import run, threads
+from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.features import usable_features
 
 BLOCK = 256  # positions

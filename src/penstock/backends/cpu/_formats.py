@@ -13,7 +13,7 @@ from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from penstock.backends.cpu._compile import njit
+from penstock.backends.cpu.compile import njit
 from penstock.dtypes import numpy_dtype
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2

@@ -11,8 +11,8 @@ import functools
 
 import numpy as np
 
-from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, njit
 from penstock.backends.cpu._formats import number, pattern_of
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, njit
 
 _ZERO, _HALF, _ONE, _TWO = (np.float32(x) for x in (0, 0.5, 1, 2))
 _LOG2_E = np.float32(1.4426950408889634)

@@ -29,7 +29,7 @@ def compiling() -> Iterator[bool]:
 
 
 def show(name: str) -> None:
-    """Name the kernel that is being compiled, if somebody is watching; its parts go without saying."""
+    """Name the kernel that is being compiled, on a terminal; its parts go without saying."""
     global _line
     if _depth != 1 or not sys.stderr.isatty():
         return

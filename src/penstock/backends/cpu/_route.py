@@ -12,12 +12,12 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu._attend import floats, peek
-from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, njit
 from penstock.backends.cpu._formats import fmt, frozen, pattern_of
 from penstock.backends.cpu._math import exp32, sigmoid32
 from penstock.backends.cpu._rows import bytes_in, bytes_out, itemsize, load_bytes, store_bytes
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu._topk import WORD, kth_peak, lowest, passing, rank, softmax, two_best
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, njit
 from penstock.ops.op import kernel
 
 _SOFTMAX, _SLOTS, _GROUPS = 0, 1, 2  # which router

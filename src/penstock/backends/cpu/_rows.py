@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import BFLOAT16, FLOAT16, FLOAT32, load_row, rounded, store_row, widened
+from penstock.backends.cpu.compile import njit
 
 _UINT8 = np.dtype(np.uint8)
 _NOTHING = np.empty((1, 0), _UINT8)

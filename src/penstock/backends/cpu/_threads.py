@@ -1,4 +1,4 @@
-"""How many threads the kernels use, and who may use them.
+"""How many threads the kernels use, one kernel at a time.
 
 Parallel kernels run one at a time: each takes all threads, and Numba's fallback thread pool dies when two start at
 once.
@@ -18,7 +18,7 @@ from penstock.machine import physical_cores
 from penstock.settings import Settings
 
 # Between two kernels OpenMP's threads wait in a loop, for milliseconds; on processors that others want too, the thread
-# that everybody waits for then gets no time. A thousand turns are about 20 us. Decoding the demo model beside one busy
+# that all others wait for then gets no time. A thousand turns are about 20 us. Decoding the demo model beside one busy
 # process on 2 processors: 3 tokens/s with the library's default, 160 with this; alone 285 and 240.
 _TURNS_IN_COMPANY = "1000"
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from penstock import ops
 from penstock.backends.cpu._attend import attend, floats, load, store, words, writable_words
-from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu._formats import fmt
 from penstock.backends.cpu._math import exp32
 from penstock.backends.cpu.cache import kv_pages_append, split
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.elementwise import sigmoid_gate
 from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.rope import head_norm_rope, rope

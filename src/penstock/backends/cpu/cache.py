@@ -6,9 +6,9 @@ import numpy as np
 from numba import prange
 
 from penstock import ops
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import frozen
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.compile import njit
 from penstock.ops import kernel
 
 _FEW = 1 << 17  # words that one thread copies before others are awake

@@ -14,7 +14,6 @@ from numba import prange, types
 from numba.extending import intrinsic
 
 from penstock import ops
-from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu._formats import FLOAT32, fmt, frozen
 from penstock.backends.cpu._math import exp32, sigmoid32, silu32, softplus32
 from penstock.backends.cpu._rows import (
@@ -29,6 +28,7 @@ from penstock.backends.cpu._rows import (
 )
 from penstock.backends.cpu._simd import F32, I64, V16F, _Code, _const, at
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.norm import gated_rms_norm, rms_norm_qk
 from penstock.ops.op import kernel
 

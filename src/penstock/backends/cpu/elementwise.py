@@ -12,9 +12,9 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu import _threads
-from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, njit
 from penstock.backends.cpu._formats import BFLOAT16, FLOAT16, FLOAT32, fmt, rounded, widened
 from penstock.backends.cpu._math import gelu32, sigmoid32, silu32, tanh32
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, njit
 from penstock.ops.op import kernel
 
 ADD, MUL, WIDE_ADD, WIDE_MUL, ADD_NUMBER, MUL_NUMBER, GELU, SWIGLU, GEGLU, SOFTCAP, SIGMOID_GATE = range(11)

@@ -4,10 +4,10 @@ import numpy as np
 from numba import prange
 
 from penstock import ops
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import fmt, frozen
 from penstock.backends.cpu._rows import bytes_in, bytes_out, copy_bytes, itemsize, load_bytes, store_bytes
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.quant import _unpack
 from penstock.ops.op import kernel
 from penstock.quant import QuantizedTensor

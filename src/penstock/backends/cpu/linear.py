@@ -24,7 +24,6 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu import _simd
-from penstock.backends.cpu._compile import SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu._formats import (
     FLOAT32,
     fmt,
@@ -40,6 +39,7 @@ from penstock.backends.cpu._formats import (
 from penstock.backends.cpu._math import gelu32, silu32
 from penstock.backends.cpu._simd import at
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.compile import SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.features import usable_features
 from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into

@@ -31,11 +31,11 @@ from penstock.backends.cpu._attend import (
     words,
     writable_words,
 )
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import FLOAT32, fmt, frozen
 from penstock.backends.cpu._simd import F32, I8, I64, V16F, V16I
 from penstock.backends.cpu._threads import run, threads
 from penstock.backends.cpu.cache import mla_cache_append, split
+from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
 from penstock.backends.cpu.rope import rope

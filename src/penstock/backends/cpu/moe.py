@@ -2,7 +2,7 @@
 
 The (token, slot) pairs of a routing are sorted by expert, so that each expert's weights are read once per call; with
 one token every pair is its own group. Decode and prefill run the same grouped product, and a pair's result does not
-depend on who else is in the call.
+depend on the rest of the call.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from numba import prange
 
 from penstock import ops
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import frozen
 from penstock.backends.cpu._route import moe_combine_residual
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.linear import (
     PORTABLE,
     STRIP,

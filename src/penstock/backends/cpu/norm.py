@@ -12,9 +12,9 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu import _threads
-from penstock.backends.cpu._compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu._formats import FLOAT32, fmt
 from penstock.backends.cpu._math import silu32
+from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.elementwise import (
     NO_OUTPUT,
     NOTHING,

@@ -8,7 +8,6 @@ a list of groups here. The host is little-endian, as every platform of Numba is.
 import numpy as np
 from numba import prange
 
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import (
     BFLOAT16,
     FLOAT16,
@@ -22,6 +21,7 @@ from penstock.backends.cpu._formats import (
 )
 from penstock.backends.cpu._formats import writable as bits_of
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.compile import njit
 from penstock.dtypes import dtype_name
 from penstock.quant import QuantizedTensor
 

@@ -7,10 +7,10 @@ result is an ordinary quantized tensor.
 import numpy as np
 from numba import prange
 
-from penstock.backends.cpu._compile import SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu._formats import fmt, frozen, readable, rounded, widened
 from penstock.backends.cpu._formats import writable as bits_of
 from penstock.backends.cpu._threads import run
+from penstock.backends.cpu.compile import SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.quant import _extent, _load, _pack, _words, plain
 from penstock.dtypes import dtype_name
 from penstock.quant import QuantizedTensor

@@ -7,9 +7,9 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu import _threads
-from penstock.backends.cpu._compile import njit
 from penstock.backends.cpu._formats import FLOAT32, fmt
 from penstock.backends.cpu._math import SINCOS_MOST, sincos
+from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.elementwise import NOTHING, SERIAL, flat, flat_out, load, store
 from penstock.backends.cpu.norm import ALONE, scaled_rows, unit_factors
 from penstock.ops.op import kernel

@@ -3,7 +3,7 @@
 An expert is read from disk into a record of pinned memory, and stays there as long as there is room. One launch moves
 the records that a layer needs into their slots, straight over the bus. In a decode step the device decides itself: an
 expert that is not in a slot takes that of the least worth, as the policy on the host saw it a step ago, and comes from
-its record; the host hears of it afterwards. Only what is on disk stops a step. Everything runs on the current stream,
+its record; the host is informed afterwards. Only what is on disk stops a step. Everything runs on the current stream,
 so a slot is written after what reads its old expert and before what reads its new one.
 """
 
@@ -29,9 +29,9 @@ from penstock.units import parse_size, spelled
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
 _WAY = 512 << 20  # bytes of experts that may be on their way at once
 _AT_ONCE = 256  # and how many
-_SHARE = 0.6  # of the free host memory that is used unless somebody says how much
+_SHARE = 0.6  # of the free host memory that is used unless an option says how much
 _RING = 8  # moves that may be under way
-_GATHERED = 16  # experts that are read before somebody has chosen them, at once
+_GATHERED = 16  # experts that are read before they are chosen, at once
 _EPOCH = 1 << 30
 _NOWHERE = -(1 << 62)  # where the record is of an expert that has none; others may have negative places
 
@@ -233,7 +233,7 @@ class GpuTier:
         return self._whole
 
     def gather(self) -> None:
-        """Go on to read experts that nobody has chosen yet, where host memory has room for all, and show the device
+        """Go on to read experts that were not chosen yet, where host memory has room for all, and show the device
         those that have come.
         """
         if sum(slots.gather() for slots in self._pools):
@@ -411,8 +411,8 @@ class DeviceSlots:
         return len(self._record_of)
 
     def gather(self) -> bool:
-        """Note what has been read of experts that nobody has chosen yet, and begin to read more of them. Whether there
-        is something new. One that cannot be read ends this; whoever needs it will hear of it.
+        """Note what has been read of experts that were not chosen yet, and begin to read more of them. Whether there
+        is something new. One that cannot be read ends this; the step that needs it raises.
         """
         if not self._gathers or self.kept == self.experts:
             return False

@@ -2,57 +2,62 @@
 
 The first process calls `start`, runs its steps as usual, and waits for kernels that the helper is compiling. The helper
 loads the same model, runs small steps again and again, skips kernels that the first process is at, and leaves when
-nothing is left to compile. It computes nonsense, and nobody reads it.
+nothing is left to compile. What it computes is nonsense and is not read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import pickle
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from penstock.engine.engine import Engine
 from penstock.graph import Node
+from penstock.machine import usable_threads
 
 PREFILL, PASSES, SECONDS = 20, 200, 120.0
 
 
-def start(options: dict[str, Any]) -> None:
-    """Start a helper for `load(**options)` if this machine has compiled nothing yet and has a second core.
+class Loaded(Protocol):
+    engine: Engine
+
+
+def start(load: Callable[..., Loaded], options: dict[str, Any]) -> None:
+    """Start a helper that calls `load(**options)` if this machine has compiled nothing yet and has a second core.
 
     A helper that cannot start or fails costs nothing: the first process compiles what is missing.
     """
-    from penstock.backends.cpu import _claims
-    from penstock.backends.cpu._compile import trusted_folder
+    from penstock.backends.cpu import compile_lock
+    from penstock.backends.cpu.compile import trusted_folder
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     folder = trusted_folder()
-    if _claims.helping or _claims.helper is not None or cores < 2 or not folder.is_dir() or any(folder.glob("*.nbc")):
+    alone = compile_lock.helping or compile_lock.helper is not None or usable_threads() < 2
+    if alone or not folder.is_dir() or any(folder.glob("*.nbc")):
         return
     with contextlib.suppress(OSError):
         helper = subprocess.Popen(
-            [sys.executable, "-m", "penstock.engine.ahead"],
+            [sys.executable, "-m", "penstock.engine.compile_ahead"],
             env=os.environ | {"PENSTOCK_CACHE_DIR": str(folder.parents[1])},  # trusted_folder() is there too
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            text=True,
         )
         assert helper.stdin is not None
         with helper.stdin:
-            helper.stdin.write(json.dumps({"options": options, "parent": os.getpid()}))
-        _claims.helper = helper
+            pickle.dump((load, options, os.getpid()), helper.stdin)
+        compile_lock.helper = helper
 
 
-def run(engine: Engine, parent: int) -> None:
-    """Steps over and over until one meets no claimed kernel, the parent has gone, or time is up."""
-    from penstock.backends.cpu import _claims
+def compile_steps(engine: Engine, parent: int) -> None:
+    """Steps over and over until one meets no locked kernel, the parent has gone, or time is up."""
+    from penstock.backends.cpu import compile_lock
 
     met = 0
 
@@ -63,7 +68,7 @@ def run(engine: Engine, parent: int) -> None:
                 raise SystemExit
             try:
                 kernel(*args, **kwargs)
-            except _claims.Claimed:
+            except compile_lock.LockedElsewhere:
                 met += 1
                 out = kwargs.get("out", ())
                 for array in out if isinstance(out, tuple) else (out,):
@@ -86,12 +91,11 @@ def run(engine: Engine, parent: int) -> None:
 
 
 def main() -> None:
-    from penstock.api import load
-    from penstock.backends.cpu import _claims
+    from penstock.backends.cpu import compile_lock
 
-    given = json.load(sys.stdin)
-    _claims.helping = True
-    run(load(**given["options"])._engine, given["parent"])
+    load, options, parent = pickle.load(sys.stdin.buffer)
+    compile_lock.helping = True
+    compile_steps(load(**options).engine, parent)
 
 
 if __name__ == "__main__":

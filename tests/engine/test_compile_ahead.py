@@ -1,15 +1,15 @@
 """The helper process that compiles kernels: it works where the first process looks for them."""
 
 import io
-import os
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 
-from penstock.backends.cpu import _claims
-from penstock.backends.cpu._compile import trusted_folder
-from penstock.engine import ahead
+from penstock.api import load
+from penstock.backends.cpu import compile_lock
+from penstock.backends.cpu.compile import trusted_folder
+from penstock.engine import compile_ahead
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777], ids="{:03o}".format)
@@ -18,15 +18,15 @@ def test_helper_gets_the_folder_that_the_first_process_uses(tmp_path, monkeypatc
 
     def start(command, env, **streams):
         started.append(env)
-        return SimpleNamespace(stdin=io.StringIO())
+        return SimpleNamespace(stdin=io.BytesIO())
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(_claims, "helper", None)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(compile_lock, "helper", None)
+    monkeypatch.setattr(compile_ahead, "usable_threads", lambda: 2)
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(mode)
     used = trusted_folder()
     assert used.is_relative_to(tmp_path) == (mode == 0o700)
-    ahead.start({})
+    compile_ahead.start(load, {})
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", started[0]["PENSTOCK_CACHE_DIR"])
     assert trusted_folder() == used

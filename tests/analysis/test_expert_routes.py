@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.analysis.routes import load_routes, record
+from penstock.analysis.expert_routes import load_expert_routes, record
 from penstock.engine import engine as steps
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models import layers
@@ -40,14 +40,14 @@ def defined(folder, tokens, monkeypatch):
 
     llm = penstock.load(folder, device="reference", activations="float32")
     with monkeypatch.context() as patch:
-        patch.setattr(f"{llm._engine.model.family.forward.__module__}.experts", noting)
+        patch.setattr(f"{llm.engine.model.family.forward.__module__}.experts", noting)
         llm.logits(tokens)
     return np.stack(noted, axis=1)
 
 
 def test_record_notes_what_every_token_chose(folder, llm, monkeypatch):
     prompt = some_tokens(40)
-    routes = record(llm._engine, llm.tokenizer, prompt, max_tokens=12, temperature=1.0, seed=3)
+    routes = record(llm.engine, llm.tokenizer, prompt, max_tokens=12, temperature=1.0, seed=3)
     assert routes.tokens[:40].tolist() == prompt
     assert routes.decode.tolist() == [False] * 40 + [True] * (len(routes.tokens) - 40)
     assert (routes.experts, routes.layers, routes.ids.dtype) == (7, (0, 2, 3), np.int32)
@@ -58,26 +58,26 @@ def test_record_notes_what_every_token_chose(folder, llm, monkeypatch):
 def test_record_gives_the_answer_of_generate(llm):
     options = {"max_tokens": 20, "temperature": 1.2, "top_k": 50, "seed": 7}
     want = llm.generate(some_tokens(9), **options)
-    routes = record(llm._engine, llm.tokenizer, some_tokens(9), **options)
+    routes = record(llm.engine, llm.tokenizer, some_tokens(9), **options)
     assert routes.tokens.tolist() == [*some_tokens(9), *want.tokens[:-1]]
     assert "".join(routes.texts) == llm.tokenizer.decode(routes.tokens.tolist())
 
 
 def test_record_notes_every_piece_of_a_long_prompt(llm):
     tokens, pieces = some_tokens(600), []
-    whole = record(llm._engine, llm.tokenizer, tokens, max_tokens=3, progress=pieces.append)
+    whole = record(llm.engine, llm.tokenizer, tokens, max_tokens=3, progress=pieces.append)
     assert pieces == [256, 256, 88, 1, 1]
     assert whole.ids.shape == (602, 3, 3) and whole.ids.min() >= 0
-    np.testing.assert_array_equal(whole.ids[:256], record(llm._engine, llm.tokenizer, tokens[:256], max_tokens=1).ids)
+    np.testing.assert_array_equal(whole.ids[:256], record(llm.engine, llm.tokenizer, tokens[:256], max_tokens=1).ids)
 
 
 def test_record_of_one_token_has_no_decode_steps(llm):
-    routes = record(llm._engine, llm.tokenizer, some_tokens(5), max_tokens=1)
+    routes = record(llm.engine, llm.tokenizer, some_tokens(5), max_tokens=1)
     assert routes.ids.shape[0] == 5 and not routes.decode.any()
 
 
 def test_record_counts_and_bytes(llm):
-    routes = record(llm._engine, llm.tokenizer, some_tokens(30), max_tokens=2)
+    routes = record(llm.engine, llm.tokenizer, some_tokens(30), max_tokens=2)
     want = [[int((routes.ids[:, layer] == expert).sum()) for expert in range(7)] for layer in range(3)]
     assert routes.counts().tolist() == want
     assert routes.counts().sum() == 31 * 3 * 3
@@ -87,17 +87,17 @@ def test_record_counts_and_bytes(llm):
 
 def test_record_leaves_the_model_as_it_was(llm, monkeypatch):
     before = llm.generate(some_tokens(6), max_tokens=8).tokens
-    record(llm._engine, llm.tokenizer, some_tokens(6), max_tokens=8)
-    assert llm._engine.programs.wrap is None
+    record(llm.engine, llm.tokenizer, some_tokens(6), max_tokens=8)
+    assert llm.engine.programs.wrap is None
     copied = []
-    monkeypatch.setattr(type(llm._engine.device), "copy_all", lambda self, into, arrays: copied.append(into))
-    used = llm._engine.caches.pools[None].used
-    decoded = llm._engine.open()
+    monkeypatch.setattr(type(llm.engine.device), "copy_all", lambda self, into, arrays: copied.append(into))
+    used = llm.engine.caches.pools[None].used
+    decoded = llm.engine.open()
     monkeypatch.setattr(steps.Engine, "_state", lambda *args, **kwargs: None)  # which copies recurrent states
-    llm._engine.prefill(decoded, some_tokens(6))
-    llm._engine.decode([decoded], [1])
-    llm._engine.close(decoded)
-    assert copied == [] and llm._engine.caches.pools[None].used == used
+    llm.engine.prefill(decoded, some_tokens(6))
+    llm.engine.decode([decoded], [1])
+    llm.engine.close(decoded)
+    assert copied == [] and llm.engine.caches.pools[None].used == used
     monkeypatch.undo()
     assert llm.generate(some_tokens(6), max_tokens=8).tokens == before
 
@@ -108,9 +108,9 @@ def test_record_that_fails_leaves_the_model_as_it_was(llm):
 
     before = llm.generate(some_tokens(6), max_tokens=8).tokens
     with pytest.raises(RuntimeError, match="enough"):
-        record(llm._engine, llm.tokenizer, some_tokens(6), max_tokens=8, progress=fail)
-    assert llm._engine.programs.wrap is None
-    assert llm._engine.caches.pools[None].used == 0
+        record(llm.engine, llm.tokenizer, some_tokens(6), max_tokens=8, progress=fail)
+    assert llm.engine.programs.wrap is None
+    assert llm.engine.caches.pools[None].used == 0
     assert llm.generate(some_tokens(6), max_tokens=8).tokens == before
 
 
@@ -121,14 +121,14 @@ def test_record_keeps_another_wrap(llm):
         seen.append(node.op.name)
         return kernel
 
-    llm._engine.programs.wrap = other
+    llm.engine.programs.wrap = other
     try:
-        routes = record(llm._engine, llm.tokenizer, some_tokens(6), max_tokens=2)
-        assert llm._engine.programs.wrap is other
+        routes = record(llm.engine, llm.tokenizer, some_tokens(6), max_tokens=2)
+        assert llm.engine.programs.wrap is other
     finally:
-        llm._engine.programs.wrap = None
+        llm.engine.programs.wrap = None
     assert "moe_forward" in seen and "rms_norm" in seen
-    np.testing.assert_array_equal(routes.ids, record(llm._engine, llm.tokenizer, some_tokens(6), max_tokens=2).ids)
+    np.testing.assert_array_equal(routes.ids, record(llm.engine, llm.tokenizer, some_tokens(6), max_tokens=2).ids)
 
 
 def test_record_keeps_other_threads_waiting(llm):
@@ -137,26 +137,26 @@ def test_record_keeps_other_threads_waiting(llm):
 
     def try_it(count):
         def take():
-            taken.append(llm._engine._lock.acquire(blocking=False))
+            taken.append(llm.engine.lock.acquire(blocking=False))
             if taken[-1]:
-                llm._engine._lock.release()
+                llm.engine.lock.release()
 
         other = threading.Thread(target=take)
         other.start()
         other.join()
 
-    record(llm._engine, llm.tokenizer, some_tokens(30), max_tokens=3, progress=try_it)
+    record(llm.engine, llm.tokenizer, some_tokens(30), max_tokens=3, progress=try_it)
     assert taken == [False] * 3
 
 
 def test_record_refuses_what_has_no_routes(folder, tmp_path):
     reference = penstock.load(folder, device="reference")
     with pytest.raises(InvalidArgument, match=r"^routes: device is 'reference', expected cpu or cuda"):
-        record(reference._engine, reference.tokenizer, [1], max_tokens=1)
+        record(reference.engine, reference.tokenizer, [1], max_tokens=1)
     dense = penstock.load(write_model(tmp_path / "dense", dense_config()), device="cpu")
     with pytest.raises(InvalidArgument, match=r"^routes: qwen3_5_text has no experts, expected a model with experts"):
-        record(dense._engine, dense.tokenizer, [1], max_tokens=1)
-    assert dense._engine.programs is not None and dense._engine.programs.wrap is None
+        record(dense.engine, dense.tokenizer, [1], max_tokens=1)
+    assert dense.engine.programs is not None and dense.engine.programs.wrap is None
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -164,12 +164,12 @@ def test_record_refuses_what_has_no_routes(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def routes(llm):
-    return record(llm._engine, llm.tokenizer, some_tokens(20), max_tokens=5, name="mixed")
+    return record(llm.engine, llm.tokenizer, some_tokens(20), max_tokens=5, name="mixed")
 
 
 def test_routes_come_back_from_a_file(routes, tmp_path):
     routes.save(tmp_path / "r.npz")
-    back = load_routes(tmp_path / "r.npz")
+    back = load_expert_routes(tmp_path / "r.npz")
     for field in dataclasses.fields(routes):
         np.testing.assert_array_equal(getattr(back, field.name), getattr(routes, field.name), field.name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.npz"]
@@ -225,7 +225,7 @@ def changed(routes, path, about, arrays):
 )
 def test_load_routes_refuses_what_does_not_fit(about, arrays, message, routes, tmp_path):
     with pytest.raises(CheckpointError) as caught:
-        load_routes(changed(routes, tmp_path / "r.npz", about, arrays))
+        load_expert_routes(changed(routes, tmp_path / "r.npz", about, arrays))
     assert str(caught.value).startswith(f"{tmp_path / 'r.npz'}: ") and message in str(caught.value)
 
 
@@ -234,17 +234,17 @@ def test_load_routes_refuses_files_of_other_kinds(routes, tmp_path):
     for content in (b"", b"hello", b"PK\x03\x04"):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="is no recorded routing"):
-            load_routes(path)
+            load_expert_routes(path)
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
-        load_routes(tmp_path / "none.npz")
+        load_expert_routes(tmp_path / "none.npz")
     with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
-        load_routes(tmp_path)
+        load_expert_routes(tmp_path)
     routes.save(path)
     whole = path.read_bytes()
     for size in range(0, len(whole), 97):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError):
-            load_routes(path)
+            load_expert_routes(path)
 
 
 def test_load_routes_does_not_unpack_endless_arrays(tmp_path, monkeypatch):
@@ -253,9 +253,9 @@ def test_load_routes_does_not_unpack_endless_arrays(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "r.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tokens.npy", header.getvalue())
     with pytest.raises(CheckpointError, match="is no recorded routing"):
-        load_routes(tmp_path / "r.npz")
+        load_expert_routes(tmp_path / "r.npz")
     with zipfile.ZipFile(tmp_path / "r.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tokens.npy", bytes(1 << 20))
-    monkeypatch.setattr("penstock.analysis.routes._LIMIT", 1 << 19)
+    monkeypatch.setattr("penstock.analysis.expert_routes._LIMIT", 1 << 19)
     with pytest.raises(CheckpointError, match="unpacks to 1048576 bytes, expected at most 524288"):
-        load_routes(tmp_path / "r.npz")
+        load_expert_routes(tmp_path / "r.npz")

@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.analysis.routes import LayerUse, RoutesReport
+from penstock.analysis.expert_routes import ExpertRoutesReport, LayerUse
 from penstock.cli._output import percent, render, script_json
-from penstock.cli.routes import heading, size
 from penstock.experts.policy import AUTO
 from penstock.experts.simulate import BEST
+from penstock.units import spelled
 
 _NONE = 0xFFFF  # in the page's array of ids: no choice
 _WIDTH, _HEIGHT, _LEFT, _LOW = 460, 300, 44, 36  # of the chart of hit rates, with room for the numbers at the axes
 
 
-def page(report: RoutesReport) -> str:
-    """The whole page."""
+def page(report: ExpertRoutesReport, heading: str) -> str:
+    """The whole page; heading: "model: what was recorded"."""
     routes = report.routes
-    title, _, about = heading(report).partition(": ")
+    title, _, about = heading.partition(": ")
     rates = report.rows[len(report.rows) // 2].rates if report.rows else {}
     return render(
         "routes.html",
@@ -36,7 +36,7 @@ def page(report: RoutesReport) -> str:
         width=_WIDTH,
         height=_HEIGHT,
         left=_LEFT,
-        size=size,
+        size=spelled,
         layer_heads=("layer", "experts used", "work of the top tenth", "entropy", "repeated"),
         layer_rows=map(_cells, report.layers),
         data=script_json(
@@ -54,14 +54,14 @@ def page(report: RoutesReport) -> str:
     )
 
 
-def _tiles(report: RoutesReport) -> list[tuple[str, str]]:
+def _tiles(report: ExpertRoutesReport) -> list[tuple[str, str]]:
     routes, uses = report.routes, report.layers
     return [
         ("experts of a layer that were used", f"{np.mean([use.used for use in uses]):.4g} of {routes.experts}"),
         ("work of the tenth used most", percent(float(np.mean([use.top_share for use in uses])), 1)),
         ("evenness (entropy, 1 = all alike)", f"{np.mean([use.entropy for use in uses]):.3f}"),
         ("chosen by the token before, too", percent(report.repeated, 1)),
-        ("all experts", size(routes.nbytes)),
+        ("all experts", spelled(routes.nbytes)),
     ]
 
 

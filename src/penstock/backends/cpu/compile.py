@@ -19,7 +19,7 @@ import numba
 from numba.core import caching, compiler, serialize, sigutils
 
 from penstock import kernel_cache
-from penstock.backends.cpu import _claims, _progress
+from penstock.backends.cpu import _progress, compile_lock
 from penstock.errors import InvalidArgument
 
 # What a kernel may let LLVM do with its floats. Neither set lets it assume away NaN, infinity or the sign of zero.
@@ -66,7 +66,10 @@ def _shown(kernel: Any) -> Callable:
     compile = kernel.compile
 
     def compile_in_sight(sig: Any) -> Any:
-        with _progress.compiling() as outermost, _claims.hold(kernel, sig) if outermost else contextlib.nullcontext():
+        with (
+            _progress.compiling() as outermost,
+            compile_lock.hold(kernel, sig) if outermost else contextlib.nullcontext(),
+        ):
             return compile(sig)
 
     return compile_in_sight
@@ -140,7 +143,7 @@ class _KernelCache(caching.NullCache):
     def save_overload(self, sig: Any, cres: Any) -> None:
         if cres.library.has_dynamic_globals or cres.lifted:  # holds addresses that only this process knows
             return
-        if _source_hash(Path(__file__).parent) != _SOURCES:  # edited since the import: nobody knows what was compiled
+        if _source_hash(Path(__file__).parent) != _SOURCES:  # edited since the import: what was compiled is not known
             return
         full_name, data = self._full_name(sig, cres.codegen), serialize.dumps(cres._reduce())
         with contextlib.suppress(OSError):

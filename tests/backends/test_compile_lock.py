@@ -1,4 +1,4 @@
-"""Two processes share the compilation of kernels: one waits, one skips, and nobody waits for the dead."""
+"""Two processes share the compilation of kernels: one waits, one skips, and a dead one is not waited for."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.backends.cpu import _claims
+from penstock.backends.cpu import compile_lock
 
 
 class Kernel:
@@ -29,59 +29,59 @@ def file(tmp_path):
 
 @pytest.fixture
 def helped(monkeypatch):
-    monkeypatch.setattr(_claims, "helper", SimpleNamespace(poll=lambda: None))
+    monkeypatch.setattr(compile_lock, "helper", SimpleNamespace(poll=lambda: None))
 
 
 def test_hold_does_nothing_for_a_process_on_its_own(file, monkeypatch):
-    monkeypatch.setattr(_claims, "helper", None)  # a test before may have started one
-    with _claims.hold(Kernel(file), None):
+    monkeypatch.setattr(compile_lock, "helper", None)  # a test before may have started one
+    with compile_lock.hold(Kernel(file), None):
         assert not list(file.parent.iterdir())
 
 
-def test_hold_claims_while_compiling_and_lets_go(file, helped):
-    with pytest.raises(KeyError), _claims.hold(Kernel(file), None):
-        assert file.with_suffix(".claim").read_text() == str(os.getpid())
+def test_hold_locks_while_compiling_and_lets_go(file, helped):
+    with pytest.raises(KeyError), compile_lock.hold(Kernel(file), None):
+        assert file.with_suffix(".lock").read_text() == str(os.getpid())
         raise KeyError
-    assert not file.with_suffix(".claim").exists()
+    assert not file.with_suffix(".lock").exists()
 
 
-def test_hold_skips_in_a_helper_what_is_claimed(file, monkeypatch):
-    monkeypatch.setattr(_claims, "helping", True)
-    file.with_suffix(".claim").write_text("1")
-    with pytest.raises(_claims.Claimed), _claims.hold(Kernel(file), None):
-        pytest.fail("compiled what somebody else is compiling")
+def test_hold_skips_in_a_helper_what_is_locked(file, monkeypatch):
+    monkeypatch.setattr(compile_lock, "helping", True)
+    file.with_suffix(".lock").write_text("1")
+    with pytest.raises(compile_lock.LockedElsewhere), compile_lock.hold(Kernel(file), None):
+        pytest.fail("compiled what another process is compiling")
     file.write_text("machine code")
-    with _claims.hold(Kernel(file), None):
+    with compile_lock.hold(Kernel(file), None):
         pass
-    assert file.with_suffix(".claim").exists()  # not this process's to remove
+    assert file.with_suffix(".lock").exists()  # not this process's to remove
 
 
 def test_hold_waits_for_the_helper(file, helped):
-    file.with_suffix(".claim").write_text("1")
+    file.with_suffix(".lock").write_text("1")
     threading.Timer(0.1, file.write_text, ["machine code"]).start()
-    with _claims.hold(Kernel(file), None):
+    with compile_lock.hold(Kernel(file), None):
         assert file.exists()
 
 
 def test_hold_does_not_wait_for_a_helper_that_died(file, monkeypatch):
-    monkeypatch.setattr(_claims, "helper", SimpleNamespace(poll=lambda: 1))
-    file.with_suffix(".claim").write_text("1")
+    monkeypatch.setattr(compile_lock, "helper", SimpleNamespace(poll=lambda: 1))
+    file.with_suffix(".lock").write_text("1")
     start = time.monotonic()
-    with _claims.hold(Kernel(file), None):
+    with compile_lock.hold(Kernel(file), None):
         assert time.monotonic() - start < 5
 
 
 def test_hold_in_a_folder_that_cannot_be_written_compiles(helped):
-    with _claims.hold(Kernel(Path(os.devnull, "kernel.nbc")), None):
+    with compile_lock.hold(Kernel(Path(os.devnull, "kernel.nbc")), None):
         pass
 
 
 @pytest.mark.slow  # compiles the kernels of a model from nothing
 def test_first_run_is_shared_by_two_processes_and_gives_the_same_bits_as_the_second(tmp_path):
     script = (
-        "import penstock, hashlib; from penstock.backends.cpu import _claims; llm = penstock.load();"
+        "import penstock, hashlib; from penstock.backends.cpu import compile_lock; llm = penstock.load();"
         "tokens = llm.generate('Once upon a time', max_tokens=8).tokens; scores = llm.logits(tokens).tobytes();"
-        "print(_claims.helper is not None, tokens, hashlib.sha256(scores).hexdigest())"
+        "print(compile_lock.helper is not None, tokens, hashlib.sha256(scores).hexdigest())"
     )
     environment = os.environ | {"PENSTOCK_CACHE_DIR": str(tmp_path)}
     runs = [
@@ -93,6 +93,6 @@ def test_first_run_is_shared_by_two_processes_and_gives_the_same_bits_as_the_sec
     assert warm == "False"
     assert cold == str(len(os.sched_getaffinity(0)) > 1)
     end = time.monotonic() + 60  # the helper ends the kernel it is at
-    while list(tmp_path.rglob("*.claim")) and time.monotonic() < end:
+    while list(tmp_path.rglob("*.lock")) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not list(tmp_path.rglob("*.claim"))
+    assert not list(tmp_path.rglob("*.lock"))

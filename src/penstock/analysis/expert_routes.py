@@ -39,7 +39,7 @@ _LIMIT = 1 << 30  # bytes of a file's arrays
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class ExpertRoutes:
     """A text and the experts that each of its tokens chose.
 
     T tokens, L layers with experts, k choices, E experts. tokens int32 [T] are those that were computed (the last one
@@ -95,8 +95,8 @@ class Routes:
 # Files
 
 
-def load_routes(path: str | os.PathLike[str]) -> Routes:
-    """Routes of a file that `Routes.save` wrote. Raises CheckpointError for anything else."""
+def load_expert_routes(path: str | os.PathLike[str]) -> ExpertRoutes:
+    """The recording of a file that `ExpertRoutes.save` wrote. Raises CheckpointError for anything else."""
     try:
         with zipfile.ZipFile(path) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
@@ -123,7 +123,7 @@ def _member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def _checked(where: str, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> Routes:
+def _checked(where: str, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> ExpertRoutes:
     """Raises CheckpointError unless everything fits together."""
     tokens, ids, decode = arrays["tokens"], arrays["ids"], arrays["decode"]
     numbers = [about.get("experts"), *_listed(about.get("layers")), *_listed(about.get("expert_bytes"))]
@@ -140,7 +140,7 @@ def _checked(where: str, about: dict[str, Any], arrays: dict[str, np.ndarray]) -
     )
     if not whole or not fits or ids.min() < -1 or ids.max() >= about["experts"]:
         raise CheckpointError(f"{where}: its arrays and their description do not fit together, expected a whole file")
-    return Routes(
+    return ExpertRoutes(
         about["model"],
         tokens,
         tuple(texts),
@@ -170,7 +170,7 @@ def record(
     *,
     name: str | None = None,
     **sampling: Any,
-) -> Routes:
+) -> ExpertRoutes:
     """Continue a prompt as `LLM.generate` does and note which experts each token chose.
 
     progress: called with the number of tokens that each step computed. name: of the model, in the result. Raises
@@ -178,7 +178,7 @@ def record(
     """
     request = request_of(engine, tokenizer, prompt, max_tokens, stop, sampling)
     pieces: list[np.ndarray] = []
-    with engine._lock, _opened(engine) as sequence, _watched(engine) as (nodes, read):
+    with engine.lock, _opened(engine) as sequence, _watched(engine) as (nodes, read):
 
         def note(count: int) -> None:
             pieces.append(read(count))
@@ -193,7 +193,7 @@ def record(
     tokens = [*request.prompt, *request.tokens[:-1]]
     detokenizer = tokenizer.detokenizer()
     decode = np.arange(len(tokens)) >= len(request.prompt)
-    return Routes(
+    return ExpertRoutes(
         model=name or engine.model.config.model_type,
         tokens=np.array(tokens, np.int32),
         texts=tuple(detokenizer.add(token) for token in tokens),
@@ -304,10 +304,10 @@ class LayerUse:
 
 
 @dataclass(frozen=True)
-class RoutesReport:
+class ExpertRoutesReport:
     """A recording, the use of each layer's experts, and the hit rates of simulated caches."""
 
-    routes: Routes
+    routes: ExpertRoutes
     layers: tuple[LayerUse, ...]
     rows: tuple[Row, ...]
 
@@ -321,7 +321,7 @@ class RoutesReport:
         return round(self.routes.nbytes * row.slots / (len(self.routes.layers) * self.routes.experts))
 
 
-def routes_report(routes: Routes) -> RoutesReport:
+def expert_routes_report(routes: ExpertRoutes) -> ExpertRoutesReport:
     """How a recorded text used the experts, and what caches would have made of it."""
     trace = Trace(routes.ids, routes.decode, routes.experts)
     again = repeats(trace)
@@ -329,4 +329,4 @@ def routes_report(routes: Routes) -> RoutesReport:
         LayerUse(layer, counts, None if np.isnan(repeated) else float(repeated))
         for layer, counts, repeated in zip(routes.layers, routes.counts(), again, strict=True)
     )
-    return RoutesReport(routes, layers, tuple(table(trace)))
+    return ExpertRoutesReport(routes, layers, tuple(table(trace)))

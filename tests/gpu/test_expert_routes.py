@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.analysis.routes import Routes, record
+from penstock.analysis.expert_routes import ExpertRoutes, record
 from tests.models.common import moe_config, small_config, some_tokens, write_model
 
 
-def recorded(folder: Path, device: str, prompt: int, count: int) -> Routes:
+def recorded(folder: Path, device: str, prompt: int, count: int) -> ExpertRoutes:
     llm = penstock.load(folder, device=device, activations="float32", dtype="float32", max_context=400)
-    return record(llm._engine, llm.tokenizer, some_tokens(prompt), max_tokens=count)
+    return record(llm.engine, llm.tokenizer, some_tokens(prompt), max_tokens=count)
 
 
 @pytest.mark.slow  # seconds per token in the interpreter
