@@ -13,6 +13,7 @@ from penstock.graph import Graph, Node, Value, fuse, trace
 from penstock.graph.fuse import RULES
 from penstock.graph.fuse_cuda import INTO_PRODUCTS
 from penstock.graph.rewrite import Match, rewritten
+from penstock.models.layers import adjacent
 from penstock.ops.array import Spec
 from tests.graph.common import arrays, matrix, names, run, vector
 
@@ -178,9 +179,24 @@ def gate_up(x: Value) -> Any:
     return [ops.swiglu(gate, up)], [gate, up]
 
 
-def gate_up_joined(x: Value) -> Any:
-    both = ops.quantized_matmul(x, matrix(96, DIM, seed=1))
-    return [ops.swiglu(both[:, :48], both[:, 48:])], [both]
+def block(*rows: int, seed: int = 1) -> tuple[Any, ...]:
+    """Weights that lie below each other in memory."""
+    return adjacent(*(matrix(count, DIM, seed=seed + n) for n, count in enumerate(rows)))
+
+
+def gate_up_adjacent(x: Value) -> Any:
+    gate, up = (ops.quantized_matmul(x, w) for w in block(48, 48))
+    return [ops.swiglu(gate, up)], []
+
+
+def products(x: Value, *weights: Any, **options: Any) -> Any:
+    """Products of one input, the first of them as heads."""
+    q, *rest = (ops.quantized_matmul(x, w, **options) for w in weights)
+    return [ops.gelu_tanh(q.reshape(len(x), 2, q.shape[1] // 2)), *rest], []
+
+
+def joined_products(x: Value) -> Any:
+    return products(x, *block(64, 16, 16), activations="int8")
 
 
 def gate_up_geglu(x: Value) -> Any:
@@ -395,7 +411,18 @@ CASES = {
     "head_norm_rope by name": Case(head_norm_rope_by_name, ["head_norm_rope"], TURNED, {"positions": POSITIONS}),
     "moe_route": Case(moe_route, ["moe_route", "moe_forward"], ROUTED),
     "gate_up": Case(gate_up, ["fused_gate_up_swiglu"], {"x": ROWS}),
-    "gate_up joined": Case(gate_up_joined, ["fused_gate_up_swiglu"], ONE_ROW, devices=CUDA),
+    "gate_up adjacent": Case(gate_up_adjacent, ["fused_gate_up_swiglu"], ONE_ROW, devices=CUDA),
+    "gate_up adjacent, on the CPU": Case(gate_up_adjacent, ["quantized_matmul", "swiglu"], ONE_ROW, devices=("cpu",)),
+    "joined_products": Case(
+        joined_products, ["quantized_matmul", "split_columns", "gelu_tanh"], {"x": ROWS}, devices=CUDA
+    ),
+    "joined_products in another order": Case(
+        lambda x: products(x, *block(64, 16)[::-1]),
+        ["quantized_matmul", "split_columns", "gelu_tanh"],
+        {"x": ROWS},
+        devices=CUDA,
+    ),
+    "joined_products of one row": Case(joined_products, ["quantized_matmul", "gelu_tanh"], ONE_ROW),
     "gate_up of geglu": Case(gate_up_geglu, ["fused_gate_up_geglu"], {"x": ROWS}),
     "moe_shared_forward": Case(
         moe, ["moe_shared_forward"], two(**CHOSEN, score=Spec((T, 1), "float32")), IDS, devices=CUDA
@@ -513,12 +540,6 @@ def two_inputs(h: Value, x: Value, ids: Value, w: Value) -> Any:
     y = ops.fused_gate_up_swiglu(x, matrix(96, DIM, seed=3), matrix(96, DIM, seed=4))
     shared = ops.quantized_matmul(y, matrix(DIM, 96, seed=5))
     return [ops.moe_combine_residual(h, None, None, shared, None, moe_sum=routed)], []
-
-
-def several_rows_joined(x: Value) -> Any:
-    """Halves of a product of several rows do not lie in one piece; these parts are other rows."""
-    both = ops.quantized_matmul(x, matrix(96, DIM, seed=1))
-    return [ops.swiglu(both[:1], both[1:2])], []
 
 
 INTEGERS = IDS | SLOTS | DECODED | {"others": np.array([1, 2, 6], np.int32)}
@@ -753,11 +774,33 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         {"q": HEADS},
         "norm_matmul",
     ),
-    "gate_up of other rows": (several_rows_joined, {"x": ROWS}, "fused_gate_up_swiglu"),
-    "gate_up turned": (
-        lambda x: ([ops.swiglu((y := ops.quantized_matmul(x, matrix(96, DIM)))[:, 48:], y[:, :48])], []),
-        {"x": Spec((1, DIM), "float32")},
-        "fused_gate_up_swiglu",
+    "joined_products of many rows": (joined_products, {"x": Spec((65, DIM), "float32")}, "split_columns"),
+    "joined_products that lie apart": (
+        lambda x: products(x, matrix(64, DIM, seed=1), matrix(16, DIM, seed=2)),
+        {"x": ROWS},
+        "split_columns",
+    ),
+    "joined_products with a gap": (lambda x: products(x, *block(64, 16, 16)[::2]), {"x": ROWS}, "split_columns"),
+    "joined_products of two inputs": (
+        lambda h, x: ([ops.quantized_matmul(v, w) for v, w in zip((h, x), block(64, 16), strict=True)], []),
+        two(),
+        "split_columns",
+    ),
+    "joined_products of two roundings": (
+        lambda x: (
+            [ops.quantized_matmul(x, w, a) for w, a in zip(block(64, 16), ("int8", "float32"), strict=True)],
+            [],
+        ),
+        {"x": ROWS},
+        "split_columns",
+    ),
+    "joined_products in two dtypes": (
+        lambda x: (
+            [ops.quantized_matmul(x, w, dtype=d) for w, d in zip(block(64, 16), ("float32", None), strict=True)],
+            [],
+        ),
+        {"x": Spec((T, DIM), "float16")},
+        "split_columns",
     ),
 }
 
@@ -909,7 +952,7 @@ def appended() -> tuple[Match, dict[str, Node]]:
         return [ops.gelu_tanh(k)], []
 
     graph = traced(build, {"k": KEY, **DECODE, **CACHE})
-    return Match(graph), dict(zip(("make", "append", "last"), graph.nodes, strict=True))
+    return Match(graph, "cpu"), dict(zip(("make", "append", "last"), graph.nodes, strict=True))
 
 
 def test_a_rewrite_writes_what_the_old_nodes_wrote() -> None:
@@ -930,7 +973,7 @@ def test_a_rewrite_reads_no_state_that_the_old_nodes_did_not_read() -> None:
 
 def test_a_rewrite_reads_nothing_that_it_removes() -> None:
     graph = traced(lambda x: ([ops.gelu_tanh(ops.gelu_tanh(x))], []), {"x": ROWS})
-    (first, last), match = graph.nodes, Match(graph)
+    (first, last), match = graph.nodes, Match(graph, "cpu")
     assert not match.apply(match.call(ops.gelu_tanh, first.out, instead=[first, last], makes=[last.out]))
     assert match.apply(match.call(ops.gelu_tanh, first["x"], instead=[first, last], makes=[last.out]))
 
@@ -943,11 +986,11 @@ def test_a_call_that_does_not_fit_is_no_offer() -> None:
     assert match.call(ops.gelu_tanh, last["x"][:2], instead=[last], makes=[last.out]) is None
 
 
-def test_makers_are_of_whole_values_and_sources_of_parts() -> None:
+def test_makers_are_of_whole_values() -> None:
     match, nodes = appended()
     make = nodes["make"]
     for part in (make.out[1:], make.out.reshape(2 * T, D)):
-        assert match.source(part, ops.gelu_tanh) is make and match.maker(part, ops.gelu_tanh) is None
+        assert match.maker(part, ops.gelu_tanh) is None
     assert match.made_by(make.out, ops.gelu_tanh) is make
     assert match.made_by(make.out, ops.residual_add) is None and match.maker(1.0, ops.gelu_tanh) is None
 

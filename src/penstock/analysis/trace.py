@@ -26,7 +26,7 @@ from penstock.graph.trace import nbytes
 from penstock.models.config import first_layers
 from penstock.models.step import PAGE, Pages, empty
 from penstock.ops.array import address, leaves
-from penstock.ops.device import device_for, device_type
+from penstock.ops.device import device_for
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -229,9 +229,7 @@ def outlined(
         source = Outline(Stored(checkpoint, *family.names(checkpoint, config)))
     _check_positions(work, config)
     weights = family.read_weights(source, config)
-    here = device_for("cpu")
-    here.joins = device_type(device).joins  # models ask for it: the program is to be that device's
-    caches = Caches(family.caches(config), dtype, here)
+    caches = Caches(family.caches(config), dtype, device_for("cpu"))
     pages = work.sequences * -(-work.positions // PAGE)
 
     def unwritten(shape: tuple[int, ...], dtype: str) -> np.ndarray:

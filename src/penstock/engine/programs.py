@@ -217,9 +217,7 @@ class Programs:
 
     def _step(self, tokens: Any, positions: Any, widths: Mapping[int | None, int], more: Mapping[str, Any]) -> Step:
         tables = {window: more[table_name(window)] for window in widths}
-        return Step(
-            tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype, joins=self.device.joins
-        )
+        return Step(tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype)
 
     def _cache_arrays(self, one: bool) -> dict[str, Any]:
         """Arrays of all caches by input name; `one`: the rows of one sequence instead of all recurrent states."""

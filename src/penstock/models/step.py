@@ -56,7 +56,6 @@ class Step:
     lengths: Array | None = None
     activations: str = "float32"  # how quantized products round x
     dtype: str = "float32"  # of the residual stream
-    joins: int = 1  # most tokens for which one product with joined weights and a cut beats a product with each
 
     @property
     def decoding(self) -> bool:

@@ -157,7 +157,7 @@ class Execution(Protocol):
 
     runs_programs: bool  # steps are traced and fused; else every op runs by its definition
     chunk_alignment: int  # chunks of a prompt end at multiples of this position
-    joins: int  # most rows for which one product with joined weights and a cut beats a product with each
+    joins: int  # most rows for which one product with adjacent weights and a cut beats a product with each
     default_dtype: str  # of activations
     default_activations: str  # how quantized products round x
     default_sequences: int  # that run at a time under a scheduler
