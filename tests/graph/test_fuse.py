@@ -95,21 +95,6 @@ def residual_norm_kept(h: Value, x: Value) -> Any:
     return [norm(total, 1), ops.gelu_tanh(total)], []
 
 
-def residual_norm_scalar(h: Value, x: Value) -> Any:
-    y = norm(ops.residual_add(h, x), 1)
-    return [ops.mul(y, vector(DIM, seed=2))], [y]
-
-
-def rms_norm_mul(h: Value, x: Value) -> Any:
-    y = norm(x, 1)
-    return [ops.mul(y, h)], [y]
-
-
-def rms_norm_mul_turned(h: Value, x: Value) -> Any:
-    y = norm(x, 1)
-    return [ops.mul(h, y)], [y]
-
-
 def rms_norm_triple(x: Value) -> Any:
     return [norm(x, 1), norm(x, 2), norm(x, 3)], []
 
@@ -137,24 +122,6 @@ def end_of_layer_unscaled(h: Value, x: Value, e: Value) -> Any:
     mid = ops.add(x, experts)
     y = norm(mid, 3)
     return [ops.residual_add(h, y), ops.gelu_tanh(mid)], [experts, y]
-
-
-def moe_wsum_norm_add(h: Value, e: Value, w: Value) -> Any:
-    total = ops.weighted_sum(e, w)
-    y = norm(total, 1)
-    return [ops.residual_add(h, y)], [total, y]
-
-
-def moe_wsum_dnorm_add(h: Value, e: Value, w: Value) -> Any:
-    total = ops.weighted_sum(e, w)
-    y = norm(total, 1)
-    return [ops.add(y, norm(h, 2))], [total, y]
-
-
-def moe_wsum_end_of_layer(h: Value, x: Value, e: Value, w: Value) -> Any:
-    total = ops.weighted_sum(e, w)
-    mid = ops.add(norm(total, 2), norm(x, 1))
-    return [ops.mul(ops.residual_add(h, norm(mid, 3)), 0.625)], [total]
 
 
 def head_norm_rope(q: Value, positions: Value) -> Any:
@@ -360,7 +327,6 @@ def two(**more: Spec) -> dict[str, Spec]:
     return {"h": ROWS, "x": ROWS, **more}
 
 
-EXPERTS = {"e": Spec((T, 4, DIM), "float32"), "w": Spec((T, 4), "float32")}
 POSITIONS = np.array([5, 0, 300], np.int32)
 ROUTED = {"logits": Spec((T, 7), "float32"), "x": ROWS}
 TURNED = {"q": HEADS, "positions": Spec((T,), "int32")}
@@ -393,20 +359,12 @@ CASES = {
     "norm_add_scalar of a number": Case(norm_add_number, ["norm_add_scalar"], two()),
     "residual_norm": Case(residual_norm, ["residual_norm"], two()),
     "residual_norm, sum kept": Case(residual_norm_kept, ["residual_norm", "gelu_tanh"], two()),
-    "residual_norm_scalar": Case(residual_norm_scalar, ["residual_norm_scalar"], two()),
-    "rms_norm_mul": Case(rms_norm_mul, ["rms_norm_mul"], two()),
-    "rms_norm_mul turned": Case(rms_norm_mul_turned, ["rms_norm_mul"], two()),
     "rms_norm_triple": Case(rms_norm_triple, ["rms_norm_triple"], {"x": ROWS}),
     "rms_norm_triple of four": Case(rms_norm_four, ["rms_norm_triple", "rms_norm"], {"x": ROWS}),
     "post_attn_triple_norm": Case(post_attn_triple_norm, ["post_attn_triple_norm", "residual_add"], two()),
     "end of layer": Case(end_of_layer, ["rms_norm", "post_ff_norm2_endlayer"], two(e=ROWS), devices=("cpu",)),
     "end of layer, dense norm": Case(end_of_layer, ["post_ff_norm2_endlayer"], two(e=ROWS), devices=("cuda",)),
     "end of layer, mid kept": Case(end_of_layer_unscaled, ["post_ff_norm2_endlayer", "gelu_tanh"], two(e=ROWS)),
-    "moe_wsum_norm_add": Case(moe_wsum_norm_add, ["moe_wsum_norm_add"], {"h": ROWS, **EXPERTS}),
-    "moe_wsum_dnorm_add": Case(moe_wsum_dnorm_add, ["moe_wsum_dnorm_add"], {"h": ROWS, **EXPERTS}),
-    "moe_wsum_end_of_layer": Case(
-        moe_wsum_end_of_layer, ["rms_norm", "moe_wsum_post_ff_norm2_endlayer"], two(**EXPERTS)
-    ),
     "head_norm_rope": Case(head_norm_rope, ["head_norm_rope"], TURNED, {"positions": POSITIONS}),
     "head_norm_rope by name": Case(head_norm_rope_by_name, ["head_norm_rope"], TURNED, {"positions": POSITIONS}),
     "moe_route": Case(moe_route, ["moe_route", "moe_forward"], ROUTED),
@@ -574,16 +532,6 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         two(),
         "residual_norm",
     ),
-    "residual_norm_scalar, sum kept": (
-        lambda h, x: ([ops.mul(norm(total := ops.residual_add(h, x), 1), 2.0), total], []),
-        two(),
-        "residual_norm_scalar",
-    ),
-    "rms_norm_mul by a vector": (
-        lambda x: ([ops.mul(norm(x, 1), vector(DIM, seed=2))], []),
-        {"x": ROWS},
-        "rms_norm_mul",
-    ),
     "rms_norm_triple of two eps": (
         lambda x: ([norm(x, 1), norm(x, 2, 0.1), norm(x, 3)], []),
         {"x": ROWS},
@@ -603,16 +551,6 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         lambda h, x, e: ([ops.mul(ops.add(h, norm(ops.add(x, norm(e, 1)), 2, 0.1)), 2.0)], []),
         two(e=ROWS),
         "post_ff_norm2_endlayer",
-    ),
-    "moe_wsum_norm_add of one token": (
-        lambda h, e, w: ([ops.add(h, norm(ops.weighted_sum(e, w), 1))], []),
-        {"h": Spec((DIM,), "float32"), "e": Spec((4, DIM), "float32"), "w": Spec((4,), "float32")},
-        "moe_wsum_norm_add",
-    ),
-    "moe_wsum_dnorm_add of two eps": (
-        lambda h, e, w: ([ops.add(norm(h, 2, 0.1), norm(ops.weighted_sum(e, w), 1))], []),
-        {"h": ROWS, **EXPERTS},
-        "moe_wsum_dnorm_add",
     ),
     "head_norm_rope over all heads": (
         lambda x, positions: ([ops.rope(norm(x, 1).reshape(T, 4, 8), vector(4), positions)], []),

@@ -39,11 +39,11 @@ def _factors(node: Node) -> Iterator[tuple[Any, Any]]:
 @rule(ops.residual_add, ops.add)
 def norm_add(match: Match, node: Node) -> Candidates:
     """r + rms_norm(x) → norm_add(r, x)"""
-    found = [(r, norm) for r, y in operands(node) if (norm := match.made_by(y, ops.rms_norm)) is not None]
-    found.sort(key=lambda pair: match.made_by(pair[1]["x"], ops.weighted_sum) is None)  # has fused ops of its own
-    for residual, norm in found:
-        args = residual, norm["x"], norm["weight"], norm["eps"]
-        yield match.call(ops.norm_add, *args, instead=(norm, node), makes=(node.out,))
+    for residual, y in operands(node):
+        norm = match.made_by(y, ops.rms_norm)
+        if norm is not None:
+            args = residual, norm["x"], norm["weight"], norm["eps"]
+            yield match.call(ops.norm_add, *args, instead=(norm, node), makes=(node.out,))
 
 
 @rule(ops.rms_norm)
@@ -115,44 +115,6 @@ def norm_add_scalar(match: Match, node: Node) -> Candidates:
             yield match.call(ops.norm_add_scalar, *args, instead=(total, node), makes=(node.out,))
 
 
-@rule(ops.post_ff_norm2_endlayer)
-def moe_wsum_end_of_layer(match: Match, node: Node) -> Candidates:
-    """post_ff_norm2_endlayer(…, weighted_sum(e, w), …) → moe_wsum_post_ff_norm2_endlayer(e, w, …)"""
-    total = match.made_by(node["moe_accum"], ops.weighted_sum)
-    if total is not None and node["w1"] is None:
-        rest = {name: arg for name, arg in node.args.items() if name not in ("moe_accum", "w1")}
-        yield match.call(
-            ops.moe_wsum_post_ff_norm2_endlayer, **total.args, **rest, instead=(total, node), makes=node.outs
-        )
-
-
-@rule(ops.norm_add)
-def moe_wsum_norm_add(match: Match, node: Node) -> Candidates:
-    """norm_add(rms_norm(r), weighted_sum(e, w)) → moe_wsum_dnorm_add(e, w, r),
-    norm_add(r, weighted_sum(e, w)) → moe_wsum_norm_add(e, w, r)
-    """
-    total = match.made_by(node["x"], ops.weighted_sum)
-    if total is None:
-        return
-    experts, residual, eps = (total["expert_out"], total["weights"]), node["residual"], node["eps"]
-    norm = match.made_by(residual, ops.rms_norm)
-    if norm is not None and norm["eps"] == eps:
-        args = *experts, norm["x"], norm["weight"], node["weight"], eps
-        yield match.call(ops.moe_wsum_dnorm_add, *args, instead=(total, norm, node), makes=node.outs)
-    args = *experts, residual, node["weight"], eps
-    yield match.call(ops.moe_wsum_norm_add, *args, instead=(total, node), makes=node.outs)
-
-
-@rule(ops.mul)
-def rms_norm_mul(match: Match, node: Node) -> Candidates:
-    """rms_norm(x) · y → rms_norm_mul(x, y), y of x's shape"""
-    for y, scale in operands(node):
-        norm = match.made_by(y, ops.rms_norm)
-        if norm is not None:
-            args = norm["x"], norm["weight"], scale, norm["eps"]
-            yield match.call(ops.rms_norm_mul, *args, instead=(norm, node), makes=(node.out,))
-
-
 @rule(ops.rms_norm)
 def residual_norm(match: Match, node: Node) -> Candidates:
     """v = a + b, rms_norm(v) → residual_norm(a, b), v kept if needed"""
@@ -162,16 +124,6 @@ def residual_norm(match: Match, node: Node) -> Candidates:
         kept = match.needed(total.out, instead)
         args = total["a"], total["b"], node["weight"], node["eps"], kept is not None
         yield match.call(ops.residual_norm, *args, instead=instead, makes=(node.out, kept))
-
-
-@rule(ops.mul)
-def residual_norm_scalar(match: Match, node: Node) -> Candidates:
-    """residual_norm(a, b) · s → residual_norm_scalar(a, b, s) where the sum is not kept"""
-    for y, factor in _factors(node):
-        norm = match.made_by(y, ops.residual_norm)
-        if norm is not None:
-            args = norm["residual"], norm["x"], norm["weight"], factor, norm["eps"]
-            yield match.call(ops.residual_norm_scalar, *args, instead=(norm, node), makes=(node.out,))
 
 
 # -- heads, routers, feed-forward blocks -----------------------------------------------------------------------------
@@ -253,9 +205,6 @@ RULES: tuple[Rule, ...] = (
     end_of_layer_scaled,
     end_of_layer,
     norm_add_scalar,
-    moe_wsum_end_of_layer,
-    moe_wsum_norm_add,
-    rms_norm_mul,
     head_norm_rope,
     moe_route,
     replace(fused_gate_up, devices=("cuda",)),
@@ -264,7 +213,6 @@ RULES: tuple[Rule, ...] = (
     *fuse_cuda.BLOCKS,
     *fuse_cuda.INTO_PRODUCTS,
     residual_norm,  # after these: a product that takes the sum leaves the norm to the next product
-    residual_norm_scalar,
 )
 
 # Those that do not look at the number of rows: a row's arithmetic is the same in every batch.
