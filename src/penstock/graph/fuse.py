@@ -215,5 +215,5 @@ RULES: tuple[Rule, ...] = (
     residual_norm,  # after these: a product that takes the sum leaves the norm to the next product
 )
 
-# Those that do not look at the number of rows: a row's arithmetic is the same in every batch.
+# Without those that change a row's arithmetic with the number of rows.
 STEADY: tuple[Rule, ...] = tuple(each for each in RULES if each not in fuse_cuda.INTO_PRODUCTS)
