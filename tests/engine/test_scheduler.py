@@ -39,13 +39,13 @@ class DrawingHost(CpuDevice):
 
     samples_tokens = True
 
-    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Any:
-        return Drawing(logits, here)
+    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Any:
+        return Drawing(logits, inputs)
 
 
 class Drawing:
-    def __init__(self, logits: np.ndarray, here: Mapping[str, np.ndarray]) -> None:
-        self.logits, self.here = logits, here
+    def __init__(self, logits: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
+        self.logits, self.inputs = logits, inputs
 
     def fill(self, parameters: Seq[Mapping[str, float]]) -> None:
         kinds = {"temperature": "f8", "top_k": "i4", "top_p": "f8", "min_p": "f8", "seed": "i8"}
@@ -55,10 +55,10 @@ class Drawing:
         return [functools.partial(self.draw, mode)]
 
     def draw(self, mode: str) -> None:
-        self.drawn = ops.sample_tokens(self.logits, self.here["lengths"], *self.parameters, mode)
-        self.here["tokens"][:] = self.drawn
-        self.here["positions"][:] += 1
-        self.here["lengths"][:] += 1
+        self.drawn = ops.sample_tokens(self.logits, self.inputs["lengths"], *self.parameters, mode)
+        self.inputs["tokens"][:] = self.drawn
+        self.inputs["positions"][:] += 1
+        self.inputs["lengths"][:] += 1
 
     def launched(self) -> Any:
         drawn = self.drawn.tolist()

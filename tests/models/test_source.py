@@ -16,21 +16,21 @@ from penstock.dtypes import numpy_dtype
 from penstock.errors import CheckpointError, OutOfMemory
 from penstock.models import qwen3_5
 from penstock.models.layers import ExpertStack, adjacent, read_experts, read_mlp
+from penstock.models.random import DeviceRandomSource, Random, Shapes
 from penstock.models.random import Maker as MakerProtocol
-from penstock.models.random import Random, RandomHere, Shapes
-from penstock.models.source import Outline, Stored
+from penstock.models.source import CheckpointSource, ShapeOnlySource
 from penstock.ops.array import as_one, numpy_view
 from penstock.quant import QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
 from tests.models.common import dense_config, moe_config, next_config, write_model
 
 
-def stored(folder: Path, tensors: dict[str, np.ndarray], **quantization: Any) -> Stored:
+def stored(folder: Path, tensors: dict[str, np.ndarray], **quantization: Any) -> CheckpointSource:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     config = {"model_type": "test"} | ({"quantization": quantization} if quantization else {})
     (folder / "config.json").write_text(json.dumps(config))
-    return Stored(Checkpoint.open(folder), "model.", "", "mlx")
+    return CheckpointSource(Checkpoint.open(folder), "model.", "", "mlx")
 
 
 def parts(path: str, q: QuantizedTensor) -> dict[str, np.ndarray]:
@@ -41,7 +41,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-# -- Stored ----------------------------------------------------------------------------------------------------------
+# -- CheckpointSource ------------------------------------------------------------------------------------------------
 
 
 def test_stored_weight_is_a_view_of_the_file(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -252,7 +252,7 @@ class Maker:
 @pytest.mark.parametrize("K", [64, 40])
 def test_random_here_differs_from_random_in_its_numbers_only(K: int) -> None:
     sizes: list[int] = []
-    made, drawn = Random(moe_config()), RandomHere(moe_config(), Maker(), progress=sizes.append)
+    made, drawn = Random(moe_config()), DeviceRandomSource(moe_config(), Maker(), progress=sizes.append)
     for path in ("w", "layers.0.mlp.gate"):
         a, b = made.weight(path, 6, K), drawn.weight(path, 6, K)
         assert type(a) is type(b) and a.shape == b.shape
@@ -307,7 +307,7 @@ def test_outline_has_the_formats_of_its_source(tmp_path: Path, rng: np.random.Ge
     for n, each in enumerate(q):
         tensors |= parts(f"model.q{n}", each)
     source = stored(tmp_path, tensors, bits=4, group_size=32, **{"model.q2": {"bits": 3, "group_size": 32}})
-    outline = Outline(source)
+    outline = ShapeOnlySource(source)
     assert "q0" in outline and "x" not in outline and outline.layout == source.layout
     for path in ("q0", "q2"):
         a, b = source.weight(path, 6, 64), outline.weight(path, 6, 64)

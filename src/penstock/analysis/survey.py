@@ -144,9 +144,9 @@ class FromFiles:
     """Tensors of a checkpoint, none of which is read."""
 
     def __init__(self, checkpoint: Headers, family: AnyFamily, config: ModelConfig) -> None:
-        from penstock.models.source import Stored
+        from penstock.models.source import CheckpointSource
 
-        self.stored = Stored(checkpoint, *family.names(checkpoint, config))
+        self.stored = CheckpointSource(checkpoint, *family.names(checkpoint, config))
         self.layout = self.stored.layout
 
     def __contains__(self, path: str) -> bool:

@@ -212,7 +212,7 @@ def outlined(
     from penstock import models
     from penstock.models.gguf import open_gguf
     from penstock.models.random import Shapes
-    from penstock.models.source import Outline, Stored
+    from penstock.models.source import CheckpointSource, ShapeOnlySource
     from penstock.weights.checkpoint import Checkpoint
 
     name, raw = taken_layers(found, layers)
@@ -221,12 +221,12 @@ def outlined(
         config, source = family.read_config(raw), Shapes(raw)
     elif found.kind == "gguf":
         gguf = open_gguf(found.path)
-        family, config, source = gguf.family, gguf.read_config(), Outline(gguf.source)
+        family, config, source = gguf.family, gguf.read_config(), ShapeOnlySource(gguf.source)
     else:
         checkpoint = Checkpoint.open(found.path)
         family = models.family_of(checkpoint.config)
         config = family.read_config(checkpoint.config)
-        source = Outline(Stored(checkpoint, *family.names(checkpoint, config)))
+        source = ShapeOnlySource(CheckpointSource(checkpoint, *family.names(checkpoint, config)))
     _check_positions(work, config)
     weights = family.read_weights(source, config)
     caches = Caches(family.caches(config), dtype, device_for("cpu"))
@@ -378,12 +378,12 @@ class _State:
         buffer.send()
         assert engine.programs is not None
         arrays = engine.programs._cache_arrays(one=not self._work.decoding)
-        arrays |= dict(zip(inputs, buffer.here, strict=True))
+        arrays |= dict(zip(inputs, buffer.on_device, strict=True))
         with where.running(deterministic=False):
             bound = program.bind(arrays, where.arena(program.arena_bytes))
             if not np.isfinite(where.to_host(bound.run()[0])).all():
                 raise BackendError("kernels: the step gave scores that are not finite, expected finite ones")
-            wait = lambda: where.to_host(buffer.here[0])  # noqa: E731
+            wait = lambda: where.to_host(buffer.on_device[0])  # noqa: E731
             kinds: dict[Any, list[int]] = defaultdict(list)
             for number, line in enumerate(side.lines):
                 kinds[line.kind].append(number)

@@ -253,7 +253,7 @@ def _loaded(
         family = models.family_of(raw)
         caches = Caches(family.caches(family.read_config(raw)), dtype)
         check_room(name, device_for(device), caches, batches, api.random_nbytes(raw))
-        llm = api.load_random(raw, device=device, max_context=work.positions, here=True)
+        llm = api.load_random(raw, device=device, max_context=work.positions, on_device=True)
     else:
         llm = api.load(found.path, device=device, max_context=work.positions)
         check_room(name, llm._engine.device, llm._engine.caches, batches)

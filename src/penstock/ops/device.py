@@ -27,10 +27,10 @@ class Inputs(Protocol):
     """Small arrays that the host fills and the device reads."""
 
     host: list[np.ndarray]
-    here: list[Any]
+    on_device: list[Any]
 
     def send(self) -> None:
-        """Bring what is in `host` to `here`, in the order of the device's work."""
+        """Bring what is in `host` to `on_device`, in the order of the device's work."""
         ...
 
     def ready(self) -> None:
@@ -195,7 +195,7 @@ class Sampling(Protocol):
 
     samples_tokens: bool  # here, without their logits going to the host
 
-    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Drawing:
+    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Drawing:
         """What draws tokens from the logits of a decode program with these inputs; only where `samples_tokens`."""
         ...
 
