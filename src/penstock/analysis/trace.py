@@ -24,7 +24,7 @@ from penstock.errors import BackendError, InvalidArgument, OutOfMemory
 from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes
 from penstock.models.config import first_layers
-from penstock.models.step import PAGE, Pages, empty
+from penstock.models.step import PAGE, PagedKV, empty
 from penstock.ops.array import address, leaves
 from penstock.ops.device import device_for
 
@@ -341,7 +341,7 @@ def _value_bytes(value: Value, written: bool, work: Work, layouts: Sequence[Any]
     if name is None or not name.startswith("cache"):
         return whole, whole if written else 0
     layout = layouts[int(name.removeprefix("cache").partition(".")[0])]
-    if isinstance(layout, Pages):
+    if isinstance(layout, PagedKV):
         row = value.shape[-1] * ITEMSIZE[value.dtype]
         return (0, work.rows * row) if written else (work.read(layout.window) * row, 0)
     if not value.is_part:

@@ -17,7 +17,7 @@ from penstock.errors import OutOfMemory
 from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Node, Program, Wrap, trace
 from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
-from penstock.models.step import Pages, Step, empty
+from penstock.models.step import PagedKV, Step, empty
 from penstock.ops.array import Spec, spec_of
 from penstock.units import amount
 
@@ -55,7 +55,8 @@ class Programs:
         self.wrap: Wrap | None = None  # see Program.bind
         zeros = self.device.zeros
         self.rows = [
-            None if isinstance(layout, Pages) else empty(layout, 0, 1, caches.dtype, zeros) for layout in caches.layouts
+            None if isinstance(layout, PagedKV) else empty(layout, 0, 1, caches.dtype, zeros)
+            for layout in caches.layouts
         ]
         self._kept: dict[Any, Runner] = {}
         self._sizes: set[tuple[int, bool]] = set()  # of prefills so far

@@ -33,7 +33,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
-from penstock.models.step import Layout, Pages, Step
+from penstock.models.step import Layout, PagedKV, Step
 from penstock.ops.array import Array
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
@@ -231,7 +231,7 @@ def _halves(config: Config) -> np.ndarray:
 
 
 def caches(config: Config) -> tuple[Layout, ...]:
-    return (Pages(config.kv_rank, config.rope_dim),) * config.layers
+    return (PagedKV(config.kv_rank, config.rope_dim),) * config.layers
 
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:

@@ -35,7 +35,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
-from penstock.models.step import Layout, Pages, Step, attend, attend_only
+from penstock.models.step import Layout, PagedKV, Step, attend, attend_only
 from penstock.ops.array import Array
 
 MODEL_TYPES = ("gemma4", "gemma4_text")
@@ -286,7 +286,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
     for n, name in enumerate(config.layer_types):
         kind = config.kinds[name]
         width = kind.kv_heads * kind.head_dim if config.sources[n] == n else 0
-        layouts.append(Pages(width, width, kind.window))
+        layouts.append(PagedKV(width, width, kind.window))
     return tuple(layouts)
 
 

@@ -31,7 +31,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
-from penstock.models.step import Layout, Pages, Step, attend
+from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -217,7 +217,7 @@ def _attention(source: Source, config: Config, path: str) -> Attention:
 
 def caches(config: Config) -> tuple[Layout, ...]:
     kv = config.kv_heads * config.head_dim
-    return tuple(Pages(kv, kv, window) for window in config.windows)
+    return tuple(PagedKV(kv, kv, window) for window in config.windows)
 
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:

@@ -33,7 +33,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
-from penstock.models.step import Layout, Pages, Recurrent, Step, attend, convolve, delta_rule
+from penstock.models.step import Layout, PagedKV, RecurrentState, Step, attend, convolve, delta_rule
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
@@ -286,8 +286,8 @@ def _joined_projections(source: Source, config: Config, path: str) -> tuple[Weig
 def caches(config: Config) -> tuple[Layout, ...]:
     """One cache per layer."""
     kv = config.kv_heads * config.head_dim
-    pages = Pages(kv, kv)
-    recurrent = Recurrent(
+    pages = PagedKV(kv, kv)
+    recurrent = RecurrentState(
         (config.conv_width - 1, config.conv_dim), (config.value_heads, config.value_dim, config.key_dim)
     )
     return tuple(recurrent if kind == "linear_attention" else pages for kind in config.layer_types)
