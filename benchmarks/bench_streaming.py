@@ -35,7 +35,7 @@ from penstock.experts.reader import ExpertReader
 from penstock.experts.store import HostSlots
 from penstock.models.config import first_layers
 from penstock.models.random import Random
-from penstock.models.source import Stored
+from penstock.models.source import CheckpointSource
 from penstock.ops.device import device_for
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import resolve_model
@@ -48,7 +48,8 @@ def layers_of(folder: Path) -> tuple[list[Layer], str]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
-    return expert_layers(family, Stored(checkpoint, *family.names(checkpoint, config)), config), checkpoint.fingerprint
+    source = CheckpointSource(checkpoint, *family.names(checkpoint, config))
+    return expert_layers(family, source, config), checkpoint.fingerprint
 
 
 def rate(work: Callable[[int], int], count: int, seconds: float) -> float:

@@ -26,8 +26,8 @@ from penstock.experts.layout import Layer
 from penstock.experts.store import slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import open_gguf
-from penstock.models.random import Maker, Random, RandomHere, Shapes
-from penstock.models.source import Placed, Shelved, Source, Stored, left_over
+from penstock.models.random import DeviceRandomSource, Maker, Random, Shapes
+from penstock.models.source import CheckpointSource, DeviceSource, Shelved, Source, left_over
 from penstock.ops.device import Device, device_for
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
@@ -358,7 +358,7 @@ def _read_folder(
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
-    source = Stored(checkpoint, *family.names(checkpoint, config))
+    source = CheckpointSource(checkpoint, *family.names(checkpoint, config))
     copied = _copied_bytes(checkpoint)
     caches = Caches(family.caches(config), options["dtype"], device)
     beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
@@ -390,7 +390,7 @@ def _read_folder(
 
 
 def _streamed_layers(
-    family: AnyFamily, source: Stored, config: ModelConfig, experts: ExpertOptions, device: Device, need: int
+    family: AnyFamily, source: CheckpointSource, config: ModelConfig, experts: ExpertOptions, device: Device, need: int
 ) -> list[Layer]:
     """The layers whose experts are to be streamed: asked for, or a model of which `need` bytes do not fit."""
     if not (experts.asked or (need > device.free_memory() and config.top_k and device.runs_programs)):
@@ -455,7 +455,7 @@ def _weights(
 
     progress is called with the share of all `nbytes` that are there.
     """
-    weights = family.read_weights(Placed(source, _putting(device, nbytes, progress)), config)
+    weights = family.read_weights(DeviceSource(source, _putting(device, nbytes, progress)), config)
     return models.placed(weights, device.to_device), models.placed(config, device.to_device)
 
 
@@ -483,11 +483,11 @@ def load_random(
     progress: Callable[[int], None] | None = None,
     *,
     deterministic: bool = False,
-    here: bool = False,
+    on_device: bool = False,
 ) -> LLM:
     """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks.
 
-    here: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
+    on_device: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
     """
     name, dtype, activations = resolve_options(device, dtype, activations, threads)
     where = device_for(name)
@@ -497,8 +497,8 @@ def load_random(
     if need > free:
         raise OutOfMemory(f"random weights: need {amount(need)} of {where.memory_name}, {amount(free)} are free")
     source = Random(config, seed, progress)
-    if here and isinstance(where, Maker):
-        source = RandomHere(config, where, seed, progress)
+    if on_device and isinstance(where, Maker):
+        source = DeviceRandomSource(config, where, seed, progress)
     weights, placed = _weights(family, source, read, where)
     model = Model(family, placed, weights, f"random-{seed}", models.bytes_of(weights))
     what = "random weights"

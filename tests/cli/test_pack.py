@@ -9,7 +9,7 @@ from penstock import models
 from penstock.engine.expert_weights import expert_layers
 from penstock.experts import packed
 from penstock.experts.layout import Layer, Place
-from penstock.models.source import Stored
+from penstock.models.source import CheckpointSource
 from penstock.weights.checkpoint import Checkpoint
 from tests.cli.common import call
 from tests.cli.model import DEMO
@@ -27,7 +27,7 @@ def model(tmp_path):
 def layers_of(checkpoint: Checkpoint) -> list[Layer]:
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
-    return expert_layers(family, Stored(checkpoint, *family.names(checkpoint, config)), config)
+    return expert_layers(family, CheckpointSource(checkpoint, *family.names(checkpoint, config)), config)
 
 
 def test_pack_writes_the_experts_into_one_file(capsys, model):

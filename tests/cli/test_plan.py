@@ -15,7 +15,7 @@ from penstock.analysis.expert_routes import ExpertRoutes
 from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches
 from penstock.experts.simulate import Trace, simulate
-from penstock.models.step import Pages, Recurrent
+from penstock.models.step import PagedKV, RecurrentState
 from penstock.units import parse_size
 from penstock.weights.safetensors import SafetensorsFile
 from tests.cli.common import call
@@ -67,7 +67,7 @@ def test_plan_of_a_config_needs_no_weights(capsys, tiny):
 
 
 def test_cache_needs_by_hand():
-    layouts = [Pages(40, 24), Pages(40, 24, window=1000), Recurrent((3, 10), (2, 4, 5)), Pages(8, 8)]
+    layouts = [PagedKV(40, 24), PagedKV(40, 24, window=1000), RecurrentState((3, 10), (2, 4, 5)), PagedKV(8, 8)]
     needs = planning.cache_needs(Caches(layouts, "bfloat16", CpuDevice()))
     assert needs.per_1000 == 1000 * (64 + 16) * 2
     assert needs.windows == (4 + 2) * 256 * 64 * 2  # pages of 256 positions that a window of 1000 touches, and two

@@ -136,12 +136,12 @@ def gguf_logits(path: Path, tokens: list[int]) -> np.ndarray:
 
 def folder_logits(folder: Path, tokens: list[int]) -> np.ndarray:
     from penstock import models
-    from penstock.models.source import Stored
+    from penstock.models.source import CheckpointSource
 
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
-    return logits(engine_of(Stored(checkpoint, *family.names(checkpoint, config)), family, config), tokens)
+    return logits(engine_of(CheckpointSource(checkpoint, *family.names(checkpoint, config)), family, config), tokens)
 
 
 @pytest.mark.parametrize(

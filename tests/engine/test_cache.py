@@ -9,14 +9,14 @@ import pytest
 from penstock.backends.cpu import device as cpu_device
 from penstock.engine.cache import Caches, PageTable, Sequence, Snapshot
 from penstock.errors import OutOfMemory
-from penstock.models.step import PAGE, Layout, Pages, Recurrent
+from penstock.models.step import PAGE, Layout, PagedKV, RecurrentState
 
 WINDOW = 300
 LAYOUTS: tuple[Layout, ...] = (
-    Pages(3, 2),
-    Recurrent((3, 5), (2, 4, 6)),
-    Pages(7, 1, WINDOW),
-    Pages(4, 4),
+    PagedKV(3, 2),
+    RecurrentState((3, 5), (2, 4, 6)),
+    PagedKV(7, 1, WINDOW),
+    PagedKV(4, 4),
 )
 
 
@@ -33,7 +33,7 @@ def write(caches: Caches, sequence: Sequence, values: np.ndarray) -> None:
     caches.reserve(sequence, len(values))
     for layout, arrays in zip(caches.layouts, caches.arrays, strict=True):
         for array in arrays:
-            if not isinstance(layout, Pages):
+            if not isinstance(layout, PagedKV):
                 array[sequence.slot] = values[-1]
                 continue
             ids = sequence.tables[layout.window].ids
@@ -45,7 +45,7 @@ def write(caches: Caches, sequence: Sequence, values: np.ndarray) -> None:
 def read(caches: Caches, sequence: Sequence, layer: int) -> np.ndarray:
     """The values of the live positions of a layer, or of its state."""
     first, second = caches.rows(sequence, layer)
-    if not isinstance(caches.layouts[layer], Pages):
+    if not isinstance(caches.layouts[layer], PagedKV):
         assert (first == first.flat[0]).all() and (second == first.flat[0]).all()
         return first
     assert (first == first[:, :1]).all() and (second == first[:, :1]).all()
@@ -57,7 +57,7 @@ def holds(caches: Caches, sequence: Sequence, values: np.ndarray) -> None:
     assert sequence.length == len(values)
     for n, layout in enumerate(caches.layouts):
         got = read(caches, sequence, n)
-        if not isinstance(layout, Pages):
+        if not isinstance(layout, PagedKV):
             assert (got == (values[-1] if len(values) else 0)).all()
         else:
             least = len(values) if layout.window is None else min(len(values), layout.window - 1)
@@ -82,7 +82,7 @@ def test_open_gives_each_sequence_a_clean_slot() -> None:
 
 @pytest.mark.parametrize("count, pages", [(0, 0), (1, 1), (255, 1), (256, 1), (257, 2), (600, 3)])
 def test_reserve_takes_the_pages_that_positions_need(count: int, pages: int) -> None:
-    caches = made(Pages(3, 2))
+    caches = made(PagedKV(3, 2))
     sequence = caches.open()
     caches.reserve(sequence, count)
     assert used(caches) == {None: pages} and len(sequence.tables[None].ids) == pages
@@ -91,7 +91,7 @@ def test_reserve_takes_the_pages_that_positions_need(count: int, pages: int) -> 
 
 
 def test_advance_fills_a_page_before_it_takes_the_next() -> None:
-    caches = made(Pages(3, 2))
+    caches = made(PagedKV(3, 2))
     sequence = caches.open()
     for count in (100, 100, 56):
         caches.reserve(sequence, count)
@@ -149,7 +149,7 @@ def test_snapshot_costs_no_page_until_somebody_writes() -> None:
 
 
 def test_snapshot_at_the_edge_of_a_page_copies_nothing() -> None:
-    caches = made(Pages(3, 2))
+    caches = made(PagedKV(3, 2))
     sequence = caches.open()
     write(caches, sequence, np.arange(256.0))
     snapshot = caches.snapshot(sequence)
@@ -195,7 +195,7 @@ def test_rewind_heals_a_spoiled_sequence() -> None:
 
 
 def test_advance_releases_pages_that_left_the_window() -> None:
-    caches = made(Pages(3, 2, WINDOW))
+    caches = made(PagedKV(3, 2, WINDOW))
     sequence = caches.open()
     most = 0
     for start in range(0, 2560, 64):
@@ -210,7 +210,7 @@ def test_advance_releases_pages_that_left_the_window() -> None:
 @pytest.mark.parametrize("window", [1, 2, 255, 256, 257, 512])
 def test_advance_keeps_what_the_next_token_reads(window: int) -> None:
     """The token at position p reads p - window + 1 … p."""
-    caches = made(Pages(3, 2, window))
+    caches = made(PagedKV(3, 2, window))
     sequence = caches.open()
     for length in range(1, 900):
         caches.reserve(sequence, 1)
@@ -220,7 +220,7 @@ def test_advance_keeps_what_the_next_token_reads(window: int) -> None:
 
 
 def test_snapshot_keeps_pages_that_leave_the_window_later() -> None:
-    caches = made(Pages(3, 2, WINDOW))
+    caches = made(PagedKV(3, 2, WINDOW))
     sequence = caches.open()
     write(caches, sequence, np.arange(256.0))
     snapshot = caches.snapshot(sequence)
@@ -277,7 +277,7 @@ def test_reserve_refuses_before_it_allocates(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_reserve_of_absurd_lengths_is_refused_at_once() -> None:
-    caches = made(Pages(1 << 20, 1 << 20))
+    caches = made(PagedKV(1 << 20, 1 << 20))
     with pytest.raises(OutOfMemory):
         caches.reserve(caches.open(), 1 << 30)
 
@@ -317,7 +317,7 @@ def test_fill_is_the_reverse_of_rows(length: int) -> None:
 def test_caches_hold_what_was_written_whatever_happens(seed: int) -> None:
     """Random steps on several sequences and snapshots, against lists that say what each should hold."""
     rng = np.random.default_rng(seed)
-    caches = made(Pages(3, 2), Recurrent((3, 5), (2, 4, 6)), Pages(7, 1, WINDOW))
+    caches = made(PagedKV(3, 2), RecurrentState((3, 5), (2, 4, 6)), PagedKV(7, 1, WINDOW))
     live: list[tuple[Sequence, np.ndarray]] = []
     kept: list[tuple[Snapshot, np.ndarray]] = []
     counter = 0.0

@@ -27,7 +27,7 @@ from penstock.engine.programs import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.ticket import Ticket
 from penstock.errors import BackendError, Cancelled, DTypeError, InvalidArgument, OutOfMemory, QueueFull
-from penstock.models.step import Pages
+from penstock.models.step import PagedKV
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_model
 
 LETTERS = letters()
@@ -39,13 +39,13 @@ class DrawingHost(CpuDevice):
 
     samples_tokens = True
 
-    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Any:
-        return Drawing(logits, here)
+    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Any:
+        return Drawing(logits, inputs)
 
 
 class Drawing:
-    def __init__(self, logits: np.ndarray, here: Mapping[str, np.ndarray]) -> None:
-        self.logits, self.here = logits, here
+    def __init__(self, logits: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
+        self.logits, self.inputs = logits, inputs
 
     def fill(self, parameters: Seq[Mapping[str, float]]) -> None:
         kinds = {"temperature": "f8", "top_k": "i4", "top_p": "f8", "min_p": "f8", "seed": "i8"}
@@ -55,10 +55,10 @@ class Drawing:
         return [functools.partial(self.draw, mode)]
 
     def draw(self, mode: str) -> None:
-        self.drawn = ops.sample_tokens(self.logits, self.here["lengths"], *self.parameters, mode)
-        self.here["tokens"][:] = self.drawn
-        self.here["positions"][:] += 1
-        self.here["lengths"][:] += 1
+        self.drawn = ops.sample_tokens(self.logits, self.inputs["lengths"], *self.parameters, mode)
+        self.inputs["tokens"][:] = self.drawn
+        self.inputs["positions"][:] += 1
+        self.inputs["lengths"][:] += 1
 
     def launched(self) -> Any:
         drawn = self.drawn.tolist()
@@ -521,7 +521,7 @@ def test_caches_make_room_once(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> N
 def test_caches_that_grew_in_part_are_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two layers has new arrays when memory ends; a step after that writes into them."""
     engine = load_random(small_config(num_hidden_layers=4), device="cpu").engine
-    pages = [layout for layout in engine.caches.layouts if isinstance(layout, Pages)]
+    pages = [layout for layout in engine.caches.layouts if isinstance(layout, PagedKV)]
     rows = []
     for fails in (False, True):
         sequence = engine.open()
@@ -529,7 +529,9 @@ def test_caches_that_grew_in_part_are_bound_again(monkeypatch: pytest.MonkeyPatc
         engine.decode([sequence], [5])
         if fails:
             with monkeypatch.context() as patch:
-                made = [engine.device.zeros((31, 256, layout.first), "float32") for layout in pages[:1] for _ in "kv"]
+                made = [
+                    engine.device.zeros((31, 256, layout.key_width), "float32") for layout in pages[:1] for _ in "kv"
+                ]
                 patch.setattr(engine.device, "zeros", lambda *shape, made=made: made.pop())
                 with pytest.raises(IndexError):
                     engine.caches.make_room({None: 30}, 0)

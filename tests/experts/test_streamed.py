@@ -14,7 +14,7 @@ from penstock.engine.expert_weights import expert_layers
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.experts.packed import write_packed
 from penstock.models import family_of
-from penstock.models.source import Stored
+from penstock.models.source import CheckpointSource
 from penstock.weights.checkpoint import Checkpoint
 from tests.experts.common import CONFIGS, checkpoint
 from tests.models.common import moe_config, some_tokens
@@ -162,7 +162,7 @@ def test_a_damaged_record_of_a_packed_file_ends_the_request(tmp_path):
     source = Checkpoint.open(folder)
     family = family_of(source.config)
     config = family.read_config(source.config)
-    layers = expert_layers(family, Stored(source, *family.names(source, config)), config)
+    layers = expert_layers(family, CheckpointSource(source, *family.names(source, config)), config)
     write_packed(layers, source.fingerprint, folder / "experts.penstock")
     whole = load(folder, expert_cache="100%")
     assert whole.generate(TOKENS[:20], max_tokens=2).tokens

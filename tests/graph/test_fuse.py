@@ -13,6 +13,7 @@ from penstock.graph import Graph, Node, Value, fuse, trace
 from penstock.graph.fuse import RULES
 from penstock.graph.fuse_cuda import INTO_PRODUCTS
 from penstock.graph.rewrite import Match, rewritten
+from penstock.models.layers import adjacent
 from penstock.ops.array import Spec
 from tests.graph.common import arrays, matrix, names, run, vector
 
@@ -94,21 +95,6 @@ def residual_norm_kept(h: Value, x: Value) -> Any:
     return [norm(total, 1), ops.gelu_tanh(total)], []
 
 
-def residual_norm_scalar(h: Value, x: Value) -> Any:
-    y = norm(ops.residual_add(h, x), 1)
-    return [ops.mul(y, vector(DIM, seed=2))], [y]
-
-
-def rms_norm_mul(h: Value, x: Value) -> Any:
-    y = norm(x, 1)
-    return [ops.mul(y, h)], [y]
-
-
-def rms_norm_mul_turned(h: Value, x: Value) -> Any:
-    y = norm(x, 1)
-    return [ops.mul(h, y)], [y]
-
-
 def rms_norm_triple(x: Value) -> Any:
     return [norm(x, 1), norm(x, 2), norm(x, 3)], []
 
@@ -138,24 +124,6 @@ def end_of_layer_unscaled(h: Value, x: Value, e: Value) -> Any:
     return [ops.residual_add(h, y), ops.gelu_tanh(mid)], [experts, y]
 
 
-def moe_wsum_norm_add(h: Value, e: Value, w: Value) -> Any:
-    total = ops.weighted_sum(e, w)
-    y = norm(total, 1)
-    return [ops.residual_add(h, y)], [total, y]
-
-
-def moe_wsum_dnorm_add(h: Value, e: Value, w: Value) -> Any:
-    total = ops.weighted_sum(e, w)
-    y = norm(total, 1)
-    return [ops.add(y, norm(h, 2))], [total, y]
-
-
-def moe_wsum_end_of_layer(h: Value, x: Value, e: Value, w: Value) -> Any:
-    total = ops.weighted_sum(e, w)
-    mid = ops.add(norm(total, 2), norm(x, 1))
-    return [ops.mul(ops.residual_add(h, norm(mid, 3)), 0.625)], [total]
-
-
 def head_norm_rope(q: Value, positions: Value) -> Any:
     y = norm(q, 1)
     return [ops.rope(y, vector(2), positions, 4, 1.25)], [y]
@@ -178,9 +146,24 @@ def gate_up(x: Value) -> Any:
     return [ops.swiglu(gate, up)], [gate, up]
 
 
-def gate_up_joined(x: Value) -> Any:
-    both = ops.quantized_matmul(x, matrix(96, DIM, seed=1))
-    return [ops.swiglu(both[:, :48], both[:, 48:])], [both]
+def block(*rows: int, seed: int = 1) -> tuple[Any, ...]:
+    """Weights that lie below each other in memory."""
+    return adjacent(*(matrix(count, DIM, seed=seed + n) for n, count in enumerate(rows)))
+
+
+def gate_up_adjacent(x: Value) -> Any:
+    gate, up = (ops.quantized_matmul(x, w) for w in block(48, 48))
+    return [ops.swiglu(gate, up)], []
+
+
+def products(x: Value, *weights: Any, **options: Any) -> Any:
+    """Products of one input, the first of them as heads."""
+    q, *rest = (ops.quantized_matmul(x, w, **options) for w in weights)
+    return [ops.gelu_tanh(q.reshape(len(x), 2, q.shape[1] // 2)), *rest], []
+
+
+def joined_products(x: Value) -> Any:
+    return products(x, *block(64, 16, 16), activations="int8")
 
 
 def gate_up_geglu(x: Value) -> Any:
@@ -344,7 +327,6 @@ def two(**more: Spec) -> dict[str, Spec]:
     return {"h": ROWS, "x": ROWS, **more}
 
 
-EXPERTS = {"e": Spec((T, 4, DIM), "float32"), "w": Spec((T, 4), "float32")}
 POSITIONS = np.array([5, 0, 300], np.int32)
 ROUTED = {"logits": Spec((T, 7), "float32"), "x": ROWS}
 TURNED = {"q": HEADS, "positions": Spec((T,), "int32")}
@@ -377,25 +359,28 @@ CASES = {
     "norm_add_scalar of a number": Case(norm_add_number, ["norm_add_scalar"], two()),
     "residual_norm": Case(residual_norm, ["residual_norm"], two()),
     "residual_norm, sum kept": Case(residual_norm_kept, ["residual_norm", "gelu_tanh"], two()),
-    "residual_norm_scalar": Case(residual_norm_scalar, ["residual_norm_scalar"], two()),
-    "rms_norm_mul": Case(rms_norm_mul, ["rms_norm_mul"], two()),
-    "rms_norm_mul turned": Case(rms_norm_mul_turned, ["rms_norm_mul"], two()),
     "rms_norm_triple": Case(rms_norm_triple, ["rms_norm_triple"], {"x": ROWS}),
     "rms_norm_triple of four": Case(rms_norm_four, ["rms_norm_triple", "rms_norm"], {"x": ROWS}),
     "post_attn_triple_norm": Case(post_attn_triple_norm, ["post_attn_triple_norm", "residual_add"], two()),
     "end of layer": Case(end_of_layer, ["rms_norm", "post_ff_norm2_endlayer"], two(e=ROWS), devices=("cpu",)),
     "end of layer, dense norm": Case(end_of_layer, ["post_ff_norm2_endlayer"], two(e=ROWS), devices=("cuda",)),
     "end of layer, mid kept": Case(end_of_layer_unscaled, ["post_ff_norm2_endlayer", "gelu_tanh"], two(e=ROWS)),
-    "moe_wsum_norm_add": Case(moe_wsum_norm_add, ["moe_wsum_norm_add"], {"h": ROWS, **EXPERTS}),
-    "moe_wsum_dnorm_add": Case(moe_wsum_dnorm_add, ["moe_wsum_dnorm_add"], {"h": ROWS, **EXPERTS}),
-    "moe_wsum_end_of_layer": Case(
-        moe_wsum_end_of_layer, ["rms_norm", "moe_wsum_post_ff_norm2_endlayer"], two(**EXPERTS)
-    ),
     "head_norm_rope": Case(head_norm_rope, ["head_norm_rope"], TURNED, {"positions": POSITIONS}),
     "head_norm_rope by name": Case(head_norm_rope_by_name, ["head_norm_rope"], TURNED, {"positions": POSITIONS}),
     "moe_route": Case(moe_route, ["moe_route", "moe_forward"], ROUTED),
     "gate_up": Case(gate_up, ["fused_gate_up_swiglu"], {"x": ROWS}),
-    "gate_up joined": Case(gate_up_joined, ["fused_gate_up_swiglu"], ONE_ROW, devices=CUDA),
+    "gate_up adjacent": Case(gate_up_adjacent, ["fused_gate_up_swiglu"], ONE_ROW, devices=CUDA),
+    "gate_up adjacent, on the CPU": Case(gate_up_adjacent, ["quantized_matmul", "swiglu"], ONE_ROW, devices=("cpu",)),
+    "joined_products": Case(
+        joined_products, ["quantized_matmul", "split_columns", "gelu_tanh"], {"x": ROWS}, devices=CUDA
+    ),
+    "joined_products in another order": Case(
+        lambda x: products(x, *block(64, 16)[::-1]),
+        ["quantized_matmul", "split_columns", "gelu_tanh"],
+        {"x": ROWS},
+        devices=CUDA,
+    ),
+    "joined_products of one row": Case(joined_products, ["quantized_matmul", "gelu_tanh"], ONE_ROW),
     "gate_up of geglu": Case(gate_up_geglu, ["fused_gate_up_geglu"], {"x": ROWS}),
     "moe_shared_forward": Case(
         moe, ["moe_shared_forward"], two(**CHOSEN, score=Spec((T, 1), "float32")), IDS, devices=CUDA
@@ -515,12 +500,6 @@ def two_inputs(h: Value, x: Value, ids: Value, w: Value) -> Any:
     return [ops.moe_combine_residual(h, None, None, shared, None, moe_sum=routed)], []
 
 
-def several_rows_joined(x: Value) -> Any:
-    """Halves of a product of several rows do not lie in one piece; these parts are other rows."""
-    both = ops.quantized_matmul(x, matrix(96, DIM, seed=1))
-    return [ops.swiglu(both[:1], both[1:2])], []
-
-
 INTEGERS = IDS | SLOTS | DECODED | {"others": np.array([1, 2, 6], np.int32)}
 UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
     "norm_add of a bias": (
@@ -553,16 +532,6 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         two(),
         "residual_norm",
     ),
-    "residual_norm_scalar, sum kept": (
-        lambda h, x: ([ops.mul(norm(total := ops.residual_add(h, x), 1), 2.0), total], []),
-        two(),
-        "residual_norm_scalar",
-    ),
-    "rms_norm_mul by a vector": (
-        lambda x: ([ops.mul(norm(x, 1), vector(DIM, seed=2))], []),
-        {"x": ROWS},
-        "rms_norm_mul",
-    ),
     "rms_norm_triple of two eps": (
         lambda x: ([norm(x, 1), norm(x, 2, 0.1), norm(x, 3)], []),
         {"x": ROWS},
@@ -582,16 +551,6 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         lambda h, x, e: ([ops.mul(ops.add(h, norm(ops.add(x, norm(e, 1)), 2, 0.1)), 2.0)], []),
         two(e=ROWS),
         "post_ff_norm2_endlayer",
-    ),
-    "moe_wsum_norm_add of one token": (
-        lambda h, e, w: ([ops.add(h, norm(ops.weighted_sum(e, w), 1))], []),
-        {"h": Spec((DIM,), "float32"), "e": Spec((4, DIM), "float32"), "w": Spec((4,), "float32")},
-        "moe_wsum_norm_add",
-    ),
-    "moe_wsum_dnorm_add of two eps": (
-        lambda h, e, w: ([ops.add(norm(h, 2, 0.1), norm(ops.weighted_sum(e, w), 1))], []),
-        {"h": ROWS, **EXPERTS},
-        "moe_wsum_dnorm_add",
     ),
     "head_norm_rope over all heads": (
         lambda x, positions: ([ops.rope(norm(x, 1).reshape(T, 4, 8), vector(4), positions)], []),
@@ -753,11 +712,33 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         {"q": HEADS},
         "norm_matmul",
     ),
-    "gate_up of other rows": (several_rows_joined, {"x": ROWS}, "fused_gate_up_swiglu"),
-    "gate_up turned": (
-        lambda x: ([ops.swiglu((y := ops.quantized_matmul(x, matrix(96, DIM)))[:, 48:], y[:, :48])], []),
-        {"x": Spec((1, DIM), "float32")},
-        "fused_gate_up_swiglu",
+    "joined_products of many rows": (joined_products, {"x": Spec((65, DIM), "float32")}, "split_columns"),
+    "joined_products that lie apart": (
+        lambda x: products(x, matrix(64, DIM, seed=1), matrix(16, DIM, seed=2)),
+        {"x": ROWS},
+        "split_columns",
+    ),
+    "joined_products with a gap": (lambda x: products(x, *block(64, 16, 16)[::2]), {"x": ROWS}, "split_columns"),
+    "joined_products of two inputs": (
+        lambda h, x: ([ops.quantized_matmul(v, w) for v, w in zip((h, x), block(64, 16), strict=True)], []),
+        two(),
+        "split_columns",
+    ),
+    "joined_products of two roundings": (
+        lambda x: (
+            [ops.quantized_matmul(x, w, a) for w, a in zip(block(64, 16), ("int8", "float32"), strict=True)],
+            [],
+        ),
+        {"x": ROWS},
+        "split_columns",
+    ),
+    "joined_products in two dtypes": (
+        lambda x: (
+            [ops.quantized_matmul(x, w, dtype=d) for w, d in zip(block(64, 16), ("float32", None), strict=True)],
+            [],
+        ),
+        {"x": Spec((T, DIM), "float16")},
+        "split_columns",
     ),
 }
 
@@ -909,7 +890,7 @@ def appended() -> tuple[Match, dict[str, Node]]:
         return [ops.gelu_tanh(k)], []
 
     graph = traced(build, {"k": KEY, **DECODE, **CACHE})
-    return Match(graph), dict(zip(("make", "append", "last"), graph.nodes, strict=True))
+    return Match(graph, "cpu"), dict(zip(("make", "append", "last"), graph.nodes, strict=True))
 
 
 def test_a_rewrite_writes_what_the_old_nodes_wrote() -> None:
@@ -930,7 +911,7 @@ def test_a_rewrite_reads_no_state_that_the_old_nodes_did_not_read() -> None:
 
 def test_a_rewrite_reads_nothing_that_it_removes() -> None:
     graph = traced(lambda x: ([ops.gelu_tanh(ops.gelu_tanh(x))], []), {"x": ROWS})
-    (first, last), match = graph.nodes, Match(graph)
+    (first, last), match = graph.nodes, Match(graph, "cpu")
     assert not match.apply(match.call(ops.gelu_tanh, first.out, instead=[first, last], makes=[last.out]))
     assert match.apply(match.call(ops.gelu_tanh, first["x"], instead=[first, last], makes=[last.out]))
 
@@ -943,11 +924,11 @@ def test_a_call_that_does_not_fit_is_no_offer() -> None:
     assert match.call(ops.gelu_tanh, last["x"][:2], instead=[last], makes=[last.out]) is None
 
 
-def test_makers_are_of_whole_values_and_sources_of_parts() -> None:
+def test_makers_are_of_whole_values() -> None:
     match, nodes = appended()
     make = nodes["make"]
     for part in (make.out[1:], make.out.reshape(2 * T, D)):
-        assert match.source(part, ops.gelu_tanh) is make and match.maker(part, ops.gelu_tanh) is None
+        assert match.maker(part, ops.gelu_tanh) is None
     assert match.made_by(make.out, ops.gelu_tanh) is make
     assert match.made_by(make.out, ops.residual_add) is None and match.maker(1.0, ops.gelu_tanh) is None
 

@@ -1,7 +1,8 @@
-"""Where weights come from: checked and uncopied from a checkpoint, or made up; and how they are joined."""
+"""Where weights come from: checked and uncopied from a checkpoint, or made up; and how they come to lie."""
 
 import json
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,22 @@ from penstock import models
 from penstock.dtypes import numpy_dtype
 from penstock.errors import CheckpointError, OutOfMemory
 from penstock.models import qwen3_5
-from penstock.models.layers import ExpertStack, join, project, read_experts, read_mlp
+from penstock.models.layers import ExpertStack, adjacent, read_experts, read_mlp
+from penstock.models.random import DeviceRandomSource, Random, Shapes
 from penstock.models.random import Maker as MakerProtocol
-from penstock.models.random import Random, RandomHere, Shapes
-from penstock.models.source import Outline, Stored
-from penstock.models.step import Step
+from penstock.models.source import CheckpointSource, ShapeOnlySource
+from penstock.ops.array import as_one, numpy_view
 from penstock.quant import QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
 from tests.models.common import dense_config, moe_config, next_config, write_model
 
 
-def stored(folder: Path, tensors: dict[str, np.ndarray], **quantization: Any) -> Stored:
+def stored(folder: Path, tensors: dict[str, np.ndarray], **quantization: Any) -> CheckpointSource:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     config = {"model_type": "test"} | ({"quantization": quantization} if quantization else {})
     (folder / "config.json").write_text(json.dumps(config))
-    return Stored(Checkpoint.open(folder), "model.", "", "mlx")
+    return CheckpointSource(Checkpoint.open(folder), "model.", "", "mlx")
 
 
 def parts(path: str, q: QuantizedTensor) -> dict[str, np.ndarray]:
@@ -40,7 +41,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-# -- Stored ----------------------------------------------------------------------------------------------------------
+# -- CheckpointSource ------------------------------------------------------------------------------------------------
 
 
 def test_stored_weight_is_a_view_of_the_file(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -172,21 +173,30 @@ def test_read_experts_of_three_spellings_are_the_same(tmp_path: Path, rng: np.ra
         read_experts(source, "mlp", "switch_mlp", 10**12, dim, I)
 
 
-# -- join and project ------------------------------------------------------------------------------------------------
+# -- adjacent --------------------------------------------------------------------------------------------------------
 
 
-def test_join_puts_equal_formats_below_each_other(rng: np.random.Generator) -> None:
-    made = [penstock.quantize(normal(rng, rows, 64), 4, 32) for rows in (5, 1, 8)]
-    joined = join(*made)
-    assert isinstance(joined.whole, QuantizedTensor) and joined.whole.shape == (14, 64)
-    for part, q in zip(joined.parts, made, strict=True):
-        assert isinstance(part, QuantizedTensor)
-        np.testing.assert_array_equal(part.packed, q.packed)
-        assert np.shares_memory(part.packed, joined.whole.packed)
+def block_of(weights: Sequence[Any]) -> list[Any]:
+    """Codes, scales and biases of the block that weights are rows of; None for what is no block."""
+    return [as_one(arrays) for arrays in zip(*(w.arrays for w in weights), strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+def test_adjacent_weights_of_equal_format_are_rows_of_a_block(kind: str, rng: np.random.Generator) -> None:
+    if kind == "torch":
+        pytest.importorskip("torch")
+    made = [penstock.quantize(normal(rng, rows, 64), 4, 32).to(kind) for rows in (5, 1, 8)]
+    weights = adjacent(*made)
+    for block, *parts in zip(block_of(weights), *(w.arrays for w in made), strict=True):
+        assert block.shape == (14, *parts[0].shape[1:])
+        np.testing.assert_array_equal(numpy_view(block), np.concatenate([numpy_view(part) for part in parts]))
+    assert models.bytes_of(weights) == models.bytes_of(made), "each counts once"
+    for others in (made, weights[::-1], (weights[0], weights[2]), (weights[0], made[1])):
+        assert block_of(others) == [None] * 3
 
 
 @pytest.mark.parametrize("other", ["bits", "group_size", "dtype", "dense"])
-def test_join_leaves_different_formats_apart(other: str, rng: np.random.Generator) -> None:
+def test_adjacent_leaves_different_formats_apart(other: str, rng: np.random.Generator) -> None:
     values = normal(rng, 4, 64)
     first = penstock.quantize(values, 4, 32)
     second: Any = {
@@ -196,21 +206,7 @@ def test_join_leaves_different_formats_apart(other: str, rng: np.random.Generato
         "dense": lambda: values,
     }[other]()
     for weights in ((first, second), (second, first)):
-        joined = join(*weights)
-        assert joined.whole is None and joined.parts == weights
-
-
-@pytest.mark.parametrize("activations", ["float32", "int8"])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_project_is_each_product_by_itself(rows: int, activations: str, rng: np.random.Generator) -> None:
-    made = [penstock.quantize(normal(rng, n, 64), 4, 32) for n in (6, 3, 1)]
-    step = Step(np.zeros(rows, np.int32), np.zeros((), np.int32), {}, activations=activations)
-    x = normal(rng, rows, 64)
-    with penstock.backend("reference"):
-        got = project(step, x, join(*made))
-        want = [penstock.ops.quantized_matmul(x, q, activations=activations) for q in made]
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert adjacent(*weights) == weights
 
 
 # -- Random ----------------------------------------------------------------------------------------------------------
@@ -256,7 +252,7 @@ class Maker:
 @pytest.mark.parametrize("K", [64, 40])
 def test_random_here_differs_from_random_in_its_numbers_only(K: int) -> None:
     sizes: list[int] = []
-    made, drawn = Random(moe_config()), RandomHere(moe_config(), Maker(), progress=sizes.append)
+    made, drawn = Random(moe_config()), DeviceRandomSource(moe_config(), Maker(), progress=sizes.append)
     for path in ("w", "layers.0.mlp.gate"):
         a, b = made.weight(path, 6, K), drawn.weight(path, 6, K)
         assert type(a) is type(b) and a.shape == b.shape
@@ -293,10 +289,10 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux")
-def test_shapes_take_no_memory_also_when_they_are_joined() -> None:
+def test_shapes_take_no_memory_also_when_they_are_adjacent() -> None:
     shapes, before = Shapes(moe_config()), resident()
-    joined = join(*(shapes.weight("w", rows, 1 << 14) for rows in (1 << 13, 1 << 14))).whole  # 200 MB and as much again
-    assert isinstance(joined, QuantizedTensor) and joined.shape == (3 << 13, 1 << 14)
+    codes, *_ = block_of(adjacent(*(shapes.weight("w", rows, 1 << 14) for rows in (1 << 13, 1 << 14))))
+    assert codes.shape == (3 << 13, 1 << 11)  # 200 MB
     assert resident() - before < 32 << 20
 
 
@@ -311,7 +307,7 @@ def test_outline_has_the_formats_of_its_source(tmp_path: Path, rng: np.random.Ge
     for n, each in enumerate(q):
         tensors |= parts(f"model.q{n}", each)
     source = stored(tmp_path, tensors, bits=4, group_size=32, **{"model.q2": {"bits": 3, "group_size": 32}})
-    outline = Outline(source)
+    outline = ShapeOnlySource(source)
     assert "q0" in outline and "x" not in outline and outline.layout == source.layout
     for path in ("q0", "q2"):
         a, b = source.weight(path, 6, 64), outline.weight(path, 6, 64)
@@ -360,11 +356,11 @@ def test_names_of_released_files(config: dict[str, Any], prefix: str, tmp_path: 
     assert qwen3_5.names(checkpoint, qwen3_5.read_config(config)) == (prefix, "", "hf")
 
 
-def test_read_mlp_joins_gate_and_up(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_read_mlp_puts_gate_above_up(tmp_path: Path, rng: np.random.Generator) -> None:
     made = {name: penstock.quantize(normal(rng, *shape), 4, 32) for name, shape in
             (("gate", (96, 64)), ("up", (96, 64)), ("down", (64, 96)))}  # fmt: skip
     tensors: dict[str, np.ndarray] = {}
     for name, q in made.items():
         tensors |= parts(f"model.m.{name}_proj", q)
     block = read_mlp(stored(tmp_path, tensors, bits=4, group_size=32), "m", 64, 96)
-    assert isinstance(block.gate_up.whole, QuantizedTensor) and block.gate_up.whole.shape == (192, 64)
+    assert block_of((block.gate, block.up))[0].shape == (192, 8)

@@ -11,7 +11,7 @@ from penstock.models.config import Fields
 from penstock.models.family import Family, MlxRules, SplitHeads
 from penstock.models.layers import ExpertStack, embed, experts, flat, heads, linear, read_experts, read_head
 from penstock.models.source import Source, Weight
-from penstock.models.step import Layout, Pages, Step, attend
+from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
 
 
@@ -86,7 +86,7 @@ def read_weights(source: Source, config: Config) -> Weights:
 
 
 def caches(config: Config) -> tuple[Layout, ...]:
-    return (Pages(config.dim, config.dim),) * config.layers
+    return (PagedKV(config.dim, config.dim),) * config.layers
 
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:

@@ -160,11 +160,11 @@ def test_a_damaged_record_is_stated(folder):
 def test_a_router_that_yields_nan_is_an_error_and_no_text(folder):
     llm = load(folder)
     with serving(llm) as place:
-        llm.engine.model.weights.layers[1].mlp.scores.whole.scales[0] = np.nan
+        llm.engine.model.weights.layers[1].mlp.router.scales[0] = np.nan
         answer = place.chat(seed=7)
         error = error_of(answer)
         assert answer.status_code == 500 and error["code"] == "NonFiniteLogits"
-        assert error["message"].endswith("; first in layer 1, mlp.scores (quantized_matmul)")
+        assert error["message"].endswith("; first in layer 1, mlp.router (quantized_matmul)")
         assert place.client.get("/health").status_code == 200
 
 

@@ -28,7 +28,7 @@ from penstock.experts.reader import ExpertReader
 from penstock.experts.simulate import Trace, simulate
 from penstock.graph import Program
 from penstock.machine import available_memory
-from penstock.models.source import Stored
+from penstock.models.source import CheckpointSource
 from penstock.models.step import PAGE
 from penstock.ops.device import device_for, device_type
 from penstock.weights.checkpoint import Checkpoint
@@ -292,7 +292,8 @@ def _disk(folder: Path, notify: Callable[[str], None]) -> Speed:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
-    layers, what = expert_layers(family, Stored(checkpoint, *family.names(checkpoint, config)), config), "experts"
+    source, what = CheckpointSource(checkpoint, *family.names(checkpoint, config)), "experts"
+    layers = expert_layers(family, source, config)
     if (folder / NAME).is_file():
         try:
             layers, what = open_packed(folder / NAME, layers, checkpoint.fingerprint), "packed experts"

@@ -23,7 +23,7 @@ from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.models.config import Fields, first_layers
 from penstock.models.family import ROLES, AnyFamily, ModelConfig
 from penstock.models.source import left_over
-from penstock.models.step import Layout, Pages
+from penstock.models.step import Layout, PagedKV
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
 from penstock.units import amount
 from penstock.weights.checkpoint import Checkpoint, quantization_table
@@ -120,12 +120,12 @@ class Survey:
         """Bytes that a sequence takes per position, and besides: windows that are full, recurrent states."""
         item, per_position, fixed = ITEMSIZE[dtype], 0, 0
         for layout in self.caches:
-            if not isinstance(layout, Pages):
+            if not isinstance(layout, PagedKV):
                 fixed += math.prod(layout.conv) * item + math.prod(layout.state) * 4
             elif layout.window is None:
-                per_position += (layout.first + layout.second) * item
+                per_position += (layout.key_width + layout.value_width) * item
             else:
-                fixed += (layout.first + layout.second) * item * layout.window
+                fixed += (layout.key_width + layout.value_width) * item * layout.window
         return per_position, fixed
 
 
@@ -166,9 +166,9 @@ class FromFiles:
     """Tensors of a checkpoint, none of which is read."""
 
     def __init__(self, checkpoint: Headers, family: AnyFamily, config: ModelConfig) -> None:
-        from penstock.models.source import Stored
+        from penstock.models.source import CheckpointSource
 
-        self.stored = Stored(checkpoint, *family.names(checkpoint, config))
+        self.stored = CheckpointSource(checkpoint, *family.names(checkpoint, config))
         self.layout = self.stored.layout
 
     def __contains__(self, path: str) -> bool:
@@ -374,7 +374,7 @@ def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attenti
     for number, layout in enumerate(caches):
         if "linear attention" in roles[number]:
             mixer = "linear attention"
-        elif isinstance(layout, Pages) and layout.window is not None:
+        elif isinstance(layout, PagedKV) and layout.window is not None:
             mixer = f"sliding attention ({layout.window})"
         else:
             mixer = full_attention

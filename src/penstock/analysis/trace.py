@@ -24,9 +24,9 @@ from penstock.errors import BackendError, InvalidArgument, OutOfMemory
 from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes
 from penstock.models.config import first_layers
-from penstock.models.step import PAGE, Pages, empty
+from penstock.models.step import PAGE, PagedKV, empty
 from penstock.ops.array import address, leaves
-from penstock.ops.device import device_for, device_type
+from penstock.ops.device import device_for
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -212,7 +212,7 @@ def outlined(
     from penstock import models
     from penstock.models.gguf import open_gguf
     from penstock.models.random import Shapes
-    from penstock.models.source import Outline, Stored
+    from penstock.models.source import CheckpointSource, ShapeOnlySource
     from penstock.weights.checkpoint import Checkpoint
 
     name, raw = taken_layers(found, layers)
@@ -221,17 +221,15 @@ def outlined(
         config, source = family.read_config(raw), Shapes(raw)
     elif found.kind == "gguf":
         gguf = open_gguf(found.path)
-        family, config, source = gguf.family, gguf.read_config(), Outline(gguf.source)
+        family, config, source = gguf.family, gguf.read_config(), ShapeOnlySource(gguf.source)
     else:
         checkpoint = Checkpoint.open(found.path)
         family = models.family_of(checkpoint.config)
         config = family.read_config(checkpoint.config)
-        source = Outline(Stored(checkpoint, *family.names(checkpoint, config)))
+        source = ShapeOnlySource(CheckpointSource(checkpoint, *family.names(checkpoint, config)))
     _check_positions(work, config)
     weights = family.read_weights(source, config)
-    here = device_for("cpu")
-    here.joins = device_type(device).joins  # models ask for it: the program is to be that device's
-    caches = Caches(family.caches(config), dtype, here)
+    caches = Caches(family.caches(config), dtype, device_for("cpu"))
     pages = work.sequences * -(-work.positions // PAGE)
 
     def unwritten(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -343,7 +341,7 @@ def _value_bytes(value: Value, written: bool, work: Work, layouts: Sequence[Any]
     if name is None or not name.startswith("cache"):
         return whole, whole if written else 0
     layout = layouts[int(name.removeprefix("cache").partition(".")[0])]
-    if isinstance(layout, Pages):
+    if isinstance(layout, PagedKV):
         row = value.shape[-1] * ITEMSIZE[value.dtype]
         return (0, work.rows * row) if written else (work.read(layout.window) * row, 0)
     if not value.is_part:
@@ -380,12 +378,12 @@ class _State:
         buffer.send()
         assert engine.programs is not None
         arrays = engine.programs.cache_arrays(one=not self._work.decoding)
-        arrays |= dict(zip(inputs, buffer.here, strict=True))
+        arrays |= dict(zip(inputs, buffer.on_device, strict=True))
         with where.running(deterministic=False):
             bound = program.bind(arrays, where.arena(program.arena_bytes))
             if not np.isfinite(where.to_host(bound.run()[0])).all():
                 raise BackendError("kernels: the step gave scores that are not finite, expected finite ones")
-            wait = lambda: where.to_host(buffer.here[0])  # noqa: E731
+            wait = lambda: where.to_host(buffer.on_device[0])  # noqa: E731
             kinds: dict[Any, list[int]] = defaultdict(list)
             for number, line in enumerate(side.lines):
                 kinds[line.kind].append(number)

@@ -23,7 +23,7 @@ _ROLE_OF_FIELD = {
     "table": "embedding",
     "head": "head",
     "router": "router",
-    "scores": "router",
+    "shared_gate": "router",
     "mixer": "attention",
     "attention": "attention",
     "mlp": "MLP",

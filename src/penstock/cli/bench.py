@@ -486,7 +486,7 @@ def _made_up(
             max_context=max(test.positions for test in tests),
             threads=threads,
             progress=add,
-            here=True,
+            on_device=True,
         )
     return name, llm
 

@@ -128,7 +128,6 @@ def _described(op: "Op") -> dict[str, Any]:
             for device, kernel in op.backends().items()
         },
         "writes": list(op.writes),
-        "sources": list(op.sources),
         "signature": _signature(op),
         "doc": op.doc.partition("\n")[0],
     }
@@ -162,17 +161,16 @@ def _mark(kernel: Any) -> str:
 
 
 def _print_all(ops: "list[Op]") -> None:
-    rows, count, sources = [], {"cpu": 0, "cuda": 0}, set()
+    rows, count = [], {"cpu": 0, "cuda": 0}
     for op in ops:
         found = op.backends()
         for device in count:
             count[device] += found[device] is not None
-        sources |= set(op.sources)
-        rows.append([op.name, op.family, "yes", *(_mark(found[device]) for device in count), str(len(op.sources))])
-    print_table(("op", "family", "ref", "cpu", "cuda", "sources"), rows, wrap=("cpu", "cuda"))
+        rows.append([op.name, op.family, "yes", *(_mark(found[device]) for device in count)])
+    print_table(("op", "family", "ref", "cpu", "cuda"), rows, wrap=("cpu", "cuda"))
     print(
-        f"{len(ops)} ops, all with a NumPy definition (ref); {count['cpu']} have a cpu kernel, {count['cuda']} a cuda "
-        f"kernel.\nThey do the work of {len(sources)} source kernels."
+        f"{len(ops)} ops, all with a NumPy definition (ref); "
+        f"{count['cpu']} have a cpu kernel, {count['cuda']} a cuda kernel."
     )
 
 
@@ -184,7 +182,6 @@ def _print_one(op: "Op") -> None:
     rows += ((device, _mark(kernel)) for device, kernel in op.backends().items())
     if op.writes:
         rows.append(("writes", ", ".join(op.writes)))
-    rows.append(("sources", ", ".join(op.sources) or "none"))
     print_table(("", "value"), rows, wrap=("value",), header=False)
 
 
@@ -256,7 +253,7 @@ def _loaded(
         family = models.family_of(raw)
         caches = Caches(family.caches(family.read_config(raw)), dtype)
         check_room(name, device_for(device), caches, batches, api.random_nbytes(raw))
-        llm = api.load_random(raw, device=device, max_context=work.positions, here=True)
+        llm = api.load_random(raw, device=device, max_context=work.positions, on_device=True)
     else:
         llm = api.load(found.path, device=device, max_context=work.positions)
         check_room(name, llm.engine.device, llm.engine.caches, batches)

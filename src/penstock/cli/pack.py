@@ -91,11 +91,11 @@ def pack(
 def _layers(checkpoint: "Checkpoint") -> "list[Layer]":
     from penstock import models
     from penstock.engine.expert_weights import expert_layers
-    from penstock.models.source import Stored
+    from penstock.models.source import CheckpointSource
 
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
-    layers = expert_layers(family, Stored(checkpoint, *family.names(checkpoint, config)), config)
+    layers = expert_layers(family, CheckpointSource(checkpoint, *family.names(checkpoint, config)), config)
     if not layers:
         raise CheckpointError(f"{checkpoint.path}: has no experts to pack")
     return layers

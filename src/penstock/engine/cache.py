@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.dtypes import ITEMSIZE
 from penstock.errors import OutOfMemory
-from penstock.models.step import PAGE, Layout, Pages, empty
+from penstock.models.step import PAGE, Layout, PagedKV, empty
 from penstock.ops.device import Device, device_for
 from penstock.units import amount
 
@@ -112,7 +112,7 @@ class Caches:
         self.dtype = dtype
         self.device = device or device_for("cpu")
         self.arrays = [self._empty(layout, 0, 0) for layout in self.layouts]
-        windows = {layout.window for layout in self.layouts if isinstance(layout, Pages)}
+        windows = {layout.window for layout in self.layouts if isinstance(layout, PagedKV)}
         self.pools = {window: PagePool(window) for window in sorted(windows, key=lambda w: -1 if w is None else w)}
         self._slots = 0
         self._free_slots: list[int] = []
@@ -135,12 +135,12 @@ class Caches:
 
     def page_bytes(self, window: int | None) -> int:
         """Bytes of a page in all layers of one window."""
-        return sum(self._row_bytes(one) for one in self.layouts if isinstance(one, Pages) and one.window == window)
+        return sum(self._row_bytes(one) for one in self.layouts if isinstance(one, PagedKV) and one.window == window)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of the recurrent state of one sequence in all layers."""
-        return sum(self._row_bytes(layout) for layout in self.layouts if not isinstance(layout, Pages))
+        return sum(self._row_bytes(layout) for layout in self.layouts if not isinstance(layout, PagedKV))
 
     @property
     def slots_used(self) -> int:
@@ -153,7 +153,7 @@ class Caches:
             self._grow_slots(max(1, 2 * self._slots))
         slot = self._free_slots.pop()
         for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True):
-            if not isinstance(layout, Pages):
+            if not isinstance(layout, PagedKV):
                 conv[slot] = 0
                 state[slot] = 0
         return Sequence(slot, {window: PageTable() for window in self.pools})
@@ -196,7 +196,7 @@ class Caches:
     def snapshot(self, sequence: Sequence) -> Snapshot:
         copy, slot = self.device.copy, sequence.slot
         state = [  # before the pages are held: copies may raise OutOfMemory
-            None if isinstance(layout, Pages) else (copy(conv[slot]), copy(state[slot]))
+            None if isinstance(layout, PagedKV) else (copy(conv[slot]), copy(state[slot]))
             for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True)
         ]
         tables = {}
@@ -230,7 +230,7 @@ class Caches:
     def rows(self, sequence: Sequence, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of what a layer keeps: the rows of its live positions, or its recurrent state."""
         layout, (first, second) = self.layouts[layer], self.arrays[layer]
-        if not isinstance(layout, Pages):
+        if not isinstance(layout, PagedKV):
             return tuple(self.device.to_host(a[sequence.slot]) for a in (first, second))  # type: ignore[return-value]
         table = sequence.tables[layout.window]
         count = sequence.length - table.first * PAGE
@@ -243,7 +243,7 @@ class Caches:
         self.advance(sequence, length)
         for layout, arrays, kept in zip(self.layouts, self.arrays, rows, strict=True):
             for array, values in zip(arrays, map(self.device.to_device, kept), strict=True):
-                if not isinstance(layout, Pages):
+                if not isinstance(layout, PagedKV):
                     array[sequence.slot] = values
                     continue
                 table = sequence.tables[layout.window]
@@ -273,7 +273,7 @@ class Caches:
         pool, old = self.pools[window], table.ids[block]
         page = pool.take()
         for layout, arrays in zip(self.layouts, self.arrays, strict=True):
-            if isinstance(layout, Pages) and layout.window == window:
+            if isinstance(layout, PagedKV) and layout.window == window:
                 for array in arrays:
                     array[page] = array[old]
         pool.release([old])
@@ -286,14 +286,14 @@ class Caches:
             return
         least = max(pool.capacity + wanted - len(pool.free), self.device.min_pages)
         capacity = max(least, min(2 * pool.capacity, pool.capacity + 256))
-        layers = [n for n, layout in enumerate(self.layouts) if isinstance(layout, Pages) and layout.window == window]
+        layers = [n for n, layout in enumerate(self.layouts) if isinstance(layout, PagedKV) and layout.window == window]
         if (capacity - pool.capacity) * self.page_bytes(window) + _KEEP_FREE > self.device.free_memory():
             capacity = least
         self._grow(layers, capacity, 0)
         pool.grow(capacity)
 
     def _grow_slots(self, capacity: int) -> None:
-        layers = [n for n, layout in enumerate(self.layouts) if not isinstance(layout, Pages)]
+        layers = [n for n, layout in enumerate(self.layouts) if not isinstance(layout, PagedKV)]
         self._grow(layers, 0, capacity)
         self._free_slots.extend(range(capacity - 1, self._slots - 1, -1))
         self._slots = capacity
@@ -319,6 +319,6 @@ class Caches:
 
     def _row_bytes(self, layout: Layout) -> int:
         """Bytes of one page, or of one slot, of a layer."""
-        if isinstance(layout, Pages):
-            return PAGE * (layout.first + layout.second) * ITEMSIZE[self.dtype]
+        if isinstance(layout, PagedKV):
+            return PAGE * (layout.key_width + layout.value_width) * ITEMSIZE[self.dtype]
         return math.prod(layout.conv) * ITEMSIZE[self.dtype] + math.prod(layout.state) * 4

@@ -18,7 +18,7 @@ from penstock.experts.streamed import Streamed
 from penstock.models import replaced
 from penstock.models.family import ConfigT, Family, WeightsT
 from penstock.models.layers import ExpertStack
-from penstock.models.source import Shelved, Stored, outlined
+from penstock.models.source import CheckpointSource, Shelved, outlined
 from penstock.ops.device import Device
 from penstock.quant import QuantizedTensor
 from penstock.units import parse_size, spelled
@@ -56,7 +56,7 @@ class ExpertOptions:
         return self.cache != "auto" or self.host != "auto"
 
 
-def expert_layers(family: Family[ConfigT, WeightsT], source: Stored, config: ConfigT) -> list[Layer]:
+def expert_layers(family: Family[ConfigT, WeightsT], source: CheckpointSource, config: ConfigT) -> list[Layer]:
     """The layers of a checkpoint that have experts, in the order in which they run. No weight is read."""
     return _layers(family.read_weights(Shelved(source, outlined), config))
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.engine.cache import Sequence, Snapshot
 from penstock.engine.engine import Engine
-from penstock.models.step import PAGE, Pages
+from penstock.models.step import PAGE, PagedKV
 
 _REMEMBERED = 1 << 16  # digests of blocks that were seen, stored or not
 
@@ -48,7 +48,7 @@ class PrefixCache:
         self.budget = budget
         self.alignment = engine.device.chunk_alignment
         caches = engine.caches
-        self.free_of_cost = all(isinstance(layout, Pages) and layout.window is None for layout in caches.layouts)
+        self.free_of_cost = all(isinstance(layout, PagedKV) and layout.window is None for layout in caches.layouts)
         self._page_bytes = {window: caches.page_bytes(window) for window in caches.pools}
         self._state_bytes = caches.slot_bytes
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first

@@ -17,7 +17,7 @@ from penstock.errors import OutOfMemory
 from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Node, Program, Wrap, trace
 from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
-from penstock.models.step import Pages, Step, empty
+from penstock.models.step import PagedKV, Step, empty
 from penstock.ops.array import Spec, spec_of
 from penstock.units import amount
 
@@ -55,7 +55,8 @@ class Programs:
         self.wrap: Wrap | None = None  # see Program.bind
         zeros = self.device.zeros
         self.rows = [
-            None if isinstance(layout, Pages) else empty(layout, 0, 1, caches.dtype, zeros) for layout in caches.layouts
+            None if isinstance(layout, PagedKV) else empty(layout, 0, 1, caches.dtype, zeros)
+            for layout in caches.layouts
         ]
         self._kept: dict[Any, Runner] = {}
         self._sizes: set[tuple[int, bool]] = set()  # of prefills so far
@@ -219,9 +220,7 @@ class Programs:
 
     def _step(self, tokens: Any, positions: Any, widths: Mapping[int | None, int], more: Mapping[str, Any]) -> Step:
         tables = {window: more[table_name(window)] for window in widths}
-        return Step(
-            tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype, joins=self.device.joins
-        )
+        return Step(tokens, positions, tables, activations=self.activations, dtype=self.caches.dtype)
 
     def cache_arrays(self, one: bool) -> dict[str, Any]:
         """Arrays of all caches by input name; `one`: the rows of one sequence instead of all recurrent states."""

@@ -21,9 +21,9 @@ _CALM = 1  # layers of a step that may miss experts for the next one to be run a
 class Runner:
     """A program with its buffers. The first run is a list of calls; from the second on it is a replay.
 
-    Its inputs are small int32 arrays of the given shapes: `host` to fill, `here` where the device reads them. compiles:
-    its kernels may be new, and are compiled together before it runs. captures: False if its calls do more than launch
-    kernels, so that every run is a list of calls.
+    Its inputs are small int32 arrays of the given shapes: `host` to fill, `on_device` where the device reads them.
+    compiles: its kernels may be new, and are compiled together before it runs. captures: False if its calls do more
+    than launch kernels, so that every run is a list of calls.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Runner:
         self.device = device
         self._buffer: Inputs = device.inputs([(shape, "int32") for shape in numbers.values()])
         self.host: dict[str, np.ndarray] = dict(zip(numbers, self._buffer.host, strict=True))
-        self.here: dict[str, Any] = dict(zip(numbers, self._buffer.here, strict=True))
+        self.on_device: dict[str, Any] = dict(zip(numbers, self._buffer.on_device, strict=True))
         self.bound: Bound | None = None
         self._drawing: Drawing | None = None
         self._replays: dict[Any, Callable[[], object]] = {}
@@ -54,7 +54,7 @@ class Runner:
     def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
         """Bind the program to caches and an arena; nothing happens if `key`, which names them, is that of last time."""
         if key != self._key:
-            self.bound = self.program.bind({**self.here, **arrays}, arena, wrap)
+            self.bound = self.program.bind({**self.on_device, **arrays}, arena, wrap)
             self._key, self._replays, self._ran, self._drawing = key, {}, set(), None
 
     def fill(self, **values: Any) -> None:
@@ -68,7 +68,7 @@ class Runner:
     def drawing(self) -> Drawing:
         """What draws from its scores."""
         if self._drawing is None:
-            self._drawing = self.device.drawing(self.outputs[0], self.here)
+            self._drawing = self.device.drawing(self.outputs[0], self.on_device)
         return self._drawing
 
     def run(self, name: str = "", tail: Tail | None = None) -> None:
@@ -124,7 +124,7 @@ class SteppedRunner(Runner):
     def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
         if key != self._key:
             self._cut = {}
-        looking = self._streamed.looking(self.program.graph, self._missing, self.here, wrap)
+        looking = self._streamed.looking(self.program.graph, self._missing, self.on_device, wrap)
         super().bind(key, arrays, arena, looking)
 
     def fill(self, **values: Any) -> None:

@@ -24,7 +24,7 @@ from penstock.engine.cache import Snapshot
 from penstock.engine.engine import Engine
 from penstock.engine.generation import Chunk, Completion, Request, run_requests, sampling_params
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument
-from penstock.models.step import PAGE, Pages
+from penstock.models.step import PAGE, PagedKV
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.safetensors import SafetensorsFile
 
@@ -294,9 +294,9 @@ def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
     if "logits" in arrays:
         wanted["logits"] = ((engine.model.config.vocab_size,), "float32")
     for n, layout in enumerate(engine.caches.layouts):
-        if isinstance(layout, Pages):
+        if isinstance(layout, PagedKV):
             dead = 0 if layout.window is None else max(0, length - layout.window + 1) // PAGE
-            shapes = [((length - dead * PAGE, width), engine.dtype) for width in (layout.first, layout.second)]
+            shapes = [((length - dead * PAGE, width), engine.dtype) for width in (layout.key_width, layout.value_width)]
         else:
             shapes = [(layout.conv, engine.dtype), (layout.state, "float32")]
         wanted |= {f"layers.{n}.{part}": shape for part, shape in zip(("first", "second"), shapes, strict=True)}

@@ -10,19 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from penstock.errors import InvalidArgument
 from penstock.graph.trace import Graph, Node, Value
+from penstock.ops import split_columns
 from penstock.ops.op import DEVICES, Op
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A new node instead of some others; its outputs are values that those made (None: not asked for, or new)."""
+    """A new node instead of some others; its outputs are values that those made (None: not asked for, or new).
+
+    before: another new one that makes what `node` reads.
+    """
 
     node: Node
     instead: tuple[Node, ...]
+    before: Node | None = None
 
 
 Candidates = Iterator[Rewrite | None]  # best first; None: the new call's arguments do not fit
@@ -44,7 +50,7 @@ def rule(*roots: Op, devices: tuple[str, ...] = DEVICES) -> Callable[[Callable[[
 
 def rewritten(graph: Graph, device: str, rules: Sequence[Rule]) -> Graph:
     """A new graph after one pass of each rule, in order, over the nodes of its ops, in order. The given one stays."""
-    match = Match(graph)
+    match = Match(graph, device)
     for each in rules:
         if device not in each.devices:
             continue
@@ -59,9 +65,10 @@ def rewritten(graph: Graph, device: str, rules: Sequence[Rule]) -> Graph:
 class Match:
     """A graph while it is rewritten: which nodes make and read each value, kept up to date."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, device: str) -> None:
+        self.device = device
         self._graph = graph
-        self._place = {node: number for number, node in enumerate(graph.nodes)}
+        self._place = {node: 2 * number for number, node in enumerate(graph.nodes)}  # odd: of a node `before` another
         self._by_op: dict[Op, dict[Node, None]] = {}
         self._bases: dict[Node, set[Value]] = {}  # what a node reads, whole arrays for parts
         self._maker: dict[Value, Node] = {}
@@ -80,15 +87,10 @@ class Match:
         """The nodes of an op in the order in which they run."""
         return sorted(self._by_op.get(op, ()), key=self._place.__getitem__)
 
-    def source(self, value: Any, *ops: Op) -> Node | None:
-        """The node of one of these ops that makes the array to which this value belongs."""
-        node = self._maker.get(value.base) if isinstance(value, Value) else None
-        return node if node is not None and node.op in ops else None
-
     def maker(self, value: Any, *ops: Op) -> Node | None:
-        """`source`, if the value is all of its output, in its shape."""
-        node = self.source(value, *ops)
-        return node if node is not None and value.spec == value.base.spec else None
+        """The node of one of these ops that makes this value, all of its output, in its shape."""
+        node = self._maker.get(value.base) if isinstance(value, Value) and value.spec == value.base.spec else None
+        return node if node is not None and node.op in ops else None
 
     def made_by(self, value: Any, *ops: Op) -> Node | None:
         """`maker`, if one node alone reads the value and the graph does not return it."""
@@ -130,6 +132,9 @@ class Match:
             return False
         for node in rewrite.instead:
             self._leave(node)
+        if rewrite.before is not None:
+            self._place[rewrite.before] = place - 1
+            self._enter(rewrite.before)
         self._place[rewrite.node] = place
         self._enter(rewrite.node)
         return True
@@ -140,13 +145,13 @@ class Match:
             return None
         if {base for old in gone for base in _changed(old)} != _changed(node):
             return None
-        bases = {value.base for value in node.reads}
+        bases = {value.base for value in (rewrite.before or node).reads}
         makers = [self._maker[base] for base in bases if base in self._maker]
         if any(maker in gone for maker in makers):
             return None
         readers = [reader for out in node.outs if out is not None for reader in self.readers(out) if reader not in gone]
         first = max((place[maker] for maker in makers), default=-1)
-        last = min((place[reader] for reader in readers), default=len(self._graph.nodes))
+        last = min((place[reader] for reader in readers), default=2 * len(self._graph.nodes))
         for spot in sorted((place[old] for old in gone), reverse=True):
             if first < spot < last and self._in_order(bases, gone, spot):
                 return spot
@@ -183,7 +188,7 @@ class Match:
             del self._readers[base][node]
 
     def result(self) -> Graph:
-        """The graph as it is now, with nodes and values of its own."""
+        """The graph as it is now, with nodes and values of its own. The columns of one row are parts of it."""
         made = Graph()
         ours: dict[Value, Value] = {value: made.input(name, value.spec) for name, value in self._graph.inputs.items()}
 
@@ -191,10 +196,16 @@ class Match:
             base = ours[value.base]
             if not value.is_part:
                 return base
-            return Value(made, value.spec, node=base.node, name=base.name, base=base, offset=value.offset)
+            offset = base.offset + value.offset
+            return Value(made, value.spec, node=base.node, name=base.name, base=base.base, offset=offset)
 
         for node in sorted(self._place, key=self._place.__getitem__):
             args = {name: own(arg) if isinstance(arg, Value) else arg for name, arg in node.args.items()}
+            if node.op is split_columns and node["x"].shape[0] == 1:
+                outs = [out for out in node.outs if out is not None]
+                ends = accumulate(out.spec.size for out in outs)
+                ours |= {out: args["x"][:, end - out.spec.size : end] for out, end in zip(outs, ends, strict=True)}
+                continue
             copy = made.made(node.op, args, [None if out is None else out.spec for out in node.outs])
             made.nodes.append(copy)
             for out, new in zip(node.outs, copy.outs, strict=True):

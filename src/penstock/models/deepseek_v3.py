@@ -19,24 +19,22 @@ from penstock.models.config import Fields
 from penstock.models.family import Family, MlxRules, SplitHeads
 from penstock.models.layers import (
     ExpertStack,
-    Joined,
     Mlp,
+    adjacent,
     apply_rope,
     embed,
     experts,
     flat,
     heads,
-    join,
     linear,
     mlp,
-    project,
     read_experts,
     read_head,
     read_mlp,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
-from penstock.models.step import Layout, Pages, Step
+from penstock.models.step import Layout, PagedKV, Step
 from penstock.ops.array import Array
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
@@ -137,7 +135,8 @@ def read_config(raw: dict) -> Config:
 
 @dataclass(frozen=True)
 class Attention:
-    inputs: Joined  # q_a [q_rank, dim] (or q itself) and kv_a [R + rope, dim]
+    q_a: Weight  # [q_rank, dim], or q itself
+    kv_a: Weight  # [R + rope, dim]
     q_norm: np.ndarray | None
     q_b: Weight | None  # [H · (nope + rope), q_rank]
     kv_norm: np.ndarray
@@ -219,7 +218,8 @@ def _attention(source: Source, config: Config, path: str) -> Attention:
         key, value = source.weight(path + "kv_b_proj", H * (config.nope + vd), R), None
     kv_norm = source.vector(path + "kv_a_layernorm", R)
     out = source.weight(path + "o_proj", dim, H * vd)
-    return Attention(join(first, kv_a), q_norm, q_b, kv_norm, key, value, out)
+    first, kv_a = adjacent(first, kv_a)
+    return Attention(first, kv_a, q_norm, q_b, kv_norm, key, value, out)
 
 
 def _halves(config: Config) -> np.ndarray:
@@ -232,7 +232,7 @@ def _halves(config: Config) -> np.ndarray:
 
 
 def caches(config: Config) -> tuple[Layout, ...]:
-    return (Pages(config.kv_rank, config.rope_dim),) * config.layers
+    return (PagedKV(config.kv_rank, config.rope_dim),) * config.layers
 
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
@@ -256,7 +256,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
 
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
     """Latent attention. x [T, dim] → [T, dim]."""
-    q, kv = project(step, x, w.inputs)
+    q, kv = linear(step, x, w.q_a), linear(step, x, w.kv_a)
     if w.q_b is not None:
         q = linear(step, ops.rms_norm(q, w.q_norm, _INNER_EPS), w.q_b)
     q_nope, q_pe, latent, k_pe = ops.mla_split_q_kv(heads(q, config.heads), kv, config.nope)

@@ -20,24 +20,22 @@ from penstock.models.config import Fields, layer_types
 from penstock.models.family import Family, MlxRules
 from penstock.models.layers import (
     ExpertStack,
-    Joined,
     Mlp,
+    adjacent,
     apply_rope,
     embed,
     experts,
     flat,
     heads,
-    join,
     linear,
     mlp,
-    project,
     read_experts,
     read_head,
     read_mlp,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
-from penstock.models.step import Layout, Pages, Step, attend, attend_only
+from penstock.models.step import Layout, PagedKV, Step, attend, attend_only
 from penstock.ops.array import Array
 
 MODEL_TYPES = ("gemma4", "gemma4_text")
@@ -163,7 +161,7 @@ def _overridden(fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: in
 
 @dataclass(frozen=True)
 class Attention:
-    inputs: Joined  # q [H · D, dim], then k [Hkv · D, dim] and v unless they come from elsewhere
+    inputs: tuple[Weight, ...]  # q [H · D, dim], then k [Hkv · D, dim] and v unless they come from elsewhere
     out: Weight
     q_norm: np.ndarray
     k_norm: np.ndarray | None  # None: reads the keys and values of another layer
@@ -259,7 +257,7 @@ def _attention(source: Source, config: Config, n: int, path: str) -> Attention:
     if config.sources[n] == n:
         rows |= {"k": kind.kv_heads * kind.head_dim} | ({"v": kind.kv_heads * kind.head_dim} if kind.values else {})
     return Attention(
-        join(*(source.weight(f"{path}{part}_proj", count, dim) for part, count in rows.items())),
+        adjacent(*(source.weight(f"{path}{part}_proj", count, dim) for part, count in rows.items())),
         source.weight(path + "o_proj", dim, rows["q"]),
         source.vector(path + "q_norm", kind.head_dim),
         source.vector(path + "k_norm", kind.head_dim) if "k" in rows else None,
@@ -288,7 +286,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
     for n, name in enumerate(config.layer_types):
         kind = config.kinds[name]
         width = kind.kv_heads * kind.head_dim if config.sources[n] == n else 0
-        layouts.append(Pages(width, width, kind.window))
+        layouts.append(PagedKV(width, width, kind.window))
     return tuple(layouts)
 
 
@@ -322,7 +320,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
 def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache: tuple[Array, Array]) -> Array:
     """Attention with normed heads and scale 1. Values are normed without a weight. x [T, dim] → [T, dim]."""
     kind, eps = config.kinds[config.layer_types[n]], config.norm_eps
-    q, *kv = project(step, x, w.inputs)
+    q, *kv = (linear(step, x, part) for part in w.inputs)
     q = ops.rms_norm(heads(q, config.heads), w.q_norm, eps)
     q = apply_rope(step, q, kind.rope)
     if w.k_norm is None:

@@ -41,41 +41,20 @@ def flat(x: Array) -> Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2])
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Weights with one input. Alike in format they lie below each other in `whole`, and `parts` are views of it."""
+def adjacent(*weights: Weight) -> tuple[Weight, ...]:
+    """Weights with one input as rows of one block (a copy), so that the graph can make one product of theirs.
 
-    whole: Weight | None
-    parts: tuple[Weight, ...]
-
-
-def join(*weights: Weight) -> Joined:
-    """Put quantized weights of one bits, group size and dtype below each other (a copy), so that one call reads all."""
-    first = weights[0]
-    if not isinstance(first, QuantizedTensor):
-        return Joined(None, weights)
-    quantized = [w for w in weights if isinstance(w, QuantizedTensor) and w.key[1:] == first.key[1:]]
-    if len(quantized) < len(weights) or any(w.shape[1] != first.shape[1] for w in quantized):
-        return Joined(None, weights)
-    columns = zip(*(w.arrays for w in quantized), strict=True)
-    whole = first.with_arrays(*(concatenated(arrays) for arrays in columns))
-    ends = list(accumulate(w.shape[0] for w in quantized))
-    rows = [slice(end - w.shape[0], end) for w, end in zip(quantized, ends, strict=True)]
-    return Joined(whole, tuple(first.with_arrays(*(a[part] for a in whole.arrays)) for part in rows))
-
-
-def project(step: Step, x: Array, w: Joined, dtype: str | None = None, joins: int | None = None) -> tuple[Array, ...]:
-    """x [T, K] times each joined weight. One row is one product, cut into views; more rows are cut into copies.
-
-    joins: most rows that are not multiplied with each weight by itself, those of the step by default.
+    Those that differ in bits, group size or dtype, or are dense, stay where they are.
     """
-    if w.whole is None or x.shape[0] > (step.joins if joins is None else joins):
-        return tuple(linear(step, x, part, dtype) for part in w.parts)
-    y = linear(step, x, w.whole, dtype)
-    if x.shape[0] != 1:
-        return (y,) if len(w.parts) == 1 else ops.split_columns(y, *(part.shape[0] for part in w.parts))
-    cuts = accumulate(part.shape[0] for part in w.parts)
-    return tuple(y[:, end - part.shape[0] : end] for part, end in zip(w.parts, cuts, strict=True))
+    quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
+    if len({(*w.key[1:], w.shape[1]) for w in quantized}) != 1 or len(quantized) < len(weights):
+        return weights
+    blocks = [concatenated(arrays) for arrays in zip(*(w.arrays for w in quantized), strict=True)]
+    ends = accumulate(w.shape[0] for w in quantized)
+    return tuple(
+        w.with_arrays(*(block[end - w.shape[0] : end] for block in blocks))
+        for w, end in zip(quantized, ends, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -95,13 +74,14 @@ class ExpertStack:
 class Mlp:
     """A gated feed-forward block."""
 
-    gate_up: Joined
+    gate: Weight
+    up: Weight
     down: Weight
 
 
 def read_mlp(source: Source, path: str, dim: int, width: int) -> Mlp:
-    gate, up = (source.weight(f"{path}.{part}_proj", width, dim) for part in ("gate", "up"))
-    return Mlp(join(gate, up), source.weight(f"{path}.down_proj", dim, width))
+    gate, up = adjacent(*(source.weight(f"{path}.{part}_proj", width, dim) for part in ("gate", "up")))
+    return Mlp(gate, up, source.weight(f"{path}.down_proj", dim, width))
 
 
 def read_head(source: Source, tied: bool, table: Weight, vocab: int, dim: int) -> Weight:
@@ -133,8 +113,7 @@ def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, 
 def mlp(step: Step, x: Array, w: Mlp, act: str = "silu") -> Array:
     """down(act(gate x) · up x), x [T, dim] → [T, dim]."""
     gated = ops.swiglu if act == "silu" else ops.geglu
-    gate, up = project(step, x, w.gate_up, joins=1)  # two products are one fused op
-    return linear(step, gated(gate, up), w.down)
+    return linear(step, gated(linear(step, x, w.gate), linear(step, x, w.up)), w.down)
 
 
 def experts(step: Step, x: Array, ids: Array, weights: Array, w: ExpertStack, act: str = "silu") -> Array:

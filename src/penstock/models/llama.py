@@ -16,24 +16,22 @@ from penstock.models.config import Fields, layer_types
 from penstock.models.family import Family, GgufArchitecture, GgufNames
 from penstock.models.layers import (
     ExpertStack,
-    Joined,
     Mlp,
+    adjacent,
     apply_rope,
     embed,
     experts,
     flat,
     heads,
-    join,
     linear,
     mlp,
-    project,
     read_experts,
     read_head,
     read_mlp,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
-from penstock.models.step import Layout, Pages, Step, attend
+from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -131,7 +129,7 @@ def _windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, 
 
 @dataclass(frozen=True)
 class Attention:
-    inputs: Joined  # q [H · D, dim], k and v [Hkv · D, dim]
+    inputs: tuple[Weight, ...]  # q [H · D, dim], k and v [Hkv · D, dim]
     out: Weight
     input_biases: tuple[np.ndarray, ...]  # of q, k, v, or none
     out_bias: np.ndarray | None
@@ -202,7 +200,7 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
 def _attention(source: Source, config: Config, path: str) -> Attention:
     H, Hkv, D, dim = config.heads, config.kv_heads, config.head_dim, config.dim
     parts = (("q", H * D), ("k", Hkv * D), ("v", Hkv * D))
-    inputs = join(*(source.weight(f"{path}{part}_proj", rows, dim) for part, rows in parts))
+    inputs = adjacent(*(source.weight(f"{path}{part}_proj", rows, dim) for part, rows in parts))
     biases = [source.vector(f"{path}{part}_proj.bias", rows) for part, rows in parts] if config.qkv_bias else []
     return Attention(
         inputs,
@@ -219,7 +217,7 @@ def _attention(source: Source, config: Config, path: str) -> Attention:
 
 def caches(config: Config) -> tuple[Layout, ...]:
     kv = config.kv_heads * config.head_dim
-    return tuple(Pages(kv, kv, window) for window in config.windows)
+    return tuple(PagedKV(kv, kv, window) for window in config.windows)
 
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
@@ -242,7 +240,7 @@ def attention(
     step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array], window: int | None
 ) -> Array:
     """Causal attention with rotary positions. x [T, dim] → [T, dim]."""
-    q, k, v = project(step, x, w.inputs)
+    q, k, v = (linear(step, x, part) for part in w.inputs)
     if w.input_biases:
         q, k, v = (ops.add(part, bias) for part, bias in zip((q, k, v), w.input_biases, strict=True))
     q, k, v = heads(q, config.heads), heads(k, config.kv_heads), heads(v, config.kv_heads)  # [T, H, D]
@@ -259,7 +257,7 @@ def feed_forward(step: Step, x: Array, w: Mlp | BiasedMlp | Experts, config: Con
     if isinstance(w, Mlp):
         return mlp(step, x, w)
     if isinstance(w, BiasedMlp):
-        gate, up = project(step, x, w.mlp.gate_up)
+        gate, up = linear(step, x, w.mlp.gate), linear(step, x, w.mlp.up)
         y = ops.swiglu(ops.add(gate, w.gate_bias), ops.add(up, w.up_bias))
         return ops.add(linear(step, y, w.mlp.down), w.down_bias)
     ids, weights = ops.moe_softmax_topk(linear(step, x, w.router, "float32"), config.top_k, propagate_nan=True)

@@ -18,24 +18,22 @@ from penstock.models.config import Fields, layer_types
 from penstock.models.family import Family, MlxRules
 from penstock.models.layers import (
     ExpertStack,
-    Joined,
     Mlp,
+    adjacent,
     apply_rope,
     embed,
     experts,
     flat,
     heads,
-    join,
     linear,
     mlp,
-    project,
     read_experts,
     read_head,
     read_mlp,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
-from penstock.models.step import Layout, Pages, Recurrent, Step, attend, convolve, delta_rule
+from penstock.models.step import Layout, PagedKV, RecurrentState, Step, attend, convolve, delta_rule
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
@@ -131,7 +129,10 @@ def read_config(raw: dict) -> Config:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    inputs: Joined  # qkv [2 Hk Dk + Hv Dv, dim] (all q heads, all k heads, all v heads), z [Hv Dv, dim], a, b [Hv, dim]
+    qkv: Weight  # [2 Hk Dk + Hv Dv, dim]: all q heads, all k heads, all v heads
+    z: Weight  # [Hv Dv, dim]
+    a: Weight  # [Hv, dim]
+    b: Weight
     conv: np.ndarray  # [conv_dim, W]
     A_log: np.ndarray
     dt_bias: np.ndarray
@@ -141,7 +142,9 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Attention:
-    inputs: Joined  # q [H · 2D, dim] (per head D rows of q, then D rows of the gate), k and v [Hkv · D, dim]
+    q: Weight  # [H · 2D, dim]: per head D rows of q, then D rows of the gate
+    k: Weight  # [Hkv · D, dim]
+    v: Weight
     out: Weight
     q_norm: np.ndarray
     k_norm: np.ndarray
@@ -149,7 +152,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class Experts:
-    scores: Joined  # router [E, dim] and the gate of the shared expert [1, dim]
+    router: Weight  # [E, dim]
+    shared_gate: Weight  # [1, dim]
     routed: ExpertStack
     shared: Mlp
 
@@ -202,11 +206,13 @@ def _layer(source: Source, config: Config, n: int, kind: str) -> Layer:
     if n in config.dense_layers:
         block = read_mlp(source, f"{path}.mlp", dim, config.mlp_width)
     else:
+        router, gate = adjacent(
+            source.weight(f"{path}.mlp.gate", config.experts, dim),
+            source.weight(f"{path}.mlp.shared_expert_gate", 1, dim),
+        )
         block = Experts(
-            join(
-                source.weight(f"{path}.mlp.gate", config.experts, dim),
-                source.weight(f"{path}.mlp.shared_expert_gate", 1, dim),
-            ),
+            router,
+            gate,
             read_experts(source, f"{path}.mlp", "switch_mlp", config.experts, dim, config.expert_width),
             read_mlp(source, f"{path}.mlp.shared_expert", dim, config.shared_width),
         )
@@ -222,12 +228,12 @@ def _layer(source: Source, config: Config, n: int, kind: str) -> Layer:
 
 def _attention(source: Source, config: Config, path: str) -> Attention:
     H, Hkv, D, dim = config.heads, config.kv_heads, config.head_dim, config.dim
+    rows = {"q": 2 * H * D, "k": Hkv * D, "v": Hkv * D}
+    q, k, v = adjacent(*(source.weight(f"{path}{part}_proj", count, dim) for part, count in rows.items()))
     return Attention(
-        join(
-            source.weight(path + "q_proj", 2 * H * D, dim),
-            source.weight(path + "k_proj", Hkv * D, dim),
-            source.weight(path + "v_proj", Hkv * D, dim),
-        ),
+        q,
+        k,
+        v,
         source.weight(path + "o_proj", dim, H * D),
         _offset(source, path + "q_norm", D),
         _offset(source, path + "k_norm", D),
@@ -242,9 +248,13 @@ def _delta_net(source: Source, config: Config, path: str) -> DeltaNet:
         qkv = source.weight(path + "in_proj_qkv", config.conv_dim, dim)
         z = source.weight(path + "in_proj_z", Hv * Dv, dim)
         b, a = (source.weight(f"{path}in_proj_{part}", Hv, dim) for part in ("b", "a"))
+    qkv, z, a, b = adjacent(qkv, z, a, b)
     conv_shape = (config.conv_dim, 1, W) if source.layout == "hf" else (config.conv_dim, W, 1)
     return DeltaNet(
-        join(qkv, z, a, b),
+        qkv,
+        z,
+        a,
+        b,
         source.vector(path + "conv1d", *conv_shape).reshape(config.conv_dim, W),
         source.vector(path + "A_log", Hv),
         source.vector(path + "dt_bias", Hv),
@@ -276,8 +286,8 @@ def _joined_projections(source: Source, config: Config, path: str) -> tuple[Weig
 def caches(config: Config) -> tuple[Layout, ...]:
     """One cache per layer."""
     kv = config.kv_heads * config.head_dim
-    pages = Pages(kv, kv)
-    recurrent = Recurrent(
+    pages = PagedKV(kv, kv)
+    recurrent = RecurrentState(
         (config.conv_width - 1, config.conv_dim), (config.value_heads, config.value_dim, config.key_dim)
     )
     return tuple(recurrent if kind == "linear_attention" else pages for kind in config.layer_types)
@@ -308,7 +318,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
 def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Array, Array]) -> Array:
     """Gated DeltaNet: convolution, normalised q and k, the delta rule, a gated norm. x [T, dim] → [T, dim]."""
     Hk, Hv, Dk, Dv = config.key_heads, config.value_heads, config.key_dim, config.value_dim
-    qkv, z, alpha, beta = project(step, x, w.inputs)
+    qkv, z, alpha, beta = (linear(step, x, part) for part in (w.qkv, w.z, w.a, w.b))
     y = ops.rms_norm_qk(convolve(step, cache, qkv, w.conv), Hk, Dk, Hk * Dk)
     g, b = ops.gdn_decay_beta(alpha, beta, w.A_log, w.dt_bias)
     d = delta_rule(step, cache, y, g, b, Hk, Hv, Dk, Dv)  # [T, Hv, Dv]
@@ -318,7 +328,7 @@ def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Ar
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
     """Softmax attention with normed heads, partial rotation and a gate on the output. x [T, dim] → [T, dim]."""
     eps = config.norm_eps
-    q, k, v = project(step, x, w.inputs)
+    q, k, v = (linear(step, x, part) for part in (w.q, w.k, w.v))
     q, gate = ops.split_q_gate(heads(q, config.heads))  # [T, H, D] each
     q = apply_rope(step, ops.rms_norm(q, w.q_norm, eps), config.rope)
     k = apply_rope(step, ops.rms_norm(heads(k, config.kv_heads), w.k_norm, eps), config.rope)  # [T, Hkv, D]
@@ -328,7 +338,7 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
 
 def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     """h + Σ chosen experts of x + σ(score) · shared expert of x, h and x [T, dim]."""
-    logits, score = project(step, x, w.scores, "float32")
+    logits, score = (linear(step, x, part, "float32") for part in (w.router, w.shared_gate))
     ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True)
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)

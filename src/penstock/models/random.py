@@ -95,7 +95,7 @@ class Maker(Protocol):
         ...
 
 
-class RandomHere(Random):
+class DeviceRandomSource(Random):
     """Made-up weights that the device draws itself: seconds instead of minutes, and other numbers than the host's."""
 
     def __init__(

@@ -62,7 +62,7 @@ def text_names(checkpoint: Checkpoint, _config: object = None) -> tuple[str, str
     return "model.", "", "mlx" if turned else "hf"
 
 
-class Stored:
+class CheckpointSource:
     """Weights of a checkpoint, each checked against the shape that the config implies.
 
     prefix stands before every path in the file, head before `lm_head`.
@@ -175,7 +175,7 @@ class LeftOver:
     remarks: list[str]
 
 
-def left_over(source: Stored, skipped: Sequence[str], layers: int) -> LeftOver:
+def left_over(source: CheckpointSource, skipped: Sequence[str], layers: int) -> LeftOver:
     """What nothing has asked `source` for; skipped: how names of parts begin that are not run."""
     known: dict[str, list[str]] = {}
     other: list[str] = []
@@ -194,7 +194,7 @@ def left_over(source: Stored, skipped: Sequence[str], layers: int) -> LeftOver:
     return LeftOver(known, remarks)
 
 
-class Outline:
+class ShapeOnlySource:
     """Another source's matrices by shape and format alone: none is read or copied. Vectors are as they are."""
 
     def __init__(self, source: Source) -> None:
@@ -253,7 +253,7 @@ def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         raise OutOfMemory(f"config.json: a weight of shape {shape} needs {amount(nbytes)}, too many") from None
 
 
-class Placed:
+class DeviceSource:
     """A source whose matrices go to a device as they are read, one at a time, so that the host never holds them all.
 
     Vectors stay NumPy arrays: families compute with them while they read; `models.placed` moves what is left.
@@ -280,10 +280,10 @@ class Placed:
         return self._put(self.source.stack(paths, *shape))
 
 
-class Shelved(Placed):
+class Shelved(DeviceSource):
     """A checkpoint whose experts stay in its files: their stacks come as shelves."""
 
-    def __init__(self, source: Stored, put: Callable[[Any], Any]) -> None:
+    def __init__(self, source: CheckpointSource, put: Callable[[Any], Any]) -> None:
         super().__init__(source, put)
         self._stored = source
 

@@ -17,27 +17,27 @@ PAGE = 256  # positions in a page; chunks of a prompt are cut at its multiples, 
 
 
 @dataclass(frozen=True)
-class Pages:
+class PagedKV:
     """Cache of a layer that attends: two arrays of rows per position, in pages [P, PAGE, width].
 
     Keys and values for attention, or latent and rotary key for MLA. window: positions that are still read, None for
     all; layers of one window share their block tables.
     """
 
-    first: int
-    second: int
+    key_width: int
+    value_width: int
     window: int | None = None
 
 
 @dataclass(frozen=True)
-class Recurrent:
+class RecurrentState:
     """Cache of a linear-attention layer: last rows of the convolution [S, W − 1, C], the state [S, Hv, Dv, Dk]."""
 
     conv: tuple[int, int]
     state: tuple[int, int, int]
 
 
-Layout = Pages | Recurrent
+Layout = PagedKV | RecurrentState
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,6 @@ class Step:
     lengths: Array | None = None
     activations: str = "float32"  # how quantized products round x
     dtype: str = "float32"  # of the residual stream
-    joins: int = 1  # most tokens for which one product with joined weights and a cut beats a product with each
 
     @property
     def decoding(self) -> bool:
@@ -106,6 +105,6 @@ def empty(
     layout: Layout, pages: int, slots: int, dtype: str, zeros: Callable[[tuple[int, ...], str], Array]
 ) -> tuple[Array, Array]:
     """Arrays of one layer's cache, made by `zeros`. A recurrent state is float32 whatever the activations are."""
-    if isinstance(layout, Pages):
-        return zeros((pages, PAGE, layout.first), dtype), zeros((pages, PAGE, layout.second), dtype)
+    if isinstance(layout, PagedKV):
+        return zeros((pages, PAGE, layout.key_width), dtype), zeros((pages, PAGE, layout.value_width), dtype)
     return zeros((slots, *layout.conv), dtype), zeros((slots, *layout.state), "float32")

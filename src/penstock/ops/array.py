@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -114,6 +115,24 @@ def concatenated(arrays: Sequence[Any], axis: int = 0) -> Any:
     import torch
 
     return torch.cat(list(arrays), axis)
+
+
+def as_one(arrays: Sequence[Any]) -> Any | None:
+    """The array of which these are all rows, one behind the other in one allocation; None if they are not."""
+    first, rows = arrays[0], sum(map(len, arrays))
+    if any(address(a) + a.nbytes != address(b) for a, b in pairwise(arrays)):
+        return None
+    if not isinstance(first, np.ndarray):
+        if len({array.untyped_storage().data_ptr() for array in arrays}) > 1:
+            return None
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    whole = first.base
+    if not isinstance(whole, np.ndarray) or any(array.base is not whole for array in arrays):
+        return None
+    if (whole.dtype, whole.shape[1:]) != (first.dtype, first.shape[1:]):
+        return None
+    start = (address(first) - address(whole)) * len(first) // first.nbytes
+    return whole[start : start + rows]
 
 
 def shaped(memory: Any, spec: Spec) -> Any:

@@ -60,7 +60,7 @@ def _scores(q: Spec, k_cache: Spec, seq_len: int, scale: float, heads_per_kv: in
     return Spec((q.shape[0], seq_stride), q.dtype)
 
 
-@op(infer=_scores, partial=True, sources=("attn_scores_batched",))
+@op(infer=_scores, partial=True)
 def attention_scores(
     q: Array, k_cache: Array, seq_len: int, scale: float, heads_per_kv: int, seq_stride: int, out: Array | None = None
 ) -> None:
@@ -93,7 +93,7 @@ def softmax(scores: Array) -> Array:
     return e / np.where(total == 0, 1, total)
 
 
-@op(infer=_softmaxed, alias=True, sources=("attn_softmax_batched",))
+@op(infer=_softmaxed, alias=True)
 def attention_softmax(scores: Array, seq_len: int) -> Array:
     """Softmax of the first seq_len columns of each row; the other columns pass through. `out=scores` is allowed."""
     y = scores.copy()
@@ -108,7 +108,7 @@ def _values(scores: Spec, v_cache: Spec, seq_len: int, heads_per_kv: int) -> Spe
     return Spec((scores.shape[0], width), scores.dtype)
 
 
-@op(infer=_values, sources=("attn_values_batched",))
+@op(infer=_values)
 def attention_values(scores: Array, v_cache: Array, seq_len: int, heads_per_kv: int) -> Array:
     """y[h, d] = Σ_{p < seq_len} scores[h, p] · v_cache[p, head(h), d]; v_cache [max_seq, Hkv · Dv] → [H, Dv]."""
     H = scores.shape[0]
@@ -127,7 +127,7 @@ def _split(q_proj: Spec) -> tuple[Spec, Spec]:
     return half, half
 
 
-@op(infer=_split, sources=("split_q_gate",))
+@op(infer=_split)
 def split_q_gate(q_proj: Array) -> tuple[Array, Array]:
     """[T, H, 2D] → q and gate [T, H, D]: side by side per head, not all of q before all of gate."""
     D = q_proj.shape[2] // 2

@@ -201,7 +201,6 @@ def _kv_appended(
     infer=_kv_appended,
     check=lambda k_src, k_cache, kv_start, slots: check_append("kv_start", k_cache, len(k_src), slots, None, kv_start),
     writes=("k_cache", "v_cache"),
-    sources=("kv_cache_append_n_tokens",),
 )
 def kv_cache_append(
     k_src: Array, v_src: Array, k_cache: Array, v_cache: Array, kv_start: int | Array, slots: Array | None = None
@@ -271,7 +270,6 @@ def _mla_appended(
         "pos", latent_cache, 1 if kv_lat.ndim == 1 else len(kv_lat), slots, block_table, pos
     ),
     writes=("latent_cache", "rope_k_cache"),
-    sources=("mla_kv_cache_append",),
 )
 def mla_cache_append(
     kv_lat: Array,

@@ -56,11 +56,7 @@ def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None) -> Spec:
     return x
 
 
-@op(
-    infer=_convolved,
-    check=_check_slots,
-    sources=("conv1d_step",),
-)
+@op(infer=_convolved, check=_check_slots)
 def conv1d_causal(x: Array, state: Array, weight: Array, slots: Array | None = None) -> Array:
     """silu(Σ_j seq[t + j] · weight[:, j]) per channel, seq = state followed by x: tap W − 1 meets the current token.
 
@@ -77,12 +73,7 @@ def conv1d_causal(x: Array, state: Array, weight: Array, slots: Array | None = N
     return round_to(silu(np.asarray(y)), x.dtype)
 
 
-@op(
-    infer=lambda state, x, slots: _conv_state(state, x, slots, None),
-    check=_check_slots,
-    writes=("state",),
-    sources=("conv1d_state_update",),
-)
+@op(infer=lambda state, x, slots: _conv_state(state, x, slots, None), check=_check_slots, writes=("state",))
 def conv1d_state_update(state: Array, x: Array, slots: Array | None = None) -> None:
     """state ← the last W − 1 rows of state followed by x. Shapes as in `conv1d_causal`; run it after that op."""
     if slots is None:
@@ -105,7 +96,7 @@ def _gates(alpha: Spec, beta: Spec, A_log: Spec, dt_bias: Spec) -> tuple[Spec, S
     return gate, gate
 
 
-@op(infer=_gates, sources=("compute_decay_beta",))
+@op(infer=_gates)
 def gdn_decay_beta(alpha: Array, beta: Array, A_log: Array, dt_bias: Array) -> tuple[Array, Array]:
     """g = exp(−exp(A_log) · softplus(alpha + dt_bias)), b = sigmoid(beta): decay and write strength, both in [0, 1].
 
@@ -217,12 +208,7 @@ def _check_delta(
     _check_slots(slots, state)
 
 
-@op(
-    infer=_delta,
-    check=_check_delta,
-    writes=("state",),
-    sources=("gated_delta_net_step", "gated_delta_net_chunkwise", "gated_delta_net_sequential"),
-)
+@op(infer=_delta, check=_check_delta, writes=("state",))
 def gated_delta_net(
     state: Array,
     qkv: Array,

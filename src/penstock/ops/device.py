@@ -27,10 +27,10 @@ class Inputs(Protocol):
     """Small arrays that the host fills and the device reads."""
 
     host: list[np.ndarray]
-    here: list[Any]
+    on_device: list[Any]
 
     def send(self) -> None:
-        """Bring what is in `host` to `here`, in the order of the device's work."""
+        """Bring what is in `host` to `on_device`, in the order of the device's work."""
         ...
 
     def ready(self) -> None:
@@ -157,7 +157,7 @@ class Execution(Protocol):
 
     runs_programs: bool  # steps are traced and fused; else every op runs by its definition
     chunk_alignment: int  # chunks of a prompt end at multiples of this position
-    joins: int  # most rows for which one product with joined weights and a cut beats a product with each
+    joins: int  # most rows for which one product with adjacent weights and a cut beats a product with each
     default_dtype: str  # of activations
     default_activations: str  # how quantized products round x
     default_sequences: int  # that run at a time under a scheduler
@@ -195,7 +195,7 @@ class Sampling(Protocol):
 
     samples_tokens: bool  # here, without their logits going to the host
 
-    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Drawing:
+    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Drawing:
         """What draws tokens from the logits of a decode program with these inputs; only where `samples_tokens`."""
         ...
 

@@ -74,7 +74,7 @@ def mul(a: Array, b: Array | float) -> Array:
     return round_to(a.astype(np.float64) * _operand(a, b), a.dtype)
 
 
-@op(infer=lambda a, b: _same(a=a, b=b), alias=True, sources=("residual_add", "residual_add_n_tokens"))
+@op(infer=lambda a, b: _same(a=a, b=b), alias=True)
 def residual_add(a: Array, b: Array) -> Array:
     """a + b of equal shapes; bit-exact on every backend."""
     return round_to(a.astype(np.float64) + b.astype(np.float64), a.dtype)
@@ -86,11 +86,7 @@ def gelu_tanh(x: Array) -> Array:
     return round_to(gelu(x.astype(np.float64)), x.dtype)
 
 
-@op(
-    infer=lambda gate, up: _same(gate=gate, up=up),
-    alias=True,
-    sources=("swiglu_fused", "swiglu_fused_vec4", "swiglu_fused_batched"),
-)
+@op(infer=lambda gate, up: _same(gate=gate, up=up), alias=True)
 def swiglu(gate: Array, up: Array) -> Array:
     """silu(gate) · up, silu(g) = g / (1 + exp(−g)); any shape."""
     return round_to(silu(gate.astype(np.float64)) * up.astype(np.float64), gate.dtype)
@@ -114,7 +110,7 @@ def softcap(x: Array, cap: float) -> Array:
     return round_to(cap * np.tanh(x.astype(np.float64) / cap), x.dtype)
 
 
-@op(infer=lambda x, gate: _same(x=x, gate=gate), alias=True, sources=("sigmoid_gate",))
+@op(infer=lambda x, gate: _same(x=x, gate=gate), alias=True)
 def sigmoid_gate(x: Array, gate: Array) -> Array:
     """x · sigmoid(gate), same shapes; `out=x` gates in place."""
     return round_to(x.astype(np.float64) * sigmoid(gate.astype(np.float64)), x.dtype)
@@ -171,7 +167,7 @@ def expert_sum(expert_out: Array, weights: Array) -> Array:
     return total
 
 
-@op(infer=_weighted, sources=("weighted_sum",))
+@op(infer=_weighted)
 def weighted_sum(expert_out: Array, weights: Array) -> Array:
     """y = Σ_i weights[i] · expert_out[i], slots in order.
 

@@ -32,7 +32,7 @@ def embedding(token_ids: Array, table: Array, dtype: str | None = None) -> Array
     return rows if dtype is None else round_to(rows, numpy_dtype(dtype))
 
 
-@op(infer=_gathered, check=_check_ids, sources=("embed_gather_4bit",))
+@op(infer=_gathered, check=_check_ids)
 def quantized_embedding(token_ids: Array, table: QuantizedTensor, dtype: str | None = None) -> Array:
     """Rows of a quantized table: code · scale + bias, bit-exact on every backend.
 

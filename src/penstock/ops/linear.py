@@ -137,7 +137,7 @@ def _bf16_product(x: Spec, w: Spec, dtype: str | None) -> Spec:
     return _product(x, w, dtype)
 
 
-@op(infer=_bf16_product, sources=("bf16_matvec", "bf16_matmul_n_tokens"))
+@op(infer=_bf16_product)
 def bf16_matmul(x: Array, w: Array, dtype: str | None = None) -> Array:
     """`matmul` with a bfloat16 weight [N, K] (router gates that stay unquantized)."""
     return _matmul(x, w, dtype)
@@ -148,21 +148,7 @@ def _quantized_product(x: Spec, w: QuantizedTensor, activations: str, dtype: str
     return _product(x, w, dtype)
 
 
-@op(
-    infer=_quantized_product,
-    sources=(
-        "dequant_matvec_4bit",
-        "dequant_matvec_4bit_fast",
-        "dequant_matvec_4bit_v3",
-        "dequant_matvec_4bit_v4",
-        "dequant_matvec_4bit_v5",
-        "dequant_matvec_4bit_v3_n_tokens",
-        "dequant_matvec_4bit_fast_n_tokens",
-        "dequant_matvec_8bit_v3",
-        "dequant_matvec_8bit_v3_n_tokens",
-        "dequant_matvec_2bit",
-    ),
-)
+@op(infer=_quantized_product)
 def quantized_matmul(x: Array, w: QuantizedTensor, activations: str = "float32", dtype: str | None = None) -> Array:
     """y[t, n] = Σ_j x[t, j] · (code[n, j] · scale[n, j // gs] + bias[n, j // gs]).
 
@@ -181,7 +167,7 @@ def _gate_up(x: Spec, gate_w: QuantizedTensor, up_w: QuantizedTensor, activation
     return y
 
 
-@op(infer=_gate_up, sources=("fused_gate_up_swiglu",))
+@op(infer=_gate_up)
 def fused_gate_up_swiglu(
     x: Array, gate_w: QuantizedTensor, up_w: QuantizedTensor, activations: str = "float32"
 ) -> Array:
@@ -309,11 +295,7 @@ def _check_expert_product(x: Array, experts: Any, ids: Array | None, slot_of: Ar
     check_slots(ids, expert_count(experts), slot_of)
 
 
-@op(
-    infer=_expert_product,
-    check=_check_expert_product,
-    sources=("dequant_matvec_4bit_batched", "dequant_matvec_4bit_v3_experts"),
-)
+@op(infer=_expert_product, check=_check_expert_product)
 def expert_matmul(
     x: Array,
     experts: QuantizedTensor | Array | Sequence[QuantizedTensor] | ExpertBlobs,

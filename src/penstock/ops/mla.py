@@ -78,7 +78,6 @@ def _sizes(q_full: Any, kv_pre: Any, nope: int | None, kv_lora_rank: int | None)
     infer=lambda q_full, kv_pre, nope, kv_lora_rank: _split(
         q_full, kv_pre, *_sizes(q_full, kv_pre, nope, kv_lora_rank)
     ),
-    sources=("mla_split_q_kv",),
 )
 def mla_split_q_kv(
     q_full: Array, kv_pre: Array, nope: int | None = None, kv_lora_rank: int | None = None
@@ -203,7 +202,7 @@ def _q_prime(q_nope: Spec, kv_b: Any) -> Spec:
     return Spec((*q_nope.shape[:-1], R), q_nope.dtype)
 
 
-@op(infer=_q_prime, sources=("mla_q_prime_4bit",))
+@op(infer=_q_prime)
 def mla_q_prime(q_nope: Array, kv_b: QuantizedTensor | Array) -> Array:
     """q'[h, c] = Σ_i q_nope[h, i] · W_K[h, i, c]: queries moved into the latent space.
 
@@ -231,7 +230,7 @@ def _out_per_head(v_combine: Spec, kv_b: Any, nope: int | None, v_head_dim: int 
     return Spec((*v_combine.shape[:-1], width), v_combine.dtype)
 
 
-@op(infer=_out_per_head, sources=("mla_out_per_head_4bit",))
+@op(infer=_out_per_head)
 def mla_out_per_head(
     v_combine: Array, kv_b: QuantizedTensor | Array, nope: int | None = None, v_head_dim: int | None = None
 ) -> Array:
@@ -380,11 +379,7 @@ def _absorbed(q_prime: Array, q_pe: Array, latent: Array, rope_k: Array, start: 
     return attend(q, np.concatenate([latent, rope_k], axis=-1)[:, None], latent[:, None], start, scale, None)
 
 
-@op(
-    infer=_sdpa,
-    check=_check_sdpa,
-    sources=("mla_sdpa_folded",),
-)
+@op(infer=_sdpa, check=_check_sdpa)
 def mla_sdpa(
     q_prime: Array,
     q_pe: Array,
@@ -532,11 +527,7 @@ def _tile(
         raise InvalidArgument(f"tile_start and tile_end are {tile_start} and {tile_end}, expected {limits}")
 
 
-@op(
-    infer=_tile,
-    writes=("running_max", "denominator", "accumulator"),
-    sources=("mla_sdpa_tile_accumulate",),
-)
+@op(infer=_tile, writes=("running_max", "denominator", "accumulator"))
 def mla_sdpa_tile_accumulate(
     running_max: Array,
     denominator: Array,
@@ -582,7 +573,7 @@ def _finalized(denominator: Spec, accumulator: Spec, dtype: str) -> Spec:
     return Spec(accumulator.shape, result_dtype(accumulator, dtype))
 
 
-@op(infer=_finalized, alias=True, sources=("mla_sdpa_tile_finalize",))
+@op(infer=_finalized, alias=True)
 def mla_sdpa_finalize(denominator: Array, accumulator: Array, dtype: str = "float32") -> Array:
     """accumulator / denominator per head, 0 where the denominator is not above 0: the end of a tiled `mla_sdpa`."""
     z = f64(denominator)[:, None]

@@ -60,16 +60,7 @@ def _route(logits: Spec, per_expert_scale: Spec | None, top_k: int, propagate_na
     return result
 
 
-@op(
-    infer=_route,
-    sources=(
-        "fused_moe_routing_f32",
-        "fused_moe_routing_f32_v2",
-        "fused_moe_routing_f32_v3",
-        "fused_moe_routing_batch_f32",
-        "fused_moe_routing_batch_f32_v3",
-    ),
-)
+@op(infer=_route)
 def moe_route(
     logits: Array, per_expert_scale: Array | None, top_k: int, propagate_nan: bool = False
 ) -> tuple[Array, Array]:
@@ -88,7 +79,7 @@ def moe_route(
     return _chosen(ids, chosen / total * scale[ids], sound & (total > 0), propagate_nan, logits)
 
 
-@op(infer=lambda logits, k, propagate_nan: _logits(logits, k, "k"), sources=("moe_softmax_topk",))
+@op(infer=lambda logits, k, propagate_nan: _logits(logits, k, "k"))
 def moe_softmax_topk(logits: Array, k: int, propagate_nan: bool = False) -> tuple[Array, Array]:
     """The k experts of each row in slot order with their softmax probabilities, not renormalised.
 
@@ -180,7 +171,7 @@ def _normalized(weights: Spec) -> Spec:
     return weights
 
 
-@op(infer=_normalized, alias=True, sources=("moe_normalize_weights",))
+@op(infer=_normalized, alias=True)
 def moe_normalize_weights(weights: Array) -> Array:
     """weights / Σ weights per row; a row whose sum is not above 0 (or NaN) stays as it is. float32 [(T,) k]."""
     w = weights.astype(np.float64)
@@ -239,10 +230,7 @@ def _check_ids(ids: Array, stack: Any, slot_of: Array | None) -> None:
     check_slots(ids, stack.shape[0], slot_of)
 
 
-@op(
-    infer=_expert_gate_up,
-    check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of),
-)
+@op(infer=_expert_gate_up, check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of))
 def expert_gate_up(
     x: Array,
     gate_w: QuantizedTensor | Array,
@@ -288,10 +276,7 @@ def _down_sum(h: Array, down_w: Any, ids: Array, weights: Array, slot_of: Array 
     return expert_sum(each.reshape(*ids.shape, each.shape[1]), weights)
 
 
-@op(
-    infer=_expert_down,
-    check=lambda ids, down_w, slot_of: _check_ids(ids, down_w, slot_of),
-)
+@op(infer=_expert_down, check=lambda ids, down_w, slot_of: _check_ids(ids, down_w, slot_of))
 def expert_down_sum(
     h: Array,
     down_w: QuantizedTensor | Array,
@@ -326,10 +311,7 @@ def _moe_forward(
     return y
 
 
-@op(
-    infer=_moe_forward,
-    check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of),
-)
+@op(infer=_moe_forward, check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of))
 def moe_forward(
     x: Array,
     ids: Array,
@@ -387,11 +369,7 @@ def _moe_shared_forward(
     return y
 
 
-@op(
-    infer=_moe_shared_forward,
-    check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of),
-    alias=True,
-)
+@op(infer=_moe_shared_forward, check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of), alias=True)
 def moe_shared_forward(
     residual: Array,
     x: Array,
@@ -462,16 +440,7 @@ def _combined(
     return h_mid
 
 
-@op(
-    infer=_combined,
-    alias=True,
-    sources=(
-        "moe_combine_residual_n_tokens",
-        "moe_combine_residual",
-        "moe_combine_residual_flat",
-        "moe_combine_residual_unscaled",
-    ),
-)
+@op(infer=_combined, alias=True)
 def moe_combine_residual(
     h_mid: Array,
     expert_out: Array | None,
@@ -516,7 +485,6 @@ def _bucket(out_sum: Spec, bucket_out: Spec, token_idx: Spec, weights: Spec) -> 
     infer=_bucket,
     check=lambda out_sum, token_idx: check.in_range("token_idx", token_idx, 0, len(out_sum)),
     writes=("out_sum",),
-    sources=("moe_bucket_accumulate",),
 )
 def moe_bucket_accumulate(out_sum: Array, bucket_out: Array, token_idx: Array, weights: Array) -> None:
     """out_sum[token_idx[b]] += bucket_out[b] · weights[b]: one expert's rows added into the sums of their tokens.

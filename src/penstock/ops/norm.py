@@ -55,24 +55,7 @@ def _factor(scalar: Array | float) -> Array:
     return f64(scalar).reshape(-1)
 
 
-@op(
-    infer=lambda x, weight, eps: _rows(eps, {"weight": weight}, x=x),
-    alias=True,
-    sources=(
-        "rms_norm_sum_sq",
-        "rms_norm_apply",
-        "rms_norm_apply_bf16",
-        "rms_norm_bf16_fused_n_tokens",
-        "rms_norm_per_head_n_tokens",
-        "rms_norm_f32",
-        "rms_norm_f32_v2",
-        "rms_norm_f16",
-        "rms_norm_bf16",
-        "rms_norm_no_scale_f32",
-        "rms_norm_no_scale_f32_v2",
-        "rms_norm_no_scale_bf16",
-    ),
-)
+@op(infer=lambda x, weight, eps: _rows(eps, {"weight": weight}, x=x), alias=True)
 def rms_norm(x: Array, weight: Array | None = None, eps: float = 1e-6) -> Array:
     """Scale each row of x to unit root mean square, then by weight.
 
@@ -82,11 +65,7 @@ def rms_norm(x: Array, weight: Array | None = None, eps: float = 1e-6) -> Array:
     return round_to(normed(f64(x), eps, 1.0 if weight is None else weight), x.dtype)
 
 
-@op(
-    infer=lambda x, norm_weight, scale, eps: _rows(eps, {"norm_weight": norm_weight}, x=x, scale=scale),
-    alias=True,
-    sources=("rms_norm_mul_f32", "rms_norm_mul_f16", "rms_norm_mul_bf16"),
-)
+@op(infer=lambda x, norm_weight, scale, eps: _rows(eps, {"norm_weight": norm_weight}, x=x, scale=scale), alias=True)
 def rms_norm_mul(x: Array, norm_weight: Array, scale: Array, eps: float = 1e-6) -> Array:
     """n(x, norm_weight) · scale, scale [..., dim] like x (a whole operand, not a vector)."""
     return round_to(normed(f64(x), eps, norm_weight) * f64(scale), x.dtype)
@@ -97,7 +76,7 @@ def _triple(x: Spec, wa: Spec, wb: Spec, wc: Spec, eps: float) -> tuple[Spec, Sp
     return y, y, y
 
 
-@op(infer=_triple, alias=True, sources=("rms_norm_f32_triple",))
+@op(infer=_triple, alias=True)
 def rms_norm_triple(x: Array, wa: Array, wb: Array, wc: Array, eps: float = 1e-6) -> tuple[Array, Array, Array]:
     """n(x, wa), n(x, wb), n(x, wc) from one reduction."""
     v = f64(x)
@@ -124,7 +103,7 @@ def _qk(
     return x
 
 
-@op(infer=_qk, alias=True, sources=("rms_norm_qk",))
+@op(infer=_qk, alias=True)
 def rms_norm_qk(
     x: Array,
     num_k_heads: int,
@@ -156,7 +135,7 @@ def _gated(values: Spec, z: Spec, weight: Spec, eps: float) -> Spec:
     return _rows(eps, {"weight": weight}, values=values, z=z)
 
 
-@op(infer=_gated, alias=True, sources=("gated_rms_norm",))
+@op(infer=_gated, alias=True)
 def gated_rms_norm(values: Array, z: Array, weight: Array, eps: float = 1e-6) -> Array:
     """values · rinv(values) · silu(z) · weight, per head: the norm sees values alone, before the gate.
 
@@ -165,11 +144,7 @@ def gated_rms_norm(values: Array, z: Array, weight: Array, eps: float = 1e-6) ->
     return round_to(normed(f64(values), eps) * silu(f64(z)) * f64(weight), values.dtype)
 
 
-@op(
-    infer=lambda residual, x, weight, eps: _rows(eps, {"weight": weight}, residual=residual, x=x),
-    alias=True,
-    sources=("fused_norm_add_f32", "fused_norm_add_f32_v2"),
-)
+@op(infer=lambda residual, x, weight, eps: _rows(eps, {"weight": weight}, residual=residual, x=x), alias=True)
 def norm_add(residual: Array, x: Array, weight: Array, eps: float = 1e-6) -> Array:
     """residual + n(x, weight): the norm is of x alone."""
     return round_to(f64(residual) + normed(f64(x), eps, weight), x.dtype)
@@ -181,7 +156,7 @@ def _with_scalar(residual: Spec, x: Spec, weight: Spec, scalar: Spec | float, ep
     return y
 
 
-@op(infer=_with_scalar, alias=True, sources=("fused_norm_add_scalar_f32",))
+@op(infer=_with_scalar, alias=True)
 def norm_add_scalar(residual: Array, x: Array, weight: Array, scalar: Array | float, eps: float = 1e-6) -> Array:
     """(residual + n(x, weight)) · scalar; scalar is a number, one element, or a vector [dim]."""
     return round_to((f64(residual) + normed(f64(x), eps, weight)) * _factor(scalar), x.dtype)
@@ -192,7 +167,7 @@ def _with_sum(residual: Spec, x: Spec, weight: Spec, eps: float, write_sum: bool
     return y, y if write_sum else None
 
 
-@op(infer=_with_sum, alias=True, sources=("fused_residual_norm_f32",))
+@op(infer=_with_sum, alias=True)
 def residual_norm(
     residual: Array, x: Array, weight: Array, eps: float = 1e-6, write_sum: bool = False
 ) -> tuple[Array, Array | None]:
@@ -204,7 +179,7 @@ def residual_norm(
     return round_to(normed(v, eps, weight), x.dtype), round_to(v, x.dtype) if write_sum else None
 
 
-@op(infer=_with_scalar, alias=True, sources=("fused_residual_norm_scalar_f32",))
+@op(infer=_with_scalar, alias=True)
 def residual_norm_scalar(residual: Array, x: Array, weight: Array, scalar: Array | float, eps: float = 1e-6) -> Array:
     """n(residual + x, weight) · scalar."""
     return round_to(normed(f64(residual) + f64(x), eps, weight) * _factor(scalar), x.dtype)
@@ -226,7 +201,6 @@ def _wsum(expert_out: Spec, weights: Spec, eps: float, norms: Mapping[str, Spec 
         expert_out, weights, eps, {"norm_weight": norm_weight}, residual=residual
     ),
     alias=True,
-    sources=("fused_moe_wsum_norm_add_f32",),
 )
 def moe_wsum_norm_add(
     expert_out: Array, weights: Array, residual: Array, norm_weight: Array, eps: float = 1e-6
@@ -247,7 +221,6 @@ def moe_wsum_norm_add(
         residual=residual,
     ),
     alias=True,
-    sources=("fused_moe_wsum_dnorm_add_f32",),
 )
 def moe_wsum_dnorm_add(
     expert_out: Array,
@@ -273,11 +246,7 @@ def _post_attn(
     return y, y, y, y
 
 
-@op(
-    infer=_post_attn,
-    alias=True,
-    sources=("fused_post_attn_triple_norm_f32", "fused_post_attn_triple_norm_f32_v2"),
-)
+@op(infer=_post_attn, alias=True)
 def post_attn_triple_norm(
     hidden: Array, attn_out: Array, post_attn_w: Array, wa: Array, wb: Array, wc: Array, eps: float = 1e-6
 ) -> tuple[Array, Array, Array, Array]:
@@ -319,11 +288,7 @@ def _end_of_layer(
     return round_to(mid, residual.dtype) if return_mid else None, round_to(hidden, residual.dtype)
 
 
-@op(
-    infer=_endlayer,
-    alias=True,
-    sources=("fused_post_ff_norm2_endlayer_f32", "fused_post_ff_norm2_endlayer_f32_v2"),
-)
+@op(infer=_endlayer, alias=True)
 def post_ff_norm2_endlayer(
     addend: Array,
     moe_accum: Array,
@@ -360,7 +325,7 @@ def _wsum_endlayer(
     return y if return_mid else None, y
 
 
-@op(infer=_wsum_endlayer, alias=True, sources=("fused_moe_wsum_post_ff_norm2_endlayer_f32_v2",))
+@op(infer=_wsum_endlayer, alias=True)
 def moe_wsum_post_ff_norm2_endlayer(
     expert_out: Array,
     weights: Array,

@@ -199,14 +199,13 @@ class Op:
         alias: bool,
         partial: bool,
         wide: bool,
-        sources: tuple[str, ...],
     ) -> None:
         functools.update_wrapper(self, body)
         self.name: str = body.__name__
         self.family: str = body.__module__.rpartition(".")[2]
         self.doc: str = inspect.getdoc(body) or ""
         self.body, self.infer, self.check = body, infer, check
-        self.writes, self.alias, self.partial, self.wide, self.sources = writes, alias, partial, wide, sources
+        self.writes, self.alias, self.partial, self.wide = writes, alias, partial, wide
         own = inspect.signature(body)
         parameters = [p for p in own.parameters.values() if not (partial and p.name == "out")]
         self.params = tuple(p.name for p in parameters)
@@ -664,7 +663,6 @@ def op(
     alias: bool = False,
     partial: bool = False,
     wide: bool = False,
-    sources: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Op]:
     """Make an op of a NumPy definition.
 
@@ -674,11 +672,10 @@ def op(
     alias    `out=` may be an input of the same start, shape and dtype
     partial  the definition takes `out` and leaves some of it as it was; a new output starts at zero
     wide     kernels take scalars as float64: they may lie beyond float32
-    sources  names of the source kernels whose work the op does
     """
 
     def decorate(body: Callable[..., Any]) -> Op:
-        made = Op(body, infer, check, writes, alias, partial, wide, sources)
+        made = Op(body, infer, check, writes, alias, partial, wide)
         if made.name in REGISTRY:
             raise InvalidArgument(f"op: {made.name} is defined twice")
         REGISTRY[made.name] = made

@@ -181,12 +181,7 @@ def rotate(x: Array, inv_freq: Array, at: Array, rotary_dim: int | None, mscale:
     return y.reshape(x.shape)
 
 
-@op(
-    infer=rotated,
-    check=_check_positions,
-    alias=True,
-    sources=("rope_n_tokens", "yarn_rope_apply"),
-)
+@op(infer=rotated, check=_check_positions, alias=True)
 def rope(
     x: Array,
     inv_freq: Array,
@@ -223,11 +218,7 @@ def _head_norm_rope(
     return y
 
 
-@op(
-    infer=_head_norm_rope,
-    check=lambda start_pos: _check_positions(start_pos, None),
-    alias=True,
-)
+@op(infer=_head_norm_rope, check=lambda start_pos: _check_positions(start_pos, None), alias=True)
 def head_norm_rope(
     x: Array,
     weight: Array | None,

@@ -76,7 +76,7 @@ class CpuDevice:
 
         return replay
 
-    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Drawing:
+    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Drawing:
         raise NotImplementedError
 
     def rows(self, count: int) -> int:
@@ -123,7 +123,7 @@ class ReferenceDevice(CpuDevice):
 class _HostInputs:
     def __init__(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> None:
         self.host = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in wanted]
-        self.here = list(self.host)
+        self.on_device = list(self.host)
 
     def send(self) -> None:
         pass

@@ -118,10 +118,10 @@ class CudaDevice:
                 call()
         return graph.replay
 
-    def drawing(self, logits: Any, here: Mapping[str, Any]) -> Any:
+    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Any:
         from penstock.backends.cuda.draw import Drawing
 
-        return Drawing(self, logits, here)
+        return Drawing(self, logits, inputs)
 
     def rows(self, count: int) -> int:
         """The next power of two, from 8 on the next multiple of 8: few shapes to capture."""
@@ -185,17 +185,17 @@ class _PinnedInputs:
         torch = gpu._torch
         specs = [Spec(shape, dtype) for shape, dtype in wanted]
         ends = list(accumulate(-(-spec.nbytes // 16) * 16 for spec in specs))
-        self._here = torch.zeros(max([16, *ends[-1:]]), dtype=torch.uint8, device=gpu.torch_device)
-        self._staged = self._here if gpu.interpreted else torch.zeros_like(self._here, device="cpu").pin_memory()
+        self._bytes = torch.zeros(max([16, *ends[-1:]]), dtype=torch.uint8, device=gpu.torch_device)
+        self._staged = self._bytes if gpu.interpreted else torch.zeros_like(self._bytes, device="cpu").pin_memory()
         self._gone = None if gpu.interpreted else torch.cuda.Event()
         starts = [0, *ends][: len(specs)]
         parts = [slice(start, start + spec.nbytes) for start, spec in zip(starts, specs, strict=True)]
-        self.here = [shaped(self._here[part], spec) for part, spec in zip(parts, specs, strict=True)]
+        self.on_device = [shaped(self._bytes[part], spec) for part, spec in zip(parts, specs, strict=True)]
         self.host = [numpy_view(shaped(self._staged[part], spec)) for part, spec in zip(parts, specs, strict=True)]
 
     def send(self) -> None:
         if self._gone is not None:
-            self._here.copy_(self._staged, non_blocking=True)
+            self._bytes.copy_(self._staged, non_blocking=True)
             self._gone.record()
 
     def ready(self) -> None:

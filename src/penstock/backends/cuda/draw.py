@@ -62,14 +62,14 @@ class Flight:
 
 
 class Drawing:
-    """What draws from the scores [rows, vocab] of a decode program with the inputs `here`."""
+    """What draws from the scores [rows, vocab] of a decode program with these inputs."""
 
-    def __init__(self, gpu: Any, logits: torch.Tensor, here: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, gpu: Any, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
         rows = len(logits)
         names = {"temperature": "float64", "top_p": "float64", "min_p": "float64", "seed": "int64", "top_k": "int32"}
         self._buffer = gpu.inputs([((rows,), dtype) for dtype in names.values()])
         self._host = dict(zip(names, self._buffer.host, strict=True))
-        parameters = dict(zip(names, self._buffer.here, strict=True))
+        parameters = dict(zip(names, self._buffer.on_device, strict=True))
         drawn = torch.zeros(rows, dtype=torch.int32, device=gpu.torch_device)
         step = torch.zeros(1, dtype=torch.int32, device=gpu.torch_device)
         ring = torch.zeros((RING, rows), dtype=torch.int32)
@@ -78,10 +78,10 @@ class Drawing:
         self._events = [None if gpu.interpreted else torch.cuda.Event() for _ in range(RING)]
         self._flights: list[Flight | None] = [None] * RING
         self._steps = 0
-        self._draw = functools.partial(sample_tokens, logits, here["lengths"], out=drawn)
+        self._draw = functools.partial(sample_tokens, logits, inputs["lengths"], out=drawn)
         self._parameters = [parameters[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")]
         self._feed = functools.partial(
-            _feed_kernel[(1,)], drawn, here["tokens"], here["positions"], here["lengths"], ring, step, rows,
+            _feed_kernel[(1,)], drawn, inputs["tokens"], inputs["positions"], inputs["lengths"], ring, step, rows,
             RING=RING, BLOCK=triton.next_power_of_2(rows), num_warps=1,
         )  # fmt: skip
 
