@@ -27,7 +27,7 @@ from penstock.convert.rows import Cast, Dequantized, Rows
 from penstock.convert.write import SHARD_BYTES, Task, Tensor, Workshop, check_room, check_target, index, split_shards
 from penstock.dtypes import FLOATS, dtype_name, numpy_dtype
 from penstock.errors import CheckpointError, InvalidArgument
-from penstock.models.source import Stored
+from penstock.models.source import CheckpointSource
 from penstock.quant import quantize
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer
@@ -231,7 +231,7 @@ class _Calibration:
 
         checkpoint, family = Checkpoint.open(target), self._opened.plan.family
         config = family.read_config(checkpoint.config)
-        made = calibrate.engine(family, config, Stored(checkpoint, *family.names(checkpoint, config)))
+        made = calibrate.engine(family, config, CheckpointSource(checkpoint, *family.names(checkpoint, config)))
         count, length = self._kept.shape
         return Perplexity(count, length, self._dense, self._plain, self._evaluated(made, progress))
 
