@@ -29,9 +29,6 @@ PRIVATE = {
     ("engine.ahead", "penstock.backends.cpu._claims"),
     ("engine.ahead", "penstock.backends.cpu._compile"),
     ("cli.doctor", "penstock.backends.cpu._compile"),
-    ("backends.cuda._grouped", "penstock.ops._turns"),
-    ("backends.cuda.moe", "penstock.ops._turns"),
-    ("backends.cpu.moe", "penstock.ops._turns"),
 }
 
 

@@ -120,7 +120,7 @@ def test_more_experts_than_slots_are_refused_without_a_read():
 
 
 @pytest.mark.parametrize("slots", [3, 4, 7, 11])
-def test_turns_show_every_chosen_expert_once_and_read_it_once(slots):
+def test_expert_batches_have_every_chosen_expert_once_and_read_it_once(slots):
     store, files = made(slots, layers=2)
     store.want(1, np.array([3, 4, 9], np.int32))
     store.ready(1, np.array([3, 4, 9]))
@@ -131,7 +131,7 @@ def test_turns_show_every_chosen_expert_once_and_read_it_once(slots):
     assert slots >= 11 or not store.want(1, ids)
     there = np.flatnonzero(store.slot_of[1] >= 0)
     seen: list[int] = []
-    for shown in store.turns(1, ids, store.slot_of[1]).by_expert(ids):
+    for shown in store.expert_batches(1, ids):
         for expert in np.flatnonzero(shown >= 0):
             arrays = store.pool_of[1].slots.arrays
             assert [a[shown[expert]].tobytes() for a in arrays] == [content(1, int(expert), spec) for spec in SPECS]
@@ -141,12 +141,12 @@ def test_turns_show_every_chosen_expert_once_and_read_it_once(slots):
     check_all(store)
 
 
-def test_turns_by_token_have_all_experts_of_their_tokens():
+def test_token_batches_have_all_experts_of_their_tokens():
     store, _ = made(7, layers=1)
     ids = np.random.default_rng(0).permuted(np.tile(np.arange(12, dtype=np.int32), (9, 1)), axis=1)[:, :TOP]
     rows = []
-    for part, shown in store.turns(0, ids, store.slot_of[0]).by_token(ids):
-        assert (shown[ids[part]] >= 0).all()
+    for part in store.token_batches(0, ids):
+        assert (store.slot_of[0][ids[part]] >= 0).all()
         for expert in np.unique(ids[part]):
             assert held(store, 0, int(expert)) == [content(0, int(expert), spec) for spec in SPECS]
         rows += range(9)[part]
@@ -167,12 +167,12 @@ def test_a_failed_read_is_raised_once_and_leaves_an_empty_slot():
     check_all(store)
 
 
-def test_a_failed_read_in_turns_leaves_a_store_that_works():
+def test_a_failed_read_in_a_batch_leaves_a_store_that_works():
     store, files = made(4, layers=1)
     files.broken = {(0, 7)}
     ids = np.arange(12, dtype=np.int32).reshape(4, 3)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        for _ in store.turns(0, ids, store.slot_of[0]).by_expert(ids):
+        for _ in store.expert_batches(0, ids):
             pass
     files.broken = set()
     for expert in range(12):

@@ -2,7 +2,7 @@
 
 Layers whose experts have the same arrays share a pool of slots. A step asks for the experts of a layer as soon as they
 are chosen (`want`) and waits for them before it computes (`ready`). A prefill may choose more experts than there are
-slots; then they come in turns (`turns`). One thread at a time uses a store.
+slots; then they come in batches (`expert_batches`, `token_batches`). One thread at a time uses a store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.experts.policy import Policy, make_policy
 from penstock.units import amount
 from penstock.weights.mapped import pages
 
-_TURN = 32  # experts of a turn: enough to read at once, and the slots that decoding uses stay
+_BATCH = 32  # experts of a batch: enough to read at once, and the slots that decoding uses stay
 
 
 @dataclass
@@ -263,9 +263,37 @@ class Store:
                 with contextlib.suppress(PenstockError):
                     self._wait(pool, np.array(list(pool.pending)))
 
-    def turns(self, layer: int, ids: np.ndarray, slot_of: Any) -> LayerTurns:
-        """What stands in for a `slot_of` array, as kernels read it, where `want` says no to these ids [T, k]."""
-        return LayerTurns(self, layer, ids, slot_of)
+    def expert_batches(self, layer: int, ids: np.ndarray) -> Iterator[Any]:
+        """Where `want` says no to ids [T, k]: `slot_of` arrays, as kernels read them, of some experts at a time.
+
+        Each chosen expert is present in one of them. While some are computed the next are read.
+        """
+        pool, slot_of = self.pool_of[layer], self.slot_of[layer]
+        chosen = np.unique(ids)
+        there = slot_of[chosen] >= 0
+        current, rest = chosen[there], chosen[~there]
+        self.counters.hits += len(current)
+        self._count(layer, ids)
+        at_once = max(1, min(pool.slots.count // 2, pool.slots.at_once // 2, _BATCH))
+        while len(current) or len(rest):
+            begun = self.begin(layer, rest[:at_once], slot_of[current])
+            if len(current):
+                self._wait(pool, slot_of[current])
+                shown = np.full(len(slot_of), -1, np.int32)
+                shown[current] = slot_of[current]
+                pool.policy.passing(slot_of[current])
+                yield pool.slots.shown(shown)
+            elif not begun:
+                self._wait(pool, np.array(list(pool.pending)))  # the slots are taken by guesses under way
+            current, rest = rest[:begun], rest[begun:]
+
+    def token_batches(self, layer: int, ids: np.ndarray) -> Iterator[slice]:
+        """Where `want` says no to ids [T, k]: tokens in order, some at a time, all of whose experts are present."""
+        for start in range(0, len(ids), self.most_tokens):
+            part = slice(start, start + self.most_tokens)
+            self.want(layer, ids[part], passing=True)
+            self.ready(layer, ids[part])
+            yield part
 
     def prefetch(self, layer: int, ids: np.ndarray) -> None:
         """Begin to bring in experts that a layer will perhaps choose, as far as slots of no pending read are free."""
@@ -329,44 +357,6 @@ class Store:
         pool.slots.drop(slot)
         self.table[pool.owner[slot]] = -1
         pool.owner[slot] = -1
-
-
-class LayerTurns:
-    """The experts of one layer, some at a time: `ops._turns.Turns`. While some are computed the next are read."""
-
-    def __init__(self, store: Store, layer: int, ids: np.ndarray, slot_of: Any) -> None:
-        self.store, self.layer = store, layer
-        self.experts = store.layers[layer].count
-        self._ids, self._slot_of = ids, slot_of
-
-    def by_expert(self, ids: Any) -> Iterator[Any]:
-        store, slot_of = self.store, self.store.slot_of[self.layer]
-        pool = store.pool_of[self.layer]
-        chosen = np.unique(self._ids)
-        there = slot_of[chosen] >= 0
-        current, rest = chosen[there], chosen[~there]
-        store.counters.hits += len(current)
-        store._count(self.layer, self._ids)
-        at_once = max(1, min(pool.slots.count // 2, pool.slots.at_once // 2, _TURN))
-        while len(current) or len(rest):
-            begun = store.begin(self.layer, rest[:at_once], slot_of[current])
-            if len(current):
-                store._wait(pool, slot_of[current])
-                shown = np.full(len(slot_of), -1, np.int32)
-                shown[current] = slot_of[current]
-                pool.policy.passing(slot_of[current])
-                yield pool.slots.shown(shown)
-            elif not begun:
-                store._wait(pool, np.array(list(pool.pending)))  # the slots are taken by reads that nobody asked for
-            current, rest = rest[:begun], rest[begun:]
-
-    def by_token(self, ids: Any) -> Iterator[tuple[slice, Any]]:
-        store, step = self.store, self.store.most_tokens
-        for start in range(0, len(self._ids), step):
-            part = slice(start, start + step)
-            store.want(self.layer, self._ids[part], passing=True)
-            store.ready(self.layer, self._ids[part])
-            yield part, self._slot_of
 
 
 def slot_counts(layers: Sequence[Layer], budget: int, top_k: int) -> dict[Format, int]:

@@ -2,7 +2,7 @@
 
 On the host the kernel that chooses experts tells the store which, so that reading begins; what comes before the experts
 in a layer (the shared expert) runs meanwhile; the expert op waits. A prefill that chooses more than there are slots
-gets them in turns. A decode step on a GPU looks there for what is missing: a step without a miss is one replay.
+gets them in batches. A decode step on a GPU looks there for what is missing: a step without a miss is one replay.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Streamed:
 
     def _waiting(self, node: Node, kernel: Any, want: Callable[[int, np.ndarray], None], begun: dict[int, bool]) -> Any:
         names = list(inspect.signature(node.op.body).parameters)
-        ids_at, slot_at = names.index("ids"), names.index("slot_of")
+        ids_at = names.index("ids")
         store, layer, here = self.store, self.layer_of(node), self.device.host_memory
 
         def wait(*args: Any, out: Any) -> None:
@@ -145,12 +145,30 @@ class Streamed:
                 want(layer, ids)
             if begun.pop(layer):
                 store.ready(layer, ids)
+                kernel(*args, out=out)
             else:
-                turns = store.turns(layer, ids, args[slot_at])
-                args = (*args[:slot_at], turns, *args[slot_at + 1 :])
-            kernel(*args, out=out)
+                self._in_batches(node, kernel, layer, ids, dict(zip(names, args, strict=True)), out)
 
         return wait
+
+    def _in_batches(self, node: Node, kernel: Any, layer: int, ids: np.ndarray, call: dict[str, Any], out: Any) -> None:
+        """Run an expert op whose experts do not fit at once: batch by batch into rows that are summed at the end in the
+        order of the slots, or, where the kernel sums as it goes, for some tokens after the other.
+        """
+        block = node.op is ops.moe_shared_forward
+        room = self.device.expert_room(ids.shape, len(call["slot_of"]), out, block)
+        if room is None:
+            rows = self.device.copy(out)
+            for part in self.store.token_batches(layer, ids):
+                kernel(*call.values(), out=rows)  # all rows, so that they add up as they do with all experts
+                out[part] = rows[part]
+            return
+        if block and call["norm_weight"] is not None:
+            call |= {"x": ops.rms_norm(call["x"], call["norm_weight"], call["eps"]), "norm_weight": None}
+        product = [call[name] for name in ("x", "ids", "gate_w", "up_w", "down_w")]
+        for slot_of in self.store.expert_batches(layer, ids):
+            ops.expert_mlp(room, *product, slot_of, call["act"], call["activations"])
+        kernel(*(call | {"expert_out": room}).values(), out=out)
 
 
 def _specs(node: Node) -> list[Spec | None]:

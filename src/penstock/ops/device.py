@@ -213,6 +213,14 @@ class ExpertMemory(Protocol):
         """
         ...
 
+    def expert_room(self, pairs: tuple[int, int], experts: int, out: Any, block: bool) -> Any:
+        """An array for `expert_mlp` where the experts of pairs [T, k], of so many to choose from, come in batches.
+
+        out: the result of the step's op; block: that is `moe_shared_forward`. None where a kernel sums over a token's
+        experts as it goes: there those of some tokens come together.
+        """
+        ...
+
 
 class Device(DeviceMemory, Execution, Sampling, ExpertMemory, Protocol):
     """All of it, under a name."""

@@ -137,6 +137,12 @@ class CudaDevice:
 
         return Missing(self, tier, layers, width)
 
+    def expert_room(self, pairs: tuple[int, int], experts: int, out: Any, block: bool) -> Any:
+        from penstock.backends.cuda.moe import expert_room
+
+        with self._memory_errors():
+            return expert_room(pairs, experts, out, block)
+
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Host memory that kernels can read and write."""
         try:
