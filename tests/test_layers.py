@@ -18,7 +18,6 @@ LAYERS = """
 # Where an upper layer is still reached from below, each with what has to come first.
 KNOWN = {
     ("quant", "penstock.backends.cpu.quant"): "the kernel of quantize, found through the registry of kernels",
-    ("backends.cuda.experts", "penstock.experts.layout"): "the CUDA tier beside the other tiers",
     ("engine.ahead", "penstock.api"): "a process that loads the model again",
     ("engine.scheduler", "penstock.api"): "the scheduler by requests alone",
     ("convert.run", "penstock.api"): "calibration by an engine",

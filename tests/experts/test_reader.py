@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import BackendError, CheckpointError, InvalidArgument
 from penstock.experts import disk, reader
-from penstock.experts.layout import Layer, files, stacked, views
+from penstock.experts.layout import Layer, files, stacked
 from penstock.experts.reader import BLOCK, ExpertReader
 from tests.experts.files import WIDE, layers_in, scattered, stored, write_files
 
@@ -39,7 +39,7 @@ def space(layer: Layer, how: str) -> list[memoryview]:
         return [memoryview(np.full(spec.nbytes, 0xEE, np.uint8)) for spec in layer.format.specs]
     record = mmap.mmap(-1, layer.format.nbytes + BLOCK)
     record[:] = b"\xee" * len(record)
-    return list(views(layer.format, memoryview(record)[3 if how == "odd" else 0 :]))
+    return list(layer.format.views(memoryview(record)[3 if how == "odd" else 0 :]))
 
 
 def contents(into: list[memoryview]) -> list[bytes]:
@@ -122,7 +122,7 @@ def test_what_lies_between_the_arrays_of_a_record_is_left_alone(tmp_path, rng, i
     memory = memoryview(mmap.mmap(-1, layer.format.nbytes + BLOCK))[3 if how == "odd" else 0 :][: layer.format.nbytes]
     memory[:] = b"\xee" * len(memory)
     with ExpertReader([layer], io) as experts:
-        into = views(layer.format, memory)
+        into = layer.format.views(memory)
         experts.read(0, 1, into)
         assert contents(list(into)) == stored(layer, 1)
     assert set(gaps(layer, memory)) == {0xEE}

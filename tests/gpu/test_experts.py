@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import penstock
-from penstock.backends.cuda import experts
-from penstock.backends.cuda.device import CudaDevice
+from penstock.backends.cuda.runtime import experts
+from penstock.backends.cuda.runtime.device import CudaDevice
 from penstock.errors import CheckpointError
-from penstock.experts.layout import Format, Layer, stacked, views
+from penstock.experts.layout import Format, Layer, stacked
 from penstock.experts.store import Store
 from penstock.ops.array import Spec
 from tests.experts.common import CONFIGS, checkpoint
@@ -224,7 +224,7 @@ def test_an_expert_that_cannot_be_read_is_left_to_whoever_needs_it():
 def test_a_record_is_the_size_of_its_arrays():
     format = Format(SPECS)
     record = memoryview(bytearray(format.nbytes))
-    assert [len(view) for view in views(format, record)] == [spec.nbytes for spec in SPECS]
+    assert [len(view) for view in format.views(record)] == [spec.nbytes for spec in SPECS]
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def test_random_here_differs_from_random_in_its_numbers_only(K: int) -> None:
 
 def test_random_codes_of_a_gpu_fill_every_bit_and_follow_the_seed() -> None:
     torch = pytest.importorskip("torch")
-    from penstock.backends.cuda.device import CudaDevice
+    from penstock.backends.cuda.runtime.device import CudaDevice
 
     device = CudaDevice()
     first, again, other = (device.random_codes((64, 33), seed) for seed in (1, 1, 2))

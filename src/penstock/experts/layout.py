@@ -60,6 +60,10 @@ class Format:
         """Bytes from one record of a packed file to the next: whole blocks."""
         return _up(self.nbytes, BLOCK)
 
+    def views(self, record: memoryview) -> list[memoryview]:
+        """The arrays of a record, as bytes."""
+        return [record[at : at + spec.nbytes] for at, spec in zip(self.offsets, self.specs, strict=True)]
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -129,12 +133,6 @@ def files(layers: Iterable[Layer]) -> list[Path]:
             paths = [places.path] if isinstance(places, Even) else [place.path for place in places]
             found |= dict.fromkeys(paths)
     return list(found)
-
-
-def views(format: Format, record: memoryview) -> Sequence[memoryview]:
-    """The arrays of a record, as bytes."""
-    starts = zip(format.offsets, format.specs, strict=True)
-    return [record[start : start + spec.nbytes] for start, spec in starts]
 
 
 def record_hash(format: Format, arrays: Iterable[memoryview]) -> bytes:

@@ -31,7 +31,7 @@ import numpy as np
 
 from penstock.errors import BackendError, CheckpointError, InvalidArgument
 from penstock.experts import disk
-from penstock.experts.layout import BLOCK, HASH, Even, Layer, files, record_hash, views
+from penstock.experts.layout import BLOCK, HASH, Even, Layer, files, record_hash
 from penstock.weights.files import open_regular, short
 
 IO = ("auto", "direct", "pagecache", "mmap")
@@ -231,7 +231,7 @@ class ExpertReader:
             layer, expert = experts[number]
             if not hasattr(spaces, "record"):
                 spaces.record = memoryview(mmap.mmap(-1, record))
-            runs, into = self._runs(layer, expert), views(self._layers[layer].format, spaces.record)
+            runs, into = self._runs(layer, expert), self._layers[layer].format.views(spaces.record)
             for run in runs:
                 run.file.drop(run.start, run.stop)
             for run in runs:

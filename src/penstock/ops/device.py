@@ -1,8 +1,8 @@
 """Devices: what the layers above the ops need of the place where a model's arrays lie and its kernels run.
 
 A device is asked for what it can do (`host_memory`, `runs_programs`, `samples_tokens`), never for its type. A backend
-is a folder `backends/<name>/` whose module `device` registers it here under its names; the module is imported when a
-name of it is first asked for.
+is a folder of `backends/` with a module `device` that registers it here under its names; the module is imported when
+a name of it is first asked for.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.errors import InvalidArgument
+from penstock.ops.array import Spec
 
-# the names of devices and the backend that registers each: a new backend adds its line here
-BACKENDS = {"cpu": "cpu", "cuda": "cuda", "reference": "cpu"}
+# the names of devices and the package with the `device` module of each: a new backend adds its line here
+BACKENDS = {"cpu": "cpu", "cuda": "cuda.runtime", "reference": "cpu"}
 
 _TYPES: dict[str, type[Device]] = {}
 
@@ -197,6 +198,30 @@ class Sampling(Protocol):
 
     def drawing(self, logits: Any, here: Mapping[str, Any]) -> Drawing:
         """What draws tokens from the logits of a decode program with these inputs; only where `samples_tokens`."""
+        ...
+
+
+class ExpertFormat(Protocol):
+    """The arrays of one expert, and where they lie in a record of it."""
+
+    @property
+    def specs(self) -> tuple[Spec, ...]: ...
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the arrays."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+        ...
+
+    def views(self, record: memoryview) -> Seq[memoryview]:
+        """The arrays of a record, as bytes."""
         ...
 
 

@@ -22,8 +22,8 @@ import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock.errors import OutOfMemory
-from penstock.experts.layout import Format, views
 from penstock.ops.array import numpy_view
+from penstock.ops.device import ExpertFormat
 from penstock.units import parse_size, spelled
 
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
@@ -192,7 +192,7 @@ class GpuTier:
         self._store: Any = None
         self._pools: list[DeviceSlots] = []
 
-    def slots(self, format: Format, count: int, experts: int, share: float, store: Any) -> DeviceSlots:
+    def slots(self, format: ExpertFormat, count: int, experts: int, share: float, store: Any) -> DeviceSlots:
         from penstock.machine import memory
 
         at_once = max(self._top_k, min(_AT_ONCE, count, _WAY // format.nbytes))
@@ -329,7 +329,7 @@ class DeviceSlots:
         self,
         gpu: Any,
         tier: GpuTier,
-        format: Format,
+        format: ExpertFormat,
         count: int,
         experts: int,
         records: int,
@@ -403,7 +403,7 @@ class DeviceSlots:
         record = self._taken()
         self._counters.reads += 1
         self._counters.bytes_read += self._format.payload
-        return record, self._reader.submit(layer, expert, views(self._format, self._bytes[record]))
+        return record, self._reader.submit(layer, expert, self._format.views(self._bytes[record]))
 
     @property
     def kept(self) -> int:
