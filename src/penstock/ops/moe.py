@@ -547,17 +547,14 @@ def moe_combine_residual(
     shared_gate one score before the sigmoid per token, None adds shared_out as it is; shared_out None: no shared
     expert.
     """
-    y = h_mid.astype(np.float64)
-    if moe_sum is not None:
-        y = y + moe_sum.astype(np.float64)
-    elif expert_out is not None and weights is not None:
-        y = y + expert_sum(expert_out, weights)
+    if moe_sum is not None:  # one expert of weight 1
+        expert_out, weights = moe_sum[..., None, :], np.ones((*h_mid.shape[:-1], 1))
+    assert expert_out is not None and weights is not None
+    y = h_mid.astype(np.float64) + expert_sum(expert_out, weights)
     if shared_out is not None:
-        gate: Array | float = 1.0
-        if isinstance(shared_gate, np.ndarray):
-            gate = sigmoid(shared_gate.astype(np.float64).reshape(*h_mid.shape[:-1], 1))
-        elif shared_gate is not None:
-            gate = sigmoid(np.array([shared_gate], np.float64))
+        gate = (
+            1.0 if shared_gate is None else sigmoid(np.resize(shared_gate, (*h_mid.shape[:-1], 1)).astype(np.float64))
+        )
         y = y + gate * shared_out.astype(np.float64)
     return round_to(y, h_mid.dtype)
 

@@ -4,7 +4,6 @@ Routers are in _route.py. Few tokens go through one matvec per (token, slot) pai
 so that each expert's weights are read once for a tile of its tokens ("grouped").
 """
 
-import math
 from typing import Any
 
 import torch
@@ -164,17 +163,16 @@ def expert_room(pairs: tuple[int, int], experts: int, out: torch.Tensor, block: 
 # -- combination -----------------------------------------------------------------------------------------------------
 
 
-# combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * gate, slots in order; gate: `factor`, or
-#           sigmoid(scores[t]) if scores are given
+# combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * sigmoid(scores[t]), slots in order;
+#           without scores shared is added as it is
 # shapes    h, shared (or None), out [T, dim], experts [T, k, dim] of any float; weights float32 [T, k], None: 1; scores
 #           [T] of any float; out may be h, shared or the experts if k = 1
 # grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a token
 # bytes     (k + 3) * T * dim * itemsize, each once
 # limits    none
-@triton.jit(do_not_specialize=["factor"])
+@triton.jit
 def _combine_kernel(
-    h_ptr, experts_ptr, weights_ptr, shared_ptr, scores_ptr, out_ptr, dim, factor,
-    K: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, experts_ptr, weights_ptr, shared_ptr, scores_ptr, out_ptr, dim, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -186,25 +184,19 @@ def _combine_kernel(
         total += e if weights_ptr is None else e * tl.load(weights_ptr + row * K + i)
     total += h
     if shared_ptr is not None:
-        gate = factor if scores_ptr is None else sigmoid(tl.load(scores_ptr + row).to(tl.float32))
-        total += gate * tl.load(shared_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
+        shared = tl.load(shared_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
+        total += shared if scores_ptr is None else shared * sigmoid(tl.load(scores_ptr + row).to(tl.float32))
     tl.store(out_ptr + row * dim + column, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def _combine(h, experts, weights, shared, scores, factor: float, out: torch.Tensor) -> None:
+def _combine(h, experts, weights, shared, scores, out: torch.Tensor) -> None:
     """Launch `combine`: experts [T, k, dim], out [T, dim]."""
     T, dim = out.shape
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(T, triton.cdiv(dim, block))](
-        h, experts, weights, shared, scores, out, dim, factor,
+        h, experts, weights, shared, scores, out, dim,
         K=experts.shape[1], BLOCK=block, num_warps=max(1, block // 256),
     )  # fmt: skip
-
-
-def _gate_of(score: float) -> float:
-    """The sigmoid of a Python number, without overflow."""
-    small = math.exp(-abs(score))
-    return (1.0 if score >= 0 else small) / (1.0 + small)
 
 
 @kernel(ops.moe_combine_residual, device="cuda")
@@ -222,10 +214,10 @@ def moe_combine_residual(
         return
     T, dim = flat_rows(out).shape
     experts = expert_out if moe_sum is None else moe_sum
-    scores = shared_gate if isinstance(shared_gate, torch.Tensor) else None
-    factor = 1.0 if shared_gate is None or scores is not None else _gate_of(shared_gate)
+    if isinstance(shared_gate, float | int):
+        shared_gate = torch.full((T,), shared_gate, dtype=torch.float32, device=out.device)
     k = 1 if weights is None else weights.shape[-1]
-    _combine(h_mid, experts.view(T, k, dim), weights, shared_out, scores, factor, flat_rows(out))
+    _combine(h_mid, experts.view(T, k, dim), weights, shared_out, shared_gate, flat_rows(out))
 
 
 # -- a whole block -----------------------------------------------------------------------------------------------------
@@ -303,7 +295,7 @@ def moe_shared_forward(
         else:
             each = torch.empty((T, k + 1, y.shape[1]), dtype=torch.float32, device=x.device)
             mixed_down(*down, order, each)
-            _combine(residual, each, None, None, None, 1.0, y)
+            _combine(residual, each, None, None, None, y)
         return
     # One rounding, except that the experts' rows of many tokens are worth their memory in half precision.
     routed = torch.empty(y.shape, dtype=torch.float32 if ids.numel() <= _EXACT else y.dtype, device=y.device)
