@@ -146,7 +146,7 @@ class LLM:
         now = Stats(**asdict(self._stats))
         now.cache_bytes, now.peak_memory = self._engine.caches.nbytes, self._engine.device.peak_memory()
         if (streamed := self._engine.experts) is not None:
-            self._engine.tell()
+            self._engine.apply_reports()
             counters, now.expert_bytes = streamed.store.counters, streamed.store.nbytes
             now.expert_hits, now.expert_host_hits, now.expert_reads = counters.hits, counters.host_hits, counters.reads
             now.expert_guessed = counters.guessed

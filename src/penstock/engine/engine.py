@@ -260,11 +260,11 @@ class Engine:
             return 1 << 30
         return self.experts.store.most_tokens
 
-    def tell(self) -> None:
+    def apply_reports(self) -> None:
         """Bring what is known of streamed experts up to date, unless a step is under way."""
         if self.experts is not None and self._lock.acquire(blocking=False):
             try:
-                self.experts.tell()
+                self.experts.apply_reports()
             finally:
                 self._lock.release()
 

@@ -159,15 +159,15 @@ class Programs:
     def _stepped(
         self, rows: int, widths: Mapping[int | None, int], names: Mapping[str, tuple[int, ...]]
     ) -> Runner | None:
-        """A decode program that finds out on the device what is missing, where experts are streamed to one."""
+        """A decode program that detects on the device which experts are absent, where experts are streamed to one."""
         if self.experts is None:
             return None
-        missing = self.device.miss_detector(self.experts.tier, len(self.experts.slot_of), rows * self.config.top_k)
-        if missing is None:
+        detector = self.device.miss_detector(self.experts.tier, len(self.experts.slot_of), rows * self.config.top_k)
+        if detector is None:
             return None
         graph = self.decode_graph(rows, widths)
         program = Program(graph, self.device.name, fused=self.fused, steady=self.steady, cut=_before_experts)
-        return SteppedRunner(program, self.device, names, self.experts, missing)
+        return SteppedRunner(program, self.device, names, self.experts, detector)
 
     def _keep(self, key: Any, runner: Runner) -> Runner:
         self._kept[key] = runner

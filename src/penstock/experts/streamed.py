@@ -1,8 +1,8 @@
 """Programs of a model whose experts are streamed: what asks for experts, and waits for them.
 
-On the host the kernel that chooses experts tells the store which, so that reading begins; what comes before the experts
-in a layer (the shared expert) runs meanwhile; the expert op waits. A prefill that chooses more than there are slots
-gets them in batches. A decode step on a GPU looks there for what is missing: a step without a miss is one replay.
+On the host the ids of the kernel that chooses experts go to the store, so that reading begins; what comes before the
+experts in a layer (the shared expert) runs meanwhile; the expert op waits. A prefill that chooses more than there are
+slots gets them in batches. A decode step on a GPU detects there what is absent: a step without a miss is one replay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock import ops
 from penstock.experts.store import Store, Tier
 from penstock.graph import Graph, Node, Value, Wrap
 from penstock.ops.array import Spec
-from penstock.ops.device import Device, Missing
+from penstock.ops.device import Device, MissDetector
 
 EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
 
@@ -35,7 +35,7 @@ class Streamed:
         self.slot_of = list(slot_of)
         self._layers = {id(array): n for n, array in enumerate(self.slot_of)}
         self._guesses: weakref.WeakKeyDictionary[Graph, dict[Node, tuple[int, int]]] = weakref.WeakKeyDictionary()
-        self.noted: list[Callable[[], None]] = []  # tell the store what it has not heard of
+        self.pending_reports: list[Callable[[], None]] = []  # bring the store up to date with steps on the device
 
     @property
     def whole(self) -> bool:
@@ -54,7 +54,7 @@ class Streamed:
         begun: dict[int, bool] = {}  # layer → what `want` said of the step under way
 
         def want(layer: int, ids: np.ndarray) -> None:
-            self.tell()
+            self.apply_reports()
             begun[layer] = self.store.want(layer, ids, passing)
 
         def wrap(node: Node, kernel: Any) -> Any:
@@ -63,16 +63,16 @@ class Streamed:
                 return self._waiting(node, kernel, want, begun)
             if node in chosen and self.device.host_memory:
                 layer, index = chosen[node]
-                return _telling(kernel, index, lambda ids: want(layer, ids))
+                return _observed(kernel, index, lambda ids: want(layer, ids))
             if node in guesses:
                 layer, index = guesses[node]
-                return _telling(kernel, index, lambda ids: self.store.prefetch(layer, ids))
+                return _observed(kernel, index, lambda ids: self.store.prefetch(layer, ids))
             return kernel
 
         return wrap
 
-    def looking(self, graph: Graph, missing: Missing, inputs: Mapping[str, Any], inner: Wrap | None) -> Wrap:
-        """A wrap by which a decode program finds out on the device what is missing, layer by layer in their order."""
+    def detecting(self, graph: Graph, detector: MissDetector, inputs: Mapping[str, Any], inner: Wrap | None) -> Wrap:
+        """A wrap by which a decode program detects absent experts on the device, layer by layer in their order."""
         chosen = self.choices(graph)
         order = {layer: n for n, layer in enumerate(self.layers(graph))}
 
@@ -82,15 +82,15 @@ class Streamed:
                 return kernel
             layer, index = chosen[node]
             n = order[layer]
-            return _telling(kernel, index, lambda ids: missing.look(n, layer, ids, inputs))
+            return _observed(kernel, index, lambda ids: detector.detect(n, layer, ids, inputs))
 
         return wrap
 
-    def tell(self) -> None:
-        """Tell the store what it has not heard of: after that it knows what the device knows."""
-        for tell in self.noted:
-            tell()
-        self.noted = []
+    def apply_reports(self) -> None:
+        """Bring the store up to date with what steps did on the device."""
+        for apply in self.pending_reports:
+            apply()
+        self.pending_reports = []
 
     def layers(self, graph: Graph) -> list[int]:
         """The layers of a program that have experts, in its order."""
@@ -175,11 +175,11 @@ def _specs(node: Node) -> list[Spec | None]:
     return [None if out is None else out.spec for out in node.outs]
 
 
-def _telling(kernel: Any, index: int, tell: Callable[[Any], None]) -> Any:
-    """A kernel that tells somebody of one of its outputs."""
+def _observed(kernel: Any, index: int, observe: Callable[[Any], None]) -> Any:
+    """A kernel whose output `index` is passed on when it has run."""
 
-    def telling(*args: Any, out: Any) -> None:
+    def run(*args: Any, out: Any) -> None:
         kernel(*args, out=out)
-        tell(out[index] if isinstance(out, tuple) else out)
+        observe(out[index] if isinstance(out, tuple) else out)
 
-    return telling
+    return run

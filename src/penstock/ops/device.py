@@ -63,10 +63,10 @@ class Drawing(Protocol):
         ...
 
 
-class Missing(Protocol):
+class MissDetector(Protocol):
     """Sees to it on a device, layer by layer, that the experts which a step chose are there.
 
-    Those in host memory take slots of little worth. Once one is not there either, the rest of the step changes nothing:
+    Those in host memory take slots of a low score. Once one is not there either, the rest of the step changes nothing:
     its rows become inactive ones.
     """
 
@@ -80,28 +80,28 @@ class Missing(Protocol):
 
     turn: int  # which of the two is written next, 0 or 1
 
-    def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
+    def detect(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         """Look for the ids of a layer, the n-th of the step; inputs: slots, positions and lengths of the rows."""
         ...
 
     def rank(self, behind: int) -> None:
-        """Tell the device what the slots are worth, before a step; `behind`: steps that the store has not heard of."""
+        """Send the scores of the slots to the device, before a step; `behind`: steps whose reports are pending."""
         ...
 
     def wait(self) -> None:
         """Until `host` has what was looked for."""
         ...
 
-    def later(self) -> Callable[[], np.ndarray]:
-        """Of the step that was just launched: what waits until `host` has its report, and gives a copy of that."""
+    def report_future(self) -> Callable[[], np.ndarray]:
+        """Of the step that was just launched: a function that waits for its report in `host` and returns a copy."""
         ...
 
-    def gather(self) -> None:
-        """Go on to read experts that nobody has chosen yet, if host memory has room for all."""
+    def prefetch_all(self) -> None:
+        """Go on to read experts before a step chooses them, if host memory has room for all."""
         ...
 
-    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
-        """Tell the store of a report (rows of `host`) about these layers; of earlier ones it has heard."""
+    def apply_report(self, layers: np.ndarray, report: np.ndarray) -> None:
+        """Bring the store up to date with a report (rows of `host`) about these layers; earlier ones come first."""
         ...
 
 
@@ -232,8 +232,8 @@ class ExpertMemory(Protocol):
         """Memory for streamed experts here; host: bytes of host memory behind it, or "auto". None: host memory."""
         ...
 
-    def miss_detector(self, tier: Any, layers: int, width: int) -> Missing | None:
-        """What looks for absent experts while a step runs, for `width` choices of each layer; None where the host takes
+    def miss_detector(self, tier: Any, layers: int, width: int) -> MissDetector | None:
+        """What detects absent experts while a step runs, for `width` choices of each layer; None where the host takes
         part in every layer anyway.
         """
         ...

@@ -133,9 +133,9 @@ class CudaDevice:
         return GpuTier(self, host, top_k)
 
     def miss_detector(self, tier: Any, layers: int, width: int) -> Any:
-        from penstock.backends.cuda.runtime.experts import Missing
+        from penstock.backends.cuda.runtime.experts import MissDetector
 
-        return Missing(self, tier, layers, width)
+        return MissDetector(self, tier, layers, width)
 
     def expert_room(self, pairs: tuple[int, int], experts: int, out: Any, block: bool) -> Any:
         from penstock.backends.cuda.moe import expert_room

@@ -3,7 +3,7 @@
 An expert is read from disk into a record of pinned memory, and stays there as long as there is room. One launch moves
 the records that a layer needs into their slots, straight over the bus. In a decode step the device decides itself: an
 expert that is not in a slot takes that of the least worth, as the policy on the host saw it a step ago, and comes from
-its record; the host hears of it afterwards. Only what is on disk stops a step. Everything runs on the current stream,
+its record; a report to the host follows. Only what is on disk stops a step. Everything runs on the current stream,
 so a slot is written after what reads its old expert and before what reads its new one.
 """
 
@@ -29,9 +29,9 @@ from penstock.units import parse_size, spelled
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
 _WAY = 512 << 20  # bytes of experts that may be on their way at once
 _AT_ONCE = 256  # and how many
-_SHARE = 0.6  # of the free host memory that is used unless somebody says how much
+_SHARE = 0.6  # of the free host memory that is used unless `expert_host` says how much
 _RING = 8  # moves that may be under way
-_GATHERED = 16  # experts that are read before somebody has chosen them, at once
+_PREFETCHED = 16  # experts that are read before a step chooses them, at once
 _EPOCH = 1 << 30
 _NOWHERE = -(1 << 62)  # where the record is of an expert that has none; others may have negative places
 
@@ -125,8 +125,8 @@ def _resolve_kernel(
     tl.store(to_record_ptr + i, record, mask=live)
 
 
-class Missing:
-    """See engine/place.py. The kernel reports to pinned memory, so that a look costs no copy."""
+class MissDetector:
+    """See `ops.device`. The kernel reports to pinned memory, so that detecting costs no copy."""
 
     def __init__(self, gpu: Any, tier: GpuTier, layers: int, width: int) -> None:
         self._tier, self._width = tier, width
@@ -140,7 +140,7 @@ class Missing:
     def host(self) -> np.ndarray:
         return self._hosts[self.turn]
 
-    def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
+    def detect(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         (rows, k), tier, slots = ids.shape, self._tier, self._tier.slots_of[layer]
         _resolve_kernel[(1,)](
             ids, tier.table, tier.records, slots.key, slots.worth, slots.used, tier.clock, inputs["slots"],
@@ -155,7 +155,7 @@ class Missing:
     def rank(self, behind: int) -> None:
         self._tier.rank(behind)
 
-    def later(self) -> Callable[[], np.ndarray]:
+    def report_future(self) -> Callable[[], np.ndarray]:
         host, done = self.host, None if self._gpu.interpreted else torch.cuda.Event()
         if done is not None:
             done.record()
@@ -167,11 +167,11 @@ class Missing:
 
         return report
 
-    def gather(self) -> None:
-        self._tier.gather()
+    def prefetch_all(self) -> None:
+        self._tier.prefetch_all()
 
-    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
-        self._tier.tell(layers, report)
+    def apply_report(self, layers: np.ndarray, report: np.ndarray) -> None:
+        self._tier.apply_report(layers, report)
 
     def wait(self) -> None:
         if torch.cuda.is_available():
@@ -179,7 +179,7 @@ class Missing:
 
 
 class GpuTier:
-    """See streaming/store.py. host: bytes of pinned memory for experts, "auto": what is free, as far as it helps.
+    """See `experts.store`. host: bytes of pinned memory for experts, "auto": what is free, as far as it helps.
 
     On the device: `table`, slots, and `records`, offsets in pinned memory, of all experts of all layers.
     """
@@ -232,11 +232,11 @@ class GpuTier:
             )
         return self._whole
 
-    def gather(self) -> None:
-        """Go on to read experts that nobody has chosen yet, where host memory has room for all, and show the device
-        those that have come.
+    def prefetch_all(self) -> None:
+        """Go on to read experts before a step chooses them, where host memory has room for all, and send the places of
+        those that have come to the device.
         """
-        if sum(slots.gather() for slots in self._pools):
+        if sum(slots.prefetch_all() for slots in self._pools):
             now = self._sent()
             now.array("records", self.records)[:] = self.host_records
             now.go()
@@ -268,8 +268,8 @@ class GpuTier:
             now.array(f"worth{n}", slots.worth)[:] = worth - (top if np.isfinite(top) else 0.0)
         now.go()
 
-    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
-        """Tell the store what a step did on the device; report: rows of `Missing.host`."""
+    def apply_report(self, layers: np.ndarray, report: np.ndarray) -> None:
+        """Bring the store up to date with what a step did on the device; report: rows of `MissDetector.host`."""
         ids, taken = np.split(report[:, 1:], 2, axis=1)
         came = taken >= 0
         if came.any():
@@ -361,11 +361,9 @@ class DeviceSlots:
         self._spare: list[int] = []
         self._moving: dict[int, Any] = {}  # record → event after the move that reads it
         self._coming: dict[int, int] = {}  # slot → place in the table of its expert, whose record is kept
-        self._gathered: dict[
-            int, tuple[int, Future[None]]
-        ] = {}  # place in the table → record that is read, not wanted yet
+        self._prefetched: dict[int, tuple[int, Future[None]]] = {}  # place in the table → record that is being read
         self.unread: Iterator[tuple[int, int]] = iter(())  # layers and experts still to be looked at for that
-        self._gathers = records == experts
+        self._prefetches = records == experts
         self._to_slot = torch.full((_AT_ONCE,), -1, dtype=torch.int32, device=gpu.torch_device)
         self._to_record = torch.zeros(_AT_ONCE, dtype=torch.int64, device=gpu.torch_device)
         self._grow()  # where records are counted from does not change any more
@@ -390,8 +388,8 @@ class DeviceSlots:
                 self._counters.host_hits += 1
                 futures.append(_done())
                 continue
-            if owner in self._gathered:
-                self._record_of[owner], future = self._gathered.pop(owner)
+            if owner in self._prefetched:
+                self._record_of[owner], future = self._prefetched.pop(owner)
                 self._counters.guessed -= 1
             else:
                 self._record_of[owner], future = self._read(layer, expert)
@@ -410,26 +408,26 @@ class DeviceSlots:
         """Experts in records."""
         return len(self._record_of)
 
-    def gather(self) -> bool:
-        """Note what has been read of experts that nobody has chosen yet, and begin to read more of them. Whether there
-        is something new. One that cannot be read ends this; whoever needs it will hear of it.
+    def prefetch_all(self) -> bool:
+        """Keep the records of experts that were read before a step chose them, and begin to read more. Whether there is
+        something new. One that cannot be read ends this; a step that needs it reads it again and fails.
         """
-        if not self._gathers or self.kept == self.experts:
+        if not self._prefetches or self.kept == self.experts:
             return False
-        done = [owner for owner, (_, future) in self._gathered.items() if future.done()]
+        done = [owner for owner, (_, future) in self._prefetched.items() if future.done()]
         for owner in done:
-            record, future = self._gathered.pop(owner)
+            record, future = self._prefetched.pop(owner)
             if future.exception() is None:
                 self._record_of[owner] = record
                 self._tier.host_records[owner] = self._at[record]
             else:
                 self._spare.append(record)
-                self._gathers = False
-        while self._gathers and len(self._gathered) < _GATHERED and (found := next(self.unread, None)) is not None:
+                self._prefetches = False
+        while self._prefetches and len(self._prefetched) < _PREFETCHED and (found := next(self.unread, None)):
             layer, expert = found
             owner = self._tier.bases[layer] + expert
             if owner not in self._record_of:
-                self._gathered[owner] = self._read(layer, expert)
+                self._prefetched[owner] = self._read(layer, expert)
                 self._counters.guessed += 1
         return bool(done)
 
