@@ -44,7 +44,7 @@ def made(count: int, host: str, policy: str = "lru") -> tuple[Store, Numbers, ex
     parts = tuple(stacked(Path("x"), 0, 10, spec) for spec in SPECS)
     reader, tier = Numbers(), experts.GpuTier(CudaDevice(), host, 2)
     store = Store([Layer("a", parts), Layer("b", parts)], reader, count * Format(SPECS).payload, 2, policy, tier)
-    tier.shown(store)
+    tier.device_slot_maps(store)
     return store, reader, tier
 
 
@@ -61,8 +61,8 @@ def check(store: Store, tier: experts.GpuTier) -> None:
 
 
 def bring(store: Store, layer: int, ids: list[int]) -> None:
-    assert store.want(layer, np.array(ids, np.int32))
-    store.ready(layer, np.array(ids))
+    assert store.request(layer, np.array(ids, np.int32))
+    store.wait(layer, np.array(ids))
 
 
 def test_experts_land_in_their_slots_and_show_in_the_tables():
@@ -171,13 +171,13 @@ def test_what_nobody_has_chosen_is_read_meanwhile_where_there_is_room_for_all():
     store, reader, tier = made(4, "100%")
     bring(store, 0, [1, 2])
     tier.prefetch_all()  # begins
-    assert not tier.whole and len(reader.reads) == 2 + experts._PREFETCHED
+    assert not tier.fully_cached and len(reader.reads) == 2 + experts._PREFETCHED
     bring(store, 0, [3])  # under way already
     assert len(reader.reads) == 2 + experts._PREFETCHED
     for _ in range(3):
         tier.prefetch_all()
     assert sorted(reader.reads) == [(layer, expert) for layer in range(2) for expert in range(10)]
-    assert tier.whole and (tier.records.cpu().numpy() == tier.host_records).all()
+    assert tier.fully_cached and (tier.records.cpu().numpy() == tier.host_records).all()
     assert (store.counters.reads, store.counters.guessed) == (20, 17)
     report, _ = detect(store, tier, 1, [[5, 9]], [0])
     assert report[0] == 0
@@ -189,13 +189,13 @@ def test_all_in_slots_is_whole_and_part_of_it_in_host_memory_is_not():
     store, _, tier = made(20, "0%")
     for layer in range(2):
         for expert in range(0, 10, 2):
-            assert not tier.whole
+            assert not tier.fully_cached
             bring(store, layer, [expert, expert + 1])
-    assert tier.whole
+    assert tier.fully_cached
     store, reader, tier = made(4, "90%")
     bring(store, 0, [1, 2])
     tier.prefetch_all()
-    assert len(reader.reads) == 2 and not tier.whole
+    assert len(reader.reads) == 2 and not tier.fully_cached
 
 
 def test_an_expert_that_cannot_be_read_is_left_to_whoever_needs_it():
@@ -213,7 +213,7 @@ def test_an_expert_that_cannot_be_read_is_left_to_whoever_needs_it():
     reader.submit = submit  # type: ignore[method-assign]
     for _ in range(4):
         tier.prefetch_all()
-    assert not tier.whole and tier.host_records[14] == experts._NOWHERE
+    assert not tier.fully_cached and tier.host_records[14] == experts._NOWHERE
     bring(store, 1, [5])
     with pytest.raises(CheckpointError, match="gone"):
         bring(store, 1, [4])
@@ -252,7 +252,7 @@ def test_cuda_streamed_experts_give_the_same_bits(name: str, tmp_path: Path):
         np.testing.assert_array_equal(llm.logits(tokens[:5]), few)
         for _ in range(3):
             assert llm.generate(tokens[:9], max_tokens=20).tokens == text.tokens
-        assert llm._engine.experts.whole == (host != "0%" and host != "60%")
+        assert llm._engine.experts.fully_cached == (host != "0%" and host != "60%")
         if llm._engine.most_sequences >= 2:
             assert [out.tokens for out in llm.generate([tokens[:5], tokens[3:9]], max_tokens=5)] == several
 

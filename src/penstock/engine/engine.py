@@ -276,7 +276,7 @@ class Engine:
         last = self._last
         return (
             last is not None
-            and (self.experts is None or self.experts.whole)
+            and (self.experts is None or self.experts.fully_cached)
             and last.version == self.caches.version
             and last.sequences == sequences
             and all(s.length == at and at % PAGE for s, at in zip(sequences, last.lengths, strict=True))

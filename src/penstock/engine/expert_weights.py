@@ -94,8 +94,8 @@ def open_experts(
     except BaseException:
         reader.close()
         raise
-    shown = tier.shown(store)
-    return _with_slots(weights, store, shown), Streamed(store, shown, device, tier, options.prefetch), notices
+    slot_maps = tier.device_slot_maps(store)
+    return _with_slots(weights, store, slot_maps), Streamed(store, slot_maps, device, tier, options.prefetch), notices
 
 
 def _tier(options: ExpertOptions, top_k: int, device: Device) -> Tier:

@@ -135,13 +135,13 @@ class SteppedRunner(Runner):
         if name not in self._cut:
             self._cut[name] = self._parts(name, tail)
         parts = self._cut[name]
-        if self._streamed.whole:
+        if self._streamed.fully_cached:
             self._launch(name, parts)
             return
         self._detector.turn = start = missed = 0
         if self._streamed.store.pending:
             self._streamed.apply_reports()
-            self._streamed.store.settle()
+            self._streamed.store.drain()
         self._detector.rank(len(self._streamed.pending_reports))
         if self._calm:
             self._replay((name, -1), lambda: [call for part in parts for call in part])
@@ -181,8 +181,8 @@ class SteppedRunner(Runner):
         self._streamed.apply_reports()
         ids = np.split(self._detector.host[n, 1:], 2)[0]
         store, layer = self._streamed.store, self._layers[n]
-        store.want(layer, ids[ids >= 0])
-        store.ready(layer, ids[ids >= 0])
+        store.request(layer, ids[ids >= 0])
+        store.wait(layer, ids[ids >= 0])
         super().fill(**self._filled)
 
     def _keep_report(self, start: int, stop: int) -> None:

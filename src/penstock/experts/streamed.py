@@ -38,9 +38,9 @@ class Streamed:
         self.pending_reports: list[Callable[[], None]] = []  # bring the store up to date with steps on the device
 
     @property
-    def whole(self) -> bool:
+    def fully_cached(self) -> bool:
         """Whether a step on the device never has to stop for an expert."""
-        return self.tier.whole
+        return self.tier.fully_cached
 
     def layer_of(self, node: Node) -> int:
         return self._layers[id(node["slot_of"])]
@@ -51,19 +51,19 @@ class Streamed:
         passing: it is a prefill. inner: another wrap, for the kernels themselves.
         """
         chosen, guesses = self.choices(graph), self._guesses.get(graph, {})
-        begun: dict[int, bool] = {}  # layer → what `want` said of the step under way
+        begun: dict[int, bool] = {}  # layer → what `request` said of the step under way
 
-        def want(layer: int, ids: np.ndarray) -> None:
+        def request(layer: int, ids: np.ndarray) -> None:
             self.apply_reports()
-            begun[layer] = self.store.want(layer, ids, passing)
+            begun[layer] = self.store.request(layer, ids, passing)
 
         def wrap(node: Node, kernel: Any) -> Any:
             kernel = kernel if inner is None else inner(node, kernel)
             if node.op in EXPERT_OPS:
-                return self._waiting(node, kernel, want, begun)
+                return self._waiting(node, kernel, request, begun)
             if node in chosen and self.device.host_memory:
                 layer, index = chosen[node]
-                return _observed(kernel, index, lambda ids: want(layer, ids))
+                return _observed(kernel, index, lambda ids: request(layer, ids))
             if node in guesses:
                 layer, index = guesses[node]
                 return _observed(kernel, index, lambda ids: self.store.prefetch(layer, ids))
@@ -134,7 +134,9 @@ class Streamed:
             guesses[guess] = layer, index
         self._guesses[graph] = guesses
 
-    def _waiting(self, node: Node, kernel: Any, want: Callable[[int, np.ndarray], None], begun: dict[int, bool]) -> Any:
+    def _waiting(
+        self, node: Node, kernel: Any, request: Callable[[int, np.ndarray], None], begun: dict[int, bool]
+    ) -> Any:
         names = list(inspect.signature(node.op.body).parameters)
         ids_at = names.index("ids")
         store, layer, here = self.store, self.layer_of(node), self.device.host_memory
@@ -142,9 +144,9 @@ class Streamed:
         def wait(*args: Any, out: Any) -> None:
             ids = args[ids_at] if here else self.device.to_host(args[ids_at])
             if layer not in begun:
-                want(layer, ids)
+                request(layer, ids)
             if begun.pop(layer):
-                store.ready(layer, ids)
+                store.wait(layer, ids)
                 kernel(*args, out=out)
             else:
                 self._in_batches(node, kernel, layer, ids, dict(zip(names, args, strict=True)), out)

@@ -188,7 +188,7 @@ class GpuTier:
         self._gpu, self._host, self._top_k = gpu, host, top_k
         self._ring = [_Sent(gpu) for _ in range(_RING)]
         self._next = self._time = 0
-        self._ranked, self._roomy, self._whole = -1, False, False
+        self._ranked, self._roomy, self._fully_cached = -1, False, False
         self._store: Any = None
         self._pools: list[DeviceSlots] = []
 
@@ -208,7 +208,7 @@ class GpuTier:
         self._pools.append(DeviceSlots(self._gpu, self, format, count, experts, records, at_once, store))
         return self._pools[-1]
 
-    def shown(self, store: Any) -> list[Any]:
+    def device_slot_maps(self, store: Any) -> list[Any]:
         self._store = store
         sizes = [len(row) for row in store.slot_of]
         self.bases = [0, *accumulate(sizes)]
@@ -225,12 +225,12 @@ class GpuTier:
         return list(self.table.split(sizes))
 
     @property
-    def whole(self) -> bool:
-        if not self._whole and not self._store.pending:
-            self._whole = all(slots.kept == slots.experts for slots in self._pools) or bool(
+    def fully_cached(self) -> bool:
+        if not self._fully_cached and not self._store.pending:
+            self._fully_cached = all(slots.kept == slots.experts for slots in self._pools) or bool(
                 (self._store.table >= 0).all()
             )
-        return self._whole
+        return self._fully_cached
 
     def prefetch_all(self) -> None:
         """Go on to read experts before a step chooses them, where host memory has room for all, and send the places of
@@ -278,12 +278,12 @@ class GpuTier:
                 row, column = np.nonzero(came & own[:, None])  # in the order in which slots were given
                 owners = slots.pool.owner.copy()
                 owners[taken[row, column]] = self._store.bases[layers[row]] + ids[row, column]
-                self._store.adopt(slots.pool, owners)
+                self._store.sync_owners(slots.pool, owners)
             counters = self._store.counters
             counters.host_hits += int(came.sum())
             sizes = np.array([self.slots_of[n]._format.payload for n in layers.tolist()])
             counters.bytes_copied += int((came.sum(axis=1) * sizes).sum())
-        self._store.stepped(layers, ids, int(came.sum()))
+        self._store.record_step(layers, ids, int(came.sum()))
 
     def _sent(self) -> _Sent:
         found = self._ring[self._next]
@@ -431,7 +431,7 @@ class DeviceSlots:
                 self._counters.guessed += 1
         return bool(done)
 
-    def land(self, slots: Sequence[int]) -> None:
+    def publish(self, slots: Sequence[int]) -> None:
         for start in range(0, len(slots), _AT_ONCE):
             part = slots[start : start + _AT_ONCE]
             owners = [self._coming.pop(slot) for slot in part]
@@ -456,7 +456,7 @@ class DeviceSlots:
         self._tier.host_records[owner] = _NOWHERE
         self._spare.append(self._record_of.pop(owner))
 
-    def shown(self, slot_of: np.ndarray) -> Any:
+    def device_slot_map(self, slot_of: np.ndarray) -> Any:
         return torch.from_numpy(slot_of).to(self._gpu.torch_device)
 
     def _taken(self) -> int:
