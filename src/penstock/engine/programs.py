@@ -133,12 +133,12 @@ class Programs:
             self._arena = None  # the old one goes before the new one comes
             self._arena = self._new_arena(need)
             self._arenas += 1
-        runner.bind((self.caches.version, self._arenas), arrays, self._arena, self._wrap(runner, passing=True))
+        runner.bind((self.caches.version, self._arenas), arrays, self._arena, self._wrap(runner, prefill=True))
         return runner
 
-    def _wrap(self, runner: Runner, passing: bool = False) -> Wrap | None:
-        """passing: it is a prefill."""
-        return self.wrap if self.experts is None else self.experts.wrap(runner.program.graph, passing, self.wrap)
+    def _wrap(self, runner: Runner, prefill: bool = False) -> Wrap | None:
+        """What wraps the kernels of a program: streamed experts, and `self.wrap` inside."""
+        return self.wrap if self.experts is None else self.experts.wrap(runner.program.graph, prefill, self.wrap)
 
     def _new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):

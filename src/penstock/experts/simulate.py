@@ -124,14 +124,14 @@ class _Cache:
         """Go through a prefill: of every layer first what is there, then the rest, half a cache at a time."""
         size = len(self._key)
         for keys, counts in step.layers:
-            self._policy.counted(keys, counts, step.tokens)
+            self._policy.add_prefill_counts(keys, counts, step.tokens)
             there = self._slot[keys] >= 0
             current, rest = keys[there], keys[~there]
             while len(current) or len(rest):
                 count = min(max(1, size // 2), size - len(current))
                 following, rest = rest[:count], rest[count:]
                 self._bring(following, self._slot[current])
-                self._policy.passing(self._slot[current])
+                self._policy.touch_prefill(self._slot[current])
                 current = following
 
 

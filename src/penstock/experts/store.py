@@ -194,10 +194,10 @@ class Store:
 
     # -- what a step does --------------------------------------------------------------------------------------------
 
-    def request(self, layer: int, ids: np.ndarray, passing: bool = False) -> bool:
+    def request(self, layer: int, ids: np.ndarray, prefill: bool = False) -> bool:
         """Begin to bring in the experts that a layer chose; False if there are not enough slots, and nothing begins.
 
-        passing: ids are of a prefill, whose choice says little about the tokens after it.
+        prefill: ids are of a prefill, whose choice says little about the tokens after it.
         """
         pool, slot_of = self.pool_of[layer], self.slot_of[layer]
         chosen = np.unique(ids)
@@ -212,8 +212,8 @@ class Store:
             self._fill(layer, absent, victims)
             slots = slot_of[chosen]
         self.counters.hits += len(chosen) - len(absent)
-        if passing:
-            pool.policy.passing(slots)
+        if prefill:
+            pool.policy.touch_prefill(slots)
             self._count(layer, ids)
         else:
             pool.policy.used(slots)
@@ -224,7 +224,7 @@ class Store:
         """Tell the policy how often the tokens of a prefill [T, k] chose each expert."""
         chosen, counts = np.unique(ids, return_counts=True)
         pool = self.pool_of[layer]
-        pool.policy.counted(self.bases[layer] + chosen, counts, len(ids))
+        pool.policy.add_prefill_counts(self.bases[layer] + chosen, counts, len(ids))
 
     def wait(self, layer: int, ids: np.ndarray) -> None:
         """Wait for the experts ids, which were requested. Raises CheckpointError for one that cannot be read."""
@@ -281,7 +281,7 @@ class Store:
                 self._wait_for(pool, slot_of[current])
                 batch = np.full(len(slot_of), -1, np.int32)
                 batch[current] = slot_of[current]
-                pool.policy.passing(slot_of[current])
+                pool.policy.touch_prefill(slot_of[current])
                 yield pool.slots.device_slot_map(batch)
             elif not begun:
                 self._wait_for(pool, np.array(list(pool.pending)))  # the slots are taken by guesses under way
@@ -291,7 +291,7 @@ class Store:
         """Where `request` says no to ids [T, k]: tokens in order, some at a time, all of whose experts are present."""
         for start in range(0, len(ids), self.most_tokens):
             part = slice(start, start + self.most_tokens)
-            self.request(layer, ids[part], passing=True)
+            self.request(layer, ids[part], prefill=True)
             self.wait(layer, ids[part])
             yield part
 

@@ -45,17 +45,17 @@ class Streamed:
     def layer_of(self, node: Node) -> int:
         return self._layers[id(node["slot_of"])]
 
-    def wrap(self, graph: Graph, passing: bool, inner: Wrap | None) -> Wrap:
+    def wrap(self, graph: Graph, prefill: bool, inner: Wrap | None) -> Wrap:
         """A wrap (see `Program.bind`) by which a program asks the store for its experts.
 
-        passing: it is a prefill. inner: another wrap, for the kernels themselves.
+        prefill: whether it is one, and not a decode step. inner: another wrap, for the kernels themselves.
         """
         chosen, guesses = self.choices(graph), self._guesses.get(graph, {})
         begun: dict[int, bool] = {}  # layer → what `request` said of the step under way
 
         def request(layer: int, ids: np.ndarray) -> None:
             self.apply_reports()
-            begun[layer] = self.store.request(layer, ids, passing)
+            begun[layer] = self.store.request(layer, ids, prefill)
 
         def wrap(node: Node, kernel: Any) -> Any:
             kernel = kernel if inner is None else inner(node, kernel)

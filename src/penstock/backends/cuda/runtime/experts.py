@@ -2,7 +2,7 @@
 
 An expert is read from disk into a record of pinned memory, and stays there as long as there is room. One launch moves
 the records that a layer needs into their slots, straight over the bus. In a decode step the device decides itself: an
-expert that is not in a slot takes that of the least worth, as the policy on the host saw it a step ago, and comes from
+expert that is not in a slot takes that of the lowest score, as the policy on the host saw it a step ago, and comes from
 its record; a report to the host follows. Only what is on disk stops a step. Everything runs on the current stream,
 so a slot is written after what reads its old expert and before what reads its new one.
 """
@@ -60,21 +60,21 @@ def _move_kernel(
         tl.store(slots[p] + slot * WORDS[p] + at, value, mask=(at >= 0) & (at < WORDS[p]))
 
 
-# resolve   slots for the experts that a layer chose and that have none: each takes the slot of the least worth that the
-#           layer does not use itself. report[0] = 1 if one of them has no record either: then nothing changes, and all
+# resolve   slots for the experts that a layer chose and that have none: each takes the slot of the lowest score that
+#           its layer does not use. report[0] = 1 if one of them has no record either: then nothing changes, and all
 #           rows become inactive, so that what follows in the step changes nothing
 # shapes    ids int32 [rows · K]; slot_of int32 (−1: none), record int64 (NOWHERE: none) of all experts of all layers,
-#           this layer's from `base` on; key int32 [S]: whose slot it is; worth float32 [S], as the host saw it after
+#           this layer's from `base` on; key int32 [S]: whose slot it is; score float32 [S], as the host saw it after
 #           `known`; used int32 [S]: when each slot was used last; clock int32 [2]: the time before this step, and
 #           known; n: of the layer in the step; rows (a state each, −1: inactive), positions, lengths int32; report
 #           int32 [1 + 2 · WIDTH]: flag, ids (−1 of inactive rows), slots that were given; to_slot int32, to_record
 #           int64 [WIDTH]: what to move
 # grid      (1,)
 # bytes     8 · S where something is missing
-# limits    rows · K ≤ WIDTH ≤ S ≤ SLOTS; what was used since `known` is worth more than anything else
+# limits    rows · K ≤ WIDTH ≤ S ≤ SLOTS; what was used since `known` scores above anything else
 @triton.jit
 def _resolve_kernel(
-    ids_ptr, slot_of_ptr, record_ptr, key_ptr, worth_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
+    ids_ptr, slot_of_ptr, record_ptr, key_ptr, score_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
     report_ptr, to_slot_ptr, to_record_ptr, n, base, rows, experts, S, NOWHERE: tl.constexpr, K: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -107,11 +107,11 @@ def _resolve_kernel(
         s = tl.arange(0, SLOTS)
         used = tl.load(used_ptr + s, mask=s < S, other=now)
         late = (used - tl.load(clock_ptr + 1)).to(tl.float32)
-        worth = tl.where(late > 0, 1e28 * late, tl.load(worth_ptr + s, mask=s < S, other=0.0))
-        worth = tl.where(used == now, float("inf"), worth)
+        score = tl.where(late > 0, 1e28 * late, tl.load(score_ptr + s, mask=s < S, other=0.0))
+        score = tl.where(used == now, float("inf"), score)
         for m in range(tl.sum(first.to(tl.int32))):
-            least = tl.argmin(worth, 0)
-            worth = tl.where(s == least, float("inf"), worth)
+            least = tl.argmin(score, 0)
+            score = tl.where(s == least, float("inf"), score)
             given = tl.where(first & (order == m), least.to(tl.int32), given)
         taken = given >= 0
         tl.store(used_ptr + given, tl.zeros([BLOCK], tl.int32) + now, mask=taken)
@@ -143,7 +143,7 @@ class MissDetector:
     def detect(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         (rows, k), tier, slots = ids.shape, self._tier, self._tier.slots_of[layer]
         _resolve_kernel[(1,)](
-            ids, tier.table, tier.records, slots.key, slots.worth, slots.used, tier.clock, inputs["slots"],
+            ids, tier.table, tier.records, slots.key, slots.score, slots.used, tier.clock, inputs["slots"],
             inputs["positions"], inputs["lengths"], self._reports[self.turn][n], self._to_slot, self._to_record, n,
             tier.bases[layer], rows, tier.bases[layer + 1] - tier.bases[layer], slots.count, _NOWHERE, K=k,
             WIDTH=self._width,
@@ -263,9 +263,9 @@ class GpuTier:
             for slots in self._pools:
                 slots.used.zero_()
         for n, slots in enumerate(self._pools):
-            worth = slots.pool.policy.ranks()
-            top = worth.max()
-            now.array(f"worth{n}", slots.worth)[:] = worth - (top if np.isfinite(top) else 0.0)
+            score = slots.pool.policy.ranks()
+            top = score.max()
+            now.array(f"score{n}", slots.score)[:] = score - (top if np.isfinite(top) else 0.0)
         now.go()
 
     def apply_report(self, layers: np.ndarray, report: np.ndarray) -> None:
@@ -347,7 +347,7 @@ class DeviceSlots:
                 for spec in format.specs
             )
             self.key = torch.full((count,), -1, dtype=torch.int32, device=gpu.torch_device)
-            self.worth = torch.zeros(count, dtype=torch.float32, device=gpu.torch_device)
+            self.score = torch.zeros(count, dtype=torch.float32, device=gpu.torch_device)
             self.used = torch.zeros(count, dtype=torch.int32, device=gpu.torch_device)
         self._views = tuple(array.view(-1).view(torch.int32) for array in self.arrays)
         self._sizes = tuple(spec.nbytes // 4 for spec in format.specs)
