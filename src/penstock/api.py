@@ -27,7 +27,7 @@ from penstock.experts.store import slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import open_gguf
 from penstock.models.random import Maker, Random, RandomHere, Shapes
-from penstock.models.source import Placed, Shelved, Source, Stored, left_over
+from penstock.models.source import FileBackedSource, Placed, Source, Stored, left_over
 from penstock.ops.device import Device, device_for
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
@@ -371,7 +371,7 @@ def _read_folder(
         budget = budget_of(experts, layers, rest, device, f"{folder}")
         slot_counts(layers, budget, config.top_k)
         put = _putting(device, checkpoint.nbytes - away, progress)
-        weights = family.read_weights(Shelved(source, put), config)
+        weights = family.read_weights(FileBackedSource(source, put), config)
         opened = open_experts(weights, experts, budget, config.top_k, device, folder, checkpoint.fingerprint)
         weights, streamed, notices = opened
         weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)

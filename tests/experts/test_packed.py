@@ -403,7 +403,7 @@ def test_other_files_are_not_replaced(layers, tmp_path):
 
 
 def test_a_source_that_ends_early(layers, target, part, tmp_path):
-    last = layers[2].places(2)[2]
+    last = layers[2].extents(2)[2]
     os.truncate(last.path, last.start + 10)
     with pytest.raises(CheckpointError, match=rf"two\.bin: ends at byte {last.start + 10}, expected"):
         write_packed(layers, MODEL, target)

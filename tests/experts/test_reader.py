@@ -220,7 +220,7 @@ def test_an_error_that_stays_ends_that_read_only(tmp_path, rng, io, monkeypatch)
         calls = Faults(monkeypatch, fail)
         bad[0] = True
         future = experts.submit(0, 1, space(layers[0], "arrays"))
-        start = layers[0].places(1)[0].start
+        start = layers[0].extents(1)[0].start
         with pytest.raises(CheckpointError, match=rf"one\.bin: cannot be read at byte {start}: Input/output error$"):
             future.result()
         assert calls.calls == (3 if io == "pagecache" else 4)
@@ -232,7 +232,7 @@ def test_an_error_that_stays_ends_that_read_only(tmp_path, rng, io, monkeypatch)
 
 def test_a_file_that_was_shortened(tmp_path, rng, io):
     layers = write_files(tmp_path, rng)
-    last = layers[2].places(2)[2]
+    last = layers[2].extents(2)[2]
     with ExpertReader(layers, io) as experts:
         experts.read(2, 0, space(layers[2], "arrays"))
         os.truncate(last.path, last.start + 100)
@@ -249,7 +249,7 @@ def test_a_file_that_was_shortened(tmp_path, rng, io):
 
 def test_a_file_that_was_too_short_from_the_start(tmp_path, rng, io):
     layers = write_files(tmp_path, rng)
-    last = layers[2].places(2)[2]
+    last = layers[2].extents(2)[2]
     os.truncate(last.path, last.start + 100)
     with ExpertReader(layers, io) as experts:
         wanted = rf"two\.bin: ends at byte {last.start + 100}, expected {last.start + last.nbytes} or more"
@@ -516,5 +516,5 @@ def test_files_names_each_file_once(tmp_path, rng):
 
 def test_stacked_places_may_lie_apart(tmp_path):
     part = stacked(tmp_path / "a", 100, 4, WIDE[1], step=512)
-    assert [place.start for place in part.places] == [100, 612, 1124, 1636]
-    assert {b.start - a.start for a, b in pairwise(stacked(tmp_path / "a", 0, 3, WIDE[1]).places)} == {WIDE[1].nbytes}
+    assert [extent.start for extent in part.extents] == [100, 612, 1124, 1636]
+    assert {b.start - a.start for a, b in pairwise(stacked(tmp_path / "a", 0, 3, WIDE[1]).extents)} == {WIDE[1].nbytes}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import CheckpointError, InvalidArgument
-from penstock.experts.layout import Format, Layer, Part, stacked
+from penstock.experts.layout import Format, Layer, TensorExtents, stacked
 from penstock.experts.store import Store, slot_counts
 from penstock.ops.array import Spec
 
@@ -211,6 +211,6 @@ def test_formats_share_a_budget_by_their_bytes():
 
 
 def test_parts_need_not_follow_each_other():
-    places = [stacked(Path("x"), 100 * e, 1, SPECS[0]).places[0] for e in (4, 0, 2)]
-    part = Part(SPECS[0], places)
-    assert [place.start for place in Layer("n", (part,)).places(0)] == [400]
+    extents = [stacked(Path("x"), 100 * e, 1, SPECS[0]).extents[0] for e in (4, 0, 2)]
+    part = TensorExtents(SPECS[0], extents)
+    assert [extent.start for extent in Layer("n", (part,)).extents(0)] == [400]

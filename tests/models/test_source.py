@@ -123,7 +123,7 @@ def test_stored_stack_refuses_experts_that_differ(tmp_path: Path, rng: np.random
         with pytest.raises(CheckpointError, match=f"model.{others[0]} and the experts beside it differ in bits"):
             source.stack(others, 2, 4, 32)
         with pytest.raises(CheckpointError, match=f"model.{others[0]} and the experts beside it differ in bits"):
-            source.shelf(others, 2, 4, 32)
+            source.expert_files(others, 2, 4, 32)
 
 
 def test_stored_unused_are_those_that_nobody_asked_for(tmp_path: Path, rng: np.random.Generator) -> None:
