@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.cache import Caches
-from penstock.engine.runner import Runner, SteppedRunner
+from penstock.engine.runner import Runner, SegmentedRunner
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Node, Program, Wrap, trace
@@ -73,13 +73,13 @@ class Programs:
         runner = self._kept.pop(key, None)
         if runner is None:
             names = self._decode_names(rows, widths)
-            runner = self._stepped(rows, widths, names)
+            runner = self._segmented(rows, widths, names)
             if runner is None:
                 runner = self._made(self.decode_graph(rows, widths), names, ahead=True)
         self._keep(key, runner)
         if key not in self._decode_arenas:
             self._decode_arenas[key] = self._new_arena(runner.program.arena_bytes)
-        wrap = self.wrap if isinstance(runner, SteppedRunner) else self._wrap(runner)
+        wrap = self.wrap if isinstance(runner, SegmentedRunner) else self._wrap(runner)
         runner.bind(self.caches.version, self._cache_arrays(False), self._decode_arenas[key], wrap)
         return runner
 
@@ -156,7 +156,7 @@ class Programs:
         captures = self.experts is None or not self.device.samples_tokens
         return Runner(program, self.device, names, compiles, captures)
 
-    def _stepped(
+    def _segmented(
         self, rows: int, widths: Mapping[int | None, int], names: Mapping[str, tuple[int, ...]]
     ) -> Runner | None:
         """A decode program that detects on the device which experts are absent, where experts are streamed to one."""
@@ -167,7 +167,7 @@ class Programs:
             return None
         graph = self.decode_graph(rows, widths)
         program = Program(graph, self.device.name, fused=self.fused, steady=self.steady, cut=_before_experts)
-        return SteppedRunner(program, self.device, names, self.experts, detector)
+        return SegmentedRunner(program, self.device, names, self.experts, detector)
 
     def _keep(self, key: Any, runner: Runner) -> Runner:
         self._kept[key] = runner

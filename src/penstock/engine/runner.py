@@ -15,7 +15,7 @@ from penstock.ops.device import Device, Drawing, Inputs, MissDetector
 Call = Callable[[], object]
 Tail = Callable[[str], Sequence[Call]]
 
-_CALM = 1  # layers of a step that may miss experts for the next one to be run as a whole
+_FEW_MISSES = 1  # layers of a step that may miss experts for the next one to be run as a whole
 
 
 class Runner:
@@ -98,7 +98,7 @@ class Runner:
         replay()
 
 
-class SteppedRunner(Runner):
+class SegmentedRunner(Runner):
     """A decode program whose experts are streamed to a device that replays.
 
     It is cut before each layer's experts. A step runs as a whole while hardly anything has to come from disk; from the
@@ -119,7 +119,7 @@ class SteppedRunner(Runner):
         self._layers = np.array(streamed.layers(program.graph))
         self._filled: dict[str, np.ndarray] = {}
         self._cut: dict[str, list[list[Call]]] = {}
-        self._calm = False
+        self._mostly_cached = False
 
     def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
         if key != self._key:
@@ -143,7 +143,7 @@ class SteppedRunner(Runner):
             self._streamed.apply_reports()
             self._streamed.store.drain()
         self._detector.rank(len(self._streamed.pending_reports))
-        if self._calm:
+        if self._mostly_cached:
             self._replay((name, -1), lambda: [call for part in parts for call in part])
             self._streamed.apply_reports()
             self._detector.wait()
@@ -152,17 +152,17 @@ class SteppedRunner(Runner):
             self._keep_report(0, found)
             start, missed = found + 1, int(len(wrong) > 0)
             if len(wrong):
-                self._bring(found)
+                self._fetch_and_resume(found)
         for n in range(start, len(parts)):
             self._replay((name, n), lambda n=n: parts[n])
             if n < len(self._layers):
                 self._detector.wait()
                 if self._detector.host[n, 0]:
                     missed += 1
-                    self._bring(n)
+                    self._fetch_and_resume(n)
                 else:
                     self._keep_report(n, n + 1)
-        self._calm = missed <= _CALM
+        self._mostly_cached = missed <= _FEW_MISSES
         if start < len(parts):
             self._streamed.apply_reports()
         self._detector.prefetch_all()
@@ -176,7 +176,7 @@ class SteppedRunner(Runner):
         report = self._detector.report_future()
         self._streamed.pending_reports.append(lambda: self._detector.apply_report(self._layers, report()))
 
-    def _bring(self, n: int) -> None:
+    def _fetch_and_resume(self, n: int) -> None:
         """Fetch what the n-th layer lacks, and make the rows active again."""
         self._streamed.apply_reports()
         ids = np.split(self._detector.host[n, 1:], 2)[0]
