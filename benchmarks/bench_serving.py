@@ -363,9 +363,9 @@ def client_ceiling(clients: int, prompts: Prompts, processes: int) -> dict[str, 
 def distinct_experts(model: str, device: str | None, rows: Sequence[int], prompts: Prompts) -> dict[int, float]:
     """Distinct experts that a layer of a step with so many rows reads, on average over layers and steps."""
     import numpy as np
-    from penstock.analysis.expert_routes import record
 
     import penstock
+    from penstock.analysis.expert_routes import record
     from penstock.errors import InvalidArgument
 
     llm = penstock.load(model, **({} if device is None else {"device": device}))

@@ -94,15 +94,15 @@ def test_load_names_a_bad_option(options: dict[str, Any], words: str, folder: Pa
 
 
 def test_load_says_why_a_gpu_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.backends.cuda.device.interpreted", lambda: False)
-    monkeypatch.setattr("penstock.backends.cuda.device.unusable", lambda: "torch finds no GPU")
+    monkeypatch.setattr("penstock.backends.cuda.runtime.device.interpreted", lambda: False)
+    monkeypatch.setattr("penstock.backends.cuda.runtime.device.unusable", lambda: "torch finds no GPU")
     with pytest.raises(BackendError, match="^load: device is 'cuda', expected 'cpu': torch finds no GPU$"):
         penstock.load(folder, device="cuda")
 
 
 def test_load_chooses_a_gpu_that_can_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for why, device in (("torch finds no GPU", "cpu"), (None, "cuda")):
-        monkeypatch.setattr("penstock.backends.cuda.features.unusable", lambda why=why: why)
+        monkeypatch.setattr("penstock.backends.cuda.runtime.features.unusable", lambda why=why: why)
         dtype = "bfloat16" if device == "cuda" else "float32"
         assert engine_options.resolve_options()[:2] == (device, dtype)
 

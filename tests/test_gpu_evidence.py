@@ -37,7 +37,7 @@ def test_remark_names_a_change_of_the_backend_alone(tree: Path, change: str) -> 
     if change == "edit":
         file.write_text(file.read_text() + "\n")
     elif change == "add":
-        (folder / "more.py").write_text("")
+        (folder / "runtime" / "more.py").write_text("")
     elif change == "rename":
         file.rename(folder / "norms.py")
     else:

@@ -27,7 +27,7 @@ from penstock.experts.store import slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import open_gguf
 from penstock.models.random import DeviceRandomSource, Maker, Random, Shapes
-from penstock.models.source import CheckpointSource, DeviceSource, Shelved, Source, left_over
+from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, Source, left_over
 from penstock.ops.device import Device, device_for
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
@@ -150,7 +150,7 @@ class LLM:
         now = Stats(**asdict(self._stats))
         now.cache_bytes, now.peak_memory = self.engine.caches.nbytes, self.engine.device.peak_memory()
         if (streamed := self.engine.experts) is not None:
-            self.engine.tell()
+            self.engine.apply_reports()
             counters, now.expert_bytes = streamed.store.counters, streamed.store.nbytes
             now.expert_hits, now.expert_host_hits, now.expert_reads = counters.hits, counters.host_hits, counters.reads
             now.expert_guessed = counters.guessed
@@ -376,7 +376,7 @@ def _read_folder(
         budget = budget_of(experts, layers, rest, device, f"{folder}")
         slot_counts(layers, budget, config.top_k)
         put = _putting(device, checkpoint.nbytes - away, progress)
-        weights = family.read_weights(Shelved(source, put), config)
+        weights = family.read_weights(FileBackedSource(source, put), config)
         opened = open_experts(weights, experts, budget, config.top_k, device, folder, checkpoint.fingerprint)
         weights, streamed, notices = opened
         weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)

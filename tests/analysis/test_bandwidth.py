@@ -29,7 +29,7 @@ def test_bandwidth_meter_asks_a_device_with_its_own_memory_for_a_copy():
 
 
 def test_bandwidth_of_a_gpu_that_is_not_here_is_that_of_an_h200(monkeypatch):
-    monkeypatch.setattr("penstock.backends.cuda.features.unusable", lambda: "no GPU")
+    monkeypatch.setattr("penstock.backends.cuda.runtime.features.unusable", lambda: "no GPU")
     assert bandwidth_of("cuda", None) == (H200, "a copy on an H200, there is no GPU here")
     assert bandwidth_of("cuda", 7.0) == (7.0, "as given")
 

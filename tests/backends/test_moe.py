@@ -1,4 +1,4 @@
-"""One token through its experts in one launch: the same bits as gate and up, activation, down and sum on their own."""
+"""One token through its experts in one launch, and experts in batches: the same bits as all ops on their own."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,8 @@ import pytest
 import penstock
 from penstock import ops
 from penstock.backends.cpu import _threads, linear
-from tests.ops.common import assert_same_bits, normal, quantized
+from penstock.errors import InvalidArgument
+from tests.ops.common import assert_same_bits, fenced, normal, quantized
 
 VARIANTS = [name for name in linear.VARIANTS if linear._runs_here(name)]
 E, DIM, WIDTH, K = 5, 3 * 64 + 512, 2 * 128 + 64, 3  # a ragged end behind a block of 512
@@ -78,3 +79,56 @@ def test_moe_forward_of_one_token_shows_what_is_not_finite(rng):
     x, ids, weights = token(rng)
     x[0, 70] = np.nan
     assert np.isnan(ops.moe_forward(x, ids, weights, gate, up, down, activations="int8")).all()
+
+
+@pytest.mark.parametrize("activations", ["int8", "float32"])
+@pytest.mark.parametrize("T", [1, 7])
+def test_experts_in_batches_have_the_bits_of_all_at_once(T, activations, rng):
+    """A stack of two slots, NaN in the one that is not filled: whatever reads an absent expert shows."""
+    weights_of = stacks(rng, dim=64, width=64)
+    x, weights = normal(rng, T, 64), rng.random((T, K), dtype=np.float32)
+    ids = np.stack([rng.permutation(E)[:K] for _ in range(T)]).astype(np.int32)
+    want = ops.moe_forward(x, ids, weights, *weights_of, activations=activations)
+    rows = np.full((T, K, 64), np.nan, np.float32)
+    for batch in ([3], [0, 4], [2], [1]):
+        slot_of, empty = np.full(E, -1, np.int32), [fenced(w[:2]) for w in weights_of]
+        slot_of[batch] = np.arange(len(batch))
+        for w, own in zip(weights_of, empty, strict=True):
+            own.scales[:] = np.nan
+            for array, into in zip(w.arrays, own.arrays, strict=True):
+                into[: len(batch)] = array[batch]
+        before = rows.copy()
+        ops.expert_mlp(rows, x, ids, *empty, slot_of, activations=activations)
+        others = ~np.isin(ids, batch)
+        assert_same_bits("rows of other experts", rows[others], before[others])
+        assert np.isfinite(rows[~others]).all()
+    nothing = [w.with_arrays(w.packed[:1], np.full_like(w.scales[:1], np.nan), w.biases[:1]) for w in weights_of]
+    away = np.full(E, -1, np.int32)
+    call = (x, ids, weights, *nothing, away)
+    assert_same_bits("y", ops.moe_forward(*call, activations=activations, expert_out=rows), want)
+
+
+@pytest.mark.parametrize("activations", ["int8", "float32"])
+@pytest.mark.parametrize("T", [1, 7])
+def test_kernels_refuse_absent_experts_by_themselves(T, activations, rng):
+    """Inside a program an op's checks of values do not run."""
+    gate, up, down = (fenced(w) for w in stacks(rng, dim=64, width=64))
+    slot_of = np.array([0, 1, -1, 3, 4], np.int32)
+    ids, weights = np.array([[0, 2, 3]] * T, np.int32), np.ones((T, K), np.float32)
+    x, h = normal(rng, T, 64), normal(rng, T, K, 64)
+    calls = {
+        ops.moe_forward: (x, ids, weights, gate, up, down, slot_of, "silu", activations, None),
+        ops.expert_gate_up: (x, gate, up, ids, slot_of, "silu", activations),
+        ops.expert_down_sum: (h, down, ids, weights, slot_of, activations),
+        ops.expert_matmul: (h, down, ids, slot_of, activations),
+    }
+    shapes = {ops.expert_gate_up: (T, K, 64), ops.expert_matmul: (T, K, 64)}
+    for op, args in calls.items():
+        out, kernel = np.full(shapes.get(op, (T, 64)), 7, np.float32), op.kernel("cpu")
+        assert kernel is not None
+        for run in (lambda *args, kernel=kernel, out=out: kernel.choosing(*args, out=out), op.body):
+            with pytest.raises(
+                InvalidArgument, match=r"ids has 2, an absent expert \(slot_of is -1\), expected present"
+            ):
+                run(*args)
+        assert (out == 7).all()

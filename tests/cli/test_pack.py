@@ -8,7 +8,7 @@ import pytest
 from penstock import models
 from penstock.engine.expert_weights import expert_layers
 from penstock.experts import packed
-from penstock.experts.layout import Layer, Place
+from penstock.experts.layout import Extent, Layer
 from penstock.models.source import CheckpointSource
 from penstock.weights.checkpoint import Checkpoint
 from tests.cli.common import call
@@ -42,18 +42,18 @@ def test_pack_writes_the_experts_into_one_file(capsys, model):
     found = packed.open_packed(target, layers, checkpoint.fingerprint)
     for layer, own in zip(layers, found, strict=True):
         for part in own.parts:
-            assert {place.path for place in part.places} == {target}
+            assert {extent.path for extent in part.extents} == {target}
         for expert in range(layer.count):
-            for a, b in zip(layer.places(expert), own.places(expert), strict=True):
+            for a, b in zip(layer.extents(expert), own.extents(expert), strict=True):
                 assert piece(a) == piece(b)
     assert sorted(path.name for path in model.iterdir()) == sorted(
         [*(path.name for path in DEMO.iterdir()), "experts.penstock"]
     )
 
 
-def piece(place: Place) -> bytes:
-    with place.path.open("rb") as file:
-        return os.pread(file.fileno(), place.nbytes, place.start)
+def piece(extent: Extent) -> bytes:
+    with extent.path.open("rb") as file:
+        return os.pread(file.fileno(), extent.nbytes, extent.start)
 
 
 def report(capsys, *arguments: str) -> dict:

@@ -1,10 +1,10 @@
-"""Small expert files of odd sizes and places, and what is in them."""
+"""Small expert files of odd sizes and extents, and what is in them."""
 
 from pathlib import Path
 
 import numpy as np
 
-from penstock.experts.layout import Layer, Part, Place, stacked
+from penstock.experts.layout import Extent, Layer, TensorExtents, stacked
 from penstock.ops.array import Spec
 
 # a matrix of many blocks, sizes that end inside of one, one without a whole block, and one without anything
@@ -18,8 +18,8 @@ def write_files(folder: Path, rng: np.random.Generator, start: int = 13) -> list
     """Two files of random bytes with the experts of LAYERS: each array a stack, the last layer's in the second."""
     layers = layers_in(folder, start)
     for name in FILES:
-        ends = [place.start + place.nbytes for layer in layers for part in layer.parts for place in part.places
-                if place.path.name == name]  # fmt: skip
+        ends = [extent.start + extent.nbytes for layer in layers for part in layer.parts for extent in part.extents
+                if extent.path.name == name]  # fmt: skip
         (folder / name).write_bytes(rng.bytes(max(ends)))
     return layers
 
@@ -39,17 +39,17 @@ def layers_in(folder: Path, start: int = 13) -> list[Layer]:
 
 def scattered(path: Path, rng: np.random.Generator, count: int = 4) -> Layer:
     """A layer whose experts are stored one by one, their arrays in the opposite order, with small holes between."""
-    places: list[list[Place]] = [[] for _ in WIDE]
+    extents: list[list[Extent]] = [[] for _ in WIDE]
     at = 5
     for expert in range(count):
         for part in reversed(range(len(WIDE))):
-            places[part].append(Place(path, at, WIDE[part].nbytes))
+            extents[part].append(Extent(path, at, WIDE[part].nbytes))
             at += WIDE[part].nbytes + expert
         at += 10_000
     path.write_bytes(rng.bytes(at))
-    return Layer("alone", tuple(Part(spec, tuple(own)) for spec, own in zip(WIDE, places, strict=True)))
+    return Layer("alone", tuple(TensorExtents(spec, tuple(own)) for spec, own in zip(WIDE, extents, strict=True)))
 
 
 def stored(layer: Layer, expert: int) -> list[bytes]:
     """The arrays of an expert, as the files have them."""
-    return [place.path.read_bytes()[place.start : place.start + place.nbytes] for place in layer.places(expert)]
+    return [extent.path.read_bytes()[extent.start : extent.start + extent.nbytes] for extent in layer.extents(expert)]

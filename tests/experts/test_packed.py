@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import CheckpointError
 from penstock.experts import packed, reader
-from penstock.experts.layout import Layer, views
+from penstock.experts.layout import Layer
 from penstock.experts.packed import open_packed, verify_packed, write_packed
 from penstock.experts.reader import ExpertReader
 from tests.experts.files import stored, write_files
@@ -41,7 +41,7 @@ def read_all(layers: list[Layer], io: str) -> list[list[bytes]]:
     with ExpertReader(layers, io) as experts:
         for n, layer in enumerate(layers):
             for expert in range(layer.count):
-                into = views(layer.format, memoryview(bytearray(layer.format.nbytes)))
+                into = layer.format.views(memoryview(bytearray(layer.format.nbytes)))
                 experts.read(n, expert, into)
                 found.append([bytes(view) for view in into])
     return found
@@ -403,7 +403,7 @@ def test_other_files_are_not_replaced(layers, tmp_path):
 
 
 def test_a_source_that_ends_early(layers, target, part, tmp_path):
-    last = layers[2].places(2)[2]
+    last = layers[2].extents(2)[2]
     os.truncate(last.path, last.start + 10)
     with pytest.raises(CheckpointError, match=rf"two\.bin: ends at byte {last.start + 10}, expected"):
         write_packed(layers, MODEL, target)
@@ -526,7 +526,7 @@ def test_a_record_is_compared_with_its_hash_when_it_is_first_read(layers, target
     write_packed(layers, MODEL, target)
     header, _ = packed._read_header(packed.MappedFile(target))
     found = open_packed(target, layers, MODEL)
-    into = [views(layer.format, memoryview(bytearray(layer.format.nbytes))) for layer in layers]
+    into = [layer.format.views(memoryview(bytearray(layer.format.nbytes))) for layer in layers]
     with ExpertReader(found, io) as experts, target.open("r+b", buffering=0) as file:
         experts.submit(1, 4, into[1]).result()
 

@@ -17,7 +17,7 @@ def array(*values):
     return np.array(values, np.int64)
 
 
-def bring(policy, held, keys, slots, passing=False):
+def bring(policy, held, keys, slots, prefill=False):
     """A layer of a step on a cache that `held` (key → slot) describes; the keys that were missing."""
     missing = [key for key in keys if key not in held]
     if missing:
@@ -28,7 +28,7 @@ def bring(policy, held, keys, slots, passing=False):
         held |= dict(zip(missing, victims.tolist(), strict=True))
         policy.filled(victims, np.array(missing))
     at = np.array([held[key] for key in keys], np.int64)
-    policy.passing(at) if passing else policy.used(at)
+    policy.touch_prefill(at) if prefill else policy.used(at)
     return missing
 
 
@@ -56,7 +56,7 @@ def test_victims_are_distinct_idle_and_as_many_as_there_are(data, name):
         assert first == sorted(first, reverse=True)
         assert not (empty - taken - set(found)) or all(first)
         chosen = sorted(data.draw(st.sets(st.integers(0, keys - 1), max_size=len(found))))
-        bring(policy, held, chosen, slots, passing=data.draw(st.booleans()))
+        bring(policy, held, chosen, slots, prefill=data.draw(st.booleans()))
         empty -= set(held.values())
 
 
@@ -86,9 +86,9 @@ def test_prefill_does_not_push_out_what_decoding_uses(name):
     for _ in range(2):
         for layer in range(layers):
             every = np.arange(layer * experts, (layer + 1) * experts)
-            policy.counted(every, np.full(experts, 64), 256)
+            policy.add_prefill_counts(every, np.full(experts, 64), 256)
             for start in range(0, experts, 4):
-                bring(policy, held, every[start : start + 4].tolist(), slots, passing=True)
+                bring(policy, held, every[start : start + 4].tolist(), slots, prefill=True)
     assert [key for keys in needed for key in keys if key not in held] == []
 
 
@@ -106,10 +106,10 @@ def test_lru_gives_up_what_passed_by_last_first():
     policy = Lru(slots=4, keys=9)
     policy.filled(array(0, 1, 2), array(5, 6, 7))
     policy.used(array(1))
-    policy.passing(array(0, 1))  # 1 was used, and stays
-    policy.passing(array(2))
+    policy.touch_prefill(array(0, 1))  # 1 was used, and stays
+    policy.touch_prefill(array(2))
     policy.filled(array(3), array(8))
-    policy.passing(array(3))
+    policy.touch_prefill(array(3))
     assert policy.victims(4, busy(4)).tolist() == [3, 2, 0, 1]
 
 
@@ -174,9 +174,9 @@ def test_lfru_takes_a_prefill_as_a_forecast():
     policy, held = Lfru(slots=6, keys=40), {}
     counts = np.ones(20, int)
     counts[[3, 8, 15]] = 200
-    policy.counted(np.arange(20), counts, 256)
+    policy.add_prefill_counts(np.arange(20), counts, 256)
     for start in range(0, 20, 2):
-        bring(policy, held, [start, start + 1], 6, passing=True)
+        bring(policy, held, [start, start + 1], 6, prefill=True)
     assert {3, 8, 15} <= set(held)
 
 
@@ -232,7 +232,7 @@ def test_a_step_without_experts_changes_nothing(name):
         each.filled(array(0, 1), array(3, 4))
         each.used(array(0, 1))
     policy.used(array())
-    policy.passing(array())
+    policy.touch_prefill(array())
     policy.filled(array(), array())
     assert policy.victims(4, busy(4)).tolist() == other.victims(4, busy(4)).tolist()
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import BackendError, CheckpointError, InvalidArgument
 from penstock.experts import disk, reader
-from penstock.experts.layout import Layer, files, stacked, views
+from penstock.experts.layout import Layer, files, stacked
 from penstock.experts.reader import BLOCK, ExpertReader
 from tests.experts.files import WIDE, layers_in, scattered, stored, write_files
 
@@ -39,7 +39,7 @@ def space(layer: Layer, how: str) -> list[memoryview]:
         return [memoryview(np.full(spec.nbytes, 0xEE, np.uint8)) for spec in layer.format.specs]
     record = mmap.mmap(-1, layer.format.nbytes + BLOCK)
     record[:] = b"\xee" * len(record)
-    return list(views(layer.format, memoryview(record)[3 if how == "odd" else 0 :]))
+    return list(layer.format.views(memoryview(record)[3 if how == "odd" else 0 :]))
 
 
 def contents(into: list[memoryview]) -> list[bytes]:
@@ -122,7 +122,7 @@ def test_what_lies_between_the_arrays_of_a_record_is_left_alone(tmp_path, rng, i
     memory = memoryview(mmap.mmap(-1, layer.format.nbytes + BLOCK))[3 if how == "odd" else 0 :][: layer.format.nbytes]
     memory[:] = b"\xee" * len(memory)
     with ExpertReader([layer], io) as experts:
-        into = views(layer.format, memory)
+        into = layer.format.views(memory)
         experts.read(0, 1, into)
         assert contents(list(into)) == stored(layer, 1)
     assert set(gaps(layer, memory)) == {0xEE}
@@ -220,7 +220,7 @@ def test_an_error_that_stays_ends_that_read_only(tmp_path, rng, io, monkeypatch)
         calls = Faults(monkeypatch, fail)
         bad[0] = True
         future = experts.submit(0, 1, space(layers[0], "arrays"))
-        start = layers[0].places(1)[0].start
+        start = layers[0].extents(1)[0].start
         with pytest.raises(CheckpointError, match=rf"one\.bin: cannot be read at byte {start}: Input/output error$"):
             future.result()
         assert calls.calls == (3 if io == "pagecache" else 4)
@@ -232,7 +232,7 @@ def test_an_error_that_stays_ends_that_read_only(tmp_path, rng, io, monkeypatch)
 
 def test_a_file_that_was_shortened(tmp_path, rng, io):
     layers = write_files(tmp_path, rng)
-    last = layers[2].places(2)[2]
+    last = layers[2].extents(2)[2]
     with ExpertReader(layers, io) as experts:
         experts.read(2, 0, space(layers[2], "arrays"))
         os.truncate(last.path, last.start + 100)
@@ -249,7 +249,7 @@ def test_a_file_that_was_shortened(tmp_path, rng, io):
 
 def test_a_file_that_was_too_short_from_the_start(tmp_path, rng, io):
     layers = write_files(tmp_path, rng)
-    last = layers[2].places(2)[2]
+    last = layers[2].extents(2)[2]
     os.truncate(last.path, last.start + 100)
     with ExpertReader(layers, io) as experts:
         wanted = rf"two\.bin: ends at byte {last.start + 100}, expected {last.start + last.nbytes} or more"
@@ -516,5 +516,5 @@ def test_files_names_each_file_once(tmp_path, rng):
 
 def test_stacked_places_may_lie_apart(tmp_path):
     part = stacked(tmp_path / "a", 100, 4, WIDE[1], step=512)
-    assert [place.start for place in part.places] == [100, 612, 1124, 1636]
-    assert {b.start - a.start for a, b in pairwise(stacked(tmp_path / "a", 0, 3, WIDE[1]).places)} == {WIDE[1].nbytes}
+    assert [extent.start for extent in part.extents] == [100, 612, 1124, 1636]
+    assert {b.start - a.start for a, b in pairwise(stacked(tmp_path / "a", 0, 3, WIDE[1]).extents)} == {WIDE[1].nbytes}

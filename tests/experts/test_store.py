@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import CheckpointError, InvalidArgument
-from penstock.experts.layout import Format, Layer, Part, stacked
+from penstock.experts.layout import Format, Layer, TensorExtents, stacked
 from penstock.experts.store import Store, slot_counts
 from penstock.ops.array import Spec
 
@@ -84,9 +84,9 @@ def test_any_sequence_of_choices_finds_its_experts(policy, rng):
         ids = rng.permutation(12)[:TOP].astype(np.int32)
         before = len(files.reads)
         there = int((store.slot_of[n][ids] >= 0).sum())
-        assert store.want(n, ids[None])
+        assert store.request(n, ids[None])
         assert len(files.reads) - before == TOP - there
-        store.ready(n, ids)
+        store.wait(n, ids)
         for expert in ids:
             assert held(store, n, int(expert)) == [content(n, int(expert), spec) for spec in SPECS]
         if step % 20 == 0:
@@ -99,8 +99,8 @@ def test_any_sequence_of_choices_finds_its_experts(policy, rng):
 def test_experts_that_are_there_are_not_read_again():
     store, files = made(6)
     for _ in range(3):
-        store.want(0, np.array([[1, 2, 1], [2, 5, 5]], np.int32))
-        store.ready(0, np.array([1, 2, 5]))
+        store.request(0, np.array([[1, 2, 1], [2, 5, 5]], np.int32))
+        store.wait(0, np.array([1, 2, 5]))
     assert sorted(files.reads) == [(0, 1), (0, 2), (0, 5)]
     assert (store.counters.hits, store.counters.reads) == (6, 3)
 
@@ -108,45 +108,45 @@ def test_experts_that_are_there_are_not_read_again():
 def test_lru_gives_up_what_was_not_used_for_the_longest_time():
     store, _ = made(4, layers=1)
     for ids in ([0, 1, 2], [3], [0], [4]):
-        store.want(0, np.array(ids, np.int32))
-        store.ready(0, np.array(ids))
+        store.request(0, np.array(ids, np.int32))
+        store.wait(0, np.array(ids))
     assert np.flatnonzero(store.slot_of[0] >= 0).tolist() == [0, 2, 3, 4]
 
 
 def test_more_experts_than_slots_are_refused_without_a_read():
     store, files = made(4, layers=1)
-    assert not store.want(0, np.arange(5, dtype=np.int32))
+    assert not store.request(0, np.arange(5, dtype=np.int32))
     assert not files.reads and (store.slot_of[0] == -1).all()
 
 
 @pytest.mark.parametrize("slots", [3, 4, 7, 11])
-def test_turns_show_every_chosen_expert_once_and_read_it_once(slots):
+def test_expert_batches_have_every_chosen_expert_once_and_read_it_once(slots):
     store, files = made(slots, layers=2)
-    store.want(1, np.array([3, 4, 9], np.int32))
-    store.ready(1, np.array([3, 4, 9]))
-    store.want(0, np.array([2], np.int32))
-    store.ready(0, np.array([2]))
+    store.request(1, np.array([3, 4, 9], np.int32))
+    store.wait(1, np.array([3, 4, 9]))
+    store.request(0, np.array([2], np.int32))
+    store.wait(0, np.array([2]))
     files.reads.clear()
     ids = np.array([[0, 1, 3], [3, 4, 5], [6, 7, 8], [9, 10, 0]], np.int32)
-    assert slots >= 11 or not store.want(1, ids)
+    assert slots >= 11 or not store.request(1, ids)
     there = np.flatnonzero(store.slot_of[1] >= 0)
     seen: list[int] = []
-    for shown in store.turns(1, ids, store.slot_of[1]).by_expert(ids):
-        for expert in np.flatnonzero(shown >= 0):
+    for slot_of in store.expert_batches(1, ids):
+        for expert in np.flatnonzero(slot_of >= 0):
             arrays = store.pool_of[1].slots.arrays
-            assert [a[shown[expert]].tobytes() for a in arrays] == [content(1, int(expert), spec) for spec in SPECS]
+            assert [a[slot_of[expert]].tobytes() for a in arrays] == [content(1, int(expert), spec) for spec in SPECS]
             seen.append(int(expert))
     assert sorted(seen) == np.unique(ids).tolist()
     assert sorted(files.reads) == [(1, e) for e in np.unique(ids).tolist() if e not in there]
     check_all(store)
 
 
-def test_turns_by_token_have_all_experts_of_their_tokens():
+def test_token_batches_have_all_experts_of_their_tokens():
     store, _ = made(7, layers=1)
     ids = np.random.default_rng(0).permuted(np.tile(np.arange(12, dtype=np.int32), (9, 1)), axis=1)[:, :TOP]
     rows = []
-    for part, shown in store.turns(0, ids, store.slot_of[0]).by_token(ids):
-        assert (shown[ids[part]] >= 0).all()
+    for part in store.token_batches(0, ids):
+        assert (store.slot_of[0][ids[part]] >= 0).all()
         for expert in np.unique(ids[part]):
             assert held(store, 0, int(expert)) == [content(0, int(expert), spec) for spec in SPECS]
         rows += range(9)[part]
@@ -157,27 +157,27 @@ def test_a_failed_read_is_raised_once_and_leaves_an_empty_slot():
     store, files = made(4, layers=1)
     files.broken = {(0, 1)}
     ids = np.array([0, 1, 2], np.int32)
-    assert store.want(0, ids)
+    assert store.request(0, ids)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        store.ready(0, ids)
+        store.wait(0, ids)
     assert store.slot_of[0][1] == -1 and (store.slot_of[0][[0, 2]] >= 0).all()
     files.broken = set()
-    assert store.want(0, ids)
-    store.ready(0, ids)
+    assert store.request(0, ids)
+    store.wait(0, ids)
     check_all(store)
 
 
-def test_a_failed_read_in_turns_leaves_a_store_that_works():
+def test_a_failed_read_in_a_batch_leaves_a_store_that_works():
     store, files = made(4, layers=1)
     files.broken = {(0, 7)}
     ids = np.arange(12, dtype=np.int32).reshape(4, 3)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        for _ in store.turns(0, ids, store.slot_of[0]).by_expert(ids):
+        for _ in store.expert_batches(0, ids):
             pass
     files.broken = set()
     for expert in range(12):
-        assert store.want(0, np.array([expert], np.int32))
-        store.ready(0, np.array([expert]))
+        assert store.request(0, np.array([expert], np.int32))
+        store.wait(0, np.array([expert]))
     check_all(store)
 
 
@@ -205,12 +205,12 @@ def test_formats_share_a_budget_by_their_bytes():
     assert counts[Format(SPECS)] >= TOP and counts[Format(large)] >= TOP
     assert counts[Format(SPECS)] * small + counts[Format(large)] * big <= 10 * big + 10 * small
     store = Store(layers, Files(large), 10 * big + 10 * small, TOP)
-    store.want(1, np.array([39, 0], np.int32))
-    store.ready(1, np.array([39, 0]))
+    store.request(1, np.array([39, 0], np.int32))
+    store.wait(1, np.array([39, 0]))
     assert held(store, 1, 39) == [content(1, 39, large[0])]
 
 
 def test_parts_need_not_follow_each_other():
-    places = [stacked(Path("x"), 100 * e, 1, SPECS[0]).places[0] for e in (4, 0, 2)]
-    part = Part(SPECS[0], places)
-    assert [place.start for place in Layer("n", (part,)).places(0)] == [400]
+    extents = [stacked(Path("x"), 100 * e, 1, SPECS[0]).extents[0] for e in (4, 0, 2)]
+    part = TensorExtents(SPECS[0], extents)
+    assert [extent.start for extent in Layer("n", (part,)).extents(0)] == [400]

@@ -168,7 +168,7 @@ def test_a_damaged_record_of_a_packed_file_ends_the_request(tmp_path):
     assert whole.generate(TOKENS[:20], max_tokens=2).tokens
     data = np.fromfile(folder / "experts.penstock", np.uint8)
     for layer in whole.engine.experts.store.layers:
-        data[[place.start for place in layer.parts[0].places]] ^= 1  # small: the answer would be a finite one
+        data[[extent.start for extent in layer.parts[0].extents]] ^= 1  # small: the answer would be a finite one
     data.tofile(folder / "experts.penstock")
     llm = load(folder, expert_cache="100%")
     with pytest.raises(CheckpointError, match=r"experts.penstock: expert \d+ of 'model.layers.* is damaged"):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import penstock
-from penstock.backends.cuda import experts
-from penstock.backends.cuda.device import CudaDevice
+from penstock.backends.cuda.runtime import experts
+from penstock.backends.cuda.runtime.device import CudaDevice
 from penstock.errors import CheckpointError
-from penstock.experts.layout import Format, Layer, stacked, views
+from penstock.experts.layout import Format, Layer, stacked
 from penstock.experts.store import Store
 from penstock.ops.array import Spec
 from tests.experts.common import CONFIGS, checkpoint
@@ -44,7 +44,7 @@ def made(count: int, host: str, policy: str = "lru") -> tuple[Store, Numbers, ex
     parts = tuple(stacked(Path("x"), 0, 10, spec) for spec in SPECS)
     reader, tier = Numbers(), experts.GpuTier(CudaDevice(), host, 2)
     store = Store([Layer("a", parts), Layer("b", parts)], reader, count * Format(SPECS).payload, 2, policy, tier)
-    tier.shown(store)
+    tier.device_slot_maps(store)
     return store, reader, tier
 
 
@@ -61,8 +61,8 @@ def check(store: Store, tier: experts.GpuTier) -> None:
 
 
 def bring(store: Store, layer: int, ids: list[int]) -> None:
-    assert store.want(layer, np.array(ids, np.int32))
-    store.ready(layer, np.array(ids))
+    assert store.request(layer, np.array(ids, np.int32))
+    store.wait(layer, np.array(ids))
 
 
 def test_experts_land_in_their_slots_and_show_in_the_tables():
@@ -97,16 +97,16 @@ def test_host_memory_keeps_the_latest_and_stays_within_its_budget():
 INPUTS = ("slots", "positions", "lengths")
 
 
-def look(store: Store, tier: experts.GpuTier, layer: int, ids: list[list[int]], active: list[int]) -> tuple[Any, Any]:
+def detect(store: Store, tier: experts.GpuTier, layer: int, ids: list[list[int]], active: list[int]) -> tuple[Any, Any]:
     """What a decode step of a layer does on the device; its report, and what became of the inputs."""
     gpu = tier._gpu
-    missing = gpu.miss_detector(tier, 2, len(ids) * len(ids[0]))
+    detector = gpu.miss_detector(tier, 2, len(ids) * len(ids[0]))
     chosen = torch.tensor(ids, dtype=torch.int32, device=gpu.torch_device)
     inputs = {name: torch.tensor(active, dtype=torch.int32, device=gpu.torch_device) for name in INPUTS}
-    missing.rank(0)
-    missing.look(1, layer, chosen, inputs)
-    missing.wait()
-    return missing.host[1].copy(), {name: value.tolist() for name, value in inputs.items()}
+    detector.rank(0)
+    detector.detect(1, layer, chosen, inputs)
+    detector.wait()
+    return detector.host[1].copy(), {name: value.tolist() for name, value in inputs.items()}
 
 
 def test_records_may_lie_before_the_first_block():
@@ -124,9 +124,9 @@ def test_records_may_lie_before_the_first_block():
     for ids in ([1, 2], [3, 4], [5, 6]):
         bring(store, 0, ids)
     for ids in ([1, 6], [2, 3], [4, 5]):
-        report, _ = look(store, tier, 0, [ids], [4])
+        report, _ = detect(store, tier, 0, [ids], [4])
         assert report[0] == 0
-        tier.tell(np.array([0]), report[None])
+        tier.apply_report(np.array([0]), report[None])
         check(store, tier)
     assert len(reader.reads) == 6
 
@@ -142,12 +142,12 @@ def test_the_device_brings_in_what_is_in_host_memory(policy, rng):
         layer = step % 2
         ids = [rng.permutation(10)[:2].tolist() for _ in range(2)]
         there = {e for e in range(10) if store.slot_of[layer][e] >= 0}
-        report, inputs = look(store, tier, layer, ids, [4, 6])
+        report, inputs = detect(store, tier, layer, ids, [4, 6])
         flat, taken = report[1:5], report[5:]
         assert report[0] == 0 and flat.tolist() == [*ids[0], *ids[1]] and inputs["slots"] == [4, 6]
         came = {int(e) for e, slot in zip(flat, taken, strict=True) if slot >= 0}
         assert came == set(flat.tolist()) - there and (taken >= 0).sum() == len(came)
-        tier.tell(np.array([layer]), report[None])
+        tier.apply_report(np.array([layer]), report[None])
         check(store, tier)
         assert all(store.slot_of[layer][e] >= 0 for e in flat)
     assert len(reader.reads) == reads
@@ -157,11 +157,11 @@ def test_the_device_stops_at_what_is_on_disk():
     store, _, tier = made(5, "0%")
     bring(store, 0, [1, 2])
     before = tier.table.tolist()
-    report, inputs = look(store, tier, 0, [[1, 2], [2, 1]], [4, 6])
+    report, inputs = detect(store, tier, 0, [[1, 2], [2, 1]], [4, 6])
     assert report.tolist() == [0, 1, 2, 2, 1, -1, -1, -1, -1]
-    report, inputs = look(store, tier, 0, [[1, 2], [2, 8]], [4, -1])  # the row that wants 8 is inactive
+    report, inputs = detect(store, tier, 0, [[1, 2], [2, 8]], [4, -1])  # the row that wants 8 is inactive
     assert report.tolist() == [0, 1, 2, -1, -1, -1, -1, -1, -1] and inputs["slots"] == [4, -1]
-    report, inputs = look(store, tier, 0, [[1, 2], [2, 8]], [4, 6])
+    report, inputs = detect(store, tier, 0, [[1, 2], [2, 8]], [4, 6])
     assert report[:5].tolist() == [1, 1, 2, 2, 8]
     assert inputs == {"slots": [-1, -1], "positions": [-1, -1], "lengths": [0, 0]}
     assert tier.table.tolist() == before
@@ -170,18 +170,18 @@ def test_the_device_stops_at_what_is_on_disk():
 def test_what_nobody_has_chosen_is_read_meanwhile_where_there_is_room_for_all():
     store, reader, tier = made(4, "100%")
     bring(store, 0, [1, 2])
-    tier.gather()  # begins
-    assert not tier.whole and len(reader.reads) == 2 + experts._GATHERED
+    tier.prefetch_all()  # begins
+    assert not tier.fully_cached and len(reader.reads) == 2 + experts._PREFETCHED
     bring(store, 0, [3])  # under way already
-    assert len(reader.reads) == 2 + experts._GATHERED
+    assert len(reader.reads) == 2 + experts._PREFETCHED
     for _ in range(3):
-        tier.gather()
+        tier.prefetch_all()
     assert sorted(reader.reads) == [(layer, expert) for layer in range(2) for expert in range(10)]
-    assert tier.whole and (tier.records.cpu().numpy() == tier.host_records).all()
+    assert tier.fully_cached and (tier.records.cpu().numpy() == tier.host_records).all()
     assert (store.counters.reads, store.counters.guessed) == (20, 17)
-    report, _ = look(store, tier, 1, [[5, 9]], [0])
+    report, _ = detect(store, tier, 1, [[5, 9]], [0])
     assert report[0] == 0
-    tier.tell(np.array([1]), report[None])
+    tier.apply_report(np.array([1]), report[None])
     check(store, tier)
 
 
@@ -189,13 +189,13 @@ def test_all_in_slots_is_whole_and_part_of_it_in_host_memory_is_not():
     store, _, tier = made(20, "0%")
     for layer in range(2):
         for expert in range(0, 10, 2):
-            assert not tier.whole
+            assert not tier.fully_cached
             bring(store, layer, [expert, expert + 1])
-    assert tier.whole
+    assert tier.fully_cached
     store, reader, tier = made(4, "90%")
     bring(store, 0, [1, 2])
-    tier.gather()
-    assert len(reader.reads) == 2 and not tier.whole
+    tier.prefetch_all()
+    assert len(reader.reads) == 2 and not tier.fully_cached
 
 
 def test_an_expert_that_cannot_be_read_is_left_to_whoever_needs_it():
@@ -212,8 +212,8 @@ def test_an_expert_that_cannot_be_read_is_left_to_whoever_needs_it():
 
     reader.submit = submit  # type: ignore[method-assign]
     for _ in range(4):
-        tier.gather()
-    assert not tier.whole and tier.host_records[14] == experts._NOWHERE
+        tier.prefetch_all()
+    assert not tier.fully_cached and tier.host_records[14] == experts._NOWHERE
     bring(store, 1, [5])
     with pytest.raises(CheckpointError, match="gone"):
         bring(store, 1, [4])
@@ -224,7 +224,7 @@ def test_an_expert_that_cannot_be_read_is_left_to_whoever_needs_it():
 def test_a_record_is_the_size_of_its_arrays():
     format = Format(SPECS)
     record = memoryview(bytearray(format.nbytes))
-    assert [len(view) for view in views(format, record)] == [spec.nbytes for spec in SPECS]
+    assert [len(view) for view in format.views(record)] == [spec.nbytes for spec in SPECS]
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_cuda_streamed_experts_give_the_same_bits(name: str, tmp_path: Path):
         np.testing.assert_array_equal(llm.logits(tokens[:5]), few)
         for _ in range(3):
             assert llm.generate(tokens[:9], max_tokens=20).tokens == text.tokens
-        assert llm.engine.experts.whole == (host != "0%" and host != "60%")
+        assert llm.engine.experts.fully_cached == (host != "0%" and host != "60%")
         if llm.engine.most_sequences >= 2:
             assert [out.tokens for out in llm.generate([tokens[:5], tokens[3:9]], max_tokens=5)] == several
 

@@ -10,7 +10,7 @@ import penstock
 from penstock import ops
 from penstock.errors import BackendError
 from tests.gpu.common import GPU, reference, run, to_device
-from tests.ops.common import assert_close, assert_same_bits, i32, normal, quantized
+from tests.ops.common import assert_close, assert_same_bits, fenced, i32, normal, quantized
 
 ROUTERS = {
     "route": lambda logits, k: (ops.moe_route, {"logits": logits, "per_expert_scale": None, "top_k": k}),
@@ -256,13 +256,33 @@ def test_moe_forward_variant_matches_definition(variant, T, dtype, rng):
 @VARIANTS
 def test_moe_forward_skips_absent_experts(variant, rng):
     """Value checks do not run on a GPU: a pair without an expert adds nothing."""
-    call = block(rng, 2, 4, 3, 32, 32)
+    call = with_fences(block(rng, 2, 4, 3, 32, 32))
     call["slot_of"] = i32(2, -1, 0, 1, 9)
     call["ids"] = i32([3, 1, -1], [4, 5, -(2**31)])
     got = run_unchecked(ops.moe_forward, variant, call)
     present = np.array([[1, 0, 0], [0, 0, 0]], np.float32)
     safe = {**call, "ids": i32([3, 3, 3], [3, 3, 3]), "weights": call["weights"] * present}
     close_enough(got, reference(ops.moe_forward, **safe), 4e-6)
+
+
+def test_expert_mlp_leaves_the_rows_of_absent_experts(rng):
+    call = with_fences(block(rng, 3, 4, 2, 32, 32))
+    del call["weights"]
+    call |= {"slot_of": i32(2, -1, 0, -1), "ids": i32([0, 1], [3, 2], [1, 3]), "expert_out": normal(rng, 3, 2, 32)}
+    made = {name: to_device(value) for name, value in call.items()}
+    with penstock.backend("cuda"):
+        ops.expert_mlp(**made)
+    got, want = made["expert_out"].cpu().numpy(), call["expert_out"].copy()
+    with penstock.backend("reference"):
+        ops.expert_mlp(**{**call, "expert_out": want})
+    close_enough(got, want, 4e-6)
+    absent = np.array([[False, True], [True, False], [True, True]])
+    np.testing.assert_array_equal(got[absent], call["expert_out"][absent])
+
+
+def with_fences(call: dict[str, Any]) -> dict[str, Any]:
+    """NaN around the stacks of a call, which a kernel that reads an absent expert finds."""
+    return {name: fenced(value) if name in ("gate_w", "up_w", "down_w") else value for name, value in call.items()}
 
 
 def run_unchecked(op: Any, variant: str | None, call: dict[str, Any]) -> np.ndarray:
@@ -353,7 +373,7 @@ def test_moe_shared_forward_by_rows_matches_definition(T, E, bits, group_size, r
 @VARIANTS
 def test_moe_shared_forward_skips_absent_experts(variant, rng):
     """The shared expert and the residual stay where no routed expert is there."""
-    call = whole_block(rng, 2, 4, 3, 32, 32)
+    call = with_fences(whole_block(rng, 2, 4, 3, 32, 32))
     call["slot_of"] = i32(2, -1, 0, 1, 9)
     call["ids"] = i32([3, 1, -1], [4, 5, -(2**31)])
     got = run_unchecked(ops.moe_shared_forward, variant, call)

@@ -8,7 +8,7 @@ import torch
 
 import penstock
 from penstock.api import LLM, load_random
-from penstock.backends.cuda import _compile
+from penstock.backends.cuda.runtime.compile import compile_all
 from penstock.engine.engine import Engine
 from penstock.engine.sampling import Sampler, SamplingParams
 from tests.gpu.common import GPU
@@ -159,7 +159,7 @@ def test_cuda_compile_all_compiles_and_runs_nothing():
     x = torch.randn(7, 333, device="cuda", dtype=torch.float16)
     out = torch.full_like(x, torch.nan)
     call = functools.partial(penstock.ops.swiglu, x, x, out=out)
-    _compile.compile_all([call])
+    compile_all([call])
     assert out.isnan().all()
     call()
     assert not out.isnan().any()

@@ -13,7 +13,7 @@ from triton import knobs
 
 from penstock import kernel_cache
 from penstock.backends import cuda
-from penstock.backends.cuda._cache import TrustedCacheManager, use_trusted_cache
+from penstock.backends.cuda.runtime.triton_cache import TrustedCacheManager, use_trusted_cache
 
 pytestmark = pytest.mark.usefixtures("fresh_kernel_cache")
 

@@ -124,7 +124,7 @@ def test_stored_stack_refuses_experts_that_differ(tmp_path: Path, rng: np.random
         with pytest.raises(CheckpointError, match=f"model.{others[0]} and the experts beside it differ in bits"):
             source.stack(others, 2, 4, 32)
         with pytest.raises(CheckpointError, match=f"model.{others[0]} and the experts beside it differ in bits"):
-            source.shelf(others, 2, 4, 32)
+            source.expert_files(others, 2, 4, 32)
 
 
 def test_stored_unused_are_those_that_nobody_asked_for(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -264,7 +264,7 @@ def test_random_here_differs_from_random_in_its_numbers_only(K: int) -> None:
 
 def test_random_codes_of_a_gpu_fill_every_bit_and_follow_the_seed() -> None:
     torch = pytest.importorskip("torch")
-    from penstock.backends.cuda.device import CudaDevice
+    from penstock.backends.cuda.runtime.device import CudaDevice
 
     device = CudaDevice()
     first, again, other = (device.random_codes((64, 33), seed) for seed in (1, 1, 2))

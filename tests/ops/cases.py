@@ -464,6 +464,24 @@ def _moe_forward(rng, dtype, T, E, k, N, K):
     }
 
 
+@case("expert_mlp", sizes=EXPERTS, rel=4e-6, whole=True)
+def _expert_mlp(rng, dtype, T, E, k, N, K, dim):
+    """The experts of one batch: the others are absent, and their rows stay."""
+    stacks = {
+        "gate_w": quantized(rng, E, 32, K),
+        "up_w": quantized(rng, E, 32, K),
+        "down_w": quantized(rng, E, dim, 32),
+    }
+    slot_of = np.where(np.arange(E) % 2, -1, rng.permutation(E)).astype(np.int32)
+    rows = {"expert_out": normal(rng, T, k, dim, dtype=dtype), "x": normal(rng, T, K, dtype=dtype)}
+    return {**rows, "ids": ids_of(rng, T, k, E), **stacks, "slot_of": slot_of}
+
+
+@case("moe_forward", sizes={"batches": (6, 4, 2, 64, 32)}, rel=4e-6, whole=True)
+def _moe_forward_in_batches(rng, dtype, T, E, k, N, K):
+    return {**_moe_forward(rng, dtype, T, E, k, N, K), "expert_out": normal(rng, T, k, K, dtype=dtype)}
+
+
 MIXED = {"decode": (1, 5, 3, 32, 64), "ragged": (2, 4, 2, 64, 96), "prefill": (40, 3, 2, 32, 32)}
 
 
@@ -512,6 +530,11 @@ def _moe_shared_forward_apart(rng, dtype, T, E, k, N, K):
 @case("moe_shared_forward", sizes={"int8": (2, 4, 2, 32, 64)}, rel=4e-6, whole=True)
 def _moe_shared_forward_int8(rng, dtype, T, E, k, N, K):
     return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "activations": "int8"}
+
+
+@case("moe_shared_forward", sizes={"batches": (5, 4, 2, 32, 64)}, rel=4e-6, whole=True)
+def _moe_shared_forward_in_batches(rng, dtype, T, E, k, N, K):
+    return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "expert_out": normal(rng, T, k, K)}
 
 
 @case("moe_combine_residual", sizes=EXPERT_SUMS)

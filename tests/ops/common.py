@@ -81,3 +81,14 @@ def i32(*values: Any) -> np.ndarray:
 
 def zeros(*shape: int, dtype: str = "float32") -> np.ndarray:
     return np.zeros(shape, numpy_dtype(dtype))
+
+
+def fenced(w: QuantizedTensor) -> QuantizedTensor:
+    """A stack [S, N, K] with NaN before its first and behind its last expert: what slot −1 or S would read."""
+    return w.with_arrays(*(_fenced(array) for array in w.arrays))
+
+
+def _fenced(array: np.ndarray) -> np.ndarray:
+    wide = np.full((len(array) + 2, *array.shape[1:]), np.nan if array.dtype != np.uint32 else 0).astype(array.dtype)
+    wide[1:-1] = array
+    return wide[1:-1]

@@ -22,7 +22,7 @@ from tests.ops.common import assert_same_bits, normal
 NAMES = """
 add attention_decode attention_paged attention_prefill attention_prepare attention_scores attention_softmax
 attention_values bf16_matmul columns conv1d_causal conv1d_state_update dequantize embedding expert_down_sum
-expert_gate_up expert_matmul fused_gate_up_geglu fused_gate_up_swiglu gated_delta_net gated_delta_step
+expert_gate_up expert_matmul expert_mlp fused_gate_up_geglu fused_gate_up_swiglu gated_delta_net gated_delta_step
 gated_rms_norm gdn_decay_beta geglu gelu_tanh head_norm_rope kv_cache_append kv_pages_append matmul matmul_add
 mla_cache_append mla_expand mla_out_per_head mla_prefill mla_prepare mla_q_prime mla_sdpa mla_sdpa_finalize
 mla_sdpa_tile_accumulate mla_split_q_kv moe_bucket_accumulate moe_combine_residual moe_forward moe_group_route

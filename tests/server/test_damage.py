@@ -149,7 +149,7 @@ def test_a_damaged_record_is_stated(folder):
     with serving(llm) as place:
         data, status = np.fromfile(file, np.uint8), file.stat()
         for layer in llm.engine.experts.store.layers:
-            data[[place.start for place in layer.parts[0].places]] ^= 1
+            data[[extent.start for extent in layer.parts[0].extents]] ^= 1
         data.tofile(file)
         os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
         answer = place.chat(max_tokens=64)

@@ -26,7 +26,7 @@ _ROUNDS = 3
 
 def bandwidth_of(name: str, given: float | None) -> tuple[float, str]:
     """GB/s of the memory of a device, and how it is known. Raises BackendError where it cannot be measured."""
-    from penstock.backends.cuda.features import unusable
+    from penstock.backends.cuda.runtime.features import unusable
     from penstock.errors import BackendError
     from penstock.ops.device import device_for, device_type
 

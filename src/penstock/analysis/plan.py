@@ -16,7 +16,7 @@ from penstock.analysis.bandwidth import bandwidth_of
 from penstock.analysis.expert_routes import load_expert_routes
 from penstock.analysis.trace import Work, outlined
 from penstock.analysis.weights import distinct
-from penstock.backends.cuda.features import unusable
+from penstock.backends.cuda.runtime.features import unusable
 from penstock.engine.cache import Caches
 from penstock.engine.expert_weights import expert_layers
 from penstock.engine.options import WORKING_BYTES, resolve_options

@@ -20,7 +20,7 @@ import typer
 
 from penstock import kernel_cache
 from penstock._version import __version__
-from penstock.backends.cuda.features import CAPABILITY, INSTALL, unusable
+from penstock.backends.cuda.runtime.features import CAPABILITY, INSTALL, unusable
 from penstock.cli._model import cached_models, hub_cache
 from penstock.cli._output import print_json, print_table
 from penstock.settings import Settings, shown, variable

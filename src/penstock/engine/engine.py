@@ -267,11 +267,11 @@ class Engine:
             return 1 << 30
         return self.experts.store.most_tokens
 
-    def tell(self) -> None:
+    def apply_reports(self) -> None:
         """Bring what is known of streamed experts up to date, unless a step is under way."""
         if self.experts is not None and self.lock.acquire(blocking=False):
             try:
-                self.experts.tell()
+                self.experts.apply_reports()
             finally:
                 self.lock.release()
 
@@ -283,7 +283,7 @@ class Engine:
         last = self._last
         return (
             last is not None
-            and (self.experts is None or self.experts.whole)
+            and (self.experts is None or self.experts.fully_cached)
             and last.version == self.caches.version
             and last.sequences == sequences
             and all(s.length == at and at % PAGE for s, at in zip(sequences, last.lengths, strict=True))

@@ -1,4 +1,4 @@
-"""From options to streamed experts: which budget, which files, and a model's weights on slots instead of shelves."""
+"""From options to streamed experts: which budget, which files, and a model's weights on slots instead of files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
-from penstock.experts.layout import Layer, Shelf
+from penstock.experts.layout import ExpertFiles, Layer
 from penstock.experts.packed import NAME as PACKED
 from penstock.experts.packed import open_packed
 from penstock.experts.policy import POLICIES
@@ -18,7 +18,7 @@ from penstock.experts.streamed import Streamed
 from penstock.models import replaced
 from penstock.models.family import ConfigT, Family, WeightsT
 from penstock.models.layers import ExpertStack
-from penstock.models.source import CheckpointSource, Shelved, outlined
+from penstock.models.source import CheckpointSource, FileBackedSource, outlined
 from penstock.ops.device import Device
 from penstock.quant import QuantizedTensor
 from penstock.units import parse_size, spelled
@@ -58,7 +58,7 @@ class ExpertOptions:
 
 def expert_layers(family: Family[ConfigT, WeightsT], source: CheckpointSource, config: ConfigT) -> list[Layer]:
     """The layers of a checkpoint that have experts, in the order in which they run. No weight is read."""
-    return _layers(family.read_weights(Shelved(source, outlined), config))
+    return _layers(family.read_weights(FileBackedSource(source, outlined), config))
 
 
 def budget_of(options: ExpertOptions, layers: Sequence[Layer], rest: int, device: Device, what: str) -> int:
@@ -83,7 +83,7 @@ def budget_of(options: ExpertOptions, layers: Sequence[Layer], rest: int, device
 def open_experts(
     weights: WeightsT, options: ExpertOptions, budget: int, top_k: int, device: Device, folder: Path, fingerprint: str
 ) -> tuple[WeightsT, Streamed, list[str]]:
-    """A model's weights with slots instead of shelves, what fills them, and remarks."""
+    """A model's weights with slots instead of files, what fills them, and remarks."""
     layers = _layers(weights)
     slot_counts(layers, budget, top_k)  # raises before anything is opened
     layers, notices = _packed(layers, options, folder, fingerprint)
@@ -94,8 +94,8 @@ def open_experts(
     except BaseException:
         reader.close()
         raise
-    shown = tier.shown(store)
-    return _with_slots(weights, store, shown), Streamed(store, shown, device, tier, options.prefetch), notices
+    slot_maps = tier.device_slot_maps(store)
+    return _with_slots(weights, store, slot_maps), Streamed(store, slot_maps, device, tier, options.prefetch), notices
 
 
 def _tier(options: ExpertOptions, top_k: int, device: Device) -> Tier:
@@ -126,9 +126,9 @@ def _layers(weights: Any) -> list[Layer]:
     found: list[Layer] = []
 
     def add(stack: ExpertStack) -> ExpertStack:
-        shelves = [shelf for shelf in (stack.gate, stack.up, stack.down) if isinstance(shelf, Shelf)]
-        name = shelves[0].name.rpartition(".")[0]
-        found.append(Layer(name, tuple(part for shelf in shelves for part in shelf.parts)))
+        stacks = [files for files in (stack.gate, stack.up, stack.down) if isinstance(files, ExpertFiles)]
+        name = stacks[0].name.rpartition(".")[0]
+        found.append(Layer(name, tuple(part for files in stacks for part in files.parts)))
         return stack
 
     replaced(weights, ExpertStack, add)
@@ -147,7 +147,7 @@ def _with_slots(weights: WeightsT, store: Store, slot_of: Sequence[Any]) -> Weig
     return replaced(weights, ExpertStack, make)
 
 
-def _weight(shelf: Any, arrays: Iterator[Any]) -> Any:
-    if not shelf.bits:
+def _weight(files: Any, arrays: Iterator[Any]) -> Any:
+    if not files.bits:
         return next(arrays)
-    return QuantizedTensor(next(arrays), next(arrays), next(arrays), shelf.bits, shelf.group_size)
+    return QuantizedTensor(next(arrays), next(arrays), next(arrays), files.bits, files.group_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.backends.cuda import features as cuda
+from penstock.backends.cuda.runtime import features as cuda
 from penstock.errors import InvalidArgument
 from penstock.ops.device import device_type
 from penstock.settings import Settings

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.engine.cache import Caches
-from penstock.engine.runner import Runner, SteppedRunner
+from penstock.engine.runner import Runner, SegmentedRunner
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Node, Program, Wrap, trace
@@ -74,13 +74,13 @@ class Programs:
         runner = self._kept.pop(key, None)
         if runner is None:
             names = self._decode_names(rows, widths)
-            runner = self._stepped(rows, widths, names)
+            runner = self._segmented(rows, widths, names)
             if runner is None:
                 runner = self._made(self.decode_graph(rows, widths), names, ahead=True)
         self._keep(key, runner)
         if key not in self._decode_arenas:
             self._decode_arenas[key] = self._new_arena(runner.program.arena_bytes)
-        wrap = self.wrap if isinstance(runner, SteppedRunner) else self._wrap(runner)
+        wrap = self.wrap if isinstance(runner, SegmentedRunner) else self._wrap(runner)
         runner.bind(self.caches.version, self.cache_arrays(False), self._decode_arenas[key], wrap)
         return runner
 
@@ -134,12 +134,12 @@ class Programs:
             self._arena = None  # the old one goes before the new one comes
             self._arena = self._new_arena(need)
             self._arenas += 1
-        runner.bind((self.caches.version, self._arenas), arrays, self._arena, self._wrap(runner, passing=True))
+        runner.bind((self.caches.version, self._arenas), arrays, self._arena, self._wrap(runner, prefill=True))
         return runner
 
-    def _wrap(self, runner: Runner, passing: bool = False) -> Wrap | None:
-        """passing: it is a prefill."""
-        return self.wrap if self.experts is None else self.experts.wrap(runner.program.graph, passing, self.wrap)
+    def _wrap(self, runner: Runner, prefill: bool = False) -> Wrap | None:
+        """What wraps the kernels of a program: streamed experts, and `self.wrap` inside."""
+        return self.wrap if self.experts is None else self.experts.wrap(runner.program.graph, prefill, self.wrap)
 
     def _new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):
@@ -157,20 +157,20 @@ class Programs:
         captures = self.experts is None or not self.device.samples_tokens
         return Runner(program, self.device, names, compiles, captures)
 
-    def _stepped(
+    def _segmented(
         self, rows: int, widths: Mapping[int | None, int], names: Mapping[str, tuple[int, ...]]
     ) -> Runner | None:
-        """A decode program that finds out on the device what is missing, where experts are streamed to one."""
+        """A decode program that detects on the device which experts are absent, where experts are streamed to one."""
         if self.experts is None:
             return None
-        missing = self.device.miss_detector(self.experts.tier, len(self.experts.slot_of), rows * self.config.top_k)
-        if missing is None:
+        detector = self.device.miss_detector(self.experts.tier, len(self.experts.slot_of), rows * self.config.top_k)
+        if detector is None:
             return None
         graph = self.decode_graph(rows, widths)
         program = Program(
             graph, self.device.name, fused=self.fused, batch_invariant=self.batch_invariant, cut=_before_experts
         )
-        return SteppedRunner(program, self.device, names, self.experts, missing)
+        return SegmentedRunner(program, self.device, names, self.experts, detector)
 
     def _keep(self, key: Any, runner: Runner) -> Runner:
         self._kept[key] = runner

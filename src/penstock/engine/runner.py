@@ -10,12 +10,12 @@ import numpy as np
 
 from penstock.experts.streamed import Streamed
 from penstock.graph import Bound, Program, Wrap
-from penstock.ops.device import Device, Drawing, Inputs, Missing
+from penstock.ops.device import Device, Drawing, Inputs, MissDetector
 
 Call = Callable[[], object]
 Tail = Callable[[str], Sequence[Call]]
 
-_CALM = 1  # layers of a step that may miss experts for the next one to be run as a whole
+_FEW_MISSES = 1  # layers of a step that may miss experts for the next one to be run as a whole
 
 
 class Runner:
@@ -98,7 +98,7 @@ class Runner:
         replay()
 
 
-class SteppedRunner(Runner):
+class SegmentedRunner(Runner):
     """A decode program whose experts are streamed to a device that replays.
 
     It is cut before each layer's experts. A step runs as a whole while hardly anything has to come from disk; from the
@@ -112,20 +112,20 @@ class SteppedRunner(Runner):
         device: Device,
         numbers: Mapping[str, tuple[int, ...]],
         streamed: Streamed,
-        missing: Missing,
+        detector: MissDetector,
     ) -> None:
         super().__init__(program, device, numbers)
-        self._streamed, self._missing = streamed, missing
+        self._streamed, self._detector = streamed, detector
         self._layers = np.array(streamed.layers(program.graph))
         self._filled: dict[str, np.ndarray] = {}
         self._cut: dict[str, list[list[Call]]] = {}
-        self._calm = False
+        self._mostly_cached = False
 
     def bind(self, key: Any, arrays: Mapping[str, Any], arena: Any, wrap: Wrap | None) -> None:
         if key != self._key:
             self._cut = {}
-        looking = self._streamed.looking(self.program.graph, self._missing, self.on_device, wrap)
-        super().bind(key, arrays, arena, looking)
+        detecting = self._streamed.detecting(self.program.graph, self._detector, self.on_device, wrap)
+        super().bind(key, arrays, arena, detecting)
 
     def fill(self, **values: Any) -> None:
         self._filled |= {name: np.array(value) for name, value in values.items()}
@@ -135,58 +135,59 @@ class SteppedRunner(Runner):
         if name not in self._cut:
             self._cut[name] = self._parts(name, tail)
         parts = self._cut[name]
-        if self._streamed.whole:
+        if self._streamed.fully_cached:
             self._launch(name, parts)
             return
-        self._missing.turn = start = missed = 0
+        self._detector.turn = start = missed = 0
         if self._streamed.store.pending:
-            self._streamed.tell()
-            self._streamed.store.settle()
-        self._missing.rank(len(self._streamed.noted))
-        if self._calm:
+            self._streamed.apply_reports()
+            self._streamed.store.drain()
+        self._detector.rank(len(self._streamed.pending_reports))
+        if self._mostly_cached:
             self._replay((name, -1), lambda: [call for part in parts for call in part])
-            self._streamed.tell()
-            self._missing.wait()
-            wrong = np.flatnonzero(self._missing.host[:, 0])
+            self._streamed.apply_reports()
+            self._detector.wait()
+            wrong = np.flatnonzero(self._detector.host[:, 0])
             found = int(wrong[0]) if len(wrong) else len(self._layers)
-            self._note(0, found)
+            self._keep_report(0, found)
             start, missed = found + 1, int(len(wrong) > 0)
             if len(wrong):
-                self._bring(found)
+                self._fetch_and_resume(found)
         for n in range(start, len(parts)):
             self._replay((name, n), lambda n=n: parts[n])
             if n < len(self._layers):
-                self._missing.wait()
-                if self._missing.host[n, 0]:
+                self._detector.wait()
+                if self._detector.host[n, 0]:
                     missed += 1
-                    self._bring(n)
+                    self._fetch_and_resume(n)
                 else:
-                    self._note(n, n + 1)
-        self._calm = missed <= _CALM
+                    self._keep_report(n, n + 1)
+        self._mostly_cached = missed <= _FEW_MISSES
         if start < len(parts):
-            self._streamed.tell()
-        self._missing.gather()
+            self._streamed.apply_reports()
+        self._detector.prefetch_all()
 
     def _launch(self, name: str, parts: list[list[Call]]) -> None:
-        """A step that cannot stop. The host hears of it when the next one is under way."""
-        self._missing.turn ^= 1
-        self._missing.rank(len(self._streamed.noted))
-        self._replay((name, -1, self._missing.turn), lambda: [call for part in parts for call in part])
-        self._streamed.tell()
-        report = self._missing.later()
-        self._streamed.noted.append(lambda: self._missing.tell(self._layers, report()))
+        """A step that cannot stop. Its report is applied while the next one is under way."""
+        self._detector.turn ^= 1
+        self._detector.rank(len(self._streamed.pending_reports))
+        self._replay((name, -1, self._detector.turn), lambda: [call for part in parts for call in part])
+        self._streamed.apply_reports()
+        report = self._detector.report_future()
+        self._streamed.pending_reports.append(lambda: self._detector.apply_report(self._layers, report()))
 
-    def _bring(self, n: int) -> None:
+    def _fetch_and_resume(self, n: int) -> None:
         """Fetch what the n-th layer lacks, and make the rows active again."""
-        self._streamed.tell()
-        ids = np.split(self._missing.host[n, 1:], 2)[0]
+        self._streamed.apply_reports()
+        ids = np.split(self._detector.host[n, 1:], 2)[0]
         store, layer = self._streamed.store, self._layers[n]
-        store.want(layer, ids[ids >= 0])
-        store.ready(layer, ids[ids >= 0])
+        store.request(layer, ids[ids >= 0])
+        store.wait(layer, ids[ids >= 0])
         super().fill(**self._filled)
 
-    def _note(self, start: int, stop: int) -> None:
-        """Keep what the device did in these layers; the store hears of it while the next step runs."""
+    def _keep_report(self, start: int, stop: int) -> None:
+        """Keep what the device did in these layers; it is applied to the store while the next step runs."""
         if start < stop:
-            report = self._missing.host[start:stop].copy()
-            self._streamed.noted.append(functools.partial(self._missing.tell, self._layers[start:stop], report))
+            report = self._detector.host[start:stop].copy()
+            apply = functools.partial(self._detector.apply_report, self._layers[start:stop], report)
+            self._streamed.pending_reports.append(apply)

@@ -1,4 +1,4 @@
-"""Where the experts of a layer lie in files: one place per expert and array, nothing of it read yet."""
+"""Where the experts of a layer lie in files: one extent per expert and array, nothing of it read yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HASH = 16  # bytes of a record's hash
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Bytes in a file."""
 
     path: Path
@@ -27,11 +27,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorExtents:
     """One array of each expert of a layer, such as the scales of `gate`: its spec, and where each expert's lies."""
 
     spec: Spec
-    places: Sequence[Place]
+    extents: Sequence[Extent]
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,17 @@ class Format:
         """Bytes from one record of a packed file to the next: whole blocks."""
         return _up(self.nbytes, BLOCK)
 
+    def views(self, record: memoryview) -> list[memoryview]:
+        """The arrays of a record, as bytes."""
+        return [record[at : at + spec.nbytes] for at, spec in zip(self.offsets, self.specs, strict=True)]
+
 
 @dataclass(frozen=True)
 class Layer:
     """The experts of one layer, in files. hashes: of their records, one after the other, where a file has them."""
 
     name: str  # path of the layer's experts in the checkpoint, for messages
-    parts: tuple[Part, ...]
+    parts: tuple[TensorExtents, ...]
     hashes: bytes | None = None
 
     @cached_property
@@ -75,29 +79,29 @@ class Layer:
 
     @property
     def count(self) -> int:
-        return len(self.parts[0].places)
+        return len(self.parts[0].extents)
 
     @property
     def nbytes(self) -> int:
         """Of all experts in the files."""
         return self.format.payload * self.count
 
-    def places(self, expert: int) -> list[Place]:
+    def extents(self, expert: int) -> list[Extent]:
         """Where the arrays of one expert lie, in the order of the format."""
-        return [part.places[expert] for part in self.parts]
+        return [part.extents[expert] for part in self.parts]
 
 
 @dataclass(frozen=True)
-class Shelf:
+class ExpertFiles:
     """A stack of matrices in files, one per expert: dense (bits 0), or packed codes, scales and biases."""
 
     name: str
     bits: int
     group_size: int
-    parts: tuple[Part, ...]
+    parts: tuple[TensorExtents, ...]
 
 
-class Even(Sequence[Place]):
+class StridedExtents(Sequence[Extent]):
     """Places of one size in a file, each `step` bytes behind the one before."""
 
     def __init__(self, path: Path, start: int, size: int, count: int, step: int) -> None:
@@ -112,12 +116,12 @@ class Even(Sequence[Place]):
             return [self[i] for i in range(*index.indices(self._count))]
         if not -self._count <= index < self._count:
             raise IndexError(index)
-        return Place(self.path, self._start + index % self._count * self.step, self._size)
+        return Extent(self.path, self._start + index % self._count * self.step, self._size)
 
 
-def stacked(path: Path, start: int, count: int, spec: Spec, step: int | None = None) -> Part:
+def stacked(path: Path, start: int, count: int, spec: Spec, step: int | None = None) -> TensorExtents:
     """A part whose experts follow each other in one tensor, or lie `step` bytes apart."""
-    return Part(spec, Even(path, start, spec.nbytes, count, spec.nbytes if step is None else step))
+    return TensorExtents(spec, StridedExtents(path, start, spec.nbytes, count, spec.nbytes if step is None else step))
 
 
 def files(layers: Iterable[Layer]) -> list[Path]:
@@ -125,16 +129,10 @@ def files(layers: Iterable[Layer]) -> list[Path]:
     found: dict[Path, None] = {}
     for layer in layers:
         for part in layer.parts:
-            places = part.places
-            paths = [places.path] if isinstance(places, Even) else [place.path for place in places]
+            extents = part.extents
+            paths = [extents.path] if isinstance(extents, StridedExtents) else [extent.path for extent in extents]
             found |= dict.fromkeys(paths)
     return list(found)
-
-
-def views(format: Format, record: memoryview) -> Sequence[memoryview]:
-    """The arrays of a record, as bytes."""
-    starts = zip(format.offsets, format.specs, strict=True)
-    return [record[start : start + spec.nbytes] for start, spec in starts]
 
 
 def record_hash(format: Format, arrays: Iterable[memoryview]) -> bytes:

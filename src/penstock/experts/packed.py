@@ -43,7 +43,7 @@ from typing import Any
 
 from penstock.dtypes import ITEMSIZE
 from penstock.errors import CheckpointError
-from penstock.experts.layout import BLOCK, HASH, Format, Layer, files, stacked, views
+from penstock.experts.layout import BLOCK, HASH, Format, Layer, files, stacked
 from penstock.experts.reader import ExpertReader, damaged
 from penstock.ops.array import Spec
 from penstock.units import spelled
@@ -347,7 +347,7 @@ def _write_records(
     def pack(number: int) -> bytes:
         place = header.place(number)
         record = spaces.record(place.format)
-        reader.read(place.number, place.expert, views(place.format, record))
+        reader.read(place.number, place.expert, place.format.views(record))
         done = _write_direct(direct, record, place.start)
         _write(descriptor, record[done:], place.start + done)
         return _hash(record)

@@ -20,8 +20,8 @@ _FEW = 16  # victims that are looked for one by one, 1.5 µs each among 10 000 s
 
 
 class Policy(Protocol):
-    """Keeps account of the slots. For a layer of a step: `counted` (prefill), `victims`, `filled`, then `used` or
-    `passing`.
+    """Keeps account of the slots. For a layer of a decode step: `victims`, `filled`, then `used`; of a prefill:
+    `add_prefill_counts`, `victims`, `filled`, then `touch_prefill`.
     """
 
     def used(self, slots: np.ndarray) -> None:
@@ -37,14 +37,14 @@ class Policy(Protocol):
         ...
 
     def ranks(self) -> np.ndarray:
-        """What each slot is worth now, [S]; −inf for an empty one."""
+        """The score of each slot now, [S]: what a step loses with it; −inf for an empty one."""
         ...
 
-    def passing(self, slots: np.ndarray) -> None:
+    def touch_prefill(self, slots: np.ndarray) -> None:
         """A prefill, which touches nearly all experts, filled these slots: that alone makes nothing worth keeping."""
         ...
 
-    def counted(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
+    def add_prefill_counts(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
         """Of a prefill's `tokens` counts[i] chose expert keys[i]. Once per layer and piece; it may be left out."""
         ...
 
@@ -60,33 +60,33 @@ def make_policy(name: str, slots: int, keys: int) -> Policy:
 
 
 class _Ranked:
-    """Gives up the slots of least worth, the lowest number first among equals."""
+    """Gives up the slots of the lowest score, the lowest number first among equals."""
 
     def __init__(self, slots: int, keys: int) -> None:
-        self._worth = np.full(slots, -np.inf)  # that of an empty slot
+        self._score = np.full(slots, -np.inf)  # that of an empty slot
         self._key = np.full(slots, -1, np.int64)
 
     def filled(self, slots: np.ndarray, keys: np.ndarray) -> None:
         self._key[slots] = keys
 
     def ranks(self) -> np.ndarray:
-        return self._worth
+        return self._score
 
     def victims(self, count: int, busy: np.ndarray) -> np.ndarray:
-        worth = np.where(busy, np.inf, self.ranks())
+        score = np.where(busy, np.inf, self.ranks())
         if count > _FEW:
-            free = len(worth) - int(np.count_nonzero(busy))
-            return np.argsort(worth, kind="stable")[: min(count, free)]
+            free = len(score) - int(np.count_nonzero(busy))
+            return np.argsort(score, kind="stable")[: min(count, free)]
         found: list[int] = []
         for _ in range(count):
-            slot = int(worth.argmin())
-            if worth[slot] == np.inf:
+            slot = int(score.argmin())
+            if score[slot] == np.inf:
                 break
-            worth[slot] = np.inf
+            score[slot] = np.inf
             found.append(slot)
         return np.array(found, np.int64)
 
-    def counted(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
+    def add_prefill_counts(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
         pass
 
 
@@ -108,13 +108,13 @@ class Lru(_Ranked):
         self._touch(slots)
         self._unused[slots] = False
 
-    def passing(self, slots: np.ndarray) -> None:
+    def touch_prefill(self, slots: np.ndarray) -> None:
         slots = slots[self._unused[slots]]  # what decoding uses keeps its place
         self._passed += len(slots)
-        self._worth[slots] = np.arange(-self._passed, len(slots) - self._passed)
+        self._score[slots] = np.arange(-self._passed, len(slots) - self._passed)
 
     def _touch(self, slots: np.ndarray) -> None:
-        self._worth[slots] = np.arange(self._now, self._now + len(slots))
+        self._score[slots] = np.arange(self._now, self._now + len(slots))
         self._now += len(slots)
 
 
@@ -148,27 +148,27 @@ class Lfru(_Ranked):
         shares = self._shares[:, keys]
         self._matches += shares.sum(axis=1)
         self._shares[:, keys] = shares + (1 - self._decay)
-        self._worth[slots] = self._chance(keys)
+        self._score[slots] = self._chance(keys)
 
     def filled(self, slots: np.ndarray, keys: np.ndarray) -> None:
         super().filled(slots, keys)
-        self._worth[slots] = self._chance(keys)
+        self._score[slots] = self._chance(keys)
 
     def _chance(self, keys: np.ndarray) -> np.ndarray:
-        """What these experts are worth. (A product of matrices would wake the threads of BLAS for it.)"""
+        """The scores of these experts. (A product of matrices would wake the threads of BLAS for it.)"""
         (long, short), (a, b) = self._shares, self._weights
         return a * long[keys] + b * short[keys]
 
     def ranks(self) -> np.ndarray:
         if self._stale:
-            self._worth = np.where(self._key < 0, -np.inf, self._chance(self._key))
+            self._score = np.where(self._key < 0, -np.inf, self._chance(self._key))
             self._stale = False
-        return self._worth
+        return self._score
 
-    def passing(self, slots: np.ndarray) -> None:
-        pass  # its worth is what its past says
+    def touch_prefill(self, slots: np.ndarray) -> None:
+        pass  # the score is what the past says
 
-    def counted(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
+    def add_prefill_counts(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
         self._shares[0, keys] += (counts / tokens - self._shares[0, keys]) / 2
         self._stale = True
 
@@ -220,9 +220,9 @@ class Pin(Lru):
             self._pinned[:] = False
             self._pinned[np.argsort(-self._uses, kind="stable")[: self._room]] = True
 
-    def counted(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
+    def add_prefill_counts(self, keys: np.ndarray, counts: np.ndarray, tokens: int) -> None:
         self._uses[keys] += counts
         self._since += int(counts.sum())
 
     def ranks(self) -> np.ndarray:
-        return self._worth + np.where(self._pinned[self._key], 2.0**52, 0)
+        return self._score + np.where(self._pinned[self._key], 2.0**52, 0)

@@ -31,7 +31,7 @@ import numpy as np
 
 from penstock.errors import BackendError, CheckpointError, InvalidArgument
 from penstock.experts import disk
-from penstock.experts.layout import BLOCK, HASH, Even, Layer, files, record_hash, views
+from penstock.experts.layout import BLOCK, HASH, Layer, StridedExtents, files, record_hash
 from penstock.weights.files import open_regular, short
 
 IO = ("auto", "direct", "pagecache", "mmap")
@@ -157,15 +157,15 @@ class ExpertReader:
 
     def _evenly(self, layer: Layer) -> list[_Run] | None:
         """The first expert of a layer, if every other one lies as that does, so many steps behind it; else None."""
-        steps = [part.places.step for part in layer.parts if isinstance(part.places, Even)]
+        steps = [part.extents.step for part in layer.parts if isinstance(part.extents, StridedExtents)]
         return self._joined(layer, 0, steps) if len(steps) == len(layer.parts) else None
 
     def _joined(self, layer: Layer, expert: int, steps: Sequence[int]) -> list[_Run]:
         """The arrays of an expert, those that are neighbours in a file, and in step, together."""
         runs: list[_Run] = []
-        places = layer.places(expert)
-        for part in sorted(range(len(places)), key=lambda part: (str(places[part].path), places[part].start)):
-            path, start, nbytes = places[part].path, places[part].start, places[part].nbytes
+        extents = layer.extents(expert)
+        for part in sorted(range(len(extents)), key=lambda part: (str(extents[part].path), extents[part].start)):
+            path, start, nbytes = extents[part].path, extents[part].start, extents[part].nbytes
             if nbytes == 0:
                 continue
             file, step, piece = self._files[path], steps[part], _Piece(part, start, start + nbytes)
@@ -196,7 +196,7 @@ class ExpertReader:
         if hashes is None or self._compared[layer][expert]:
             return
         if record_hash(self._layers[layer].format, into) != hashes[expert * HASH : (expert + 1) * HASH]:
-            raise damaged(self._layers[layer].places(expert)[0].path, self._layers[layer].name, expert)
+            raise damaged(self._layers[layer].extents(expert)[0].path, self._layers[layer].name, expert)
         self._compared[layer][expert] = True
 
     def _way_of(self, io: str) -> _Way:
@@ -231,7 +231,7 @@ class ExpertReader:
             layer, expert = experts[number]
             if not hasattr(spaces, "record"):
                 spaces.record = memoryview(mmap.mmap(-1, record))
-            runs, into = self._runs(layer, expert), views(self._layers[layer].format, spaces.record)
+            runs, into = self._runs(layer, expert), self._layers[layer].format.views(spaces.record)
             for run in runs:
                 run.file.drop(run.start, run.stop)
             for run in runs:

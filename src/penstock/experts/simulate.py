@@ -99,7 +99,7 @@ class _Cache:
         self._slot = np.full(trace.keys, -1, np.int64)
         self._key = np.full(slots, -1, np.int64)
 
-    def _bring(self, keys: np.ndarray, keep: np.ndarray) -> None:
+    def _fetch(self, keys: np.ndarray, keep: np.ndarray) -> None:
         busy = np.zeros(len(self._key), bool)
         busy[keep] = True
         slots = self._policy.victims(len(keys), busy)
@@ -116,7 +116,7 @@ class _Cache:
             there = slots >= 0
             hits += int(np.count_nonzero(there))
             if not there.all():
-                self._bring(keys[~there], slots[there])
+                self._fetch(keys[~there], slots[there])
             self._policy.used(self._slot[keys])
         return hits
 
@@ -124,14 +124,14 @@ class _Cache:
         """Go through a prefill: of every layer first what is there, then the rest, half a cache at a time."""
         size = len(self._key)
         for keys, counts in step.layers:
-            self._policy.counted(keys, counts, step.tokens)
+            self._policy.add_prefill_counts(keys, counts, step.tokens)
             there = self._slot[keys] >= 0
             current, rest = keys[there], keys[~there]
             while len(current) or len(rest):
                 count = min(max(1, size // 2), size - len(current))
                 following, rest = rest[:count], rest[count:]
-                self._bring(following, self._slot[current])
-                self._policy.passing(self._slot[current])
+                self._fetch(following, self._slot[current])
+                self._policy.touch_prefill(self._slot[current])
                 current = following
 
 

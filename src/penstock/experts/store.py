@@ -1,8 +1,8 @@
 """Which experts are in memory: slots with a byte budget in front of the files, filled as tokens choose.
 
 Layers whose experts have the same arrays share a pool of slots. A step asks for the experts of a layer as soon as they
-are chosen (`want`) and waits for them before it computes (`ready`). A prefill may choose more experts than there are
-slots; then they come in turns (`turns`). One thread at a time uses a store.
+are chosen (`request`) and waits for them before it computes (`wait`). A prefill may choose more experts than there are
+slots; then they come in batches (`expert_batches`, `token_batches`). One thread at a time uses a store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.experts.policy import Policy, make_policy
 from penstock.units import amount
 from penstock.weights.mapped import pages
 
-_TURN = 32  # experts of a turn: enough to read at once, and the slots that decoding uses stay
+_BATCH = 32  # experts of a batch: enough to read at once, and the slots that decoding uses stay
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Slots(Protocol):
         """Begin to bring these experts into these slots; one future for each."""
         ...
 
-    def land(self, slots: Sequence[int]) -> None:
+    def publish(self, slots: Sequence[int]) -> None:
         """The futures of these slots are done: make them readable for kernels that are called from now on."""
         ...
 
@@ -72,7 +72,7 @@ class Slots(Protocol):
         """The device brought these experts (places in the table of all layers) into slots itself."""
         ...
 
-    def shown(self, slot_of: np.ndarray) -> Any:
+    def device_slot_map(self, slot_of: np.ndarray) -> Any:
         """A copy of a `slot_of` array where kernels read it."""
         ...
 
@@ -81,7 +81,7 @@ class Tier(Protocol):
     """Makes the slots of a store where its kernels run."""
 
     @property
-    def whole(self) -> bool:
+    def fully_cached(self) -> bool:
         """Whether a device has all experts at hand, and will keep them: none of its steps stops."""
         ...
 
@@ -89,20 +89,20 @@ class Tier(Protocol):
         """Memory for `count` of the `experts` that have a format, which are a `share` of the bytes of all."""
         ...
 
-    def shown(self, store: Store) -> list[Any]:
-        """The `slot_of` arrays of a store as kernels read them; what lands afterwards shows in them."""
+    def device_slot_maps(self, store: Store) -> list[Any]:
+        """The `slot_of` arrays of a store as kernels read them; what is published later changes them."""
         ...
 
 
 class HostTier:
     """Slots in host memory."""
 
-    whole = False  # the host computes, and sees what is missing as it comes to it
+    fully_cached = False  # the host computes, and detects what is absent layer by layer
 
     def slots(self, format: Format, count: int, experts: int, share: float, store: Store) -> Slots:
         return HostSlots(format, count, store)
 
-    def shown(self, store: Store) -> list[Any]:
+    def device_slot_maps(self, store: Store) -> list[Any]:
         return list(store.slot_of)
 
 
@@ -126,7 +126,7 @@ class HostSlots:
     def _views(self, slot: int) -> list[memoryview]:
         return [view[slot * size : (slot + 1) * size] for view, size in zip(self._bytes, self._sizes, strict=True)]
 
-    def land(self, slots: Sequence[int]) -> None:
+    def publish(self, slots: Sequence[int]) -> None:
         pass
 
     def drop(self, slot: int) -> None:
@@ -135,7 +135,7 @@ class HostSlots:
     def moved(self, owners: np.ndarray) -> None:
         pass
 
-    def shown(self, slot_of: np.ndarray) -> np.ndarray:
+    def device_slot_map(self, slot_of: np.ndarray) -> np.ndarray:
         return slot_of
 
 
@@ -144,7 +144,7 @@ class Pool:
 
     def __init__(self, slots: Slots, policy: Policy) -> None:
         self.slots, self.policy = slots, policy
-        self.owner = np.full(slots.count, -1, np.int64)  # place of the expert in the table of all layers, −1: of none
+        self.owner = np.full(slots.count, -1, np.int64)  # place of the expert in the table of all layers, −1: empty
         self.pending: dict[int, Future[None]] = {}
         self.latest: np.ndarray = np.empty(0, np.int32)  # slots of the layer that is computed now
 
@@ -194,10 +194,10 @@ class Store:
 
     # -- what a step does --------------------------------------------------------------------------------------------
 
-    def want(self, layer: int, ids: np.ndarray, passing: bool = False) -> bool:
+    def request(self, layer: int, ids: np.ndarray, prefill: bool = False) -> bool:
         """Begin to bring in the experts that a layer chose; False if there are not enough slots, and nothing begins.
 
-        passing: ids are of a prefill, whose choice says little about the tokens after it.
+        prefill: ids are of a prefill, whose choice says little about the tokens after it.
         """
         pool, slot_of = self.pool_of[layer], self.slot_of[layer]
         chosen = np.unique(ids)
@@ -212,8 +212,8 @@ class Store:
             self._fill(layer, absent, victims)
             slots = slot_of[chosen]
         self.counters.hits += len(chosen) - len(absent)
-        if passing:
-            pool.policy.passing(slots)
+        if prefill:
+            pool.policy.touch_prefill(slots)
             self._count(layer, ids)
         else:
             pool.policy.used(slots)
@@ -224,17 +224,17 @@ class Store:
         """Tell the policy how often the tokens of a prefill [T, k] chose each expert."""
         chosen, counts = np.unique(ids, return_counts=True)
         pool = self.pool_of[layer]
-        pool.policy.counted(self.bases[layer] + chosen, counts, len(ids))
+        pool.policy.add_prefill_counts(self.bases[layer] + chosen, counts, len(ids))
 
-    def ready(self, layer: int, ids: np.ndarray) -> None:
-        """Wait for the experts ids, which were wanted. Raises CheckpointError for one that cannot be read."""
+    def wait(self, layer: int, ids: np.ndarray) -> None:
+        """Wait for the experts ids, which were requested. Raises CheckpointError for one that cannot be read."""
         pool = self.pool_of[layer]
         if pool.pending:
-            self._wait(pool, np.unique(self.slot_of[layer][np.unique(ids)]))
+            self._wait_for(pool, np.unique(self.slot_of[layer][np.unique(ids)]))
 
-    def stepped(self, layers: np.ndarray, ids: np.ndarray, came: int) -> None:
-        """What steps did on their own: `layers` [n] chose the experts ids [n, W] (−1: none), of which `came` were not
-        there before. `adopt` has told who has which slot now.
+    def record_step(self, layers: np.ndarray, ids: np.ndarray, came: int) -> None:
+        """Count what steps did on the device: `layers` [n] chose the experts ids [n, W] (−1: none), of which `came`
+        were absent before. The owners of slots are in sync already.
         """
         chosen = np.unique((self.bases[layers][:, None] + ids)[ids >= 0])
         self.counters.hits += len(chosen) - came
@@ -245,8 +245,8 @@ class Store:
             if own.any():
                 pool.policy.used(slots[own])
 
-    def adopt(self, pool: Pool, owners: np.ndarray) -> None:
-        """A device gave slots of a pool to others: whose they are now."""
+    def sync_owners(self, pool: Pool, owners: np.ndarray) -> None:
+        """Set the owners of a pool's slots to those that a device gave them to."""
         slots = np.flatnonzero(owners != pool.owner)
         self._take(pool, slots, owners[slots])
         pool.slots.moved(owners[slots])
@@ -256,16 +256,44 @@ class Store:
         """Whether something is on its way."""
         return any(pool.pending for pool in self._pools.values())
 
-    def settle(self) -> None:
-        """Wait for all that is on its way; what fails is as if it had not been asked for."""
+    def drain(self) -> None:
+        """Wait for all that is on its way; a read that fails leaves an empty slot."""
         for pool in self._pools.values():
             if pool.pending:
                 with contextlib.suppress(PenstockError):
-                    self._wait(pool, np.array(list(pool.pending)))
+                    self._wait_for(pool, np.array(list(pool.pending)))
 
-    def turns(self, layer: int, ids: np.ndarray, slot_of: Any) -> LayerTurns:
-        """What stands in for a `slot_of` array, as kernels read it, where `want` says no to these ids [T, k]."""
-        return LayerTurns(self, layer, ids, slot_of)
+    def expert_batches(self, layer: int, ids: np.ndarray) -> Iterator[Any]:
+        """Where `request` says no to ids [T, k]: `slot_of` arrays, as kernels read them, of some experts at a time.
+
+        Each chosen expert is present in one of them. While some are computed the next are read.
+        """
+        pool, slot_of = self.pool_of[layer], self.slot_of[layer]
+        chosen = np.unique(ids)
+        there = slot_of[chosen] >= 0
+        current, rest = chosen[there], chosen[~there]
+        self.counters.hits += len(current)
+        self._count(layer, ids)
+        at_once = max(1, min(pool.slots.count // 2, pool.slots.at_once // 2, _BATCH))
+        while len(current) or len(rest):
+            begun = self.begin(layer, rest[:at_once], slot_of[current])
+            if len(current):
+                self._wait_for(pool, slot_of[current])
+                batch = np.full(len(slot_of), -1, np.int32)
+                batch[current] = slot_of[current]
+                pool.policy.touch_prefill(slot_of[current])
+                yield pool.slots.device_slot_map(batch)
+            elif not begun:
+                self._wait_for(pool, np.array(list(pool.pending)))  # the slots are taken by guesses under way
+            current, rest = rest[:begun], rest[begun:]
+
+    def token_batches(self, layer: int, ids: np.ndarray) -> Iterator[slice]:
+        """Where `request` says no to ids [T, k]: tokens in order, some at a time, all of whose experts are present."""
+        for start in range(0, len(ids), self.most_tokens):
+            part = slice(start, start + self.most_tokens)
+            self.request(layer, ids[part], prefill=True)
+            self.wait(layer, ids[part])
+            yield part
 
     def prefetch(self, layer: int, ids: np.ndarray) -> None:
         """Begin to bring in experts that a layer will perhaps choose, as far as slots of no pending read are free."""
@@ -304,22 +332,22 @@ class Store:
         futures = pool.slots.fill(slots.tolist(), layer, experts.tolist())
         pool.pending.update(zip(slots.tolist(), futures, strict=True))
 
-    def _wait(self, pool: Pool, slots: np.ndarray) -> None:
+    def _wait_for(self, pool: Pool, slots: np.ndarray) -> None:
         started = time.perf_counter()
         failure: BaseException | None = None
-        landed = []
+        arrived = []
         for slot in slots.tolist():
             future = pool.pending.pop(slot, None)
             if future is None:
                 continue
             try:
                 future.result()
-                landed.append(slot)
+                arrived.append(slot)
             except BaseException as error:
                 failure = failure or error
                 self._drop(pool, slot)
-        if landed:
-            pool.slots.land(landed)
+        if arrived:
+            pool.slots.publish(arrived)
         self.counters.wait_seconds += time.perf_counter() - started
         if failure is not None:
             raise failure
@@ -329,44 +357,6 @@ class Store:
         pool.slots.drop(slot)
         self.table[pool.owner[slot]] = -1
         pool.owner[slot] = -1
-
-
-class LayerTurns:
-    """The experts of one layer, some at a time: `ops._turns.Turns`. While some are computed the next are read."""
-
-    def __init__(self, store: Store, layer: int, ids: np.ndarray, slot_of: Any) -> None:
-        self.store, self.layer = store, layer
-        self.experts = store.layers[layer].count
-        self._ids, self._slot_of = ids, slot_of
-
-    def by_expert(self, ids: Any) -> Iterator[Any]:
-        store, slot_of = self.store, self.store.slot_of[self.layer]
-        pool = store.pool_of[self.layer]
-        chosen = np.unique(self._ids)
-        there = slot_of[chosen] >= 0
-        current, rest = chosen[there], chosen[~there]
-        store.counters.hits += len(current)
-        store._count(self.layer, self._ids)
-        at_once = max(1, min(pool.slots.count // 2, pool.slots.at_once // 2, _TURN))
-        while len(current) or len(rest):
-            begun = store.begin(self.layer, rest[:at_once], slot_of[current])
-            if len(current):
-                store._wait(pool, slot_of[current])
-                shown = np.full(len(slot_of), -1, np.int32)
-                shown[current] = slot_of[current]
-                pool.policy.passing(slot_of[current])
-                yield pool.slots.shown(shown)
-            elif not begun:
-                store._wait(pool, np.array(list(pool.pending)))  # the slots are taken by reads ahead
-            current, rest = rest[:begun], rest[begun:]
-
-    def by_token(self, ids: Any) -> Iterator[tuple[slice, Any]]:
-        store, step = self.store, self.store.most_tokens
-        for start in range(0, len(self._ids), step):
-            part = slice(start, start + step)
-            store.want(self.layer, self._ids[part], passing=True)
-            store.ready(self.layer, self._ids[part])
-            yield part, self._slot_of
 
 
 def slot_counts(layers: Sequence[Layer], budget: int, top_k: int) -> dict[Format, int]:

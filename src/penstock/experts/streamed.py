@@ -1,8 +1,8 @@
 """Programs of a model whose experts are streamed: what asks for experts, and waits for them.
 
-On the host the kernel that chooses experts tells the store which, so that reading begins; what comes before the experts
-in a layer (the shared expert) runs meanwhile; the expert op waits. A prefill that chooses more than there are slots
-gets them in turns. A decode step on a GPU looks there for what is missing: a step without a miss is one replay.
+On the host the ids of the kernel that chooses experts go to the store, so that reading begins; what comes before the
+experts in a layer (the shared expert) runs meanwhile; the expert op waits. A prefill that chooses more than there are
+slots gets them in batches. A decode step on a GPU detects there what is absent: a step without a miss is one replay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock import ops
 from penstock.experts.store import Store, Tier
 from penstock.graph import Graph, Node, Value, Wrap
 from penstock.ops.array import Spec
-from penstock.ops.device import Device, Missing
+from penstock.ops.device import Device, MissDetector
 
 EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
 
@@ -35,44 +35,44 @@ class Streamed:
         self.slot_of = list(slot_of)
         self._layers = {id(array): n for n, array in enumerate(self.slot_of)}
         self._guesses: weakref.WeakKeyDictionary[Graph, dict[Node, tuple[int, int]]] = weakref.WeakKeyDictionary()
-        self.noted: list[Callable[[], None]] = []  # tell the store what it has not heard of
+        self.pending_reports: list[Callable[[], None]] = []  # bring the store up to date with steps on the device
 
     @property
-    def whole(self) -> bool:
+    def fully_cached(self) -> bool:
         """Whether a step on the device never has to stop for an expert."""
-        return self.tier.whole
+        return self.tier.fully_cached
 
     def layer_of(self, node: Node) -> int:
         return self._layers[id(node["slot_of"])]
 
-    def wrap(self, graph: Graph, passing: bool, inner: Wrap | None) -> Wrap:
+    def wrap(self, graph: Graph, prefill: bool, inner: Wrap | None) -> Wrap:
         """A wrap (see `Program.bind`) by which a program asks the store for its experts.
 
-        passing: it is a prefill. inner: another wrap, for the kernels themselves.
+        prefill: whether it is one, and not a decode step. inner: another wrap, for the kernels themselves.
         """
         chosen, guesses = self.choices(graph), self._guesses.get(graph, {})
-        begun: dict[int, bool] = {}  # layer → what `want` said of the step under way
+        begun: dict[int, bool] = {}  # layer → what `request` said of the step under way
 
-        def want(layer: int, ids: np.ndarray) -> None:
-            self.tell()
-            begun[layer] = self.store.want(layer, ids, passing)
+        def request(layer: int, ids: np.ndarray) -> None:
+            self.apply_reports()
+            begun[layer] = self.store.request(layer, ids, prefill)
 
         def wrap(node: Node, kernel: Any) -> Any:
             kernel = kernel if inner is None else inner(node, kernel)
             if node.op in EXPERT_OPS:
-                return self._waiting(node, kernel, want, begun)
+                return self._waiting(node, kernel, request, begun)
             if node in chosen and self.device.host_memory:
                 layer, index = chosen[node]
-                return _telling(kernel, index, lambda ids: want(layer, ids))
+                return _observed(kernel, index, lambda ids: request(layer, ids))
             if node in guesses:
                 layer, index = guesses[node]
-                return _telling(kernel, index, lambda ids: self.store.prefetch(layer, ids))
+                return _observed(kernel, index, lambda ids: self.store.prefetch(layer, ids))
             return kernel
 
         return wrap
 
-    def looking(self, graph: Graph, missing: Missing, inputs: Mapping[str, Any], inner: Wrap | None) -> Wrap:
-        """A wrap by which a decode program finds out on the device what is missing, layer by layer in their order."""
+    def detecting(self, graph: Graph, detector: MissDetector, inputs: Mapping[str, Any], inner: Wrap | None) -> Wrap:
+        """A wrap by which a decode program detects absent experts on the device, layer by layer in their order."""
         chosen = self.choices(graph)
         order = {layer: n for n, layer in enumerate(self.layers(graph))}
 
@@ -82,15 +82,15 @@ class Streamed:
                 return kernel
             layer, index = chosen[node]
             n = order[layer]
-            return _telling(kernel, index, lambda ids: missing.look(n, layer, ids, inputs))
+            return _observed(kernel, index, lambda ids: detector.detect(n, layer, ids, inputs))
 
         return wrap
 
-    def tell(self) -> None:
-        """Tell the store what it has not heard of: after that it knows what the device knows."""
-        for tell in self.noted:
-            tell()
-        self.noted = []
+    def apply_reports(self) -> None:
+        """Bring the store up to date with what steps did on the device."""
+        for apply in self.pending_reports:
+            apply()
+        self.pending_reports = []
 
     def layers(self, graph: Graph) -> list[int]:
         """The layers of a program that have experts, in its order."""
@@ -134,34 +134,54 @@ class Streamed:
             guesses[guess] = layer, index
         self._guesses[graph] = guesses
 
-    def _waiting(self, node: Node, kernel: Any, want: Callable[[int, np.ndarray], None], begun: dict[int, bool]) -> Any:
+    def _waiting(
+        self, node: Node, kernel: Any, request: Callable[[int, np.ndarray], None], begun: dict[int, bool]
+    ) -> Any:
         names = list(inspect.signature(node.op.body).parameters)
-        ids_at, slot_at = names.index("ids"), names.index("slot_of")
+        ids_at = names.index("ids")
         store, layer, here = self.store, self.layer_of(node), self.device.host_memory
 
         def wait(*args: Any, out: Any) -> None:
             ids = args[ids_at] if here else self.device.to_host(args[ids_at])
             if layer not in begun:
-                want(layer, ids)
+                request(layer, ids)
             if begun.pop(layer):
-                store.ready(layer, ids)
+                store.wait(layer, ids)
+                kernel(*args, out=out)
             else:
-                turns = store.turns(layer, ids, args[slot_at])
-                args = (*args[:slot_at], turns, *args[slot_at + 1 :])
-            kernel(*args, out=out)
+                self._in_batches(node, kernel, layer, ids, dict(zip(names, args, strict=True)), out)
 
         return wait
+
+    def _in_batches(self, node: Node, kernel: Any, layer: int, ids: np.ndarray, call: dict[str, Any], out: Any) -> None:
+        """Run an expert op whose experts do not fit at once: batch by batch into rows that are summed at the end in the
+        order of the slots, or, where the kernel sums as it goes, for some tokens after the other.
+        """
+        block = node.op is ops.moe_shared_forward
+        room = self.device.expert_room(ids.shape, len(call["slot_of"]), out, block)
+        if room is None:
+            rows = self.device.copy(out)
+            for part in self.store.token_batches(layer, ids):
+                kernel(*call.values(), out=rows)  # all rows, so that they add up as they do with all experts
+                out[part] = rows[part]
+            return
+        if block and call["norm_weight"] is not None:
+            call |= {"x": ops.rms_norm(call["x"], call["norm_weight"], call["eps"]), "norm_weight": None}
+        product = [call[name] for name in ("x", "ids", "gate_w", "up_w", "down_w")]
+        for slot_of in self.store.expert_batches(layer, ids):
+            ops.expert_mlp(room, *product, slot_of, call["act"], call["activations"])
+        kernel(*(call | {"expert_out": room}).values(), out=out)
 
 
 def _specs(node: Node) -> list[Spec | None]:
     return [None if out is None else out.spec for out in node.outs]
 
 
-def _telling(kernel: Any, index: int, tell: Callable[[Any], None]) -> Any:
-    """A kernel that passes one of its outputs on."""
+def _observed(kernel: Any, index: int, observe: Callable[[Any], None]) -> Any:
+    """A kernel whose output `index` is passed on when it has run."""
 
-    def telling(*args: Any, out: Any) -> None:
+    def run(*args: Any, out: Any) -> None:
         kernel(*args, out=out)
-        tell(out[index] if isinstance(out, tuple) else out)
+        observe(out[index] if isinstance(out, tuple) else out)
 
-    return telling
+    return run

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.dtypes import FLOATS, dtype_name
 from penstock.errors import CheckpointError, OutOfMemory
-from penstock.experts.layout import Part, Shelf, stacked
+from penstock.experts.layout import ExpertFiles, TensorExtents, stacked
 from penstock.ops.array import Array, Spec
 from penstock.quant import QuantizedTensor
 from penstock.units import amount
@@ -132,21 +132,21 @@ class CheckpointSource:
             "bits, group size or dtype, expected them alike"
         )
 
-    def shelf(self, paths: Sequence[str], *shape: int) -> Shelf:
+    def expert_files(self, paths: Sequence[str], *shape: int) -> ExpertFiles:
         """`stack` without a look at the files: where its matrices lie."""
         one = len(paths) == 1
         count, *matrix = shape
-        found = [self._shelf(path, tuple(shape if one else matrix), count if one else 1) for path in paths]
+        found = [self._expert_files(path, tuple(shape if one else matrix), count if one else 1) for path in paths]
         first = found[0]
-        if any(_outward(shelf) != _outward(first) for shelf in found):
+        if any(_outward(files) != _outward(first) for files in found):
             self._differ(paths[0])
         if one:
             return first
-        columns = zip(*(shelf.parts for shelf in found), strict=True)
-        parts = (Part(column[0].spec, tuple(part.places[0] for part in column)) for column in columns)
+        columns = zip(*(files.parts for files in found), strict=True)
+        parts = (TensorExtents(column[0].spec, tuple(part.extents[0] for part in column)) for column in columns)
         return replace(first, parts=tuple(parts))
 
-    def _shelf(self, path: str, shape: tuple[int, ...], count: int) -> Shelf:
+    def _expert_files(self, path: str, shape: tuple[int, ...], count: int) -> ExpertFiles:
         name = self.name_of(path)
         format, names = self.checkpoint.parts(name)
         bits, group_size = format or (0, 0)
@@ -160,7 +160,7 @@ class CheckpointSource:
             own = self.checkpoint.shape(tensor)[-2:]
             file, start, _ = self.checkpoint.location(tensor)
             parts.append(stacked(file, start, count, Spec(own, self.checkpoint.dtype(tensor))))
-        return Shelf(name, bits, group_size, tuple(parts))
+        return ExpertFiles(name, bits, group_size, tuple(parts))
 
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""
@@ -280,20 +280,20 @@ class DeviceSource:
         return self._put(self.source.stack(paths, *shape))
 
 
-class Shelved(DeviceSource):
-    """A checkpoint whose experts stay in its files: their stacks come as shelves."""
+class FileBackedSource(DeviceSource):
+    """A checkpoint whose experts stay in its files: their stacks come as `ExpertFiles`."""
 
     def __init__(self, source: CheckpointSource, put: Callable[[Any], Any]) -> None:
         super().__init__(source, put)
         self._stored = source
 
     def stack(self, paths: Sequence[str], *shape: int) -> Any:
-        return self._stored.shelf(paths, *shape)
+        return self._stored.expert_files(paths, *shape)
 
 
-def _outward(shelf: Shelf) -> Any:
-    """What shelves must have in common to be one."""
-    return shelf.bits, shelf.group_size, tuple(part.spec for part in shelf.parts)
+def _outward(files: ExpertFiles) -> Any:
+    """What expert files must have in common to be one."""
+    return files.bits, files.group_size, tuple(part.spec for part in files.parts)
 
 
 def _kind(weight: Weight) -> Any:

@@ -52,6 +52,7 @@ from penstock.ops.mla import (
 from penstock.ops.moe import (
     expert_down_sum,
     expert_gate_up,
+    expert_mlp,
     moe_bucket_accumulate,
     moe_combine_residual,
     moe_forward,
@@ -105,6 +106,7 @@ __all__ = [
     "expert_down_sum",
     "expert_gate_up",
     "expert_matmul",
+    "expert_mlp",
     "fused_gate_up_geglu",
     "fused_gate_up_swiglu",
     "gated_delta_net",

@@ -1,8 +1,8 @@
 """Devices: what the layers above the ops need of the place where a model's arrays lie and its kernels run.
 
 A device is asked for what it can do (`host_memory`, `runs_programs`, `samples_tokens`), never for its type. A backend
-is a folder `backends/<name>/` whose module `device` registers it here under its names; the module is imported when a
-name of it is first asked for.
+is a folder of `backends/` with a module `device` that registers it here under its names; the module is imported when
+a name of it is first asked for.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import numpy as np
 
 from penstock.backend_module import backend_module
 from penstock.errors import InvalidArgument
+from penstock.ops.array import Spec
 
-# the names of devices and the backend that registers each: a new backend adds its line here
-BACKENDS = {"cpu": "cpu", "cuda": "cuda", "reference": "cpu"}
+# the names of devices and the package with the `device` module of each: a new backend adds its line here
+BACKENDS = {"cpu": "cpu", "cuda": "cuda.runtime", "reference": "cpu"}
 
 _TYPES: dict[str, type[Device]] = {}
 
@@ -62,10 +63,10 @@ class Drawing(Protocol):
         ...
 
 
-class Missing(Protocol):
+class MissDetector(Protocol):
     """Sees to it on a device, layer by layer, that the experts which a step chose are there.
 
-    Those in host memory take slots of little worth. Once one is not there either, the rest of the step changes nothing:
+    Those in host memory take slots of a low score. Once one is not there either, the rest of the step changes nothing:
     its rows become inactive ones.
     """
 
@@ -79,28 +80,28 @@ class Missing(Protocol):
 
     turn: int  # which of the two is written next, 0 or 1
 
-    def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
+    def detect(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         """Look for the ids of a layer, the n-th of the step; inputs: slots, positions and lengths of the rows."""
         ...
 
     def rank(self, behind: int) -> None:
-        """Tell the device what the slots are worth, before a step; `behind`: steps that the store has not heard of."""
+        """Send the scores of the slots to the device, before a step; `behind`: steps whose reports are pending."""
         ...
 
     def wait(self) -> None:
         """Until `host` has what was looked for."""
         ...
 
-    def later(self) -> Callable[[], np.ndarray]:
-        """Of the step that was just launched: what waits until `host` has its report, and gives a copy of that."""
+    def report_future(self) -> Callable[[], np.ndarray]:
+        """Of the step that was just launched: a function that waits for its report in `host` and returns a copy."""
         ...
 
-    def gather(self) -> None:
-        """Go on to read experts that were not chosen yet, if host memory has room for all."""
+    def prefetch_all(self) -> None:
+        """Go on to read experts before a step chooses them, if host memory has room for all."""
         ...
 
-    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
-        """Tell the store of a report (rows of `host`) about these layers; of earlier ones it has heard."""
+    def apply_report(self, layers: np.ndarray, report: np.ndarray) -> None:
+        """Bring the store up to date with a report (rows of `host`) about these layers; earlier ones come first."""
         ...
 
 
@@ -200,6 +201,30 @@ class Sampling(Protocol):
         ...
 
 
+class ExpertFormat(Protocol):
+    """The arrays of one expert, and where they lie in a record of it."""
+
+    @property
+    def specs(self) -> tuple[Spec, ...]: ...
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the arrays."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a record."""
+        ...
+
+    def views(self, record: memoryview) -> Seq[memoryview]:
+        """The arrays of a record, as bytes."""
+        ...
+
+
 class ExpertMemory(Protocol):
     """Where streamed experts lie, and how a step finds out which are absent."""
 
@@ -207,9 +232,17 @@ class ExpertMemory(Protocol):
         """Memory for streamed experts here; host: bytes of host memory behind it, or "auto". None: host memory."""
         ...
 
-    def miss_detector(self, tier: Any, layers: int, width: int) -> Missing | None:
-        """What looks for absent experts while a step runs, for `width` choices of each layer; None where the host takes
+    def miss_detector(self, tier: Any, layers: int, width: int) -> MissDetector | None:
+        """What detects absent experts while a step runs, for `width` choices of each layer; None where the host takes
         part in every layer anyway.
+        """
+        ...
+
+    def expert_room(self, pairs: tuple[int, int], experts: int, out: Any, block: bool) -> Any:
+        """An array for `expert_mlp` where the experts of pairs [T, k], of so many to choose from, come in batches.
+
+        out: the result of the step's op; block: that is `moe_shared_forward`. None where a kernel sums over a token's
+        experts as it goes: there those of some tokens come together.
         """
         ...
 

@@ -244,20 +244,21 @@ def expert_at(experts: Any, slot: int) -> Any:
 
 def check_slots(ids: Array, slots: int, slot_of: Array | None) -> None:
     """Every id names an expert that is there."""
-    if slot_of is None:
-        check.in_range("ids", ids, 0, slots, f"{slots} experts")
-        return
-    check.in_range("ids", ids, 0, len(slot_of), f"{len(slot_of)} experts")
-    used = slot_of[ids]
-    if check.bounds(used)[0] < 0:
-        raise InvalidArgument(
-            f"ids has {int(ids[used < 0][0])}, an absent expert (slot_of is -1), expected present ones"
-        )
-    check.in_range("slot_of", used, 0, slots, f"{slots} slots")
+    count = slots if slot_of is None else len(slot_of)
+    check.in_range("ids", ids, 0, count, f"{count} experts")
+    if slot_of is not None:
+        check.in_range("slot_of", slots_of(ids, slot_of), 0, slots, f"{slots} slots")
 
 
 def slots_of(ids: Array, slot_of: Array | None) -> Array:
-    return ids if slot_of is None else slot_of[ids]
+    """Places in the stack of the experts ids. Raises InvalidArgument for one that is absent, so that none is read."""
+    if slot_of is None:
+        return ids
+    slots = slot_of[ids]
+    if check.bounds(slots)[0] < 0:
+        absent = int(ids[slots < 0][0])
+        raise InvalidArgument(f"ids has {absent}, an absent expert (slot_of is -1), expected present ones")
+    return slots
 
 
 def by_slot(slots: Array) -> Iterator[tuple[int, Array]]:

@@ -226,11 +226,11 @@ def _gated(rows: Array, gate_w: Any, up_w: Any, act: str, activations: str) -> A
     return ACTIVATIONS[act](gate) * up
 
 
-def _check_ids(ids: Array, stack: Any, slot_of: Array | None) -> None:
-    check_slots(ids, stack.shape[0], slot_of)
+def _check_ids(ids: Array, gate_w: Any, slot_of: Array | None) -> None:
+    check_slots(ids, gate_w.shape[0], slot_of)
 
 
-@op(infer=_expert_gate_up, check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of))
+@op(infer=_expert_gate_up, check=_check_ids)
 def expert_gate_up(
     x: Array,
     gate_w: QuantizedTensor | Array,
@@ -243,7 +243,8 @@ def expert_gate_up(
     """h[t, i] = act(gate_w[e] · x[t]) · (up_w[e] · x[t]) for the chosen experts e = ids[t, i].
 
     x [(T,) K], gate_w and up_w [S, N, K] (up_w None: gate_w is [S, 2N, K], gate rows first), ids int32 [(T,) k],
-    slot_of int32 [E]: place of an expert in the stack, −1 = absent → [(T,) k, N]. act "silu" or "gelu_tanh".
+    slot_of int32 [E]: place of an expert in the stack, −1 = absent → [(T,) k, N]. act "silu" or "gelu_tanh". An absent
+    expert is refused; on a GPU, where ids stay unread by the host, its rows are 0. Nothing is read for it.
     """
     K = x.shape[-1]
     N = gate_w.shape[1] if up_w is not None else gate_w.shape[1] // 2
@@ -293,6 +294,56 @@ def expert_down_sum(
     return round_to(_down_sum(h, down_w, ids, weights, slot_of, activations), h.dtype)
 
 
+def _expert_mlp(
+    expert_out: Spec,
+    x: Spec,
+    ids: Spec,
+    gate_w: Any,
+    up_w: Any,
+    down_w: Any,
+    slot_of: Spec | None,
+    act: str,
+    activations: str,
+) -> None:
+    one_each = Spec(ids.shape, "float32")
+    _moe_forward(x, ids, one_each, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
+
+
+def _check_batch(ids: Array, gate_w: Any, slot_of: Array | None) -> None:
+    """As `_check_ids`, for a batch of experts: others may be absent."""
+    if slot_of is None:
+        _check_ids(ids, gate_w, None)
+    else:
+        check.in_range("ids", ids, 0, len(slot_of), f"{len(slot_of)} experts")
+        check.in_range("slot_of", slot_of[ids], -1, gate_w.shape[0], f"{gate_w.shape[0]} slots, -1: absent")
+
+
+@op(infer=_expert_mlp, check=_check_batch, writes=("expert_out",))
+def expert_mlp(
+    expert_out: Array,
+    x: Array,
+    ids: Array,
+    gate_w: QuantizedTensor | Array,
+    up_w: QuantizedTensor | Array | None,
+    down_w: QuantizedTensor | Array,
+    slot_of: Array | None = None,
+    act: str = "silu",
+    activations: str = "float32",
+) -> None:
+    """expert_out[t, i] = down_w[e] · (act(gate_w[e] · x[t]) · (up_w[e] · x[t])), e = ids[t, i], where e is present.
+
+    Rows of experts that are absent (slot_of −1) stay as they are: batches of experts that do not fit a stack at once
+    fill expert_out [(T,) k, dim], of any float, one after the other, and `moe_forward` sums it. Other arguments as
+    there; the inner product is rounded to x's dtype.
+    """
+    k, rows, each = ids.shape[-1], x.reshape(-1, x.shape[-1]), expert_out.reshape(-1, expert_out.shape[-1])
+    for slot, where in by_slot(ids if slot_of is None else slot_of[ids]):
+        if slot >= 0:
+            up = None if up_w is None else expert_at(up_w, slot)
+            h = round_to(_gated(rows[where // k], expert_at(gate_w, slot), up, act, activations), x.dtype)
+            each[where] = round_to(product(h, expert_at(down_w, slot), activations), expert_out.dtype)
+
+
 def _moe_forward(
     x: Spec,
     ids: Spec,
@@ -303,15 +354,35 @@ def _moe_forward(
     slot_of: Spec | None,
     act: str,
     activations: str,
+    expert_out: Spec | None,
 ) -> Spec:
     h = _expert_gate_up(x, gate_w, up_w, ids, slot_of, act, activations)
     y = _expert_down(h, down_w, ids, weights, slot_of, activations)
     if down_w.shape[0] != gate_w.shape[0]:
         raise ShapeError(f"down_w has {down_w.shape[0]} experts, expected {gate_w.shape[0]} as gate_w")
+    check.floating(expert_out=expert_out)
+    check.shape((*ids.shape, y.shape[-1]), "T, k, dim", expert_out=expert_out)
     return y
 
 
-@op(infer=_moe_forward, check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of))
+def _check_call(ids: Array, gate_w: Any, slot_of: Array | None, expert_out: Array | None) -> None:
+    """As `_check_ids`; with expert_out no expert is read."""
+    if expert_out is None:
+        _check_ids(ids, gate_w, slot_of)
+
+
+def _routed(
+    x: Array, ids: Array, weights: Array, gate_w: Any, up_w: Any, down_w: Any, slot_of: Array | None, act: str,
+    activations: str, expert_out: Array | None,
+) -> Array:  # fmt: skip
+    """`moe_forward` in float64."""
+    if expert_out is not None:
+        return expert_sum(expert_out, weights)
+    h = expert_gate_up.body(x, gate_w, up_w, ids, slot_of, act, activations)
+    return _down_sum(h, down_w, ids, weights, slot_of, activations)
+
+
+@op(infer=_moe_forward, check=_check_call)
 def moe_forward(
     x: Array,
     ids: Array,
@@ -322,13 +393,14 @@ def moe_forward(
     slot_of: Array | None = None,
     act: str = "silu",
     activations: str = "float32",
+    expert_out: Array | None = None,
 ) -> Array:
     """`expert_down_sum(expert_gate_up(x, …), …)`: the routed half of an MoE block, x [(T,) K] → [(T,) dim].
 
-    Kernels group the (token, slot) pairs by expert, so that each expert's weights are read once per call.
+    Kernels group the (token, slot) pairs by expert, so that each expert's weights are read once per call. With
+    expert_out [(T,) k, dim], which `expert_mlp` filled, they only sum that.
     """
-    h = expert_gate_up.body(x, gate_w, up_w, ids, slot_of, act, activations)
-    return expert_down_sum.body(h, down_w, ids, weights, slot_of, activations)
+    return round_to(_routed(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out), x.dtype)
 
 
 def _score(score: Spec | None, lead: tuple[int, ...], name: str) -> None:
@@ -355,8 +427,9 @@ def _moe_shared_forward(
     activations: str,
     norm_weight: Spec | None,
     eps: float,
+    expert_out: Spec | None,
 ) -> Spec:
-    y = _moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations)
+    y = _moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
     check.alike(x=x, residual=residual)
     check.shape(y.shape, "one row per row of ids", residual=residual)
     width = _gate_up_width(shared_gate_w, shared_up_w, x.shape[-1], 0, "shared_")
@@ -369,7 +442,7 @@ def _moe_shared_forward(
     return y
 
 
-@op(infer=_moe_shared_forward, check=lambda ids, gate_w, slot_of: _check_ids(ids, gate_w, slot_of), alias=True)
+@op(infer=_moe_shared_forward, check=_check_call, alias=True)
 def moe_shared_forward(
     residual: Array,
     x: Array,
@@ -387,6 +460,7 @@ def moe_shared_forward(
     activations: str = "float32",
     norm_weight: Array | None = None,
     eps: float = 1e-6,
+    expert_out: Array | None = None,
 ) -> Array:
     """A whole MoE block: residual + Σ_i weights[t, i] · expert_ids[t, i](x) + σ(shared_score[t]) · shared(x).
 
@@ -396,8 +470,8 @@ def moe_shared_forward(
     norm_weight, eps). x [(T,) K] → [(T,) dim] in x's dtype, which residual has too; rounded once.
     """
     x = x if norm_weight is None else rms_norm.body(x, norm_weight, eps)
-    h = expert_gate_up.body(x, gate_w, up_w, ids, slot_of, act, activations)
-    y = residual.astype(np.float64) + _down_sum(h, down_w, ids, weights, slot_of, activations)
+    routed = _routed(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
+    y = residual.astype(np.float64) + routed
     rows = x.reshape(-1, x.shape[-1])
     own = round_to(_gated(rows, shared_gate_w, shared_up_w, act, activations), x.dtype)
     shared = product(own, shared_down_w, activations).reshape(y.shape)
@@ -455,17 +529,14 @@ def moe_combine_residual(
     shared_gate one score before the sigmoid per token, None adds shared_out as it is; shared_out None: no shared
     expert.
     """
-    y = h_mid.astype(np.float64)
-    if moe_sum is not None:
-        y = y + moe_sum.astype(np.float64)
-    elif expert_out is not None and weights is not None:
-        y = y + expert_sum(expert_out, weights)
+    if moe_sum is not None:  # one expert of weight 1
+        expert_out, weights = moe_sum[..., None, :], np.ones((*h_mid.shape[:-1], 1))
+    assert expert_out is not None and weights is not None
+    y = h_mid.astype(np.float64) + expert_sum(expert_out, weights)
     if shared_out is not None:
-        gate: Array | float = 1.0
-        if isinstance(shared_gate, np.ndarray):
-            gate = sigmoid(shared_gate.astype(np.float64).reshape(*h_mid.shape[:-1], 1))
-        elif shared_gate is not None:
-            gate = sigmoid(np.array([shared_gate], np.float64))
+        gate = (
+            1.0 if shared_gate is None else sigmoid(np.resize(shared_gate, (*h_mid.shape[:-1], 1)).astype(np.float64))
+        )
         y = y + gate * shared_out.astype(np.float64)
     return round_to(y, h_mid.dtype)
 

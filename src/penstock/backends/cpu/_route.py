@@ -390,10 +390,7 @@ def moe_combine_residual(
     if weights is None:  # the given sum is one expert of weight 1
         expert_out, weights = moe_sum, np.ones(T, np.float32)
     k = weights.size // T
-    if isinstance(shared_gate, np.ndarray):
-        scores = shared_gate.astype(np.float32, copy=False).reshape(-1)
-    else:
-        scores = _NONE if shared_gate is None else np.full(T, shared_gate, np.float32)
+    scores = _NONE if shared_gate is None else np.resize(np.asarray(shared_gate, np.float32), T)
     experts = bytes_in(expert_out if k else None)
     args = (bytes_in(h_mid), experts, frozen(weights.reshape(-1)), bytes_in(shared_out), frozen(scores))
     args = (*args, k, fmt(out), bytes_out(out))

@@ -88,6 +88,9 @@ class CpuDevice:
     def miss_detector(self, tier: Any, layers: int, width: int) -> None:
         return None
 
+    def expert_room(self, pairs: tuple[int, int], experts: int, out: np.ndarray, block: bool) -> np.ndarray:
+        return np.empty((*pairs, out.shape[-1]), np.float32)
+
     def free_memory(self) -> int:
         return available_memory()
 

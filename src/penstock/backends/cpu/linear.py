@@ -45,6 +45,7 @@ from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
 from penstock.errors import BackendError
 from penstock.ops import kernel
+from penstock.ops.linear import slots_of
 from penstock.quant import ExpertBlobs, QuantizedTensor
 
 PORTABLE = 3
@@ -931,7 +932,7 @@ def expert_matmul(x, experts, ids, slot_of, activations, *, out, variant):
     count = len(experts) if isinstance(experts, list | tuple) else experts.shape[0]
     if ids is None:
         ids = np.arange(count if slot_of is None else len(slot_of), dtype=np.int32)
-    slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
+    slots = slots_of(ids, slot_of).reshape(-1)
     shared = x.ndim == ids.ndim
     pairs = pairs_of(slots, slots.size // ids.shape[-1])
     rows = float_rows(x)

@@ -24,7 +24,6 @@ from penstock.backends.cpu.linear import (
     STRIP,
     VARIANTS,
     Pairs,
-    Stack,
     by_size,
     chosen,
     finish,
@@ -46,7 +45,7 @@ from penstock.backends.cpu.linear import (
 )
 from penstock.backends.cpu.norm import rms_norm
 from penstock.ops import kernel
-from penstock.ops._turns import in_turns
+from penstock.ops.linear import slots_of
 from penstock.quant import QuantizedTensor
 
 
@@ -77,14 +76,8 @@ def _weighted_parallel(rows, place, weights, y):
 
 
 def _sorted_pairs(ids: np.ndarray, slot_of: np.ndarray | None) -> Pairs:
-    """The pairs whose experts are present."""
-    slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
-    tokens = ids.size // ids.shape[-1]
-    if slots.min() >= 0:
-        return pairs_of(slots, tokens)
-    there = np.flatnonzero(slots >= 0)
-    pairs = pairs_of(slots[there], max(tokens, 2))
-    return replace(pairs, order=there[pairs.order])
+    """The pairs of ids; an absent expert is refused."""
+    return pairs_of(slots_of(ids, slot_of).reshape(-1), ids.size // ids.shape[-1])
 
 
 def _gate_up(
@@ -101,31 +94,23 @@ def _gate_up(
     return h
 
 
-class _Sum:
-    """Weighted sum over slots of the down projections of pairs, which come in one turn or in several."""
+def _down(h: np.ndarray, pairs: Pairs, down_w: Any, activations: str, variant: str | None) -> np.ndarray:
+    """The down projections of sorted pairs h [P, I]: float32 [P, dim]."""
+    stack = stack_of(down_w)
+    each = np.empty((len(h), stack.rows), np.float32)
+    grouped_product(frozen(h), stack, pairs.groups, each, activations, variant)
+    return each
 
-    def __init__(self, ids: np.ndarray, down_w: Any, activations: str, variant: str | None) -> None:
-        self.stack: Stack = stack_of(down_w)
-        self.each = np.empty((ids.size, self.stack.rows), np.float32)
-        self.place = np.arange(ids.size)
-        self.k = ids.shape[-1]
-        self.how = activations, variant
-        self.done = 0
 
-    def add(self, h: np.ndarray, pairs: Pairs) -> None:
-        """The down projections of sorted pairs h [P, I]."""
-        stop = self.done + len(h)
-        grouped_product(frozen(h), self.stack, pairs.groups, self.each[self.done : stop], *self.how)
-        if pairs.order is not None:
-            self.place[pairs.order] = np.arange(self.done, stop)
-        self.done = stop
-
-    def finish(self, weights: np.ndarray, out: np.ndarray) -> None:
-        y = float_target(out)
-        flat = y.reshape(-1, self.stack.rows)
-        place, factors = self.place.reshape(-1, self.k), frozen(weights.reshape(-1, self.k))
-        by_size(_weighted, _weighted_parallel, self.each.size, self.each, place, factors, flat)
-        finish(y, out)
+def _sum(each: np.ndarray, pairs: Pairs | None, weights: np.ndarray, out: np.ndarray) -> None:
+    """out = the weighted sums over slots of float32 rows [P, dim], sorted as `pairs`; None: as they came."""
+    place = np.arange(len(each))
+    if pairs is not None and pairs.order is not None:
+        place[pairs.order] = np.arange(len(each))
+    y, k = float_target(out), weights.shape[-1]
+    flat, factors = y.reshape(-1, each.shape[1]), frozen(weights.reshape(-1, k))
+    by_size(_weighted, _weighted_parallel, each.size, frozen(each), place.reshape(-1, k), factors, flat)
+    finish(y, out)
 
 
 @kernel(ops.expert_gate_up, device="cpu", variants=tuple(VARIANTS))
@@ -144,9 +129,7 @@ def expert_down_sum(h, down_w, ids, weights, slot_of, activations, *, out, varia
     if out.size == 0:
         return
     pairs = _sorted_pairs(ids, slot_of)
-    total = _Sum(ids, down_w, activations, variant)
-    total.add(pairs.sort(float_rows(h)), pairs)
-    total.finish(weights, out)
+    _sum(_down(pairs.sort(float_rows(h)), pairs, down_w, activations, variant), pairs, weights, out)
 
 
 WIDE = 64  # rows of a down projection that one task takes: 16 KB of each expert at a width of 512
@@ -242,27 +225,44 @@ def _fits_one_launch(x: np.ndarray, ids: np.ndarray, gate_w: Any, up_w: Any, dow
     )
 
 
+def _mlp(x, k: int, pairs: Pairs, gate_w, up_w, down_w, act: str, activations: str, variant) -> np.ndarray:
+    """The products of sorted pairs: float32 [P, dim] from one row x of any float per token."""
+    h = _gate_up(float_rows(x), k, pairs, gate_w, up_w, act, activations, variant)
+    return _down(float_rows(_rounded(h, x.dtype)), pairs, down_w, activations, variant)
+
+
+@kernel(ops.expert_mlp, device="cpu", variants=tuple(VARIANTS))
+def expert_mlp(expert_out, x, ids, gate_w, up_w, down_w, slot_of, act, activations, *, variant):
+    slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
+    present = np.flatnonzero(slots >= 0)
+    if present.size == 0:
+        return
+    pairs = pairs_of(slots[present], 2)  # sorted, however many tokens they are of
+    pairs = replace(pairs, order=present[pairs.order])
+    each = _mlp(x, ids.shape[-1], pairs, gate_w, up_w, down_w, act, activations, variant)
+    expert_out.reshape(-1, each.shape[1])[pairs.order] = _rounded(each, expert_out.dtype)
+
+
 @kernel(ops.moe_forward, device="cpu", variants=tuple(VARIANTS))
-def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, *, out, variant):
+def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out, *, out, variant):
     if out.size == 0:
+        return
+    if expert_out is not None:
+        _sum(float_rows(expert_out), None, weights, out)
         return
     how = chosen(variant)
     if how != PORTABLE and _fits_one_launch(x, ids, gate_w, up_w, down_w, activations):
-        slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
+        slots = slots_of(ids, slot_of).reshape(-1)
         out.reshape(-1)[:] = _one_token(float_rows(x), slots, weights, gate_w, up_w, down_w, act, how)
         return
-    rows, total = float_rows(x), _Sum(ids, down_w, activations, variant)
-    for present in in_turns(slot_of, ids):
-        pairs = _sorted_pairs(ids, present)
-        h = _gate_up(rows, ids.shape[-1], pairs, gate_w, up_w, act, activations, variant)
-        total.add(float_rows(_rounded(h, x.dtype)), pairs)
-    total.finish(weights, out)
+    pairs = _sorted_pairs(ids, slot_of)
+    _sum(_mlp(x, ids.shape[-1], pairs, gate_w, up_w, down_w, act, activations, variant), pairs, weights, out)
 
 
 @kernel(ops.moe_shared_forward, device="cpu", variants=tuple(VARIANTS), composed=True)
 def moe_shared_forward(
     residual, x, ids, weights, gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w, shared_score, slot_of,
-    act, activations, norm_weight, eps, *, out, variant,
+    act, activations, norm_weight, eps, expert_out, *, out, variant,
 ):  # fmt: skip
     if out.size == 0:
         return
@@ -271,7 +271,8 @@ def moe_shared_forward(
         rms_norm(normed, norm_weight, eps, out=x)
     rows = float_rows(x)
     routed, shared = (np.empty(out.shape, np.float32) for _ in range(2))
-    moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, out=routed, variant=variant)
+    routing = (x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
+    moe_forward(*routing, out=routed, variant=variant)
     own = Pairs(None, whole(len(rows)))
     h = _gate_up(rows, 1, own, shared_gate_w, shared_up_w, act, activations, variant)
     product_into(_rounded(h, x.dtype), shared_down_w, shared.reshape(len(rows), -1), activations, variant)

@@ -30,7 +30,6 @@ from penstock.backends.cuda._launch import activation
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.errors import BackendError
-from penstock.ops._turns import Turns, in_turns
 from penstock.quant import QuantizedTensor
 
 
@@ -280,26 +279,22 @@ def grouped_down_sum(
     weighted_sum(each, weights, out=out)
 
 
-def grouped_forward(
-    x: torch.Tensor, gate_w: Any, up_w: Any, down_w: Any, ids: torch.Tensor, weights: torch.Tensor, slot_of: Any,
-    act: str, out: torch.Tensor, plan: Plan | None = None, between: Callable[[torch.Tensor], Any] | None = None,
+def grouped_mlp(
+    x: torch.Tensor, gate_w: Any, up_w: Any, down_w: Any, ids: torch.Tensor, slot_of: torch.Tensor | None, act: str,
+    each: torch.Tensor, leave: bool = False, between: Callable[[torch.Tensor], Any] | None = None,
 ) -> None:  # fmt: skip
-    """`grouped_gate_up`, then `grouped_down_sum`; what is between them goes in the order that the second reads.
+    """each [T, k, dim] = down · (act(gate · x) · (up · x)); what is between goes in the order that the second reads.
 
-    slot_of: an array, None, or experts that come in turns, each of which does its own pairs. between: what happens to
-    the rows [T · k, I] on their way.
+    leave: rows of absent experts stay as they are; else they are 0. between: what happens to the rows [T · k, I] on
+    their way.
     """
     if ids.numel() == 0:
         return
     h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-    each = torch.empty((*ids.shape, out.shape[1]), dtype=out.dtype, device=x.device)
     unit = units(down_w.bits) if isinstance(down_w, QuantizedTensor) and between is None else 0
     if unit and (4 * unit > 32 or h.shape[-1] % (4 * unit)):  # a tile is 32 columns wide or more
         unit = 0
-    several = isinstance(slot_of, Turns)
-    for present in in_turns(slot_of, ids):
-        order = plan or group_pairs(ids, gate_w.shape[0], present, leave=several)
-        grouped_gate_up(x, gate_w, up_w, ids, present, act, h, plan=order, out_unit=unit)
-        rows = h if between is None else between(h.view(-1, h.shape[-1])).view(h.shape)
-        _grouped_down(rows, down_w, order, each, unit > 0)
-    weighted_sum(each, weights, out=out)
+    plan = group_pairs(ids, gate_w.shape[0], slot_of, leave=leave)
+    grouped_gate_up(x, gate_w, up_w, ids, slot_of, act, h, plan=plan, out_unit=unit)
+    rows = h if between is None else between(h.view(-1, h.shape[-1])).view(h.shape)
+    _grouped_down(rows, down_w, plan, each, unit > 0)

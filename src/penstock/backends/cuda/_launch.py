@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._cache import use_trusted_cache
+from penstock.backends.cuda.runtime.triton_cache import use_trusted_cache
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run as Python on torch CPU tensors
 if not INTERPRETED:

@@ -4,7 +4,6 @@ Routers are in _route.py. Few tokens go through one matvec per (token, slot) pai
 so that each expert's weights are read once for a tile of its tokens ("grouped").
 """
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import triton.language as tl
 
 import penstock.backends.cuda._route  # noqa: F401  (registers the routers)
 from penstock import ops
-from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_forward, grouped_gate_up
+from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up, grouped_mlp
 from penstock.backends.cuda._launch import flat_rows, sigmoid
 from penstock.backends.cuda._matvec import (
     expert_down_sum_rows,
@@ -25,10 +24,10 @@ from penstock.backends.cuda._matvec import (
     round_activations,
     same_codes,
 )
+from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.backends.cuda.linear import gate_up, product
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
-from penstock.ops._turns import Turns, token_turns
 from penstock.ops.op import deterministic, kernel
 from penstock.quant import QuantizedTensor
 
@@ -40,11 +39,9 @@ _EXACT = 4096  # pairs up to which the products of experts stay in float32 on th
 # -- experts ---------------------------------------------------------------------------------------------------------
 
 
-def _count(stack: Any, slot_of: Any) -> int:
+def _count(stack: Any, slot_of: torch.Tensor | None) -> int:
     """Experts to choose from, of which the stack may hold some: what a call does depends on them, not on the stack."""
-    if slot_of is None:
-        return stack.shape[0]
-    return slot_of.experts if isinstance(slot_of, Turns) else slot_of.numel()
+    return stack.shape[0] if slot_of is None else slot_of.numel()
 
 
 def _by_rows(variant: str | None, T: int, k: int, experts: int) -> bool:
@@ -72,26 +69,26 @@ def _parts(T: int, k: int) -> list[slice]:
     return [slice(t, t + step) for t in range(0, T, step)]
 
 
-def _gate_up(op, x, gate_w, up_w, ids, slot_of, act, activations, out, plan, tokens=0) -> None:
-    """`out` [T, k, N]; `plan` None: pair by pair; tokens: those of all calls that this one is a part of."""
+def _gate_up(op, x, gate_w, up_w, ids, slot_of, act, activations, out, plan) -> None:
+    """`out` [T, k, N]; `plan` None: pair by pair."""
     x = _rounded(op, x, [gate_w] if up_w is None else [gate_w, up_w], activations)
     if plan is not None:
         grouped_gate_up(x, gate_w, up_w, ids, slot_of, act, out, plan=plan)
     elif ids.numel() <= _PAIRS:
-        expert_gate_up_rows(x, gate_w, up_w, ids, slot_of, act, out, tokens)
+        expert_gate_up_rows(x, gate_w, up_w, ids, slot_of, act, out)
     else:
         for part in _parts(*ids.shape):
             expert_gate_up_rows(x[part], gate_w, up_w, ids[part], slot_of, act, out[part])
 
 
-def _down_sum(op, h, down_w, ids, weights, slot_of, activations, out, plan, after_gate_up=False, tokens=0) -> None:
-    """`out` [T, dim]; after_gate_up: `_gate_up` with the same ids was the last to launch anything; tokens as there."""
+def _down_sum(op, h, down_w, ids, weights, slot_of, activations, out, plan, after_gate_up=False) -> None:
+    """`out` [T, dim]; after_gate_up: `_gate_up` with the same ids was the last to launch anything."""
     rounded = _rounded(op, flat_rows(h), [down_w], activations).view(h.shape)
     after_gate_up, h = after_gate_up and rounded.data_ptr() == h.data_ptr(), rounded
     if plan is not None:
         grouped_down_sum(h, down_w, ids, weights, slot_of, out, plan=plan)
     elif ids.numel() <= _PAIRS:
-        expert_down_sum_rows(h, down_w, ids, weights, slot_of, out, after_gate_up, tokens)
+        expert_down_sum_rows(h, down_w, ids, weights, slot_of, out, after_gate_up)
     else:
         for part in _parts(*ids.shape):
             expert_down_sum_rows(h[part], down_w, ids[part], weights[part], slot_of, out[part])
@@ -124,38 +121,58 @@ def expert_down_sum(h, down_w, ids, weights, slot_of, activations, *, out, varia
     _down_sum("expert_down_sum", h, down_w, ids, flat_rows(weights), slot_of, activations, flat_rows(out), plan)
 
 
+def _mlp(op, x, ids, gate_w, up_w, down_w, slot_of, act, activations, each, leave=False) -> None:
+    """`each` [T, k, dim], sorted by expert; leave: rows of absent experts stay as they are."""
+    between = None if activations == "float32" else lambda h: _rounded(op, h, [down_w], activations)
+    x = _rounded(op, x, [gate_w] if up_w is None else [gate_w, up_w], activations)
+    grouped_mlp(x, gate_w, up_w, down_w, ids, slot_of, act, each, leave, between)
+
+
+@kernel(ops.expert_mlp, device="cuda", composed=True)
+def expert_mlp(expert_out, x, ids, gate_w, up_w, down_w, slot_of, act, activations):
+    ids = flat_rows(ids)
+    each = expert_out.view(*ids.shape, expert_out.shape[-1])
+    _mlp("expert_mlp", flat_rows(x), ids, gate_w, up_w, down_w, slot_of, act, activations, each, leave=True)
+
+
 @kernel(ops.moe_forward, device="cuda", variants=VARIANTS, composed=True)
-def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, *, out, variant):
+def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out, *, out, variant):
     if out.numel() == 0:
         return
     x, ids, weights, y = map(flat_rows, (x, ids, weights, out))
-    name, T = "moe_forward", len(ids)
-    if not _by_rows(variant, *ids.shape, _count(gate_w, slot_of)):
-        between = None if activations == "float32" else lambda h: _rounded(name, h, [down_w], activations)
-        x = _rounded(name, x, [gate_w] if up_w is None else [gate_w, up_w], activations)
-        grouped_forward(x, gate_w, up_w, down_w, ids, weights, slot_of, act, y, between=between)
+    name = "moe_forward"
+    if expert_out is None and _by_rows(variant, *ids.shape, _count(gate_w, slot_of)):
+        h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
+        _gate_up(name, x, gate_w, up_w, ids, slot_of, act, activations, h, None)
+        _down_sum(name, h, down_w, ids, weights, slot_of, activations, y, None, True)
         return
-    h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-    for part, present in token_turns(slot_of, ids):
-        own = ids[part]
-        _gate_up(name, x[part], gate_w, up_w, own, present, act, activations, h[part], None, T)
-        _down_sum(name, h[part], down_w, own, weights[part], present, activations, y[part], None, True, T)
+    if expert_out is None:
+        expert_out = torch.empty((*ids.shape, y.shape[1]), dtype=y.dtype, device=x.device)
+        _mlp(name, x, ids, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
+    weighted_sum(expert_out.view(*ids.shape, y.shape[1]), weights, out=y)
+
+
+def expert_room(pairs: tuple[int, int], experts: int, out: torch.Tensor, block: bool) -> torch.Tensor | None:
+    """See `ExpertMemory.expert_room`: rows of the dtype that products have where all experts are present."""
+    if _by_rows(None, *pairs, experts):
+        return None
+    exact = block and pairs[0] * pairs[1] <= _EXACT
+    return torch.empty((*pairs, out.shape[-1]), dtype=torch.float32 if exact else out.dtype, device=out.device)
 
 
 # -- combination -----------------------------------------------------------------------------------------------------
 
 
-# combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * gate, slots in order; gate: `factor`, or
-#           sigmoid(scores[t]) if scores are given
+# combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * sigmoid(scores[t]), slots in order;
+#           without scores shared is added as it is
 # shapes    h, shared (or None), out [T, dim], experts [T, k, dim] of any float; weights float32 [T, k], None: 1; scores
 #           [T] of any float; out may be h, shared or the experts if k = 1
 # grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a token
 # bytes     (k + 3) * T * dim * itemsize, each once
 # limits    none
-@triton.jit(do_not_specialize=["factor"])
+@triton.jit
 def _combine_kernel(
-    h_ptr, experts_ptr, weights_ptr, shared_ptr, scores_ptr, out_ptr, dim, factor,
-    K: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, experts_ptr, weights_ptr, shared_ptr, scores_ptr, out_ptr, dim, K: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -167,25 +184,19 @@ def _combine_kernel(
         total += e if weights_ptr is None else e * tl.load(weights_ptr + row * K + i)
     total += h
     if shared_ptr is not None:
-        gate = factor if scores_ptr is None else sigmoid(tl.load(scores_ptr + row).to(tl.float32))
-        total += gate * tl.load(shared_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
+        shared = tl.load(shared_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
+        total += shared if scores_ptr is None else shared * sigmoid(tl.load(scores_ptr + row).to(tl.float32))
     tl.store(out_ptr + row * dim + column, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def _combine(h, experts, weights, shared, scores, factor: float, out: torch.Tensor) -> None:
+def _combine(h, experts, weights, shared, scores, out: torch.Tensor) -> None:
     """Launch `combine`: experts [T, k, dim], out [T, dim]."""
     T, dim = out.shape
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(T, triton.cdiv(dim, block))](
-        h, experts, weights, shared, scores, out, dim, factor,
+        h, experts, weights, shared, scores, out, dim,
         K=experts.shape[1], BLOCK=block, num_warps=max(1, block // 256),
     )  # fmt: skip
-
-
-def _gate_of(score: float) -> float:
-    """The sigmoid of a Python number, without overflow."""
-    small = math.exp(-abs(score))
-    return (1.0 if score >= 0 else small) / (1.0 + small)
 
 
 @kernel(ops.moe_combine_residual, device="cuda")
@@ -203,10 +214,10 @@ def moe_combine_residual(
         return
     T, dim = flat_rows(out).shape
     experts = expert_out if moe_sum is None else moe_sum
-    scores = shared_gate if isinstance(shared_gate, torch.Tensor) else None
-    factor = 1.0 if shared_gate is None or scores is not None else _gate_of(shared_gate)
+    if isinstance(shared_gate, float | int):
+        shared_gate = torch.full((T,), shared_gate, dtype=torch.float32, device=out.device)
     k = 1 if weights is None else weights.shape[-1]
-    _combine(h_mid, experts.view(T, k, dim), weights, shared_out, scores, factor, flat_rows(out))
+    _combine(h_mid, experts.view(T, k, dim), weights, shared_out, shared_gate, flat_rows(out))
 
 
 # -- a whole block -----------------------------------------------------------------------------------------------------
@@ -253,7 +264,7 @@ def _shared_hidden(x: torch.Tensor, gate_w: Any, up_w: Any, act: str, activation
 @kernel(ops.moe_shared_forward, device="cuda", variants=VARIANTS, composed=True)
 def moe_shared_forward(
     residual, x, ids, weights, gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w, shared_score, slot_of,
-    act, activations, norm_weight, eps, *, out, variant,
+    act, activations, norm_weight, eps, expert_out, *, out, variant,
 ):  # fmt: skip
     if out.numel() == 0:
         return
@@ -262,7 +273,8 @@ def moe_shared_forward(
     T, k = ids.shape
     experts, count = [w for w in (gate_w, up_w, down_w) if w is not None], _count(gate_w, slot_of)
     joint = (
-        _by_rows(variant, T, k, count)
+        expert_out is None
+        and _by_rows(variant, T, k, count)
         and T * (k + 1) <= _PAIRS
         and activations == "float32"
         and _joins(experts, [own, own_up, shared_down_w])
@@ -275,24 +287,21 @@ def moe_shared_forward(
     if joint:
         h = torch.empty((T, k + 1, down_w.shape[-1]), dtype=x.dtype, device=x.device)
         scores = None if shared_score is None else shared_score.view(T)
-        for part, there in token_turns(slot_of, ids):
-            chosen, factors, score = ids[part], weights[part], None if scores is None else scores[part]
-            order = group_pairs(chosen, gate_w.shape[0], there).order if sorts else None
-            mixed_gate_up(
-                x[part], gate_w, up_w, own, own_up, chosen, there, act, h[part], norm_weight, eps, order, T
-            )  # fmt: skip
-            down = (h[part], down_w, shared_down_w, chosen, factors, score, there)
-            if order is None:
-                mixed_down_sum(*down, residual[part], y[part], T)
-            else:
-                each = torch.empty((len(chosen), k + 1, y.shape[1]), dtype=torch.float32, device=x.device)
-                mixed_down(*down, order, each, T)
-                _combine(residual[part], each, None, None, None, 1.0, y[part])
+        order = group_pairs(ids, gate_w.shape[0], slot_of).order if sorts else None
+        mixed_gate_up(x, gate_w, up_w, own, own_up, ids, slot_of, act, h, norm_weight, eps, order)
+        down = (h, down_w, shared_down_w, ids, weights, scores, slot_of)
+        if order is None:
+            mixed_down_sum(*down, residual, y)
+        else:
+            each = torch.empty((T, k + 1, y.shape[1]), dtype=torch.float32, device=x.device)
+            mixed_down(*down, order, each)
+            _combine(residual, each, None, None, None, y)
         return
     # One rounding, except that the experts' rows of many tokens are worth their memory in half precision.
     routed = torch.empty(y.shape, dtype=torch.float32 if ids.numel() <= _EXACT else y.dtype, device=y.device)
     shared = torch.empty(y.shape, dtype=torch.float32, device=y.device)
-    moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, out=routed, variant=variant)
+    routing = (x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
+    moe_forward(*routing, out=routed, variant=variant)
     h = _shared_hidden(x, own, own_up, act, activations)
     product(_rounded("moe_shared_forward", h, [shared_down_w], activations), shared_down_w, shared, None, half=True)
     moe_combine_residual(residual, None, None, shared, shared_score, routed, out=y)

@@ -2,8 +2,8 @@
 
 An expert is read from disk into a record of pinned memory, and stays there as long as there is room. One launch moves
 the records that a layer needs into their slots, straight over the bus. In a decode step the device decides itself: an
-expert that is not in a slot takes that of the least worth, as the policy on the host saw it a step ago, and comes from
-its record; the host is informed afterwards. Only what is on disk stops a step. Everything runs on the current stream,
+expert that is not in a slot takes that of the lowest score, as the policy on the host saw it a step ago, and comes from
+its record; a report to the host follows. Only what is on disk stops a step. Everything runs on the current stream,
 so a slot is written after what reads its old expert and before what reads its new one.
 """
 
@@ -22,16 +22,16 @@ import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock.errors import OutOfMemory
-from penstock.experts.layout import Format, views
 from penstock.ops.array import numpy_view
+from penstock.ops.device import ExpertFormat
 from penstock.units import parse_size, spelled
 
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
 _WAY = 512 << 20  # bytes of experts that may be on their way at once
 _AT_ONCE = 256  # and how many
-_SHARE = 0.6  # of the free host memory that is used unless an option says how much
+_SHARE = 0.6  # of the free host memory that is used unless `expert_host` says how much
 _RING = 8  # moves that may be under way
-_GATHERED = 16  # experts that are read before they are chosen, at once
+_PREFETCHED = 16  # experts that are read before a step chooses them, at once
 _EPOCH = 1 << 30
 _NOWHERE = -(1 << 62)  # where the record is of an expert that has none; others may have negative places
 
@@ -60,21 +60,21 @@ def _move_kernel(
         tl.store(slots[p] + slot * WORDS[p] + at, value, mask=(at >= 0) & (at < WORDS[p]))
 
 
-# resolve   slots for the experts that a layer chose and that have none: each takes the slot of the least worth that the
-#           layer does not use itself. report[0] = 1 if one of them has no record either: then nothing changes, and all
+# resolve   slots for the experts that a layer chose and that have none: each takes the slot of the lowest score that
+#           its layer does not use. report[0] = 1 if one of them has no record either: then nothing changes, and all
 #           rows become inactive, so that what follows in the step changes nothing
 # shapes    ids int32 [rows · K]; slot_of int32 (−1: none), record int64 (NOWHERE: none) of all experts of all layers,
-#           this layer's from `base` on; key int32 [S]: whose slot it is; worth float32 [S], as the host saw it after
+#           this layer's from `base` on; key int32 [S]: whose slot it is; score float32 [S], as the host saw it after
 #           `known`; used int32 [S]: when each slot was used last; clock int32 [2]: the time before this step, and
 #           known; n: of the layer in the step; rows (a state each, −1: inactive), positions, lengths int32; report
 #           int32 [1 + 2 · WIDTH]: flag, ids (−1 of inactive rows), slots that were given; to_slot int32, to_record
 #           int64 [WIDTH]: what to move
 # grid      (1,)
 # bytes     8 · S where something is missing
-# limits    rows · K ≤ WIDTH ≤ S ≤ SLOTS; what was used since `known` is worth more than anything else
+# limits    rows · K ≤ WIDTH ≤ S ≤ SLOTS; what was used since `known` scores above anything else
 @triton.jit
 def _resolve_kernel(
-    ids_ptr, slot_of_ptr, record_ptr, key_ptr, worth_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
+    ids_ptr, slot_of_ptr, record_ptr, key_ptr, score_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
     report_ptr, to_slot_ptr, to_record_ptr, n, base, rows, experts, S, NOWHERE: tl.constexpr, K: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -107,11 +107,11 @@ def _resolve_kernel(
         s = tl.arange(0, SLOTS)
         used = tl.load(used_ptr + s, mask=s < S, other=now)
         late = (used - tl.load(clock_ptr + 1)).to(tl.float32)
-        worth = tl.where(late > 0, 1e28 * late, tl.load(worth_ptr + s, mask=s < S, other=0.0))
-        worth = tl.where(used == now, float("inf"), worth)
+        score = tl.where(late > 0, 1e28 * late, tl.load(score_ptr + s, mask=s < S, other=0.0))
+        score = tl.where(used == now, float("inf"), score)
         for m in range(tl.sum(first.to(tl.int32))):
-            least = tl.argmin(worth, 0)
-            worth = tl.where(s == least, float("inf"), worth)
+            least = tl.argmin(score, 0)
+            score = tl.where(s == least, float("inf"), score)
             given = tl.where(first & (order == m), least.to(tl.int32), given)
         taken = given >= 0
         tl.store(used_ptr + given, tl.zeros([BLOCK], tl.int32) + now, mask=taken)
@@ -125,8 +125,8 @@ def _resolve_kernel(
     tl.store(to_record_ptr + i, record, mask=live)
 
 
-class Missing:
-    """See engine/place.py. The kernel reports to pinned memory, so that a look costs no copy."""
+class MissDetector:
+    """See `ops.device`. The kernel reports to pinned memory, so that detecting costs no copy."""
 
     def __init__(self, gpu: Any, tier: GpuTier, layers: int, width: int) -> None:
         self._tier, self._width = tier, width
@@ -140,10 +140,10 @@ class Missing:
     def host(self) -> np.ndarray:
         return self._hosts[self.turn]
 
-    def look(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
+    def detect(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         (rows, k), tier, slots = ids.shape, self._tier, self._tier.slots_of[layer]
         _resolve_kernel[(1,)](
-            ids, tier.table, tier.records, slots.key, slots.worth, slots.used, tier.clock, inputs["slots"],
+            ids, tier.table, tier.records, slots.key, slots.score, slots.used, tier.clock, inputs["slots"],
             inputs["positions"], inputs["lengths"], self._reports[self.turn][n], self._to_slot, self._to_record, n,
             tier.bases[layer], rows, tier.bases[layer + 1] - tier.bases[layer], slots.count, _NOWHERE, K=k,
             WIDTH=self._width,
@@ -155,7 +155,7 @@ class Missing:
     def rank(self, behind: int) -> None:
         self._tier.rank(behind)
 
-    def later(self) -> Callable[[], np.ndarray]:
+    def report_future(self) -> Callable[[], np.ndarray]:
         host, done = self.host, None if self._gpu.interpreted else torch.cuda.Event()
         if done is not None:
             done.record()
@@ -167,11 +167,11 @@ class Missing:
 
         return report
 
-    def gather(self) -> None:
-        self._tier.gather()
+    def prefetch_all(self) -> None:
+        self._tier.prefetch_all()
 
-    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
-        self._tier.tell(layers, report)
+    def apply_report(self, layers: np.ndarray, report: np.ndarray) -> None:
+        self._tier.apply_report(layers, report)
 
     def wait(self) -> None:
         if torch.cuda.is_available():
@@ -179,7 +179,7 @@ class Missing:
 
 
 class GpuTier:
-    """See streaming/store.py. host: bytes of pinned memory for experts, "auto": what is free, as far as it helps.
+    """See `experts.store`. host: bytes of pinned memory for experts, "auto": what is free, as far as it helps.
 
     On the device: `table`, slots, and `records`, offsets in pinned memory, of all experts of all layers.
     """
@@ -188,11 +188,11 @@ class GpuTier:
         self._gpu, self._host, self._top_k = gpu, host, top_k
         self._ring = [_Sent(gpu) for _ in range(_RING)]
         self._next = self._time = 0
-        self._ranked, self._roomy, self._whole = -1, False, False
+        self._ranked, self._roomy, self._fully_cached = -1, False, False
         self._store: Any = None
         self._pools: list[DeviceSlots] = []
 
-    def slots(self, format: Format, count: int, experts: int, share: float, store: Any) -> DeviceSlots:
+    def slots(self, format: ExpertFormat, count: int, experts: int, share: float, store: Any) -> DeviceSlots:
         from penstock.machine import memory
 
         at_once = max(self._top_k, min(_AT_ONCE, count, _WAY // format.nbytes))
@@ -208,7 +208,7 @@ class GpuTier:
         self._pools.append(DeviceSlots(self._gpu, self, format, count, experts, records, at_once, store))
         return self._pools[-1]
 
-    def shown(self, store: Any) -> list[Any]:
+    def device_slot_maps(self, store: Any) -> list[Any]:
         self._store = store
         sizes = [len(row) for row in store.slot_of]
         self.bases = [0, *accumulate(sizes)]
@@ -225,18 +225,18 @@ class GpuTier:
         return list(self.table.split(sizes))
 
     @property
-    def whole(self) -> bool:
-        if not self._whole and not self._store.pending:
-            self._whole = all(slots.kept == slots.experts for slots in self._pools) or bool(
+    def fully_cached(self) -> bool:
+        if not self._fully_cached and not self._store.pending:
+            self._fully_cached = all(slots.kept == slots.experts for slots in self._pools) or bool(
                 (self._store.table >= 0).all()
             )
-        return self._whole
+        return self._fully_cached
 
-    def gather(self) -> None:
-        """Go on to read experts that were not chosen yet, where host memory has room for all, and show the device
-        those that have come.
+    def prefetch_all(self) -> None:
+        """Go on to read experts before a step chooses them, where host memory has room for all, and send the places of
+        those that have come to the device.
         """
-        if sum(slots.gather() for slots in self._pools):
+        if sum(slots.prefetch_all() for slots in self._pools):
             now = self._sent()
             now.array("records", self.records)[:] = self.host_records
             now.go()
@@ -263,13 +263,13 @@ class GpuTier:
             for slots in self._pools:
                 slots.used.zero_()
         for n, slots in enumerate(self._pools):
-            worth = slots.pool.policy.ranks()
-            top = worth.max()
-            now.array(f"worth{n}", slots.worth)[:] = worth - (top if np.isfinite(top) else 0.0)
+            score = slots.pool.policy.ranks()
+            top = score.max()
+            now.array(f"score{n}", slots.score)[:] = score - (top if np.isfinite(top) else 0.0)
         now.go()
 
-    def tell(self, layers: np.ndarray, report: np.ndarray) -> None:
-        """Tell the store what a step did on the device; report: rows of `Missing.host`."""
+    def apply_report(self, layers: np.ndarray, report: np.ndarray) -> None:
+        """Bring the store up to date with what a step did on the device; report: rows of `MissDetector.host`."""
         ids, taken = np.split(report[:, 1:], 2, axis=1)
         came = taken >= 0
         if came.any():
@@ -278,12 +278,12 @@ class GpuTier:
                 row, column = np.nonzero(came & own[:, None])  # in the order in which slots were given
                 owners = slots.pool.owner.copy()
                 owners[taken[row, column]] = self._store.bases[layers[row]] + ids[row, column]
-                self._store.adopt(slots.pool, owners)
+                self._store.sync_owners(slots.pool, owners)
             counters = self._store.counters
             counters.host_hits += int(came.sum())
             sizes = np.array([self.slots_of[n]._format.payload for n in layers.tolist()])
             counters.bytes_copied += int((came.sum(axis=1) * sizes).sum())
-        self._store.stepped(layers, ids, int(came.sum()))
+        self._store.record_step(layers, ids, int(came.sum()))
 
     def _sent(self) -> _Sent:
         found = self._ring[self._next]
@@ -329,7 +329,7 @@ class DeviceSlots:
         self,
         gpu: Any,
         tier: GpuTier,
-        format: Format,
+        format: ExpertFormat,
         count: int,
         experts: int,
         records: int,
@@ -347,7 +347,7 @@ class DeviceSlots:
                 for spec in format.specs
             )
             self.key = torch.full((count,), -1, dtype=torch.int32, device=gpu.torch_device)
-            self.worth = torch.zeros(count, dtype=torch.float32, device=gpu.torch_device)
+            self.score = torch.zeros(count, dtype=torch.float32, device=gpu.torch_device)
             self.used = torch.zeros(count, dtype=torch.int32, device=gpu.torch_device)
         self._views = tuple(array.view(-1).view(torch.int32) for array in self.arrays)
         self._sizes = tuple(spec.nbytes // 4 for spec in format.specs)
@@ -361,11 +361,9 @@ class DeviceSlots:
         self._spare: list[int] = []
         self._moving: dict[int, Any] = {}  # record → event after the move that reads it
         self._coming: dict[int, int] = {}  # slot → place in the table of its expert, whose record is kept
-        self._gathered: dict[
-            int, tuple[int, Future[None]]
-        ] = {}  # place in the table → record that is read, not wanted yet
+        self._prefetched: dict[int, tuple[int, Future[None]]] = {}  # place in the table → record that is being read
         self.unread: Iterator[tuple[int, int]] = iter(())  # layers and experts still to be looked at for that
-        self._gathers = records == experts
+        self._prefetches = records == experts
         self._to_slot = torch.full((_AT_ONCE,), -1, dtype=torch.int32, device=gpu.torch_device)
         self._to_record = torch.zeros(_AT_ONCE, dtype=torch.int64, device=gpu.torch_device)
         self._grow()  # where records are counted from does not change any more
@@ -390,8 +388,8 @@ class DeviceSlots:
                 self._counters.host_hits += 1
                 futures.append(_done())
                 continue
-            if owner in self._gathered:
-                self._record_of[owner], future = self._gathered.pop(owner)
+            if owner in self._prefetched:
+                self._record_of[owner], future = self._prefetched.pop(owner)
                 self._counters.guessed -= 1
             else:
                 self._record_of[owner], future = self._read(layer, expert)
@@ -403,37 +401,37 @@ class DeviceSlots:
         record = self._taken()
         self._counters.reads += 1
         self._counters.bytes_read += self._format.payload
-        return record, self._reader.submit(layer, expert, views(self._format, self._bytes[record]))
+        return record, self._reader.submit(layer, expert, self._format.views(self._bytes[record]))
 
     @property
     def kept(self) -> int:
         """Experts in records."""
         return len(self._record_of)
 
-    def gather(self) -> bool:
-        """Note what has been read of experts that were not chosen yet, and begin to read more of them. Whether there
-        is something new. One that cannot be read ends this; the step that needs it raises.
+    def prefetch_all(self) -> bool:
+        """Keep the records of experts that were read before a step chose them, and begin to read more. Whether there is
+        something new. One that cannot be read ends this; a step that needs it reads it again and fails.
         """
-        if not self._gathers or self.kept == self.experts:
+        if not self._prefetches or self.kept == self.experts:
             return False
-        done = [owner for owner, (_, future) in self._gathered.items() if future.done()]
+        done = [owner for owner, (_, future) in self._prefetched.items() if future.done()]
         for owner in done:
-            record, future = self._gathered.pop(owner)
+            record, future = self._prefetched.pop(owner)
             if future.exception() is None:
                 self._record_of[owner] = record
                 self._tier.host_records[owner] = self._at[record]
             else:
                 self._spare.append(record)
-                self._gathers = False
-        while self._gathers and len(self._gathered) < _GATHERED and (found := next(self.unread, None)) is not None:
+                self._prefetches = False
+        while self._prefetches and len(self._prefetched) < _PREFETCHED and (found := next(self.unread, None)):
             layer, expert = found
             owner = self._tier.bases[layer] + expert
             if owner not in self._record_of:
-                self._gathered[owner] = self._read(layer, expert)
+                self._prefetched[owner] = self._read(layer, expert)
                 self._counters.guessed += 1
         return bool(done)
 
-    def land(self, slots: Sequence[int]) -> None:
+    def publish(self, slots: Sequence[int]) -> None:
         for start in range(0, len(slots), _AT_ONCE):
             part = slots[start : start + _AT_ONCE]
             owners = [self._coming.pop(slot) for slot in part]
@@ -458,7 +456,7 @@ class DeviceSlots:
         self._tier.host_records[owner] = _NOWHERE
         self._spare.append(self._record_of.pop(owner))
 
-    def shown(self, slot_of: np.ndarray) -> Any:
+    def device_slot_map(self, slot_of: np.ndarray) -> Any:
         return torch.from_numpy(slot_of).to(self._gpu.torch_device)
 
     def _taken(self) -> int:

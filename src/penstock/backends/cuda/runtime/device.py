@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.backends.cuda import bandwidth
-from penstock.backends.cuda.features import interpreted, unusable
+from penstock.backends.cuda.runtime import bandwidth
+from penstock.backends.cuda.runtime.features import interpreted, unusable
 from penstock.errors import BackendError, OutOfMemory
 from penstock.ops.array import Spec, numpy_view, shaped
 from penstock.ops.device import register_device
@@ -97,7 +97,7 @@ class CudaDevice:
 
     def compile(self, calls: Seq[Callable[[], object]]) -> None:
         if not self.interpreted:
-            from penstock.backends.cuda._compile import compile_all
+            from penstock.backends.cuda.runtime.compile import compile_all
 
             compile_all(calls)
 
@@ -119,7 +119,7 @@ class CudaDevice:
         return graph.replay
 
     def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Any:
-        from penstock.backends.cuda.draw import Drawing
+        from penstock.backends.cuda.runtime.draw import Drawing
 
         return Drawing(self, logits, inputs)
 
@@ -128,14 +128,20 @@ class CudaDevice:
         return -(-count // 8) * 8 if count > 8 else 1 << (count - 1).bit_length()
 
     def expert_tier(self, host: str, top_k: int) -> Any:
-        from penstock.backends.cuda.experts import GpuTier
+        from penstock.backends.cuda.runtime.experts import GpuTier
 
         return GpuTier(self, host, top_k)
 
     def miss_detector(self, tier: Any, layers: int, width: int) -> Any:
-        from penstock.backends.cuda.experts import Missing
+        from penstock.backends.cuda.runtime.experts import MissDetector
 
-        return Missing(self, tier, layers, width)
+        return MissDetector(self, tier, layers, width)
+
+    def expert_room(self, pairs: tuple[int, int], experts: int, out: Any, block: bool) -> Any:
+        from penstock.backends.cuda.moe import expert_room
+
+        with self._memory_errors():
+            return expert_room(pairs, experts, out, block)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Host memory that kernels can read and write."""
