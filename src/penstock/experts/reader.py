@@ -41,7 +41,7 @@ BOUNCE = 2 << 20  # bytes of a thread's buffer for blocks that cannot land where
 _GAP = 4096  # bytes between two arrays that are read and thrown away rather than jumped over
 _PIECES = 256  # arrays in one call; the system takes 1024
 _PAUSES = (0.01, 0.1)  # seconds before a read that failed is tried again
-_AHEAD = 512 << 10  # bytes that the system is told to fetch in one go; of more it may take only a part
+_AHEAD = 512 << 10  # bytes that the system is asked to fetch in one go; of more it may take only a part
 _SAMPLE = 512  # experts read in a measurement, at most
 
 preadv = os.preadv
@@ -369,7 +369,7 @@ class _Way(Protocol):
 
 class _PageCache:
     def __init__(self) -> None:
-        self._scrap = memoryview(bytearray(_GAP))  # what lies between arrays; all threads write to it, nobody reads
+        self._scrap = memoryview(bytearray(_GAP))  # what lies between arrays; all threads write to it, none reads
 
     def read(self, run: _Run, into: Sequence[memoryview]) -> None:
         buffers, at = [], run.start
