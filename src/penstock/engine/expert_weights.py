@@ -23,7 +23,7 @@ from penstock.ops.device import Device
 from penstock.quant import QuantizedTensor
 from penstock.units import parse_size, spelled
 
-_SHARE = 0.9  # of the free memory that experts may take unless an option says how much
+_SHARE = 0.9  # of the free memory that experts may take with expert_cache 'auto'
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ExpertOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether an option wants experts to be streamed, however much memory there is."""
+        """Whether experts are to be streamed, however much memory there is."""
         return self.cache != "auto" or self.host != "auto"
 
 

@@ -15,7 +15,7 @@ and the records: those of the first layer, expert by expert, then those of the n
 record as `Format.offsets` says; records are filled with zeros to a multiple of 4096, which direct reads need. The JSON
 text names the model (its fingerprint), the files it was packed from (name, size, time), the formats and the layers.
 
-A file is written under another name and renamed when it is complete. An interrupted run is continued by the next one.
+A file is written under another name and renamed when it is complete. An interrupted run goes on later.
 """
 
 from __future__ import annotations

@@ -369,7 +369,7 @@ class _Way(Protocol):
 
 class _PageCache:
     def __init__(self) -> None:
-        self._scrap = memoryview(bytearray(_GAP))  # what lies between arrays; all threads write to it, none reads it
+        self._scrap = memoryview(bytearray(_GAP))  # what lies between arrays; all threads write to it, none reads
 
     def read(self, run: _Run, into: Sequence[memoryview]) -> None:
         buffers, at = [], run.start

@@ -221,7 +221,7 @@ class Store:
         return True
 
     def _count(self, layer: int, ids: np.ndarray) -> None:
-        """Tell the policy how often the tokens of a prefill [T, k] chose each expert."""
+        """Count for the policy how often the tokens of a prefill [T, k] chose each expert."""
         chosen, counts = np.unique(ids, return_counts=True)
         pool = self.pool_of[layer]
         pool.policy.add_prefill_counts(self.bases[layer] + chosen, counts, len(ids))

@@ -74,7 +74,7 @@ class MissDetector(Protocol):
     def host(self) -> np.ndarray:
         """int32 [layers, 1 + 2 · width]: whether some are missing, ids (−1: of an inactive row), slots that were taken.
 
-        There are two, in turns.
+        There are two, which take turns.
         """
         ...
 

@@ -16,7 +16,7 @@ from typing import Any
 import triton
 from triton.runtime.jit import JITFunction
 
-_SHOWN_AFTER = 0.5  # seconds of compiling from which on it is shown
+_SHOWN_AFTER = 0.5  # seconds of compiling from which on the terminal shows it
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def compile_all(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def _watch(mode: Any) -> None:
-    """Show on the terminal how far it is, if it takes a while and there is one."""
+    """Show on the terminal, if there is one, how far it is once it takes a while."""
     waiting = list(mode.raw_futures)
     start = time.monotonic()
     if not waiting or not sys.stderr.isatty():
