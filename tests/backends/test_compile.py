@@ -77,7 +77,7 @@ def package(tmp_path):
     """A copy of what kernels need of penstock, with a helper file and a kernel file of its own."""
     cpu = tmp_path / "penstock" / "backends" / "cpu"
     cpu.mkdir(parents=True)
-    parts = [f"backends/cpu/_{part}.py" for part in ("claims", "compile", "progress")]
+    parts = [f"backends/cpu/{part}.py" for part in ("compile", "compile_lock", "_progress")]
     for name in ("errors.py", "settings.py", "kernel_cache.py", *parts):
         shutil.copy(PACKAGE / name, tmp_path / "penstock" / name)
     for folder in (cpu, cpu.parent, cpu.parent.parent):  # a regular package wins over an installed penstock
