@@ -1,6 +1,6 @@
 """The end of a decode step on the GPU: tokens are drawn, fed to the next step, and reported to the host.
 
-With it a step needs nothing from the host: the next one may be launched before the host has read what this one drew.
+With it a step needs nothing from the host: the next one may be launched before what this one drew is read.
 """
 
 from __future__ import annotations
