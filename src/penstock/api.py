@@ -155,7 +155,7 @@ class LLM:
         return now
 
     def logits(self, token_ids: Seq[int]) -> np.ndarray:
-        """Scores of the next token after each of `token_ids`, float32 [T, vocab]: one sequence, teacher-forced."""
+        """Logits of the next token after each of `token_ids`, float32 [T, vocab]: one sequence, teacher-forced."""
         ids = self._engine._ids(token_ids)
         if not len(ids):
             return np.empty((0, self.config.vocab_size), np.float32)

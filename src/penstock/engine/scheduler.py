@@ -493,16 +493,16 @@ class Scheduler:
         end = min(len(request.prompt), (at // engine.device.chunk_alignment + 1) * engine.device.chunk_alignment)
         last = end == len(request.prompt)
         try:
-            scores = engine._piece(row.sequence, engine._ids(request.prompt[at:end]), every=False, last=last)
+            logits = engine._piece(row.sequence, engine._ids(request.prompt[at:end]), every=False, last=last)
             if self._prefix is not None and end in job.points:
                 self._prefix.store(job.digests, row.sequence, self._room)
             self._work.prompt_tokens += end - at
             if last:
                 job.feed.state = "generating"
                 if not request.tokens:  # else it is computed again
-                    assert scores is not None
+                    assert logits is not None
                     row.prompted()
-                    self._deliver(job, row.accept(scores[0], engine))
+                    self._deliver(job, row.accept(logits[0], engine))
         except MemoryError as error:
             if row.sequence.spoiled or self._prefix is None or not self._prefix.evict():
                 self._end(job, error)
