@@ -159,7 +159,7 @@ class LLM:
         return now
 
     def logits(self, token_ids: Seq[int]) -> np.ndarray:
-        """Scores of the next token after each of `token_ids`, float32 [T, vocab]: one sequence, teacher-forced."""
+        """Logits of the next token after each of `token_ids`, float32 [T, vocab]: one sequence, teacher-forced."""
         ids = self.engine.token_array(token_ids)
         if not len(ids):
             return np.empty((0, self.config.vocab_size), np.float32)

@@ -80,8 +80,8 @@ def test_hold_in_a_folder_that_cannot_be_written_compiles(helped):
 def test_first_run_is_shared_by_two_processes_and_gives_the_same_bits_as_the_second(tmp_path):
     script = (
         "import penstock, hashlib; from penstock.backends.cpu import compile_lock; llm = penstock.load();"
-        "tokens = llm.generate('Once upon a time', max_tokens=8).tokens; scores = llm.logits(tokens).tobytes();"
-        "print(compile_lock.helper is not None, tokens, hashlib.sha256(scores).hexdigest())"
+        "tokens = llm.generate('Once upon a time', max_tokens=8).tokens; logits = llm.logits(tokens).tobytes();"
+        "print(compile_lock.helper is not None, tokens, hashlib.sha256(logits).hexdigest())"
     )
     environment = os.environ | {"PENSTOCK_CACHE_DIR": str(tmp_path)}
     runs = [

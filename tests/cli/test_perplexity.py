@@ -30,8 +30,8 @@ def demo(activations: str = "float32") -> LLM:
     return penstock.load(device="cpu", activations=activations)
 
 
-def log_probabilities(scores: np.ndarray) -> np.ndarray:
-    x = scores.astype(np.float64)
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
     x -= x.max(axis=1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
 
@@ -126,8 +126,8 @@ def test_evaluate_is_that_of_transformers(tmp_path):
     rows = windows(some_tokens(160), 50)
     with torch.no_grad():
         batch = torch.tensor(rows.astype(np.int64))
-        scores = model(batch).logits[:, :-1]
-        losses = torch.nn.functional.cross_entropy(scores.flatten(0, 1).double(), batch[:, 1:].flatten())
+        logits = model(batch).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), batch[:, 1:].flatten())
     found = evaluate(penstock.load(folder, device="cpu", activations="float32").engine, rows)
     assert found.perplexity == pytest.approx(float(losses.exp()), rel=1e-5)
 
@@ -152,7 +152,7 @@ def test_evaluate_refuses_scores_that_are_not_finite_and_closes_its_sequences(mo
     engine = demo().engine
     before = engine.caches._free_slots[:]
     monkeypatch.setattr(engine, "prefill", lambda *_, **__: np.full((7, 4096), np.nan, np.float32))
-    with pytest.raises(BackendError, match="scores of window 0 are not finite"):
+    with pytest.raises(BackendError, match="logits of window 0 are not finite"):
         evaluate(engine, np.zeros((1, 8), np.int32))
     assert sorted(engine.caches._free_slots) == sorted(before or [0])
 

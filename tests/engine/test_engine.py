@@ -214,17 +214,17 @@ def test_snapshot_and_rewind_give_the_same_bits(engine: Engine) -> None:
 def test_several_threads_may_use_an_engine(engine: Engine) -> None:
     texts = [some_tokens(60, seed=n) for n in range(4)]
 
-    def scores(text: list[int]) -> np.ndarray:
+    def logits(text: list[int]) -> np.ndarray:
         sequence = engine.open()
         rows = [engine.prefill(sequence, text[:50])]
         rows += [engine.decode([sequence], [token])[0] for token in text[50:]]
         engine.close(sequence)
         return np.array(rows)
 
-    alone = [scores(text) for text in texts]
+    alone = [logits(text) for text in texts]
     together: dict[int, np.ndarray] = {}
     threads = [
-        threading.Thread(target=lambda n=n, text=text: together.__setitem__(n, scores(text)))
+        threading.Thread(target=lambda n=n, text=text: together.__setitem__(n, logits(text)))
         for n, text in enumerate(texts)
     ]
     for thread in threads:

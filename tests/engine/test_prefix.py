@@ -66,7 +66,7 @@ def nothing_is_held(engine: Engine) -> None:
 
 
 def read(engine: Engine, prefix: PrefixCache, tokens: list[int]) -> tuple[int, np.ndarray]:
-    """What the scheduler does with a prompt: how much of it was found, and the scores after it."""
+    """What the scheduler does with a prompt: how much of it was found, and the logits after it."""
     digests = prefix.digests(tokens)
     sequence = engine.open()
     found = prefix.find(digests, len(tokens))
@@ -74,14 +74,14 @@ def read(engine: Engine, prefix: PrefixCache, tokens: list[int]) -> tuple[int, n
         prefix.use(found, sequence)
     start = sequence.length
     points = prefix.points(digests, start)
-    scores = None
+    logits = None
     for at in range(start, len(tokens), GRID):
-        scores = engine.prefill(sequence, tokens[at : at + GRID])
+        logits = engine.prefill(sequence, tokens[at : at + GRID])
         if sequence.length in points:
             prefix.store(digests, sequence, lambda: 1 << 40)
     engine.close(sequence)
-    assert scores is not None
-    return start, scores
+    assert logits is not None
+    return start, logits
 
 
 # -- bits ------------------------------------------------------------------------------------------------------------
@@ -97,10 +97,10 @@ def test_reuse_changes_no_bit(name: str, model: Callable[[str], LLM]) -> None:
     prompts += [base[:513], base[:512], other[:20], base[:256], base[:257], base[:512] + other + base[:1]]
     reused = []
     for prompt in prompts:
-        start, scores = read(engine, prefix, prompt)
+        start, logits = read(engine, prefix, prompt)
         reused.append(start)
         sequence = plain.open()
-        np.testing.assert_array_equal(scores, plain.prefill(sequence, prompt))
+        np.testing.assert_array_equal(logits, plain.prefill(sequence, prompt))
         plain.close(sequence)
     assert reused[1] == 512 and reused.count(512) >= 4
     assert reused[8] == 0 and reused[10] == 768  # one block has to be computed; whatever was stored is found

@@ -81,10 +81,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return penstock.load(write_model(tmp_path_factory.mktemp("small"), small_config()), device="cpu")
 
 
-@pytest.fixture(params=["scores", "drawn"])
+@pytest.fixture(params=["logits", "drawn"])
 def llm(request: pytest.FixtureRequest, loaded: LLM) -> LLM:
-    """The model with caches of its own, once with scores that go to the host, once with a device that draws."""
-    return with_device(loaded, CpuDevice() if request.param == "scores" else DrawingHost(), 2048)
+    """The model with caches of its own, once with logits that go to the host, once with a device that draws."""
+    return with_device(loaded, CpuDevice() if request.param == "logits" else DrawingHost(), 2048)
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def test_advance_takes_the_longest_moment(session: Session) -> None:
 
 
 def test_advance_over_a_generated_token_that_was_not_computed(llm: LLM, session: Session) -> None:
-    """After one generated token the caches end where the prompt does, but its scores are gone."""
+    """After one generated token the caches end where the prompt does, but its logits are gone."""
     prompt = some_tokens(20)
     want = llm.generate(prompt, max_tokens=3).tokens
     session.generate(prompt, max_tokens=1)
@@ -298,7 +298,7 @@ def test_append_stopped_between_pieces_keeps_them(llm: LLM, session: Session) ->
     with pytest.raises(KeyboardInterrupt):
         next(session.stream(text[256:], progress=stop))
     assert session.tokens == text[:512]
-    with pytest.raises(InvalidArgument):  # no scores to go on from
+    with pytest.raises(InvalidArgument):  # no logits to go on from
         session.generate()
     assert session.generate(text[512:], max_tokens=8).tokens == llm.generate(text, max_tokens=8).tokens
 

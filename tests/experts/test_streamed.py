@@ -45,7 +45,7 @@ def least(llm: LLM) -> int:
 
 
 def decoded(llm: LLM, count: int = 3) -> np.ndarray:
-    """Scores of sequences of different lengths that decode together, then alone."""
+    """Logits of sequences of different lengths that decode together, then alone."""
     engine = llm.engine
     sequences = [engine.open() for _ in range(count)]
     for n, sequence in enumerate(sequences):

@@ -38,7 +38,7 @@ def made(config: dict[str, Any], device: str, **options: Any) -> LLM:
     return load_random(config, device=device, activations="float32", max_context=1024, **options)
 
 
-def scores(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
+def logits(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
     """After each token: a prompt in one piece, the rest token by token."""
     engine = llm.engine
     sequence = engine.open()
@@ -51,8 +51,8 @@ def scores(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
 @pytest.mark.parametrize("family", SMALL)
 def test_cuda_model_matches_the_definitions(family):
     config, tokens = SMALL[family], some_tokens(3)
-    want = scores(made(config, "reference"), tokens, 2)
-    got = scores(made(config, "cuda", dtype="float32"), tokens, 2)
+    want = logits(made(config, "reference"), tokens, 2)
+    got = logits(made(config, "cuda", dtype="float32"), tokens, 2)
     assert error(got, want) <= 1e-5
 
 

@@ -55,14 +55,14 @@ def drawn(engine: Engine, sampler: Sampler, prompt: list[int], count: int, ahead
 
 
 def sampled(engine: Engine, sampler: Sampler, prompt: list[int], count: int) -> list[int]:
-    """Tokens drawn on the host from scores."""
+    """Tokens drawn on the host from logits."""
     sequence = engine.open()
-    scores, tokens = engine.prefill(sequence, prompt), []
+    logits, tokens = engine.prefill(sequence, prompt), []
     while True:
-        tokens.append(sampler.sample(scores, sequence.length).token)
+        tokens.append(sampler.sample(logits, sequence.length).token)
         if len(tokens) == count:
             break
-        scores = engine.decode([sequence], tokens[-1:])[0]
+        logits = engine.decode([sequence], tokens[-1:])[0]
     engine.close(sequence)
     return tokens
 
@@ -116,7 +116,7 @@ def answers(llm: LLM, prompts: list[list[int]], max_tokens: int, **options: obje
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", DRAWS)
 def test_cuda_generation_ahead_of_the_host_gives_the_host_s_texts(name, text_model, monkeypatch):
-    """Several requests of different lengths, with ends on the way, against the path that reads scores."""
+    """Several requests of different lengths, with ends on the way, against the path that reads logits."""
     prompts = [some_tokens(n, seed=n) for n in (3, 40, 250, 9, 100)]
     got = [answers(text_model, prompts, limit, **DRAWS[name]) for limit in (1, 2, 30)]
     monkeypatch.setattr(text_model.engine.device, "samples_tokens", False)

@@ -53,7 +53,7 @@ def test_fused_equals_unfused(name, activations):
 
 
 def eager(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
-    """Scores after each token from the last of the prompt on, by ops called on arrays, one after the other."""
+    """Logits after each token from the last of the prompt on, by ops called on arrays, one after the other."""
     engine = llm.engine
     family, config, weights = engine.model.family, engine.model.config, engine.model.weights
     sequence = engine.open()
@@ -107,7 +107,7 @@ def test_programs_are_made_once_per_shape():
         for sequence in sequences:
             engine.close(sequence)
     kinds = sorted(key[:2] for key in engine.programs._kept)
-    assert kinds == [("decode", 2), ("prefill", 9), ("prefill", 17), ("scores", 17)]
+    assert kinds == [("decode", 2), ("logits", 17), ("prefill", 9), ("prefill", 17)]
 
 
 def test_old_programs_go(monkeypatch):

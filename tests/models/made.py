@@ -164,7 +164,7 @@ def reference_error(case: Case, count: int = 60) -> float:
 
 
 def in_pieces(llm: LLM, tokens: Sequence[int], cuts: Sequence[int]) -> np.ndarray:
-    """Scores after each token, from one prefill per piece."""
+    """Logits after each token, from one prefill per piece."""
     engine = llm.engine
     sequence = engine.open()
     edges = [0, *cuts, len(tokens)]
@@ -174,7 +174,7 @@ def in_pieces(llm: LLM, tokens: Sequence[int], cuts: Sequence[int]) -> np.ndarra
 
 
 def decoded(llm: LLM, tokens: Sequence[int], prompt: int) -> np.ndarray:
-    """Scores after each token from the last of the prompt on, token by token."""
+    """Logits after each token from the last of the prompt on, token by token."""
     engine = llm.engine
     sequence = engine.open()
     rows = [engine.prefill(sequence, tokens[:prompt])] if prompt else []

@@ -290,7 +290,7 @@ def test_logits_of_a_thousand_tokens_are_those_of_transformers(name: str, hf: Ca
 
 
 def in_pieces(llm: LLM, tokens: Sequence[int], cuts: Sequence[int]) -> np.ndarray:
-    """Scores after each token, from one prefill per piece."""
+    """Logits after each token, from one prefill per piece."""
     engine = llm.engine
     sequence = engine.open()
     try:

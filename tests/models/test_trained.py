@@ -57,8 +57,8 @@ def tokens() -> list[int]:
     return demo("float32", "reference").tokenizer.encode(FABLES)
 
 
-def perplexity(scores: np.ndarray, ids: list[int]) -> float:
-    rows = scores[:-1].astype(np.float64)
+def perplexity(logits: np.ndarray, ids: list[int]) -> float:
+    rows = logits[:-1].astype(np.float64)
     rows -= rows.max(axis=1, keepdims=True)
     chosen = rows[np.arange(len(rows)), ids[1:]] - np.log(np.exp(rows).sum(axis=1))
     return float(np.exp(-chosen.mean()))

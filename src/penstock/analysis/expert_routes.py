@@ -187,9 +187,9 @@ def record(
 
         chunk = request.accept(engine.prefill(sequence, request.prompt, progress=note), sequence.length)
         while chunk.finish_reason is None:
-            scores = engine.decode([sequence], [chunk.token])
+            logits = engine.decode([sequence], [chunk.token])
             note(1)
-            chunk = request.accept(scores[0], sequence.length)
+            chunk = request.accept(logits[0], sequence.length)
     tokens = [*request.prompt, *request.tokens[:-1]]
     detokenizer = tokenizer.detokenizer()
     decode = np.arange(len(tokens)) >= len(request.prompt)

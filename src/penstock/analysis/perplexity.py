@@ -1,6 +1,6 @@
 """Perplexity of a model on text, and how far its predictions are from those of a reference model.
 
-Text is cut into windows of equal length, and each is read from an empty context. Scores never lie in memory for more
+Text is cut into windows of equal length, and each is read from an empty context. Logits never lie in memory for more
 than a chunk of a window: 256 rows of a vocabulary of 250 000 tokens are a quarter of a gigabyte.
 """
 
@@ -22,8 +22,8 @@ from penstock.errors import BackendError, InvalidArgument
 from penstock.machine import usable_threads
 from penstock.models.step import PAGE
 
-_CHUNK_BYTES = 1 << 28  # bytes of scores that a chunk of a window may have
-_BLOCK = 1 << 20  # bytes of scores that are looked at together: they stay in a core's cache
+_CHUNK_BYTES = 1 << 28  # bytes of logits that a chunk of a window may have
+_BLOCK = 1 << 20  # bytes of logits that are looked at together: they stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def evaluate(
     In each window all tokens but the first are predicted from those before them. Both models read a window chunk by
     chunk, one after the other. `progress` is called after each window with the number of windows that are done and the
     perplexity so far. Raises InvalidArgument for windows that do not fit the model or models whose vocabularies differ,
-    BackendError for scores that are not finite.
+    BackendError for logits that are not finite.
     """
     _check(engine, rows, reference)
     engines = [engine] if reference is None else [engine, reference]
@@ -113,11 +113,11 @@ def evaluate(
         for number, row in enumerate(rows):
             with contextlib.ExitStack() as stack:
                 chunks = [stack.enter_context(contextlib.closing(_chunks(each, row[:-1], step))) for each in engines]
-                for at, *scores in zip(range(1, len(row), step), *chunks, strict=True):
-                    measured = _measured(threads, row[at : at + step], *scores)
+                for at, *logits in zip(range(1, len(row), step), *chunks, strict=True):
+                    measured = _measured(threads, row[at : at + step], *logits)
                     if not np.isfinite(measured).all():
                         raise BackendError(
-                            f"perplexity: scores of window {number} are not finite, expected numbers; "
+                            f"perplexity: logits of window {number} are not finite, expected numbers; "
                             "penstock verify looks for damaged weights"
                         )
                     found.append(measured)
@@ -155,7 +155,7 @@ def _chunk_length(engine: Engine) -> int:
 
 
 def _chunks(engine: Engine, ids: np.ndarray, step: int) -> Generator[np.ndarray]:
-    """Scores after each token of a window, float32 [rows, vocab], a chunk at a time."""
+    """Logits after each token of a window, float32 [rows, vocab], a chunk at a time."""
     sequence = engine.open()
     try:
         for start in range(0, len(ids), step):
@@ -164,39 +164,39 @@ def _chunks(engine: Engine, ids: np.ndarray, step: int) -> Generator[np.ndarray]
         engine.close(sequence)
 
 
-def _measured(threads: ThreadPoolExecutor, targets: np.ndarray, *scores: np.ndarray) -> np.ndarray:
-    """Of each row: −log p of its target; with scores of a reference also the reference's, KL, and equal tops (0, 1)."""
-    block = max(1, _BLOCK // scores[0][0].nbytes)
+def _measured(threads: ThreadPoolExecutor, targets: np.ndarray, *logits: np.ndarray) -> np.ndarray:
+    """Of each row: −log p of its target; with logits of a reference also the reference's, KL, and equal tops (0, 1)."""
+    block = max(1, _BLOCK // logits[0][0].nbytes)
     parts = [slice(start, start + block) for start in range(0, len(targets), block)]
 
     def measure(part: slice) -> np.ndarray:
         chosen = targets[part]
-        own = _Softmax(scores[0][part], chosen)
-        if len(scores) == 1:
+        own = _Softmax(logits[0][part], chosen)
+        if len(logits) == 1:
             return own.losses[None]
-        other = _Softmax(scores[1][part], chosen)
+        other = _Softmax(logits[1][part], chosen)
         return np.stack([own.losses, other.losses, other.divergence(own), own.tops == other.tops])
 
     return np.concatenate(list(threads.map(measure, parts)), axis=1)
 
 
 class _Softmax:
-    """Rows of scores [n, vocab] as predictions: exponentials in float32, their sums in float64."""
+    """Rows of logits [n, vocab] as predictions: exponentials in float32, their sums in float64."""
 
-    def __init__(self, scores: np.ndarray, targets: np.ndarray) -> None:
-        self.scores = scores
-        self.tops = scores.argmax(axis=1)
-        rows = np.arange(len(scores))
-        with np.errstate(invalid="ignore"):  # infinite scores end as NaN, which the caller refuses
-            self._weights = np.exp(scores - scores[rows, self.tops][:, None])
+    def __init__(self, logits: np.ndarray, targets: np.ndarray) -> None:
+        self.logits = logits
+        self.tops = logits.argmax(axis=1)
+        rows = np.arange(len(logits))
+        with np.errstate(invalid="ignore"):  # infinite logits end as NaN, which the caller refuses
+            self._weights = np.exp(logits - logits[rows, self.tops][:, None])
         self._sums = self._weights.sum(axis=1, dtype=np.float64)
-        self.log_sums = scores[rows, self.tops] + np.log(self._sums)
-        self.losses = self.log_sums - scores[rows, targets]
+        self.log_sums = logits[rows, self.tops] + np.log(self._sums)
+        self.losses = self.log_sums - logits[rows, targets]
 
     def divergence(self, other: _Softmax) -> np.ndarray:
         """Σ p · (log p − log q), p these predictions and q the other's."""
         with np.errstate(invalid="ignore"):
-            weighted = self._weights * (self.scores - other.scores)
+            weighted = self._weights * (self.logits - other.logits)
         shift = weighted.sum(axis=1, dtype=np.float64) / self._sums
         return np.maximum(shift - (self.log_sums - other.log_sums), 0.0)  # below 0 by rounding alone
 

@@ -97,7 +97,7 @@ def subject_of(found: ResolvedModel, given: str | None, device: str) -> PlannedM
     config, caches = programs.config, programs.caches
     chunk = min(device_type(device).chunk_alignment, config.max_positions)
     widths = dict.fromkeys(caches.pools, table_width(-(-chunk // PAGE)))
-    graph, _ = programs.prefill_graph(chunk, 0, widths, scores=True)
+    graph, _ = programs.prefill_graph(chunk, 0, widths, logits=True)
     parts, active, experts, count = dict.fromkeys(_PARTS.values(), 0), 0.0, defaultdict(int), 0
     for weight in distinct(programs):
         if weight.role == "experts":

@@ -271,7 +271,7 @@ def reported(subject: TracedModel, dtype: str, work: Work, bandwidth: float, how
     if work.decoding:
         graph = programs.decode_graph(work.rows, widths)
     else:
-        graph, _ = programs.prefill_graph(work.rows, work.depth, widths, scores=True)
+        graph, _ = programs.prefill_graph(work.rows, work.depth, widths, logits=True)
     sides = []
     for each in (graph, fuse(graph, subject.device)):
         lines, planned = _lines(each, programs, work, bandwidth), plan(each)
@@ -382,7 +382,7 @@ class _State:
         with where.running(deterministic=False):
             bound = program.bind(arrays, where.arena(program.arena_bytes))
             if not np.isfinite(where.to_host(bound.run()[0])).all():
-                raise BackendError("kernels: the step gave scores that are not finite, expected finite ones")
+                raise BackendError("kernels: the step gave logits that are not finite, expected finite ones")
             wait = lambda: where.to_host(buffer.on_device[0])  # noqa: E731
             kinds: dict[Any, list[int]] = defaultdict(list)
             for number, line in enumerate(side.lines):

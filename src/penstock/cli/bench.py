@@ -319,9 +319,9 @@ def _timed(
             written = rng.integers(0, vocab, (steps, test.batch)).tolist()
             start = time.perf_counter()
             if prompt:
-                scores = engine.prefill(sequences[0], tokens)
+                logits = engine.prefill(sequences[0], tokens)
                 stop = time.perf_counter()
-                sampler.sample(scores, prompt)
+                sampler.sample(logits, prompt)
                 times.first.append(time.perf_counter() - start)
                 start += time.perf_counter() - stop
             if engine.device.samples_tokens and steps:

@@ -93,7 +93,7 @@ def memory_for_sequences(engine: Engine, sequences: int) -> int:
         with engine.lock:
             caches.make_room(dict.fromkeys(caches.pools, 1), 1)  # programs are made for caches that are not empty
             widths = dict.fromkeys(caches.pools, table_width(1))
-            chunk = programs.prefill(min(device.chunk_alignment, engine.max_context), 0, widths, scores=False)
+            chunk = programs.prefill(min(device.chunk_alignment, engine.max_context), 0, widths, logits=False)
             step = programs.decode(device.rows(sequences), widths)
         working += chunk.program.arena_bytes + step.program.arena_bytes
     spare = max(0, device.free_memory() - working)

@@ -117,7 +117,7 @@ class Engine:
         every: bool = False,
         progress: Callable[[int], None] | None = None,
     ) -> np.ndarray:
-        """Append tokens to a sequence; scores after the last one [vocab], or after each one [T, vocab].
+        """Append tokens to a sequence; logits after the last one [vocab], or after each one [T, vocab].
 
         Cut into chunks at multiples of the device's chunk_alignment, so that what is stored there never depends on the
         cut. If a chunk fails the sequence keeps what the chunks before it wrote. `progress` is called with the number
@@ -133,15 +133,15 @@ class Engine:
         while True:
             count = min(len(ids) - done, alignment - sequence.length % alignment)
             last = done + count == len(ids)
-            scores = self.prefill_chunk(sequence, ids[done : done + count], every, last)
+            logits = self.prefill_chunk(sequence, ids[done : done + count], every, last)
             if rows is not None:
-                rows[done : done + count] = scores
+                rows[done : done + count] = logits
             done += count
             if progress is not None:
                 progress(count)
             if last:
-                assert scores is not None
-                return scores[0] if rows is None else rows
+                assert logits is not None
+                return logits[0] if rows is None else rows
 
     def prefill_chunk(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
         """Append ids up to the next multiple of the alignment: scores [1, vocab] of the prompt's last chunk, else None.
@@ -154,7 +154,7 @@ class Engine:
             if self.programs is None:
                 return self._defined(sequence, ids, every)
             widths = {window: table_width(len(table.ids)) for window, table in sequence.tables.items()}
-            runner = self.programs.prefill(len(ids), sequence.length, widths, scores=last and not every)
+            runner = self.programs.prefill(len(ids), sequence.length, widths, logits=last and not every)
             tables = {
                 table_name(window): _table([table.array], 1, widths[window])[0]
                 for window, table in sequence.tables.items()
@@ -180,19 +180,19 @@ class Engine:
         self.device.copy_all(*((own, work) if out else (work, own)))
 
     def _every(self, h: Any) -> np.ndarray:
-        """Scores of all rows of the residual stream, a page of rows at a time: those of long chunks would be large."""
+        """Logits of all rows of the residual stream, a page of rows at a time: those of long chunks would be large."""
         assert self.programs is not None
-        scores = np.empty((len(h), self.model.config.vocab_size), np.float32)
+        logits = np.empty((len(h), self.model.config.vocab_size), np.float32)
         parts = [self.device.copy(h[start : start + PAGE]) for start in range(0, len(h), PAGE)]  # the arena is shared
         for start, part in zip(range(0, len(h), PAGE), parts, strict=True):
-            runner, rows = self.programs.scores(len(part))
+            runner, rows = self.programs.logits(len(part))
             self.device.copy_all([rows], [part])
             runner.run()
-            scores[start : start + len(part)] = self.device.to_host(runner.outputs[0])
-        return scores
+            logits[start : start + len(part)] = self.device.to_host(runner.outputs[0])
+        return logits
 
     def decode(self, sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
-        """Append one token to each of B sequences; scores after it, float32 [B, vocab]."""
+        """Append one token to each of B sequences; logits after it, float32 [B, vocab]."""
         if len(sequences) > (most := self.most_sequences):
             parts = [slice(start, start + most) for start in range(0, len(sequences), most)]
             return np.concatenate([self.decode(sequences[part], tokens[part]) for part in parts])

@@ -1,4 +1,4 @@
-"""From scores to text: one request's tokens, stops and limits, and a loop that runs several requests together."""
+"""From logits to text: one request's tokens, stops and limits, and a loop that runs several requests together."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 class Request:
     """One prompt on its way to a completion.
 
-    `sequence` continues what a session already holds: `context` are its tokens, `logits` the scores after the last of
+    `sequence` continues what a session already holds: `context` are its tokens, `logits` those after the last of
     them, needed when the prompt is empty. `shown` are special tokens that become text all the same.
-    `grammar` says before each token which ones are allowed; with it the scores are read by the host.
+    `grammar` says before each token which ones are allowed; with it the logits are read by the host.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ def request_of(
 
 
 def _allowed(logits: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """The scores with -inf for tokens whose bit is not set, and for those beyond the mask."""
+    """The logits with -inf for tokens whose bit is not set, and for those beyond the mask."""
     if mask is None:
         return logits
     bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), count=len(logits), bitorder="little")
@@ -303,7 +303,7 @@ class Decoder:
         under_way, self._ahead = self._ahead, None
         if under_way is None:
             if not (engine.device.samples_tokens and all(row.request.draws for row in rows)):
-                return self._scored(rows)
+                return self._decoded(rows)
             under_way = rows, self._draw(rows, [row.request.tokens[row.told] for row in rows])
         flying, flight = under_way
         behind = 0
@@ -324,14 +324,14 @@ class Decoder:
                 found.append((row, self._drawn(row, token, row.sequence.length - behind)))
         return found
 
-    def _scored(self, rows: list[Running]) -> list[tuple[Running, Chunk | Exception]]:
+    def _decoded(self, rows: list[Running]) -> list[tuple[Running, Chunk | Exception]]:
         told = [row.told for row in rows]
         sequences = [row.sequence for row in rows]
         logits = self.engine.decode(sequences, [row.request.tokens[n] for row, n in zip(rows, told, strict=True)])
         found: list[tuple[Running, Chunk | Exception]] = []
-        for row, n, scores in zip(rows, told, logits, strict=True):
+        for row, n, own in zip(rows, told, logits, strict=True):
             if n + 1 == len(row.request.tokens):
-                found.append((row, self._accepted(row, scores)))
+                found.append((row, self._accepted(row, own)))
         return found
 
     def _draw(self, rows: list[Running], tokens: list[int] | None) -> Flight:
@@ -339,9 +339,9 @@ class Decoder:
         sequences = [row.sequence for row in rows]
         return self.engine.draw(sequences, tokens, [sampler.row for sampler in samplers], mode_of(samplers))
 
-    def _accepted(self, row: Running, scores: np.ndarray) -> Chunk | Exception:
+    def _accepted(self, row: Running, logits: np.ndarray) -> Chunk | Exception:
         try:
-            return row.accept(scores, self.engine)
+            return row.accept(logits, self.engine)
         except Exception as error:
             return error
 

@@ -69,7 +69,7 @@ class Programs:
     # -- runners -----------------------------------------------------------------------------------------------------
 
     def decode(self, rows: int, widths: Mapping[int | None, int]) -> Runner:
-        """One token of each of `rows` sequences, with block tables of these widths; its output are scores."""
+        """One token of each of `rows` sequences, with block tables of these widths; its output are logits."""
         key = ("decode", rows, tuple(widths.items()))
         runner = self._kept.pop(key, None)
         if runner is None:
@@ -84,28 +84,28 @@ class Programs:
         runner.bind(self.caches.version, self.cache_arrays(False), self._decode_arenas[key], wrap)
         return runner
 
-    def prefill(self, T: int, start: int, widths: Mapping[int | None, int], scores: bool) -> Runner:
-        """T tokens of one sequence from position `start` on. Outputs: scores after the last, or the residual stream."""
-        key: Any = ("prefill", T, tuple(widths.items()), scores)
+    def prefill(self, T: int, start: int, widths: Mapping[int | None, int], logits: bool) -> Runner:
+        """T tokens of one sequence from position `start` on. Outputs: logits after the last, or the residual stream."""
+        key: Any = ("prefill", T, tuple(widths.items()), logits)
         if key in self._by_start:
             key = (*key, start)
         runner = self._kept.pop(key, None)
         if runner is None:
-            graph, by_start = self.prefill_graph(T, start, widths, scores)
+            graph, by_start = self.prefill_graph(T, start, widths, logits)
             if by_start and key not in self._by_start:
                 self._by_start.add(key)
                 key = (*key, start)
             names: dict[str, tuple[int, ...]] = {"tokens": (T,), "positions": ()}
             names |= {table_name(window): (width,) for window, width in widths.items()}
-            size = (T.bit_length(), scores)  # lengths of one size run the same kernels
+            size = (T.bit_length(), logits)  # lengths of one size run the same kernels
             runner = self._made(graph, names, compiles=size not in self._sizes)
             self._sizes.add(size)
         return self._with_arena(self._keep(key, runner), self.cache_arrays(True))
 
-    def scores(self, T: int) -> tuple[Runner, Any]:
-        """Scores of T rows of the residual stream, and the array that these rows are to be copied into."""
-        key = ("scores", T)
-        runner = self._kept.pop(key, None) or self._made(self.scores_graph(T), {})
+    def logits(self, T: int) -> tuple[Runner, Any]:
+        """Logits of T rows of the residual stream, and the array that these rows are to be copied into."""
+        key = ("logits", T)
+        runner = self._kept.pop(key, None) or self._made(self.logits_graph(T), {})
         self._keep(key, runner)
         if T not in self._streams:
             self._streams[T] = self.device.zeros((T, self.config.dim), self.caches.dtype)
@@ -178,7 +178,7 @@ class Programs:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self._decode_arenas.pop(oldest, None)
-            if oldest[0] == "scores":
+            if oldest[0] == "logits":
                 del self._streams[oldest[1]]
         return runner
 
@@ -196,7 +196,7 @@ class Programs:
 
         return trace(fn, specs | self._cache_specs(False))
 
-    def prefill_graph(self, T: int, start: int, widths: Mapping[int | None, int], scores: bool) -> tuple[Graph, bool]:
+    def prefill_graph(self, T: int, start: int, widths: Mapping[int | None, int], logits: bool) -> tuple[Graph, bool]:
         """The graph, and whether its nodes depend on `start`."""
         specs = {"tokens": Spec((T,), "int32"), "positions": Spec((), "int32")}
         specs |= {table_name(window): Spec((width,), "int32") for window, width in widths.items()}
@@ -206,12 +206,12 @@ class Programs:
             step = _Watched(**vars(replace(self._step(tokens, positions, widths, more), start=start)))
             object.__setattr__(step, "_read", read)
             h = self.family.forward(step, self.weights, self.config, self._cache_values(more))
-            return self.family.logits(step, h[-1:], self.weights, self.config) if scores else h
+            return self.family.logits(step, h[-1:], self.weights, self.config) if logits else h
 
         graph = trace(fn, specs | self._cache_specs(True))
         return graph, bool(read)
 
-    def scores_graph(self, T: int) -> Graph:
+    def logits_graph(self, T: int) -> Graph:
         def fn(h: Any) -> Any:
             step = Step(h, h, {}, activations=self.activations, dtype=self.caches.dtype)
             return self.family.logits(step, h, self.weights, self.config)

@@ -66,7 +66,7 @@ class Runner:
 
     @property
     def drawing(self) -> Drawing:
-        """What draws from its scores."""
+        """What draws from its logits."""
         if self._drawing is None:
             self._drawing = self.device.drawing(self.outputs[0], self.on_device)
         return self._drawing

@@ -1,4 +1,4 @@
-"""From the scores of a step to its token: penalties, greedy choice, truncated sampling, log probabilities.
+"""From the logits of a step to its token: penalties, greedy choice, truncated sampling, log probabilities.
 
 The draw is counter-based: the random number of a token depends on the seed and the token's position alone, so the same
 seed gives the same text alone, in a batch, after a restart, on the host and on a device.

@@ -499,7 +499,7 @@ class Scheduler:
         end = min(len(request.prompt), (at // engine.device.chunk_alignment + 1) * engine.device.chunk_alignment)
         last = end == len(request.prompt)
         try:
-            scores = engine.prefill_chunk(
+            logits = engine.prefill_chunk(
                 row.sequence, engine.token_array(request.prompt[at:end]), every=False, last=last
             )
             if self._prefix is not None and end in job.points:
@@ -508,9 +508,9 @@ class Scheduler:
             if last:
                 job.feed.state = "generating"
                 if not request.tokens:  # else it is computed again
-                    assert scores is not None
+                    assert logits is not None
                     row.prompted()
-                    self._deliver(job, row.accept(scores[0], engine))
+                    self._deliver(job, row.accept(logits[0], engine))
         except MemoryError as error:
             if row.sequence.corrupt or self._prefix is None or not self._prefix.evict():
                 self._end(job, error)

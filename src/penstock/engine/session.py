@@ -160,7 +160,7 @@ class Session:
         """Make the session hold exactly `tokens`, from the latest state that is a beginning of them; how many it kept.
 
         Candidates are the session itself and `snapshots`; without a fitting one everything is read again. A state that
-        holds all of `tokens` but not the scores after them does not fit: nothing could be generated from it.
+        holds all of `tokens` but not the logits after them does not fit: nothing could be generated from it.
         """
         ids: list[int] = self.engine.token_array(tokens, tokenizer=self._tokenizer).tolist()
         if self._sequence.closed:

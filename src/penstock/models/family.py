@@ -143,7 +143,7 @@ class Family(Generic[ConfigT, WeightsT]):
     forward: Callable[[Step, WeightsT, ConfigT, Sequence[tuple[Array, Array]]], Array]
     """The residual stream after the last layer, [T, dim]."""
     logits: Callable[[Step, Array, WeightsT, ConfigT], Array]
-    """Scores of the next token by rows of the residual stream, float32 [T, vocab]."""
+    """Logits of the next token by rows of the residual stream, float32 [T, vocab]."""
     roles: Mapping[Role, tuple[str, ...]]
     """What weights are for, by patterns (`self_attn.*`) of what stands behind `layers.N.` in a path, or of the whole
     path outside of layers. The first that fits counts."""

@@ -291,7 +291,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
 
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
-    """The residual stream after the last layer, [T, dim]; `logits` makes scores of its rows."""
+    """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     eps = config.norm_eps
     h = ops.mul(embed(step, w.embed), math.sqrt(config.dim))
     inputs = per_layer_inputs(step, h, w.per_layer, config) if w.per_layer is not None else None
@@ -312,7 +312,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
-    """Scores of the next token, float32 [T, vocab]."""
+    """Logits of the next token, float32 [T, vocab]."""
     y = linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
     return y if config.softcap is None else ops.softcap(y, config.softcap)
 

@@ -221,7 +221,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
 
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
-    """The residual stream after the last layer, [T, dim]; `logits` makes scores of its rows."""
+    """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed)
     for layer, window, state in zip(w.layers, config.windows, cache, strict=True):
         x = ops.rms_norm(h, layer.attention_norm, config.norm_eps)
@@ -232,7 +232,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
-    """Scores of the next token, float32 [T, vocab]."""
+    """Logits of the next token, float32 [T, vocab]."""
     return linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
 
 

@@ -1,4 +1,4 @@
-"""The token of a step from its scores: greedy, or drawn at a temperature from what top-k, top-p and min-p leave.
+"""The token of a step from its logits: greedy, or drawn at a temperature from what top-k, top-p and min-p leave.
 
 The draw is counter-based: its random number depends on the seed and the token's position alone, so every device gives
 the same token.

@@ -62,7 +62,7 @@ class Flight:
 
 
 class Drawing:
-    """What draws from the scores [rows, vocab] of a decode program with these inputs."""
+    """What draws from the logits [rows, vocab] of a decode program with these inputs."""
 
     def __init__(self, gpu: Any, logits: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
         rows = len(logits)
