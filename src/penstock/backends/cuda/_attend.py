@@ -9,7 +9,7 @@ import triton
 
 from penstock.backends.cuda._attend_kernel import EXPANDED, LATENT, WHOLE, attend_kernel
 from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
-from penstock.backends.cuda._launch import capability, early, multiprocessors
+from penstock.backends.cuda._launch import capability, multiprocessors, pdl_options
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
 
@@ -220,7 +220,7 @@ def attend(
         ONE=T == 1,
         num_warps=warps,
         num_stages=stages,
-        **early(),
+        **pdl_options(),
     )
     if not split:
         return
@@ -232,5 +232,5 @@ def attend(
     tile = _combined(splits, WV)
     combine_kernel[(B * T * H, -(-WV // tile["BLOCK"]))](
         part, stats, gate, number if counted and T == 1 else None, out, splits, shift + 1, capacity,
-        window if windowed else capacity, H, WV, N=N, EACH=counted - 1, **tile, **early(),
+        window if windowed else capacity, H, WV, N=N, EACH=counted - 1, **tile, **pdl_options(),
     )  # fmt: skip

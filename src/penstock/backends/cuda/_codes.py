@@ -19,7 +19,7 @@ from penstock.backends.cuda._rows import rounded
 
 # The bits of a pair of bfloat16 numbers 128; a code OR-ed into the mantissa makes 128 + code. It is an argument of the
 # kernels because one instruction cannot hold two constants, the mask and this: an OR less per pair of codes.
-MAGIC = 0x43004300
+FP_MAGIC = 0x43004300
 
 
 @triton.constexpr_function
@@ -326,27 +326,27 @@ def _block_of(start, S: tl.constexpr):
 @triton.jit
 def load_blocks(
     w, up, common, common_up, ids_ptr, slot_ptr, pair, start, first, N, known, stack, matrix, up_row,
-    SLOTS: tl.constexpr, COMMON: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, SHARED_EVERY: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr,
+    TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """Weights of U blocks of K per warp, of the pairs from `pair` on: for `multiplied_blocks`.
 
-    Rows first … of the matrices of SLOTS pairs lie one after the other as blocks; `start` is the first block. w, up,
-    common, common_up: codes, scales, biases. With up the second half of the R rows is that of another weight, `up_row`
-    rows further. With COMMON every COMMONth pair is that of the common expert; ids are those of the others.
+    Rows first … of the matrices of PAIRS_PER_ROW pairs lie one after the other as blocks; `start` is the first block.
+    w, up, common, common_up: codes, scales, biases. With up the second half of the R rows is that of another weight,
+    `up_row` rows further. The last of every SHARED_EVERY pairs is the shared expert's; ids are those of the others.
     """
     BLOCKS: tl.constexpr = (G * GS + block_codes(BITS, GS, TP) - 1) // block_codes(BITS, GS, TP)
     bases, words, scales, biases = (), (), (), ()
     for u in tl.static_range(U):
         at = _block_of(start + u * S, S)
-        live = at < SLOTS * BLOCKS
+        live = at < PAIRS_PER_ROW * BLOCKS
         q = (pair + at // BLOCKS).to(tl.int32)
         is_common = at < 0
         if ids_ptr is None:
             slot = tl.where(live, q, -1).to(tl.int64)
-        elif COMMON > 0:
-            is_common = q % COMMON == COMMON - 1
-            slot = place_of(ids_ptr, slot_ptr, q - q // COMMON, live & ~is_common, known, stack)
+        elif SHARED_EVERY > 0:
+            is_common = q % SHARED_EVERY == SHARED_EVERY - 1
+            slot = place_of(ids_ptr, slot_ptr, q - q // SHARED_EVERY, live & ~is_common, known, stack)
             slot = tl.where(live & is_common, 0, slot)
         else:
             slot = place_of(ids_ptr, slot_ptr, q, live, known, stack)
@@ -383,15 +383,15 @@ def row_rinv(x_ptr, x_at, x_step, T, eps, K: tl.constexpr, TP: tl.constexpr, S: 
 
 
 @triton.jit
-def _factor(weights_ptr, score_ptr, q, live, COMMON: tl.constexpr):
+def _factor(weights_ptr, score_ptr, q, live, SHARED_EVERY: tl.constexpr):
     """What the products of pairs q are multiplied by: their weight, or for the common expert the sigmoid of its score
     (None: 1).
     """
-    if COMMON == 0:
+    if SHARED_EVERY == 0:
         factor = tl.load(weights_ptr + q, mask=live, other=0.0)
     else:
-        token = q // COMMON
-        is_common = q % COMMON == COMMON - 1
+        token = q // SHARED_EVERY
+        is_common = q % SHARED_EVERY == SHARED_EVERY - 1
         factor = tl.load(weights_ptr + q - token, mask=live & ~is_common, other=0.0)
         gate = 1.0
         if score_ptr is not None:
@@ -402,9 +402,9 @@ def _factor(weights_ptr, score_ptr, q, live, COMMON: tl.constexpr):
 
 @triton.jit
 def multiplied_blocks(
-    bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, pair, start, T, share, x_step,
-    COMMON: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr,
-    S: tl.constexpr, U: tl.constexpr,
+    bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, pair, start, T, pairs_per_x,
+    x_step, SHARED_EVERY: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """The products [S, R, columns] of the blocks that `load_blocks` loaded, summed over U. With norm_ptr x is times
     rinv [TP] and norm [K], rounded as it was.
@@ -416,7 +416,7 @@ def multiplied_blocks(
     for u in tl.static_range(U):
         at = _block_of(start + u * S, S)
         live, block = bases[u] >= 0, at % BLOCKS
-        xs += (_load_x(x_ptr, (pair + at // BLOCKS) // share * K, x_step, block, live, T, K, BITS, GS, TP),)
+        xs += (_load_x(x_ptr, (pair + at // BLOCKS) // pairs_per_x * K, x_step, block, live, T, K, BITS, GS, TP),)
         if norm_ptr is not None:
             norms += (_load_x(norm_ptr, at * 0, 0, block, live, T, K, BITS, GS, TP),)
 
@@ -447,7 +447,7 @@ def multiplied_blocks(
         part = _multiplied(mine, scales[u], biases[u], x, magic, late, BITS, GS, TP, R, S)
         if weights_ptr is not None:
             q = (pair + _block_of(start + u * S, S) // BLOCKS).to(tl.int32)
-            part *= _factor(weights_ptr, score_ptr, q, bases[u] >= 0, COMMON)[:, None, None]
+            part *= _factor(weights_ptr, score_ptr, q, bases[u] >= 0, SHARED_EVERY)[:, None, None]
         total += part
     return total
 

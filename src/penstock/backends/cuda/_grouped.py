@@ -217,7 +217,7 @@ def group_pairs(
 
 
 def _grouped(
-    x: torch.Tensor, w: Any, up: Any, plan: Plan, share: int, act: str | None, out: torch.Tensor,
+    x: torch.Tensor, w: Any, up: Any, plan: Plan, pairs_per_x: int, act: str | None, out: torch.Tensor,
     is_ordered: bool = False, out_unit: int = 0,
 ) -> None:  # fmt: skip
     """Launch the product of x rows with their experts; act None: one plain product."""
@@ -241,8 +241,9 @@ def _grouped(
         x, is_ordered = ordered(x, bits), True
     tail, BN, BK, warps, stages = _config(plan.rows, bits, plainly(dtype, bits, is_ordered), K % (2 * gs) == 0)
     _grouped_kernel[(NT * triton.cdiv(N, BN // 2 if act else BN),)](
-        x, *arrays, *apart, out, plan.order, plan.tiles, NT, N, S, rows, share, K, bits, gs, words, pairs_of(w, dtype),
-        is_ordered, TL_DTYPES[dtype], act, out_unit, plan.rows, tail, BN, BK, num_warps=warps, num_stages=stages,
+        x, *arrays, *apart, out, plan.order, plan.tiles, NT, N, S, rows, pairs_per_x, K, bits, gs, words,
+        pairs_of(w, dtype), is_ordered, TL_DTYPES[dtype], act, out_unit, plan.rows, tail, BN, BK, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import (
-    MAGIC,
+    FP_MAGIC,
     block_codes,
     columns,
     columns_summed,
@@ -20,7 +20,7 @@ from penstock.backends.cuda._codes import (
     row_rinv,
     tile_codes,
 )
-from penstock.backends.cuda._launch import INTERPRETED, activation, early, multiprocessors
+from penstock.backends.cuda._launch import INTERPRETED, activation, multiprocessors, pdl_options
 from penstock.backends.cuda._rows import rounded
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
@@ -54,40 +54,42 @@ def _dense_product(
 
 
 @triton.jit
-def _wait_if(fresh):
-    if fresh != 0:
+def _wait_if(wait_first):
+    if wait_first != 0:
         gdc_wait()
 
 
 @triton.jit
-def _in_turn(order_ptr, p, pairs, COMMON: tl.constexpr):
+def _in_turn(order_ptr, p, pairs, SHARED_EVERY: tl.constexpr):
     """The p-th pair of those in `order`, then of those of the common expert."""
-    if COMMON == 0:
+    if SHARED_EVERY == 0:
         q = tl.load(order_ptr + p, cache_modifier=".cg")
     else:
-        routed = pairs - pairs // COMMON
+        routed = pairs - pairs // SHARED_EVERY
         at = tl.load(order_ptr + p, mask=p < routed, other=0, cache_modifier=".cg")
-        q = tl.where(p < routed, at + at // (COMMON - 1), (p - routed) * COMMON + COMMON - 1)
+        q = tl.where(p < routed, at + at // (SHARED_EVERY - 1), (p - routed) * SHARED_EVERY + SHARED_EVERY - 1)
     return q.to(tl.int64)
 
 
 @triton.jit
 def _arrived(
-    x_ptr, norm_ptr, residual_ptr, p, at, ok, T, share, x_step, eps, K: tl.constexpr, TP: tl.constexpr, S: tl.constexpr
+    x_ptr, norm_ptr, residual_ptr, p, at, ok, T, pairs_per_x, x_step, eps, K: tl.constexpr, TP: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """What a program reads once the kernel before has ended: 1 / rms of its rows of x, and its part of the residual."""
     rinv, residual = 0.0, 0.0
     if norm_ptr is not None:
-        rinv = row_rinv(x_ptr, p // share * K, x_step, T, eps, K, TP, S)
+        rinv = row_rinv(x_ptr, p // pairs_per_x * K, x_step, T, eps, K, TP, S)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32)
     return rinv, residual
 
 
-# matvec    y[p, t] = residual[p, t] + sum_i weights[q] * (W[e] . x[q // share, t]), q = p * SLOTS + i, e = expert of q
-#           (ids, slot_of) or q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not there. norm: x
-#           is rms_norm(x, norm), SLOTS 1. COMMON: the last of every COMMON pairs is that of the common expert, which
-#           has no id and for its weight sigmoid(score[token]), or 1. order: the turn of the pairs, SLOTS 1
+# matvec    y[p, t] = residual[p, t] + sum_i weights[q] * (W[e] . x[q // pairs_per_x, t]), q = p * PAIRS_PER_ROW + i,
+#           e = expert of q (ids, slot_of) or q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not
+#           there. norm: x is rms_norm(x, norm), PAIRS_PER_ROW 1. SHARED_EVERY: the last of so many pairs is that of the
+#           shared expert, which has no id and for its weight sigmoid(score[token]), or 1. order: the turn of the pairs,
+#           PAIRS_PER_ROW 1
 # shapes    w, up: codes, scales, biases of rows of one format, `matrix` rows for each expert, those of up `up_row` rows
 #           further; common, common_up: those of one expert; x rows of K, x_step apart for tokens; norm [K];
 #           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one; BITS 0: dense, GS 1
@@ -97,19 +99,20 @@ def _arrived(
 # limits    T <= TP <= 8 tokens without MANY; codes: R a multiple of 16, with ACT of 8
 #
 # PDL: the kernel starts while the one before it ends, asks for weights, and waits for that end before it reads x or
-# writes y. fresh 1: weights or ids may be what the one before writes, so it waits before it reads anything.
-@triton.jit(do_not_specialize=["magic", "fresh", "T", "known", "stack", "share"])
+# writes y. wait_first 1: weights or ids may be what the one before writes, so it waits before it reads anything.
+@triton.jit(do_not_specialize=["magic", "wait_first", "T", "known", "stack", "pairs_per_x"])
 def _matvec_kernel(
     w, up, common, common_up, x_ptr, norm_ptr, residual_ptr, ids_ptr, order_ptr, slot_ptr, weights_ptr, score_ptr,
-    y_ptr, magic, fresh, N, T, known, stack, matrix, up_row, share, x_step, y_step, eps, SLOTS: tl.constexpr,
-    COMMON: tl.constexpr, MANY: tl.constexpr, ACT: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr,
-    TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, U: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, magic, wait_first, N, T, known, stack, matrix, up_row, pairs_per_x, x_step, y_step, eps,
+    PAIRS_PER_ROW: tl.constexpr, SHARED_EVERY: tl.constexpr, MANY: tl.constexpr, ACT: tl.constexpr, G: tl.constexpr,
+    BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = G * GS
     p = (tl.program_id(0) // tl.cdiv(N, R)).to(tl.int64)
     first = tl.program_id(0) % tl.cdiv(N, R) * R
     if PDL:
-        _wait_if(fresh)
+        _wait_if(wait_first)
     if MANY:
         passes = tl.cdiv(T, TP)
         start = (tl.program_id(0) % passes).to(tl.int64) * TP
@@ -121,7 +124,7 @@ def _matvec_kernel(
         T -= start.to(tl.int32)
         p = start * 0
     if order_ptr is not None:
-        p = _in_turn(order_ptr, p, tl.num_programs(0) // tl.cdiv(N, R), COMMON)
+        p = _in_turn(order_ptr, p, tl.num_programs(0) // tl.cdiv(N, R), SHARED_EVERY)
     row = first + tl.arange(0, R)[:, None]
     token = tl.arange(0, TP)[None, :]
     at = p * N + token.to(tl.int64) * y_step + row
@@ -130,11 +133,11 @@ def _matvec_kernel(
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-        rinv, residual = _arrived(x_ptr, norm_ptr, residual_ptr, p, at, ok, T, share, x_step, eps, K, TP, S)
+        rinv, residual = _arrived(x_ptr, norm_ptr, residual_ptr, p, at, ok, T, pairs_per_x, x_step, eps, K, TP, S)
         y = tl.zeros((R, TP), tl.float32)
-        for q in range(p * SLOTS, p * SLOTS + SLOTS):
+        for q in range(p * PAIRS_PER_ROW, p * PAIRS_PER_ROW + PAIRS_PER_ROW):
             slot = q if ids_ptr is None else place_of(ids_ptr, slot_ptr, q, q >= 0, known, stack)
-            base, x_at = slot * matrix, q // share * K
+            base, x_at = slot * matrix, q // pairs_per_x * K
             part = _dense_product(w[0], x_ptr, norm_ptr, rinv, base, x_at, first, N, T, x_step, K, TP, R)
             if ACT is not None:
                 base += up_row
@@ -146,28 +149,28 @@ def _matvec_kernel(
     else:
         ROWS: tl.constexpr = R if ACT is None else 2 * R
         COLS: tl.constexpr = columns(BITS, GS, TP)
-        END: tl.constexpr = SLOTS * triton.cdiv(K, block_codes(BITS, GS, TP))
+        END: tl.constexpr = PAIRS_PER_ROW * triton.cdiv(K, block_codes(BITS, GS, TP))
         bases, words, scales, biases = load_blocks(
-            w, up, common, common_up, ids_ptr, slot_ptr, p * SLOTS, 0, first, N, known, stack, matrix, up_row,
-            SLOTS, COMMON, G, BITS, GS, TP, ROWS, S, U,
+            w, up, common, common_up, ids_ptr, slot_ptr, p * PAIRS_PER_ROW, 0, first, N, known, stack, matrix, up_row,
+            PAIRS_PER_ROW, SHARED_EVERY, G, BITS, GS, TP, ROWS, S, U,
         )  # fmt: skip
         if PDL:
             gdc_launch_dependents()
             gdc_wait()
-        rinv, residual = _arrived(x_ptr, norm_ptr, residual_ptr, p, at, ok, T, share, x_step, eps, K, TP, S)
+        rinv, residual = _arrived(x_ptr, norm_ptr, residual_ptr, p, at, ok, T, pairs_per_x, x_step, eps, K, TP, S)
         total = multiplied_blocks(
-            bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, p * SLOTS, 0, T, share,
-            x_step, COMMON, G, BITS, GS, TP, ROWS, S, U,
+            bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, p * PAIRS_PER_ROW, 0, T,
+            pairs_per_x, x_step, SHARED_EVERY, G, BITS, GS, TP, ROWS, S, U,
         )  # fmt: skip
         if END > S * U:
             for start in range(S * U, END, S * U):
                 bases, words, scales, biases = load_blocks(
-                    w, up, common, common_up, ids_ptr, slot_ptr, p * SLOTS, start, first, N, known, stack, matrix,
-                    up_row, SLOTS, COMMON, G, BITS, GS, TP, ROWS, S, U,
+                    w, up, common, common_up, ids_ptr, slot_ptr, p * PAIRS_PER_ROW, start, first, N, known, stack,
+                    matrix, up_row, PAIRS_PER_ROW, SHARED_EVERY, G, BITS, GS, TP, ROWS, S, U,
                 )  # fmt: skip
                 total += multiplied_blocks(
-                    bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, p * SLOTS,
-                    start, T, share, x_step, COMMON, G, BITS, GS, TP, ROWS, S, U,
+                    bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic,
+                    p * PAIRS_PER_ROW, start, T, pairs_per_x, x_step, SHARED_EVERY, G, BITS, GS, TP, ROWS, S, U,
                 )  # fmt: skip
         y = columns_summed(total, S, ROWS, COLS, TP)
         if ACT is not None:
@@ -281,7 +284,7 @@ def _matvec(
     T: int = 1,
     pairs: int = 1,
     slots: int = 1,
-    share: int = 1,
+    pairs_per_x: int = 1,
     steps: tuple[int, int] = (0, 0),
     ids: torch.Tensor | None = None,
     slot_of: torch.Tensor | None = None,
@@ -315,13 +318,13 @@ def _matvec(
         kind = (act is not None, norm is not None, x.dtype != torch.bfloat16, multiprocessors(x))
         config = _config(bits, gs, N, G * gs, tokens, several, slots, *kind)
     read = [_is_new(one) for one in (w, up, common, common_up) if one is not None]
-    fresh = any(read) or (ids is not None and not old_ids)
+    wait_first = any(read) or (ids is not None and not old_ids)
     _matvec_kernel[(triton.cdiv(N, config["R"]) * pairs,)](
         arrays, ups, _parts(common)[0] if common is not None else _NO_WEIGHT,
         _parts(common_up)[0] if common_up is not None else _NO_WEIGHT, x, norm, residual, ids, order, slot_of, weights,
-        score, out, MAGIC, int(fresh), N, T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0],
-        w.shape[-2], N if up is None else 0, share, *steps, eps, SLOTS=slots, COMMON=per_token, MANY=many, ACT=act, G=G,
-        BITS=bits, GS=gs, **config, **early(),
+        score, out, FP_MAGIC, int(wait_first), N, T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0],
+        w.shape[-2], N if up is None else 0, pairs_per_x, *steps, eps, PAIRS_PER_ROW=slots, SHARED_EVERY=per_token,
+        MANY=many, ACT=act, G=G, BITS=bits, GS=gs, **config, **pdl_options(),
     )  # fmt: skip
 
 
@@ -377,13 +380,13 @@ def expert_rows(
     experts: Any,
     ids: torch.Tensor | None,
     slot_of: torch.Tensor | None,
-    share: int,
+    pairs_per_x: int,
     out: torch.Tensor,
     stack: int = 0,
 ) -> None:
-    """out [pairs, N] = x[p // share] · experts[ids[p]]; ids None: expert p; 0 for an expert that is not there."""
+    """out [pairs, N] = x[p // pairs_per_x] · experts[ids[p]]; ids None: expert p; 0 for an expert that is not there."""
     pairs, N = out.shape
-    _matvec(x, experts, out, N, pairs=pairs, share=share, ids=ids, slot_of=slot_of, stack=stack)
+    _matvec(x, experts, out, N, pairs=pairs, pairs_per_x=pairs_per_x, ids=ids, slot_of=slot_of, stack=stack)
 
 
 def expert_gate_up_rows(
@@ -408,7 +411,7 @@ def expert_gate_up_rows(
         expert_rows(x, up_w, ids, slot_of, k, up)
         gated(gate, up, act, out)
         return
-    _matvec(x, gate_w, out, N, pairs=T * k, share=k, ids=ids, slot_of=slot_of, up=up_w, act=act, alike=tokens * k)
+    _matvec(x, gate_w, out, N, pairs=T * k, pairs_per_x=k, ids=ids, slot_of=slot_of, up=up_w, act=act, alike=tokens * k)
 
 
 def expert_down_sum_rows(
@@ -454,8 +457,8 @@ def mixed_gate_up(
     """
     T, slots, N = out.shape
     _matvec(
-        x, gate_w, out, N, pairs=T * slots, share=slots, ids=ids, slot_of=slot_of, up=up_w, act=act, common=common,
-        common_up=common_up, per_token=slots, norm=norm, eps=eps, order=order, alike=tokens * slots,
+        x, gate_w, out, N, pairs=T * slots, pairs_per_x=slots, ids=ids, slot_of=slot_of, up=up_w, act=act,
+        common=common, common_up=common_up, per_token=slots, norm=norm, eps=eps, order=order, alike=tokens * slots,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import early
+from penstock.backends.cuda._launch import pdl_options
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.rope import pieces_of, sincos
 from penstock.ops.op import deterministic
@@ -180,7 +180,7 @@ def prepare(
     _prepare_kernel[(triton.cdiv(T, tile["TOKENS"]), H + heads)](
         q, k, v, *norms, inv_freq, positions if given else None, block_table, *out, *pages,
         T, 0 if given else positions, H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1],
-        mscale, eps, EACH=given and positions.ndim == 1, NORM_VALUES=norm_values, **tile, **early(),
+        mscale, eps, EACH=given and positions.ndim == 1, NORM_VALUES=norm_values, **tile, **pdl_options(),
     )  # fmt: skip
 
 
@@ -268,5 +268,5 @@ def mla_prepare(
     _mla_prepare_kernel[(T, triton.cdiv(H, tile["HEADS"]) + 1)](
         q, kv, kv_norm, inv_freq, positions if given else None, block_table, *out, *pages,
         0 if given else positions, H, nope, half, R, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1],
-        mscale, eps, EACH=given and positions.ndim == 1, **tile, **early(),
+        mscale, eps, EACH=given and positions.ndim == 1, **tile, **pdl_options(),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, takes_chunks
 from penstock.backends.cuda._conv import convolve, move_on
-from penstock.backends.cuda._launch import early, sigmoid, silu
+from penstock.backends.cuda._launch import pdl_options, sigmoid, silu
 from penstock.backends.cuda._rows import rounded
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
@@ -320,7 +320,7 @@ def gated_delta_step(
     g, b = (qkv.new_empty((B, Hv), dtype=torch.float32) for _ in range(2))
     _mix_kernel[(B, 2 * Hk + Hv)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, len(state), Hk, Hv, Dk, Dv, 1e-6,
-        W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), num_warps=1, **early(),
+        W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), num_warps=1, **pdl_options(),
     )  # fmt: skip
     tile = _step_tile(Dk, Dv)
     if tile is None:
@@ -330,5 +330,5 @@ def gated_delta_step(
     rows, wide, warps = tile
     _step_kernel[(B, Hv)](
         state, y, g, b, z, norm_weight, slots, out, len(state), Hk, Hv, Dk, Dv, eps,
-        GROUP=Hv // Hk, ROWS=rows, WIDE=wide, num_warps=warps, **early(),
+        GROUP=Hv // Hk, ROWS=rows, WIDE=wide, num_warps=warps, **pdl_options(),
     )  # fmt: skip

@@ -165,13 +165,18 @@ def matmul_add(residual, x, w, activations, *, out, variant):
 
 
 def _sequence_product(
-    x: torch.Tensor, experts: Any, ids: torch.Tensor | None, slot_of: torch.Tensor | None, share: int, out: torch.Tensor
+    x: torch.Tensor,
+    experts: Any,
+    ids: torch.Tensor | None,
+    slot_of: torch.Tensor | None,
+    pairs_per_x: int,
+    out: torch.Tensor,
 ) -> None:
     """Experts that are no stack: one launch each, over all pairs where the ids are known to the device only."""
     pairs = len(out)
     if ids is None and slot_of is None:
         for p, w in enumerate(experts):
-            matvec(x[p // share : p // share + 1], w, out[p : p + 1])
+            matvec(x[p // pairs_per_x : p // pairs_per_x + 1], w, out[p : p + 1])
         return
     ids = torch.arange(pairs, dtype=torch.int32, device=x.device) if ids is None else ids.view(-1)
     if slot_of is not None:
@@ -181,7 +186,7 @@ def _sequence_product(
     part = torch.empty_like(out)
     for slot, w in enumerate(experts):
         mine = ids == slot
-        expert_rows(x, w, torch.where(mine, 0, -1).to(torch.int32), None, share, part, stack=1)
+        expert_rows(x, w, torch.where(mine, 0, -1).to(torch.int32), None, pairs_per_x, part, stack=1)
         torch.where(mine[:, None], part, out, out=out)
 
 
@@ -197,10 +202,10 @@ def expert_matmul(x, experts, ids, slot_of, activations, *, out):
         x = round_activations(x, first.group_size)
     N = out.shape[-1]
     rows, y = flat_rows(x), out.view(-1, N)
-    share = len(y) // len(rows)
+    pairs_per_x = len(y) // len(rows)
     if sequence:
-        _sequence_product(rows, experts, ids, slot_of, share, y)
+        _sequence_product(rows, experts, ids, slot_of, pairs_per_x, y)
         return
     if ids is None and slot_of is not None:
         ids = torch.arange(len(slot_of), dtype=torch.int32, device=x.device)
-    expert_rows(rows, experts, ids, slot_of, share, y)
+    expert_rows(rows, experts, ids, slot_of, pairs_per_x, y)
