@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._attend_kernel import dot
+from penstock.backends.cuda._attend_tile import dot
 from penstock.backends.cuda._gemm import dense_copy, in_full
 from penstock.backends.cuda._launch import pdl_options
 from penstock.backends.cuda._matvec import batched_matvec

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 
 from penstock import ops
+from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._launch import flat_rows
-from penstock.backends.cuda._matvec import TOKENS, expert_rows, gated, matvec, round_activations
+from penstock.backends.cuda._matvec import TOKENS, matvec
+from penstock.backends.cuda._matvec_experts import expert_rows
 from penstock.backends.cuda._quant import code_at, dequantized
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
