@@ -3,6 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
+from operator import le
 
 import torch
 import triton
@@ -13,6 +14,7 @@ from penstock.backends.cuda._attend_prefill import prefill_kernel
 from penstock.backends.cuda._attend_tile import EXPANDED, LATENT, WHOLE, Arrays, Constants, Heads
 from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
 from penstock.backends.cuda._launch import capability, multiprocessors, pdl_options
+from penstock.backends.cuda._tuning import ATTEND, ATTEND_SPLITS
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
 
@@ -57,28 +59,17 @@ def key_parts(width: int) -> tuple[int, int]:
 
 @functools.cache
 def _plan(parts: tuple[int, int, int], itemsize: int, rows: int, latent: bool, hopper: bool) -> tuple[int, ...]:
-    """M, N, warps, stages and BV for padded parts of a key, B and B2, and a value of any width.
-
-    Measured on an H200, and chosen to fit 227 KB of shared memory, or 163 KB before Hopper.
-    """
+    """M, N, warps, stages and BV for padded parts of a key, B and B2, and a value of any width."""
     B, B2, width = parts
     BV = _padded(width)
-    wide = max(B + B2, BV)
-    if itemsize == 4:  # exact float32 products run without tensor cores, operands in registers
-        return (16, 32, 4, 1, BV) if wide <= 128 else (16, 16, 8, 1, BV)
-    if rows <= 16:
-        return (16, 32, 8, 3 if hopper else 2, BV) if wide > 256 else (16, 64, 4, 2, BV)
-    if wide <= 128:
-        return 64, 64, 4, 3, BV
-    if latent:
-        return 64, 64 if hopper else 32, 8, 2, BV
-    if wide > 512:
-        return 64, 16, 8, 2, BV
-    if wide > 256:  # M · 512 sums do not fit the registers: two programs for their halves, each with all scores
-        return (128, 32, 8, 2, 256) if hopper and width % 256 == 0 else (64, 32, 8, 2, BV)
-    if rows <= 64:
-        return 64, 64 if BV <= 128 else 32, 4, 2, BV
-    return 128, 64 if hopper else 32, 8, 3 if BV <= 128 and hopper else 2, BV
+    sizes = (rows, max(B + B2, BV), BV)
+    row = next(
+        row for row in ATTEND
+        if row.exact == (itemsize == 4) and row.latent in (None, latent)
+        and all(map(le, sizes, row[2:5]))
+    )  # fmt: skip
+    found = row.hopper if hopper and (len(row.hopper) == 4 or width % 256 == 0) else row.older
+    return (*found, BV)[:5]
 
 
 @functools.cache
@@ -102,8 +93,8 @@ def _spread(
 
 @functools.cache
 def _splits(programs: int, positions: int, wanted: int, N: int) -> int:
-    """Parts of a range of positions, so that a launch of few programs has as many as are wanted; 128 at most."""
-    return max(1, min(positions // N, wanted // programs, 128))
+    """Parts of a range of positions, so that a launch of few programs has as many as are wanted."""
+    return max(1, min(positions // N, wanted // programs, ATTEND_SPLITS))
 
 
 @functools.cache

@@ -25,10 +25,9 @@ from penstock.backends.cuda._codes import (
 )
 from penstock.backends.cuda._launch import INTERPRETED, activation, multiprocessors, pdl_options
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import MATVEC_BLOCKS, MATVEC_BUSY, MATVEC_TOKENS, MATVEC_TWICE
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
-
-TOKENS = 8  # rows of x that one pass over the weights takes
 
 
 @triton.jit
@@ -215,17 +214,18 @@ def _config(
     tiles = N * pairs * (1 + gated) / 16 / processors
     rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
     narrow = bits in (2, 4) and not wide  # leaves registers for twice as much
-    if tiles >= 2.5:
+    if tiles >= MATVEC_BUSY:
         warps = min(4, triton.next_power_of_2(blocks))
         if tokens > 1:  # blocks are short: several at once, so that enough is on its way
-            return _coded(tokens, rows, warps, min(4 if tokens == TOKENS else 2, -(-blocks // warps)) if narrow else 1)
+            return _coded(
+                tokens, rows, warps, min(4 if tokens == MATVEC_TOKENS else 2, -(-blocks // warps)) if narrow else 1
+            )
         if normed and narrow and not gated and blocks in (3, 4):
             # Every program norms x: smaller ones of fewer warps. [9216, 2048] 6.2 µs, with 32 rows and 4 warps 7.8.
             return _coded(tokens, rows, 2, 2)
-        # Many slots are many steps: with twice the rows more is on its way. DeepSeek's down 28 µs instead of 37.
-        twice = narrow and ((blocks <= warps and tiles >= 5.5) or (slots > 1 and blocks > 16))
+        twice = narrow and ((blocks <= warps and tiles >= MATVEC_TWICE) or (slots > 1 and blocks > MATVEC_BLOCKS))
         return _coded(tokens, 2 * rows if twice else rows, warps)
-    if tiles <= 1 and blocks <= 4 and tokens < TOKENS:
+    if tiles <= 1 and blocks <= 4 and tokens < MATVEC_TOKENS:
         tokens, blocks = 2 * tokens, 2 * blocks
     warps = min(16 if tiles <= 1 and slots > 1 and blocks <= 16 else 8, triton.next_power_of_2(blocks))
     return _coded(tokens, rows, warps, 2 if blocks > warps and narrow else 1)
@@ -286,7 +286,7 @@ def launch(
     eps: float = 0.0,
     alike: int = 0,
 ) -> None:
-    """One launch of `codes` or `dense`. up None with an act: the up rows follow the N gate rows of w. common: the expert
+    """Launch `codes` or `dense`. up None with an act: the up rows follow the N gate rows of w. common: the expert
     of the last of `per_token` pairs of a token. order: the turn in which pairs come, by their ids. many: more tokens
     than one pass over the weights takes. alike: pairs of all the launches that this one is a part of, which shall add
     up alike.
@@ -316,7 +316,7 @@ def launch(
 def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
     """Rows of x that one pass over the weights takes: a thread keeps its x, in up to 3 parts, in registers."""
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype]
-    tokens = TOKENS
+    tokens = MATVEC_TOKENS
     while tokens > 1 and columns(bits, gs, tokens) * tile_codes(bits, gs, tokens) * parts > 192 * 32:
         tokens //= 2
     return tokens
@@ -324,7 +324,7 @@ def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
 
 def _passes(x: torch.Tensor, w: Any) -> int:
     """Rows of x per pass over w."""
-    return _most_tokens(w.bits, w.group_size, x.dtype) if isinstance(w, QuantizedTensor) else TOKENS
+    return _most_tokens(w.bits, w.group_size, x.dtype) if isinstance(w, QuantizedTensor) else MATVEC_TOKENS
 
 
 def matvec(

@@ -15,10 +15,9 @@ from penstock.backends.cuda._launch import pdl_options
 from penstock.backends.cuda._matvec import batched_matvec
 from penstock.backends.cuda._quant import code_at, dequantized
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import PER_HEAD_COPY
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
-
-_MANY = 256  # tokens from which a dense copy of a quantized weight, one more write and read of it, pays
 
 
 @triton.jit
@@ -254,7 +253,7 @@ def _rows_of_heads(w: QuantizedTensor, H: int, first: int) -> QuantizedTensor:
 
 def copies(x: torch.Tensor, w: Any) -> bool:
     """Whether w is made dense for cuBLAS."""
-    return isinstance(w, QuantizedTensor) and len(x) >= _MANY and in_full(x) and not deterministic()
+    return isinstance(w, QuantizedTensor) and len(x) >= PER_HEAD_COPY and in_full(x) and not deterministic()
 
 
 def _batched(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:

@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._launch import pdl_options
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import PREPARE_NUMBERS, PREPARE_ONE
 from penstock.backends.cuda.rope import pieces_of, sincos
 from penstock.ops.op import deterministic
 
@@ -145,16 +146,12 @@ def _prepare_kernel(
         _store_head(k_pages_ptr + place, head, live, half, D, HALF, PIECES)
 
 
-_FEW = 64  # tokens up to which a program has one
-_NUMBERS = 2048  # of a program with several
-
-
 @functools.cache
 def _tile(D: int, half: int, few: bool) -> dict[str, int]:
     """A program's share: tokens, columns of a piece and pieces; and warps."""
     piece, rest = pieces_of("attention_prepare", D, half)
     block = triton.next_power_of_2(D)
-    tokens = 1 if few else max(1, _NUMBERS // block)
+    tokens = 1 if few else max(1, PREPARE_NUMBERS // block)
     return {"TOKENS": tokens, "HALF": piece, "PIECES": 2 + rest, "num_warps": max(1, min(8, tokens * block // 512))}
 
 
@@ -176,7 +173,7 @@ def prepare(
     T, H, D = out[0].shape
     half, heads = inv_freq.shape[0], k.shape[1] // D
     given = isinstance(positions, torch.Tensor)
-    tile = _tile(D, half, T <= _FEW and not deterministic())
+    tile = _tile(D, half, T <= PREPARE_ONE and not deterministic())
     _prepare_kernel[(triton.cdiv(T, tile["TOKENS"]), H + heads)](
         q, k, v, *norms, inv_freq, positions if given else None, block_table, *out, *pages,
         T, 0 if given else positions, H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1],

@@ -17,6 +17,7 @@ from penstock.backends.cuda._chunk import delta_chunks, takes_chunks
 from penstock.backends.cuda._conv import convolve, move_on
 from penstock.backends.cuda._launch import pdl_options, sigmoid, silu
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import DELTA_AHEAD, DELTA_STEPS
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
 
@@ -95,9 +96,6 @@ def gdn_decay_beta(
 
 
 # -- delta rule ------------------------------------------------------------------------------------------------------
-
-_STEPS = 16  # tokens up to which the recurrence is faster than the chunks
-_AHEAD = 4  # tokens whose q, k and v are under way in the recurrence of one sequence
 
 
 @functools.cache
@@ -181,7 +179,7 @@ def _recur(
     states, tokens = (1, T) if slots is None else (T, 1)
     _recurrence_kernel[(states, Hv, triton.cdiv(Dv, rows))](
         state, qkv, g, b, slots, out, tokens, state.shape[0], Hk, Hv, Dk, Dv, slots is not None, Hv // Hk, rows, wide,
-        _AHEAD, num_warps=warps,
+        DELTA_AHEAD, num_warps=warps,
     )  # fmt: skip
 
 
@@ -206,7 +204,7 @@ def gated_delta_net(
     T = len(qkv)
     if T == 0:
         return
-    many = method == "chunkwise" or (method == "auto" and (T > _STEPS or deterministic()))
+    many = method == "chunkwise" or (method == "auto" and (T > DELTA_STEPS or deterministic()))
     if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, Dk):
         delta_chunks(state, qkv, g, b, out, Hk, Hv, Dk, Dv)
     else:

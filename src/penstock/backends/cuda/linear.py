@@ -9,9 +9,10 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._launch import flat_rows
-from penstock.backends.cuda._matvec import TOKENS, matvec
+from penstock.backends.cuda._matvec import matvec
 from penstock.backends.cuda._matvec_experts import expert_rows
 from penstock.backends.cuda._quant import code_at, dequantized
+from penstock.backends.cuda._tuning import MATVEC_TOKENS
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
@@ -54,7 +55,9 @@ def _few(rows: torch.Tensor, variant: str | None, exact: bool = False) -> bool:
 
     exact: a small weight that may not be rounded. The tiles of many rows take float32 for it, which is slow.
     """
-    return variant == "matvec" or (variant is None and len(rows) <= (64 if exact else TOKENS) and not deterministic())
+    return variant == "matvec" or (
+        variant is None and len(rows) <= (64 if exact else MATVEC_TOKENS) and not deterministic()
+    )
 
 
 def _exact(x: torch.Tensor, w: Any, out: torch.Tensor) -> bool:
