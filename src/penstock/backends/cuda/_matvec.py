@@ -125,7 +125,7 @@ def _arrived(a, x, p, at, ok, T, pairs_per_x, n, C: tl.constexpr):
 # PDL: the kernel starts while the one before it ends, asks for weights, and waits for that end before it reads x or
 # writes y. wait_first 1: weights or ids may be what the one before writes, so it waits before it reads anything.
 @triton.jit(do_not_specialize=["magic", "wait_first", "T", "known", "stack", "pairs_per_x"])
-def _codes_kernel(a, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
+def _matvec_codes_kernel(a, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         _wait_if(wait_first)
     p, first, start, T = _part_of(a, T, n, C)
@@ -158,7 +158,7 @@ def _codes_kernel(a, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.c
 #
 # PDL: it waits for the kernel before at once.
 @triton.jit(do_not_specialize=["T", "known", "stack", "pairs_per_x"])
-def _dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
+def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -305,11 +305,11 @@ def launch(
     run_time = (T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], pairs_per_x)
     grid = (triton.cdiv(N, R) * pairs,)
     if bits == 0:
-        _dense_kernel[grid](a, *run_time, n, C=C, **options, **pdl_options())
+        _matvec_dense_kernel[grid](a, *run_time, n, C=C, **options, **pdl_options())
         return
     read = [_is_new(one) for one in (w, up, common, common_up) if one is not None]
     wait_first = any(read) or (ids is not None and not old_ids)
-    _codes_kernel[grid](a, FP_MAGIC, int(wait_first), *run_time, n, C=C, **options, **pdl_options())
+    _matvec_codes_kernel[grid](a, FP_MAGIC, int(wait_first), *run_time, n, C=C, **options, **pdl_options())
 
 
 @functools.cache
