@@ -152,7 +152,7 @@ def test_norm_matmul_at_model_shapes_repeats_and_replays(N, K, bits, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_activations_are_rounded_as_defined(dtype, rng):
-    from penstock.backends.cuda._matvec import round_activations
+    from penstock.backends.cuda._activations import round_activations
 
     x = normal(rng, 3, 128, dtype=dtype, scale=3)
     x[1, 32:64] = 0
@@ -182,7 +182,7 @@ def test_experts_that_are_not_there_give_zeros(rng):
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_expert_rows_of_absent_experts_count_as_nothing(dense, rng):
-    from penstock.backends.cuda._matvec import expert_down_sum_rows, expert_gate_up_rows
+    from penstock.backends.cuda._matvec_experts import expert_down_sum_rows, expert_gate_up_rows
 
     gate, up, down = quantized(rng, 3, 32, 64), quantized(rng, 3, 32, 64), quantized(rng, 3, 21, 32)
     if dense:
@@ -336,7 +336,7 @@ def test_experts_in_a_graph_follow_their_ids():
 @pytest.mark.cuda
 def test_experts_read_the_ids_that_were_just_written():
     """Layers in a graph: a kernel writes ids, the next reads them, and the one after may start before that ends."""
-    from penstock.backends.cuda._matvec import expert_down_sum_rows, expert_gate_up_rows
+    from penstock.backends.cuda._matvec_experts import expert_down_sum_rows, expert_gate_up_rows
 
     gate_up, down = random_weight(16, 1024, 2048), random_weight(16, 2048, 512)
     start, weights = torch.zeros(1, 8, device=DEVICE, dtype=torch.int32), torch.rand(1, 8, device=DEVICE)

@@ -144,9 +144,9 @@ class Engine:
                 return logits[0] if rows is None else rows
 
     def prefill_chunk(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
-        """Append ids up to the next multiple of the alignment: scores [1, vocab] of the prompt's last chunk, else None.
+        """Append ids up to the next multiple of the alignment: logits [1, vocab] of the prompt's last chunk, else None.
 
-        every: scores after each of the ids.
+        every: logits after each of the ids.
         """
         with self.lock, self.device.running(deterministic=False):  # the cut of a prompt does not depend on others
             self._check_files()

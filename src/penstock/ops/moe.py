@@ -294,8 +294,19 @@ def expert_down_sum(
     return round_to(_down_sum(h, down_w, ids, weights, slot_of, activations), h.dtype)
 
 
-def _expert_mlp(expert_out: Spec, x: Spec, ids: Spec, *rest: Any) -> None:
-    _moe_forward(x, ids, Spec(ids.shape, "float32"), *rest, expert_out)
+def _expert_mlp(
+    expert_out: Spec,
+    x: Spec,
+    ids: Spec,
+    gate_w: Any,
+    up_w: Any,
+    down_w: Any,
+    slot_of: Spec | None,
+    act: str,
+    activations: str,
+) -> None:
+    weights = Spec(ids.shape, "float32")
+    _moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
 
 
 def _check_batch(ids: Array, gate_w: Any, slot_of: Array | None) -> None:

@@ -1,15 +1,20 @@
-"""Launching attention: one kernel behind decode, prefill and latent attention over every layout of a cache."""
+"""Launching attention: decode, prefill and latents over every layout of a cache."""
 
 import functools
 import math
 from dataclasses import dataclass
+from operator import le
 
 import torch
 import triton
 
-from penstock.backends.cuda._attend_kernel import EXPANDED, LATENT, WHOLE, attend_kernel
+from penstock.backends.cuda._attend_decode import decode_kernel
+from penstock.backends.cuda._attend_latent import latent_kernel
+from penstock.backends.cuda._attend_prefill import prefill_kernel
+from penstock.backends.cuda._attend_tile import EXPANDED, LATENT, WHOLE, Arrays, Constants, Heads
 from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
-from penstock.backends.cuda._launch import capability, early, multiprocessors
+from penstock.backends.cuda._launch import capability, multiprocessors, pdl_options
+from penstock.backends.cuda._tuning import ATTEND, ATTEND_SPLITS
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
 
@@ -54,28 +59,17 @@ def key_parts(width: int) -> tuple[int, int]:
 
 @functools.cache
 def _plan(parts: tuple[int, int, int], itemsize: int, rows: int, latent: bool, hopper: bool) -> tuple[int, ...]:
-    """M, N, warps, stages and BV for padded parts of a key, B and B2, and a value of any width.
-
-    Measured on an H200, and chosen to fit 227 KB of shared memory, or 163 KB before Hopper.
-    """
+    """M, N, warps, stages and BV for padded parts of a key, B and B2, and a value of any width."""
     B, B2, width = parts
     BV = _padded(width)
-    wide = max(B + B2, BV)
-    if itemsize == 4:  # exact float32 products run without tensor cores, operands in registers
-        return (16, 32, 4, 1, BV) if wide <= 128 else (16, 16, 8, 1, BV)
-    if rows <= 16:
-        return (16, 32, 8, 3 if hopper else 2, BV) if wide > 256 else (16, 64, 4, 2, BV)
-    if wide <= 128:
-        return 64, 64, 4, 3, BV
-    if latent:
-        return 64, 64 if hopper else 32, 8, 2, BV
-    if wide > 512:
-        return 64, 16, 8, 2, BV
-    if wide > 256:  # M · 512 sums do not fit the registers: two programs for their halves, each with all scores
-        return (128, 32, 8, 2, 256) if hopper and width % 256 == 0 else (64, 32, 8, 2, BV)
-    if rows <= 64:
-        return 64, 64 if BV <= 128 else 32, 4, 2, BV
-    return 128, 64 if hopper else 32, 8, 3 if BV <= 128 and hopper else 2, BV
+    sizes = (rows, max(B + B2, BV), BV)
+    row = next(
+        row for row in ATTEND
+        if row.exact == (itemsize == 4) and row.latent in (None, latent)
+        and all(map(le, sizes, row[2:5]))
+    )  # fmt: skip
+    found = row.hopper if hopper and (len(row.hopper) == 4 or width % 256 == 0) else row.older
+    return (*found, BV)[:5]
 
 
 @functools.cache
@@ -99,8 +93,8 @@ def _spread(
 
 @functools.cache
 def _splits(programs: int, positions: int, wanted: int, N: int) -> int:
-    """Parts of a range of positions, so that a launch of few programs has as many as are wanted; 128 at most."""
-    return max(1, min(positions // N, wanted // programs, 128))
+    """Parts of a range of positions, so that a launch of few programs has as many as are wanted."""
+    return max(1, min(positions // N, wanted // programs, ATTEND_SPLITS))
 
 
 @functools.cache
@@ -108,6 +102,34 @@ def _combined(splits: int, width: int) -> dict[str, int]:
     """The launch of `combine`: splits up to a power of two, columns of a program."""
     S = triton.next_power_of_2(splits)
     return {"S": S, "BLOCK": max(16, min(_padded(width), 4096 // S)), "num_warps": 4}
+
+
+def _sizes(
+    q: torch.Tensor, C: Constants, cache: Cache, number: torch.Tensor | int, shift: int, window: int | None,
+    sizes: tuple[int, int, int, int, int], steps: bool,
+) -> tuple[tuple[int, ...], int, int]:  # fmt: skip
+    """M, N, warps, stages and BV of a launch, tiles of rows of a sequence, splits of the positions."""
+    B, T, H, heads, WV = sizes
+    group, fixed, latent = H // heads, deterministic(), LATENT.value == C.KEYS
+    itemsize = 4 if C.EXACT else q.element_size()
+    parts = (C.B, C.B2 if C.W2 else 0, WV)
+    plan = _plan(parts, itemsize, 1 << 30 if fixed and steps else T * group, latent, capability(q)[0] >= 9)
+    wanted = multiprocessors(q) * (
+        2 if T == 1 and max(C.B, C.B2, C.BV) <= 256 else 1
+    )  # as many as run at once, measured
+    # In fixed order, what a row is cut into must not depend on the other rows, nor on the room they need.
+    known = min(cache.capacity, number + shift + T) if isinstance(number, int) else cache.capacity
+    positions = 1 << 30 if fixed else known
+    if T == 1 and itemsize == 2 and not fixed:
+        in_sight = positions if window is None else min(positions, window + plan[1])
+        plan = _spread(plan, group, B * heads, in_sight, wanted, latent)
+    M, N, *_ = plan
+    if window is not None:
+        positions = min(positions, window + N)  # in sight of the rows of a tile
+    tiles = -(-T * group // M)
+    programs = tiles * heads if fixed else B * tiles * heads
+    splits = 1 if fixed and steps else _splits(programs, positions, wanted, N)
+    return plan, tiles, min(splits, 16) if C.EXACT else splits  # 16: one program merges them
 
 
 def attend(
@@ -127,7 +149,7 @@ def attend(
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool] | None = None,
     gate: torch.Tensor | None = None,
 ) -> None:
-    """Launch `attend` and, if the positions were split, what puts the parts together.
+    """Launch the attention of these keys and, if the positions were split, what puts the parts together.
 
     sizes: sequences B, tokens T of each, query heads, key-value heads, width of a value. q2 and k2: the second part of
     the keys if it has arrays of its own (with v = k: latents). steps: T may be any number, so `deterministic` forbids
@@ -137,100 +159,45 @@ def attend(
     B, T, H, heads, WV = sizes
     if scale < 0:
         q, q2, scale = -q, None if q2 is None else -q2, -scale
+    if window is not None and window >= cache.capacity:
+        window = None
     keys = (WHOLE if q2 is None else LATENT if v is k else EXPANDED).value
     W, W2 = (q.shape[-1], q2.shape[-1]) if q2 is not None else key_parts(q.shape[-1])
-    parts = (_padded(W), _padded(W2), _padded(WV))
     if W + W2 > 576 or WV > 512:
         raise BackendError(f"attention: keys are {W + W2} and values {WV} wide, expected at most 576 and 512 on cuda")
-    group, capacity = H // heads, cache.capacity
-    fixed = deterministic()
-    latent = keys == LATENT.value
-    itemsize = 4 if state is not None else q.element_size()
-    plan = _plan(
-        (parts[0], parts[1] if W2 else 0, WV),
-        itemsize,
-        1 << 30 if fixed and steps else T * group,
-        latent,
-        capability(q)[0] >= 9,
-    )
-    windowed = window is not None and window < capacity
-    wanted = multiprocessors(q) * (2 if T == 1 and max(parts) <= 256 else 1)  # as many as run at once, measured
-    # In fixed order, what a row is cut into must not depend on the other rows, nor on the room they need.
-    positions = 1 << 30 if fixed else min(capacity, number + shift + T) if isinstance(number, int) else capacity
-    if T == 1 and itemsize == 2 and not fixed:
-        in_sight = min(positions, window + plan[1]) if window is not None and windowed else positions
-        plan = _spread(plan, group, B * heads, in_sight, wanted, latent)
-    M, N, warps, stages, BV = plan
-    if window is not None and windowed:
-        positions = min(positions, window + N)  # in sight of the rows of a tile
-    tiles = -(-T * group // M)
-    programs = tiles * heads if fixed else B * tiles * heads
-    splits = 1 if fixed and steps else _splits(programs, positions, wanted, N)
-    if state is not None:
-        splits = min(splits, 16)  # one program merges them
+    counted = 0 if isinstance(number, int) else 1 + number.ndim
+    C = Constants(
+        GROUP=H // heads, W=W, W2=W2, WV=WV, B=_padded(W), B2=_padded(W2), BV=_padded(WV), M=0, N=0, COUNTED=counted,
+        KEYS=keys, LAYOUT=0, WINDOWED=window is not None, SPLIT=False, EXACT=state is not None,
+        ONE=T == 1,
+    )  # fmt: skip
+    (M, N, warps, stages, BV), tiles, splits = _sizes(q, C, cache, number, shift, window, sizes, steps)
     split = splits > 1 or state is not None
+    layout = 0 if cache.table is None else 1 if cache.entries == 1 or cache.page % N == 0 else 2
+    C = C._replace(BV=BV, M=M, N=N, LAYOUT=layout, SPLIT=split)
+    part, stats = out, out
     if split:
         part = torch.empty(B * T * H * splits * WV, dtype=torch.float32, device=q.device)
         stats = torch.empty(B * T * H * splits * 2, dtype=torch.float32, device=q.device)
+    table = q if cache.table is None else cache.table
+    second = (q if q2 is None else q2, k, k if k2 is None else k2)
+    arrays = Arrays(q, *second, v, table, None if split else gate, part, stats)
+    model = Heads(heads, cache.page, scale * math.log2(math.e) or 1e-30)  # 0 · −inf is not −inf
+    rows = (cache.entries, cache.pages, cache.capacity)
+    grid, options = (B * tiles * splits * heads * -(-WV // BV),), {"num_warps": warps, "num_stages": stages}
+    if T == 1 and keys != LATENT.value:
+        decode_kernel[grid](arrays, number, *rows, shift, window or 0, splits, model, C=C, **options, **pdl_options())
     else:
-        part, stats = out, out
-    table = cache.table
-    if table is None:
-        layout = 0
-    else:
-        layout = 1 if cache.entries == 1 or cache.page % N == 0 else 2
-    counted = 0 if isinstance(number, int) else 1 + number.ndim
-    attend_kernel[(B * tiles * splits * heads * -(-WV // BV),)](
-        q,
-        q if q2 is None else q2,
-        k,
-        k if k2 is None else k2,
-        v,
-        q if table is None else table,
-        number,
-        None if split else gate,
-        part,
-        stats,
-        T,
-        heads,
-        cache.entries,
-        cache.page,
-        cache.pages,
-        capacity,
-        shift,
-        scale * math.log2(math.e) or 1e-30,  # 0 · −inf is not −inf
-        window if windowed else 0,
-        tiles,
-        splits,
-        GROUP=group,
-        W=W,
-        W2=W2,
-        WV=WV,
-        B=parts[0],
-        B2=parts[1],
-        BV=BV,
-        M=M,
-        N=N,
-        COUNTED=counted,
-        KEYS=keys,
-        LAYOUT=layout,
-        WINDOWED=windowed,
-        SPLIT=split,
-        EXACT=state is not None,
-        ONE=T == 1,
-        num_warps=warps,
-        num_stages=stages,
-        **early(),
-    )
-    if not split:
-        return
+        kernel = latent_kernel if keys == LATENT.value else prefill_kernel
+        assert shift == (-T if keys == LATENT.value else 0)
+        kernel[grid](arrays, number, T, *rows, window or 0, tiles, splits, model, C=C, **options, **pdl_options())
     if state is not None:
         top, total, acc, first = state
         S = triton.next_power_of_2(splits)
-        accumulate_kernel[(H,)](part, stats, top, total, acc, splits, WV, S=S, BLOCK=parts[2], FIRST=first)
-        return
-    tile = _combined(splits, WV)
-    combine_kernel[(B * T * H, -(-WV // tile["BLOCK"]))](
-        part, stats, gate, number if counted and T == 1 else None, out, splits, shift + 1, capacity,
-        window if windowed else capacity, H, WV, N=N, EACH=counted - 1, **tile, **early(),
-    )  # fmt: skip
+        accumulate_kernel[(H,)](part, stats, top, total, acc, splits, WV, S=S, BLOCK=_padded(WV), FIRST=first)
+    elif split:
+        tile = _combined(splits, WV)
+        combine_kernel[(B * T * H, -(-WV // tile["BLOCK"]))](
+            part, stats, gate, number if counted and T == 1 else None, out, splits, shift + 1, cache.capacity,
+            cache.capacity if window is None else window, H, WV, N=N, EACH=counted - 1, **tile, **pdl_options(),
+        )  # fmt: skip

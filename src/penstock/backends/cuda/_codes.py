@@ -11,6 +11,8 @@ tile is what the 4 have. Tensors are [S, R, …]: S warps, each with its own blo
 follows from the order of axes at the loads (Triton 3.6 takes axes of equal stride from the first to the last).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,7 +21,57 @@ from penstock.backends.cuda._rows import rounded
 
 # The bits of a pair of bfloat16 numbers 128; a code OR-ed into the mantissa makes 128 + code. It is an argument of the
 # kernels because one instruction cannot hold two constants, the mask and this: an OR less per pair of codes.
-MAGIC = 0x43004300
+FP_MAGIC = 0x43004300
+
+
+class Arrays(NamedTuple):
+    """Arrays of a launch. w, up, common, common_up: codes, scales, biases, each None where there are none."""
+
+    w: tuple[Any, Any, Any]
+    up: tuple[Any, Any, Any]
+    common: tuple[Any, Any, Any]
+    common_up: tuple[Any, Any, Any]
+    x: Any
+    norm: Any
+    residual: Any
+    ids: Any
+    order: Any
+    slot_of: Any
+    weights: Any
+    score: Any
+    y: Any
+
+
+class Sizes(NamedTuple):
+    """Numbers of a launch: N rows of a product, rows from one matrix to the next and from w to up, numbers from one
+    token to the next in x and y, eps of the norm.
+    """
+
+    N: int
+    matrix: int
+    up_row: int
+    x_step: int
+    y_step: int
+    eps: float
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for: G groups of GS codes of BITS in a row; TP tokens, R rows of y from ROWS rows of
+    weights (twice as many with ACT), S warps, U blocks of a warp at a time.
+    """
+
+    G: int
+    BITS: int
+    GS: int
+    TP: int
+    R: int
+    ROWS: int
+    S: int
+    U: int
+    PAIRS_PER_ROW: int
+    SHARED_EVERY: int
+    MANY: bool
+    ACT: str | None
 
 
 @triton.constexpr_function
@@ -147,41 +199,35 @@ def _dots(a, x0, x1, x2, acc):
 
 
 @triton.jit
-def _rows(
-    ptr, up_ptr, common_ptr, common_up_ptr, base, common, up_row, row, m, width, HALF: tl.constexpr
-):  # fmt: skip
+def _rows(a, PART: tl.constexpr, base, common, up_row, row, m, width, HALF: tl.constexpr):
     """Addresses of rows of the matrix that starts at row `base`, or of the common one; from m = HALF on, of those of
-    its up matrix.
+    its up matrix. PART: 0 codes, 1 scales, 2 biases.
     """
-    at = ptr + (base + row) * width
-    if up_ptr is not None:
-        at = tl.where(m < HALF, at, up_ptr + (base + up_row + row) * width)
-    if common_ptr is not None:
-        own = common_ptr + row * width
-        if common_up_ptr is not None:
-            own = tl.where(m < HALF, own, common_up_ptr + row * width)
+    at = a.w[PART] + (base + row) * width
+    if a.up[PART] is not None:
+        at = tl.where(m < HALF, at, a.up[PART] + (base + up_row + row) * width)
+    if a.common[PART] is not None:
+        own = a.common[PART] + row * width
+        if a.common_up[PART] is not None:
+            own = tl.where(m < HALF, own, a.common_up[PART] + row * width)
         at = tl.where(common, own, at)
     return at
 
 
 @triton.jit
-def _load_words(
-    ptr, up_ptr, common_ptr, common_up_ptr, base, common, up_row, block, first, N, G: tl.constexpr, BITS: tl.constexpr,
-    GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+def _load_words(a, base, common, block, first, n, C: tl.constexpr):
     """The words of a block as a tuple: for each tile [4, 8, S, R / 8, words of a lane], or BITS of [4, 8, S, R / 8]."""
-    KT: tl.constexpr = tile_codes(BITS, GS, TP)
-    TILES: tl.constexpr = block_codes(BITS, GS, TP) // KT
-    HALF: tl.constexpr = R // 8 if up_ptr is None else R // 16
-    ROW: tl.constexpr = G * (GS * BITS // 32)
-    L: tl.constexpr = BITS if is_stream(BITS) else lane_words(BITS, GS, TP)
-    m = tl.arange(0, R // 8)
+    BITS: tl.constexpr = C.BITS
+    BLOCK: tl.constexpr = block_codes(BITS, C.GS, C.TP)
+    TILES: tl.constexpr = BLOCK // tile_codes(BITS, C.GS, C.TP)
+    HALF: tl.constexpr = C.ROWS // 8 if a.up[0] is None else C.ROWS // 16
+    ROW: tl.constexpr = C.G * (C.GS * BITS // 32)
+    L: tl.constexpr = BITS if is_stream(BITS) else lane_words(BITS, C.GS, C.TP)
+    m = tl.arange(0, C.ROWS // 8)
     row = first + tl.arange(0, 8)[:, None, None] + 8 * (m % HALF)
-    rows = _rows(
-        ptr, up_ptr, common_ptr, common_up_ptr, base[:, None], common[:, None], up_row, row, m, ROW, HALF
-    )  # fmt: skip
-    live = (row < N) & (base >= 0)[:, None]
-    start = block[:, None] * (block_codes(BITS, GS, TP) * BITS // 32) + tl.arange(0, 4)[:, None, None, None] * L
+    rows = _rows(a, 0, base[:, None], common[:, None], n.up_row, row, m, ROW, HALF)
+    live = (row < n.N) & (base >= 0)[:, None]
+    start = block[:, None] * (BLOCK * BITS // 32) + tl.arange(0, 4)[:, None, None, None] * L
     words = ()
     for t in tl.static_range(TILES):
         at = start + t * (4 * L)
@@ -196,26 +242,25 @@ def _load_words(
 
 
 @triton.jit
-def _load_scales(
-    ptr, up_ptr, common_ptr, common_up_ptr, base, common, up_row, block, first, N, G: tl.constexpr, BITS: tl.constexpr,
-    GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-):  # fmt: skip
-    """Scales (or biases) of a block where the product has its columns, float32 [S, R, columns]."""
-    COLS: tl.constexpr = columns(BITS, GS, TP)
-    HALF: tl.constexpr = R // 8 if up_ptr is None else R // 16
-    EACH: tl.constexpr = 2 if TP == 1 else 1  # two neighbouring columns have one group if there are several tokens
+def _load_scales(a, PART: tl.constexpr, base, common, block, first, n, C: tl.constexpr):
+    """Scales (PART 1) or biases (2) of a block where the product has its columns, float32 [S, R, columns]."""
+    COLS: tl.constexpr = columns(C.BITS, C.GS, C.TP)
+    HALF: tl.constexpr = C.ROWS // 8 if a.up[PART] is None else C.ROWS // 16
+    EACH: tl.constexpr = 2 if C.TP == 1 else 1  # two neighbouring columns have one group if there are several tokens
     each = tl.arange(0, EACH)
-    if G % 2 == 1:  # pairs are not aligned: hide that they are adjacent, which would put them on neighbouring lanes
+    if C.G % 2 == 1:  # pairs are not aligned: hide that they are adjacent, which would put them on neighbouring lanes
         each = (each * 5) & 1
-    n = tl.arange(0, 4)[:, None, None, None, None, None] * 2 + 8 * tl.arange(0, COLS // 8)[:, None] + each
-    group = (block[:, None, None, None] * (COLS // TP) + n // TP) // max(1, GS // tile_codes(BITS, GS, TP))
-    m = tl.arange(0, R // 8)[:, None, None]
+    column = tl.arange(0, 4)[:, None, None, None, None, None] * 2 + 8 * tl.arange(0, COLS // 8)[:, None] + each
+    group = block[:, None, None, None] * (COLS // C.TP) + column // C.TP
+    group = group // max(1, C.GS // tile_codes(C.BITS, C.GS, C.TP))
+    m = tl.arange(0, C.ROWS // 8)[:, None, None]
     row = first + tl.arange(0, 8)[:, None, None, None, None] + 8 * (m % HALF)
     base, common = base[:, None, None, None], common[:, None, None, None]
-    at = _rows(ptr, up_ptr, common_ptr, common_up_ptr, base, common, up_row, row, m, G, HALF)
-    live = (row < N) & (group < G) & (base >= 0)
+    at = _rows(a, PART, base, common, n.up_row, row, m, C.G, HALF)
+    live = (row < n.N) & (group < C.G) & (base >= 0)
     scale = tl.load(at + group, mask=live, other=0.0).to(tl.float32)
-    return tl.broadcast_to(scale, (4, 8, S, R // 8, COLS // 8, 2)).permute(2, 3, 1, 4, 0, 5).reshape(S, R, COLS)
+    scale = tl.broadcast_to(scale, (4, 8, C.S, C.ROWS // 8, COLS // 8, 2))
+    return scale.permute(2, 3, 1, 4, 0, 5).reshape(C.S, C.ROWS, COLS)
 
 
 @triton.jit
@@ -324,47 +369,34 @@ def _block_of(start, S: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(
-    w, up, common, common_up, ids_ptr, slot_ptr, pair, start, first, N, known, stack, matrix, up_row,
-    SLOTS: tl.constexpr, COMMON: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr,
-    R: tl.constexpr, S: tl.constexpr, U: tl.constexpr,
-):  # fmt: skip
+def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr):
     """Weights of U blocks of K per warp, of the pairs from `pair` on: for `multiplied_blocks`.
 
-    Rows first … of the matrices of SLOTS pairs lie one after the other as blocks; `start` is the first block. w, up,
-    common, common_up: codes, scales, biases. With up the second half of the R rows is that of another weight, `up_row`
-    rows further. With COMMON every COMMONth pair is that of the common expert; ids are those of the others.
+    Rows first … of the matrices of PAIRS_PER_ROW pairs lie one after the other as blocks; `start` is the first block.
+    With up the second half of the ROWS rows is that of another weight, `up_row` rows further. The last of every
+    SHARED_EVERY pairs is the shared expert's; ids are those of the others.
     """
-    BLOCKS: tl.constexpr = (G * GS + block_codes(BITS, GS, TP) - 1) // block_codes(BITS, GS, TP)
+    BLOCKS: tl.constexpr = triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
+    U: tl.constexpr = C.U
     bases, words, scales, biases = (), (), (), ()
     for u in tl.static_range(U):
-        at = _block_of(start + u * S, S)
-        live = at < SLOTS * BLOCKS
+        at = _block_of(start + u * C.S, C.S)
+        live = at < C.PAIRS_PER_ROW * BLOCKS
         q = (pair + at // BLOCKS).to(tl.int32)
         is_common = at < 0
-        if ids_ptr is None:
+        if a.ids is None:
             slot = tl.where(live, q, -1).to(tl.int64)
-        elif COMMON > 0:
-            is_common = q % COMMON == COMMON - 1
-            slot = place_of(ids_ptr, slot_ptr, q - q // COMMON, live & ~is_common, known, stack)
+        elif C.SHARED_EVERY > 0:
+            is_common = q % C.SHARED_EVERY == C.SHARED_EVERY - 1
+            slot = place_of(a.ids, a.slot_of, q - q // C.SHARED_EVERY, live & ~is_common, known, stack)
             slot = tl.where(live & is_common, 0, slot)
         else:
-            slot = place_of(ids_ptr, slot_ptr, q, live, known, stack)
-        base = slot * matrix
+            slot = place_of(a.ids, a.slot_of, q, live, known, stack)
+        base = slot * n.matrix
         block = at % BLOCKS
-        words += _load_words(
-            w[0], up[0], common[0], common_up[0], base, is_common, up_row, block, first, N, G, BITS, GS, TP, R
-        )  # fmt: skip
-        scales += (
-            _load_scales(
-                w[1], up[1], common[1], common_up[1], base, is_common, up_row, block, first, N, G, BITS, GS, TP, R, S
-            ),
-        )  # fmt: skip
-        biases += (
-            _load_scales(
-                w[2], up[2], common[2], common_up[2], base, is_common, up_row, block, first, N, G, BITS, GS, TP, R, S
-            ),
-        )  # fmt: skip
+        words += _load_words(a, base, is_common, block, first, n, C)
+        scales += (_load_scales(a, 1, base, is_common, block, first, n, C),)
+        biases += (_load_scales(a, 2, base, is_common, block, first, n, C),)
         bases += (base,)
     return bases, words, scales, biases
 
@@ -383,15 +415,15 @@ def row_rinv(x_ptr, x_at, x_step, T, eps, K: tl.constexpr, TP: tl.constexpr, S: 
 
 
 @triton.jit
-def _factor(weights_ptr, score_ptr, q, live, COMMON: tl.constexpr):
+def _factor(weights_ptr, score_ptr, q, live, SHARED_EVERY: tl.constexpr):
     """What the products of pairs q are multiplied by: their weight, or for the common expert the sigmoid of its score
     (None: 1).
     """
-    if COMMON == 0:
+    if SHARED_EVERY == 0:
         factor = tl.load(weights_ptr + q, mask=live, other=0.0)
     else:
-        token = q // COMMON
-        is_common = q % COMMON == COMMON - 1
+        token = q // SHARED_EVERY
+        is_common = q % SHARED_EVERY == SHARED_EVERY - 1
         factor = tl.load(weights_ptr + q - token, mask=live & ~is_common, other=0.0)
         gate = 1.0
         if score_ptr is not None:
@@ -401,24 +433,25 @@ def _factor(weights_ptr, score_ptr, q, live, COMMON: tl.constexpr):
 
 
 @triton.jit
-def multiplied_blocks(
-    bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, pair, start, T, share, x_step,
-    COMMON: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr,
-    S: tl.constexpr, U: tl.constexpr,
-):  # fmt: skip
-    """The products [S, R, columns] of the blocks that `load_blocks` loaded, summed over U. With norm_ptr x is times
-    rinv [TP] and norm [K], rounded as it was.
+def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n, C: tl.constexpr):
+    """The products [S, ROWS, columns] of the blocks that `load_blocks` loaded, with x, summed over U. With a norm x is
+    times rinv [TP] and norm [K], rounded as it was.
     """
-    K: tl.constexpr = G * GS
+    bases, words, scales, biases = blocks
+    BITS: tl.constexpr = C.BITS
+    GS: tl.constexpr = C.GS
+    TP: tl.constexpr = C.TP
+    U: tl.constexpr = C.U
+    K: tl.constexpr = C.G * GS
     COLS: tl.constexpr = columns(BITS, GS, TP)
-    BLOCKS: tl.constexpr = (K + block_codes(BITS, GS, TP) - 1) // block_codes(BITS, GS, TP)
+    BLOCKS: tl.constexpr = triton.cdiv(K, block_codes(BITS, GS, TP))
     xs, norms = (), ()
     for u in tl.static_range(U):
-        at = _block_of(start + u * S, S)
+        at = _block_of(start + u * C.S, C.S)
         live, block = bases[u] >= 0, at % BLOCKS
-        xs += (_load_x(x_ptr, (pair + at // BLOCKS) // share * K, x_step, block, live, T, K, BITS, GS, TP),)
-        if norm_ptr is not None:
-            norms += (_load_x(norm_ptr, at * 0, 0, block, live, T, K, BITS, GS, TP),)
+        xs += (_load_x(x, (pair + at // BLOCKS) // pairs_per_x * K, n.x_step, block, live, T, K, BITS, GS, TP),)
+        if a.norm is not None:
+            norms += (_load_x(a.norm, at * 0, 0, block, live, T, K, BITS, GS, TP),)
 
     # The compiler would put loads off until their use; with few warps each delay is another wait for memory. So the
     # first use is made to depend on all of them: `nothing` is 0, which only we know.
@@ -435,19 +468,19 @@ def multiplied_blocks(
     late = (late & nothing).to(tl.float32, bitcast=True)
 
     EACH: tl.constexpr = len(words) // U
-    total = tl.zeros((S, R, COLS), tl.float32)
+    total = tl.zeros((C.S, C.ROWS, COLS), tl.float32)
     for u in tl.static_range(U):
-        x = xs[u] if u > 0 else xs[0] | (x_guard & nothing)
-        x = _in_order(x, x_ptr.dtype.element_ty, BITS, GS, TP, S)
-        if norm_ptr is not None:
+        part = xs[u] if u > 0 else xs[0] | (x_guard & nothing)
+        part = _in_order(part, x.dtype.element_ty, BITS, GS, TP, C.S)
+        if a.norm is not None:
             by = tl.broadcast_to(rinv[None, :], (COLS // TP, TP)).reshape(1, 1, COLS)
-            norm = _in_order(norms[u], norm_ptr.dtype.element_ty, BITS, GS, TP, S).to(tl.float32)
-            x = rounded(x.to(tl.float32) * by * norm, x_ptr.dtype.element_ty)
+            norm = _in_order(norms[u], a.norm.dtype.element_ty, BITS, GS, TP, C.S).to(tl.float32)
+            part = rounded(part.to(tl.float32) * by * norm, x.dtype.element_ty)
         mine = words[u * EACH : (u + 1) * EACH]
-        part = _multiplied(mine, scales[u], biases[u], x, magic, late, BITS, GS, TP, R, S)
-        if weights_ptr is not None:
-            q = (pair + _block_of(start + u * S, S) // BLOCKS).to(tl.int32)
-            part *= _factor(weights_ptr, score_ptr, q, bases[u] >= 0, COMMON)[:, None, None]
+        part = _multiplied(mine, scales[u], biases[u], part, magic, late, BITS, GS, TP, C.ROWS, C.S)
+        if a.weights is not None:
+            q = (pair + _block_of(start + u * C.S, C.S) // BLOCKS).to(tl.int32)
+            part *= _factor(a.weights, a.score, q, bases[u] >= 0, C.SHARED_EVERY)[:, None, None]
         total += part
     return total
 

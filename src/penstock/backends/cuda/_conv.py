@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+from penstock.backends.cuda._tuning import CONV_DOWN
 
 
 @triton.jit
@@ -96,16 +97,13 @@ def _conv1d_down_kernel(x_ptr, state_ptr, weight_ptr, y_ptr, T, C, TOKENS: tl.co
         p, q, r = x1, x2, x3
 
 
-_DOWN = 32, 512, 4  # tokens, channels and warps of a program that goes down a long sequence
-
-
 def convolve(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     T, C = x.shape
     W = weight.shape[1]
     if slots is None and W == 4 and T >= 64:
-        tokens, channels, warps = _DOWN
+        tokens, channels, warps = CONV_DOWN
         channels = min(channels, triton.next_power_of_2(C))
         grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
         _conv1d_down_kernel[grid](x, state, weight, out, T, C, tokens, channels, num_warps=warps)

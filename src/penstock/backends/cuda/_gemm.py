@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._launch import INTERPRETED, multiprocessors
+from penstock.backends.cuda._tuning import GEMM, GEMM_ORDERED, GEMM_WIDE
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
-ORDER_ROWS = 64  # up to so many rows x is brought into dot order by each program, above by a copy
 # A use of the sum in every step makes Triton wait for the tensor cores before the registers that hold the weight tile
 # are written again; without one it leaves up to three of four products unfinished.
 _SETTLE = tl.constexpr(not INTERPRETED)
@@ -372,7 +372,7 @@ def ordered(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def ordering(T: int, K: int, bits: int) -> bool:
     """Whether x goes in dot order by a copy: many rows, or codes whose unpacking needs shared memory beside x."""
-    return bits > 0 and (T > ORDER_ROWS or bits in (3, 5, 6)) and K % (4 * units(bits)) == 0
+    return bits > 0 and (T > GEMM_ORDERED or bits in (3, 5, 6)) and K % (4 * units(bits)) == 0
 
 
 def plainly(dtype: torch.dtype, bits: int, is_ordered: bool) -> bool:
@@ -393,10 +393,8 @@ def _config(T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processo
     for a load of fewer elements than threads Triton finds no layout that leaves the weights where they are unpacked.
     """
     BM = 16 if T <= 16 else 32 if T <= 32 else 64 if T <= 64 or wide or fixed else 128
-    if wide:
-        BN, BK, warps, stages = 64, 32, 2, 2
-    else:
-        BN, BK, warps, stages = 128, 128 if BM <= 32 and not fixed else 64, 4, 4 if BM <= 64 else 3
+    BN, BK, warps, stages = GEMM_WIDE if wide else GEMM[BM]
+    BK = min(BK, 64) if fixed else BK
     BK = max(BK, 4 * units(bits)) if bits else BK
     tiles = triton.cdiv(N, BN) * (1 if fixed else triton.cdiv(T, BM))
     most = processors * (4 if BM <= 64 else 1)  # programs, of which 3 to 5 or 2 run at a time on a multiprocessor

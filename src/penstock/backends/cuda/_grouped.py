@@ -28,6 +28,7 @@ from penstock.backends.cuda._gemm import (
 )
 from penstock.backends.cuda._launch import activation
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS
 from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.errors import BackendError
 from penstock.quant import QuantizedTensor
@@ -173,27 +174,14 @@ def _grouped_kernel(
 
 @functools.cache
 def _tile_rows(pairs: int, slots: int) -> int:
-    """Pairs per tile: about the mean per expert, so that most weights are read and made dense once.
-
-    On an H200 with 256 experts of 2048 × 512, the whole block in µs: 8 pairs per expert 214 with 16 rows and 225 with
-    32; 32 pairs 351 with 32 and 360 with 64; 64 pairs 493 with 64 and 538 with 128; 128 pairs 820 and 700.
-    """
-    mean = pairs / slots
-    return 16 if mean <= 10 else 32 if mean <= 40 else 64 if mean <= 90 else 128
+    """Pairs per tile: about the mean per expert, so that most weights are read and made dense once."""
+    return next(rows for most, rows in GROUPED_ROWS if pairs / slots <= most)
 
 
 @functools.cache
 def _config(rows: int, bits: int, wide: bool, even: bool) -> tuple[int, ...]:
-    """Rows of a short tile (0: none), BN, BK, warps, stages; even: groups of K come in pairs of 4 bytes and more.
-
-    Short tiles take what is left of an expert beyond whole ones: 1129 → 699 µs at 128 rows and pairs per expert.
-    """
-    if wide:
-        tail, BN, BK, warps, stages = 0, 64, 32, 2, 2
-    else:
-        tail, BN, BK, warps, stages = {
-            16: (0, 128, 128, 4, 4), 32: (16, 128, 128, 4, 3), 64: (16, 128, 128, 4, 3), 128: (32, 128, 64, 4, 3)
-        }[rows]  # fmt: skip
+    """Rows of a short tile (0: none), BN, BK, warps, stages; even: groups of K come in pairs of 4 bytes and more."""
+    tail, BN, BK, warps, stages = (0, *GEMM_WIDE) if wide else GROUPED[rows]
     BK = BK if even else min(BK, 64)
     return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages
 
@@ -216,7 +204,7 @@ def group_pairs(
 
 
 def _grouped(
-    x: torch.Tensor, w: Any, up: Any, plan: Plan, share: int, act: str | None, out: torch.Tensor,
+    x: torch.Tensor, w: Any, up: Any, plan: Plan, pairs_per_x: int, act: str | None, out: torch.Tensor,
     is_ordered: bool = False, out_unit: int = 0,
 ) -> None:  # fmt: skip
     """Launch the product of x rows with their experts; act None: one plain product."""
@@ -240,8 +228,9 @@ def _grouped(
         x, is_ordered = ordered(x, bits), True
     tail, BN, BK, warps, stages = _config(plan.rows, bits, plainly(dtype, bits, is_ordered), K % (2 * gs) == 0)
     _grouped_kernel[(NT * triton.cdiv(N, BN // 2 if act else BN),)](
-        x, *arrays, *apart, out, plan.order, plan.tiles, NT, N, S, rows, share, K, bits, gs, words, pairs_of(w, dtype),
-        is_ordered, TL_DTYPES[dtype], act, out_unit, plan.rows, tail, BN, BK, num_warps=warps, num_stages=stages,
+        x, *arrays, *apart, out, plan.order, plan.tiles, NT, N, S, rows, pairs_per_x, K, bits, gs, words,
+        pairs_of(w, dtype), is_ordered, TL_DTYPES[dtype], act, out_unit, plan.rows, tail, BN, BK, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def capability(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @functools.cache
-def early() -> dict[str, bool]:
+def pdl_options() -> dict[str, bool]:
     """What a launch takes whose kernel may start while the one before it ends (PDL): compute capability 9.0 on.
 
     Such a kernel calls gdc_wait before it reads what the one before writes, and before it writes anything.

@@ -9,6 +9,8 @@ Logits are ranked by `key_of`, a 32-bit integer in their order. Two ways to the 
   others do. Those are listed, and one program finds the key among them bit by bit.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,13 +19,28 @@ import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 
 _GROUP = tl.constexpr(32)  # neighbours that a block has together
 _LIST = tl.constexpr(32)  # logits of a block that _limits_kernel can hold
-_CHUNK, _WARPS = 512, 8  # of a program of _digits_kernel: logits at a time, 16 sums of each in registers
+_CHUNK = tl.constexpr(512)  # logits at a time of a program of _digits_kernel, 16 sums of each in registers
 _BITS = tl.constexpr(4)  # of a digit
 _DIGITS = tl.constexpr(32 // _BITS.value)  # of a key
 _BINS = tl.constexpr(1 << _BITS.value)
 _PACK = tl.constexpr(3)  # digits after which few logits are left
 _STATE = tl.constexpr(8)  # numbers of a row that a pass leaves for the next: prefix, before, goal, limit, ties
 _LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite number
+
+
+class Given(NamedTuple):
+    """What every row is drawn from: its logits, the maxima of their blocks and where they are, its own sampling."""
+
+    logits: torch.Tensor
+    highest: torch.Tensor
+    first: torch.Tensor
+    positions: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed: torch.Tensor
+
 
 # -- logits, keys and weights ----------------------------------------------------------------------------------------
 
@@ -148,18 +165,18 @@ def _by_digit(x, prefix, shift, limit, highest, rate, CHUNK: tl.constexpr, WEIGH
 # limits    V < 2**31; blocks up to about 256, as every program adds all of them up
 @triton.jit(do_not_specialize=["step"])
 def _digits_kernel(
-    logits_ptr, highest_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, before_ptr, table_ptr, states_ptr,
-    packs_ptr, counts_ptr, V, step, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    given, before_ptr, table_ptr, states_ptr, packs_ptr, counts_ptr, V, step, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
+    CHUNK: tl.constexpr = min(_CHUNK, BLOCK)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     # All that decides what to do is loaded before any of it is looked at: one latency instead of four.
-    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    position, own = tl.load(positions_ptr + row), key_of(tl.load(highest_ptr + row * blocks + block))
+    temperature, top_k, top_p = tl.load(given.temperature + row), tl.load(given.top_k + row), tl.load(given.top_p + row)
+    position, own = tl.load(given.positions + row), key_of(tl.load(given.highest + row * blocks + block))
     if WEIGHTED or not FIRST:
         prefix, before, goal, limit, ties = _state(states_ptr, step - 1, row)
         table = _table(before_ptr, row, blocks, BLOCKS)
-    highest = highest_of(highest_ptr, row, blocks, BLOCKS)
+    highest = highest_of(given.highest, row, blocks, BLOCKS)
     cut = _cuts(top_k, V)
     if (top_p < 1 if WEIGHTED else cut) & (temperature > 0) & (position >= 0) & is_finite(highest):
         rate = rate_of(temperature)
@@ -189,13 +206,13 @@ def _digits_kernel(
             if ((own >> shift) >> _BITS) >= prefix:
                 for part in tl.static_range(BLOCK // CHUNK):  # unrolled: all loads are under way at once
                     ids = spread_ids(block + part * (CHUNK // _GROUP) * blocks, blocks, CHUNK)
-                    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf"))
+                    x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
                     totals += _by_digit(x, prefix, shift, limit, highest, rate, CHUNK, WEIGHTED)
         else:
             count = 0
             if done == pack:
                 ids = spread_ids(block, blocks, BLOCK)
-                x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf"))
+                x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
                 key = key_of(x)
                 hit = ((((key >> shift) >> _BITS) == prefix) & (key > limit)).to(tl.int32)
                 count = tl.sum(hit, axis=0)
@@ -231,9 +248,10 @@ def limit_by_digits(states_ptr, table_ptr, row, blocks, top_k, top_p, highest, r
     return limit, ties
 
 
-def find_by_digits(logits, highest, positions, temperature, top_k, top_p, sizes) -> tuple[torch.Tensor, torch.Tensor]:
+def find_by_digits(given: Given, sizes: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """States and the last table, of which `limit_by_digits` makes the limit of a row."""
-    digits, grid = _DIGITS.value, highest.shape
+    logits = given.logits
+    digits, grid = _DIGITS.value, given.highest.shape
     states = torch.empty((2 * digits, grid[0], _STATE.value), dtype=torch.float64, device=logits.device)
     packs = torch.empty((*grid, sizes["BLOCK"]), dtype=torch.float32, device=logits.device)
     counts = torch.empty(grid, dtype=torch.int32, device=logits.device)
@@ -241,9 +259,8 @@ def find_by_digits(logits, highest, positions, temperature, top_k, top_p, sizes)
     for step in range(2 * digits):
         other, table = table, other
         _digits_kernel[tuple(grid)](
-            logits, highest, positions, temperature, top_k, top_p, other, table, states, packs, counts,
-            logits.shape[1], step, **sizes, CHUNK=min(_CHUNK, sizes["BLOCK"]), WEIGHTED=step >= digits,
-            FIRST=step % digits == 0, num_warps=_WARPS,
+            given, other, table, states, packs, counts, logits.shape[1], step, **sizes, WEIGHTED=step >= digits,
+            FIRST=step % digits == 0, num_warps=8,
         )  # fmt: skip
     return states, table
 
@@ -302,19 +319,16 @@ def _tally(key, value, whole, row_ptr, V, above, least, highest, rate, BLOCK: tl
 # bytes     4 * blocks * LIST for each row; 64 * 4 * V where a block has more than that (a great many equal logits)
 # limits    blocks up to about 256
 @triton.jit
-def _limits_kernel(
-    logits_ptr, highest_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, lists_ptr, counts_ptr, limits_ptr,
-    V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _limits_kernel(given, lists_ptr, counts_ptr, limits_ptr, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    temperature, top_k, top_p = tl.load(given.temperature + row), tl.load(given.top_k + row), tl.load(given.top_p + row)
     slot = tl.arange(0, BLOCKS * _LIST)
     at = row * blocks + slot // _LIST
     counts = tl.load(counts_ptr + at, mask=slot // _LIST < blocks, other=0)
     x = tl.load(lists_ptr + row * blocks * _LIST + slot, mask=slot % _LIST < counts, other=float("-inf"))
-    position, highest = tl.load(positions_ptr + row), highest_of(highest_ptr, row, blocks, BLOCKS)
+    position, highest = tl.load(given.positions + row), highest_of(given.highest, row, blocks, BLOCKS)
     if (temperature > 0) & (position >= 0) & is_finite(highest):
-        rate, row_ptr = rate_of(temperature), logits_ptr + row * V
+        rate, row_ptr = rate_of(temperature), given.logits + row * V
         whole = tl.max(counts, axis=0) > _LIST
         key, w = key_of(x), weight_of(x, highest, rate)
 
@@ -345,12 +359,10 @@ def _limits_kernel(
         tl.store(limits_ptr + row * 2 + 1, ties)
 
 
-def find_in_lists(logits, highest, positions, temperature, top_k, top_p, limits, sizes) -> None:
+def find_in_lists(given: Given, limits: torch.Tensor, sizes: dict[str, int]) -> None:
     """`limits` float64 [B, 2]: key and number of ids of the last rank of each row that draws."""
-    V, (B, blocks) = logits.shape[1], highest.shape
+    logits, V, (B, blocks) = given.logits, given.logits.shape[1], given.highest.shape
     lists = torch.empty((B, blocks, _LIST.value), dtype=torch.float32, device=logits.device)
     counts = torch.empty((B, blocks), dtype=torch.int32, device=logits.device)
-    _gather_kernel[(B, blocks)](logits, highest, top_k, lists, counts, V, **sizes)
-    _limits_kernel[(B,)](
-        logits, highest, positions, temperature, top_k, top_p, lists, counts, limits, V, blocks, **sizes, num_warps=8
-    )
+    _gather_kernel[(B, blocks)](logits, given.highest, given.top_k, lists, counts, V, **sizes)
+    _limits_kernel[(B,)](given, lists, counts, limits, V, blocks, **sizes, num_warps=8)

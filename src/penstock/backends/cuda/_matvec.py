@@ -1,8 +1,8 @@
-"""Products of a few rows with quantized or dense weights, one pass over the weights: plain, gated, and by experts."""
+"""Products of a few rows with quantized or dense weights, one pass over the weights."""
 
 import functools
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import (
-    MAGIC,
+    FP_MAGIC,
+    Arrays,
+    Constants,
+    Sizes,
     block_codes,
     columns,
     columns_summed,
@@ -20,236 +23,218 @@ from penstock.backends.cuda._codes import (
     row_rinv,
     tile_codes,
 )
-from penstock.backends.cuda._launch import INTERPRETED, activation, early, multiprocessors
+from penstock.backends.cuda._launch import INTERPRETED, activation, multiprocessors, pdl_options
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import MATVEC_BLOCKS, MATVEC_BUSY, MATVEC_TOKENS, MATVEC_TWICE
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
-TOKENS = 8  # rows of x that one pass over the weights takes
-
 
 @triton.jit
-def _dense_product(
-    w_ptr, x_ptr, norm_ptr, rinv, base, x_at, first, N, T, x_step, K: tl.constexpr, TP: tl.constexpr, R: tl.constexpr
-):  # fmt: skip
+def _dense_product(w, x, norm_ptr, rinv, base, x_at, first, T, n, C: tl.constexpr):
     """Rows first … first + R − 1 of a dense matrix that starts at row `base`, times TP rows of x → float32 [R, TP].
 
     With norm_ptr x is times rinv [TP] and norm [K], rounded as it was.
     """
-    BK: tl.constexpr = min(triton.next_power_of_2(K), max(64, 8192 // (R * TP)))
-    row = first + tl.arange(0, R)
-    token = tl.arange(0, TP)
-    acc = tl.zeros((R, BK, TP), tl.float32)
+    K: tl.constexpr = C.G * C.GS
+    BK: tl.constexpr = min(triton.next_power_of_2(K), max(64, 8192 // (C.R * C.TP)))
+    row = first + tl.arange(0, C.R)
+    token = tl.arange(0, C.TP)
+    acc = tl.zeros((C.R, BK, C.TP), tl.float32)
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
-        ok = (row < tl.where(base >= 0, N, 0))[:, None] & (k < K)[None, :]
-        w = tl.load(w_ptr + (base + row)[:, None] * K + k[None, :], mask=ok, other=0.0).to(tl.float32)
+        ok = (row < tl.where(base >= 0, n.N, 0))[:, None] & (k < K)[None, :]
+        weight = tl.load(w + (base + row)[:, None] * K + k[None, :], mask=ok, other=0.0).to(tl.float32)
         here = (k < K)[:, None] & (token < T)[None, :]
-        x = tl.load(x_ptr + x_at + token[None, :] * x_step + k[:, None], mask=here, other=0.0).to(tl.float32)
+        rows = tl.load(x + x_at + token[None, :] * n.x_step + k[:, None], mask=here, other=0.0).to(tl.float32)
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            x = rounded(x * rinv[None, :] * norm[:, None], x_ptr.dtype.element_ty).to(tl.float32)
-        acc += w[:, :, None] * x[None, :, :]
+            rows = rounded(rows * rinv[None, :] * norm[:, None], x.dtype.element_ty).to(tl.float32)
+        acc += weight[:, :, None] * rows[None, :, :]
     return tl.sum(acc, 1)
 
 
 @triton.jit
-def _wait_if(fresh):
-    if fresh != 0:
+def _wait_if(wait_first):
+    if wait_first != 0:
         gdc_wait()
 
 
 @triton.jit
-def _in_turn(order_ptr, p, pairs, COMMON: tl.constexpr):
-    """The p-th pair of those in `order`, then of those of the common expert."""
-    if COMMON == 0:
+def _in_turn(order_ptr, p, pairs, SHARED_EVERY: tl.constexpr):
+    """The p-th pair of those in `order`, then of those of the shared expert."""
+    if SHARED_EVERY == 0:
         q = tl.load(order_ptr + p, cache_modifier=".cg")
     else:
-        routed = pairs - pairs // COMMON
+        routed = pairs - pairs // SHARED_EVERY
         at = tl.load(order_ptr + p, mask=p < routed, other=0, cache_modifier=".cg")
-        q = tl.where(p < routed, at + at // (COMMON - 1), (p - routed) * COMMON + COMMON - 1)
+        q = tl.where(p < routed, at + at // (SHARED_EVERY - 1), (p - routed) * SHARED_EVERY + SHARED_EVERY - 1)
     return q.to(tl.int64)
 
 
 @triton.jit
-def _arrived(
-    x_ptr, norm_ptr, residual_ptr, p, at, ok, T, share, x_step, eps, K: tl.constexpr, TP: tl.constexpr, S: tl.constexpr
-):  # fmt: skip
+def _part_of(a, T, n, C: tl.constexpr):
+    """A program's pair, its first row and first token, and how many tokens there are from there on."""
+    if C.MANY:
+        passes = tl.cdiv(T, C.TP)
+        start = (tl.program_id(0) % passes).to(tl.int64) * C.TP
+        p = start * 0
+        first = tl.program_id(0) // passes * C.R
+        T -= start.to(tl.int32)
+    else:
+        start = 0
+        p = (tl.program_id(0) // tl.cdiv(n.N, C.R)).to(tl.int64)
+        first = tl.program_id(0) % tl.cdiv(n.N, C.R) * C.R
+        if a.order is not None:
+            p = _in_turn(a.order, p, tl.num_programs(0) // tl.cdiv(n.N, C.R), C.SHARED_EVERY)
+    return p, first, start, T
+
+
+@triton.jit
+def _rows_of(p, first, start, T, n, C: tl.constexpr):
+    """Where the results of a program belong, [R, TP], and which of them there are."""
+    row = first + tl.arange(0, C.R)[:, None]
+    token = tl.arange(0, C.TP)[None, :]
+    return p * n.N + start * n.y_step + token.to(tl.int64) * n.y_step + row, (row < n.N) & (token < T)
+
+
+@triton.jit
+def _arrived(a, x, p, at, ok, T, pairs_per_x, n, C: tl.constexpr):
     """What a program reads once the kernel before has ended: 1 / rms of its rows of x, and its part of the residual."""
     rinv, residual = 0.0, 0.0
-    if norm_ptr is not None:
-        rinv = row_rinv(x_ptr, p // share * K, x_step, T, eps, K, TP, S)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    if a.norm is not None:
+        rinv = row_rinv(x, p // pairs_per_x * (C.G * C.GS), n.x_step, T, n.eps, C.G * C.GS, C.TP, C.S)
+    if a.residual is not None:
+        residual = tl.load(a.residual + at, mask=ok, other=0.0).to(tl.float32)
     return rinv, residual
 
 
-# matvec    y[p, t] = residual[p, t] + sum_i weights[q] * (W[e] . x[q // share, t]), q = p * SLOTS + i, e = expert of q
-#           (ids, slot_of) or q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not there. norm: x
-#           is rms_norm(x, norm), SLOTS 1. COMMON: the last of every COMMON pairs is that of the common expert, which
-#           has no id and for its weight sigmoid(score[token]), or 1. order: the turn of the pairs, SLOTS 1
+# codes     y[p, t] = residual[p, t] + sum_i weights[q] * (W[e] . x[q // pairs_per_x, t]), q = p * PAIRS_PER_ROW + i,
+#           e = expert of q (ids, slot_of) or q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not
+#           there. norm: x is rms_norm(x, norm), PAIRS_PER_ROW 1. SHARED_EVERY: the last of so many pairs is that of the
+#           shared expert, which has no id and for its weight sigmoid(score[token]), or 1. order: the turn of the pairs,
+#           PAIRS_PER_ROW 1
 # shapes    w, up: codes, scales, biases of rows of one format, `matrix` rows for each expert, those of up `up_row` rows
 #           further; common, common_up: those of one expert; x rows of K, x_step apart for tokens; norm [K];
-#           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one; BITS 0: dense, GS 1
+#           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one
 # grid      (ceil(N / R) * p,): a program has R rows for one p, its S warps take U blocks of (i, K) at a time; MANY: p
 #           is a part of the tokens, TP of them, and programs of the same rows are neighbours
 # bytes     the matrices that are named, once for all T tokens, with MANY once for TP; x stays in cache
-# limits    T <= TP <= 8 tokens without MANY; codes: R a multiple of 16, with ACT of 8
+# limits    T <= TP <= 8 tokens without MANY; R a multiple of 16, with ACT of 8
 #
 # PDL: the kernel starts while the one before it ends, asks for weights, and waits for that end before it reads x or
-# writes y. fresh 1: weights or ids may be what the one before writes, so it waits before it reads anything.
-@triton.jit(do_not_specialize=["magic", "fresh", "T", "known", "stack", "share"])
-def _matvec_kernel(
-    w, up, common, common_up, x_ptr, norm_ptr, residual_ptr, ids_ptr, order_ptr, slot_ptr, weights_ptr, score_ptr,
-    y_ptr, magic, fresh, N, T, known, stack, matrix, up_row, share, x_step, y_step, eps, SLOTS: tl.constexpr,
-    COMMON: tl.constexpr, MANY: tl.constexpr, ACT: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr,
-    TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, U: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    K: tl.constexpr = G * GS
-    p = (tl.program_id(0) // tl.cdiv(N, R)).to(tl.int64)
-    first = tl.program_id(0) % tl.cdiv(N, R) * R
+# writes y. wait_first 1: weights or ids may be what the one before writes, so it waits before it reads anything.
+@triton.jit(do_not_specialize=["magic", "wait_first", "T", "known", "stack", "pairs_per_x"])
+def _matvec_codes_kernel(a, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        _wait_if(fresh)
-    if MANY:
-        passes = tl.cdiv(T, TP)
-        start = (tl.program_id(0) % passes).to(tl.int64) * TP
-        first = tl.program_id(0) // passes * R
-        x_ptr += start * x_step
-        y_ptr += start * y_step
-        if residual_ptr is not None:
-            residual_ptr += start * y_step
-        T -= start.to(tl.int32)
-        p = start * 0
-    if order_ptr is not None:
-        p = _in_turn(order_ptr, p, tl.num_programs(0) // tl.cdiv(N, R), COMMON)
-    row = first + tl.arange(0, R)[:, None]
-    token = tl.arange(0, TP)[None, :]
-    at = p * N + token.to(tl.int64) * y_step + row
-    ok = (row < N) & (token < T)
-    if BITS == 0:
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        rinv, residual = _arrived(x_ptr, norm_ptr, residual_ptr, p, at, ok, T, share, x_step, eps, K, TP, S)
-        y = tl.zeros((R, TP), tl.float32)
-        for q in range(p * SLOTS, p * SLOTS + SLOTS):
-            slot = q if ids_ptr is None else place_of(ids_ptr, slot_ptr, q, q >= 0, known, stack)
-            base, x_at = slot * matrix, q // share * K
-            part = _dense_product(w[0], x_ptr, norm_ptr, rinv, base, x_at, first, N, T, x_step, K, TP, R)
-            if ACT is not None:
-                base += up_row
-                above = _dense_product(up[0], x_ptr, norm_ptr, rinv, base, x_at, first, N, T, x_step, K, TP, R)
-                part = activation(part, ACT) * above
-            if weights_ptr is not None:
-                part *= tl.where(slot >= 0, tl.load(weights_ptr + q), 0.0)
-            y += part
-    else:
-        ROWS: tl.constexpr = R if ACT is None else 2 * R
-        COLS: tl.constexpr = columns(BITS, GS, TP)
-        END: tl.constexpr = SLOTS * triton.cdiv(K, block_codes(BITS, GS, TP))
-        bases, words, scales, biases = load_blocks(
-            w, up, common, common_up, ids_ptr, slot_ptr, p * SLOTS, 0, first, N, known, stack, matrix, up_row,
-            SLOTS, COMMON, G, BITS, GS, TP, ROWS, S, U,
-        )  # fmt: skip
-        if PDL:
-            gdc_launch_dependents()
-            gdc_wait()
-        rinv, residual = _arrived(x_ptr, norm_ptr, residual_ptr, p, at, ok, T, share, x_step, eps, K, TP, S)
-        total = multiplied_blocks(
-            bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, p * SLOTS, 0, T, share,
-            x_step, COMMON, G, BITS, GS, TP, ROWS, S, U,
-        )  # fmt: skip
-        if END > S * U:
-            for start in range(S * U, END, S * U):
-                bases, words, scales, biases = load_blocks(
-                    w, up, common, common_up, ids_ptr, slot_ptr, p * SLOTS, start, first, N, known, stack, matrix,
-                    up_row, SLOTS, COMMON, G, BITS, GS, TP, ROWS, S, U,
-                )  # fmt: skip
-                total += multiplied_blocks(
-                    bases, words, scales, biases, x_ptr, norm_ptr, rinv, weights_ptr, score_ptr, magic, p * SLOTS,
-                    start, T, share, x_step, COMMON, G, BITS, GS, TP, ROWS, S, U,
-                )  # fmt: skip
-        y = columns_summed(total, S, ROWS, COLS, TP)
-        if ACT is not None:
-            y, above = tl.split(y.reshape(2, R, TP).permute(1, 2, 0))
-            y = activation(y, ACT) * above
-    if residual_ptr is not None:
+        _wait_if(wait_first)
+    p, first, start, T = _part_of(a, T, n, C)
+    at, ok = _rows_of(p, first, start, T, n, C)
+    x = a.x + start * n.x_step
+    pair = p * C.PAIRS_PER_ROW
+    BLOCKS: tl.constexpr = triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
+    blocks = load_blocks(a, pair, 0, first, known, stack, n, C)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
+    total = multiplied_blocks(a, x, blocks, rinv, magic, pair, 0, T, pairs_per_x, n, C)
+    if C.PAIRS_PER_ROW * BLOCKS > C.S * C.U:
+        for block in range(C.S * C.U, C.PAIRS_PER_ROW * BLOCKS, C.S * C.U):
+            blocks = load_blocks(a, pair, block, first, known, stack, n, C)
+            total += multiplied_blocks(a, x, blocks, rinv, magic, pair, block, T, pairs_per_x, n, C)
+    y = columns_summed(total, C.S, C.ROWS, columns(C.BITS, C.GS, C.TP), C.TP)
+    if C.ACT is not None:
+        y, above = tl.split(y.reshape(2, C.R, C.TP).permute(1, 2, 0))
+        y = activation(y, C.ACT) * above
+    if a.residual is not None:
         y += residual
-    tl.store(y_ptr + at, rounded(y, y_ptr.dtype.element_ty), mask=ok)
+    tl.store(a.y + at, rounded(y, a.y.dtype.element_ty), mask=ok)
 
 
-# gated     y[i] = act(gate[i]) * up[i]
-# shapes    gate, up float32, y any float, all of one size
-# grid      (ceil(size / BLOCK),)
-# bytes     each once
-# limits    none
-@triton.jit
-def _gated_kernel(gate_ptr, up_ptr, y_ptr, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + at, mask=at < size, other=0.0)
-    up = tl.load(up_ptr + at, mask=at < size, other=0.0)
-    tl.store(y_ptr + at, rounded(activation(gate, ACT) * up, y_ptr.dtype.element_ty), mask=at < size)
-
-
-# round     y[t, g * gs + j] = rint(x / d) * d with d = max |x| / 127 of the group, in float32; 0 where d = 0
-# shapes    x, y [groups, GS]
-# grid      (ceil(groups / ROWS),)
-# bytes     x once, y once
-# limits    none
-@triton.jit
-def _round_kernel(x_ptr, y_ptr, groups, GS: tl.constexpr, ROWS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    at = row * GS + tl.arange(0, GS)[None, :]
-    x = tl.load(x_ptr + at, mask=row < groups, other=0.0).to(tl.float32)
-    delta = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)[:, None]
-    ratio = tl.div_rn(x, tl.where(delta == 0, 1.0, delta))
-    # Adding and taking away 1.5 · 2^23 rounds to the nearest even integer.
-    whole = tl.minimum(tl.maximum((ratio + 12582912.0) - 12582912.0, -127.0), 127.0)
-    tl.store(y_ptr + at, whole * delta, mask=row < groups)
+# dense     as `codes` for a dense weight: BITS 0, GS 1, without a shared expert
+# shapes, grid, bytes  as `codes`
+# limits    T <= TP <= 8 tokens without MANY
+#
+# PDL: it waits for the kernel before at once.
+@triton.jit(do_not_specialize=["T", "known", "stack", "pairs_per_x"])
+def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    p, first, start, T = _part_of(a, T, n, C)
+    at, ok = _rows_of(p, first, start, T, n, C)
+    x = a.x + start * n.x_step
+    rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
+    y = tl.zeros((C.R, C.TP), tl.float32)
+    for q in range(p * C.PAIRS_PER_ROW, p * C.PAIRS_PER_ROW + C.PAIRS_PER_ROW):
+        slot = q if a.ids is None else place_of(a.ids, a.slot_of, q, q >= 0, known, stack)
+        base, x_at = slot * n.matrix, q // pairs_per_x * (C.G * C.GS)
+        part = _dense_product(a.w[0], x, a.norm, rinv, base, x_at, first, T, n, C)
+        if C.ACT is not None:
+            above = _dense_product(a.up[0], x, a.norm, rinv, base + n.up_row, x_at, first, T, n, C)
+            part = activation(part, C.ACT) * above
+        if a.weights is not None:
+            part *= tl.where(slot >= 0, tl.load(a.weights + q), 0.0)
+        y += part
+    if a.residual is not None:
+        y += residual
+    tl.store(a.y + at, rounded(y, a.y.dtype.element_ty), mask=ok)
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
 
 
+class Config(NamedTuple):
+    """A launch: tokens, rows and warps of a program, blocks of a warp; more tokens than there are: shorter blocks."""
+
+    TP: int
+    R: int
+    S: int
+    U: int
+    options: dict[str, int]
+
+
 @functools.cache
-def config(tokens: int, rows: int, warps: int, blocks: int = 1) -> dict[str, int]:
-    """A launch for codes: rows and warps of a program, blocks of a warp; more tokens than there are: shorter blocks."""
-    return {"TP": tokens, "R": rows, "S": warps, "U": blocks, "num_warps": warps, "num_stages": 1}
+def _coded(tokens: int, rows: int, warps: int, blocks: int = 1) -> Config:
+    """A launch for codes, by one warp per block of K."""
+    return Config(tokens, rows, warps, blocks, {"num_warps": warps, "num_stages": 1})
 
 
 @functools.cache
 def _config(
     bits: int, gs: int, N: int, K: int, T: int, pairs: int, slots: int, gated: bool, normed: bool, wide: bool,
     processors: int,
-) -> dict[str, int]:  # fmt: skip
+) -> Config:  # fmt: skip
     """The launch for these sizes; `wide`: activations other than bfloat16, which take more registers."""
     tokens = triton.next_power_of_2(T)
     if bits == 0:
-        return {"TP": tokens, "R": 8 if N * pairs >= 16 * processors else 2, "S": 1, "U": 1, "num_warps": 4}
+        return Config(tokens, 8 if N * pairs >= 16 * processors else 2, 1, 1, {"num_warps": 4})
     blocks = slots * -(-K // block_codes(bits, gs, tokens))
     tiles = N * pairs * (1 + gated) / 16 / processors
     rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
     narrow = bits in (2, 4) and not wide  # leaves registers for twice as much
-    if tiles >= 2.5:
+    if tiles >= MATVEC_BUSY:
         warps = min(4, triton.next_power_of_2(blocks))
         if tokens > 1:  # blocks are short: several at once, so that enough is on its way
-            return config(tokens, rows, warps, min(4 if tokens == TOKENS else 2, -(-blocks // warps)) if narrow else 1)
+            return _coded(
+                tokens, rows, warps, min(4 if tokens == MATVEC_TOKENS else 2, -(-blocks // warps)) if narrow else 1
+            )
         if normed and narrow and not gated and blocks in (3, 4):
             # Every program norms x: smaller ones of fewer warps. [9216, 2048] 6.2 µs, with 32 rows and 4 warps 7.8.
-            return config(tokens, rows, 2, 2)
-        # Many slots are many steps: with twice the rows more is on its way. DeepSeek's down 28 µs instead of 37.
-        twice = narrow and ((blocks <= warps and tiles >= 5.5) or (slots > 1 and blocks > 16))
-        return config(tokens, 2 * rows if twice else rows, warps)
-    if tiles <= 1 and blocks <= 4 and tokens < TOKENS:
+            return _coded(tokens, rows, 2, 2)
+        twice = narrow and ((blocks <= warps and tiles >= MATVEC_TWICE) or (slots > 1 and blocks > MATVEC_BLOCKS))
+        return _coded(tokens, 2 * rows if twice else rows, warps)
+    if tiles <= 1 and blocks <= 4 and tokens < MATVEC_TOKENS:
         tokens, blocks = 2 * tokens, 2 * blocks
     warps = min(16 if tiles <= 1 and slots > 1 and blocks <= 16 else 8, triton.next_power_of_2(blocks))
-    return config(tokens, rows, warps, 2 if blocks > warps and narrow else 1)
+    return _coded(tokens, rows, warps, 2 if blocks > warps and narrow else 1)
 
 
 _NO_WEIGHT = (None, None, None)
 
 
-def _parts(w: Any) -> tuple[tuple[Any, Any, Any], int, int, int]:
+def weight_parts(w: Any) -> tuple[tuple[Any, Any, Any], int, int, int]:
     """Arrays, bits, group size and groups per row of a weight; a dense one has bits 0 and groups of 1."""
     if isinstance(w, QuantizedTensor):
         return w.arrays, w.bits, w.group_size, w.scales.shape[-1]
@@ -273,7 +258,7 @@ def _is_new(w: Any) -> bool:
     return True
 
 
-def _matvec(
+def launch(
     x: torch.Tensor,
     w: Any,
     out: torch.Tensor,
@@ -281,7 +266,7 @@ def _matvec(
     T: int = 1,
     pairs: int = 1,
     slots: int = 1,
-    share: int = 1,
+    pairs_per_x: int = 1,
     steps: tuple[int, int] = (0, 0),
     ids: torch.Tensor | None = None,
     slot_of: torch.Tensor | None = None,
@@ -299,37 +284,39 @@ def _matvec(
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
-    config: dict[str, int] | None = None,
     alike: int = 0,
 ) -> None:
-    """One launch of `matvec`. up None with an act: the up rows follow the N gate rows of w. common: the expert of the
-    last of `per_token` pairs of a token. order: the turn in which pairs come, by their ids. many: more tokens than one
-    pass over the weights takes. alike: pairs of all the launches that this one is a part of, which shall add up alike.
+    """Launch `codes` or `dense`. up None with an act: the up rows follow the N gate rows of w. common: the expert
+    of the last of `per_token` pairs of a token. order: the turn in which pairs come, by their ids. many: more tokens
+    than one pass over the weights takes. alike: pairs of all the launches that this one is a part of, which shall add
+    up alike.
     """
-    arrays, bits, gs, G = _parts(w)
-    ups = _NO_WEIGHT if act is None else arrays if up is None else _parts(up)[0]
-    if config is None:
-        # Deterministic rows do not depend on how many there are. (Experts have one row of x each.)
-        tokens, several = (_passes(x, w) if ids is None else 1, 1) if deterministic() else (T, alike or pairs)
-        tokens = _passes(x, w) if many else tokens
-        kind = (act is not None, norm is not None, x.dtype != torch.bfloat16, multiprocessors(x))
-        config = _config(bits, gs, N, G * gs, tokens, several, slots, *kind)
+    arrays, bits, gs, G = weight_parts(w)
+    ups = _NO_WEIGHT if act is None else arrays if up is None else weight_parts(up)[0]
+    # Deterministic rows do not depend on how many there are. (Experts have one row of x each.)
+    tokens, several = (_passes(x, w) if ids is None else 1, 1) if deterministic() else (T, alike or pairs)
+    tokens = _passes(x, w) if many else tokens
+    kind = (act is not None, norm is not None, x.dtype != torch.bfloat16, multiprocessors(x))
+    TP, R, S, U, options = _config(bits, gs, N, G * gs, tokens, several, slots, *kind)
+    shared = (_NO_WEIGHT if one is None else weight_parts(one)[0] for one in (common, common_up))
+    a = Arrays(arrays, ups, *shared, x, norm, residual, ids, order, slot_of, weights, score, out)
+    n = Sizes(N, w.shape[-2], N if up is None else 0, *steps, eps)
+    C = Constants(G, bits, gs, TP, R, R if act is None else 2 * R, S, U, slots, per_token, many, act)
+    run_time = (T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], pairs_per_x)
+    grid = (triton.cdiv(N, R) * pairs,)
+    if bits == 0:
+        _matvec_dense_kernel[grid](a, *run_time, n, C=C, **options, **pdl_options())
+        return
     read = [_is_new(one) for one in (w, up, common, common_up) if one is not None]
-    fresh = any(read) or (ids is not None and not old_ids)
-    _matvec_kernel[(triton.cdiv(N, config["R"]) * pairs,)](
-        arrays, ups, _parts(common)[0] if common is not None else _NO_WEIGHT,
-        _parts(common_up)[0] if common_up is not None else _NO_WEIGHT, x, norm, residual, ids, order, slot_of, weights,
-        score, out, MAGIC, int(fresh), N, T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0],
-        w.shape[-2], N if up is None else 0, share, *steps, eps, SLOTS=slots, COMMON=per_token, MANY=many, ACT=act, G=G,
-        BITS=bits, GS=gs, **config, **early(),
-    )  # fmt: skip
+    wait_first = any(read) or (ids is not None and not old_ids)
+    _matvec_codes_kernel[grid](a, FP_MAGIC, int(wait_first), *run_time, n, C=C, **options, **pdl_options())
 
 
 @functools.cache
 def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
     """Rows of x that one pass over the weights takes: a thread keeps its x, in up to 3 parts, in registers."""
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype]
-    tokens = TOKENS
+    tokens = MATVEC_TOKENS
     while tokens > 1 and columns(bits, gs, tokens) * tile_codes(bits, gs, tokens) * parts > 192 * 32:
         tokens //= 2
     return tokens
@@ -337,7 +324,7 @@ def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
 
 def _passes(x: torch.Tensor, w: Any) -> int:
     """Rows of x per pass over w."""
-    return _most_tokens(w.bits, w.group_size, x.dtype) if isinstance(w, QuantizedTensor) else TOKENS
+    return _most_tokens(w.bits, w.group_size, x.dtype) if isinstance(w, QuantizedTensor) else MATVEC_TOKENS
 
 
 def matvec(
@@ -357,7 +344,7 @@ def matvec(
     (T, K), N = x.shape, out.shape[1]
     most = _passes(x, w)
     passes = triton.cdiv(T, most)
-    _matvec(
+    launch(
         x, w, out, N, T, pairs=passes, many=passes > 1, steps=(K, N), up=up, act=act, residual=residual, norm=norm,
         eps=eps,
     )  # fmt: skip
@@ -369,148 +356,4 @@ def batched_matvec(x: torch.Tensor, w: Any, out: torch.Tensor) -> None:
     N = out.shape[2]
     most = _passes(x, w)
     for part, into in zip(x.split(most), out.split(most), strict=True):
-        _matvec(part, w, into, N, len(part), pairs=H, steps=(H * K, H * N))
-
-
-def expert_rows(
-    x: torch.Tensor,
-    experts: Any,
-    ids: torch.Tensor | None,
-    slot_of: torch.Tensor | None,
-    share: int,
-    out: torch.Tensor,
-    stack: int = 0,
-) -> None:
-    """out [pairs, N] = x[p // share] · experts[ids[p]]; ids None: expert p; 0 for an expert that is not there."""
-    pairs, N = out.shape
-    _matvec(x, experts, out, N, pairs=pairs, share=share, ids=ids, slot_of=slot_of, stack=stack)
-
-
-def expert_gate_up_rows(
-    x: torch.Tensor,
-    gate_w: Any,
-    up_w: Any,
-    ids: torch.Tensor,
-    slot_of: torch.Tensor | None,
-    act: str,
-    out: torch.Tensor,
-    tokens: int = 0,
-) -> None:
-    """out [T, k, N] = act(gate_w[e] · x[t]) · (up_w[e] · x[t]), e = ids[t, i]; up_w None: gate_w is [S, 2N, K].
-
-    All chosen experts of a token in one launch; 0 for an expert that is not there. tokens: those of all launches that
-    this one is a part of.
-    """
-    T, k, N = out.shape
-    if up_w is not None and _parts(gate_w)[3:] != _parts(up_w)[3:]:  # one kernel reads one format
-        gate, up = (torch.empty((T * k, N), dtype=torch.float32, device=x.device) for _ in range(2))
-        expert_rows(x, gate_w, ids, slot_of, k, gate)
-        expert_rows(x, up_w, ids, slot_of, k, up)
-        gated(gate, up, act, out)
-        return
-    _matvec(x, gate_w, out, N, pairs=T * k, share=k, ids=ids, slot_of=slot_of, up=up_w, act=act, alike=tokens * k)
-
-
-def expert_down_sum_rows(
-    h: torch.Tensor,
-    down_w: Any,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    slot_of: torch.Tensor | None,
-    out: torch.Tensor,
-    after_gate_up: bool = False,
-    tokens: int = 0,
-) -> None:
-    """out [T, dim] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) in one launch, without atomics.
-
-    after_gate_up: the kernel before this one on the stream is that of `expert_gate_up_rows` with the same ids.
-    """
-    T, k, _ = h.shape
-    _matvec(
-        h, down_w, out, out.shape[1], pairs=T, slots=k, ids=ids, slot_of=slot_of, weights=weights,
-        old_ids=after_gate_up, alike=tokens,
-    )  # fmt: skip
-
-
-def mixed_gate_up(
-    x: torch.Tensor,
-    gate_w: Any,
-    up_w: Any,
-    common: Any,
-    common_up: Any,
-    ids: torch.Tensor,
-    slot_of: torch.Tensor | None,
-    act: str,
-    out: torch.Tensor,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    order: torch.Tensor | None = None,
-    tokens: int = 0,
-) -> None:
-    """out [T, k + 1, N]: as `expert_gate_up_rows`, and in the last place the common expert, all in one launch.
-
-    common, common_up [N, K] of the form of gate_w and up_w; norm [K]: x is normed first. order [T · k]: pairs by their
-    experts, so that weights which several tokens chose come from memory once.
-    """
-    T, slots, N = out.shape
-    _matvec(
-        x, gate_w, out, N, pairs=T * slots, share=slots, ids=ids, slot_of=slot_of, up=up_w, act=act, common=common,
-        common_up=common_up, per_token=slots, norm=norm, eps=eps, order=order, alike=tokens * slots,
-    )  # fmt: skip
-
-
-def mixed_down_sum(
-    h: torch.Tensor,
-    down_w: Any,
-    common: Any,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    score: torch.Tensor | None,
-    slot_of: torch.Tensor | None,
-    residual: torch.Tensor,
-    out: torch.Tensor,
-    tokens: int = 0,
-) -> None:
-    """out [T, dim] = residual + Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) + σ(score[t]) · (common · h[t, k]).
-
-    One launch, straight after `mixed_gate_up` with the same ids; slots in order, no atomics; out may be residual.
-    """
-    T, slots, _ = h.shape
-    _matvec(
-        h, down_w, out, out.shape[1], pairs=T, slots=slots, ids=ids, slot_of=slot_of, weights=weights, old_ids=True,
-        common=common, per_token=slots, score=score, residual=residual, alike=tokens,
-    )  # fmt: skip
-
-
-def mixed_down(
-    h: torch.Tensor,
-    down_w: Any,
-    common: Any,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    score: torch.Tensor | None,
-    slot_of: torch.Tensor | None,
-    order: torch.Tensor,
-    out: torch.Tensor,
-    tokens: int = 0,
-) -> None:
-    """The terms of `mixed_down_sum`'s sum, out [T, k + 1, dim], pairs in the turn of `order`."""
-    T, slots, _ = h.shape
-    _matvec(
-        h, down_w, out, out.shape[2], pairs=T * slots, ids=ids, slot_of=slot_of, weights=weights, old_ids=True,
-        order=order, common=common, per_token=slots, score=score, alike=tokens * slots,
-    )  # fmt: skip
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor, act: str, out: torch.Tensor) -> None:
-    """out = act(gate) · up; gate and up float32."""
-    _gated_kernel[(triton.cdiv(out.numel(), 1024),)](gate, up, out, out.numel(), ACT=act, BLOCK=1024)
-
-
-def round_activations(x: torch.Tensor, gs: int) -> torch.Tensor:
-    """x [T, K] rounded to 8 bits per group of gs, as float32: what a product with activations="int8" reads."""
-    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    groups = x.numel() // gs
-    if groups:
-        _round_kernel[(triton.cdiv(groups, 8),)](x, y, groups, GS=gs, ROWS=8, num_warps=1)
-    return y
+        launch(part, w, into, N, len(part), pairs=H, steps=(H * K, H * N))

@@ -9,16 +9,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._attend_kernel import dot
+from penstock.backends.cuda._attend_tile import dot
 from penstock.backends.cuda._gemm import dense_copy, in_full
-from penstock.backends.cuda._launch import early
+from penstock.backends.cuda._launch import pdl_options
 from penstock.backends.cuda._matvec import batched_matvec
 from penstock.backends.cuda._quant import code_at, dequantized
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import PER_HEAD_COPY
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
-
-_MANY = 256  # tokens from which a dense copy of a quantized weight, one more write and read of it, pays
 
 
 @triton.jit
@@ -176,7 +175,7 @@ def _turned_kernel(
     tl.store(y_ptr + (t * H + head) * N + n, rounded(y, y_ptr.dtype.element_ty), mask=t < T)
 
 
-_MAGIC = 0x41804180  # two bfloat16 numbers 16
+_FP_MAGIC = 0x41804180  # two bfloat16 numbers 16
 
 
 def _turns(x: torch.Tensor, w: Any, N: int) -> bool:
@@ -210,7 +209,19 @@ def per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
         if turned and not shared and _turns(x, w, N):
             L = max(4, triton.next_power_of_2(triton.cdiv(K, 4)))
             _turned_kernel[(H * (N // 64),)](
-                x, *w.arrays, y, _MAGIC, T, H, K, N, rows_per_head, GS=w.group_size, L=L, num_warps=1, **early()
+                x,
+                *w.arrays,
+                y,
+                _FP_MAGIC,
+                T,
+                H,
+                K,
+                N,
+                rows_per_head,
+                GS=w.group_size,
+                L=L,
+                num_warps=1,
+                **pdl_options(),
             )
             return
     arrays, bits, group = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
@@ -220,7 +231,7 @@ def per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
     grid = (triton.cdiv(T, MT) * triton.cdiv(N, BN) * H,)
     _per_head_kernel[grid](
         x, *arrays, y, T, H, K, N, rows_per_head, first, w.shape[-1],
-        BITS=bits, GS=group, SHARED=shared, TURNED=turned, MT=MT, BN=BN, BK=BK, num_warps=warps, **early(),
+        BITS=bits, GS=group, SHARED=shared, TURNED=turned, MT=MT, BN=BN, BK=BK, num_warps=warps, **pdl_options(),
     )  # fmt: skip
 
 
@@ -242,7 +253,7 @@ def _rows_of_heads(w: QuantizedTensor, H: int, first: int) -> QuantizedTensor:
 
 def copies(x: torch.Tensor, w: Any) -> bool:
     """Whether w is made dense for cuBLAS."""
-    return isinstance(w, QuantizedTensor) and len(x) >= _MANY and in_full(x) and not deterministic()
+    return isinstance(w, QuantizedTensor) and len(x) >= PER_HEAD_COPY and in_full(x) and not deterministic()
 
 
 def _batched(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:

@@ -1,16 +1,26 @@
 """All between the projections of an attention layer and its attention, in one launch: heads, or latents (MLA)."""
 
 import functools
+from collections import namedtuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import early
+from penstock.backends.cuda._launch import pdl_options
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import PREPARE_NUMBERS, PREPARE_ONE
 from penstock.backends.cuda.rope import pieces_of, sincos
 from penstock.ops.op import deterministic
+
+# Arguments of the two kernels: arrays (None where there is none), numbers of the model, what they are compiled for.
+_Arrays = namedtuple("_Arrays", "q k v q_w k_w inv_freq positions table q_out gate k_pages v_pages")
+_Sizes = namedtuple("_Sizes", "H heads D half page pages entries mscale eps")
+_Constants = namedtuple("_Constants", "EACH NORM_VALUES TOKENS HALF PIECES")
+_MlaArrays = namedtuple("_MlaArrays", "q kv w inv_freq positions table q_nope q_pe latent rope")
+_MlaSizes = namedtuple("_MlaSizes", "H nope half R page pages entries mscale eps")
+_MlaConstants = namedtuple("_MlaConstants", "EACH HEADS NOPE HALF RANK")
 
 
 @triton.jit
@@ -95,67 +105,59 @@ def _row_in_pages(table_ptr, t, p, live, page, pages, entries, EACH: tl.constexp
 # bytes     q, k and v in, the same out
 # limits    D <= 16384; a head is cut in PIECES of HALF columns as in `rope`
 @triton.jit(do_not_specialize=["T", "start"])
-def _prepare_kernel(
-    q_ptr, k_ptr, v_ptr, q_w_ptr, k_w_ptr, inv_freq_ptr, positions_ptr, table_ptr, q_out_ptr, gate_ptr, k_pages_ptr,
-    v_pages_ptr, T, start, H, heads, D, half, page, pages, entries, mscale, eps,
-    EACH: tl.constexpr, NORM_VALUES: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr, PIECES: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+def _prepare_kernel(a, T, start, n, C: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    t = tl.program_id(0).to(tl.int64) * C.TOKENS + tl.arange(0, C.TOKENS)[:, None]
     h = tl.program_id(1)
+    PIECES: tl.constexpr = C.PIECES
     live = t < T
-    p = _position(positions_ptr, start, t, live, EACH)
-    i = tl.arange(0, HALF)[None, :]
-    inv_freq = tl.load(inv_freq_ptr + i, mask=i < half, other=0.0)
-    if h < H:
-        wide = D if gate_ptr is None else 2 * D
-        rows = q_ptr + (t * H + h) * wide
-        head = _load_head(rows, live, half, D, HALF, PIECES)
-        if gate_ptr is not None:
-            gate = _load_head(rows + D, live, half, D, HALF, PIECES)
-            _store_head(gate_ptr + (t * H + h) * D, gate, live, half, D, HALF, PIECES)
+    p = _position(a.positions, start, t, live, C.EACH)
+    i = tl.arange(0, C.HALF)[None, :]
+    inv_freq = tl.load(a.inv_freq + i, mask=i < n.half, other=0.0)
+    if h < n.H:
+        wide = n.D if a.gate is None else 2 * n.D
+        rows = a.q + (t * n.H + h) * wide
+        head = _load_head(rows, live, n.half, n.D, C.HALF, PIECES)
+        if a.gate is not None:
+            gate = _load_head(rows + n.D, live, n.half, n.D, C.HALF, PIECES)
+            _store_head(a.gate + (t * n.H + h) * n.D, gate, live, n.half, n.D, C.HALF, PIECES)
         sine, cosine = sincos(p.to(tl.float32) * inv_freq)
-        if q_w_ptr is not None:
-            head = _normed(head, q_w_ptr, half, D, eps, HALF, PIECES)
-        head = _turned(head, cosine * mscale, sine * mscale, PIECES)
+        if a.q_w is not None:
+            head = _normed(head, a.q_w, n.half, n.D, n.eps, C.HALF, PIECES)
+        head = _turned(head, cosine * n.mscale, sine * n.mscale, PIECES)
         y = ()
         for r in tl.static_range(PIECES):
             y = y + (tl.where(p >= 0, head[r], 0.0),)  # noqa: RUF005
-        _store_head(q_out_ptr + (t * H + h) * D, y, live, half, D, HALF, PIECES)
+        _store_head(a.q_out + (t * n.H + h) * n.D, y, live, n.half, n.D, C.HALF, PIECES)
     else:
-        h -= H
-        place = (t * heads + h) * D
-        head = _load_head(k_ptr + place, live, half, D, HALF, PIECES)
-        if v_ptr is None:
+        h -= n.H
+        place = (t * n.heads + h) * n.D
+        head = _load_head(a.k + place, live, n.half, n.D, C.HALF, PIECES)
+        if a.v is None:
             value = head
         else:
-            value = _load_head(v_ptr + place, live, half, D, HALF, PIECES)
-        row, live = _row_in_pages(table_ptr, t, p, live, page, pages, entries, EACH)
-        place = (row * heads + h) * D
-        if NORM_VALUES:
-            value = _normed(value, None, half, D, eps, HALF, PIECES)
-        _store_head(v_pages_ptr + place, value, live, half, D, HALF, PIECES)
+            value = _load_head(a.v + place, live, n.half, n.D, C.HALF, PIECES)
+        row, live = _row_in_pages(a.table, t, p, live, n.page, n.pages, n.entries, C.EACH)
+        place = (row * n.heads + h) * n.D
+        if C.NORM_VALUES:
+            value = _normed(value, None, n.half, n.D, n.eps, C.HALF, PIECES)
+        _store_head(a.v_pages + place, value, live, n.half, n.D, C.HALF, PIECES)
         sine, cosine = sincos(p.to(tl.float32) * inv_freq)
-        if k_w_ptr is not None:
-            head = _normed(head, k_w_ptr, half, D, eps, HALF, PIECES)
-        head = _turned(head, cosine * mscale, sine * mscale, PIECES)
-        _store_head(k_pages_ptr + place, head, live, half, D, HALF, PIECES)
-
-
-_FEW = 64  # tokens up to which a program has one
-_NUMBERS = 2048  # of a program with several
+        if a.k_w is not None:
+            head = _normed(head, a.k_w, n.half, n.D, n.eps, C.HALF, PIECES)
+        head = _turned(head, cosine * n.mscale, sine * n.mscale, PIECES)
+        _store_head(a.k_pages + place, head, live, n.half, n.D, C.HALF, PIECES)
 
 
 @functools.cache
-def _tile(D: int, half: int, few: bool) -> dict[str, int]:
+def _tile(D: int, half: int, few: bool) -> tuple[int, int, int, int]:
     """A program's share: tokens, columns of a piece and pieces; and warps."""
     piece, rest = pieces_of("attention_prepare", D, half)
     block = triton.next_power_of_2(D)
-    tokens = 1 if few else max(1, _NUMBERS // block)
-    return {"TOKENS": tokens, "HALF": piece, "PIECES": 2 + rest, "num_warps": max(1, min(8, tokens * block // 512))}
+    tokens = 1 if few else max(1, PREPARE_NUMBERS // block)
+    return tokens, piece, 2 + rest, max(1, min(8, tokens * block // 512))
 
 
 def prepare(
@@ -176,12 +178,12 @@ def prepare(
     T, H, D = out[0].shape
     half, heads = inv_freq.shape[0], k.shape[1] // D
     given = isinstance(positions, torch.Tensor)
-    tile = _tile(D, half, T <= _FEW and not deterministic())
-    _prepare_kernel[(triton.cdiv(T, tile["TOKENS"]), H + heads)](
-        q, k, v, *norms, inv_freq, positions if given else None, block_table, *out, *pages,
-        T, 0 if given else positions, H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1],
-        mscale, eps, EACH=given and positions.ndim == 1, NORM_VALUES=norm_values, **tile, **early(),
-    )  # fmt: skip
+    tokens, *pieces, warps = _tile(D, half, T <= PREPARE_ONE and not deterministic())
+    arrays = _Arrays(q, k, v, *norms, inv_freq, positions if given else None, block_table, *out, *pages)
+    n = _Sizes(H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], mscale, eps)
+    C = _Constants(given and positions.ndim == 1, norm_values, tokens, *pieces)
+    grid = (triton.cdiv(T, tokens), H + heads)
+    _prepare_kernel[grid](arrays, T, 0 if given else positions, n, C=C, num_warps=warps, **pdl_options())
 
 
 # mla_prepare  q_nope[t, h] and q_pe[t, h] = rope of the two parts of q[t, h]; row p of the pages: n(kv[t, :R], w), and
@@ -192,38 +194,33 @@ def prepare(
 # bytes     q and kv in, the same out
 # limits    NOPE, HALF, RANK: powers of two that hold nope, half and R
 @triton.jit(do_not_specialize=["start"])
-def _mla_prepare_kernel(
-    q_ptr, kv_ptr, w_ptr, inv_freq_ptr, positions_ptr, table_ptr, q_nope_ptr, q_pe_ptr, latent_ptr, rope_ptr,
-    start, H, nope, half, R, page, pages, entries, mscale, eps,
-    EACH: tl.constexpr, HEADS: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+def _mla_prepare_kernel(a, start, n, C: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
     part = tl.program_id(1)
     live = t >= 0
-    p = _position(positions_ptr, start, t, live, EACH)
-    i = tl.arange(0, HALF)[None, :]
-    inv_freq = tl.load(inv_freq_ptr + i, mask=i < half, other=0.0)
-    if part < tl.cdiv(H, HEADS):
-        h = part * HEADS + tl.arange(0, HEADS)[:, None]
-        head = q_ptr + (t * H + h) * (nope + 2 * half)
-        n = tl.arange(0, NOPE)[None, :]
-        first = tl.load(head + n, mask=(h < H) & (n < nope), other=0.0)
-        tl.store(q_nope_ptr + (t * H + h) * nope + n, first, mask=(h < H) & (n < nope))
-        here = (h < H) & (i < half)
-        _turn(head + nope, q_pe_ptr + (t * H + h) * 2 * half, p, inv_freq, half, mscale, here, p >= 0, HALF)
+    p = _position(a.positions, start, t, live, C.EACH)
+    i = tl.arange(0, C.HALF)[None, :]
+    inv_freq = tl.load(a.inv_freq + i, mask=i < n.half, other=0.0)
+    if part < tl.cdiv(n.H, C.HEADS):
+        h = part * C.HEADS + tl.arange(0, C.HEADS)[:, None]
+        head = a.q + (t * n.H + h) * (n.nope + 2 * n.half)
+        d = tl.arange(0, C.NOPE)[None, :]
+        first = tl.load(head + d, mask=(h < n.H) & (d < n.nope), other=0.0)
+        tl.store(a.q_nope + (t * n.H + h) * n.nope + d, first, mask=(h < n.H) & (d < n.nope))
+        here = (h < n.H) & (i < n.half)
+        _turn(head + n.nope, a.q_pe + (t * n.H + h) * 2 * n.half, p, inv_freq, n.half, n.mscale, here, p >= 0, C.HALF)
     else:
-        row, there = _row_in_pages(table_ptr, t, p, live, page, pages, entries, EACH)
-        kv = kv_ptr + t * (R + 2 * half)
-        c = tl.arange(0, RANK)[None, :]
-        x = tl.load(kv + c, mask=c < R, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + c, mask=c < R, other=0.0).to(tl.float32)
-        y = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / R + eps) * w
-        tl.store(latent_ptr + row * R + c, rounded(y, latent_ptr.dtype.element_ty), mask=(c < R) & there)
-        _turn(kv + R, rope_ptr + row * 2 * half, p, inv_freq, half, mscale, (i < half) & there, there, HALF)
+        row, there = _row_in_pages(a.table, t, p, live, n.page, n.pages, n.entries, C.EACH)
+        kv = a.kv + t * (n.R + 2 * n.half)
+        c = tl.arange(0, C.RANK)[None, :]
+        x = tl.load(kv + c, mask=c < n.R, other=0.0).to(tl.float32)
+        w = tl.load(a.w + c, mask=c < n.R, other=0.0).to(tl.float32)
+        y = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / n.R + n.eps) * w
+        tl.store(a.latent + row * n.R + c, rounded(y, a.latent.dtype.element_ty), mask=(c < n.R) & there)
+        _turn(kv + n.R, a.rope + row * 2 * n.half, p, inv_freq, n.half, n.mscale, (i < n.half) & there, there, C.HALF)
 
 
 @triton.jit
@@ -240,12 +237,11 @@ def _turn(x_ptr, y_ptr, p, inv_freq, half, mscale, mask, known, HALF: tl.constex
 
 
 @functools.cache
-def _mla_tile(H: int, nope: int, half: int, R: int) -> dict[str, int]:
-    """A program's share, by sizes of a token alone; and warps."""
+def _mla_tile(H: int, nope: int, half: int, R: int) -> tuple[int, int, int, int]:
+    """HEADS, NOPE, HALF and RANK of a program, by sizes of a token alone."""
     width = triton.next_power_of_2(nope)
     heads = max(1, min(triton.next_power_of_2(H), 1024 // width))
-    blocks = {"NOPE": width, "HALF": triton.next_power_of_2(half), "RANK": triton.next_power_of_2(R)}
-    return {"HEADS": heads, **blocks, "num_warps": 4}
+    return heads, width, triton.next_power_of_2(half), triton.next_power_of_2(R)
 
 
 def mla_prepare(
@@ -265,8 +261,8 @@ def mla_prepare(
     half, R = inv_freq.shape[0], kv_norm.shape[0]
     given = isinstance(positions, torch.Tensor)
     tile = _mla_tile(H, nope, half, R)
-    _mla_prepare_kernel[(T, triton.cdiv(H, tile["HEADS"]) + 1)](
-        q, kv, kv_norm, inv_freq, positions if given else None, block_table, *out, *pages,
-        0 if given else positions, H, nope, half, R, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1],
-        mscale, eps, EACH=given and positions.ndim == 1, **tile, **early(),
-    )  # fmt: skip
+    arrays = _MlaArrays(q, kv, kv_norm, inv_freq, positions if given else None, block_table, *out, *pages)
+    n = _MlaSizes(H, nope, half, R, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], mscale, eps)
+    C = _MlaConstants(given and positions.ndim == 1, *tile)
+    grid = (T, triton.cdiv(H, C.HEADS) + 1)
+    _mla_prepare_kernel[grid](arrays, 0 if given else positions, n, C=C, num_warps=4, **pdl_options())

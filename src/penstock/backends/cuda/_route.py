@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock import ops
-from penstock.backends.cuda._launch import early, flat_rows
+from penstock.backends.cuda._launch import flat_rows, pdl_options
 from penstock.errors import BackendError
 from penstock.ops.op import kernel
 
@@ -265,7 +265,7 @@ def moe_route(
     block, warps = _block("moe_route", E, triton.next_power_of_2(E))
     _route_kernel[(rows,)](
         logits, per_expert_scale, ids, weights, E, top_k, NAN=propagate_nan,
-        BLOCK_E=block, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **early(),
+        BLOCK_E=block, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **pdl_options(),
     )  # fmt: skip
 
 
@@ -278,7 +278,7 @@ def moe_softmax_topk(logits: torch.Tensor, k: int, propagate_nan: bool = False, 
     block, warps = _block("moe_softmax_topk", E, triton.next_power_of_2(E))
     _slots_kernel[(rows,)](
         logits, ids, weights, E, k, NAN=propagate_nan,
-        BLOCK_E=block, BLOCK_K=max(32, triton.next_power_of_2(k)), num_warps=warps, **early(),
+        BLOCK_E=block, BLOCK_K=max(32, triton.next_power_of_2(k)), num_warps=warps, **pdl_options(),
     )  # fmt: skip
 
 
@@ -304,7 +304,7 @@ def moe_group_route(
     _group_route_kernel[(rows,)](
         logits, bias, ids, weights, n_group, E // n_group, topk_group, top_k, float(routed_scaling_factor),
         NORM=norm_topk_prob, NAN=propagate_nan, BLOCK_G=groups, BLOCK_S=width,
-        BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **early(),
+        BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **pdl_options(),
     )  # fmt: skip
 
 
@@ -318,5 +318,5 @@ def moe_normalize_weights(weights: torch.Tensor, *, out: torch.Tensor) -> None:
         raise BackendError(f"moe_normalize_weights: weights has {k} columns, expected at most {MOST_EXPERTS} on cuda")
     tokens = max(1, 256 // block)
     _normalize_kernel[(triton.cdiv(rows, tokens),)](
-        weights, out, rows, k, ROWS=tokens, BLOCK_K=block, num_warps=max(1, block // 1024), **early()
+        weights, out, rows, k, ROWS=tokens, BLOCK_K=block, num_warps=max(1, block // 1024), **pdl_options()
     )

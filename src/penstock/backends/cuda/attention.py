@@ -6,7 +6,7 @@ import triton.language as tl
 
 from penstock import ops
 from penstock.backends.cuda._attend import attend, cache_of
-from penstock.backends.cuda._attend_kernel import dot
+from penstock.backends.cuda._attend_tile import dot
 from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._prepare import prepare
 from penstock.backends.cuda._rows import rounded

@@ -15,8 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, takes_chunks
 from penstock.backends.cuda._conv import convolve, move_on
-from penstock.backends.cuda._launch import early, sigmoid, silu
+from penstock.backends.cuda._launch import pdl_options, sigmoid, silu
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import DELTA_AHEAD, DELTA_STEPS
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
 
@@ -95,9 +96,6 @@ def gdn_decay_beta(
 
 
 # -- delta rule ------------------------------------------------------------------------------------------------------
-
-_STEPS = 16  # tokens up to which the recurrence is faster than the chunks
-_AHEAD = 4  # tokens whose q, k and v are under way in the recurrence of one sequence
 
 
 @functools.cache
@@ -181,7 +179,7 @@ def _recur(
     states, tokens = (1, T) if slots is None else (T, 1)
     _recurrence_kernel[(states, Hv, triton.cdiv(Dv, rows))](
         state, qkv, g, b, slots, out, tokens, state.shape[0], Hk, Hv, Dk, Dv, slots is not None, Hv // Hk, rows, wide,
-        _AHEAD, num_warps=warps,
+        DELTA_AHEAD, num_warps=warps,
     )  # fmt: skip
 
 
@@ -206,7 +204,7 @@ def gated_delta_net(
     T = len(qkv)
     if T == 0:
         return
-    many = method == "chunkwise" or (method == "auto" and (T > _STEPS or deterministic()))
+    many = method == "chunkwise" or (method == "auto" and (T > DELTA_STEPS or deterministic()))
     if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, Dk):
         delta_chunks(state, qkv, g, b, out, Hk, Hv, Dk, Dv)
     else:
@@ -320,7 +318,7 @@ def gated_delta_step(
     g, b = (qkv.new_empty((B, Hv), dtype=torch.float32) for _ in range(2))
     _mix_kernel[(B, 2 * Hk + Hv)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, len(state), Hk, Hv, Dk, Dv, 1e-6,
-        W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), num_warps=1, **early(),
+        W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), num_warps=1, **pdl_options(),
     )  # fmt: skip
     tile = _step_tile(Dk, Dv)
     if tile is None:
@@ -330,5 +328,5 @@ def gated_delta_step(
     rows, wide, warps = tile
     _step_kernel[(B, Hv)](
         state, y, g, b, z, norm_weight, slots, out, len(state), Hk, Hv, Dk, Dv, eps,
-        GROUP=Hv // Hk, ROWS=rows, WIDE=wide, num_warps=warps, **early(),
+        GROUP=Hv // Hk, ROWS=rows, WIDE=wide, num_warps=warps, **pdl_options(),
     )  # fmt: skip

@@ -7,10 +7,9 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._quant import code_at, dequantized, unpack
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import EMBED_COLUMNS
 from penstock.ops.op import kernel
 from penstock.quant import QuantizedTensor
-
-_MOST = 2048  # columns of one program: 16 numbers for each of 128 threads
 
 
 # gather    out[t] = table[ids[t]] rounded to out's dtype; zeros for an id outside of the table
@@ -60,7 +59,7 @@ def _gather_quantized_kernel(
 def _sizes(out: torch.Tensor) -> tuple[tuple[int, int], int, int]:
     """Grid, block and warps for the rows of `out`."""
     dim = out.shape[-1]
-    block = max(32, min(_MOST, triton.next_power_of_2(dim)))
+    block = max(32, min(EMBED_COLUMNS, triton.next_power_of_2(dim)))
     return (out.numel() // dim, triton.cdiv(dim, block)), block, max(1, block // 512)
 
 

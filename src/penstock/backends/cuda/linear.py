@@ -7,9 +7,12 @@ import triton
 import triton.language as tl
 
 from penstock import ops
+from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._launch import flat_rows
-from penstock.backends.cuda._matvec import TOKENS, expert_rows, gated, matvec, round_activations
+from penstock.backends.cuda._matvec import matvec
+from penstock.backends.cuda._matvec_experts import expert_rows
 from penstock.backends.cuda._quant import code_at, dequantized
+from penstock.backends.cuda._tuning import MATVEC_TOKENS
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
@@ -52,7 +55,9 @@ def _few(rows: torch.Tensor, variant: str | None, exact: bool = False) -> bool:
 
     exact: a small weight that may not be rounded. The tiles of many rows take float32 for it, which is slow.
     """
-    return variant == "matvec" or (variant is None and len(rows) <= (64 if exact else TOKENS) and not deterministic())
+    return variant == "matvec" or (
+        variant is None and len(rows) <= (64 if exact else MATVEC_TOKENS) and not deterministic()
+    )
 
 
 def _exact(x: torch.Tensor, w: Any, out: torch.Tensor) -> bool:
@@ -165,13 +170,18 @@ def matmul_add(residual, x, w, activations, *, out, variant):
 
 
 def _sequence_product(
-    x: torch.Tensor, experts: Any, ids: torch.Tensor | None, slot_of: torch.Tensor | None, share: int, out: torch.Tensor
+    x: torch.Tensor,
+    experts: Any,
+    ids: torch.Tensor | None,
+    slot_of: torch.Tensor | None,
+    pairs_per_x: int,
+    out: torch.Tensor,
 ) -> None:
     """Experts that are no stack: one launch each, over all pairs where the ids are known to the device only."""
     pairs = len(out)
     if ids is None and slot_of is None:
         for p, w in enumerate(experts):
-            matvec(x[p // share : p // share + 1], w, out[p : p + 1])
+            matvec(x[p // pairs_per_x : p // pairs_per_x + 1], w, out[p : p + 1])
         return
     ids = torch.arange(pairs, dtype=torch.int32, device=x.device) if ids is None else ids.view(-1)
     if slot_of is not None:
@@ -181,7 +191,7 @@ def _sequence_product(
     part = torch.empty_like(out)
     for slot, w in enumerate(experts):
         mine = ids == slot
-        expert_rows(x, w, torch.where(mine, 0, -1).to(torch.int32), None, share, part, stack=1)
+        expert_rows(x, w, torch.where(mine, 0, -1).to(torch.int32), None, pairs_per_x, part, stack=1)
         torch.where(mine[:, None], part, out, out=out)
 
 
@@ -197,10 +207,10 @@ def expert_matmul(x, experts, ids, slot_of, activations, *, out):
         x = round_activations(x, first.group_size)
     N = out.shape[-1]
     rows, y = flat_rows(x), out.view(-1, N)
-    share = len(y) // len(rows)
+    pairs_per_x = len(y) // len(rows)
     if sequence:
-        _sequence_product(rows, experts, ids, slot_of, share, y)
+        _sequence_product(rows, experts, ids, slot_of, pairs_per_x, y)
         return
     if ids is None and slot_of is not None:
         ids = torch.arange(len(slot_of), dtype=torch.int32, device=x.device)
-    expert_rows(rows, experts, ids, slot_of, share, y)
+    expert_rows(rows, experts, ids, slot_of, pairs_per_x, y)

@@ -12,17 +12,16 @@ import triton.language as tl
 
 import penstock.backends.cuda._route  # noqa: F401  (registers the routers)
 from penstock import ops
+from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up, grouped_mlp
 from penstock.backends.cuda._launch import flat_rows, sigmoid
-from penstock.backends.cuda._matvec import (
+from penstock.backends.cuda._matvec import same_codes
+from penstock.backends.cuda._matvec_experts import (
     expert_down_sum_rows,
     expert_gate_up_rows,
-    gated,
     mixed_down,
     mixed_down_sum,
     mixed_gate_up,
-    round_activations,
-    same_codes,
 )
 from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.backends.cuda.linear import gate_up, product

@@ -13,9 +13,8 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._launch import silu
 from penstock.backends.cuda._rows import Tile, expert_sum, rinv, rounded, tile, vector
+from penstock.backends.cuda._tuning import COPIED_COLUMNS
 from penstock.ops.op import kernel
-
-_COPIED = 4096  # columns of a program that only copies
 
 
 def _scalar(scalar: Any) -> tuple[torch.Tensor | None, float, int]:
@@ -390,9 +389,9 @@ def rms_norm_qk(x, num_k_heads, key_dim, key_offset, inv_scale, eps, eps_on, *, 
     share = tile("rms_norm_qk", key_dim, 2048)
     head_programs = triton.cdiv(2 * num_k_heads, share.R)
     in_place = out.data_ptr() == x.data_ptr() or total == 2 * num_k_heads * key_dim
-    copies = 0 if in_place else triton.cdiv(total, _COPIED)
+    copies = 0 if in_place else triton.cdiv(total, COPIED_COLUMNS)
     added = eps * key_dim if eps_on == "mean" else eps
     q_scale = key_dim**-0.5 if inv_scale is None else inv_scale
     sizes = (num_k_heads, key_dim, key_offset, total, added, float(q_scale), head_programs)
     grid = (T, head_programs + copies)
-    _qk_kernel[grid](x, out, *sizes, R=share.R, BLOCK=share.BLOCK, COLUMNS=_COPIED, num_warps=share.warps)
+    _qk_kernel[grid](x, out, *sizes, R=share.R, BLOCK=share.BLOCK, COLUMNS=COPIED_COLUMNS, num_warps=share.warps)

@@ -9,11 +9,10 @@ import triton.language as tl
 
 from penstock import ops
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import ROPE_NUMBERS, ROPE_WARPS
 from penstock.errors import BackendError
 from penstock.ops.op import kernel
 
-_NUMBERS = 4096  # of a program: heads × tokens × width of a head
-_WARPS = 4
 _WIDEST = 16384
 
 
@@ -40,8 +39,8 @@ def _tile(op: str, heads: int, width: int, half: int) -> _Tile:
     """The share of a program: by the sizes of a token alone, so that a row's bits do not depend on the others."""
     piece, rest = pieces_of(op, width, half)
     block = triton.next_power_of_2(width)
-    some = max(1, min(triton.next_power_of_2(heads), _NUMBERS // block))
-    return _Tile(some, max(1, _NUMBERS // (block * some)), piece, rest, _WARPS)
+    some = max(1, min(triton.next_power_of_2(heads), ROPE_NUMBERS // block))
+    return _Tile(some, max(1, ROPE_NUMBERS // (block * some)), piece, rest, ROPE_WARPS)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from penstock import ops
 from penstock.backends.cuda._limits import (
+    Given,
     find_by_digits,
     find_in_lists,
     highest_of,
@@ -49,21 +50,21 @@ def _maxima_kernel(logits_ptr, highest_ptr, first_ptr, V, BLOCK: tl.constexpr):
 # limits    as _digits_kernel in MODE "full"
 @triton.jit
 def _sums_kernel(
-    logits_ptr, highest_ptr, positions_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, table_ptr, states_ptr,
-    limits_ptr, sums_ptr, counts_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+    given, table_ptr, states_ptr, limits_ptr, sums_ptr, counts_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
 ):  # fmt: skip
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf"))
-    temperature, position = tl.load(temperature_ptr + row), tl.load(positions_ptr + row)
-    highest = highest_of(highest_ptr, row, blocks, BLOCKS)
+    x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
+    temperature, position = tl.load(given.temperature + row), tl.load(given.positions + row)
+    highest = highest_of(given.highest, row, blocks, BLOCKS)
     if (temperature > 0) & (position >= 0) & is_finite(highest):
         rate, at = rate_of(temperature), row * blocks + block
         limit = tl.full((), 0, tl.uint32)
         if MODE == "top_k":
             limit = tl.load(limits_ptr + row * 2).to(tl.int64).to(tl.uint32)
         if MODE == "full":
-            top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+            top_k, top_p = tl.load(given.top_k + row), tl.load(given.top_p + row)
             limit, ties = limit_by_digits(states_ptr, table_ptr, row, blocks, top_k, top_p, highest, rate, V, BLOCKS)
             if block == 0:
                 tl.store(limits_ptr + row * 2, limit.to(tl.float64))
@@ -71,7 +72,7 @@ def _sums_kernel(
         key, total, count = key_of(x), tl.full((), 0.0, tl.float64), 0
         if tl.max((key >= limit).to(tl.int32), axis=0) > 0:  # else nothing is kept: no need for 2048 exponentials
             w = weight_of(x, highest, rate)
-            total = tl.sum(tl.where((key > limit) & (w >= tl.load(min_p_ptr + row)), w, 0.0), axis=0)
+            total = tl.sum(tl.where((key > limit) & (w >= tl.load(given.min_p + row)), w, 0.0), axis=0)
             count = tl.sum((key == limit).to(tl.int32), axis=0)
         tl.store(sums_ptr + at, total)
         if MODE != "plain":
@@ -86,20 +87,20 @@ def _sums_kernel(
 # limits    none
 @triton.jit
 def _draw_kernel(
-    logits_ptr, highest_ptr, first_ptr, positions_ptr, temperature_ptr, min_p_ptr, seed_ptr, limits_ptr, sums_ptr,
-    counts_ptr, token_ptr, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, MODE: tl.constexpr,
+    given, limits_ptr, sums_ptr, counts_ptr, token_ptr, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    MODE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     there, at = block < blocks, row * blocks + block
-    maxima = tl.load(highest_ptr + at, mask=there, other=float("-inf"))
+    maxima = tl.load(given.highest + at, mask=there, other=float("-inf"))
     highest = tl.max(maxima, axis=0)
-    token = tl.min(tl.where(maxima == highest, tl.load(first_ptr + at, mask=there, other=_FAR), _FAR), axis=0)
-    position = tl.load(positions_ptr + row)
+    token = tl.min(tl.where(maxima == highest, tl.load(given.first + at, mask=there, other=_FAR), _FAR), axis=0)
+    position = tl.load(given.positions + row)
     if MODE != "greedy":
-        temperature = tl.load(temperature_ptr + row)
+        temperature = tl.load(given.temperature + row)
         if (temperature > 0) & (position >= 0) & is_finite(highest):
-            rate, min_p = rate_of(temperature), tl.load(min_p_ptr + row)
+            rate, min_p = rate_of(temperature), tl.load(given.min_p + row)
             sums = tl.load(sums_ptr + at, mask=there, other=0.0)
             if MODE != "plain":
                 limit = tl.load(limits_ptr + row * 2).to(tl.int64).to(tl.uint32)
@@ -112,14 +113,14 @@ def _draw_kernel(
                     sums += tl.where(each >= min_p, taken * each, 0.0)
 
             c0 = position.to(tl.uint32)
-            low, high, _, _ = tl.philox(tl.load(seed_ptr + row), c0, c0 * 0, c0 * 0, c0 * 0)
+            low, high, _, _ = tl.philox(tl.load(given.seed + row), c0, c0 * 0, c0 * 0, c0 * 0)
             u = (((high.to(tl.uint64) << 32) | low.to(tl.uint64)) >> 11).to(tl.float64) * (1.0 / (1 << 53))
             goal = u * tl.sum(sums, axis=0)
             chosen = tl.min(tl.where(tl.cumsum(sums, axis=0) > goal, block, BLOCKS), axis=0)
             chosen = tl.minimum(chosen, tl.max(tl.where(sums > 0, block, 0), axis=0))
 
             ids = chosen * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf"))
+            x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
             w = weight_of(x, highest, rate)
             kept = w >= min_p
             if MODE != "plain":
@@ -146,19 +147,16 @@ def sample_tokens(logits, positions, temperature, top_k, top_p, min_p, seed, mod
     grid, sizes = (B, blocks), {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": block}
     new = functools.partial(torch.empty, device=logits.device)
     highest, first = new(grid, dtype=torch.float32), new(grid, dtype=torch.int32)
+    given = Given(logits, highest, first, positions, temperature, top_k, top_p, min_p, seed)
     sums = counts = limits = states = table = None
     _maxima_kernel[grid](logits, highest, first, V, BLOCK=block)
     if mode != "greedy":
         sums = new(grid, dtype=torch.float64)
         if mode != "plain":
             counts, limits = new(grid, dtype=torch.int32), new((B, 2), dtype=torch.float64)
-        given = logits, highest, positions, temperature, top_k, top_p
         if mode == "top_k":
-            find_in_lists(*given, limits, sizes)
+            find_in_lists(given, limits, sizes)
         if mode == "full":
-            states, table = find_by_digits(*given, sizes)
-        _sums_kernel[grid](*given, min_p, table, states, limits, sums, counts, V, **sizes, MODE=mode)
-    _draw_kernel[(B,)](
-        logits, highest, first, positions, temperature, min_p, seed, limits, sums, counts, out, V, blocks, **sizes,
-        MODE=mode,
-    )  # fmt: skip
+            states, table = find_by_digits(given, sizes)
+        _sums_kernel[grid](given, table, states, limits, sums, counts, V, **sizes, MODE=mode)
+    _draw_kernel[(B,)](given, limits, sums, counts, out, V, blocks, **sizes, MODE=mode)

@@ -1,0 +1,31 @@
+"""Attention of one token of each sequence over its keys and values."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from penstock.backends.cuda._attend_tile import attend_rows, prefetch_first_tile, program_of
+
+
+# decode    y[b, h] = Σ_p softmax_p(scale · q[b, h] · k[p]) · v[p] over p ≤ at = number[b] + shift and, with a window,
+#           p > at − window, times sigmoid(gate[b, h]) if there is one; with SPLIT the unnormalised sum, its maximum and
+#           its denominator per split
+# shapes    q [B, H, W + W2], k [rows, heads, W + W2], v [rows, heads, WV], out [B, H, WV], H = heads · GROUP; table
+#           int32 [B, entries] of pages of `page` rows; number an int, or int32 without axes or [B]. Split: out float32
+#           [B · H, splits, WV], stats float32 [B · H, splits, 2]
+# grid      (B · tiles · splits · heads · ⌈WV / BV⌉,): M of the GROUP heads over every tile of N positions in `splits`,
+#           for BV columns of the values
+# bytes     keys and values in sight once per tile of M heads; q and out once
+# limits    M · BV and N · (B + B2 + BV) have to fit registers and shared memory (`_plan`); BV divides WV if it is
+#           less; scale > 0; pages out of range and positions outside 0 … capacity − 1 read nothing, a row that
+#           sees nothing is 0
+#
+# PDL: it starts while the kernel before ends, and has its first tile brought to the L2 cache before it waits for it.
+@triton.jit(do_not_specialize=["number", "entries", "pages", "capacity", "shift", "window", "splits"])
+def decode_kernel(a, number, entries, pages, capacity, shift, window, splits, h, C: tl.constexpr, PDL: tl.constexpr):
+    p = program_of(h.heads, splits, tl.cdiv(C.GROUP, C.M), C)
+    if PDL:
+        prefetch_first_tile(a, p, number, entries, pages, capacity, shift, window, h, C)
+        gdc_wait()
+        gdc_launch_dependents()
+    attend_rows(a, p, number, 1, entries, pages, capacity, shift, window, splits, h, C)
