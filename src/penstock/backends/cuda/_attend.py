@@ -13,7 +13,7 @@ from penstock.backends.cuda._attend_latent import latent_kernel
 from penstock.backends.cuda._attend_prefill import prefill_kernel
 from penstock.backends.cuda._attend_tile import EXPANDED, LATENT, WHOLE, Arrays, Constants, Heads
 from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
-from penstock.backends.cuda._launch import capability, multiprocessors, pdl_options
+from penstock.backends.cuda._launch import capability, compiled_for, multiprocessors, pdl_options
 from penstock.backends.cuda._tuning import ATTEND, ATTEND_SPLITS
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
@@ -186,11 +186,15 @@ def attend(
     rows = (cache.entries, cache.pages, cache.capacity)
     grid, options = (B * tiles * splits * heads * -(-WV // BV),), {"num_warps": warps, "num_stages": stages}
     if T == 1 and keys != LATENT.value:
-        decode_kernel[grid](arrays, number, *rows, shift, window or 0, splits, model, C=C, **options, **pdl_options())
+        decode_kernel[grid](
+            arrays, number, *rows, shift, window or 0, splits, model, C=compiled_for(C), **options, **pdl_options()
+        )
     else:
         kernel = latent_kernel if keys == LATENT.value else prefill_kernel
         assert shift == (-T if keys == LATENT.value else 0)
-        kernel[grid](arrays, number, T, *rows, window or 0, tiles, splits, model, C=C, **options, **pdl_options())
+        kernel[grid](
+            arrays, number, T, *rows, window or 0, tiles, splits, model, C=compiled_for(C), **options, **pdl_options()
+        )
     if state is not None:
         top, total, acc, first = state
         S = triton.next_power_of_2(splits)

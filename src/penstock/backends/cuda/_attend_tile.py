@@ -5,7 +5,7 @@ of one token still reads every key once for the whole group. Keys come as one or
 own: a head of 192 is 128 + 64; latent heads have a latent, which is the value too, and a rotated part.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -18,78 +18,18 @@ CONTIGUOUS, PAGE_PER_TILE, PAGE_PER_ROW = (tl.constexpr(n) for n in range(3))  #
 # Keys: one array; a latent and a rotated part, both for all heads; a part of each head and a rotated one for all heads.
 WHOLE, LATENT, EXPANDED = (tl.constexpr(n) for n in range(3))
 
-
-class Arrays(NamedTuple):
-    """Arrays of a launch. gate: None or like out; out and stats: with SPLIT of every split, else out twice."""
-
-    q: Any
-    q2: Any
-    k: Any
-    k2: Any
-    v: Any
-    table: Any
-    gate: Any
-    out: Any
-    stats: Any
-
-
-class Heads(NamedTuple):
-    """Numbers of a model: key-value heads, rows of a page, factor of the scores in powers of two."""
-
-    heads: int
-    page: int
-    scale: float
-
-
-class Constants(NamedTuple):
-    """What a kernel is compiled for: widths W of a key, W2 of its second part and WV of a value, each up to a power of
-    two B, B2, BV (BV less: a block of columns); M rows and N positions of a tile. COUNTED: number is an int (0), an
-    array of one (1) or one of each sequence (2). EXACT: weights of the values stay float32. ONE: one token a sequence.
-    """
-
-    GROUP: int
-    W: int
-    W2: int
-    WV: int
-    B: int
-    B2: int
-    BV: int
-    M: int
-    N: int
-    COUNTED: int
-    KEYS: int
-    LAYOUT: int
-    WINDOWED: bool
-    SPLIT: bool
-    EXACT: bool
-    ONE: bool
-
-
-class Program(NamedTuple):
-    """The part of one program: first column of its values, key-value head, split, tile of rows, sequence."""
-
-    block: Any
-    head: Any
-    split: Any
-    tile: Any
-    b: Any
-
-
-class View(NamedTuple):
-    """What the rows of a program see: positions low … high − 1, a row at `at` those up to it and inside the window."""
-
-    q: Any
-    q2: Any
-    k: Any
-    k2: Any
-    v: Any
-    table: Any
-    entries: Any
-    pages: Any
-    window: Any
-    low: Any
-    high: Any
-    at: Any
+# Arrays of a launch. gate: None or like out; out and stats: with SPLIT of every split, else out twice.
+Arrays = namedtuple("Arrays", "q q2 k k2 v table gate out stats")
+# Numbers of a model: key-value heads, rows of a page, factor of the scores in powers of two.
+Heads = namedtuple("Heads", "heads page scale")
+# What a kernel is compiled for: widths W of a key, W2 of its second part and WV of a value, each up to a power of two
+# B, B2, BV (BV less: a block of columns); M rows and N positions of a tile. COUNTED: number is an int (0), an array of
+# one (1) or one of each sequence (2). EXACT: weights of the values stay float32. ONE: one token of each sequence.
+Constants = namedtuple("Constants", "GROUP W W2 WV B B2 BV M N COUNTED KEYS LAYOUT WINDOWED SPLIT EXACT ONE")
+# The part of one program: first column of its values, key-value head, split, tile of rows, sequence.
+Program = namedtuple("Program", "block head split tile b")
+# What the rows of a program see: positions low … high − 1, a row at `at` those up to it and inside the window.
+View = namedtuple("View", "q q2 k k2 v table entries pages window low high at")
 
 
 @triton.jit

@@ -11,7 +11,7 @@ tile is what the 4 have. Tensors are [S, R, …]: S warps, each with its own blo
 follows from the order of axes at the loads (Triton 3.6 takes axes of equal stride from the first to the last).
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -23,55 +23,14 @@ from penstock.backends.cuda._rows import rounded
 # kernels because one instruction cannot hold two constants, the mask and this: an OR less per pair of codes.
 FP_MAGIC = 0x43004300
 
-
-class Arrays(NamedTuple):
-    """Arrays of a launch. w, up, common, common_up: codes, scales, biases, each None where there are none."""
-
-    w: tuple[Any, Any, Any]
-    up: tuple[Any, Any, Any]
-    common: tuple[Any, Any, Any]
-    common_up: tuple[Any, Any, Any]
-    x: Any
-    norm: Any
-    residual: Any
-    ids: Any
-    order: Any
-    slot_of: Any
-    weights: Any
-    score: Any
-    y: Any
-
-
-class Sizes(NamedTuple):
-    """Numbers of a launch: N rows of a product, rows from one matrix to the next and from w to up, numbers from one
-    token to the next in x and y, eps of the norm.
-    """
-
-    N: int
-    matrix: int
-    up_row: int
-    x_step: int
-    y_step: int
-    eps: float
-
-
-class Constants(NamedTuple):
-    """What a kernel is compiled for: G groups of GS codes of BITS in a row; TP tokens, R rows of y from ROWS rows of
-    weights (twice as many with ACT), S warps, U blocks of a warp at a time.
-    """
-
-    G: int
-    BITS: int
-    GS: int
-    TP: int
-    R: int
-    ROWS: int
-    S: int
-    U: int
-    PAIRS_PER_ROW: int
-    SHARED_EVERY: int
-    MANY: bool
-    ACT: str | None
+# Arrays of a launch. w, up, common, common_up: codes, scales, biases, each None where there are none.
+Arrays = namedtuple("Arrays", "w up common common_up x norm residual ids order slot_of weights score y")
+# Numbers of a launch: N rows of a product, rows from one matrix to the next and from w to up, numbers from one token to
+# the next in x and y, eps of the norm.
+Sizes = namedtuple("Sizes", "N matrix up_row x_step y_step eps")
+# What a kernel is compiled for: G groups of GS codes of BITS in a row; TP tokens, R rows of y from ROWS rows of weights
+# (twice as many with ACT), S warps, U blocks of a warp at a time.
+Constants = namedtuple("Constants", "G BITS GS TP R ROWS S U PAIRS_PER_ROW SHARED_EVERY MANY ACT")
 
 
 @triton.constexpr_function

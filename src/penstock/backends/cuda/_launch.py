@@ -2,6 +2,7 @@
 
 import functools
 import os
+from typing import Any
 
 # Triton 3.9 asks programs to choose whether a product and a sum may round once (fma); so far it did.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -49,6 +50,14 @@ def pdl_options() -> dict[str, bool]:
     if INTERPRETED or triton.runtime.driver.active.get_current_target().arch < 90:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+@functools.lru_cache(maxsize=None, typed=True)
+def compiled_for(constants: Any) -> Any:
+    """A NamedTuple of what a kernel is compiled for, as its parameter C: each of them a constant, since Triton 3.6 does
+    not take the plain integers in a constant for shapes.
+    """
+    return constants if INTERPRETED else constants._make(c if c is None else tl.constexpr(c) for c in constants)
 
 
 def flat_rows(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ Logits are ranked by `key_of`, a 32-bit integer in their order. Two ways to the 
   others do. Those are listed, and one program finds the key among them bit by bit.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -27,21 +27,8 @@ _PACK = tl.constexpr(3)  # digits after which few logits are left
 _STATE = tl.constexpr(8)  # numbers of a row that a pass leaves for the next: prefix, before, goal, limit, ties
 _LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite number
 
-
-class Given(NamedTuple):
-    """What every row is drawn from: its logits, the maxima of their blocks and where they are, its own sampling."""
-
-    logits: torch.Tensor
-    highest: torch.Tensor
-    first: torch.Tensor
-    positions: torch.Tensor
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    seed: torch.Tensor
-
-
+# What every row is drawn from: its logits, the maxima of their blocks and where they are, its own sampling.
+Given = namedtuple("Given", "logits highest first positions temperature top_k top_p min_p seed")
 # -- logits, keys and weights ----------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from penstock.backends.cuda._codes import (
     row_rinv,
     tile_codes,
 )
-from penstock.backends.cuda._launch import INTERPRETED, activation, multiprocessors, pdl_options
+from penstock.backends.cuda._launch import INTERPRETED, activation, compiled_for, multiprocessors, pdl_options
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import MATVEC_BLOCKS, MATVEC_BUSY, MATVEC_TOKENS, MATVEC_TWICE
 from penstock.ops.op import deterministic
@@ -305,11 +305,13 @@ def launch(
     run_time = (T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], pairs_per_x)
     grid = (triton.cdiv(N, R) * pairs,)
     if bits == 0:
-        _matvec_dense_kernel[grid](a, *run_time, n, C=C, **options, **pdl_options())
+        _matvec_dense_kernel[grid](a, *run_time, n, C=compiled_for(C), **options, **pdl_options())
         return
     read = [_is_new(one) for one in (w, up, common, common_up) if one is not None]
     wait_first = any(read) or (ids is not None and not old_ids)
-    _matvec_codes_kernel[grid](a, FP_MAGIC, int(wait_first), *run_time, n, C=C, **options, **pdl_options())
+    _matvec_codes_kernel[grid](
+        a, FP_MAGIC, int(wait_first), *run_time, n, C=compiled_for(C), **options, **pdl_options()
+    )
 
 
 @functools.cache

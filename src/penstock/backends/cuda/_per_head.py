@@ -209,20 +209,9 @@ def per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
         if turned and not shared and _turns(x, w, N):
             L = max(4, triton.next_power_of_2(triton.cdiv(K, 4)))
             _turned_kernel[(H * (N // 64),)](
-                x,
-                *w.arrays,
-                y,
-                _FP_MAGIC,
-                T,
-                H,
-                K,
-                N,
-                rows_per_head,
-                GS=w.group_size,
-                L=L,
-                num_warps=1,
+                x, *w.arrays, y, _FP_MAGIC, T, H, K, N, rows_per_head, GS=w.group_size, L=L, num_warps=1,
                 **pdl_options(),
-            )
+            )  # fmt: skip
             return
     arrays, bits, group = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
     few = T <= 16 and not deterministic()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import pdl_options
+from penstock.backends.cuda._launch import compiled_for, pdl_options
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import PREPARE_NUMBERS, PREPARE_ONE
 from penstock.backends.cuda.rope import pieces_of, sincos
@@ -183,7 +183,7 @@ def prepare(
     n = _Sizes(H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], mscale, eps)
     C = _Constants(given and positions.ndim == 1, norm_values, tokens, *pieces)
     grid = (triton.cdiv(T, tokens), H + heads)
-    _prepare_kernel[grid](arrays, T, 0 if given else positions, n, C=C, num_warps=warps, **pdl_options())
+    _prepare_kernel[grid](arrays, T, 0 if given else positions, n, C=compiled_for(C), num_warps=warps, **pdl_options())
 
 
 # mla_prepare  q_nope[t, h] and q_pe[t, h] = rope of the two parts of q[t, h]; row p of the pages: n(kv[t, :R], w), and
@@ -265,4 +265,4 @@ def mla_prepare(
     n = _MlaSizes(H, nope, half, R, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], mscale, eps)
     C = _MlaConstants(given and positions.ndim == 1, *tile)
     grid = (T, triton.cdiv(H, C.HEADS) + 1)
-    _mla_prepare_kernel[grid](arrays, 0 if given else positions, n, C=C, num_warps=4, **pdl_options())
+    _mla_prepare_kernel[grid](arrays, 0 if given else positions, n, C=compiled_for(C), num_warps=4, **pdl_options())

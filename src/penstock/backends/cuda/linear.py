@@ -170,13 +170,9 @@ def matmul_add(residual, x, w, activations, *, out, variant):
 
 
 def _sequence_product(
-    x: torch.Tensor,
-    experts: Any,
-    ids: torch.Tensor | None,
-    slot_of: torch.Tensor | None,
-    pairs_per_x: int,
+    x: torch.Tensor, experts: Any, ids: torch.Tensor | None, slot_of: torch.Tensor | None, pairs_per_x: int,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Experts that are no stack: one launch each, over all pairs where the ids are known to the device only."""
     pairs = len(out)
     if ids is None and slot_of is None:
