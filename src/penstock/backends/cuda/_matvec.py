@@ -284,17 +284,15 @@ def launch(
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
-    alike: int = 0,
 ) -> None:
     """Launch `codes` or `dense`. up None with an act: the up rows follow the N gate rows of w. common: the expert
     of the last of `per_token` pairs of a token. order: the turn in which pairs come, by their ids. many: more tokens
-    than one pass over the weights takes. alike: pairs of all the launches that this one is a part of, which shall add
-    up alike.
+    than one pass over the weights takes.
     """
     arrays, bits, gs, G = weight_parts(w)
     ups = _NO_WEIGHT if act is None else arrays if up is None else weight_parts(up)[0]
     # Deterministic rows do not depend on how many there are. (Experts have one row of x each.)
-    tokens, several = (_passes(x, w) if ids is None else 1, 1) if deterministic() else (T, alike or pairs)
+    tokens, several = (_passes(x, w) if ids is None else 1, 1) if deterministic() else (T, pairs)
     tokens = _passes(x, w) if many else tokens
     kind = (act is not None, norm is not None, x.dtype != torch.bfloat16, multiprocessors(x))
     TP, R, S, U, options = _config(bits, gs, N, G * gs, tokens, several, slots, *kind)

@@ -30,12 +30,10 @@ def expert_gate_up_rows(
     slot_of: torch.Tensor | None,
     act: str,
     out: torch.Tensor,
-    tokens: int = 0,
 ) -> None:
     """out [T, k, N] = act(gate_w[e] · x[t]) · (up_w[e] · x[t]), e = ids[t, i]; up_w None: gate_w is [S, 2N, K].
 
-    All chosen experts of a token in one launch; 0 for an expert that is not there. tokens: those of all launches that
-    this one is a part of.
+    All chosen experts of a token in one launch; 0 for an expert that is not there.
     """
     T, k, N = out.shape
     if up_w is not None and weight_parts(gate_w)[3:] != weight_parts(up_w)[3:]:  # one kernel reads one format
@@ -44,7 +42,7 @@ def expert_gate_up_rows(
         expert_rows(x, up_w, ids, slot_of, k, up)
         gated(gate, up, act, out)
         return
-    launch(x, gate_w, out, N, pairs=T * k, pairs_per_x=k, ids=ids, slot_of=slot_of, up=up_w, act=act, alike=tokens * k)
+    launch(x, gate_w, out, N, pairs=T * k, pairs_per_x=k, ids=ids, slot_of=slot_of, up=up_w, act=act)
 
 
 def expert_down_sum_rows(
@@ -55,7 +53,6 @@ def expert_down_sum_rows(
     slot_of: torch.Tensor | None,
     out: torch.Tensor,
     after_gate_up: bool = False,
-    tokens: int = 0,
 ) -> None:
     """out [T, dim] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) in one launch, without atomics.
 
@@ -64,7 +61,7 @@ def expert_down_sum_rows(
     T, k, _ = h.shape
     launch(
         h, down_w, out, out.shape[1], pairs=T, slots=k, ids=ids, slot_of=slot_of, weights=weights,
-        old_ids=after_gate_up, alike=tokens,
+        old_ids=after_gate_up,
     )  # fmt: skip
 
 
@@ -81,7 +78,6 @@ def mixed_gate_up(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     order: torch.Tensor | None = None,
-    tokens: int = 0,
 ) -> None:
     """out [T, k + 1, N]: as `expert_gate_up_rows`, and in the last place the common expert, all in one launch.
 
@@ -91,7 +87,7 @@ def mixed_gate_up(
     T, slots, N = out.shape
     launch(
         x, gate_w, out, N, pairs=T * slots, pairs_per_x=slots, ids=ids, slot_of=slot_of, up=up_w, act=act,
-        common=common, common_up=common_up, per_token=slots, norm=norm, eps=eps, order=order, alike=tokens * slots,
+        common=common, common_up=common_up, per_token=slots, norm=norm, eps=eps, order=order,
     )  # fmt: skip
 
 
@@ -105,7 +101,6 @@ def mixed_down_sum(
     slot_of: torch.Tensor | None,
     residual: torch.Tensor,
     out: torch.Tensor,
-    tokens: int = 0,
 ) -> None:
     """out [T, dim] = residual + Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) + σ(score[t]) · (common · h[t, k]).
 
@@ -114,7 +109,7 @@ def mixed_down_sum(
     T, slots, _ = h.shape
     launch(
         h, down_w, out, out.shape[1], pairs=T, slots=slots, ids=ids, slot_of=slot_of, weights=weights, old_ids=True,
-        common=common, per_token=slots, score=score, residual=residual, alike=tokens,
+        common=common, per_token=slots, score=score, residual=residual,
     )  # fmt: skip
 
 
@@ -128,11 +123,10 @@ def mixed_down(
     slot_of: torch.Tensor | None,
     order: torch.Tensor,
     out: torch.Tensor,
-    tokens: int = 0,
 ) -> None:
     """The terms of `mixed_down_sum`'s sum, out [T, k + 1, dim], pairs in the turn of `order`."""
     T, slots, _ = h.shape
     launch(
         h, down_w, out, out.shape[2], pairs=T * slots, ids=ids, slot_of=slot_of, weights=weights, old_ids=True,
-        order=order, common=common, per_token=slots, score=score, alike=tokens * slots,
+        order=order, common=common, per_token=slots, score=score,
     )  # fmt: skip
