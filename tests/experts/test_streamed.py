@@ -80,7 +80,7 @@ def test_experts_that_come_in_batches_give_one_token_the_same_bits(folder_of, mo
     folder = folder_of("qwen3_5")
     want = decoded(load(folder))
     llm = load(folder, expert_cache="40%")
-    monkeypatch.setattr(llm._engine.experts.store, "request", lambda *args, **options: False)
+    monkeypatch.setattr(llm.engine.experts.store, "request", lambda *args, **options: False)
     np.testing.assert_array_equal(decoded(llm), want)
 
 
