@@ -243,10 +243,7 @@ class LLM:
         allow_special_in_messages.
         """
         chat = self.tokenizer.chat_text(
-            list(messages),
-            tools,
-            variables=template_variables,
-            allow_special_in_messages=allow_special_in_messages,
+            list(messages), tools, variables=template_variables, allow_special_in_messages=allow_special_in_messages
         )
         return self.tokenizer.encode_chat(chat)
 
@@ -551,12 +548,7 @@ def _engine(
     else:
         chosen = max_context
     engine = Engine(
-        model,
-        device=device,
-        activations=activations,
-        dtype=dtype,
-        max_context=chosen,
-        deterministic=deterministic,
+        model, device=device, activations=activations, dtype=dtype, max_context=chosen, deterministic=deterministic
     )
     free = device.free_memory() - WORKING_BYTES
     while (max_context is None and engine.max_context > 256) and engine.caches.bytes_of(engine.max_context) > free:

@@ -213,10 +213,7 @@ def test_perplexity_takes_the_command_line_of_mlx_lm(capsys, small, tale):
     shown = call(capsys, "perplexity", *words, "--num-samples", "-1", "--seed", "123", "--device", "reference")
     assert shown.status == 0
     refused = call(capsys, "perplexity", *words, "--trust-remote-code")
-    assert (refused.status, refused.err) == (
-        2,
-        "penstock: error: --trust-remote-code: not supported by penstock yet\n",
-    )
+    assert (refused.status, refused.err) == (2, "penstock: error: --trust-remote-code: not supported by penstock yet\n")
 
 
 @pytest.mark.parametrize(

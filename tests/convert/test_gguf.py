@@ -192,11 +192,7 @@ def test_other_types_are_rounded_again_only_if_told(tmp_path: Path) -> None:
     convert(path, tmp_path / "made", Options(requantize=True))
     made = Checkpoint.open(tmp_path / "made")
     found = {p: made.quantization(p) for p in ("lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj")}
-    assert found == {
-        "lm_head": (6, 32),
-        "model.embed_tokens": (4, 32),
-        "model.layers.1.mlp.down_proj": (4, 32),
-    }
+    assert found == {"lm_head": (6, 32), "model.embed_tokens": (4, 32), "model.layers.1.mlp.down_proj": (4, 32)}
     assert made.quantization("model.layers.0.mlp.down_proj") == (4, 32)
     want = gguf.quants.dequantize(GGUF(path, "output.weight"), gguf.GGMLQuantizationType.Q6_K)
     got = dequantize(made.tensor("lm_head"))  # type: ignore[arg-type]

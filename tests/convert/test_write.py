@@ -164,10 +164,7 @@ def test_a_foreign_folder_in_the_way_is_refused(source: Path, tmp_path: Path) ->
 
 
 def test_two_at_once_are_refused(source: Path, tmp_path: Path) -> None:
-    with (
-        Workshop(tmp_path / "made", {}),
-        pytest.raises(InvalidArgument, match="another convert is at work there"),
-    ):
+    with Workshop(tmp_path / "made", {}), pytest.raises(InvalidArgument, match="another convert is at work there"):
         convert(source, tmp_path / "made")
     assert names(tmp_path) == []
 

@@ -12,12 +12,7 @@ from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE, Layout, PagedKV, RecurrentState
 
 WINDOW = 300
-LAYOUTS: tuple[Layout, ...] = (
-    PagedKV(3, 2),
-    RecurrentState((3, 5), (2, 4, 6)),
-    PagedKV(7, 1, WINDOW),
-    PagedKV(4, 4),
-)
+LAYOUTS: tuple[Layout, ...] = (PagedKV(3, 2), RecurrentState((3, 5), (2, 4, 6)), PagedKV(7, 1, WINDOW), PagedKV(4, 4))
 
 
 def made(*layouts: Layout, dtype: str = "float32") -> Caches:

@@ -555,12 +555,7 @@ def forged(value: object, records: int, size: int) -> bytes:
     return fixed + hashlib.sha256(fixed + rest).digest() + bytes(56) + rest
 
 
-GOOD = {
-    "fingerprint": MODEL,
-    "sources": [["one.bin", 5, 6]],
-    "formats": [[["uint8", [16]]]],
-    "layers": [["a", 2, 0]],
-}
+GOOD = {"fingerprint": MODEL, "sources": [["one.bin", 5, 6]], "formats": [[["uint8", [16]]]], "layers": [["a", 2, 0]]}
 
 
 def test_a_forged_header_that_is_right_is_read(layers, target):

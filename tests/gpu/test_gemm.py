@@ -36,10 +36,7 @@ def check(got: torch.Tensor, want: torch.Tensor, rel: float = 4e-6) -> None:
     assert_close("y", got.cpu().double().numpy(), want.numpy(), rel, max(float(want.abs().max()), 1e-3))
 
 
-FORMAT_CALLS = [
-    (9, 13, 384, "float16", "float16", "float16"),
-    (17, 70, 256, "bfloat16", "bfloat16", "float32"),
-]
+FORMAT_CALLS = [(9, 13, 384, "float16", "float16", "float16"), (17, 70, 256, "bfloat16", "bfloat16", "float32")]
 if GPU:
     FORMAT_CALLS += [
         (150, 300, 1024, "bfloat16", "bfloat16", "bfloat16"),

@@ -502,11 +502,7 @@ def two_inputs(h: Value, x: Value, ids: Value, w: Value) -> Any:
 
 INTEGERS = IDS | SLOTS | DECODED | {"others": np.array([1, 2, 6], np.int32)}
 UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
-    "norm_add of a bias": (
-        other_dtype_added,
-        {"x": Spec((DIM,), "float16"), "h": ROWS},
-        "norm_add",
-    ),
+    "norm_add of a bias": (other_dtype_added, {"x": Spec((DIM,), "float16"), "h": ROWS}, "norm_add"),
     "norm_add without a weight": (
         lambda h, x: ([ops.residual_add(h, ops.rms_norm(x, None, EPS))], []),
         two(),

@@ -238,12 +238,7 @@ def test_prefill_in_any_pieces_is_right(cuts: tuple[int, ...], name: str, hf: Ca
 @pytest.mark.parametrize("name", ["v3", "plain", "gain"])
 @pytest.mark.parametrize("prompt, end", [(0, 20), (5, 40), (250, 270), (512, 530)])
 def test_decode_token_by_token_is_right(
-    name: str,
-    prompt: int,
-    end: int,
-    expands: bool | None,
-    hf: Callable[[str], Case],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, prompt: int, end: int, expands: bool | None, hf: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forced(monkeypatch, expands)
     case = hf(name)

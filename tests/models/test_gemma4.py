@@ -399,9 +399,7 @@ WRONG: dict[str, dict[str, Any]] = {
         )
     },
     "values after k_norm": {"ops": With(rms_norm=Remembers())},
-    "values not normed": {
-        "ops": With(rms_norm=lambda x, w, eps: x if w is None else ops.rms_norm(x, w, eps)),
-    },
+    "values not normed": {"ops": With(rms_norm=lambda x, w, eps: x if w is None else ops.rms_norm(x, w, eps))},
     "swiglu": {"mlp": lambda step, x, w, act: right_mlp(step, x, w, "silu")},
     "swiglu in the experts": {
         "experts": lambda step, x, ids, weights, w, act: right_experts(step, x, ids, weights, w, "silu")
@@ -413,9 +411,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "no scale per expert": {
         "ops": With(moe_route=lambda scores, scale, k, **more: ops.moe_route(scores, np.ones_like(scale), k, **more))
     },
-    "no layer scalar": {
-        "ops": With(mul=lambda x, y: x if isinstance(y, np.ndarray) else ops.mul(x, y)),
-    },
+    "no layer scalar": {"ops": With(mul=lambda x, y: x if isinstance(y, np.ndarray) else ops.mul(x, y))},
 }
 
 

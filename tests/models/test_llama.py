@@ -76,12 +76,7 @@ EXPERTS = {
 CONFIGS: dict[str, dict[str, Any]] = {
     # SmolLM2: as many key heads as a third of the query heads, tied
     "tied": config_of(
-        "llama",
-        hidden_size=96,
-        num_attention_heads=6,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        pretraining_tp=1,
+        "llama", hidden_size=96, num_attention_heads=6, rms_norm_eps=1e-6, tie_word_embeddings=True, pretraining_tp=1
     ),
     # Llama 3.1: heads whose widths do not sum to the model's
     "llama3": config_of(

@@ -68,18 +68,12 @@ REQUIRED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "intermediate_size",
         ],
     ),
-    "llama": (
-        LLAMA,
-        ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "intermediate_size"],
-    ),
+    "llama": (LLAMA, ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "intermediate_size"]),
     "qwen3_moe": (QWEN3_MOE, ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]),
 }
 OPTIONAL: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gemma4": (GEMMA, ["global_head_dim", "num_global_key_value_heads", "max_position_embeddings"]),
-    "gemma4 inputs": (
-        INPUTS,
-        ["hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"],
-    ),
+    "gemma4 inputs": (INPUTS, ["hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"]),
     "deepseek_v3": (
         DEEPSEEK,
         [
@@ -175,10 +169,7 @@ def ropes(**full: Any) -> dict[str, Any]:
         ({"final_logit_softcapping": 0}, "final_logit_softcapping is 0, expected a number above 0"),
         ({"final_logit_softcapping": "30"}, "final_logit_softcapping is '30', expected a number above 0"),
         ({"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6, expected an integer from 0 to 5"),
-        (
-            {"num_kv_shared_layers": 4},
-            "num_kv_shared_layers is 4, expected a layer of full_attention before those",
-        ),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers is 4, expected a layer of full_attention before those"),
         ({"layer_types": [SLIDING]}, "layer_types has 1 entries, expected 6"),
         ({"layer_types": ["linear_attention"] * 6}, "layer_types has 'linear_attention', expected"),
         ({"layer_types": "full_attention"}, "layer_types is 'full_attention', expected a list of strings"),

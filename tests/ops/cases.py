@@ -496,12 +496,7 @@ def _moe_shared_forward(rng, dtype, T, E, k, N, K):
     }
 
 
-@case(
-    "moe_shared_forward",
-    sizes={f"joined-{label}": size for label, size in MIXED.items()},
-    rel=4e-6,
-    whole=True,
-)
+@case("moe_shared_forward", sizes={f"joined-{label}": size for label, size in MIXED.items()}, rel=4e-6, whole=True)
 def _moe_shared_forward_joined(rng, dtype, T, E, k, N, K):
     """Gate and up in one weight, a norm before, no score; experts and the shared one in other places of the stack."""
     joined = {"gate_w": quantized(rng, E, 2 * N, K), "shared_gate_w": quantized(rng, 2 * N, K), "up_w": None}
@@ -511,12 +506,7 @@ def _moe_shared_forward_joined(rng, dtype, T, E, k, N, K):
     return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), **joined, **more, **norm}
 
 
-@case(
-    "moe_shared_forward",
-    sizes={"wider": (2, 4, 2, 32, 64), "dense": (3, 4, 2, 24, 32)},
-    rel=4e-6,
-    whole=True,
-)
+@case("moe_shared_forward", sizes={"wider": (2, 4, 2, 32, 64), "dense": (3, 4, 2, 24, 32)}, rel=4e-6, whole=True)
 def _moe_shared_forward_apart(rng, dtype, T, E, k, N, K):
     """A shared expert of another width or format than the others has its own launches."""
     call = _moe_shared_forward(rng, dtype, T, E, k, 32, K)

@@ -28,16 +28,7 @@ from penstock.ops import (
     sigmoid_gate,
     split_q_gate,
 )
-from tests.ops.common import (
-    DTYPES,
-    EPS,
-    assert_close,
-    assert_refused,
-    assert_same_bits,
-    i32,
-    normal,
-    zeros,
-)
+from tests.ops.common import DTYPES, EPS, assert_close, assert_refused, assert_same_bits, i32, normal, zeros
 
 
 @pytest.fixture(autouse=True, scope="module")

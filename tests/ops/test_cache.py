@@ -171,10 +171,10 @@ REFUSED = {
         ({"pos": -1}, InvalidArgument, "pos is -1, expected 0 or more"),
     ],
     ("mla_cache_append", "slots"): [
-        ({"block_table": i32([0])}, InvalidArgument, "slots and block_table are both given, expected at most"),
+        ({"block_table": i32([0])}, InvalidArgument, "slots and block_table are both given, expected at most")
     ],
     ("mla_cache_append", "pages"): [
-        ({"pos": np.array(6, np.int32)}, InvalidArgument, "pos is 6, expected 0 to 5 (3 rows into 8"),
+        ({"pos": np.array(6, np.int32)}, InvalidArgument, "pos is 6, expected 0 to 5 (3 rows into 8")
     ],
 }
 

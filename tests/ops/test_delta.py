@@ -12,10 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.gated_delta import gated_delta_ops
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    torch_chunk_gated_delta_rule,
-    torch_recurrent_gated_delta_rule,
-)
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
 import penstock
 from penstock import ops
@@ -31,16 +28,7 @@ from penstock.ops import (
     rms_norm_qk,
 )
 from penstock.ops.delta import chunkwise, recurrence
-from tests.ops.common import (
-    DTYPES,
-    EPS,
-    assert_close,
-    assert_refused,
-    assert_same_bits,
-    i32,
-    normal,
-    zeros,
-)
+from tests.ops.common import DTYPES, EPS, assert_close, assert_refused, assert_same_bits, i32, normal, zeros
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -286,9 +286,7 @@ WRONG = {
         ({"gate": f32(3)}, ShapeError, r"gate has shape \(3,\), expected \(3, 5\) \(as x\)"),
         ({"gate": f16(3, 5)}, DTypeError, "gate has dtype float16, expected float32 as x"),
     ],
-    "gelu_tanh": [
-        ({"x": f32(3, 0)}, ShapeError, r"x has shape \(3, 0\), expected no empty axis but the first"),
-    ],
+    "gelu_tanh": [({"x": f32(3, 0)}, ShapeError, r"x has shape \(3, 0\), expected no empty axis but the first")],
     "softcap": [
         ({"x": f32(2, 0, 4)}, ShapeError, r"x has shape \(2, 0, 4\), expected no empty axis but the first"),
         ({"cap": "30"}, DTypeError, "cap is '30', expected a float"),

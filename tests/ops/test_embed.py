@@ -61,10 +61,7 @@ def test_embedding_keeps_the_shape_of_the_ids(lead, vocab):
     ids = (np.arange(int(np.prod(lead)), dtype="int32") % vocab).reshape(lead)
     dense = np.arange(vocab * 32, dtype="float32").reshape(vocab, 32)
     table = penstock.quantize(dense, bits=8, group_size=32)
-    for y, rows in (
-        (ops.embedding(ids, dense), dense),
-        (ops.quantized_embedding(ids, table), quant.dequantize(table)),
-    ):
+    for y, rows in ((ops.embedding(ids, dense), dense), (ops.quantized_embedding(ids, table), quant.dequantize(table))):
         assert y.shape == (*lead, 32)
         assert_same_bits("y", y, rows[ids])
 

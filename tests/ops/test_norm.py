@@ -434,9 +434,7 @@ WRONG = {
         ({"scale": f32(5)}, ShapeError, r"scale has shape \(5,\), expected \(3, 5\) \(as x\)"),
         ({"scale": f16(3, 5)}, DTypeError, "scale has dtype float16, expected float32 as x"),
     ],
-    "rms_norm_triple": [
-        ({"wb": f32(6)}, ShapeError, r"wb has shape \(6,\), expected \(5,\) \(last axis of x\)"),
-    ],
+    "rms_norm_triple": [({"wb": f32(6)}, ShapeError, r"wb has shape \(6,\), expected \(5,\) \(last axis of x\)")],
     "rms_norm_qk": [
         ({"x": f32(13)}, ShapeError, r"x has shape \(13,\), expected \[T, per_token_total\]"),
         ({"x": f32(3, 11)}, ShapeError, "x has 11 columns, expected at least 12"),
@@ -460,28 +458,16 @@ WRONG = {
         ({"scalar": f32(1, 5)}, ShapeError, r"scalar has shape \(1, 5\), expected one element or \(5,\)"),
         ({"scalar": np.ones(1, int)}, DTypeError, "scalar has dtype int64, expected float32"),
     ],
-    "residual_norm": [
-        ({"write_sum": 1}, DTypeError, "write_sum is 1, expected a bool"),
-    ],
-    "residual_norm_scalar": [
-        ({"scalar": f32(0)}, ShapeError, r"scalar has shape \(0,\), expected one element or"),
-    ],
+    "residual_norm": [({"write_sum": 1}, DTypeError, "write_sum is 1, expected a bool")],
+    "residual_norm_scalar": [({"scalar": f32(0)}, ShapeError, r"scalar has shape \(0,\), expected one element or")],
     "moe_wsum_norm_add": [
         ({"expert_out": f32(4, 3, 5)}, ShapeError, r"weights has shape \(3, 4\), expected \(4, 3"),
         ({"expert_out": f32(3, 0, 5), "weights": f32(3, 0)}, ShapeError, "expert_out has shape"),
     ],
-    "moe_wsum_dnorm_add": [
-        ({"res_norm_weight": f32(4)}, ShapeError, r"res_norm_weight has shape \(4,\), expected"),
-    ],
-    "post_attn_triple_norm": [
-        ({"wc": f32(4)}, ShapeError, r"wc has shape \(4,\), expected \(5,\)"),
-    ],
-    "post_ff_norm2_endlayer": [
-        ({"layer_scalar": f32(2)}, ShapeError, r"layer_scalar has shape \(2,\), expected "),
-    ],
-    "moe_wsum_post_ff_norm2_endlayer": [
-        ({"weights": f16(3, 4)}, DTypeError, "weights has dtype float16, expected"),
-    ],
+    "moe_wsum_dnorm_add": [({"res_norm_weight": f32(4)}, ShapeError, r"res_norm_weight has shape \(4,\), expected")],
+    "post_attn_triple_norm": [({"wc": f32(4)}, ShapeError, r"wc has shape \(4,\), expected \(5,\)")],
+    "post_ff_norm2_endlayer": [({"layer_scalar": f32(2)}, ShapeError, r"layer_scalar has shape \(2,\), expected ")],
+    "moe_wsum_post_ff_norm2_endlayer": [({"weights": f16(3, 4)}, DTypeError, "weights has dtype float16, expected")],
 }
 
 

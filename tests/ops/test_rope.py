@@ -19,25 +19,8 @@ import penstock
 from penstock import ops
 from penstock.dtypes import round_to
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
-from penstock.ops import (
-    head_norm_rope,
-    proportional_inv_freq,
-    rms_norm,
-    rope,
-    rope_inv_freq,
-    yarn_gain,
-    yarn_inv_freq,
-)
-from tests.ops.common import (
-    DTYPES,
-    EPS,
-    assert_close,
-    assert_refused,
-    assert_same_bits,
-    i32,
-    normal,
-    zeros,
-)
+from penstock.ops import head_norm_rope, proportional_inv_freq, rms_norm, rope, rope_inv_freq, yarn_gain, yarn_inv_freq
+from tests.ops.common import DTYPES, EPS, assert_close, assert_refused, assert_same_bits, i32, normal, zeros
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -180,10 +180,7 @@ def test_errors_of_the_server_are_shown(page):
 
 def test_loading_is_shown_until_the_model_is_there(page):
     states = [{"status": "loading", "progress": 0.4, "error": {"message": "the model is being loaded (40%)"}}]
-    page.route(
-        "**/health",
-        lambda route: route.fulfill(status=503, json=states[0]) if states else route.continue_(),
-    )
+    page.route("**/health", lambda route: route.fulfill(status=503, json=states[0]) if states else route.continue_())
     page.reload()
     expect(page.locator("#loading-text")).to_have_text("the model is being loaded (40%)")
     expect(page.locator("#send")).to_be_disabled()

@@ -141,14 +141,7 @@ def _checked(where: str, about: dict[str, Any], arrays: dict[str, np.ndarray]) -
     if not whole or not fits or ids.min() < -1 or ids.max() >= about["experts"]:
         raise CheckpointError(f"{where}: its arrays and their description do not fit together, expected a whole file")
     return ExpertRoutes(
-        about["model"],
-        tokens,
-        tuple(texts),
-        ids,
-        decode,
-        about["experts"],
-        tuple(layers),
-        tuple(about["expert_bytes"]),
+        about["model"], tokens, tuple(texts), ids, decode, about["experts"], tuple(layers), tuple(about["expert_bytes"])
     )
 
 

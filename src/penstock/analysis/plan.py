@@ -249,11 +249,7 @@ class Speed:
 
 
 def speeds_of(
-    subject: PlannedModel,
-    device: str,
-    room: Room,
-    given: Mapping[str, float | None],
-    notify: Callable[[str], None],
+    subject: PlannedModel, device: str, room: Room, given: Mapping[str, float | None], notify: Callable[[str], None]
 ) -> dict[str, Speed]:
     """Of the memory, the link to a GPU and the disk, as far as a token needs them; `given` are options by name.
 

@@ -166,8 +166,7 @@ class AnswerOptions:
         float | None, typer.Option("--min-p", min=0, max=1, help="If a request sets none; by default the model's own.")
     ] = None
     generation_config: Annotated[
-        str,
-        typer.Option("--generation-config", metavar="auto|none", help="none leaves the model's own defaults out."),
+        str, typer.Option("--generation-config", metavar="auto|none", help="none leaves the model's own defaults out.")
     ] = "auto"
     chat_template: Annotated[
         str | None, typer.Option("--chat-template", metavar="TEXT", help="Jinja, instead of the model's own.")
@@ -252,8 +251,7 @@ class LoadOptions:
         int, typer.Option("--queue", metavar="N", min=0, help="Answers that may wait; more are turned away (429).")
     ] = 256
     cache_prompt: Annotated[
-        bool,
-        typer.Option("--cache-prompt/--no-cache-prompt", help="Compute a beginning that prompts share only once."),
+        bool, typer.Option("--cache-prompt/--no-cache-prompt", help="Compute a beginning that prompts share only once.")
     ] = True
     prefix_caching: Annotated[
         bool | None, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", hidden=True)

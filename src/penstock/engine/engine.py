@@ -111,11 +111,7 @@ class Engine:
             self.caches.drop(snapshot)
 
     def prefill(
-        self,
-        sequence: Sequence,
-        tokens: Seq[int],
-        every: bool = False,
-        progress: Callable[[int], None] | None = None,
+        self, sequence: Sequence, tokens: Seq[int], every: bool = False, progress: Callable[[int], None] | None = None
     ) -> np.ndarray:
         """Append tokens to a sequence; logits after the last one [vocab], or after each one [T, vocab].
 

@@ -38,10 +38,7 @@ class ExpertOptions:
     prefetch: bool = False  # read what the next layer will perhaps choose, on the CPU
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("expert_io", self.io, IO),
-            ("expert_policy", self.policy, ("auto", *POLICIES)),
-        ):
+        for name, value, allowed in (("expert_io", self.io, IO), ("expert_policy", self.policy, ("auto", *POLICIES))):
             if value not in allowed:
                 raise InvalidArgument(f"load: {name} is {value!r}, expected one of {', '.join(allowed)}")
         for name, value in (("expert_cache", self.cache), ("expert_host", self.host)):

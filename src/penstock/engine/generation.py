@@ -356,10 +356,7 @@ class Decoder:
 
 
 def run_requests(
-    engine: Engine,
-    requests: Seq[Request],
-    progress: Callable[[int], None] | None = None,
-    max_batch: int = MAX_BATCH,
+    engine: Engine, requests: Seq[Request], progress: Callable[[int], None] | None = None, max_batch: int = MAX_BATCH
 ) -> Iterator[tuple[int, Chunk]]:
     """Run requests to their ends, up to `max_batch` decoding together; yields (number of the request, chunk).
 

@@ -67,11 +67,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes of all records
 
 
 def write_packed(
-    layers: Sequence[Layer],
-    fingerprint: str,
-    path: Path,
-    progress: Progress | None = None,
-    resume: bool = True,
+    layers: Sequence[Layer], fingerprint: str, path: Path, progress: Progress | None = None, resume: bool = True
 ) -> None:
     """Pack the experts of a model, whose fingerprint is given, into one file. Only a complete file gets the name.
 
@@ -334,12 +330,7 @@ def _up(nbytes: int) -> int:
 
 
 def _write_records(
-    descriptor: int,
-    direct: int | None,
-    reader: ExpertReader,
-    header: _Header,
-    first: int,
-    progress: Progress | None,
+    descriptor: int, direct: int | None, reader: ExpertReader, header: _Header, first: int, progress: Progress | None
 ) -> None:
     """Write the records from `first` on, and again and again how many are surely on the disk."""
     spaces = _Spaces()

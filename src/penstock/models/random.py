@@ -99,11 +99,7 @@ class DeviceRandomSource(Random):
     """Made-up weights that the device draws itself: seconds instead of minutes, and other numbers than the host's."""
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        device: Maker,
-        seed: int = 0,
-        progress: Callable[[int], None] | None = None,
+        self, config: Mapping[str, Any], device: Maker, seed: int = 0, progress: Callable[[int], None] | None = None
     ) -> None:
         super().__init__(config, seed, progress)
         self._device = device

@@ -63,13 +63,7 @@ class Step:
 
 
 def attend(
-    step: Step,
-    cache: tuple[Array, Array],
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: float,
-    window: int | None = None,
+    step: Step, cache: tuple[Array, Array], q: Array, k: Array, v: Array, scale: float, window: int | None = None
 ) -> Array:
     """Append k, v [T, Hkv, D] to the cache and attend with q [T, H, D] over it → [T, H, Dv]."""
     ops.kv_pages_append(k, v, *cache, step.tables[window], step.positions)

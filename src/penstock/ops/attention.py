@@ -318,13 +318,7 @@ def _value_width(q: Array, k_cache: Array, v_cache: Array, lead: int) -> int:
 
 
 def _decode(
-    q: Spec,
-    k_cache: Spec,
-    v_cache: Spec,
-    seq_len: Spec | int,
-    scale: float,
-    window: int | None,
-    slots: Spec | None,
+    q: Spec, k_cache: Spec, v_cache: Spec, seq_len: Spec | int, scale: float, window: int | None, slots: Spec | None
 ) -> Spec:
     per_row = batched("seq_len", seq_len)
     check.axes("[B, H, D]" if per_row else "[H, D]", 3 if per_row else 2, q=q)
@@ -339,15 +333,7 @@ def _decode(
     return Spec((*q.shape[:-1], Dv), q.dtype)
 
 
-def _check_decode(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    seq_len: Array | int,
-    scale: float,
-    window: int | None,
-    slots: Array | None,
-) -> None:
+def _check_decode(k_cache: Array, seq_len: Array | int, window: int | None, slots: Array | None) -> None:
     room = capacity(k_cache, slots, None)
     check.in_range("seq_len", seq_len, 0, room + 1, f"{room} positions in the cache")
     check_read(k_cache, slots, None, _spans(seq_len, window))
@@ -376,13 +362,7 @@ def attention_decode(
 
 
 def _prefill(
-    q: Spec,
-    k_cache: Spec,
-    v_cache: Spec,
-    start: Spec | int,
-    scale: float,
-    window: int | None,
-    block_table: Spec | None,
+    q: Spec, k_cache: Spec, v_cache: Spec, start: Spec | int, scale: float, window: int | None, block_table: Spec | None
 ) -> Spec:
     check.axes("[T, H, D]", 3, q=q)
     check.filled(q=q)
@@ -396,15 +376,7 @@ def _prefill(
     return Spec((*q.shape[:-1], Dv), q.dtype)
 
 
-def _check_prefill(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    start: Array | int,
-    scale: float,
-    window: int | None,
-    block_table: Array | None,
-) -> None:
+def _check_prefill(q: Array, k_cache: Array, start: Array | int, window: int | None, block_table: Array | None) -> None:
     first, room = int(start), capacity(k_cache, None, block_table)
     if first < 0 or first + len(q) > room:
         raise InvalidArgument(f"start is {first}, expected 0 to {room - len(q)} ({len(q)} rows in {room} positions)")
@@ -459,16 +431,7 @@ def _paged(
     return y
 
 
-def _check_paged(
-    q: Array,
-    k_pages: Array,
-    v_pages: Array,
-    block_table: Array,
-    lengths: Array,
-    scale: float,
-    window: int | None,
-    gate: Array | None,
-) -> None:
+def _check_paged(k_pages: Array, block_table: Array, lengths: Array, window: int | None) -> None:
     room = capacity(k_pages, None, block_table)
     check.in_range("lengths", lengths, 0, room + 1, f"{room} positions in block_table")
     check_read(k_pages, None, block_table, _spans(lengths, window))

@@ -192,23 +192,7 @@ def _delta(
     return Spec((qkv.shape[0], Hv, Dv), qkv.dtype)
 
 
-def _check_delta(
-    state: Array,
-    qkv: Array,
-    g: Array,
-    b: Array,
-    Hk: int,
-    Hv: int,
-    Dk: int,
-    Dv: int,
-    method: str,
-    chunk: int,
-    slots: Array | None,
-) -> None:
-    _check_slots(slots, state)
-
-
-@op(infer=_delta, check=_check_delta, writes=("state",))
+@op(infer=_delta, check=_check_slots, writes=("state",))
 def gated_delta_net(
     state: Array,
     qkv: Array,

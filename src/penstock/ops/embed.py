@@ -21,7 +21,7 @@ def _gathered(token_ids: Spec, table: Spec | QuantizedTensor, dtype: str | None)
     return Spec((*token_ids.shape, table.shape[1]), result_dtype(kept, dtype))
 
 
-def _check_ids(token_ids: Array, table: Array | QuantizedTensor, dtype: str | None) -> None:
+def _check_ids(token_ids: Array, table: Array | QuantizedTensor) -> None:
     check.in_range("token_ids", token_ids, 0, table.shape[0], f"vocabulary of {table.shape[0]}")
 
 

@@ -290,7 +290,7 @@ def _expert_product(x: Spec, experts: Any, ids: Spec | None, slot_of: Spec | Non
     return Spec((*ids.shape, N), x.dtype)
 
 
-def _check_expert_product(x: Array, experts: Any, ids: Array | None, slot_of: Array | None, activations: str) -> None:
+def _check_expert_product(experts: Any, ids: Array | None, slot_of: Array | None) -> None:
     if ids is None:
         ids = np.arange(expert_count(experts) if slot_of is None else len(slot_of), dtype=np.int32)
     check_slots(ids, expert_count(experts), slot_of)

@@ -75,9 +75,7 @@ def _sizes(q_full: Any, kv_pre: Any, nope: int | None, kv_lora_rank: int | None)
 
 
 @op(
-    infer=lambda q_full, kv_pre, nope, kv_lora_rank: _split(
-        q_full, kv_pre, *_sizes(q_full, kv_pre, nope, kv_lora_rank)
-    ),
+    infer=lambda q_full, kv_pre, nope, kv_lora_rank: _split(q_full, kv_pre, *_sizes(q_full, kv_pre, nope, kv_lora_rank))
 )
 def mla_split_q_kv(
     q_full: Array, kv_pre: Array, nope: int | None = None, kv_lora_rank: int | None = None
@@ -352,14 +350,7 @@ def _check_cache_len(cache_len: int, rows: int, room: int) -> None:
 
 
 def _check_sdpa(
-    q_prime: Array,
-    q_pe: Array,
-    latent_cache: Array,
-    rope_k_cache: Array,
-    cache_len: Array | int,
-    softmax_scale: float,
-    slots: Array | None,
-    block_table: Array | None,
+    q_prime: Array, latent_cache: Array, cache_len: Array | int, slots: Array | None, block_table: Array | None
 ) -> None:
     room = capacity(latent_cache, slots, block_table)
     if isinstance(cache_len, int) or cache_len.ndim == 0:
@@ -452,17 +443,7 @@ def _check_start(start: int, rows: int, room: int) -> None:
         raise InvalidArgument(f"start is {start}, expected 0 to {room - rows} ({rows} rows in {room} positions)")
 
 
-def _check_prefill(
-    q_nope: Array,
-    q_pe: Array,
-    latent_cache: Array,
-    rope_k_cache: Array,
-    start: Array | int,
-    softmax_scale: float,
-    kv_b: Any,
-    unembed_out: Any,
-    block_table: Array | None,
-) -> None:
+def _check_prefill(q_nope: Array, latent_cache: Array, start: Array | int, block_table: Array | None) -> None:
     _check_start(int(start), len(q_nope), capacity(latent_cache, None, block_table))
     check_read(latent_cache, None, block_table, [(0, int(start) + len(q_nope) if len(q_nope) else 0)])
 

@@ -273,14 +273,7 @@ def _endlayer(
 
 
 def _end_of_layer(
-    addend: Array,
-    v: Array,
-    residual: Array,
-    w2: Array,
-    w3: Array,
-    scalar: Array | float,
-    eps: float,
-    return_mid: bool,
+    addend: Array, v: Array, residual: Array, w2: Array, w3: Array, scalar: Array | float, eps: float, return_mid: bool
 ) -> tuple[Array | None, Array]:
     """addend and v are float64; what is returned has the dtype of residual."""
     mid = addend + normed(v, eps, w2)

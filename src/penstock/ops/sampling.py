@@ -54,14 +54,7 @@ def _one_each(
 
 
 def _check_parameters(
-    logits: Array,
-    positions: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    seed: Array,
-    mode: str,
+    logits: Array, positions: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, mode: str
 ) -> None:
     active = positions >= 0
     limits = {"temperature": (temperature, np.finfo(np.float64).max), "top_p": (top_p, 1), "min_p": (min_p, 1)}

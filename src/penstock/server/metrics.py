@@ -80,10 +80,7 @@ class Metrics:
                 "Generated tokens per second.",
                 _rate(now.generated_tokens, now.decode_seconds),
             ),
-            "kv_cache_usage_ratio": (
-                "Share of the pages in use.",
-                _rate(now.pages_used, now.pages_total),
-            ),
+            "kv_cache_usage_ratio": ("Share of the pages in use.", _rate(now.pages_used, now.pages_total)),
             "kv_pages_used": ("Pages of keys and values in use.", now.pages_used),
             "kv_pages_total": ("Pages of keys and values that the memory is good for.", now.pages_total),
             "sequence_memory_used_bytes": ("Pages and state in use or promised.", now.memory_used),

@@ -19,15 +19,7 @@ from penstock.dtypes import dtype_name
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
 from penstock.units import amount
-from penstock.weights.files import (
-    JSON_LIMIT,
-    check_plain_name,
-    list_folder,
-    parse_json,
-    read_bounded,
-    read_json,
-    short,
-)
+from penstock.weights.files import JSON_LIMIT, check_plain_name, list_folder, parse_json, read_bounded, read_json, short
 from penstock.weights.safetensors import DTYPES, SafetensorsFile, TensorInfo
 
 INDEX = "model.safetensors.index.json"

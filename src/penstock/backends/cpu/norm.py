@@ -15,17 +15,7 @@ from penstock.backends.cpu import _threads
 from penstock.backends.cpu._formats import FLOAT32, fmt
 from penstock.backends.cpu._math import silu32
 from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
-from penstock.backends.cpu.elementwise import (
-    NO_OUTPUT,
-    NOTHING,
-    SERIAL,
-    expert_sum,
-    flat,
-    flat_out,
-    load,
-    slots,
-    store,
-)
+from penstock.backends.cpu.elementwise import NO_OUTPUT, NOTHING, SERIAL, expert_sum, flat, flat_out, load, slots, store
 from penstock.dtypes import round_to
 from penstock.ops.op import kernel
 

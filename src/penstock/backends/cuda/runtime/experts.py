@@ -487,12 +487,7 @@ class DeviceSlots:
         self._bytes += [data[n * size : (n + 1) * size] for n in range(count)]
 
 
-_DTYPES = {
-    "uint32": torch.int32,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+_DTYPES = {"uint32": torch.int32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def _done() -> Future[None]:
