@@ -278,6 +278,7 @@ np.save(sys.argv[2], ops.attention_prefill(given["q"], given["k"], given["v"], 2
 """
 
 
+@pytest.mark.slow  # compiles the kernels for another CPU
 @pytest.mark.skipif("avx512f" not in usable_features(), reason="the CPU has no wider instructions than the test's")
 def test_narrow_vectors_give_the_same_bits(tmp_path, rng):
     q, k, v = made(rng, (20, 1, 16, 33), 300, 50)

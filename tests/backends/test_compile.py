@@ -114,6 +114,7 @@ def test_njit_loads_in_a_second_process_and_sees_an_edited_helper(package):
     assert len(list((cache / "numba").iterdir())) == 2
 
 
+@pytest.mark.slow  # four processes that import Numba and compile
 def test_kernels_of_one_factory_run_their_own_code_wherever_they_were_compiled(package):
     """Each process numbers what it compiles from the start: without names of their own, functions of two processes
     would meet in a third under one symbol, and one of them would run for both.
