@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._launch import INTERPRETED, compiled_for, multiprocessors
-from penstock.backends.cuda._tuning import GEMM, GEMM_ORDERED, GEMM_WIDE
+from penstock.backends.cuda._tuning import GEMM, GEMM_DENSE, GEMM_ORDERED, GEMM_PART, GEMM_SPLIT, GEMM_WIDE
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
@@ -394,9 +394,8 @@ def _config(T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processo
     BK = min(BK, 64) if fixed else BK
     BK = max(BK, 4 * units(bits)) if bits else BK
     tiles = triton.cdiv(N, BN) * (1 if fixed else triton.cdiv(T, BM))
-    most = processors * (4 if BM <= 64 else 1)  # programs, of which 3 to 5 or 2 run at a time on a multiprocessor
     parts = 1
-    while tiles * parts * 2 <= most and K // (parts * 2) >= 512:
+    while tiles * parts * 2 <= processors * GEMM_SPLIT[BM] and K // (parts * 2) >= GEMM_PART:
         parts *= 2
     return BM, BN, BK, parts, parts if fixed and T > 64 else 1, warps, stages
 
@@ -434,12 +433,8 @@ def dense_copy(w: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _dense_pays(T: int, N: int) -> bool:
-    """True where a dense copy of the weight and cuBLAS take less time than tiles.
-
-    On an H200, tiles and copy in µs: T = 64 20.6 and 34.3 for [12288, 2048], 11.8 and 15.3 for [2048, 4096]; T = 128
-    26.9 and 36.1, 19.6 and 16.5; T = 256 37.5 and 40.3, 27.7 and 19.3; T = 4096 435 and 296, 191 and 93.
-    """
-    return T >= 256 or (T > 64 and N < 8192)
+    """True where a dense copy of the weight and cuBLAS take less time than tiles."""
+    return any(least <= T and rows > N for least, rows in GEMM_DENSE)
 
 
 def quantized_gemm(
