@@ -8,13 +8,13 @@ from operator import le
 import torch
 import triton
 
+from penstock.backends.cuda import _tuning
 from penstock.backends.cuda._attend_decode import decode_kernel
 from penstock.backends.cuda._attend_latent import latent_kernel
 from penstock.backends.cuda._attend_prefill import prefill_kernel
 from penstock.backends.cuda._attend_tile import EXPANDED, LATENT, WHOLE, Arrays, Constants, Heads
 from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
 from penstock.backends.cuda._launch import capability, compiled_for, multiprocessors, pdl_options
-from penstock.backends.cuda._tuning import ATTEND, ATTEND_SPLITS
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
 
@@ -64,7 +64,7 @@ def _plan(parts: tuple[int, int, int], itemsize: int, rows: int, latent: bool, h
     BV = _padded(width)
     sizes = (rows, max(B + B2, BV), BV)
     row = next(
-        row for row in ATTEND
+        row for row in _tuning.ATTEND
         if row.exact == (itemsize == 4) and row.latent in (None, latent)
         and all(map(le, sizes, row[2:5]))
     )  # fmt: skip
@@ -78,30 +78,31 @@ def _spread(
 ) -> tuple[int, ...]:
     """The plan for one token of each sequence with smaller tiles, where a launch has fewer than run at once.
 
-    programs: sequences × key-value heads. On an H200 with Qwen3.6's heads over a table of 1024 positions, N = 16 took
-    4.0 µs at a length of 100 and 5.8 at 1000, N = 64 4.7 and 5.9; heads of 512 5.1 and 7.0 against 5.9 and 8.7;
-    DeepSeek's latents with M = 16 took 8.0 and 10.0, with M = 64, which reads them less often, 11.7 and 13.0.
+    programs: sequences × key-value heads.
     """
     M, N, *_, BV = plan
-    if M > 16:
+    short, *latents = _tuning.ATTEND_FEW_LATENT
+    if short < M:
         few = latent and 2 * programs * -(-rows // M) * (positions // N) < wanted
-        return (16, N, 8, 2, BV) if few else plan
-    while N > 16 and programs * (positions // N) < wanted:
+        return (short, N, *latents, BV) if few else plan
+    least, *others = _tuning.ATTEND_FEW
+    while least < N and programs * (positions // N) < wanted:
         N //= 2
-    return plan if plan[1] == N else (M, N, 4, 2, BV)
+    return plan if plan[1] == N else (M, N, *others, BV)
 
 
 @functools.cache
 def _splits(programs: int, positions: int, wanted: int, N: int) -> int:
     """Parts of a range of positions, so that a launch of few programs has as many as are wanted."""
-    return max(1, min(positions // N, wanted // programs, ATTEND_SPLITS))
+    return max(1, min(positions // N, wanted // programs, _tuning.ATTEND_SPLITS))
 
 
 @functools.cache
 def _combined(splits: int, width: int) -> dict[str, int]:
     """The launch of `combine`: splits up to a power of two, columns of a program."""
     S = triton.next_power_of_2(splits)
-    return {"S": S, "BLOCK": max(16, min(_padded(width), 4096 // S)), "num_warps": 4}
+    numbers, warps = _tuning.COMBINE
+    return {"S": S, "BLOCK": max(16, min(_padded(width), numbers // S)), "num_warps": warps}
 
 
 def _sizes(
@@ -114,9 +115,8 @@ def _sizes(
     itemsize = 4 if C.EXACT else q.element_size()
     parts = (C.B, C.B2 if C.W2 else 0, WV)
     plan = _plan(parts, itemsize, 1 << 30 if fixed and steps else T * group, latent, capability(q)[0] >= 9)
-    wanted = multiprocessors(q) * (
-        2 if T == 1 and max(C.B, C.B2, C.BV) <= 256 else 1
-    )  # as many as run at once, measured
+    at_once = next(n for most, n in _tuning.ATTEND_AT_ONCE if max(C.B, C.B2, C.BV) <= most) if T == 1 else 1
+    wanted = multiprocessors(q) * at_once
     # In fixed order, what a row is cut into must not depend on the other rows, nor on the room they need.
     known = min(cache.capacity, number + shift + T) if isinstance(number, int) else cache.capacity
     positions = 1 << 30 if fixed else known

@@ -8,14 +8,15 @@ of 2, 4 or 8-bit codes; 32 codes of 3, 5 or 6 bits) and chunks of 4 units, code 
 """
 
 import functools
+from collections import namedtuple
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._launch import INTERPRETED, multiprocessors
-from penstock.backends.cuda._tuning import GEMM, GEMM_ORDERED, GEMM_WIDE
+from penstock.backends.cuda._launch import INTERPRETED, compiled_for, multiprocessors
+from penstock.backends.cuda._tuning import GEMM, GEMM_DENSE, GEMM_ORDERED, GEMM_PART, GEMM_SPLIT, GEMM_WIDE
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
@@ -24,7 +25,14 @@ from penstock.quant import QuantizedTensor
 _SETTLE = tl.constexpr(not INTERPRETED)
 TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
+# Arrays of a product; w: codes, scales and biases of its weight, or three times the dense one.
+_Arrays = namedtuple("_Arrays", "x w out")
+# What tiles of a product are compiled for: rows of K codes of BITS (0: dense) in groups of GS, BN of them by BK of K at
+# a time, BM rows of x; ORDERED: x is in dot order; DTYPE: of the operands; WORDS: `words_fit`; PAIRS: `pairs_of`.
+Constants = namedtuple("Constants", "K BITS GS WORDS PAIRS ORDERED DTYPE BM BN BK")
 
+
+@triton.constexpr_function
 def units(bits: int) -> int:
     """Codes per unit: those of a word where a word holds whole codes, else 32."""
     return 32 // bits if bits in (2, 4, 8) else 32
@@ -38,37 +46,37 @@ def dot_order(x, ROWS: tl.constexpr, BK: tl.constexpr, VPW: tl.constexpr):
 
 
 @triton.jit
-def load_scales(ptr, start, k, K: tl.constexpr, BK: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr):
+def load_scales(ptr, start, k, C: tl.constexpr):
     """Scales or biases of the groups in k…k+BK of rows that start there, [BN, groups]; 0 beyond K.
 
     WORDS: half-precision ones are cut out of the aligned words that hold them, because an asynchronous copy takes 4
     bytes or more.
     """
-    if BK <= GS:
-        at = start + k // GS
-        if WORDS:
+    if C.BK <= C.GS:
+        at = start + k // C.GS
+        if C.WORDS:
             word = tl.load(ptr.to(tl.pointer_type(tl.int32)) + (at >> 1))
             s = (word >> ((at & 1) * 16).to(tl.int32)).to(tl.int16).to(ptr.dtype.element_ty, bitcast=True)
         else:
             s = tl.load(ptr + at)
         s = s[:, None]
     else:
-        g = k // GS + tl.arange(0, BK // GS)
+        g = k // C.GS + tl.arange(0, C.BK // C.GS)
         at = ptr + start[:, None] + g[None, :]
-        if K % BK == 0:
+        if C.K % C.BK == 0:
             s = tl.load(at)
         else:
-            s = tl.load(at, mask=g[None, :] < K // GS, other=0.0)
+            s = tl.load(at, mask=g[None, :] < C.K // C.GS, other=0.0)
     return s
 
 
 @triton.jit
-def by_unit(s, BN: tl.constexpr, BK: tl.constexpr, GS: tl.constexpr, VPW: tl.constexpr):
+def by_unit(s, C: tl.constexpr):
     """[BN, groups] → [BN, chunks, 1, 4], one per unit."""
-    GROUPS: tl.constexpr = BK // GS if BK > GS else 1
-    UNITS: tl.constexpr = BK // VPW
-    s = tl.broadcast_to(s[:, :, None], [BN, GROUPS, UNITS // GROUPS])
-    return tl.reshape(s, [BN, UNITS // 4, 4])[:, :, None, :]
+    GROUPS: tl.constexpr = C.BK // C.GS if C.BK > C.GS else 1
+    UNITS: tl.constexpr = C.BK // units(C.BITS)
+    s = tl.broadcast_to(s[:, :, None], [C.BN, GROUPS, UNITS // GROUPS])
+    return tl.reshape(s, [C.BN, UNITS // 4, 4])[:, :, None, :]
 
 
 @triton.jit
@@ -79,38 +87,38 @@ def _twice(s, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, start, live, k, K: tl.constexpr, BK: tl.constexpr):
+def load_tile(ptr, start, live, k, C: tl.constexpr):
     """k…k+BK of rows of K elements that start there; 0 beyond K and for rows that are not live (None: all are)."""
-    col = k + tl.arange(0, BK)
+    col = k + tl.arange(0, C.BK)
     at = ptr + start[:, None] + col[None, :]
-    if K % BK == 0:
+    if C.K % C.BK == 0:
         if live is None:
             y = tl.load(at)
         else:
             y = tl.load(at, mask=live[:, None], other=0.0)
     else:
-        inside = col[None, :] < K
+        inside = col[None, :] < C.K
         y = tl.load(at, mask=inside if live is None else inside & live[:, None], other=0.0)
     return y
 
 
 @triton.jit
-def _word(ptr, start, k, AT: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr):
+def _word(ptr, start, k, AT: tl.constexpr, C: tl.constexpr):
     """Word AT of every unit of 32 codes, [BN, chunks, 4]."""
-    u = k // 32 + tl.arange(0, BK // 32)
-    at = ptr + start[:, None] + (u * BITS + AT)[None, :]
-    if K % BK == 0:
+    u = k // 32 + tl.arange(0, C.BK // 32)
+    at = ptr + start[:, None] + (u * C.BITS + AT)[None, :]
+    if C.K % C.BK == 0:
         word = tl.load(at)
     else:
-        word = tl.load(at, mask=u[None, :] < K // 32, other=0)
-    return tl.reshape(word.to(tl.uint32, bitcast=True), [BN, BK // 128, 4])
+        word = tl.load(at, mask=u[None, :] < C.K // 32, other=0)
+    return tl.reshape(word.to(tl.uint32, bitcast=True), [C.BN, C.BK // 128, 4])
 
 
 @triton.jit
-def _code(words, C: tl.constexpr, BITS: tl.constexpr):
-    """Code C of every unit."""
-    WORD: tl.constexpr = C * BITS // 32
-    SHIFT: tl.constexpr = C * BITS % 32
+def _code(words, J: tl.constexpr, BITS: tl.constexpr):
+    """Code J of every unit."""
+    WORD: tl.constexpr = J * BITS // 32
+    SHIFT: tl.constexpr = J * BITS % 32
     code = words[WORD] >> SHIFT
     if SHIFT + BITS > 32:
         code |= words[WORD + 1] << (32 - SHIFT)
@@ -132,100 +140,99 @@ def _every_second(words, J: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_codes(
-    ptr, start, k, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr
-):
+def load_codes(ptr, start, k, C: tl.constexpr):
     """Codes k…k+BK of rows that start at these words, [BN, chunks, VPW / 2, 4, half]; 0 beyond K.
 
     PAIRS: without the last axis, both halves in the halves of a word, with other codes in the bits above each.
     """
-    MASK: tl.constexpr = (1 << BITS) - 1
-    if 32 % BITS == 0:
-        VPW: tl.constexpr = 32 // BITS
-        w = k // VPW + tl.arange(0, BK // VPW)
+    MASK: tl.constexpr = (1 << C.BITS) - 1
+    if 32 % C.BITS == 0:
+        VPW: tl.constexpr = 32 // C.BITS
+        w = k // VPW + tl.arange(0, C.BK // VPW)
         at = ptr + start[:, None] + w[None, :]
-        if K % BK == 0:
+        if C.K % C.BK == 0:
             words = tl.load(at)
         else:
-            words = tl.load(at, mask=w[None, :] < K // VPW, other=0)
-        words = tl.reshape(words.to(tl.uint32, bitcast=True), [BN, BK // (4 * VPW), 4])
-        j = tl.arange(0, VPW // 2) * BITS
+            words = tl.load(at, mask=w[None, :] < C.K // VPW, other=0)
+        words = tl.reshape(words.to(tl.uint32, bitcast=True), [C.BN, C.BK // (4 * VPW), 4])
+        j = tl.arange(0, VPW // 2) * C.BITS
         words = words[:, :, None, :] >> j[None, None, :, None]
-        if PAIRS is not None:
+        if C.PAIRS is not None:
             codes = words
         else:
             codes = tl.join(words & MASK, (words >> 16) & MASK)
     else:
         words = (
-            _word(ptr, start, k, 0, K, BN, BK, BITS),
-            _word(ptr, start, k, 1, K, BN, BK, BITS),
-            _word(ptr, start, k, 2, K, BN, BK, BITS),
-            _word(ptr, start, k, min(3, BITS - 1), K, BN, BK, BITS),
-            _word(ptr, start, k, min(4, BITS - 1), K, BN, BK, BITS),
-            _word(ptr, start, k, BITS - 1, K, BN, BK, BITS),
+            _word(ptr, start, k, 0, C),
+            _word(ptr, start, k, 1, C),
+            _word(ptr, start, k, 2, C),
+            _word(ptr, start, k, min(3, C.BITS - 1), C),
+            _word(ptr, start, k, min(4, C.BITS - 1), C),
+            _word(ptr, start, k, C.BITS - 1, C),
         )
-        codes = tl.join(_every_second(words, 0, BITS), _every_second(words, 1, BITS))
+        codes = tl.join(_every_second(words, 0, C.BITS), _every_second(words, 1, C.BITS))
         codes = tl.permute(codes, [0, 1, 4, 5, 6, 7, 2, 3])  # [BN, chunks, place (4 axes of 2), unit, half]
     return codes
 
 
 @triton.jit
-def weight_tile(
-    codes, s, b, BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, PAIRS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
+def weight_tile(codes, s, b, C: tl.constexpr):
     """code · scale + bias, [BN, BK] in dot order and in DTYPE, rounded once: from float32 or (PAIRS) the exact sum.
 
     A code or-ed into the mantissa of 2^23 is that number plus the code, without a conversion.
     """
-    VPW: tl.constexpr = 32 // BITS if 32 % BITS == 0 else 32
-    if PAIRS is not None:
-        SHAPE: tl.constexpr = [BN, BK // (4 * VPW), VPW // 2, 4]
-        s = _twice(by_unit(s, BN, BK, GS, VPW), SHAPE)
-        b = _twice(by_unit(b, BN, BK, GS, VPW), SHAPE)
-        w = tl.inline_asm_elementwise(PAIRS, "=r,r,r,r", [codes, s, b], dtype=tl.uint32, is_pure=True, pack=1)
-        low = w.to(tl.uint16).to(DTYPE, bitcast=True)
-        w = tl.reshape(tl.join(low, (w >> 16).to(tl.uint16).to(DTYPE, bitcast=True)), [BN, BK])
+    VPW: tl.constexpr = units(C.BITS)
+    TILE: tl.constexpr = [C.BN, C.BK]
+    s = by_unit(s, C)
+    b = by_unit(b, C)
+    if C.PAIRS is not None:
+        SHAPE: tl.constexpr = [C.BN, C.BK // (4 * VPW), VPW // 2, 4]
+        s = _twice(s, SHAPE)
+        b = _twice(b, SHAPE)
+        w = tl.inline_asm_elementwise(C.PAIRS, "=r,r,r,r", [codes, s, b], dtype=tl.uint32, is_pure=True, pack=1)
+        low = w.to(tl.uint16).to(C.DTYPE, bitcast=True)
+        w = tl.reshape(tl.join(low, (w >> 16).to(tl.uint16).to(C.DTYPE, bitcast=True)), TILE)
     else:
-        SHAPE: tl.constexpr = [BN, BK // (4 * VPW), VPW // 2, 4, 2]
-        w = tl.reshape((codes | 0x4B000000).to(tl.float32, bitcast=True), [BN, BK]) - 8388608.0
-        s = tl.reshape(tl.broadcast_to(by_unit(s, BN, BK, GS, VPW)[:, :, :, :, None], SHAPE), [BN, BK])
-        b = tl.reshape(tl.broadcast_to(by_unit(b, BN, BK, GS, VPW)[:, :, :, :, None], SHAPE), [BN, BK])
-        w = (w * s.to(tl.float32) + b.to(tl.float32)).to(DTYPE)
+        SHAPE: tl.constexpr = [C.BN, C.BK // (4 * VPW), VPW // 2, 4, 2]
+        w = tl.reshape((codes | 0x4B000000).to(tl.float32, bitcast=True), TILE) - 8388608.0
+        s = tl.reshape(tl.broadcast_to(s[:, :, :, :, None], SHAPE), TILE)
+        b = tl.reshape(tl.broadcast_to(b[:, :, :, :, None], SHAPE), TILE)
+        w = (w * s.to(tl.float32) + b.to(tl.float32)).to(C.DTYPE)
     return w
 
 
 @triton.jit
-def accumulate(
-    acc, x_ptr, x_start, x_live, w_ptr, w_start, s_ptr, s_start, b_ptr, b_start, first, last, K: tl.constexpr,
-    BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, ORDERED: tl.constexpr,
-    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def accumulate(acc, a, x_start, x_live, w_start, s_start, b_start, first, last, C: tl.constexpr):
     """acc [BN, BM] + W · xᵀ over k = first…last, for rows of W and x that start at these elements.
 
-    BITS = 0: W is dense. ORDERED: x is in dot order. The loop's loads become asynchronous copies, several steps ahead.
-    Rows of x that are not live are not read: all of them reading one and the same row takes longer than the product.
+    The loop's loads become asynchronous copies, several steps ahead. Rows of x that are not live are not read: all of
+    them reading one and the same row takes longer than the product.
     """
-    if BITS == 0:
-        for k in range(first, last, BK):
-            w = load_tile(w_ptr, w_start, None, k, K, BK).to(DTYPE)
-            x = load_tile(x_ptr, x_start, x_live, k, K, BK).to(DTYPE)
+    if C.BITS == 0:
+        for k in range(first, last, C.BK):
+            w = load_tile(a.w[0], w_start, None, k, C).to(C.DTYPE)
+            x = load_tile(a.x, x_start, x_live, k, C).to(C.DTYPE)
             acc = tl.dot(w, tl.trans(x), acc, input_precision="tf32x3")
     else:
-        VPW: tl.constexpr = 32 // BITS if 32 % BITS == 0 else 32
-        for k in range(first, last, BK):
-            codes = load_codes(w_ptr, w_start, k, K, BN, BK, BITS, PAIRS)
-            s = load_scales(s_ptr, s_start, k, K, BK, GS, WORDS)
-            b = load_scales(b_ptr, b_start, k, K, BK, GS, WORDS)
-            w = weight_tile(codes, s, b, BN, BK, BITS, GS, PAIRS, DTYPE)
+        for k in range(first, last, C.BK):
+            codes = load_codes(a.w[0], w_start, k, C)
+            s = load_scales(a.w[1], s_start, k, C)
+            b = load_scales(a.w[2], b_start, k, C)
+            w = weight_tile(codes, s, b, C)
             # x last, next to the product that reads it: its way through shared memory is not cut by that of the scales
-            x = load_tile(x_ptr, x_start, x_live, k, K, BK).to(DTYPE)
-            if not ORDERED:
-                x = dot_order(x, BM, BK, VPW)
+            x = load_tile(a.x, x_start, x_live, k, C).to(C.DTYPE)
+            if not C.ORDERED:
+                x = dot_order(x, acc.shape[1], C.BK, units(C.BITS))
             acc = tl.dot(w, tl.trans(x), acc, input_precision="tf32x3")
             if _SETTLE:
                 acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return acc
+
+
+@triton.jit
+def weight_starts(row, C: tl.constexpr):
+    """Where rows of a weight start: in its codes or numbers, and in its scales and biases."""
+    return row * (C.K * C.BITS // 32 if C.BITS else C.K), row * (C.K // C.GS)
 
 
 # gemm      out[t, n] = Σ_k x[t, k] · W[n, k], W = code · scale + bias or dense, in parts of K that are added in order
@@ -235,28 +242,18 @@ def accumulate(
 # bytes     T · K · itemsize per N tile, the weight once per T tile (from L2 but the first), out once
 # limits    K a multiple of 32 if the weight is quantized
 @triton.jit(do_not_specialize=["T"])
-def _gemm_kernel(
-    x_ptr, w_ptr, s_ptr, b_ptr, out_ptr, T, N, K: tl.constexpr, PART: tl.constexpr, FOLD: tl.constexpr,
-    BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr, PAIRS: tl.constexpr, ORDERED: tl.constexpr,
-    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    tiles = tl.cdiv(T, BM)
-    m = (tl.program_id(0) % tiles).to(tl.int64) * BM + tl.arange(0, BM)
-    n = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)
-    w_start = row * (K * BITS // 32 if BITS else K)
-    s_start = row * (K // GS)
-    total = tl.zeros([BN, BM], tl.float32)
+def _gemm_kernel(a, T, N, PART: tl.constexpr, FOLD: tl.constexpr, C: tl.constexpr):
+    tiles = tl.cdiv(T, C.BM)
+    m = (tl.program_id(0) % tiles).to(tl.int64) * C.BM + tl.arange(0, C.BM)
+    n = tl.program_id(0) // tiles * C.BN + tl.arange(0, C.BN)
+    w_start, s_start = weight_starts(tl.minimum(n, N - 1).to(tl.int64), C)
+    total = tl.zeros([C.BN, C.BM], tl.float32)
     for part in tl.static_range(FOLD):
         start = (tl.program_id(1) + part) * PART
-        acc = tl.zeros([BN, BM], tl.float32)
-        acc = accumulate(
-            acc, x_ptr, m * K, m < T, w_ptr, w_start, s_ptr, s_start, b_ptr, s_start, start, min(start + PART, K), K,
-            BITS, GS, WORDS, PAIRS, ORDERED, DTYPE, BM, BN, BK,
-        )  # fmt: skip
-        total += acc
-    at = out_ptr + (tl.program_id(1).to(tl.int64) * T + m[:, None]) * N + n[None, :]
-    tl.store(at, tl.trans(total).to(out_ptr.dtype.element_ty), mask=(m[:, None] < T) & (n[None, :] < N))
+        acc = tl.zeros([C.BN, C.BM], tl.float32)
+        total += accumulate(acc, a, m * C.K, m < T, w_start, s_start, s_start, start, min(start + PART, C.K), C)
+    at = a.out + (tl.program_id(1).to(tl.int64) * T + m[:, None]) * N + n[None, :]
+    tl.store(at, tl.trans(total).to(a.out.dtype.element_ty), mask=(m[:, None] < T) & (n[None, :] < N))
 
 
 # add_parts out[i] = residual[i] + Σ_s parts[s, i], s in order
@@ -296,7 +293,7 @@ def _dot_order_kernel(x_ptr, out_ptr, chunks, VPW: tl.constexpr, CHUNKS: tl.cons
 # limits    none
 @triton.jit(do_not_specialize=["count"])
 def _dense_kernel(w_ptr, s_ptr, b_ptr, out_ptr, count, BITS: tl.constexpr, GS: tl.constexpr, UNITS: tl.constexpr):
-    VPW: tl.constexpr = 32 // BITS if 32 % BITS == 0 else 32
+    VPW: tl.constexpr = units(BITS)
     WORDS: tl.constexpr = VPW * BITS // 32
     u = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     live = u < count
@@ -397,9 +394,8 @@ def _config(T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processo
     BK = min(BK, 64) if fixed else BK
     BK = max(BK, 4 * units(bits)) if bits else BK
     tiles = triton.cdiv(N, BN) * (1 if fixed else triton.cdiv(T, BM))
-    most = processors * (4 if BM <= 64 else 1)  # programs, of which 3 to 5 or 2 run at a time on a multiprocessor
     parts = 1
-    while tiles * parts * 2 <= most and K // (parts * 2) >= 512:
+    while tiles * parts * 2 <= processors * GEMM_SPLIT[BM] and K // (parts * 2) >= GEMM_PART:
         parts *= 2
     return BM, BN, BK, parts, parts if fixed and T > 64 else 1, warps, stages
 
@@ -409,19 +405,19 @@ def _launch(
 ) -> None:
     (T, K), N = x.shape, w.shape[0]
     quantized = isinstance(w, QuantizedTensor)
-    bits, gs = (w.bits, w.group_size) if quantized else (0, 1)
+    arrays, bits, gs = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
     dtype, order = dot_dtype(x, w, x if half else out), ordering(T, K, bits)
     wide = plainly(dtype, bits, order)
     BM, BN, BK, parts, fold, warps, stages = _config(T, N, K, bits, wide, deterministic(), multiprocessors(x))
     splits = parts // fold
     whole = splits == 1 and residual is None
     sums = out if whole else torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
-    arrays = w.arrays if quantized else (w, w, w)
     part = triton.cdiv(triton.cdiv(K, parts), BK) * BK
-    _gemm_kernel[(triton.cdiv(T, BM) * triton.cdiv(N, BN), splits)](
-        ordered(x, bits) if order else x, *arrays, sums, T, N, K, part, fold, bits, gs, quantized and words_fit(w),
-        pairs_of(w, dtype), order, TL_DTYPES[dtype], BM, BN, BK, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    words, pairs = quantized and words_fit(w), pairs_of(w, dtype)
+    C = Constants(K, bits, gs, words, pairs, order, TL_DTYPES[dtype], BM, BN, BK)
+    a = _Arrays(ordered(x, bits) if order else x, arrays, sums)
+    grid, options = (triton.cdiv(T, BM) * triton.cdiv(N, BN), splits), {"num_warps": warps, "num_stages": stages}
+    _gemm_kernel[grid](a, T, N, PART=part, FOLD=fold, C=compiled_for(C), **options)
     if not whole:
         size = out.numel()
         _add_parts_kernel[(triton.cdiv(size, 1024),)](sums, residual, out, size, splits, 1024)
@@ -437,12 +433,8 @@ def dense_copy(w: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _dense_pays(T: int, N: int) -> bool:
-    """True where a dense copy of the weight and cuBLAS take less time than tiles.
-
-    On an H200, tiles and copy in µs: T = 64 20.6 and 34.3 for [12288, 2048], 11.8 and 15.3 for [2048, 4096]; T = 128
-    26.9 and 36.1, 19.6 and 16.5; T = 256 37.5 and 40.3, 27.7 and 19.3; T = 4096 435 and 296, 191 and 93.
-    """
-    return T >= 256 or (T > 64 and N < 8192)
+    """True where a dense copy of the weight and cuBLAS take less time than tiles."""
+    return any(least <= T and rows > N for least, rows in GEMM_DENSE)
 
 
 def quantized_gemm(

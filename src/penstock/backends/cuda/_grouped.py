@@ -6,6 +6,7 @@ P / BM + S + 1 tiles (slot S stands for pairs without an expert, whose rows are 
 """
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from penstock.backends.cuda._gemm import (
     TL_DTYPES,
+    Constants,
     accumulate,
     dot_dtype,
     dot_order,
@@ -24,14 +26,21 @@ from penstock.backends.cuda._gemm import (
     pairs_of,
     plainly,
     units,
+    weight_starts,
     words_fit,
 )
-from penstock.backends.cuda._launch import activation
+from penstock.backends.cuda._launch import activation, compiled_for
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS
 from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.errors import BackendError
 from penstock.quant import QuantizedTensor
+
+# Arrays of a product: as those of `_gemm`, and a plan.
+_Arrays = namedtuple("_Arrays", "x w out order tiles")
+# What it is compiled for besides `Constants`: pairs of a row of x, act of gate and up (None: one product), codes per
+# unit of the weight that reads out in dot order (0: out as it is), rows of a short tile (0: none).
+_Grouping = namedtuple("_Grouping", "SHARE ACT OUT TAIL")
 
 
 @dataclass(frozen=True)
@@ -91,39 +100,30 @@ def _plan_kernel(
 
 
 @triton.jit
-def _tile(
-    x_ptr, w_ptr, s_ptr, b_ptr, up_w, up_s, up_b, out_ptr, order_ptr, slot, first, end, N, S, rows, n,
-    SHARE: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr,
-    PAIRS: tl.constexpr, ORDERED: tl.constexpr, DTYPE: tl.constexpr, ACT: tl.constexpr, OUT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def _tile(a, up, slot, first, end, N, rows, n, G: tl.constexpr, BM: tl.constexpr, C: tl.constexpr):
     """Columns n … of the pairs at places first … end, at most BM of them, of the expert in this slot."""
-    WIDTH: tl.constexpr = BN if ACT is None else BN // 2
+    WIDTH: tl.constexpr = C.BN if G.ACT is None else C.BN // 2
     place = first + tl.arange(0, BM)
     live = place < end
-    pair = tl.load(order_ptr + place, mask=live, other=0)
-    row = slot.to(tl.int64) * rows + tl.minimum(n + tl.arange(0, BN) % WIDTH, N - 1)
-    w_start = row * (K * BITS // 32 if BITS else K)
-    s_start = row * (K // GS)
+    pair = tl.load(a.order + place, mask=live, other=0)
+    row = slot.to(tl.int64) * rows + tl.minimum(n + tl.arange(0, C.BN) % WIDTH, N - 1)
+    w_start, s_start = weight_starts(row, C)
     b_start = s_start
-    if ACT is not None:
-        up = (tl.arange(0, BN) // WIDTH).to(tl.int64)
-        w_start += up * up_w
-        s_start += up * up_s
-        b_start += up * up_b
-    acc = tl.zeros([BN, BM], tl.float32)
-    acc = accumulate(
-        acc, x_ptr, (pair // SHARE).to(tl.int64) * K, live, w_ptr, w_start, s_ptr, s_start, b_ptr, b_start, 0, K, K,
-        BITS, GS, WORDS, PAIRS, ORDERED, DTYPE, BM, BN, BK,
-    )  # fmt: skip
-    if ACT is not None:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, BM]), [1, 2, 0]))
-        acc = activation(gate, ACT) * up
-    y = rounded(tl.trans(acc), out_ptr.dtype.element_ty)
-    if OUT > 0:
-        y = dot_order(y, BM, WIDTH, OUT)
+    if G.ACT is not None:
+        is_up = (tl.arange(0, C.BN) // WIDTH).to(tl.int64)
+        w_start += is_up * up[0]
+        s_start += is_up * up[1]
+        b_start += is_up * up[2]
+    acc = tl.zeros([C.BN, BM], tl.float32)
+    acc = accumulate(acc, a, (pair // G.SHARE).to(tl.int64) * C.K, live, w_start, s_start, b_start, 0, C.K, C)
+    if G.ACT is not None:
+        gate, above = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, BM]), [1, 2, 0]))
+        acc = activation(gate, G.ACT) * above
+    y = rounded(tl.trans(acc), a.out.dtype.element_ty)
+    if G.OUT > 0:
+        y = dot_order(y, BM, WIDTH, G.OUT)
     col = n + tl.arange(0, WIDTH)
-    at = out_ptr + pair.to(tl.int64)[:, None] * N + col[None, :]
+    at = a.out + pair.to(tl.int64)[:, None] * N + col[None, :]
     tl.store(at, y, mask=live[:, None] & (col[None, :] < N))
 
 
@@ -136,37 +136,28 @@ def _tile(
 # limits    K a multiple of 32 if the weight is quantized
 @triton.jit(do_not_specialize=["NT", "S"])
 def _grouped_kernel(
-    x_ptr, w_ptr, s_ptr, b_ptr, up_w: tl.int64, up_s: tl.int64, up_b: tl.int64, out_ptr, order_ptr, tiles_ptr, NT, N,
-    S, rows, SHARE: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr,
-    PAIRS: tl.constexpr, ORDERED: tl.constexpr, DTYPE: tl.constexpr, ACT: tl.constexpr, OUT: tl.constexpr,
-    BM: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    a, up_w: tl.int64, up_s: tl.int64, up_b: tl.int64, NT, N, S, rows, G: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    WIDTH: tl.constexpr = BN if ACT is None else BN // 2
+    WIDTH: tl.constexpr = C.BN if G.ACT is None else C.BN // 2
     across = tl.cdiv(N, WIDTH)
     tile = tl.program_id(0) // across
     n = tl.program_id(0) % across * WIDTH
-    slot = tl.load(tiles_ptr + tile)
+    slot = tl.load(a.tiles + tile)
     if slot < 0:
         return
-    first = tl.load(tiles_ptr + NT + tile)
-    end = tl.load(tiles_ptr + 2 * NT + tile)
+    first = tl.load(a.tiles + NT + tile)
+    end = tl.load(a.tiles + 2 * NT + tile)
     if slot >= S:
-        place = first + tl.arange(0, BM)
+        place = first + tl.arange(0, C.BM)
         live = place < end
-        pair = tl.load(order_ptr + place, mask=live, other=0).to(tl.int64)
+        pair = tl.load(a.order + place, mask=live, other=0).to(tl.int64)
         col = n + tl.arange(0, WIDTH)
-        zeros = tl.zeros([BM, WIDTH], out_ptr.dtype.element_ty)
-        tl.store(out_ptr + pair[:, None] * N + col[None, :], zeros, mask=live[:, None] & (col[None, :] < N))
-    elif end - first > TAIL:
-        _tile(
-            x_ptr, w_ptr, s_ptr, b_ptr, up_w, up_s, up_b, out_ptr, order_ptr, slot, first, end, N, S, rows, n, SHARE,
-            K, BITS, GS, WORDS, PAIRS, ORDERED, DTYPE, ACT, OUT, BM, BN, BK,
-        )  # fmt: skip
-    elif TAIL > 0:
-        _tile(
-            x_ptr, w_ptr, s_ptr, b_ptr, up_w, up_s, up_b, out_ptr, order_ptr, slot, first, end, N, S, rows, n, SHARE,
-            K, BITS, GS, WORDS, PAIRS, ORDERED, DTYPE, ACT, OUT, TAIL, BN, BK,
-        )  # fmt: skip
+        zeros = tl.zeros([C.BM, WIDTH], a.out.dtype.element_ty)
+        tl.store(a.out + pair[:, None] * N + col[None, :], zeros, mask=live[:, None] & (col[None, :] < N))
+    elif end - first > G.TAIL:
+        _tile(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, C.BM, C)
+    elif G.TAIL > 0:
+        _tile(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, G.TAIL, C)
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -211,8 +202,7 @@ def _grouped(
     S, rows, K = w.shape
     N, NT = out.shape[-1], plan.tiles.numel() // 3
     quantized = isinstance(w, QuantizedTensor)
-    bits, gs = (w.bits, w.group_size) if quantized else (0, 1)
-    arrays = w.arrays if quantized else (w, w, w)
+    arrays, bits, gs = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
     dtype = dot_dtype(x, w, x)
     words = quantized and words_fit(w)
     apart = (0, 0, 0)
@@ -227,11 +217,12 @@ def _grouped(
     if not is_ordered and ordering(x.shape[0], K, bits):
         x, is_ordered = ordered(x, bits), True
     tail, BN, BK, warps, stages = _config(plan.rows, bits, plainly(dtype, bits, is_ordered), K % (2 * gs) == 0)
+    C = Constants(K, bits, gs, words, pairs_of(w, dtype), is_ordered, TL_DTYPES[dtype], plan.rows, BN, BK)
+    G = _Grouping(pairs_per_x, act, out_unit, tail)
+    a = _Arrays(x, arrays, out, plan.order, plan.tiles)
     _grouped_kernel[(NT * triton.cdiv(N, BN // 2 if act else BN),)](
-        x, *arrays, *apart, out, plan.order, plan.tiles, NT, N, S, rows, pairs_per_x, K, bits, gs, words,
-        pairs_of(w, dtype), is_ordered, TL_DTYPES[dtype], act, out_unit, plan.rows, tail, BN, BK, num_warps=warps,
-        num_stages=stages,
-    )  # fmt: skip
+        a, *apart, NT, N, S, rows, G=compiled_for(G), C=compiled_for(C), num_warps=warps, num_stages=stages
+    )
 
 
 def grouped_gate_up(

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+from penstock.backends.cuda._tuning import SAMPLE_CHUNK, SAMPLE_WARPS
 
 _GROUP = tl.constexpr(32)  # neighbours that a block has together
 _LIST = tl.constexpr(32)  # logits of a block that _limits_kernel can hold
-_CHUNK = tl.constexpr(512)  # logits at a time of a program of _digits_kernel, 16 sums of each in registers
+_CHUNK = tl.constexpr(SAMPLE_CHUNK)  # logits at a time of a program of _digits_kernel, 16 sums of each in registers
 _BITS = tl.constexpr(4)  # of a digit
 _DIGITS = tl.constexpr(32 // _BITS.value)  # of a key
 _BINS = tl.constexpr(1 << _BITS.value)
@@ -247,7 +248,7 @@ def find_by_digits(given: Given, sizes: dict[str, int]) -> tuple[torch.Tensor, t
         other, table = table, other
         _digits_kernel[tuple(grid)](
             given, other, table, states, packs, counts, logits.shape[1], step, **sizes, WEIGHTED=step >= digits,
-            FIRST=step % digits == 0, num_warps=8,
+            FIRST=step % digits == 0, num_warps=SAMPLE_WARPS,
         )  # fmt: skip
     return states, table
 
@@ -352,4 +353,4 @@ def find_in_lists(given: Given, limits: torch.Tensor, sizes: dict[str, int]) -> 
     lists = torch.empty((B, blocks, _LIST.value), dtype=torch.float32, device=logits.device)
     counts = torch.empty((B, blocks), dtype=torch.int32, device=logits.device)
     _gather_kernel[(B, blocks)](logits, given.highest, given.top_k, lists, counts, V, **sizes)
-    _limits_kernel[(B,)](given, lists, counts, limits, V, blocks, **sizes, num_warps=8)
+    _limits_kernel[(B,)](given, lists, counts, limits, V, blocks, **sizes, num_warps=SAMPLE_WARPS)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.backends.cuda import _tuning
 from penstock.backends.cuda._codes import (
     FP_MAGIC,
     Arrays,
@@ -25,7 +26,6 @@ from penstock.backends.cuda._codes import (
 )
 from penstock.backends.cuda._launch import INTERPRETED, activation, compiled_for, multiprocessors, pdl_options
 from penstock.backends.cuda._rows import rounded
-from penstock.backends.cuda._tuning import MATVEC_BLOCKS, MATVEC_BUSY, MATVEC_TOKENS, MATVEC_TWICE
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
@@ -209,25 +209,25 @@ def _config(
     """The launch for these sizes; `wide`: activations other than bfloat16, which take more registers."""
     tokens = triton.next_power_of_2(T)
     if bits == 0:
-        return Config(tokens, 8 if N * pairs >= 16 * processors else 2, 1, 1, {"num_warps": 4})
+        least, many, few, warps = _tuning.MATVEC_DENSE
+        return Config(tokens, many if N * pairs >= least * processors else few, 1, 1, {"num_warps": warps})
     blocks = slots * -(-K // block_codes(bits, gs, tokens))
     tiles = N * pairs * (1 + gated) / 16 / processors
     rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
     narrow = bits in (2, 4) and not wide  # leaves registers for twice as much
-    if tiles >= MATVEC_BUSY:
-        warps = min(4, triton.next_power_of_2(blocks))
-        if tokens > 1:  # blocks are short: several at once, so that enough is on its way
-            return _coded(
-                tokens, rows, warps, min(4 if tokens == MATVEC_TOKENS else 2, -(-blocks // warps)) if narrow else 1
-            )
-        if normed and narrow and not gated and blocks in (3, 4):
-            # Every program norms x: smaller ones of fewer warps. [9216, 2048] 6.2 µs, with 32 rows and 4 warps 7.8.
-            return _coded(tokens, rows, 2, 2)
-        twice = narrow and ((blocks <= warps and tiles >= MATVEC_TWICE) or (slots > 1 and blocks > MATVEC_BLOCKS))
+    busy, less, alone = _tuning.MATVEC_WARPS
+    if tiles >= _tuning.MATVEC_BUSY:
+        warps = min(busy, triton.next_power_of_2(blocks))
+        if tokens > 1:
+            return _coded(tokens, rows, warps, min(_tuning.MATVEC_AHEAD[tokens], -(-blocks // warps)) if narrow else 1)
+        if normed and narrow and not gated and blocks in _tuning.MATVEC_NORMED:
+            return _coded(tokens, rows, *_tuning.MATVEC_NORMED[blocks])
+        many, deep = tiles >= _tuning.MATVEC_TWICE, slots > 1 and blocks > _tuning.MATVEC_BLOCKS
+        twice = narrow and ((blocks <= warps and many) or deep)
         return _coded(tokens, 2 * rows if twice else rows, warps)
-    if tiles <= 1 and blocks <= 4 and tokens < MATVEC_TOKENS:
+    if tiles <= 1 and blocks <= _tuning.MATVEC_SHORT and tokens < _tuning.MATVEC_TOKENS:
         tokens, blocks = 2 * tokens, 2 * blocks
-    warps = min(16 if tiles <= 1 and slots > 1 and blocks <= 16 else 8, triton.next_power_of_2(blocks))
+    warps = min(alone if tiles <= 1 and slots > 1 and blocks <= alone else less, triton.next_power_of_2(blocks))
     return _coded(tokens, rows, warps, 2 if blocks > warps and narrow else 1)
 
 
@@ -316,7 +316,7 @@ def launch(
 def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
     """Rows of x that one pass over the weights takes: a thread keeps its x, in up to 3 parts, in registers."""
     parts = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[dtype]
-    tokens = MATVEC_TOKENS
+    tokens = _tuning.MATVEC_TOKENS
     while tokens > 1 and columns(bits, gs, tokens) * tile_codes(bits, gs, tokens) * parts > 192 * 32:
         tokens //= 2
     return tokens
@@ -324,7 +324,7 @@ def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
 
 def _passes(x: torch.Tensor, w: Any) -> int:
     """Rows of x per pass over w."""
-    return _most_tokens(w.bits, w.group_size, x.dtype) if isinstance(w, QuantizedTensor) else MATVEC_TOKENS
+    return _most_tokens(w.bits, w.group_size, x.dtype) if isinstance(w, QuantizedTensor) else _tuning.MATVEC_TOKENS
 
 
 def matvec(

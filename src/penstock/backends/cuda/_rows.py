@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._launch import WIDENED
+from penstock.backends.cuda._tuning import ROW_NUMBERS, ROW_THREAD, ROW_WARPS
 from penstock.errors import BackendError
 
 WIDEST = 65536  # numbers of a row; above 16384 a program's registers no longer hold it and it spills to memory
@@ -21,17 +22,15 @@ class Tile(NamedTuple):
 
 
 @functools.cache
-def tile(op: str, dim: int, numbers: int = 1024, per_thread: int = 32) -> Tile:
+def tile(op: str, dim: int, numbers: int = ROW_NUMBERS, per_thread: int = ROW_THREAD) -> Tile:
     """The share of a program that holds whole rows of this width, at least `numbers` in all. It depends on the width
     alone, never on the number of rows, so that the bits of a row do not depend on the rows around it.
-
-    `per_thread` numbers of long rows, 8 of short ones. On an H200 at 4096 rows: dim 2816 13.7 µs, with 16 per thread
-    14.5; dim 7168 30.7 against 32.4; heads of 128 26.6, with 16 per thread 27.4, and for one token 1.4 against 1.9.
     """
     if dim > WIDEST:
         raise BackendError(f"{op}: the last axis has {dim} numbers, expected at most {WIDEST} on cuda")
     block = triton.next_power_of_2(dim)
-    return Tile(max(1, numbers // block), block, max(4, min(16, block // (32 * per_thread))))
+    fewest, most = ROW_WARPS
+    return Tile(max(1, numbers // block), block, max(fewest, min(most, block // (32 * per_thread))))
 
 
 @triton.jit

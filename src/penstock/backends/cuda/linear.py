@@ -12,7 +12,7 @@ from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._matvec import matvec
 from penstock.backends.cuda._matvec_experts import expert_rows
 from penstock.backends.cuda._quant import code_at, dequantized
-from penstock.backends.cuda._tuning import MATVEC_TOKENS
+from penstock.backends.cuda._tuning import MATVEC_EXACT, MATVEC_TOKENS
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
@@ -55,15 +55,14 @@ def _few(rows: torch.Tensor, variant: str | None, exact: bool = False) -> bool:
 
     exact: a small weight that may not be rounded. The tiles of many rows take float32 for it, which is slow.
     """
-    return variant == "matvec" or (
-        variant is None and len(rows) <= (64 if exact else MATVEC_TOKENS) and not deterministic()
-    )
+    most = MATVEC_EXACT[0] if exact else MATVEC_TOKENS
+    return variant == "matvec" or (variant is None and len(rows) <= most and not deterministic())
 
 
 def _exact(x: torch.Tensor, w: Any, out: torch.Tensor) -> bool:
     """Whether a float32 result of codes is asked for, of few of them: the scores of a router."""
     asked = isinstance(w, QuantizedTensor) and out.dtype is torch.float32 and x.dtype is not out.dtype
-    return asked and w.shape[0] <= 1024
+    return asked and w.shape[0] <= MATVEC_EXACT[1]
 
 
 def product(

@@ -23,6 +23,7 @@ from penstock.backends.cuda._matvec_experts import (
     mixed_down_sum,
     mixed_gate_up,
 )
+from penstock.backends.cuda._tuning import MOE_GROUPED, MOE_IN_TURN, MOE_NORMED
 from penstock.backends.cuda.elementwise import weighted_sum
 from penstock.backends.cuda.linear import gate_up, product
 from penstock.backends.cuda.norm import rms_norm
@@ -32,7 +33,6 @@ from penstock.quant import QuantizedTensor
 
 VARIANTS = ("rows", "grouped")
 _PAIRS = 65535  # of one launch: the second axis of a grid ends there
-_NORMED = 4096  # widest row that every program norms for itself: at 7168 on an H200 73 µs against 62 and 1.6 for a norm
 _EXACT = 4096  # pairs up to which the products of experts stay in float32 on their way to the sum of a block
 
 # -- experts ---------------------------------------------------------------------------------------------------------
@@ -44,12 +44,10 @@ def _count(stack: Any, slot_of: torch.Tensor | None) -> int:
 
 
 def _by_rows(variant: str | None, T: int, k: int, experts: int) -> bool:
-    """Whether pairs are taken one by one. Grouping pays once chosen experts have several tokens: with 4 bits on an H200
-    from T = 60 on for 256 experts of [512, 2048], from 14 on for 128 experts of [704, 2816].
-    """
+    """Whether pairs are taken one by one."""
     if variant is not None:
         return variant == "rows"
-    return deterministic() or T * k <= experts
+    return deterministic() or T * k <= MOE_GROUPED * experts
 
 
 def _rounded(op: str, rows: torch.Tensor, stacks: list[Any], activations: str) -> torch.Tensor:
@@ -240,10 +238,8 @@ def _joins(experts: list[Any], shared: list[Any]) -> bool:
 
 
 def _in_turn(T: int, k: int, experts: int) -> bool:
-    """Whether sorting pairs by expert pays: where many tokens choose the same ones. On an H200 with 256 experts of
-    [512, 2048] a block takes 162 µs instead of 183 at T = 32, and 53 instead of 54 at T = 8.
-    """
-    return T * k * 3 >= experts and not deterministic()
+    """Whether sorting pairs by expert pays where they are taken one by one."""
+    return T * k * MOE_IN_TURN >= experts and not deterministic()
 
 
 def _shared_hidden(x: torch.Tensor, gate_w: Any, up_w: Any, act: str, activations: str) -> torch.Tensor:
@@ -279,7 +275,7 @@ def moe_shared_forward(
         and _joins(experts, [own, own_up, shared_down_w])
     )
     sorts = joint and _in_turn(T, k, count)
-    if norm_weight is not None and not (joint and not sorts and x.shape[1] <= _NORMED):
+    if norm_weight is not None and not (joint and not sorts and x.shape[1] <= MOE_NORMED):
         x, plain = torch.empty_like(x), x
         rms_norm(plain, norm_weight, eps, out=x)
         norm_weight = None

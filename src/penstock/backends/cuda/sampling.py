@@ -20,10 +20,9 @@ from penstock.backends.cuda._limits import (
     value_of,
     weight_of,
 )
+from penstock.backends.cuda._tuning import SAMPLE_BLOCK, SAMPLE_PARTS
 from penstock.ops.op import kernel
 
-_PARTS = {"greedy": 128, "plain": 128, "top_k": 128, "full": 128}  # blocks that a row is cut into, or up to half of it
-_LEAST, _MOST = 256, 4096  # logits of a block
 _FAR = tl.constexpr(2**31 - 1)  # beyond every id
 
 
@@ -142,7 +141,8 @@ def sample_tokens(logits, positions, temperature, top_k, top_p, min_p, seed, mod
     if B == 0:
         return
     assert logits.is_contiguous()
-    block = min(_MOST, max(_LEAST, triton.next_power_of_2(triton.cdiv(V, _PARTS[mode]))))
+    fewest, most = SAMPLE_BLOCK
+    block = min(most, max(fewest, triton.next_power_of_2(triton.cdiv(V, SAMPLE_PARTS))))
     blocks = triton.cdiv(V, block)
     grid, sizes = (B, blocks), {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": block}
     new = functools.partial(torch.empty, device=logits.device)
