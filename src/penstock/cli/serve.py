@@ -454,18 +454,13 @@ def _start_log(level: str, requests: bool) -> None:
     """Our lines and uvicorn's errors, on stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    for name, least in (
-        ("penstock.server", level if requests else max(level, "WARNING", key=_rank)),
-        ("uvicorn.error", "ERROR"),
-    ):
+    rank = logging.getLevelNamesMapping().__getitem__
+    own = level if requests else max(level, "WARNING", key=rank)
+    for name, least in (("penstock.server", own), ("uvicorn.error", "ERROR")):
         logger = logging.getLogger(name)
         logger.setLevel(least)
         logger.addHandler(handler)
         logger.propagate = False
-
-
-def _rank(level: str) -> int:
-    return logging.getLevelNamesMapping()[level]
 
 
 def _raise_file_limit() -> None:

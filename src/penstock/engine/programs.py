@@ -15,7 +15,7 @@ from penstock.engine.cache import Caches
 from penstock.engine.runner import Runner, SegmentedRunner
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import EXPERT_OPS, Streamed
-from penstock.graph import Graph, Node, Program, Wrap, trace
+from penstock.graph import Graph, Program, Wrap, trace
 from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
 from penstock.models.step import PagedKV, Step, empty
 from penstock.ops.array import Spec, spec_of
@@ -168,7 +168,11 @@ class Programs:
             return None
         graph = self.decode_graph(rows, widths)
         program = Program(
-            graph, self.device.name, fused=self.fused, batch_invariant=self.batch_invariant, cut=_before_experts
+            graph,
+            self.device.name,
+            fused=self.fused,
+            batch_invariant=self.batch_invariant,
+            cut=lambda node: node.op in EXPERT_OPS,
         )
         return SegmentedRunner(program, self.device, names, self.experts, detector)
 
@@ -235,10 +239,6 @@ class Programs:
 
     def _cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         return [(values[f"cache{n}.0"], values[f"cache{n}.1"]) for n in range(len(self.caches.layouts))]
-
-
-def _before_experts(node: Node) -> bool:
-    return node.op in EXPERT_OPS
 
 
 class _Watched(Step):
