@@ -22,7 +22,7 @@ from penstock.quant import QuantizedTensor
 def fuse(graph: Graph, device: str, batch_invariant: bool = False) -> Graph:
     """A graph of fused ops that computes the same for a device ("cpu" or "cuda"); the given one stays as it is.
 
-    batch_invariant: by rules that do not look at the number of rows.
+    batch_invariant: without the rules that change a row's arithmetic with the number of rows.
     """
     return rewritten(graph, device, BATCH_INVARIANT if batch_invariant else RULES)
 

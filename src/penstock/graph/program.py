@@ -38,9 +38,9 @@ class Bound:
 class Program:
     """A traced step for one device ("cpu" or "cuda"). It knows no arrays but the weights; `bind` gives it the others.
 
-    batch_invariant: fused without a look at the number of rows. cut: nodes that begin a segment of their own, so that
-    something can happen before they run (experts that have to be fetched), and it can be run from there on again; none:
-    one segment. more: adds nodes to the fused graph.
+    batch_invariant: see `fuse`. cut: nodes that begin a segment of their own, so that something can happen before they
+    run (experts that have to be fetched), and it can be run from there on again; none: one segment. more: adds nodes to
+    the fused graph.
     """
 
     def __init__(
