@@ -60,20 +60,34 @@ def test_a_router_that_yields_nan_or_inf_ends_the_request(name, folder_of):
     ends(penstock.load(folder, device="cpu", max_context=256, expert_cache="50%"))
 
 
-def test_a_damaged_router_is_found_while_an_answer_is_made(folder_of):
+def spoil(llm: LLM) -> None:
+    """Give the second layer of a loaded model a router of NaN."""
+    experts = llm.engine.model.weights.layers[1].mlp
+    packed, scales, biases = experts.router.arrays
+    bad = experts.router.with_arrays(packed, np.full_like(scales, np.nan), biases)
+    object.__setattr__(experts, "router", bad)
+    llm.engine.programs._kept.clear()
+
+
+def test_a_damaged_router_is_found_while_an_answer_is_made(folder_of, monkeypatch):
     """The copy that is looked at takes nothing from the others, and leaves nothing behind."""
     damage(folder_of("llama"), 0.01)
     llm = penstock.load(folder_of("llama"), device="cpu", max_context=256)
-    with Scheduler(llm, buffer=1) as scheduler:  # the answer pauses until it is read
+    decode = llm.engine.decode
+    steps: list[int] = []
+
+    def damaged_at_third(*given: object) -> np.ndarray:  # in the scheduler's thread, between two steps
+        steps.append(len(steps))
+        if len(steps) == 3:
+            spoil(llm)
+        return decode(*given)
+
+    monkeypatch.setattr(llm.engine, "decode", damaged_at_third)
+    with Scheduler(llm) as scheduler:
         ticket = scheduler.submit(scheduler.request(TOKENS, max_tokens=30, logit_bias={5: 100.0}))
-        assert next(ticket).token == 5
-        experts = llm.engine.model.weights.layers[1].mlp
-        packed, scales, biases = experts.router.arrays
-        bad = experts.router.with_arrays(packed, np.full_like(scales, np.nan), biases)
-        object.__setattr__(experts, "router", bad)
-        llm.engine.programs._kept.clear()
         with pytest.raises(NonFiniteLogits, match=WHERE):
             ticket.result(60)
+    assert ticket.request.tokens == [5] * 3
 
 
 def test_the_error_stays_what_it_is_when_the_step_cannot_be_run_once_more(folder_of, monkeypatch, caplog):
