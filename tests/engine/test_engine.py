@@ -11,8 +11,8 @@ import penstock
 from penstock.api import LLM
 from penstock.backends.cpu import device as cpu_device
 from penstock.engine.engine import Engine
-from penstock.engine.programs import Runner
 from penstock.errors import InvalidArgument, OutOfMemory
+from penstock.graph import Bound
 from penstock.ops.device import device_for
 from tests.models.common import VOCAB, small_config, some_tokens, write_model
 
@@ -29,18 +29,17 @@ def engine(llm: LLM) -> Engine:
 
 
 def failing(error: BaseException, after: int = 0) -> Callable[..., None]:
-    """In the place of `Runner.run`: after a number of whole steps one stops half-way."""
+    """In the place of `Bound.run`: after a number of whole steps one stops half-way."""
     steps = 0
 
-    def run(self: Runner, *args: Any) -> None:
+    def run(self: Bound) -> tuple[Any, ...]:
         nonlocal steps
         steps += 1
-        assert self.bound is not None
-        calls = self.bound.calls
-        for call in calls if steps <= after else calls[: len(calls) // 2]:
+        for call in self.calls if steps <= after else self.calls[: len(self.calls) // 2]:
             call()
         if steps > after:
             raise error
+        return self.outputs
 
     return run
 
@@ -141,7 +140,7 @@ def test_an_interrupted_step_spoils_its_sequences(
         engine.prefill(sequence, tokens[:30])
     snapshots = [engine.snapshot(sequence) for sequence in sequences[:2]]
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr(Runner, "run", failing(error))
+        patch.setattr(Bound, "run", failing(error))
         engine.decode(sequences[:2], tokens[30:32])
     assert [sequence.corrupt for sequence in sequences] == [True, True, False]
     assert [sequence.length for sequence in sequences] == [30, 30, 30]
@@ -159,7 +158,7 @@ def test_an_interrupted_step_spoils_its_sequences(
 def test_an_interrupted_prefill_keeps_the_pieces_before(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = engine.open()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Runner, "run", failing(KeyboardInterrupt(), after=1))
+        patch.setattr(Bound, "run", failing(KeyboardInterrupt(), after=1))
         engine.prefill(sequence, some_tokens(300))
     assert sequence.length == 256 and sequence.corrupt
 

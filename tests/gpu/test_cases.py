@@ -6,7 +6,7 @@ import penstock
 from penstock import ops
 from tests.gpu.common import GPU, to_device, to_host
 from tests.ops.cases import CASES, Case
-from tests.ops.test_cases import check_against_definition, poisoned
+from tests.ops.test_cases import check_against_definition, outputs_of, poisoned, written
 from tests.ops.test_cases import run as run_reference
 
 _MANY_PROGRAMS = ("wide", "tall", "many", "prefill", "long", "sum-wide")  # labels that take the interpreter too long
@@ -26,7 +26,7 @@ def _chosen() -> list[tuple[Case, str]]:
 def test_cuda_kernel_matches_definition(case, dtype):
     op = ops.REGISTRY[case.op]
     want = run_reference(case, case.arguments(dtype))
-    out = tuple(map(to_device, poisoned(want[: len(want) - len(op.writes)])))
+    out = tuple(map(to_device, poisoned(outputs_of(case, want, dtype))))
     if op.partial:
         for tensor in out:
             tensor.zero_()
@@ -34,5 +34,5 @@ def test_cuda_kernel_matches_definition(case, dtype):
     with penstock.backend("cuda"):
         result = op(**arguments, out=(out if len(out) > 1 else out[0]) if out else None)
     outputs = result if isinstance(result, tuple) else () if result is None else (result,)
-    got = to_host((*outputs, *(arguments[name] for name in op.writes)))
+    got = to_host((*outputs, *written(op, arguments)))
     check_against_definition(case, dtype, got, want)

@@ -36,9 +36,8 @@ def unfused(llm: LLM) -> LLM:
 
 
 def ops_of(engine: Engine) -> list[str]:
-    assert engine.programs is not None
-    graphs = [runner.program.graph for runner in engine.programs._kept.values()]
-    return [node.op.name for graph in graphs for node in graph.nodes]
+    assert engine.programs is not None and engine.programs.steps is not None
+    return [node.op.name for kind in engine.programs.steps._kinds.values() for node in kind.graph.nodes]
 
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])
@@ -91,13 +90,14 @@ def test_a_thousand_replays_give_the_tokens_of_the_ops_one_by_one():
     got, want = decoded(llm, tokens, 60), eager(llm, tokens, 60)
     np.testing.assert_array_equal(got.argmax(axis=1), want.argmax(axis=1))
     np.testing.assert_array_equal(got, want)
-    widths = {key[2] for key in llm.engine.programs._kept if key[0] == "decode"}
-    assert widths == {((None, 4),), ((None, 8),)}
+    steps = llm.engine.programs.steps
+    assert {sizes[3] for sizes, *_ in steps._bound} == {4, 8} and len(steps._kinds) == 2
 
 
-def test_programs_are_made_once_per_shape():
+def test_a_kind_of_step_is_traced_once():
     llm = load_random(small_config(), device="cpu", max_context=1024)
     engine = llm.engine
+    engine.caches.make_room({None: 8}, 4)
     for _ in range(3):
         llm.logits(some_tokens(17))
         sequences = [engine.open() for _ in range(2)]
@@ -106,22 +106,21 @@ def test_programs_are_made_once_per_shape():
         engine.decode(sequences, [1, 2])
         for sequence in sequences:
             engine.close(sequence)
-    kinds = sorted(key[:2] for key in engine.programs._kept)
-    assert kinds == [("decode", 2), ("logits", 17), ("prefill", 9), ("prefill", 17)]
+    steps = engine.programs.steps
+    assert len(steps._kinds) == 1 and [sizes[:3] for sizes, *_ in steps._bound] == [(17, 1, 17), (9, 1, 1), (2, 2, 2)]
 
 
-def test_old_programs_go(monkeypatch):
-    monkeypatch.setattr("penstock.engine.programs.KEPT", 4)
+def test_old_bindings_go(monkeypatch):
+    monkeypatch.setattr("penstock.engine.steps._KEPT", 4)
     llm = load_random(small_config(), device="cpu", max_context=1024)
-    want = llm.logits(some_tokens(3))
-    for length in range(1, 8):
+    want = llm.logits(some_tokens(9))
+    for length in range(8, 0, -1):
         llm.logits(some_tokens(length))
-    programs = llm.engine.programs
-    assert len(programs._kept) == 4 and set(programs._streams) == {6, 7}
-    np.testing.assert_array_equal(llm.logits(some_tokens(3)), want)
+    assert len(llm.engine.programs.steps._bound) == 4
+    np.testing.assert_array_equal(llm.logits(some_tokens(9)), want)
 
 
-def test_a_prefill_that_depends_on_its_start_has_a_program_per_start():
+def test_a_prompt_over_latents_is_that_over_expanded_keys():
     llm = load_random(DEEPSEEK["v3"], device="cpu", activations="float32", max_context=1024)
     engine = llm.engine
     tokens = some_tokens(90)

@@ -168,7 +168,7 @@ def rewritten(case: Case, folder: Path, change: Callable[[dict[str, Any], dict[s
 def forced(monkeypatch: pytest.MonkeyPatch, expands: bool | None) -> None:
     """Prompts in the expanded form, in the absorbed form, or as the model chooses."""
     if expands is not None:
-        monkeypatch.setattr(deepseek_v3, "_expands", lambda config, T, length: expands)
+        monkeypatch.setattr(deepseek_v3, "_break_even", lambda config: 0 if expands else 1 << 30)
 
 
 # -- whole sequences -------------------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ def test_both_forms_are_used_on_long_prompts() -> None:
     """So that the tests above and below mix them."""
     for name in ("v3", "gain"):
         config = deepseek_v3.read_config(CONFIGS[name])
-        assert deepseek_v3._expands(config, 256, 512) and not deepseek_v3._expands(config, 1, 512)
-        assert not deepseek_v3._expands(config, 256, 1 << 30)  # keys and values would not fit
+        assert 1 <= deepseek_v3._break_even(config) < 256
+        assert 512 <= deepseek_v3._most_expanded(config) < 1 << 30  # keys and values would not fit
 
 
 # -- in pieces, token by token, together -----------------------------------------------------------------------------

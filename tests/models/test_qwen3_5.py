@@ -431,15 +431,13 @@ def q_and_gate_as_halves(q_proj: Array) -> tuple[Array, Array]:
     return q.reshape(T, H, width // 2).copy(), gate.reshape(T, H, width // 2).copy()
 
 
-def value_heads_in_turns(
-    state: Array, qkv: Array, g: Array, b: Array, *sizes: int, slots: Array | None = None
-) -> Array:
+def value_heads_in_turns(state: Array, qkv: Array, g: Array, b: Array, *sizes: int, **runs: Array | None) -> Array:
     """Value head j with key head j % Hk instead of j // (Hv / Hk)."""
     Hk, Hv, Dk, Dv = sizes
     q, k, v = np.split(qkv, [Hk * Dk, 2 * Hk * Dk], axis=1)
     q, k = (part.reshape(-1, Hk, Dk)[:, np.arange(Hv) % Hk].reshape(-1, Hv * Dk) for part in (q, k))
     joined = np.ascontiguousarray(np.concatenate([q, k, v], axis=1))
-    return ops.gated_delta_net(state, joined, g, b, Hv, Hv, Dk, Dv, slots=slots)
+    return ops.gated_delta_net(state, joined, g, b, Hv, Hv, Dk, Dv, **runs)
 
 
 gated_delta_net, conv1d_causal, gdn_decay_beta = ops.gated_delta_net, ops.conv1d_causal, ops.gdn_decay_beta
@@ -451,7 +449,7 @@ WRONG: dict[str, tuple[str, Any]] = {
     "alpha and beta swapped": ("gdn_decay_beta", lambda a, b, *rest: gdn_decay_beta(b, a, *rest)),
     "convolution turned": (
         "conv1d_causal",
-        lambda x, state, weight, slots=None: conv1d_causal(x, state, weight[:, ::-1].copy(), slots=slots),
+        lambda x, state, weight, *more: conv1d_causal(x, state, weight[:, ::-1].copy(), *more),
     ),
     "weights not renormalised": ("moe_normalize_weights", lambda weights: weights),
     "no gate on the output": ("sigmoid_gate", lambda y, gate: y),

@@ -849,6 +849,29 @@ def _gated_delta_net_slots(rng, dtype, B, Hk, Hv, Dk, Dv):
     return {**_gated_delta_net(rng, dtype, B, Hk, Hv, Dk, Dv), "state": state, "slots": slots}
 
 
+@case("gated_delta_net", sizes={"runs": ((1, 0, 9, 4), 2, 4, 16, 12)}, rel=2e-5, whole=True)
+def _gated_delta_net_runs(rng, dtype, runs, Hk, Hv, Dk, Dv):
+    T = sum(runs) + 2  # two rows of no sequence
+    call = _gated_delta_net(rng, dtype, T, Hk, Hv, Dk, Dv) | {"state": normal(rng, 5, Hv, Dv, Dk, scale=0.1)}
+    call |= {"slots": np.array([4, 1, 0, 2], np.int32), "starts": np.cumsum([0, *runs], dtype=np.int32)}
+    return call | {"keep": np.array([0, 0, 0, 4], np.int32), "gates": normal(rng, 5, 4, 2, Hv)}
+
+
+@case("delta_commit", sizes={"two": (2, 4, 16, 12, 4, 3), "one": (1, 1, 8, 8, 2, 1)}, rel=2e-5, whole=True)
+def _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K):
+    C = 2 * Hk * Dk + Hv * Dv
+    gates = np.stack([rng.uniform(0.7, 1, (5, K, Hv)), rng.uniform(0, 1, (5, K, Hv))], axis=2).astype("float32")
+    return {
+        "conv_state": normal(rng, 5, W - 1 + K, C, dtype=dtype),
+        "state": normal(rng, 5, Hv, Dv, Dk, scale=0.1),
+        "gates": gates,
+        "slots": np.array([4, -1, 0, 2], np.int32),
+        "accepted": np.array([K, 1, 0, 1], np.int32),
+        "conv_weight": normal(rng, C, W, dtype="bfloat16"),
+        "Hk": Hk,
+    }
+
+
 DELTA_STEPS = {"decode": (1, 2, 4, 64, 32, 4), "ragged": (3, 1, 3, 20, 12, 3), "empty": (0, 1, 1, 4, 4, 4)}
 
 

@@ -297,7 +297,7 @@ def test_op_refuses_an_out_that_shares_one_element_with_an_input(case):
 def test_op_refuses_state_that_is_read_only_or_shares_one_element_with_an_input(case):
     op = ops.REGISTRY[case.op]
     arrays = arrays_of(case.arguments("float32"))
-    for name in op.writes:
+    for name in set(op.writes) & set(arrays):
         frozen = arrays[name].copy()
         frozen.flags.writeable = False
         message = f"{name} is read-only, expected a writable array"

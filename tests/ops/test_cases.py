@@ -10,6 +10,7 @@ import torch
 import penstock
 from penstock import ops
 from penstock.ops.array import leaves, numpy_view, torch_view
+from penstock.ops.op import Op
 from penstock.quant import QuantizedTensor
 from tests.ops.cases import ALL_OPS, CASES, Arguments, Case
 from tests.ops.common import EPS, assert_close, assert_same_bits
@@ -24,7 +25,17 @@ def run(case: Case, arguments: Arguments, out: Any = None, device: str = "refere
     with penstock.backend(device):
         result = op(**arguments, out=out)
     outputs = result if isinstance(result, tuple) else () if result is None else (result,)
-    return (*outputs, *(arguments[name] for name in op.writes))
+    return (*outputs, *written(op, arguments))
+
+
+def written(op: Op, arguments: Arguments) -> list[Any]:
+    """What a call changes in place."""
+    return [arguments[name] for name in op.writes if arguments.get(name) is not None]
+
+
+def outputs_of(case: Case, found: tuple[Any, ...], dtype: str) -> tuple[Any, ...]:
+    """Of what `run` found the outputs alone."""
+    return found[: len(found) - len(written(ops.REGISTRY[case.op], case.arguments(dtype)))]
 
 
 def poisoned(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -61,7 +72,7 @@ def test_op_fills_out_and_returns_it(case):
     dtype = case.dtypes[-1]
     op = ops.REGISTRY[case.op]
     want = run(case, case.arguments(dtype))
-    outputs = want[: len(want) - len(op.writes)]
+    outputs = outputs_of(case, want, dtype)
     if not outputs:
         pytest.skip("no outputs")
     out = poisoned(outputs)
@@ -105,7 +116,7 @@ KERNELS = [(c, d) for c in CASES for d in c.dtypes if ops.REGISTRY[c.op].kernel(
 def test_cpu_kernel_matches_definition(case, dtype):
     op = ops.REGISTRY[case.op]
     want = run(case, case.arguments(dtype))
-    out = poisoned(want[: len(want) - len(op.writes)])
+    out = poisoned(outputs_of(case, want, dtype))
     if op.partial:
         for array in out:
             array[...] = 0

@@ -14,6 +14,7 @@ from penstock.quant import ExpertBlobs, QuantizedTensor
 from penstock.quant import dequantize as dequantize_whole
 from tests.ops.cases import CASES, Case
 from tests.ops.common import normal, quantized
+from tests.ops.test_cases import written
 
 SMALL: dict[str, Case] = {}  # of each op the case with the least memory, but not an empty one
 for _case in CASES:
@@ -34,7 +35,7 @@ def outcome(case: Case, arguments: dict, device: str) -> list[np.ndarray] | None
     except PenstockError:
         return None
     returned = found if isinstance(found, tuple) else (found,)
-    return [*(a for a in returned if a is not None), *(arguments[w] for w in op.writes if arguments[w] is not None)]
+    return [*(a for a in returned if a is not None), *written(op, arguments)]
 
 
 def assert_as_defined(case: Case, change) -> None:

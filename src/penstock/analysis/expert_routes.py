@@ -231,11 +231,11 @@ def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.nd
         if node.op not in _EXPERT_OPS:
             return run
         at = node.op.params.index("ids")
-        into = noted[bound % len(nodes), : node["ids"].shape[0]]
+        layer = noted[bound % len(nodes)]
         bound += 1
 
         def noting(*args: Any, **kwargs: Any) -> Any:
-            device.copy_all([into], [args[at]])
+            device.copy_all([layer[: len(args[at])]], [args[at]])
             return run(*args, **kwargs)
 
         return noting

@@ -92,10 +92,13 @@ def memory_for_sequences(engine: Engine, sequences: int) -> int:
     if programs is not None:
         with engine.lock:
             caches.make_room(dict.fromkeys(caches.pools, 1), 1)  # programs are made for caches that are not empty
-            widths = dict.fromkeys(caches.pools, table_width(1))
-            chunk = programs.prefill(min(device.chunk_alignment, engine.max_context), 0, widths, logits=False)
-            step = programs.decode(device.rows(sequences), widths)
-        working += chunk.program.arena_bytes + step.program.arena_bytes
+            if programs.steps is not None:
+                working += programs.steps.arena_bytes
+            else:
+                widths = dict.fromkeys(caches.pools, table_width(1))
+                chunk = programs.prefill(min(device.chunk_alignment, engine.max_context), 0, widths, logits=False)
+                step = programs.decode(device.rows(sequences), widths)
+                working += chunk.program.arena_bytes + step.program.arena_bytes
     spare = max(0, device.free_memory() - working)
     mapped = min(engine.model.from_files, spare // 2)
     return caches.nbytes + max(spare - mapped, min(spare, caches.bytes_of(engine.max_context)))

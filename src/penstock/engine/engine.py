@@ -20,10 +20,11 @@ import numpy as np
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.programs import Programs, Runner, table_name, table_width
+from penstock.engine.steps import MOST_SEQUENCES, Run, ragged_step, step_arrays, table_names
 from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits
 from penstock.experts.streamed import Streamed
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
-from penstock.models.step import PAGE, Step
+from penstock.models.step import PAGE
 from penstock.ops.device import Device, Drawing, Flight, device_for
 
 if TYPE_CHECKING:
@@ -77,7 +78,15 @@ class Engine:
         self.caches = Caches(model.family.caches(model.config), dtype, self.device)
         self.programs = (
             Programs(
-                model.family, model.config, model.weights, self.caches, activations, fused, deterministic, self.experts
+                model.family,
+                model.config,
+                model.weights,
+                self.caches,
+                activations,
+                fused,
+                deterministic,
+                self.experts,
+                max_context,
             )
             if self.device.runs_programs
             else None
@@ -144,11 +153,13 @@ class Engine:
 
         every: logits after each of the ids.
         """
+        if self.device.ragged:
+            wanted = "all" if every else "last" if last else "none"
+            return self.step([Run(sequence, ids, wanted, prompt=True)])
         with self.lock, self.device.running(deterministic=False):  # the cut of a prompt does not depend on others
             self._check_files()
             self.caches.reserve(sequence, len(ids))  # may raise OutOfMemory, and then nothing has changed
-            if self.programs is None:
-                return self._defined(sequence, ids, every)
+            assert self.programs is not None
             widths = {window: table_width(len(table.ids)) for window, table in sequence.tables.items()}
             runner = self.programs.prefill(len(ids), sequence.length, widths, logits=last and not every)
             tables = {
@@ -193,14 +204,16 @@ class Engine:
             parts = [slice(start, start + most) for start in range(0, len(sequences), most)]
             return np.concatenate([self.decode(sequences[part], tokens[part]) for part in parts])
         ids = self.token_array(tokens)
+        if self.device.ragged:
+            logits = self.step([Run(sequence, ids[i : i + 1]) for i, sequence in enumerate(sequences)])
+            assert logits is not None
+            return logits
         for sequence in sequences:
             self.check_room(sequence, 1)
         with self.lock, self.device.running(self.deterministic):
             self._check_files()
             for sequence in sequences:
                 self.caches.reserve(sequence, 1)
-            if self.programs is None:
-                return np.concatenate([self._defined(s, ids[i : i + 1]) for i, s in enumerate(sequences)])
             runner = self._filled(sequences, ids)
             with mark_corrupt_on_error(sequences):
                 runner.run()
@@ -260,7 +273,7 @@ class Engine:
     def most_sequences(self) -> int:
         """How many can decode together: those whose experts fit on a device that cannot wait for them in between."""
         if self.experts is None or not self.device.samples_tokens:
-            return 1 << 30
+            return MOST_SEQUENCES
         return self.experts.store.most_tokens
 
     def apply_reports(self) -> None:
@@ -311,22 +324,34 @@ class Engine:
             tables[name] = _table(arrays, rows, runner.host[name].shape[1])
         runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **tables)
 
-    def _defined(self, sequence: Sequence, ids: np.ndarray, every: bool = False) -> np.ndarray:
-        """A chunk by the definitions of the ops, one after the other: device "reference"."""
+    def step(self, runs: Seq[Run]) -> np.ndarray | None:
+        """Append the tokens of each run to its sequence, all in one step; logits float32 [R, vocab] after the wanted
+        tokens in the order of the runs, None if there are none. At most one run of a sequence.
+        """
+        for run in runs:
+            self.check_room(run.sequence, len(run.tokens))
+        with self.lock, self.device.running(self.deterministic):
+            self._check_files()
+            for run in runs:
+                self.caches.reserve(run.sequence, len(run.tokens))  # may raise OutOfMemory, and no length has changed
+            with mark_corrupt_on_error([run.sequence for run in runs]):
+                if self.programs is None:
+                    logits = self._defined(runs)
+                else:
+                    assert self.programs.steps is not None
+                    logits = self.programs.steps.run(runs)
+                for run in runs:
+                    self.caches.advance(run.sequence, len(run.tokens))
+            return None if logits is None else self.device.to_host(logits)
+
+    def _defined(self, runs: Seq[Run]) -> np.ndarray | None:
+        """A step by the definitions of the ops, one after the other: device "reference"."""
         family, config, weights = self.model.family, self.model.config, self.model.weights
-        step = Step(
-            tokens=ids,
-            positions=np.array(sequence.length, np.int32),
-            tables={window: table.array for window, table in sequence.tables.items()},
-            start=sequence.length,
-            slot=sequence.slot,
-            activations=self.activations,
-            dtype=self.dtype,
-        )
-        with mark_corrupt_on_error([sequence]):
-            h = family.forward(step, weights, config, self.caches.arrays)
-            self.caches.advance(sequence, len(ids))
-        return family.logits(step, h if every else h[-1:], weights, config)
+        tables = table_names(self.caches.pools)
+        arrays = step_arrays(runs, tables)
+        step = ragged_step(arrays, tables, activations=self.activations, dtype=self.dtype)
+        h = family.forward(step, weights, config, self.caches.arrays)
+        return family.logits(step, h[arrays["wanted"]], weights, config) if len(arrays["wanted"]) else None
 
     def replace_model(self, model: Model) -> None:
         """The same model with its weights elsewhere in memory, before the first step."""

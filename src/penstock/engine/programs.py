@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.engine.cache import Caches
 from penstock.engine.runner import Runner, SegmentedRunner
+from penstock.engine.steps import Steps
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Program, Wrap, trace
@@ -46,8 +47,10 @@ class Programs:
         fused: bool = True,
         batch_invariant: bool = False,
         experts: Streamed | None = None,
+        max_context: int = 0,
     ) -> None:
         self.experts = experts  # streamed ones
+        self.max_context = max_context
         self.family, self.config, self.weights = family, config, weights
         self.caches, self.device = caches, caches.device
         self.activations = activations
@@ -65,6 +68,7 @@ class Programs:
         self._arena: Any = None
         self._arenas = 0  # how many there have been
         self._decode_arenas: dict[Any, Any] = {}
+        self.steps = Steps(self) if self.device.ragged else None
 
     # -- runners -----------------------------------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class Programs:
                 runner = self._made(self.decode_graph(rows, widths), names, ahead=True)
         self._keep(key, runner)
         if key not in self._decode_arenas:
-            self._decode_arenas[key] = self._new_arena(runner.program.arena_bytes)
+            self._decode_arenas[key] = self.new_arena(runner.program.arena_bytes)
         wrap = self.wrap if isinstance(runner, SegmentedRunner) else self._wrap(runner)
         runner.bind(self.caches.version, self.cache_arrays(False), self._decode_arenas[key], wrap)
         return runner
@@ -118,7 +122,7 @@ class Programs:
         program = Program(self.decode_graph(rows, widths), self.device.name, fused=False)
         runner = Runner(program, self.device, self._decode_names(rows, widths), captures=False)
         inner = wrap if self.experts is None else self.experts.wrap(program.graph, False, wrap)
-        arena = self._new_arena(program.arena_bytes)
+        arena = self.new_arena(program.arena_bytes)
         runner.bind(self.caches.version, self.cache_arrays(False), arena, inner)
         return runner
 
@@ -132,7 +136,7 @@ class Programs:
         need = runner.program.arena_bytes
         if self._arena is None or len(self._arena) < need:
             self._arena = None  # the old one goes before the new one comes
-            self._arena = self._new_arena(need)
+            self._arena = self.new_arena(need)
             self._arenas += 1
         runner.bind((self.caches.version, self._arenas), arrays, self._arena, self._wrap(runner, prefill=True))
         return runner
@@ -141,7 +145,7 @@ class Programs:
         """What wraps the kernels of a program: streamed experts, and `self.wrap` inside."""
         return self.wrap if self.experts is None else self.experts.wrap(runner.program.graph, prefill, self.wrap)
 
-    def _new_arena(self, nbytes: int) -> Any:
+    def new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):
             raise OutOfMemory(
                 f"step: {amount(nbytes)} of {self.device.memory_name} are needed, {amount(free)} are free; "
@@ -195,10 +199,10 @@ class Programs:
         def fn(tokens: Any, positions: Any, lengths: Any, slots: Any, **more: Any) -> Any:
             step = self._step(tokens, positions, widths, more)
             step = replace(step, lengths=lengths, slots=slots)
-            h = self.family.forward(step, self.weights, self.config, self._cache_values(more))
+            h = self.family.forward(step, self.weights, self.config, self.cache_values(more))
             return self.family.logits(step, h, self.weights, self.config)
 
-        return trace(fn, specs | self._cache_specs(False))
+        return trace(fn, specs | self.cache_specs(False))
 
     def prefill_graph(self, T: int, start: int, widths: Mapping[int | None, int], logits: bool) -> tuple[Graph, bool]:
         """The graph, and whether its nodes depend on `start`."""
@@ -209,10 +213,10 @@ class Programs:
         def fn(tokens: Any, positions: Any, **more: Any) -> Any:
             step = _Watched(**vars(replace(self._step(tokens, positions, widths, more), start=start)))
             object.__setattr__(step, "_read", read)
-            h = self.family.forward(step, self.weights, self.config, self._cache_values(more))
+            h = self.family.forward(step, self.weights, self.config, self.cache_values(more))
             return self.family.logits(step, h[-1:], self.weights, self.config) if logits else h
 
-        graph = trace(fn, specs | self._cache_specs(True))
+        graph = trace(fn, specs | self.cache_specs(True))
         return graph, bool(read)
 
     def logits_graph(self, T: int) -> Graph:
@@ -234,10 +238,10 @@ class Programs:
             found |= {f"cache{n}.0": first, f"cache{n}.1": second}
         return found
 
-    def _cache_specs(self, one: bool) -> dict[str, Spec]:
+    def cache_specs(self, one: bool) -> dict[str, Spec]:
         return {name: spec_of(array) for name, array in self.cache_arrays(one).items()}
 
-    def _cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    def cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
         return [(values[f"cache{n}.0"], values[f"cache{n}.1"]) for n in range(len(self.caches.layouts))]
 
 

@@ -57,7 +57,11 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
     if tuple(unit.args.values())[1:] != heads or not all(map(same, gates.outs, (net["g"], net["b"]))):
         return
     for moved in match.readers(conv["state"]):
-        if moved.op is ops.conv1d_state_update and all(same(moved[name], conv[name]) for name in moved.args):
+        if (
+            moved.op is ops.conv1d_state_update
+            and all(map(same, list(moved.args.values())[:3], (conv["state"], conv["x"], conv["slots"])))
+            and conv["starts"] is None
+        ):
             rows = conv["x"], node["z"], gates["alpha"], gates["beta"]
             states = conv["state"], net["state"], net["slots"]
             weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]

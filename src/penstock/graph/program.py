@@ -96,7 +96,7 @@ class Program:
                 segments.append([])
             values = [array(arg) if isinstance(arg, Value) else arg for arg in node.args.values()]
             outs = [None if out is None else array(out) for out in node.outs]
-            segments[-1] += _calls(node, self.device, values, outs, wrap)
+            segments[-1] += node_calls(node, self.device, values, outs, wrap)
         return Bound(tuple(map(tuple, segments)), tuple(map(array, self.graph.outputs)))
 
     def _array(self, value: Value, arrays: Mapping[Value, Any], arena: Any) -> Any:
@@ -108,7 +108,7 @@ class Program:
         return shaped(arena[start : start + nbytes(value)], value.spec)
 
 
-def _calls(node: Node, device: str, values: Sequence[Any], outs: Sequence[Any], wrap: Wrap | None) -> list[Call]:
+def node_calls(node: Node, device: str, values: Sequence[Any], outs: Sequence[Any], wrap: Wrap | None) -> list[Call]:
     """What a node comes down to: its op's kernel on these arrays; before it zeros for one that leaves gaps."""
     op = node.op
     kernel = op.kernel(device)

@@ -264,28 +264,47 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
     q_pe = apply_rope(step, q_pe, config.rope)
     k_pe = flat(apply_rope(step, heads(k_pe, 1), config.rope))
     table = step.tables[None]
-    ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table)
+    ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table, sequence=step.sequence)
+    weights = (config.scale, w.key, w.value)
+    if step.starts is not None:
+        limits = {"starts": step.starts, "longest": _break_even(config), "up_to": _most_expanded(config)}
+        y = _latent(q_nope, q_pe, w, config, cache, step.lengths, block_table=table, **limits)
+        if x.shape[0] > 1:
+            runs = {"starts": step.starts, "longer_than": limits["longest"], "up_to": limits["up_to"]}
+            long = ops.mla_prefill(q_nope, q_pe, *cache, step.positions, *weights, block_table=table, **runs)
+            y = ops.add(y, long)  # each has 0 where the other one has rows
+        return linear(step, flat(y), w.out)
     end = step.start + x.shape[0]
-    if step.lengths is None and _expands(config, x.shape[0], end):
-        y = ops.mla_prefill(q_nope, q_pe, *cache, step.start, config.scale, w.key, w.value, block_table=table)
+    if step.lengths is None and x.shape[0] > _break_even(config) and end <= _most_expanded(config):
+        y = ops.mla_prefill(q_nope, q_pe, *cache, step.start, *weights, block_table=table)
     else:
         lengths = end if step.lengths is None else step.lengths
-        q_latent = ops.mla_q_prime(q_nope, w.key)  # [T, H, R]
-        y = ops.mla_sdpa(q_latent, q_pe, *cache, lengths, config.scale, block_table=table)
-        y = ops.mla_out_per_head(y, w.key if w.value is None else w.value, config.nope if w.value is None else None)
+        y = _latent(q_nope, q_pe, w, config, cache, lengths, block_table=table)
     return linear(step, flat(y), w.out)
 
 
-def _expands(config: Config, T: int, length: int) -> bool:
-    """Whether T tokens at the end of `length` positions are cheaper after expanding the cache to keys and values.
+def _latent(
+    q_nope: Array, q_pe: Array, w: Attention, config: Config, cache: tuple[Array, Array], lengths: Any, **more: Any
+) -> Array:
+    """Attention over the latents themselves → [T, H, value_dim]."""
+    y = ops.mla_sdpa(ops.mla_q_prime(q_nope, w.key), q_pe, *cache, lengths, config.scale, **more)
+    return ops.mla_out_per_head(y, w.key if w.value is None else w.value, config.nope if w.value is None else None)
+
+
+def _break_even(config: Config) -> int:
+    """Tokens up to which a run of them is cheaper over the latents than over keys and values expanded from them.
 
     Per position: expanding costs R · (nope + vd) multiplications per head once; a token then saves the difference
     between the latent's width and a head's.
     """
-    R, rope, nope, vd = config.kv_rank, config.rope_dim, config.nope, config.value_dim
-    saved = (2 * R + rope) - (nope + rope + vd)
-    nbytes = 4 * length * config.heads * (nope + rope + vd)
-    return T * saved > R * (nope + vd) and nbytes <= _EXPANDED_BYTES
+    R, nope, vd = config.kv_rank, config.nope, config.value_dim
+    saved = 2 * R - (nope + vd)
+    return R * (nope + vd) // saved if saved > 0 else 1 << 30
+
+
+def _most_expanded(config: Config) -> int:
+    """Positions whose keys and values may be expanded at once."""
+    return _EXPANDED_BYTES // (4 * config.heads * (config.nope + config.rope_dim + config.value_dim))
 
 
 def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:

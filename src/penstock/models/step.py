@@ -1,8 +1,9 @@
 """What one call of a model works on, and the caches it reads and writes.
 
-Two kinds of step: `prefill`, T tokens of one sequence, and `decode`, one token of each of B sequences. Models are
-written once for both; the difference is in the ops' arguments and lives here. Axis letters: T tokens, B sequences,
-P pages, S slots (one per sequence), H heads, D width of a head.
+A step is T tokens of B sequences in any mix (see ops/ragged.py). On devices that do not take such yet there are two
+kinds: `prefill`, T tokens of one sequence, and `decode`, one token of each of B sequences. Models are written once for
+all; the difference is in the ops' arguments and lives here. Axis letters: T tokens, B sequences, P pages, S slots (one
+per sequence), H heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ Layout = PagedKV | RecurrentState
 
 @dataclass(frozen=True)
 class Step:
-    """One call. Decode: tokens, positions, lengths, slots int32 [B], tables [B, n] per window. Prefill: tokens [T],
-    positions a 0-d array (that of the first token, which `start` is on the host), lengths None, slots None and `slot`
-    the sequence's, tables [n].
+    """One call. Ragged: tokens, positions, sequence int32 [T], starts [B + 1], lengths, slots [B], tables [B, n] per
+    window. Decode: tokens, positions, lengths, slots [B], tables [B, n]. Prefill: tokens [T], positions a 0-d array
+    (that of the first token, which `start` is on the host), lengths None, slots None and `slot` the sequence's, tables
+    [n].
     """
 
     tokens: Array
@@ -54,6 +56,8 @@ class Step:
     slot: int = 0
     slots: Array | None = None
     lengths: Array | None = None
+    sequence: Array | None = None
+    starts: Array | None = None
     activations: str = "float32"  # how quantized products round x
     dtype: str = "float32"  # of the residual stream
 
@@ -66,7 +70,7 @@ def attend(
     step: Step, cache: tuple[Array, Array], q: Array, k: Array, v: Array, scale: float, window: int | None = None
 ) -> Array:
     """Append k, v [T, Hkv, D] to the cache and attend with q [T, H, D] over it → [T, H, Dv]."""
-    ops.kv_pages_append(k, v, *cache, step.tables[window], step.positions)
+    ops.kv_pages_append(k, v, *cache, step.tables[window], step.positions, step.sequence)
     return attend_only(step, cache, q, scale, window)
 
 
@@ -75,15 +79,15 @@ def attend_only(step: Step, cache: tuple[Array, Array], q: Array, scale: float, 
     keys, values = cache
     table = step.tables[window]
     if step.lengths is not None:
-        return ops.attention_paged(q, keys, values, table, step.lengths, scale, window)
+        return ops.attention_paged(q, keys, values, table, step.lengths, scale, window, starts=step.starts)
     return ops.attention_prefill(q, keys, values, step.positions, scale, window, block_table=table)
 
 
 def convolve(step: Step, cache: tuple[Array, Array], x: Array, weight: Array) -> Array:
     """Causal convolution of x [T, C] with what the sequence had before, whose last rows move on."""
     rows = cache[0] if step.decoding else cache[0][step.slot]
-    y = ops.conv1d_causal(x, rows, weight, slots=step.slots)
-    ops.conv1d_state_update(rows, x, slots=step.slots)
+    y = ops.conv1d_causal(x, rows, weight, step.slots, step.starts)
+    ops.conv1d_state_update(rows, x, step.slots, step.starts)
     return y
 
 
@@ -92,7 +96,7 @@ def delta_rule(
 ) -> Array:
     """The gated delta rule from the sequence's state, which moves on → [T, Hv, Dv]."""
     state = cache[1] if step.decoding else cache[1][step.slot]
-    return ops.gated_delta_net(state, qkv, g, b, Hk, Hv, Dk, Dv, slots=step.slots)
+    return ops.gated_delta_net(state, qkv, g, b, Hk, Hv, Dk, Dv, slots=step.slots, starts=step.starts)
 
 
 def empty(

@@ -12,7 +12,14 @@ from penstock.ops.attention import (
     split_q_gate,
 )
 from penstock.ops.cache import kv_cache_append, kv_pages_append, mla_cache_append
-from penstock.ops.delta import conv1d_causal, conv1d_state_update, gated_delta_net, gated_delta_step, gdn_decay_beta
+from penstock.ops.delta import (
+    conv1d_causal,
+    conv1d_state_update,
+    delta_commit,
+    gated_delta_net,
+    gated_delta_step,
+    gdn_decay_beta,
+)
 from penstock.ops.elementwise import (
     add,
     columns,
@@ -101,6 +108,7 @@ __all__ = [
     "columns",
     "conv1d_causal",
     "conv1d_state_update",
+    "delta_commit",
     "dequantize",
     "embedding",
     "expert_down_sum",

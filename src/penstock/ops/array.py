@@ -144,6 +144,14 @@ def shaped(memory: Any, spec: Spec) -> Any:
     return memory.view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
 
+def part(memory: Any, start: int, shape: tuple[int, ...], dtype: str) -> Any:
+    """An array of this shape and dtype from byte `start` of memory (NumPy or torch uint8) on, without a copy."""
+    if isinstance(memory, np.ndarray):
+        return np.ndarray(shape, numpy_dtype(dtype), memory, start)  # a third of the time of slices and views
+    spec = Spec(shape, dtype)
+    return shaped(memory[start : start + spec.size * ITEMSIZE[dtype]], spec)
+
+
 def is_contiguous(array: Any) -> bool:
     if isinstance(array, np.ndarray):
         return array.flags.c_contiguous and array.flags.aligned

@@ -29,6 +29,7 @@ from penstock.ops.cache import (
 from penstock.ops.elementwise import sigmoid_gate
 from penstock.ops.norm import f64, normed
 from penstock.ops.op import op
+from penstock.ops.ragged import check_starts, runs, sequences
 from penstock.ops.rope import rotate, rotated
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------
@@ -154,6 +155,7 @@ def _prepared(
     eps: float,
     gated: bool,
     norm_values: bool,
+    sequence: Spec | None,
 ) -> tuple[Spec, Spec | None]:
     check.positive(H=H)
     check.eps(eps)
@@ -172,15 +174,15 @@ def _prepared(
     if Hkv == 0 or k.shape[1] % D or H % Hkv:
         raise ShapeError(f"k has shape {k.shape}, expected heads of {D} whose number divides {H} (H)")
     caches = {"key_pages": key_pages, "value_pages": value_pages}
-    appended({"k": k, "v": k if v is None else v}, caches, positions, "positions", None, block_table)
+    appended({"k": k, "v": k if v is None else v}, caches, positions, "positions", None, block_table, sequence)
     y = rotated(Spec((T, H, D), dtype), inv_freq, positions, rotary_dim, mscale, False, None)
     return y, y if gated else None
 
 
 @op(
     infer=_prepared,
-    check=lambda k, key_pages, block_table, positions: check_append(
-        "positions", key_pages, len(k), None, block_table, positions
+    check=lambda k, key_pages, block_table, positions, sequence: check_append(
+        "positions", key_pages, len(k), None, block_table, positions, sequence
     ),
     writes=("key_pages", "value_pages"),
 )
@@ -201,13 +203,15 @@ def attention_prepare(
     eps: float = 1e-6,
     gated: bool = False,
     norm_values: bool = False,
+    sequence: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """All between the projections of a layer and its attention: q [T, H, D] and, if gated, the gate [T, H, D].
 
     q and k are normed per head (q_norm, k_norm [D]; None: not at all) and rotated as `head_norm_rope` does; k and v go
     into the pages as `kv_pages_append` puts them. q [T, H · D], or gated [T, H · 2D] as `split_q_gate` takes it; k, v
     [T, Hkv · D]; v None: the values are k as it came; norm_values: they are normed, without a weight. Decode: positions
-    int32 [B], block_table int32 [B, n]. Prefill: the position of the first of T tokens, block_table [n].
+    int32 [B], block_table int32 [B, n]. Prefill: the position of the first of T tokens, block_table [n]. Ragged:
+    positions and sequence int32 [T], block_table [B, n]; rows of no sequence are written nowhere.
     """
     T, width = len(q), q.shape[1] // H
     D = width // 2 if gated else width
@@ -223,8 +227,8 @@ def attention_prepare(
     values = keys if v is None else v.reshape(keys.shape)
     if norm_values:
         values = round_to(normed(f64(values), eps), k.dtype)
-    write_rows(key_pages, turned(keys, k_norm), None, block_table, positions)
-    write_rows(value_pages, values, None, block_table, positions)
+    write_rows(key_pages, turned(keys, k_norm), None, block_table, positions, sequence)
+    write_rows(value_pages, values, None, block_table, positions, sequence)
     return turned(parts[..., :D], q_norm), gate
 
 
@@ -285,6 +289,20 @@ def _length(seq_len: int, room: int, name: str = "seq_len") -> None:
 def _spans(lengths: Array | int, window: int | None) -> list[tuple[int, int]]:
     each = [lengths] if isinstance(lengths, int) else lengths.ravel().tolist()
     return [(0 if window is None else max(0, n - window), n) for n in each]
+
+
+def run_spans(
+    starts: Array, lengths: Array, rows: int, window: int | None, name: str = "lengths"
+) -> list[tuple[int, int]]:
+    """Positions that each sequence's run reads. Raises InvalidArgument for a run that is longer than its sequence."""
+    check_starts(starts, rows)
+    spans = [(0, 0)] * len(lengths)
+    for b, low, high in runs(starts):
+        end = int(lengths[b])
+        if end < high - low:
+            raise InvalidArgument(f"{name} has {end} for a run of {high - low} rows, expected at least as many")
+        spans[b] = 0 if window is None else max(0, end - (high - low) - window + 1), end
+    return spans
 
 
 def _decode_rows(
@@ -418,12 +436,14 @@ def _paged(
     scale: float,
     window: int | None,
     gate: Spec | None,
+    starts: Spec | None,
 ) -> Spec:
-    check.axes("[B, H, D]", 3, q=q)
+    check.axes("[T, H, D]", 3, q=q)
     check.filled(q=q)
     check.dtype("int32", lengths=lengths)
-    check.shape((q.shape[0],), "one per row of q", lengths=lengths)
-    check_layout(None, block_table, True, q.shape[0], "lengths")
+    B = q.shape[0] if starts is None else sequences(starts)
+    check.shape((B,), "one per row of q" if starts is None else "one per sequence", lengths=lengths)
+    check_layout(None, block_table, True, B, "lengths")
     _scale_window(scale, window)
     y = Spec((*q.shape[:-1], _heads(q, k_pages, v_pages, 2, ("k_pages", "v_pages"))), q.dtype)
     check.alike(q=q, gate=gate)
@@ -431,10 +451,15 @@ def _paged(
     return y
 
 
-def _check_paged(k_pages: Array, block_table: Array, lengths: Array, window: int | None) -> None:
+def _check_paged(
+    q: Array, k_pages: Array, block_table: Array, lengths: Array, window: int | None, starts: Array | None
+) -> None:
     room = capacity(k_pages, None, block_table)
     check.in_range("lengths", lengths, 0, room + 1, f"{room} positions in block_table")
-    check_read(k_pages, None, block_table, _spans(lengths, window))
+    if starts is None:
+        check_read(k_pages, None, block_table, _spans(lengths, window))
+    else:
+        check_read(k_pages, None, block_table, run_spans(starts, lengths, len(q), window))
 
 
 @op(infer=_paged, check=_check_paged)
@@ -447,12 +472,26 @@ def attention_paged(
     scale: float,
     window: int | None = None,
     gate: Array | None = None,
+    starts: Array | None = None,
 ) -> Array:
     """`attention_decode` of B sequences over shared pages, and with a gate `sigmoid_gate` of what it gives.
 
     q [B, H, D], k_pages [P, page, Hkv · D], v_pages [P, page, Hkv · Dv], block_table int32 [B, n], lengths int32 [B]
-    (the new token counted), gate [B, H, Dv] → [B, H, Dv]. Only pages inside the window are read.
+    (the new token counted), gate [B, H, Dv] → [B, H, Dv]. Only pages inside the window are read. With starts int32
+    [B + 1] q and gate have T rows, the runs of B sequences (see ragged.py); each row sees what comes up to itself.
     """
-    rows = _decode_rows(q, k_pages, v_pages, lengths, scale, window, block_table=block_table)
-    y = round_to(np.array(rows).reshape(*q.shape[:-1], _value_width(q, k_pages, v_pages, 2)), q.dtype)
+    D, Dv = q.shape[-1], _value_width(q, k_pages, v_pages, 2)
+    if starts is None:
+        rows = _decode_rows(q, k_pages, v_pages, lengths, scale, window, block_table=block_table)
+        y = round_to(np.array(rows).reshape(*q.shape[:-1], Dv), q.dtype)
+        return y if gate is None else sigmoid_gate.body(y, gate)
+    y = np.zeros((*q.shape[:-1], Dv))
+    for b, low, high in runs(starts):
+        end = int(lengths[b])
+        first = end - (high - low)
+        seen = 0 if window is None else max(0, first - window + 1)
+        k = read_rows(k_pages, block_table[b], seen, end).reshape(end - seen, -1, D)
+        v = read_rows(v_pages, block_table[b], seen, end).reshape(end - seen, -1, Dv)
+        y[low:high] = attend(q[low:high].astype(np.float64), k, v, first - seen, scale, window)
+    y = round_to(y, q.dtype)
     return y if gate is None else sigmoid_gate.body(y, gate)

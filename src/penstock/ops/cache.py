@@ -5,7 +5,8 @@ Three layouts, one meaning (position p of a sequence has one row):
     contiguous   [max_seq, …]          one sequence; positions are an int, or an int32 array without axes
     slots        [S, max_seq, …]       B sequences, one step each: slots int32 [B], positions int32 [B]
     pages        [P, page, …]          row p is pages[block_table[p // page], p % page]; block_table int32 [n] for T
-                                       steps of one sequence, [B, n] with positions int32 [B] for one step of B
+                                       steps of one sequence, [B, n] with positions int32 [B] for one step of B, or
+                                       with positions and `sequence` int32 [T] for T rows of B (see ragged.py)
 
 The row may be flat ([…, kv_dim]) or split ([…, Hkv, D]): it is the same memory. Pages need not be distinct along a
 block table, so a sliding window is a table that comes back to its first pages.
@@ -45,18 +46,19 @@ def batched(name: str, position: Spec | int) -> bool:
     return False
 
 
-def check_layout(slots: Spec | None, block_table: Spec | None, per_row: bool, rows: int, name: str) -> None:
-    """`slots` or `block_table`, or neither, as the form of the positions wants."""
+def check_layout(slots: Spec | None, block_table: Spec | None, per_row: bool, rows: int | None, name: str) -> None:
+    """`slots` or `block_table`, or neither, as the form of the positions wants; rows: None for any number."""
     check.dtype("int32", slots=slots, block_table=block_table)
     if slots is not None and block_table is not None:
         raise InvalidArgument("slots and block_table are both given, expected at most one")
     if slots is not None:
         if not per_row:
             raise ShapeError(f"{name} is one number, expected int32 ({rows},) (one per row) with slots")
-        check.shape((rows,), "one per row", slots=slots)
+        if rows is not None:
+            check.shape((rows,), "one per row", slots=slots)
     if block_table is not None:
         check.axes("[B, n]" if per_row else "[n]", 2 if per_row else 1, block_table=block_table)
-        if per_row and block_table.shape[0] != rows:
+        if per_row and rows is not None and block_table.shape[0] != rows:
             raise ShapeError(
                 f"block_table has shape {block_table.shape}, expected {rows} rows (one per row of the call)"
             )
@@ -116,9 +118,15 @@ def check_read(cache: Array, slots: Array | None, block_table: Array | None, spa
 # -- appending -------------------------------------------------------------------------------------------------------
 
 
-def check_append(name: str, cache: Any, rows: int, slots: Any, block_table: Any, positions: Any) -> None:
+def check_append(
+    name: str, cache: Any, rows: int, slots: Any, block_table: Any, positions: Any, sequence: Any = None
+) -> None:
     """Host values: positions inside the cache, pages and slots that exist, no row written twice."""
     room = capacity(cache, slots, block_table)
+    if sequence is not None:
+        check.in_range("sequence", sequence, -1, len(block_table), f"{len(block_table)} rows of block_table")
+        there = sequence >= 0
+        positions, block_table = positions[there], block_table[sequence[there]]
     if isinstance(positions, int) or positions.ndim == 0:
         start = int(positions)
         if not 0 <= start <= room - rows:
@@ -135,8 +143,18 @@ def check_append(name: str, cache: Any, rows: int, slots: Any, block_table: Any,
         check.unique("block_table", rows_of)
 
 
-def write_rows(cache: Array, src: Array, slots: Array | None, block_table: Array | None, positions: Any) -> None:
+def write_rows(
+    cache: Array,
+    src: Array,
+    slots: Array | None,
+    block_table: Array | None,
+    positions: Any,
+    sequence: Array | None = None,
+) -> None:
     """The rows of src into a cache of any layout."""
+    if sequence is not None and block_table is not None:
+        there = sequence >= 0
+        src, positions, block_table = src[there], positions[there], block_table[sequence[there]]
     start = np.asarray(positions)
     p = np.arange(int(start), int(start) + len(src)) if start.ndim == 0 else start
     if slots is None and block_table is None:
@@ -152,7 +170,13 @@ def write_rows(cache: Array, src: Array, slots: Array | None, block_table: Array
 
 
 def appended(
-    sources: dict[str, Spec], caches: dict[str, Spec], positions: Any, name: str, slots: Any, block_table: Any
+    sources: dict[str, Spec],
+    caches: dict[str, Spec],
+    positions: Any,
+    name: str,
+    slots: Any,
+    block_table: Any,
+    sequence: Spec | None = None,
 ) -> None:
     """Checks rows and the caches that they go to, by the caller's names for them; `name` is that of the positions."""
     check.alike(**sources, **caches)
@@ -162,7 +186,12 @@ def appended(
             raise ShapeError(f"{other} has shape {spec.shape}, expected {src.shape[0]} rows as {first}")
     rows = src.shape[0]
     per_row = batched(name, positions)
-    check_layout(slots, block_table, per_row, rows, name)
+    check_layout(slots, block_table, per_row, None if sequence is not None else rows, name)
+    if sequence is not None:
+        check.dtype("int32", sequence=sequence)
+        if block_table is None or not per_row:
+            raise ShapeError(f"sequence goes with block_table [B, n] and one of {name} per row")
+        check.shape((rows,), "one per row", sequence=sequence)
     if per_row:
         check.shape((rows,), "one per row", **{name: positions})
     paged = slots is not None or block_table is not None
@@ -215,31 +244,43 @@ def kv_cache_append(
 
 
 def _pages_appended(
-    k_src: Spec, v_src: Spec, k_pages: Spec, v_pages: Spec, block_table: Spec, positions: Spec | int
+    k_src: Spec,
+    v_src: Spec,
+    k_pages: Spec,
+    v_pages: Spec,
+    block_table: Spec,
+    positions: Spec | int,
+    sequence: Spec | None,
 ) -> None:
     _source("k_src", k_src)
     _source("v_src", v_src)
     caches = {"k_pages": k_pages, "v_pages": v_pages}
-    appended({"k_src": k_src, "v_src": v_src}, caches, positions, "positions", None, block_table)
+    appended({"k_src": k_src, "v_src": v_src}, caches, positions, "positions", None, block_table, sequence)
 
 
 @op(
     infer=_pages_appended,
-    check=lambda k_src, k_pages, block_table, positions: check_append(
-        "positions", k_pages, len(k_src), None, block_table, positions
+    check=lambda k_src, k_pages, block_table, positions, sequence: check_append(
+        "positions", k_pages, len(k_src), None, block_table, positions, sequence
     ),
     writes=("k_pages", "v_pages"),
 )
 def kv_pages_append(
-    k_src: Array, v_src: Array, k_pages: Array, v_pages: Array, block_table: Array, positions: int | Array
+    k_src: Array,
+    v_src: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_table: Array,
+    positions: int | Array,
+    sequence: Array | None = None,
 ) -> None:
     """Keys and values into pages [P, page, …]: position p is row p % page of page block_table[p // page].
 
     One sequence: block_table int32 [n], positions the first of T. B sequences, one row each: block_table [B, n],
-    positions int32 [B].
+    positions int32 [B]. T rows of B sequences: block_table [B, n], positions and sequence int32 [T].
     """
-    write_rows(k_pages, k_src, None, block_table, positions)
-    write_rows(v_pages, v_src, None, block_table, positions)
+    write_rows(k_pages, k_src, None, block_table, positions, sequence)
+    write_rows(v_pages, v_src, None, block_table, positions, sequence)
 
 
 def _mla_rows(spec: Spec) -> Spec:
@@ -255,19 +296,20 @@ def _mla_appended(
     pos: Spec | int,
     slots: Spec | None,
     block_table: Spec | None,
+    sequence: Spec | None,
 ) -> None:
     check.axes("[T, R] or [R]", 1, 2, kv_lat=kv_lat)
     check.axes("[T, rope] or [rope]", kv_lat.ndim, k_pe=k_pe)
     sources = {"kv_lat": _mla_rows(kv_lat), "k_pe": _mla_rows(k_pe)}
     check.filled(**sources)
     caches = {"latent_cache": latent_cache, "rope_k_cache": rope_k_cache}
-    appended(sources, caches, pos, "pos", slots, block_table)
+    appended(sources, caches, pos, "pos", slots, block_table, sequence)
 
 
 @op(
     infer=_mla_appended,
-    check=lambda kv_lat, latent_cache, pos, slots, block_table: check_append(
-        "pos", latent_cache, 1 if kv_lat.ndim == 1 else len(kv_lat), slots, block_table, pos
+    check=lambda kv_lat, latent_cache, pos, slots, block_table, sequence: check_append(
+        "pos", latent_cache, 1 if kv_lat.ndim == 1 else len(kv_lat), slots, block_table, pos, sequence
     ),
     writes=("latent_cache", "rope_k_cache"),
 )
@@ -279,10 +321,11 @@ def mla_cache_append(
     pos: int | Array,
     slots: Array | None = None,
     block_table: Array | None = None,
+    sequence: Array | None = None,
 ) -> None:
     """latent_cache[pos + t] = kv_lat[t] and rope_k_cache[pos + t] = k_pe[t], in any of the module's layouts.
 
     kv_lat [R] or [T, R], k_pe [rope] or [T, rope]; caches [max_len, R] and [max_len, rope], or with slots or pages.
     """
     for cache, src in ((latent_cache, kv_lat), (rope_k_cache, k_pe)):
-        write_rows(cache, src.reshape(-1, src.shape[-1]), slots, block_table, pos)
+        write_rows(cache, src.reshape(-1, src.shape[-1]), slots, block_table, pos, sequence)

@@ -2,11 +2,18 @@
 
 Around these ops a layer runs: projections → conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta →
 gated_delta_net → gated_rms_norm → output projection; `gated_delta_step` is all between the projections for one token.
-State ops have two forms: T steps of one sequence with its own state, or one step of B sequences with `slots` int32 [B]
-into states that have a leading slot axis.
+State ops have three forms: T steps of one sequence with its own state; one step of B sequences with `slots` int32 [B]
+into states that have a leading slot axis; and with `starts` int32 [B + 1] beside the slots the runs of B sequences (see
+ragged.py).
+
+A run may be *kept* instead of moving the state on: keep int32 [B] is 0 or the length of the run. Then the rows before
+the convolution go behind the W − 1 rows of conv_state, which has room for K of them, [S, W − 1 + K, C], and decay and
+strength into `gates` [S, K, 2, Hv]; `delta_commit` moves the state on by as many of them as were accepted.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,13 +24,21 @@ from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import sigmoid, silu
 from penstock.ops.norm import f64, gated_rms_norm, rms_norm_qk
 from penstock.ops.op import op
+from penstock.ops.ragged import check_starts, runs, sequences
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 
 
-def _slots(slots: Spec | None, rows: int) -> None:
-    check.dtype("int32", slots=slots)
-    check.shape((rows,), "one per row", slots=slots)
+def _slots(slots: Spec | None, rows: int, starts: Spec | None = None, keep: Spec | None = None) -> None:
+    check.dtype("int32", slots=slots, keep=keep)
+    if starts is None:
+        if keep is not None:
+            raise InvalidArgument("keep goes with starts")
+        check.shape((rows,), "one per row", slots=slots)
+        return
+    if slots is None:
+        raise InvalidArgument("starts goes with slots")
+    check.shape((sequences(starts),), "one per sequence", slots=slots, keep=keep)
 
 
 def _check_slots(slots: Array | None, state: Array) -> None:
@@ -32,8 +47,33 @@ def _check_slots(slots: Array | None, state: Array) -> None:
         check.unique("slots", slots)
 
 
-def _conv_state(state: Spec, x: Spec, slots: Spec | None, width: int | None) -> None:
-    """state [W − 1, C] or [S, W − 1, C], float32 or x's dtype."""
+def _check_runs(slots: Array | None, state: Array, starts: Array | None, rows: int) -> None:
+    if starts is None or slots is None:
+        _check_slots(slots, state)
+        return
+    check_starts(starts, rows)
+    check.in_range("slots", slots, -1, state.shape[0], f"{state.shape[0]} slots")
+    check.unique("slots", slots[slots >= 0])
+
+
+def _check_keep(keep: Array | None, starts: Array, room: int) -> None:
+    if keep is not None:
+        lengths = starts[1:] - starts[:-1]
+        if ((keep != 0) & (keep != lengths)).any() or (keep > room).any():
+            raise InvalidArgument(f"keep is {keep.tolist()}, expected 0 or the length of the run, at most {room}")
+
+
+def slotted_runs(starts: Array, slots: Array) -> Iterator[tuple[int, int, int, int]]:
+    """(b, slot, first row, row behind the last) of each run of a sequence that has a slot."""
+    for b, low, high in runs(starts):
+        if slots[b] >= 0:
+            yield b, int(slots[b]), low, high
+
+
+def _conv_state(
+    state: Spec, x: Spec, slots: Spec | None, width: int | None, starts: Spec | None = None, keep: Spec | None = None
+) -> None:
+    """state [W − 1, C] or [S, W − 1, C], or with room for kept rows [S, W − 1 + K, C]; float32 or x's dtype."""
     check.floating(x=x)
     check.axes("[T, C]", 2, x=x)
     check.filled(x=x)
@@ -41,30 +81,37 @@ def _conv_state(state: Spec, x: Spec, slots: Spec | None, width: int | None) -> 
     check.axes("[S, W - 1, C]" if lead else "[W - 1, C]", 2 + lead, state=state)
     if state.dtype not in ("float32", x.dtype):
         check.dtype(x.dtype, state=state)
-    taps = state.shape[lead] if width is None else width - 1
+    taps = state.shape[lead] if width is None or (starts is not None and state.shape[lead] >= width) else width - 1
     check.shape((*state.shape[:lead], taps, x.shape[1]), "taps - 1 and channels", state=state)
-    _slots(slots, x.shape[0])
+    _slots(slots, x.shape[0], starts, keep)
 
 
-def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None) -> Spec:
+def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: Spec | None) -> Spec:
     check.floating(weight=weight)
     check.axes("[C, W]", 2, weight=weight)
     check.filled(0, weight=weight)
-    _conv_state(state, x, slots, weight.shape[1])
+    _conv_state(state, x, slots, weight.shape[1], starts)
     if weight.shape[0] != x.shape[1]:
         raise ShapeError(f"weight has shape {weight.shape}, expected {x.shape[1]} rows (channels of x)")
     return x
 
 
-@op(infer=_convolved, check=_check_slots)
-def conv1d_causal(x: Array, state: Array, weight: Array, slots: Array | None = None) -> Array:
+@op(infer=_convolved, check=lambda x, state, slots, starts: _check_runs(slots, state, starts, len(x)))
+def conv1d_causal(
+    x: Array, state: Array, weight: Array, slots: Array | None = None, starts: Array | None = None
+) -> Array:
     """silu(Σ_j seq[t + j] · weight[:, j]) per channel, seq = state followed by x: tap W − 1 meets the current token.
 
     x [T, C], state [W − 1, C], weight [C, W]; or x [B, C], state [S, W − 1, C], slots int32 [B], one step each → like
-    x. Reads the state only: `conv1d_state_update` moves it on.
+    x. With starts x [T, C] has the runs of B sequences. Reads the state only: `conv1d_state_update` moves it on.
     """
     taps = f64(weight).T  # [W, C]
-    if slots is None:
+    if starts is not None and slots is not None:
+        y = np.zeros(x.shape)
+        for _, slot, low, high in slotted_runs(starts, slots):
+            seq = np.concatenate([f64(state[slot, : len(taps) - 1]), f64(x[low:high])])
+            y[low:high] = sum(seq[j : j + high - low] * taps[j] for j in range(len(taps)))
+    elif slots is None:
         seq = np.concatenate([f64(state), f64(x)])
         y = sum(seq[j : j + len(x)] * taps[j] for j in range(len(taps)))
     else:
@@ -73,10 +120,44 @@ def conv1d_causal(x: Array, state: Array, weight: Array, slots: Array | None = N
     return round_to(silu(np.asarray(y)), x.dtype)
 
 
-@op(infer=lambda state, x, slots: _conv_state(state, x, slots, None), check=_check_slots, writes=("state",))
-def conv1d_state_update(state: Array, x: Array, slots: Array | None = None) -> None:
-    """state ← the last W − 1 rows of state followed by x. Shapes as in `conv1d_causal`; run it after that op."""
-    if slots is None:
+def _updated(
+    state: Spec, x: Spec, slots: Spec | None, starts: Spec | None, keep: Spec | None, width: int | None
+) -> None:
+    _conv_state(state, x, slots, width, starts, keep)
+    if (keep is None) != (width is None):
+        raise InvalidArgument("keep and width (taps of the convolution) go together")
+
+
+def _check_update(
+    state: Array, x: Array, slots: Array | None, starts: Array | None, keep: Array | None, width: int | None
+) -> None:
+    _check_runs(slots, state, starts, len(x))
+    if starts is not None and width is not None:
+        _check_keep(keep, starts, state.shape[1] - width + 1)
+
+
+@op(infer=_updated, check=_check_update, writes=("state",))
+def conv1d_state_update(
+    state: Array,
+    x: Array,
+    slots: Array | None = None,
+    starts: Array | None = None,
+    keep: Array | None = None,
+    width: int | None = None,
+) -> None:
+    """state ← the last W − 1 rows of state followed by x. Shapes as in `conv1d_causal`; run it after that op.
+
+    With keep int32 [B] and the width W of the convolution, runs that are kept go behind the first W − 1 rows instead.
+    """
+    if starts is not None and slots is not None:
+        rows = state.shape[1] if width is None else width - 1
+        for b, slot, low, high in slotted_runs(starts, slots):
+            new = x[low:high].astype(state.dtype)
+            if keep is not None and keep[b]:
+                state[slot, rows : rows + len(new)] = new
+            else:
+                state[slot, :rows] = np.concatenate([state[slot, :rows], new])[len(new) :]
+    elif slots is None:
         state[...] = np.concatenate([state, x.astype(state.dtype)])[len(x) :]
     elif state.shape[1]:
         state[slots] = np.concatenate([state[slots, 1:], x.astype(state.dtype)[:, None]], axis=1)
@@ -175,6 +256,9 @@ def _delta(
     method: str,
     chunk: int,
     slots: Spec | None,
+    starts: Spec | None,
+    keep: Spec | None,
+    gates: Spec | None,
 ) -> Spec:
     check.floating(qkv=qkv)
     check.dtype("float32", state=state, g=g, b=b)
@@ -185,14 +269,28 @@ def _delta(
     check.axes("[T, 2 Hk Dk + Hv Dv]", 2, qkv=qkv)
     check.shape((qkv.shape[0], 2 * Hk * Dk + Hv * Dv), "T, 2 Hk Dk + Hv Dv", qkv=qkv)
     check.shape((qkv.shape[0], Hv), "T, Hv", g=g, b=b)
-    _slots(slots, qkv.shape[0])
+    _slots(slots, qkv.shape[0], starts, keep)
+    if (keep is None) != (gates is None):
+        raise InvalidArgument("keep and gates go together")
+    check.dtype("float32", gates=gates)
     check.axes("[Hv, Dv, Dk]" if slots is None else "[S, Hv, Dv, Dk]", 3 if slots is None else 4, state=state)
     lead = () if slots is None else state.shape[:1]
     check.shape((*lead, Hv, Dv, Dk), "Hv, Dv, Dk", state=state)
+    check.axes("[S, K, 2, Hv]", 4, gates=gates)
+    if gates is not None:
+        check.shape((state.shape[0], gates.shape[1], 2, Hv), "slots of state, K, 2, Hv", gates=gates)
     return Spec((qkv.shape[0], Hv, Dv), qkv.dtype)
 
 
-@op(infer=_delta, check=_check_slots, writes=("state",))
+def _check_delta(
+    state: Array, qkv: Array, slots: Array | None, starts: Array | None, keep: Array | None, gates: Array | None
+) -> None:
+    _check_runs(slots, state, starts, len(qkv))
+    if starts is not None and gates is not None:
+        _check_keep(keep, starts, gates.shape[1])
+
+
+@op(infer=_delta, check=_check_delta, writes=("state", "gates"))
 def gated_delta_net(
     state: Array,
     qkv: Array,
@@ -205,6 +303,9 @@ def gated_delta_net(
     method: str = "auto",
     chunk: int = CHUNK,
     slots: Array | None = None,
+    starts: Array | None = None,
+    keep: Array | None = None,
+    gates: Array | None = None,
 ) -> Array:
     """The gated delta rule, for each token and value head h with key head h // (Hv / Hk):
 
@@ -212,10 +313,25 @@ def gated_delta_net(
     state float32 [Hv, Dv, Dk] is moved on; qkv [T, 2 Hk Dk + Hv Dv] holds q | k | v; g, b float32 [T, Hv] → [T, Hv,
     Dv]. method "step" or "sequential" is the recurrence, "chunkwise" its form by chunks of `chunk` tokens, "auto"
     leaves the choice to the backend. With slots int32 [B], one step of B sequences whose states are state[slots], [S,
-    Hv, Dv, Dk].
+    Hv, Dv, Dk]; with starts int32 [B + 1] their runs. Runs that are kept (keep int32 [B], see above) leave the state as
+    it is and put g and b into gates float32 [S, K, 2, Hv]; they are computed by the recurrence.
     """
     q, k, v = split_heads(qkv, Hk, Hv, Dk, Dv)
     decay, strength = f64(g), f64(b)
+    if starts is not None and slots is not None:
+        y = np.zeros(v.shape)
+        for n, slot, low, high in slotted_runs(starts, slots):
+            run, kept = slice(low, high), keep is not None and bool(keep[n])
+            parts = (f64(state[slot]), q[run], k[run], v[run], decay[run], strength[run])
+            if method == "chunkwise" and not kept:
+                y[run], last = chunkwise(*parts, chunk, state.dtype)
+            else:
+                y[run], last = recurrence(*parts, state.dtype)
+            if kept and gates is not None:
+                gates[slot, : high - low, 0], gates[slot, : high - low, 1] = g[run], b[run]
+            else:
+                state[slot] = last
+        return round_to(y, qkv.dtype)
     if slots is not None:
         y = np.empty(v.shape)
         for row, slot in enumerate(slots):
@@ -229,6 +345,58 @@ def gated_delta_net(
         y, last = recurrence(f64(state), q, k, v, decay, strength, state.dtype)
     state[...] = last
     return round_to(y, qkv.dtype)
+
+
+def _committed(
+    conv_state: Spec, state: Spec, gates: Spec, slots: Spec, accepted: Spec, conv_weight: Spec, Hk: int
+) -> None:
+    check.floating(conv_state=conv_state, conv_weight=conv_weight)
+    check.dtype("float32", state=state, gates=gates)
+    check.dtype("int32", slots=slots, accepted=accepted)
+    check.positive(Hk=Hk)
+    check.axes("[S, Hv, Dv, Dk]", 4, state=state)
+    check.axes("[S, K, 2, Hv]", 4, gates=gates)
+    check.axes("[C, W]", 2, conv_weight=conv_weight)
+    check.filled(0, conv_weight=conv_weight)
+    S, Hv, Dv, Dk = state.shape
+    if Hv % Hk:
+        raise InvalidArgument(f"Hk is {Hk}, expected a divisor of {Hv} (Hv)")
+    K, C = gates.shape[1], 2 * Hk * Dk + Hv * Dv
+    W = conv_weight.shape[1]
+    check.shape((C, W), "C, W", conv_weight=conv_weight)
+    check.shape((S, K, 2, Hv), "slots of state, K, 2, Hv", gates=gates)
+    check.shape((S, W - 1 + K, C), "slots of state, W - 1 + K, C", conv_state=conv_state)
+    check.axes("[B]", 1, slots=slots)
+    check.shape(slots.shape, "as slots", accepted=accepted)
+
+
+def _check_commit(state: Array, gates: Array, slots: Array, accepted: Array) -> None:
+    check.in_range("slots", slots, -1, state.shape[0], f"{state.shape[0]} slots")
+    check.unique("slots", slots[slots >= 0])
+    check.in_range("accepted", accepted, 0, gates.shape[1] + 1, f"{gates.shape[1]} tokens can be kept")
+
+
+@op(infer=_committed, check=_check_commit, writes=("conv_state", "state"))
+def delta_commit(
+    conv_state: Array, state: Array, gates: Array, slots: Array, accepted: Array, conv_weight: Array, Hk: int
+) -> None:
+    """Moves states on by the first accepted[b] tokens of the runs that were kept at slots[b] (−1: none).
+
+    conv_state [S, W − 1 + K, C] holds W − 1 rows and then the kept ones, gates float32 [S, K, 2, Hv] their decay and
+    strength. What conv1d_causal, conv1d_state_update, rms_norm_qk and gated_delta_net do with these tokens one by one,
+    each rounded to conv_state's dtype.
+    """
+    Hv, Dv, Dk = state.shape[1:]
+    W = conv_weight.shape[1]
+    for slot, count in zip(slots.tolist(), accepted.tolist(), strict=True):
+        if slot < 0 or count == 0:
+            continue
+        rows = conv_state[slot]
+        y = conv1d_causal.body(rows[W - 1 : W - 1 + count], rows[: W - 1], conv_weight)
+        y = rms_norm_qk.body(y, Hk, Dk, Hk * Dk)
+        g, b = gates[slot, :count, 0], gates[slot, :count, 1]
+        gated_delta_net.body(state[slot], y, g, b, Hk, Hv, Dk, Dv, "step")
+        rows[: W - 1] = rows[count : count + W - 1].copy()
 
 
 # -- a layer's step --------------------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ class Execution(Protocol):
 
     runs_programs: bool  # steps are traced and fused; else every op runs by its definition
     chunk_alignment: int  # chunks of a prompt end at multiples of this position
+    ragged: bool  # a step takes tokens of several sequences in any mix
     joins: int  # most rows for which one product with adjacent weights and a cut beats a product with each
     default_dtype: str  # of activations
     default_activations: str  # how quantized products round x

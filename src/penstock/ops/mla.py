@@ -18,7 +18,7 @@ from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
-from penstock.ops.attention import attend
+from penstock.ops.attention import attend, run_spans
 from penstock.ops.cache import (
     appended,
     batched,
@@ -34,6 +34,7 @@ from penstock.ops.cache import (
 from penstock.ops.linear import dense, result_dtype
 from penstock.ops.norm import f64, rms_norm
 from penstock.ops.op import op
+from penstock.ops.ragged import check_starts, runs, sequences
 from penstock.ops.rope import rope, rotated
 from penstock.quant import QuantizedTensor
 
@@ -102,6 +103,7 @@ def _prepared(
     nope: int,
     mscale: float,
     eps: float,
+    sequence: Spec | None,
 ) -> tuple[Spec, Spec]:
     check.positive(H=H, nope=nope)
     check.eps(eps)
@@ -119,15 +121,15 @@ def _prepared(
     check.shape((R,), "R", kv_norm=kv_norm)
     rows = {"kv": Spec((T, R), dtype), "the end of kv": Spec((T, rope_dim), dtype)}
     caches = {"latent_pages": latent_pages, "rope_pages": rope_pages}
-    appended(rows, caches, positions, "positions", None, block_table)
+    appended(rows, caches, positions, "positions", None, block_table, sequence)
     q_pe = rotated(Spec((T, H, rope_dim), dtype), inv_freq, positions, None, mscale, False, None)
     return Spec((T, H, nope), dtype), q_pe
 
 
 @op(
     infer=_prepared,
-    check=lambda q, latent_pages, block_table, positions: check_append(
-        "positions", latent_pages, len(q), None, block_table, positions
+    check=lambda q, latent_pages, block_table, positions, sequence: check_append(
+        "positions", latent_pages, len(q), None, block_table, positions, sequence
     ),
     writes=("latent_pages", "rope_pages"),
 )
@@ -144,17 +146,19 @@ def mla_prepare(
     nope: int,
     mscale: float = 1.0,
     eps: float = 1e-6,
+    sequence: Array | None = None,
 ) -> tuple[Array, Array]:
     """All between the projections of a layer and its attention: q_nope [T, H, nope] and q_pe [T, H, rope].
 
     mla_split_q_kv; rms_norm of the latent with kv_norm [R]; rope of q_pe and k_pe; mla_cache_append: each rounded as on
     its own. q [T, H · (nope + rope)], kv [T, R + rope]. Decode: positions int32 [B], block_table int32 [B, n]. Prefill:
-    the position of the first of T tokens, block_table [n].
+    the position of the first of T tokens, block_table [n]. Ragged: positions and sequence int32 [T], block_table
+    [B, n]; rows of no sequence are written nowhere.
     """
     q_nope, q_pe, latent, k_pe = mla_split_q_kv.body(q.reshape(len(q), H, q.shape[1] // H), kv, nope)
-    write_rows(latent_pages, rms_norm.body(latent, kv_norm, eps), None, block_table, positions)
+    write_rows(latent_pages, rms_norm.body(latent, kv_norm, eps), None, block_table, positions, sequence)
     k_pe = rope.body(k_pe[:, None], inv_freq, positions, None, mscale)[:, 0]
-    write_rows(rope_pages, k_pe, None, block_table, positions)
+    write_rows(rope_pages, k_pe, None, block_table, positions, sequence)
     return q_nope, rope.body(q_pe, inv_freq, positions, None, mscale)
 
 
@@ -330,13 +334,23 @@ def _sdpa(
     softmax_scale: float,
     slots: Spec | None,
     block_table: Spec | None,
+    starts: Spec | None,
+    longest: int | None,
+    up_to: int | None,
 ) -> Spec:
     per_row = batched("cache_len", cache_len)
     rows = q_prime.shape[0] if q_prime.ndim == 3 else 1
+    B = rows
+    if starts is not None:
+        B = sequences(starts)
+        if block_table is None or not per_row:
+            raise ShapeError("starts goes with block_table [B, n] and one cache_len per sequence")
+    if longest is not None:
+        check.in_range("longest", longest, 0, 1 << 31)
     if per_row:
         check.axes("[B, H, R]", 3, q_prime=q_prime)
-        check.shape((rows,), "one per row of q_prime", cache_len=cache_len)
-    check_layout(slots, block_table, per_row, rows, "cache_len")
+        check.shape((B,), "one per row of q_prime" if starts is None else "one per sequence", cache_len=cache_len)
+    check_layout(slots, block_table, per_row, B, "cache_len")
     _queries(q_prime, q_pe, latent_cache, rope_k_cache, 1 if slots is None and block_table is None else 2)
     check.finite(softmax_scale=softmax_scale)
     if isinstance(cache_len, int):
@@ -350,9 +364,18 @@ def _check_cache_len(cache_len: int, rows: int, room: int) -> None:
 
 
 def _check_sdpa(
-    q_prime: Array, latent_cache: Array, cache_len: Array | int, slots: Array | None, block_table: Array | None
+    q_prime: Array,
+    latent_cache: Array,
+    cache_len: Array | int,
+    slots: Array | None,
+    block_table: Array | None,
+    starts: Array | None,
 ) -> None:
     room = capacity(latent_cache, slots, block_table)
+    if starts is not None and not isinstance(cache_len, int):
+        check.in_range("cache_len", cache_len, 0, room + 1, f"{room} positions in the cache")
+        check_read(latent_cache, None, block_table, run_spans(starts, cache_len, len(q_prime), None, "cache_len"))
+        return
     if isinstance(cache_len, int) or cache_len.ndim == 0:
         lengths = [int(cache_len)]
         _check_cache_len(lengths[0], len(q_prime) if q_prime.ndim == 3 else 0, room)
@@ -380,14 +403,28 @@ def mla_sdpa(
     softmax_scale: float,
     slots: Array | None = None,
     block_table: Array | None = None,
+    starts: Array | None = None,
+    longest: int | None = None,
+    up_to: int | None = None,
 ) -> Array:
     """softmax_t((q'·latent[t] + q_pe·rope_k[t]) · softmax_scale) over the cache, applied to the latents → like q_prime.
 
     One token: q_prime [H, R], q_pe [H, rope], caches [max_len, R] and [max_len, rope], t < cache_len. T tokens of one
     sequence: q_prime [T, H, R], the last at position cache_len − 1, causal. B sequences: q_prime [B, H, R], cache_len
-    int32 [B], caches with slots or pages (see cache.py). cache_len = 0 gives zeros.
+    int32 [B], caches with slots or pages (see cache.py). cache_len = 0 gives zeros. With starts int32 [B + 1] q_prime
+    has T rows, the runs of B sequences (see ragged.py); runs of more rows than `longest` that end at up to `up_to`
+    positions are left out and give zeros.
     """
     lengths = np.asarray(cache_len)
+    if starts is not None and block_table is not None:
+        y = np.zeros(q_prime.shape)
+        for b, low, high in runs(starts):
+            end = int(lengths[b])
+            if longest is None or high - low <= longest or (up_to is not None and end > up_to):
+                latent, rope_k = (read_rows(c, block_table[b], 0, end) for c in (latent_cache, rope_k_cache))
+                own = slice(low, high)
+                y[own] = _absorbed(q_prime[own], q_pe[own], latent, rope_k, end - (high - low), softmax_scale)
+        return round_to(y, q_prime.dtype)
     if lengths.ndim == 0:
         latent, rope_k = (read_rows(c, block_table, 0, int(lengths)) for c in (latent_cache, rope_k_cache))
         rows = q_prime if q_prime.ndim == 3 else q_prime[None]
@@ -413,16 +450,26 @@ def _prefill(
     kv_b: Any,
     unembed_out: Any,
     block_table: Spec | None,
+    starts: Spec | None,
+    longer_than: int,
+    up_to: int | None,
 ) -> Spec:
     check.alike(q_nope=q_nope, q_pe=q_pe, latent_cache=latent_cache, rope_k_cache=rope_k_cache)
     check.axes("[T, H, nope]", 3, q_nope=q_nope)
     check.axes("[T, H, rope]", 3, q_pe=q_pe)
     check.filled(q_nope=q_nope, q_pe=q_pe)
     check.shape((*q_nope.shape[:2], q_pe.shape[2]), "as q_nope but for the last axis", q_pe=q_pe)
-    if batched("start", start):
-        raise ShapeError("start has one value per row, expected one number: the position of the first row")
     T, H, nope = q_nope.shape
-    check_layout(None, block_table, False, T, "start")
+    per_row = batched("start", start)
+    if starts is None and per_row:
+        raise ShapeError("start has one value per row, expected one number: the position of the first row")
+    if starts is not None:
+        if block_table is None or not per_row:
+            raise ShapeError("starts goes with block_table [B, n] and the position of each row as start")
+        check.shape((T,), "one per row", start=start)
+    check_layout(None, block_table, per_row, T if starts is None else sequences(starts), "start")
+    if longer_than < 0:
+        raise InvalidArgument(f"longer_than is {longer_than}, expected 0 or more")
     lead = 1 if block_table is None else 2
     R = row_width("latent_cache", latent_cache, lead)
     if row_width("rope_k_cache", rope_k_cache, lead) != q_pe.shape[2]:
@@ -443,7 +490,18 @@ def _check_start(start: int, rows: int, room: int) -> None:
         raise InvalidArgument(f"start is {start}, expected 0 to {room - rows} ({rows} rows in {room} positions)")
 
 
-def _check_prefill(q_nope: Array, latent_cache: Array, start: Array | int, block_table: Array | None) -> None:
+def _check_prefill(
+    q_nope: Array, latent_cache: Array, start: Array | int, block_table: Array | None, starts: Array | None
+) -> None:
+    if starts is not None and block_table is not None and not isinstance(start, int):
+        check_starts(starts, len(q_nope))
+        room = capacity(latent_cache, None, block_table)
+        spans = [(0, 0)] * len(block_table)
+        for b, low, high in runs(starts):
+            _check_start(int(start[low]), high - low, room)
+            spans[b] = 0, int(start[low]) + high - low
+        check_read(latent_cache, None, block_table, spans)
+        return
     _check_start(int(start), len(q_nope), capacity(latent_cache, None, block_table))
     check_read(latent_cache, None, block_table, [(0, int(start) + len(q_nope) if len(q_nope) else 0)])
 
@@ -459,29 +517,44 @@ def mla_prefill(
     kv_b: QuantizedTensor | Array,
     unembed_out: QuantizedTensor | Array | None = None,
     block_table: Array | None = None,
+    starts: Array | None = None,
+    longer_than: int = 0,
+    up_to: int | None = None,
 ) -> Array:
     """Causal attention of T rows at positions start … over keys and values expanded from the cached latents.
 
     k[p, h] = W_K[h] · latent[p] followed by rope_k[p], v[p, h] = W_V[h] · latent[p]; row t sees p ≤ start + t.
     q_nope [T, H, nope], q_pe [T, H, rope], caches [max_len, R] and [max_len, rope] or pages with block_table int32 [n];
     kv_b and unembed_out as in `mla_expand` → [T, H, v_head_dim]. What `mla_q_prime`, `mla_sdpa` and `mla_out_per_head`
-    give together, for less work when T is large.
+    give together, for less work when T is large. With starts int32 [B + 1] the rows are the runs of B sequences (see
+    ragged.py): start int32 [T] has the position of each row, block_table [B, n]; runs of up to `longer_than` rows, and
+    those that end at more than `up_to` positions, are left out and give zeros.
     """
     T, H, nope = q_nope.shape
-    end = int(start) + T
-    latent, rope_k = (read_rows(c, block_table, 0, end) for c in (latent_cache, rope_k_cache))
     w = dense(kv_b)
     if unembed_out is None:
         w = w.reshape(H, -1, w.shape[-1])
         keys, values = w[:, :nope], w[:, nope:]
     else:
         keys, values = w.swapaxes(1, 2), dense(unembed_out)
-    if T == 0:
-        return np.empty((0, H, values.shape[1]), q_nope.dtype)
-    k, v = (np.einsum("pc,hfc->phf", latent, part) for part in (keys, values))
-    k = np.concatenate([k, np.broadcast_to(rope_k[:, None], (end, H, rope_k.shape[1]))], axis=2)
+    y = np.zeros((T, H, values.shape[1]))
     q = np.concatenate([f64(q_nope), f64(q_pe)], axis=2)
-    return round_to(attend(q, k, v, int(start), softmax_scale, None), q_nope.dtype)
+
+    def run(low: int, high: int, first: int, table: Array | None) -> None:
+        end = first + high - low
+        latent, rope_k = (read_rows(c, table, 0, end) for c in (latent_cache, rope_k_cache))
+        k, v = (np.einsum("pc,hfc->phf", latent, part) for part in (keys, values))
+        k = np.concatenate([k, np.broadcast_to(rope_k[:, None], (end, H, rope_k.shape[1]))], axis=2)
+        y[low:high] = attend(q[low:high], k, v, first, softmax_scale, None)
+
+    if starts is None:
+        run(0, T, int(start), block_table)
+    elif block_table is not None and not isinstance(start, int):
+        for b, low, high in runs(starts):
+            first = int(start[low])
+            if high - low > longer_than and (up_to is None or first + high - low <= up_to):
+                run(low, high, first, block_table[b])
+    return round_to(y, q_nope.dtype)
 
 
 def _tile(

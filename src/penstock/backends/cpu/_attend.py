@@ -31,6 +31,7 @@ from penstock.backends.cpu._simd import F32, I8, I32, I64, LANES, V16I
 from penstock.backends.cpu._threads import run, threads
 from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.features import usable_features
+from penstock.ops.ragged import equal_runs
 
 BLOCK = 256  # positions
 RUN = 64  # positions whose values are added up in registers before the next columns
@@ -719,10 +720,10 @@ def attend(
     out: np.ndarray | None,
     rope: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[Sizes, np.ndarray] | None:
-    """Attention of q [H, D] or [T, H, D] of one sequence (`lengths` a number), or [B, H, D] one row of each.
+    """Attention of q [H, D] or [T, H, D] of one sequence (`lengths` a number), or [B * T, H, D] T rows of each of B.
 
-    Row t is at position lengths - T + t. `rope`: further columns of queries and keys. Without `out` the states of the
-    blocks are returned.
+    Row t of a sequence is at position lengths - T + t. `rope`: further columns of queries and keys. Without `out` the
+    states of the blocks are returned.
     """
     rows = q.shape[0] if q.ndim == 3 else 1
     if rows == 0:
@@ -731,7 +732,7 @@ def attend(
         B, T, longest = 1, rows, int(lengths)
         keys, lengths = longest, np.array([longest], np.int32)
     else:
-        B, T, longest = rows, 1, int(lengths.max())
+        B, T, longest = len(lengths), rows // len(lengths), int(lengths.max())
         keys = int(lengths.sum())
     if block_table is not None:
         lead, page, table = 2, k.shape[1], block_table.reshape(B, -1)
@@ -768,3 +769,38 @@ def attend(
     if blocks:
         _finish(sizes, parts, target)
     return None
+
+
+def attend_runs(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    lengths: np.ndarray,
+    scale: float,
+    window: int | None,
+    block_table: np.ndarray,
+    starts: np.ndarray,
+    out: np.ndarray,
+    rope: tuple[np.ndarray, np.ndarray] | None = None,
+    longest: int | None = None,
+    up_to: int | None = None,
+) -> None:
+    """Attention of the runs of B sequences over pages, neighbours of one length together.
+
+    Runs of more rows than `longest` that end at up to `up_to` positions give 0.
+    """
+    done = 0
+    for first, count, T in equal_runs(starts):
+        split = longest is not None and longest < T  # neighbours may be on either side of up_to
+        for b in range(first, first + count) if split else (first,):
+            each = slice(b, b + 1 if split else first + count)
+            low = int(starts[b])
+            high = int(starts[each.stop])
+            out[done:low] = 0
+            if split and (up_to is None or lengths[b] <= up_to):
+                out[low:high] = 0
+            else:
+                turned = None if rope is None else (rope[0][low:high], rope[1])
+                attend(q[low:high], k, v, lengths[each], scale, window, None, block_table[each], out[low:high], turned)
+            done = high
+    out[done:] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock import ops
-from penstock.backends.cpu._attend import attend, floats, load, store, words, writable_words
+from penstock.backends.cpu._attend import attend, attend_runs, floats, load, store, words, writable_words
 from penstock.backends.cpu._formats import fmt
 from penstock.backends.cpu._math import exp32
 from penstock.backends.cpu.cache import kv_pages_append, split
@@ -29,8 +29,11 @@ def attention_prefill(q, k_cache, v_cache, start, scale, window, block_table, *,
 
 
 @kernel(ops.attention_paged, device="cpu")
-def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, *, out):
-    attend(q, k_pages, v_pages, lengths, scale, window, None, block_table, out)
+def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, starts, *, out):
+    if starts is None:
+        attend(q, k_pages, v_pages, lengths, scale, window, None, block_table, out)
+    else:
+        attend_runs(q, k_pages, v_pages, lengths, scale, window, block_table, starts, out)
     if gate is not None:
         sigmoid_gate(out, gate, out=out)
 
@@ -50,7 +53,7 @@ def _turned(x, weight, inv_freq, positions, mscale, eps, out) -> None:
 @kernel(ops.attention_prepare, device="cpu", composed=True)
 def attention_prepare(
     q, k, v, q_norm, k_norm, inv_freq, positions, key_pages, value_pages, block_table, H, rotary_dim, mscale, eps,
-    gated, norm_values, *, out,
+    gated, norm_values, sequence, *, out,
 ) -> None:  # fmt: skip
     T, _, D = out[0].shape
     if T == 0:
@@ -68,7 +71,7 @@ def attention_prepare(
         values = normed
     turned = np.empty_like(keys)
     _turned(keys, k_norm, inv_freq, positions, mscale, eps, turned)
-    kv_pages_append(turned, values, key_pages, value_pages, block_table, positions)
+    kv_pages_append(turned, values, key_pages, value_pages, block_table, positions, sequence)
 
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------

@@ -14,18 +14,21 @@ from penstock.ops import kernel
 _FEW = 1 << 17  # words that one thread copies before others are awake
 
 
-# append    row t of a and b to row table[b, p // page] * page + p % page of their caches: p = positions[t], b = t with
-#           one position per row, else p = positions[0] + t, b = 0
-# shapes    sources [T, wide] and caches [rows, wide] as words; table int32 [B, n]; positions int32 [T] or [1]
+# append    row t of a and b to row table[b, p // page] * page + p % page of their caches: p = positions[t], b =
+#           sequence[t] (none if below 0) with one position per row, else p = positions[0] + t, b = 0
+# shapes    sources [T, wide] and caches [rows, wide] as words; table int32 [B, n]; positions, sequence int32 [T] or [1]
 # threads   one: a step of decoding copies a few rows
 # bytes     sources in, the same out
 # limits    rows in int64
 @njit
-def _append(a_src, a_cache, b_src, b_cache, table, positions, each, page):
+def _append(a_src, a_cache, b_src, b_cache, table, positions, sequence, each, page):
     T = a_src.shape[0]
     for t in range(T):
         p = np.int64(positions[t]) if each else np.int64(positions[0]) + t
-        row = np.int64(table[t if each else 0, p // page]) * page + p % page
+        s = np.int64(sequence[t]) if each else np.int64(0)
+        if s < 0:
+            continue
+        row = np.int64(table[s, p // page]) * page + p % page
         a, b = a_cache[row], b_cache[row]
         for j in range(a.size):
             a[j] = a_src[t, j]
@@ -37,7 +40,7 @@ def _rows(array: np.ndarray, count: int) -> np.ndarray:
     return array.reshape(count, -1).view(np.uint16)
 
 
-def _append_rows(a_src, b_src, a_cache, b_cache, positions, slots, block_table) -> None:
+def _append_rows(a_src, b_src, a_cache, b_cache, positions, slots, block_table, sequence=None) -> None:
     each = not isinstance(positions, int) and positions.ndim == 1
     T = 1 if a_src.ndim == 1 else len(a_src)
     if T == 0:
@@ -48,11 +51,14 @@ def _append_rows(a_src, b_src, a_cache, b_cache, positions, slots, block_table) 
         b_cache[start : start + T] = b_src.reshape(T, *b_cache.shape[1:])
         return
     page = a_cache.shape[1]
-    table = (slots if slots is not None else block_table).reshape(T if each else 1, -1)
+    table = block_table if slots is None else slots
+    if table.ndim == 1:
+        table = table.reshape(T if each else 1, -1)
     rows = a_cache.shape[0] * page
     a, b = frozen(_rows(a_src, T)), frozen(_rows(b_src, T))
     where = frozen(positions if each else np.array([int(positions)], np.int32))
-    _append(a, _rows(a_cache, rows), b, _rows(b_cache, rows), frozen(table), where, each, page)
+    whose = frozen(np.arange(T, dtype=np.int32) if sequence is None else sequence)
+    _append(a, _rows(a_cache, rows), b, _rows(b_cache, rows), frozen(table), where, whose, each, page)
 
 
 @kernel(ops.kv_cache_append, device="cpu")
@@ -61,13 +67,13 @@ def kv_cache_append(k_src, v_src, k_cache, v_cache, kv_start, slots):
 
 
 @kernel(ops.kv_pages_append, device="cpu")
-def kv_pages_append(k_src, v_src, k_pages, v_pages, block_table, positions):
-    _append_rows(k_src, v_src, k_pages, v_pages, positions, None, block_table)
+def kv_pages_append(k_src, v_src, k_pages, v_pages, block_table, positions, sequence):
+    _append_rows(k_src, v_src, k_pages, v_pages, positions, None, block_table, sequence)
 
 
 @kernel(ops.mla_cache_append, device="cpu")
-def mla_cache_append(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table):
-    _append_rows(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table)
+def mla_cache_append(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table, sequence):
+    _append_rows(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table, sequence)
 
 
 @njit

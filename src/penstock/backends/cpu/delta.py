@@ -7,6 +7,8 @@ multiply-adds per element of the state. That is what the chunkwise form needs as
 and ratios of decays.
 """
 
+from collections.abc import Iterator
+
 import numba
 import numpy as np
 from llvmlite import ir
@@ -30,7 +32,9 @@ from penstock.backends.cpu._simd import F32, I64, V16F, _Code, _const, at
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.norm import gated_rms_norm, rms_norm_qk
+from penstock.ops.delta import slotted_runs
 from penstock.ops.op import kernel
+from penstock.ops.ragged import equal_runs
 
 _ONE_SEQUENCE = np.full(1, -1, np.int32)  # stands for slots where the state has no slot axis
 _ONE_SEQUENCE.flags.writeable = False
@@ -38,6 +42,28 @@ _ONE_SEQUENCE.flags.writeable = False
 
 def _slots(slots: np.ndarray | None) -> np.ndarray:
     return _ONE_SEQUENCE if slots is None else frozen(slots)
+
+
+def _parts(starts: np.ndarray, slots: np.ndarray, out: np.ndarray) -> Iterator[tuple[slice, np.ndarray | int]]:
+    """Rows that one call computes: neighbouring runs of one token with their slots, or a longer run with its slot.
+
+    Rows without a sequence or a slot are set to 0.
+    """
+    done = 0
+    for first, count, length in equal_runs(starts):
+        low, own = int(starts[first]), slots[first : first + count]
+        out[done:low] = 0
+        if length == 1 and own.min() >= 0:
+            yield slice(low, low + count), own
+        else:
+            for n, slot in enumerate(own.tolist()):
+                rows = slice(low + n * length, low + (n + 1) * length)
+                if slot < 0:
+                    out[rows] = 0
+                else:
+                    yield rows, own[n : n + 1] if length == 1 else slot
+        done = low + count * length
+    out[done:] = 0
 
 
 # -- convolution -----------------------------------------------------------------------------------------------------
@@ -48,11 +74,25 @@ _SERIAL_CONV = 1 << 14  # outputs up to which one thread is faster than waking t
 
 @kernel(ops.conv1d_causal, device="cpu")
 def conv1d_causal(
-    x: np.ndarray, state: np.ndarray, weight: np.ndarray, slots: np.ndarray | None = None, *, out: np.ndarray
+    x: np.ndarray,
+    state: np.ndarray,
+    weight: np.ndarray,
+    slots: np.ndarray | None = None,
+    starts: np.ndarray | None = None,
+    *,
+    out: np.ndarray,
 ) -> None:
+    if starts is not None and slots is not None:
+        kept = weight.shape[1] - 1
+        for rows, own in _parts(starts, slots, out):
+            if isinstance(own, int):
+                conv1d_causal(x[rows], state[own, :kept], weight, out=out[rows])
+            else:
+                conv1d_causal(x[rows], state, weight, own, out=out[rows])
+        return
     if out.size == 0:
         return
-    args = (bytes_in(x), bytes_in(state), frozen(weight.ravel().view(np.uint8)), _slots(slots))
+    args = (bytes_in(x), bytes_in(state), frozen(weight.ravel().view(np.uint8)), _slots(slots), state.shape[-2])
     args = (*args, fmt(x), fmt(state), fmt(weight), bytes_out(out))
     if out.size <= _SERIAL_CONV:
         _convolve_some(*args, 0, len(x), 0, x.shape[1])
@@ -61,22 +101,23 @@ def conv1d_causal(
 
 
 # conv1d    out[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
-# shapes    rows of any format as bytes: x, out [T, C], state [(S *) (W - 1), C]; weight the bytes of [C, W]
+# shapes    rows of any format as bytes: x, out [T, C], state [(S *) depth, C], its first W - 1 count; weight the bytes
+#           of [C, W]
 # threads   prange over blocks of rows and channels
 # bytes     2 * T * C * itemsize, the state and the weights once for each block of rows
 # limits    none
 @njit(parallel=True)
-def _convolve(x, state, weight, slots, x_fmt, state_fmt, weight_fmt, out):
+def _convolve(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out):
     T, C = x.shape[0], x.shape[1] // itemsize(x_fmt)
     across, down = (C + _CHANNELS - 1) // _CHANNELS, (T + _TOKENS - 1) // _TOKENS
     for task in prange(across * down):
         t, c = _TOKENS * (task // across), _CHANNELS * (task % across)
         tokens, channels = min(T, t + _TOKENS), min(C, c + _CHANNELS)
-        _convolve_some(x, state, weight, slots, x_fmt, state_fmt, weight_fmt, out, t, tokens, c, channels)
+        _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out, t, tokens, c, channels)
 
 
 @njit
-def _convolve_some(x, state, weight, slots, x_fmt, state_fmt, weight_fmt, out, t0, t1, c0, c1):
+def _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out, t0, t1, c0, c1):
     xs, ss, ws = itemsize(x_fmt), itemsize(state_fmt), itemsize(weight_fmt)
     C = x.shape[1] // xs
     W = weight.size // (C * ws)
@@ -95,7 +136,7 @@ def _convolve_some(x, state, weight, slots, x_fmt, state_fmt, weight_fmt, out, t
             # row r of state followed by x lies in seen[r % W]
             if slots[0] >= 0:
                 for j in range(W - 1):
-                    row = state[np.int64(slots[t]) * (W - 1) + j]
+                    row = state[np.int64(slots[t]) * depth + j]
                     load_bytes(row[first * ss : (first + n) * ss], state_fmt, seen[(t + j) % W])
             elif t == t0:
                 for r in range(t, t + W - 1):
@@ -145,24 +186,39 @@ def _convolve_row(seen, taps, t, y):
 
 
 @kernel(ops.conv1d_state_update, device="cpu")
-def conv1d_state_update(state: np.ndarray, x: np.ndarray, slots: np.ndarray | None = None) -> None:
-    if x.size and state.size:
-        keep = state.shape[-2]
-        _shift(bytes_in(x), _slots(slots), keep, fmt(x), fmt(state), bytes_out(state))
+def conv1d_state_update(
+    state: np.ndarray,
+    x: np.ndarray,
+    slots: np.ndarray | None = None,
+    starts: np.ndarray | None = None,
+    keep: np.ndarray | None = None,
+    width: int | None = None,
+) -> None:
+    if x.size == 0 or state.size == 0:
+        return
+    rows = state.shape[-2] if width is None else width - 1
+    if starts is None or slots is None:
+        _shift(bytes_in(x), _slots(slots), rows, state.shape[-2], fmt(x), fmt(state), bytes_out(state))
+        return
+    for b, slot, low, high in slotted_runs(starts, slots):
+        if keep is not None and keep[b]:
+            state[slot, rows : rows + high - low] = x[low:high]
+        else:
+            conv1d_state_update(state[slot, :rows], x[low:high])
 
 
 # shift     state <- the last W - 1 rows of state followed by x; by slots: of state[slots[t]] followed by x[t]
-# shapes    rows of any format as bytes: x [T, C], state [(S *) (W - 1), C], of x's format or float32
+# shapes    rows of any format as bytes: x [T, C]; state [(S *) depth, C], of x's format or float32, W - 1 rows count
 # threads   one
 # bytes     2 * (W - 1) * C * itemsize
 # limits    none
 @njit
-def _shift(x, slots, keep, x_fmt, state_fmt, state):
+def _shift(x, slots, keep, depth, x_fmt, state_fmt, state):
     T = x.shape[0]
     by_slot = slots[0] >= 0
     rows = 1 if by_slot else T  # new rows of each sequence
     for s in range(slots.size):
-        base = np.int64(slots[s]) * keep if by_slot else np.int64(0)
+        base = np.int64(slots[s]) * depth if by_slot else np.int64(0)
         for i in range(keep):
             row = state[base + i]
             source = i + rows - keep  # the row of x that becomes row i, if there is one
@@ -245,9 +301,29 @@ def gated_delta_net(
     method: str = "auto",
     chunk: int = 16,
     slots: np.ndarray | None = None,
+    starts: np.ndarray | None = None,
+    keep: np.ndarray | None = None,
+    gates: np.ndarray | None = None,
     *,
     out: np.ndarray,
 ) -> None:
+    sizes = (Hk, Hv, Dk, Dv)
+    if starts is not None and slots is not None and keep is not None and gates is not None:
+        moving = np.where(keep > 0, np.int32(-1), slots)
+        gated_delta_net(state, qkv, g, b, *sizes, method, chunk, moving, starts, out=out)
+        for n, slot, low, high in slotted_runs(starts, slots):
+            if keep[n]:
+                own = slice(low, high)
+                gated_delta_net(state[slot].copy(), qkv[own], g[own], b[own], *sizes, "step", out=out[own])
+                gates[slot, : high - low, 0], gates[slot, : high - low, 1] = g[own], b[own]
+        return
+    if starts is not None and slots is not None:
+        for rows, own in _parts(starts, slots, out):
+            if isinstance(own, int):
+                gated_delta_net(state[own], qkv[rows], g[rows], b[rows], *sizes, method, chunk, out=out[rows])
+            else:
+                gated_delta_net(state, qkv[rows], g[rows], b[rows], *sizes, method, chunk, own, out=out[rows])
+        return
     T = len(qkv)
     if T == 0:
         return
@@ -494,6 +570,23 @@ def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
         return context.get_dummy_value()
 
     return sig, codegen
+
+
+@kernel(ops.delta_commit, device="cpu", composed=True)
+def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
+    Hv, Dv, Dk = state.shape[1:]
+    kept = conv_weight.shape[1] - 1
+    for slot, count in zip(slots.tolist(), accepted.tolist(), strict=True):
+        if slot < 0 or count == 0:
+            continue
+        rows = conv_state[slot]
+        y = np.empty((count, rows.shape[1]), rows.dtype)
+        conv1d_causal(rows[kept : kept + count], rows[:kept], conv_weight, out=y)
+        rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
+        g, b = (np.ascontiguousarray(gates[slot, :count, part]) for part in (0, 1))
+        ignored = np.empty((count, Hv, Dv), y.dtype)
+        gated_delta_net(state[slot], y, g, b, Hk, Hv, Dk, Dv, "step", out=ignored)
+        rows[:kept] = rows[count : count + kept].copy()
 
 
 # -- a layer's step --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ class CpuDevice:
     chunk_alignment = 256  # a page of the caches: each is written by one chunk
     min_pages = 4
     joins = 1
+    ragged = True
     default_dtype, default_activations = "float32", "int8"
     default_sequences = 8
     compiles_ahead = True

@@ -17,6 +17,7 @@ from penstock.backends.cpu._attend import (
     TILE,
     WHOLE,
     attend,
+    attend_runs,
     claim,
     fetch,
     floats,
@@ -40,6 +41,7 @@ from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
 from penstock.backends.cpu.rope import rope
 from penstock.ops import kernel
+from penstock.ops.ragged import runs
 from penstock.quant import QuantizedTensor
 
 _NOTHING, _ZERO = np.float32(-np.inf), np.float32(0)
@@ -54,7 +56,7 @@ def mla_split_q_kv(q_full, kv_pre, nope, kv_lora_rank, *, out):
 
 @kernel(ops.mla_prepare, device="cpu", composed=True)
 def mla_prepare(
-    q, kv, kv_norm, inv_freq, positions, latent_pages, rope_pages, block_table, H, nope, mscale, eps, *, out
+    q, kv, kv_norm, inv_freq, positions, latent_pages, rope_pages, block_table, H, nope, mscale, eps, sequence, *, out
 ):
     T = len(q)
     if T == 0:
@@ -67,16 +69,34 @@ def mla_prepare(
     rms_norm(latent, kv_norm, eps, out=latent)
     for part in (q_pe, k_pe):
         rope(part, inv_freq, positions, None, mscale, False, None, out=part)
-    mla_cache_append(latent, k_pe[:, 0], latent_pages, rope_pages, positions, None, block_table)
+    mla_cache_append(latent, k_pe[:, 0], latent_pages, rope_pages, positions, None, block_table, sequence)
 
 
 # -- attention over latents ------------------------------------------------------------------------------------------
 
 
 @kernel(ops.mla_sdpa, device="cpu")
-def mla_sdpa(q_prime, q_pe, latent_cache, rope_k_cache, cache_len, softmax_scale, slots, block_table, *, out):
+def mla_sdpa(
+    q_prime,
+    q_pe,
+    latent_cache,
+    rope_k_cache,
+    cache_len,
+    softmax_scale,
+    slots,
+    block_table,
+    starts,
+    longest,
+    up_to,
+    *,
+    out,
+):
     rope = (q_pe, rope_k_cache)
-    attend(q_prime, latent_cache, latent_cache, cache_len, softmax_scale, None, slots, block_table, out, rope)
+    given = (q_prime, latent_cache, latent_cache, cache_len, softmax_scale, None)
+    if starts is None:
+        attend(*given, slots, block_table, out, rope)
+    else:
+        attend_runs(*given, block_table, starts, out, rope, longest, up_to)
 
 
 # accumulate  M, Z, V = merge of the running state with the blocks of a tile, in their order
@@ -402,7 +422,17 @@ def mla_expand(latent, kv_b, unembed_out, heads, nope, v_head_dim, *, out):
 
 
 @kernel(ops.mla_prefill, device="cpu", composed=True)
-def mla_prefill(q_nope, q_pe, latent_cache, rope_k_cache, start, softmax_scale, kv_b, unembed_out, block_table, *, out):
+def mla_prefill(
+    q_nope, q_pe, latent_cache, rope_k_cache, start, softmax_scale, kv_b, unembed_out, block_table, starts, longer_than,
+    up_to, *, out,
+):  # fmt: skip
+    if starts is not None:
+        out.fill(0)
+        for b, low, high in runs(starts):
+            if high - low > longer_than and (up_to is None or start[low] + high - low <= up_to):
+                caches = (latent_cache, rope_k_cache, start[low], softmax_scale, kv_b, unembed_out, block_table[b])
+                mla_prefill(q_nope[low:high], q_pe[low:high], *caches, None, 0, None, out=out[low:high])
+        return
     T, H, nope = q_nope.shape
     if T == 0:
         return

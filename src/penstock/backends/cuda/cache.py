@@ -6,8 +6,8 @@ A slot is a page that holds a whole sequence, and a contiguous cache is one page
 import triton
 import triton.language as tl
 
-import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock import ops
+from penstock.backends.cuda._launch import refuse_ragged
 from penstock.ops.op import kernel
 
 
@@ -79,10 +79,12 @@ def kv_cache_append(k_src, v_src, k_cache, v_cache, kv_start, slots):
 
 
 @kernel(ops.kv_pages_append, device="cuda")
-def kv_pages_append(k_src, v_src, k_pages, v_pages, block_table, positions):
+def kv_pages_append(k_src, v_src, k_pages, v_pages, block_table, positions, sequence):
+    refuse_ragged("kv_pages_append", sequence=sequence)
     _append(k_src, v_src, k_pages, v_pages, positions, None, block_table)
 
 
 @kernel(ops.mla_cache_append, device="cuda")
-def mla_cache_append(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table):
+def mla_cache_append(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table, sequence):
+    refuse_ragged("mla_cache_append", sequence=sequence)
     _append(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table)

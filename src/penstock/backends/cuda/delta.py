@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, takes_chunks
 from penstock.backends.cuda._conv import convolve, move_on
-from penstock.backends.cuda._launch import pdl_options, sigmoid, silu
+from penstock.backends.cuda._launch import pdl_options, refuse_ragged, sigmoid, silu
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import DELTA_AHEAD, DELTA_STEPS
 from penstock.errors import BackendError
@@ -26,14 +26,29 @@ from penstock.ops.op import deterministic, kernel
 
 @kernel(ops.conv1d_causal, device="cuda")
 def conv1d_causal(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor | None = None, *, out: torch.Tensor
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
 ) -> None:
+    refuse_ragged("conv1d_causal", starts=starts)
     if x.numel():
         convolve(x, state, weight, slots, out)
 
 
 @kernel(ops.conv1d_state_update, device="cuda")
-def conv1d_state_update(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None = None) -> None:
+def conv1d_state_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    width: int | None = None,
+) -> None:
+    refuse_ragged("conv1d_state_update", starts=starts)
     if x.numel() and state.numel():
         move_on(state, x, slots)
 
@@ -196,11 +211,15 @@ def gated_delta_net(
     method: str = "auto",
     chunk: int = 0,
     slots: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
     variant: str | None,
 ) -> None:
     """`chunk` says where the definition cuts; the chunks here are of 64 tokens whatever it is."""
+    refuse_ragged("gated_delta_net", starts=starts)
     T = len(qkv)
     if T == 0:
         return

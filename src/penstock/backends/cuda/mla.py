@@ -8,6 +8,7 @@ from penstock import ops
 from penstock.backends.cuda import _prepare
 from penstock.backends.cuda._attend import Cache, attend, cache_of
 from penstock.backends.cuda._gemm import dense_copy
+from penstock.backends.cuda._launch import refuse_ragged
 from penstock.backends.cuda._per_head import copies, per_head
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.attention import split_rows
@@ -23,8 +24,9 @@ def mla_split_q_kv(q_full, kv_pre, nope, kv_lora_rank, *, out):
 
 @kernel(ops.mla_prepare, device="cuda")
 def mla_prepare(
-    q, kv, kv_norm, inv_freq, positions, latent_pages, rope_pages, block_table, H, nope, mscale, eps, *, out
+    q, kv, kv_norm, inv_freq, positions, latent_pages, rope_pages, block_table, H, nope, mscale, eps, sequence, *, out
 ):
+    refuse_ragged("mla_prepare", sequence=sequence)
     if len(q):
         pages = (latent_pages, rope_pages)
         _prepare.mla_prepare(q, kv, kv_norm, inv_freq, positions, pages, block_table, mscale, eps, out)
@@ -80,7 +82,22 @@ def mla_expand(latent, kv_b, unembed_out, heads, nope, v_head_dim, *, out):
 
 
 @kernel(ops.mla_sdpa, device="cuda")
-def mla_sdpa(q_prime, q_pe, latent_cache, rope_k_cache, cache_len, softmax_scale, slots, block_table, *, out):
+def mla_sdpa(
+    q_prime,
+    q_pe,
+    latent_cache,
+    rope_k_cache,
+    cache_len,
+    softmax_scale,
+    slots,
+    block_table,
+    starts,
+    longest,
+    up_to,
+    *,
+    out,
+):
+    refuse_ragged("mla_sdpa", starts=starts)
     q, pe = _tokens(q_prime), _tokens(q_pe)
     rows, H, R = q.shape
     if rows == 0:
@@ -116,7 +133,11 @@ def _gather_kernel(
 
 
 @kernel(ops.mla_prefill, device="cuda")
-def mla_prefill(q_nope, q_pe, latent_cache, rope_k_cache, start, softmax_scale, kv_b, unembed_out, block_table, *, out):
+def mla_prefill(
+    q_nope, q_pe, latent_cache, rope_k_cache, start, softmax_scale, kv_b, unembed_out, block_table, starts, longer_than,
+    up_to, *, out,
+):  # fmt: skip
+    refuse_ragged("mla_prefill", starts=starts)
     T, H, width = out.shape
     if T == 0:
         return

@@ -30,6 +30,7 @@ class CudaDevice:
     samples_tokens = True
     min_pages = 16
     joins = 64
+    ragged = False
     default_dtype, default_activations = "bfloat16", "float32"
     default_sequences = 32
     compiles_ahead = False

@@ -1,0 +1,194 @@
+"""Ragged steps: tokens of several sequences in one run of a program, on a device that binds programs to exact sizes.
+
+A kind of step (one token; several; several without logits) is traced once and bound again to the sizes of each step. A
+row's numbers depend on nothing else in the step, so any mix of prompts and answers gives what each gives alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock import ops
+from penstock.engine.cache import Sequence
+from penstock.graph import Bound, Graph, SizedProgram, trace
+from penstock.models.step import PAGE, Step
+from penstock.ops.array import Spec
+
+if TYPE_CHECKING:
+    from penstock.engine.programs import Programs
+
+MOST_TOKENS = 512  # of a step
+MOST_SEQUENCES = MOST_LOGITS = 256
+_KEPT = 32  # bound programs of a kind, the latest used ones
+_LEAST_PAGES = 4  # columns of a block table, which grow in powers of two: a new width is bound anew
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens int32 [n] that a step appends to a sequence; `wanted`: logits after none of them, the last or each."""
+
+    sequence: Sequence
+    tokens: np.ndarray
+    wanted: str = "last"
+    prompt: bool = False  # a chunk of a prompt, not of an answer
+
+
+class Steps:
+    """The ragged programs of one model on one device; what runs is one step at a time."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self._kinds: dict[Any, SizedProgram] = {}
+        self._bound: dict[Any, tuple[Bound, dict[str, np.ndarray]]] = {}
+        self._buffers: dict[str, np.ndarray] = {}
+        self._arena: Any = None
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of a step of the largest size."""
+        return self._kind(MOST_TOKENS, True, False).arena_bytes
+
+    def run(self, runs: Seq[Run]) -> np.ndarray | None:
+        """Run the step; logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0.
+
+        The logits are read before the next step: they lie in its memory.
+        """
+        arrays = step_arrays(runs, self._windows)
+        T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
+        pages = max((arrays[name].shape[1] for name in self._windows.values()), default=_LEAST_PAGES)
+        sizes = {"T": T, "B": B, "R": max(R, 1), "n": pages}
+        bound, inputs = self._bind(sizes, R > 0, any(run.prompt for run in runs))
+        for name, array in arrays.items():
+            if array.size:
+                inputs[name][...] = array
+        (found,) = bound.run()
+        return found if R else None
+
+    @property
+    def _windows(self) -> dict[int | None, str]:
+        return table_names(self._programs.caches.pools)
+
+    def _bind(self, sizes: dict[str, int], logits: bool, prompt: bool) -> tuple[Bound, dict[str, np.ndarray]]:
+        programs = self._programs
+        prompt = prompt and programs.experts is not None
+        key = (tuple(sizes.values()), logits, prompt, programs.caches.version)
+        kept = self._bound.pop(key, None)
+        if kept is None:
+            program = self._kind(sizes["T"], logits, prompt)
+            if self._arena is None or len(self._arena) < program.arena_bytes:
+                self._arena, self._bound = None, {}
+                self._arena = programs.new_arena(program.arena_bytes)
+            inputs = {name: self._buffer(name, shape) for name, shape in self._shapes(sizes).items()}
+            wrap = programs.wrap
+            if programs.experts is not None:
+                wrap = programs.experts.wrap(program.graph, prompt, wrap)
+            arrays = inputs | programs.cache_arrays(False)
+            kept = program.bind(sizes, arrays, self._arena, wrap), inputs
+        self._bound[key] = kept
+        while len(self._bound) > _KEPT:
+            del self._bound[next(iter(self._bound))]
+        return kept
+
+    def _buffer(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """The first numbers of a buffer that serves all sizes."""
+        size = int(np.prod(shape))
+        if name not in self._buffers or self._buffers[name].size < size:
+            self._buffers[name], self._bound = np.zeros(2 * size, np.int32), {}
+        return self._buffers[name][:size].reshape(shape)
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def _kind(self, T: int, logits: bool, prompt: bool) -> SizedProgram:
+        programs, experts = self._programs, self._programs.experts
+        one = T == 1
+        key = (one, logits, prompt)
+        if key not in self._kinds:
+            most_pages = _LEAST_PAGES * 2
+            while most_pages * PAGE < 2 * programs.max_context:
+                most_pages *= 2
+            least = {"T": 1 if one else 2, "B": 1, "R": 1, "n": _LEAST_PAGES}
+            most = {"T": MOST_TOKENS, "B": MOST_SEQUENCES, "R": MOST_LOGITS, "n": most_pages}
+            if one:
+                most |= {"T": 1, "B": 1, "R": 1}
+            ahead = experts.look_ahead if experts is not None and experts.prefetches and not prompt else None
+            options = {"fused": programs.fused, "batch_invariant": programs.batch_invariant, "more": ahead}
+            self._kinds[key] = SizedProgram(
+                lambda sizes: self.graph(sizes, logits), programs.device.name, least, most, **options
+            )
+        return self._kinds[key]
+
+    def _shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+        T, B, R, n = sizes["T"], sizes["B"], sizes["R"], sizes["n"]
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "sequence"), (T,))
+        shapes |= {"starts": (B + 1,), "lengths": (B,), "slots": (B,), "wanted": (R,)}
+        return shapes | dict.fromkeys(self._windows.values(), (B, n))
+
+    def graph(self, sizes: Any, logits: bool) -> Graph:
+        """A step of these sizes: its logits, or without them the residual stream."""
+        programs, windows = self._programs, self._windows
+        specs = {name: Spec(shape, "int32") for name, shape in self._shapes(sizes).items()}
+
+        def fn(**given: Any) -> Any:
+            step = ragged_step(given, windows, activations=programs.activations, dtype=programs.caches.dtype)
+            h = programs.family.forward(step, programs.weights, programs.config, programs.cache_values(given))
+            if not logits:
+                return h
+            rows = h if sizes["T"] == 1 else ops.embedding(given["wanted"], h)
+            return programs.family.logits(step, rows, programs.weights, programs.config)
+
+        return trace(fn, specs | programs.cache_specs(False))
+
+
+def table_names(windows: Iterable[int | None]) -> dict[int | None, str]:
+    """The inputs that are block tables, by their window."""
+    return {window: f"table{'' if window is None else window}" for window in windows}
+
+
+def step_arrays(runs: Seq[Run], tables: Mapping[int | None, str]) -> dict[str, np.ndarray]:
+    """What a step reads, by name; `wanted` are the rows whose logits are wanted."""
+    lengths = np.array([len(run.tokens) for run in runs], np.int32)
+    before = np.array([run.sequence.length for run in runs], np.int32)
+    starts = np.zeros(len(runs) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    sequence = np.repeat(np.arange(len(runs), dtype=np.int32), lengths)
+    rows = np.arange(starts[-1], dtype=np.int32)
+    wanted = [
+        rows[first:end] if run.wanted == "all" else rows[end - 1 : end]
+        for run, first, end in zip(runs, starts, starts[1:], strict=False)
+        if run.wanted != "none"
+    ]
+    arrays = {
+        "tokens": np.concatenate([run.tokens for run in runs]),
+        "positions": rows - starts[sequence] + before[sequence],
+        "sequence": sequence,
+        "starts": starts,
+        "lengths": before + lengths,
+        "slots": np.array([run.sequence.slot for run in runs], np.int32),
+        "wanted": np.concatenate(wanted) if wanted else rows[:0],
+    }
+    for window, name in tables.items():
+        own = [run.sequence.tables[window].array for run in runs]
+        width = _LEAST_PAGES
+        while width < max(map(len, own)):
+            width *= 2
+        arrays[name] = np.zeros((len(runs), width), np.int32)
+        for row, pages in zip(arrays[name], own, strict=True):
+            row[: len(pages)] = pages
+    return arrays
+
+
+def ragged_step(arrays: Mapping[str, Any], tables: Mapping[int | None, str], **more: Any) -> Step:
+    """The step of these arrays, or of the values that stand for them in a trace."""
+    names = ("slots", "lengths", "sequence", "starts")
+    return Step(
+        arrays["tokens"],
+        arrays["positions"],
+        {window: arrays[name] for window, name in tables.items()},
+        **{name: arrays[name] for name in names},
+        **more,
+    )
