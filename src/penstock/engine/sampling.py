@@ -119,7 +119,8 @@ class Sampler:
         self.vocab_size = _integer("vocab_size", vocab_size, 1, None)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
         self._greedy = params.temperature == 0
-        self._bias = _bias_arrays(params.logit_bias, self.vocab_size)
+        check_vocabulary(params, self.vocab_size)
+        self._bias = _bias_arrays(params.logit_bias)
         self._seen = _Seen(params.repetition_context) if params.repetition_penalty != 1 else None
         self._counts = _Counts() if params.presence_penalty or params.frequency_penalty else None
         if self._seen is not None:
@@ -396,9 +397,13 @@ def _bias(bias: Any) -> dict[int, float] | None:
     }
 
 
-def _bias_arrays(bias: Mapping[int, float] | None, vocab_size: int) -> tuple[np.ndarray, np.ndarray] | None:
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidArgument for ids of logit_bias that are outside of the vocabulary."""
+    for token in params.logit_bias or ():
+        _integer("logit_bias: a token id", token, 0, vocab_size - 1)
+
+
+def _bias_arrays(bias: Mapping[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:
     if not bias:
         return None
-    for token in bias:
-        _integer("logit_bias: a token id", token, 0, vocab_size - 1)
     return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)

@@ -1,0 +1,205 @@
+"""What a client asks for, and what it gets: prompt and options on one side, chunks, usage and timings on the other."""
+
+from __future__ import annotations
+
+import numbers
+import secrets
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from penstock.engine.sampling import SamplingParams, check_vocabulary
+from penstock.errors import InvalidArgument
+from penstock.text.stop import StopStrings
+from penstock.text.tokenizer import Tokenizer
+
+_OPTIONS = tuple(option.name for option in fields(SamplingParams))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One generated token: the text that became final with it, and on the last one why generation ended.
+
+    finish_reason: "stop" (end-of-text token, stop string or end of the grammar), "length" (max_tokens, or the context
+    is full), else None.
+    """
+
+    text: str
+    token: int
+    finish_reason: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+
+
+@dataclass
+class Timings:
+    """Tokens and seconds of the two phases."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+    queue_seconds: float = 0.0  # before the prompt was begun
+
+    @property
+    def prompt_tps(self) -> float:
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds > 0 else 0.0
+
+    @property
+    def generation_tps(self) -> float:
+        """Tokens after the first, which the prompt pays for, per second."""
+        return max(0, self.generated_tokens - 1) / self.generation_seconds if self.generation_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0  # of the prompt, not computed again
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer. tokens include the one that ended it; text does not."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    logprobs: list[float] | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
+    seed: int | None = None
+
+
+class Constraint(Protocol):
+    """What may come next in one answer (see `grammar.Grammar`)."""
+
+    done: bool  # nothing but the end may follow
+
+    def mask(self) -> np.ndarray | None:
+        """uint32 words: bit i % 32 of word i // 32 says whether token i is allowed; None: all are."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """The token was chosen."""
+        ...
+
+
+class RequestLimits(NamedTuple):
+    """What a request is checked against: positions of a sequence, ids with an embedding."""
+
+    max_context: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What was asked: token ids to continue, how tokens are drawn, and when the answer ends.
+
+    params have a seed. eos: ids that end the answer. stop: strings that end it, and are not part of it. shown: special
+    tokens that become text all the same. grammar says before each token which ones are allowed.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int
+    eos: frozenset[int]
+    stop: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    grammar: Constraint | None = None
+
+
+def make_request(
+    limits: RequestLimits,
+    tokenizer: Tokenizer,
+    prompt: str | Seq[int],
+    max_tokens: int,
+    stop: str | Seq[str],
+    options: Mapping[str, Any],
+    *,
+    start: int = 0,
+    continues: bool = False,
+) -> Request:
+    """A checked request for the continuation of a text or of token ids; options as in `LLM.generate`.
+
+    start: positions that a session already holds. continues: the prompt may be empty. Raises InvalidArgument or
+    DTypeError, naming what is wrong.
+    """
+    options = dict(options)
+    extra = options.pop("extra_eos", ())
+    more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
+    params = sampling_params(options)
+    given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    ids: list[int] = token_array(given, limits.vocab_size, tokenizer=tokenizer).tolist()
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < 1:
+        raise InvalidArgument(f"max_tokens is {max_tokens!r}, expected an integer of at least 1")
+    if not ids and not continues:
+        raise InvalidArgument("prompt has no tokens, expected at least one")
+    if start + len(ids) >= limits.max_context:
+        raise InvalidArgument(
+            f"prompt has {start + len(ids)} tokens, expected fewer than {limits.max_context} "
+            "(max_context), to leave room for an answer"
+        )
+    check_vocabulary(params, limits.vocab_size)
+    if params.seed is None:
+        params = replace(params, seed=secrets.randbits(64))
+    StopStrings(stop)  # refuses what is no stop string
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
+    return Request(
+        ids, params, int(max_tokens), frozenset(eos), stops, tuple(more.get("shown", ())), more.get("grammar")
+    )
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from keyword arguments. Raises InvalidArgument or DTypeError, naming the one that is wrong."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise InvalidArgument(f"generate: {name} is no option, expected one of {', '.join(_OPTIONS)}")
+    return SamplingParams(**options)
+
+
+def token_array(
+    tokens: Seq[int], vocab_size: int, what: str = "tokens", tokenizer: Tokenizer | None = None
+) -> np.ndarray:
+    """Token ids as an array. Raises InvalidArgument for others than the model has embeddings for.
+
+    `what` are they? The tokenizer, which may have more tokens than the model, has the name of one that is refused.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, TypeError, OverflowError):
+        ids = np.empty(0, object)
+    if ids.size == 0 and ids.dtype != object:
+        return np.empty(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InvalidArgument(f"{what}: expected a list of integers (token ids)")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        name = None if low < 0 or tokenizer is None else tokenizer.name_of(high)
+        found = f"{low if low < 0 else high}" if name is None else f"{high} ({name!r:.100})"
+        raise InvalidArgument(f"{what}: has {found}, expected ids from 0 to {vocab_size - 1}, which have embeddings")
+    return ids.astype(np.int32)
+
+
+class AnswerText:
+    """The text of one answer, token by token: detokenized, up to a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        self._eos = request.eos
+        self._stops = StopStrings(request.stop)
+        self._detokenizer = tokenizer.detokenizer(shown=request.shown)
+
+    def add(self, token: int, finish_reason: str | None) -> tuple[str, str | None]:
+        """What became final with this token, and why the answer ends with it: as given, or for a stop string."""
+        text = ""
+        if token not in self._eos:
+            text = self._stops.add(self._detokenizer.add(token))
+        if finish_reason is not None and self._stops.stopped is None:
+            text += self._stops.add(self._detokenizer.finish())
+            text += self._stops.finish()
+        return text, finish_reason if self._stops.stopped is None else "stop"
