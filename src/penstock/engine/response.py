@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from penstock.engine.request import AnswerText, Chunk, Completion, Request, Timings, Usage
@@ -25,10 +26,12 @@ class Token(NamedTuple):
 
 
 class Driver(Protocol):
-    """Who makes tokens come, where no thread or process of its own does."""
+    """What makes tokens come. threaded: a thread or process of its own does; else readers drive it while they wait."""
 
-    def drive(self) -> None:
-        """Run a step, or wait a moment where none can be run."""
+    threaded: bool
+
+    def drive(self, queue: ChunkQueue) -> None:
+        """Run a step, or wait a moment where none can be run or another thread runs one; not if `queue` is ready."""
         ...
 
 
@@ -44,6 +47,8 @@ class ChunkQueue:
         self.reused = 0  # tokens of the prompt whose state was found in a prefix cache
         self.timings = timings
         self.cancelled = False  # the reader wants no more
+        self.complete = False  # since it has all it wants
+        self.reading = False  # it waits for a token
         self.last_read = 0.0
         self._limit = limit
         self._wake = wake
@@ -89,6 +94,11 @@ class ChunkQueue:
 
     # for the reader
 
+    def wait(self, timeout: float) -> None:
+        """Until there is something to read, or the time is over."""
+        with self._lock:
+            self._lock.wait_for(lambda: self.ready, timeout)
+
     def get(self, timeout: float | None = None) -> Token | None:
         """The next token, None at the end; raises the error that ended the request, and TimeoutError."""
         with self._lock:
@@ -130,14 +140,15 @@ class ResponseHandle:
     """A request on its way: read its chunks with `for` or `async for` (one reader), or wait for the whole.
 
     Garbage-collecting the handle cancels the request. cancel: ends the request, True if its answer is complete. driver:
-    runs steps while the reader waits, where nobody else does. cached: tokens that a session held before the prompt.
+    runs steps while the reader waits, where nothing else does. cached: tokens that a session held before the prompt.
+    Without a tokenizer chunks have no text.
     """
 
     def __init__(
         self,
         request: Request,
         queue: ChunkQueue,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         cancel: Callable[[bool], None],
         driver: Driver | None = None,
         cached: int = 0,
@@ -147,7 +158,7 @@ class ResponseHandle:
         self.chunks: list[Chunk] = []
         self.finish_reason: str | None = None
         self._queue, self._cancel, self._driver, self._cached = queue, cancel, driver, cached
-        self._text = AnswerText(tokenizer, request)
+        self._text = None if tokenizer is None else AnswerText(tokenizer, request)
         weakref.finalize(self, _forget, queue).atexit = False
 
     @property
@@ -165,6 +176,19 @@ class ResponseHandle:
     def timings(self) -> Timings:
         """Seconds so far, with `queue_seconds`."""
         return self._queue.timings
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next chunk, or the end, is there."""
+        return self.finish_reason is not None or self._queue.ready
+
+    def poll(self) -> None:
+        """Wait a moment for the next chunk, running a step where nothing else does."""
+        with self._reading():
+            if self._driver is None or self._driver.threaded:
+                self._queue.wait(0.02)
+            else:
+                self._driver.drive(self._queue)
 
     def cancel(self) -> None:
         """End the request within one token, from any thread. Its chunks then end as if it were done."""
@@ -187,9 +211,10 @@ class ResponseHandle:
     async def __anext__(self) -> Chunk:
         if self.finish_reason is not None:
             raise StopAsyncIteration
-        while self._driver is not None and not self._queue.ready:
-            await asyncio.to_thread(self._driver.drive)
-        token = await self._queue.get_async()
+        with self._reading():
+            while not (self._driver is None or self._driver.threaded or self._queue.ready):
+                await asyncio.to_thread(self._driver.drive, self._queue)
+            token = await self._queue.get_async()
         if token is None:
             raise StopAsyncIteration
         return self._read(token)
@@ -229,22 +254,49 @@ class ResponseHandle:
     def _next(self, end: float | None) -> Chunk | None:
         if self.finish_reason is not None:
             return None
-        while self._driver is not None and not self._queue.ready:
-            if end is not None and time.monotonic() > end:
-                raise TimeoutError
-            self._driver.drive()
-        token = self._queue.get(None if end is None else max(0.0, end - time.monotonic()))
+        with self._reading():
+            while not (self._driver is None or self._driver.threaded or self._queue.ready):
+                if end is not None and time.monotonic() > end:
+                    raise TimeoutError
+                self._driver.drive(self._queue)
+            token = self._queue.get(None if end is None else max(0.0, end - time.monotonic()))
         return None if token is None else self._read(token)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        self._queue.reading = True
+        try:
+            yield
+        finally:
+            self._queue.reading = False
 
     def _read(self, token: Token) -> Chunk:
         """Turn a token into text. A stop string ends the request."""
-        text, self.finish_reason = self._text.add(token.id, token.finish_reason)
+        text, self.finish_reason = "", token.finish_reason
+        if self._text is not None:
+            text, self.finish_reason = self._text.add(token.id, token.finish_reason)
         self.tokens.append(token.id)
         chunk = Chunk(text, token.id, self.finish_reason, token.logprob, token.top)
         self.chunks.append(chunk)
         if self.finish_reason is not None and token.finish_reason is None:
             self._cancel(True)
         return chunk
+
+
+def in_order_of_arrival(handles: Seq[ResponseHandle]) -> Iterator[tuple[int, Chunk]]:
+    """(number of the handle, chunk) of requests of one scheduler, whichever comes first, to the end of all of them."""
+    left = dict(enumerate(handles))
+    while left:
+        first = next(iter(left.values()))
+        ready = [number for number, handle in left.items() if handle.ready]
+        if not ready:
+            first.poll()
+        for number in ready:
+            chunk = next(left[number], None)
+            if chunk is not None:
+                yield number, chunk
+            if chunk is None or chunk.finish_reason is not None:
+                del left[number]
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.generation import Chunk
-from penstock.engine.ticket import Ticket
+from penstock.engine.request import Chunk
+from penstock.engine.response import ResponseHandle
 from penstock.text.formats.base import Parser
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 from penstock.text.token_texts import TokenTexts
@@ -42,7 +42,7 @@ class Answer:
     """The answer of one ticket, read piece by piece with `async for`. Without a parser all text is content."""
 
     def __init__(
-        self, index: int, ticket: Ticket, parser: Parser | None, texts: TokenTexts, one_call: bool = False
+        self, index: int, ticket: ResponseHandle, parser: Parser | None, texts: TokenTexts, one_call: bool = False
     ) -> None:
         self.index, self.ticket = index, ticket
         self.reasoning_tokens = 0
@@ -61,7 +61,7 @@ class Answer:
         """All pieces at once, when the answer is complete."""
         await self.ticket.wait()
         pieces = []
-        for chunk in self.ticket.request.chunks:
+        for chunk in self.ticket.chunks:
             pieces.append(self._taken(chunk))
             if pieces[-1].finish_reason is not None:
                 break

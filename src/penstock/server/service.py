@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.response import ResponseHandle
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.ticket import Ticket
+from penstock.engine.thread import SchedulerThread
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
 from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
@@ -25,7 +26,7 @@ from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
 
 if TYPE_CHECKING:
     from penstock.api import LLM
-    from penstock.engine.generation import Request
+    from penstock.engine.request import Request
 
 log = logging.getLogger("penstock.server")
 
@@ -77,6 +78,7 @@ class Service:
         self._damage: CheckpointError | None = None
         self._llm: LLM | None = None
         self._scheduler: Scheduler | None = None
+        self._thread: SchedulerThread | None = None
         self._format = "plain"
         self._closing = False
         self._lock = threading.Lock()
@@ -99,16 +101,17 @@ class Service:
                 failed=self._failed,
             )
             scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
+            thread = SchedulerThread(scheduler)
         except Exception as error:
             self.failure = one_line(error) if isinstance(error, PenstockError | OSError) else repr(error)
             if not isinstance(error, PenstockError | OSError):
                 log.error("the model could not be loaded", exc_info=error)
             return
         with self._lock:
-            self._llm, self._scheduler, self.progress = llm, scheduler, 1.0
+            self._llm, self._scheduler, self._thread, self.progress = llm, scheduler, thread, 1.0
             closing = self._closing
         if closing:
-            scheduler.close(0)
+            thread.close(0)
 
     def _failed(self, error: CheckpointError) -> None:
         """The weights cannot be read any more. It stays so: only loading them again would tell what they are now."""
@@ -121,9 +124,9 @@ class Service:
     def close(self, deadline: float) -> None:
         """Take no more requests; those under way may finish within `deadline` seconds."""
         with self._lock:
-            self._closing, scheduler = True, self._scheduler
-        if scheduler is not None:
-            scheduler.close(deadline)
+            self._closing, thread = True, self._thread
+        if thread is not None:
+            thread.close(deadline)
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -267,9 +270,9 @@ class Service:
             raise ApiError(400, "the chat template does not show the last message as it is", param="messages")
         return replace(chat, marked=before + last)
 
-    def submit(self, work: Work, client: str) -> list[Ticket]:
+    def submit(self, work: Work, client: str) -> list[ResponseHandle]:
         """All answers of a client's request, or none. Raises QueueFull."""
-        tickets: list[Ticket] = []
+        tickets: list[ResponseHandle] = []
         try:
             for request in work.requests:
                 tickets.append(self.scheduler.submit(request, client))

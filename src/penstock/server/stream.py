@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from penstock.engine.ticket import Ticket
+from penstock.engine.response import ResponseHandle
 from penstock.server.body import Disconnected
 from penstock.server.errors import ApiError
 from penstock.server.limits import Limits
@@ -25,7 +25,7 @@ _HEADERS = [
 ]
 
 
-async def awaited(work: Awaitable[_T], receive: Receive, tickets: Sequence[Ticket], limits: Limits) -> _T:
+async def awaited(work: Awaitable[_T], receive: Receive, tickets: Sequence[ResponseHandle], limits: Limits) -> _T:
     """The result of `work`, as long as the client is there and in time; else the tickets are cancelled."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -50,7 +50,7 @@ class EventStream:
         self,
         events: AsyncGenerator[bytes, None],
         failed: Callable[[BaseException], bytes],
-        tickets: Sequence[Ticket],
+        tickets: Sequence[ResponseHandle],
         limits: Limits,
         ping_seconds: float,
     ) -> None:
