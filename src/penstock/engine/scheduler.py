@@ -340,6 +340,8 @@ class Scheduler:
     def wait(self, most: float = math.inf) -> None:
         """Until there may be something to do: a request, a reader that has caught up, a look at the files."""
         with self.condition:
+            if self._closing and self.idle:
+                return
             watches = self._engine.reads_files and self._failure is None
             look = POLL_SECONDS if watches else math.inf
             if not self.idle:  # all of them paused, or their handles garbage-collected
@@ -567,23 +569,28 @@ class Scheduler:
             turns[state.client] = max(state.turn, turns.get(state.client, 0))
         room = min(room, int(self.step_seconds / self._token_seconds)) if self._execution.ragged else 1
         chosen: list[Part] = []
-        same: set[bytes] = set()  # chunks that others of the step compute: they are reused in the next one
+        coming: set[bytes] = set()  # digests of prefixes that prompts before will store
         while prompts and (room > 0 or not chosen):
             state = min(prompts, key=lambda state: (turns[state.client], _order(state)))
             prompts.remove(state)
             part = self._chunk(state)
-            blocks, partial = divmod(part.end, self._engine.device.chunk_alignment)
-            own = set() if partial or not state.digests else {state.digests[blocks - 1]}
-            if own & same:
-                continue
+            if not coming.isdisjoint(self._ahead_of(state, reusable=True)):
+                continue  # it will not have to compute them
+            coming |= self._ahead_of(state, reusable=False)
             if chosen and part.end - part.at > room:
                 break
-            same |= own
             self._chunks += 1
             state.turn = turns[state.client] = self._chunks
             room -= part.end - part.at
             chosen.append(part)
         return chosen
+
+    def _ahead_of(self, state: RequestState, reusable: bool) -> set[bytes]:
+        """Digests of what comes of a prompt: chunk ends that it could begin behind, or those where it is stored."""
+        alignment, at = self._engine.device.chunk_alignment, state.opened.length
+        if reusable:
+            return set(state.digests[at // alignment : (len(state.request.prompt) - 1) // alignment])
+        return {state.digests[point // alignment - 1] for point in state.points if point > at}
 
     def _chunk(self, state: RequestState) -> Part:
         """The next chunk of a prompt, behind what is stored of it."""
@@ -618,8 +625,7 @@ class Scheduler:
             self._prefix.store(state.digests, state.opened, self._room)
         if part.end == state.prompt_end:
             state.queue.state = "generating"
-            if not state.tokens:
-                state.end_prompt()
+            state.end_prompt()
         if state.progress is not None:
             try:
                 state.progress(part.end - part.at)

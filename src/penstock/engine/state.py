@@ -45,6 +45,7 @@ class RequestState:
     turn: int = 0  # number of the last chunk of its prompt, or of all when it was let in
     points: set[int] = field(default_factory=set)  # lengths at which its prefix is stored
     begun: bool = False
+    prompted: bool = False  # its prompt has been computed once
     paused: float | None = None  # since when its reader lags behind
     preempted: bool = False  # its sequence was closed because of that
     failures: int = 0  # steps with others that failed, since its last token
@@ -130,8 +131,9 @@ class RequestState:
         return self.timings.queue_seconds
 
     def end_prompt(self) -> None:
-        now = time.perf_counter()
-        self.timings.prompt_seconds, self.started = now - self.started, now
+        if not self.prompted:
+            now = time.perf_counter()
+            self.timings.prompt_seconds, self.started, self.prompted = now - self.started, now, True
 
     def count(self) -> None:
         """A token has come."""
