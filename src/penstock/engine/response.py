@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.engine.request import AnswerText, Chunk, Completion, Request, Timings, Usage
@@ -32,6 +32,22 @@ class Driver(Protocol):
         ...
 
 
+class TokenBatch:
+    """What a step puts into many queues: readers in an event loop are woken with one call into it, by `wake`."""
+
+    def __init__(self) -> None:
+        self._futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+
+    def add(self, future: asyncio.Future[None]) -> None:
+        self._futures.setdefault(future.get_loop(), []).append(future)
+
+    def wake(self) -> None:
+        for loop, futures in self._futures.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and its readers with it
+                loop.call_soon_threadsafe(_resolve, futures)
+        self._futures = {}
+
+
 class ChunkQueue:
     """One writer, one reader, and about `limit` tokens between them; beside them how far the request is.
 
@@ -49,9 +65,10 @@ class ChunkQueue:
         self._wake = wake
         self._lock = threading.Condition()
         self._tokens: deque[Token] = deque()
+        self._last: Token | None = None  # read when the request has ended, with its numbers
         self._ended = False
         self._error: Exception | None = None
-        self._futures: list[asyncio.Future[None]] = []
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def full(self) -> bool:
@@ -66,26 +83,38 @@ class ChunkQueue:
         """Whether `get` would not wait."""
         return bool(self._tokens) or self._ended
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether all was read, and the request did not end with an error."""
+        return self._ended and not self._tokens and self._error is None
+
     # for the engine
 
-    def put(self, token: Token) -> None:
-        """Hand a token out; the last one tells the reader with `end`, which follows at once."""
+    def put(self, token: Token, batch: TokenBatch | None = None) -> None:
+        """Hand a token out; `end` follows the last one at once. With a batch the reader is woken by that."""
         with self._lock:
-            self._tokens.append(token)
             if token.finish_reason is None:
-                self._notify()
+                self._tokens.append(token)
+                self._notify(batch)
+            else:
+                self._last = token
 
-    def end(self, error: Exception | None) -> None:
+    def end(self, error: Exception | None, batch: TokenBatch | None = None) -> None:
         with self._lock:
+            if self._last is not None:
+                self._tokens.append(self._last)
+                self._last = None
             self.state, self._ended, self._error = "done", True, error
-            self._notify()
+            self._notify(batch)
 
-    def _notify(self) -> None:
+    def _notify(self, batch: TokenBatch | None) -> None:
         self._lock.notify_all()
-        for future in self._futures:
-            with contextlib.suppress(RuntimeError):  # its loop was closed, and the reader with it
-                future.get_loop().call_soon_threadsafe(_resolve, future)
-        self._futures.clear()
+        if self._waiter is not None:
+            woken = TokenBatch() if batch is None else batch
+            woken.add(self._waiter)
+            self._waiter = None
+            if batch is None:
+                woken.wake()
 
     # for the reader
 
@@ -94,36 +123,36 @@ class ChunkQueue:
         with self._lock:
             if not self._lock.wait_for(lambda: self.ready, timeout):
                 raise TimeoutError
-            token, freed = self._taken()
+            tokens, freed = self._taken(1)
         if freed:
             self._wake()
-        return token
+        return tokens[0] if tokens else None
 
-    async def get_async(self) -> Token | None:
-        while True:
-            with self._lock:
-                future = None if self.ready else self._future()
-                token, freed = (None, False) if future is not None else self._taken()
-            if freed:
-                self._wake()
-            if future is None:
-                return token
-            await future
+    def drain(self) -> list[Token]:
+        """All tokens that are there; raises the error that ended the request, once all before it were read."""
+        with self._lock:
+            if not self._tokens and self._error is None:
+                return []
+            tokens, freed = self._taken(len(self._tokens))
+        if freed:
+            self._wake()
+        return tokens
 
-    def _future(self) -> asyncio.Future[None]:
-        future = asyncio.get_running_loop().create_future()
-        self._futures.append(future)
-        return future
+    def wait_with(self, future: asyncio.Future[None]) -> bool:
+        """Have a future of the reader's loop done when there is something to read; False: there is already."""
+        with self._lock:
+            self._waiter = None if self.ready else future
+            return self._waiter is not None
 
-    def _taken(self) -> tuple[Token | None, bool]:
-        """The next token, and whether the engine has to know that it was read."""
+    def _taken(self, count: int) -> tuple[list[Token], bool]:
+        """The next tokens, and whether the engine has to know that they were read."""
         if self._tokens:
             full, self.last_read = self.full, time.monotonic()
-            token = self._tokens.popleft()
-            return token, full or (self.state == "waiting" and self.drained)
+            tokens = [self._tokens.popleft() for _ in range(min(count, len(self._tokens)))]
+            return tokens, (full and not self.full) or (self.state == "waiting" and self.drained)
         if self._error is not None:
             raise self._error
-        return None, False
+        return [], False
 
 
 class ResponseHandle:
@@ -185,14 +214,26 @@ class ResponseHandle:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self.finish_reason is not None:
+        if not self.ended:
+            await wait_any([self])
+        chunk = None if self.ended else self._next(None)
+        if chunk is None:
             raise StopAsyncIteration
-        while self._driver is not None and not self._queue.ready:
-            await asyncio.to_thread(self._driver.drive)
-        token = await self._queue.get_async()
-        if token is None:
-            raise StopAsyncIteration
-        return self._read(token)
+        return chunk
+
+    @property
+    def ended(self) -> bool:
+        """Whether no chunk is left to be read; False while an error is."""
+        return self.finish_reason is not None or self._queue.exhausted
+
+    def read(self) -> list[Chunk]:
+        """The chunks that are there, without waiting. Raises as iteration does, once those before were read."""
+        chunks: list[Chunk] = []
+        for token in self._queue.drain():
+            if self.finish_reason is not None:
+                break
+            chunks.append(self._read(token))
+        return chunks
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end: the whole answer, also where chunks of it were read (finish_reason "cancelled" after
@@ -208,8 +249,9 @@ class ResponseHandle:
 
     async def wait(self) -> Completion:
         """`result` in an event loop. If the task is cancelled meanwhile, the request goes on: call `cancel`."""
-        async for _ in self:
-            pass
+        while not self.ended:
+            await wait_any([self])
+            self.read()
         return self.completion()
 
     def completion(self) -> Completion:
@@ -225,6 +267,12 @@ class ResponseHandle:
             top_logprobs=[chunk.top_logprobs or () for chunk in self.chunks] if wanted else None,
             seed=self.request.params.seed,
         )
+
+    async def wait_with(self, future: asyncio.Future[None]) -> bool:
+        """Have a future of this loop done when there is something to read; False: there is already."""
+        while self._driver is not None and not self._queue.ready:
+            await asyncio.to_thread(self._driver.drive)
+        return self._queue.wait_with(future)
 
     def _next(self, end: float | None) -> Chunk | None:
         if self.finish_reason is not None:
@@ -247,9 +295,20 @@ class ResponseHandle:
         return chunk
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+async def wait_any(handles: Sequence[ResponseHandle]) -> None:
+    """Returns when one of the handles has something to read, or has ended."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    for handle in handles:
+        if not await handle.wait_with(future):
+            await asyncio.sleep(0)  # other readers of the loop go first
+            return
+    await future
+
+
+def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
 
 
 def _forget(queue: ChunkQueue) -> None:

@@ -33,7 +33,7 @@ from penstock.server.guard import Access, Guard
 from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.openapi import described
 from penstock.server.service import Service, Work, response_format_of
-from penstock.server.stream import EventStream, awaited
+from penstock.server.stream import Events, EventStream, awaited
 from penstock.text.token_texts import TokenTexts
 
 _T = TypeVar("_T")
@@ -156,18 +156,18 @@ class Application:
         answers = self._submitted(request, work)
         if asked.stream:
             include = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-            return self._stream(shape.events(answers, include), failed, answers)
+            return self._stream(shape.events(answers, include), failed)
         pieces = await self._awaited(asyncio.gather(*(answer.whole() for answer in answers)), request, answers)
         return Json(shape.whole(answers, pieces))
 
     async def _responses(self, request: Request) -> Any:
         asked, work = await self._ready(request, schema.ResponsesRequest, self._responses_work)
         [answer] = self._submitted(request, work)
-        params = work.requests[0].sampler.params
+        params = work.requests[0].params
         sampling = {"temperature": params.temperature, "top_p": params.top_p}
         shape = responses.ResponsesShape(asked, self.service.name, sampling)
         if asked.stream:
-            return self._stream(shape.events(answer), shape.failed, [answer])
+            return self._stream(shape.events(answer), shape.failed)
         return Json(await self._awaited(shape.whole(answer), request, [answer]))
 
     def _responses_work(self, asked: schema.ResponsesRequest) -> Work:
@@ -196,18 +196,17 @@ class Application:
             return await asyncio.get_running_loop().run_in_executor(threads, work, body)
 
     def _submitted(self, request: Request, work: Work) -> list[Answer]:
-        tickets = self.service.submit(work, request.state.client)
-        pairs = zip(tickets, work.parsers, strict=True)
-        answers = [Answer(n, ticket, parser, self._texts, work.one_call) for n, (ticket, parser) in enumerate(pairs)]
+        handles = self.service.submit(work, request.state.client)
+        pairs = zip(handles, work.parsers, strict=True)
+        answers = [Answer(n, handle, parser, self._texts, work.one_call) for n, (handle, parser) in enumerate(pairs)]
         request.state.note.append(lambda: _tokens(answers))
         return answers
 
-    def _stream(self, events: Any, failed: Any, answers: list[Answer]) -> EventStream:
-        tickets = [answer.ticket for answer in answers]
-        return EventStream(events, failed, tickets, self._options.limits, self._options.ping_seconds)
+    def _stream(self, events: Events, failed: Callable[[BaseException], bytes]) -> EventStream:
+        return EventStream(events, failed, self._options.limits, self._options.ping_seconds)
 
     async def _awaited(self, work: Awaitable[_T], request: Request, answers: list[Answer]) -> _T:
-        return await awaited(work, request.receive, [answer.ticket for answer in answers], self._options.limits)
+        return await awaited(work, request.receive, [answer.handle for answer in answers], self._options.limits)
 
     @functools.cached_property
     def _texts(self) -> TokenTexts:
@@ -308,7 +307,7 @@ async def _page_file(name: str, kind: str, request: Request) -> Response:
 
 
 def _tokens(answers: list[Answer]) -> str:
-    counted = [answer.ticket.usage for answer in answers]
+    counted = [answer.handle.usage for answer in answers]
     read, cached = counted[0].prompt_tokens, counted[0].cached_tokens
     return f", {read} tokens in ({cached} cached), {sum(one.completion_tokens for one in counted)} out"
 

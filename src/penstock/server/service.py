@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.ticket import Ticket
+from penstock.engine.ticket_adapter import HandleScheduler
+from penstock.engine.response import ResponseHandle
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
 from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
 from penstock.server.limits import Limits
 from penstock.text.control_tokens import ChatText
-from penstock.text.formats import format_of, in_reasoning, parser_for, shown_tokens, with_arguments
+from penstock.text.formats import FORMATS, format_of, in_reasoning, parser_for, shown_tokens, with_arguments
 from penstock.text.formats.base import Parser
 from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
 
 if TYPE_CHECKING:
     from penstock.api import LLM
-    from penstock.engine.generation import Request
+    from penstock.engine.request import Request
 
 log = logging.getLogger("penstock.server")
 
@@ -69,8 +70,9 @@ class Work:
 class Service:
     """One model and its scheduler, from the moment the server listens. Made by `load` in a thread of its own."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, make_scheduler: Callable[..., Any] | None = None) -> None:
         self.options = options
+        self._make_scheduler = make_scheduler or start_scheduler
         self.started = int(time.time())
         self.progress = 0.0
         self.failure: str | None = None  # why no request can be answered
@@ -89,7 +91,7 @@ class Service:
             llm, defaults = loader(self._report)
             self.options = replace(self.options, defaults={**defaults, **self.options.defaults})
             options, self._format = self.options, format_of(llm.tokenizer)
-            scheduler = Scheduler(
+            scheduler = self._make_scheduler(
                 llm,
                 max_sequences=options.parallel,
                 queue=options.limits.queue,
@@ -98,7 +100,6 @@ class Service:
                 read_timeout=options.limits.write_seconds,
                 failed=self._failed,
             )
-            scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
         except Exception as error:
             self.failure = one_line(error) if isinstance(error, PenstockError | OSError) else repr(error)
             if not isinstance(error, PenstockError | OSError):
@@ -211,7 +212,8 @@ class Service:
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
         options = self._options(request, limit, logprobs, shown_tokens(format, bool(tools)))
         requests = self._requests(scheduler, [ids], n, options, grammar)
-        parsers: list[Parser | None] = [parser_for(format, tools or None, in_reasoning=inside) for _ in requests]
+        reads = FORMATS[format].reasoning is not None or (bool(tools) and FORMATS[format].call is not None)
+        parsers = [parser_for(format, tools or None, in_reasoning=inside) if reads else None for _ in requests]
         return Work(requests, parsers, one_call=bool(tools) and not parallel)
 
     def completion(self, request: schema.CompletionRequest) -> Work:
@@ -267,17 +269,17 @@ class Service:
             raise ApiError(400, "the chat template does not show the last message as it is", param="messages")
         return replace(chat, marked=before + last)
 
-    def submit(self, work: Work, client: str) -> list[Ticket]:
+    def submit(self, work: Work, client: str) -> list[ResponseHandle]:
         """All answers of a client's request, or none. Raises QueueFull."""
-        tickets: list[Ticket] = []
+        handles: list[ResponseHandle] = []
         try:
             for request in work.requests:
-                tickets.append(self.scheduler.submit(request, client))
+                handles.append(self.scheduler.submit(request, client))
         except BaseException:
-            for ticket in tickets:
-                ticket.cancel()
+            for handle in handles:
+                handle.cancel()
             raise
-        return tickets
+        return handles
 
     def _grammar(
         self,
@@ -421,3 +423,10 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}: {error}") from None
     return chosen
+
+
+def start_scheduler(llm: LLM, **options: Any) -> Scheduler:
+    """A scheduler in this process that has run one token: what was not compiled yet is compiled."""
+    scheduler = HandleScheduler(llm, **options)
+    scheduler.submit(scheduler.request([0], max_tokens=1)).result()
+    return scheduler
