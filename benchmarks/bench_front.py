@@ -10,6 +10,7 @@ but one. `bare send` is the part of it that the system takes to send as many byt
 reader and does its work in the sender's time. Checked first: every stream has the written text.
 """
 
+import gc
 import json
 import multiprocessing
 import selectors
@@ -228,6 +229,8 @@ def main(argv: list[str] | None = None) -> None:
     options.add_argument("--tokens", type=int, default=128)
     args = parse(options, argv)
     llm = penstock.load()
+    gc.collect()
+    gc.freeze()  # as `penstock serve` does
     rows = []
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         for kind in KINDS:

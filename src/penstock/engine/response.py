@@ -63,7 +63,8 @@ class ChunkQueue:
         self.last_read = 0.0
         self._limit = limit
         self._wake = wake
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed: threading.Condition | None = None  # that a thread waits for
         self._tokens: deque[Token] = deque()
         self._last: Token | None = None  # read when the request has ended, with its numbers
         self._ended = False
@@ -108,7 +109,8 @@ class ChunkQueue:
             self._notify(batch)
 
     def _notify(self, batch: TokenBatch | None) -> None:
-        self._lock.notify_all()
+        if self._changed is not None:
+            self._changed.notify_all()
         if self._waiter is not None:
             woken = TokenBatch() if batch is None else batch
             woken.add(self._waiter)
@@ -121,8 +123,10 @@ class ChunkQueue:
     def get(self, timeout: float | None = None) -> Token | None:
         """The next token, None at the end; raises the error that ended the request, and TimeoutError."""
         with self._lock:
-            if not self._lock.wait_for(lambda: self.ready, timeout):
-                raise TimeoutError
+            if not self.ready:
+                self._changed = self._changed or threading.Condition(self._lock)
+                if not self._changed.wait_for(lambda: self.ready, timeout):
+                    raise TimeoutError
             tokens, freed = self._taken(1)
         if freed:
             self._wake()
@@ -148,7 +152,11 @@ class ChunkQueue:
         """The next tokens, and whether the engine has to know that they were read."""
         if self._tokens:
             full, self.last_read = self.full, time.monotonic()
-            tokens = [self._tokens.popleft() for _ in range(min(count, len(self._tokens)))]
+            if count == len(self._tokens):
+                tokens = list(self._tokens)
+                self._tokens.clear()
+            else:
+                tokens = [self._tokens.popleft() for _ in range(count)]
             return tokens, (full and not self.full) or (self.state == "waiting" and self.drained)
         if self._error is not None:
             raise self._error
@@ -175,6 +183,7 @@ class ResponseHandle:
         self.tokens: list[int] = []
         self.chunks: list[Chunk] = []
         self.finish_reason: str | None = None
+        self.driven = driver is not None  # by its reader
         self._queue, self._cancel, self._driver, self._cached = queue, cancel, driver, cached
         self._text = AnswerText(tokenizer, request)
         weakref.finalize(self, _forget, queue).atexit = False
@@ -229,10 +238,11 @@ class ResponseHandle:
     def read(self) -> list[Chunk]:
         """The chunks that are there, without waiting. Raises as iteration does, once those before were read."""
         chunks: list[Chunk] = []
-        for token in self._queue.drain():
-            if self.finish_reason is not None:
-                break
-            chunks.append(self._read(token))
+        if self.finish_reason is None:
+            for token in self._queue.drain():
+                chunks.append(self._read(token))
+                if self.finish_reason is not None:
+                    break
         return chunks
 
     def result(self, timeout: float | None = None) -> Completion:
@@ -268,10 +278,13 @@ class ResponseHandle:
             seed=self.request.params.seed,
         )
 
-    async def wait_with(self, future: asyncio.Future[None]) -> bool:
-        """Have a future of this loop done when there is something to read; False: there is already."""
+    async def drive(self) -> None:
+        """Run steps until there is something to read, where nobody else does."""
         while self._driver is not None and not self._queue.ready:
             await asyncio.to_thread(self._driver.drive)
+
+    def wait_with(self, future: asyncio.Future[None]) -> bool:
+        """Have a future of the reader's loop done when there is something to read; False: there is already."""
         return self._queue.wait_with(future)
 
     def _next(self, end: float | None) -> Chunk | None:
@@ -299,7 +312,9 @@ async def wait_any(handles: Sequence[ResponseHandle]) -> None:
     """Returns when one of the handles has something to read, or has ended."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     for handle in handles:
-        if not await handle.wait_with(future):
+        if handle.driven:
+            await handle.drive()
+        if not handle.wait_with(future):
             await asyncio.sleep(0)  # other readers of the loop go first
             return
     await future
