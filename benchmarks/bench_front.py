@@ -4,10 +4,10 @@
 
 The server is the real one (uvicorn on sockets), the clients read in a process of their own, and in place of the
 scheduler a thread hands out the tokens of a written answer: one of every stream, and the next ones when all were read.
-So every token is written by itself, the dearest case; `at once` is the number of tokens that are ready together. Counted
-is all CPU time of the server's process, system calls and the thread included, between the second token and the last
-but one. `bare send` is the part of it that the system takes to send as many bytes on the loopback device, which wakes the
-reader and does its work in the sender's time. Checked first: every stream has the written text.
+So every token is written by itself, the dearest case; `at once` is the number of tokens that are ready together.
+Counted is all CPU time of the server's process, system calls and the thread included, between the second token and the
+last but one. `bare send` is the part of it that the system takes to send as many bytes on the loopback device, which
+wakes the reader and does its work in the sender's time. Checked first: every stream has the written text.
 """
 
 import gc
@@ -206,7 +206,7 @@ def measure(llm: LLM, pool: Any, kind: str, streams: int, count: int, at_once: i
 
 def measure_submit(llm: LLM, kind: str, rounds: int) -> dict[str, Any]:
     """Milliseconds from a parsed request to its submission."""
-    format, text, tools = KINDS[kind]
+    format, _, tools = KINDS[kind]
     service = Service(Options(), lambda *_, **__: WrittenAnswers(llm, [0], 1 << 30, 1))
     service.load(lambda _: (llm, {}))
     assert service.failure is None, service.failure

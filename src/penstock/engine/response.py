@@ -204,9 +204,12 @@ class ResponseHandle:
         """Seconds so far, with `queue_seconds`."""
         return self._queue.timings
 
-    def cancel(self) -> None:
-        """End the request within one token, from any thread. Its chunks then end as if it were done."""
-        self._cancel(False)
+    def cancel(self, finished: bool = False) -> None:
+        """End the request within one token, from any thread. Its chunks then end as if it were done.
+
+        finished: because the answer is complete.
+        """
+        self._cancel(finished)
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they come. Raises what the request failed with, or Cancelled if others ended it."""
@@ -244,6 +247,10 @@ class ResponseHandle:
                 if self.finish_reason is not None:
                     break
         return chunks
+
+    def take(self) -> list[Token]:
+        """The tokens that are there, without their text: for one who passes them on. Raises as `read`."""
+        return self._queue.drain()
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end: the whole answer, also where chunks of it were read (finish_reason "cancelled" after

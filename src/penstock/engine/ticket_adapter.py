@@ -64,4 +64,4 @@ class HandleScheduler(old.Scheduler):
         """Wait a moment for tokens of the scheduler's own thread."""
         changed = _changed.wait(0.002)
         _changed.clear()
-        return changed
+        return changed or bool(self._running or self._waiting)

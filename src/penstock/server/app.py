@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +18,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from penstock._version import __version__
-from penstock.analysis.weights import distinct
-from penstock.engine.engine import Model
 from penstock.errors import TooManyTokens, no_panic
-from penstock.quant import QuantizedTensor
 from penstock.server import responses, schema
 from penstock.server.answer import Answer
 from penstock.server.body import Bodies
@@ -31,6 +26,7 @@ from penstock.server.chat import ChatShape, TextShape, failed
 from penstock.server.errors import ApiError, dumps
 from penstock.server.guard import Access, Guard
 from penstock.server.metrics import CONTENT_TYPE, Metrics
+from penstock.server.model_info import info_of
 from penstock.server.openapi import described
 from penstock.server.service import Service, Work, response_format_of
 from penstock.server.stream import Events, EventStream, awaited
@@ -214,7 +210,18 @@ class Application:
 
     @functools.cached_property
     def _meta(self) -> dict[str, Any]:
-        return _meta(self.service.llm)
+        """What agents look up about a model: how much context there is, and its size."""
+        loaded = self.service.loaded
+        assert loaded is not None
+        info = info_of(loaded[0])
+        return {
+            "n_ctx": info.max_context,
+            "n_ctx_train": info.max_positions,
+            "n_vocab": info.vocab_size,
+            "n_params": info.parameters,
+            "size": info.weight_bytes,
+            "quantization": info.quantization,
+        }
 
     # -- tokens and templates ----------------------------------------------------------------------------------------
 
@@ -260,6 +267,8 @@ class Application:
             return Json({"status": "ok", "progress": 1.0, "model": service.name})
         error = service.unavailable()
         status = "shutting down" if service.closing else "error" if service.failure is not None else "loading"
+        if error.code == "engine_died":
+            status = "restarting"
         return Json({"status": status, "progress": service.progress, **error.body}, error.status, error.headers)
 
     async def _models(self, request: Request) -> Json:
@@ -310,27 +319,3 @@ def _tokens(answers: list[Answer]) -> str:
     counted = [answer.handle.usage for answer in answers]
     read, cached = counted[0].prompt_tokens, counted[0].cached_tokens
     return f", {read} tokens in ({cached} cached), {sum(one.completion_tokens for one in counted)} out"
-
-
-def _meta(llm: Any) -> dict[str, Any]:
-    """What agents look up about a model: how much context there is, and its size."""
-    params, bits = _parameters(llm.engine.model)
-    return {
-        "n_ctx": llm.max_context,
-        "n_ctx_train": llm.config.max_positions,
-        "n_vocab": llm.config.vocab_size,
-        "n_params": params,
-        "size": llm.stats().weight_bytes,
-        "quantization": bits,
-    }
-
-
-def _parameters(model: Model[Any, Any]) -> tuple[int, str | None]:
-    """How many numbers the weights stand for, and the bits of most of those that are quantized."""
-    total, by_bits = 0, Counter[int]()
-    for weight in distinct(model):
-        count = math.prod(weight.array.shape)
-        total += count
-        if isinstance(weight.array, QuantizedTensor):
-            by_bits[weight.array.bits] += count
-    return total, f"{by_bits.most_common(1)[0][0]}-bit" if by_bits else None

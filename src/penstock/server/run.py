@@ -20,14 +20,14 @@ from penstock.errors import PenstockError
 from penstock.server.app import Application
 from penstock.server.guard import Access
 from penstock.server.protocol import protocol_of
-from penstock.server.service import Options, Service
+from penstock.server.service import AnyScheduler, Options, Service
 
 if TYPE_CHECKING:
-    from penstock.api import LLM
+    from penstock.server.model_info import ServedModel
 
 log = logging.getLogger("penstock.server")
 
-Loader = Callable[[Callable[[float], None]], "tuple[LLM, Mapping[str, Any]]"]
+Loader = Callable[[Callable[[float], None]], "tuple[ServedModel, Mapping[str, Any]]"]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -100,11 +100,12 @@ def serve(
     bound: socket.socket,
     listening: Callable[[], None],
     ready: Callable[[Service], None],
+    make_scheduler: Callable[..., AnyScheduler] | None = None,
 ) -> Service:
     """Serve until a signal comes. `listening` is called when requests and signals are taken; the model is loaded
     meanwhile, and `ready` is called when it is there or has failed: then /health says why.
     """
-    service = Service(options)
+    service = Service(options, make_scheduler)
 
     def load() -> None:
         service.load(loader)
@@ -118,7 +119,9 @@ def serve(
         listening()
         loading.start()
 
-    Server(service, access, started).run(sockets=[bound])
+    server = Server(service, access, started)
+    service.stop = lambda: setattr(server, "should_exit", True)
+    server.run(sockets=[bound])
     if loading.is_alive():  # it cannot be interrupted, and must not run while the interpreter is taken down
         sys.stdout.flush()
         sys.stderr.flush()

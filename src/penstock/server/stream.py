@@ -61,11 +61,7 @@ class EventStream:
     """
 
     def __init__(
-        self,
-        events: Events,
-        failed: Callable[[BaseException], bytes],
-        limits: Limits,
-        ping_seconds: float,
+        self, events: Events, failed: Callable[[BaseException], bytes], limits: Limits, ping_seconds: float
     ) -> None:
         self._events, self._failed, self._limits = events, failed, limits
         self._ping = ping_seconds
