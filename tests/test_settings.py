@@ -22,6 +22,7 @@ def test_from_env_gives_defaults_without_variables():
         ("debug", "1", True),
         ("debug", "TRUE", True),
         ("debug", "off", False),
+        ("engine_process", "0", False),
     ],
 )
 def test_from_env_reads_each_setting(name, text, value):

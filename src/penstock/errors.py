@@ -56,6 +56,10 @@ class Cancelled(PenstockError):
     """A request that ended early although its reader wanted more: the model is being closed, or he took nothing."""
 
 
+class EngineDied(PenstockError):
+    """The process that runs the model has ended, and the request with it."""
+
+
 @contextmanager
 def no_panic(doing: str) -> Iterator[None]:
     """What a library written in Rust raises, as PenstockError: bare Exception, and where its code panics a

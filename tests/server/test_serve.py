@@ -276,15 +276,15 @@ def test_a_model_that_cannot_be_loaded_is_stated_and_the_status_is_1(tmp_path):
 def test_a_broken_template_is_refused_when_the_model_is_loaded(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "templates", llm.tokenizer.templates)  # put back afterwards
     with pytest.raises(CheckpointError, match=r"^--chat-template: chat template, line 1"):
-        _set_template(llm, "{% if %}")
+        _set_template(llm.tokenizer, "{% if %}")
 
 
 def test_a_models_own_template_is_compiled_before_the_first_chat_and_may_be_broken(llm, monkeypatch, capsys):
     template._child.close()
-    _compile_template(llm)
+    _compile_template(llm.tokenizer)
     assert template._child._process is not None and capsys.readouterr().err == ""
     monkeypatch.setattr(llm.tokenizer, "templates", template.ChatTemplates({"default": ("{% if %}", "t.jinja")}))
-    _compile_template(llm)
+    _compile_template(llm.tokenizer)
     warning = "penstock: warning: no chat will be answered: t.jinja: chat template, line 1"
     assert capsys.readouterr().err.startswith(warning)
 

@@ -360,24 +360,26 @@ class AnyModel:
         """The model with this many positions and threads, whatever the flags say of them."""
         from penstock import api
 
-        return api.load(
-            self.model,
-            device=self.device,
-            dtype=self.dtype,
-            activations=self.activations,
-            max_context=max_context,
-            threads=threads,
-            expert_cache=self.moe_cache or self.expert_cache,
-            expert_host=self.expert_host,
-            expert_io=self.expert_io,
-            expert_policy=self.expert_policy,
-            expert_file=self.expert_file,
-            expert_prefetch=self.expert_prefetch,
-            revision=self.revision,
-            offline=self.offline or None,
-            notify=notify,
-            progress=progress,
-        )
+        return api.load(**self.load_arguments(max_context, threads), notify=notify, progress=progress)
+
+    def load_arguments(self, max_context: int | None, threads: int | None) -> dict[str, Any]:
+        """The same as arguments of `penstock.load`: texts, numbers and None."""
+        return {
+            "path_or_hub_id": self.model,
+            "device": self.device,
+            "dtype": self.dtype,
+            "activations": self.activations,
+            "max_context": max_context,
+            "threads": threads,
+            "expert_cache": self.moe_cache or self.expert_cache,
+            "expert_host": self.expert_host,
+            "expert_io": self.expert_io,
+            "expert_policy": self.expert_policy,
+            "expert_file": self.expert_file,
+            "expert_prefetch": self.expert_prefetch,
+            "revision": self.revision,
+            "offline": self.offline or None,
+        }
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,11 @@ from penstock.settings import Settings, is_blank
 from penstock.units import amount
 
 if TYPE_CHECKING:
-    from penstock.api import LLM
+    from penstock.server.model_info import ServedModel
     from penstock.server.service import Service
+    from penstock.text.tokenizer import Tokenizer
 
-_NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+_NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "msgspec")
 _LEVELS = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _TEMPLATE_OPTIONS = ("--chat-template", "--chat-template-file", "--reasoning-format", "--reasoning-budget")
 
@@ -276,9 +277,26 @@ class LoadOptions:
     sse_ping_interval: Annotated[
         float, typer.Option("--sse-ping-interval", metavar="S", min=1, help="Sign of life on a silent stream.")
     ] = 30.0
+    engine_process: Annotated[
+        bool | None,
+        typer.Option(
+            "--engine-process/--no-engine-process",
+            help="The model in a process of its own, HTTP in the other; by default where there is a GPU.",
+        ),
+    ] = None
     shutdown_timeout: Annotated[
         float, typer.Option("--shutdown-timeout", metavar="S", min=0, help="For answers under way at the end.")
     ] = 10.0
+
+    def in_two_processes(self, device: str) -> bool:
+        """Whether the engine gets a process of its own, by the flag, the setting or the device."""
+        from penstock.backends.cuda.runtime import features
+
+        settings = Settings.from_env()
+        if self.engine_process is not None or settings.engine_process is not None:
+            return bool(settings.engine_process if self.engine_process is None else self.engine_process)
+        device = settings.device if device == "auto" else device
+        return device == "cuda" or (device == "auto" and features.driver_found())
 
 
 @verb(_REFUSED)
@@ -322,11 +340,14 @@ def serve(
     """
     _check_installed()
     from penstock.engine.protect import protect
+    from penstock.server.engine_start import engine_starter
     from penstock.server.guard import Access, hosts_of, is_loopback
     from penstock.server.limits import Limits
+    from penstock.server.model_info import RemoteModel, info_of, read_tokenizer
     from penstock.server.run import bind
     from penstock.server.run import serve as run
     from penstock.server.service import Options
+    from penstock.weights.resolve import resolve_model
 
     keys, hosts = address.keys(), _split(address.allowed_hosts)
     if not keys and not address.insecure and not is_loopback(address.host):
@@ -334,6 +355,8 @@ def serve(
             f"--host: {address.host} can be reached from other machines, expected --api-key with it (or --insecure)"
         )
     template, own = answers.template(), answers.own_defaults()
+    arguments = model.load_arguments(model.max_context or None, model.threads)
+    starter = engine_starter(arguments, note) if load.in_two_processes(model.device) else None
     options = Options(
         names=_names(model, answers.alias or []),
         defaults=answers.defaults(),
@@ -366,31 +389,39 @@ def serve(
     def listening() -> None:
         note(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
 
-    def loader(progress: Callable[[float], None]) -> "tuple[LLM, Mapping[str, Any]]":
+    def prepared(tokenizer: "Tokenizer") -> "Mapping[str, Any]":
+        """Get templates ready; the model's own defaults of sampling."""
+        if template is not None:
+            _set_template(tokenizer, template)
+        else:
+            _compile_template(tokenizer)
+        return _own_defaults(model) if own else {}
+
+    def loader(progress: Callable[[float], None]) -> "tuple[ServedModel, Mapping[str, Any]]":
+        if starter is not None:
+            found = resolve_model(model.model, revision=model.revision, offline=model.offline or None)
+            tokenizer = read_tokenizer(found)
+            return RemoteModel(tokenizer), prepared(tokenizer)
         llm = model.load(note, progress)
         note(protect(llm.engine))
-        if template is not None:
-            _set_template(llm, template)
-        else:
-            _compile_template(llm)
-        return llm, _own_defaults(model) if own else {}
+        return llm, prepared(llm.tokenizer)
 
     def ready(service: "Service") -> None:
         if service.failure is not None:
             note(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
             return
         assert service.loaded is not None
-        llm, _ = service.loaded
-        stats = llm.stats()
+        info = info_of(service.loaded[0])
+        where = info.device if starter is None else f"{info.device}, in a process of its own"
         note(
-            f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(stats.weight_bytes)} of "
-            f"weights, context of {llm.max_context} tokens, {llm.engine.device.name}"
+            f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(info.weight_bytes)} of "
+            f"weights, context of {info.max_context} tokens, {where}"
         )
         note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
         if webui:
             note(f"  In a browser:   {url}")
 
-    service = run(loader, options, access, bound, listening, ready)
+    service = run(loader, options, access, bound, listening, ready, starter)
     if service.failure is not None:
         raise typer.Exit(1)
 
@@ -431,21 +462,20 @@ def _own_defaults(model: ModelOptions) -> dict[str, Any]:
     return generation_defaults(None if found.kind == "gguf" else found.path)
 
 
-def _set_template(llm: "LLM", text: str) -> None:
+def _set_template(tokenizer: "Tokenizer", text: str) -> None:
     """Give a model another chat template; it fails here, not with the first request, if it is broken."""
     from penstock.text.template import ChatTemplates
 
-    tokenizer = llm.tokenizer
     before = tokenizer.templates
     named = {} if before is None else before.special_tokens
     tokenizer.templates = ChatTemplates({"default": (text, "--chat-template")}, named)
     tokenizer.templates.compile()
 
 
-def _compile_template(llm: "LLM") -> None:
+def _compile_template(tokenizer: "Tokenizer") -> None:
     """Compile the model's own chat template, so that the first chat does not wait; the rest works without one."""
     try:
-        llm.tokenizer.compile_chat_template()
+        tokenizer.compile_chat_template()
     except PenstockError as error:
         note(f"penstock: warning: no chat will be answered: {error}")
 

@@ -78,7 +78,12 @@ class Completion:
 class Constraint(Protocol):
     """What may come next in one answer (see `grammar.Grammar`)."""
 
-    done: bool  # nothing but the end may follow
+    source: str  # makes the same one in another process
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing but the end may follow."""
+        ...
 
     def mask(self) -> np.ndarray | None:
         """uint32 words: bit i % 32 of word i // 32 says whether token i is allowed; None: all are."""

@@ -8,8 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.engine.request import AnswerText, Chunk, Completion, Request, Timings, Usage
@@ -35,6 +34,22 @@ class Driver(Protocol):
         ...
 
 
+class TokenBatch:
+    """What a step puts into many queues: readers in an event loop are woken with one call into it, by `wake`."""
+
+    def __init__(self) -> None:
+        self._futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+
+    def add(self, future: asyncio.Future[None]) -> None:
+        self._futures.setdefault(future.get_loop(), []).append(future)
+
+    def wake(self) -> None:
+        for loop, futures in self._futures.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and its readers with it
+                loop.call_soon_threadsafe(_resolve, futures)
+        self._futures = {}
+
+
 class ChunkQueue:
     """One writer, one reader, and about `limit` tokens between them; beside them how far the request is.
 
@@ -52,11 +67,13 @@ class ChunkQueue:
         self.last_read = 0.0
         self._limit = limit
         self._wake = wake
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed: threading.Condition | None = None  # that a thread waits for
         self._tokens: deque[Token] = deque()
+        self._last: Token | None = None  # read when the request has ended, with its numbers
         self._ended = False
         self._error: Exception | None = None
-        self._futures: list[asyncio.Future[None]] = []
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def full(self) -> bool:
@@ -71,69 +88,93 @@ class ChunkQueue:
         """Whether `get` would not wait."""
         return bool(self._tokens) or self._ended
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether all was read, and the request did not end with an error."""
+        return self._ended and not self._tokens and self._error is None
+
     # for the engine
 
-    def put(self, token: Token) -> None:
-        """Hand a token out; the last one tells the reader with `end`, which follows at once."""
+    def put(self, token: Token, batch: TokenBatch | None = None) -> None:
+        """Hand a token out; `end` follows the last one at once. With a batch the reader is woken by that."""
         with self._lock:
-            self._tokens.append(token)
             if token.finish_reason is None:
-                self._notify()
+                self._tokens.append(token)
+                self._notify(batch)
+            else:
+                self._last = token
 
-    def end(self, error: Exception | None) -> None:
+    def end(self, error: Exception | None, batch: TokenBatch | None = None) -> None:
         with self._lock:
+            if self._last is not None:
+                self._tokens.append(self._last)
+                self._last = None
             self.state, self._ended, self._error = "done", True, error
-            self._notify()
+            self._notify(batch)
 
-    def _notify(self) -> None:
-        self._lock.notify_all()
-        for future in self._futures:
-            with contextlib.suppress(RuntimeError):  # its loop was closed, and the reader with it
-                future.get_loop().call_soon_threadsafe(_resolve, future)
-        self._futures.clear()
+    def _notify(self, batch: TokenBatch | None) -> None:
+        if self._changed is not None:
+            self._changed.notify_all()
+        if self._waiter is not None:
+            woken = TokenBatch() if batch is None else batch
+            woken.add(self._waiter)
+            self._waiter = None
+            if batch is None:
+                woken.wake()
 
     # for the reader
-
-    def wait(self, timeout: float) -> None:
-        """Until there is something to read, or the time is over."""
-        with self._lock:
-            self._lock.wait_for(lambda: self.ready, timeout)
 
     def get(self, timeout: float | None = None) -> Token | None:
         """The next token, None at the end; raises the error that ended the request, and TimeoutError."""
         with self._lock:
-            if not self._lock.wait_for(lambda: self.ready, timeout):
+            if not self._waited(timeout):
                 raise TimeoutError
-            token, freed = self._taken()
+            tokens, freed = self._taken(1)
         if freed:
             self._wake()
-        return token
+        return tokens[0] if tokens else None
 
-    async def get_async(self) -> Token | None:
-        while True:
-            with self._lock:
-                future = None if self.ready else self._future()
-                token, freed = (None, False) if future is not None else self._taken()
-            if freed:
-                self._wake()
-            if future is None:
-                return token
-            await future
+    def wait(self, timeout: float) -> None:
+        """Until there is something to read, or the time is over."""
+        with self._lock:
+            self._waited(timeout)
 
-    def _future(self) -> asyncio.Future[None]:
-        future = asyncio.get_running_loop().create_future()
-        self._futures.append(future)
-        return future
+    def _waited(self, timeout: float | None) -> bool:
+        """Whether there is something to read, at the latest after the time; the lock is held."""
+        if self.ready:
+            return True
+        self._changed = self._changed or threading.Condition(self._lock)
+        return self._changed.wait_for(lambda: self.ready, timeout)
 
-    def _taken(self) -> tuple[Token | None, bool]:
-        """The next token, and whether the engine has to know that it was read."""
+    def drain(self) -> list[Token]:
+        """All tokens that are there; raises the error that ended the request, once all before it were read."""
+        with self._lock:
+            if not self._tokens and self._error is None:
+                return []
+            tokens, freed = self._taken(len(self._tokens))
+        if freed:
+            self._wake()
+        return tokens
+
+    def wait_with(self, future: asyncio.Future[None]) -> bool:
+        """Have a future of the reader's loop done when there is something to read; False: there is already."""
+        with self._lock:
+            self._waiter = None if self.ready else future
+            return self._waiter is not None
+
+    def _taken(self, count: int) -> tuple[list[Token], bool]:
+        """The next tokens, and whether the engine has to know that they were read."""
         if self._tokens:
             full, self.last_read = self.full, time.monotonic()
-            token = self._tokens.popleft()
-            return token, full or (self.state == "waiting" and self.drained)
+            if count == len(self._tokens):
+                tokens = list(self._tokens)
+                self._tokens.clear()
+            else:
+                tokens = [self._tokens.popleft() for _ in range(count)]
+            return tokens, (full and not self.full) or (self.state == "waiting" and self.drained)
         if self._error is not None:
             raise self._error
-        return None, False
+        return [], False
 
 
 class ResponseHandle:
@@ -182,6 +223,11 @@ class ResponseHandle:
         """Whether the next chunk, or the end, is there."""
         return self.finish_reason is not None or self._queue.ready
 
+    @property
+    def driven(self) -> bool:
+        """Whether its reader runs the steps."""
+        return self._driver is not None and not self._driver.threaded
+
     def poll(self) -> None:
         """Wait a moment for the next chunk, running a step where nothing else does."""
         with self._reading():
@@ -190,9 +236,12 @@ class ResponseHandle:
             else:
                 self._driver.drive(self._queue)
 
-    def cancel(self) -> None:
-        """End the request within one token, from any thread. Its chunks then end as if it were done."""
-        self._cancel(False)
+    def cancel(self, finished: bool = False) -> None:
+        """End the request within one token, from any thread. Its chunks then end as if it were done.
+
+        finished: because the answer is complete.
+        """
+        self._cancel(finished)
 
     def __iter__(self) -> Iterator[Chunk]:
         """Chunks as they come. Raises what the request failed with, or Cancelled if others ended it."""
@@ -209,15 +258,31 @@ class ResponseHandle:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self.finish_reason is not None:
+        if not self.ended:
+            await wait_any([self])
+        chunk = None if self.ended else self._next(None)
+        if chunk is None:
             raise StopAsyncIteration
-        with self._reading():
-            while not (self._driver is None or self._driver.threaded or self._queue.ready):
-                await asyncio.to_thread(self._driver.drive, self._queue)
-            token = await self._queue.get_async()
-        if token is None:
-            raise StopAsyncIteration
-        return self._read(token)
+        return chunk
+
+    @property
+    def ended(self) -> bool:
+        """Whether no chunk is left to be read; False while an error is."""
+        return self.finish_reason is not None or self._queue.exhausted
+
+    def read(self) -> list[Chunk]:
+        """The chunks that are there, without waiting. Raises as iteration does, once those before were read."""
+        chunks: list[Chunk] = []
+        if self.finish_reason is None:
+            for token in self._queue.drain():
+                chunks.append(self._read(token))
+                if self.finish_reason is not None:
+                    break
+        return chunks
+
+    def take(self) -> list[Token]:
+        """The tokens that are there, without their text: for one who passes them on. Raises as `read`."""
+        return self._queue.drain()
 
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end: the whole answer, also where chunks of it were read (finish_reason "cancelled" after
@@ -233,8 +298,9 @@ class ResponseHandle:
 
     async def wait(self) -> Completion:
         """`result` in an event loop. If the task is cancelled meanwhile, the request goes on: call `cancel`."""
-        async for _ in self:
-            pass
+        while not self.ended:
+            await wait_any([self])
+            self.read()
         return self.completion()
 
     def completion(self) -> Completion:
@@ -251,11 +317,20 @@ class ResponseHandle:
             seed=self.request.params.seed,
         )
 
+    async def drive(self) -> None:
+        """Run steps until there is something to read, where nothing else does."""
+        while not self.ready:
+            await asyncio.to_thread(self.poll)
+
+    def wait_with(self, future: asyncio.Future[None]) -> bool:
+        """Have a future of the reader's loop done when there is something to read; False: there is already."""
+        return self._queue.wait_with(future)
+
     def _next(self, end: float | None) -> Chunk | None:
         if self.finish_reason is not None:
             return None
         with self._reading():
-            while not (self._driver is None or self._driver.threaded or self._queue.ready):
+            while self._driver is not None and self.driven and not self._queue.ready:
                 if end is not None and time.monotonic() > end:
                     raise TimeoutError
                 self._driver.drive(self._queue)
@@ -283,14 +358,13 @@ class ResponseHandle:
         return chunk
 
 
-def in_order_of_arrival(handles: Seq[ResponseHandle]) -> Iterator[tuple[int, Chunk]]:
+def in_order_of_arrival(handles: Sequence[ResponseHandle]) -> Iterator[tuple[int, Chunk]]:
     """(number of the handle, chunk) of requests of one scheduler, whichever comes first, to the end of all of them."""
     left = dict(enumerate(handles))
     while left:
-        first = next(iter(left.values()))
         ready = [number for number, handle in left.items() if handle.ready]
         if not ready:
-            first.poll()
+            next(iter(left.values())).poll()
         for number in ready:
             chunk = next(left[number], None)
             if chunk is not None:
@@ -299,9 +373,22 @@ def in_order_of_arrival(handles: Seq[ResponseHandle]) -> Iterator[tuple[int, Chu
                 del left[number]
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+async def wait_any(handles: Sequence[ResponseHandle]) -> None:
+    """Returns when one of the handles has something to read, or has ended."""
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    for handle in handles:
+        if handle.driven:
+            await handle.drive()
+        if not handle.wait_with(future):
+            await asyncio.sleep(0)  # other readers of the loop go first
+            return
+    await future
+
+
+def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
 
 
 def _forget(queue: ChunkQueue) -> None:

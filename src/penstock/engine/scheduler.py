@@ -39,7 +39,7 @@ from penstock.engine.execution import Execution, Part, sampled
 from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.request import Request, Timings
-from penstock.engine.response import ChunkQueue, ResponseHandle, Token
+from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
 from penstock.engine.sampling import Sampler
 from penstock.engine.state import RequestState
 from penstock.engine.steps import MOST_TOKENS
@@ -140,6 +140,8 @@ class Scheduler:
         self._counts: dict[str, int] = dict.fromkeys(("finished", "cancelled", "failed", "refused"), 0)
         self._known: weakref.WeakSet[Request] = weakref.WeakSet()
 
+        self._closed = threading.Event()
+        self._batch: TokenBatch | None = None  # wakes the readers of a step's tokens, while there is one
         self._stepping = threading.RLock()  # held by the thread that runs a step
         self._handed_in = 0  # prompt tokens so far
         self._served: set[Hashable] = set()  # clients with a request that was let in since the turn came round
@@ -256,6 +258,9 @@ class Scheduler:
         thread, with a shorter one.
         """
         self.begin_close(deadline)
+        if self.threaded:
+            self._closed.wait()
+            return
         while not self.idle:
             with self._stepping:
                 worked = self.step()
@@ -282,6 +287,7 @@ class Scheduler:
             self._end(state, Cancelled(f"scheduler: it has stopped: {failure}"))
         if self._prefix is not None:
             self._prefix.clear()
+        self._closed.set()
 
     def __enter__(self) -> Scheduler:
         return self
@@ -363,6 +369,14 @@ class Scheduler:
 
         For one thread at a time; with `SchedulerThread` for that one alone.
         """
+        self._batch = TokenBatch()
+        try:
+            return self._step()
+        finally:
+            batch, self._batch = self._batch, None
+            batch.wake()
+
+    def _step(self) -> bool:
         with self.condition:
             self._changed = False
         self._reap()
@@ -676,7 +690,7 @@ class Scheduler:
         state.failures = 0
         state.count()
         self._work.generated_tokens += 1
-        state.queue.put(token)
+        state.queue.put(token, self._batch)
         if token.finish_reason is not None:
             self._end(state, None)
 
@@ -699,7 +713,7 @@ class Scheduler:
             self._running.remove(state)
             self._counts[kind] += 1
             self._retry = True
-        state.queue.end(error)
+        state.queue.end(error, self._batch)
 
 
 def _promises(states: Seq[RequestState]) -> list[tuple[Sequence, Pages]]:

@@ -20,7 +20,7 @@ class SchedulerThread:
 
     def close(self, deadline: float | None = None) -> None:
         """As `Scheduler.close`; returns when the thread has ended."""
-        self.scheduler.begin_close(deadline)
+        self.scheduler.close(deadline)
         self._thread.join()
         atexit.unregister(self.close)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,37 +38,40 @@ class AnswerChunk:
 
 
 class Answer:
-    """The answer of one ticket, read piece by piece with `async for`. Without a parser all text is content."""
+    """The answer of one handle, read piece by piece. Without a parser all text is content."""
 
     def __init__(
-        self, index: int, ticket: ResponseHandle, parser: Parser | None, texts: TokenTexts, one_call: bool = False
+        self, index: int, handle: ResponseHandle, parser: Parser | None, texts: TokenTexts, one_call: bool = False
     ) -> None:
-        self.index, self.ticket = index, ticket
+        self.index, self.handle = index, handle
+        self.ended = False  # no piece is left to be read
         self.reasoning_tokens = 0
         self._parser, self._texts, self._one_call = parser, texts, one_call
         self._thinking = False
 
-    async def __aiter__(self) -> AsyncIterator[AnswerChunk]:
-        async for chunk in self.ticket:
-            piece = self._taken(chunk)
-            yield piece
-            if piece.finish_reason is not None:
-                self.ticket.cancel()  # nothing more is wanted, where the parser saw the end before the model
-                return
+    def read(self) -> list[AnswerChunk]:
+        """The pieces that are there, without waiting. Raises what the request failed with, after those before it."""
+        return self._pieces(self.handle.read())
 
     async def whole(self) -> list[AnswerChunk]:
         """All pieces at once, when the answer is complete."""
-        await self.ticket.wait()
-        pieces = []
-        for chunk in self.ticket.chunks:
+        await self.handle.wait()
+        return self._pieces(self.handle.chunks)
+
+    def _pieces(self, chunks: Sequence[Chunk]) -> list[AnswerChunk]:
+        pieces: list[AnswerChunk] = []
+        for chunk in chunks:
             pieces.append(self._taken(chunk))
             if pieces[-1].finish_reason is not None:
-                break
+                self.ended = True
+                self.handle.cancel()  # nothing more is wanted, where the parser saw the end before the model
+                return pieces
+        self.ended = self.handle.ended
         return pieces
 
     def _taken(self, chunk: Chunk) -> AnswerChunk:
         logprob = None
-        if chunk.logprob is not None and chunk.token not in self.ticket.request.eos:
+        if chunk.logprob is not None and chunk.token not in self.handle.request.eos:
             logprob = self._logprob(chunk)
         parser = self._parser
         if parser is None:
@@ -108,46 +110,13 @@ def _first_call(deltas: list[Delta]) -> list[Delta]:
     return kept
 
 
-async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, AnswerChunk], None]:
-    """The pieces of several answers in the order in which they come. Raises what the first failing one raised."""
-    if len(answers) == 1:
-        async for piece in answers[0]:
-            yield answers[0], piece
-        return
-    arriving: asyncio.Queue[tuple[Answer, AnswerChunk | BaseException | None]] = asyncio.Queue(4 * len(answers))
-
-    async def follow(answer: Answer) -> None:
-        end: BaseException | None = None
-        try:
-            async for piece in answer:
-                await arriving.put((answer, piece))
-        except Exception as error:
-            end = error
-        await arriving.put((answer, end))
-
-    tasks = [asyncio.create_task(follow(answer)) for answer in answers]
-    try:
-        left = len(tasks)
-        while left:
-            answer, piece = await arriving.get()
-            if isinstance(piece, AnswerChunk):
-                yield answer, piece
-            elif piece is None:
-                left -= 1
-            else:
-                raise piece
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Numbers
 
 
 def usage(answers: Sequence[Answer], prompts: int = 1) -> dict[str, Any]:
     """Tokens as OpenAI counts them: a prompt once, however many answers it has (they stand beside each other)."""
-    counted = [answer.ticket.usage for answer in answers]
+    counted = [answer.handle.usage for answer in answers]
     firsts = counted[:: max(1, len(counted) // prompts)]
     prompt = sum(one.prompt_tokens for one in firsts)
     written = sum(one.completion_tokens for one in counted)
@@ -162,8 +131,8 @@ def usage(answers: Sequence[Answer], prompts: int = 1) -> dict[str, Any]:
 
 def timings(answers: Sequence[Answer]) -> dict[str, Any]:
     """Milliseconds and rates as llama.cpp names them; several answers count together, as they ran."""
-    times = [answer.ticket.timings for answer in answers]
-    counted = [answer.ticket.usage for answer in answers]
+    times = [answer.handle.timings for answer in answers]
+    counted = [answer.handle.usage for answer in answers]
     cached = sum(one.cached_tokens for one in counted)
     read = sum(one.prompt_tokens for one in counted) - cached
     written = sum(one.completion_tokens for one in counted)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +18,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from penstock._version import __version__
-from penstock.analysis.weights import distinct
-from penstock.engine.engine import Model
 from penstock.errors import TooManyTokens, no_panic
-from penstock.quant import QuantizedTensor
 from penstock.server import responses, schema
 from penstock.server.answer import Answer
 from penstock.server.body import Bodies
@@ -31,9 +26,10 @@ from penstock.server.chat import ChatShape, TextShape, failed
 from penstock.server.errors import ApiError, dumps
 from penstock.server.guard import Access, Guard
 from penstock.server.metrics import CONTENT_TYPE, Metrics
+from penstock.server.model_info import info_of
 from penstock.server.openapi import described
 from penstock.server.service import Service, Work, response_format_of
-from penstock.server.stream import EventStream, awaited
+from penstock.server.stream import Events, EventStream, awaited
 from penstock.text.token_texts import TokenTexts
 
 _T = TypeVar("_T")
@@ -156,18 +152,18 @@ class Application:
         answers = self._submitted(request, work)
         if asked.stream:
             include = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-            return self._stream(shape.events(answers, include), failed, answers)
+            return self._stream(shape.events(answers, include), failed)
         pieces = await self._awaited(asyncio.gather(*(answer.whole() for answer in answers)), request, answers)
         return Json(shape.whole(answers, pieces))
 
     async def _responses(self, request: Request) -> Any:
         asked, work = await self._ready(request, schema.ResponsesRequest, self._responses_work)
         [answer] = self._submitted(request, work)
-        params = work.requests[0].sampler.params
+        params = work.requests[0].params
         sampling = {"temperature": params.temperature, "top_p": params.top_p}
         shape = responses.ResponsesShape(asked, self.service.name, sampling)
         if asked.stream:
-            return self._stream(shape.events(answer), shape.failed, [answer])
+            return self._stream(shape.events(answer), shape.failed)
         return Json(await self._awaited(shape.whole(answer), request, [answer]))
 
     def _responses_work(self, asked: schema.ResponsesRequest) -> Work:
@@ -196,18 +192,17 @@ class Application:
             return await asyncio.get_running_loop().run_in_executor(threads, work, body)
 
     def _submitted(self, request: Request, work: Work) -> list[Answer]:
-        tickets = self.service.submit(work, request.state.client)
-        pairs = zip(tickets, work.parsers, strict=True)
-        answers = [Answer(n, ticket, parser, self._texts, work.one_call) for n, (ticket, parser) in enumerate(pairs)]
+        handles = self.service.submit(work, request.state.client)
+        pairs = zip(handles, work.parsers, strict=True)
+        answers = [Answer(n, handle, parser, self._texts, work.one_call) for n, (handle, parser) in enumerate(pairs)]
         request.state.note.append(lambda: _tokens(answers))
         return answers
 
-    def _stream(self, events: Any, failed: Any, answers: list[Answer]) -> EventStream:
-        tickets = [answer.ticket for answer in answers]
-        return EventStream(events, failed, tickets, self._options.limits, self._options.ping_seconds)
+    def _stream(self, events: Events, failed: Callable[[BaseException], bytes]) -> EventStream:
+        return EventStream(events, failed, self._options.limits, self._options.ping_seconds)
 
     async def _awaited(self, work: Awaitable[_T], request: Request, answers: list[Answer]) -> _T:
-        return await awaited(work, request.receive, [answer.ticket for answer in answers], self._options.limits)
+        return await awaited(work, request.receive, [answer.handle for answer in answers], self._options.limits)
 
     @functools.cached_property
     def _texts(self) -> TokenTexts:
@@ -215,7 +210,18 @@ class Application:
 
     @functools.cached_property
     def _meta(self) -> dict[str, Any]:
-        return _meta(self.service.llm)
+        """What agents look up about a model: how much context there is, and its size."""
+        loaded = self.service.loaded
+        assert loaded is not None
+        info = info_of(loaded[0])
+        return {
+            "n_ctx": info.max_context,
+            "n_ctx_train": info.max_positions,
+            "n_vocab": info.vocab_size,
+            "n_params": info.parameters,
+            "size": info.weight_bytes,
+            "quantization": info.quantization,
+        }
 
     # -- tokens and templates ----------------------------------------------------------------------------------------
 
@@ -261,6 +267,8 @@ class Application:
             return Json({"status": "ok", "progress": 1.0, "model": service.name})
         error = service.unavailable()
         status = "shutting down" if service.closing else "error" if service.failure is not None else "loading"
+        if error.code == "engine_died":
+            status = "restarting"
         return Json({"status": status, "progress": service.progress, **error.body}, error.status, error.headers)
 
     async def _models(self, request: Request) -> Json:
@@ -308,30 +316,6 @@ async def _page_file(name: str, kind: str, request: Request) -> Response:
 
 
 def _tokens(answers: list[Answer]) -> str:
-    counted = [answer.ticket.usage for answer in answers]
+    counted = [answer.handle.usage for answer in answers]
     read, cached = counted[0].prompt_tokens, counted[0].cached_tokens
     return f", {read} tokens in ({cached} cached), {sum(one.completion_tokens for one in counted)} out"
-
-
-def _meta(llm: Any) -> dict[str, Any]:
-    """What agents look up about a model: how much context there is, and its size."""
-    params, bits = _parameters(llm.engine.model)
-    return {
-        "n_ctx": llm.max_context,
-        "n_ctx_train": llm.config.max_positions,
-        "n_vocab": llm.config.vocab_size,
-        "n_params": params,
-        "size": llm.stats().weight_bytes,
-        "quantization": bits,
-    }
-
-
-def _parameters(model: Model[Any, Any]) -> tuple[int, str | None]:
-    """How many numbers the weights stand for, and the bits of most of those that are quantized."""
-    total, by_bits = 0, Counter[int]()
-    for weight in distinct(model):
-        count = math.prod(weight.array.shape)
-        total += count
-        if isinstance(weight.array, QuantizedTensor):
-            by_bits[weight.array.bits] += count
-    return total, f"{by_bits.most_common(1)[0][0]}-bit" if by_bits else None

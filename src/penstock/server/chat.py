@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from penstock.server.answer import Answer, AnswerChunk, merged, timings, usage
+from penstock.server.answer import Answer, AnswerChunk, timings, usage
 from penstock.server.errors import as_api_error, dumps
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Reasoning, gather
 
@@ -34,40 +35,34 @@ class ChatShape:
         numbers = {"usage": usage(answers, self._prompts), "timings": timings(answers)}
         return self._about | {"object": self.whole_object, "choices": choices} | numbers
 
-    async def events(self, answers: Sequence[Answer], include_usage: bool) -> AsyncGenerator[bytes, None]:
+    def events(self, answers: Sequence[Answer], include_usage: bool) -> ChatEvents:
         """The same as it comes: what each token brings, the reasons of the ends, numbers if asked for, [DONE]."""
-        nulls = {"usage": None} if include_usage else {}
-        # written once: it is the larger part of every event
-        beginning = b"data: " + dumps(self._about | {"object": self.chunk_object} | nulls)[:-1] + b',"choices":['
-        if opening := b"".join(_event(beginning, self._opening(answer.index)) for answer in answers):
-            yield opening
-        left = len(answers)
-        async for answer, piece in merged(answers):
-            event = b""
-            if piece.deltas or piece.logprob is not None:
-                event = _event(beginning, self._delta(answer.index, piece))
-            if piece.finish_reason is not None:
-                left -= 1
-                more = {} if left else {"timings": timings(answers)}
-                event += _event(beginning, self._end(answer.index, piece.finish_reason), **more)
-            if event:
-                yield event
-        closing = b""
-        if include_usage:
-            numbers = {"usage": usage(answers, self._prompts), "timings": timings(answers)}
-            closing = b"data: " + dumps(self._about | {"object": self.chunk_object, "choices": []} | numbers) + b"\n\n"
-        yield closing + _DONE
+        return ChatEvents(self, answers, include_usage)
 
-    def _opening(self, index: int) -> dict[str, Any] | None:
+    def beginning(self, include_usage: bool) -> bytes:
+        """The bytes of every event up to its choice: written once, they are the larger part of it."""
+        nulls = {"usage": None} if include_usage else {}
+        return b"data: " + dumps(self._about | {"object": self.chunk_object} | nulls)[:-1] + b',"choices":['
+
+    def numbers(self, answers: Sequence[Answer]) -> bytes:
+        """The event with usage and timings."""
+        numbers = {"usage": usage(answers, self._prompts), "timings": timings(answers)}
+        return b"data: " + dumps(self._about | {"object": self.chunk_object, "choices": []} | numbers) + b"\n\n"
+
+    def text_around(self, index: int) -> tuple[bytes, bytes]:
+        """A choice that brings content and nothing else: the bytes before its text and those behind it."""
+        return _around(self.delta(index, AnswerChunk([Content("")])))
+
+    def opening(self, index: int) -> dict[str, Any] | None:
         """The choice of an answer's first event."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _end(self, index: int, reason: str) -> dict[str, Any]:
+    def end(self, index: int, reason: str) -> dict[str, Any]:
         """That of its last one."""
         return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
 
-    def _delta(self, index: int, piece: AnswerChunk) -> dict[str, Any]:
+    def delta(self, index: int, piece: AnswerChunk) -> dict[str, Any]:
         """Those between."""
         delta: dict[str, Any] = {}
         for part in piece.deltas:
@@ -120,13 +115,13 @@ class TextShape(ChatShape):
         super().__init__(model, fingerprint, prompts, logprobs)
         self._offsets: dict[int, int] = {}
 
-    def _opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int) -> dict[str, Any] | None:
         return None
 
-    def _end(self, index: int, reason: str) -> dict[str, Any]:
+    def end(self, index: int, reason: str) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": reason}
 
-    def _delta(self, index: int, piece: AnswerChunk) -> dict[str, Any]:
+    def delta(self, index: int, piece: AnswerChunk) -> dict[str, Any]:
         logprobs = None if piece.logprob is None else self._table(index, [piece])
         return {"index": index, "text": _text([piece]), "logprobs": logprobs, "finish_reason": None}
 
@@ -150,15 +145,72 @@ class TextShape(ChatShape):
         }
 
 
+class ChatEvents:
+    """The events of one or more answers, as they come."""
+
+    def __init__(self, shape: ChatShape, answers: Sequence[Answer], include_usage: bool) -> None:
+        self.answers, self.done = answers, False
+        self._shape, self._include_usage = shape, include_usage
+        self._beginning = shape.beginning(include_usage)
+        self._around = [self._text_around(answer.index) for answer in answers]
+        self._opening = b"".join(self._event(shape.opening(answer.index)) for answer in answers)
+        self._error: Exception | None = None
+
+    def read(self) -> bytes:
+        if self._error is not None:
+            raise self._error
+        events = [self._opening]
+        self._opening = b""
+        for answer, around in zip(self.answers, self._around, strict=True):
+            if answer.ended:
+                continue
+            try:
+                pieces = answer.read()
+            except Exception as error:
+                self._error = error
+                break
+            for piece in pieces:
+                self._add(events, answer, piece, around)
+        self.done = self._error is None and all(answer.ended for answer in self.answers)
+        if self.done:
+            events.append(self._shape.numbers(self.answers) + _DONE if self._include_usage else _DONE)
+        data = b"".join(events)
+        if self._error is not None and not data:
+            raise self._error
+        return data
+
+    def _add(self, events: list[bytes], answer: Answer, piece: AnswerChunk, around: tuple[bytes, bytes]) -> None:
+        deltas, logprob = piece.deltas, piece.logprob
+        if len(deltas) == 1 and logprob is None and type(deltas[0]) is Content:
+            before, behind = around
+            events.append(before + encode_basestring_ascii(deltas[0].text).encode() + behind)
+        elif deltas or logprob is not None:
+            events.append(self._event(self._shape.delta(answer.index, piece)))
+        if piece.finish_reason is not None:
+            end = self._shape.end(answer.index, piece.finish_reason)
+            others = any(not other.ended for other in self.answers)
+            events.append(self._event(end, **({} if others else {"timings": timings(self.answers)})))
+
+    def _text_around(self, index: int) -> tuple[bytes, bytes]:
+        before, behind = self._shape.text_around(index)
+        return self._beginning + before, behind + b"]}\n\n"
+
+    def _event(self, choice: dict[str, Any] | None, **more: Any) -> bytes:
+        """An event of one choice; nothing for None."""
+        if choice is None:
+            return b""
+        return self._beginning + dumps(choice) + (b"]," + dumps(more)[1:] if more else b"]}") + b"\n\n"
+
+
+def _around(choice: dict[str, Any]) -> tuple[bytes, bytes]:
+    """A choice without text, in two parts between which the text stands, a JSON string with its quotes."""
+    before, empty, behind = dumps(choice).partition(b'""')
+    assert empty
+    return before, behind
+
+
 def _text(pieces: Sequence[AnswerChunk]) -> str:
     return "".join(delta.text for piece in pieces for delta in piece.deltas if isinstance(delta, Content))
-
-
-def _event(beginning: bytes, choice: dict[str, Any] | None, **more: Any) -> bytes:
-    """An event of one choice; nothing for None."""
-    if choice is None:
-        return b""
-    return beginning + dumps(choice) + (b"]," + dumps(more)[1:] if more else b"]}") + b"\n\n"
 
 
 def failed(error: BaseException) -> bytes:

@@ -7,7 +7,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, PenstockError, QueueFull
+from penstock.errors import (
+    Cancelled,
+    CheckpointError,
+    EngineDied,
+    InvalidArgument,
+    OutOfMemory,
+    PenstockError,
+    QueueFull,
+)
 
 _FOLDERS = re.compile(r"^.*/(?=[^/]*: )")  # up to the last slash before a name and what is said of it
 
@@ -58,6 +66,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(429, one_line(error), code="queue_full", headers=wait)
     if isinstance(error, Cancelled):
         return unavailable(one_line(error), "cancelled")
+    if isinstance(error, EngineDied):
+        return unavailable(one_line(error), "engine_died", retry_after=1)
     if isinstance(error, OutOfMemory):
         return unavailable(one_line(error), "out_of_memory", retry_after=1)
     if isinstance(error, InvalidArgument):

@@ -28,9 +28,12 @@ def protocol_of(limits: Limits) -> type[asyncio.Protocol]:
 
 
 class _Connection(h11.Connection):
-    """h11's, which can have written the first bytes of a response before there is one."""
+    """h11's, which can have written the first bytes of a response before there is one, and frames the parts of a
+    chunked body itself: h11 takes 7 µs for one to find that nothing changed.
+    """
 
     _ahead = 0
+    _chunked = False  # the response under way
 
     def begin(self) -> bytes:
         """The next byte of the response, of those that are always the same."""
@@ -38,7 +41,11 @@ class _Connection(h11.Connection):
         return _START[self._ahead - 1 : self._ahead]
 
     def send(self, event: Any) -> bytes | None:  # type: ignore[override]
+        if self._chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
         data: bytes | None = super().send(event)
+        if isinstance(event, h11.Response):
+            self._chunked = b"\r\ntransfer-encoding: chunked\r\n" in (data or b"").lower()
         if data:
             data, self._ahead = data[self._ahead :], 0
         return data

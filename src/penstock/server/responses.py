@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from penstock.server.answer import Answer, AnswerChunk, usage
@@ -105,16 +104,12 @@ class ResponsesShape:
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         for piece in await answer.whole():
-            self._take(piece, answer)
+            self.take(piece, answer)
         return self.body
 
-    async def events(self, answer: Answer) -> AsyncGenerator[bytes, None]:
-        yield self._event("response.created", response=self.body) + self._event(
-            "response.in_progress", response=self.body
-        )
-        async for piece in answer:
-            if data := self._take(piece, answer):
-                yield data
+    def events(self, answer: Answer) -> ResponsesEvents:
+        opening = self._event("response.created", response=self.body)
+        return ResponsesEvents(self, answer, opening + self._event("response.in_progress", response=self.body))
 
     def failed(self, error: BaseException) -> bytes:
         """The last events of a response that cannot go on."""
@@ -124,7 +119,8 @@ class ResponsesShape:
         event = self._event("response.failed", response=self.body)
         return event + self._event("error", code=body["code"], message=told.message, param=body["param"])
 
-    def _take(self, piece: AnswerChunk, answer: Answer) -> bytes:
+    def take(self, piece: AnswerChunk, answer: Answer) -> bytes:
+        """Add a piece to the body; returns the events that tell of it."""
         out = b"".join(self._add(delta) for delta in piece.deltas)
         if piece.finish_reason is None:
             return out
@@ -213,6 +209,22 @@ class ResponsesShape:
         data = dumps({"type": kind, "sequence_number": self._number, **values})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+class ResponsesEvents:
+    """The events of a response, as they come."""
+
+    def __init__(self, shape: ResponsesShape, answer: Answer, opening: bytes) -> None:
+        self.answers = [answer]
+        self._shape, self._answer, self._opening = shape, answer, opening
+
+    @property
+    def done(self) -> bool:
+        return self._answer.ended and not self._opening
+
+    def read(self) -> bytes:
+        opening, self._opening = self._opening, b""
+        return opening or b"".join(self._shape.take(piece, self._answer) for piece in self._answer.read())
 
 
 def _id(prefix: str) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.remote import RemoteScheduler
+from penstock.engine.request import token_array
 from penstock.engine.response import ResponseHandle
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.thread import SchedulerThread
@@ -19,8 +21,9 @@ from penstock.errors import CheckpointError, InvalidArgument, PenstockError, Too
 from penstock.server import schema
 from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
 from penstock.server.limits import Limits
+from penstock.server.model_info import ServedModel
 from penstock.text.control_tokens import ChatText
-from penstock.text.formats import format_of, in_reasoning, parser_for, shown_tokens, with_arguments
+from penstock.text.formats import FORMATS, format_of, in_reasoning, parser_for, shown_tokens, with_arguments
 from penstock.text.formats.base import Parser
 from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from penstock.engine.request import Request
 
 log = logging.getLogger("penstock.server")
+
+AnyScheduler = Scheduler | RemoteScheduler
 
 _RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of a template that the request has fields for
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -70,92 +75,103 @@ class Work:
 class Service:
     """One model and its scheduler, from the moment the server listens. Made by `load` in a thread of its own."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, make_scheduler: Callable[..., AnyScheduler] | None = None) -> None:
+        """make_scheduler: gets the model, this service and options of a scheduler; by default it is in this process."""
         self.options = options
+        self._make_scheduler = make_scheduler or start_scheduler
         self.started = int(time.time())
         self.progress = 0.0
         self.failure: str | None = None  # why no request can be answered
+        self.stop: Callable[[], None] = lambda: None  # ends the server
         self._damage: CheckpointError | None = None
-        self._llm: LLM | None = None
-        self._scheduler: Scheduler | None = None
-        self._thread: SchedulerThread | None = None
+        self._llm: ServedModel | None = None
+        self._scheduler: AnyScheduler | None = None
         self._format = "plain"
         self._closing = False
         self._lock = threading.Lock()
 
-    def load(self, loader: Callable[[Callable[[float], None]], tuple[LLM, Mapping[str, Any]]]) -> None:
+    def load(self, loader: Callable[[Callable[[float], None]], tuple[ServedModel, Mapping[str, Any]]]) -> None:
         """Load the model and run one token. `loader` gets a function to report progress to, from 0 to 1, and returns
         the model and defaults of sampling options. A failure is kept for /health, not raised.
         """
         try:
-            llm, defaults = loader(self._report)
+            llm, defaults = loader(self.report)
             self.options = replace(self.options, defaults={**defaults, **self.options.defaults})
             options, self._format = self.options, format_of(llm.tokenizer)
-            scheduler = Scheduler(
+            scheduler = self._make_scheduler(
                 llm,
+                self,
                 max_sequences=options.parallel,
                 queue=options.limits.queue,
                 prefix_cache=options.prefix_cache,
                 prefix_memory=options.prefix_memory,
                 read_timeout=options.limits.write_seconds,
-                failed=self._failed,
             )
-            scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
-            thread = SchedulerThread(scheduler)
         except Exception as error:
             self.failure = one_line(error) if isinstance(error, PenstockError | OSError) else repr(error)
             if not isinstance(error, PenstockError | OSError):
                 log.error("the model could not be loaded", exc_info=error)
             return
         with self._lock:
-            self._llm, self._scheduler, self._thread, self.progress = llm, scheduler, thread, 1.0
+            self._llm, self._scheduler, self.progress = llm, scheduler, 1.0
             closing = self._closing
         if closing:
-            thread.close(0)
+            scheduler.close(0)
 
-    def _failed(self, error: CheckpointError) -> None:
+    def weights_failed(self, error: CheckpointError) -> None:
         """The weights cannot be read any more. It stays so: only loading them again would tell what they are now."""
         log.error("no more requests are answered: %s", one_line(error))
         self.failure, self._damage = one_line(error), error
 
-    def _report(self, share: float) -> None:
+    def report(self, share: float) -> None:
         self.progress = min(0.99, max(self.progress, share))
 
     def close(self, deadline: float) -> None:
         """Take no more requests; those under way may finish within `deadline` seconds."""
         with self._lock:
-            self._closing, thread = True, self._thread
-        if thread is not None:
-            thread.close(deadline)
+            self._closing, scheduler = True, self._scheduler
+        if scheduler is not None:
+            scheduler.close(deadline)
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
-        return self._scheduler is not None and self.failure is None
+        return self._scheduler is not None and self.failure is None and self._without_engine is None
+
+    @property
+    def _without_engine(self) -> str | None:
+        """Why a scheduler that is there takes no requests for a while: its process has ended."""
+        return self._scheduler.unavailable if isinstance(self._scheduler, RemoteScheduler) else None
+
+    def give_up(self, reason: str) -> None:
+        """There will be no engine any more."""
+        log.error("no more requests are answered: %s", reason)
+        self.failure = reason
+        self.stop()
 
     @property
     def closing(self) -> bool:
         return self._closing
 
     @property
-    def scheduler(self) -> Scheduler:
-        """Raises ApiError 503 while the model is loading, if it could not be loaded, once its weights cannot be read
-        and when the server ends.
+    def scheduler(self) -> AnyScheduler:
+        """Raises ApiError 503 while the model is loading, if it could not be loaded, once its weights cannot be read,
+        while its process is started again and when the server ends.
         """
-        if self._closing or self._scheduler is None or self.failure is not None:
+        if self._closing or self._scheduler is None or not self.ready:
             raise self.unavailable()
         return self._scheduler
 
     @property
-    def llm(self) -> LLM:
+    def llm(self) -> ServedModel:
         """Raises as `scheduler` does."""
         if self._closing or self._llm is None or self.failure is not None:
             raise self.unavailable()
         return self._llm
 
     @property
-    def loaded(self) -> tuple[LLM, Scheduler] | None:
+    def loaded(self) -> tuple[ServedModel, AnyScheduler] | None:
         return None if self._llm is None or self._scheduler is None else (self._llm, self._scheduler)
 
     def unavailable(self) -> ApiError:
@@ -166,6 +182,8 @@ class Service:
             return as_api_error(self._damage)
         if self.failure is not None:
             return unavailable(f"the model could not be loaded: {self.failure}", "load_failed")
+        if self._without_engine is not None:
+            return unavailable(self._without_engine, "engine_died", retry_after=1)
         return unavailable(f"the model is being loaded ({self.progress:.0%})", "loading", retry_after=1)
 
     @property
@@ -214,7 +232,8 @@ class Service:
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
         options = self._options(request, limit, logprobs, shown_tokens(format, bool(tools)))
         requests = self._requests(scheduler, [ids], n, options, grammar)
-        parsers: list[Parser | None] = [parser_for(format, tools or None, in_reasoning=inside) for _ in requests]
+        reads = FORMATS[format].reasoning is not None or (bool(tools) and FORMATS[format].call is not None)
+        parsers = [parser_for(format, tools or None, in_reasoning=inside) if reads else None for _ in requests]
         return Work(requests, parsers, one_call=bool(tools) and not parallel)
 
     def completion(self, request: schema.CompletionRequest) -> Work:
@@ -272,15 +291,15 @@ class Service:
 
     def submit(self, work: Work, client: str) -> list[ResponseHandle]:
         """All answers of a client's request, or none. Raises QueueFull."""
-        tickets: list[ResponseHandle] = []
+        handles: list[ResponseHandle] = []
         try:
             for request in work.requests:
-                tickets.append(self.scheduler.submit(request, client))
+                handles.append(self.scheduler.submit(request, client))
         except BaseException:
-            for ticket in tickets:
-                ticket.cancel()
+            for handle in handles:
+                handle.cancel()
             raise
-        return tickets
+        return handles
 
     def _grammar(
         self,
@@ -322,7 +341,7 @@ class Service:
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refuse ids that the model has no embeddings for."""
         try:
-            self.llm.engine.token_array(ids, param, self.llm.tokenizer)
+            token_array(ids, self.llm.config.vocab_size, param, self.llm.tokenizer)
         except InvalidArgument as error:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
 
@@ -365,7 +384,7 @@ class Service:
 
     def _requests(
         self,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         prompts: Sequence[Sequence[int]],
         n: int,
         options: dict[str, Any],
@@ -424,3 +443,10 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}: {error}") from None
     return chosen
+
+
+def start_scheduler(llm: LLM, service: Service, **options: Any) -> Scheduler:
+    """A scheduler with a thread in this process that has run one token: what was not compiled yet is compiled."""
+    scheduler = Scheduler(llm, failed=service.weights_failed, **options)
+    scheduler.submit(scheduler.request([0], max_tokens=1)).result()
+    return SchedulerThread(scheduler).scheduler

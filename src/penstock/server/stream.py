@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from penstock.engine.response import ResponseHandle
+from penstock.engine.response import ResponseHandle, wait_any
+from penstock.server.answer import Answer
 from penstock.server.body import Disconnected
 from penstock.server.errors import ApiError
 from penstock.server.limits import Limits
@@ -25,8 +26,21 @@ _HEADERS = [
 ]
 
 
-async def awaited(work: Awaitable[_T], receive: Receive, tickets: Sequence[ResponseHandle], limits: Limits) -> _T:
-    """The result of `work`, as long as the client is there and in time; else the tickets are cancelled."""
+class Events(Protocol):
+    """The events of a stream. answers: of whose tokens they are made. done: all were read."""
+
+    answers: Sequence[Answer]
+
+    @property
+    def done(self) -> bool: ...
+
+    def read(self) -> bytes:
+        """Those that are ready, b"" if none are. Raises what ended an answer, once the events before it were read."""
+        ...
+
+
+async def awaited(work: Awaitable[_T], receive: Receive, handles: Sequence[ResponseHandle], limits: Limits) -> _T:
+    """The result of `work`, as long as the client is there and in time; else the requests are cancelled."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, timeout=limits.request_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -34,27 +48,22 @@ async def awaited(work: Awaitable[_T], receive: Receive, tickets: Sequence[Respo
             return task.result()
         raise Disconnected if gone.done() else _late(limits)
     finally:
-        for ticket in tickets:
-            ticket.cancel()
+        for handle in handles:
+            handle.cancel()
         await _ended(task, gone)
 
 
 class EventStream:
-    """An ASGI response that sends what `events` yields, each a whole event (or several).
+    """An ASGI response that sends events as they come, those that are ready together with one write.
 
-    The tickets are cancelled as soon as the client is gone or the request has taken too long. `failed` turns an error
+    The requests are cancelled as soon as the client is gone or the answer has taken too long. `failed` turns an error
     into a last event.
     """
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        failed: Callable[[BaseException], bytes],
-        tickets: Sequence[ResponseHandle],
-        limits: Limits,
-        ping_seconds: float,
+        self, events: Events, failed: Callable[[BaseException], bytes], limits: Limits, ping_seconds: float
     ) -> None:
-        self._events, self._failed, self._tickets, self._limits = events, failed, tickets, limits
+        self._events, self._failed, self._limits = events, failed, limits
         self._ping = ping_seconds
         self._written = time.monotonic()
         self._writing = False
@@ -81,16 +90,19 @@ class EventStream:
                     await self._send(send, _PING)
             pump.result()
         finally:
-            for ticket in self._tickets:
-                ticket.cancel()
+            for answer in self._events.answers:
+                answer.handle.cancel()
             await _ended(pump, gone)
-            await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
-            async for event in self._events:
-                await self._send(send, event)
+            while True:
+                if data := self._events.read():
+                    await self._send(send, data)
+                if self._events.done:
+                    break
+                await wait_any([answer.handle for answer in self._events.answers if not answer.ended])
         except Exception as error:
             await self._send(send, self._failed(error))
         await self._send(send, b"", more=False)

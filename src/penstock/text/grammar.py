@@ -50,7 +50,8 @@ class Grammar:
     Before a token is drawn: `mask`, which has end tokens in it where the text may end; after it: `accept`.
     """
 
-    def __init__(self, matcher: Any, tokens: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, tokens: Any, vocab_size: int, source: str) -> None:
+        self.source = source  # in Lark: `grammar_of_source` makes the same grammar of it
         self._matcher = matcher
         self._tokens = tokens
         self._vocab_size = vocab_size
@@ -89,7 +90,7 @@ class Grammar:
             raise InvalidArgument(f"grammar: {_reason(self._matcher.get_error())}")
 
     def copy(self) -> "Grammar":
-        return Grammar(self._matcher.deep_copy(), self._tokens, self._vocab_size)
+        return Grammar(self._matcher.deep_copy(), self._tokens, self._vocab_size, self.source)
 
 
 def grammar_for(
@@ -154,6 +155,14 @@ def grammar_for_tools(
     lark = Lark(tokenizer, tokens)
     calls = _calls(lark, format, chosen, parallel)
     return _made("tools", lark.text(f"{_reasoning(lark, format, in_reasoning)} {calls}"), tokens)
+
+
+def grammar_of_source(source: str, tokenizer: Tokenizer, vocab_size: int | None = None) -> Grammar:
+    """A grammar from the `source` of one that another process made and checked, for the same tokenizer.
+
+    Raises InvalidArgument as `grammar_for`.
+    """
+    return _made("grammar", source, _prepared(tokenizer, vocab_size))
 
 
 def _schema_of(response_format: Any) -> Mapping[str, Any] | None:
@@ -242,7 +251,7 @@ def _made(what: str, text: str, tokens: Any) -> Grammar:
     _check_unicode(what, text)
     limits = LLParserLimits(max_items_in_row=_MAX_ALTERNATIVES, verbose_errors=False)
     matcher = LLMatcher(tokens, LLMatcher.grammar_from_lark(text), log_level=0, limits=limits)
-    grammar = Grammar(matcher, tokens, tokens.vocab_size)
+    grammar = Grammar(matcher, tokens, tokens.vocab_size, text)
     try:
         grammar.mask()
     except InvalidArgument as error:
