@@ -54,10 +54,10 @@ def attention_prepare(
     q, k, v, q_norm, k_norm, inv_freq, positions, key_pages, value_pages, block_table, H, rotary_dim, mscale, eps,
     gated, norm_values, sequence, *, out,
 ):  # fmt: skip
-    refuse_ragged("attention_prepare", sequence=sequence)
     if len(q):
         pages = (key_pages, value_pages)
-        prepare(q, k, v, (q_norm, k_norm), inv_freq, positions, pages, block_table, mscale, eps, norm_values, out)
+        norms = (q_norm, k_norm)
+        prepare(q, k, v, norms, inv_freq, positions, pages, block_table, mscale, eps, norm_values, sequence, out)
 
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------

@@ -26,10 +26,9 @@ def mla_split_q_kv(q_full, kv_pre, nope, kv_lora_rank, *, out):
 def mla_prepare(
     q, kv, kv_norm, inv_freq, positions, latent_pages, rope_pages, block_table, H, nope, mscale, eps, sequence, *, out
 ):
-    refuse_ragged("mla_prepare", sequence=sequence)
     if len(q):
         pages = (latent_pages, rope_pages)
-        _prepare.mla_prepare(q, kv, kv_norm, inv_freq, positions, pages, block_table, mscale, eps, out)
+        _prepare.mla_prepare(q, kv, kv_norm, inv_freq, positions, pages, block_table, mscale, eps, sequence, out)
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------

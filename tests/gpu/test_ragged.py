@@ -1,0 +1,168 @@
+"""CUDA kernels of ragged calls against the definition, and a run among others against the same run alone."""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import penstock
+from penstock import ops
+from penstock.ops.ragged import runs
+from tests.gpu.common import reference, run, to_device, to_host
+from tests.ops.test_ragged import numbers, same, unset
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+CLOSE = {np.float32: 2e-5, ml_dtypes.bfloat16: 1e-2}  # of the largest number of the result
+PAGE = 32
+
+
+@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Runs of several sequences, what each had before, and rows of no sequence behind them."""
+
+    runs: tuple[int, ...]
+    before: tuple[int, ...]
+    rest: int = 3
+
+    @property
+    def T(self) -> int:
+        return sum(self.runs) + self.rest
+
+    @property
+    def starts(self) -> np.ndarray:
+        return np.array([0, *itertools.accumulate(self.runs)], np.int32)
+
+    @property
+    def sequence(self) -> np.ndarray:
+        return np.array([b for b, n in enumerate(self.runs) for _ in range(n)] + [-1] * self.rest, np.int32)
+
+    @property
+    def positions(self) -> np.ndarray:
+        rows = (range(have, have + n) for n, have in zip(self.runs, self.before, strict=True))
+        return np.array([*itertools.chain(*rows), *[0] * self.rest], np.int32)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([have + n for n, have in zip(self.runs, self.before, strict=True)], np.int32)
+
+    def table(self, rng: np.random.Generator) -> np.ndarray:
+        """A block table in which no page stands twice, with −1 behind the pages of each sequence."""
+        entries = -(-int(self.lengths.max(initial=1)) // PAGE) + 1
+        table = rng.permutation(len(self.runs) * entries).reshape(len(self.runs), entries).astype(np.int32)
+        table[np.arange(entries) >= -(-self.lengths[:, None] // PAGE)] = -1
+        return table
+
+    def pages(self, table: np.ndarray) -> int:
+        return table.shape[0] * table.shape[1]
+
+
+MIXES = {
+    "mixed": Mix((1, 0, 70, 1, 5, 130), (40, 7, 3, 0, 61, 33)),
+    "answers": Mix((1, 1, 1, 1), (0, 33, 5, 70), 0),
+    "verified": Mix((4, 4, 2), (31, 0, 90), 1),
+    "nothing": Mix((0, 0), (3, 0), 2),
+    "one": Mix((1,), (64,), 0),
+}
+
+
+@pytest.fixture(params=MIXES.values(), ids=MIXES)
+def mix(request) -> Mix:
+    return request.param
+
+
+def close(got: np.ndarray, want: np.ndarray, dtype: Any) -> None:
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    np.testing.assert_allclose(
+        got, want, rtol=0, atol=CLOSE[dtype] * max(1.0, float(np.nanmax(np.abs(want), initial=0)))
+    )
+
+
+def called(op: Any, writes: tuple[str, ...] = (), out: Any = None, **arguments: Any) -> tuple[Any, ...]:
+    """What an op gives on CUDA, and what it leaves in the arrays that it writes, which are copied before."""
+    tensors = {name: to_device(value.copy() if name in writes else value) for name, value in arguments.items()}
+    with penstock.backend("cuda"):
+        result = op(**tensors, **({} if out is None else {"out": to_device(out)}))
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    return *map(to_host, results), *(to_host(tensors[name]) for name in writes)
+
+
+def defined(op: Any, writes: tuple[str, ...] = (), **arguments: Any) -> tuple[Any, ...]:
+    """The same of the definition."""
+    copied = {name: value.copy() if name in writes else value for name, value in arguments.items()}
+    with penstock.backend("reference"):
+        result = op(**copied)
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    return *results, *(copied[name] for name in writes)
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+
+
+def test_kv_pages_append_writes_the_rows_of_every_sequence(mix, dtype, rng):
+    table = mix.table(rng)
+    k_pages, v_pages = (unset((mix.pages(table), PAGE, width), dtype) for width in (10, 6))
+    call = {"k_src": numbers(rng, dtype, mix.T, 10), "v_src": numbers(rng, dtype, mix.T, 6)}
+    call |= {"k_pages": k_pages, "v_pages": v_pages, "block_table": table}
+    call |= {"positions": mix.positions, "sequence": mix.sequence}
+    writes = ("k_pages", "v_pages")
+    for got, want in zip(
+        called(ops.kv_pages_append, writes, **call), defined(ops.kv_pages_append, writes, **call), strict=True
+    ):
+        same(got, want)
+
+
+def test_mla_cache_append_writes_the_rows_of_every_sequence(mix, dtype, rng):
+    table = mix.table(rng)
+    latents, ropes = (unset((mix.pages(table), PAGE, width), dtype) for width in (12, 4))
+    call = {"kv_lat": numbers(rng, dtype, mix.T, 12), "k_pe": numbers(rng, dtype, mix.T, 4)}
+    call |= {"latent_cache": latents, "rope_k_cache": ropes, "block_table": table}
+    call |= {"pos": mix.positions, "sequence": mix.sequence}
+    writes = ("latent_cache", "rope_k_cache")
+    for got, want in zip(
+        called(ops.mla_cache_append, writes, **call), defined(ops.mla_cache_append, writes, **call), strict=True
+    ):
+        same(got, want)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_attention_prepare_is_that_of_the_definition(mix, gated, dtype, rng):
+    H, Hkv, D = 4, 2, 8
+    table = mix.table(rng)
+    key_pages, value_pages = (unset((mix.pages(table), PAGE, Hkv * D), dtype) for _ in range(2))
+    call = {"q": numbers(rng, dtype, mix.T, H * D * (2 if gated else 1)), "k": numbers(rng, dtype, mix.T, Hkv * D)}
+    call |= {
+        "v": numbers(rng, dtype, mix.T, Hkv * D),
+        "q_norm": numbers(rng, dtype, D),
+        "k_norm": numbers(rng, dtype, D),
+    }
+    call |= {"inv_freq": (100.0 ** -np.linspace(0, 1, D // 2)).astype(np.float32), "positions": mix.positions}
+    call |= {"key_pages": key_pages, "value_pages": value_pages, "block_table": table, "H": H, "gated": gated}
+    call |= {"sequence": mix.sequence}
+    writes = ("key_pages", "value_pages")
+    want = [part for part in defined(ops.attention_prepare, writes, **call) if part is not None]
+    got = [part for part in called(ops.attention_prepare, writes, **call) if part is not None]
+    for one, expected in zip(got, want, strict=True):
+        close(one, expected, dtype)
+
+
+def test_mla_prepare_is_that_of_the_definition(mix, dtype, rng):
+    H, R, nope, rope = 5, 12, 6, 4
+    table = mix.table(rng)
+    latents, ropes = (unset((mix.pages(table), PAGE, width), dtype) for width in (R, rope))
+    call = {"q": numbers(rng, dtype, mix.T, H * (nope + rope)), "kv": numbers(rng, dtype, mix.T, R + rope)}
+    call |= {"kv_norm": numbers(rng, dtype, R), "inv_freq": np.array([1, 0.1], np.float32), "positions": mix.positions}
+    call |= {"latent_pages": latents, "rope_pages": ropes, "block_table": table, "H": H, "nope": nope}
+    call |= {"sequence": mix.sequence}
+    writes = ("latent_pages", "rope_pages")
+    for one, expected in zip(
+        called(ops.mla_prepare, writes, **call), defined(ops.mla_prepare, writes, **call), strict=True
+    ):
+        close(one, expected, dtype)
