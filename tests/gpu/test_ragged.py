@@ -166,3 +166,53 @@ def test_mla_prepare_is_that_of_the_definition(mix, dtype, rng):
         called(ops.mla_prepare, writes, **call), defined(ops.mla_prepare, writes, **call), strict=True
     ):
         close(one, expected, dtype)
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+def paged(rng: np.random.Generator, mix: Mix, dtype: Any, H: int, Hkv: int, D: int, Dv: int) -> dict[str, Any]:
+    """Arguments of attention_paged; what no row may see is NaN."""
+    table = mix.table(rng)
+    pages = {"k_pages": unset((mix.pages(table), PAGE, Hkv * D), dtype)}
+    pages["v_pages"] = unset((mix.pages(table), PAGE, Hkv * Dv), dtype)
+    for b, length in enumerate(mix.lengths):
+        p = np.arange(length)
+        for array in pages.values():
+            array[table[b, p // PAGE], p % PAGE] = numbers(rng, dtype, length, array.shape[2])
+    call = {"q": numbers(rng, dtype, mix.T, H, D), **pages, "block_table": table, "lengths": mix.lengths}
+    return call | {"scale": 0.3, "starts": mix.starts}
+
+
+@pytest.mark.parametrize(("window", "gated"), [(None, True), (6, False), (70, True)])
+def test_attention_paged_of_runs(mix, dtype, window, gated, rng):
+    call = paged(rng, mix, dtype, 6, 2, 8, 10) | {"window": window}
+    call["gate"] = numbers(rng, dtype, mix.T, 6, 10) if gated else None
+    (got,) = called(ops.attention_paged, out=unset((mix.T, 6, 10), dtype), **call)
+    close(got, *defined(ops.attention_paged, **call), dtype)
+    same(got[mix.starts[-1] :], np.zeros((mix.rest, 6, 10)))
+
+
+@pytest.mark.parametrize(("H", "Hkv", "D", "Dv"), [(3, 3, 20, 20), (1, 1, 192, 128), (2, 1, 512, 512)])
+def test_attention_paged_of_runs_of_other_heads(H, Hkv, D, Dv, dtype, rng):
+    mix = Mix((1, 3, 0, 33), (5, 31, 3, 40), 2)
+    call = paged(rng, mix, dtype, H, Hkv, D, Dv) | {"scale": -0.02}
+    (got,) = called(ops.attention_paged, out=unset((mix.T, H, Dv), dtype), **call)
+    close(got, *defined(ops.attention_paged, **call), dtype)
+
+
+def alone(mix: Mix, b: int) -> tuple[slice, np.ndarray]:
+    """The rows of a sequence, and the starts of its run by itself."""
+    low, high = mix.starts[b : b + 2]
+    return slice(low, high), np.array([0, high - low], np.int32)
+
+
+def test_attention_paged_of_a_prompt_run_does_not_depend_on_the_others(dtype, rng):
+    mix = MIXES["mixed"]
+    call = paged(rng, mix, dtype, 6, 2, 8, 10)
+    (got,) = called(ops.attention_paged, **call)
+    for b in (2, 4, 5):
+        own, starts = alone(mix, b)
+        one = call | {"q": call["q"][own], "starts": starts}
+        one |= {name: call[name][b : b + 1] for name in ("block_table", "lengths")}
+        same(*called(ops.attention_paged, **one), got[own])
