@@ -10,8 +10,9 @@ import pytest
 
 import penstock
 from penstock import ops
+from penstock.backends.cuda import _chunk
 from penstock.ops.ragged import runs
-from tests.gpu.common import reference, run, to_device, to_host
+from tests.gpu.common import to_device, to_host
 from tests.ops.test_ragged import numbers, same, unset
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -216,3 +217,114 @@ def test_attention_paged_of_a_prompt_run_does_not_depend_on_the_others(dtype, rn
         one = call | {"q": call["q"][own], "starts": starts}
         one |= {name: call[name][b : b + 1] for name in ("block_table", "lengths")}
         same(*called(ops.attention_paged, **one), got[own])
+
+
+# -- delta rule ------------------------------------------------------------------------------------------------------
+
+Hk, Hv, Dk, Dv, W, K = 1, 2, 16, 12, 4, 6
+C = 2 * Hk * Dk + Hv * Dv
+SLOTS = 9
+
+
+def linear_layer(rng: np.random.Generator, mix: Mix, dtype: Any) -> dict[str, Any]:
+    """Projections, weights and states of a linear-attention layer; a sequence of the mix is left out if it has four."""
+    slots = rng.permutation(SLOTS)[: len(mix.runs)].astype(np.int32)
+    slots[3:4] = -1
+    qkv = numbers(rng, np.float32, mix.T, C) * Dk**-0.5
+    gates = {name: rng.uniform(0.5, 1, (mix.T, Hv)).astype(np.float32) for name in ("g", "b")}
+    call = {"state": numbers(rng, np.float32, SLOTS, Hv, Dv, Dk), "qkv": qkv.astype(dtype), **gates}
+    return call | {"Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv, "slots": slots, "starts": mix.starts}
+
+
+def keep_some(mix: Mix) -> np.ndarray:
+    """Runs of up to K rows are kept, but for the first."""
+    return np.array([n if b and n <= K else 0 for b, n in enumerate(mix.runs)], np.int32)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_conv1d_of_runs(mix, dtype, kept, rng):
+    slots = linear_layer(rng, mix, dtype)["slots"]
+    x, weight = numbers(rng, dtype, mix.T, 37), numbers(rng, dtype, 37, W)
+    state = numbers(rng, dtype, SLOTS, W - 1 + (K if kept else 0), 37)
+    call = {"x": x, "state": state, "slots": slots, "starts": mix.starts}
+    (got,) = called(ops.conv1d_causal, out=unset(x.shape, dtype), weight=weight, **call)
+    close(got, *defined(ops.conv1d_causal, weight=weight, **call), dtype)
+    same(got[mix.starts[-1] :], np.zeros((mix.rest, 37)))
+    more = {"keep": keep_some(mix), "width": W} if kept else {}
+    (moved,) = called(ops.conv1d_state_update, ("state",), **call, **more)
+    same(moved, *defined(ops.conv1d_state_update, ("state",), **call, **more))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_gated_delta_net_of_runs(mix, dtype, kept, rng):
+    call, writes = linear_layer(rng, mix, dtype), ("state",)
+    if kept:
+        call |= {"keep": keep_some(mix), "gates": unset((SLOTS, K, 2, Hv), np.float32)}
+        writes = ("state", "gates")
+    got = called(ops.gated_delta_net, writes, out=unset((mix.T, Hv, Dv), dtype), **call)
+    for one, want in zip(got, defined(ops.gated_delta_net, writes, **call), strict=True):
+        close(one, want, dtype)
+    same(got[0][mix.starts[-1] :], np.zeros((mix.rest, Hv, Dv)))
+
+
+@pytest.mark.parametrize("method", ["step", "chunkwise"])
+def test_gated_delta_net_of_runs_by_one_method(method, rng):
+    mix, dtype = Mix((1, 67, 0, 2, 20), (0,) * 5, 2), ml_dtypes.bfloat16
+    call = linear_layer(rng, mix, dtype) | {"method": method}
+    got = called(ops.gated_delta_net, ("state",), out=unset((mix.T, Hv, Dv), dtype), **call)
+    for one, want in zip(got, defined(ops.gated_delta_net, ("state",), **call), strict=True):
+        close(one, want, dtype)
+
+
+def test_gated_delta_net_of_runs_prepares_some_chunks_at_a_time(monkeypatch, rng):
+    mix, dtype = Mix((70, 1, 200, 20), (0,) * 4, 1), ml_dtypes.bfloat16
+    call = linear_layer(rng, mix, dtype) | {"slots": np.array([3, 0, 8, 1], np.int32)}
+    want = called(ops.gated_delta_net, ("state",), **call)
+    monkeypatch.setattr(_chunk, "CHUNKS", 3)
+    for one, expected in zip(called(ops.gated_delta_net, ("state",), **call), want, strict=True):
+        same(one, expected)
+
+
+def test_gated_delta_net_of_a_run_does_not_depend_on_the_others(dtype, rng):
+    mix = MIXES["mixed"]
+    call = linear_layer(rng, mix, dtype)
+    got, state = called(ops.gated_delta_net, ("state",), **call)
+    for b, _, _ in runs(mix.starts):
+        own, starts = alone(mix, b)
+        one = call | {name: call[name][own] for name in ("qkv", "g", "b")}
+        one |= {"slots": call["slots"][b : b + 1], "starts": starts}
+        y, moved = called(ops.gated_delta_net, ("state",), **one)
+        same(y, got[own])
+        if call["slots"][b] >= 0:
+            same(moved[call["slots"][b]], state[call["slots"][b]])
+
+
+@pytest.mark.parametrize("accepted", range(4))
+def test_a_kept_run_is_committed_as_far_as_it_was_accepted(accepted, dtype, rng):
+    """The bits of a state do not depend on whether its tokens were kept and committed or moved it on one by one."""
+    x, weight = numbers(rng, dtype, 9, C), numbers(rng, dtype, C, W)
+    g, b = (rng.uniform(0.5, 1, (9, Hv)).astype(np.float32) for _ in range(2))
+    tensors = (x, weight, g, b, numbers(rng, dtype, SLOTS, W - 1 + K, C), numbers(rng, np.float32, SLOTS, Hv, Dv, Dk))
+    x, weight, g, b, conv, state = map(to_device, tensors)
+    gates = to_device(unset((SLOTS, K, 2, Hv), np.float32))
+    one_by_one = conv.clone(), state.clone()
+
+    def step(rows, first, lengths, slots, conv, state, keep=None):
+        starts, keep = to_device(np.cumsum([0, *lengths], dtype=np.int32)), None if keep is None else to_device(keep)
+        where, own = (to_device(np.array(slots, np.int32)), starts), slice(first, first + rows)
+        y = ops.rms_norm_qk(ops.conv1d_causal(x[own], conv, weight, *where), Hk, Dk, Hk * Dk)
+        ops.conv1d_state_update(
+            conv, x[own], *where, *((keep, W) if keep is not None else (to_device(np.zeros(len(slots), np.int32)), W))
+        )
+        more = {} if keep is None else {"keep": keep, "gates": gates}
+        return ops.gated_delta_net(state, y, g[own], b[own], Hk, Hv, Dk, Dv, slots=where[0], starts=starts, **more)
+
+    with penstock.backend("cuda"):
+        got = step(9, 0, (1, 4, 4), (6, 2, 0), conv, state, np.array([0, 4, 4], np.int32))
+        counts = np.array([0, accepted, 4], np.int32)
+        ops.delta_commit(conv, state, gates, to_device(np.array([6, 2, 0], np.int32)), to_device(counts), weight, Hk)
+        for slot, first, count in ((6, 0, 1), (2, 1, accepted), (0, 5, 4)):
+            for t in range(first, first + count):
+                same(to_host(step(1, t, (1,), (slot,), *one_by_one))[0], to_host(got[t]))
+            same(to_host(conv[slot, : W - 1]), to_host(one_by_one[0][slot, : W - 1]))
+            same(to_host(state[slot]), to_host(one_by_one[1][slot]))

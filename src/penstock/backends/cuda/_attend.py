@@ -292,12 +292,12 @@ def attend_tiles(
         q, q2, scale = -q, None if q2 is None else -q2, -scale
     if window is not None and window >= cache.capacity:
         window = None
-    H, Hkv, WV = heads
+    _, Hkv, WV = heads
     C = _constants(q, q2, k, v, heads, window)
     # By the widths alone: what a row gives does not depend on the rows beside it.
     parts = (C.B, C.B2 if C.W2 else 0, WV)
     M, N, warps, stages, BV = _plan(
-        parts, q.element_size(), 1 << 30, C.KEYS == LATENT.value, capability(q)[0] >= 9
+        parts, q.element_size(), 1 << 30, LATENT.value == C.KEYS, capability(q)[0] >= 9
     )  # fmt: skip
     C = C._replace(BV=BV, M=M, N=N, LAYOUT=cache.layout(N))
     B = len(lengths)

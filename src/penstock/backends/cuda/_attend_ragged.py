@@ -44,11 +44,11 @@ def ragged_kernel(
         gdc_wait()
         gdc_launch_dependents()
     b, tile, first, T = _run_of(a.starts, p.tile, rows, B, C, SEQUENCES)
-    if (tile < 0) | (tile * C.M >= T * C.GROUP) | ((b < B) & (T <= above)):
+    if (tile < 0) | (tile * C.M >= T * C.GROUP) | ((b < B) & (above >= T)):
         return
     p = Program(p.block, p.head, p.split, tile, b, first.to(tl.int64))
     end = tl.load(number + b, mask=b < B, other=0)
-    if (b == B) | ((T > longest) & (end <= up_to)):
+    if (b == B) | ((longest < T) & (end <= up_to)):
         store_zeros(a, p, T, h, C)
         return
     attend_rows(a, p, number, T, entries, pages, capacity, -T, window, splits, h, C)

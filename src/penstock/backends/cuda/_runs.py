@@ -17,3 +17,22 @@ def sequence_of(starts_ptr, B, t, SEQUENCES: tl.constexpr):
     b = tl.arange(0, SEQUENCES)[None, :]
     end = tl.load(starts_ptr + 1 + b, mask=b < B, other=0)
     return tl.sum(((b < B) & (end <= t[:, None])).to(tl.int32), axis=1)
+
+
+@triton.jit
+def by_chunks(length, kept, longest):
+    """Whether a run of the delta rule goes by chunks: one of more than `longest` rows that is not kept."""
+    return (length > longest) & (kept == 0)
+
+
+@triton.jit
+def chunked_lengths(starts_ptr, slots_ptr, keep_ptr, B, slots, longest, SEQUENCES: tl.constexpr):
+    """Rows [SEQUENCES] of the runs that go by chunks, 0 for all others."""
+    n = tl.arange(0, SEQUENCES)
+    first = tl.load(starts_ptr + n, mask=n < B, other=0)
+    length = tl.load(starts_ptr + n + 1, mask=n < B, other=0) - first
+    slot = tl.load(slots_ptr + n, mask=n < B, other=-1)
+    kept = tl.zeros((SEQUENCES,), tl.int32)
+    if keep_ptr is not None:
+        kept = tl.load(keep_ptr + n, mask=n < B, other=0)
+    return tl.where(by_chunks(length, kept, longest) & (slot >= 0) & (slot < slots), length, 0)

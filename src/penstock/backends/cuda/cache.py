@@ -6,14 +6,14 @@ A slot is a page that holds a whole sequence, and a contiguous cache is one page
 import triton
 import triton.language as tl
 
-from penstock import ops
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+from penstock import ops
 from penstock.ops.op import kernel
 
 
 # append    row t of a and b to row table[s * stride + p // page] * page + p % page of their caches; without a table p
 # shapes    sources [T, wide], caches [pages * page, wide] of one dtype, `wide` for a and b on their own; table int32,
-#           `entries` for each of its `lines`; p = positions[t] if EACH, else start + positions[0] + t (no positions: 0);
+#           `entries` for each of its `lines`; p = positions[t] if EACH, else start + positions[0] + t (none: 0);
 #           s = sequence[t], or t where there is none
 # grid      (ceil(T / ROWS), blocks of a + blocks of b): a program has BLOCK columns of ROWS rows of one of the two
 # bytes     sources in, the same out
