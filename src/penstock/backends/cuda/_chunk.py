@@ -275,6 +275,24 @@ def _prepare_runs_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def _run_behind(
+    starts_ptr, slots_ptr, keep_ptr, n, low, high, B, slots, longest, C: tl.constexpr, SEQUENCES: tl.constexpr
+):
+    """The next sequence behind n that has one of the chunks low … high − 1, SEQUENCES if there is none; the chunks in
+    front of its run, and those that it has.
+
+    Found anew for every run: what it takes to find them would be in registers all along, and spill.
+    """
+    number = tl.arange(0, SEQUENCES)
+    chunks = tl.cdiv(chunked_lengths(starts_ptr, slots_ptr, keep_ptr, B, slots, longest, SEQUENCES), C)
+    last = tl.cumsum(chunks, axis=0)
+    mine = (chunks > 0) & (last > low) & (last - chunks < high) & (number > n)
+    found = tl.min(tl.where(mine, number, SEQUENCES), axis=0)
+    count = tl.sum(tl.where(number == found, chunks, 0), axis=0)
+    return found, tl.sum(tl.where(number == found, last, 0), axis=0) - count, count
+
+
 # advance of runs  `advance` of each run that goes by chunks, over those of its chunks that are in low .. high - 1
 # shapes           as in advance; state float32 [slots, Hv, Dv, Dk]; starts int32 [B + 1], slots, keep int32 [B]
 # grid             (Hv * blocks of Dv,): one program carries BV columns of the states through all runs
@@ -291,24 +309,18 @@ def _advance_runs_kernel(
     v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
     S_ptr = state_ptr + (head * Dv + v[None, :]) * Dk + col[:, None]
     real = (v < Dv)[None, :] & (col < Dk)[:, None]
-    number = tl.arange(0, SEQUENCES)
-    chunks = tl.cdiv(chunked_lengths(starts_ptr, slots_ptr, keep_ptr, B, slots, longest, SEQUENCES), C)
-    last = tl.cumsum(chunks, axis=0)  # chunk behind the last of each run
-    mine = (chunks > 0) & (last > low) & (last - chunks < high)
-    n = tl.min(tl.where(mine, number, SEQUENCES), axis=0)
+    n, before, count = _run_behind(starts_ptr, slots_ptr, keep_ptr, -1, low, high, B, slots, longest, C, SEQUENCES)
     while n < SEQUENCES:
-        behind = tl.sum(tl.where(number == n, last, 0), axis=0)
-        before = behind - tl.sum(tl.where(number == n, chunks, 0), axis=0)
         start = tl.load(starts_ptr + n)
         first = start + tl.maximum(low - before, 0) * C
-        end = tl.minimum(tl.load(starts_ptr + n + 1), start + (tl.minimum(behind, high) - before) * C)
+        end = tl.minimum(tl.load(starts_ptr + n + 1), start + (tl.minimum(before + count, high) - before) * C)
         at = S_ptr + tl.load(slots_ptr + n).to(tl.int64) * Hv * Dv * Dk
         S = _advance_chunks(
             tl.load(at, mask=real, other=0.0), qkv_ptr, PM_ptr, gamma_ptr, y_ptr, head, v, first, end,
             tl.maximum(before - low, 0), Hk, Hv, Dk, Dv, width, C, DK, BV, STAGES,
         )  # fmt: skip
         tl.store(at, S, mask=real)
-        n = tl.min(tl.where(mine & (number > n), number, SEQUENCES), axis=0)
+        n, before, count = _run_behind(starts_ptr, slots_ptr, keep_ptr, n, low, high, B, slots, longest, C, SEQUENCES)
 
 
 def delta_chunks_of_runs(

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._runs import block_of, sequence_of
 from penstock.backends.cuda._tuning import CONV_DOWN
 
@@ -12,7 +13,7 @@ from penstock.backends.cuda._tuning import CONV_DOWN
 @triton.jit
 def _store_silu(y_ptr, x, mask):
     """x / (1 + exp(-x)): one division; exp overflows to infinity where the result is 0."""
-    tl.store(y_ptr, (x / (1.0 + tl.exp(-x))).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr, rounded(x / (1.0 + tl.exp(-x)), y_ptr.dtype.element_ty), mask=mask)
 
 
 # conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
@@ -221,9 +222,9 @@ def _conv1d_shift_runs_kernel(
     if keep_ptr is not None:
         kept = tl.load(keep_ptr + b)
     if kept != 0:
-        for r in range(tl.minimum(new, rows - KEPT)):
-            x = tl.load(x_ptr + r * C, mask=c < C)
-            tl.store(state_ptr + (KEPT + r) * C, x.to(state_ptr.dtype.element_ty), mask=c < C)
+        for i in range(tl.minimum(new, rows - KEPT)):
+            x = tl.load(x_ptr + i * C, mask=c < C)
+            tl.store(state_ptr + (KEPT + i) * C, x.to(state_ptr.dtype.element_ty), mask=c < C)
     else:
         for r in range(KEPT):  # in rising order a thread reads every row before it writes it
             at = r + new

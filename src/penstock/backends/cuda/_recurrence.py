@@ -142,14 +142,15 @@ def _recurrence_runs_kernel(
                 q, k, v, g, b = token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
                 S, y = moved_on(S, q, k, v, g, b)
                 tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
-                if gates_ptr is not None:
-                    at = token - first
-                    stored = (kept != 0) & (at < room) & (tl.program_id(2) == 0)
-                    gate_ptr = gates_ptr + (slot * room + at) * 2 * Hv + head
-                    tl.store(gate_ptr, g, mask=stored)
-                    tl.store(gate_ptr + Hv, b, mask=stored)
             if kept == 0:
                 tl.store(tile, S, mask=moved)
+            elif gates_ptr is not None:
+                if tl.program_id(2) == 0:
+                    for i in range(tl.minimum(end - first, room)):
+                        at = (first + i).to(tl.int64) * Hv + head
+                        gate_ptr = gates_ptr + (slot * room + i) * 2 * Hv + head
+                        tl.store(gate_ptr, tl.load(g_ptr + at))
+                        tl.store(gate_ptr + Hv, tl.load(b_ptr + at))
 
 
 def recur_runs(
