@@ -13,6 +13,7 @@ from penstock import ops
 from penstock.backends.cuda import _chunk
 from penstock.ops.ragged import runs
 from tests.gpu.common import to_device, to_host
+from tests.ops.common import quantized
 from tests.ops.test_ragged import numbers, same, unset
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -217,6 +218,77 @@ def test_attention_paged_of_a_prompt_run_does_not_depend_on_the_others(dtype, rn
         one = call | {"q": call["q"][own], "starts": starts}
         one |= {name: call[name][b : b + 1] for name in ("block_table", "lengths")}
         same(*called(ops.attention_paged, **one), got[own])
+
+
+# -- latent attention ------------------------------------------------------------------------------------------------
+
+
+def latents(rng: np.random.Generator, mix: Mix, dtype: Any, R: int, rope: int) -> dict[str, Any]:
+    """Caches and where the rows are; what no row may see is NaN."""
+    table = mix.table(rng)
+    caches = {"latent_cache": unset((mix.pages(table), PAGE, R), dtype)}
+    caches["rope_k_cache"] = unset((mix.pages(table), PAGE, rope), dtype)
+    for b, length in enumerate(mix.lengths):
+        p = np.arange(length)
+        for array in caches.values():
+            array[table[b, p // PAGE], p % PAGE] = numbers(rng, dtype, length, array.shape[2])
+    return {**caches, "block_table": table, "starts": mix.starts, "softmax_scale": 0.2}
+
+
+@pytest.mark.parametrize(("longest", "up_to"), [(None, None), (4, None), (4, 100), (0, 64)])
+def test_mla_sdpa_of_runs(mix, dtype, longest, up_to, rng):
+    H, R, rope = 5, 24, 6
+    call = latents(rng, mix, dtype, R, rope) | {"cache_len": mix.lengths, "longest": longest, "up_to": up_to}
+    call |= {"q_prime": numbers(rng, dtype, mix.T, H, R), "q_pe": numbers(rng, dtype, mix.T, H, rope)}
+    (got,) = called(ops.mla_sdpa, out=unset((mix.T, H, R), dtype), **call)
+    close(got, *defined(ops.mla_sdpa, **call), dtype)
+    same(got[mix.starts[-1] :], np.zeros((mix.rest, H, R)))
+
+
+@pytest.mark.parametrize(("longer_than", "up_to"), [(0, None), (4, None), (4, 100), (200, None)])
+def test_mla_prefill_of_runs(mix, dtype, longer_than, up_to, rng):
+    H, R, rope, nope, width = 3, 32, 6, 20, 12
+    call = latents(rng, mix, dtype, R, rope) | {"start": mix.positions, "longer_than": longer_than, "up_to": up_to}
+    call |= {"q_nope": numbers(rng, dtype, mix.T, H, nope), "q_pe": numbers(rng, dtype, mix.T, H, rope)}
+    call["kv_b"] = numbers(rng, dtype, H * (nope + width), R) * np.array(0.2, dtype)
+    (got,) = called(ops.mla_prefill, out=unset((mix.T, H, width), dtype), **call)
+    close(got, *defined(ops.mla_prefill, **call), dtype)
+    same(got[mix.starts[-1] :], np.zeros((mix.rest, H, width)))
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_mla_prefill_of_runs_with_quantized_weights(paired, dtype, rng):
+    mix, (H, R, rope, nope, width) = Mix((1, 37, 0, 40), (3, 300, 5, 10), 2), (2, 64, 6, 32, 12)
+    call = latents(rng, mix, dtype, R, rope) | {"start": mix.positions, "longer_than": 4}
+    call |= {"q_nope": numbers(rng, dtype, mix.T, H, nope), "q_pe": numbers(rng, dtype, mix.T, H, rope)}
+    if paired:
+        call |= {"kv_b": quantized(rng, H, R, nope), "unembed_out": quantized(rng, H, width, R)}
+    else:
+        call["kv_b"] = quantized(rng, H * (nope + width), R)
+    (got,) = called(ops.mla_prefill, out=unset((mix.T, H, width), dtype), **call)
+    close(got, *defined(ops.mla_prefill, **call), dtype)
+
+
+def test_latent_attention_of_a_prompt_run_does_not_depend_on_the_others(rng):
+    mix, dtype, (H, R, rope, nope, width) = MIXES["mixed"], ml_dtypes.bfloat16, (3, 32, 6, 20, 12)
+    caches = latents(rng, mix, dtype, R, rope)
+    rows = {"q_prime": numbers(rng, dtype, mix.T, H, R), "q_pe": numbers(rng, dtype, mix.T, H, rope)}
+    rows |= {"q_nope": numbers(rng, dtype, mix.T, H, nope), "start": mix.positions}
+    kv_b = numbers(rng, dtype, H * (nope + width), R)
+
+    def both(rows, caches, lengths):
+        q_pe, start = rows["q_pe"], rows["start"]
+        latent = {"q_prime": rows["q_prime"], "q_pe": q_pe, "cache_len": lengths, **caches}
+        expanded = {"q_nope": rows["q_nope"], "q_pe": q_pe, "start": start, "kv_b": kv_b, "longer_than": 4, **caches}
+        return *called(ops.mla_sdpa, **latent), *called(ops.mla_prefill, **expanded)
+
+    got = both(rows, caches, mix.lengths)
+    for b in (2, 4, 5):
+        own, starts = alone(mix, b)
+        one = caches | {"starts": starts, "block_table": caches["block_table"][b : b + 1]}
+        found = both({name: array[own] for name, array in rows.items()}, one, mix.lengths[b : b + 1])
+        for part, whole in zip(found, got, strict=True):
+            same(part, whole[own])
 
 
 # -- delta rule ------------------------------------------------------------------------------------------------------

@@ -237,6 +237,7 @@ def attend(
 
 ANSWER_ROWS = 1  # of a run up to which it is attended to as a step of decoding
 _ANY = (1 << 31) - 1
+ALL_RUNS = (0, _ANY, _ANY)  # limits of a launch that leaves none out
 
 
 def attend_runs(

@@ -145,8 +145,9 @@ def _recurrence_runs_kernel(
             if kept == 0:
                 tl.store(tile, S, mask=moved)
             elif gates_ptr is not None:
+                count = tl.minimum(end - first, room)
                 if tl.program_id(2) == 0:
-                    for i in range(tl.minimum(end - first, room)):
+                    for i in range(count):
                         at = (first + i).to(tl.int64) * Hv + head
                         gate_ptr = gates_ptr + (slot * room + i) * 2 * Hv + head
                         tl.store(gate_ptr, tl.load(g_ptr + at))
