@@ -124,7 +124,7 @@ def mla_prepare(match: Match, node: Node) -> Candidates:
     if q_nope is None or q_pe is None or key["x"].base is not k_pe or key.op is not ops.rope:
         return
     for reader in match.readers(q_pe):
-        query, its_how = _turned(match, reader.out) if reader.op is ops.rope else (None, ())
+        query, its_how = _turned(match, reader.out, stays=True) if reader.op is ops.rope else (None, ())
         if query is None or not all(map(same, how, its_how)):
             continue
         inv_freq, at, _, mscale = how
@@ -148,11 +148,11 @@ def attention_gate(match: Match, node: Node) -> Candidates:
         yield match.call(ops.attention_paged, **args, instead=(attend, node), makes=(node.out,))
 
 
-def _turned(match: Match, value: Any) -> tuple[Node | None, tuple[Any, ...]]:
+def _turned(match: Match, value: Any, stays: bool = False) -> tuple[Node | None, tuple[Any, ...]]:
     """The rotation of halves of heads [T, H, D] that makes a value, after a norm with a weight or none, and its
-    inv_freq, position, rotary_dim and mscale.
+    inv_freq, position, rotary_dim and mscale. The value has one reader, or any number if it stays.
     """
-    node = match.made_by(value, ops.head_norm_rope, ops.rope)
+    node = (match.maker if stays else match.made_by)(value, ops.head_norm_rope, ops.rope)
     if node is None or node["interleaved"] or node["x"].ndim != 3:
         return None, ()
     if node.op is ops.head_norm_rope and node["weight"] is None:
