@@ -54,7 +54,7 @@ def parsed(data):
 @pytest.mark.parametrize("usage", [False, True])
 def test_events_of_text_are_the_json_of_the_whole_object(llm, shape, key, usage):
     """The bytes that are put together are those that one json.dumps of the event gives."""
-    made = shape("a \"model\"", "print")
+    made = shape('a "model"', "print")
     stream = Stream(llm, index=0)
     events = made.events([stream.answer], usage)
     count = stream.put(TEXT, "length")

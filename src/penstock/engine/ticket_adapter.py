@@ -45,6 +45,8 @@ class _Handle(ResponseHandle):
 
 
 class HandleScheduler(old.Scheduler):
+    max_sequences: int
+
     def request(self, prompt: Any, max_tokens: int = 256, stop: Any = (), **more: Any) -> Request:  # type: ignore[override]
         limits = RequestLimits(self._engine.max_context, self._engine.model.config.vocab_size)
         return make_request(limits, self._llm.tokenizer, prompt, max_tokens, stop, more)  # type: ignore[attr-defined]

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from penstock.engine.remote import RemoteScheduler
 from penstock.engine.request import token_array
 from penstock.engine.response import ResponseHandle
+from penstock.engine.scheduler import SchedulerMetrics
 from penstock.engine.ticket_adapter import HandleScheduler
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
@@ -32,10 +33,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.server")
 
-AnyScheduler = HandleScheduler | RemoteScheduler
-
 _RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of a template that the request has fields for
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class AnyScheduler(Protocol):
+    """What the endpoints need of a scheduler, here or in another process."""
+
+    @property
+    def max_sequences(self) -> int: ...
+
+    def request(self, prompt: Any, max_tokens: int = 256, stop: Any = (), **more: Any) -> Request: ...
+    def submit(self, request: Request, client: str | None = None) -> ResponseHandle: ...
+    def metrics(self) -> SchedulerMetrics: ...
+    def close(self, deadline: float | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -444,8 +455,8 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
     return chosen
 
 
-def start_scheduler(llm: LLM, service: Service, **options: Any) -> HandleScheduler:
+def start_scheduler(llm: ServedModel, service: Service, **options: Any) -> HandleScheduler:
     """A scheduler in this process that has run one token: what was not compiled yet is compiled."""
-    scheduler = HandleScheduler(llm, failed=service.weights_failed, **options)
+    scheduler = HandleScheduler(cast("LLM", llm), failed=service.weights_failed, **options)
     scheduler.submit(scheduler.request([0], max_tokens=1)).result()
     return scheduler
