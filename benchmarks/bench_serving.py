@@ -374,7 +374,7 @@ def distinct_experts(model: str, device: str | None, rows: Sequence[int], prompt
         for seed in range(max(rows)):
             options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "max_tokens": 9}
             options["logit_bias"] = dict.fromkeys(llm.tokenizer.eos_ids, -1e30)
-            made = record(llm.engine, llm.tokenizer, prompts.ids("32"), **options)
+            made = record(llm, prompts.ids("32"), **options)
             chosen.append(made.ids[made.decode])
     except InvalidArgument:
         return {}

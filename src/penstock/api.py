@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from penstock.engine import compile_ahead
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
-from penstock.engine.generation import Chunk, Completion, Request, Timings, request_of, run_requests
 from penstock.engine.options import WORKING_BYTES, resolve_options
+from penstock.engine.request import Chunk, Completion, Request, Timings, make_request
+from penstock.engine.response import in_order_of_arrival
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
@@ -38,6 +41,7 @@ from penstock.weights.resolve import resolve_model
 
 _TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+MAX_BATCH = 32  # requests that run together
 _CONTEXT = 4096  # positions that there is room for beside streamed experts
 
 
@@ -126,7 +130,25 @@ class LLM:
         self._tokenizer = tokenizer
         self._path = path
         self._stats = Stats(weight_bytes=engine.model.nbytes)
+        self._scheduler: Scheduler | None = None
+        self._lock = threading.Lock()
         self.notices = tuple(notices)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Runs the requests of `generate`, `stream` and sessions: those of several threads share its steps."""
+        with self._lock:
+            if self._scheduler is None:
+                memory = self.engine.caches.nbytes + max(1, self.engine.device.free_memory())
+                self._scheduler = Scheduler(
+                    self, max_sequences=MAX_BATCH, queue=1 << 30, prefix_cache=False, memory=memory, record=_not_counted
+                )
+            return self._scheduler
+
+    @property
+    def text_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, if there is one: without it tokens have no text."""
+        return self._tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -196,9 +218,15 @@ class LLM:
             if more.get("grammar") is not None:
                 raise InvalidArgument("generate: grammar belongs to one prompt, expected no list of prompts with it")
             requests = [self.request(one, max_tokens, stop, **options) for one in prompt]  # type: ignore[union-attr]
-        for _ in self._run(requests):
-            pass
-        done = [request.completion() for request in requests]
+        handles = [self.scheduler.submit(request, buffer=1 << 30) for request in requests]
+        try:
+            for _ in in_order_of_arrival(handles):
+                pass
+        finally:
+            for handle in handles:
+                handle.cancel()
+            self.add_timings([handle.timings for handle in handles])
+        done = [handle.completion() for handle in handles]
         return done[0] if _one(prompt) else done
 
     def stream(
@@ -218,7 +246,15 @@ class LLM:
         """As `generate` for one prompt, a Chunk per token. The prompt is checked now, computed with the first chunk."""
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
         request = self.request(prompt, max_tokens, stop, **options, logprobs=logprobs, **more)
-        return _chunks(self._run([request], progress))
+        return self._chunks(request, progress)
+
+    def _chunks(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
+        handle = self.scheduler.submit(request, buffer=1, progress=progress)
+        try:
+            yield from handle
+        finally:
+            handle.cancel()
+            self.add_timings([handle.timings])
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
         """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`."""
@@ -249,19 +285,11 @@ class LLM:
 
     def session(self) -> Session:
         """A conversation that keeps its state."""
-        return Session(self.engine, self.tokenizer, self._path)
+        return Session(self.scheduler, self.engine, self.tokenizer, self._path)
 
     def request(self, prompt: Any, max_tokens: int = 256, stop: str | Seq[str] = (), **options: Any) -> Request:
         """A checked request for `Scheduler.submit`; one prompt and options as in `generate`."""
-        return request_of(self.engine, self.tokenizer, prompt, max_tokens, stop, options)
-
-    def _run(
-        self, requests: Seq[Request], progress: Callable[[int], None] | None = None
-    ) -> Generator[tuple[int, Chunk], None, None]:
-        try:
-            yield from run_requests(self.engine, requests, progress)
-        finally:
-            self.add_timings([request.timings for request in requests])
+        return make_request(self.engine.limits, self.tokenizer, prompt, max_tokens, stop, options)
 
     def add_timings(self, timings: Seq[Timings]) -> None:
         """Add to `stats` what requests that ran together have taken."""
@@ -272,13 +300,8 @@ class LLM:
         self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
 
 
-def _chunks(steps: Generator[tuple[int, Chunk], None, None]) -> Iterator[Chunk]:
-    """The chunks of one request; closing it early closes the steps too, and with them what they hold."""
-    try:
-        for _, chunk in steps:
-            yield chunk
-    finally:
-        steps.close()
+def _not_counted(timings: Seq[Timings]) -> None:
+    """Requests of `generate` and `stream` are counted there, those that ran together as one."""
 
 
 def _one(prompt: Any) -> bool:

@@ -47,7 +47,7 @@ def defined(folder, tokens, monkeypatch):
 
 def test_record_notes_what_every_token_chose(folder, llm, monkeypatch):
     prompt = some_tokens(40)
-    routes = record(llm.engine, llm.tokenizer, prompt, max_tokens=12, temperature=1.0, seed=3)
+    routes = record(llm, prompt, max_tokens=12, temperature=1.0, seed=3)
     assert routes.tokens[:40].tolist() == prompt
     assert routes.decode.tolist() == [False] * 40 + [True] * (len(routes.tokens) - 40)
     assert (routes.experts, routes.layers, routes.ids.dtype) == (7, (0, 2, 3), np.int32)
@@ -58,26 +58,26 @@ def test_record_notes_what_every_token_chose(folder, llm, monkeypatch):
 def test_record_gives_the_answer_of_generate(llm):
     options = {"max_tokens": 20, "temperature": 1.2, "top_k": 50, "seed": 7}
     want = llm.generate(some_tokens(9), **options)
-    routes = record(llm.engine, llm.tokenizer, some_tokens(9), **options)
+    routes = record(llm, some_tokens(9), **options)
     assert routes.tokens.tolist() == [*some_tokens(9), *want.tokens[:-1]]
     assert "".join(routes.texts) == llm.tokenizer.decode(routes.tokens.tolist())
 
 
 def test_record_notes_every_piece_of_a_long_prompt(llm):
     tokens, pieces = some_tokens(600), []
-    whole = record(llm.engine, llm.tokenizer, tokens, max_tokens=3, progress=pieces.append)
+    whole = record(llm, tokens, max_tokens=3, progress=pieces.append)
     assert pieces == [256, 256, 88, 1, 1]
     assert whole.ids.shape == (602, 3, 3) and whole.ids.min() >= 0
-    np.testing.assert_array_equal(whole.ids[:256], record(llm.engine, llm.tokenizer, tokens[:256], max_tokens=1).ids)
+    np.testing.assert_array_equal(whole.ids[:256], record(llm, tokens[:256], max_tokens=1).ids)
 
 
 def test_record_of_one_token_has_no_decode_steps(llm):
-    routes = record(llm.engine, llm.tokenizer, some_tokens(5), max_tokens=1)
+    routes = record(llm, some_tokens(5), max_tokens=1)
     assert routes.ids.shape[0] == 5 and not routes.decode.any()
 
 
 def test_record_counts_and_bytes(llm):
-    routes = record(llm.engine, llm.tokenizer, some_tokens(30), max_tokens=2)
+    routes = record(llm, some_tokens(30), max_tokens=2)
     want = [[int((routes.ids[:, layer] == expert).sum()) for expert in range(7)] for layer in range(3)]
     assert routes.counts().tolist() == want
     assert routes.counts().sum() == 31 * 3 * 3
@@ -87,7 +87,7 @@ def test_record_counts_and_bytes(llm):
 
 def test_record_leaves_the_model_as_it_was(llm, monkeypatch):
     before = llm.generate(some_tokens(6), max_tokens=8).tokens
-    record(llm.engine, llm.tokenizer, some_tokens(6), max_tokens=8)
+    record(llm, some_tokens(6), max_tokens=8)
     assert llm.engine.programs.wrap is None
     copied = []
     monkeypatch.setattr(type(llm.engine.device), "copy_all", lambda self, into, arrays: copied.append(into))
@@ -108,7 +108,7 @@ def test_record_that_fails_leaves_the_model_as_it_was(llm):
 
     before = llm.generate(some_tokens(6), max_tokens=8).tokens
     with pytest.raises(RuntimeError, match="enough"):
-        record(llm.engine, llm.tokenizer, some_tokens(6), max_tokens=8, progress=fail)
+        record(llm, some_tokens(6), max_tokens=8, progress=fail)
     assert llm.engine.programs.wrap is None
     assert llm.engine.caches.pools[None].used == 0
     assert llm.generate(some_tokens(6), max_tokens=8).tokens == before
@@ -123,12 +123,12 @@ def test_record_keeps_another_wrap(llm):
 
     llm.engine.programs.wrap = other
     try:
-        routes = record(llm.engine, llm.tokenizer, some_tokens(6), max_tokens=2)
+        routes = record(llm, some_tokens(6), max_tokens=2)
         assert llm.engine.programs.wrap is other
     finally:
         llm.engine.programs.wrap = None
     assert "moe_forward" in seen and "rms_norm" in seen
-    np.testing.assert_array_equal(routes.ids, record(llm.engine, llm.tokenizer, some_tokens(6), max_tokens=2).ids)
+    np.testing.assert_array_equal(routes.ids, record(llm, some_tokens(6), max_tokens=2).ids)
 
 
 def test_record_keeps_other_threads_waiting(llm):
@@ -145,17 +145,17 @@ def test_record_keeps_other_threads_waiting(llm):
         other.start()
         other.join()
 
-    record(llm.engine, llm.tokenizer, some_tokens(30), max_tokens=3, progress=try_it)
+    record(llm, some_tokens(30), max_tokens=3, progress=try_it)
     assert taken == [False] * 3
 
 
 def test_record_refuses_what_has_no_routes(folder, tmp_path):
     reference = penstock.load(folder, device="reference")
     with pytest.raises(InvalidArgument, match=r"^routes: device is 'reference', expected cpu or cuda"):
-        record(reference.engine, reference.tokenizer, [1], max_tokens=1)
+        record(reference, [1], max_tokens=1)
     dense = penstock.load(write_model(tmp_path / "dense", dense_config()), device="cpu")
     with pytest.raises(InvalidArgument, match=r"^routes: qwen3_5_text has no experts, expected a model with experts"):
-        record(dense.engine, dense.tokenizer, [1], max_tokens=1)
+        record(dense, [1], max_tokens=1)
     assert dense.engine.programs is not None and dense.engine.programs.wrap is None
 
 
@@ -164,7 +164,7 @@ def test_record_refuses_what_has_no_routes(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def routes(llm):
-    return record(llm.engine, llm.tokenizer, some_tokens(20), max_tokens=5, name="mixed")
+    return record(llm, some_tokens(20), max_tokens=5, name="mixed")
 
 
 def test_routes_come_back_from_a_file(routes, tmp_path):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.api import LLM
+from penstock.api import LLM, MAX_BATCH
 from penstock.backends.cpu import device as cpu_device
-from penstock.engine.generation import MAX_BATCH, Request, Timings, run_requests, sampling_params
-from penstock.engine.sampling import SamplingParams
+from penstock.engine.request import Request, Timings, sampling_params
+from penstock.engine.response import in_order_of_arrival
+from penstock.engine.scheduler import Scheduler
 from penstock.errors import BackendError, DTypeError, InvalidArgument, OutOfMemory
 from tests.models.common import SPECIAL, VOCAB, letters, small_config, some_tokens, write_model
 
@@ -31,7 +32,7 @@ def nothing_stays_open(llm: LLM) -> Iterator[None]:
 
 
 def request(llm: LLM, prompt: list[int], max_tokens: int = 5, **options: Any) -> Request:
-    return Request(prompt, SamplingParams(**options), llm.tokenizer, llm.engine, max_tokens=max_tokens)
+    return llm.request(prompt, max_tokens, **options)
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------
@@ -251,33 +252,37 @@ def test_generate_tells_the_seed_it_drew(llm: LLM) -> None:
 def test_run_takes_turns_when_there_are_more_requests_than_rows(llm: LLM) -> None:
     prompts = [[n + 4] for n in range(7)]
     want = [llm.generate(prompt, max_tokens=n + 1).tokens for n, prompt in enumerate(prompts)]
-    requests = [request(llm, prompt, n + 1) for n, prompt in enumerate(prompts)]
     most = 0
-    for _ in run_requests(llm.engine, requests, max_batch=3):
-        caches = llm.engine.caches
-        most = max(most, caches._slots - len(caches._free_slots))
-    assert [r.tokens for r in requests] == want and most == 3
+    with Scheduler(llm, max_sequences=3, prefix_cache=False) as made:
+        handles = [made.submit(request(llm, prompt, n + 1)) for n, prompt in enumerate(prompts)]
+        for _ in in_order_of_arrival(handles):
+            most = max(most, llm.engine.caches.slots_used)
+    assert [handle.tokens for handle in handles] == want and most == 3
     assert MAX_BATCH >= 8
 
 
 def test_run_yields_as_tokens_come(llm: LLM) -> None:
     requests = [request(llm, [5], 3, logit_bias=LETTERS), request(llm, [6], 2, logit_bias=LETTERS)]
-    order = [(number, chunk.finish_reason) for number, chunk in run_requests(llm.engine, requests)]
+    handles = [llm.scheduler.submit(one) for one in requests]
+    order = [(number, chunk.finish_reason) for number, chunk in in_order_of_arrival(handles)]
     assert order == [(0, None), (1, None), (0, None), (1, "length"), (0, "length")]
 
 
 def test_run_closes_its_sequences_when_the_reader_stops(llm: LLM) -> None:
-    chunks = run_requests(llm.engine, [request(llm, [5], 9), request(llm, [6], 9)])
-    next(chunks)
-    next(chunks)
-    chunks.close()  # type: ignore[attr-defined]
+    handles = [llm.scheduler.submit(request(llm, [n], 9)) for n in (5, 6)]
+    for handle in handles:
+        next(handle)
+        assert llm.engine.caches.slots_used > 0
+    for handle in handles:
+        handle.cancel()
 
 
-def test_run_closes_its_sequences_when_memory_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm.generate([1], max_tokens=1)
+def test_requests_wait_for_each_other_when_memory_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    want, other = llm.generate([1], max_tokens=2), penstock.load(device="cpu")
     monkeypatch.setattr(cpu_device, "available_memory", lambda: 0)
-    with pytest.raises(OutOfMemory):
-        llm.generate([[1]] * 64, max_tokens=2)
+    assert [done.tokens for done in llm.generate([[1]] * 64, max_tokens=2)] == [want.tokens] * 64
+    with pytest.raises(OutOfMemory, match="^cache: "):
+        other.generate([1] * 300, max_tokens=9)
 
 
 def test_generate_names_scores_that_are_not_finite(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,8 +358,9 @@ def test_timings_count_tokens_and_seconds(llm: LLM) -> None:
 
 def test_completion_of_a_request_that_was_cut_off(llm: LLM) -> None:
     one = request(llm, [5], 9, logit_bias=LETTERS)
-    chunks = run_requests(llm.engine, [one])
-    next(chunks)
-    chunks.close()  # type: ignore[attr-defined]
-    done = one.completion()
-    assert (len(done.tokens), done.finish_reason, done.usage.completion_tokens) == (1, "length", 1)
+    handle = llm.scheduler.submit(one)
+    next(handle)
+    assert handle.completion().finish_reason == "length"
+    handle.cancel()
+    done = handle.completion()
+    assert (len(done.tokens), done.finish_reason, done.usage.completion_tokens) == (1, "cancelled", 1)

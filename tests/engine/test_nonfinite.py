@@ -11,7 +11,7 @@ import penstock
 from penstock.api import LLM
 from penstock.engine import nonfinite
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.steps import Steps
+from penstock.engine.steps import Run, Steps
 from penstock.errors import NonFiniteLogits
 from penstock.weights.checkpoint import Checkpoint
 from tests.experts.common import CONFIGS, checkpoint
@@ -74,21 +74,21 @@ def test_a_damaged_router_is_found_while_an_answer_is_made(folder_of, monkeypatc
     """The copy that is looked at takes nothing from the others, and leaves nothing behind."""
     damage(folder_of("llama"), 0.01)
     llm = penstock.load(folder_of("llama"), device="cpu", max_context=256)
-    decode = llm.engine.decode
+    step = llm.engine.step
     steps: list[int] = []
 
-    def damaged_at_third(*given: object) -> np.ndarray:  # in the scheduler's thread, between two steps
+    def damaged_at_third(runs: list[Run]) -> np.ndarray | None:  # between two steps
         steps.append(len(steps))
-        if len(steps) == 3:
+        if len(steps) == 4:  # the first one has the prompt
             spoil(llm)
-        return decode(*given)
+        return step(runs)
 
-    monkeypatch.setattr(llm.engine, "decode", damaged_at_third)
+    monkeypatch.setattr(llm.engine, "step", damaged_at_third)
     with Scheduler(llm) as scheduler:
         ticket = scheduler.submit(scheduler.request(TOKENS, max_tokens=30, logit_bias={5: 100.0}))
         with pytest.raises(NonFiniteLogits, match=WHERE):
             ticket.result(60)
-    assert ticket.request.tokens == [5] * 3
+    assert ticket.tokens == [5] * 3
 
 
 def test_the_error_stays_what_it_is_when_the_step_cannot_be_run_once_more(folder_of, monkeypatch, caplog):

@@ -22,11 +22,16 @@ from penstock.backends.cpu.device import CpuDevice
 from penstock.engine import scheduler as module
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
-from penstock.engine.generation import Completion, Running
 from penstock.engine.programs import Runner
+from penstock.engine.request import Completion, Timings
+from penstock.engine.response import ChunkQueue, ResponseHandle
+from penstock.engine.sampling import Sampler
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.ticket import Ticket
+from penstock.engine.state import RequestState
+from penstock.engine.steps import Run, Steps
+from penstock.engine.thread import SchedulerThread
 from penstock.errors import BackendError, Cancelled, DTypeError, InvalidArgument, OutOfMemory, QueueFull
+from penstock.graph import Bound
 from penstock.models.step import PagedKV
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_model
 
@@ -37,7 +42,7 @@ SECONDS = 60  # after which a test that waits has failed
 class DrawingHost(CpuDevice):
     """Host memory whose device draws the tokens itself and may be a step ahead, as a GPU does."""
 
-    samples_tokens = True
+    samples_tokens, ragged = True, False
 
     def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Any:
         return Drawing(logits, inputs)
@@ -95,12 +100,12 @@ def plain(loaded: LLM) -> LLM:
 @contextlib.contextmanager
 def scheduler(llm: LLM, **options: Any) -> Iterator[Scheduler]:
     """A scheduler that leaves nothing behind."""
-    made = Scheduler(llm, **options)
+    thread = SchedulerThread(Scheduler(llm, **options))
     try:
-        yield made
+        yield thread.scheduler
     finally:
-        made.close(0)
-    assert not made._thread.is_alive()
+        thread.close(0)
+    assert not thread._thread.is_alive()
     nothing_is_held(llm)
 
 
@@ -118,7 +123,7 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def tokens_of(ticket: Ticket) -> list[int]:
+def tokens_of(ticket: ResponseHandle) -> list[int]:
     """Read to the end, but not for ever."""
     found: list[int] = []
     reader = threading.Thread(target=lambda: found.extend(chunk.token for chunk in ticket), daemon=True)
@@ -135,32 +140,28 @@ def same(got: Completion, want: Completion) -> None:
     assert got.usage.completion_tokens == want.usage.completion_tokens
 
 
-class Steps:
+class Watched:
     """What an engine is asked to do, in order: ("prefill", tokens) and ("decode", rows). `gate` holds it up."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[str, int]] = []
         self.gate = threading.Event()
         self.gate.set()
-        chunk, decode = engine.prefill_chunk, engine.decode
+        step = engine.step
 
-        def watched_chunk(sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
+        def watched(runs: Seq[Run]) -> np.ndarray | None:
             assert self.gate.wait(SECONDS)
-            self.found.append(("prefill", len(ids)))
-            return chunk(sequence, ids, every, last)
+            answers = sum(not run.prompt for run in runs)
+            self.found += [("prefill", len(run.tokens)) for run in runs if run.prompt]
+            self.found += [("decode", answers)] if answers else []
+            return step(runs)
 
-        def watched_decode(sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
-            assert self.gate.wait(SECONDS)
-            self.found.append(("decode", len(sequences)))
-            return decode(sequences, tokens)
-
-        monkeypatch.setattr(engine, "prefill_chunk", watched_chunk)
-        monkeypatch.setattr(engine, "decode", watched_decode)
+        monkeypatch.setattr(engine, "step", watched)
 
 
 @pytest.fixture
-def steps(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
-    watched = Steps(plain.engine, monkeypatch)
+def steps(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    watched = Watched(plain.engine, monkeypatch)
     yield watched
     watched.gate.set()
 
@@ -238,7 +239,7 @@ def test_a_device_that_was_ahead_starts_anew_after_others(loaded: LLM) -> None:
     llm.engine.caches.make_room({None: 8}, 4)  # programs stay as they are
     with scheduler(llm, buffer=3) as made:
         first = made.submit(made.request([5], max_tokens=40, temperature=1.0, seed=0))
-        until(lambda: len(first.request.tokens) >= 4)
+        until(lambda: first.timings.generated_tokens >= 4)
         second = made.submit(made.request([6], max_tokens=40, temperature=1.0, seed=0, logprobs=1))
         assert second.result(SECONDS).tokens == want[1]
         assert tokens_of(first) == want[0]
@@ -298,14 +299,12 @@ def test_request_takes_text_and_names_bad_options(plain: LLM) -> None:
                 made.request(**{"prompt": [1], **options})
 
 
-def test_submit_refuses_a_request_twice_and_one_of_a_session(plain: LLM) -> None:
-    with scheduler(plain) as made, plain.session() as session:
+def test_submit_refuses_a_request_twice(plain: LLM) -> None:
+    with scheduler(plain) as made:
         request = made.request([1], max_tokens=1)
         made.submit(request).result(SECONDS)
         with pytest.raises(InvalidArgument, match="^request: it was submitted before, expected a new one"):
             made.submit(request)
-        with pytest.raises(InvalidArgument, match="^request: it continues a session"):
-            made.submit(session._request([1], 1, (), {}))
 
 
 def test_usage_and_timings_are_told(plain: LLM) -> None:
@@ -332,7 +331,7 @@ def test_scheduler_names_a_bad_option(options: dict[str, Any], plain: LLM) -> No
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_delays_a_running_answer_by_one_chunk(plain: LLM, steps: Steps) -> None:
+def test_a_long_prompt_delays_a_running_answer_by_one_chunk(plain: LLM, steps: Watched) -> None:
     with scheduler(plain, buffer=5000) as made:
         first = made.submit(made.request([5], max_tokens=2000, logit_bias=LETTERS))
         next(first)
@@ -346,7 +345,7 @@ def test_a_long_prompt_delays_a_running_answer_by_one_chunk(plain: LLM, steps: S
     assert all(pair != ("prefill", "prefill") for pair in zip(found[begin:end], found[begin + 1 : end], strict=False))
 
 
-def test_short_prompts_pass_a_long_one(plain: LLM, steps: Steps) -> None:
+def test_short_prompts_pass_a_long_one(plain: LLM, steps: Watched) -> None:
     steps.gate.clear()
     with scheduler(plain) as made:
         long = made.submit(made.request(some_tokens(1700), max_tokens=1))
@@ -358,7 +357,7 @@ def test_short_prompts_pass_a_long_one(plain: LLM, steps: Steps) -> None:
     assert steps.found[:3] == [("prefill", 256), ("prefill", 20), ("prefill", 256)]
 
 
-def test_a_long_prompt_is_passed_by_no_more_than_its_length(plain: LLM, steps: Steps) -> None:
+def test_a_long_prompt_is_passed_by_no_more_than_its_length(plain: LLM, steps: Watched) -> None:
     """1000 tokens, then shorter prompts without end: fewer than 1000 tokens of them go first."""
     steps.gate.clear()
     with scheduler(plain, max_sequences=2) as made:
@@ -379,7 +378,7 @@ def test_a_long_prompt_is_passed_by_no_more_than_its_length(plain: LLM, steps: S
             ticket.result(SECONDS)
 
 
-def test_requests_join_a_batch_that_runs(plain: LLM, steps: Steps) -> None:
+def test_requests_join_a_batch_that_runs(plain: LLM, steps: Watched) -> None:
     with scheduler(plain, max_sequences=4) as made:
         with made.condition:  # all of them before the engine looks
             tickets = [made.submit(made.request([n + 4], max_tokens=40, logit_bias=LETTERS)) for n in range(6)]
@@ -394,7 +393,7 @@ def test_requests_join_a_batch_that_runs(plain: LLM, steps: Steps) -> None:
 # -- queue and memory ------------------------------------------------------------------------------------------------
 
 
-def test_submit_refuses_what_the_queue_has_no_room_for(plain: LLM, steps: Steps) -> None:
+def test_submit_refuses_what_the_queue_has_no_room_for(plain: LLM, steps: Watched) -> None:
     steps.gate.clear()
     with scheduler(plain, max_sequences=2, queue=3) as made:
         tickets = [made.submit(made.request([5], max_tokens=2)) for _ in range(5)]
@@ -438,7 +437,7 @@ def test_requests_wait_for_memory_and_small_ones_pass(plain: LLM) -> None:
         assert second.result(SECONDS).usage.prompt_tokens == 600
 
 
-def test_a_request_that_waits_for_memory_is_passed_by_no_more_than_its_prompt(plain: LLM, steps: Steps) -> None:
+def test_a_request_that_waits_for_memory_is_passed_by_no_more_than_its_prompt(plain: LLM, steps: Watched) -> None:
     caches = plain.engine.caches
     with scheduler(plain, memory=caches.bytes_of(1024) + caches.bytes_of(256), prefix_cache=False, buffer=2000) as made:
         first = made.submit(made.request([5], max_tokens=1023, logit_bias=LETTERS))
@@ -471,7 +470,7 @@ def test_a_large_request_of_a_client_who_has_one_holds_up_nobody_elses_first(pla
         own.result(SECONDS)
 
 
-def test_memory_for_all_of_max_tokens_is_there_when_a_request_starts(plain: LLM, steps: Steps) -> None:
+def test_memory_for_all_of_max_tokens_is_there_when_a_request_starts(plain: LLM, steps: Watched) -> None:
     steps.gate.clear()
     caches = plain.engine.caches
     with scheduler(plain) as made:
@@ -566,12 +565,12 @@ def test_a_slow_reader_pauses_his_request_alone(llm: LLM, monkeypatch: pytest.Mo
         next(slow)
         other = made.submit(made.request([6], max_tokens=100, logit_bias=LETTERS))
         assert len(tokens_of(other)) == 100  # read as it comes
-        until(lambda: len(slow.request.tokens) >= 5)
-        count = len(slow.request.tokens)
+        until(lambda: slow.timings.generated_tokens >= 5)
+        count = slow.timings.generated_tokens
         assert count <= 1 + 4 + 2  # one that is under way when the buffer is full, one that a device is ahead
         whole = made.submit(made.request([6], max_tokens=100, logit_bias=LETTERS))
         assert len(whole.result(SECONDS).tokens) == 100  # nobody reads its chunks, and it is not held up
-        assert len(slow.request.tokens) == count and slow.state == "generating"
+        assert slow.timings.generated_tokens == count and slow.state == "generating"
         assert tokens_of(slow) == want.tokens[1:]
 
 
@@ -579,7 +578,7 @@ def test_a_reader_who_takes_nothing_is_given_up(plain: LLM) -> None:
     with scheduler(plain, buffer=2, read_timeout=0.05) as made:
         ticket = made.submit(made.request([5], max_tokens=500, logit_bias=LETTERS))
         until(lambda: ticket.state == "done")
-        assert len(ticket.request.tokens) < 10
+        assert ticket.timings.generated_tokens < 10
         with pytest.raises(Cancelled, match=r"^reader: nothing was read for 0.05 seconds"):
             list(ticket)
         assert made.metrics().cancelled == 1
@@ -596,7 +595,7 @@ def test_a_reader_who_lags_while_others_wait_gives_up_his_sequence(
     limit = {"max_sequences": 1} if short_of == "sequences" else {"memory": llm.engine.caches.bytes_of(512)}
     with scheduler(llm, buffer=4, prefix_cache=False, **limit) as made:
         slow = made.submit(made.request(prompt, **options))
-        until(lambda: len(slow.request.tokens) >= 4)
+        until(lambda: slow.timings.generated_tokens >= 4)
         read: list[int] = []
         for count in (1, 3):  # some are read, then all: only then is it computed again
             assert made.submit(made.request(some_tokens(300, seed=9), max_tokens=3)).result(SECONDS).tokens
@@ -611,7 +610,7 @@ def test_a_preempted_request_is_given_up_or_finished_as_one_that_runs(plain: LLM
     want = plain.generate([5], **options).tokens
     with scheduler(plain, max_sequences=1, buffer=4, read_timeout=SECONDS) as made:
 
-        def preempted() -> Ticket:
+        def preempted() -> ResponseHandle:
             count = made.metrics().preemptions
             ticket = made.submit(made.request([5], **options))
             made.submit(made.request([6], max_tokens=2)).result(SECONDS)
@@ -642,7 +641,7 @@ def test_result_after_some_chunks_is_the_whole_answer(llm: LLM) -> None:
         assert list(ticket) == [] and ticket.result(0).text
 
 
-def test_result_in_time_or_not_at_all(plain: LLM, steps: Steps) -> None:
+def test_result_in_time_or_not_at_all(plain: LLM, steps: Watched) -> None:
     steps.gate.clear()
     with scheduler(plain) as made:
         ticket = made.submit(made.request([5], max_tokens=3))
@@ -670,7 +669,7 @@ def test_tickets_in_an_event_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_cancelled_task_may_cancel_its_request(plain: LLM) -> None:
-    async def client(made: Scheduler) -> Ticket:
+    async def client(made: Scheduler) -> ResponseHandle:
         ticket = made.submit(made.request([5], max_tokens=2000, logit_bias=LETTERS))
 
         async def read() -> None:
@@ -692,7 +691,7 @@ def test_a_cancelled_task_may_cancel_its_request(plain: LLM) -> None:
         assert asyncio.run(client(made)).state == "done"
 
 
-def test_a_loop_that_was_closed_holds_nothing_up(plain: LLM, steps: Steps) -> None:
+def test_a_loop_that_was_closed_holds_nothing_up(plain: LLM, steps: Watched) -> None:
     steps.gate.clear()
     with scheduler(plain) as made:
         ticket = made.submit(made.request([5], max_tokens=30))
@@ -713,7 +712,7 @@ def test_a_loop_that_was_closed_holds_nothing_up(plain: LLM, steps: Steps) -> No
 # -- cancels ---------------------------------------------------------------------------------------------------------
 
 
-def test_cancel_while_waiting(plain: LLM, steps: Steps) -> None:
+def test_cancel_while_waiting(plain: LLM, steps: Watched) -> None:
     steps.gate.clear()
     with scheduler(plain, max_sequences=1) as made:
         first = made.submit(made.request([5], max_tokens=2))
@@ -727,7 +726,7 @@ def test_cancel_while_waiting(plain: LLM, steps: Steps) -> None:
         assert made.metrics().cancelled == 1
 
 
-def test_cancel_in_the_prompt(plain: LLM, steps: Steps) -> None:
+def test_cancel_in_the_prompt(plain: LLM, steps: Watched) -> None:
     steps.gate.clear()
     with scheduler(plain) as made:
         ticket = made.submit(made.request(some_tokens(1700), max_tokens=2))
@@ -747,7 +746,7 @@ def test_cancel_within_one_token(llm: LLM) -> None:
             for _ in range(after):
                 next(ticket)
             ticket.cancel()
-            count = len(ticket.request.tokens)
+            count = ticket.timings.generated_tokens
             done = ticket.result(SECONDS)
             assert done.finish_reason == "cancelled" and after <= len(done.tokens) <= count + 2
             assert len(other.result(SECONDS).tokens) == 30
@@ -763,7 +762,7 @@ def test_cancel_when_done_changes_nothing(plain: LLM) -> None:
         assert (metrics.finished, metrics.cancelled) == (1, 0)
 
 
-def test_a_ticket_that_nobody_holds_is_cancelled(plain: LLM, steps: Steps) -> None:
+def test_a_ticket_that_nobody_holds_is_cancelled(plain: LLM, steps: Watched) -> None:
     with scheduler(plain, max_sequences=1, buffer=3) as made:
         first = made.submit(made.request([5], max_tokens=2000, logit_bias=LETTERS))
         next(first)
@@ -803,20 +802,39 @@ def test_many_requests_with_cancels_leave_nothing(llm: LLM, rng: np.random.Gener
 # -- failures --------------------------------------------------------------------------------------------------------
 
 
-def failing(error: Exception, fails: Callable[[Runner, int], bool]) -> Callable[..., None]:
-    """In the device of `Runner.run`: steps for which `fails(runner, rows)` says so stop half-way."""
-    run = Runner.run
+Fails = Callable[[np.ndarray, np.ndarray], bool]
 
-    def half(self: Runner, *args: Any) -> None:
-        rows = self.host["tokens"].size if "slots" in self.host else 0
-        if not fails(self, rows):
+
+def break_steps(patch: pytest.MonkeyPatch, error: Exception, fails: Fails) -> None:
+    """Steps for which `fails(their tokens, positions of answers)` says so stop half-way."""
+    run, steps, whole = Runner.run, Steps.run, Bound.run
+    broken = False
+
+    def half_runner(self: Runner, *args: Any) -> None:
+        answers = self.host["positions"] if "slots" in self.host else np.empty(0, np.int32)
+        if not fails(self.host["tokens"], answers):
             return run(self, *args)
         assert self.bound is not None
         for call in self.bound.calls[: len(self.bound.calls) // 2]:
             call()
         raise error
 
-    return half
+    def half_step(self: Steps, runs: Seq[Run]) -> np.ndarray | None:
+        nonlocal broken
+        answers = np.array([run.sequence.length for run in runs if not run.prompt], np.int32)
+        broken = fails(np.concatenate([run.tokens for run in runs]), answers)
+        return steps(self, runs)
+
+    def half_bound(self: Bound) -> Any:
+        if not broken:
+            return whole(self)
+        for call in self.calls[: len(self.calls) // 2]:
+            call()
+        raise error
+
+    patch.setattr(Runner, "run", half_runner)
+    patch.setattr(Steps, "run", half_step)
+    patch.setattr(Bound, "run", half_bound)
 
 
 BAD = 262  # a token that only one prompt has
@@ -831,19 +849,17 @@ def test_a_request_that_breaks_steps_ends_alone(where: str, llm: LLM, monkeypatc
     length = 50 if where == "prompt" else 50 + (0 if where == "first" else 12)
     bad = {"tokens": 0}
 
-    def fails(runner: Runner, rows: int) -> bool:
-        if where == "prompt":
-            return BAD in runner.host["tokens"] and runner.host["tokens"].size == length
-        return rows > 0 and length in runner.host["positions"]
+    def fails(tokens: np.ndarray, answers: np.ndarray) -> bool:
+        return (tokens == BAD).sum() == length if where == "prompt" else length in answers
 
     with scheduler(llm, prefix_cache=where != "later") as made:
-        monkeypatch.setattr(Runner, "run", failing(BackendError("expert 3: cannot be read"), fails))
+        break_steps(monkeypatch, BackendError("expert 3: cannot be read"), fails)
         tickets = [made.submit(made.request(prompt, **options)) for prompt in prompts]
         next(tickets[0])
         broken = made.submit(made.request([BAD] * 50, max_tokens=100, logit_bias=LETTERS))
         with pytest.raises(BackendError, match="^expert 3: cannot be read"):
             broken.result(SECONDS)
-        bad["tokens"] = len(broken.request.tokens)
+        bad["tokens"] = len(broken.tokens)
         for ticket, alone in zip(tickets, want, strict=True):
             same(ticket.result(SECONDS), alone)
         metrics = made.metrics()
@@ -863,13 +879,13 @@ def test_a_step_that_fails_once_costs_nobody_his_text(
         want = [llm.generate(prompt, **options) for prompt in prompts]
     count = 0
 
-    def fails(runner: Runner, rows: int) -> bool:
+    def fails(tokens: np.ndarray, answers: np.ndarray) -> bool:
         nonlocal count
-        count += rows > 1
-        return rows > 1 and count in (7, 11, 12, 30)
+        count += len(answers) > 1
+        return len(answers) > 1 and count in (7, 11, 12, 30)
 
     with scheduler(llm) as made:
-        monkeypatch.setattr(Runner, "run", failing(BackendError("disk: a read failed"), fails))
+        break_steps(monkeypatch, BackendError("disk: a read failed"), fails)
         with made.condition:
             tickets = [made.submit(made.request(prompt, **options)) for prompt in prompts]
         for ticket, alone in zip(tickets, want, strict=True):
@@ -888,15 +904,15 @@ def test_a_sequence_that_lost_what_it_shared_waits_for_memory(plain: LLM, monkey
         made.submit(made.request(prompt, max_tokens=1)).result(SECONDS)
         failed = False
 
-        def fails(runner: Runner, rows: int) -> bool:
+        def fails(tokens: np.ndarray, answers: np.ndarray) -> bool:
             nonlocal failed
-            if rows != 2 or failed:
+            if len(answers) != 2 or failed:
                 return False
             failed = True
             made._prefix.clear()  # type: ignore[union-attr]
             return True
 
-        monkeypatch.setattr(Runner, "run", failing(BackendError("disk: a read failed"), fails))
+        break_steps(monkeypatch, BackendError("disk: a read failed"), fails)
         with made.condition:
             tickets = [made.submit(made.request(prompt, **options)) for _ in range(2)]
         for ticket in tickets:
@@ -908,17 +924,17 @@ def test_a_sequence_that_lost_what_it_shared_waits_for_memory(plain: LLM, monkey
 def test_no_step_is_launched_ahead_of_tokens_that_are_known(plain: LLM) -> None:
     """On a device that does not repeat its bits the drawn one may be another."""
     request = plain.request([5, 6], 20)
-    request.tokens = [1, 2, 3]
-    row = Running(request, Sequence(0, {}))
-    for length, may in ((3, False), (4, False), (5, True)):  # after a step: the last one is told, and one is drawn
-        row.sequence.length = length
-        assert row.may_go_on == may
+    queue, sampler = ChunkQueue(9, lambda: None, Timings()), Sampler(request.params, VOCAB)
+    state = RequestState(request, queue, sampler, 2048, {}, sequence=Sequence(0, {}), tokens=[1, 2, 3])
+    for length, may in ((3, False), (4, False), (5, True)):  # after a step: the last one is computed, and one is drawn
+        state.opened.length = length
+        assert state.can_overlap == may
 
 
 def test_steps_that_always_fail_end_every_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with scheduler(llm) as made:
         with monkeypatch.context() as patch:
-            patch.setattr(Runner, "run", failing(RuntimeError("the device has gone"), lambda runner, rows: rows > 0))
+            break_steps(patch, RuntimeError("the device has gone"), lambda tokens, answers: len(answers) > 0)
             tickets = [made.submit(made.request([n + 4], max_tokens=9)) for n in range(5)]
             for ticket in tickets:
                 with pytest.raises(RuntimeError, match="^the device has gone"):
@@ -929,16 +945,17 @@ def test_steps_that_always_fail_end_every_request(llm: LLM, monkeypatch: pytest.
 
 def test_scores_that_are_not_finite_end_their_request_alone(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     want = plain.generate([5], max_tokens=30)
-    decode = plain.engine.decode
+    step = plain.engine.step
 
-    def with_nan(sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
-        rows = decode(sequences, tokens)
-        for row, sequence in zip(rows, sequences, strict=True):
-            if sequence.length == 50:
-                row[7] = np.nan
-        return rows
+    def with_nan(runs: Seq[Run]) -> np.ndarray | None:
+        logits = step(runs)
+        if logits is not None:
+            for row, run in zip(logits, [run for run in runs if run.wanted == "last"], strict=True):
+                if run.sequence.length == 50:
+                    row[7] = np.nan
+        return logits
 
-    monkeypatch.setattr(plain.engine, "decode", with_nan)
+    monkeypatch.setattr(plain.engine, "step", with_nan)
     with scheduler(plain) as made:
         good = made.submit(made.request([5], max_tokens=30))
         bad = made.submit(made.request(some_tokens(45), max_tokens=30, logit_bias=LETTERS))
@@ -1069,23 +1086,25 @@ def test_a_grammar_that_fails_ends_its_request_alone(plain: LLM) -> None:
 
 def test_close_finishes_what_runs_and_cancels_what_waits(llm: LLM) -> None:
     want = llm.generate([5], max_tokens=300)
-    made = Scheduler(llm, max_sequences=1, buffer=5000)
+    thread = SchedulerThread(Scheduler(llm, max_sequences=1, buffer=5000))
+    made = thread.scheduler
     first = made.submit(made.request([5], max_tokens=300))
     next(first)
     second = made.submit(made.request([6], max_tokens=2))
-    made.close()
-    assert made.closing and not made._thread.is_alive()
+    thread.close()
+    assert made.closing and not thread._thread.is_alive()
     same(first.result(0), want)
     with pytest.raises(Cancelled, match="^scheduler: closed before the request was started"):
         second.result(0)
     with pytest.raises(Cancelled, match="^scheduler: it is closing and takes no requests"):
         made.submit(made.request([7]))
-    made.close(1)  # again
+    thread.close(1)  # again
     nothing_is_held(llm)
 
 
 def test_close_cancels_what_runs_at_its_deadline(plain: LLM) -> None:
-    made = Scheduler(plain, buffer=2)
+    thread = SchedulerThread(Scheduler(plain, buffer=2))
+    made = thread.scheduler
     paused = made.submit(made.request([5], max_tokens=2000, logit_bias=LETTERS))
     running = made.submit(made.request([6], max_tokens=2000, logit_bias=LETTERS))
     raised: list[Exception] = []
@@ -1101,10 +1120,10 @@ def test_close_cancels_what_runs_at_its_deadline(plain: LLM) -> None:
     next(paused)
     reader.start()
     until(lambda: running.state == "generating")
-    closing = threading.Thread(target=made.close)  # without a deadline: it would wait for the one that is not read
+    closing = threading.Thread(target=thread.close)  # without a deadline: it would wait for the one that is not read
     closing.start()
     until(lambda: made.closing)
-    made.close(0.05)
+    thread.close(0.05)
     closing.join(SECONDS)
     reader.join(SECONDS)
     assert str(raised[0]) == "scheduler: closed before the answer was complete"
@@ -1120,7 +1139,8 @@ def test_a_program_that_ends_without_close_ends(loaded: LLM) -> None:
 
     code = (
         "import penstock; from penstock.engine.scheduler import Scheduler\n"
-        "llm = penstock.load(device='cpu'); s = Scheduler(llm)\n"
+        "from penstock.engine.thread import SchedulerThread\n"
+        "llm = penstock.load(device='cpu'); s = SchedulerThread(Scheduler(llm)).scheduler\n"
         "t = s.submit(s.request('Once', max_tokens=3000)); print(len(next(t).text) >= 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 import penstock
 from penstock.api import LLM
-from penstock.engine.programs import Runner
 from penstock.engine.session import Session, _digest
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument
+from penstock.graph import Bound
 from tests.models.common import VOCAB, letters, small_config, some_tokens, tensors, write_model
 
 
@@ -311,7 +311,7 @@ def test_a_spoiled_session_can_go_back(llm: LLM, session: Session, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Runner, "run", interrupt)
+        patch.setattr(Bound, "run", interrupt)
         session.append([5])
     assert session.tokens == some_tokens(20)
     for call in (lambda: session.append([1]), lambda: session.generate([1]), session.snapshot):
@@ -320,7 +320,7 @@ def test_a_spoiled_session_can_go_back(llm: LLM, session: Session, monkeypatch: 
     session.rewind(snapshot)
     assert continued(session) == want
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Runner, "run", interrupt)
+        patch.setattr(Bound, "run", interrupt)
         session.append([5])
     assert session.advance(some_tokens(20)) == 0  # reads all again
     assert session.generate(max_tokens=12).tokens == want

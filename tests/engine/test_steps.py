@@ -43,7 +43,7 @@ def test_prompts_and_answers_in_one_step_have_the_bits_that_each_has_alone(name,
     want = [alone(engine, text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
     sequences = [engine.open() for _ in texts]
     got: list[list[np.ndarray]] = [[] for _ in texts]
-    for number in range(24):
+    for number in range(24 + len(texts)):
         # each joins at another step with its whole prompt, while those before it go on token by token
         runs, whose = [], []
         for n, sequence in enumerate(sequences):

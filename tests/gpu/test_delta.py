@@ -333,7 +333,7 @@ if not GPU:  # the method and chunk arguments reach the kernels
     def test_gated_delta_net_methods_choose_the_arrangement(rng, monkeypatch):
         used: list[str] = []
         monkeypatch.setattr(delta, "delta_chunks", lambda *a: used.append("chunks"))
-        monkeypatch.setattr(delta, "_recur", lambda *a: used.append("step"))
+        monkeypatch.setattr(delta, "recur", lambda *a: used.append("step"))
         call = sequence(rng, 20, 1, 1, 16, 16, "bfloat16")
         for method in ("auto", "step", "sequential", "chunkwise"):
             moved(call, method=method, chunk=7)

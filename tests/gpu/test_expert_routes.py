@@ -12,7 +12,7 @@ from tests.models.common import moe_config, small_config, some_tokens, write_mod
 
 def recorded(folder: Path, device: str, prompt: int, count: int) -> ExpertRoutes:
     llm = penstock.load(folder, device=device, activations="float32", dtype="float32", max_context=400)
-    return record(llm.engine, llm.tokenizer, some_tokens(prompt), max_tokens=count)
+    return record(llm, some_tokens(prompt), max_tokens=count)
 
 
 @pytest.mark.slow  # seconds per token in the interpreter

@@ -195,15 +195,19 @@ def delta(
     turned: bool = False,
     kept: Value | None = None,
     other: Value | None = None,
+    starts: Value | None = None,
 ) -> Any:
-    """A DeltaNet layer; turned: decay and strength; kept: what the convolution keeps; other: slots of the states."""
+    """A DeltaNet layer; turned: decay and strength; kept: what the convolution keeps; other: slots of the states;
+    starts: of runs.
+    """
     weights = vector(CHANNELS, TAPS), vector(HV, seed=1), vector(HV, seed=2), vector(DV, seed=3)
-    y = ops.conv1d_causal(qkv, conv, weights[0], slots=slots)
-    ops.conv1d_state_update(conv, qkv if kept is None else kept, slots=slots)
+    y = ops.conv1d_causal(qkv, conv, weights[0], slots=slots, starts=starts)
+    ops.conv1d_state_update(conv, qkv if kept is None else kept, slots=slots, starts=starts)
     unit = ops.rms_norm_qk(y, HK, DK, HK * DK, eps=eps)
     gates = ops.gdn_decay_beta(a, b, *weights[1:3])
     g, strength = reversed(gates) if turned else gates
-    d = ops.gated_delta_net(state, unit, g, strength, HK, HV, DK, DV, slots=slots if other is None else other)
+    where = {"slots": slots if other is None else other, "starts": starts}
+    d = ops.gated_delta_net(state, unit, g, strength, HK, HV, DK, DV, **where)
     return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
@@ -211,6 +215,9 @@ H, D, INV_FREQ = 4, 8, vector(2, seed=9)
 CACHE = {name: Spec((6, 16, 2 * D), "float32") for name in ("keys", "values")}
 DECODE = {"at": Spec((T,), "int32"), "table": Spec((T, 2), "int32"), "lengths": Spec((T,), "int32")}
 AT = np.array([17, 3, 31], np.int32)
+_RAN = {"at": [16, 17, 3], "table": [[5, 1], [0, 2]], "lengths": [18, 4], "sequence": [0, 0, 1], "starts": [0, 2, 3]}
+RAN = {name: np.array(value, np.int32) for name, value in _RAN.items()}  # runs of two rows and of one
+RUNS = {name: Spec(array.shape, "int32") for name, array in RAN.items()}
 DECODED = {"at": AT, "table": np.arange(6, dtype=np.int32).reshape(T, 2), "lengths": AT + np.int32(1)}
 
 
@@ -220,9 +227,20 @@ def turn(x: Value, at: Value, seed: int | None, eps: float = EPS, inv_freq: np.n
     return ops.rope(y, inv_freq, at, 4, 1.25, **how)
 
 
-def attend(q: Value, k: Value, v: Value, keys: Value, values: Value, table: Value, at: Value, lengths: Value) -> Value:
-    ops.kv_pages_append(k, v, keys, values, table, at)
-    return ops.attention_paged(q, keys, values, table, lengths, 0.5)
+def attend(
+    q: Value,
+    k: Value,
+    v: Value,
+    keys: Value,
+    values: Value,
+    table: Value,
+    at: Value,
+    lengths: Value,
+    sequence: Value | None = None,
+    starts: Value | None = None,
+) -> Value:
+    ops.kv_pages_append(k, v, keys, values, table, at, sequence)
+    return ops.attention_paged(q, keys, values, table, lengths, 0.5, starts=starts)
 
 
 def gated_heads(q: Value, k: Value, v: Value, at: Value, **cache: Value) -> Any:
@@ -285,7 +303,7 @@ def latents(
     key = ops.rope(norm(k_pe, 2) if normed else k_pe, inv_freq, turns, width and width // count, scales[1])
     ops.mla_cache_append(latent, key.reshape(T, ROPE), keys, values, at, slots=slots, block_table=table)
     q_latent = ops.mla_q_prime(q_nope, vector(H, RANK, NOPE))
-    return [ops.mla_sdpa(q_latent, turned, keys, values, lengths, 0.5, slots, table)], [latent, turned, key]
+    return [ops.mla_sdpa(q_latent, turned, keys, values, lengths, 0.5, slots, table)], [latent, key]
 
 
 def latents_of_a_prompt(q: Value, kv: Value, keys: Value, values: Value, table: Value, at: Value) -> Any:
@@ -295,6 +313,25 @@ def latents_of_a_prompt(q: Value, kv: Value, keys: Value, values: Value, table: 
     turned, key = (ops.rope(x, inv_freq, at) for x in (q_pe, k_pe.reshape(T, 1, ROPE)))
     ops.mla_cache_append(norm(latent, 1), key.reshape(T, ROPE), keys, values, at, block_table=table)
     return [q_nope, ops.gelu_tanh(turned)], [k_pe, key]
+
+
+def latents_of_runs(q: Value, kv: Value, keys: Value, values: Value, at: Value, table: Value, **runs: Value) -> Any:
+    """Runs of several sequences, some over their latents, some over keys and values: two nodes read the queries."""
+    q_nope, q_pe, latent, k_pe = ops.mla_split_q_kv(q, kv, NOPE)
+    latent, starts, inv_freq = norm(latent, 1), runs["starts"], vector(4)
+    turned, key = (ops.rope(x, inv_freq, at) for x in (q_pe, k_pe.reshape(T, 1, ROPE)))
+    ops.mla_cache_append(
+        latent, key.reshape(T, ROPE), keys, values, at, block_table=table, sequence=runs["sequence"]
+    )  # fmt: skip
+    short = ops.mla_sdpa(
+        ops.mla_q_prime(q_nope, vector(H, RANK, NOPE)), turned, keys, values, runs["lengths"], 0.5,
+        block_table=table, starts=starts, longest=1,
+    )  # fmt: skip
+    weights = vector(H, RANK, NOPE), vector(H, 7, RANK)
+    long = ops.mla_prefill(
+        q_nope, turned, keys, values, at, 0.5, *weights, block_table=table, starts=starts, longer_than=1
+    )  # fmt: skip
+    return [short, long], [latent, key]
 
 
 def gated_twice(q: Value, g: Value, keys: Value, values: Value, at: Value, table: Value, lengths: Value) -> Any:
@@ -421,6 +458,16 @@ CASES = {
         {"q": QUERY, "k": KEY, "v": Spec((T, 2 * D), "float32"), **DECODE, **CACHE},
         DECODED,
         devices=CUDA,
+    ),
+    "attention_prepare of runs": Case(
+        gated_heads,
+        ["attention_prepare", "attention_paged"],
+        {"q": GATED, "k": KEY, "v": KEY, **RUNS, **CACHE},
+        RAN,
+        devices=CUDA,
+    ),
+    "mla_prepare of runs": Case(
+        latents_of_runs, ["mla_prepare", "mla_q_prime", "mla_sdpa", "mla_prefill"], MLA | RUNS, RAN, devices=CUDA
     ),
     "mla_prepare": Case(latents, ["mla_prepare", "mla_q_prime", "mla_sdpa"], MLA | DECODE, DECODED, devices=CUDA),
     "mla_prepare of a prompt": Case(
@@ -610,6 +657,16 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         lambda conv, state, slots, **v: delta(conv=conv[2], state=state[2], **v),
         LINEAR,
         "gated_delta_step",
+    ),
+    "gated_delta_step of runs": (
+        lambda starts, slots, **v: delta(slots=slots, starts=starts, **v),
+        LINEAR | {"slots": Spec((2,), "int32"), "starts": Spec((3,), "int32")},
+        "gated_delta_step",
+    ),
+    "attention_prepare of rows of others": (
+        bare_heads,
+        {"q": QUERY, "k": KEY, "v": KEY, **DECODE, **CACHE, "sequence": Spec((T,), "int32")},
+        "attention_prepare",
     ),
     "attention_prepare of two eps": (
         lambda q, k, v, at, **cache: ([attend(turn(q, at, 1), turn(k, at, 2, 0.1), v, at=at, **cache)], []),

@@ -642,6 +642,31 @@ def _attention_paged_gate(rng, dtype, H, Hkv, D, Dv):
     return {**call, "gate": normal(rng, 3, H, Dv, dtype=dtype, scale=3)}
 
 
+RUNS = (1, 0, 19, 4)  # rows of each sequence, two rows of no sequence behind them
+
+
+def _runs(rng, pages, before=(8, 3, 2, 11)):
+    """Where the rows of RUNS stand: starts, sequence and position of each, lengths, and a block table of six pages."""
+    sequence = np.repeat(np.arange(len(RUNS)), RUNS)
+    starts = np.cumsum([0, *RUNS])
+    positions = np.arange(len(sequence)) - starts[sequence] + np.array(before)[sequence]
+    found = {"starts": starts, "sequence": [*sequence, -1, -1], "positions": [*positions, 0, 0]}
+    found |= {"lengths": np.add(before, RUNS), "table": rng.permutation(pages)[: 6 * len(RUNS)].reshape(-1, 6)}
+    return {name: np.array(value, np.int32) for name, value in found.items()}
+
+
+RAGGED = {"runs": (6, 2, 20, 12, None), "runs-wide": (4, 1, 192, 128, None), "runs-window": (8, 2, 64, 64, 7)}
+
+
+@case("attention_paged", sizes=RAGGED, rel=4e-6, whole=True)
+def _attention_paged_runs(rng, dtype, H, Hkv, D, Dv, window):
+    k, v = _caches(rng, dtype, 25, 16, Hkv=Hkv, D=D, Dv=Dv)
+    at, T = _runs(rng, 25), sum(RUNS) + 2
+    rows = {"q": normal(rng, T, H, D, dtype=dtype), "gate": normal(rng, T, H, Dv, dtype=dtype, scale=3)}
+    where = {"block_table": at["table"], "lengths": at["lengths"], "starts": at["starts"], "window": window}
+    return {**rows, "k_pages": k, "v_pages": v, "scale": D**-0.5, **where}
+
+
 @case("kv_cache_append", sizes={"some": (3, 2, 5, 7), "none": (0, 1, 2, 3)}, rel=0)
 def _kv_cache_append(rng, dtype, T, Hkv, D, Dv):
     k, v = _caches(rng, dtype, 11, Hkv=Hkv, D=D, Dv=Dv)
@@ -686,6 +711,23 @@ def _kv_pages_append_batch(rng, dtype, B, Hkv, D, Dv):
         "v_pages": v,
         **where,
     }
+
+
+@case("kv_pages_append", sizes={"runs": (2, 5, 7)}, rel=0)
+def _kv_pages_append_runs(rng, dtype, Hkv, D, Dv):
+    k, v = _caches(rng, dtype, 25, 4, Hkv=Hkv, D=D, Dv=Dv)
+    at, T = _runs(rng, 25), sum(RUNS) + 2
+    rows = {"k_src": normal(rng, T, Hkv * D, dtype=dtype), "v_src": normal(rng, T, Hkv * Dv, dtype=dtype)}
+    where = {"block_table": at["table"], "positions": at["positions"], "sequence": at["sequence"]}
+    return {**rows, "k_pages": k, "v_pages": v, **where}
+
+
+@case("mla_cache_append", sizes={"runs": (9, 3)}, rel=0)
+def _mla_cache_append_runs(rng, dtype, R, rope):
+    at, T = _runs(rng, 25), sum(RUNS) + 2
+    sources = {"kv_lat": normal(rng, T, R, dtype=dtype), "k_pe": normal(rng, T, rope, dtype=dtype)}
+    where = {"pos": at["positions"], "block_table": at["table"], "sequence": at["sequence"]}
+    return {**sources, **_latents(rng, dtype, 25, 4, R=R, rope=rope), **where}
 
 
 @case("mla_cache_append", sizes={"one": (7, 5), "many": (9, 3)}, rel=0)
@@ -734,6 +776,18 @@ def _attention_prepare(rng, dtype, T, H, Hkv, D, width, form):
         where = {"positions": np.array([15, 0, 6], np.int32)[:T], "block_table": table}
     pages = {"key_pages": k_pages, "value_pages": v_pages, "H": H, "inv_freq": rope_inv_freq(width, 1e4)}
     return {**call, "v": None if k_is_v else call["v"], **norms, **where, **pages, "rotary_dim": width, **form}
+
+
+@case("attention_prepare", sizes={"runs": (6, 2, 40, 12)})
+def _attention_prepare_runs(rng, dtype, H, Hkv, D, width):
+    at, T = _runs(rng, 25), sum(RUNS) + 2
+    rows = {"q": 2 * H * D, "k": Hkv * D, "v": Hkv * D}
+    call = {name: normal(rng, T, wide, dtype=dtype) for name, wide in rows.items()}
+    k_pages, v_pages = _caches(rng, dtype, 25, 4, Hkv=Hkv, D=D, Dv=D)
+    norms = {name: normal(rng, D, dtype="bfloat16") for name in ("q_norm", "k_norm")}
+    pages = {"key_pages": k_pages, "value_pages": v_pages, "H": H, "inv_freq": rope_inv_freq(width, 1e4)}
+    where = {"positions": at["positions"], "block_table": at["table"], "sequence": at["sequence"]}
+    return {**call, **norms, **pages, **where, "rotary_dim": width, "gated": True}
 
 
 # -- rope ------------------------------------------------------------------------------------------------------------
@@ -801,6 +855,13 @@ def _conv1d_causal_slots(rng, dtype, B, C, W):
     }
 
 
+@case("conv1d_causal", sizes={"runs": (37, 4)})
+def _conv1d_causal_runs(rng, dtype, C, W):
+    state, weight = normal(rng, 5, W, C, dtype=dtype), normal(rng, C, W)  # with room for a kept row
+    where = {"slots": np.array([4, -1, 0, 2], np.int32), "starts": np.cumsum([0, *RUNS], dtype=np.int32)}
+    return {"x": normal(rng, sum(RUNS) + 2, C, dtype=dtype), "state": state, "weight": weight, **where}
+
+
 @case("conv1d_state_update", sizes=CONVS, rel=0)
 def _conv1d_state_update(rng, dtype, T, C, W):
     return {"state": normal(rng, W - 1, C, dtype=dtype), "x": normal(rng, T, C, dtype=dtype)}
@@ -813,6 +874,13 @@ def _conv1d_state_update_slots(rng, dtype, B, C, W):
         "x": normal(rng, B, C, dtype=dtype),
         "slots": np.array([4, 0, 2], np.int32),
     }
+
+
+@case("conv1d_state_update", sizes={"runs": (37, 4)}, rel=0)
+def _conv1d_state_update_runs(rng, dtype, C, W):
+    where = {"slots": np.array([4, -1, 0, 2], np.int32), "starts": np.cumsum([0, *RUNS], dtype=np.int32)}
+    kept = {"keep": np.array([1, 0, 0, 4], np.int32), "width": W}
+    return {"state": normal(rng, 5, W + 3, C), "x": normal(rng, sum(RUNS) + 2, C, dtype=dtype), **where, **kept}
 
 
 @case("gdn_decay_beta", sizes={"decode": (1, 32), "ragged": (5, 7), "empty": (0, 2)})
@@ -849,7 +917,12 @@ def _gated_delta_net_slots(rng, dtype, B, Hk, Hv, Dk, Dv):
     return {**_gated_delta_net(rng, dtype, B, Hk, Hv, Dk, Dv), "state": state, "slots": slots}
 
 
-@case("gated_delta_net", sizes={"runs": ((1, 0, 9, 4), 2, 4, 16, 12)}, rel=2e-5, whole=True)
+@case(
+    "gated_delta_net",
+    sizes={"runs": ((1, 0, 9, 4), 2, 4, 16, 12), "runs-long": ((1, 0, 70, 4), 1, 2, 32, 64)},
+    rel=2e-5,
+    whole=True,
+)
 def _gated_delta_net_runs(rng, dtype, runs, Hk, Hv, Dk, Dv):
     T = sum(runs) + 2  # two rows of no sequence
     call = _gated_delta_net(rng, dtype, T, Hk, Hv, Dk, Dv) | {"state": normal(rng, 5, Hv, Dv, Dk, scale=0.1)}
@@ -910,6 +983,17 @@ def _mla_prepare(rng, dtype, T, H, nope, rope, R):
     where["block_table"] = where["block_table"].astype(np.int32)
     sizes = {"H": H, "nope": nope, "mscale": 1.25, "eps": 1e-5}
     return {**rows, **pages, **where, "kv_norm": normal(rng, R), "inv_freq": rope_inv_freq(rope, 1e4), **sizes}
+
+
+@case("mla_prepare", sizes={"runs": (5, 20, 12, 33)})
+def _mla_prepare_runs(rng, dtype, H, nope, rope, R):
+    at, T = _runs(rng, 25), sum(RUNS) + 2
+    call = _mla_prepare(rng, dtype, T, H, nope, rope, R)
+    pages = {
+        name: normal(rng, 25, 4, wide, dtype=dtype) for name, wide in (("latent_pages", R), ("rope_pages", rope))
+    }  # fmt: skip
+    where = {"positions": at["positions"], "block_table": at["table"], "sequence": at["sequence"]}
+    return {**call, **pages, **where}
 
 
 @case("mla_q_prime", sizes={"whole": (3, 5, 20, 12, 64), "one": (0, 4, 32, 32, 32)}, rel=4e-6, whole=True)
@@ -990,6 +1074,24 @@ def _mla_sdpa_pages(rng, dtype, B, H, R, rope):
         "block_table": rng.permutation(12).reshape(3, 4).astype(np.int32),
     }
     return {**q, **_latents(rng, dtype, 13, 4, R=R, rope=rope), **where, "softmax_scale": 0.2}
+
+
+@case("mla_sdpa", sizes={"runs": (5, 40, 12, None, None), "runs-few": (3, 33, 8, 4, 20)}, rel=4e-6, whole=True)
+def _mla_sdpa_runs(rng, dtype, H, R, rope, longest, up_to):
+    at, T = _runs(rng, 25), sum(RUNS) + 2
+    q = {"q_prime": normal(rng, T, H, R, dtype=dtype), "q_pe": normal(rng, T, H, rope, dtype=dtype)}
+    where = {"cache_len": at["lengths"], "block_table": at["table"], "starts": at["starts"]}
+    where |= {"longest": longest, "up_to": up_to}
+    return {**q, **_latents(rng, dtype, 25, 4, R=R, rope=rope), **where, "softmax_scale": 0.2}
+
+
+@case("mla_prefill", sizes={"runs": (5, 20, 12, 64, 6, 3), "runs-few": (2, 8, 4, 32, 4, 30)}, rel=4e-6, whole=True)
+def _mla_prefill_runs(rng, dtype, H, nope, vd, R, rope, longer_than):
+    at, T = _runs(rng, 25), sum(RUNS) + 2
+    q = {"q_nope": normal(rng, T, H, nope, dtype=dtype), "q_pe": normal(rng, T, H, rope, dtype=dtype)}
+    where = {"start": at["positions"], "block_table": at["table"], "starts": at["starts"]}
+    where |= {"softmax_scale": 0.2, "kv_b": quantized(rng, H * (nope + vd), R), "longer_than": longer_than, "up_to": 24}
+    return {**q, **_latents(rng, dtype, 25, 4, R=R, rope=rope), **where}
 
 
 @case("mla_prefill", sizes={"pages": (7, 5, 20, 12, 64, 6), "empty": (0, 2, 8, 4, 32, 4)}, rel=4e-6, whole=True)

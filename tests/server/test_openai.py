@@ -127,16 +127,16 @@ def test_errors_are_the_clients_own_kinds(client, place, llm):
 
 
 def test_a_failure_in_the_middle_of_a_stream_is_raised(client, place, monkeypatch):
-    from penstock.engine.generation import Request
+    from penstock.engine.state import RequestState
 
-    real = Request.take
+    real = RequestState.take
 
-    def fails(self: Request, drawn: Any, position: int) -> Any:
+    def fails(self: RequestState, drawn: Any, position: int) -> Any:
         if len(self.tokens) == 3:
             raise RuntimeError("broken")
         return real(self, drawn, position)
 
-    monkeypatch.setattr(Request, "take", fails)
+    monkeypatch.setattr(RequestState, "take", fails)
     found = []
     with pytest.raises(openai.APIError, match="its log says why"):
         for chunk in client.chat.completions.create(**ASKED, stream=True):

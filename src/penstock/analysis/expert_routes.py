@@ -20,16 +20,15 @@ import numpy as np
 
 from penstock import ops
 from penstock.analysis.weights import walk
-from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine, Model
-from penstock.engine.generation import request_of
 from penstock.engine.programs import table_width
+from penstock.engine.scheduler import SchedulableModel, Scheduler
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.simulate import Row, Trace, repeats, table
 from penstock.graph import Node
 
 if TYPE_CHECKING:
-    from penstock.text.tokenizer import Tokenizer
+    pass
 
 FORMAT = "penstock-routes"
 VERSION = 1
@@ -154,8 +153,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def record(
-    engine: Engine,
-    tokenizer: Tokenizer,
+    llm: SchedulableModel,
     prompt: str | Seq[int],
     max_tokens: int = 100,
     stop: str | Seq[str] = (),
@@ -169,21 +167,21 @@ def record(
     progress: called with the number of tokens that each step computed. name: of the model, in the result. Raises
     InvalidArgument for a model without experts or on device "reference". Other threads wait until it is done.
     """
-    request = request_of(engine, tokenizer, prompt, max_tokens, stop, sampling)
+    engine, tokenizer = llm.engine, llm.tokenizer
+    request = llm.request(prompt, max_tokens, stop, **sampling)
     pieces: list[np.ndarray] = []
-    with engine.lock, _opened(engine) as sequence, _watched(engine) as (nodes, read):
+    with engine.lock, _pages(engine), _watched(engine) as (nodes, read), _alone(llm) as scheduler:
 
         def note(count: int) -> None:
             pieces.append(read(count))
             if progress is not None:
                 progress(count)
 
-        chunk = request.accept(engine.prefill(sequence, request.prompt, progress=note), sequence.length)
-        while chunk.finish_reason is None:
-            logits = engine.decode([sequence], [chunk.token])
-            note(1)
-            chunk = request.accept(logits[0], sequence.length)
-    tokens = [*request.prompt, *request.tokens[:-1]]
+        handle = scheduler.submit(request, buffer=1, progress=note)
+        for _ in handle:
+            if len(handle.tokens) > 1:
+                note(1)
+    tokens = [*request.prompt, *handle.tokens[:-1]]
     detokenizer = tokenizer.detokenizer()
     decode = np.arange(len(tokens)) >= len(request.prompt)
     return ExpertRoutes(
@@ -199,14 +197,20 @@ def record(
 
 
 @contextmanager
-def _opened(engine: Engine) -> Iterator[Sequence]:
-    """A new sequence with its first pages, so that there are caches to trace a program with."""
+def _pages(engine: Engine) -> Iterator[None]:
+    """A sequence with its first pages, so that there are caches to trace a program with."""
     sequence = engine.open()
     try:
         engine.caches.reserve(sequence, 1)
-        yield sequence
+        yield
     finally:
         engine.close(sequence)
+
+
+def _alone(llm: SchedulableModel) -> Scheduler:
+    """A scheduler for one request, whose steps are looked at one by one."""
+    memory = llm.engine.caches.nbytes + max(1, llm.engine.device.free_memory())
+    return Scheduler(llm, max_sequences=1, prefix_cache=False, memory=memory, overlap=False)
 
 
 @contextmanager

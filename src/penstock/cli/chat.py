@@ -30,7 +30,7 @@ from penstock.errors import InvalidArgument, OutOfMemory
 
 if TYPE_CHECKING:
     from penstock.api import LLM
-    from penstock.engine.generation import Chunk
+    from penstock.engine.request import Chunk
     from penstock.engine.session import SessionSnapshot
 
 _PROMPT = ">> "

@@ -29,7 +29,7 @@ from penstock.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from penstock.api import LLM
-    from penstock.engine.generation import Chunk
+    from penstock.engine.request import Chunk
 
 _RULE = "=" * 10
 _QUERY = "penstock:query:5d1f0c"  # stands for the prompt when the text before it is looked for

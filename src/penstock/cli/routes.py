@@ -114,7 +114,7 @@ def _recorded(
     reading = Reading(len(tokens))
     try:
         made = {"progress": reading, "name": model.name, "seed": seed, **arguments}
-        return record(llm.engine, llm.tokenizer, tokens, max_tokens, **made)
+        return record(llm, tokens, max_tokens, **made)
     finally:
         reading.close()
 

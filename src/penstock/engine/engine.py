@@ -20,6 +20,7 @@ import numpy as np
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.programs import Programs, Runner, table_name, table_width
+from penstock.engine.request import RequestLimits, token_array
 from penstock.engine.steps import MOST_SEQUENCES, Run, ragged_step, step_arrays, table_names
 from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits
 from penstock.experts.streamed import Streamed
@@ -94,6 +95,10 @@ class Engine:
         self.lock = threading.RLock()
         self._damage: str | None = None  # what was found wrong with the files
         self._last: _Last | None = None
+
+    @property
+    def limits(self) -> RequestLimits:
+        return RequestLimits(self.max_context, self.model.config.vocab_size)
 
     def open(self) -> Sequence:
         with self.lock:
@@ -388,21 +393,7 @@ class Engine:
 
         `what` are they? The tokenizer, which may have more tokens than the model, has the name of one that is refused.
         """
-        vocab = self.model.config.vocab_size
-        try:
-            ids = np.asarray(tokens)
-        except (ValueError, TypeError, OverflowError):
-            ids = np.empty(0, object)
-        if ids.size == 0 and ids.dtype != object:
-            return np.empty(0, np.int32)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InvalidArgument(f"{what}: expected a list of integers (token ids)")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab:
-            name = None if low < 0 or tokenizer is None else tokenizer.name_of(high)
-            found = f"{low if low < 0 else high}" if name is None else f"{high} ({name!r:.100})"
-            raise InvalidArgument(f"{what}: has {found}, expected ids from 0 to {vocab - 1}, which have embeddings")
-        return ids.astype(np.int32)
+        return token_array(tokens, self.model.config.vocab_size, what, tokenizer)
 
     def check_room(self, sequence: Sequence, count: int) -> None:
         """Raises InvalidArgument if a sequence cannot take `count` more tokens."""

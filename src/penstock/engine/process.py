@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from penstock.engine.channel import (
     Cancel,
@@ -31,20 +31,12 @@ from penstock.engine.channel import (
 )
 from penstock.engine.request import Request
 from penstock.engine.response import ResponseHandle
+from penstock.engine.scheduler import Scheduler
 from penstock.text.grammar import grammar_of_source
 from penstock.text.tokenizer import Tokenizer
 
 _IDLE_SECONDS = 0.25  # between looks at a scheduler that has nothing to do
 _METRICS_SECONDS = 0.25
-
-
-class StepScheduler(Protocol):
-    """What the engine process needs of a scheduler."""
-
-    def submit(self, request: Request, client: Hashable = None) -> ResponseHandle: ...
-    def step(self) -> bool: ...
-    def metrics(self) -> Any: ...
-    def close(self, deadline: float | None = None) -> None: ...
 
 
 class Inbox:
@@ -104,7 +96,7 @@ class EngineLoop:
         self,
         connection: Connection,
         inbox: Inbox,
-        scheduler: StepScheduler,
+        scheduler: Scheduler,
         tokenizer: Tokenizer,
         vocab_size: int,
         stats: Callable[[], dict[str, Any]],
@@ -112,24 +104,26 @@ class EngineLoop:
         self._connection, self._inbox, self._scheduler = connection, inbox, scheduler
         self._tokenizer, self._vocab_size, self._stats = tokenizer, vocab_size, stats
         self._live: dict[int, _Live] = {}
-        self._closing: threading.Thread | None = None
         self._metrics: Metrics | None = None
         self._metrics_sent = 0.0
         inbox.prepare = self._prepare
 
     def run(self) -> None:
         """Until `Close` was received and all requests have ended."""
-        idle = False
-        while self._closing is None or self._closing.is_alive() or self._live:
+        scheduler, idle = self._scheduler, False
+        while not (scheduler.closing and scheduler.idle) or self._live:
             out: list[Message] = []
             for message in self._inbox.take(_IDLE_SECONDS if idle else 0.0):
                 self._handle(message, out)
-            worked = self._scheduler.step()
+            worked = scheduler.step()
+            if not worked:
+                scheduler.wait(0.0)  # which looks at the files
             self._collect(out)
             idle = not worked and not out
             self._add_metrics(out)
             if out:
                 self._connection.send(*out)
+        scheduler.finish_close(None)
 
     def _prepare(self, message: Any) -> Any:
         """A request of a `Submit`; grammars are built here, in the inbox's thread."""
@@ -149,9 +143,7 @@ class EngineLoop:
         if isinstance(message, _Prepared):
             self._submit(message, out)
         elif isinstance(message, Close):
-            # a scheduler ends its requests while it is stepped here
-            self._closing = threading.Thread(target=self._scheduler.close, args=(message.deadline,), daemon=True)
-            self._closing.start()
+            self._scheduler.begin_close(message.deadline)
         elif (live := self._live.get(message.id)) is not None:
             if isinstance(message, Cancel):
                 live.paused = False

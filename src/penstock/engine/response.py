@@ -25,10 +25,12 @@ class Token(NamedTuple):
 
 
 class Driver(Protocol):
-    """Who makes tokens come, where no thread or process of its own does."""
+    """What makes tokens come. threaded: a thread or process of its own does; else readers drive it while they wait."""
 
-    def drive(self) -> None:
-        """Run a step, or wait a moment where none can be run."""
+    threaded: bool
+
+    def drive(self, queue: ChunkQueue) -> None:
+        """Run a step, or wait a moment where none can be run or another thread runs one; not if `queue` is ready."""
         ...
 
 
@@ -60,6 +62,8 @@ class ChunkQueue:
         self.reused = 0  # tokens of the prompt whose state was found in a prefix cache
         self.timings = timings
         self.cancelled = False  # the reader wants no more
+        self.complete = False  # since it has all it wants
+        self.reading = False  # it waits for a token
         self.last_read = 0.0
         self._limit = limit
         self._wake = wake
@@ -123,14 +127,24 @@ class ChunkQueue:
     def get(self, timeout: float | None = None) -> Token | None:
         """The next token, None at the end; raises the error that ended the request, and TimeoutError."""
         with self._lock:
-            if not self.ready:
-                self._changed = self._changed or threading.Condition(self._lock)
-                if not self._changed.wait_for(lambda: self.ready, timeout):
-                    raise TimeoutError
+            if not self._waited(timeout):
+                raise TimeoutError
             tokens, freed = self._taken(1)
         if freed:
             self._wake()
         return tokens[0] if tokens else None
+
+    def wait(self, timeout: float) -> None:
+        """Until there is something to read, or the time is over."""
+        with self._lock:
+            self._waited(timeout)
+
+    def _waited(self, timeout: float | None) -> bool:
+        """Whether there is something to read, at the latest after the time; the lock is held."""
+        if self.ready:
+            return True
+        self._changed = self._changed or threading.Condition(self._lock)
+        return self._changed.wait_for(lambda: self.ready, timeout)
 
     def drain(self) -> list[Token]:
         """All tokens that are there; raises the error that ended the request, once all before it were read."""
@@ -167,14 +181,15 @@ class ResponseHandle:
     """A request on its way: read its chunks with `for` or `async for` (one reader), or wait for the whole.
 
     Garbage-collecting the handle cancels the request. cancel: ends the request, True if its answer is complete. driver:
-    runs steps while the reader waits, where nobody else does. cached: tokens that a session held before the prompt.
+    runs steps while the reader waits, where nothing else does. cached: tokens that a session held before the prompt.
+    Without a tokenizer chunks have no text.
     """
 
     def __init__(
         self,
         request: Request,
         queue: ChunkQueue,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         cancel: Callable[[bool], None],
         driver: Driver | None = None,
         cached: int = 0,
@@ -183,9 +198,8 @@ class ResponseHandle:
         self.tokens: list[int] = []
         self.chunks: list[Chunk] = []
         self.finish_reason: str | None = None
-        self.driven = driver is not None  # by its reader
         self._queue, self._cancel, self._driver, self._cached = queue, cancel, driver, cached
-        self._text = AnswerText(tokenizer, request)
+        self._text = None if tokenizer is None else AnswerText(tokenizer, request)
         weakref.finalize(self, _forget, queue).atexit = False
 
     @property
@@ -203,6 +217,24 @@ class ResponseHandle:
     def timings(self) -> Timings:
         """Seconds so far, with `queue_seconds`."""
         return self._queue.timings
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next chunk, or the end, is there."""
+        return self.finish_reason is not None or self._queue.ready
+
+    @property
+    def driven(self) -> bool:
+        """Whether its reader runs the steps."""
+        return self._driver is not None and not self._driver.threaded
+
+    def poll(self) -> None:
+        """Wait a moment for the next chunk, running a step where nothing else does."""
+        with self._reading():
+            if self._driver is None or self._driver.threaded:
+                self._queue.wait(0.02)
+            else:
+                self._driver.drive(self._queue)
 
     def cancel(self, finished: bool = False) -> None:
         """End the request within one token, from any thread. Its chunks then end as if it were done.
@@ -286,9 +318,9 @@ class ResponseHandle:
         )
 
     async def drive(self) -> None:
-        """Run steps until there is something to read, where nobody else does."""
-        while self._driver is not None and not self._queue.ready:
-            await asyncio.to_thread(self._driver.drive)
+        """Run steps until there is something to read, where nothing else does."""
+        while not self.ready:
+            await asyncio.to_thread(self.poll)
 
     def wait_with(self, future: asyncio.Future[None]) -> bool:
         """Have a future of the reader's loop done when there is something to read; False: there is already."""
@@ -297,22 +329,48 @@ class ResponseHandle:
     def _next(self, end: float | None) -> Chunk | None:
         if self.finish_reason is not None:
             return None
-        while self._driver is not None and not self._queue.ready:
-            if end is not None and time.monotonic() > end:
-                raise TimeoutError
-            self._driver.drive()
-        token = self._queue.get(None if end is None else max(0.0, end - time.monotonic()))
+        with self._reading():
+            while self._driver is not None and self.driven and not self._queue.ready:
+                if end is not None and time.monotonic() > end:
+                    raise TimeoutError
+                self._driver.drive(self._queue)
+            token = self._queue.get(None if end is None else max(0.0, end - time.monotonic()))
         return None if token is None else self._read(token)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        self._queue.reading = True
+        try:
+            yield
+        finally:
+            self._queue.reading = False
 
     def _read(self, token: Token) -> Chunk:
         """Turn a token into text. A stop string ends the request."""
-        text, self.finish_reason = self._text.add(token.id, token.finish_reason)
+        text, self.finish_reason = "", token.finish_reason
+        if self._text is not None:
+            text, self.finish_reason = self._text.add(token.id, token.finish_reason)
         self.tokens.append(token.id)
         chunk = Chunk(text, token.id, self.finish_reason, token.logprob, token.top)
         self.chunks.append(chunk)
         if self.finish_reason is not None and token.finish_reason is None:
             self._cancel(True)
         return chunk
+
+
+def in_order_of_arrival(handles: Sequence[ResponseHandle]) -> Iterator[tuple[int, Chunk]]:
+    """(number of the handle, chunk) of requests of one scheduler, whichever comes first, to the end of all of them."""
+    left = dict(enumerate(handles))
+    while left:
+        ready = [number for number, handle in left.items() if handle.ready]
+        if not ready:
+            next(iter(left.values())).poll()
+        for number in ready:
+            chunk = next(left[number], None)
+            if chunk is not None:
+                yield number, chunk
+            if chunk is None or chunk.finish_reason is not None:
+                del left[number]
 
 
 async def wait_any(handles: Sequence[ResponseHandle]) -> None:

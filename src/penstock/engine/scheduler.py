@@ -1,10 +1,11 @@
-"""Requests of many clients on one model: a thread runs the engine, other threads submit requests and read answers.
+"""Requests of many clients on one model: each step has tokens of many of them, answers first, then chunks of prompts.
 
-A turn of the thread is one prefill chunk (at most chunk_alignment long) of one prompt and one decode step of all
-requests that generate, so a long prompt delays a running answer by one chunk per token. The queue and the prompts under
-way have one order, counted in prompt tokens that are not stored already: all that came before + twice its own. So a
-short prompt passes a long one, and those that pass a prompt of n tokens have fewer than n tokens together. Between
-clients the order is fair: the first request of one goes before the second of another, and their prompts take turns.
+A scheduler has no thread: whoever waits for a token runs steps, or a thread does (`SchedulerThread`). A step holds the
+next token of all answers and chunks of prompts, each up to the next multiple of the device's chunk_alignment, as many
+as are expected to keep the step under `step_seconds`, and at least one. The queue and the prompts under way have one
+order, counted in prompt tokens that are not stored already: all that came before + twice its own. So a short prompt
+passes a long one, and those that pass a prompt of n tokens have fewer than n tokens together. Between clients the order
+is fair: the first request of one goes before the second of another, and their prompts take turns.
 
 A request starts when memory for its prompt and all of max_tokens is there; until then it waits, and those behind it
 with it. Stored prefixes go before one waits. A running request whose reader lags behind is preempted when another one
@@ -17,7 +18,6 @@ that no bit changes. Weights that cannot be read (files that changed, a disk tha
 
 from __future__ import annotations
 
-import atexit
 import functools
 import math
 import numbers
@@ -27,18 +27,27 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from penstock.engine.admission import Admission, Pages, memory_for_sequences
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
-from penstock.engine.generation import Chunk, Decoder, Request, Running, Timings
+from penstock.engine.execution import Execution, Part, sampled
+from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.prefix import Entry, PrefixCache
-from penstock.engine.ticket import Feed, Ticket
+from penstock.engine.request import Request, Timings
+from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
+from penstock.engine.sampling import Sampler
+from penstock.engine.state import RequestState
+from penstock.engine.steps import MOST_TOKENS
 from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
+from penstock.text.tokenizer import Tokenizer
 
 POLL_SECONDS = 1.0  # between looks for requests whose handle was garbage-collected, and at files
+STEP_SECONDS = 0.06
 
 
 class SchedulableModel(Protocol):
@@ -46,41 +55,21 @@ class SchedulableModel(Protocol):
 
     engine: Engine
 
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def text_tokenizer(self) -> Tokenizer | None: ...
     def request(self, prompt: Any, max_tokens: int = 256, stop: str | Seq[str] = (), **options: Any) -> Request: ...
     def add_timings(self, timings: Seq[Timings]) -> None: ...
 
 
 @dataclass(frozen=True)
-class SchedulerMetrics:
-    """What a scheduler is doing and has done. Counters only grow; bytes and pages are those of now."""
+class Continued:
+    """What a session brings to a request: its sequence, the tokens it holds and the logits after the last of them."""
 
-    running: int = 0  # requests that hold a sequence
-    waiting: int = 0  # requests in the queue
-    finished: int = 0  # ended by themselves
-    cancelled: int = 0  # ended by their reader, by `close`, or because the reader took nothing
-    failed: int = 0  # ended with an error
-    refused: int = 0  # never started: queue full, or too large
-    preemptions: int = 0  # sequences that were closed because their reader lagged behind while others waited
-    prompt_tokens: int = 0  # computed
-    cached_tokens: int = 0  # of prompts, taken from the prefix cache
-    generated_tokens: int = 0
-    prompt_seconds: float = 0.0  # in prefill chunks
-    decode_seconds: float = 0.0  # in decode steps
-    decode_steps: int = 0
-    decode_rows: int = 0  # sum of the sequences of all steps
-    queue_seconds: float = 0.0  # sum over requests whose prompt was begun
-    pages_used: int = 0  # of keys and values
-    pages_total: int = 0  # that there is memory for, about: pages of layers with a window are smaller
-    memory_used: int = 0  # bytes of pages and recurrent state in use or promised to running requests
-    memory_total: int = 0
-    prefix_entries: int = 0
-    prefix_bytes: int = 0
-    prefix_hits: int = 0  # requests that began with a stored prefix
-
-    @property
-    def mean_batch(self) -> float:
-        """Sequences per decode step."""
-        return self.decode_rows / self.decode_steps if self.decode_steps else 0.0
+    sequence: Sequence
+    tokens: Seq[int]
+    logits: np.ndarray | None
 
 
 class Scheduler:
@@ -88,10 +77,12 @@ class Scheduler:
 
     max_sequences None: 8 on the CPU, 32 on a GPU. queue: requests that may wait beside those running. memory: bytes for
     sequences and stored prefixes (None: what is free now, less room for activations and mapped weights). prefix_memory:
-    of these, bytes for prefixes (None: a tenth of what is free). buffer: chunks that a reader may lag behind; then its
+    of these, bytes for prefixes (None: a tenth of what is free). buffer: tokens that a reader may lag behind; then its
     request pauses, is preempted if others wait, and after `read_timeout` seconds without a read it is cancelled. failed
     is called once when the weights cannot be read any more; all requests end with that error, and no other is taken.
-    `condition` guards the queue: while it is held, requests are queued but none is started.
+    overlap: a device may be at the next step before the last one's tokens are read. record: gets the timings of
+    requests that have ended (None: the model's stats do). `condition` guards the queue: while it is held, requests are
+    queued but none is started. threaded: a thread calls `step`.
     """
 
     def __init__(
@@ -105,7 +96,10 @@ class Scheduler:
         prefix_memory: int | None = None,
         buffer: int = 64,
         read_timeout: float = 60.0,
+        step_seconds: float = STEP_SECONDS,
+        overlap: bool = True,
         failed: Callable[[CheckpointError], None] | None = None,
+        record: Callable[[Seq[Timings]], None] | None = None,
     ) -> None:
         engine = llm.engine
         if max_sequences is None:
@@ -119,23 +113,26 @@ class Scheduler:
         ):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise InvalidArgument(f"scheduler: {name} is {value!r}, expected an integer of at least {least}")
-        if isinstance(read_timeout, bool) or not isinstance(read_timeout, numbers.Real) or not read_timeout > 0:
-            raise InvalidArgument(f"scheduler: read_timeout is {read_timeout!r}, expected seconds above 0")
+        for name, seconds in (("read_timeout", read_timeout), ("step_seconds", step_seconds)):
+            if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not seconds > 0:
+                raise InvalidArgument(f"scheduler: {name} is {seconds!r}, expected seconds above 0")
         max_sequences = min(max_sequences, engine.most_sequences)
         self._llm, self._engine = llm, engine
         self.max_sequences, self.queue, self.buffer, self.read_timeout = max_sequences, queue, buffer, read_timeout
+        self.step_seconds, self.overlap, self.threaded = step_seconds, overlap, False
         free = engine.device.free_memory()
         self.memory = memory_for_sequences(engine, max_sequences) if memory is None else memory
         share = free // 10 if prefix_memory is None else prefix_memory
         self._prefix = PrefixCache(engine, min(share, self.memory)) if prefix_cache else None
         self._admission = Admission(engine, self.memory, self._prefix)
-        self._decoder = Decoder(engine)
+        self._execution = Execution(engine)
+        self._record = llm.add_timings if record is None else record
 
         self.condition = threading.Condition()  # guards what follows
-        self._changed = False  # something the thread has to look at
+        self._changed = False  # there is something to look at before the next step
         self._retry = False  # waiting requests may fit now
-        self._waiting: list[_Job] = []
-        self._running: list[_Job] = []  # changed by the thread alone
+        self._waiting: list[RequestState] = []
+        self._running: list[RequestState] = []  # changed by `step` alone
         self._closing = False
         self._deadline = math.inf
         self._failure: str | None = None
@@ -143,14 +140,15 @@ class Scheduler:
         self._counts: dict[str, int] = dict.fromkeys(("finished", "cancelled", "failed", "refused"), 0)
         self._known: weakref.WeakSet[Request] = weakref.WeakSet()
 
+        self._closed = threading.Event()
+        self._batch: TokenBatch | None = None  # wakes the readers of a step's tokens, while there is one
+        self._stepping = threading.RLock()  # held by the thread that runs a step
         self._handed_in = 0  # prompt tokens so far
         self._served: set[Hashable] = set()  # clients with a request that was let in since the turn came round
         self._chunks = 0  # of prompts, computed so far
-        self._work = _Work()
+        self._token_seconds = math.inf  # mean of a token in a step with chunks of prompts
+        self._work = Work()
         self._interval, self._last_end = 1.0, 0.0  # mean seconds between two ends, and when the last one was
-        self._thread = threading.Thread(target=self._run, name="penstock-scheduler", daemon=True)
-        self._thread.start()
-        atexit.register(self.close, 0)  # before the interpreter stops threads in the middle of a kernel
 
     # -- for any thread ----------------------------------------------------------------------------------------------
 
@@ -161,24 +159,23 @@ class Scheduler:
         """
         return self._llm.request(prompt, max_tokens, stop, **more)
 
-    def submit(self, request: Request, client: Hashable = None) -> Ticket:
+    def submit(
+        self,
+        request: Request,
+        client: Hashable = None,
+        *,
+        buffer: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        continued: Continued | None = None,
+    ) -> ResponseHandle:
         """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`, and
         CheckpointError once the weights could not be read.
 
         client: whose it is. Clients have equal shares, also of a full queue: there the newest request of the client
-        with the most makes room for one with fewer, and ends with QueueFull.
+        with the most makes room for one with fewer, and ends with QueueFull. buffer: tokens that the reader may lag
+        behind, if not as others. progress is called with the number of tokens of each chunk of the prompt.
         """
-        if request.sequence is not None:
-            raise InvalidArgument("request: it continues a session, expected one with a sequence of its own")
-        length = len(request.prompt)
-        try:
-            pages = self._admission.check(min(length + request.max_tokens, request.max_context), length)
-        except OutOfMemory:
-            with self.condition:
-                self._counts["refused"] += 1
-            raise
-        digests = self._prefix.digests(request.prompt) if self._prefix is not None else []
-        job = _Job(request, Feed(self.buffer, self._wake), digests, pages, client)
+        state = self._state(request, client, buffer, progress, continued)
         with self.condition:
             if self._closing:
                 raise Cancelled("scheduler: it is closing and takes no requests")
@@ -192,13 +189,40 @@ class Scheduler:
                 full = QueueFull(f"queue: {room} requests are running or waiting, expected fewer; try again", retry)
                 self._make_room(client, full)
             self._known.add(request)
-            self._waiting.append(job)
+            self._waiting.append(state)
             self._retry = True
             self._wake()
-        return Ticket(request, job.feed, functools.partial(self._cancel, job))
+        cancel = functools.partial(self._cancel, state)
+        return ResponseHandle(request, state.queue, self._llm.text_tokenizer, cancel, self, state.held)
+
+    def _state(
+        self,
+        request: Request,
+        client: Hashable,
+        buffer: int | None,
+        progress: Callable[[int], None] | None,
+        continued: Continued | None,
+    ) -> RequestState:
+        engine, length = self._engine, len(request.prompt)
+        held = 0 if continued is None else continued.sequence.length
+        most = min(held + length + request.max_tokens, engine.max_context)
+        try:
+            pages = engine.caches.pages_of(most) if continued is not None else self._admission.check(most, length)
+        except OutOfMemory:
+            with self.condition:
+                self._counts["refused"] += 1
+            raise
+        digests = self._prefix.digests(request.prompt) if self._prefix is not None and continued is None else []
+        context = () if continued is None else continued.tokens
+        sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])
+        queue = ChunkQueue(buffer or self.buffer, self._wake, Timings(prompt_tokens=length))
+        state = RequestState(request, queue, sampler, engine.max_context, pages, digests, client, progress=progress)
+        if continued is not None:
+            state.sequence, state.logits, state.owned, state.held = continued.sequence, continued.logits, False, held
+        return state
 
     def metrics(self) -> SchedulerMetrics:
-        caches, prefix, work = self._engine.caches, self._prefix, self._work
+        caches, prefix = self._engine.caches, self._prefix
         with self.condition:
             running, waiting, counts = list(self._running), len(self._waiting), dict(self._counts)
         used = self._admission.used(_promises(running))
@@ -208,7 +232,7 @@ class Scheduler:
             running=len(running),
             waiting=waiting,
             **counts,
-            **vars(work),
+            **vars(self._work),
             pages_used=pages,
             pages_total=pages + (max(0, self.memory - used) // largest if largest else 0),
             memory_used=used,
@@ -222,20 +246,48 @@ class Scheduler:
         """Whether `close` was called: no request is taken any more."""
         return self._closing
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request runs or waits."""
+        return not self._running and not self._waiting
+
     def close(self, deadline: float | None = None) -> None:
         """Take no more requests, cancel those that wait, finish those that run; returns when all is given back.
 
         deadline: seconds after which running ones are cancelled too (None: never). May be called again, from any
         thread, with a shorter one.
         """
+        self.begin_close(deadline)
+        if self.threaded:
+            self._closed.wait()
+            return
+        while not self.idle:
+            with self._stepping:
+                worked = self.step()
+            if not worked:
+                self.wait()
+        self.finish_close(None)
+
+    def begin_close(self, deadline: float | None) -> None:
+        """Take no more requests, cancel those that wait; steps then finish those that run, up to the deadline."""
         with self.condition:
             self._closing = True
             self._deadline = min(self._deadline, math.inf if deadline is None else time.monotonic() + deadline)
-            for job in [job for job in self._waiting if job.row is None]:
-                self._drop(job, Cancelled("scheduler: closed before the request was started"))
+            for state in [state for state in self._waiting if not state.begun]:
+                self._drop(state, Cancelled("scheduler: closed before the request was started"))
             self._wake()
-        self._thread.join()
-        atexit.unregister(self.close)
+
+    def finish_close(self, failure: BaseException | None) -> None:
+        """Give everything back, when no step is run any more; failure: why, if requests are left."""
+        with self.condition:
+            self._closing = True
+            for state in list(self._waiting):
+                self._drop(state, Cancelled(f"scheduler: it has stopped: {failure}"))
+        for state in list(self._running):
+            self._end(state, Cancelled(f"scheduler: it has stopped: {failure}"))
+        if self._prefix is not None:
+            self._prefix.clear()
+        self._closed.set()
 
     def __enter__(self) -> Scheduler:
         return self
@@ -246,73 +298,64 @@ class Scheduler:
     def _wake(self) -> None:
         with self.condition:
             self._changed = True
-            self.condition.notify()
+            self.condition.notify_all()
 
-    def _cancel(self, job: _Job) -> None:
+    def _cancel(self, state: RequestState, complete: bool) -> None:
         with self.condition:
-            job.feed.cancelled = True
-            if job in self._waiting:
-                self._drop(job, None)
+            state.queue.cancelled, state.queue.complete = True, complete
+            if state in self._waiting:
+                self._drop(state, None)
             self._wake()
+        if not self.threaded:  # its memory comes back now, not with somebody else's next step
+            with self._stepping:
+                if state in self._running:
+                    self._end(state, None)
 
-    def _drop(self, job: _Job, error: Exception | None, kind: str = "cancelled") -> None:
+    def _drop(self, state: RequestState, error: Exception | None, kind: str = "cancelled") -> None:
         """End a request that waits; the lock is held."""
-        self._waiting.remove(job)
+        self._waiting.remove(state)
         self._counts["failed" if isinstance(error, CheckpointError) else kind] += 1
-        if job.row is not None:
-            self._llm.add_timings([job.request.timings])
-        job.end(error)
+        if state.begun:
+            self._record([state.timings])
+        state.queue.end(error)
 
     def _make_room(self, client: Hashable, full: QueueFull) -> None:
         """Refuse the newest request of the client with the most, or raise if this one has as many; the lock is held."""
-        held = Counter(job.client for job in (*self._waiting, *self._running))
-        unstarted = [job for job in reversed(self._waiting) if job.row is None]
-        newest = max(unstarted, key=lambda job: held[job.client], default=None)
+        held = Counter(state.client for state in (*self._waiting, *self._running))
+        unstarted = [state for state in reversed(self._waiting) if not state.begun]
+        newest = max(unstarted, key=lambda state: held[state.client], default=None)
         if newest is None or held[newest.client] <= held[client] + 1:
             self._counts["refused"] += 1
             raise full
         self._drop(newest, full, "refused")
 
-    # -- the thread --------------------------------------------------------------------------------------------------
+    # -- who runs steps ----------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        failure: BaseException | None = None
+    def drive(self, queue: ChunkQueue) -> None:
+        """Run a step for a reader that waits, or wait while another thread runs one."""
+        if not self._stepping.acquire(blocking=False):
+            queue.wait(0.02)
+            return
         try:
-            while self._turn():
-                pass
-        except BaseException as error:  # a mistake in this file: no answer may be waited for for ever
-            failure = error
-            raise
+            worked = queue.ready or self.step()
         finally:
-            with self.condition:
-                self._closing = True
-                for job in list(self._waiting):
-                    self._drop(job, Cancelled(f"scheduler: it has stopped: {failure}"))
-            for job in list(self._running):
-                self._end(job, Cancelled(f"scheduler: it has stopped: {failure}"))
-            if self._prefix is not None:
-                self._prefix.clear()
+            self._stepping.release()
+        if not worked:
+            self.wait(0.02)
 
-    def _turn(self) -> bool:
-        """A prefill chunk and a decode step, or else a wait for requests. False: closed, and nothing is left."""
+    def wait(self, most: float = math.inf) -> None:
+        """Until there may be something to do: a request, a reader that has caught up, a look at the files."""
         with self.condition:
-            self._changed = False
-        self._reap()
-        self._admit()
-        prefilled = self._prefill()
-        if self._decode() or prefilled:
-            return True
-        with self.condition:
-            if self._closing and not self._running and not self._waiting:
-                return False
+            if self._closing and self.idle:
+                return
             watches = self._engine.reads_files and self._failure is None
-            look = POLL_SECONDS if watches else None
-            if self._running or self._waiting:  # all of them paused, or their handles garbage-collected
+            look = POLL_SECONDS if watches else math.inf
+            if not self.idle:  # all of them paused, or their handles garbage-collected
                 look = max(0.0, min(POLL_SECONDS, self.read_timeout, self._deadline - time.monotonic()))
-            self.condition.wait_for(lambda: self._changed or self._retry, look)
+            look = min(look, most)
+            self.condition.wait_for(lambda: self._changed or self._retry, None if look == math.inf else look)
         if watches:
             self._watch()
-        return True
 
     def _watch(self) -> None:
         """Look at the files of the weights, which a step does itself: a server without requests has to know, too."""
@@ -321,6 +364,59 @@ class Scheduler:
         except CheckpointError as error:
             self._fail(error)
 
+    def step(self) -> bool:
+        """One step of all requests that can go on. False: there is nothing to compute now.
+
+        For one thread at a time; with `SchedulerThread` for that one alone.
+        """
+        self._batch = TokenBatch()
+        try:
+            return self._step()
+        finally:
+            batch, self._batch = self._batch, None
+            batch.wake()
+
+    def _step(self) -> bool:
+        with self.condition:
+            self._changed = False
+        self._reap()
+        self._admit()
+        parts, suspects = self._parts()
+        groups = self._execution.groups(parts)
+        worked = False
+        for group in groups:
+            if group or (self._execution.under_way and group is groups[-1]):
+                self._run(group, self.overlap and not suspects)
+                worked = True
+        if suspects:
+            self._run(suspects[:1], overlap=False)
+        return worked or bool(suspects)
+
+    def _reap(self) -> None:
+        """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
+        now = time.monotonic()
+        waiting = [state for state in list(self._waiting) if state.queue.cancelled or state.begun]
+        for state in [*waiting, *self._running]:
+            lags = state.lags
+            if state.queue.cancelled:
+                self._stop(state, None)
+            elif now >= self._deadline:
+                self._stop(state, Cancelled("scheduler: closed before the answer was complete"))
+            elif lags != (state.paused is not None):
+                state.paused = now if lags else None
+                with self.condition:
+                    self._retry = True
+            elif state.owned and state.paused and now - max(state.paused, state.queue.last_read) > self.read_timeout:
+                self._stop(state, Cancelled(f"reader: nothing was read for {self.read_timeout:g} seconds"))
+
+    def _stop(self, state: RequestState, error: Exception | None) -> None:
+        """End a request that runs or waits."""
+        with self.condition:
+            if state in self._waiting:
+                self._drop(state, error)
+        if state in self._running:
+            self._end(state, error)
+
     def _fail(self, error: CheckpointError) -> None:
         """The weights cannot be read: no step can be trusted any more, so everything ends."""
         with self.condition:
@@ -328,35 +424,10 @@ class Scheduler:
         if first and self._on_failure is not None:
             self._on_failure(error)  # before a client sees the end of its request, and asks for the reason
         with self.condition:
-            for job in list(self._waiting):
-                self._drop(job, error)
-        for job in list(self._running):
-            self._end(job, error)
-
-    def _reap(self) -> None:
-        """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
-        now = time.monotonic()
-        waiting = [job for job in list(self._waiting) if job.feed.cancelled or job.row is not None]
-        for job in [*waiting, *self._running]:
-            lags = job.lags
-            if job.feed.cancelled:
-                self._stop(job, None)
-            elif now >= self._deadline:
-                self._stop(job, Cancelled("scheduler: closed before the answer was complete"))
-            elif lags != (job.paused is not None):
-                job.paused = now if lags else None
-                with self.condition:
-                    self._retry = True
-            elif job.paused is not None and now - max(job.paused, job.feed.last_read) > self.read_timeout:
-                self._stop(job, Cancelled(f"reader: nothing was read for {self.read_timeout:g} seconds"))
-
-    def _stop(self, job: _Job, error: Exception | None) -> None:
-        """End a request that runs or waits."""
-        with self.condition:
-            if job in self._waiting:
-                self._drop(job, error)
-        if job in self._running:
-            self._end(job, error)
+            for state in list(self._waiting):
+                self._drop(state, error)
+        for state in list(self._running):
+            self._end(state, error)
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -366,109 +437,121 @@ class Scheduler:
             if not self._retry:
                 return
             self._retry = False
-            waiting = [job for job in self._waiting if job.paused is None]
-        for job in waiting:
-            if job.order is None:
-                found = self._found(job)
-                count = len(job.request.prompt) - (found.length if found is not None else 0)
-                job.order = self._handed_in + 2 * count
+            waiting = [state for state in self._waiting if state.paused is None]
+        for state in waiting:
+            if state.order is None:
+                found = self._found(state)
+                count = len(state.request.prompt) - (found.length if found is not None else 0)
+                state.order = self._handed_in + 2 * count
                 self._handed_in += count
-        for job in self._fair(waiting):
-            while len(self._running) >= self.max_sequences or not self._start(job):
+        for state in self._fair(waiting):
+            while len(self._running) >= self.max_sequences or not self._start(state):
                 if not self._preempt():
                     return
 
-    def _fair(self, waiting: list[_Job]) -> list[_Job]:
+    def _fair(self, waiting: list[RequestState]) -> list[RequestState]:
         """By how many requests of the same client come before, running or waiting; among equals clients take turns."""
-        before = Counter(job.client for job in self._running)
-        rank: dict[_Job, tuple[int, bool]] = {}
-        for job in sorted(waiting, key=_order):
+        before = Counter(state.client for state in self._running)
+        rank: dict[RequestState, tuple[int, bool]] = {}
+        for state in sorted(waiting, key=_order):
             # order 0: it ran until a step failed
-            rank[job] = (before[job.client], job.client in self._served) if job.order else (-1, False)
-            before[job.client] += 1
-        return sorted(rank, key=lambda job: (rank[job], _order(job)))
+            rank[state] = (before[state.client], state.client in self._served) if state.order else (-1, False)
+            before[state.client] += 1
+        return sorted(rank, key=lambda state: (rank[state], _order(state)))
 
     def _preempt(self) -> bool:
         """Close the sequence whose reader has lagged behind for the longest; False if there is none."""
-        lagging = [job for job in self._running if job.paused is not None]
-        job = min(lagging, key=lambda job: job.paused or 0.0, default=None)
-        if job is None:
+        lagging = [state for state in self._running if state.paused is not None and state.owned]
+        state = min(lagging, key=lambda state: state.paused or 0.0, default=None)
+        if state is None:
             return False
-        job.preempted = True
+        state.preempted = True
         self._work.preemptions += 1
-        self._requeue(job)
+        self._requeue(state)
         return True
 
-    def _requeue(self, job: _Job) -> None:
+    def _requeue(self, state: RequestState) -> None:
         """Close the sequence of a running request; it waits for another one, in which it is computed again."""
-        assert job.row is not None
-        self._engine.close(job.row.sequence)
-        job.feed.state = "waiting"
+        self._engine.close(state.opened)
+        state.sequence, state.queue.state = None, "waiting"
         with self.condition:
-            self._running.remove(job)
-            self._waiting.insert(0, job)
+            self._running.remove(state)
+            self._waiting.insert(0, state)
             self._retry = True
 
-    def _start(self, job: _Job) -> bool:
+    def _start(self, state: RequestState) -> bool:
         """Give a request its sequence; False if it has to wait. It fails if no other request runs that could end."""
+        if state.sequence is not None:
+            return self._begin(state, state.sequence)
         while True:
-            found = self._found(job)
+            found = self._found(state)
             promises = _promises(self._running)
             try:
-                return self._begin(job, self._admission.open(job.pages, found, promises))
+                return self._begin(state, self._admission.open(state.pages, found, promises))
             except MemoryError as error:
-                helps = not self._running or self._admission.helps(job.pages, promises)
+                helps = not self._running or self._admission.helps(state.pages, promises)
                 if helps and self._prefix is not None and self._prefix.evict():
                     continue
-                if self._running:
+                if any(other.owned or other.paused is None for other in self._running):
                     return False
-                return self._begin(job, None, error)
+                return self._begin(state, None, error)
             except Exception as error:
-                return self._begin(job, None, error)
+                return self._begin(state, None, error)
 
-    def _begin(self, job: _Job, sequence: Sequence | None, error: Exception | None = None) -> bool:
+    def _begin(self, state: RequestState, sequence: Sequence | None, error: Exception | None = None) -> bool:
         with self.condition:
-            waited = job in self._waiting  # else it was cancelled a moment ago
+            waited = state in self._waiting  # else it was cancelled a moment ago
             if waited:
-                self._waiting.remove(job)
-                self._running.append(job)
+                self._waiting.remove(state)
+                self._running.append(state)
         if not waited:
-            if sequence is not None:
+            if sequence is not None and state.owned:
                 self._engine.close(sequence)
             return True
         if sequence is None:
-            self._end(job, error)
+            self._end(state, error)
             return True
-        if job.row is None:
-            job.row = Running(job.request, sequence, tag=job)
-            self._count_reused(job, sequence.length)
-        if job.client in self._served:  # all others that wait had their turn
+        state.sequence = sequence
+        if state.owned and not state.begun:
+            self._count_reused(state, sequence.length)
+        if state.client in self._served:  # all others that wait had their turn
             self._served.clear()
-        self._served.add(job.client)
-        job.row.sequence, job.feed.state = sequence, "prompt"
-        job.preempted, job.turn = False, self._chunks
-        if self._prefix is not None:
-            job.points = self._prefix.points(job.digests, sequence.length)
+        self._served.add(state.client)
+        state.queue.state = "prompt"
+        state.preempted, state.turn = False, self._chunks
+        if self._prefix is not None and state.owned:
+            state.points = self._prefix.points(state.digests, sequence.length)
+        if not state.owned and not state.request.prompt:
+            self._continue_session(state)
         return True
 
-    def _found(self, job: _Job) -> Entry | None:
-        return None if self._prefix is None else self._prefix.find(job.digests, len(job.request.prompt))
+    def _continue_session(self, state: RequestState) -> None:
+        """An answer without a prompt: its first token comes from logits that the session has."""
+        assert state.logits is not None
+        self._work.queue_seconds += state.begin_prompt()
+        state.end_prompt()
+        state.queue.state = "generating"
+        self._deliver(state, sampled(self._engine, state, state.logits))
 
-    def _reuse(self, job: _Job, sequence: Sequence) -> None:
+    def _found(self, state: RequestState) -> Entry | None:
+        if self._prefix is None or not state.owned:
+            return None
+        return self._prefix.find(state.digests, len(state.request.prompt))
+
+    def _reuse(self, state: RequestState) -> None:
         """Skip what another request with the same beginning has stored since this one was let in."""
-        found = self._found(job)
-        if self._prefix is not None and found is not None and found.length > sequence.length:
-            skipped = found.length - sequence.length
-            self._prefix.use(found, sequence)
-            if not job.request.tokens:  # else it is computed again, and was counted
-                self._count_reused(job, skipped)
+        found = self._found(state)
+        if self._prefix is not None and found is not None and found.length > state.opened.length:
+            skipped = found.length - state.opened.length
+            self._prefix.use(found, state.opened)
+            if not state.tokens:  # else it is computed again, and was counted
+                self._count_reused(state, skipped)
 
-    def _count_reused(self, job: _Job, tokens: int) -> None:
-        request = job.request
-        self._work.prefix_hits += tokens > 0 and not request.reused
+    def _count_reused(self, state: RequestState, tokens: int) -> None:
+        self._work.prefix_hits += tokens > 0 and not state.queue.reused
         self._work.cached_tokens += tokens
-        request.reused += tokens
-        request.timings.prompt_tokens -= tokens
+        state.queue.reused += tokens
+        state.timings.prompt_tokens -= tokens
 
     def _room(self) -> int:
         """Bytes that are neither in use nor promised to a request."""
@@ -476,193 +559,167 @@ class Scheduler:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _prefill(self) -> bool:
-        """One chunk of the prompt that comes first, of the client whose last chunk is the longest ago."""
-        turns: dict[Hashable, int] = {}
-        for job in self._running:
-            turns[job.client] = max(job.turn, turns.get(job.client, 0))
-        prompts = [job for job in self._running if job.feed.state == "prompt"]
-        job = min(prompts, key=lambda job: (turns[job.client], _order(job)), default=None)
-        if job is None:
-            return False
-        assert job.row is not None
-        self._chunks += 1
-        job.turn = self._chunks
-        engine, row, request = self._engine, job.row, job.request
-        begin = time.perf_counter()
-        if not job.begun:
-            job.begun, row.started = True, begin
-            request.timings.queue_seconds = begin - job.submitted
-            self._work.queue_seconds += begin - job.submitted
-        self._reuse(job, row.sequence)
-        at = row.sequence.length
-        end = min(len(request.prompt), (at // engine.device.chunk_alignment + 1) * engine.device.chunk_alignment)
-        last = end == len(request.prompt)
-        try:
-            logits = engine.prefill_chunk(
-                row.sequence, engine.token_array(request.prompt[at:end]), every=False, last=last
-            )
-            if self._prefix is not None and end in job.points:
-                self._prefix.store(job.digests, row.sequence, self._room)
-            self._work.prompt_tokens += end - at
-            if last:
-                job.feed.state = "generating"
-                if not request.tokens:  # else it is computed again
-                    assert logits is not None
-                    row.prompted()
-                    self._deliver(job, row.accept(logits[0], engine))
-        except MemoryError as error:
-            if row.sequence.corrupt or self._prefix is None or not self._prefix.evict():
-                self._end(job, error)
-        except CheckpointError as error:
-            self._fail(error)
-        except Exception as error:
-            self._end(job, error)
-        self._work.prompt_seconds += time.perf_counter() - begin
-        return True
-
-    def _decode(self) -> bool:
-        """One step of all requests that generate and are read; those under suspicion alone, one in a turn."""
-        rows: list[Running] = []
-        suspect: Running | None = None
-        for job in self._running:
-            if job.feed.state == "generating" and job.paused is None and job.row is not None:
-                if not job.suspect:
-                    rows.append(job.row)
-                elif suspect is None:
-                    suspect = job.row
-        worked = bool(rows) or self._decoder.ahead
-        if worked:
-            self._step(rows, go_on=suspect is None)
-        if suspect is not None:
-            self._step([suspect], go_on=False)
-        return worked or suspect is not None
-
-    def _step(self, rows: list[Running], go_on: bool) -> None:
-        begin = time.perf_counter()
-        try:
-            found = self._decoder.step(rows, go_on)
-        except CheckpointError as error:
-            self._fail(error)
-            return
-        except Exception as error:
-            self._failed(rows, error)
-            return
-        for row, chunk in found:
-            job: _Job = row.tag
-            if isinstance(chunk, Exception):
-                self._end(job, chunk)
+    def _parts(self) -> tuple[list[Part], list[Part]]:
+        """What the next step has of each request; and of those that are to run alone."""
+        parts: list[Part] = []
+        suspects: list[Part] = []
+        prompts: list[RequestState] = []
+        for state in self._running:
+            if state.paused is not None and (state.queue.state == "generating" or not state.owned):
+                continue
+            if state.queue.state == "generating":
+                at = state.opened.length
+                (suspects if state.suspect else parts).append(Part(state, at, at + 1, prompt=False))
+            elif state.suspect:
+                suspects.append(self._chunk(state))
             else:
-                job.failures = 0
-                self._deliver(job, chunk)
-        self._work.decode_seconds += time.perf_counter() - begin
-        self._work.decode_steps += 1
-        self._work.decode_rows += len(found)
+                prompts.append(state)
+        return [*parts, *self._chosen(prompts, MOST_TOKENS - len(parts))], suspects
 
-    def _failed(self, rows: list[Running], error: Exception) -> None:
+    def _chosen(self, prompts: list[RequestState], room: int) -> list[Part]:
+        """Chunks of prompts for a step: first of the client whose last chunk is the longest ago; at least one."""
+        turns: dict[Hashable, int] = {}
+        for state in self._running:
+            turns[state.client] = max(state.turn, turns.get(state.client, 0))
+        room = min(room, int(self.step_seconds / self._token_seconds)) if self._execution.ragged else 1
+        chosen: list[Part] = []
+        coming: set[bytes] = set()  # digests of prefixes that prompts before will store
+        while prompts and (room > 0 or not chosen):
+            state = min(prompts, key=lambda state: (turns[state.client], _order(state)))
+            prompts.remove(state)
+            part = self._chunk(state)
+            if not coming.isdisjoint(self._ahead_of(state, reusable=True)):
+                continue  # it will not have to compute them
+            coming |= self._ahead_of(state, reusable=False)
+            if chosen and part.end - part.at > room:
+                break
+            self._chunks += 1
+            state.turn = turns[state.client] = self._chunks
+            room -= part.end - part.at
+            chosen.append(part)
+        return chosen
+
+    def _ahead_of(self, state: RequestState, reusable: bool) -> set[bytes]:
+        """Digests of what comes of a prompt: chunk ends that it could begin behind, or those where it is stored."""
+        alignment, at = self._engine.device.chunk_alignment, state.opened.length
+        if reusable:
+            return set(state.digests[at // alignment : (len(state.request.prompt) - 1) // alignment])
+        return {state.digests[point // alignment - 1] for point in state.points if point > at}
+
+    def _chunk(self, state: RequestState) -> Part:
+        """The next chunk of a prompt, behind what is stored of it."""
+        if not state.begun:
+            self._work.queue_seconds += state.begin_prompt()
+        self._reuse(state)
+        at, alignment = state.opened.length, self._engine.device.chunk_alignment
+        return Part(state, at, min(state.prompt_end, (at // alignment + 1) * alignment), prompt=True)
+
+    def _run(self, parts: list[Part], overlap: bool) -> None:
+        begin = time.perf_counter()
+        try:
+            drawn = self._execution.run(parts, overlap)
+        except CheckpointError as error:
+            self._fail(error)
+            return
+        except Exception as error:
+            self._failed([part.state for part in parts], error)
+            return
+        for part in parts:
+            if part.prompt and part.state.sequence is not None:
+                self._computed(part)
+        for state, token in drawn:
+            if state.sequence is not None:
+                self._deliver(state, token)
+        self._count(parts, len(drawn), time.perf_counter() - begin)
+
+    def _computed(self, part: Part) -> None:
+        """A chunk of a prompt has been computed."""
+        state = part.state
+        if self._prefix is not None and part.end in state.points:
+            self._prefix.store(state.digests, state.opened, self._room)
+        if part.end == state.prompt_end:
+            state.queue.state = "generating"
+            state.end_prompt()
+        if state.progress is not None:
+            try:
+                state.progress(part.end - part.at)
+            except Exception as error:
+                self._end(state, error)
+
+    def _count(self, parts: list[Part], drawn: int, seconds: float) -> None:
+        """Seconds of a step go to prompts and answers by their tokens."""
+        work = self._work
+        prompt = sum(part.end - part.at for part in parts if part.prompt)
+        answers = sum(not part.prompt for part in parts) or (0 if prompt else drawn)
+        share = prompt / max(1, prompt + answers)
+        work.prompt_tokens += prompt
+        work.prompt_seconds += share * seconds
+        work.decode_seconds += (1 - share) * seconds
+        work.decode_steps += answers > 0
+        work.decode_rows += answers
+        if prompt:
+            own = seconds / (prompt + answers)
+            known = self._token_seconds < math.inf
+            self._token_seconds = 0.7 * self._token_seconds + 0.3 * own if known else own
+
+    def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""
-        jobs = [job for job in self._running if job.row is not None and (job.row in rows or job.row.sequence.corrupt)]
-        whole = not any(row.sequence.corrupt for row in rows)
-        if whole and isinstance(error, MemoryError) and self._prefix is not None and self._prefix.evict():
+        corrupt = any(state.sequence is not None and state.sequence.corrupt for state in states)
+        if not corrupt and isinstance(error, MemoryError) and self._prefix is not None and self._prefix.evict():
             return
-        if len(jobs) == 1:
-            self._end(jobs[0], error)
+        involved = [
+            state
+            for state in self._running
+            if state in states or (state.sequence is not None and state.sequence.corrupt)
+        ]
+        if len(involved) == 1:
+            self._end(involved[0], error)
             return
-        for job in jobs:
-            assert job.row is not None
-            job.failures += 1
-            if job.row.sequence.corrupt:
-                job.order = 0  # before all others; what it shared with others may be gone, and it has to wait
-                self._requeue(job)
+        for state in involved:
+            state.failures += 1
+            if state.opened.corrupt and not state.owned:
+                self._end(state, error)
+            elif state.opened.corrupt:
+                state.order = 0  # before all others; what it shared with others may be gone, and it has to wait
+                self._requeue(state)
 
-    def _deliver(self, job: _Job, chunk: Chunk) -> None:
-        assert job.row is not None
-        job.row.count()
+    def _deliver(self, state: RequestState, token: Token | Exception) -> None:
+        if isinstance(token, Exception):
+            self._end(state, token)
+            return
+        state.failures = 0
+        state.count()
         self._work.generated_tokens += 1
-        if chunk.finish_reason is None:
-            job.feed.put(chunk)
-        else:
-            job.feed.put(chunk, last=True)
-            self._end(job, None)
+        state.queue.put(token, self._batch)
+        if token.finish_reason is not None:
+            self._end(state, None)
 
-    def _end(self, job: _Job, error: Exception | None) -> None:
+    def _end(self, state: RequestState, error: Exception | None) -> None:
         """End a running request and give its memory back."""
-        row = job.row
-        if row is not None:
-            self._engine.close(row.sequence)
-            self._llm.add_timings([job.request.timings])
+        if state.sequence is not None:
+            if state.owned:
+                self._engine.close(state.sequence)
+            state.sequence = None
+            self._record([state.timings])
         now = time.perf_counter()
-        self._interval += 0.2 * (now - max(self._last_end, job.submitted) - self._interval)
+        self._interval += 0.2 * (now - max(self._last_end, state.submitted) - self._interval)
         self._last_end = now
-        if isinstance(error, Cancelled) or (error is None and job.request.finish_reason is None):
+        done = state.finish_reason is not None or state.queue.complete
+        if isinstance(error, Cancelled) or (error is None and not done):
             kind = "cancelled"
         else:
             kind = "finished" if error is None else "failed"
         with self.condition:
-            self._running.remove(job)
+            self._running.remove(state)
             self._counts[kind] += 1
             self._retry = True
-        job.end(error)
+        state.queue.end(error, self._batch)
 
 
-@dataclass
-class _Work:
-    """Counters that the thread alone changes."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    prompt_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decode_steps: int = 0
-    decode_rows: int = 0
-    queue_seconds: float = 0.0
-    prefix_hits: int = 0
-    preemptions: int = 0
+def _promises(states: Seq[RequestState]) -> list[tuple[Sequence, Pages]]:
+    return [(sequence, state.pages) for state in states if (sequence := state.sequence) is not None]
 
 
-@dataclass(eq=False)
-class _Job:
-    """A request from its submission to its end."""
-
-    request: Request
-    feed: Feed
-    digests: list[bytes]
-    pages: Pages  # the most it will hold
-    client: Hashable
-    submitted: float = field(default_factory=time.perf_counter)
-    order: int | None = None
-    row: Running | None = None
-    points: set[int] = field(default_factory=set)  # lengths at which its prefix is stored
-    begun: bool = False
-    turn: int = 0  # number of the last chunk of its prompt, or of all when it was let in
-    paused: float | None = None  # since when its reader lags behind
-    preempted: bool = False  # its sequence was closed because of that
-    failures: int = 0  # steps with others that failed, since its last token
-
-    @property
-    def lags(self) -> bool:
-        """Whether its reader is too far behind. What has to be computed again waits until all was read."""
-        return not self.feed.drained if self.preempted else self.feed.full
-
-    @property
-    def suspect(self) -> bool:
-        """Whether its next step is to be run alone: the one that failed, after two failures every one."""
-        if not self.failures or self.row is None:
-            return False
-        return self.failures > 1 or self.row.told + 1 == len(self.request.tokens)
-
-    def end(self, error: Exception | None) -> None:
-        if error is None and self.request.finish_reason is None:
-            self.request.finish_reason = "cancelled"
-        self.row = None
-        self.feed.end(error)
-
-
-def _promises(jobs: Seq[_Job]) -> list[tuple[Sequence, Pages]]:
-    return [(row.sequence, job.pages) for job in jobs if (row := job.row) is not None]
-
-
-def _order(job: _Job) -> int:
-    assert job.order is not None
-    return job.order
+def _order(state: RequestState) -> int:
+    assert state.order is not None
+    return state.order

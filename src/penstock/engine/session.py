@@ -22,7 +22,9 @@ import numpy as np
 from penstock.dtypes import dtype_name
 from penstock.engine.cache import Snapshot
 from penstock.engine.engine import Engine
-from penstock.engine.generation import Chunk, Completion, Request, run_requests, sampling_params
+from penstock.engine.request import Chunk, Completion, Request, make_request
+from penstock.engine.response import ResponseHandle
+from penstock.engine.scheduler import Continued, Scheduler
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument
 from penstock.models.step import PAGE, PagedKV
 from penstock.text.tokenizer import Tokenizer
@@ -48,8 +50,9 @@ class Session:
     `logits` [vocab] are those after the last token, None while it has not been computed.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str | None) -> None:
+    def __init__(self, scheduler: Scheduler, engine: Engine, tokenizer: Tokenizer, model: str | None) -> None:
         self.engine = engine
+        self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._model = model
         self._sequence = engine.open()
@@ -115,10 +118,10 @@ class Session:
         self, prompt: str | Seq[int] = (), max_tokens: int = 256, stop: str | Seq[str] = (), **sampling: Any
     ) -> Completion:
         """Append a prompt and continue it; sampling as in `LLM.generate`."""
-        request = self._request(prompt, max_tokens, stop, sampling)
-        for _ in self._streamed(request, None):
+        handle = self._submitted(self._request(prompt, max_tokens, stop, sampling), None)
+        for _ in self._read_from(handle):
             pass
-        return request.completion()
+        return handle.completion()
 
     def _request(
         self, prompt: str | Seq[int], max_tokens: int, stop: str | Seq[str], sampling: dict[str, Any]
@@ -127,31 +130,31 @@ class Session:
         if not ids and not self.tokens:
             raise InvalidArgument("session: it is empty and so is the prompt, expected at least one token")
         done = self._sequence.length
-        return Request(
-            [*self.tokens[done:], *ids],
-            sampling_params({key: value for key, value in sampling.items() if key != "extra_eos"}),
-            self._tokenizer,
-            self.engine,
-            max_tokens=max_tokens,
-            stop=[stop] if isinstance(stop, str) else stop,
-            extra_eos=sampling.get("extra_eos", ()),
-            sequence=self._sequence,
-            context=self.tokens[:done],
-            logits=self.logits,
-        )
+        rest = [*self.tokens[done:], *ids]
+        if not rest and self.logits is None:
+            raise InvalidArgument("prompt has no tokens, expected at least one")
+        limits = self.engine.limits
+        return make_request(limits, self._tokenizer, rest, max_tokens, stop, sampling, start=done, continues=True)
 
     def _streamed(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
-        done = self._sequence.length
-        read = [*self.tokens[:done], *request.prompt]
-        chunks = run_requests(self.engine, [request], progress)
+        yield from self._read_from(self._submitted(request, progress))
+
+    def _submitted(self, request: Request, progress: Callable[[int], None] | None) -> ResponseHandle:
+        self.engine.check_room(self._sequence, len(request.prompt))
+        held = Continued(self._sequence, self.tokens[: self._sequence.length], self.logits)
+        return self._scheduler.submit(request, buffer=1, progress=progress, continued=held)
+
+    def _read_from(self, handle: ResponseHandle) -> Iterator[Chunk]:
+        done = handle.usage.cached_tokens
+        read = [*self.tokens[:done], *handle.request.prompt]
         try:
-            for _, chunk in chunks:
-                self.tokens = [*read, *request.tokens]
+            for chunk in handle:
+                self.tokens = [*read, *handle.tokens]
                 self.logits = None  # of the token before this one
                 yield chunk
         finally:
-            chunks.close()  # type: ignore[attr-defined]
-            if not request.tokens:
+            handle.cancel()
+            if not handle.tokens:
                 self._keep(read, done)
 
     def advance(

@@ -56,12 +56,11 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
     heads = (net["Hk"], net["Dk"], net["Hk"] * net["Dk"], None, 1e-6, "sum")
     if tuple(unit.args.values())[1:] != heads or not all(map(same, gates.outs, (net["g"], net["b"]))):
         return
+    if conv["starts"] is not None or net["starts"] is not None:
+        return
     for moved in match.readers(conv["state"]):
-        if (
-            moved.op is ops.conv1d_state_update
-            and all(map(same, list(moved.args.values())[:3], (conv["state"], conv["x"], conv["slots"])))
-            and conv["starts"] is None
-        ):
+        of = (conv["state"], conv["x"], conv["slots"], None)
+        if moved.op is ops.conv1d_state_update and all(map(same, list(moved.args.values())[:4], of)):
             rows = conv["x"], node["z"], gates["alpha"], gates["beta"]
             states = conv["state"], net["state"], net["slots"]
             weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]
@@ -77,7 +76,8 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
 def attention_prepare(match: Match, node: Node) -> Candidates:
     """split_q_gate, head_norm_rope (or rope) of q and k, rms_norm of v, kv_pages_append → attention_prepare
 
-    q is what the attention over the same pages reads. Also without a gate, and without the norm of v.
+    q is what the attention over the same pages reads, of runs if the rows are of several sequences. Also without a
+    gate, and without the norm of v.
     """
     key, how = _turned(match, node["k_src"])
     if key is None or not same(how[1], node["positions"]):
@@ -89,6 +89,8 @@ def attention_prepare(match: Match, node: Node) -> Candidates:
     for reader in match.readers(node["k_pages"]):
         query, its_how = _turned(match, reader.args.get("q"))
         if query is None or not all(map(same, how, its_how)):
+            continue
+        if (reader.args.get("starts") is None) != (node["sequence"] is None):
             continue
         eps = {norm["eps"] for norm in (query, key, value) if norm is not None and "eps" in norm.args}
         if len(eps) > 1:
@@ -104,7 +106,7 @@ def attention_prepare(match: Match, node: Node) -> Candidates:
         yield match.call(
             ops.attention_prepare,
             *(*rows, *norms, inv_freq, at, *pages, q.shape[1], rotary_dim, mscale),
-            *(min(eps, default=1e-6), split is not None, value is not None),
+            *(min(eps, default=1e-6), split is not None, value is not None, node["sequence"]),
             instead=[found for found in (split, query, key, value, node) if found is not None],
             makes=(query.out, None if split is None else split.outs[1]),
         )
@@ -122,7 +124,7 @@ def mla_prepare(match: Match, node: Node) -> Candidates:
     if q_nope is None or q_pe is None or key["x"].base is not k_pe or key.op is not ops.rope:
         return
     for reader in match.readers(q_pe):
-        query, its_how = _turned(match, reader.out) if reader.op is ops.rope else (None, ())
+        query, its_how = _turned(match, reader.out, stays=True) if reader.op is ops.rope else (None, ())
         if query is None or not all(map(same, how, its_how)):
             continue
         inv_freq, at, _, mscale = how
@@ -131,6 +133,7 @@ def mla_prepare(match: Match, node: Node) -> Candidates:
         yield match.call(
             ops.mla_prepare,
             *(_flat(split["q_full"]), split["kv_pre"], latent["weight"], inv_freq, at, *pages, *sizes),
+            node["sequence"],
             instead=(split, latent, query, key, node),
             makes=(q_nope, query.out),
         )
@@ -145,11 +148,11 @@ def attention_gate(match: Match, node: Node) -> Candidates:
         yield match.call(ops.attention_paged, **args, instead=(attend, node), makes=(node.out,))
 
 
-def _turned(match: Match, value: Any) -> tuple[Node | None, tuple[Any, ...]]:
+def _turned(match: Match, value: Any, stays: bool = False) -> tuple[Node | None, tuple[Any, ...]]:
     """The rotation of halves of heads [T, H, D] that makes a value, after a norm with a weight or none, and its
-    inv_freq, position, rotary_dim and mscale.
+    inv_freq, position, rotary_dim and mscale. The value has one reader, or any number if it stays.
     """
-    node = match.made_by(value, ops.head_norm_rope, ops.rope)
+    node = (match.maker if stays else match.made_by)(value, ops.head_norm_rope, ops.rope)
     if node is None or node["interleaved"] or node["x"].ndim != 3:
         return None, ()
     if node.op is ops.head_norm_rope and node["weight"] is None:

@@ -26,7 +26,7 @@ from penstock.engine.channel import (
 )
 from penstock.engine.process import EngineLoop, Inbox
 from penstock.engine.protect import protect
-from penstock.engine.ticket_adapter import HandleScheduler
+from penstock.engine.scheduler import Scheduler
 from penstock.errors import PenstockError
 from penstock.server.model_info import model_info
 
@@ -66,7 +66,7 @@ def _run(connection: Connection, inbox: Inbox) -> int:
     return 0
 
 
-def _load(start: Start, connection: Connection) -> tuple[LLM, Any, str]:
+def _load(start: Start, connection: Connection) -> tuple[LLM, Scheduler, str]:
     llm = load(
         **start.model,
         notify=lambda note: connection.send(Progress(0.0, note)),
@@ -74,6 +74,6 @@ def _load(start: Start, connection: Connection) -> tuple[LLM, Any, str]:
     )
     note = protect(llm.engine)
     options: dict[str, Any] = {**start.scheduler, "failed": lambda error: connection.send(Damaged(str(error)))}
-    scheduler = HandleScheduler(llm, **options)
+    scheduler = Scheduler(llm, **options)
     scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
     return llm, scheduler, note

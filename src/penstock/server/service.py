@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from penstock.engine.metrics import SchedulerMetrics
 from penstock.engine.remote import RemoteScheduler
 from penstock.engine.request import token_array
 from penstock.engine.response import ResponseHandle
-from penstock.engine.scheduler import SchedulerMetrics
-from penstock.engine.ticket_adapter import HandleScheduler
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.thread import SchedulerThread
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
 from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
@@ -455,8 +456,8 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
     return chosen
 
 
-def start_scheduler(llm: ServedModel, service: Service, **options: Any) -> HandleScheduler:
-    """A scheduler in this process that has run one token: what was not compiled yet is compiled."""
-    scheduler = HandleScheduler(cast("LLM", llm), failed=service.weights_failed, **options)
+def start_scheduler(llm: ServedModel, service: Service, **options: Any) -> Scheduler:
+    """A scheduler with a thread in this process that has run one token: what was not compiled yet is compiled."""
+    scheduler = Scheduler(cast("LLM", llm), failed=service.weights_failed, **options)
     scheduler.submit(scheduler.request([0], max_tokens=1)).result()
-    return scheduler
+    return SchedulerThread(scheduler).scheduler

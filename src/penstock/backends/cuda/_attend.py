@@ -12,9 +12,21 @@ from penstock.backends.cuda import _tuning
 from penstock.backends.cuda._attend_decode import decode_kernel
 from penstock.backends.cuda._attend_latent import latent_kernel
 from penstock.backends.cuda._attend_prefill import prefill_kernel
-from penstock.backends.cuda._attend_tile import EXPANDED, LATENT, WHOLE, Arrays, Constants, Heads
+from penstock.backends.cuda._attend_ragged import ragged_kernel
+from penstock.backends.cuda._attend_tile import (
+    CONTIGUOUS,
+    EXPANDED,
+    LATENT,
+    PAGE_PER_ROW,
+    PAGE_PER_TILE,
+    WHOLE,
+    Arrays,
+    Constants,
+    Heads,
+)
 from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
 from penstock.backends.cuda._launch import capability, compiled_for, multiprocessors, pdl_options
+from penstock.backends.cuda._runs import block_of
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
 
@@ -31,6 +43,12 @@ class Cache:
     @property
     def capacity(self) -> int:
         return self.entries * self.page
+
+    def layout(self, N: int) -> int:
+        """How tiles of N positions find their rows."""
+        if self.table is None:
+            return CONTIGUOUS.value
+        return (PAGE_PER_TILE if self.entries == 1 or self.page % N == 0 else PAGE_PER_ROW).value
 
 
 def cache_of(cache: torch.Tensor, slots: torch.Tensor | None, block_table: torch.Tensor | None) -> Cache:
@@ -132,6 +150,22 @@ def _sizes(
     return plan, tiles, min(splits, 16) if C.EXACT else splits  # 16: one program merges them
 
 
+def _constants(
+    q: torch.Tensor, q2: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, heads: tuple[int, int, int],
+    window: int | None,
+) -> Constants:  # fmt: skip
+    """What a launch is compiled for but for its tiles. heads: of queries, of keys and values, width of a value."""
+    H, Hkv, WV = heads
+    keys = WHOLE if q2 is None else LATENT if v is k else EXPANDED
+    W, W2 = (q.shape[-1], q2.shape[-1]) if q2 is not None else key_parts(q.shape[-1])
+    if W + W2 > 576 or WV > 512:
+        raise BackendError(f"attention: keys are {W + W2} and values {WV} wide, expected at most 576 and 512 on cuda")
+    return Constants(
+        GROUP=H // Hkv, W=W, W2=W2, WV=WV, B=_padded(W), B2=_padded(W2), BV=_padded(WV), M=0, N=0, COUNTED=2,
+        KEYS=keys.value, LAYOUT=0, WINDOWED=window is not None, SPLIT=False, EXACT=False, ONE=False,
+    )  # fmt: skip
+
+
 def attend(
     q: torch.Tensor,
     q2: torch.Tensor | None,
@@ -148,40 +182,34 @@ def attend(
     steps: bool = False,
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool] | None = None,
     gate: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """Launch the attention of these keys and, if the positions were split, what puts the parts together.
 
     sizes: sequences B, tokens T of each, query heads, key-value heads, width of a value. q2 and k2: the second part of
     the keys if it has arrays of its own (with v = k: latents). steps: T may be any number, so `deterministic` forbids
     to look at it. state: instead of writing `out`, merge into float32 (running max, denominator, accumulator, first),
-    with the weights of the values in float32 as well. gate: like out, which is multiplied by its sigmoid.
+    with the weights of the values in float32 as well. gate: like out, which is multiplied by its sigmoid. starts: of
+    sequences whose run is one row, which is where starts says; T is 1, and rows of other runs stay as they are.
     """
     B, T, H, heads, WV = sizes
     if scale < 0:
         q, q2, scale = -q, None if q2 is None else -q2, -scale
     if window is not None and window >= cache.capacity:
         window = None
-    keys = (WHOLE if q2 is None else LATENT if v is k else EXPANDED).value
-    W, W2 = (q.shape[-1], q2.shape[-1]) if q2 is not None else key_parts(q.shape[-1])
-    if W + W2 > 576 or WV > 512:
-        raise BackendError(f"attention: keys are {W + W2} and values {WV} wide, expected at most 576 and 512 on cuda")
     counted = 0 if isinstance(number, int) else 1 + number.ndim
-    C = Constants(
-        GROUP=H // heads, W=W, W2=W2, WV=WV, B=_padded(W), B2=_padded(W2), BV=_padded(WV), M=0, N=0, COUNTED=counted,
-        KEYS=keys, LAYOUT=0, WINDOWED=window is not None, SPLIT=False, EXACT=state is not None,
-        ONE=T == 1,
-    )  # fmt: skip
+    C = _constants(q, q2, k, v, (H, heads, WV), window)._replace(COUNTED=counted, EXACT=state is not None, ONE=T == 1)
+    keys = C.KEYS
     (M, N, warps, stages, BV), tiles, splits = _sizes(q, C, cache, number, shift, window, sizes, steps)
     split = splits > 1 or state is not None
-    layout = 0 if cache.table is None else 1 if cache.entries == 1 or cache.page % N == 0 else 2
-    C = C._replace(BV=BV, M=M, N=N, LAYOUT=layout, SPLIT=split)
+    C = C._replace(BV=BV, M=M, N=N, LAYOUT=cache.layout(N), SPLIT=split)
     part, stats = out, out
     if split:
         part = torch.empty(B * T * H * splits * WV, dtype=torch.float32, device=q.device)
         stats = torch.empty(B * T * H * splits * 2, dtype=torch.float32, device=q.device)
     table = q if cache.table is None else cache.table
     second = (q if q2 is None else q2, k, k if k2 is None else k2)
-    arrays = Arrays(q, *second, v, table, None if split else gate, part, stats)
+    arrays = Arrays(q, *second, v, table, None if split else gate, part, stats, starts)
     model = Heads(heads, cache.page, scale * math.log2(math.e) or 1e-30)  # 0 · −inf is not −inf
     rows = (cache.entries, cache.pages, cache.capacity)
     grid, options = (B * tiles * splits * heads * -(-WV // BV),), {"num_warps": warps, "num_stages": stages}
@@ -202,6 +230,83 @@ def attend(
     elif split:
         tile = _combined(splits, WV)
         combine_kernel[(B * T * H, -(-WV // tile["BLOCK"]))](
-            part, stats, gate, number if counted and T == 1 else None, out, splits, shift + 1, cache.capacity,
+            part, stats, gate, number if counted and T == 1 else None, starts, out, splits, shift + 1, cache.capacity,
             cache.capacity if window is None else window, H, WV, N=N, EACH=counted - 1, **tile, **pdl_options(),
         )  # fmt: skip
+
+
+ANSWER_ROWS = 1  # of a run up to which it is attended to as a step of decoding
+_ANY = (1 << 31) - 1
+ALL_RUNS = (0, _ANY, _ANY)  # limits of a launch that leaves none out
+
+
+def attend_runs(
+    q: torch.Tensor,
+    q2: torch.Tensor | None,
+    k: torch.Tensor,
+    k2: torch.Tensor | None,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cache: Cache,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    scale: float,
+    window: int | None,
+    heads: tuple[int, int, int],
+    gate: torch.Tensor | None = None,
+    longest: int | None = None,
+    up_to: int | None = None,
+) -> None:
+    """The attention of the runs of sequences: `attend` of those of ANSWER_ROWS, tiles of the rows of all others.
+
+    heads: of queries, of keys and values, width of a value. longest, up_to: runs of more rows than `longest` that end
+    at up to `up_to` positions are left out. Those and the rows of no sequence are 0.
+    """
+    B = len(lengths)
+    few = 0 if longest is not None and longest < ANSWER_ROWS else ANSWER_ROWS
+    if few and B:
+        sizes = (B, 1, *heads)
+        attend(q, q2, k, k2, v, out, cache, lengths, -1, scale, window, sizes, gate=gate, starts=starts)
+    limits = (few, _ANY if longest is None else longest, _ANY if up_to is None else up_to)
+    attend_tiles(q, q2, k, k2, v, out, cache, lengths, starts, scale, window, heads, gate, limits, len(q))
+
+
+def attend_tiles(
+    q: torch.Tensor,
+    q2: torch.Tensor | None,
+    k: torch.Tensor,
+    k2: torch.Tensor | None,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cache: Cache,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    scale: float,
+    window: int | None,
+    heads: tuple[int, int, int],
+    gate: torch.Tensor | None,
+    limits: tuple[int, int, int],
+    rows: int,
+) -> None:
+    """One launch of `ragged`: limits are its above, longest and up_to; rows where those of no sequence end."""
+    if scale < 0:
+        q, q2, scale = -q, None if q2 is None else -q2, -scale
+    if window is not None and window >= cache.capacity:
+        window = None
+    _, Hkv, WV = heads
+    C = _constants(q, q2, k, v, heads, window)
+    # By the widths alone: what a row gives does not depend on the rows beside it.
+    parts = (C.B, C.B2 if C.W2 else 0, WV)
+    M, N, warps, stages, BV = _plan(
+        parts, q.element_size(), 1 << 30, LATENT.value == C.KEYS, capability(q)[0] >= 9
+    )  # fmt: skip
+    C = C._replace(BV=BV, M=M, N=N, LAYOUT=cache.layout(N))
+    B = len(lengths)
+    tiles = len(q) * C.GROUP // M + B + 1
+    table = q if cache.table is None else cache.table
+    arrays = Arrays(q, q if q2 is None else q2, k, k if k2 is None else k2, v, table, gate, out, out, starts)
+    model = Heads(Hkv, cache.page, scale * math.log2(math.e) or 1e-30)
+    ragged_kernel[(tiles * Hkv * -(-WV // BV),)](
+        arrays, lengths, rows, B, *limits, cache.entries, cache.pages, cache.capacity, window or 0, tiles, 1, model,
+        C=compiled_for(C), SEQUENCES=block_of(B), num_warps=warps, num_stages=stages, **pdl_options(),
+    )  # fmt: skip

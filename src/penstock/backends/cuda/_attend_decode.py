@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._attend_tile import attend_rows, prefetch_first_tile, program_of
+from penstock.backends.cuda._attend_tile import Program, attend_rows, prefetch_first_tile, program_of
 
 
 # decode    y[b, h] = Σ_p softmax_p(scale · q[b, h] · k[p]) · v[p] over p ≤ at = number[b] + shift and, with a window,
 #           p > at − window, times sigmoid(gate[b, h]) if there is one; with SPLIT the unnormalised sum, its maximum and
-#           its denominator per split
+#           its denominator per split. With starts, of the sequences whose run is one row: q, gate and out are there
 # shapes    q [B, H, W + W2], k [rows, heads, W + W2], v [rows, heads, WV], out [B, H, WV], H = heads · GROUP; table
 #           int32 [B, entries] of pages of `page` rows; number an int, or int32 without axes or [B]. Split: out float32
 #           [B · H, splits, WV], stats float32 [B · H, splits, 2]
@@ -23,9 +23,14 @@ from penstock.backends.cuda._attend_tile import attend_rows, prefetch_first_tile
 # PDL: it starts while the kernel before ends, and has its first tile brought to the L2 cache before it waits for it.
 @triton.jit(do_not_specialize=["number", "entries", "pages", "capacity", "shift", "window", "splits"])
 def decode_kernel(a, number, entries, pages, capacity, shift, window, splits, h, C: tl.constexpr, PDL: tl.constexpr):
-    p = program_of(h.heads, splits, tl.cdiv(C.GROUP, C.M), C)
+    p = program_of(1, h.heads, splits, tl.cdiv(C.GROUP, C.M), C)
     if PDL:
         prefetch_first_tile(a, p, number, entries, pages, capacity, shift, window, h, C)
         gdc_wait()
         gdc_launch_dependents()
+    if a.starts is not None:
+        first = tl.load(a.starts + p.b)
+        if tl.load(a.starts + p.b + 1) != first + 1:
+            return
+        p = Program(p.block, p.head, p.split, p.tile, p.b, first.to(tl.int64))
     attend_rows(a, p, number, 1, entries, pages, capacity, shift, window, splits, h, C)

@@ -17,7 +17,7 @@ from penstock.backends.cuda._attend_tile import attend_rows, program_of
 def prefill_kernel(
     a, number, T, entries, pages, capacity, window, tiles, splits, h, C: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    p = program_of(h.heads, splits, tiles, C)
+    p = program_of(T, h.heads, splits, tiles, C)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -18,16 +18,17 @@ CONTIGUOUS, PAGE_PER_TILE, PAGE_PER_ROW = (tl.constexpr(n) for n in range(3))  #
 # Keys: one array; a latent and a rotated part, both for all heads; a part of each head and a rotated one for all heads.
 WHOLE, LATENT, EXPANDED = (tl.constexpr(n) for n in range(3))
 
-# Arrays of a launch. gate: None or like out; out and stats: with SPLIT of every split, else out twice.
-Arrays = namedtuple("Arrays", "q q2 k k2 v table gate out stats")
+# Arrays of a launch. gate: None or like out; out and stats: with SPLIT of every split, else out twice; starts: None, or
+# where the runs of the sequences start (ops/ragged.py).
+Arrays = namedtuple("Arrays", "q q2 k k2 v table gate out stats starts")
 # Numbers of a model: key-value heads, rows of a page, factor of the scores in powers of two.
 Heads = namedtuple("Heads", "heads page scale")
 # What a kernel is compiled for: widths W of a key, W2 of its second part and WV of a value, each up to a power of two
 # B, B2, BV (BV less: a block of columns); M rows and N positions of a tile. COUNTED: number is an int (0), an array of
 # one (1) or one of each sequence (2). EXACT: weights of the values stay float32. ONE: one token of each sequence.
 Constants = namedtuple("Constants", "GROUP W W2 WV B B2 BV M N COUNTED KEYS LAYOUT WINDOWED SPLIT EXACT ONE")
-# The part of one program: first column of its values, key-value head, split, tile of rows, sequence.
-Program = namedtuple("Program", "block head split tile b")
+# The part of one program: first column of its values, key-value head, split, tile of rows, sequence and its first row.
+Program = namedtuple("Program", "block head split tile b first")
 # What the rows of a program see: positions low … high − 1, a row at `at` those up to it and inside the window.
 View = namedtuple("View", "q q2 k k2 v table entries pages window low high at")
 
@@ -70,7 +71,7 @@ def _prefetch_rows(ptr, start, rows, stride, WIDTH: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def program_of(heads, splits, tiles, C: tl.constexpr):
+def program_of(T, heads, splits, tiles, C: tl.constexpr):
     """The program's part of the grid (B · tiles · splits · heads · ⌈WV / BV⌉,): late tiles, which see most, first."""
     pid = tl.program_id(0)
     block = 0
@@ -82,7 +83,8 @@ def program_of(heads, splits, tiles, C: tl.constexpr):
     split = pid % splits
     pid = pid // splits
     tile = tiles - 1 - pid % tiles
-    return Program(block, head, split, tile, pid // tiles)
+    b = pid // tiles
+    return Program(block, head, split, tile, b, b.to(tl.int64) * T)
 
 
 @triton.jit
@@ -111,10 +113,10 @@ def prefetch_first_tile(a, p, number, entries, pages, capacity, shift, window, h
 
 @triton.jit
 def _rows_of(p, T, heads, C: tl.constexpr):
-    """The rows of a program, which of them there are, and the line of each in [B · T · H]."""
+    """The rows of a program, which of them there are, and the line of each in [rows · H]."""
     row = p.tile * C.M + tl.arange(0, C.M)
     live = row < T * C.GROUP
-    first_line = p.b.to(tl.int64) * T * (heads * C.GROUP) + p.head * C.GROUP
+    first_line = p.first * (heads * C.GROUP) + p.head * C.GROUP
     return row, live, first_line + row // C.GROUP * (heads * C.GROUP) + row % C.GROUP
 
 
@@ -254,9 +256,24 @@ def _attend_view(view, entry, begin, earliest, latest, splits, h, C: tl.constexp
 
 
 @triton.jit
+def _part_of(p, T):
+    """Where a split leaves its part: by sequences, wherever their rows are."""
+    return Program(p.block, p.head, p.split, p.tile, p.b, p.b.to(tl.int64) * T)
+
+
+@triton.jit
+def store_zeros(a, p, T, h, C: tl.constexpr):
+    """0 as the result of a program's rows."""
+    _, live, line = _rows_of(p, T, h.heads, C)
+    dv = p.block + tl.arange(0, C.BV)
+    zero = tl.zeros([C.M, C.BV], a.out.dtype.element_ty)
+    tl.store(a.out + line[:, None] * C.WV + dv[None, :], zero, mask=live[:, None] & (dv < C.WV)[None, :])
+
+
+@triton.jit
 def _store_nothing(a, p, T, splits, h, C: tl.constexpr):
     """The maximum and denominator of a split in which no position is in sight."""
-    _, live, line = _rows_of(p, T, h.heads, C)
+    _, live, line = _rows_of(_part_of(p, T), T, h.heads, C)
     line = line * splits + p.split
     tl.store(a.stats + line * 2, tl.full([C.M], float("-inf"), tl.float32), mask=live)
     tl.store(a.stats + line * 2 + 1, tl.zeros([C.M], tl.float32), mask=live)
@@ -266,7 +283,9 @@ def _store_nothing(a, p, T, splits, h, C: tl.constexpr):
 def _store_rows(a, p, acc, top, total, T, splits, h, C: tl.constexpr):
     """The result of a program's rows, or with SPLIT its part of it."""
     # The rows once more, from a number that only we know to be 0: those of above would be kept in registers, and spill.
-    tile = Program(p.block, p.head, p.split, p.tile + tl.minimum(splits, 0), p.b)
+    tile = Program(p.block, p.head, p.split, p.tile + tl.minimum(splits, 0), p.b, p.first)
+    if C.SPLIT:
+        tile = _part_of(tile, T)
     _, live, line = _rows_of(tile, T, h.heads, C)
     dv = p.block + tl.arange(0, C.BV)
     if C.SPLIT:

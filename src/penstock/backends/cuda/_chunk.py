@@ -22,9 +22,11 @@ import triton.language as tl
 
 from penstock.backends.cuda._launch import WIDENED, capability
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._runs import block_of, chunked_lengths
 
 CHUNK = 64
 SEGMENT = 4096  # tokens prepared at a time: 24 KB of scratch for each chunk and head
+CHUNKS = 160  # of runs prepared at a time: enough for 2048 tokens however they are cut
 
 
 def takes_chunks(qkv: torch.Tensor, Dk: int) -> bool:
@@ -109,26 +111,22 @@ def _inverse(A, C: tl.constexpr, dtype: tl.constexpr):
     return D - _dot_full(X_high, X_low, high, low, zero)
 
 
-# prepare  P = tril(Γ ∘ Q K^T) (I + A)^-1 diag(b), M = diag(Γ[last, :]) (I + A)^-1 diag(b) and γ of each chunk and head
-# shapes   qkv [T, 2 Hk Dk + Hv Dv]; g, b float32 [T, Hv] -> PM [chunks, Hv, 3, C, C], P and the halves of M, in qkv's
-#          dtype, γ float32 [chunks, Hv, C]
-# grid     (chunks * Hv,)
-# bytes    4 * T * Hk * Dk in, chunks * Hv * 6 * C * C out; 3.4 M multiply-adds for each program
-# limits   16-bit qkv; DK <= 128
-@triton.jit(do_not_specialize=["T"])
-def _prepare_kernel(qkv_ptr, g_ptr, b_ptr, PM_ptr, gamma_ptr, T, Hk, Hv, Dk, width, C: tl.constexpr, DK: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    head = program % Hv
+@triton.jit
+def _prepare_chunk(
+    qkv_ptr, g_ptr, b_ptr, PM_ptr, gamma_ptr, program, head, first, end, Hk, Hv, Dk, width,
+    C: tl.constexpr, DK: tl.constexpr,
+):  # fmt: skip
+    """P, M and γ of the tokens from `first` on, up to C of them and none from `end` on, as number `program`."""
     row, col = tl.arange(0, C), tl.arange(0, DK)
-    t = program // Hv * C + row
-    live = t < T
+    t = first + row
+    live = t < end
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     mask = live[:, None] & (col < Dk)[None, :]
     q_ptr = qkv_ptr + t[:, None] * width + (head // (Hv // Hk) * Dk + col)[None, :]
     q = tl.load(q_ptr, mask=mask, other=0.0)
     k = tl.load(q_ptr + Hk * Dk, mask=mask, other=0.0)
     g = tl.load(g_ptr + t * Hv + head, mask=live, other=1.0)
-    after = tl.load(g_ptr + (t + 1) * Hv + head, mask=(t + 1 < T) & (row + 1 < C), other=1.0)
+    after = tl.load(g_ptr + (t + 1) * Hv + head, mask=(t + 1 < end) & (row + 1 < C), other=1.0)
     b = tl.load(b_ptr + t * Hv + head, mask=live, other=0.0)
     tl.store(gamma_ptr + program * C + row, tl.associative_scan(g, 0, _multiply))
     last = tl.associative_scan(after, 0, _multiply, reverse=True)  # Γ[last, :]
@@ -147,31 +145,36 @@ def _prepare_kernel(qkv_ptr, g_ptr, b_ptr, PM_ptr, gamma_ptr, T, Hk, Hv, Dk, wid
     tl.store(at + 2 * C * C, low)
 
 
-# advance  R = V - diag(γ) K S;  Y = diag(γ) Q S + P R;  S <- γ_last S + K^T M R, chunk by chunk
-# shapes   as in prepare; state float32 [Hv, Dv, Dk], S its transpose; y [T, Hv, Dv]
-# grid     (Hv * blocks of Dv,): one program carries BV columns of S through all chunks, in registers
-# bytes    for each chunk and program 2 * C * (2 * DK + 3 * C + BV) in and 2 * C * BV out, mostly from L2
-# limits   16-bit qkv; DK <= 128: three chunks' tiles in shared memory, 193 KB
+# prepare  P = tril(Γ ∘ Q K^T) (I + A)^-1 diag(b), M = diag(Γ[last, :]) (I + A)^-1 diag(b) and γ of each chunk and head
+# shapes   qkv [T, 2 Hk Dk + Hv Dv]; g, b float32 [T, Hv] -> PM [chunks, Hv, 3, C, C], P and the halves of M, in qkv's
+#          dtype, γ float32 [chunks, Hv, C]
+# grid     (chunks * Hv,)
+# bytes    4 * T * Hk * Dk in, chunks * Hv * 6 * C * C out; 3.4 M multiply-adds for each program
+# limits   16-bit qkv; DK <= 128
 @triton.jit(do_not_specialize=["T"])
-def _advance_kernel(
-    state_ptr, qkv_ptr, PM_ptr, gamma_ptr, y_ptr, T, Hk, Hv, Dk, Dv, width,
+def _prepare_kernel(qkv_ptr, g_ptr, b_ptr, PM_ptr, gamma_ptr, T, Hk, Hv, Dk, width, C: tl.constexpr, DK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    first = program // Hv * C
+    _prepare_chunk(
+        qkv_ptr, g_ptr, b_ptr, PM_ptr, gamma_ptr, program, program % Hv, first, T, Hk, Hv, Dk, width, C, DK
+    )  # fmt: skip
+
+
+@triton.jit
+def _advance_chunks(
+    S, qkv_ptr, PM_ptr, gamma_ptr, y_ptr, head, v, first, end, base, Hk, Hv, Dk, Dv, width,
     C: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(Dv, BV)
-    head = (tl.program_id(0) // blocks).to(tl.int64)
+    """S [DK, BV], columns v of a head, after the tokens first … end − 1, whose chunks are prepared from `base` on."""
     row, col = tl.arange(0, C).to(tl.int64), tl.arange(0, DK)
-    v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    S_ptr = state_ptr + (head * Dv + v[None, :]) * Dk + col[:, None]
-    real = (v < Dv)[None, :] & (col < Dk)[:, None]
-    S = tl.load(S_ptr, mask=real, other=0.0)
     q_col = (head // (Hv // Hk) * Dk + col)[None, :]
     v_col = (2 * Hk * Dk + head * Dv + v)[None, :]
     zero = tl.zeros((C, 2 * BV), tl.float32)
-    for n in tl.range(tl.cdiv(T, C), num_stages=STAGES):
-        tile = n * Hv + head
-        t = n * C + row[:, None]
-        mask, mask_v = (t < T) & (col < Dk)[None, :], (t < T) & (v < Dv)[None, :]
+    for n in tl.range(tl.cdiv(end - first, C), num_stages=STAGES):
+        tile = (base + n) * Hv + head
+        t = first + n * C + row[:, None]
+        mask, mask_v = (t < end) & (col < Dk)[None, :], (t < end) & (v < Dv)[None, :]
         q = tl.load(qkv_ptr + t * width + q_col, mask=mask, other=0.0)
         k = tl.load(qkv_ptr + t * width + (q_col + Hk * Dk), mask=mask, other=0.0)
         x = tl.load(qkv_ptr + t * width + v_col, mask=mask_v, other=0.0)
@@ -191,6 +194,29 @@ def _advance_kernel(
         S = S * last + _unpaired(_dot(tl.trans(k), both, tl.zeros((DK, 2 * BV), tl.float32)))
         out = y_ptr + t * (Hv * Dv) + (head * Dv + v)[None, :]
         tl.store(out, y.to(dtype), mask=mask_v)
+    return S
+
+
+# advance  R = V - diag(γ) K S;  Y = diag(γ) Q S + P R;  S <- γ_last S + K^T M R, chunk by chunk
+# shapes   as in prepare; state float32 [Hv, Dv, Dk], S its transpose; y [T, Hv, Dv]
+# grid     (Hv * blocks of Dv,): one program carries BV columns of S through all chunks, in registers
+# bytes    for each chunk and program 2 * C * (2 * DK + 3 * C + BV) in and 2 * C * BV out, mostly from L2
+# limits   16-bit qkv; DK <= 128: three chunks' tiles in shared memory, 193 KB
+@triton.jit(do_not_specialize=["T"])
+def _advance_kernel(
+    state_ptr, qkv_ptr, PM_ptr, gamma_ptr, y_ptr, T, Hk, Hv, Dk, Dv, width,
+    C: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(Dv, BV)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    col = tl.arange(0, DK)
+    v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    S_ptr = state_ptr + (head * Dv + v[None, :]) * Dk + col[:, None]
+    real = (v < Dv)[None, :] & (col < Dk)[:, None]
+    S = tl.load(S_ptr, mask=real, other=0.0)
+    S = _advance_chunks(
+        S, qkv_ptr, PM_ptr, gamma_ptr, y_ptr, head, v, 0, T, 0, Hk, Hv, Dk, Dv, width, C, DK, BV, STAGES
+    )  # fmt: skip
     tl.store(S_ptr, S, mask=real)
 
 
@@ -220,3 +246,101 @@ def delta_chunks(
         _advance_kernel[(Hv * triton.cdiv(Dv, BV),)](
             state, rows, PM, gamma, out[part], tokens, Hk, Hv, Dk, Dv, width, CHUNK, DK, BV, stages, num_warps=4
         )
+
+
+# -- runs of several sequences ---------------------------------------------------------------------------------------
+
+
+# prepare of runs  `prepare` of chunk `low` + i of the runs that go by chunks (`chunked_lengths`), one behind the other
+# shapes           as in prepare; starts int32 [B + 1], slots, keep int32 [B]
+# grid             (chunks * Hv,): programs beyond the last chunk end at once
+# bytes, limits    as in prepare; SEQUENCES >= B
+@triton.jit(do_not_specialize=["low", "B", "slots", "longest"])
+def _prepare_runs_kernel(
+    qkv_ptr, g_ptr, b_ptr, starts_ptr, slots_ptr, keep_ptr, PM_ptr, gamma_ptr, low, B, slots, longest, Hk, Hv, Dk,
+    width, C: tl.constexpr, DK: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    chunk = low + tl.program_id(0) // Hv
+    chunks = tl.cdiv(chunked_lengths(starts_ptr, slots_ptr, keep_ptr, B, slots, longest, SEQUENCES), C)
+    if chunk >= tl.sum(chunks, axis=0):
+        return
+    behind = tl.cumsum(chunks, axis=0) <= chunk  # runs that this chunk is behind
+    n = tl.sum(behind.to(tl.int32), axis=0)
+    first = tl.load(starts_ptr + n) + (chunk - tl.sum(tl.where(behind, chunks, 0), axis=0)) * C
+    end = tl.load(starts_ptr + n + 1).to(tl.int64)
+    _prepare_chunk(
+        qkv_ptr, g_ptr, b_ptr, PM_ptr, gamma_ptr, program, program % Hv, first.to(tl.int64), end, Hk, Hv, Dk, width,
+        C, DK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _run_behind(
+    starts_ptr, slots_ptr, keep_ptr, n, low, high, B, slots, longest, C: tl.constexpr, SEQUENCES: tl.constexpr
+):
+    """The next sequence behind n that has one of the chunks low … high − 1, SEQUENCES if there is none; the chunks in
+    front of its run, and those that it has.
+
+    Found anew for every run: what it takes to find them would be in registers all along, and spill.
+    """
+    number = tl.arange(0, SEQUENCES)
+    chunks = tl.cdiv(chunked_lengths(starts_ptr, slots_ptr, keep_ptr, B, slots, longest, SEQUENCES), C)
+    last = tl.cumsum(chunks, axis=0)
+    mine = (chunks > 0) & (last > low) & (last - chunks < high) & (number > n)
+    found = tl.min(tl.where(mine, number, SEQUENCES), axis=0)
+    count = tl.sum(tl.where(number == found, chunks, 0), axis=0)
+    return found, tl.sum(tl.where(number == found, last, 0), axis=0) - count, count
+
+
+# advance of runs  `advance` of each run that goes by chunks, over those of its chunks that are in low .. high - 1
+# shapes           as in advance; state float32 [slots, Hv, Dv, Dk]; starts int32 [B + 1], slots, keep int32 [B]
+# grid             (Hv * blocks of Dv,): one program carries BV columns of the states through all runs
+# bytes, limits    as in advance; SEQUENCES >= B
+@triton.jit(do_not_specialize=["low", "high", "B", "slots", "longest"])
+def _advance_runs_kernel(
+    state_ptr, qkv_ptr, starts_ptr, slots_ptr, keep_ptr, PM_ptr, gamma_ptr, y_ptr, low, high, B, slots, longest,
+    Hk, Hv, Dk, Dv, width,
+    C: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(Dv, BV)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    col = tl.arange(0, DK)
+    v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
+    S_ptr = state_ptr + (head * Dv + v[None, :]) * Dk + col[:, None]
+    real = (v < Dv)[None, :] & (col < Dk)[:, None]
+    n, before, count = _run_behind(starts_ptr, slots_ptr, keep_ptr, -1, low, high, B, slots, longest, C, SEQUENCES)
+    while n < SEQUENCES:
+        start = tl.load(starts_ptr + n)
+        first = start + tl.maximum(low - before, 0) * C
+        end = tl.minimum(tl.load(starts_ptr + n + 1), start + (tl.minimum(before + count, high) - before) * C)
+        at = S_ptr + tl.load(slots_ptr + n).to(tl.int64) * Hv * Dv * Dk
+        S = _advance_chunks(
+            tl.load(at, mask=real, other=0.0), qkv_ptr, PM_ptr, gamma_ptr, y_ptr, head, v, first, end,
+            tl.maximum(before - low, 0), Hk, Hv, Dk, Dv, width, C, DK, BV, STAGES,
+        )  # fmt: skip
+        tl.store(at, S, mask=real)
+        n, before, count = _run_behind(starts_ptr, slots_ptr, keep_ptr, n, low, high, B, slots, longest, C, SEQUENCES)
+
+
+def delta_chunks_of_runs(
+    state: torch.Tensor, qkv: torch.Tensor, g: torch.Tensor, b: torch.Tensor, starts: torch.Tensor,
+    slots: torch.Tensor, keep: torch.Tensor | None, longest: int, out: torch.Tensor, Hk: int, Hv: int, Dk: int, Dv: int,
+) -> None:  # fmt: skip
+    """Writes the rows of out and moves on the states of runs of more than `longest` tokens that are not kept."""
+    T, width = qkv.shape
+    B = len(slots)
+    DK, BV, stages = _tiles(Dk, Dv, capability(qkv)[0])
+    most = T // CHUNK + min(B, T // (longest + 1))  # a run has at most one chunk that is not full
+    programs = min(most, CHUNKS) * Hv
+    PM, gamma = qkv.new_empty((programs, 3, CHUNK, CHUNK)), g.new_empty((programs, CHUNK))
+    for low in range(0, most, CHUNKS):
+        high = min(low + CHUNKS, most)
+        _prepare_runs_kernel[((high - low) * Hv,)](
+            qkv, g, b, starts, slots, keep, PM, gamma, low, B, state.shape[0], longest, Hk, Hv, Dk, width, CHUNK, DK,
+            block_of(B), num_warps=4,
+        )  # fmt: skip
+        _advance_runs_kernel[(Hv * triton.cdiv(Dv, BV),)](
+            state, qkv, starts, slots, keep, PM, gamma, out, low, high, B, state.shape[0], longest, Hk, Hv, Dk, Dv,
+            width, CHUNK, DK, BV, stages, block_of(B), num_warps=4,
+        )  # fmt: skip

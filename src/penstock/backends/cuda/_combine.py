@@ -34,7 +34,8 @@ def _merged(part_ptr, stats_ptr, line, d, splits, used, WIDTH, S: tl.constexpr):
 # combine   y[r] = Σ_s 2^(top[r, s] − max) · part[r, s] / Σ_s 2^(top[r, s] − max) · total[r, s], times sigmoid(gate[r])
 # shapes    part float32 [rows, splits, WIDTH], stats float32 [rows, splits, 2] (top, total), out, gate [rows, WIDTH];
 #           number (or None) int32 [rows / heads], or one number where EACH is 0: with `more` the positions, of which
-#           `window` are in sight; splits beyond them are not read
+#           `window` are in sight; splits beyond them are not read. With starts row r is that of sequence r / heads,
+#           which is the only one of its run, and goes to it in out
 # grid      (rows, ⌈WIDTH / BLOCK⌉): BLOCK columns of a row over all splits at once
 # bytes     4 · rows · splits · WIDTH, in L2 since the launch before wrote them
 # limits    S = next power of two ≥ splits; S · BLOCK floats in registers
@@ -43,7 +44,7 @@ def _merged(part_ptr, stats_ptr, line, d, splits, used, WIDTH, S: tl.constexpr):
 # before it waits.
 @triton.jit(do_not_specialize=["splits", "more", "capacity", "window"])
 def combine_kernel(
-    part_ptr, stats_ptr, gate_ptr, number_ptr, out_ptr, splits, more, capacity, window, heads, WIDTH,
+    part_ptr, stats_ptr, gate_ptr, number_ptr, starts_ptr, out_ptr, splits, more, capacity, window, heads, WIDTH,
     N: tl.constexpr, EACH: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
@@ -55,11 +56,17 @@ def combine_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    to = line
+    if starts_ptr is not None:
+        first = tl.load(starts_ptr + line // heads)
+        if tl.load(starts_ptr + line // heads + 1) != first + 1:
+            return
+        to = first.to(tl.int64) * heads + line % heads
     _, total, acc = _merged(part_ptr, stats_ptr, line, d, splits, used, WIDTH, S)
     y = acc / tl.where(total == 0.0, 1.0, total)
     if gate_ptr is not None:
-        y = gated(y, gate_ptr, line * WIDTH + d, d < WIDTH)
-    tl.store(out_ptr + line * WIDTH + d, rounded(y, out_ptr.dtype.element_ty), mask=d < WIDTH)
+        y = gated(y, gate_ptr, to * WIDTH + d, d < WIDTH)
+    tl.store(out_ptr + to * WIDTH + d, rounded(y, out_ptr.dtype.element_ty), mask=d < WIDTH)
 
 
 # accumulate  M' = max(M, m), Z' = Z · exp(M − M') + z · exp(m − M'), V' likewise, with m, z, v merged from the splits

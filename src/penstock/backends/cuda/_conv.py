@@ -5,13 +5,15 @@ import triton
 import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._runs import block_of, sequence_of
 from penstock.backends.cuda._tuning import CONV_DOWN
 
 
 @triton.jit
 def _store_silu(y_ptr, x, mask):
     """x / (1 + exp(-x)): one division; exp overflows to infinity where the result is 0."""
-    tl.store(y_ptr, (x / (1.0 + tl.exp(-x))).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr, rounded(x / (1.0 + tl.exp(-x)), y_ptr.dtype.element_ty), mask=mask)
 
 
 # conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
@@ -142,10 +144,143 @@ def _conv1d_shift_kernel(
         tl.store(state_ptr + r * C + c, tl.where(at < KEPT, old, fresh.to(old.dtype)), mask=c < most)
 
 
+# conv1d of runs  as conv1d, seq = the first W - 1 rows of state[slots[b]], then the run of sequence b (ops/ragged.py);
+#                 0 for rows of no sequence and of those without a slot
+# shapes          x, y [T, C]; state [slots, rows, C], rows >= W - 1; starts int32 [B + 1], slots int32 [B]
+# grid            (blocks of tokens * blocks of channels,): one program owns a [TOKENS, CHANNELS] tile of y
+# bytes           as conv1d
+# limits          SEQUENCES >= B
+@triton.jit(do_not_specialize=["T", "B", "slots"])
+def _conv1d_runs_kernel(
+    x_ptr, state_ptr, weight_ptr, starts_ptr, slots_ptr, y_ptr, T, B, C, rows, slots, W: tl.constexpr,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(C, CHANNELS)
+    row = (tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)
+    b = sequence_of(starts_ptr, B, row, SEQUENCES)
+    there = (row < T) & (b < B)
+    first = tl.load(starts_ptr + b, mask=there, other=0).to(tl.int64)[:, None]
+    slot = tl.load(slots_ptr + b, mask=there, other=-1).to(tl.int64)[:, None]
+    t = row.to(tl.int64)[:, None]
+    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    inside = (t < T) & (c < C)
+    live = inside & (slot >= 0) & (slot < slots)
+    total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(weight_ptr + c * W + j, mask=c < C, other=0.0).to(tl.float32)
+        at = t + (j - (W - 1))
+        before = at - first + (W - 1)  # row of the state, if the run does not have it
+        new = tl.load(x_ptr + at * C + c, mask=live & (at >= first), other=0.0).to(tl.float32)
+        old = tl.load(state_ptr + (slot * rows + before) * C + c, mask=live & (at < first), other=0.0).to(tl.float32)
+        total = tl.fma(tl.where(at < first, old, new), tap, total)
+    _store_silu(y_ptr + t * C + c, tl.where(live, total, 0.0), inside)
+
+
+def convolve_runs(
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    T, C = x.shape
+    tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
+    grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
+    _conv1d_runs_kernel[grid](
+        x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0], weight.shape[1],
+        block_of(len(slots)), tokens, channels, num_warps=1 if tokens == 1 else 4,
+    )  # fmt: skip
+
+
 def move_on(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None) -> None:
     T, C = x.shape
     channels = min(128, triton.next_power_of_2(C))
     grid = ((1 if slots is None else T) * triton.cdiv(C, channels),)
     _conv1d_shift_kernel[grid](
         state, x, slots, T, C, state.shape[0], state.shape[-2], slots is not None, channels, num_warps=1
+    )
+
+
+# update of runs  rows 0 .. KEPT - 1 of state[slots[b]] <- the last KEPT rows of them and the run of sequence b; of a
+#                 run that is kept, keep[b] != 0, its rows go behind them instead
+# shapes          state [slots, rows, C], float32 or x's dtype; x [T, C]; starts int32 [B + 1]; slots, keep int32 [B]
+# grid            (B * blocks of channels,): one program moves on CHANNELS columns of a state, a thread its own
+# bytes           2 * KEPT * C * itemsize for each state, and the rows of kept runs twice
+# limits          none; kept rows beyond those of the state are not written
+@triton.jit(do_not_specialize=["slots"])
+def _conv1d_shift_runs_kernel(
+    state_ptr, x_ptr, starts_ptr, slots_ptr, keep_ptr, C, rows, slots, KEPT: tl.constexpr, CHANNELS: tl.constexpr
+):
+    across = tl.cdiv(C, CHANNELS)
+    b = tl.program_id(0) // across
+    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
+    first = tl.load(starts_ptr + b)
+    new = (tl.load(starts_ptr + b + 1) - first).to(tl.int64)
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    if (new == 0) | (slot < 0) | (slot >= slots):
+        return
+    state_ptr += slot * rows * C + c
+    x_ptr += first.to(tl.int64) * C + c
+    kept = 0
+    if keep_ptr is not None:
+        kept = tl.load(keep_ptr + b)
+    if kept != 0:
+        for i in range(tl.minimum(new, rows - KEPT)):
+            x = tl.load(x_ptr + i * C, mask=c < C)
+            tl.store(state_ptr + (KEPT + i) * C, x.to(state_ptr.dtype.element_ty), mask=c < C)
+    else:
+        for r in range(KEPT):  # in rising order a thread reads every row before it writes it
+            at = r + new
+            old = tl.load(state_ptr + at * C, mask=c < tl.where(at < KEPT, C, 0), other=0.0)
+            fresh = tl.load(x_ptr + (at - KEPT) * C, mask=c < tl.where(at < KEPT, 0, C), other=0.0)
+            tl.store(state_ptr + r * C, tl.where(at < KEPT, old, fresh.to(old.dtype)), mask=c < C)
+
+
+def move_runs_on(
+    state: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor, keep: torch.Tensor | None,
+    width: int | None,
+) -> None:  # fmt: skip
+    C = x.shape[1]
+    channels = min(128, triton.next_power_of_2(C))
+    kept = state.shape[1] if width is None else width - 1
+    _conv1d_shift_runs_kernel[(len(slots) * triton.cdiv(C, channels),)](
+        state, x, starts, slots, keep, C, state.shape[1], state.shape[0], kept, channels, num_warps=1
+    )
+
+
+# commit of rows  y[b, i] = silu(conv1d) of row i of those kept at slots[b], i < accepted[b]; then the first W - 1 rows
+#                 of the state <- those from accepted[b] on
+# shapes          state [slots, rows, C], rows = W - 1 + K; weight [C, W]; slots, accepted int32 [B]; y [B, K, C]
+# grid            (B * blocks of channels,): one program has CHANNELS columns of a sequence, a thread its own
+# bytes           (W + 1) * accepted * C * itemsize, mostly from the first-level cache, and 2 * (W - 1) * C * itemsize
+# limits          none; other rows of y stay as they are
+@triton.jit(do_not_specialize=["slots"])
+def _conv1d_commit_kernel(
+    state_ptr, weight_ptr, slots_ptr, accepted_ptr, y_ptr, C, K, slots, W: tl.constexpr, CHANNELS: tl.constexpr
+):
+    across = tl.cdiv(C, CHANNELS)
+    b = tl.program_id(0) // across
+    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    count = tl.minimum(tl.load(accepted_ptr + b), K)
+    if (count <= 0) | (slot < 0) | (slot >= slots):
+        return
+    state_ptr += slot * (W - 1 + K) * C + c
+    y_ptr += b.to(tl.int64) * K * C + c
+    for i in range(count):
+        total = tl.zeros((CHANNELS,), tl.float32)
+        for j in tl.static_range(W):
+            tap = tl.load(weight_ptr + c * W + j, mask=c < C, other=0.0).to(tl.float32)
+            row = tl.load(state_ptr + (i + j) * C, mask=c < C, other=0.0).to(tl.float32)
+            total = tl.fma(row, tap, total)
+        _store_silu(y_ptr + i * C, total, c < C)
+    for r in range(W - 1):
+        tl.store(state_ptr + r * C, tl.load(state_ptr + (r + count) * C, mask=c < C), mask=c < C)
+
+
+def commit_rows(
+    state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Writes out [B, K, C], the convolution of accepted rows, and moves the states on by them."""
+    B, K, C = out.shape
+    channels = min(128, triton.next_power_of_2(C))
+    _conv1d_commit_kernel[(B * triton.cdiv(C, channels),)](
+        state, weight, slots, accepted, out, C, K, state.shape[0], weight.shape[1], channels, num_warps=1
     )

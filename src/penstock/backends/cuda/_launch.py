@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda.runtime.triton_cache import use_trusted_cache
-from penstock.errors import BackendError
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run as Python on torch CPU tensors
 if not INTERPRETED:
@@ -59,13 +58,6 @@ def compiled_for(constants: Any) -> Any:
     not take the plain integers in a constant for shapes.
     """
     return constants if INTERPRETED else constants._make(c if c is None else tl.constexpr(c) for c in constants)
-
-
-def refuse_ragged(op: str, **given: object) -> None:
-    """Raises BackendError for arguments of ragged calls."""
-    for name, value in given.items():
-        if value is not None:
-            raise BackendError(f"{op}: {name} is given, expected None on cuda: ragged calls have no kernel there yet")
 
 
 def flat_rows(x: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ def _weights(
     return w
 
 
-# per_head  y[t, h, n] = Σ_k x[t, h, k] · w[h · P + first + n, k], or with TURNED · w[h · P + first + k, n]
+# per_head  y[t, h, n] = Σ_k x[t, h, k] · w[h · P + first + n, k], or with TURNED · w[h · P + first + k, n]; with a
+#           count, which is on the device, for t < count[0] alone
 # shapes    x [T, H, K] (SHARED: [T, K], the same for all heads), y [T, H, N]; w rows of `width` numbers or packed
 #           words, with scales and biases [rows, width / GS]
 # grid      (tiles of T · tiles of N · H,): MT tokens × BN outputs of one head, K in steps of BK
@@ -75,6 +76,7 @@ def _per_head_kernel(
     scales_ptr,
     biases_ptr,
     y_ptr,
+    count_ptr,
     T,
     H,
     K,
@@ -103,6 +105,10 @@ def _per_head_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if count_ptr is not None:
+        T = tl.minimum(T, tl.load(count_ptr))
+        if tl.min(t, axis=0) >= T:
+            return
     acc = tl.zeros([MT, BN], tl.float32)
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
@@ -190,14 +196,16 @@ def _few_tile(K: int, turned: bool) -> tuple[int, int, int, int]:
     return 16, 64 if turned else 32, max(16, min(128, triton.next_power_of_2(K))), 4
 
 
-def per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
+def per_head(
+    x, w, y, rows_per_head: int, first: int, turned: bool, count: torch.Tensor | None = None
+) -> None:  # fmt: skip
     """y [T, H, N] of x [T, H, K] (or [T, K], the same for all heads) and the weight rows of each head from `first` on.
 
-    turned: they are K rows of N numbers, not N rows of K.
+    turned: they are K rows of N numbers, not N rows of K. count: int32 [1], of so many tokens alone.
     """
     T, H, N = y.shape
     K, shared, quantized = x.shape[-1], x.ndim == 2, isinstance(w, QuantizedTensor)
-    if not deterministic():
+    if count is None and not deterministic():
         if copies(x, w) or (not quantized and T >= 32 and w.dtype is x.dtype and in_full(x)):
             _batched(x, dense_copy(w, x.dtype) if quantized else w, y, rows_per_head, first, turned)
             return
@@ -219,7 +227,7 @@ def per_head(x, w, y, rows_per_head: int, first: int, turned: bool) -> None:
     MT, BN, BK, warps = (16, 32, 32, 4) if exact else _few_tile(K, turned) if few else (128, 128, 64, 8)
     grid = (triton.cdiv(T, MT) * triton.cdiv(N, BN) * H,)
     _per_head_kernel[grid](
-        x, *arrays, y, T, H, K, N, rows_per_head, first, w.shape[-1],
+        x, *arrays, y, count, T, H, K, N, rows_per_head, first, w.shape[-1],
         BITS=bits, GS=group, SHARED=shared, TURNED=turned, MT=MT, BN=BN, BK=BK, num_warps=warps, **pdl_options(),
     )  # fmt: skip
 

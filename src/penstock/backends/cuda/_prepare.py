@@ -15,10 +15,10 @@ from penstock.backends.cuda.rope import pieces_of, sincos
 from penstock.ops.op import deterministic
 
 # Arguments of the two kernels: arrays (None where there is none), numbers of the model, what they are compiled for.
-_Arrays = namedtuple("_Arrays", "q k v q_w k_w inv_freq positions table q_out gate k_pages v_pages")
+_Arrays = namedtuple("_Arrays", "q k v q_w k_w inv_freq positions table sequence q_out gate k_pages v_pages")
 _Sizes = namedtuple("_Sizes", "H heads D half page pages entries mscale eps")
 _Constants = namedtuple("_Constants", "EACH NORM_VALUES TOKENS HALF PIECES")
-_MlaArrays = namedtuple("_MlaArrays", "q kv w inv_freq positions table q_nope q_pe latent rope")
+_MlaArrays = namedtuple("_MlaArrays", "q kv w inv_freq positions table sequence q_nope q_pe latent rope")
 _MlaSizes = namedtuple("_MlaSizes", "H nope half R page pages entries mscale eps")
 _MlaConstants = namedtuple("_MlaConstants", "EACH HEADS NOPE HALF RANK")
 
@@ -88,24 +88,28 @@ def _position(positions_ptr, start, t, live, EACH: tl.constexpr):
 
 
 @triton.jit
-def _row_in_pages(table_ptr, t, p, live, page, pages, entries, EACH: tl.constexpr):
+def _row_in_pages(a, t, p, live, lines, n, EACH: tl.constexpr):
     """The row of position p in the pages of token t's sequence, and whether it is there."""
-    live &= (p >= 0) & (p // page < entries)
-    held = tl.load(table_ptr + (t * entries if EACH else 0) + p // page, mask=live, other=-1).to(tl.int64)
-    return held * page + p % page, live & (held >= 0) & (held < pages)
+    live &= (p >= 0) & (p // n.page < n.entries)
+    s = t
+    if a.sequence is not None:
+        s = tl.load(a.sequence + t, mask=live, other=-1).to(tl.int64)
+        live &= (s >= 0) & (s < lines)
+    held = tl.load(a.table + (s * n.entries if EACH else 0) + p // n.page, mask=live, other=-1).to(tl.int64)
+    return held * n.page + p % n.page, live & (held >= 0) & (held < n.pages)
 
 
 # prepare   q_out[t, h] = rope(n(q[t, h], q_w)), gate[t, h] behind it in q if there is one; row p of the pages likewise
 #           rope(n(k[t, h], k_w)), and v[t, h] or k[t, h], with NORM_VALUES n(v[t, h], 1). Without weights no norm
 # shapes    q [T, H, D or 2D], q_out, gate [T, H, D], k, v [T, heads, D], pages [pages * page, heads, D];
 #           inv_freq [half]; p = positions[t] if EACH, else start + t (start: positions[0] where it is on the device);
-#           table int32, `entries` for each sequence. A row of a negative p gives 0; rows outside of the pages are not
-#           written
+#           table int32, `entries` for each of `lines` sequences: that of sequence[t], or t. A row of a negative p gives
+#           0; rows outside of the pages, and those of no sequence, are not written
 # grid      (ceil(T / TOKENS), H + heads): TOKENS rows of a head of q, or of k and v
 # bytes     q, k and v in, the same out
 # limits    D <= 16384; a head is cut in PIECES of HALF columns as in `rope`
-@triton.jit(do_not_specialize=["T", "start"])
-def _prepare_kernel(a, T, start, n, C: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "start", "lines"])
+def _prepare_kernel(a, T, start, lines, n, C: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -139,7 +143,7 @@ def _prepare_kernel(a, T, start, n, C: tl.constexpr, PDL: tl.constexpr):
             value = head
         else:
             value = _load_head(a.v + place, live, n.half, n.D, C.HALF, PIECES)
-        row, live = _row_in_pages(a.table, t, p, live, n.page, n.pages, n.entries, C.EACH)
+        row, live = _row_in_pages(a, t, p, live, lines, n, C.EACH)
         place = (row * n.heads + h) * n.D
         if C.NORM_VALUES:
             value = _normed(value, None, n.half, n.D, n.eps, C.HALF, PIECES)
@@ -172,6 +176,7 @@ def prepare(
     mscale: float,
     eps: float,
     norm_values: bool,
+    sequence: torch.Tensor | None,
     out: tuple[torch.Tensor, torch.Tensor | None],
 ) -> None:
     """One launch of `prepare`; a row's bits do not depend on the others as long as `deterministic` asks for that."""
@@ -179,11 +184,13 @@ def prepare(
     half, heads = inv_freq.shape[0], k.shape[1] // D
     given = isinstance(positions, torch.Tensor)
     tokens, *pieces, warps = _tile(D, half, T <= PREPARE_ONE and not deterministic())
-    arrays = _Arrays(q, k, v, *norms, inv_freq, positions if given else None, block_table, *out, *pages)
+    arrays = _Arrays(q, k, v, *norms, inv_freq, positions if given else None, block_table, sequence, *out, *pages)
     n = _Sizes(H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], mscale, eps)
     C = _Constants(given and positions.ndim == 1, norm_values, tokens, *pieces)
     grid = (triton.cdiv(T, tokens), H + heads)
-    _prepare_kernel[grid](arrays, T, 0 if given else positions, n, C=compiled_for(C), num_warps=warps, **pdl_options())
+    _prepare_kernel[grid](
+        arrays, T, 0 if given else positions, len(block_table), n, C=compiled_for(C), num_warps=warps, **pdl_options()
+    )
 
 
 # mla_prepare  q_nope[t, h] and q_pe[t, h] = rope of the two parts of q[t, h]; row p of the pages: n(kv[t, :R], w), and
@@ -193,8 +200,8 @@ def prepare(
 # grid      (T, ceil(H / HEADS) + 1): HEADS heads of a token; the last program has its latent
 # bytes     q and kv in, the same out
 # limits    NOPE, HALF, RANK: powers of two that hold nope, half and R
-@triton.jit(do_not_specialize=["start"])
-def _mla_prepare_kernel(a, start, n, C: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["start", "lines"])
+def _mla_prepare_kernel(a, start, lines, n, C: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -213,7 +220,7 @@ def _mla_prepare_kernel(a, start, n, C: tl.constexpr, PDL: tl.constexpr):
         here = (h < n.H) & (i < n.half)
         _turn(head + n.nope, a.q_pe + (t * n.H + h) * 2 * n.half, p, inv_freq, n.half, n.mscale, here, p >= 0, C.HALF)
     else:
-        row, there = _row_in_pages(a.table, t, p, live, n.page, n.pages, n.entries, C.EACH)
+        row, there = _row_in_pages(a, t, p, live, lines, n, C.EACH)
         kv = a.kv + t * (n.R + 2 * n.half)
         c = tl.arange(0, C.RANK)[None, :]
         x = tl.load(kv + c, mask=c < n.R, other=0.0).to(tl.float32)
@@ -254,6 +261,7 @@ def mla_prepare(
     block_table: torch.Tensor,
     mscale: float,
     eps: float,
+    sequence: torch.Tensor | None,
     out: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """One launch of `mla_prepare`."""
@@ -261,8 +269,11 @@ def mla_prepare(
     half, R = inv_freq.shape[0], kv_norm.shape[0]
     given = isinstance(positions, torch.Tensor)
     tile = _mla_tile(H, nope, half, R)
-    arrays = _MlaArrays(q, kv, kv_norm, inv_freq, positions if given else None, block_table, *out, *pages)
+    arrays = _MlaArrays(q, kv, kv_norm, inv_freq, positions if given else None, block_table, sequence, *out, *pages)
     n = _MlaSizes(H, nope, half, R, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], mscale, eps)
     C = _MlaConstants(given and positions.ndim == 1, *tile)
     grid = (T, triton.cdiv(H, C.HEADS) + 1)
-    _mla_prepare_kernel[grid](arrays, 0 if given else positions, n, C=compiled_for(C), num_warps=4, **pdl_options())
+    start = 0 if given else positions
+    _mla_prepare_kernel[grid](
+        arrays, start, len(block_table), n, C=compiled_for(C), num_warps=4, **pdl_options()
+    )  # fmt: skip

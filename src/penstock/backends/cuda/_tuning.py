@@ -103,6 +103,7 @@ SAMPLE_BLOCK = (256, 4096)  # logits of a block: fewest, most
 SAMPLE_CHUNK, SAMPLE_WARPS = 512, 8  # logits at a time of a program that counts digits; warps of the search for limits
 PER_HEAD_COPY = 256  # tokens from which a dense copy of a quantized weight, one more write and read of it, pays
 DELTA_STEPS = 16  # tokens up to which the recurrence is faster than the chunks
+DELTA_RUNS = 16  # programs that share the sequences of a ragged call in the recurrence
 DELTA_AHEAD = 4  # tokens whose q, k and v are under way in the recurrence of one sequence
 CONV_DOWN = (32, 512, 4)  # tokens, channels and warps of a program that goes down a long sequence
 PREPARE_ONE = 64  # tokens up to which a program of attention_prepare has one

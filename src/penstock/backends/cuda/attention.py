@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 
 from penstock import ops
-from penstock.backends.cuda._attend import attend, cache_of
+from penstock.backends.cuda._attend import attend, attend_runs, cache_of
 from penstock.backends.cuda._attend_tile import dot
-from penstock.backends.cuda._launch import flat_rows, refuse_ragged
+from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._prepare import prepare
 from penstock.backends.cuda._rows import rounded
 from penstock.ops.op import kernel
@@ -31,10 +31,13 @@ def attention_decode(q, k_cache, v_cache, seq_len, scale, window, slots, *, out)
 
 @kernel(ops.attention_paged, device="cuda")
 def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, starts, *, out):
-    refuse_ragged("attention_paged", starts=starts)
     if q.shape[0] == 0:
         return
     heads, width = _value_width(q, k_pages, v_pages, 2)
+    if starts is not None:
+        cache, sizes = cache_of(k_pages, None, block_table), (q.shape[1], heads, width)
+        attend_runs(q, None, k_pages, None, v_pages, out, cache, lengths, starts, scale, window, sizes, gate)
+        return
     cache, sizes = cache_of(k_pages, None, block_table), (q.shape[0], 1, q.shape[1], heads, width)
     attend(q, None, k_pages, None, v_pages, out, cache, lengths, -1, scale, window, sizes, gate=gate)
 
@@ -54,10 +57,10 @@ def attention_prepare(
     q, k, v, q_norm, k_norm, inv_freq, positions, key_pages, value_pages, block_table, H, rotary_dim, mscale, eps,
     gated, norm_values, sequence, *, out,
 ):  # fmt: skip
-    refuse_ragged("attention_prepare", sequence=sequence)
     if len(q):
         pages = (key_pages, value_pages)
-        prepare(q, k, v, (q_norm, k_norm), inv_freq, positions, pages, block_table, mscale, eps, norm_values, out)
+        norms = (q_norm, k_norm)
+        prepare(q, k, v, norms, inv_freq, positions, pages, block_table, mscale, eps, norm_values, sequence, out)
 
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------

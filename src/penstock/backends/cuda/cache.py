@@ -6,21 +6,22 @@ A slot is a page that holds a whole sequence, and a contiguous cache is one page
 import triton
 import triton.language as tl
 
+import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock import ops
-from penstock.backends.cuda._launch import refuse_ragged
 from penstock.ops.op import kernel
 
 
-# append    row t of a and b to row table[t * stride + p // page] * page + p % page of their caches; without a table p
+# append    row t of a and b to row table[s * stride + p // page] * page + p % page of their caches; without a table p
 # shapes    sources [T, wide], caches [pages * page, wide] of one dtype, `wide` for a and b on their own; table int32,
-#           `entries` for each sequence; p = positions[t] if EACH, else start + positions[0] + t (no positions: 0)
+#           `entries` for each of its `lines`; p = positions[t] if EACH, else start + positions[0] + t (none: 0);
+#           s = sequence[t], or t where there is none
 # grid      (ceil(T / ROWS), blocks of a + blocks of b): a program has BLOCK columns of ROWS rows of one of the two
 # bytes     sources in, the same out
-# limits    positions in int32; positions outside of the table and pages outside of the cache are skipped
-@triton.jit(do_not_specialize=["T", "start"])
+# limits    positions in int32; positions and sequences outside of the table, pages outside of the cache are skipped
+@triton.jit(do_not_specialize=["T", "start", "lines"])
 def _append_kernel(
-    a_ptr, b_ptr, a_cache_ptr, b_cache_ptr, positions_ptr, table_ptr,
-    T, start, a_wide, b_wide, page, pages, entries, stride,
+    a_ptr, b_ptr, a_cache_ptr, b_cache_ptr, positions_ptr, table_ptr, sequence_ptr,
+    T, start, lines, a_wide, b_wide, page, pages, entries, stride,
     EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -33,8 +34,12 @@ def _append_kernel(
             p += tl.load(positions_ptr)
     there &= (p >= 0) & (p // page < entries)
     row = p.to(tl.int64)
+    s = t
+    if sequence_ptr is not None:
+        s = tl.load(sequence_ptr + t, mask=there, other=-1).to(tl.int64)
+        there &= (s >= 0) & (s < lines)
     if table_ptr is not None:
-        held = tl.load(table_ptr + t * stride + p // page, mask=there, other=-1).to(tl.int64)
+        held = tl.load(table_ptr + s * stride + p // page, mask=there, other=-1).to(tl.int64)
         there &= (held >= 0) & (held < pages)
         row = held * page + p % page
     part = tl.program_id(1)
@@ -53,7 +58,7 @@ def _copy(source_ptr, cache_ptr, t, row, there, part, wide, BLOCK: tl.constexpr)
     tl.store(cache_ptr + row[:, None] * wide + column, x, mask=live)
 
 
-def _append(a, b, a_cache, b_cache, positions, slots, block_table) -> None:
+def _append(a, b, a_cache, b_cache, positions, slots, block_table, sequence=None) -> None:
     T = 1 if a.ndim == 1 else a.shape[0]
     if T == 0:
         return
@@ -67,8 +72,8 @@ def _append(a, b, a_cache, b_cache, positions, slots, block_table) -> None:
     block = min(1024, triton.next_power_of_2(max(a_wide, b_wide)))
     rows = 1 if T < 64 else min(16, max(1, 2048 // block))
     _append_kernel[(triton.cdiv(T, rows), triton.cdiv(a_wide, block) + triton.cdiv(b_wide, block))](
-        a, b, a_cache, b_cache, None if isinstance(positions, int) else positions, table,
-        T, start, a_wide, b_wide, page, pages, entries, entries if each else 0,
+        a, b, a_cache, b_cache, None if isinstance(positions, int) else positions, table, sequence,
+        T, start, 0 if table is None else len(table), a_wide, b_wide, page, pages, entries, entries if each else 0,
         EACH=each, ROWS=rows, BLOCK=block, num_warps=max(1, min(4, rows * block // 512)),
     )  # fmt: skip
 
@@ -80,11 +85,9 @@ def kv_cache_append(k_src, v_src, k_cache, v_cache, kv_start, slots):
 
 @kernel(ops.kv_pages_append, device="cuda")
 def kv_pages_append(k_src, v_src, k_pages, v_pages, block_table, positions, sequence):
-    refuse_ragged("kv_pages_append", sequence=sequence)
-    _append(k_src, v_src, k_pages, v_pages, positions, None, block_table)
+    _append(k_src, v_src, k_pages, v_pages, positions, None, block_table, sequence)
 
 
 @kernel(ops.mla_cache_append, device="cuda")
 def mla_cache_append(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table, sequence):
-    refuse_ragged("mla_cache_append", sequence=sequence)
-    _append(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table)
+    _append(kv_lat, k_pe, latent_cache, rope_k_cache, pos, slots, block_table, sequence)

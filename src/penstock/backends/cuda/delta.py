@@ -13,12 +13,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock import ops
-from penstock.backends.cuda._chunk import delta_chunks, takes_chunks
-from penstock.backends.cuda._conv import convolve, move_on
-from penstock.backends.cuda._launch import pdl_options, refuse_ragged, sigmoid, silu
+from penstock.backends.cuda._chunk import delta_chunks, delta_chunks_of_runs, takes_chunks
+from penstock.backends.cuda._conv import commit_rows, convolve, convolve_runs, move_on, move_runs_on
+from penstock.backends.cuda._launch import pdl_options, sigmoid, silu
+from penstock.backends.cuda._recurrence import commit_states, moved_on, recur, recur_runs, token_of
 from penstock.backends.cuda._rows import rounded
-from penstock.backends.cuda._tuning import DELTA_AHEAD, DELTA_STEPS
-from penstock.errors import BackendError
+from penstock.backends.cuda._tuning import DELTA_STEPS
 from penstock.ops.op import deterministic, kernel
 
 # -- convolution -----------------------------------------------------------------------------------------------------
@@ -34,8 +34,11 @@ def conv1d_causal(
     *,
     out: torch.Tensor,
 ) -> None:
-    refuse_ragged("conv1d_causal", starts=starts)
-    if x.numel():
+    if not x.numel():
+        return
+    if starts is not None and slots is not None:
+        convolve_runs(x, state, weight, starts, slots, out)
+    else:
         convolve(x, state, weight, slots, out)
 
 
@@ -48,8 +51,12 @@ def conv1d_state_update(
     keep: torch.Tensor | None = None,
     width: int | None = None,
 ) -> None:
-    refuse_ragged("conv1d_state_update", starts=starts)
-    if x.numel() and state.numel():
+    if not x.numel() or not state.numel():
+        return
+    if starts is not None and slots is not None:
+        if len(slots):
+            move_runs_on(state, x, starts, slots, keep, width)
+    else:
         move_on(state, x, slots)
 
 
@@ -112,90 +119,7 @@ def gdn_decay_beta(
 
 # -- delta rule ------------------------------------------------------------------------------------------------------
 
-
-@functools.cache
-def _recurrence_tile(Dk: int, Dv: int) -> tuple[int, int, int]:
-    """Value rows of a program, key columns / 32 and warps: 16 values of the state a thread."""
-    if Dk > 16384:
-        raise BackendError(f"gated_delta_net: Dk is {Dk}, expected at most 16384 on cuda")
-    wide = triton.next_power_of_2(triton.cdiv(Dk, 32))
-    rows = min(max(1, 16 // wide), triton.next_power_of_2(Dv))
-    return rows, wide, max(1, min(8, rows * wide // 16))
-
-
-@triton.jit
-def _token(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP: tl.constexpr):
-    """q, k for every row, v, g and b of a token and value head."""
-    q_ptr = qkv_ptr + token * (2 * Hk * Dk + Hv * Dv) + head // GROUP * Dk + cols
-    q = tl.load(q_ptr, mask=cols < Dk, other=0.0).to(tl.float32)
-    k = tl.load(q_ptr + Hk * Dk, mask=cols < Dk, other=0.0).to(tl.float32)
-    v_ptr = qkv_ptr + token * (2 * Hk * Dk + Hv * Dv) + (2 * Hk * Dk + head * Dv) + rows
-    v = tl.load(v_ptr, mask=rows < Dv, other=0.0).to(tl.float32)
-    return q, k, v, tl.load(g_ptr + token * Hv + head), tl.load(b_ptr + token * Hv + head)
-
-
-@triton.jit
-def _step(S, q, k, v, g, b):
-    """The state [ROWS, WIDE, 32] after a token and its output; y = S q as g (S q) + d (k.q) of the old S."""
-    known = tl.sum(tl.sum(S * k, axis=1), axis=1)
-    read = tl.sum(tl.sum(S * q, axis=1), axis=1)
-    d = (v - g * known) * b
-    y = g * read + d * tl.sum(tl.sum(k * q, axis=1), axis=1)
-    return g * S + d[:, None, None] * k, y
-
-
-# recurrence  S <- g*S;  d = (v - S k)*b;  S <- S + d k^T;  y = S q, for each token
-# shapes      qkv [T, 2 Hk Dk + Hv Dv] = q | k | v; g, b float32 [T, Hv]; state float32 [(S,) Hv, Dv, Dk]; y [T, Hv, Dv]
-# grid        (rows, Hv, blocks of Dv): one program owns ROWS value rows of a state; rows = B with slots (one token
-#             each), else 1 (T tokens in turn)
-# bytes       2 * rows * Hv * Dv * Dk * 4 for the state, read and written once; the tokens' q | k | v | y besides
-# limits      Dk <= 16384: a value row lies in the registers of a program
-@triton.jit(do_not_specialize=["tokens"])
-def _recurrence_kernel(
-    state_ptr, qkv_ptr, g_ptr, b_ptr, slots_ptr, y_ptr, tokens, slots, Hk, Hv, Dk, Dv,
-    BY_SLOT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    # Columns as [1, WIDE, 32]: 8 lanes of a warp read 128 bytes of a row and a warp 4 rows at once, so that a sum over
-    # columns takes 3 shuffles for 4 rows, not 5 for each. q and k are read for every row: by themselves, they would
-    # get another layout, and the state with them.
-    cols = 32 * tl.arange(0, WIDE)[None, :, None] + tl.arange(0, 32)[None, None, :] + rows[:, None, None] * 0
-    some = rows < Dv
-    y_ptr += head * Dv + rows
-    tile = state_ptr + (head * Dv + rows[:, None, None]).to(tl.int64) * Dk + cols
-    if BY_SLOT:
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        q, k, v, g, b = _token(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-        active = (slot >= 0) & (slot < slots)
-        moved = (rows[:, None, None] < tl.where(active, Dv, 0)) & (cols < Dk)
-        tile += slot * Hv * Dv * Dk
-        S, y = _step(tl.load(tile, mask=moved, other=0.0), q, k, v, g, b)
-        y = tl.where(active, y, 0.0)
-        tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
-    else:
-        moved = some[:, None, None] & (cols < Dk)
-        S = tl.load(tile, mask=moved, other=0.0)
-        for t in tl.range(tokens, num_stages=AHEAD):
-            token = tl.cast(t, tl.int64)
-            q, k, v, g, b = _token(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-            S, y = _step(S, q, k, v, g, b)
-            tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
-    tl.store(tile, S, mask=moved)
-
-
-def _recur(
-    state: torch.Tensor, qkv: torch.Tensor, g: torch.Tensor, b: torch.Tensor, slots: torch.Tensor | None,
-    out: torch.Tensor, Hk: int, Hv: int, Dk: int, Dv: int,
-) -> None:  # fmt: skip
-    T = len(qkv)
-    rows, wide, warps = _recurrence_tile(Dk, Dv)
-    states, tokens = (1, T) if slots is None else (T, 1)
-    _recurrence_kernel[(states, Hv, triton.cdiv(Dv, rows))](
-        state, qkv, g, b, slots, out, tokens, state.shape[0], Hk, Hv, Dk, Dv, slots is not None, Hv // Hk, rows, wide,
-        DELTA_AHEAD, num_warps=warps,
-    )  # fmt: skip
+_ANY = (1 << 31) - 1
 
 
 @kernel(ops.gated_delta_net, device="cuda", variants=("step", "chunks"))
@@ -218,16 +142,40 @@ def gated_delta_net(
     out: torch.Tensor,
     variant: str | None,
 ) -> None:
-    """`chunk` says where the definition cuts; the chunks here are of 64 tokens whatever it is."""
-    refuse_ragged("gated_delta_net", starts=starts)
+    """`chunk` says where the definition cuts; the chunks here are of 64 tokens whatever it is.
+
+    Of a ragged call each run has its own arrangement, by its own length: up to DELTA_STEPS tokens, and all that are
+    kept, by the recurrence.
+    """
     T = len(qkv)
     if T == 0:
+        return
+    if starts is not None and slots is not None:
+        by_steps = method in ("step", "sequential") if variant is None else variant == "step"
+        all_chunks = method == "chunkwise" if variant is None else variant == "chunks"
+        longest = _ANY if by_steps or not takes_chunks(qkv, Dk) else 0 if all_chunks else DELTA_STEPS
+        recur_runs(state, qkv, g, b, starts, slots, keep, gates, longest, out, Hk, Hv, Dk, Dv)
+        if longest < T:
+            delta_chunks_of_runs(state, qkv, g, b, starts, slots, keep, longest, out, Hk, Hv, Dk, Dv)
         return
     many = method == "chunkwise" or (method == "auto" and (T > DELTA_STEPS or deterministic()))
     if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, Dk):
         delta_chunks(state, qkv, g, b, out, Hk, Hv, Dk, Dv)
     else:
-        _recur(state, qkv, g, b, slots, out, Hk, Hv, Dk, Dv)
+        recur(state, qkv, g, b, slots, out, Hk, Hv, Dk, Dv)
+
+
+@kernel(ops.delta_commit, device="cuda")
+def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
+    """The convolution of the kept rows, which moves on; rms_norm_qk of what it gives; the recurrence."""
+    (B,), K, C = slots.shape, gates.shape[1], conv_state.shape[2]
+    if not B or not K:
+        return
+    Dk = state.shape[3]
+    rows = conv_state.new_zeros((B * K, C))  # those that are not accepted are normed, and not read
+    commit_rows(conv_state, conv_weight, slots, accepted, rows.view(B, K, C))
+    ops.rms_norm_qk(rows, Hk, Dk, Hk * Dk, out=rows)
+    commit_states(state, rows.view(B, K, C), gates, slots, accepted, Hk)
 
 
 # -- a layer's step in two launches ----------------------------------------------------------------------------------
@@ -311,8 +259,8 @@ def _step_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    q, k, v, g, b = _token(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-    S, y = _step(S, q, k, v, g, b)
+    q, k, v, g, b = token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+    S, y = moved_on(S, q, k, v, g, b)
     tl.store(tile, S, mask=moved)
     y = rounded(y, kind).to(tl.float32)
     y *= tl.rsqrt(tl.sum(y * y, axis=0) / Dv + eps) * silu(z) * weight
@@ -341,7 +289,7 @@ def gated_delta_step(
     )  # fmt: skip
     tile = _step_tile(Dk, Dv)
     if tile is None:
-        _recur(state, y, g, b, slots, out, Hk, Hv, Dk, Dv)
+        recur(state, y, g, b, slots, out, Hk, Hv, Dk, Dv)
         ops.gated_rms_norm(out, z, norm_weight, eps, out=out)
         return
     rows, wide, warps = tile

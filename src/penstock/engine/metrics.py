@@ -1,0 +1,54 @@
+"""What a scheduler counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerMetrics:
+    """What a scheduler is doing and has done. Counters only grow; bytes and pages are those of now."""
+
+    running: int = 0  # requests that hold a sequence
+    waiting: int = 0  # requests in the queue
+    finished: int = 0  # ended by themselves
+    cancelled: int = 0  # ended by their reader, by `close`, or because the reader took nothing
+    failed: int = 0  # ended with an error
+    refused: int = 0  # never started: queue full, or too large
+    preemptions: int = 0  # sequences that were closed because their reader lagged behind while others waited
+    prompt_tokens: int = 0  # computed
+    cached_tokens: int = 0  # of prompts, taken from the prefix cache
+    generated_tokens: int = 0
+    prompt_seconds: float = 0.0  # of steps, by their tokens of prompts
+    decode_seconds: float = 0.0  # and by those of answers
+    decode_steps: int = 0  # steps with tokens of answers
+    decode_rows: int = 0  # sum of the answers of all steps
+    queue_seconds: float = 0.0  # sum over requests whose prompt was begun
+    pages_used: int = 0  # of keys and values
+    pages_total: int = 0  # that there is memory for, about: pages of layers with a window are smaller
+    memory_used: int = 0  # bytes of pages and recurrent state in use or promised to running requests
+    memory_total: int = 0
+    prefix_entries: int = 0
+    prefix_bytes: int = 0
+    prefix_hits: int = 0  # requests that began with a stored prefix
+
+    @property
+    def mean_batch(self) -> float:
+        """Answers per step."""
+        return self.decode_rows / self.decode_steps if self.decode_steps else 0.0
+
+
+@dataclass
+class Work:
+    """Counters that steps alone change."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_rows: int = 0
+    queue_seconds: float = 0.0
+    prefix_hits: int = 0
+    preemptions: int = 0

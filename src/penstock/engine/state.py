@@ -1,0 +1,149 @@
+"""Where a request is, from its submission to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.engine.admission import Pages
+from penstock.engine.cache import Sequence
+from penstock.engine.request import Request, Timings
+from penstock.engine.response import ChunkQueue, Token
+from penstock.engine.sampling import Sampled, Sampler
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request, its sequence while it has one, and its tokens so far.
+
+    owned: the sequence ends with the request; one of a session does not, and is moved on only while its reader waits,
+    so that it holds no token that the session does not know. held: positions it had before the prompt. logits: those
+    after them, for an empty prompt. progress: called with the number of tokens of each chunk of the prompt.
+    """
+
+    request: Request
+    queue: ChunkQueue
+    sampler: Sampler
+    max_context: int
+    pages: Pages  # the most it will hold
+    digests: list[bytes] = field(default_factory=list)
+    client: Hashable = None
+    sequence: Sequence | None = None
+    owned: bool = True
+    held: int = 0
+    logits: np.ndarray | None = None
+    progress: Callable[[int], None] | None = None
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+    started: float = 0.0  # when its prompt was begun, or its first token drawn
+    order: int | None = None  # in the queue, and among prompts
+    turn: int = 0  # number of the last chunk of its prompt, or of all when it was let in
+    points: set[int] = field(default_factory=set)  # lengths at which its prefix is stored
+    begun: bool = False
+    prompted: bool = False  # its prompt has been computed once
+    paused: float | None = None  # since when its reader lags behind
+    preempted: bool = False  # its sequence was closed because of that
+    failures: int = 0  # steps with others that failed, since its last token
+
+    @property
+    def timings(self) -> Timings:
+        return self.queue.timings
+
+    @property
+    def opened(self) -> Sequence:
+        """Its sequence, where it has one."""
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
+    def prompt_end(self) -> int:
+        """Positions of the sequence with the prompt."""
+        return self.held + len(self.request.prompt)
+
+    @property
+    def computed_tokens(self) -> int:
+        """How many of the answer's tokens the sequence holds."""
+        return self.opened.length - self.prompt_end
+
+    @property
+    def lags(self) -> bool:
+        """Whether its reader is too far behind. What has to be computed again waits until all was read."""
+        if not self.owned:
+            return not (self.queue.reading and self.queue.drained)
+        return not self.queue.drained if self.preempted else self.queue.full
+
+    @property
+    def suspect(self) -> bool:
+        """Whether its next step is to be run alone: the one that failed, after two failures every one."""
+        if not self.failures or self.sequence is None:
+            return False
+        return self.failures > 1 or not self.tokens or self.computed_tokens + 1 == len(self.tokens)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a step may be launched before the tokens of the one under way are known."""
+        room = len(self.tokens) + 1 < self.request.max_tokens and self.opened.length + 1 < self.max_context
+        return self.owned and room and self.computed_tokens == len(self.tokens)
+
+    @property
+    def draws_on_device(self) -> bool:
+        return self.sampler.draws and self.request.grammar is None
+
+    @property
+    def last(self) -> int | None:
+        """The token that the sequence was given last, if the request knows it."""
+        given = self.tokens or self.request.prompt
+        return given[-1] if given else None
+
+    def sample(self, logits: np.ndarray, position: int) -> Token:
+        """Draw the token at `position` (its number in the sequence). Raises NonFiniteLogits."""
+        if self.request.grammar is not None:
+            logits = _allowed(logits, self.request.grammar.mask())
+        return self.take(self.sampler.sample(logits, position), position)
+
+    def take(self, drawn: Sampled, position: int) -> Token:
+        """The token at `position` has been drawn: see whether the answer ends with it."""
+        request, reason = self.request, None
+        self.tokens.append(drawn.token)
+        if drawn.token in request.eos:
+            reason = "stop"
+        else:
+            if request.grammar is not None:
+                request.grammar.accept(drawn.token)
+            if request.grammar is not None and request.grammar.done:
+                reason = "stop"
+            elif len(self.tokens) >= request.max_tokens or position + 1 >= self.max_context:
+                reason = "length"
+        self.finish_reason = reason
+        return Token(drawn.token, reason, drawn.logprob, drawn.top)
+
+    # the clock of a request
+
+    def begin_prompt(self) -> float:
+        """Its first chunk is about to be computed; seconds that it has waited for that."""
+        self.begun, self.started = True, time.perf_counter()
+        self.timings.queue_seconds = self.started - self.submitted
+        return self.timings.queue_seconds
+
+    def end_prompt(self) -> None:
+        if not self.prompted:
+            now = time.perf_counter()
+            self.timings.prompt_seconds, self.started, self.prompted = now - self.started, now, True
+
+    def count(self) -> None:
+        """A token has come."""
+        self.timings.generated_tokens = len(self.tokens)
+        self.timings.generation_seconds = time.perf_counter() - self.started
+
+
+def _allowed(logits: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
+    """The logits with -inf for tokens whose bit is not set, and for those beyond the mask."""
+    if mask is None:
+        return logits
+    bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), count=len(logits), bitorder="little")
+    return np.where(bits.view(bool), logits, np.float32(-np.inf))
