@@ -224,7 +224,7 @@ def measure_submit(llm: LLM, kind: str, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = parser(__doc__.splitlines()[0])
+    options = parser((__doc__ or "").splitlines()[0])
     options.add_argument("--streams", type=int, default=32)
     options.add_argument("--tokens", type=int, default=128)
     args = parse(options, argv)

@@ -29,9 +29,7 @@ class Settings:
     cache_dir: str | None = _setting(None, "folder of compiled kernels, Triton's too; the user's cache folder if unset")
     device: Literal["auto", "cpu", "cuda", "reference"] = _setting("auto", "where models run")
     debug: bool = _setting(False, "show the traceback of an error on the command line")
-    engine_process: bool | None = _setting(
-        None, "`penstock serve` runs the model in a process of its own; if unset on a GPU"
-    )
+    engine_process: bool | None = _setting(None, "whether `penstock serve` runs the model in a process of its own")
     api_key: str | None = _setting(None, "key that clients of `penstock serve` have to send", secret=True)
 
     @classmethod

@@ -690,4 +690,4 @@ def test_mask_reports_a_grammar_that_fails_on_the_way(plain):
             return "lexer error: too many expressions constructed\n<non-verbose/>"
 
     with pytest.raises(InvalidArgument, match="^grammar: lexer error: too many expressions constructed$"):
-        Grammar(Failing(), None, 32).mask()
+        Grammar(Failing(), None, 32, "").mask()

@@ -360,12 +360,11 @@ class AnyModel:
         """The model with this many positions and threads, whatever the flags say of them."""
         from penstock import api
 
-        return api.load(**self.load_arguments(max_context, threads), notify=notify, progress=progress)
+        return api.load(self.model, **self.load_arguments(max_context, threads), notify=notify, progress=progress)
 
     def load_arguments(self, max_context: int | None, threads: int | None) -> dict[str, Any]:
-        """The same as arguments of `penstock.load`: texts, numbers and None."""
+        """The same as arguments of `penstock.load` behind the model: texts, numbers and None."""
         return {
-            "path_or_hub_id": self.model,
             "device": self.device,
             "dtype": self.dtype,
             "activations": self.activations,

@@ -355,7 +355,7 @@ def serve(
             f"--host: {address.host} can be reached from other machines, expected --api-key with it (or --insecure)"
         )
     template, own = answers.template(), answers.own_defaults()
-    arguments = model.load_arguments(model.max_context or None, model.threads)
+    arguments = {"path_or_hub_id": model.model, **model.load_arguments(model.max_context or None, model.threads)}
     starter = engine_starter(arguments, note) if load.in_two_processes(model.device) else None
     options = Options(
         names=_names(model, answers.alias or []),

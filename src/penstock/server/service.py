@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from penstock.engine.metrics import SchedulerMetrics
 from penstock.engine.remote import RemoteScheduler
 from penstock.engine.request import token_array
 from penstock.engine.response import ResponseHandle
@@ -33,10 +34,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.server")
 
-AnyScheduler = Scheduler | RemoteScheduler
-
 _RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of a template that the request has fields for
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class AnyScheduler(Protocol):
+    """What the endpoints need of a scheduler, here or in another process."""
+
+    @property
+    def max_sequences(self) -> int: ...
+
+    def request(self, prompt: Any, max_tokens: int = 256, stop: Any = (), **more: Any) -> Request: ...
+    def submit(self, request: Request, client: str | None = None) -> ResponseHandle: ...
+    def metrics(self) -> SchedulerMetrics: ...
+    def close(self, deadline: float | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -445,8 +456,8 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
     return chosen
 
 
-def start_scheduler(llm: LLM, service: Service, **options: Any) -> Scheduler:
+def start_scheduler(llm: ServedModel, service: Service, **options: Any) -> Scheduler:
     """A scheduler with a thread in this process that has run one token: what was not compiled yet is compiled."""
-    scheduler = Scheduler(llm, failed=service.weights_failed, **options)
+    scheduler = Scheduler(cast("LLM", llm), failed=service.weights_failed, **options)
     scheduler.submit(scheduler.request([0], max_tokens=1)).result()
     return SchedulerThread(scheduler).scheduler

@@ -29,7 +29,8 @@ _HEADERS = [
 class Events(Protocol):
     """The events of a stream. answers: of whose tokens they are made. done: all were read."""
 
-    answers: Sequence[Answer]
+    @property
+    def answers(self) -> Sequence[Answer]: ...
 
     @property
     def done(self) -> bool: ...
