@@ -122,6 +122,14 @@ class DeviceMemory(Protocol):
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
 
+    def most_rows(self, nbytes: int) -> int:
+        """Rows of so many bytes that `reserve` may be asked for, more than there will be memory for. 0: caches grow."""
+        ...
+
+    def reserve(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Zeros that take memory when they are written. May raise MemoryError."""
+        ...
+
     def copy(self, array: Any) -> Any: ...
 
     def copy_all(self, into: Seq[Any], arrays: Seq[Any]) -> None:

@@ -74,6 +74,12 @@ class CudaDevice:
         with self._memory_errors():
             return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.torch_device)
 
+    def most_rows(self, nbytes: int) -> int:
+        return 0
+
+    def reserve(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self.zeros(shape, dtype)
+
     def random_codes(self, shape: tuple[int, ...], seed: int) -> Any:
         """int32, every bit drawn: the packed codes of a made-up quantized tensor."""
         with self._memory_errors():
