@@ -8,7 +8,7 @@ import pytest
 from penstock.engine.sampling import Sampler, SamplingParams
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
 from penstock.ops import sample_tokens
-from penstock.ops.sampling import FEW, MODES, philox4x32, uniform
+from penstock.ops.sampling import FEW, MODES, philox4x32
 from tests.ops.common import assert_refused, i32, run_on
 
 DEVICES = pytest.mark.parametrize("device", ["reference", "cpu"])

@@ -157,9 +157,8 @@ class Request:
 
     def accept(self, logits: np.ndarray, position: int) -> Chunk:
         """Sample the token at `position` (its number in the sequence) and turn it into text."""
-        if self.grammar is not None:
-            logits = _allowed(logits, self.grammar.mask())
-        return self.take(self.sampler.sample(logits, position), position)
+        mask = None if self.grammar is None else self.grammar.mask()
+        return self.take(self.sampler.sample(logits, position, mask), position)
 
     def take(self, drawn: Sampled, position: int) -> Chunk:
         """The token at `position` has been chosen: turn it into text."""
@@ -220,14 +219,6 @@ def request_of(
     ids = engine.token_array(given, tokenizer=tokenizer).tolist()
     stops = [stop] if isinstance(stop, str) else stop
     return Request(ids, params, tokenizer, engine, max_tokens=max_tokens, stop=stops, extra_eos=extra, **more)
-
-
-def _allowed(logits: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """The logits with -inf for tokens whose bit is not set, and for those beyond the mask."""
-    if mask is None:
-        return logits
-    bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), count=len(logits), bitorder="little")
-    return np.where(bits.view(bool), logits, np.float32(-np.inf))
 
 
 @dataclass(eq=False)
