@@ -111,9 +111,8 @@ class Sampler:
             "min_p": params.min_p,
             "seed": self.seed - (1 << 64) if self.seed >> 63 else self.seed,
         }
-        self._arguments = _columns(self.row)
-        self._position = np.zeros(1, np.int32)
-        self._token = np.zeros(1, np.int32)
+        self._position, self._token = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        self._arguments = (self._position, *_columns(self.row), self.mode)
         if self.edits is not None:
             self.row["edits"] = self.edits
 
@@ -137,21 +136,17 @@ class Sampler:
         self._position[0] = _integer("position", position, 0, _LAST_POSITION)
         n = self.params.logprobs
         more = (None, None, None) if n is None else (np.empty(1), np.empty((1, n), np.int32), np.empty((1, n)))
-        edits = self.edits
-        _choose(
-            logits[None],
-            self._position,
-            *self._arguments,
-            self.mode,
-            *((None,) * 4 if edits is None else (_FIRST, edits.counts[None], edits.bias[None], edits.penalties[None])),
-            *((None, None) if mask is None else (_FIRST, mask_words(mask, self.vocab_size)[None])),
-            n,
-            out=(self._token, *more),
-        )
+        edits: tuple[Any, ...] = (None,) * 6
+        if self.edits is not None:
+            edits = (_FIRST, self.edits.counts[None], self.edits.bias[None], self.edits.penalties[None], None, None)
+        if mask is not None:
+            edits = (*edits[:4], _FIRST, mask_words(mask, self.vocab_size)[None])
+        _choose(logits[None], *self._arguments, *edits, n, out=(self._token, *more))
         token = int(self._token[0])
         if token < 0:
             _refuse(logits, position)
-        self.record(token)
+        if self.edits is not None:
+            self.record(token)
         own, ids, top = more
         if own is None or ids is None or top is None:
             return Sampled(token, None, None)
@@ -202,7 +197,7 @@ _FIRST = np.zeros(1, np.int32)
 
 
 def _choose(*args: Any, out: tuple[Any, ...]) -> None:
-    """`ops.sample_tokens` by its CPU kernel; the arguments were checked when the sampler was made."""
+    """`ops.sample_tokens` by its CPU kernel, without the checks: the sampler has made them."""
     cpu = ops.sample_tokens.kernel("cpu")
     assert cpu is not None
     cpu.run(*args, out=out)
@@ -260,7 +255,7 @@ def _real(name: str, value: Any, least: float, most: float) -> float:
 
 
 def _integer(name: str, value: Any, least: int, most: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise DTypeError(f"{name} is {_shown(value)}, expected an integer")
     number = int(value)
     if number < least or (most is not None and number > most):
