@@ -92,13 +92,13 @@ def _logprobs(x, token: int, highest: float, own: np.ndarray, top_ids: np.ndarra
     own[0], top_ids[:], top[:] = -np.inf, -1, -np.inf
     if token < 0:
         return
-    norm = highest + math.log(_weigh(x, highest, 1.0, _scratch(x.size)).sum())
-    own[0] = float(x[token]) - norm
+    log_sum = math.log(_weigh(x, highest, 1.0, _scratch(x.size)).sum())
+    own[0] = float(x[token]) - highest - log_sum
     n = min(top.size, x.size)
     if n:
         ids = _leading(x, _maxima(x), n)
         ids = ids[x[ids] > -np.inf]
-        top_ids[: ids.size], top[: ids.size] = ids, x[ids].astype(np.float64) - norm
+        top_ids[: ids.size], top[: ids.size] = ids, x[ids].astype(np.float64) - highest - log_sum
 
 
 # -- edits -----------------------------------------------------------------------------------------------------------
