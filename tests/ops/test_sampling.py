@@ -116,18 +116,17 @@ def test_gumbel_of_two_positions_ids_and_seeds_is_independent():
     assert np.abs(correlations).max() < 4.5 / n**0.5
 
 
+FREQUENCIES = [
+    ({}, [0, 1, 2, 3, 4, 5]),
+    ({"top_k": 3}, [1, 3, 4]),
+    ({"top_p": 0.8}, [1, 3, 4]),
+    ({"min_p": 0.5}, [1, 3]),
+    ({"top_k": 4, "top_p": 0.9, "min_p": 0.01, "temperature": 2.0}, [1, 3, 4, 5]),
+]
+
+
 @DEVICES
-@pytest.mark.parametrize(
-    "rules, kept",
-    [
-        ({}, [0, 1, 2, 3, 4, 5]),
-        ({"top_k": 3}, [1, 3, 4]),
-        ({"top_p": 0.8}, [1, 3, 4]),
-        ({"min_p": 0.5}, [1, 3]),
-        ({"top_k": 4, "top_p": 0.9, "min_p": 0.01, "temperature": 2.0}, [1, 3, 4, 5]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("rules, kept", FREQUENCIES, ids=str)
 def test_sample_tokens_draws_as_often_as_the_probabilities_say(device, rules, kept):
     check_frequencies(lambda **given: run_on(device, sample_tokens, **given), rules, kept, 4000)
 
