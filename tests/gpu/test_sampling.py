@@ -1,4 +1,4 @@
-"""Sampling on CUDA: the tokens of the definition, edits, ties at the limits, marked rows, graphs with other parameters."""
+"""Sampling on CUDA: tokens of the definition, edits, ties at the limits, marked rows, graphs with other parameters."""
 
 import numpy as np
 import pytest

@@ -318,7 +318,7 @@ TABLES = {
         ({"masked": i32(0, -2), "masks": i32([1])}, InvalidArgument, "masked has -2, expected -1 to 0"),
         (TABLES | {"slots": i32(0, 2)}, InvalidArgument, "slots has 2, expected -1 to 1 (rows of counts, or −1)"),
         (TABLES | {"counts": i32([1, 2])}, ShapeError, "counts has shape (1, 2), expected (1, 4) (V of logits)"),
-        (TABLES | {"bias": np.zeros((2, 3), "f4")}, ShapeError, "bias has shape (2, 3), expected (2, 4) (that of counts)"),
+        (TABLES | {"bias": np.zeros((2, 3), "f4")}, ShapeError, "bias has shape (2, 3), expected (2, 4) (that of"),
         (TABLES | {"bias": np.zeros((2, 4))}, DTypeError, "bias has dtype float64, expected float32"),
         (TABLES | {"penalties": np.ones((2, 2))}, ShapeError, "penalties has shape (2, 2), expected (2, 3)"),
         (TABLES | {"penalties": np.zeros((2, 3))}, InvalidArgument, "penalties has a row in use that is not finite or"),

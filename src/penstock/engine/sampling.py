@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.errors import DTypeError, InvalidArgument, NonFiniteLogits, ShapeError
-from penstock.ops.sampling import FEW, MAX_TOP, ONE, SEEN, Edits
+from penstock.ops.sampling import FEW, MAX_TOP, ONE, SEEN, Edits, mask_words
 
 MAX_LOGPROBS = MAX_TOP
 
@@ -118,8 +118,13 @@ class Sampler:
 
     @property
     def draws(self) -> bool:
-        """Whether a device can choose the tokens step by step with what it was given once."""
+        """Whether a device chooses with what it was given once, and nothing is wanted of it but tokens."""
         return self.edits is None and self.params.logprobs is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a token has to be recorded before a device draws the next one: some leave the repetition context."""
+        return self._recent is not None
 
     def sample(self, logits: np.ndarray, position: int, mask: np.ndarray | None = None) -> Sampled:
         """The token at `position`, its number in the sequence (prompt included), from float32 logits `[vocab_size]`.
@@ -135,7 +140,7 @@ class Sampler:
             raise ShapeError(f"sample: logits has shape {logits.shape}, expected {(self.vocab_size,)}")
         self._position[0] = _integer("position", position, 0, _LAST_POSITION)
         n = self.params.logprobs
-        more = (None, None, None) if n is None else (np.empty(1), np.empty((1, n), np.int32), np.empty((1, n)))
+        more: Any = (None,) * 3 if n is None else (np.empty(1), np.empty((1, n), np.int32), np.empty((1, n)))
         edits: tuple[Any, ...] = (None,) * 6
         if self.edits is not None:
             edits = (_FIRST, self.edits.counts[None], self.edits.bias[None], self.edits.penalties[None], None, None)
@@ -147,14 +152,11 @@ class Sampler:
             _refuse(logits, position)
         if self.edits is not None:
             self.record(token)
-        own, ids, top = more
-        if own is None or ids is None or top is None:
-            return Sampled(token, None, None)
-        pairs = zip(ids[0].tolist(), top[0].tolist(), strict=True)
-        return Sampled(token, float(own[0]), tuple(pair for pair in pairs if pair[0] >= 0))
+            self.edits.stale = True
+        return with_logprobs(self, token, None if n is None else [array[0] for array in more])
 
     def record(self, token: int) -> None:
-        """Count a token as generated; `sample` does so itself, a token chosen elsewhere has to be told."""
+        """Count a token as generated that a device has drawn; `sample` does so itself."""
         token = self._checked(token)
         if self.edits is not None:
             self.edits.counts[token] += ONE
@@ -209,13 +211,6 @@ def _columns(row: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
     return tuple(np.array([row[name]], dtype) for name, dtype in dtypes.items())
 
 
-def mask_words(mask: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The words of a grammar as `ops.sample_tokens` takes them: int32, one for each 32 ids, 0 where there are none."""
-    count = -(-vocab_size // 32)
-    words = mask.view(np.int32)
-    return words[:count] if words.size >= count else np.concatenate([words, np.zeros(count - words.size, np.int32)])
-
-
 def _mode(params: SamplingParams) -> str:
     """What a device has to do for these parameters: a mode of `ops.sample_tokens`."""
     if params.temperature == 0:
@@ -225,10 +220,27 @@ def _mode(params: SamplingParams) -> str:
     return "top_k" if params.top_k <= FEW else "full"
 
 
-def mode_of(samplers: Iterable[Sampler]) -> str:
-    """The mode that does for all of them."""
+def mode_of(samplers: Iterable[Sampler], masked: bool = False) -> str:
+    """The mode that does for all of them, with what else a device's drawing has to do; masked: some have a grammar.
+
+    "plain", "top_k+edits", "greedy+edits+logprobs": see `ops.sampling.split_mode`.
+    """
+    samplers = list(samplers)
     drawn = {sampler.mode for sampler in samplers} - {"greedy"}
-    return drawn.pop() if len(drawn) == 1 else "full" if drawn else "greedy"
+    mode = drawn.pop() if len(drawn) == 1 else "full" if drawn else "greedy"
+    edited = masked or any(sampler.edits is not None for sampler in samplers)
+    wanted = any(sampler.params.logprobs is not None for sampler in samplers)
+    return mode + "+edits" * edited + "+logprobs" * wanted
+
+
+def with_logprobs(sampler: Sampler, token: int, found: Any) -> Sampled:
+    """A token that a device drew, with what its sampler's params ask for; found: `Flight.logprobs` of the row."""
+    n = sampler.params.logprobs
+    if n is None:
+        return Sampled(token, None, None)
+    own, ids, top = found
+    pairs = zip(ids[:n].tolist(), top[:n].tolist(), strict=True)
+    return Sampled(token, float(own), tuple(pair for pair in pairs if pair[0] >= 0))
 
 
 def _refuse(x: np.ndarray, position: int) -> None:

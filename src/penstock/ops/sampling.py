@@ -30,14 +30,29 @@ _MASK = 0xFFFFFFFF
 class Edits:
     """What is done to the logits of one request before its tokens are chosen: a row of each table of `sample_tokens`.
 
-    counts int32 [V], bias float32 [V], penalties float64 [3]. `forgotten`: ids that the repetition penalty no longer
-    holds for, since a device was last given them; whatever else changes, a device counts itself.
+    counts int32 [V], bias float32 [V], penalties float64 [3]. A device has a copy and counts what it draws itself.
+    `stale`: the copy lacks something else, and is made again. `forgotten`: ids that the repetition penalty no longer
+    holds for, of which the copy does not know yet.
     """
 
     counts: Array
     bias: Array
     penalties: Array
+    stale: bool = True
     forgotten: list[int] = field(default_factory=list)
+
+
+def mask_words(mask: Array, vocab_size: int) -> Array:
+    """The words of a grammar as `sample_tokens` takes them: int32, one for each 32 ids, 0 where there are none."""
+    count = -(-vocab_size // 32)
+    words = mask.view(np.int32)
+    return words[:count] if words.size >= count else np.concatenate([words, np.zeros(count - words.size, np.int32)])
+
+
+def split_mode(name: str) -> tuple[str, bool, bool]:
+    """A mode of `sample_tokens`, whether rows have edits and whether some want log-probabilities: "top_k+edits"."""
+    mode, *more = name.split("+")
+    return mode, "edits" in more, "logprobs" in more
 
 
 def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple:

@@ -133,7 +133,7 @@ def _allowed(x, words):
 
 @njit
 def _highest_bits(bits):
-    """The bits of the highest float32, of the bits of some that are not NaN: LLVM has vector code for integers alone."""
+    """Bits of the highest of some float32, none NaN, from their bits: LLVM has vector code for integers alone."""
     most = np.int32(-(2**31))
     for i in range(bits.size):
         ordered = bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF))
@@ -172,7 +172,7 @@ def _at_least(x, maxima, value):
 
 
 def _leading(x: np.ndarray, maxima: np.ndarray, k: int) -> np.ndarray:
-    """Ids of the k first ranks, in their order. k blocks whose maxima reach a bound hold k logits that do, and few more."""
+    """Ids of the k first ranks, in their order. k blocks whose maxima reach a bound hold k logits that do."""
     bound = float(np.partition(maxima, maxima.size - k)[maxima.size - k]) if k < maxima.size else -math.inf
     ids = _at_least(x, maxima, bound)
     return ids[np.argsort(-x[ids], kind="stable")[:k]]
@@ -198,7 +198,7 @@ def _scratch(size: int) -> np.ndarray:
 
 @njit
 def _histogram(x, weights, highest, depth, counts, sums):
-    """Number and weight of the logits in bins of equal width, from the highest down to a depth; ids and bins of these."""
+    """Number and weight of logits in bins of equal width, from the highest down to a depth; their ids and bins."""
     floor = np.float32(max(highest - 1.001 * depth - 1e-6 * abs(highest), -3.4e38))
     count = 0
     for i in range(x.size):

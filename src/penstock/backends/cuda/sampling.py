@@ -1,4 +1,4 @@
-"""Sampling on CUDA: edits, maxima of blocks, the limits of top-k and top-p (_limits.py), the best of blocks, the draw."""
+"""Sampling on CUDA: edits, maxima of blocks, limits of top-k and top-p (_limits.py), the best of blocks, the draw."""
 
 import functools
 
@@ -22,13 +22,34 @@ from penstock.backends.cuda._tuning import SAMPLE_BLOCK, SAMPLE_PARTS
 from penstock.ops.op import kernel
 
 _FAR = tl.constexpr(2**31 - 1)  # beyond every id
-_MOST = tl.constexpr(22.88)  # noise
 _SLACK = tl.constexpr(1e-3)  # more than float32 is off in sums that can win
 
 
+@triton.jit
+def _penalized(x, ids, slot, counts_ptr, bias_ptr, penalties_ptr, V, BLOCK: tl.constexpr):
+    if slot >= 0:
+        at = slot * V + ids
+        x += tl.load(bias_ptr + at, mask=ids < V, other=0.0)
+        count = tl.load(counts_ptr + at, mask=ids < V, other=0)
+        r = tl.full([BLOCK], 1.0, tl.float32) * tl.load(penalties_ptr + slot * 3).to(tl.float32)
+        presence, frequency = tl.load(penalties_ptr + slot * 3 + 1), tl.load(penalties_ptr + slot * 3 + 2)
+        x = tl.where((count & 1) != 0, tl.where(x > 0, tl.div_rn(x, r), x * r), x)
+        n = count >> 1
+        x = tl.where(n > 0, x - (frequency * n + presence).to(tl.float32), x)
+    return x
+
+
+@triton.jit
+def _allowed(x, ids, masked, masks_ptr, V, words):
+    if masked >= 0:
+        word = tl.load(masks_ptr + masked * words + ids // 32, mask=ids < V, other=0)
+        x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
+    return x
+
+
 # edit      edited = logits + bias, penalized by counts, −inf where the mask has no bit; logits where a row has no edits
-# shapes    logits, edited float32 [B, V], the same array if IN_PLACE; slots, masked int32 [B]; counts int32, bias float32
-#           [S, V]; penalties float64 [S, 3]; masks int32 [M, words]
+# shapes    logits, edited float32 [B, V], the same array if IN_PLACE; slots, masked int32 [B]; counts int32, bias
+#           float32 [S, V]; penalties float64 [S, 3]; masks int32 [M, words]
 # grid      (B, blocks): a program has BLOCK logits
 # bytes     8 * V for a row, none for one without edits if IN_PLACE; 8 * V more with a slot, V / 8 with a mask
 # limits    V < 2**31
@@ -49,19 +70,9 @@ def _edit_kernel(
         here = ids < V
         x = tl.load(logits_ptr + row * V + ids, mask=here, other=0.0)
         if slots_ptr is not None:
-            if slot >= 0:
-                x += tl.load(bias_ptr + slot * V + ids, mask=here, other=0.0)
-                count = tl.load(counts_ptr + slot * V + ids, mask=here, other=0)
-                r = tl.load(penalties_ptr + slot * 3).to(tl.float32)
-                presence, frequency = tl.load(penalties_ptr + slot * 3 + 1), tl.load(penalties_ptr + slot * 3 + 2)
-                repeated = tl.where(x > 0, tl.div_rn(x, tl.full([BLOCK], 1.0, tl.float32) * r), x * r)
-                x = tl.where((count & 1) != 0, repeated, x)
-                n = count >> 1
-                x = tl.where(n > 0, x - (frequency * n + presence).to(tl.float32), x)
+            x = _penalized(x, ids, slot, counts_ptr, bias_ptr, penalties_ptr, V, BLOCK)
         if masked_ptr is not None:
-            if masked >= 0:
-                word = tl.load(masks_ptr + masked * words + ids // 32, mask=here, other=0)
-                x = tl.where(((word >> (ids % 32)) & 1) != 0, x, float("-inf"))
+            x = _allowed(x, ids, masked, masks_ptr, V, words)
         tl.store(edited_ptr + row * V + ids, x, mask=here)
 
 
@@ -112,8 +123,8 @@ def _best_of(x, ids, start, kept, found, token, given, row, highest, BLOCK: tl.c
 
     Sums in float32 say which come into question; these, one as a rule, are worked out in float64.
     """
-    seed, position, temperature = tl.load(given.seed + row), tl.load(given.positions + row), tl.load(given.temperature + row)
-    min_p = tl.load(given.min_p + row)
+    seed, position = tl.load(given.seed + row), tl.load(given.positions + row)
+    temperature, min_p = tl.load(given.temperature + row), tl.load(given.min_p + row)
     rate = tl.maximum(tl.minimum(1.0 / temperature, 1e30), 1e-30).to(tl.float32)  # times −inf is −inf, times 0 is 0
     words = _words(seed, position, start, BLOCK)
     about = tl.where(kept, (x - highest) * rate, float("-inf"))
@@ -135,7 +146,7 @@ def _best_of(x, ids, start, kept, found, token, given, row, highest, BLOCK: tl.c
 
 # best      best[b, j] = the highest sum of logit and noise in block j above the limit of row b, token[b, j] its id;
 #           counts[b, j] = ids at the limit
-# shapes    logits float32 [B, V]; best float64, token, counts int32 [B, blocks]; limits float64 [B, 2]: key, number of ids
+# shapes    logits float32 [B, V]; best float64, token, counts int32 [B, blocks]; limits float64 [B, 2]: key, how many
 # grid      (B, blocks): a program has BLOCK logits; in MODE "full" the first block's writes the limit
 # bytes     4 * B * V; MODE "full": 128 * blocks for each program (from L2)
 # limits    as _digits_kernel in MODE "full"
@@ -172,8 +183,8 @@ def _best_kernel(
 
 # draw      token[b] = the id of the highest best[b], or a better one of the ids at the limit, the lowest of equal ones;
 #           temperature 0: the lowest id of the highest logit; −1 and −2: ops.sample_tokens
-# shapes    logits float32 [B, V]; highest float32, first int32, best float64, tokens, counts int32 [B, blocks]; out int32
-#           [B]
+# shapes    logits float32 [B, V]; highest float32, first int32, best float64, tokens, counts int32 [B, blocks]; out
+#           int32 [B]
 # grid      (B,): a program goes through the blocks that have kept ids at the limit, one as a rule; MODE "greedy" reads
 #           highest and first alone, "plain" no logits
 # bytes     4 * BLOCK + 20 * blocks for each row
@@ -191,7 +202,8 @@ def _draw_kernel(
     token = tl.min(tl.where(maxima == highest, tl.load(given.first + at, mask=there, other=_FAR), _FAR), axis=0)
     position = tl.load(given.positions + row)
     if MODE != "greedy":
-        if (tl.load(given.temperature + row) > 0) & (position >= 0) & is_finite(highest):
+        temperature = tl.load(given.temperature + row)
+        if (temperature > 0) & (position >= 0) & is_finite(highest):
             best = tl.load(best_ptr + at, mask=there, other=float("-inf"))
             tokens = tl.load(tokens_ptr + at, mask=there, other=_FAR)
             found = tl.max(best, axis=0)
@@ -233,10 +245,10 @@ def _weights_kernel(given, sums_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexp
         tl.store(sums_ptr + row * blocks + block, tl.sum(tl.exp(x.to(tl.float64) - highest.to(tl.float64)), axis=0))
 
 
-# logprobs  own[b] = x − highest − log(sum exp(x − highest)) of the token, top[b, :] that of the first n ranks, ids[b, :]
-#           which those are; −inf and −1 where there are none
-# shapes    logits float32 [B, V]; highest float32, first int32, sums float64 [B, blocks]; token int32, own float64 [B]; ids
-#           int32, top float64 [B, n]
+# logprobs  own[b] = x − highest − log(sum exp(x − highest)) of the token, top[b, :] that of the first n ranks, ids[b,
+#           :] which those are; −inf and −1 where there are none
+# shapes    logits float32 [B, V]; highest float32, first int32, sums float64 [B, blocks]; token int32, own float64 [B];
+#           ids int32, top float64 [B, n]
 # grid      (B,): a program takes the highest of what the blocks have left, n times, and reads its block again
 # bytes     4 * BLOCK * n + 16 * blocks for each row
 # limits    none
@@ -288,11 +300,11 @@ def sample_tokens(
     new = functools.partial(torch.empty, device=logits.device)
     if slots is not None or masked is not None:
         edited = logits if in_place else new((B, V), dtype=torch.float32)
-        tables = (slots, counts, bias, penalties, masked, masks)
+        # penalties round after every product, as in the definition
         _edit_kernel[grid](
-            logits, edited, positions, *tables, V, triton.cdiv(V, 32), IN_PLACE=in_place, BLOCK=block,
-            enable_fp_fusion=False,  # penalties round after every product, as the definition does
-        )
+            logits, edited, positions, slots, counts, bias, penalties, masked, masks, V, triton.cdiv(V, 32),
+            IN_PLACE=in_place, BLOCK=block, enable_fp_fusion=False,
+        )  # fmt: skip
         logits = edited
     highest, first = new(grid, dtype=torch.float32), new(grid, dtype=torch.int32)
     given = Given(logits, highest, first, positions, temperature, top_k, top_p, min_p, seed)
