@@ -1038,9 +1038,10 @@ def _mla_sdpa_finalize(rng, dtype, H, R):
         "edited": (6, 75, "full", 2, 3, 5),
         "slots": (3, 64, "plain", 4, 0),
         "masks": (4, 33, "greedy", 0, 2),
-        "wide edited": (5, 20_003, "top_k", 3, 2, 0),
+        "many": (5, 20_003, "top_k", 3, 2, 0),
         "logprobs": (3, 700, "greedy", 0, 0, 20),
     },
+    rel=1e-13,
     dtypes=("float32",),
 )
 def _sample_tokens(rng, dtype, B, V, mode, S=0, M=0, logprobs=None):

@@ -226,18 +226,18 @@ def sample_tokens(
     no top_k and no top_p; "top_k" temperature 0, or top_k from 1 to 64 with any top_p; "full" anything. On the host a
     row that asks for more raises InvalidArgument; a GPU does not look, and gives some token.
     """
-    B, V = logits.shape
+    B = len(logits)
     tokens = np.full(B, INACTIVE, np.int32)
     own = np.full(B, -np.inf)
     top_ids, top = np.full((B, logprobs or 0), -1, np.int32), np.full((B, logprobs or 0), -np.inf)
     for b in np.flatnonzero(positions >= 0):
         x = logits[b]
-        if slots is not None and slots[b] >= 0:
-            s = slots[b]
+        if slots is not None and (s := slots[b]) >= 0:
+            assert counts is not None and bias is not None and penalties is not None
             x = _penalized(x + bias[s], counts[s], *penalties[s])
         if masked is not None and masked[b] >= 0:
-            bits = np.unpackbits(masks[masked[b]].astype("<i4").view(np.uint8), count=V, bitorder="little")
-            x = np.where(bits == 1, x, np.float32(-np.inf))
+            assert masks is not None
+            x = _allowed(x, masks[masked[b]])
         ranked = np.argsort(-x, kind="stable")
         tokens[b] = _token(x, ranked, positions[b], temperature[b], top_k[b], top_p[b], min_p[b], seed[b])
         if logprobs is not None and tokens[b] >= 0:
@@ -253,6 +253,11 @@ def _penalized(x: Array, counts: Array, repetition: float, presence: float, freq
     x = np.where(counts & SEEN, np.where(x > 0, x / r, x * r), x)
     n = counts // ONE
     return np.where(n > 0, x - (frequency * n + presence).astype(np.float32), x)
+
+
+def _allowed(x: Array, words: Array) -> Array:
+    bits = np.unpackbits(words.astype("<i4").view(np.uint8), count=x.size, bitorder="little")
+    return np.where(bits == 1, x, np.float32(-np.inf))
 
 
 def _token(

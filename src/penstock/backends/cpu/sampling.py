@@ -293,7 +293,7 @@ def _sums_at_most(x, highest, rate, bits, sums):
 def _draw(x, maxima, best, temperature, min_p, limit, last, seed, position):
     """The id with the highest sum of logit and noise, of those above the limit, and of those at it up to `last`."""
     highest = x[best]
-    rate = np.float32(max(min(1 / temperature, 1e30), 1e-30))  # times −inf is −inf, times 0 is 0
+    rate = np.float32(max(min(1 / temperature, 1e30), 2e-38))  # times −inf is −inf, times 0 is 0
     least = np.float32(math.log(min_p) - _SLACK) if min_p > 0 else np.float32(-np.inf)
     words, chances = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32)
     sums, top = np.empty(_BLOCK, np.float32), np.empty(1, np.float32)

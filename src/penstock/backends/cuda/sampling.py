@@ -125,7 +125,7 @@ def _best_of(x, ids, start, kept, found, token, given, row, highest, BLOCK: tl.c
     """
     seed, position = tl.load(given.seed + row), tl.load(given.positions + row)
     temperature, min_p = tl.load(given.temperature + row), tl.load(given.min_p + row)
-    rate = tl.maximum(tl.minimum(1.0 / temperature, 1e30), 1e-30).to(tl.float32)  # times −inf is −inf, times 0 is 0
+    rate = tl.maximum(tl.minimum(1.0 / temperature, 1e30), 2e-38).to(tl.float32)  # times −inf is −inf, times 0 is 0
     words = _words(seed, position, start, BLOCK)
     about = tl.where(kept, (x - highest) * rate, float("-inf"))
     about = tl.where(about >= tl.log(min_p.to(tl.float32)) - _SLACK, about + _noise_about(words), float("-inf"))
