@@ -12,7 +12,7 @@ import penstock
 from penstock import ops
 from penstock.engine.sampling import Sampler, SamplingParams, mode_of
 from penstock.errors import BackendError, DTypeError, InvalidArgument, PenstockError, ShapeError
-from penstock.ops.sampling import philox4x32
+from penstock.ops.sampling import philox4x32, split_mode
 
 ONES = 0xFFFFFFFF
 
@@ -272,8 +272,9 @@ def test_edits_are_what_a_device_applies(rng):
             want = ops.sample_tokens(
                 logits[None], np.array([position], np.int32), **row, mode=sampler.mode, slots=first, **tables
             )
+        edits.stale = False  # as if a device had just been given them
         got = sampler.sample(logits, position).token
-        assert got == want[0]
+        assert got == want[0] and edits.stale
         prompt.append(got)
         assert set(np.flatnonzero(edits.counts & 1)) == set(prompt[-5:])
         np.testing.assert_array_equal(edits.counts >> 1, np.bincount(prompt[4:], minlength=V))
@@ -381,7 +382,14 @@ def test_bad_values_cover_every_field():
     ],
 )
 def test_mode_of_several_samplers_does_for_each(options, mode):
-    assert mode_of([Sampler(SamplingParams(**each), 100) for each in options]) == mode
+    samplers = [Sampler(SamplingParams(**each), 100) for each in options]
+    assert mode_of(samplers) == mode
+    assert mode_of(samplers, masked=True) == mode + "+edits"
+    biased, asking = (Sampler(SamplingParams(**each), 100) for each in ({"logit_bias": {1: 1}}, {"logprobs": 0}))
+    assert mode_of([*samplers, biased]) == mode + "+edits"
+    assert mode_of([*samplers, asking]) == mode + "+logprobs"
+    assert split_mode(mode_of([asking, biased, *samplers])) == (mode, True, True)
+    assert split_mode(mode) == (mode, False, False)
 
 
 def test_sampling_params_take_edges_and_numpy_numbers():

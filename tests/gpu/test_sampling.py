@@ -9,7 +9,7 @@ from penstock import ops
 from penstock.ops.sampling import MODES, gumbel
 from tests.gpu.common import GPU, reference, run, to_device, to_host
 from tests.ops.common import assert_close, assert_same_bits
-from tests.ops.test_sampling import FREQUENCIES, arguments, call, check_frequencies, edits, rows
+from tests.ops.test_sampling import FREQUENCIES, arguments, call, check_frequencies, edge_of_min_p, edits, rows
 
 ROWS = {"greedy": 6, "plain": 4, "top_k": 2, "full": 2}  # in the interpreter
 
@@ -51,6 +51,11 @@ def test_sample_tokens_gives_the_log_probabilities_of_the_definition(n, rng):
         assert_close(name, got, array, 1e-13)
 
 
+def test_sample_tokens_keeps_to_min_p_close_to_its_edge():
+    given = edge_of_min_p(2000 if GPU else 12)
+    assert_same_bits("tokens", run(ops.sample_tokens, **given), reference(ops.sample_tokens, **given))
+
+
 def test_sample_tokens_with_slots_or_masks_alone(rng):
     given = edits(rng, 6, 270)
     for names in (("slots", "counts", "bias", "penalties"), ("masked", "masks")):
@@ -77,6 +82,7 @@ TIES = {
     "p among those of k": (lambda n: np.where(n < 5, 1.0, np.where(n % 9 == 4, 0.5, -1.0)), 12, 0.9),
     "p above those of k": (lambda n: np.where(n % 90 == 7, 1.0, 0.5), 20, 0.2),
     "equal": (lambda n: np.zeros(n.size), 50, 0.5),
+    "in two blocks": (lambda n: np.where(n >= 250, 0.5, -1.0), 12, 1.0),
     "zeros of both signs": (lambda n: np.where(n % 2 == 0, -0.0, 0.0), 20, 1.0),
 }
 

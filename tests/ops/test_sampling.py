@@ -203,6 +203,19 @@ def test_sample_tokens_by_hand(device, position):
         assert run_on(device, sample_tokens, **call(steps, position, temperature=0.7, **rules)).tolist() == want
 
 
+def edge_of_min_p(count: int) -> dict[str, Any]:
+    """Logits a ten-thousandth apart, of which min_p keeps six; a row for each position."""
+    given = call(np.tile(-1e-4 * np.arange(20), (count, 1)), min_p=float(np.exp(-5.5e-4)), mode="plain")
+    given["positions"][:] = np.arange(count)
+    return given
+
+
+@DEVICES
+def test_sample_tokens_keeps_to_min_p_close_to_its_edge(device):
+    got = run_on(device, sample_tokens, **edge_of_min_p(100))
+    assert set(got.tolist()) == set(range(6))
+
+
 @DEVICES
 def test_sample_tokens_takes_the_lowest_id_of_equal_sums(device):
     ids = np.arange(4_000_000)

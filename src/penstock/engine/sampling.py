@@ -189,7 +189,8 @@ class Sampler:
             if not self._in_recent[oldest]:
                 del self._in_recent[oldest]
                 edits.counts[oldest] &= ~SEEN
-                edits.forgotten.append(oldest)
+                if not edits.stale:
+                    edits.forgotten.append(oldest)
 
     def _checked(self, token: Any) -> int:
         return _integer("token", token, 0, self.vocab_size - 1)

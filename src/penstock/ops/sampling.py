@@ -45,7 +45,7 @@ class Edits:
 def mask_words(mask: Array, vocab_size: int) -> Array:
     """The words of a grammar as `sample_tokens` takes them: int32, one for each 32 ids, 0 where there are none."""
     count = -(-vocab_size // 32)
-    words = mask.view(np.int32)
+    words = np.ascontiguousarray(mask, np.uint32).view(np.int32)
     return words[:count] if words.size >= count else np.concatenate([words, np.zeros(count - words.size, np.int32)])
 
 
