@@ -10,9 +10,9 @@ import pytest
 
 import penstock
 from penstock import ops
-from penstock.backends.cuda import _chunk
+from penstock.backends.cuda import _attend, _chunk
 from penstock.ops.ragged import runs
-from tests.gpu.common import to_device, to_host
+from tests.gpu.common import GPU, to_device, to_host
 from tests.ops.common import quantized
 from tests.ops.test_ragged import numbers, same, unset
 
@@ -20,6 +20,7 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 # of the largest number of the result: one bit of bfloat16; of states that chunks of bfloat16 rows have moved on
 CLOSE, STATES = {np.float32: 4e-6, ml_dtypes.bfloat16: 2.0**-7}, 2e-5
 PAGE = 32
+combined = _attend._combined
 
 
 @pytest.fixture(params=DTYPES.values(), ids=DTYPES)
@@ -71,6 +72,7 @@ MIXES = {
     "mixed": Mix((1, 0, 21, 1, 5, 70), (40, 7, 3, 0, 61, 33)),
     "answers": Mix((1, 1, 1, 1), (0, 33, 5, 70), 0),
     "verified": Mix((4, 4, 2), (31, 0, 90), 1),
+    "behind": Mix((3, 1), (5, 130), 1),
     "nothing": Mix((0, 0), (3, 0), 2),
     "one": Mix((1,), (64,), 0),
 }
@@ -206,6 +208,16 @@ def test_attention_paged_of_runs_of_other_heads(H, Hkv, D, Dv, dtype, rng):
     call = paged(rng, mix, dtype, H, Hkv, D, Dv) | {"scale": -0.02}
     (got,) = called(ops.attention_paged, out=unset((mix.T, H, Dv), dtype), **call)
     close(got, *defined(ops.attention_paged, **call))
+
+
+def test_attention_paged_of_an_answer_is_split(dtype, rng, monkeypatch):
+    """Few answers over many positions, in rows that are not those of their sequences."""
+    mix, merged = MIXES["behind"], []
+    call = paged(rng, mix, dtype, 3, 1, 8, 10) | {"gate": numbers(rng, dtype, mix.T, 3, 10)}
+    monkeypatch.setattr(_attend, "_combined", lambda *sizes: merged.append(sizes) or combined(*sizes))
+    (got,) = called(ops.attention_paged, out=unset((mix.T, 3, 10), dtype), **call)
+    close(got, *defined(ops.attention_paged, **call))
+    assert GPU or merged[0][0] > 1
 
 
 def alone(mix: Mix, b: int) -> tuple[slice, np.ndarray]:
