@@ -1,6 +1,6 @@
 """The gated delta net on the GPU: causal convolution (`_conv.py`), gates, and the delta rule.
 
-The rule is the recurrence with the state in registers (`_recurrence_kernel`: decode, short sequences, float32
+The rule is the recurrence with the state in registers (`_recurrence.py`: decode, short and kept runs, float32
 activations) or, for many tokens, chunks of 64 on tensor cores (`_chunk.py`). Slots outside the states, −1 for an
 inactive row too, give a row of zeros and touch no state. `gated_delta_step` is a whole decode step in two launches.
 """
