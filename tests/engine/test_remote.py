@@ -28,6 +28,7 @@ class Played:
 
     def __init__(self, module):
         ours, theirs = socket.socketpair()
+        theirs.settimeout(10)
         self.ready, self.answer, self.process = threading.Event(), None, self
         self.connection = Connection(ours, channel.FromEngine)
         self.other, self.raw = Connection(theirs, FromFront), theirs
@@ -42,8 +43,13 @@ class Played:
     def messages(self, kind):
         """Of that kind, all that came; waits for one."""
         while not any(isinstance(message, kind) for message in self.received):
-            self.received += self.other.receive()
+            self.received += self._next()
         return [message for message in self.received if isinstance(message, kind)]
+
+    def _next(self):
+        found = self.other.receive()
+        assert found, "nothing more came"
+        return found
 
     def send(self, message):
         with contextlib.suppress(OSError):
@@ -145,7 +151,7 @@ def test_a_full_queue_is_refused_here_unless_another_client_has_more(play):
     assert scheduler.metrics().refused == 1
     handles.append(scheduler.submit(scheduler.request([1]), "b"))  # the engine turns one of a's away
     while len(engine.messages(channel.Submit)) < 4:
-        engine.received += engine.other.receive()
+        engine.received += engine._next()
     engine.other.send(channel.Failed(3, "QueueFull", "queue: full", 9))
     with pytest.raises(QueueFull, match="queue: full") as full:
         handles[2].result(5)
@@ -174,6 +180,7 @@ def test_a_reader_that_lags_is_told_to_the_engine_and_so_is_its_return(play):
     eventually(lambda: len(handle._queue._tokens) == BUFFER - 1)
     engine.other.send(channel.Tokens([number] * 3, [9] * 3))
     assert engine.messages(channel.Pause)[0].id == number
+    eventually(lambda: len(handle._queue._tokens) == BUFFER + 2)
     assert len(handle.read()) == BUFFER + 2
     assert engine.messages(channel.Resume)[0].id == number
     assert len(engine.messages(channel.Pause)) == 1
