@@ -281,7 +281,7 @@ def test_requests_wait_for_each_other_when_memory_ends(llm: LLM, monkeypatch: py
     want, other = llm.generate([1], max_tokens=2), penstock.load(device="cpu")
     monkeypatch.setattr(cpu_device, "available_memory", lambda: 0)
     assert [done.tokens for done in llm.generate([[1]] * 64, max_tokens=2)] == [want.tokens] * 64
-    with pytest.raises(OutOfMemory, match="^cache: "):
+    with pytest.raises(OutOfMemory, match="^request: 309 positions"):
         other.generate([1] * 300, max_tokens=9)
 
 

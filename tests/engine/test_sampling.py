@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine import sampling
-from penstock.engine.sampling import Sampler, SamplingParams, mode_of, uniform
+import penstock
+from penstock import ops
+from penstock.engine.sampling import Sampler, SamplingParams, mode_of
 from penstock.errors import BackendError, DTypeError, InvalidArgument, PenstockError, ShapeError
-from penstock.ops.sampling import philox4x32
+from penstock.ops.sampling import philox4x32, split_mode
 
 ONES = 0xFFFFFFFF
 
@@ -25,7 +26,7 @@ def choose(logits, position=0, prompt=(), **params):
 
 
 def plain_choice(logits, position, *, temperature, top_k=0, top_p=1.0, min_p=0.0, seed=0):
-    """The rules of the module's docstring with Python numbers and a full sort: the kept ids and the token."""
+    """The rules of `ops.sample_tokens` with Python numbers and a full sort: the kept ids and the token."""
     x = [float(v) for v in logits]
     highest = max(x)
     ranked = sorted(range(len(x)), key=lambda i: (-x[i], i))
@@ -39,12 +40,14 @@ def plain_choice(logits, position, *, temperature, top_k=0, top_p=1.0, min_p=0.0
                 break
         kept = kept[:n]
     kept = sorted(i for i in kept if w[i] >= min_p)
-    target, running = uniform(seed, position) * math.fsum(w[i] for i in kept), 0.0
-    for i in kept:
-        running += w[i]
-        if running > target:
-            return kept, i
-    return kept, [i for i in kept if w[i] > 0][-1]
+    sums = {i: (x[i] - highest) / temperature + noise(seed, position, i) for i in kept}
+    return kept, max(kept, key=lambda i: (sums[i], -i))
+
+
+def noise(seed, position, i):
+    """Gumbel noise of one id, with Python's numbers."""
+    word = philox4x32((position, i // 4, 0, 0), (seed & ONES, seed >> 32))[i % 4]
+    return -math.log(-math.log((word + 0.5) / 2**32))
 
 
 # random numbers
@@ -65,14 +68,6 @@ def plain_choice(logits, position, *, temperature, top_k=0, top_p=1.0, min_p=0.0
 )
 def test_philox4x32_gives_the_published_words(counter, key, words):
     assert philox4x32(counter, key) == words
-
-
-def test_uniform_uses_both_words_of_seed_and_position():
-    assert uniform(0, 0) == (0xE169C58D6627E8D5 >> 11) / 2**53
-    numbers = {uniform(seed, position) for seed in (0, 1, 2**32, 2**64 - 1) for position in (0, 1, 2**32, 2**33)}
-    assert len(numbers) == 16
-    assert all(0 <= u < 1 for u in numbers)
-    assert uniform(2**32, 7) != uniform(0, 7)
 
 
 # greedy
@@ -107,7 +102,7 @@ LOGITS = st.lists(
     st.floats(0, 1),
     st.one_of(st.just(0.0), st.floats(0, 1)),
     st.integers(0, 2**64 - 1),
-    st.integers(0, 2**34),
+    st.integers(0, 2**31 - 1),
 )
 def test_sample_agrees_with_plain_python(values, temperature, top_k, top_p, min_p, seed, position):
     logits = f32(*values)
@@ -189,13 +184,6 @@ def test_sample_keeps_at_least_the_highest(rules):
         assert choose(logits, position, **{"temperature": 3.0, "seed": 1, **rules}).token == 1
 
 
-@pytest.mark.parametrize("u, token", [(0.0, 1), (0.24, 1), (0.25, 3), (0.5, 4), (0.75, 6), (1.0, 6)])
-def test_sample_takes_the_first_id_whose_sum_exceeds_the_number(u, token, monkeypatch):
-    monkeypatch.setattr(sampling, "uniform", lambda seed, position: u)
-    logits = f32(-np.inf, 0, -np.inf, 0, 0, -np.inf, 0, -np.inf)
-    assert choose(logits, temperature=1.0).token == token
-
-
 def test_sample_never_draws_a_token_of_probability_zero():
     logits = f32(-np.inf, 0, -np.inf, -3e38, -np.inf)
     for position in range(50):
@@ -250,6 +238,47 @@ def test_record_counts_a_token_chosen_elsewhere():
     sampler = Sampler(SamplingParams(presence_penalty=10.0), 3)
     sampler.record(2)
     assert sampler.sample(f32(0, 1, 2), 1).token == 1
+
+
+def test_sample_keeps_to_the_mask_of_a_grammar(rng):
+    logits = rng.standard_normal(70).astype(np.float32)
+    logits[[3, 65]] = 20, 30
+    words = np.array([0b10010000, 0, 0b10], np.uint32)
+    sampler = Sampler(SamplingParams(temperature=0.0, logprobs=5, logit_bias={7: 1.0}), 70)
+    got = sampler.sample(logits, 0, words)
+    x = logits[[4, 7, 65]] + np.array([0, 1, 0])
+    assert got.token == 65 and sorted(i for i, _ in got.top) == [4, 7, 65]
+    np.testing.assert_allclose([p for _, p in sorted(got.top)], x - np.log(np.exp(x).sum()), atol=1e-6)
+    assert {i for i, _ in sampler.sample(logits, 0, words[:2]).top} == {4, 7}  # no bit, not allowed
+    assert sampler.sample(logits, 0, np.append(words, words)).token == 65
+
+
+def test_edits_are_what_a_device_applies(rng):
+    V, prompt = 90, [5, 6, 6, 7]
+    params = SamplingParams(
+        temperature=0.7, top_k=30, seed=2**63 + 5, repetition_penalty=1.3, repetition_context=5, presence_penalty=0.4,
+        frequency_penalty=0.1, logit_bias={3: 2.0, 80: -1.5},
+    )  # fmt: skip
+    sampler = Sampler(params, V, prompt)
+    assert sampler.row["edits"] is sampler.edits
+    for position in range(4, 30):
+        logits = (2 * rng.standard_normal(V)).astype(np.float32)
+        edits = sampler.edits
+        row = {name: np.array([value]) for name, value in sampler.row.items() if name != "edits"}
+        row["top_k"] = row["top_k"].astype(np.int32)
+        first = np.zeros(1, np.int32)
+        tables = {"counts": edits.counts[None], "bias": edits.bias[None], "penalties": edits.penalties[None]}
+        with penstock.backend("reference"):
+            want = ops.sample_tokens(
+                logits[None], np.array([position], np.int32), **row, mode=sampler.mode, slots=first, **tables
+            )
+        edits.stale = False  # as if a device had just been given them
+        got = sampler.sample(logits, position).token
+        assert got == want[0] and edits.stale
+        prompt.append(got)
+        assert set(np.flatnonzero(edits.counts & 1)) == set(prompt[-5:])
+        np.testing.assert_array_equal(edits.counts >> 1, np.bincount(prompt[4:], minlength=V))
+    assert len(edits.forgotten) > 10 and not edits.counts[edits.forgotten[-1]] & 1
 
 
 # log probabilities
@@ -353,7 +382,14 @@ def test_bad_values_cover_every_field():
     ],
 )
 def test_mode_of_several_samplers_does_for_each(options, mode):
-    assert mode_of([Sampler(SamplingParams(**each), 100) for each in options]) == mode
+    samplers = [Sampler(SamplingParams(**each), 100) for each in options]
+    assert mode_of(samplers) == mode
+    assert mode_of(samplers, masked=True) == mode + "+edits"
+    biased, asking = (Sampler(SamplingParams(**each), 100) for each in ({"logit_bias": {1: 1}}, {"logprobs": 0}))
+    assert mode_of([*samplers, biased]) == mode + "+edits"
+    assert mode_of([*samplers, asking]) == mode + "+logprobs"
+    assert split_mode(mode_of([asking, biased, *samplers])) == (mode, True, True)
+    assert split_mode(mode) == (mode, False, False)
 
 
 def test_sampling_params_take_edges_and_numpy_numbers():
@@ -370,5 +406,6 @@ def test_sampler_refuses_ids_outside_of_the_vocabulary():
         Sampler(SamplingParams(logit_bias={8: 1.0}), 8)
     with pytest.raises(InvalidArgument, match="^token is 8, expected an integer from 0 to 7"):
         Sampler(SamplingParams(repetition_penalty=1.1), 8, [1, 8])
-    with pytest.raises(InvalidArgument, match="^position is -1"):
-        choose(f32(1, 2), -1, temperature=1)
+    for position in (-1, 2**31):
+        with pytest.raises(InvalidArgument, match=f"^position is {position}, expected an integer from 0 to 2147483647"):
+            choose(f32(1, 2), position, temperature=1)

@@ -1,4 +1,4 @@
-"""Sampling on CUDA: the tokens of the host's Sampler, ties at the limits, marked rows, graphs with other parameters."""
+"""Sampling on CUDA: tokens of the definition, edits, ties at the limits, marked rows, graphs with other parameters."""
 
 import numpy as np
 import pytest
@@ -6,24 +6,66 @@ import torch
 
 import penstock
 from penstock import ops
-from penstock.ops.sampling import MODES
-from tests.gpu.common import GPU, reference, run, to_device
-from tests.ops.common import assert_same_bits
-from tests.ops.test_sampling import arguments, call, expected, rows
+from penstock.ops.sampling import MODES, gumbel
+from tests.gpu.common import GPU, reference, run, to_device, to_host
+from tests.ops.common import assert_close, assert_same_bits
+from tests.ops.test_sampling import FREQUENCIES, arguments, call, check_frequencies, edge_of_min_p, edits, rows
 
 ROWS = {"greedy": 6, "plain": 4, "top_k": 2, "full": 2}  # in the interpreter
 
 
-def check(logits, positions, parameters, mode):
-    got = run(ops.sample_tokens, **arguments(logits, positions, parameters), mode=mode)
-    want = expected(logits, positions, parameters)
+def check(logits, positions, parameters, mode, **tables):
+    got = run(ops.sample_tokens, **arguments(logits, positions, parameters), mode=mode, **tables)
+    want = expected(logits, positions, parameters, **tables)
     wrong = np.flatnonzero(got != want)
     assert not wrong.size, [(parameters[b], int(got[b]), want[b]) for b in wrong[:3]]
 
 
+def expected(logits, positions, parameters, **tables):
+    """The tokens of the definition."""
+    return reference(ops.sample_tokens, **arguments(logits, positions, parameters), **tables)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_sample_tokens_gives_the_token_of_the_host(mode, rng):
+def test_sample_tokens_gives_the_token_of_the_definition(mode, rng):
     check(*rows(rng, 2000 if GPU else ROWS[mode], 297, mode), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sample_tokens_edits_as_the_definition(mode, rng):
+    count = 1000 if GPU else 2 * ROWS[mode]
+    check(*rows(rng, count, 297, mode), mode, **edits(rng, count, 297))
+
+
+@pytest.mark.parametrize("n", [0, 3, 20])
+def test_sample_tokens_gives_the_log_probabilities_of_the_definition(n, rng):
+    B, V = 500 if GPU else 9, 297
+    logits, positions, parameters = rows(rng, B, V, "greedy")
+    logits[2], logits[3, 5], positions[4] = np.round(logits[2]), np.nan, -1
+    given = arguments(logits, positions, parameters) | edits(rng, B, V) | {"mode": "greedy", "logprobs": n}
+    want = reference(ops.sample_tokens, **given)
+    out = tuple(to_device(np.full_like(array, -7 if array.dtype == np.int32 else np.nan)) for array in want)
+    with penstock.backend("cuda"):
+        ops.sample_tokens(**{name: to_device(value) for name, value in given.items()}, out=out)
+    for name, got, array in zip(("tokens", "own", "ids", "top"), to_host(out), want, strict=True):
+        assert_close(name, got, array, 1e-13)
+
+
+def test_sample_tokens_keeps_to_min_p_close_to_its_edge():
+    given = edge_of_min_p(2000 if GPU else 12)
+    assert_same_bits("tokens", run(ops.sample_tokens, **given), reference(ops.sample_tokens, **given))
+
+
+def test_sample_tokens_with_slots_or_masks_alone(rng):
+    given = edits(rng, 6, 270)
+    for names in (("slots", "counts", "bias", "penalties"), ("masked", "masks")):
+        check(*rows(rng, 6, 270, "greedy"), "greedy", **{name: given[name] for name in names})
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rules, kept", FREQUENCIES, ids=str)
+def test_sample_tokens_draws_as_often_as_the_probabilities_say(rules, kept):
+    check_frequencies(lambda **given: run(ops.sample_tokens, **given), rules, kept, 4000)
 
 
 def test_sample_tokens_draws_from_every_block(rng):
@@ -40,6 +82,7 @@ TIES = {
     "p among those of k": (lambda n: np.where(n < 5, 1.0, np.where(n % 9 == 4, 0.5, -1.0)), 12, 0.9),
     "p above those of k": (lambda n: np.where(n % 90 == 7, 1.0, 0.5), 20, 0.2),
     "equal": (lambda n: np.zeros(n.size), 50, 0.5),
+    "in two blocks": (lambda n: np.where(n >= 250, 0.5, -1.0), 12, 1.0),
     "zeros of both signs": (lambda n: np.where(n % 2 == 0, -0.0, 0.0), 20, 1.0),
 }
 
@@ -49,15 +92,22 @@ TIES = {
 def test_sample_tokens_keeps_the_lowest_ids_among_equals(kind, mode, rng):
     form, top_k, top_p = TIES[kind]
     logits = form(np.arange(270)).astype(np.float32)
-    last = np.sort(np.argsort(-logits, kind="stable")[:top_k])
-    count = 300 if GPU else 1
-    given = call(np.tile(logits, (count, 1)), top_k=top_k, top_p=top_p, mode=mode)
-    given["positions"][:] = np.arange(count)
-    if not GPU:
-        given["positions"][:] = 145  # uniform(0, 145) is 0.994: the last kept id, where a limit one off shows
+    ranked = np.argsort(-logits, kind="stable")
+    sums = np.cumsum(np.exp(logits[ranked[:top_k]] - logits.max(), dtype=np.float64))
+    n = top_k if top_p == 1 else int(np.searchsorted(sums, top_p * sums[-1])) + 1
+    # positions that take the last kept id, and that would take the one behind it: a limit one off shows
+    positions = [position_of(logits, ranked[:n]), position_of(logits, ranked[: n + 1]), *range(300 if GPU else 0)]
+    given = call(np.tile(logits, (len(positions), 1)), top_k=top_k, top_p=top_p, mode=mode)
+    given["positions"][:] = positions
     got = run(ops.sample_tokens, **given)
     assert_same_bits("tokens", got, reference(ops.sample_tokens, **given))
-    assert set(got.tolist()) <= set(last.tolist())
+    assert got[0] == ranked[n - 1] and set(got.tolist()) <= set(ranked[:n].tolist())
+
+
+def position_of(logits, ids):
+    """A position at which the last of these ids has the highest sum."""
+    positions = range(10_000)
+    return next(p for p in positions if np.argmax(logits[ids] + gumbel(0, p, ids)) == len(ids) - 1)
 
 
 def test_sample_tokens_top_p_alone(rng):
@@ -103,7 +153,7 @@ def test_sample_tokens_replays_in_a_graph_with_other_parameters(mode, rng):
             buffers[name].copy_(to_device(value))
         got.fill_(-9)
         graph.replay()
-        assert got.tolist() == expected(*given)
+        assert got.tolist() == expected(*given).tolist()
 
 
 @pytest.mark.cuda

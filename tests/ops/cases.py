@@ -1136,11 +1136,30 @@ def _mla_sdpa_finalize(rng, dtype, H, R):
         "one": (2, 1, "full"),
         "wide": (5, 20_003, "full"),
         "empty": (0, 7, "full"),
+        "top_k": (3, 300, "top_k"),
+        "edited": (6, 75, "full", 2, 3, 5),
+        "slots": (3, 64, "plain", 4, 0),
+        "masks": (4, 33, "greedy", 0, 2),
+        "many": (5, 20_003, "top_k", 3, 2, 0),
+        "logprobs": (3, 700, "greedy", 0, 0, 20),
     },
+    rel=1e-13,
     dtypes=("float32",),
 )
-def _sample_tokens(rng, dtype, B, V, mode):
-    cut = mode == "full"
+def _sample_tokens(rng, dtype, B, V, mode, S=0, M=0, logprobs=None):
+    cut = mode in ("top_k", "full")
+    tables = {}
+    if S:
+        counts = rng.integers(0, 5, (S, V)) * (rng.random((S, V)) < 0.2)
+        tables = {
+            "slots": np.arange(B, dtype=np.int32) % (S + 1) - 1,
+            "counts": counts.astype(np.int32),
+            "bias": normal(rng, S, V),
+            "penalties": rng.uniform(0.3, 2, (S, 3)),
+        }
+    if M:
+        masks = rng.integers(-(2**31), 2**31, (M, -(-V // 32))).astype(np.int32)
+        tables |= {"masked": np.arange(B, dtype=np.int32) % (M + 1) - 1, "masks": masks}
     positions = rng.integers(0, 2**31 - 1, B).astype(np.int32)
     positions[-1:] = -1
     return {
@@ -1152,6 +1171,8 @@ def _sample_tokens(rng, dtype, B, V, mode):
         "min_p": rng.uniform(0, 0.1, B),
         "seed": rng.integers(-(2**63), 2**63 - 1, B),
         "mode": mode,
+        "logprobs": logprobs,
+        **tables,
     }
 
 

@@ -103,8 +103,8 @@ def check_against_definition(case: Case, dtype: str, got: tuple[Any, ...], want:
         if case.rel == 0 or b.dtype.kind in "iu":
             assert_same_bits(name, a, b)
             continue
-        kind = {2: dtype, 4: "float32"}[b.dtype.itemsize]
-        rel = case.rel if kind == "float32" else case.rel + 2 * EPS[kind]
+        kind = {2: dtype, 4: "float32", 8: "float64"}[b.dtype.itemsize]
+        rel = case.rel if b.dtype.itemsize > 2 else case.rel + 2 * EPS[kind]
         scale = max(np.max(np.abs(b.astype(np.float64)), initial=0), 1e-3) if case.whole else None
         assert_close(name, a, b, rel, scale)
 

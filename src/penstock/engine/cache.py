@@ -105,22 +105,51 @@ class Snapshot:
 
 
 class Caches:
-    """Arrays of all layers, and the owners of their parts. Grows by doubling; raises OutOfMemory when it cannot."""
+    """Arrays of all layers, and the owners of their parts; raises OutOfMemory where more are wanted than fit.
+
+    Where a device reserves address space the arrays have their full size from the start, and what is used of them
+    grows; elsewhere they are replaced by larger ones, twice as large if that fits.
+    """
 
     def __init__(self, layouts: Seq[Layout], dtype: str, device: Device | None = None) -> None:
         self.layouts = tuple(layouts)
         self.dtype = dtype
         self.device = device or device_for("cpu")
-        self.arrays = [self._empty(layout, 0, 0) for layout in self.layouts]
+        self.arrays, self._reserved = self._first_arrays()
         windows = {layout.window for layout in self.layouts if isinstance(layout, PagedKV)}
         self.pools = {window: PagePool(window) for window in sorted(windows, key=lambda w: -1 if w is None else w)}
         self._slots = 0
         self._free_slots: list[int] = []
         self.version = 0  # changes when arrays are replaced by larger ones
 
+    def _first_arrays(self) -> tuple[list[tuple[Any, Any]], bool]:
+        """The arrays to begin with, and whether they are as large as they can ever be."""
+        rows: dict[Any, int] = {}
+        for layout in self.layouts:
+            window = layout.window if isinstance(layout, PagedKV) else "slots"
+            rows[window] = rows.get(window, 0) + self._row_bytes(layout)
+        most = {window: self.device.most_rows(nbytes) for window, nbytes in rows.items()}
+        if all(most.values()):
+            try:
+                return [
+                    empty(
+                        layout,
+                        most[layout.window] if isinstance(layout, PagedKV) else 0,
+                        most.get("slots", 0),
+                        self.dtype,
+                        self.device.reserve,
+                    )
+                    for layout in self.layouts
+                ], True
+            except MemoryError:
+                pass  # a limit of address space
+        return [empty(layout, 0, 0, self.dtype, self.device.zeros) for layout in self.layouts], False
+
     @property
     def nbytes(self) -> int:
-        return sum(a.nbytes + b.nbytes for a, b in self.arrays)
+        """Of pages and slots that have been made room for."""
+        pages = sum(pool.capacity * self.page_bytes(window) for window, pool in self.pools.items())
+        return pages + self._slots * self.slot_bytes
 
     def bytes_of(self, length: int) -> int:
         """What a sequence of `length` positions takes: its pages (no more than a window's) and its recurrent state."""
@@ -289,33 +318,33 @@ class Caches:
         layers = [n for n, layout in enumerate(self.layouts) if isinstance(layout, PagedKV) and layout.window == window]
         if (capacity - pool.capacity) * self.page_bytes(window) + _KEEP_FREE > self.device.free_memory():
             capacity = least
-        self._grow(layers, capacity, 0)
+        self._grow(layers, capacity, 0, pool.capacity)
         pool.grow(capacity)
 
     def _grow_slots(self, capacity: int) -> None:
         layers = [n for n, layout in enumerate(self.layouts) if not isinstance(layout, PagedKV)]
-        self._grow(layers, 0, capacity)
+        self._grow(layers, 0, capacity, self._slots)
         self._free_slots.extend(range(capacity - 1, self._slots - 1, -1))
         self._slots = capacity
 
-    def _grow(self, layers: Seq[int], pages: int, slots: int) -> None:
-        rows = max(pages, slots) - (len(self.arrays[layers[0]][0]) if layers else 0)
-        need = rows * sum(self._row_bytes(self.layouts[n]) for n in layers)
+    def _grow(self, layers: Seq[int], pages: int, slots: int, before: int) -> None:
+        """Have room for so many pages or slots of these layers, which had it for `before`."""
+        need = (max(pages, slots) - before) * sum(self._row_bytes(self.layouts[n]) for n in layers)
         free = self.device.free_memory()
-        if need + _KEEP_FREE > free:
+        full = self._reserved and any(len(self.arrays[n][0]) < max(pages, slots) for n in layers)
+        if need + _KEEP_FREE > free or full:
             raise OutOfMemory(
                 f"cache: {amount(need)} more of {self.device.memory_name} are needed, {amount(free)} are free; "
                 "use a shorter context, fewer sequences, or close sessions"
             )
+        if self._reserved:
+            return
         self.version += 1  # first: memory may end on the way, and some arrays are new then
         for n in layers:
-            grown = self._empty(self.layouts[n], pages, slots)
+            grown = empty(self.layouts[n], pages, slots, self.dtype, self.device.zeros)
             for new, array in zip(grown, self.arrays[n], strict=True):
                 new[: len(array)] = array
             self.arrays[n] = grown
-
-    def _empty(self, layout: Layout, pages: int, slots: int) -> tuple[Any, Any]:
-        return empty(layout, pages, slots, self.dtype, self.device.zeros)
 
     def _row_bytes(self, layout: Layout) -> int:
         """Bytes of one page, or of one slot, of a layer."""

@@ -1,55 +1,34 @@
-"""From the logits of a step to its token: penalties, greedy choice, truncated sampling, log probabilities.
+"""How a request's tokens are chosen: checked parameters, what was generated so far, and log-probabilities.
 
-The draw is counter-based: the random number of a token depends on the seed and the token's position alone, so the same
-seed gives the same text alone, in a batch, after a restart, on the host and on a device.
-
-What a step does, in this order, and what a device kernel has to do to give the same token (x: the logits, float32 [V]):
-
-1. x[id] += bias for each entry of logit_bias, float32.
-2. repetition_penalty r: for each different id among prompt and generated tokens (the last repetition_context of them),
-   x[id] = x[id] / r if x[id] > 0 else x[id] * r, float32.
-3. frequency_penalty f and presence_penalty p: x[id] -= f * count + p for each id generated so far, float32, with
-   f * count + p in float64, rounded once. The prompt does not count.
-4. m = max(x). temperature 0: the token is the lowest id with x[id] == m. Otherwise, in float64,
-   w[id] = exp((x[id] - m) / temperature).
-5. Rank the ids by x, highest first, lower id first among equals. top_k: keep the first k ranks. top_p: of these, keep
-   the smallest number of leading ranks, at least 1, whose w sum to at least top_p * (the sum of w over what top_k
-   kept). min_p: of these, keep those with w >= min_p (the highest w is 1).
-6. u = (second << 32 | first) >> 11, times 2**-53: the first two output words of Philox 4x32-10 for the counter
-   (position, position >> 32, 0, 0) and the key (seed, seed >> 32), 32 bits each.
-7. Go through the kept ids from the lowest id up, adding w in float64; the token is the first whose running sum exceeds
-   u * (sum of all kept w). If rounding lets none exceed it, the last with w > 0.
-
-Sums may be formed in another order, and exp may differ in its last bits: then two machines differ where u falls within
-that rounding of an edge, about once in 10**12 tokens with float64.
+`ops.sample_tokens` says what a choice is, on the host and on every device. A `Sampler` holds its arguments for one
+request: the host chooses with the CPU kernel (`sample`), a device with what `row` and `edits` give it.
 """
 
 import math
 import numbers
 import reprlib
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock import ops
 from penstock.errors import DTypeError, InvalidArgument, NonFiniteLogits, ShapeError
-from penstock.ops.sampling import FEW, uniform
+from penstock.ops.sampling import FEW, MAX_TOP, ONE, SEEN, Edits, mask_words
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = MAX_TOP
 
 # Beyond these a penalty or bias could push a float32 logit to infinity.
 _MAX_PENALTY, _MAX_BIAS, _MAX_REPETITION = 1e6, 1e30, 1e3
-
-_BLOCK = 256  # logits per block of the bound in _kth_highest
-_BINS = 4096  # of the histogram in _nucleus
+_LAST_POSITION = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is chosen; the module's docstring gives the exact rules.
+    """How a token is chosen; `ops.sample_tokens` gives the exact rules.
 
     temperature 0 is greedy. Off are top_p 1, top_k 0 or -1, min_p 0, repetition_penalty 1, the other penalties 0.
     repetition_context limits the repetition penalty to that many last tokens (None: all). seed None draws one per
@@ -109,8 +88,9 @@ class Sampled(NamedTuple):
 class Sampler:
     """Chooses the tokens of one request and remembers them for the penalties.
 
-    `seed` is the one in use, drawn at random if the params have none: passing it again gives the same tokens. `draws`:
-    a device can choose the tokens (`ops.sample_tokens` with `mode` and the values of `row`).
+    `seed` is the one in use, drawn at random if the params have none: passing it again gives the same tokens. A device
+    chooses the same tokens with `mode` and the values of `row`, among them `edits`: what is done to the logits, kept up
+    to date by `record`.
     Raises InvalidArgument for ids outside of the vocabulary.
     """
 
@@ -118,153 +98,119 @@ class Sampler:
         self.params = params
         self.vocab_size = _integer("vocab_size", vocab_size, 1, None)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed
-        self._greedy = params.temperature == 0
         check_vocabulary(params, self.vocab_size)
-        self._bias = _bias_arrays(params.logit_bias)
-        self._seen = _Seen(params.repetition_context) if params.repetition_penalty != 1 else None
-        self._counts = _Counts() if params.presence_penalty or params.frequency_penalty else None
-        if self._seen is not None:
-            for token in prompt_tokens:
-                self._seen.add(self._checked(token))
-        changes = self._bias is not None or self._seen is not None or self._counts is not None
-        self._logits = np.empty(self.vocab_size, np.float32) if changes else None
-        self.draws = not changes and params.logprobs is None  # whether a device can draw: it looks at nothing else
         self.mode = _mode(params)
-        self.row = {  # of a device's table
+        self._repeats = params.repetition_penalty != 1
+        context = params.repetition_context
+        self._recent: deque[int] | None = deque() if self._repeats and context is not None else None
+        self._in_recent: Counter[int] = Counter()
+        self.edits = self._new_edits(prompt_tokens)
+        self.row: dict[str, Any] = {  # of a device's table
             "temperature": params.temperature,
             "top_k": min(params.top_k, self.vocab_size),
             "top_p": params.top_p,
             "min_p": params.min_p,
             "seed": self.seed - (1 << 64) if self.seed >> 63 else self.seed,
         }
-        wide = not self._greedy or params.logprobs is not None
-        self._weights = np.empty(self.vocab_size, np.float64) if wide else None
+        self._position, self._token = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        self._arguments = (self._position, *_columns(self.row), self.mode)
+        if self.edits is not None:
+            self.row["edits"] = self.edits
 
-    def sample(self, logits: np.ndarray, position: int) -> Sampled:
+    @property
+    def draws(self) -> bool:
+        """Whether a device chooses with what it was given once, and nothing is wanted of it but tokens."""
+        return self.edits is None and self.params.logprobs is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a token has to be recorded before a device draws the next one: some leave the repetition context."""
+        return self._recent is not None
+
+    def sample(self, logits: np.ndarray, position: int, mask: np.ndarray | None = None) -> Sampled:
         """The token at `position`, its number in the sequence (prompt included), from float32 logits `[vocab_size]`.
 
-        The logits are left as they are; -inf rules an id out. Raises ShapeError or DTypeError for other arrays,
-        NonFiniteLogits if the logits hold NaN or +inf or nothing but -inf.
+        mask: the words of a grammar, 32 ids each; ids beyond it are not allowed. The logits are left as they are; -inf
+        rules an id out. Raises ShapeError or DTypeError for other arrays, NonFiniteLogits if the logits hold NaN or
+        +inf or nothing but -inf.
         """
         if not isinstance(logits, np.ndarray) or logits.dtype != np.float32:
             kind = str(logits.dtype) if isinstance(logits, np.ndarray) else type(logits).__name__
             raise DTypeError(f"sample: logits is {kind}, expected a float32 array")
         if logits.shape != (self.vocab_size,):
             raise ShapeError(f"sample: logits has shape {logits.shape}, expected {(self.vocab_size,)}")
-        x = self._processed(logits)
-        best = int(x.argmax())  # the first of equal ones; the first NaN if there is one
-        highest = float(x[best])
-        if not math.isfinite(highest):
-            _refuse(x, position)
-        token = best if self._greedy else self._drawn(x, highest, position)
-        self.record(token)
-        if self.params.logprobs is None:
-            return Sampled(token, None, None)
-        return self._with_logprobs(x, highest, token)
+        self._position[0] = _integer("position", position, 0, _LAST_POSITION)
+        n = self.params.logprobs
+        more: Any = (None,) * 3 if n is None else (np.empty(1), np.empty((1, n), np.int32), np.empty((1, n)))
+        edits: tuple[Any, ...] = (None,) * 6
+        if self.edits is not None:
+            edits = (_FIRST, self.edits.counts[None], self.edits.bias[None], self.edits.penalties[None], None, None)
+        if mask is not None:
+            edits = (*edits[:4], _FIRST, mask_words(mask, self.vocab_size)[None])
+        _choose(logits[None], *self._arguments, *edits, n, out=(self._token, *more))
+        token = int(self._token[0])
+        if token < 0:
+            _refuse(logits, position)
+        if self.edits is not None:
+            self.record(token)
+            self.edits.stale = True
+        return with_logprobs(self, token, None if n is None else [array[0] for array in more])
 
     def record(self, token: int) -> None:
-        """Count a token as generated; `sample` does so itself, a token chosen elsewhere has to be told."""
+        """Count a token as generated that a device has drawn; `sample` does so itself."""
         token = self._checked(token)
-        if self._seen is not None:
-            self._seen.add(token)
-        if self._counts is not None:
-            self._counts.add(token)
+        if self.edits is not None:
+            self.edits.counts[token] += ONE
+            if self._repeats:
+                self._see(token, self.edits)
+
+    def _new_edits(self, prompt_tokens: Iterable[int]) -> Edits | None:
+        params, vocab = self.params, self.vocab_size
+        if not (self._repeats or params.presence_penalty or params.frequency_penalty or params.logit_bias):
+            return None
+        numbers = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        edits = Edits(np.zeros(vocab, np.int32), np.zeros(vocab, np.float32), np.array(numbers))
+        for token, value in (params.logit_bias or {}).items():
+            edits.bias[token] = value
+        if self._repeats:
+            for token in prompt_tokens:
+                self._see(self._checked(token), edits)
+        return edits
+
+    def _see(self, token: int, edits: Edits) -> None:
+        """Let the repetition penalty hold for a token, and no longer for the one that leaves the context."""
+        edits.counts[token] |= SEEN
+        if self._recent is None:
+            return
+        self._recent.append(token)
+        self._in_recent[token] += 1
+        if len(self._recent) > (self.params.repetition_context or 0):
+            oldest = self._recent.popleft()
+            self._in_recent[oldest] -= 1
+            if not self._in_recent[oldest]:
+                del self._in_recent[oldest]
+                edits.counts[oldest] &= ~SEEN
+                if not edits.stale:
+                    edits.forgotten.append(oldest)
 
     def _checked(self, token: Any) -> int:
         return _integer("token", token, 0, self.vocab_size - 1)
 
-    def _processed(self, logits: np.ndarray) -> np.ndarray:
-        x = self._logits
-        if x is None:
-            return logits
-        np.copyto(x, logits)
-        if self._bias is not None:
-            ids, values = self._bias
-            x[ids] += values
-        if self._seen is not None and len(ids := self._seen.ids()):
-            r = np.float32(self.params.repetition_penalty)
-            old = x[ids]
-            x[ids] = np.where(old > 0, old / r, old * r)
-        if self._counts is not None:
-            ids, counts = self._counts.arrays()
-            x[ids] -= (self.params.frequency_penalty * counts + self.params.presence_penalty).astype(np.float32)
-        return x
 
-    def _drawn(self, x: np.ndarray, highest: float, position: int) -> int:
-        params, weights = self.params, self._weights
-        assert weights is not None
-        ids = None  # of the entries of x and weights; None: all of them
-        if 0 < params.top_k < x.size:
-            ids = _leading(x, _kth_highest(x, params.top_k), params.top_k)
-            x, weights = x[ids], weights[: params.top_k]
-        _weigh(x, highest, params.temperature, out=weights)
-        if params.top_p < 1:
-            kept = _nucleus(x, weights, highest, params.temperature, params.top_p)
-            ids, weights = kept if ids is None else ids[kept], weights[kept]
-        if params.min_p > 0:
-            kept = np.flatnonzero(weights >= params.min_p)
-            ids, weights = kept if ids is None else ids[kept], weights[kept]
-        u = uniform(self.seed, _integer("position", position, 0, 2**64 - 1))
-        sums = np.cumsum(weights, out=weights)
-        total = sums[-1]
-        at = int(sums.searchsorted(u * total, side="right"))
-        if at == sums.size:
-            at = int(sums.searchsorted(total))  # the first to reach the total is the last that added to it
-        return at if ids is None else int(ids[at])
-
-    def _with_logprobs(self, x: np.ndarray, highest: float, token: int) -> Sampled:
-        assert self._weights is not None and self.params.logprobs is not None
-        _weigh(x, highest, 1.0, out=self._weights)
-        log_sum = math.log(self._weights.sum())
-        n = min(self.params.logprobs, x.size)
-        top: list[tuple[int, float]] = []
-        if n:
-            ids = _leading(x, _kth_highest(x, n), n)
-            order = np.argsort(-x[ids], kind="stable")
-            top = [(int(i), float(x[i]) - highest - log_sum) for i in ids[order] if x[i] > -np.inf]
-        return Sampled(token, float(x[token]) - highest - log_sum, tuple(top))
+_FIRST = np.zeros(1, np.int32)
 
 
-class _Seen:
-    """Which ids have come, of all tokens or of the last few."""
-
-    def __init__(self, context: int | None) -> None:
-        self._context = context
-        self._last: deque[int] = deque(maxlen=context if context is not None else 0)
-        self._all = _Counts()
-
-    def add(self, token: int) -> None:
-        if self._context is None:
-            self._all.add(token)
-        else:
-            self._last.append(token)
-
-    def ids(self) -> np.ndarray:
-        if self._context is None:
-            return self._all.arrays()[0]
-        return np.fromiter(set(self._last), np.int64)
+def _choose(*args: Any, out: tuple[Any, ...]) -> None:
+    """`ops.sample_tokens` by its CPU kernel, without the checks: the sampler has made them."""
+    cpu = ops.sample_tokens.kernel("cpu")
+    assert cpu is not None
+    cpu.run(*args, out=out)
 
 
-class _Counts:
-    """How often each id has come, in arrays that grow, so that a step does not rebuild them."""
-
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
-        self._ids = np.empty(64, np.int64)
-        self._counts = np.empty(64, np.float64)
-
-    def add(self, token: int) -> None:
-        slot = self._slots.get(token)
-        if slot is not None:
-            self._counts[slot] += 1
-            return
-        slot = self._slots[token] = len(self._slots)
-        if slot == self._ids.size:
-            self._ids, self._counts = (np.concatenate([a, np.empty_like(a)]) for a in (self._ids, self._counts))
-        self._ids[slot], self._counts[slot] = token, 1
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._ids[: len(self._slots)], self._counts[: len(self._slots)]
+def _columns(row: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    """temperature, top_k, top_p, min_p and seed of one row."""
+    dtypes = {"temperature": "float64", "top_k": "int32", "top_p": "float64", "min_p": "float64", "seed": "int64"}
+    return tuple(np.array([row[name]], dtype) for name, dtype in dtypes.items())
 
 
 def _mode(params: SamplingParams) -> str:
@@ -276,69 +222,27 @@ def _mode(params: SamplingParams) -> str:
     return "top_k" if params.top_k <= FEW else "full"
 
 
-def mode_of(samplers: Iterable[Sampler]) -> str:
-    """The mode that does for all of them."""
+def mode_of(samplers: Iterable[Sampler], masked: bool = False) -> str:
+    """The mode that does for all of them, with what else a device's drawing has to do; masked: some have a grammar.
+
+    "plain", "top_k+edits", "greedy+edits+logprobs": see `ops.sampling.split_mode`.
+    """
+    samplers = list(samplers)
     drawn = {sampler.mode for sampler in samplers} - {"greedy"}
-    return drawn.pop() if len(drawn) == 1 else "full" if drawn else "greedy"
+    mode = drawn.pop() if len(drawn) == 1 else "full" if drawn else "greedy"
+    edited = masked or any(sampler.edits is not None for sampler in samplers)
+    wanted = any(sampler.params.logprobs is not None for sampler in samplers)
+    return mode + "+edits" * edited + "+logprobs" * wanted
 
 
-def _weigh(x: np.ndarray, highest: float, temperature: float, out: np.ndarray) -> None:
-    """out = exp((x - highest) / temperature) in float64. The difference comes first: it cannot overflow."""
-    np.copyto(out, x)
-    out -= highest
-    if temperature != 1:
-        with np.errstate(over="ignore"):  # a tiny temperature sends all but the highest to -inf, and their weight to 0
-            out /= temperature
-    np.exp(out, out=out)
-
-
-def _kth_highest(x: np.ndarray, k: int) -> float:
-    """The value of rank k. k blocks whose highest values reach some bound hold k values that do: few are left to sort.
-
-    0.1 ms instead of 1.4 ms for k = 50 of 248320 on an EPYC.
-    """
-    blocks = x.size // _BLOCK
-    if k < blocks:
-        tops = x[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
-        x = x[x >= np.partition(tops, blocks - k)[blocks - k]]
-    return float(np.partition(x, x.size - k)[x.size - k])
-
-
-def _leading(x: np.ndarray, value: float, k: int) -> np.ndarray:
-    """Indices, ascending, of the k first ranks of x, whose value of rank k is known: the lower index among equals."""
-    ids = np.flatnonzero(x >= value)
-    if ids.size > k:
-        ties = np.flatnonzero(x[ids] == value)
-        ids = np.delete(ids, ties[k - ids.size :])
-    return ids
-
-
-def _nucleus(x: np.ndarray, weights: np.ndarray, highest: float, temperature: float, top_p: float) -> np.ndarray:
-    """Indices, ascending, of the leading ranks whose weights reach top_p of the whole.
-
-    Where many could be among them, a histogram finds the range of values that the last of them lies in, and only that
-    is sorted.
-    """
-    total = float(weights.sum())
-    goal = top_p * total
-    # What lies below this floor weighs less than half of 1 - top_p together, so that the nucleus lies above it.
-    among = np.flatnonzero(weights >= 0.5 * (1 - top_p) * total / weights.size)
-    values = x[among]
-    above, weight_above = 0, 0.0  # number and weight of the ranks before those left in `values`
-    if values.size > _BINS:
-        depth = np.subtract(highest, values, dtype=np.float64)
-        depth *= _BINS / max(float(depth.max()), 1e-30)
-        bins = depth.astype(np.int64)
-        sums = np.cumsum(np.bincount(bins, weights[among]))
-        at = min(int(sums.searchsorted(goal)), sums.size - 1)
-        above, weight_above = int(np.count_nonzero(bins < at)), float(sums[at - 1]) if at else 0.0
-        values = values[bins == at]
-    ranked = np.sort(values)[::-1]
-    sums = np.empty(ranked.size, np.float64)
-    _weigh(ranked, highest, temperature, out=sums)
-    np.cumsum(sums, out=sums)
-    last = min(int(sums.searchsorted(goal - weight_above)), ranked.size - 1)
-    return _leading(x, float(ranked[last]), above + last + 1)
+def with_logprobs(sampler: Sampler, token: int, found: Any) -> Sampled:
+    """A token that a device drew, with what its sampler's params ask for; found: `Flight.logprobs` of the row."""
+    n = sampler.params.logprobs
+    if n is None:
+        return Sampled(token, None, None)
+    own, ids, top = found
+    pairs = zip(ids[:n].tolist(), top[:n].tolist(), strict=True)
+    return Sampled(token, float(own), tuple(pair for pair in pairs if pair[0] >= 0))
 
 
 def _refuse(x: np.ndarray, position: int) -> None:
@@ -365,7 +269,7 @@ def _real(name: str, value: Any, least: float, most: float) -> float:
 
 
 def _integer(name: str, value: Any, least: int, most: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise DTypeError(f"{name} is {_shown(value)}, expected an integer")
     number = int(value)
     if number < least or (most is not None and number > most):
@@ -401,9 +305,3 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidArgument for ids of logit_bias that are outside of the vocabulary."""
     for token in params.logit_bias or ():
         _integer("logit_bias: a token id", token, 0, vocab_size - 1)
-
-
-def _bias_arrays(bias: Mapping[int, float] | None) -> tuple[np.ndarray, np.ndarray] | None:
-    if not bias:
-        return None
-    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)

@@ -2,10 +2,7 @@
 
 A scheduler has no thread: whoever waits for a token runs steps, or a thread does (`SchedulerThread`). A step holds the
 next token of all answers and chunks of prompts, each up to the next multiple of the device's chunk_alignment, as many
-as are expected to keep the step under `step_seconds`, and at least one. The queue and the prompts under way have one
-order, counted in prompt tokens that are not stored already: all that came before + twice its own. So a short prompt
-passes a long one, and those that pass a prompt of n tokens have fewer than n tokens together. Between clients the order
-is fair: the first request of one goes before the second of another, and their prompts take turns.
+as are expected to keep the step under `step_seconds`, and at least one; `order.py` says whose go first.
 
 A request starts when memory for its prompt and all of max_tokens is there; until then it waits, and those behind it
 with it. Stored prefixes go before one waits. A running request whose reader lags behind is preempted when another one
@@ -37,6 +34,7 @@ from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Part, sampled
 from penstock.engine.metrics import SchedulerMetrics, Work
+from penstock.engine.order import Order
 from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
@@ -143,9 +141,7 @@ class Scheduler:
         self._closed = threading.Event()
         self._batch: TokenBatch | None = None  # wakes the readers of a step's tokens, while there is one
         self._stepping = threading.RLock()  # held by the thread that runs a step
-        self._handed_in = 0  # prompt tokens so far
-        self._served: set[Hashable] = set()  # clients with a request that was let in since the turn came round
-        self._chunks = 0  # of prompts, computed so far
+        self._order = Order(engine.device.chunk_alignment)
         self._token_seconds = math.inf  # mean of a token in a step with chunks of prompts
         self._work = Work()
         self._interval, self._last_end = 1.0, 0.0  # mean seconds between two ends, and when the last one was
@@ -441,23 +437,11 @@ class Scheduler:
         for state in waiting:
             if state.order is None:
                 found = self._found(state)
-                count = len(state.request.prompt) - (found.length if found is not None else 0)
-                state.order = self._handed_in + 2 * count
-                self._handed_in += count
-        for state in self._fair(waiting):
+                self._order.place(state, found.length if found is not None else 0)
+        for state in self._order.waiting(waiting, self._running):
             while len(self._running) >= self.max_sequences or not self._start(state):
                 if not self._preempt():
                     return
-
-    def _fair(self, waiting: list[RequestState]) -> list[RequestState]:
-        """By how many requests of the same client come before, running or waiting; among equals clients take turns."""
-        before = Counter(state.client for state in self._running)
-        rank: dict[RequestState, tuple[int, bool]] = {}
-        for state in sorted(waiting, key=_order):
-            # order 0: it ran until a step failed
-            rank[state] = (before[state.client], state.client in self._served) if state.order else (-1, False)
-            before[state.client] += 1
-        return sorted(rank, key=lambda state: (rank[state], _order(state)))
 
     def _preempt(self) -> bool:
         """Close the sequence whose reader has lagged behind for the longest; False if there is none."""
@@ -514,11 +498,9 @@ class Scheduler:
         state.sequence = sequence
         if state.owned and not state.begun:
             self._count_reused(state, sequence.length)
-        if state.client in self._served:  # all others that wait had their turn
-            self._served.clear()
-        self._served.add(state.client)
+        self._order.let_in(state)
         state.queue.state = "prompt"
-        state.preempted, state.turn = False, self._chunks
+        state.preempted = False
         if self._prefix is not None and state.owned:
             state.points = self._prefix.points(state.digests, sequence.length)
         if not state.owned and not state.request.prompt:
@@ -574,37 +556,9 @@ class Scheduler:
                 suspects.append(self._chunk(state))
             else:
                 prompts.append(state)
-        return [*parts, *self._chosen(prompts, MOST_TOKENS - len(parts))], suspects
-
-    def _chosen(self, prompts: list[RequestState], room: int) -> list[Part]:
-        """Chunks of prompts for a step: first of the client whose last chunk is the longest ago; at least one."""
-        turns: dict[Hashable, int] = {}
-        for state in self._running:
-            turns[state.client] = max(state.turn, turns.get(state.client, 0))
+        room = MOST_TOKENS - len(parts)
         room = min(room, int(self.step_seconds / self._token_seconds)) if self._execution.ragged else 1
-        chosen: list[Part] = []
-        coming: set[bytes] = set()  # digests of prefixes that prompts before will store
-        while prompts and (room > 0 or not chosen):
-            state = min(prompts, key=lambda state: (turns[state.client], _order(state)))
-            prompts.remove(state)
-            part = self._chunk(state)
-            if not coming.isdisjoint(self._ahead_of(state, reusable=True)):
-                continue  # it will not have to compute them
-            coming |= self._ahead_of(state, reusable=False)
-            if chosen and part.end - part.at > room:
-                break
-            self._chunks += 1
-            state.turn = turns[state.client] = self._chunks
-            room -= part.end - part.at
-            chosen.append(part)
-        return chosen
-
-    def _ahead_of(self, state: RequestState, reusable: bool) -> set[bytes]:
-        """Digests of what comes of a prompt: chunk ends that it could begin behind, or those where it is stored."""
-        alignment, at = self._engine.device.chunk_alignment, state.opened.length
-        if reusable:
-            return set(state.digests[at // alignment : (len(state.request.prompt) - 1) // alignment])
-        return {state.digests[point // alignment - 1] for point in state.points if point > at}
+        return [*parts, *self._order.chunks(prompts, self._running, room, self._chunk)], suspects
 
     def _chunk(self, state: RequestState) -> Part:
         """The next chunk of a prompt, behind what is stored of it."""
@@ -718,8 +672,3 @@ class Scheduler:
 
 def _promises(states: Seq[RequestState]) -> list[tuple[Sequence, Pages]]:
     return [(sequence, state.pages) for state in states if (sequence := state.sequence) is not None]
-
-
-def _order(state: RequestState) -> int:
-    assert state.order is not None
-    return state.order

@@ -102,9 +102,8 @@ class RequestState:
 
     def sample(self, logits: np.ndarray, position: int) -> Token:
         """Draw the token at `position` (its number in the sequence). Raises NonFiniteLogits."""
-        if self.request.grammar is not None:
-            logits = _allowed(logits, self.request.grammar.mask())
-        return self.take(self.sampler.sample(logits, position), position)
+        mask = None if self.request.grammar is None else self.request.grammar.mask()
+        return self.take(self.sampler.sample(logits, position, mask), position)
 
     def take(self, drawn: Sampled, position: int) -> Token:
         """The token at `position` has been drawn: see whether the answer ends with it."""
@@ -139,11 +138,3 @@ class RequestState:
         """A token has come."""
         self.timings.generated_tokens = len(self.tokens)
         self.timings.generation_seconds = time.perf_counter() - self.started
-
-
-def _allowed(logits: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
-    """The logits with -inf for tokens whose bit is not set, and for those beyond the mask."""
-    if mask is None:
-        return logits
-    bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), count=len(logits), bitorder="little")
-    return np.where(bits.view(bool), logits, np.float32(-np.inf))

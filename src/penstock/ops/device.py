@@ -46,16 +46,26 @@ class Flight(Protocol):
         """Wait for it; the token of each row, -2 where its logits are not finite."""
         ...
 
+    def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Wait for it; log-probabilities [rows] of the tokens, ids and log-probabilities [rows, 20] of the first ranks.
+
+        Only of a step with log-probabilities in its mode.
+        """
+        ...
+
 
 class Drawing(Protocol):
     """The end of a decode step: draws tokens and feeds them to the next one, without the host."""
 
     def calls(self, mode: str) -> list[Callable[[], object]]:
-        """What to run after the program; mode of `ops.sample_tokens`."""
+        """What to run after the program; a mode of `ops.sample_tokens`, "+edits", "+logprobs": see `split_mode`."""
         ...
 
-    def fill(self, parameters: Seq[Mapping[str, float]]) -> None:
-        """Set how each row draws: temperature, top_k, top_p, min_p, seed."""
+    def fill(self, parameters: Seq[Mapping[str, Any]], masks: Seq[np.ndarray | None] = ()) -> None:
+        """Set how each row draws: temperature, top_k, top_p, min_p, seed, and `edits` where it has some.
+
+        masks: the words of each row's grammar, None where it has none.
+        """
         ...
 
     def launched(self) -> Flight:
@@ -121,6 +131,14 @@ class DeviceMemory(Protocol):
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
+
+    def most_rows(self, nbytes: int) -> int:
+        """Rows of so many bytes that `reserve` may be asked for, more than there will be memory for. 0: caches grow."""
+        ...
+
+    def reserve(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """Zeros that take memory when they are written. May raise MemoryError."""
+        ...
 
     def copy(self, array: Any) -> Any: ...
 

@@ -1,28 +1,65 @@
-"""The token of a step from its logits: greedy, or drawn at a temperature from what top-k, top-p and min-p leave.
+"""The token of a step from its logits: edited (bias, penalties, grammar), cut (top-k, top-p, min-p), then drawn.
 
-The draw is counter-based: its random number depends on the seed and the token's position alone, so every device gives
-the same token.
+The draw is Gumbel-max: every id has noise of its own that depends on the seed, the token's position and the id alone,
+so every device gives the same token, alone or in a batch, and two distributions at one position share their noise.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
-from penstock.errors import InvalidArgument
+from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
 from penstock.ops.op import op
 
 MODES = ("greedy", "plain", "top_k", "full")
 FEW = 64  # the highest top_k in mode "top_k"
+MAX_TOP = 20  # the highest number of log-probabilities of a row
 
 INACTIVE, NOT_FINITE = -1, -2  # tokens of a row without a sequence, and of one whose logits the host has to look at
+
+SEEN, ONE = 1, 2  # of an entry of counts: the repetition penalty holds for the id; one more token that was generated
 
 _MASK = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Ten rounds of Philox 4x32 (Salmon and others, 2011): four random 32-bit words for a counter and a key."""
+@dataclass(eq=False)
+class Edits:
+    """What is done to the logits of one request before its tokens are chosen: a row of each table of `sample_tokens`.
+
+    counts int32 [V], bias float32 [V], penalties float64 [3]. A device has a copy and counts what it draws itself.
+    `stale`: the copy lacks something else, and is made again. `forgotten`: ids that the repetition penalty no longer
+    holds for, of which the copy does not know yet.
+    """
+
+    counts: Array
+    bias: Array
+    penalties: Array
+    stale: bool = True
+    forgotten: list[int] = field(default_factory=list)
+
+
+def mask_words(mask: Array, vocab_size: int) -> Array:
+    """The words of a grammar as `sample_tokens` takes them: int32, one for each 32 ids, 0 where there are none."""
+    count = -(-vocab_size // 32)
+    words = np.ascontiguousarray(mask, np.uint32).view(np.int32)
+    return words[:count] if words.size >= count else np.concatenate([words, np.zeros(count - words.size, np.int32)])
+
+
+def split_mode(name: str) -> tuple[str, bool, bool]:
+    """A mode of `sample_tokens`, whether rows have edits and whether some want log-probabilities: "top_k+edits"."""
+    mode, *more = name.split("+")
+    return mode, "edits" in more, "logprobs" in more
+
+
+def philox4x32(counter: tuple, key: tuple[int, int]) -> tuple:
+    """Ten rounds of Philox 4x32 (Salmon and others, 2011): four random 32-bit words for a counter and a key.
+
+    A word of the counter may be an array of uint64, and the results are arrays then.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -32,29 +69,86 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a position: 53 bits of Philox 4x32-10 keyed by the seed, stream 0."""
-    first, second, _, _ = philox4x32((position & _MASK, position >> 32, 0, 0), (seed & _MASK, seed >> 32))
-    return ((second << 32 | first) >> 11) * 2.0**-53
+def gumbel(seed: int, position: int, ids: Array) -> Array:
+    """The noise of ids at a position, float64: G = −log(−log(u)), u = (word + 1/2) · 2^−32, between −3.14 and 22.88.
+
+    word is number id % 4 of Philox 4x32-10 with the counter (position, id // 4, 0, 0) and the key (seed, seed >> 32),
+    32 bits each.
+    """
+    ids = np.asarray(ids, np.uint64)
+    words = philox4x32((position, ids >> 2, 0, 0), (seed & _MASK, seed >> 32))
+    word = np.choose((ids & 3).astype(np.intp), words)
+    return -np.log(-np.log((word + 0.5) * 2.0**-32))
 
 
 def _one_each(
-    logits: Spec, positions: Spec, temperature: Spec, top_k: Spec, top_p: Spec, min_p: Spec, seed: Spec, mode: str
-) -> Spec:
+    logits: Spec,
+    positions: Spec,
+    temperature: Spec,
+    top_k: Spec,
+    top_p: Spec,
+    min_p: Spec,
+    seed: Spec,
+    mode: str,
+    slots: Spec | None,
+    counts: Spec | None,
+    bias: Spec | None,
+    penalties: Spec | None,
+    masked: Spec | None,
+    masks: Spec | None,
+    logprobs: int | None,
+) -> tuple[Spec | None, ...]:
     check.axes("[B, V]", 2, logits=logits)
     check.filled(1, logits=logits)
-    check.dtype("float32", logits=logits)
-    check.dtype("int32", positions=positions, top_k=top_k)
-    check.dtype("float64", temperature=temperature, top_p=top_p, min_p=min_p)
+    check.dtype("float32", logits=logits, bias=bias)
+    check.dtype("int32", positions=positions, top_k=top_k, slots=slots, counts=counts, masked=masked, masks=masks)
+    check.dtype("float64", temperature=temperature, top_p=top_p, min_p=min_p, penalties=penalties)
     check.dtype("int64", seed=seed)
     rows = {"positions": positions, "temperature": temperature, "top_k": top_k}
     check.shape(logits.shape[:1], "rows of logits", **rows, top_p=top_p, min_p=min_p, seed=seed)
+    check.shape(logits.shape[:1], "rows of logits", slots=slots, masked=masked)
     check.one_of(MODES, mode=mode)
-    return Spec(logits.shape[:1], "int32")
+    B, V = logits.shape
+    _together("slots", slots=slots, counts=counts, bias=bias, penalties=penalties)
+    _together("masked", masked=masked, masks=masks)
+    if counts is not None:
+        check.axes("[S, V]", 2, counts=counts)
+        S = counts.shape[0]
+        check.shape((S, V), "V of logits", counts=counts)
+        check.shape((S, V), "that of counts", bias=bias)
+        check.shape((S, 3), "S of counts", penalties=penalties)
+    if masks is not None:
+        check.axes("[M, words]", 2, masks=masks)
+        check.shape((masks.shape[0], -(-V // 32)), "32 ids of logits in a word", masks=masks)
+    if logprobs is None:
+        return Spec((B,), "int32"), None, None, None
+    if not 0 <= logprobs <= MAX_TOP:
+        raise InvalidArgument(f"logprobs is {logprobs}, expected None or 0 to {MAX_TOP}")
+    top = (B, logprobs)
+    return Spec((B,), "int32"), Spec((B,), "float64"), Spec(top, "int32"), Spec(top, "float64")
+
+
+def _together(first: str, **specs: Spec | None) -> None:
+    """All or none of them."""
+    for name, spec in specs.items():
+        if (spec is None) != (specs[first] is None):
+            wanted = "None without" if specs[first] is None else "an array with"
+            raise ShapeError(f"{name} is {'None' if spec is None else 'an array'}, expected {wanted} {first}")
 
 
 def _check_parameters(
-    logits: Array, positions: Array, temperature: Array, top_k: Array, top_p: Array, min_p: Array, mode: str
+    logits: Array,
+    positions: Array,
+    temperature: Array,
+    top_k: Array,
+    top_p: Array,
+    min_p: Array,
+    mode: str,
+    slots: Array | None,
+    counts: Array | None,
+    penalties: Array | None,
+    masked: Array | None,
+    masks: Array | None,
 ) -> None:
     active = positions >= 0
     limits = {"temperature": (temperature, np.finfo(np.float64).max), "top_p": (top_p, 1), "min_p": (min_p, 1)}
@@ -76,6 +170,13 @@ def _check_parameters(
         raise InvalidArgument(
             f"top_k has {top_k[cut][0]} and top_p {top_p[cut][0]} in one row, expected 0 and 1 in mode 'plain'"
         )
+    if slots is not None and counts is not None and penalties is not None:
+        check.in_range("slots", slots[active], -1, len(counts), "rows of counts, or −1")
+        used = penalties[slots[active & (slots >= 0)]]
+        if not np.isfinite(used).all() or (used[:, 0] <= 0).any():
+            raise InvalidArgument("penalties has a row in use that is not finite or has no repetition, expected > 0")
+    if masked is not None and masks is not None:
+        check.in_range("masked", masked[active], -1, len(masks), "rows of masks, or −1")
 
 
 @op(infer=_one_each, check=_check_parameters)
@@ -88,50 +189,98 @@ def sample_tokens(
     min_p: Array,
     seed: Array,
     mode: str = "full",
-) -> Array:
+    slots: Array | None = None,
+    counts: Array | None = None,
+    bias: Array | None = None,
+    penalties: Array | None = None,
+    masked: Array | None = None,
+    masks: Array | None = None,
+    logprobs: int | None = None,
+) -> tuple[Array | None, ...]:
     """The token of each row, each with its own parameters.
 
-    x = logits[b], m = max(x). temperature 0: the lowest id with x[id] = m. Otherwise, in float64,
-    w[id] = exp((x[id] − m) / temperature), and of the ids ranked by x, highest first, lower id first among equals:
-    top_k (0: all) keeps the first k ranks; top_p keeps of these the fewest leading ranks, at least 1, whose w sum to at
-    least top_p · (the sum of w over these); min_p keeps of these the ones with w ≥ min_p. With the number u of
-    `uniform` for seed and position the token is the first kept id, from the lowest up, whose running sum of w exceeds
-    u · (the sum of all kept w); if rounding lets none exceed it, the last that added to it.
+    1. Edits, in float32. x = logits[b]. With s = slots[b] ≥ 0 and r, p, f = penalties[s]: x += bias[s]; where
+       counts[s] is odd, x = x / r if x > 0 else x · r; where n = counts[s] // 2 > 0, x −= f · n + p, of which the right
+       side is rounded from float64 once. With a = masked[b] ≥ 0: x = −inf where bit id % 32 of masks[a, id // 32] is 0.
+    2. m = max(x). temperature 0: the lowest id with x[id] = m. Otherwise, in float64, d = (x − m) / temperature and
+       w = exp(d), and of the ids ranked by x, highest first, lower id first among equals: top_k (0: all) keeps the
+       first k ranks; top_p keeps of these the fewest leading ranks, at least 1, whose w sum to at least top_p · (the
+       sum of w over these); min_p keeps of these the ones with w ≥ min_p.
+    3. The token is the kept id with the highest d + `gumbel`(seed, position, id), the lowest of equal ones.
+    4. logprobs n, None or 0 to 20: log-probabilities are x − m − log(sum exp(x − m)) in float64, at temperature 1 and
+       before any cut; the token's own, and the first n ranks.
 
     logits float32 [B, V], −inf rules an id out; positions int32 [B], of the token that is drawn; temperature, top_p and
-    min_p float64 [B]; top_k int32 [B]; seed int64 [B], the bits of an unsigned seed. Tokens int32 [B]: −1 where the
-    position is negative (an inactive row, whose parameters do not matter), −2 where logits hold NaN or +inf or nothing
-    but −inf. Sums and exp may differ in the last bits of float64 from one device to another: then tokens differ where u
-    falls that close to an edge.
+    min_p float64 [B]; top_k int32 [B]; seed int64 [B], the bits of an unsigned seed; slots and masked int32 [B], −1: no
+    edits; counts int32 [S, V], bias float32 [S, V], penalties float64 [S, 3]: repetition, presence, frequency; masks
+    int32 [M, ceil(V / 32)], the bits of unsigned words. Tokens int32 [B]: −1 where the position is negative (an
+    inactive row, whose parameters do not matter), −2 where x holds NaN or +inf or nothing but −inf. With logprobs also
+    float64 [B], int32 [B, n] and float64 [B, n]: of ranks whose x is −inf and of rows without a token the ids are −1,
+    the log-probabilities −inf.
+
+    Noise is the same 32 bits everywhere. Logarithms, exp and sums may differ in the last bits of float64 from one
+    device to another: tokens differ where the two highest sums of step 3 lie within about 1e−14, or where a sum of
+    weights falls that close to the edge of top_p, about once in 10^13 tokens.
 
     mode says what the active rows may ask for, so that a device does no more: "greedy" temperature 0; "plain" that, or
     no top_k and no top_p; "top_k" temperature 0, or top_k from 1 to 64 with any top_p; "full" anything. On the host a
     row that asks for more raises InvalidArgument; a GPU does not look, and gives some token.
     """
-    rows = zip(logits, positions, temperature, top_k, top_p, min_p, seed, strict=True)
-    return np.array([_token(*row) for row in rows], np.int32)
+    B = len(logits)
+    tokens = np.full(B, INACTIVE, np.int32)
+    own = np.full(B, -np.inf)
+    top_ids, top = np.full((B, logprobs or 0), -1, np.int32), np.full((B, logprobs or 0), -np.inf)
+    for b in np.flatnonzero(positions >= 0):
+        x = logits[b]
+        if slots is not None and (s := slots[b]) >= 0:
+            assert counts is not None and bias is not None and penalties is not None
+            x = _penalized(x + bias[s], counts[s], *penalties[s])
+        if masked is not None and masked[b] >= 0:
+            assert masks is not None
+            x = _allowed(x, masks[masked[b]])
+        ranked = np.argsort(-x, kind="stable")
+        tokens[b] = _token(x, ranked, positions[b], temperature[b], top_k[b], top_p[b], min_p[b], seed[b])
+        if logprobs is not None and tokens[b] >= 0:
+            shifted = x.astype(np.float64) - x.max()
+            each = shifted - np.log(np.exp(shifted).sum())
+            first = ranked[:logprobs][each[ranked[:logprobs]] > -np.inf]
+            own[b], top_ids[b, : first.size], top[b, : first.size] = each[tokens[b]], first, each[first]
+    return (tokens, None, None, None) if logprobs is None else (tokens, own, top_ids, top)
+
+
+def _penalized(x: Array, counts: Array, repetition: float, presence: float, frequency: float) -> Array:
+    r = np.float32(repetition)
+    x = np.where(counts & SEEN, np.where(x > 0, x / r, x * r), x)
+    n = counts // ONE
+    return np.where(n > 0, x - (frequency * n + presence).astype(np.float32), x)
+
+
+def _allowed(x: Array, words: Array) -> Array:
+    bits = np.unpackbits(words.astype("<i4").view(np.uint8), count=x.size, bitorder="little")
+    return np.where(bits == 1, x, np.float32(-np.inf))
 
 
 def _token(
-    x: Array, position: np.int32, temperature: float, top_k: np.int32, top_p: float, min_p: float, seed: np.int64
+    x: Array,
+    ranked: Array,
+    position: np.int32,
+    temperature: float,
+    top_k: np.int32,
+    top_p: float,
+    min_p: float,
+    seed: np.int64,
 ) -> int:
-    if position < 0:
-        return INACTIVE
     highest = x.max()
     if not np.isfinite(highest):
         return NOT_FINITE
     if temperature == 0:
         return int(x.argmax())
-    kept = np.argsort(-x, kind="stable")
-    if top_k > 0:
-        kept = kept[:top_k]
-    w = np.exp((x.astype(np.float64) - highest) / temperature)
+    kept = ranked[:top_k] if top_k > 0 else ranked
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the highest to −inf
+        d = (x.astype(np.float64) - highest) / temperature
+    w = np.exp(d)
     if top_p < 1:
         sums = np.cumsum(w[kept])
         kept = kept[: np.searchsorted(sums, top_p * sums[-1]) + 1]
     kept = np.sort(kept[w[kept] >= min_p])
-    sums = np.cumsum(w[kept])
-    at = np.searchsorted(sums, uniform(int(seed) & 0xFFFFFFFFFFFFFFFF, int(position)) * sums[-1], side="right")
-    if at == sums.size:
-        at = np.searchsorted(sums, sums[-1])
-    return int(kept[at])
+    return int(kept[np.argmax(d[kept] + gumbel(int(seed) & 0xFFFFFFFFFFFFFFFF, int(position), kept))])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from penstock.dtypes import numpy_dtype
-from penstock.machine import available_memory, peak_memory
+from penstock.machine import available_memory, memory, peak_memory
 from penstock.ops.device import Drawing, Inputs, register_device
 from penstock.ops.op import backend
+
+_MOST_ROWS = 1 << 20  # of a cache: pages, or slots
 
 
 class CpuDevice:
@@ -51,6 +55,21 @@ class CpuDevice:
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         return np.zeros(shape, numpy_dtype(dtype))
+
+    def reserve(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """Zeros in address space alone: a page of memory is taken when it is first written. May raise MemoryError."""
+        kind = np.dtype(numpy_dtype(dtype))
+        nbytes = math.prod(shape) * kind.itemsize
+        if not nbytes:
+            return np.zeros(shape, kind)
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(str(error)) from None
+        return np.frombuffer(memory, kind).reshape(shape)
+
+    def most_rows(self, nbytes: int) -> int:
+        return min(_MOST_ROWS, memory()[0] // max(1, nbytes)) if hasattr(mmap, "MAP_NORESERVE") else 0
 
     def copy(self, array: np.ndarray) -> np.ndarray:
         return array.copy()

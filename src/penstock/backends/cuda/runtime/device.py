@@ -45,6 +45,7 @@ class CudaDevice:
 
         self._torch = torch
         self._keeper: Any = None
+        self._edit_tables: dict[int, Any] = {}
         index = None if self.interpreted else torch.cuda.current_device()
         self.torch_device = torch.device("cpu") if index is None else torch.device("cuda", index)
 
@@ -73,6 +74,12 @@ class CudaDevice:
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         with self._memory_errors():
             return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.torch_device)
+
+    def most_rows(self, nbytes: int) -> int:
+        return 0
+
+    def reserve(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self.zeros(shape, dtype)
 
     def random_codes(self, shape: tuple[int, ...], seed: int) -> Any:
         """int32, every bit drawn: the packed codes of a made-up quantized tensor."""
@@ -123,6 +130,14 @@ class CudaDevice:
         from penstock.backends.cuda.runtime.draw import Drawing
 
         return Drawing(self, logits, inputs)
+
+    def edit_tables(self, vocab: int) -> Any:
+        """Where the edits of requests to logits of this width lie, for all decode programs."""
+        from penstock.backends.cuda.runtime.draw import EditTables
+
+        if vocab not in self._edit_tables:
+            self._edit_tables[vocab] = EditTables(self, vocab)
+        return self._edit_tables[vocab]
 
     def rows(self, count: int) -> int:
         """The next power of two, from 8 on the next multiple of 8: few shapes to capture."""
