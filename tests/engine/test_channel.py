@@ -40,6 +40,7 @@ FROM_ENGINE = [
 
 def pair(receives=channel.FromFront | channel.FromEngine):
     ours, theirs = socket.socketpair()
+    theirs.settimeout(10)
     return ours, Connection(theirs, receives)
 
 

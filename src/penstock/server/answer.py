@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.engine.request import Chunk
 from penstock.engine.response import ResponseHandle
@@ -28,8 +28,7 @@ class Logprob:
         return made | {"top_logprobs": [other.as_dict(top=False) for other in self.top]} if top else made
 
 
-@dataclass(frozen=True)
-class AnswerChunk:
+class AnswerChunk(NamedTuple):
     """What a token brought; on the last one the reason of the end, as OpenAI names it."""
 
     deltas: list[Delta]
