@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -164,13 +165,11 @@ def test_a_dead_engine_ends_its_requests_and_a_new_one_answers(remote):
 
 def engine_of(pid: int) -> int:
     """The engine process of a server."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            child = re.search(rf"^PPid:\s+{pid}$", (process / "status").read_text(), re.MULTILINE)
+            if child and b"engine_process" in (process / "cmdline").read_bytes():
+                return int(process.name)
     raise AssertionError("there is no engine process")
 
 
