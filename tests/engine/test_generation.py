@@ -1,6 +1,8 @@
 """Requests on their way to completions: ends, limits, log probabilities, batches, seeds."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -364,3 +366,20 @@ def test_completion_of_a_request_that_was_cut_off(llm: LLM) -> None:
     handle.cancel()
     done = handle.completion()
     assert (len(done.tokens), done.finish_reason, done.usage.completion_tokens) == (1, "cancelled", 1)
+
+
+def test_a_model_goes_when_nothing_holds_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a request that failed, whose error holds the frames of its reader."""
+    model = penstock.load(write_model(tmp_path, small_config()), device="cpu", max_context=400)
+    list(model.stream([5], max_tokens=3))
+    next(model.stream([5], max_tokens=30))
+    with model.session() as session:
+        session.generate([5], max_tokens=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.engine, "step", lambda runs: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate([5], max_tokens=3)
+    engine = weakref.ref(model.engine)
+    del model, session
+    gc.collect()
+    assert engine() is None

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,7 @@ from penstock.engine.thread import SchedulerThread
 from penstock.errors import BackendError, Cancelled, DTypeError, InvalidArgument, OutOfMemory, QueueFull
 from penstock.graph import Bound
 from penstock.models.step import PagedKV
+from penstock.ops.sampling import ONE, SEEN, Edits, mask_words, split_mode
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_model
 
 LETTERS = letters()
@@ -42,35 +44,73 @@ SECONDS = 60  # after which a test that waits has failed
 class DrawingHost(CpuDevice):
     """Host memory whose device draws the tokens itself and may be a step ahead, as a GPU does."""
 
-    samples_tokens, ragged = True, False
+    samples_tokens, ragged, most_edited = True, False, 2
+
+    def __init__(self) -> None:
+        self.counts: dict[Edits, np.ndarray] = {}  # of all programs
 
     def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Any:
-        return Drawing(logits, inputs)
+        return Drawing(logits, inputs, self.counts)
 
 
 class Drawing:
-    def __init__(self, logits: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
-        self.logits, self.inputs = logits, inputs
+    """Draws as a GPU does: it has copies of the edits, and counts what it draws itself."""
 
-    def fill(self, parameters: Seq[Mapping[str, float]]) -> None:
+    def __init__(self, logits: np.ndarray, inputs: Mapping[str, np.ndarray], counts: dict[Edits, np.ndarray]) -> None:
+        self.logits, self.inputs, self.counts = logits, inputs, counts
+        self.found: list[np.ndarray] = []
+
+    def fill(self, parameters: Seq[Mapping[str, Any]], masks: Seq[np.ndarray | None] = ()) -> None:
         kinds = {"temperature": "f8", "top_k": "i4", "top_p": "f8", "min_p": "f8", "seed": "i8"}
         self.parameters = [np.array([row[name] for row in parameters], kind) for name, kind in kinds.items()]
+        self.masks = masks
+        self.edits: list[Edits | None] = [row.get("edits") for row in parameters]
+        for one in self.edits:
+            if one is None:
+                continue
+            if one.stale or one not in self.counts:
+                self.counts[one] = one.counts.copy()
+            for token in one.forgotten:
+                if not one.counts[token] & SEEN:
+                    self.counts[one][token] &= ~SEEN
+            one.stale = False
+            one.forgotten.clear()
 
     def calls(self, mode: str) -> list[Callable[[], object]]:
         return [functools.partial(self.draw, mode)]
 
     def draw(self, mode: str) -> None:
-        self.drawn = ops.sample_tokens(self.logits, self.inputs["lengths"], *self.parameters, mode)
+        kind, edited, wanted = split_mode(mode)
+        more: dict[str, Any] = {"logprobs": 20} if wanted else {}
+        have = [one for one in self.edits if one is not None]
+        if edited and have:
+            slots = [-1 if one is None else have.index(one) for one in self.edits]
+            more |= {"slots": np.array(slots, np.int32), "counts": np.stack([self.counts[one] for one in have])}
+            more |= {"bias": np.stack([one.bias for one in have])}
+            more |= {"penalties": np.stack([one.penalties for one in have])}
+        if edited and any(mask is not None for mask in self.masks):
+            words = [mask_words(mask, VOCAB) for mask in self.masks if mask is not None]
+            rows = itertools.count()
+            masked = [-1 if mask is None else next(rows) for mask in self.masks]
+            more |= {"masked": np.array(masked, np.int32), "masks": np.stack(words)}
+        drawn: Any = ops.sample_tokens(self.logits, self.inputs["lengths"], *self.parameters, kind, **more)
+        self.drawn, *self.found = drawn if wanted else (drawn,)
+        for one, token in zip(self.edits, self.drawn.tolist(), strict=True):
+            if one is not None and token >= 0:
+                self.counts[one][token] = (self.counts[one][token] + ONE) | SEEN
         self.inputs["tokens"][:] = self.drawn
         self.inputs["positions"][:] += 1
         self.inputs["lengths"][:] += 1
 
     def launched(self) -> Any:
-        drawn = self.drawn.tolist()
+        drawn, found = self.drawn.tolist(), self.found
 
         class Flight:
             def tokens(self) -> list[int]:
                 return drawn
+
+            def logprobs(self) -> list[np.ndarray]:
+                return found
 
         return Flight()
 
@@ -221,10 +261,10 @@ def test_a_drawing_device_is_ahead_of_its_host(loaded: LLM, monkeypatch: pytest.
     ahead = 0
     draw = llm.engine.draw
 
-    def watched(sequences: Any, tokens: Any, rows: Any, mode: str) -> Any:
+    def watched(sequences: Any, tokens: Any, *how: Any) -> Any:
         nonlocal ahead
         ahead += tokens is None
-        return draw(sequences, tokens, rows, mode)
+        return draw(sequences, tokens, *how)
 
     monkeypatch.setattr(llm.engine, "draw", watched)
     with scheduler(llm) as made:

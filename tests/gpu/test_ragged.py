@@ -396,7 +396,10 @@ def test_gated_delta_net_of_a_run_does_not_depend_on_the_others(dtype, rng):
 
 @pytest.mark.parametrize("accepted", range(4))
 def test_a_kept_run_is_committed_as_far_as_it_was_accepted(accepted, dtype, rng):
-    """The bits of a state do not depend on whether its tokens were kept and committed or moved it on one by one."""
+    """A state does not depend on whether its tokens were kept and committed or moved it on one by one.
+
+    On a GPU but for a rounding: there products and sums of the two kernels are joined differently.
+    """
     x, weight = numbers(rng, dtype, 9, C), numbers(rng, dtype, C, W)
     g, b = (rng.uniform(0.5, 1, (9, Hv)).astype(np.float32) for _ in range(2))
     tensors = (x, weight, g, b, numbers(rng, dtype, SLOTS, W - 1 + K, C), numbers(rng, np.float32, SLOTS, Hv, Dv, Dk))
@@ -422,4 +425,4 @@ def test_a_kept_run_is_committed_as_far_as_it_was_accepted(accepted, dtype, rng)
             for t in range(first, first + count):
                 same(to_host(step(1, t, (1,), (slot,), *one_by_one))[0], to_host(got[t]))
             same(to_host(conv[slot, : W - 1]), to_host(one_by_one[0][slot, : W - 1]))
-            same(to_host(state[slot]), to_host(one_by_one[1][slot]))
+            close(to_host(state[slot]), to_host(one_by_one[1][slot]), 2e-7 if GPU else 0.0)

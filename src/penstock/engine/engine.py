@@ -227,12 +227,18 @@ class Engine:
             return self.device.to_host(runner.outputs[0][: len(ids)])
 
     def draw(
-        self, sequences: Seq[Sequence], tokens: Seq[int] | None, rows: Seq[Mapping[str, float]], mode: str
+        self,
+        sequences: Seq[Sequence],
+        tokens: Seq[int] | None,
+        rows: Seq[Mapping[str, Any]],
+        mode: str,
+        masks: Seq[np.ndarray | None] = (),
     ) -> Flight:
         """Append one token to each of B sequences and draw the next ones on the device, without waiting for them.
 
         tokens None: those that the last call drew, for the same sequences; only where `continues` says so. rows: how
-        each row draws, the same objects as long as it stays the same; mode as in `ops.sample_tokens`.
+        each row draws (`Sampler.row`), the same objects as long as it stays the same; mode as of `mode_of`; masks: the
+        words of each row's grammar, None where it has none.
         """
         for sequence in sequences:
             self.check_room(sequence, 1)
@@ -246,8 +252,11 @@ class Engine:
                 runner = last.runner
             else:
                 runner = self._filled(sequences, self.token_array(tokens))
-            if last is None or last.runner is not runner or last.drawing is not runner.drawing or last.rows != rows:
-                runner.drawing.fill(rows)
+            edits = [row["edits"] for row in rows if "edits" in row]
+            changed = len(masks) > 0 or any(one.stale or one.forgotten for one in edits)
+            filled = last is not None and last.runner is runner and last.drawing is runner.drawing and last.rows == rows
+            if changed or not filled:
+                runner.drawing.fill(rows, masks)
             with mark_corrupt_on_error(sequences):
                 runner.run(mode, runner.drawing.calls)
                 for sequence in sequences:

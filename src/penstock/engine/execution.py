@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from penstock.engine.engine import Engine
 from penstock.engine.response import Token
-from penstock.engine.sampling import Sampled, mode_of
+from penstock.engine.sampling import mode_of, with_logprobs
 from penstock.engine.state import RequestState
 from penstock.engine.steps import Run
 from penstock.errors import NonFiniteLogits
@@ -126,7 +128,8 @@ class Decoder:
         if under_way is None:
             if not states:
                 return []
-            if not (engine.device.samples_tokens and all(state.draws_on_device for state in states)):
+            edited = sum(state.sampler.edits is not None for state in states)
+            if not engine.device.samples_tokens or edited > engine.device.most_edited:
                 return self._decoded(states)
             under_way = states, self._draw(states, [state.tokens[state.computed_tokens] for state in states])
         flying, flight = under_way
@@ -137,6 +140,8 @@ class Decoder:
                     if engine.continues([state.opened for state in states]):
                         self._ahead, behind = (states, self._draw(states, None)), 1
             tokens = flight.tokens()
+            wanted = any(state.sampler.params.logprobs is not None for state in flying)
+            logprobs = zip(*flight.logprobs(), strict=True) if wanted else itertools.repeat(None)
         except BaseException:
             self._ahead = None
             for state in flying:
@@ -144,9 +149,13 @@ class Decoder:
                     state.sequence.corrupt = True
             raise
         found: Drawn = []
-        for state, token in zip(flying, tokens, strict=False):
-            if state.sequence is not None and state.computed_tokens - behind == len(state.tokens):
-                found.append((state, self._taken(state, token, state.sequence.length - behind)))
+        for state, token, own in zip(flying, tokens, logprobs, strict=False):
+            if state.sequence is None:
+                continue
+            if state.computed_tokens - behind == len(state.tokens):
+                found.append((state, self._taken(state, token, own, state.sequence.length - behind)))
+            elif state.sampler.edits is not None:
+                state.sampler.edits.stale = True  # the device has counted a token that was known
         return found
 
     def _decoded(self, states: list[RequestState]) -> Drawn:
@@ -162,13 +171,18 @@ class Decoder:
     def _draw(self, states: Seq[RequestState], tokens: list[int] | None) -> Flight:
         samplers = [state.sampler for state in states]
         sequences = [state.opened for state in states]
-        return self.engine.draw(sequences, tokens, [sampler.row for sampler in samplers], mode_of(samplers))
+        grammars = [state.request.grammar for state in states]
+        masked = any(grammar is not None for grammar in grammars)
+        masks = [None if grammar is None else grammar.mask() for grammar in grammars] if masked else []
+        rows = [sampler.row for sampler in samplers]
+        return self.engine.draw(sequences, tokens, rows, mode_of(samplers, masked), masks)
 
-    def _taken(self, state: RequestState, token: int, position: int) -> Token | Exception:
+    def _taken(self, state: RequestState, token: int, logprobs: Any, position: int) -> Token | Exception:
         if token < 0:
             error = NonFiniteLogits(f"sample: the model produced non-finite logits at position {position}")
             return self.engine.located(error, state.opened, state.last)
         try:
-            return state.take(Sampled(token, None, None), position)
+            state.sampler.record(token)
+            return state.take(with_logprobs(state.sampler, token, logprobs), position)
         except Exception as error:
             return error

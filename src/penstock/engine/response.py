@@ -200,7 +200,8 @@ class ResponseHandle:
         self.finish_reason: str | None = None
         self._queue, self._cancel, self._driver, self._cached = queue, cancel, driver, cached
         self._text = None if tokenizer is None else AnswerText(tokenizer, request)
-        weakref.finalize(self, _forget, queue).atexit = False
+        # by a weak reference: an error in the queue has frames that hold this handle
+        weakref.finalize(self, _forget, weakref.ref(queue)).atexit = False
 
     @property
     def state(self) -> str:
@@ -391,6 +392,7 @@ def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-def _forget(queue: ChunkQueue) -> None:
+def _forget(queue: weakref.ref[ChunkQueue]) -> None:
     """Its handle is gone. No lock is taken: this may be called anywhere, while any is held."""
-    queue.cancelled = True
+    if (left := queue()) is not None:
+        left.cancelled = True

@@ -86,13 +86,14 @@ class RequestState:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a step may be launched before the tokens of the one under way are known."""
+        """Whether a step may be launched before the tokens of the one under way are known.
+
+        Not where the next token depends on the last one on the host: a grammar, a repetition context.
+        """
+        if self.request.grammar is not None or self.sampler.waits:
+            return False
         room = len(self.tokens) + 1 < self.request.max_tokens and self.opened.length + 1 < self.max_context
         return self.owned and room and self.computed_tokens == len(self.tokens)
-
-    @property
-    def draws_on_device(self) -> bool:
-        return self.sampler.draws and self.request.grammar is None
 
     @property
     def last(self) -> int | None:

@@ -214,6 +214,7 @@ class Sampling(Protocol):
     """How tokens are drawn."""
 
     samples_tokens: bool  # here, without their logits going to the host
+    most_edited: int  # rows of a step that may have penalties or a bias; with more the logits go to the host
 
     def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Drawing:
         """What draws tokens from the logits of a decode program with these inputs; only where `samples_tokens`."""

@@ -27,6 +27,7 @@ class CpuDevice:
     host_memory = True
     runs_programs = True
     samples_tokens = False
+    most_edited = 0
     chunk_alignment = 256  # a page of the caches: each is written by one chunk
     min_pages = 4
     joins = 1

@@ -28,6 +28,7 @@ class CudaDevice:
     host_memory = False
     runs_programs = True
     samples_tokens = True
+    most_edited = 64
     min_pages = 16
     joins = 64
     ragged = False
