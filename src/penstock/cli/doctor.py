@@ -30,7 +30,7 @@ _DIED = "the process that tried torch died"
 _LIBRARIES = ("ml_dtypes", "safetensors", "tokenizers", "jinja2", "huggingface_hub", "typer", "rich")
 # What the extras of pyproject.toml bring besides torch and triton, and what for.
 _EXTRAS = {
-    "server": (("starlette", "uvicorn", "pydantic", "prometheus_client"), "to serve models over HTTP"),
+    "server": (("starlette", "uvicorn", "pydantic", "prometheus_client", "msgspec"), "to serve models over HTTP"),
     "grammar": (("llguidance",), "for answers that follow a JSON schema or a grammar"),
 }
 _DISK_BYTES = 64 << 20  # written and read to measure a disk

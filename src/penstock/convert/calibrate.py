@@ -269,11 +269,6 @@ class _Watch:
     def _mla_cache_append(self, latent: np.ndarray, *_: Any) -> None:
         self._latent = latent.copy()  # its memory is used again before the layer's attention is over
 
-    def _mla_prefill(self, q: np.ndarray, *rest: Any) -> None:
-        *_, key, value, _ = rest
-        self._mla_q_prime(q, key)
-        self._mla_out_per_head(q, value)
-
     def _mla_q_prime(self, q: np.ndarray, key: Any) -> None:
         inputs = self._inputs(key, q.shape[2], q.shape[1])
         if inputs is not None:
