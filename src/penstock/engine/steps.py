@@ -183,8 +183,8 @@ def step_arrays(runs: Seq[Run], tables: Mapping[int | None, str]) -> dict[str, n
 
 
 def ragged_step(arrays: Mapping[str, Any], tables: Mapping[int | None, str], **more: Any) -> Step:
-    """The step of these arrays, or of the values that stand for them in a trace."""
-    names = ("slots", "lengths", "sequence", "starts")
+    """The step of these arrays, or of the values that stand for them in a trace. One row is a sequence by itself."""
+    names = ("slots", "lengths") if arrays["tokens"].shape[0] == 1 else ("slots", "lengths", "sequence", "starts")
     return Step(
         arrays["tokens"],
         arrays["positions"],

@@ -44,9 +44,9 @@ Layout = PagedKV | RecurrentState
 @dataclass(frozen=True)
 class Step:
     """One call. Ragged: tokens, positions, sequence int32 [T], starts [B + 1], lengths, slots [B], tables [B, n] per
-    window. Decode: tokens, positions, lengths, slots [B], tables [B, n]. Prefill: tokens [T], positions a 0-d array
-    (that of the first token, which `start` is on the host), lengths None, slots None and `slot` the sequence's, tables
-    [n].
+    window. Decode, each row a run of its own: tokens, positions, lengths, slots [B], tables [B, n]. Prefill: tokens
+    [T], positions a 0-d array (that of the first token, which `start` is on the host), lengths None, slots None and
+    `slot` the sequence's, tables [n].
     """
 
     tokens: Array
