@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock import models
 from penstock.engine import compile_ahead
+from penstock.engine.admission import all_memory
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
@@ -139,7 +140,7 @@ class LLM:
         """Runs the requests of `generate`, `stream` and sessions: those of several threads share its steps."""
         with self._lock:
             if self._scheduler is None:
-                memory = self.engine.caches.nbytes + max(1, self.engine.device.free_memory())
+                memory = all_memory(self.engine)
                 self._scheduler = Scheduler(
                     self, max_sequences=MAX_BATCH, queue=1 << 30, prefix_cache=False, memory=memory, record=_not_counted
                 )

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.api import LLM, load_random
 from penstock.engine.engine import Engine
-from penstock.engine.programs import table_width
+from penstock.engine.steps import table_width
 from penstock.models.step import Step
 from tests.models.common import error, moe_config, next_config, small_config, some_tokens
 from tests.models.made import decoded

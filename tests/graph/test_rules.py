@@ -9,7 +9,8 @@ import pytest
 from penstock import models
 from penstock.dtypes import numpy_dtype
 from penstock.engine.cache import Caches
-from penstock.engine.programs import Programs, table_width
+from penstock.engine.programs import Programs
+from penstock.engine.steps import table_width
 from penstock.graph import Graph
 from penstock.graph.fuse import RULES
 from penstock.graph.rewrite import Rule, rewritten

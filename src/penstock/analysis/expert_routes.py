@@ -20,9 +20,10 @@ import numpy as np
 
 from penstock import ops
 from penstock.analysis.weights import walk
+from penstock.engine.admission import all_memory
 from penstock.engine.engine import Engine, Model
-from penstock.engine.programs import table_width
 from penstock.engine.scheduler import SchedulableModel, Scheduler
+from penstock.engine.steps import table_width
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.simulate import Row, Trace, repeats, table
 from penstock.graph import Node
@@ -209,8 +210,7 @@ def _pages(engine: Engine) -> Iterator[None]:
 
 def _alone(llm: SchedulableModel) -> Scheduler:
     """A scheduler for one request, whose steps are looked at one by one."""
-    memory = llm.engine.caches.nbytes + max(1, llm.engine.device.free_memory())
-    return Scheduler(llm, max_sequences=1, prefix_cache=False, memory=memory, overlap=False)
+    return Scheduler(llm, max_sequences=1, prefix_cache=False, memory=all_memory(llm.engine), overlap=False)
 
 
 @contextmanager

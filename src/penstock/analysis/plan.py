@@ -20,7 +20,7 @@ from penstock.backends.cuda.runtime.features import unusable
 from penstock.engine.cache import Caches
 from penstock.engine.expert_weights import expert_layers
 from penstock.engine.options import WORKING_BYTES, resolve_options
-from penstock.engine.programs import table_width
+from penstock.engine.steps import table_width
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.packed import NAME, open_packed
 from penstock.experts.policy import AUTO

@@ -19,7 +19,8 @@ from penstock import ops
 from penstock.analysis.weights import experts_read, rows_read, span, walk
 from penstock.dtypes import ITEMSIZE, numpy_dtype
 from penstock.engine.cache import Caches
-from penstock.engine.programs import Programs, table_name, table_width
+from penstock.engine.programs import Programs
+from penstock.engine.steps import table_name, table_width
 from penstock.errors import BackendError, InvalidArgument, OutOfMemory
 from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from penstock.engine.cache import PageTable, Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.prefix import Entry, PrefixCache
-from penstock.engine.programs import table_width
+from penstock.engine.steps import table_width
 from penstock.errors import OutOfMemory
 from penstock.units import amount
 
@@ -80,6 +80,11 @@ class Admission:
 
 def _held(tables: Mapping[int | None, PageTable]) -> dict[int | None, int]:
     return {window: len(table.ids) - table.first for window, table in tables.items()}
+
+
+def all_memory(engine: Engine) -> int:
+    """Bytes of what sequences have and of what is free: a limit for those that take memory while it lasts."""
+    return engine.caches.nbytes + max(1, engine.device.free_memory())
 
 
 def memory_for_sequences(engine: Engine, sequences: int) -> int:

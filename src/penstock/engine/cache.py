@@ -115,27 +115,24 @@ class Caches:
         self.layouts = tuple(layouts)
         self.dtype = dtype
         self.device = device or device_for("cpu")
-        self.arrays, self._reserved = self._first_arrays()
         windows = {layout.window for layout in self.layouts if isinstance(layout, PagedKV)}
         self.pools = {window: PagePool(window) for window in sorted(windows, key=lambda w: -1 if w is None else w)}
+        self.arrays, self._reserved = self._first_arrays()
         self._slots = 0
         self._free_slots: list[int] = []
         self.version = 0  # changes when arrays are replaced by larger ones
 
     def _first_arrays(self) -> tuple[list[tuple[Any, Any]], bool]:
         """The arrays to begin with, and whether they are as large as they can ever be."""
-        rows: dict[Any, int] = {}
-        for layout in self.layouts:
-            window = layout.window if isinstance(layout, PagedKV) else "slots"
-            rows[window] = rows.get(window, 0) + self._row_bytes(layout)
-        most = {window: self.device.most_rows(nbytes) for window, nbytes in rows.items()}
-        if all(most.values()):
+        pages = {window: self.device.most_rows(self.page_bytes(window)) for window in self.pools}
+        slots = self.device.most_rows(self.slot_bytes)
+        if slots and all(pages.values()):
             try:
                 return [
                     empty(
                         layout,
-                        most[layout.window] if isinstance(layout, PagedKV) else 0,
-                        most.get("slots", 0),
+                        pages[layout.window] if isinstance(layout, PagedKV) else 0,
+                        slots,
                         self.dtype,
                         self.device.reserve,
                     )

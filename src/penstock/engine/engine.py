@@ -19,9 +19,9 @@ import numpy as np
 
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.nonfinite import first_nonfinite
-from penstock.engine.programs import Programs, Runner, table_name, table_width
+from penstock.engine.programs import Programs, Runner
 from penstock.engine.request import RequestLimits, token_array
-from penstock.engine.steps import MOST_SEQUENCES, Run, ragged_step, step_arrays, table_names
+from penstock.engine.steps import MOST_SEQUENCES, Run, ragged_step, step_arrays, table_name, table_names, table_width
 from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits
 from penstock.experts.streamed import Streamed
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT

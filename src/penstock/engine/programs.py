@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.engine.cache import Caches
 from penstock.engine.runner import Runner, SegmentedRunner
-from penstock.engine.steps import Steps
+from penstock.engine.steps import Steps, table_name, table_width
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import EXPERT_OPS, Streamed
 from penstock.graph import Graph, Program, Wrap, trace
@@ -23,15 +23,6 @@ from penstock.ops.array import Spec, spec_of
 from penstock.units import amount
 
 KEPT = 48  # programs of prefills and of decodes that are kept, the latest used ones
-_LEAST_PAGES = 4  # of a block table: tables grow in powers of two, and a new size is a new program
-
-
-def table_width(pages: int) -> int:
-    """Columns of a block table that has room for this many pages."""
-    width = _LEAST_PAGES
-    while width < pages:
-        width *= 2
-    return width
 
 
 class Programs:
@@ -252,7 +243,3 @@ class _Watched(Step):
         if name == "start":
             object.__getattribute__(self, "_read").append(True)
         return object.__getattribute__(self, name)
-
-
-def table_name(window: int | None) -> str:
-    return f"table{'' if window is None else window}"

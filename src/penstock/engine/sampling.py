@@ -118,11 +118,6 @@ class Sampler:
             self.row["edits"] = self.edits
 
     @property
-    def draws(self) -> bool:
-        """Whether a device chooses with what it was given once, and nothing is wanted of it but tokens."""
-        return self.edits is None and self.params.logprobs is None
-
-    @property
     def waits(self) -> bool:
         """Whether a token has to be recorded before a device draws the next one: some leave the repetition context."""
         return self._recent is not None

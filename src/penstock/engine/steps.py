@@ -43,6 +43,7 @@ class Steps:
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
+        self._windows = table_names(programs.caches.pools)
         self._kinds: dict[Any, SizedProgram] = {}
         self._bound: dict[Any, tuple[Bound, dict[str, np.ndarray]]] = {}
         self._buffers: dict[str, np.ndarray] = {}
@@ -68,10 +69,6 @@ class Steps:
                 inputs[name][...] = array
         (found,) = bound.run()
         return found if R else None
-
-    @property
-    def _windows(self) -> dict[int | None, str]:
-        return table_names(self._programs.caches.pools)
 
     def _bind(self, sizes: dict[str, int], logits: bool, prompt: bool) -> tuple[Bound, dict[str, np.ndarray]]:
         programs = self._programs
@@ -108,9 +105,7 @@ class Steps:
         one = T == 1
         key = (one, logits, prompt)
         if key not in self._kinds:
-            most_pages = _LEAST_PAGES * 2
-            while most_pages * PAGE < 2 * programs.max_context:
-                most_pages *= 2
+            most_pages = max(2 * _LEAST_PAGES, table_width(-(-2 * programs.max_context // PAGE)))
             least = {"T": 1 if one else 2, "B": 1, "R": 1, "n": _LEAST_PAGES}
             most = {"T": MOST_TOKENS, "B": MOST_SEQUENCES, "R": MOST_LOGITS, "n": most_pages}
             if one:
@@ -146,7 +141,19 @@ class Steps:
 
 def table_names(windows: Iterable[int | None]) -> dict[int | None, str]:
     """The inputs that are block tables, by their window."""
-    return {window: f"table{'' if window is None else window}" for window in windows}
+    return {window: table_name(window) for window in windows}
+
+
+def table_name(window: int | None) -> str:
+    return f"table{'' if window is None else window}"
+
+
+def table_width(pages: int) -> int:
+    """Columns of a block table that has room for this many pages."""
+    width = _LEAST_PAGES
+    while width < pages:
+        width *= 2
+    return width
 
 
 def step_arrays(runs: Seq[Run], tables: Mapping[int | None, str]) -> dict[str, np.ndarray]:
@@ -173,10 +180,7 @@ def step_arrays(runs: Seq[Run], tables: Mapping[int | None, str]) -> dict[str, n
     }
     for window, name in tables.items():
         own = [run.sequence.tables[window].array for run in runs]
-        width = _LEAST_PAGES
-        while width < max(map(len, own)):
-            width *= 2
-        arrays[name] = np.zeros((len(runs), width), np.int32)
+        arrays[name] = np.zeros((len(runs), table_width(max(map(len, own)))), np.int32)
         for row, pages in zip(arrays[name], own, strict=True):
             row[: len(pages)] = pages
     return arrays

@@ -54,11 +54,6 @@ class SizedProgram:
     def arena_bytes(self) -> int:
         return self.program.arena_bytes
 
-    def shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        """Shapes of the inputs at these sizes."""
-        numbers = self._numbers(sizes)
-        return {name: tuple(numbers[i] for i in self._shapes[value][0]) for name, value in self.graph.inputs.items()}
-
     def bind(self, sizes: Sizes, inputs: Mapping[str, Any], arena: Any, wrap: Wrap | None = None) -> Bound:
         """As `Program.bind`, at these sizes. wrap gets the nodes of the largest sizes: their shapes say nothing."""
         numbers = self._numbers(sizes)
