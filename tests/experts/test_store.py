@@ -105,6 +105,38 @@ def test_experts_that_are_there_are_not_read_again():
     assert (store.counters.hits, store.counters.reads) == (6, 3)
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfru", "pin"])
+@pytest.mark.parametrize("prefill", [False, True])
+def test_rows_without_experts_ask_for_nothing(prefill, policy):
+    store, files = made(6, policy=policy)
+    none = np.full((2, TOP), -1, np.int32)
+    assert store.request(0, none, prefill)
+    store.wait(0, none)
+    store.prefetch(0, none)
+    assert list(store.expert_batches(0, none)) == [] and len(list(store.token_batches(0, none))) == 1
+    assert not files.reads and (store.slot_of[0] == -1).all() and store.counters.hits == 0
+    some = np.array([[-1, -1, -1], [2, 5, 2]], np.int32)
+    for _ in range(2):
+        assert store.request(0, some, prefill)
+        store.wait(0, some)
+    assert sorted(files.reads) == [(0, 2), (0, 5)] and (store.counters.hits, store.counters.reads) == (2, 2)
+    (batch,) = store.expert_batches(0, some)
+    assert np.flatnonzero(batch >= 0).tolist() == [2, 5]
+    check_all(store)
+
+
+def test_a_prefill_counts_the_rows_of_sequences():
+    """What a policy learns from a prefill does not depend on rows without experts."""
+    some = np.array([[4, 2, 5], [2, 5, 1]], np.int32)
+    found = []
+    for ids in (some, np.concatenate([some, np.full((5, TOP), -1, np.int32)])):
+        store, _ = made(6, policy="lfru")
+        assert store.request(0, ids, prefill=True)
+        store.wait(0, ids)
+        found.append(store.pool_of[0].policy.ranks())
+    np.testing.assert_array_equal(*found)
+
+
 def test_lru_gives_up_what_was_not_used_for_the_longest_time():
     store, _ = made(4, layers=1)
     for ids in ([0, 1, 2], [3], [0], [4]):

@@ -9,7 +9,7 @@ import torch
 import penstock
 from penstock import ops
 from penstock.errors import BackendError
-from tests.gpu.common import GPU, reference, run, to_device
+from tests.gpu.common import GPU, reference, run, to_device, to_host
 from tests.ops.common import assert_close, assert_same_bits, fenced, i32, normal, quantized
 
 ROUTERS = {
@@ -263,6 +263,36 @@ def test_moe_forward_skips_absent_experts(variant, rng):
     present = np.array([[1, 0, 0], [0, 0, 0]], np.float32)
     safe = {**call, "ids": i32([3, 3, 3], [3, 3, 3]), "weights": call["weights"] * present}
     close_enough(got, reference(ops.moe_forward, **safe), 4e-6)
+
+
+@pytest.mark.parametrize("way", ["rows", "grouped", "deterministic", "int8"])
+def test_rows_of_no_sequence_leave_the_others_as_they_are(way, rng):
+    """Rows beyond the tokens of a step: none, some, all but a few, all. What they hold is not looked at."""
+    T, sizes = (300, {"E": 16, "k": 4, "N": 256, "K": 512}) if GPU else (9, {"E": 3, "k": 2, "N": 32, "K": 32})
+    T = T if GPU or way in ("grouped", "int8") else 3  # the interpreter is slow by the program
+    call = with_fences(block(rng, T, **sizes, dtype="bfloat16", group_size=32))
+    call["activations"] = "int8" if way == "int8" else "float32"
+    logits = normal(rng, T, sizes["E"])
+
+    def routed(inactive: np.ndarray) -> np.ndarray:
+        given = {**call, "x": np.where(inactive[:, None], call["x"].dtype.type(np.nan), call["x"])}
+        made = {name: to_device(value) for name, value in given.items()}
+        seen = to_device(np.where(inactive[:, None], np.float32(np.nan), logits))
+        active = to_device(np.where(inactive, -1, np.arange(T)).astype(np.int32))
+        with penstock.backend("cuda"):
+            made["ids"], made["weights"] = ops.moe_softmax_topk(seen, sizes["k"], True, active)
+        made["weights"][made["ids"] < 0] = float("inf")
+        variant = way if way in ("rows", "grouped") else None
+        with penstock.backend("cuda", variant=variant, deterministic=way == "deterministic"):
+            return to_host(ops.moe_forward(**made))
+
+    row = np.arange(T)
+    want = routed(row < 0)
+    assert np.isfinite(want.astype(np.float32)).all()
+    for inactive in (row % 3 > 0, row >= 2, row >= 0):
+        got = routed(inactive)
+        assert_same_bits("rows of sequences", got[~inactive], want[~inactive])
+        assert not got[inactive].any()
 
 
 def test_expert_mlp_leaves_the_rows_of_absent_experts(rng):

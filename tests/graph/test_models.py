@@ -1,13 +1,16 @@
 """Every family as programs: fused equals unfused, replays equal the ops called one by one, shapes grow."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock import ops
 from penstock.api import LLM, load_random
 from penstock.engine.engine import Engine
-from penstock.engine.steps import table_width
+from penstock.engine.steps import Run, ragged_step, step_arrays, table_names, table_width
+from penstock.models import layers
 from penstock.models.step import Step
 from tests.models.common import error, moe_config, next_config, small_config, some_tokens
 from tests.models.made import decoded
@@ -81,6 +84,39 @@ def test_unfused_replays_give_the_bits_of_the_ops_one_by_one(name):
     llm = unfused(load_random(CONFIGS[name], device="cpu", activations="int8", max_context=1024))
     tokens = some_tokens(20)
     np.testing.assert_array_equal(decoded(llm, tokens, 5), eager(llm, tokens, 5))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4-moe", "deepseek_v3-v3", "llama-moe", "llama-mixed moe"])
+def test_rows_of_no_sequence_choose_no_expert(name, monkeypatch):
+    """A step with rows behind its tokens, as programs of fixed sizes have: the others have the bits they have alone."""
+    engine = load_random(CONFIGS[name], device="cpu", activations="int8", max_context=1024).engine
+    family, config, weights = engine.model.family, engine.model.config, engine.model.weights
+    chosen = []
+
+    def moe_forward(x, ids, *args, **kwargs):
+        chosen.append(ids)
+        return ops.moe_forward(x, ids, *args, **kwargs)
+
+    monkeypatch.setattr(layers, "ops", SimpleNamespace(**{**vars(ops), "moe_forward": moe_forward}))
+    tables = table_names(engine.caches.pools)
+    found = []
+    for unused in (0, 3):
+        sequence = engine.open()
+        engine.caches.reserve(sequence, 2)
+        arrays = step_arrays([Run(sequence, np.array([5, 9], np.int32), "all", True)], tables)
+        for row, number in (("tokens", -1), ("positions", 0), ("sequence", -1)):
+            arrays[row] = np.concatenate([arrays[row], np.full(unused, number, np.int32)])
+        active = arrays["sequence"] if unused else None
+        step = ragged_step(arrays, tables, active=active, activations=engine.activations, dtype=engine.dtype)
+        found.append(family.forward(step, weights, config, engine.caches.arrays))
+        engine.close(sequence)
+    np.testing.assert_array_equal(found[1][:2], found[0])
+    assert np.isfinite(found[1]).all()
+    half = len(chosen) // 2
+    assert half > 0
+    for alone, padded in zip(chosen[:half], chosen[half:], strict=True):
+        np.testing.assert_array_equal(padded[:2], alone)
+        np.testing.assert_array_equal(padded[2:], np.full((3, config.top_k), -1))
 
 
 def test_a_thousand_replays_give_the_tokens_of_the_ops_one_by_one():

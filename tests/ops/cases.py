@@ -364,6 +364,20 @@ def _embedding(rng, dtype, T, vocab, dim):
     return {"token_ids": rng.integers(0, vocab, T).astype(np.int32), "table": normal(rng, vocab, dim, dtype=dtype)}
 
 
+@case("embedding", sizes={"no-token": (7, 11, 20)}, rel=0)
+def _embedding_of_no_token(rng, dtype, T, vocab, dim):
+    call = _embedding(rng, dtype, T, vocab, dim)
+    call["token_ids"][::3] = -1
+    return call | {"dtype": "bfloat16"}
+
+
+@case("quantized_embedding", sizes={"no-token": (5, 9, 3), "no-token-alone": (1, 4, 4)}, rel=0)
+def _quantized_embedding_of_no_token(rng, dtype, T, vocab, bits):
+    call = _quantized_embedding(rng, dtype, T, vocab, bits)
+    call["token_ids"][::3] = -1
+    return call
+
+
 @case("quantized_embedding", sizes={f"{bits}bit": (5, 9, bits) for bits in (2, 3, 4, 5, 6, 8)}, rel=0)
 def _quantized_embedding(rng, dtype, T, vocab, bits):
     ids = rng.integers(0, vocab, T).astype(np.int32)
@@ -402,6 +416,31 @@ def _moe_softmax_topk(rng, dtype, T, E, k):
 def _moe_group_route(rng, dtype, T, E, G, keep, k):
     routing = {"n_group": G, "topk_group": keep, "top_k": k, "routed_scaling_factor": 2.5, "propagate_nan": T > 1}
     return {"logits": normal(rng, T, E), "bias": normal(rng, E, scale=0.1), **routing}
+
+
+INACTIVE = {"inactive": (5, 33, 3), "inactive-alone": (1, 8, 2)}
+
+
+def _inactive(call):
+    """Every third row, from the first on, is of no sequence, whatever its logits are."""
+    T = len(call["logits"])
+    call["logits"][0] = np.nan
+    return {**call, "active": np.arange(T, dtype=np.int32) % 3 - 1, "propagate_nan": True}
+
+
+@case("moe_route", sizes=INACTIVE, dtypes=F32)
+def _moe_route_inactive(rng, dtype, T, E, k):
+    return _inactive(_moe_route(rng, dtype, T, E, k))
+
+
+@case("moe_softmax_topk", sizes=INACTIVE, dtypes=F32)
+def _moe_softmax_topk_inactive(rng, dtype, T, E, k):
+    return _inactive(_moe_softmax_topk(rng, dtype, T, E, k))
+
+
+@case("moe_group_route", sizes={"inactive": (5, 24, 3, 2, 4), "inactive-alone": (1, 8, 2, 1, 2)}, dtypes=F32)
+def _moe_group_route_inactive(rng, dtype, T, E, G, keep, k):
+    return _inactive(_moe_group_route(rng, dtype, T, E, G, keep, k))
 
 
 @case("moe_normalize_weights", sizes={"decode": (1, 8), "ragged": (5, 3), "empty": (0, 2)}, dtypes=F32)
@@ -525,6 +564,89 @@ def _moe_shared_forward_int8(rng, dtype, T, E, k, N, K):
 @case("moe_shared_forward", sizes={"batches": (5, 4, 2, 32, 64)}, rel=4e-6, whole=True)
 def _moe_shared_forward_in_batches(rng, dtype, T, E, k, N, K):
     return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "expert_out": normal(rng, T, k, K)}
+
+
+def _no_expert(call, *unread):
+    """Ids −1, of every third row from the first on and of one more pair; NaN in what is `unread` there."""
+    ids = call["ids"]
+    ids[::3] = -1
+    ids[1:2, -1] = -1
+    for name in unread:
+        of_rows = len(call[name].shape) == 2 and name == "x"
+        call[name][(ids < 0).all(axis=-1) if of_rows else ids < 0] = np.nan
+    return call
+
+
+# pairs one by one, none at all, sorted by expert
+NO_EXPERT = {
+    "no-expert": (2, 16, 2, 33, 32, 7),
+    "no-expert-alone": (1, 4, 2, 32, 32, 7),
+    "no-expert-5": (5, 4, 2, 32, 64, 7),
+}
+
+
+@case("expert_gate_up", sizes=NO_EXPERT, rel=4e-6, whole=True)
+def _expert_gate_up_no_expert(rng, dtype, T, E, k, N, K, dim):
+    return _no_expert(_expert_gate_up(rng, dtype, T, E, k, N, K, dim), "x")
+
+
+@case("expert_gate_up", sizes={f"joined-{label}": size for label, size in NO_EXPERT.items()}, rel=4e-6, whole=True)
+def _expert_gate_up_joined_no_expert(rng, dtype, T, E, k, N, K, dim):
+    return _no_expert(_expert_gate_up_joined(rng, dtype, T, E, k, N, K, dim), "x")
+
+
+@case("expert_gate_up", sizes={f"int8-{label}": size for label, size in NO_EXPERT.items()}, rel=4e-6, whole=True)
+def _expert_gate_up_int8_no_expert(rng, dtype, T, E, k, N, K, dim):
+    return _no_expert(_expert_gate_up_int8(rng, dtype, T, E, k, N, K, dim), "x")
+
+
+@case("expert_down_sum", sizes=NO_EXPERT, rel=4e-6, whole=True)
+def _expert_down_sum_no_expert(rng, dtype, T, E, k, N, K, dim):
+    return _no_expert(_down(rng, dtype, T, E, k, K, dim), "h", "weights")
+
+
+@case("expert_matmul", sizes={"no-expert": (6, 2, 3, 7, 32), "no-expert-alone": (6, 1, 2, 7, 32)}, rel=4e-6, whole=True)
+def _expert_matmul_no_expert(rng, dtype, E, T, k, N, K):
+    return _no_expert(_expert_matmul_stack(rng, dtype, E, T, k, N, K), "x")
+
+
+@case("expert_mlp", sizes=NO_EXPERT, rel=4e-6, whole=True)
+def _expert_mlp_no_expert(rng, dtype, T, E, k, N, K, dim):
+    return _no_expert(_expert_mlp(rng, dtype, T, E, k, N, K, dim), "x")
+
+
+NO_EXPERTS_OF_BLOCK = {label: (*size[:-3], 32, 64) for label, size in NO_EXPERT.items()}
+
+
+@case("moe_forward", sizes=NO_EXPERTS_OF_BLOCK, rel=4e-6, whole=True)
+def _moe_forward_no_expert(rng, dtype, T, E, k, N, K):
+    return _no_expert(_moe_forward(rng, dtype, T, E, k, N, K), "x", "weights")
+
+
+@case("moe_forward", sizes={f"int8-{label}": size for label, size in NO_EXPERTS_OF_BLOCK.items()}, rel=4e-6, whole=True)
+def _moe_forward_int8_no_expert(rng, dtype, T, E, k, N, K):
+    return {**_moe_forward_no_expert(rng, dtype, T, E, k, N, K), "activations": "int8"}
+
+
+@case("moe_forward", sizes={"batches-no-expert": (5, 4, 2, 32, 64)}, rel=4e-6, whole=True)
+def _moe_forward_in_batches_no_expert(rng, dtype, T, E, k, N, K):
+    return _no_expert(_moe_forward_in_batches(rng, dtype, T, E, k, N, K), "x", "weights", "expert_out")
+
+
+# as above, and pairs one by one in the turn of their experts
+@case("moe_shared_forward", sizes={**NO_EXPERTS_OF_BLOCK, "no-expert-2": (2, 8, 2, 32, 64)}, rel=4e-6, whole=True)
+def _moe_shared_forward_no_expert(rng, dtype, T, E, k, N, K):
+    return _no_expert(_moe_shared_forward(rng, dtype, T, E, k, N, K), "weights")
+
+
+@case("moe_shared_forward", sizes={"joined-no-expert": (2, 16, 2, 32, 64)}, rel=4e-6, whole=True)
+def _moe_shared_forward_joined_no_expert(rng, dtype, T, E, k, N, K):
+    return _no_expert(_moe_shared_forward_joined(rng, dtype, T, E, k, N, K), "weights")
+
+
+@case("moe_shared_forward", sizes={"batches-no-expert": (5, 4, 2, 32, 64)}, rel=4e-6, whole=True)
+def _moe_shared_forward_in_batches_no_expert(rng, dtype, T, E, k, N, K):
+    return _no_expert(_moe_shared_forward_in_batches(rng, dtype, T, E, k, N, K), "weights", "expert_out")
 
 
 @case("moe_combine_residual", sizes=EXPERT_SUMS)

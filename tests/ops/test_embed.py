@@ -56,6 +56,17 @@ def test_embedding_copies_rows(dtype, rng):
         assert_same_bits(other, ops.embedding(IDS, table, dtype=other), round_to(y, numpy_dtype(other)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_of_no_token_is_zero(dtype, rng):
+    dense, table = normal(rng, 7, 64, dtype=dtype), quantized(rng, 7, 64)
+    before = dense.copy()
+    ids = np.array([[-1, 6], [0, -1]], "int32")
+    for y, rows in ((ops.embedding(ids, dense), dense), (ops.quantized_embedding(ids, table), quant.dequantize(table))):
+        assert_same_bits("y", y, np.stack([[0 * rows[0], rows[6]], [rows[0], 0 * rows[0]]]) + 0)
+    assert not ops.embedding(np.array(-1, "int32"), dense).any()
+    assert_same_bits("table", dense, before)
+
+
 @given(st.lists(st.integers(0, 3), max_size=2), st.integers(1, 3))
 def test_embedding_keeps_the_shape_of_the_ids(lead, vocab):
     ids = (np.arange(int(np.prod(lead)), dtype="int32") % vocab).reshape(lead)
@@ -78,10 +89,10 @@ def test_embedding_refuses_bad_arrays(name, rng):
 
 
 @pytest.mark.parametrize("name", VALID)
-@pytest.mark.parametrize(("ids", "found"), [([0, 7], 7), ([-1, 3], -1), ([0, -(2**31)], -(2**31)), ([2**30], 2**30)])
+@pytest.mark.parametrize(("ids", "found"), [([0, 7], 7), ([-2, 3], -2), ([0, -(2**31)], -(2**31)), ([2**30], 2**30)])
 def test_embedding_refuses_ids_out_of_range_by_value(name, ids, found, rng):
     args = VALID[name](rng) | {"token_ids": np.array(ids, "int32"), "out": np.full((len(ids), 64), 7, "float32")}
-    message = rf"token_ids has {found}, expected 0 to 6 \(vocabulary of 7\)"
+    message = rf"token_ids has {found}, expected -1 to 6 \(vocabulary of 7, -1: no token\)"
     assert_refused_like(getattr(ops, name), args, InvalidArgument, message)
 
 

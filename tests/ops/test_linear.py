@@ -344,6 +344,19 @@ def test_expert_matmul_finds_experts_by_slot(rng):
     assert_refused_like(ops.expert_matmul, bad, InvalidArgument, message)  # by default all of slot_of
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_expert_matmul_of_no_expert_is_zero(kind, rng):
+    w, x = quantized(rng, 3, 5, 32), normal(rng, 2, 32)
+    slot_of = np.array([2, -1, 0, 1], "int32")
+    want = ops.expert_matmul(x, w, np.array([[0, 1], [2, 0]], "int32"))
+    got = ops.expert_matmul(x, KINDS[kind](w), np.array([[2, -1], [-1, 2]], "int32"), slot_of)
+    assert_close("y of an expert", got[0, 0], want[0, 0], 2 * EPS["float32"])
+    assert_close("y of an expert", got[1, 1], want[1, 1], 2 * EPS["float32"])
+    assert not got[0, 1].any() and not got[1, 0].any()
+    nothing = ops.expert_matmul(x, KINDS[kind](w), np.full((2, 3), -1, "int32"))
+    assert nothing.shape == (2, 3, 5) and not nothing.any()
+
+
 @pytest.mark.parametrize("kind", ["stacked", "sequence", "blobs"])
 def test_expert_matmul_rounds_activations_when_asked(kind, rng):
     w, x = quantized(rng, 2, 5, 64, bits=8), normal(rng, 2, 64, dtype="float16")
@@ -354,10 +367,10 @@ def test_expert_matmul_rounds_activations_when_asked(kind, rng):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("wrong", "shown"), [([0, 4], 4), ([-1, 2], -1), ([0, 2**31 - 1], 2**31 - 1)])
+@pytest.mark.parametrize(("wrong", "shown"), [([0, 4], 4), ([-2, 2], -2), ([0, 2**31 - 1], 2**31 - 1)])
 def test_expert_matmul_refuses_ids_out_of_range(kind, wrong, shown, rng):
     args = {"x": normal(rng, 32), "experts": KINDS[kind](quantized(rng, 4, 5, 32)), "ids": np.array(wrong, "int32")}
-    message = rf"ids has {shown}, expected 0 to 3 \(4 experts\)"
+    message = rf"ids has {shown}, expected -1 to 3 \(4 experts, -1: none\)"
     assert_refused_like(ops.expert_matmul, args | {"out": np.full((2, 5), 7, "float32")}, InvalidArgument, message)
 
 

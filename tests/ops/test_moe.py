@@ -174,6 +174,28 @@ def test_routers_take_any_number_of_rows(T, E, data):
                 assert_same_bits(name, whole[t], alone)
 
 
+def test_routers_give_rows_of_no_sequence_no_expert(rng):
+    logits = normal(rng, 4, 6)
+    logits[1], logits[2, 3] = NAN, NAN
+    active = i32(7, -1, 0, -5)
+    calls = {
+        "moe_route": functools.partial(ops.moe_route, per_expert_scale=normal(rng, 6), top_k=2),
+        "moe_softmax_topk": functools.partial(ops.moe_softmax_topk, k=2),
+        "moe_group_route": functools.partial(ops.moe_group_route, bias=None, n_group=2, topk_group=1, top_k=2),
+    }
+    for name, route in calls.items():
+        for nan in (False, True):
+            ids, weights = route(logits, propagate_nan=nan, active=active)
+            assert ids.dtype == np.int32 and weights.dtype == np.float32
+            np.testing.assert_array_equal(ids[[1, 3]], -1, name)
+            np.testing.assert_array_equal(weights[[1, 3]], 0, name)
+            for got, want in zip((ids, weights), route(logits, propagate_nan=nan), strict=True):
+                assert_same_bits(f"{name}: rows of sequences", got[[0, 2]], want[[0, 2]])
+            assert np.isnan(weights[2]).all() == nan
+        ids, weights = route(logits[0], active=np.array(-1, "int32"))
+        assert ids.tolist() == [-1, -1] and weights.tolist() == [0, 0]
+
+
 # -- moe_softmax_topk --------------------------------------------------------------------------------------------------
 
 
@@ -456,6 +478,45 @@ def test_experts_found_by_slot_are_the_same(rng):
     assert_refused_like(ops.expert_down_sum, args | {"out": f32(T, dim)}, InvalidArgument, message)
 
 
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_no_expert_adds_nothing(activations, rng):
+    """Whatever the row, its weight and its row of expert_out are; the other pairs are as they were."""
+    E, T, k, K, N = 5, 4, 2, 64, 32
+    gate, up, down = quantized(rng, E, N, K), quantized(rng, E, N, K), quantized(rng, E, K, N)
+    x, residual, weights = normal(rng, T, K), normal(rng, T, K), normal(rng, T, k)
+    ids = i32([1, 4], [-1, -1], [3, -1], [-1, -1])
+    away = ids < 0
+    instead = np.where(away, 0, ids).astype("int32")
+    lighter = np.where(away, 0, weights).astype("float32")
+    call = {"gate_w": gate, "up_w": up, "down_w": down, "activations": activations}
+    want = ops.moe_forward(x, instead, lighter, **call)
+    x[[1, 3]], weights[away] = NAN, INF
+    moved = [w.with_arrays(*(a[[1, 2, 4, 0, 3]] for a in w.arrays)) for w in (gate, up, down)]
+    by_slot = dict(zip(("gate_w", "up_w", "down_w"), moved, strict=True)) | {"slot_of": i32(3, 0, -1, 4, 2)}
+    for more in ({}, by_slot):
+        y = ops.moe_forward(x, ids, weights, **(call | more))
+        assert_same_bits("y", y, want)
+        assert_same_bits("y of no expert", y[[1, 3]], f32(2, K))
+        place = more.get("slot_of")
+        stacks = call | more
+        h = ops.expert_gate_up(x, stacks["gate_w"], stacks["up_w"], ids, place, activations=activations)
+        assert not h[away].any() and h[~away].any(axis=-1).all()
+        h[away] = NAN
+        y = ops.expert_down_sum(h, stacks["down_w"], ids, weights, place, activations)
+        assert_same_bits("y of two ops", y, want)
+        rows = np.full((T, k, K), NAN, "float32")
+        ops.expert_mlp(rows, x, ids, **(call | more))
+        assert np.isnan(rows[away]).all() and np.isfinite(rows[~away]).all()
+        y = ops.moe_forward(x, ids, weights, **(call | more), expert_out=rows)
+        assert_close("y of rows", y, want, 2e-6, np.abs(want).max())
+    shared = {"shared_gate_w": gate[0], "shared_up_w": up[0], "shared_down_w": down[0]}
+    x[[1, 3]] = 1
+    own = ops.moe_shared_forward(residual, x, instead, 0 * lighter, **call, **shared)
+    y = ops.moe_shared_forward(residual, x, ids, weights, **call, **shared)
+    assert_same_bits("residual and shared expert", y[[1, 3]], own[[1, 3]])
+    assert (y[[0, 2]] != own[[0, 2]]).any(axis=-1).all()
+
+
 def test_moe_forward_of_no_tokens_is_empty(rng):
     gate, down = quantized(rng, 3, 32, 64), quantized(rng, 3, 7, 32)
     ids, weights = np.zeros((0, 2), "int32"), f32(0, 2)
@@ -689,6 +750,8 @@ WRONG = {
         ({"logits": f32(3, 0)}, ShapeError, r"logits has shape \(3, 0\), expected at least one expert"),
         ({"logits": f32(2, 3, 8)}, ShapeError, r"logits has shape \(2, 3, 8\), expected \[T, E\] or \[E\]"),
         ({"logits": f16(3, 8)}, DTypeError, "logits has dtype float16, expected float32"),
+        ({"active": i32(0, 0)}, ShapeError, r"active has shape \(2,\), expected \(3,\) \(one per row of logits\)"),
+        ({"active": f32(3)}, DTypeError, "active has dtype float32, expected int32"),
         ({"per_expert_scale": f32(7)}, ShapeError, r"per_expert_scale has shape \(7,\), expected \(8,\)"),
     ],
     "moe_softmax_topk": [
@@ -718,8 +781,8 @@ WRONG = {
         ({"up_w": f32(3, 31, 64)}, ShapeError, r"up_w has shape \(3, 31, 64\), expected \(3, 32, 64\)"),
         ({"gate_w": f32(3, 7, 64), "up_w": None}, ShapeError, r"gate_w has .* expected an even number"),
         ({"gate_w": f32(32, 64)}, ShapeError, r"gate_w has shape \(32, 64\), expected \[E, N, K\]"),
-        ({"ids": np.full((4, 2), 3, "int32")}, InvalidArgument, "ids has 3, expected 0 to 2"),
-        ({"ids": np.full((4, 2), -1, "int32")}, InvalidArgument, "ids has -1, expected 0 to 2"),
+        ({"ids": np.full((4, 2), 3, "int32")}, InvalidArgument, "ids has 3, expected -1 to 2"),
+        ({"ids": np.full((4, 2), -2, "int32")}, InvalidArgument, "ids has -2, expected -1 to 2"),
         ({"ids": np.zeros((4, 0), "int32")}, ShapeError, r"ids has shape \(4, 0\), expected no empty"),
         ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'gelu_tanh'"),
         ({"activations": "int4"}, InvalidArgument, "activations is 'int4', expected one of 'float32'"),
@@ -731,14 +794,14 @@ WRONG = {
         ({"h": f32(4, 2, 64)}, ShapeError, r"down_w has shape \(3, 9, 32\), expected a last axis of 64"),
         ({"weights": f32(4, 3)}, ShapeError, r"weights has shape \(4, 3\), expected \(4, 2\)"),
         ({"weights": f16(4, 2)}, DTypeError, "weights has dtype float16, expected float32"),
-        ({"ids": np.full((4, 2), 3, "int32")}, InvalidArgument, "ids has 3, expected 0 to 2"),
+        ({"ids": np.full((4, 2), 3, "int32")}, InvalidArgument, "ids has 3, expected -1 to 2"),
     ],
     "moe_forward": [
         ({"down_w": f32(2, 9, 32)}, ShapeError, "down_w has 2 experts, expected 3"),
         ({"down_w": f32(3, 9, 31)}, ShapeError, r"down_w has shape \(3, 9, 31\), expected a last axis of 32"),
         ({"down_w": f32()}, ShapeError, r"down_w has shape \(\), expected \[E, N, K\]"),
         ({"weights": f32(4, 1)}, ShapeError, r"weights has shape \(4, 1\), expected \(4, 2\)"),
-        ({"ids": np.full((4, 2), 7, "int32")}, InvalidArgument, "ids has 7, expected 0 to 2"),
+        ({"ids": np.full((4, 2), 7, "int32")}, InvalidArgument, "ids has 7, expected -1 to 2"),
     ],
     "moe_shared_forward": [
         ({"residual": f32(4, 63)}, ShapeError, r"residual has shape \(4, 63\), expected \(4, 64\)"),
@@ -751,7 +814,7 @@ WRONG = {
         ({"shared_score": f32(5)}, ShapeError, r"shared_score has shape \(5,\), expected \(4,\) or \(4, 1\)"),
         ({"norm_weight": f32(63)}, ShapeError, r"norm_weight has shape \(63,\), expected \(64,\)"),
         ({"eps": NAN}, InvalidArgument, "eps is nan, expected a finite number"),
-        ({"ids": np.full((4, 2), 7, "int32")}, InvalidArgument, "ids has 7, expected 0 to 2"),
+        ({"ids": np.full((4, 2), 7, "int32")}, InvalidArgument, "ids has 7, expected -1 to 2"),
         ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'gelu_tanh'"),
     ],
     "moe_combine_residual": [

@@ -255,7 +255,7 @@ class _Watch:
         experts, K = len(gate), x.shape[-1]
         sides = [self._inputs(w, K, experts, shared=True) for w in (gate, up)]
         inner = self._inputs(down, down.shape[-1], experts)
-        for e in np.unique(ids):
+        for e in np.unique(ids[ids >= 0]):
             tokens, slots = np.nonzero(ids == e)
             strength = weights[tokens, slots][:, None]  # what an expert's output is multiplied by, and so its error
             seen = x[tokens]

@@ -197,10 +197,11 @@ class Store:
     def request(self, layer: int, ids: np.ndarray, prefill: bool = False) -> bool:
         """Begin to bring in the experts that a layer chose; False if there are not enough slots, and nothing begins.
 
-        prefill: ids are of a prefill, whose choice says little about the tokens after it.
+        Id −1 is no expert, here and below. prefill: ids are of a prefill, whose choice says little about the tokens
+        after it.
         """
         pool, slot_of = self.pool_of[layer], self.slot_of[layer]
-        chosen = np.unique(ids)
+        chosen = _distinct(ids)
         slots = slot_of[chosen]
         absent = chosen[slots < 0]
         if len(absent):
@@ -222,15 +223,16 @@ class Store:
 
     def _count(self, layer: int, ids: np.ndarray) -> None:
         """Count for the policy how often the tokens of a prefill [T, k] chose each expert."""
-        chosen, counts = np.unique(ids, return_counts=True)
-        pool = self.pool_of[layer]
-        pool.policy.add_prefill_counts(self.bases[layer] + chosen, counts, len(ids))
+        there = ids >= 0
+        chosen, counts = np.unique(ids[there], return_counts=True)
+        tokens = int(np.count_nonzero(there.any(axis=-1)))
+        self.pool_of[layer].policy.add_prefill_counts(self.bases[layer] + chosen, counts, tokens)
 
     def wait(self, layer: int, ids: np.ndarray) -> None:
         """Wait for the experts ids, which were requested. Raises CheckpointError for one that cannot be read."""
         pool = self.pool_of[layer]
         if pool.pending:
-            self._wait_for(pool, np.unique(self.slot_of[layer][np.unique(ids)]))
+            self._wait_for(pool, self.slot_of[layer][_distinct(ids)])
 
     def record_step(self, layers: np.ndarray, ids: np.ndarray, came: int) -> None:
         """Count what steps did on the device: `layers` [n] chose the experts ids [n, W] (−1: none), of which `came`
@@ -269,7 +271,7 @@ class Store:
         Each chosen expert is present in one of them. While some are computed the next are read.
         """
         pool, slot_of = self.pool_of[layer], self.slot_of[layer]
-        chosen = np.unique(ids)
+        chosen = _distinct(ids)
         there = slot_of[chosen] >= 0
         current, rest = chosen[there], chosen[~there]
         self.counters.hits += len(current)
@@ -298,7 +300,7 @@ class Store:
     def prefetch(self, layer: int, ids: np.ndarray) -> None:
         """Begin to bring in experts that a layer will perhaps choose, as far as slots of no pending read are free."""
         pool, slot_of = self.pool_of[layer], self.slot_of[layer]
-        chosen = np.unique(ids)
+        chosen = _distinct(ids)
         absent = chosen[slot_of[chosen] < 0]
         if not len(absent) or len(pool.pending) + len(absent) > pool.slots.count - 2 * self.top_k:
             return
@@ -357,6 +359,11 @@ class Store:
         pool.slots.drop(slot)
         self.table[pool.owner[slot]] = -1
         pool.owner[slot] = -1
+
+
+def _distinct(ids: np.ndarray) -> np.ndarray:
+    """The experts that ids name, each once."""
+    return np.unique(ids[ids >= 0])
 
 
 def slot_counts(layers: Sequence[Layer], budget: int, top_k: int) -> dict[Format, int]:

@@ -150,7 +150,7 @@ def moe_route(match: Match, node: Node) -> Candidates:
     chosen = match.maker(node["weights"], ops.moe_softmax_topk)
     ids = chosen.outs[0] if chosen is not None else None
     if chosen is not None and ids is not None and not match.kept(ids):
-        args = chosen["logits"], None, chosen["k"], chosen["propagate_nan"]
+        args = chosen["logits"], None, chosen["k"], chosen["propagate_nan"], chosen["active"]
         yield match.call(ops.moe_route, *args, instead=(chosen, node), makes=(ids, node.out))
 
 

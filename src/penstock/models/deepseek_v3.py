@@ -319,6 +319,7 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
         config.renormalise,
         config.routed_scale,
         propagate_nan=True,
+        active=step.active,
     )
     shared = None if w.shared is None else mlp(step, x, w.shared)  # before the experts, which may still be on their way
     routed = experts(step, x, ids, weights, w.routed)

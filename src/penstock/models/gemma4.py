@@ -334,7 +334,7 @@ def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache:
 def moe(step: Step, h: Array, w: Experts, config: Config) -> Array:
     """Normed sum of the chosen experts; router and experts see the residual stream through norms of their own."""
     scores = linear(step, ops.rms_norm(h, w.router_norm, config.norm_eps), w.router, "float32")
-    ids, weights = ops.moe_route(scores, w.expert_scale, config.top_k, propagate_nan=True)
+    ids, weights = ops.moe_route(scores, w.expert_scale, config.top_k, propagate_nan=True, active=step.active)
     x = ops.rms_norm(h, w.input_norm, config.norm_eps)
     return ops.rms_norm(experts(step, x, ids, weights, w.routed, "gelu_tanh"), w.output_norm, config.norm_eps)
 

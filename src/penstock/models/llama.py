@@ -260,7 +260,8 @@ def feed_forward(step: Step, x: Array, w: Mlp | BiasedMlp | Experts, config: Con
         gate, up = linear(step, x, w.mlp.gate), linear(step, x, w.mlp.up)
         y = ops.swiglu(ops.add(gate, w.gate_bias), ops.add(up, w.up_bias))
         return ops.add(linear(step, y, w.mlp.down), w.down_bias)
-    ids, weights = ops.moe_softmax_topk(linear(step, x, w.router, "float32"), config.top_k, propagate_nan=True)
+    logits = linear(step, x, w.router, "float32")
+    ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True, active=step.active)
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)
     return experts(step, x, ids, weights, w.routed)

@@ -339,7 +339,7 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
 def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     """h + Σ chosen experts of x + σ(score) · shared expert of x, h and x [T, dim]."""
     logits, score = (linear(step, x, part, "float32") for part in (w.router, w.shared_gate))
-    ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True)
+    ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True, active=step.active)
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)
     shared = mlp(step, x, w.shared)  # before the experts, which may still be on their way

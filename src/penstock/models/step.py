@@ -46,7 +46,8 @@ class Step:
     """One call. Ragged: tokens, positions, sequence int32 [T], starts [B + 1], lengths, slots [B], tables [B, n] per
     window. Decode, each row a run of its own: tokens, positions, lengths, slots [B], tables [B, n]. Prefill: tokens
     [T], positions a 0-d array (that of the first token, which `start` is on the host), lengths None, slots None and
-    `slot` the sequence's, tables [n].
+    `slot` the sequence's, tables [n]. active int32 [T]: negative for a row of no sequence, which chooses no expert;
+    None: all rows are of one.
     """
 
     tokens: Array
@@ -58,6 +59,7 @@ class Step:
     lengths: Array | None = None
     sequence: Array | None = None
     starts: Array | None = None
+    active: Array | None = None
     activations: str = "float32"  # how quantized products round x
     dtype: str = "float32"  # of the residual stream
 

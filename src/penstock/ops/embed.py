@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from penstock import quant
 from penstock.dtypes import numpy_dtype, round_to
 from penstock.ops import check
@@ -22,13 +24,21 @@ def _gathered(token_ids: Spec, table: Spec | QuantizedTensor, dtype: str | None)
 
 
 def _check_ids(token_ids: Array, table: Array | QuantizedTensor) -> None:
-    check.in_range("token_ids", token_ids, 0, table.shape[0], f"vocabulary of {table.shape[0]}")
+    check.in_range("token_ids", token_ids, -1, table.shape[0], f"vocabulary of {table.shape[0]}, -1: no token")
+
+
+def _no_token(token_ids: Array, rows: Array) -> Array:
+    """Rows [T, dim], 0 where there is no token."""
+    return np.where((token_ids < 0)[..., None], rows.dtype.type(0), rows)
 
 
 @op(infer=_gathered, check=_check_ids)
 def embedding(token_ids: Array, table: Array, dtype: str | None = None) -> Array:
-    """table[token_ids]: int32 [T] and [vocab, dim] → [T, dim] in the table's dtype, or rounded to `dtype`."""
-    rows = table[token_ids]
+    """table[token_ids]: int32 [T] and [vocab, dim] → [T, dim] in the table's dtype, or rounded to `dtype`.
+
+    Token −1 is none: its row is 0.
+    """
+    rows = _no_token(token_ids, table[np.maximum(token_ids, 0)])
     return rows if dtype is None else round_to(rows, numpy_dtype(dtype))
 
 
@@ -36,8 +46,9 @@ def embedding(token_ids: Array, table: Array, dtype: str | None = None) -> Array
 def quantized_embedding(token_ids: Array, table: QuantizedTensor, dtype: str | None = None) -> Array:
     """Rows of a quantized table: code · scale + bias, bit-exact on every backend.
 
-    token_ids int32 [T], table [vocab, dim] → float32 [T, dim], or that rounded once to `dtype`.
+    token_ids int32 [T], table [vocab, dim] → float32 [T, dim], or that rounded once to `dtype`. Token −1 is none: its
+    row is 0.
     """
-    rows = table.with_arrays(*(a[token_ids.reshape(-1)] for a in table.arrays))
-    y = quant.dequantize(rows).reshape(*token_ids.shape, table.shape[1])
+    rows = table.with_arrays(*(a[np.maximum(token_ids.reshape(-1), 0)] for a in table.arrays))
+    y = _no_token(token_ids, quant.dequantize(rows).reshape(*token_ids.shape, table.shape[1]))
     return y if dtype is None else round_to(y, numpy_dtype(dtype))

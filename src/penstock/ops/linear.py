@@ -243,28 +243,39 @@ def expert_at(experts: Any, slot: int) -> Any:
 
 
 def check_slots(ids: Array, slots: int, slot_of: Array | None) -> None:
-    """Every id names an expert that is there."""
-    count = slots if slot_of is None else len(slot_of)
-    check.in_range("ids", ids, 0, count, f"{count} experts")
+    """Every id names an expert that is there, or is −1."""
+    check_ids(ids, slots if slot_of is None else len(slot_of))
     if slot_of is not None:
-        check.in_range("slot_of", slots_of(ids, slot_of), 0, slots, f"{slots} slots")
+        check.in_range("slot_of", slots_of(ids, slot_of)[ids >= 0], 0, slots, f"{slots} slots")
+
+
+def check_ids(ids: Array, experts: int) -> None:
+    check.in_range("ids", ids, -1, experts, f"{experts} experts, -1: none")
+
+
+def places(ids: Array, slot_of: Array | None) -> Array:
+    """Places in the stack of the experts ids; −1 for one that is absent and for id −1."""
+    if slot_of is None:
+        return ids
+    if check.bounds(ids)[0] >= 0:
+        return slot_of[ids]
+    return np.append(slot_of, np.int32(-1))[np.maximum(ids, -1)]
 
 
 def slots_of(ids: Array, slot_of: Array | None) -> Array:
-    """Places in the stack of the experts ids. Raises InvalidArgument for one that is absent, so that none is read."""
-    if slot_of is None:
-        return ids
-    slots = slot_of[ids]
-    if check.bounds(slots)[0] < 0:
-        absent = int(ids[slots < 0][0])
-        raise InvalidArgument(f"ids has {absent}, an absent expert (slot_of is -1), expected present ones")
+    """As `places`. Raises InvalidArgument for an expert that is absent, so that none is read."""
+    slots = places(ids, slot_of)
+    if slot_of is not None and check.bounds(slots)[0] < 0:
+        absent = ids[(slots < 0) & (ids >= 0)]
+        if absent.size:
+            raise InvalidArgument(f"ids has {absent[0]}, an absent expert (slot_of is -1), expected present ones")
     return slots
 
 
 def by_slot(slots: Array) -> Iterator[tuple[int, Array]]:
-    """Each slot in use with the flat indices of the entries that name it."""
+    """Each slot in use with the flat indices of the entries that name it; −1 is none."""
     flat = slots.reshape(-1)
-    for slot in np.unique(flat):
+    for slot in np.unique(flat[flat >= 0]):
         yield int(slot), np.flatnonzero(flat == slot)
 
 
@@ -308,6 +319,7 @@ def expert_matmul(
 
     experts: stacked [S, N, K], a sequence of [N, K], or blobs; ids int32 [(T,) k], default all in order; x [(T,) K] for
     all, or [(T,) k, K] one each → [(T,) k, N]. slot_of int32 [E] maps an expert to its place in the stack, −1 = absent.
+    Id −1 is no expert: nothing is read, y[i] is 0.
     """
     if ids is None:
         ids = np.arange(expert_count(experts) if slot_of is None else len(slot_of), dtype=np.int32)
@@ -316,8 +328,8 @@ def expert_matmul(
     y: Array | None = None
     for slot, where in by_slot(slots_of(ids, slot_of)):
         part = product(rows[where], expert_at(experts, slot), activations)
-        y = np.empty((len(rows), part.shape[1])) if y is None else y
+        y = np.zeros((len(rows), part.shape[1])) if y is None else y
         y[where] = part
     if y is None:
-        y = np.empty((0, expert_at(experts, 0).shape[0]))
+        y = np.zeros((len(rows), expert_at(experts, 0).shape[0]))
     return round_to(y.reshape(*ids.shape, y.shape[-1]), x.dtype)

@@ -11,7 +11,17 @@ from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import ACTIVATIONS, expert_sum, sigmoid
-from penstock.ops.linear import ROUNDINGS, by_slot, check_slots, expert_at, product, slots_of, weight_matrix
+from penstock.ops.linear import (
+    ROUNDINGS,
+    by_slot,
+    check_ids,
+    check_slots,
+    expert_at,
+    places,
+    product,
+    slots_of,
+    weight_matrix,
+)
 from penstock.ops.norm import rms_norm
 from penstock.ops.op import op
 from penstock.quant import QuantizedTensor
@@ -19,14 +29,16 @@ from penstock.quant import QuantizedTensor
 # -- routers ---------------------------------------------------------------------------------------------------------
 
 
-def _logits(logits: Spec, k: int, name: str) -> tuple[Spec, Spec]:
+def _logits(logits: Spec, k: int, name: str, active: Spec | None) -> tuple[Spec, Spec]:
     check.dtype("float32", logits=logits)
+    check.dtype("int32", active=active)
     check.axes("[T, E] or [E]", 1, 2, logits=logits)
     experts = logits.shape[-1]
     if experts == 0:
         raise ShapeError(f"logits has shape {logits.shape}, expected at least one expert")
     if not 1 <= k <= experts:
         raise InvalidArgument(f"{name} is {k}, expected 1 to {experts} (the number of experts)")
+    check.shape(logits.shape[:-1], "one per row of logits", active=active)
     chosen = (*logits.shape[:-1], k)
     return Spec(chosen, "int32"), Spec(chosen, "float32")
 
@@ -38,14 +50,20 @@ def _probabilities(logits: Array) -> tuple[Array, Array]:
     return e / e.sum(axis=-1, keepdims=True), np.isfinite(top)
 
 
-def _chosen(ids: Array, weights: Array, sound: Array, propagate_nan: bool, *seen: Array) -> tuple[Array, Array]:
+def _chosen(
+    ids: Array, weights: Array, sound: Array, propagate_nan: bool, active: Array | None, *seen: Array
+) -> tuple[Array, Array]:
     """A router's outputs: ids 0 in rows that are not sound, and weights 0; with propagate_nan weights NaN there and in
-    rows where something seen is not finite.
+    rows where something seen is not finite. Rows that are not active have ids −1 and weights 0.
     """
     if propagate_nan:
         sound = sound & np.all([np.isfinite(one).all(axis=-1, keepdims=True) for one in seen], axis=0)
     weights = np.where(sound, weights, np.nan if propagate_nan else 0)
-    return np.where(sound, ids, 0).astype(np.int32), weights.astype(np.float32)
+    ids = np.where(sound, ids, 0)
+    if active is not None:
+        inactive = active[..., None] < 0
+        ids, weights = np.where(inactive, -1, ids), np.where(inactive, 0, weights)
+    return ids.astype(np.int32), weights.astype(np.float32)
 
 
 def _best(scores: Array, k: int) -> Array:
@@ -53,8 +71,10 @@ def _best(scores: Array, k: int) -> Array:
     return np.argsort(-scores, axis=-1, kind="stable")[..., :k]
 
 
-def _route(logits: Spec, per_expert_scale: Spec | None, top_k: int, propagate_nan: bool) -> tuple[Spec, Spec]:
-    result = _logits(logits, top_k, "top_k")
+def _route(
+    logits: Spec, per_expert_scale: Spec | None, top_k: int, propagate_nan: bool, active: Spec | None
+) -> tuple[Spec, Spec]:
+    result = _logits(logits, top_k, "top_k", active)
     check.floating(per_expert_scale=per_expert_scale)
     check.shape(logits.shape[-1:], "one per expert", per_expert_scale=per_expert_scale)
     return result
@@ -62,30 +82,33 @@ def _route(logits: Spec, per_expert_scale: Spec | None, top_k: int, propagate_na
 
 @op(infer=_route)
 def moe_route(
-    logits: Array, per_expert_scale: Array | None, top_k: int, propagate_nan: bool = False
+    logits: Array, per_expert_scale: Array | None, top_k: int, propagate_nan: bool = False, active: Array | None = None
 ) -> tuple[Array, Array]:
     """The top_k experts of each row, best first, with renormalised and then scaled weights.
 
     p = softmax(logits) over all experts; ids by logit, ties to the lowest index; w = p[ids] / Σ p[ids] · scale[ids]
     logits float32 [(T,) E], per_expert_scale [E] or None → ids int32, weights float32 [(T,) k]. The weights are not
     renormalised after the scale. A row with NaN or +inf, or all −inf, gives ids 0 and weights 0; with propagate_nan
-    every row whose logits are not all finite gives ids 0 and weights NaN, which no result survives.
+    every row whose logits are not all finite gives ids 0 and weights NaN, which no result survives. active int32 [T]:
+    a row whose number is negative is of no sequence and gives ids −1 and weights 0, whatever its logits are.
     """
     p, sound = _probabilities(logits)
     ids = _best(logits, top_k)
     chosen = np.take_along_axis(p, ids, axis=-1)
     total = chosen.sum(axis=-1, keepdims=True)
     scale = np.ones(logits.shape[-1]) if per_expert_scale is None else per_expert_scale.astype(np.float64)
-    return _chosen(ids, chosen / total * scale[ids], sound & (total > 0), propagate_nan, logits)
+    return _chosen(ids, chosen / total * scale[ids], sound & (total > 0), propagate_nan, active, logits)
 
 
-@op(infer=lambda logits, k, propagate_nan: _logits(logits, k, "k"))
-def moe_softmax_topk(logits: Array, k: int, propagate_nan: bool = False) -> tuple[Array, Array]:
+@op(infer=lambda logits, k, propagate_nan, active: _logits(logits, k, "k", active))
+def moe_softmax_topk(
+    logits: Array, k: int, propagate_nan: bool = False, active: Array | None = None
+) -> tuple[Array, Array]:
     """The k experts of each row in slot order with their softmax probabilities, not renormalised.
 
     Slots start as experts 0 … k − 1; each later expert takes the slot of the smallest logit (the first such slot) if
     its own is strictly larger. logits float32 [(T,) E] → ids int32, weights float32 [(T,) k], slots not sorted. A row
-    with NaN or +inf, or all −inf, gives ids 0 and weights 0; propagate_nan as in `moe_route`.
+    with NaN or +inf, or all −inf, gives ids 0 and weights 0; propagate_nan and active as in `moe_route`.
     """
     p, sound = _probabilities(logits)
     rows = logits.reshape(-1, logits.shape[-1])
@@ -98,7 +121,7 @@ def moe_softmax_topk(logits: Array, k: int, propagate_nan: bool = False) -> tupl
         held[every[better], slot[better]] = rows[better, i]
         ids[every[better], slot[better]] = i
     ids = ids.reshape(*logits.shape[:-1], k)
-    return _chosen(ids, np.take_along_axis(p, ids, axis=-1), sound, propagate_nan, logits)
+    return _chosen(ids, np.take_along_axis(p, ids, axis=-1), sound, propagate_nan, active, logits)
 
 
 def _group_route(
@@ -110,8 +133,9 @@ def _group_route(
     norm_topk_prob: bool,
     routed_scaling_factor: float,
     propagate_nan: bool,
+    active: Spec | None,
 ) -> tuple[Spec, Spec]:
-    result = _logits(logits, top_k, "top_k")
+    result = _logits(logits, top_k, "top_k", active)
     experts = logits.shape[-1]
     check.floating(bias=bias)
     check.shape((experts,), "one per expert", bias=bias)
@@ -139,13 +163,15 @@ def moe_group_route(
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
     propagate_nan: bool = False,
+    active: Array | None = None,
 ) -> tuple[Array, Array]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, groups of experts first.
 
     s = σ(logits), c = s + bias in float32; keep the topk_group groups of largest (sum of their two best c); ids = the
     top_k largest c among those, ties to the lowest index; w = s[ids], divided by Σ w + 1e-20 if norm_topk_prob, times
     routed_scaling_factor. logits float32 [(T,) E], bias [E] or None → ids int32, weights float32 [(T,) k]. A row with
-    NaN gives ids 0 and weights 0; with propagate_nan one whose logits or c are not all finite ids 0 and weights NaN.
+    NaN gives ids 0 and weights 0; with propagate_nan one whose logits or c are not all finite ids 0 and weights NaN;
+    active as in `moe_route`.
     """
     experts = logits.shape[-1]
     s = sigmoid(logits.astype(np.float64)).astype(np.float32)
@@ -161,7 +187,7 @@ def moe_group_route(
     weights = np.take_along_axis(s, ids, axis=-1).astype(np.float64)
     if norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return _chosen(ids, weights * routed_scaling_factor, sound, propagate_nan, logits, scores)
+    return _chosen(ids, weights * routed_scaling_factor, sound, propagate_nan, active, logits, scores)
 
 
 def _normalized(weights: Spec) -> Spec:
@@ -244,13 +270,14 @@ def expert_gate_up(
 
     x [(T,) K], gate_w and up_w [S, N, K] (up_w None: gate_w is [S, 2N, K], gate rows first), ids int32 [(T,) k],
     slot_of int32 [E]: place of an expert in the stack, −1 = absent → [(T,) k, N]. act "silu" or "gelu_tanh". An absent
-    expert is refused; on a GPU, where ids stay unread by the host, its rows are 0. Nothing is read for it.
+    expert is refused; on a GPU, where ids stay unread by the host, its rows are 0. Nothing is read for it. Id −1 is no
+    expert, as a router gives it to rows of no sequence: nothing is read, its rows are 0.
     """
     K = x.shape[-1]
     N = gate_w.shape[1] if up_w is not None else gate_w.shape[1] // 2
     k = ids.shape[-1]
     rows = x.reshape(-1, K)
-    h = np.empty((len(rows) * k, N))
+    h = np.zeros((len(rows) * k, N))
     for slot, where in by_slot(slots_of(ids, slot_of)):
         up = None if up_w is None else expert_at(up_w, slot)
         h[where] = _gated(rows[where // k], expert_at(gate_w, slot), up, act, activations)
@@ -271,10 +298,16 @@ def _expert_down(h: Spec, down_w: Any, ids: Spec, weights: Spec, slot_of: Spec |
 def _down_sum(h: Array, down_w: Any, ids: Array, weights: Array, slot_of: Array | None, activations: str) -> Array:
     """`expert_down_sum` in float64."""
     rows = h.reshape(-1, h.shape[-1])
-    each = np.empty((len(rows), down_w.shape[1]))
+    each = np.zeros((len(rows), down_w.shape[1]))
     for slot, where in by_slot(slots_of(ids, slot_of)):
         each[where] = product(rows[where], expert_at(down_w, slot), activations)
-    return expert_sum(each.reshape(*ids.shape, each.shape[1]), weights)
+    return _sum_of_chosen(each.reshape(*ids.shape, each.shape[1]), ids, weights)
+
+
+def _sum_of_chosen(each: Array, ids: Array, weights: Array) -> Array:
+    """`expert_sum` without the pairs of id −1, whatever stands there."""
+    there = ids >= 0
+    return expert_sum(np.where(there[..., None], each.astype(np.float64), 0), np.where(there, weights, 0))
 
 
 @op(infer=_expert_down, check=lambda ids, down_w, slot_of: _check_ids(ids, down_w, slot_of))
@@ -289,7 +322,7 @@ def expert_down_sum(
     """y[t] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]), slots in order.
 
     h [(T,) k, I], down_w [S, dim, I], ids int32 and weights float32 [(T,) k], slot_of as in `expert_gate_up` → [(T,)
-    dim].
+    dim]. Id −1 adds nothing, whatever its row of h and its weight are.
     """
     return round_to(_down_sum(h, down_w, ids, weights, slot_of, activations), h.dtype)
 
@@ -314,8 +347,8 @@ def _check_batch(ids: Array, gate_w: Any, slot_of: Array | None) -> None:
     if slot_of is None:
         _check_ids(ids, gate_w, None)
     else:
-        check.in_range("ids", ids, 0, len(slot_of), f"{len(slot_of)} experts")
-        check.in_range("slot_of", slot_of[ids], -1, gate_w.shape[0], f"{gate_w.shape[0]} slots, -1: absent")
+        check_ids(ids, len(slot_of))
+        check.in_range("slot_of", places(ids, slot_of), -1, gate_w.shape[0], f"{gate_w.shape[0]} slots, -1: absent")
 
 
 @op(infer=_expert_mlp, check=_check_batch, writes=("expert_out",))
@@ -332,16 +365,15 @@ def expert_mlp(
 ) -> None:
     """expert_out[t, i] = down_w[e] · (act(gate_w[e] · x[t]) · (up_w[e] · x[t])), e = ids[t, i], where e is present.
 
-    Rows of experts that are absent (slot_of −1) stay as they are: batches of experts that do not fit a stack at once
-    fill expert_out [(T,) k, dim], of any float, one after the other, and `moe_forward` sums it. Other arguments as
-    there; the inner product is rounded to x's dtype.
+    Rows of experts that are absent (slot_of −1), and of id −1, stay as they are: batches of experts that do not fit a
+    stack at once fill expert_out [(T,) k, dim], of any float, one after the other, and `moe_forward` sums it. Other
+    arguments as there; the inner product is rounded to x's dtype.
     """
     k, rows, each = ids.shape[-1], x.reshape(-1, x.shape[-1]), expert_out.reshape(-1, expert_out.shape[-1])
-    for slot, where in by_slot(ids if slot_of is None else slot_of[ids]):
-        if slot >= 0:
-            up = None if up_w is None else expert_at(up_w, slot)
-            h = round_to(_gated(rows[where // k], expert_at(gate_w, slot), up, act, activations), x.dtype)
-            each[where] = round_to(product(h, expert_at(down_w, slot), activations), expert_out.dtype)
+    for slot, where in by_slot(places(ids, slot_of)):
+        up = None if up_w is None else expert_at(up_w, slot)
+        h = round_to(_gated(rows[where // k], expert_at(gate_w, slot), up, act, activations), x.dtype)
+        each[where] = round_to(product(h, expert_at(down_w, slot), activations), expert_out.dtype)
 
 
 def _moe_forward(
@@ -377,7 +409,7 @@ def _routed(
 ) -> Array:  # fmt: skip
     """`moe_forward` in float64."""
     if expert_out is not None:
-        return expert_sum(expert_out, weights)
+        return _sum_of_chosen(expert_out, ids, weights)
     h = expert_gate_up.body(x, gate_w, up_w, ids, slot_of, act, activations)
     return _down_sum(h, down_w, ids, weights, slot_of, activations)
 
@@ -398,7 +430,8 @@ def moe_forward(
     """`expert_down_sum(expert_gate_up(x, …), …)`: the routed half of an MoE block, x [(T,) K] → [(T,) dim].
 
     Kernels group the (token, slot) pairs by expert, so that each expert's weights are read once per call. With
-    expert_out [(T,) k, dim], which `expert_mlp` filled, they only sum that.
+    expert_out [(T,) k, dim], which `expert_mlp` filled, they only sum that. Id −1 adds nothing, whatever its weight and
+    its row of expert_out are.
     """
     return round_to(_routed(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out), x.dtype)
 
@@ -467,7 +500,8 @@ def moe_shared_forward(
     expert and shared are down(act(gate · x) · (up · x)), the inner product rounded to x's dtype; arguments as in
     `moe_forward`, the shared ones [I, K], [I, K] (None: shared_gate_w is [2I, K], gate rows first) and [dim, I];
     shared_score [T] or [T, 1] of any float, None: factor 1. With norm_weight [K] the block reads rms_norm(x,
-    norm_weight, eps). x [(T,) K] → [(T,) dim] in x's dtype, which residual has too; rounded once.
+    norm_weight, eps). x [(T,) K] → [(T,) dim] in x's dtype, which residual has too; rounded once. A row of ids −1 is
+    its residual and the shared expert.
     """
     x = x if norm_weight is None else rms_norm.body(x, norm_weight, eps)
     routed = _routed(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)

@@ -38,14 +38,22 @@ _C2, _C3, _C4, _C5, _C6, _C7, _C8, _C9, _C10, _C11, _C12, _C13 = (1 / math.facto
 
 @kernel(ops.moe_route, device="cpu")
 def moe_route(
-    logits: np.ndarray, per_expert_scale: np.ndarray | None, top_k: int, propagate_nan: bool = False, *, out
+    logits: np.ndarray,
+    per_expert_scale: np.ndarray | None,
+    top_k: int,
+    propagate_nan: bool = False,
+    active: np.ndarray | None = None,
+    *,
+    out,
 ) -> None:
-    _route(_SOFTMAX, logits, per_expert_scale, 1, 1, False, 1.0, propagate_nan, out)
+    _route(_SOFTMAX, logits, per_expert_scale, 1, 1, False, 1.0, propagate_nan, active, out)
 
 
 @kernel(ops.moe_softmax_topk, device="cpu")
-def moe_softmax_topk(logits: np.ndarray, k: int, propagate_nan: bool = False, *, out) -> None:
-    _route(_SLOTS, logits, None, 1, 1, False, 1.0, propagate_nan, out)
+def moe_softmax_topk(
+    logits: np.ndarray, k: int, propagate_nan: bool = False, active: np.ndarray | None = None, *, out
+) -> None:
+    _route(_SLOTS, logits, None, 1, 1, False, 1.0, propagate_nan, active, out)
 
 
 @kernel(ops.moe_group_route, device="cpu")
@@ -58,14 +66,15 @@ def moe_group_route(
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
     propagate_nan: bool = False,
+    active: np.ndarray | None = None,
     *,
     out,
 ) -> None:
     factor = float(routed_scaling_factor)
-    _route(_GROUPS, logits, bias, n_group, topk_group, norm_topk_prob, factor, propagate_nan, out)
+    _route(_GROUPS, logits, bias, n_group, topk_group, norm_topk_prob, factor, propagate_nan, active, out)
 
 
-def _route(router, logits, per_expert, n_group, topk_group, norm, factor, nan, out) -> None:
+def _route(router, logits, per_expert, n_group, topk_group, norm, factor, nan, active, out) -> None:
     if logits.size == 0:
         return
     ids, weights = out
@@ -78,6 +87,8 @@ def _route(router, logits, per_expert, n_group, topk_group, norm, factor, nan, o
         _route_some(*args, 0, len(rows))
     else:
         run(_route_rows, *args)
+    if active is not None:  # no step of a CPU has such rows: the kernels do without them
+        ids[active < 0], weights[active < 0] = -1, 0
 
 
 # route     ids, weights of each row of logits as ops.moe_route, moe_softmax_topk and moe_group_route define them

@@ -9,6 +9,7 @@ from penstock.backends.cpu._rows import bytes_in, bytes_out, copy_bytes, itemsiz
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.quant import _unpack
+from penstock.ops.check import bounds
 from penstock.ops.op import kernel
 from penstock.quant import QuantizedTensor
 
@@ -22,6 +23,8 @@ def embedding(token_ids: np.ndarray, table: np.ndarray, dtype: str | None = None
     if out.dtype == table.dtype and out.size <= _SERIAL:
         bits = np.uint16 if table.dtype.itemsize == 2 else np.uint32
         np.take(table.view(bits), token_ids, axis=0, out=out.view(bits), mode="clip")  # "raise" would buffer the rows
+        if bounds(token_ids)[0] < 0:
+            out[token_ids < 0] = 0
         return
     rows = bytes_in(table)
     _gather(token_ids, rows, rows, rows, 0, 1, fmt(table), out)
@@ -46,7 +49,8 @@ def _gather(token_ids, packed, scales, biases, bits, group_size, table_fmt, out)
         run(_gather_rows, *args)
 
 
-# gather    out[t] = table[ids[t]] rounded to out's format; a quantized row is code * scale + bias in float32 first
+# gather    out[t] = table[ids[t]] rounded to out's format; a quantized row is code * scale + bias in float32 first;
+#           zeros for a negative id
 # shapes    ids int32 [T]; rows as bytes: packed [vocab, ...], scales, biases [vocab, K / gs] of fmt, out [T, K]; for
 #           bits = 0 packed is a dense table of fmt, and scales and biases are not read
 # threads   prange over chunks of rows
@@ -65,6 +69,9 @@ def _gather_some(ids, packed, scales, biases, bits, gs, fmt, out_fmt, out, start
     if bits == 0:
         values = np.empty(dim, np.float32)
         for t in range(start, stop):
+            if ids[t] < 0:
+                out[t, :] = 0
+                continue
             row = packed[ids[t]]
             if fmt == out_fmt:
                 copy_bytes(row, out[t])
@@ -80,6 +87,9 @@ def _gather_some(ids, packed, scales, biases, bits, gs, fmt, out_fmt, out, start
     code_groups, value_groups = codes.reshape((groups, gs)), values.reshape((groups, gs))
     for t in range(start, stop):
         index = ids[t]
+        if index < 0:
+            out[t, :] = 0
+            continue
         load_bytes(scales[index], fmt, s)
         load_bytes(biases[index], fmt, b)
         if bits == 4:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
@@ -45,6 +45,7 @@ from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
 from penstock.errors import BackendError
 from penstock.ops import kernel
+from penstock.ops.check import bounds
 from penstock.ops.linear import slots_of
 from penstock.quant import ExpertBlobs, QuantizedTensor
 
@@ -802,6 +803,8 @@ def shared_products(
     variant: str | None,
 ) -> None:
     """Several weights against the same rows, which `gather` makes from x; int8 rounds x once for all that it meets."""
+    if products[0].size == 0:
+        return
     if activations == "int8" and stacks[0].bits and len({(w.bits, w.gs) for w in stacks}) == 1:
         how = chosen(variant)
         rows = int8_rows(x, stacks[0], groups, how).map(gather)
@@ -887,14 +890,14 @@ def matmul_add(residual, x, w, activations, *, out, variant):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pairs:
-    """(row, slot) pairs of a routing, sorted by the weight they meet."""
+    """(row, slot) pairs of a routing, sorted by the weight they meet; those that meet none are left out."""
 
-    order: np.ndarray | None  # sorted position → pair; None: as they came
+    order: np.ndarray | None  # sorted position → pair; None: all, as they came
     groups: Groups
 
     @property
     def count(self) -> int:
-        return int(self.groups.hi[-1])
+        return int(self.groups.hi[-1]) if self.groups.hi.size else 0
 
     def gather(self, rows: np.ndarray, k: int) -> np.ndarray:
         """Row of each sorted pair, from one row per token: a new array."""
@@ -905,17 +908,25 @@ class Pairs:
         return frozen(rows if self.order is None else rows[self.order])
 
     def restore(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """Sorted rows back to the order of the pairs."""
+        """Sorted rows back to the order of the pairs; 0 for those that are left out."""
         if self.order is None:
             out[...] = rows
         else:
+            if len(rows) < len(out):
+                out[...] = 0
             out[self.order] = rows
 
 
 def pairs_of(slots: np.ndarray, tokens: int) -> Pairs:
-    """Group equal slots [P] of a routing. One token's experts are distinct (or read twice), so each is a group."""
+    """Group equal slots [P] of a routing, −1: none. One token's experts are distinct (or read twice), so each is a
+    group.
+    """
+    if bounds(slots)[0] < 0:
+        present = np.flatnonzero(slots >= 0)
+        found = pairs_of(slots[present], tokens)
+        return replace(found, order=present if found.order is None else present[found.order])
     P = slots.size
-    if tokens <= 1:
+    if tokens <= 1 or P == 0:
         at_row = np.arange(P)
         return Pairs(None, Groups(slots.astype(np.int64), at_row, at_row + 1, 1))
     order = np.argsort(slots, kind="stable")
@@ -937,7 +948,7 @@ def expert_matmul(x, experts, ids, slot_of, activations, *, out, variant):
     pairs = pairs_of(slots, slots.size // ids.shape[-1])
     rows = float_rows(x)
     sorted_rows = frozen(pairs.gather(rows, ids.shape[-1])) if shared else pairs.sort(rows)
-    y = np.empty((slots.size, out.shape[-1]), np.float32)
+    y = np.empty((pairs.count, out.shape[-1]), np.float32)
     if isinstance(experts, list | tuple):
         for slot, lo, hi in zip(pairs.groups.slot, pairs.groups.lo, pairs.groups.hi, strict=True):
             part = frozen(sorted_rows[lo:hi])
@@ -945,5 +956,5 @@ def expert_matmul(x, experts, ids, slot_of, activations, *, out, variant):
     else:
         grouped_product(sorted_rows, stack_of(experts), pairs.groups, y, activations, variant)
     target = float_target(out)
-    pairs.restore(y, target.reshape(y.shape))
+    pairs.restore(y, target.reshape(slots.size, out.shape[-1]))
     finish(target, out)

@@ -8,7 +8,6 @@ depend on the rest of the call.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,11 +44,12 @@ from penstock.backends.cpu.linear import (
 )
 from penstock.backends.cpu.norm import rms_norm
 from penstock.ops import kernel
-from penstock.ops.linear import slots_of
+from penstock.ops.check import bounds
+from penstock.ops.linear import places, slots_of
 from penstock.quant import QuantizedTensor
 
 
-# weighted  y[t] = Σ_i weights[t, i] · rows[place[t, i]], slots in order
+# weighted  y[t] = Σ_i weights[t, i] · rows[place[t, i]], slots in order, those of place −1 left out
 # shapes    rows float32 [P, dim] of sorted pairs; place int64 [T, k]; weights float32 [T, k]; y float32 [T, dim]
 # threads   prange over tokens in the parallel form
 # bytes     4 · (P + T) · dim
@@ -58,6 +58,8 @@ from penstock.quant import QuantizedTensor
 def _weighted_row(rows, place, weights, y):
     y[:] = 0
     for i in range(place.size):
+        if place[i] < 0:
+            continue
         w, row = weights[i], rows[place[i]]
         for j in range(y.size):
             y[j] += w * row[j]
@@ -76,7 +78,7 @@ def _weighted_parallel(rows, place, weights, y):
 
 
 def _sorted_pairs(ids: np.ndarray, slot_of: np.ndarray | None) -> Pairs:
-    """The pairs of ids; an absent expert is refused."""
+    """The pairs of ids that name an expert; an absent one is refused."""
     return pairs_of(slots_of(ids, slot_of).reshape(-1), ids.size // ids.shape[-1])
 
 
@@ -102,11 +104,17 @@ def _down(h: np.ndarray, pairs: Pairs, down_w: Any, activations: str, variant: s
     return each
 
 
-def _sum(each: np.ndarray, pairs: Pairs | None, weights: np.ndarray, out: np.ndarray) -> None:
-    """out = the weighted sums over slots of float32 rows [P, dim], sorted as `pairs`; None: as they came."""
-    place = np.arange(len(each))
-    if pairs is not None and pairs.order is not None:
+def _sum(each: np.ndarray, pairs: Pairs, weights: np.ndarray, out: np.ndarray) -> None:
+    """out = the weighted sums over slots of float32 rows [P, dim], sorted as `pairs`."""
+    place = np.arange(weights.size)
+    if pairs.order is not None:
+        place[:] = -1
         place[pairs.order] = np.arange(len(each))
+    _sum_placed(each, place, weights, out)
+
+
+def _sum_placed(each: np.ndarray, place: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
+    """out = the weighted sums over slots of float32 rows; place: where the row of each pair is, −1: it has none."""
     y, k = float_target(out), weights.shape[-1]
     flat, factors = y.reshape(-1, each.shape[1]), frozen(weights.reshape(-1, k))
     by_size(_weighted, _weighted_parallel, each.size, frozen(each), place.reshape(-1, k), factors, flat)
@@ -120,7 +128,7 @@ def expert_gate_up(x, gate_w, up_w, ids, slot_of, act, activations, *, out, vari
     pairs = _sorted_pairs(ids, slot_of)
     h = _gate_up(float_rows(x), ids.shape[-1], pairs, gate_w, up_w, act, activations, variant)
     y = float_target(out)
-    pairs.restore(h, y.reshape(h.shape))
+    pairs.restore(h, y.reshape(ids.size, h.shape[1]))
     finish(y, out)
 
 
@@ -214,11 +222,12 @@ def _rounded(h: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return rounded
 
 
-def _fits_one_launch(x: np.ndarray, ids: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activations: str) -> bool:
+def _fits_one_launch(x: np.ndarray, slots: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activations: str) -> bool:
     weights = [w for w in (gate_w, up_w, down_w) if w is not None]
     return (
         activations == "int8"
-        and ids.size == ids.shape[-1]
+        and x.size == x.shape[-1]
+        and bounds(slots)[0] >= 0
         and x.dtype == np.float32
         and all(isinstance(w, QuantizedTensor) and w.dtype == gate_w.dtype for w in weights)
         and (up_w is None or (up_w.bits, up_w.group_size) == (gate_w.bits, gate_w.group_size))
@@ -233,12 +242,9 @@ def _mlp(x, k: int, pairs: Pairs, gate_w, up_w, down_w, act: str, activations: s
 
 @kernel(ops.expert_mlp, device="cpu", variants=tuple(VARIANTS))
 def expert_mlp(expert_out, x, ids, gate_w, up_w, down_w, slot_of, act, activations, *, variant):
-    slots = (ids if slot_of is None else slot_of[ids]).reshape(-1)
-    present = np.flatnonzero(slots >= 0)
-    if present.size == 0:
+    pairs = pairs_of(places(ids, slot_of).reshape(-1), 2)  # sorted, however many tokens they are of
+    if pairs.count == 0:
         return
-    pairs = pairs_of(slots[present], 2)  # sorted, however many tokens they are of
-    pairs = replace(pairs, order=present[pairs.order])
     each = _mlp(x, ids.shape[-1], pairs, gate_w, up_w, down_w, act, activations, variant)
     expert_out.reshape(-1, each.shape[1])[pairs.order] = _rounded(each, expert_out.dtype)
 
@@ -248,14 +254,13 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
     if out.size == 0:
         return
     if expert_out is not None:
-        _sum(float_rows(expert_out), None, weights, out)
+        _sum_placed(float_rows(expert_out), np.where(ids < 0, -1, np.arange(ids.size).reshape(ids.shape)), weights, out)
         return
-    how = chosen(variant)
-    if how != PORTABLE and _fits_one_launch(x, ids, gate_w, up_w, down_w, activations):
-        slots = slots_of(ids, slot_of).reshape(-1)
+    how, slots = chosen(variant), slots_of(ids, slot_of).reshape(-1)
+    if how != PORTABLE and _fits_one_launch(x, slots, gate_w, up_w, down_w, activations):
         out.reshape(-1)[:] = _one_token(float_rows(x), slots, weights, gate_w, up_w, down_w, act, how)
         return
-    pairs = _sorted_pairs(ids, slot_of)
+    pairs = pairs_of(slots, ids.size // ids.shape[-1])
     _sum(_mlp(x, ids.shape[-1], pairs, gate_w, up_w, down_w, act, activations, variant), pairs, weights, out)
 
 

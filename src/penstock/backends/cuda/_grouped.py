@@ -32,7 +32,7 @@ from penstock.backends.cuda._gemm import (
 from penstock.backends.cuda._launch import activation, compiled_for
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS
-from penstock.backends.cuda.elementwise import weighted_sum
+from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.errors import BackendError
 from penstock.quant import QuantizedTensor
 
@@ -256,7 +256,7 @@ def grouped_down_sum(
         return
     each = torch.empty((*ids.shape, out.shape[1]), dtype=out.dtype, device=h.device)
     _grouped_down(h, down_w, plan or group_pairs(ids, down_w.shape[0], slot_of), each, False)
-    weighted_sum(each, weights, out=out)
+    sum_of_chosen(each, weights, ids, out)
 
 
 def grouped_mlp(

@@ -175,7 +175,9 @@ def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PD
             above = _dense_product(a.up[0], x, a.norm, rinv, base + n.up_row, x_at, first, T, n, C)
             part = activation(part, C.ACT) * above
         if a.weights is not None:
-            part *= tl.where(slot >= 0, tl.load(a.weights + q), 0.0)
+            part *= tl.load(a.weights + q)
+        if a.ids is not None:  # x of a row without an expert may be anything
+            part = tl.where(slot >= 0, part, 0.0)
         y += part
     if a.residual is not None:
         y += residual

@@ -84,23 +84,30 @@ def _all_finite(keys):
 
 
 @triton.jit
-def _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, NAN: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A row that is not sound gets the first expert, with weights of 0 or NaN."""
+def _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A row that is not sound gets the first expert, with weights of 0 or NaN; one that is not active gets -1 and 0."""
     place = tl.arange(0, BLOCK_K)
     at = row * k + place
     nothing = float("nan") if NAN else 0.0
-    tl.store(ids_ptr + at, tl.where(sound, ids, 0), mask=place < k)
-    tl.store(weights_ptr + at, tl.where(sound, weights, nothing), mask=place < k)
+    ids = tl.where(sound, ids, 0)
+    weights = tl.where(sound, weights, nothing)
+    if active_ptr is not None:
+        active = tl.load(active_ptr + row) >= 0
+        ids = tl.where(active, ids, -1)
+        weights = tl.where(active, weights, 0.0)
+    tl.store(ids_ptr + at, ids, mask=place < k)
+    tl.store(weights_ptr + at, weights, mask=place < k)
 
 
 # route     ids of the k largest logits, w = exp(l - max) / sum over the chosen * scale: the sum over all cancels
-# shapes    logits float32 [T, E]; scale [E] of any float or None; ids int32, weights float32 [T, k]
+# shapes    logits float32 [T, E]; scale [E] of any float or None; active int32 [T] or None: all; ids int32, weights
+#           float32 [T, k]
 # grid      (T,): a program, one warp up to 1024 experts, has one token; BLOCK_E, BLOCK_K powers of two >= E, k
 # bytes     T * E * 4 in, T * k * 8 out; k passes over registers
 # limits    E <= 16384
 @triton.jit
 def _route_kernel(
-    logits_ptr, scale_ptr, ids_ptr, weights_ptr, E, k,
+    logits_ptr, scale_ptr, active_ptr, ids_ptr, weights_ptr, E, k,
     NAN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -118,17 +125,17 @@ def _route_kernel(
     if scale_ptr is not None:
         weights *= tl.load(scale_ptr + ids, mask=chosen, other=0.0).to(tl.float32)
     sound = _all_finite(keys) if NAN else _sound(top)
-    _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, NAN, BLOCK_K)
+    _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN, BLOCK_K)
 
 
 # slots     experts 0 ... k - 1 in slots, each later one into the slot of the smallest if it is larger; softmax weights
-# shapes    logits float32 [T, E]; ids int32, weights float32 [T, k]
+# shapes    logits float32 [T, E]; active int32 [T] or None: all; ids int32, weights float32 [T, k]
 # grid      (T,): a program, one warp up to 1024 experts, has one token; BLOCK_E, BLOCK_K powers of two >= E, k
 # bytes     T * E * 4 in, T * k * 8 out; one round for each expert that enters, about k * ln(E / k) in a random row
 # limits    E <= 16384
 @triton.jit
 def _slots_kernel(
-    logits_ptr, ids_ptr, weights_ptr, E, k,
+    logits_ptr, active_ptr, ids_ptr, weights_ptr, E, k,
     NAN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -158,7 +165,7 @@ def _slots_kernel(
         at = _first(held == bar, slot)
     total = tl.sum(tl.where(live, tl.exp(_number(keys) - _number(top)), 0.0))
     weights = tl.exp(_number(held) - _number(top)) / total
-    _store(row, k, ids, weights, sound, ids_ptr, weights_ptr, NAN, BLOCK_K)
+    _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN, BLOCK_K)
 
 
 @triton.jit
@@ -193,13 +200,14 @@ def _keep_groups(keys, live, place, topk_group, BLOCK_G: tl.constexpr):
 
 
 # group_route s = sigmoid(logits), c = s + bias; the k largest c of the best groups; w = s, / sum if NORM, * factor
-# shapes    logits float32 [T, n_group * size]; bias of any float or None; ids int32, weights float32 [T, k]
+# shapes    logits float32 [T, n_group * size]; bias of any float or None; active int32 [T] or None: all; ids int32,
+#           weights float32 [T, k]
 # grid      (T,): a program, one warp up to 1024 experts, has one token; BLOCK_* powers of two >= what they hold
 # bytes     T * E * 4 in, T * k * 8 out; one float64 exp and division for each logit
 # limits    BLOCK_G * BLOCK_S <= 16384
 @triton.jit
 def _group_route_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, n_group, size, topk_group, k, factor,
+    logits_ptr, bias_ptr, active_ptr, ids_ptr, weights_ptr, n_group, size, topk_group, k, factor,
     NORM: tl.constexpr, NAN: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +233,8 @@ def _group_route_kernel(
     weights = tl.where(chosen, _sigmoid64(tl.load(logits + ids, mask=chosen, other=0.0)), 0.0).to(tl.float64)
     if NORM:
         weights = weights / (tl.sum(weights) + 1e-20)
-    _store(row, k, ids, (weights * factor).to(tl.float32), sound, ids_ptr, weights_ptr, NAN, BLOCK_K)
+    weights = (weights * factor).to(tl.float32)
+    _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN, BLOCK_K)
 
 
 # normalize out[t] = weights[t] / sum(weights[t]) where the sum is above 0, else weights[t]; sum in float64
@@ -256,7 +265,13 @@ def _block(name: str, experts: int, block: int) -> tuple[int, int]:
 
 @kernel(ops.moe_route, device="cuda")
 def moe_route(
-    logits: torch.Tensor, per_expert_scale: torch.Tensor | None, top_k: int, propagate_nan: bool = False, *, out
+    logits: torch.Tensor,
+    per_expert_scale: torch.Tensor | None,
+    top_k: int,
+    propagate_nan: bool = False,
+    active: torch.Tensor | None = None,
+    *,
+    out,
 ) -> None:
     ids, weights = out
     rows, E = flat_rows(logits).shape
@@ -264,20 +279,22 @@ def moe_route(
         return
     block, warps = _block("moe_route", E, triton.next_power_of_2(E))
     _route_kernel[(rows,)](
-        logits, per_expert_scale, ids, weights, E, top_k, NAN=propagate_nan,
+        logits, per_expert_scale, active, ids, weights, E, top_k, NAN=propagate_nan,
         BLOCK_E=block, BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **pdl_options(),
     )  # fmt: skip
 
 
 @kernel(ops.moe_softmax_topk, device="cuda")
-def moe_softmax_topk(logits: torch.Tensor, k: int, propagate_nan: bool = False, *, out) -> None:
+def moe_softmax_topk(
+    logits: torch.Tensor, k: int, propagate_nan: bool = False, active: torch.Tensor | None = None, *, out
+) -> None:
     ids, weights = out
     rows, E = flat_rows(logits).shape
     if rows == 0:
         return
     block, warps = _block("moe_softmax_topk", E, triton.next_power_of_2(E))
     _slots_kernel[(rows,)](
-        logits, ids, weights, E, k, NAN=propagate_nan,
+        logits, active, ids, weights, E, k, NAN=propagate_nan,
         BLOCK_E=block, BLOCK_K=max(32, triton.next_power_of_2(k)), num_warps=warps, **pdl_options(),
     )  # fmt: skip
 
@@ -292,6 +309,7 @@ def moe_group_route(
     norm_topk_prob: bool = True,
     routed_scaling_factor: float = 1.0,
     propagate_nan: bool = False,
+    active: torch.Tensor | None = None,
     *,
     out,
 ) -> None:
@@ -302,7 +320,7 @@ def moe_group_route(
     groups, width = triton.next_power_of_2(n_group), triton.next_power_of_2(E // n_group)
     _, warps = _block("moe_group_route", E, groups * width)
     _group_route_kernel[(rows,)](
-        logits, bias, ids, weights, n_group, E // n_group, topk_group, top_k, float(routed_scaling_factor),
+        logits, bias, active, ids, weights, n_group, E // n_group, topk_group, top_k, float(routed_scaling_factor),
         NORM=norm_topk_prob, NAN=propagate_nan, BLOCK_G=groups, BLOCK_S=width,
         BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **pdl_options(),
     )  # fmt: skip

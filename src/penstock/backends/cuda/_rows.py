@@ -57,11 +57,18 @@ def vector(ptr, col, dim):
 
 
 @triton.jit
-def expert_sum(x_ptr, slots_ptr, row, col, live, rows, dim, K: tl.constexpr):
-    """Σ_i slots[row, i] · x[row, i, col] in float32, slot after slot; x [rows, K, dim], slots [rows, K]: [R, BLOCK]."""
+def expert_sum(x_ptr, slots_ptr, ids_ptr, row, col, live, rows, dim, K: tl.constexpr):
+    """Σ_i slots[row, i] · x[row, i, col] in float32, slot after slot; x [rows, K, dim], slots [rows, K]: [R, BLOCK].
+
+    With ids [rows, K] those below 0 add nothing, whatever x and slots have there.
+    """
     total = tl.zeros(live.shape, tl.float32)
     for i in tl.range(0, K, loop_unroll_factor=8):  # eight independent loads in flight
         slot = tl.load(slots_ptr + row * K + i, mask=row < rows, other=0.0)
         x = tl.load(x_ptr + (row[:, None] * K + i) * dim + col[None, :], mask=live, other=0.0).to(tl.float32)
-        total += x * slot[:, None]
+        x *= slot[:, None]
+        if ids_ptr is not None:  # read all the same, not to wait for the id
+            there = tl.load(ids_ptr + row * K + i, mask=row < rows, other=-1) >= 0
+            x = tl.where(there[:, None], x, 0.0)
+        total += x
     return total

@@ -24,7 +24,7 @@ from penstock.backends.cuda._matvec_experts import (
     mixed_gate_up,
 )
 from penstock.backends.cuda._tuning import MOE_GROUPED, MOE_IN_TURN, MOE_NORMED
-from penstock.backends.cuda.elementwise import weighted_sum
+from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.backends.cuda.linear import gate_up, product
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
@@ -146,7 +146,7 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
     if expert_out is None:
         expert_out = torch.empty((*ids.shape, y.shape[1]), dtype=y.dtype, device=x.device)
         _mlp(name, x, ids, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
-    weighted_sum(expert_out.view(*ids.shape, y.shape[1]), weights, out=y)
+    sum_of_chosen(expert_out.view(*ids.shape, y.shape[1]), weights, ids, y)
 
 
 def expert_room(pairs: tuple[int, int], experts: int, out: torch.Tensor, block: bool) -> torch.Tensor | None:
