@@ -59,6 +59,19 @@ def test_moe_forward_of_one_token_takes_joined_weights_and_slots_and_gelu(rng):
     assert_same_bits("moved", y, want)
 
 
+def test_moe_forward_of_one_token_leaves_out_what_is_no_expert(rng):
+    weights_of = [fenced(w) for w in stacks(rng, dim=64, width=64)]
+    x, ids, weights = token(rng, dim=64)
+    want = ops.moe_forward(x, ids[:, [0, 2]], weights[:, [0, 2]], *weights_of, activations="int8")
+    ids[0, 1], weights[0, 1] = -1, np.nan
+    slot_of = np.arange(E, dtype=np.int32)
+    for place in (None, slot_of):
+        assert_same_bits("y", ops.moe_forward(x, ids, weights, *weights_of, place, activations="int8"), want)
+    out = np.full((1, 64), np.nan, np.float32)
+    ops.moe_forward(x, np.full_like(ids, -1), weights, *weights_of, activations="int8", out=out)
+    assert_same_bits("y of no expert", out, np.zeros_like(out))
+
+
 def test_moe_forward_of_one_token_does_not_depend_on_threads_or_strips(rng):
     gate, up, down = stacks(rng, dim=64 * 3 + 64, width=32 * 5)
     call = (*token(rng, dim=64 * 3 + 64, k=1), gate, up, down)

@@ -134,8 +134,8 @@ def head_norm_rope_by_name(q: Value, positions: Value) -> Any:
     return [ops.rope(y, vector(4), interleaved=True, positions=positions)], [y]
 
 
-def moe_route(logits: Value, x: Value) -> Any:
-    ids, chosen = ops.moe_softmax_topk(logits, 3)
+def moe_route(logits: Value, x: Value, active: Value | None = None) -> Any:
+    ids, chosen = ops.moe_softmax_topk(logits, 3, active=active)
     weights = ops.moe_normalize_weights(chosen)
     gate, down = matrix(7, 64, DIM, seed=1), matrix(7, DIM, 32, seed=2)
     return [ops.moe_forward(x, ids, weights, gate, None, down)], [ids, chosen]
@@ -405,6 +405,12 @@ CASES = {
     "head_norm_rope": Case(head_norm_rope, ["head_norm_rope"], TURNED, {"positions": POSITIONS}),
     "head_norm_rope by name": Case(head_norm_rope_by_name, ["head_norm_rope"], TURNED, {"positions": POSITIONS}),
     "moe_route": Case(moe_route, ["moe_route", "moe_forward"], ROUTED),
+    "moe_route, some rows inactive": Case(
+        moe_route,
+        ["moe_route", "moe_forward"],
+        {**ROUTED, "active": Spec((T,), "int32")},
+        {"active": np.arange(T, dtype=np.int32) % 2 - 1},
+    ),
     "gate_up": Case(gate_up, ["fused_gate_up_swiglu"], {"x": ROWS}),
     "gate_up adjacent": Case(gate_up_adjacent, ["fused_gate_up_swiglu"], ONE_ROW, devices=CUDA),
     "gate_up adjacent, on the CPU": Case(gate_up_adjacent, ["quantized_matmul", "swiglu"], ONE_ROW, devices=("cpu",)),

@@ -66,9 +66,9 @@ def expert_sum(x_ptr, slots_ptr, ids_ptr, row, col, live, rows, dim, K: tl.const
     for i in tl.range(0, K, loop_unroll_factor=8):  # eight independent loads in flight
         slot = tl.load(slots_ptr + row * K + i, mask=row < rows, other=0.0)
         x = tl.load(x_ptr + (row[:, None] * K + i) * dim + col[None, :], mask=live, other=0.0).to(tl.float32)
-        x *= slot[:, None]
-        if ids_ptr is not None:  # read all the same, not to wait for the id
+        if ids_ptr is not None:  # x is read all the same, not to wait for the id
             there = tl.load(ids_ptr + row * K + i, mask=row < rows, other=-1) >= 0
+            slot = tl.where(there, slot, 0.0)
             x = tl.where(there[:, None], x, 0.0)
-        total += x
+        total += x * slot[:, None]
     return total
