@@ -9,6 +9,7 @@ import pytest
 
 from penstock.api import LLM, load_random
 from penstock.backends.cpu import device as cpu_device
+from penstock.engine.admission import Admission
 from penstock.engine.engine import Engine
 from penstock.engine.prefix import PrefixCache
 from penstock.engine.scheduler import Scheduler
@@ -78,7 +79,7 @@ def read(engine: Engine, prefix: PrefixCache, tokens: list[int]) -> tuple[int, n
     for at in range(start, len(tokens), GRID):
         logits = engine.prefill(sequence, tokens[at : at + GRID])
         if sequence.length in points:
-            prefix.store(digests, sequence, lambda: 1 << 40)
+            prefix.store(digests, sequence, lambda emptied: True)
     engine.close(sequence)
     assert logits is not None
     return start, logits
@@ -305,12 +306,24 @@ def test_nothing_is_stored_where_others_were_promised_the_room(name: str, model:
     first, second = engine.open(), engine.open()
     engine.prefill(first, texts[0])
     engine.prefill(second, texts[1])
-    assert not prefix.store(digests[0], first, lambda: own - 1) and len(prefix) == 0
-    assert prefix.store(digests[0], first, lambda: own)
+    admission = Admission(engine, 0, prefix)
+
+    def store(n: int, room: Callable[[], int]) -> bool:
+        """Store where so many bytes are neither in use nor promised."""
+        sequence = (first, second)[n]
+
+        def fits(emptied: bool) -> bool:
+            admission.total = admission.used([]) + room()
+            return admission.stores(sequence, [], emptied)
+
+        return prefix.store(digests[n], sequence, fits)
+
+    assert not store(0, lambda: own - 1) and len(prefix) == 0
+    assert store(0, lambda: own)
     less = own - prefix.reclaimable - 1
-    assert not prefix.store(digests[1], second, lambda: less) and len(prefix) == 1  # the older one alone is no help
+    assert not store(1, lambda: less) and len(prefix) == 1  # the older one alone is no help
     engine.close(first)  # now it is, and goes
-    assert prefix.store(digests[1], second, lambda: own - len(prefix)) and len(prefix) == 1
+    assert store(1, lambda: own - len(prefix)) and len(prefix) == 1
     assert prefix.find(digests[1], 513) is not None
     engine.close(second)
     prefix.clear()
