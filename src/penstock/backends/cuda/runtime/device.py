@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate
@@ -76,7 +75,7 @@ class CudaDevice:
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         kind = getattr(self._torch, dtype)
         if self.interpreted:  # NumPy's take memory when they are written: caches are large, and most of them stay empty
-            return self._torch.from_numpy(np.zeros(math.prod(shape) * kind.itemsize, np.uint8)).view(kind).view(shape)
+            return self._torch.from_numpy(np.zeros(shape, f"i{kind.itemsize}")).view(kind)
         with self._memory_errors():
             return self._torch.zeros(shape, dtype=kind, device=self.torch_device)
 
