@@ -671,6 +671,39 @@ def test_fixed_caches_are_refused_with_numbers_if_memory_cannot_hold_them(
         assert {0.25, 0.9} < set(seen)
 
 
+def test_fixed_caches_have_room_for_the_whole_context_unless_a_share_is_asked_for(
+    fixed: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `load` leaves free may be more than 0.9 of the memory allows, as beside streamed experts."""
+    caches = fixed.engine.caches
+    working = fixed.engine.working_bytes(8)
+    free = working + caches.bytes_of(2048) - caches.nbytes
+    monkeypatch.setattr(fixed.engine.device, "free_memory", lambda share=1.0: free if share == 1 else 0)
+    with pytest.raises(OutOfMemory, match="^cache: 1 sequences, one of them with 2048 positions, need"):
+        Scheduler(fixed, gpu_memory_utilization=0.9)
+    with scheduler(fixed) as made:
+        assert (made.max_sequences, capacity(fixed)) == (1, (1, 8))
+
+
+def test_allocate_for_has_room_for_batches_of_any_size(fixed: LLM) -> None:
+    engine = fixed.engine
+    engine.allocate_for([(11, 300), (1, 1000)])
+    assert capacity(fixed) == (11, 11 * 3)
+    version = engine.caches.version
+    sequences = [engine.open() for _ in range(11)]
+    for sequence in sequences:
+        engine.prefill(sequence, some_tokens(300))
+    engine.allocate_for([(5, 300)])  # in use, and enough
+    with pytest.raises(InvalidArgument, match="^cache: 11 sequences are open"):
+        engine.allocate_for([(12, 300)])
+    for sequence in sequences:
+        engine.close(sequence)
+    assert engine.caches.version == version
+    engine.cache_memory = engine.caches.bytes_of(300)
+    with pytest.raises(OutOfMemory, match=r"^cache: 2 sequences need .*, expected at most .* \(cache_memory\)"):
+        engine.allocate_for([(2, 300)])
+
+
 def test_gpu_memory_utilization_is_refused_where_caches_grow(plain: LLM) -> None:
     with pytest.raises(InvalidArgument, match="gpu_memory_utilization is 0.5, expected none on device 'cpu'"):
         Scheduler(plain, gpu_memory_utilization=0.5)

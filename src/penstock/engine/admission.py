@@ -158,11 +158,10 @@ def share_memory(
         share = caches.nbytes // 10 if prefix is None else prefix
         return Shares(min(most, caches.slots), caches.nbytes + (share if caches.slot_bytes else 0), share)
     least = caches.bytes_of(engine.max_context)
-    if memory is None and utilization is None:  # `load` may have left less, but has room for the whole context
-        memory = memory_for_sequences(engine, most, GPU_MEMORY_UTILIZATION)
-        memory = max(memory, min(least, memory_for_sequences(engine, most)))
-    elif memory is None:
-        memory = memory_for_sequences(engine, most, utilization)
+    if memory is None:
+        memory = memory_for_sequences(engine, most, GPU_MEMORY_UTILIZATION if utilization is None else utilization)
+        if utilization is None and memory < least:  # `load` has seen to it that the whole context fits all the same
+            memory = min(least, memory_for_sequences(engine, most))
     elif memory > (there := caches.nbytes + device.free_memory() - WORKING_BYTES):
         raise OutOfMemory(
             f"scheduler: memory for sequences is {amount(memory)}, expected at most {amount(max(0, there))}: "
