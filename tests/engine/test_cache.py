@@ -293,7 +293,6 @@ class FixedHost(CpuDevice):
     """Host memory whose caches keep the size that they are given, as a GPU's do."""
 
     fixed_caches = True
-    default_sequences = 5
 
 
 def fixed(*layouts: Layout) -> Caches:

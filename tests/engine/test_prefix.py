@@ -16,6 +16,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE
 from penstock.text.tokenizer import Tokenizer
+from tests.engine.test_cache import FixedHost
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_tokenizer
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma4 import CONFIGS as GEMMA
@@ -326,6 +327,36 @@ def test_nothing_is_stored_where_others_were_promised_the_room(name: str, model:
     assert store(1, lambda: own - len(prefix)) and len(prefix) == 1
     assert prefix.find(digests[1], 513) is not None
     engine.close(second)
+    prefix.clear()
+    nothing_is_held(engine)
+
+
+def test_fixed_caches_count_pages_of_each_window_and_slots(model: Callable[[str], LLM]) -> None:
+    old = model("wide").engine
+    engine = Engine(old.model, activations=old.activations, max_context=2048, device=FixedHost())
+    caches, prefix = engine.caches, PrefixCache(engine, 1 << 30)
+    admission = Admission(engine, 1 << 40, prefix)
+    (window,) = (window for window in caches.pools if window is not None)
+    engine.allocate(2, 1 << 30)
+    caches.allocate(2, {None: 6, window: 6})
+    first = engine.open()
+    text = some_tokens(512)
+    engine.prefill(first, text)
+    live = len(first.tables[window].live)
+    assert live == 2
+    for most, fits in ((4, True), (5, False)):  # pages of the window that the request itself was promised
+        promises = [(first, {None: 2, window: most})]
+        assert admission.stores(first, promises, False) == admission.stores(first, promises, True) == fits
+    assert prefix.store(prefix.digests(text), first, lambda emptied: admission.stores(first, [], emptied))
+    engine.close(first)
+    for pages, helps in (({None: 6, window: 6}, True), ({None: 7, window: 1}, False), ({None: 1, window: 7}, False)):
+        assert admission.helps(pages, []) == helps
+        with pytest.raises(OutOfMemory, match="^cache: . more pages .* are needed, 4 of 6 are free"):
+            admission.open(pages, None, [])
+    open_ones = [admission.open({None: 1, window: 1}, None, []) for _ in range(2)]
+    assert not admission.helps({None: 1, window: 1}, [])
+    for sequence in open_ones:
+        engine.close(sequence)
     prefix.clear()
     nothing_is_held(engine)
 

@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -35,6 +36,7 @@ from penstock.errors import BackendError, Cancelled, DTypeError, InvalidArgument
 from penstock.graph import Bound
 from penstock.models.step import PagedKV
 from penstock.ops.sampling import ONE, SEEN, Edits, mask_words, split_mode
+from tests.engine.test_cache import FixedHost
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_model
 
 LETTERS = letters()
@@ -596,15 +598,6 @@ def test_memory_is_by_default_what_is_free(plain: LLM, monkeypatch: pytest.Monke
 # -- caches of a fixed size ------------------------------------------------------------------------------------------
 
 
-class FixedHost(CpuDevice):
-    """Host memory whose caches keep the size that they are given, as a GPU's do."""
-
-    fixed_caches = True
-
-    def free_memory(self, share: float = 1.0) -> int:
-        return int(super().free_memory() * share)
-
-
 def capacity(llm: LLM) -> tuple[int, int]:
     caches = llm.engine.caches
     return caches.slots, caches.pools[None].capacity
@@ -622,8 +615,11 @@ def test_fixed_caches_have_the_size_of_load_until_a_scheduler_takes_more(fixed: 
     with scheduler(fixed) as made:  # as many sequences: nothing to change
         assert capacity(fixed) == (8, 72) and fixed.engine.caches.version == version
         assert made.metrics().pages_total == 72 and made.metrics().pages_used == 0
+    old = [weakref.ref(array) for arrays in fixed.engine.caches.arrays for array in arrays]
     with scheduler(fixed, max_sequences=20) as made:
         assert capacity(fixed) == (20, 20 * 9) and fixed.engine.caches.version == version + 1
+        gc.collect()
+        assert old and not any(array() is not None for array in old)  # no program holds them
         assert made.metrics().pages_total == 180
         assert fixed.generate([5], max_tokens=4).tokens == want  # programs are bound to the new arrays
     with fixed.session() as session:
