@@ -35,7 +35,7 @@ from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSou
 from penstock.ops.device import Device, device_for
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
-from penstock.units import amount
+from penstock.units import amount, parse_size
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.gguf import GgufFile
 from penstock.weights.resolve import resolve_model
@@ -43,7 +43,7 @@ from penstock.weights.resolve import resolve_model
 _TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 MAX_BATCH = 32  # requests that run together
-_CONTEXT = 4096  # positions that there is room for beside streamed experts
+_CONTEXT = 4096  # positions that there is room for beside streamed experts, and that a GPU may fill its memory with
 
 
 @dataclass
@@ -140,9 +140,15 @@ class LLM:
         """Runs the requests of `generate`, `stream` and sessions: those of several threads share its steps."""
         with self._lock:
             if self._scheduler is None:
-                memory = all_memory(self.engine)
+                memory = self.engine.cache_memory
                 self._scheduler = Scheduler(
-                    self, max_sequences=MAX_BATCH, queue=1 << 30, prefix_cache=False, memory=memory, record=_not_counted
+                    self,
+                    max_sequences=MAX_BATCH,
+                    queue=1 << 30,
+                    prefix_cache=False,
+                    memory=all_memory(self.engine) if memory is None else memory,
+                    record=_not_counted,
+                    allocate=False,
                 )
             return self._scheduler
 
@@ -333,12 +339,16 @@ def load(
     offline: bool | None = None,
     notify: Callable[[str], None] | None = None,
     progress: Callable[[float], None] | None = None,
+    cache_memory: int | str | None = None,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
     device "auto" (a GPU if it can be used), "cpu", "cuda", "reference" (NumPy, slow); dtype of activations (auto:
     float32 on the CPU, bfloat16 on a GPU); activations "int8" or "float32" for quantized products (auto: int8 on "cpu",
     else float32, which is exact); max_context: positions per sequence, by default the model's, or what fits in memory.
+    cache_memory: bytes for the caches of all sequences (20 * 2**30, "20G"), which a GPU takes when the first one opens;
+    by default room for one of max_context and short ones beside it, in at most half of what is free there, and on the
+    CPU what the sequences need. On the CPU it is a limit for requests.
     deterministic: on a GPU an answer's bits do not depend on the requests decoded beside it (on the CPU they never do).
     Weights are read from the files by memory map. expert_cache: bytes of experts that are held ("12G", "50%" of them),
     the others are read when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind
@@ -353,19 +363,31 @@ def load(
     name, dtype, activations = resolve_options(device, dtype, activations, threads)
     packed = None if expert_file is None else os.fspath(expert_file)
     experts = ExpertOptions(expert_cache, expert_host, expert_io, expert_policy, packed, expert_prefetch)
+    room = _cache_bytes(cache_memory)
     where = device_for(name)
     found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=notify is None)
     folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
-    read = _read_gguf if found.kind == "gguf" else _read_folder
-    model, tokenizer, notices = read(folder, where, experts, options, progress)
+    if found.kind == "gguf":
+        model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress)
+    else:
+        model, tokenizer, notices = _read_folder(folder, where, experts, options, progress, room)
     for notice in notices:
         notify(notice)
-    engine = _engine(model, where, dtype, activations, max_context, deterministic, f"{folder}")
+    engine = _engine(model, where, dtype, activations, max_context, deterministic, f"{folder}", room)
     # a saved session finds its model again by its hub id or its whole path
     name = None if found.kind == "demo" else found.hub_id or str(folder.resolve())
     return LLM(engine, tokenizer, name, notices)
+
+
+def _cache_bytes(value: int | str | None) -> int | None:
+    """What cache_memory says, in bytes. Raises InvalidArgument."""
+    if isinstance(value, str):
+        value = parse_size(value, "load: cache_memory")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise InvalidArgument(f"load: cache_memory is {value!r}, expected bytes above 0 or a text such as 20G")
+    return value
 
 
 def _read_folder(
@@ -374,6 +396,7 @@ def _read_folder(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
+    cache_memory: int | None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
@@ -382,7 +405,8 @@ def _read_folder(
     source = CheckpointSource(checkpoint, *family.names(checkpoint, config))
     copied = _copied_bytes(checkpoint)
     caches = Caches(family.caches(config), options["dtype"], device)
-    beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
+    states = caches.bytes_of(min(config.max_positions, _CONTEXT)) if cache_memory is None else cache_memory
+    beside = WORKING_BYTES + caches.nbytes + states
     layers = _streamed_layers(family, source, config, experts, device, checkpoint.nbytes + beside)
     streams = bool(layers) or experts.asked
     if not streams:
@@ -505,12 +529,14 @@ def load_random(
     *,
     deterministic: bool = False,
     on_device: bool = False,
+    cache_memory: int | str | None = None,
 ) -> LLM:
     """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks.
 
     on_device: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
     """
     name, dtype, activations = resolve_options(device, dtype, activations, threads)
+    room = _cache_bytes(cache_memory)
     where = device_for(name)
     family = models.family_of(dict(config))
     read = family.read_config(dict(config))
@@ -522,8 +548,8 @@ def load_random(
         source = DeviceRandomSource(config, where, seed, progress)
     weights, placed = _weights(family, source, read, where)
     model = Model(family, placed, weights, f"random-{seed}", models.bytes_of(weights))
-    what = "random weights"
-    return LLM(_engine(model, where, dtype, activations, max_context, deterministic, what), None, None, ())
+    engine = _engine(model, where, dtype, activations, max_context, deterministic, "random weights", room)
+    return LLM(engine, None, None, ())
 
 
 def random_nbytes(config: Mapping[str, Any]) -> int:
@@ -563,6 +589,7 @@ def _engine(
     max_context: int | None,
     deterministic: bool,
     what: str,
+    cache_memory: int | None,
 ) -> Engine:
     limit = model.config.max_positions
     if max_context is None:
@@ -572,9 +599,26 @@ def _engine(
     else:
         chosen = max_context
     engine = Engine(
-        model, device=device, activations=activations, dtype=dtype, max_context=chosen, deterministic=deterministic
+        model,
+        device=device,
+        activations=activations,
+        dtype=dtype,
+        max_context=chosen,
+        deterministic=deterministic,
+        cache_memory=cache_memory,
     )
     free = device.free_memory() - WORKING_BYTES
+    if cache_memory is not None:
+        if cache_memory > free:
+            raise OutOfMemory(
+                f"{what}: cache_memory is {amount(cache_memory)}, expected at most {amount(max(free, 0))}: so much "
+                f"{device.memory_name} is free beside the weights and {amount(WORKING_BYTES)} for steps"
+            )
+        free = cache_memory
+    elif device.fixed_caches and max_context is None:
+        # caches take their memory at once, of a long context at most half of it: steps and other sequences need some
+        while engine.max_context > _CONTEXT and engine.caches.bytes_of(engine.max_context) > free // 2:
+            engine.max_context //= 2
     while (max_context is None and engine.max_context > 256) and engine.caches.bytes_of(engine.max_context) > free:
         engine.max_context //= 2
     need = engine.caches.bytes_of(engine.max_context if max_context is not None else min(engine.max_context, 256))
@@ -582,5 +626,6 @@ def _engine(
         fitting = next((n for n in (chosen >> k for k in range(1, 30)) if engine.caches.bytes_of(n) <= free), 0)
         advice = f"; max_context={fitting} would fit" if fitting else ""
         found = f"{what}: {engine.max_context} positions need {amount(need)} of {device.memory_name}"
-        raise OutOfMemory(f"{found}, {amount(max(free, 0))} are free{advice}")
+        there = "are free" if cache_memory is None else "are there for them (cache_memory)"
+        raise OutOfMemory(f"{found}, {amount(max(free, 0))} {there}{advice}")
     return engine

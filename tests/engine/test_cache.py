@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from penstock.backends.cpu import device as cpu_device
+from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches, PageTable, Sequence, Snapshot
-from penstock.errors import OutOfMemory
+from penstock.engine.cache_size import sequences_within, size_for_batches, size_for_load, size_within
+from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.models.step import PAGE, Layout, PagedKV, RecurrentState
 
 WINDOW = 300
@@ -282,6 +284,132 @@ def test_open_refuses_before_it_allocates(monkeypatch: pytest.MonkeyPatch) -> No
     with memory_of(monkeypatch, 0), pytest.raises(OutOfMemory):
         caches.open()
     assert caches.open().slot == 0
+
+
+# -- caches of a fixed size ------------------------------------------------------------------------------------------
+
+
+class FixedHost(CpuDevice):
+    """Host memory whose caches keep the size that they are given, as a GPU's do."""
+
+    fixed_caches = True
+
+
+def fixed(*layouts: Layout) -> Caches:
+    return Caches(layouts or LAYOUTS, "float32", FixedHost())
+
+
+def sizes(caches: Caches) -> tuple[int, dict[int | None, int], list[int]]:
+    lengths = [len(array) for arrays in caches.arrays for array in arrays]
+    return caches.slots, {window: pool.capacity for window, pool in caches.pools.items()}, lengths
+
+
+def test_allocate_gives_the_arrays_their_size_and_nothing_grows() -> None:
+    caches = fixed()
+    assert sizes(caches) == (0, {None: 0, WINDOW: 0}, [0] * 8) and caches.nbytes == 0
+    caches.allocate(2, {None: 5, WINDOW: 7})
+    assert sizes(caches) == (2, {None: 5, WINDOW: 7}, [5, 5, 2, 2, 7, 7, 5, 5]) and caches.version == 1
+    assert caches.nbytes == sum(array.nbytes for arrays in caches.arrays for array in arrays)
+    caches.make_room({None: 5, WINDOW: 7}, 2)
+    first, second = caches.open(), caches.open()
+    with pytest.raises(OutOfMemory, match=r"^cache: 2 of 2 sequences that there is room for are open.*close sessions"):
+        caches.open()
+    write(caches, first, np.arange(3.0 * PAGE))
+    write(caches, second, np.arange(2.0 * PAGE))
+    with pytest.raises(OutOfMemory, match=r"^cache: 1 more pages of 256 positions are needed, 0 of 5 are free; use a"):
+        caches.reserve(second, 1)
+    with pytest.raises(OutOfMemory, match="^cache: 2 more pages .* 0 of 5"):
+        caches.make_room({None: 2}, 0)
+    with pytest.raises(OutOfMemory, match="^cache: 2 of 2 sequences"):
+        caches.make_room({None: 0}, 1)
+    holds(caches, first, np.arange(3.0 * PAGE))
+    holds(caches, second, np.arange(2.0 * PAGE))
+    assert caches.version == 1
+
+
+def test_allocate_is_refused_while_anything_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = fixed()
+    caches.allocate(2, {None: 5, WINDOW: 7})
+    before = sizes(caches), caches.version
+    sequence = caches.open()
+    write(caches, sequence, np.arange(300.0))
+    snapshot = caches.snapshot(sequence)
+    message = r"^cache: {} sequences are open and 4 pages are held, expected none .* close sessions and drop snapshots"
+    with pytest.raises(InvalidArgument, match=message.format(1)):
+        caches.allocate(3, {None: 5, WINDOW: 7})
+    caches.close(sequence)
+    with pytest.raises(InvalidArgument, match=message.format(0)):
+        caches.allocate(3, {None: 5, WINDOW: 7})
+    assert before == (sizes(caches), caches.version)
+    caches.drop(snapshot)
+    caches.allocate(1, {None: 3, WINDOW: 4})
+    assert sizes(caches) == (1, {None: 3, WINDOW: 4}, [3, 3, 1, 1, 4, 4, 3, 3]) and caches.version == 2
+    sequence = caches.open()
+    write(caches, sequence, np.arange(700.0))
+    holds(caches, sequence, np.arange(700.0))
+    caches.close(sequence)
+    with (
+        memory_of(monkeypatch, 1000),
+        pytest.raises(OutOfMemory, match=r"^cache: 9 sequences and 8 pages take \d.* kB of memory, 1\.00 kB are free"),
+    ):
+        caches.allocate(9, {None: 4, WINDOW: 4})
+    assert sizes(caches) == (0, {None: 0, WINDOW: 0}, [0] * 8)
+
+
+def test_size_within_fills_memory_but_never_beyond_what_is_useful() -> None:
+    caches = fixed()
+    one = caches.pages_of(2000)
+    assert one == {None: 8, WINDOW: 4}
+    beside = caches.size(3, {WINDOW: 12})
+    page = caches.page_bytes(None)
+    assert size_within(caches, 2000, 3, beside + 11 * page - 1) == (3, {WINDOW: 12, None: 10})
+    assert size_within(caches, 2000, 3, 1 << 40) == (3, {WINDOW: 12, None: 27})  # a snapshot may hold one of each
+    stored = 2 * caches.page_bytes(WINDOW) + 1
+    assert size_within(caches, 2000, 3, 1 << 40, stored) == (3, {WINDOW: 14, None: 27})
+    assert size_within(caches, 2000, 3, beside + 8 * page) == (3, {WINDOW: 12, None: 8})
+    with pytest.raises(
+        OutOfMemory, match=r"^cache: 3 sequences, one of them with 2000 positions, need .* use at most 2 "
+    ):
+        size_within(caches, 2000, 3, beside + 8 * page - 1)
+    with pytest.raises(OutOfMemory, match=r"need .*, 0 B are there for them; use a shorter context"):
+        size_within(caches, 2000, 1, -5)
+    recurrent = fixed(LAYOUTS[1])
+    assert size_within(recurrent, 2000, 3, 3 * recurrent.slot_bytes) == (3, {})
+    with pytest.raises(OutOfMemory, match="use at most 2 sequences"):
+        size_within(recurrent, 2000, 3, 3 * recurrent.slot_bytes - 1)
+
+
+def test_sequences_within_leave_room_for_a_long_one() -> None:
+    caches = fixed()
+    least = caches.bytes_of(2000)
+    each = caches.size(1, {WINDOW: 4})
+    assert [sequences_within(caches, 2000, 3, least + more) for more in (-1, 0, each, 9 * each)] == [0, 1, 2, 3]
+    assert sequences_within(fixed(PagedKV(3, 2)), 2000, 3, 1 << 30) == 3
+
+
+def test_size_for_load_is_one_long_sequence_and_short_ones_in_half_of_the_memory() -> None:
+    caches = fixed()
+    assert size_for_load(caches, 5000, 3, 1 << 40) == (3, {WINDOW: 12, None: 20 + 3 * 8})
+    half = caches.size(3, {WINDOW: 12, None: 30})
+    assert size_for_load(caches, 5000, 3, 2 * half) == (3, {WINDOW: 12, None: 30})
+    assert size_for_load(caches, 5000, 3, caches.bytes_of(5000)) == (1, {WINDOW: 4, None: 20})
+
+
+def test_size_for_batches_has_room_for_each_with_its_snapshots() -> None:
+    caches = fixed()
+    slots, pages = size_for_batches(caches, [(4, 100), (1, 1500)])
+    assert (slots, pages) == (4, {None: 8, WINDOW: 8})
+    caches.allocate(slots, pages)
+    for count, positions in ((4, 100), (1, 1500)):
+        sequences = [caches.open() for _ in range(count)]
+        for sequence in sequences:
+            write(caches, sequence, np.arange(positions / 2))
+        snapshots = [caches.snapshot(sequence) for sequence in sequences]
+        for sequence in sequences:
+            write(caches, sequence, np.arange(positions / 2))
+        for sequence, snapshot in zip(sequences, snapshots, strict=True):
+            caches.drop(snapshot)
+            caches.close(sequence)
 
 
 # -- rows and fill ---------------------------------------------------------------------------------------------------

@@ -9,12 +9,14 @@ import pytest
 
 from penstock.api import LLM, load_random
 from penstock.backends.cpu import device as cpu_device
+from penstock.engine.admission import Admission
 from penstock.engine.engine import Engine
 from penstock.engine.prefix import PrefixCache
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import OutOfMemory
 from penstock.models.step import PAGE
 from penstock.text.tokenizer import Tokenizer
+from tests.engine.test_cache import FixedHost
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_tokenizer
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma4 import CONFIGS as GEMMA
@@ -78,7 +80,7 @@ def read(engine: Engine, prefix: PrefixCache, tokens: list[int]) -> tuple[int, n
     for at in range(start, len(tokens), GRID):
         logits = engine.prefill(sequence, tokens[at : at + GRID])
         if sequence.length in points:
-            prefix.store(digests, sequence, lambda: 1 << 40)
+            prefix.store(digests, sequence, lambda emptied: True)
     engine.close(sequence)
     assert logits is not None
     return start, logits
@@ -305,14 +307,56 @@ def test_nothing_is_stored_where_others_were_promised_the_room(name: str, model:
     first, second = engine.open(), engine.open()
     engine.prefill(first, texts[0])
     engine.prefill(second, texts[1])
-    assert not prefix.store(digests[0], first, lambda: own - 1) and len(prefix) == 0
-    assert prefix.store(digests[0], first, lambda: own)
+    admission = Admission(engine, 0, prefix)
+
+    def store(n: int, room: Callable[[], int]) -> bool:
+        """Store where so many bytes are neither in use nor promised."""
+        sequence = (first, second)[n]
+
+        def fits(emptied: bool) -> bool:
+            admission.total = admission.used([]) + room()
+            return admission.stores(sequence, [], emptied)
+
+        return prefix.store(digests[n], sequence, fits)
+
+    assert not store(0, lambda: own - 1) and len(prefix) == 0
+    assert store(0, lambda: own)
     less = own - prefix.reclaimable - 1
-    assert not prefix.store(digests[1], second, lambda: less) and len(prefix) == 1  # the older one alone is no help
+    assert not store(1, lambda: less) and len(prefix) == 1  # the older one alone is no help
     engine.close(first)  # now it is, and goes
-    assert prefix.store(digests[1], second, lambda: own - len(prefix)) and len(prefix) == 1
+    assert store(1, lambda: own - len(prefix)) and len(prefix) == 1
     assert prefix.find(digests[1], 513) is not None
     engine.close(second)
+    prefix.clear()
+    nothing_is_held(engine)
+
+
+def test_fixed_caches_count_pages_of_each_window_and_slots(model: Callable[[str], LLM]) -> None:
+    old = model("wide").engine
+    engine = Engine(old.model, activations=old.activations, max_context=2048, device=FixedHost())
+    caches, prefix = engine.caches, PrefixCache(engine, 1 << 30)
+    admission = Admission(engine, 1 << 40, prefix)
+    (window,) = (window for window in caches.pools if window is not None)
+    engine.allocate(2, 1 << 30)
+    caches.allocate(2, {None: 6, window: 6})
+    first = engine.open()
+    text = some_tokens(512)
+    engine.prefill(first, text)
+    live = len(first.tables[window].live)
+    assert live == 2
+    for most, fits in ((4, True), (5, False)):  # pages of the window that the request itself was promised
+        promises = [(first, {None: 2, window: most})]
+        assert admission.stores(first, promises, False) == admission.stores(first, promises, True) == fits
+    assert prefix.store(prefix.digests(text), first, lambda emptied: admission.stores(first, [], emptied))
+    engine.close(first)
+    for pages, helps in (({None: 6, window: 6}, True), ({None: 7, window: 1}, False), ({None: 1, window: 7}, False)):
+        assert admission.helps(pages, []) == helps
+        with pytest.raises(OutOfMemory, match="^cache: . more pages .* are needed, 4 of 6 are free"):
+            admission.open(pages, None, [])
+    open_ones = [admission.open({None: 1, window: 1}, None, []) for _ in range(2)]
+    assert not admission.helps({None: 1, window: 1}, [])
+    for sequence in open_ones:
+        engine.close(sequence)
     prefix.clear()
     nothing_is_held(engine)
 

@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -35,6 +36,7 @@ from penstock.errors import BackendError, Cancelled, DTypeError, InvalidArgument
 from penstock.graph import Bound
 from penstock.models.step import PagedKV
 from penstock.ops.sampling import ONE, SEEN, Edits, mask_words, split_mode
+from tests.engine.test_cache import FixedHost
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_model
 
 LETTERS = letters()
@@ -42,9 +44,9 @@ SECONDS = 60  # after which a test that waits has failed
 
 
 class DrawingHost(CpuDevice):
-    """Host memory whose device draws the tokens itself and may be a step ahead, as a GPU does."""
+    """Host memory with what a GPU has: it draws tokens itself, may be a step ahead, and its caches keep their size."""
 
-    samples_tokens, ragged, most_edited = True, False, 2
+    samples_tokens, ragged, most_edited, fixed_caches = True, False, 2, True
 
     def __init__(self) -> None:
         self.counts: dict[Edits, np.ndarray] = {}  # of all programs
@@ -527,7 +529,6 @@ def test_memory_for_all_of_max_tokens_is_there_when_a_request_starts(plain: LLM,
 
 def test_a_request_fails_if_the_machine_has_no_memory(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with scheduler(plain) as made:
-        plain.engine.caches.device.min_pages = 1  # type: ignore[misc]
         with monkeypatch.context() as patch:
             patch.setattr(cpu_device, "available_memory", lambda: 0)
             with pytest.raises(OutOfMemory, match="^cache: .* are needed"):
@@ -594,6 +595,193 @@ def test_memory_is_by_default_what_is_free(plain: LLM, monkeypatch: pytest.Monke
             assert made.memory >= whole or not free
 
 
+# -- caches of a fixed size ------------------------------------------------------------------------------------------
+
+
+def capacity(llm: LLM) -> tuple[int, int]:
+    caches = llm.engine.caches
+    return caches.slots, caches.pools[None].capacity
+
+
+@pytest.fixture
+def fixed(loaded: LLM) -> LLM:
+    return with_device(loaded, FixedHost(), 2048)
+
+
+def test_fixed_caches_have_the_size_of_load_until_a_scheduler_takes_more(fixed: LLM) -> None:
+    want = fixed.generate([5], max_tokens=4).tokens
+    assert capacity(fixed) == (8, 8 + 8 * 8) and fixed.scheduler.memory == fixed.engine.caches.nbytes
+    version = fixed.engine.caches.version
+    with scheduler(fixed) as made:  # as many sequences: nothing to change
+        assert capacity(fixed) == (8, 72) and fixed.engine.caches.version == version
+        assert made.metrics().pages_total == 72 and made.metrics().pages_used == 0
+    old = [weakref.ref(array) for arrays in fixed.engine.caches.arrays for array in arrays]
+    with scheduler(fixed, max_sequences=20) as made:
+        assert capacity(fixed) == (20, 20 * 9) and fixed.engine.caches.version == version + 1
+        gc.collect()
+        assert old and not any(array() is not None for array in old)  # no program holds them
+        assert made.metrics().pages_total == 180
+        assert fixed.generate([5], max_tokens=4).tokens == want  # programs are bound to the new arrays
+    with fixed.session() as session:
+        session.append([5])
+        with pytest.raises(InvalidArgument, match="^cache: 1 sequences are open and 1 pages are held"):
+            Scheduler(fixed, max_sequences=21)
+        with scheduler_beside(fixed, max_sequences=4):  # more than enough, and kept
+            assert capacity(fixed) == (20, 180)
+    with scheduler(fixed, max_sequences=4):  # much too large
+        assert capacity(fixed) == (4, 36)
+
+
+@contextlib.contextmanager
+def scheduler_beside(llm: LLM, **options: Any) -> Iterator[Scheduler]:
+    """A scheduler on a model that holds more than its requests."""
+    made = Scheduler(llm, **options)
+    yield made
+    made.close(0)
+
+
+def test_fixed_caches_are_refused_with_numbers_if_memory_cannot_hold_them(
+    fixed: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches, working = fixed.engine.caches, 256 << 20
+    slot, least = caches.slot_bytes, caches.bytes_of(2048)
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: (1 << 30) + working)
+    with pytest.raises(
+        OutOfMemory, match=r"^scheduler: memory for sequences is 1.07 GB, expected at most 1.07 GB: so much"
+    ):
+        Scheduler(fixed, memory=(1 << 30) + 1)
+    with pytest.raises(OutOfMemory, match=r"^cache: 9 sequences, one of them with 2048 .* use at most 8 sequences"):
+        Scheduler(fixed, max_sequences=9, memory=least + 8 * slot - 1, prefix_cache=False)
+    with scheduler(fixed, memory=least + 3 * slot - 1, prefix_cache=False) as made:
+        assert (made.max_sequences, capacity(fixed)) == (3, (3, 8))
+        assert made.memory == caches.nbytes == least + 2 * slot
+    with scheduler(fixed, max_sequences=2, memory=1 << 29, prefix_memory=5 * slot) as made:
+        assert capacity(fixed) == (2, 18) and made.memory == caches.nbytes + 5 * slot
+    with pytest.raises(OutOfMemory, match="^cache: 2 sequences"):
+        Scheduler(fixed, max_sequences=2, memory=least + 5 * slot, prefix_memory=5 * slot)
+    with pytest.raises(InvalidArgument, match="^scheduler: gpu_memory_utilization is 1.5, expected above 0"):
+        Scheduler(fixed, gpu_memory_utilization=1.5)
+    seen: list[float] = []
+    monkeypatch.setattr(fixed.engine.device, "free_memory", lambda share=1.0: seen.append(share) or 1 << 30)
+    with scheduler(fixed, gpu_memory_utilization=0.25), scheduler(fixed):
+        assert {0.25, 0.9} < set(seen)
+
+
+def test_fixed_caches_have_room_for_the_whole_context_unless_a_share_is_asked_for(
+    fixed: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `load` leaves free may be more than 0.9 of the memory allows, as beside streamed experts."""
+    caches = fixed.engine.caches
+    working = fixed.engine.working_bytes(8)
+    free = working + caches.bytes_of(2048) - caches.nbytes
+    monkeypatch.setattr(fixed.engine.device, "free_memory", lambda share=1.0: free if share == 1 else 0)
+    with pytest.raises(OutOfMemory, match="^cache: 1 sequences, one of them with 2048 positions, need"):
+        Scheduler(fixed, gpu_memory_utilization=0.9)
+    with scheduler(fixed) as made:
+        assert (made.max_sequences, capacity(fixed)) == (1, (1, 8))
+
+
+def test_allocate_for_has_room_for_batches_of_any_size(fixed: LLM) -> None:
+    engine = fixed.engine
+    engine.allocate_for([(11, 300), (1, 1000)])
+    assert capacity(fixed) == (11, 11 * 3)
+    version = engine.caches.version
+    sequences = [engine.open() for _ in range(11)]
+    for sequence in sequences:
+        engine.prefill(sequence, some_tokens(300))
+    engine.allocate_for([(5, 300)])  # in use, and enough
+    with pytest.raises(InvalidArgument, match="^cache: 11 sequences are open"):
+        engine.allocate_for([(12, 300)])
+    for sequence in sequences:
+        engine.close(sequence)
+    assert engine.caches.version == version
+    engine.cache_memory = engine.caches.bytes_of(300)
+    with pytest.raises(OutOfMemory, match=r"^cache: 2 sequences need .*, expected at most .* \(cache_memory\)"):
+        engine.allocate_for([(2, 300)])
+
+
+def test_gpu_memory_utilization_is_refused_where_caches_grow(plain: LLM) -> None:
+    with pytest.raises(InvalidArgument, match="gpu_memory_utilization is 0.5, expected none on device 'cpu'"):
+        Scheduler(plain, gpu_memory_utilization=0.5)
+
+
+def test_requests_wait_for_pages_and_slots_of_fixed_caches(fixed: LLM) -> None:
+    caches = fixed.engine.caches
+    want = [fixed.generate([n], max_tokens=600, logit_bias=LETTERS).tokens for n in range(5, 9)]
+    memory = caches.size(4, {None: 8})  # of pages two such requests
+    with scheduler(fixed, max_sequences=4, memory=memory, prefix_cache=False) as made:
+        assert capacity(fixed) == (4, 8)
+        version = caches.version
+        with made.condition:
+            tickets = [made.submit(made.request([n], max_tokens=600, logit_bias=LETTERS)) for n in range(5, 9)]
+        until(lambda: tickets[1].state == "generating")
+        assert made.metrics().running == 2 and caches.pools[None].capacity == 8
+        assert [ticket.result(SECONDS).tokens for ticket in tickets] == want
+        assert caches.version == version
+    sessions = [fixed.session() for _ in range(caches.slots)]
+    with pytest.raises(OutOfMemory, match="^cache: 4 of 4 sequences"):
+        fixed.generate([5], max_tokens=1)
+    for session in sessions:
+        session.close()
+    assert fixed.generate([5], max_tokens=1, logit_bias=LETTERS).tokens == want[0][:1]
+
+
+def test_prefixes_are_stored_in_what_fixed_caches_leave(fixed: LLM) -> None:
+    """Pages of stored prefixes go when requests need them; copies of states lie beside the caches."""
+    caches = fixed.engine.caches
+    texts = [some_tokens(600, seed=n) for n in range(4)]
+    want = [fixed.generate(text, max_tokens=3).tokens for text in texts]
+    budget = 2 * (caches.slot_bytes + 2 * caches.page_bytes(None))
+    with scheduler(fixed, max_sequences=1, memory=caches.size(1, {None: 9}) + budget, prefix_memory=budget) as made:
+        assert capacity(fixed) == (1, 9)
+        for text, tokens in zip(texts, want, strict=True):
+            for again in (False, True):
+                ticket = made.submit(made.request(text, max_tokens=3))
+                assert ticket.result(SECONDS).tokens == tokens
+                assert ticket.completion().usage.cached_tokens == (512 if again else 0)
+        assert made.metrics().prefix_entries == 2 and made.metrics().pages_used == 4
+        long = made.submit(made.request([5], max_tokens=2040))  # all pages but one
+        next(long)
+        assert made.metrics().prefix_entries < 2
+        long.cancel()
+
+
+def test_load_has_caches_of_the_size_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.api.device_for", lambda name: FixedHost())
+    config = small_config(max_position_embeddings=1 << 13)
+    caches = load_random(config, device="cpu").engine.caches
+    memory = caches.size(8, {None: 39})
+    for asked in (memory, f"{memory}B"):
+        llm = load_random(config, device="cpu", cache_memory=asked)
+        assert llm.max_context == 1 << 13
+        llm.logits([5])
+        assert capacity(llm) == (8, 39) and llm.engine.caches.nbytes == memory
+        with scheduler(llm, prefix_cache=False) as made:  # the same is what a server has
+            assert made.memory == memory and capacity(llm) == (8, 39)
+    less = caches.bytes_of(1 << 13) - 1
+    assert load_random(config, device="cpu", cache_memory=less).max_context == 1 << 12
+    with pytest.raises(
+        OutOfMemory, match=r"8192 positions need .* are there for them \(cache_memory\); max_context=4096"
+    ):
+        load_random(config, device="cpu", cache_memory=less, max_context=1 << 13)
+    for wrong, message in ((0, "is 0, expected"), (True, "is True"), ("12Q", "is '12Q'"), ("50%", "is '50%'")):
+        with pytest.raises(InvalidArgument, match=f"^load: cache_memory:? {message}"):
+            load_random(config, device="cpu", cache_memory=wrong)
+    with pytest.raises(OutOfMemory, match=r"cache_memory is 4000\d+\.\d\d GB, expected at most .* free"):
+        load_random(config, device="cpu", cache_memory="4000000GB")
+    room = caches.bytes_of(1 << 13)
+    monkeypatch.setattr(cpu_device, "available_memory", lambda: (256 << 20) + 2 * room - 1)
+    monkeypatch.setattr("penstock.api.random_nbytes", lambda config: 0)
+    assert load_random(config, device="cpu").max_context == 1 << 12  # a long one takes at most half
+    assert load_random(config, device="cpu", max_context=1 << 13).max_context == 1 << 13
+
+
+def test_cache_memory_limits_requests_on_the_cpu(loaded: LLM) -> None:
+    caches = loaded.engine.caches
+    llm = load_random(small_config(), device="cpu", cache_memory=caches.bytes_of(1024), max_context=1024)
+    assert llm.scheduler.memory == caches.bytes_of(1024) == Scheduler(llm, prefix_cache=False).memory
+
+
 # -- readers ---------------------------------------------------------------------------------------------------------
 
 
@@ -632,7 +820,10 @@ def test_a_reader_who_lags_while_others_wait_gives_up_his_sequence(
     options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "logit_bias": LETTERS}
     prompt = some_tokens(300)
     want = llm.generate(prompt, **options).tokens
-    limit = {"max_sequences": 1} if short_of == "sequences" else {"memory": llm.engine.caches.bytes_of(512)}
+    limit = {"max_sequences": 1}
+    if short_of == "memory":
+        llm.engine.max_context = 512
+        limit = {"max_sequences": 4, "memory": llm.engine.caches.size(4, {None: 2})}
     with scheduler(llm, buffer=4, prefix_cache=False, **limit) as made:
         slow = made.submit(made.request(prompt, **options))
         until(lambda: slow.timings.generated_tokens >= 4)

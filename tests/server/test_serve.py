@@ -141,6 +141,10 @@ def unserved(monkeypatch):
         (("--adapter-path", "x"), "--adapter-path: not supported"),
         (("--ssl-key-file", "x"), "--ssl-key-file: not supported"),
         (("--kv-bits", "4"), "--kv-bits: not supported"),
+        (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization: is 0, expected above 0 and at most 1"),
+        (("--gpu-memory-utilization", "nan"), "--gpu-memory-utilization: is nan, expected above 0"),
+        (("--gpu-memory-utilization", "0.5", "--memory", "2G"), "--gpu-memory-utilization: expected without --memory"),
+        (("--memory", "lots"), "--memory: is 'lots', expected a size such as"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(capsys, unserved, arguments, message):
@@ -225,8 +229,10 @@ def test_command_lines_of_mlx_lm_and_llama_cpp_are_understood(monkeypatch, tmp_p
     vllm = "--host 127.0.0.1 --port 0 --served-model-name m --max-model-len 1k --max-num-seqs 3 "
     vllm += "--no-enable-prefix-caching "
     vllm += "--enable-auto-tool-choice --generation-config vllm --disable-log-requests"
+    vllm += " --gpu-memory-utilization 0.75"
     assert run(["serve", *vllm.split()]) == 0
     assert seen["options"].parallel == 3 and not seen["options"].prefix_cache
+    assert seen["options"].gpu_memory_utilization == 0.75
     assert not seen["options"].allow_special_in_messages
     assert run(["serve", "--port", "0", "--allow-special-in-messages"]) == 0
     assert seen["options"].allow_special_in_messages
@@ -248,6 +254,12 @@ def test_options_of_the_model_reach_it(monkeypatch):
     monkeypatch.setattr("penstock.server.run.serve", instead)
     monkeypatch.setattr("penstock.engine.protect.protect", str)
     assert run("serve --port 0 -c 1k -t 1 --expert-cache 1G --expert-policy lru --expert-io direct".split()) == 0
+    assert seen["cache_memory"] is None
+    assert (
+        run("serve --port 0 -c 1k -t 1 --expert-cache 1G --expert-policy lru --expert-io direct --memory 2G".split())
+        == 0
+    )
+    assert seen["cache_memory"] == "2G"
     assert (seen["max_context"], seen["threads"], seen["progress"]) == (1000, 1, print)
     assert (seen["expert_cache"], seen["expert_policy"], seen["expert_io"]) == ("1G", "lru", "direct")
 

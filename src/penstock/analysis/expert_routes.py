@@ -210,7 +210,8 @@ def _pages(engine: Engine) -> Iterator[None]:
 
 def _alone(llm: SchedulableModel) -> Scheduler:
     """A scheduler for one request, whose steps are looked at one by one."""
-    return Scheduler(llm, max_sequences=1, prefix_cache=False, memory=all_memory(llm.engine), overlap=False)
+    memory = all_memory(llm.engine)
+    return Scheduler(llm, max_sequences=1, prefix_cache=False, memory=memory, overlap=False, allocate=False)
 
 
 @contextmanager

@@ -363,6 +363,7 @@ class _State:
 
     def __init__(self, engine: Engine, work: Work) -> None:
         self._engine, self._work = engine, work
+        engine.allocate_for([(work.sequences, work.positions)])
         self._sequences = [engine.open() for _ in range(work.sequences)]
         for sequence in self._sequences:
             engine.caches.reserve(sequence, work.positions)

@@ -307,6 +307,9 @@ class AnyModel:
         Literal["auto", "int8", "float32"],
         typer.Option("--activations", help="Rounding inside quantized products; float32 is exact and slower."),
     ] = "auto"
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="Memory for the caches of sequences, such as 20G.")
+    ] = None
     expert_cache: Annotated[
         str,
         typer.Option(
@@ -370,6 +373,7 @@ class AnyModel:
             "activations": self.activations,
             "max_context": max_context,
             "threads": threads,
+            "cache_memory": self.memory,
             "expert_cache": self.moe_cache or self.expert_cache,
             "expert_host": self.expert_host,
             "expert_io": self.expert_io,

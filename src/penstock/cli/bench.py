@@ -148,6 +148,7 @@ def bench(
         check_room(name, llm.engine.device, llm.engine.caches, [(test.batch, test.positions) for test in tests])
     else:
         name, llm = _made_up(model, random, layers, tests, counts[0])
+    llm.engine.allocate_for([(test.batch, test.positions) for test in tests])
     printer = _PRINTERS[output](name, llm.engine.device.name, any(test.batch > 1 for test in tests))
     for count in counts:
         with _threads(llm.engine.device, count) as used:
@@ -332,7 +333,7 @@ def _timed(
             return time.perf_counter() - start
 
         progress("compiling and capturing")
-        if engine.device.samples_tokens:  # the first run is a list of calls (and caches may grow), the second a capture
+        if engine.device.samples_tokens:  # the first run is a list of calls, the second a capture
             before = [run(test.prompt, test.generation) for _ in range(_PREPARING)]
         else:  # compiles, and touches every page once
             before = [run(test.prompt, min(test.generation, 8))]
@@ -487,6 +488,7 @@ def _made_up(
             threads=threads,
             progress=add,
             on_device=True,
+            cache_memory=model.memory,
         )
     return name, llm
 

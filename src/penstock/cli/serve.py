@@ -25,7 +25,7 @@ from penstock.cli._model import (
 )
 from penstock.errors import BackendError, InvalidArgument, PenstockError
 from penstock.settings import Settings, is_blank
-from penstock.units import amount
+from penstock.units import amount, parse_size
 
 if TYPE_CHECKING:
     from penstock.server.model_info import ServedModel
@@ -37,7 +37,7 @@ _LEVELS = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _TEMPLATE_OPTIONS = ("--chat-template", "--chat-template-file", "--reasoning-format", "--reasoning-budget")
 
 _REFUSED: dict[str, str | None] = {
-    **REFUSED,
+    **{name: neutral for name, neutral in REFUSED.items() if name != "--gpu-memory-utilization"},
     **{name: neutral for name, neutral in REFUSED_SAMPLING.items() if name not in _TEMPLATE_OPTIONS},
     "--prompt-concurrency": "8",
     "--prompt-cache-size": "10",
@@ -248,6 +248,14 @@ class LoadOptions:
             help="Answers that are made together; 8 on a CPU, 32 on a GPU.",
         ),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory-utilization",
+            metavar="SHARE",
+            help="Of a GPU's memory, for weights, caches and steps together; 0.9 if left out.",
+        ),
+    ] = None
     queue: Annotated[
         int, typer.Option("--queue", metavar="N", min=0, help="Answers that may wait; more are turned away (429).")
     ] = 256
@@ -287,6 +295,18 @@ class LoadOptions:
     shutdown_timeout: Annotated[
         float, typer.Option("--shutdown-timeout", metavar="S", min=0, help="For answers under way at the end.")
     ] = 10.0
+
+    def check_memory(self, memory: str | None) -> None:
+        """Raises UsageError for a size or a share of a GPU that is none, and for both of them."""
+        share = self.gpu_memory_utilization
+        try:
+            parse_size(memory or "1G", "--memory")
+        except InvalidArgument as error:
+            raise UsageError(str(error)) from None
+        if share is not None and not 0 < share <= 1:
+            raise UsageError(f"--gpu-memory-utilization: is {share:g}, expected above 0 and at most 1")
+        if share is not None and memory is not None:
+            raise UsageError("--gpu-memory-utilization: expected without --memory")
 
     def in_two_processes(self, device: str) -> bool:
         """Whether the engine gets a process of its own, by the flag, the setting or the device."""
@@ -354,6 +374,7 @@ def serve(
         raise UsageError(
             f"--host: {address.host} can be reached from other machines, expected --api-key with it (or --insecure)"
         )
+    load.check_memory(model.memory)
     template, own = answers.template(), answers.own_defaults()
     arguments = {"path_or_hub_id": model.model, **model.load_arguments(model.max_context or None, model.threads)}
     starter = engine_starter(arguments, note) if load.in_two_processes(model.device) else None
@@ -368,6 +389,7 @@ def serve(
         parallel=load.parallel,
         prefix_cache=load.cache_prompt if load.prefix_caching is None else load.prefix_caching,
         prefix_memory=load.prompt_cache_bytes,
+        gpu_memory_utilization=load.gpu_memory_utilization,
         page=webui,
         metrics=metrics,
         limits=Limits(

@@ -8,7 +8,7 @@ a sequence is row p of every such layer's arrays. Pages that have left a window 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from penstock.dtypes import ITEMSIZE
-from penstock.errors import OutOfMemory
+from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.models.step import PAGE, Layout, PagedKV, empty
 from penstock.ops.device import Device, device_for
 from penstock.units import amount
 
 _KEEP_FREE = 64 << 20  # bytes of memory that growing a cache leaves to everything else
+_FEWEST_PAGES = 4  # of a window, where they grow
+_LESS = "use a shorter context, fewer sequences, or close sessions"
 
 
 class PageTable:
@@ -107,8 +109,9 @@ class Snapshot:
 class Caches:
     """Arrays of all layers, and the owners of their parts; raises OutOfMemory where more are wanted than fit.
 
-    Where a device reserves address space the arrays have their full size from the start, and what is used of them
-    grows; elsewhere they are replaced by larger ones, twice as large if that fits.
+    Where a device has `fixed_caches` the arrays get their size by `allocate` and keep it. Where it reserves address
+    space they have their full size from the start, and what is used of them grows; elsewhere they are replaced by
+    larger ones, twice as large if that fits.
     """
 
     def __init__(self, layouts: Seq[Layout], dtype: str, device: Device | None = None) -> None:
@@ -120,38 +123,78 @@ class Caches:
         self.arrays, self._reserved = self._first_arrays()
         self._slots = 0
         self._free_slots: list[int] = []
-        self.version = 0  # changes when arrays are replaced by larger ones
+        self.version = 0  # changes when arrays are replaced by others
 
     def _first_arrays(self) -> tuple[list[tuple[Any, Any]], bool]:
         """The arrays to begin with, and whether they are as large as they can ever be."""
+        if self.device.fixed_caches:
+            return self._made(0, dict.fromkeys(self.pools, 0)), False
         pages = {window: self.device.most_rows(self.page_bytes(window)) for window in self.pools}
         slots = self.device.most_rows(self.slot_bytes)
         if slots and all(pages.values()):
             try:
-                return [
-                    empty(
-                        layout,
-                        pages[layout.window] if isinstance(layout, PagedKV) else 0,
-                        slots,
-                        self.dtype,
-                        self.device.reserve,
-                    )
-                    for layout in self.layouts
-                ], True
+                return self._made(slots, pages, self.device.reserve), True
             except MemoryError:
                 pass  # a limit of address space
-        return [empty(layout, 0, 0, self.dtype, self.device.zeros) for layout in self.layouts], False
+        return self._made(0, dict.fromkeys(self.pools, 0)), False
+
+    def _made(
+        self, slots: int, pages: Mapping[int | None, int], zeros: Callable[..., Any] | None = None
+    ) -> list[tuple[Any, Any]]:
+        """Arrays of all layers for so many slots, and pages per window."""
+        zeros = zeros or self.device.zeros
+        return [
+            empty(layout, pages[layout.window] if isinstance(layout, PagedKV) else 0, slots, self.dtype, zeros)
+            for layout in self.layouts
+        ]
+
+    def allocate(self, slots: int, pages: Mapping[int | None, int]) -> None:
+        """Give the arrays this size, all slots and pages free: only where the device has `fixed_caches`.
+
+        Raises InvalidArgument while sequences are open or pages are held, OutOfMemory if it does not fit; then there
+        are no slots and pages.
+        """
+        assert self.device.fixed_caches
+        if self.in_use:
+            held = sum(pool.used for pool in self.pools.values())
+            raise InvalidArgument(
+                f"cache: {self.slots_used} sequences are open and {held} pages are held, expected none while the "
+                "caches get another size; close sessions and drop snapshots first"
+            )
+        self.version += 1
+        self._resize(0, dict.fromkeys(self.pools, 0))  # the old arrays go before the new ones come
+        need, free = self.size(slots, pages), self.device.free_memory()
+        if need > free:
+            raise OutOfMemory(
+                f"cache: {slots} sequences and {sum(pages.values())} pages take {amount(need)} of "
+                f"{self.device.memory_name}, {amount(free)} are free; use fewer sequences or less memory for them"
+            )
+        self._resize(slots, pages)
+
+    def _resize(self, slots: int, pages: Mapping[int | None, int]) -> None:
+        self.arrays = self._made(slots, pages)
+        self._slots, self._free_slots = slots, list(range(slots - 1, -1, -1))
+        for window, pool in self.pools.items():
+            pool.references, pool.free = [], []
+            pool.grow(pages[window])
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a sequence is open or a page is held."""
+        return self.slots_used > 0 or any(pool.used for pool in self.pools.values())
 
     @property
     def nbytes(self) -> int:
         """Of pages and slots that have been made room for."""
-        pages = sum(pool.capacity * self.page_bytes(window) for window, pool in self.pools.items())
-        return pages + self._slots * self.slot_bytes
+        return self.size(self._slots, {window: pool.capacity for window, pool in self.pools.items()})
+
+    def size(self, slots: int, pages: Mapping[int | None, int]) -> int:
+        """Bytes of so many slots, and pages per window."""
+        return slots * self.slot_bytes + sum(count * self.page_bytes(window) for window, count in pages.items())
 
     def bytes_of(self, length: int) -> int:
         """What a sequence of `length` positions takes: its pages (no more than a window's) and its recurrent state."""
-        pages = self.pages_of(length)
-        return self.slot_bytes + sum(count * self.page_bytes(window) for window, count in pages.items())
+        return self.size(1, self.pages_of(length))
 
     def pages_of(self, length: int) -> dict[int | None, int]:
         """The most pages per window that a sequence holds until it has `length` positions."""
@@ -167,6 +210,11 @@ class Caches:
     def slot_bytes(self) -> int:
         """Bytes of the recurrent state of one sequence in all layers."""
         return sum(self._row_bytes(layout) for layout in self.layouts if not isinstance(layout, PagedKV))
+
+    @property
+    def slots(self) -> int:
+        """Sequences that there is room for without growing."""
+        return self._slots
 
     @property
     def slots_used(self) -> int:
@@ -310,7 +358,12 @@ class Caches:
         pool = self.pools[window]
         if wanted <= len(pool.free):
             return
-        least = max(pool.capacity + wanted - len(pool.free), self.device.min_pages)
+        if self.device.fixed_caches:
+            raise OutOfMemory(
+                f"cache: {wanted} more pages of {PAGE} positions are needed, {len(pool.free)} of {pool.capacity} are "
+                f"free; {_LESS}, or give the caches more memory"
+            )
+        least = max(pool.capacity + wanted - len(pool.free), _FEWEST_PAGES)
         capacity = max(least, min(2 * pool.capacity, pool.capacity + 256))
         layers = [n for n, layout in enumerate(self.layouts) if isinstance(layout, PagedKV) and layout.window == window]
         if (capacity - pool.capacity) * self.page_bytes(window) + _KEEP_FREE > self.device.free_memory():
@@ -319,6 +372,11 @@ class Caches:
         pool.grow(capacity)
 
     def _grow_slots(self, capacity: int) -> None:
+        if self.device.fixed_caches:
+            raise OutOfMemory(
+                f"cache: {self.slots_used} of {self._slots} sequences that there is room for are open, expected fewer; "
+                "close sessions, or allocate the caches for more sequences"
+            )
         layers = [n for n, layout in enumerate(self.layouts) if not isinstance(layout, PagedKV)]
         self._grow(layers, 0, capacity, self._slots)
         self._free_slots.extend(range(capacity - 1, self._slots - 1, -1))
@@ -331,8 +389,7 @@ class Caches:
         full = self._reserved and any(len(self.arrays[n][0]) < max(pages, slots) for n in layers)
         if need + _KEEP_FREE > free or full:
             raise OutOfMemory(
-                f"cache: {amount(need)} more of {self.device.memory_name} are needed, {amount(free)} are free; "
-                "use a shorter context, fewer sequences, or close sessions"
+                f"cache: {amount(need)} more of {self.device.memory_name} are needed, {amount(free)} are free; {_LESS}"
             )
         if self._reserved:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
@@ -18,20 +18,26 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 import numpy as np
 
 from penstock.engine.cache import Caches, Sequence, Snapshot
+from penstock.engine.cache_size import CacheSize, sequences_within, size_for_batches, size_for_load, size_within
 from penstock.engine.nonfinite import first_nonfinite
+from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs, Runner
 from penstock.engine.request import RequestLimits, token_array
 from penstock.engine.steps import MOST_SEQUENCES, Run, ragged_step, step_arrays, table_name, table_names, table_width
-from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits
+from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
 from penstock.models.step import PAGE
 from penstock.ops.device import Device, Drawing, Flight, device_for
+from penstock.units import amount
 
 if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("penstock")
+
+# caches stay if they have this share of the pages that are wanted, and are not larger than all of it by this factor
+_ENOUGH, _TOO_LARGE = 0.9, 1.25
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Engine:
     """One model on one device with the caches of its sequences. Its methods may be called from several threads.
 
     lock: held during a step, and by code that changes caches, weights or programs beside the methods here.
+    cache_memory: bytes that the caches of all sequences may take, None for the rule of `allocate`.
     """
 
     def __init__(
@@ -68,11 +75,13 @@ class Engine:
         deterministic: bool = False,
         device: Device | None = None,
         fused: bool = True,
+        cache_memory: int | None = None,
     ) -> None:
         self.model = model
         self.activations = activations
         self.dtype = dtype
         self.max_context = max_context
+        self.cache_memory = cache_memory
         self.deterministic = deterministic
         self.device = device or device_for("cpu")
         self.experts = model.experts
@@ -95,6 +104,7 @@ class Engine:
         self.lock = threading.RLock()
         self._damage: str | None = None  # what was found wrong with the files
         self._last: _Last | None = None
+        self._allocated = False
 
     @property
     def limits(self) -> RequestLimits:
@@ -102,7 +112,87 @@ class Engine:
 
     def open(self) -> Sequence:
         with self.lock:
+            self.ensure_allocated()
             return self.caches.open()
+
+    def ensure_allocated(self) -> None:
+        """Have caches, of whatever size they were given, or of the usual one."""
+        with self.lock:
+            if not self._allocated:
+                self.allocate()
+
+    def allocate(self, sequences: int | None = None, memory: int | None = None, stored: int = 0) -> None:
+        """Give caches of a fixed size theirs: slots for so many sequences and pages up to `memory` bytes in all.
+
+        memory None: cache_memory; where that is None too, room for one sequence of max_context and, in at most half of
+        the free memory, for short ones, and for fewer sequences if they do not fit. stored: of the memory, bytes for
+        windows of stored prefixes. Caches of about this size stay. The first `open` calls this unless it was called
+        before. Nothing happens on devices whose caches grow. Raises OutOfMemory if one sequence of max_context and the
+        states of the others do not fit, InvalidArgument if larger caches are needed while sequences are open.
+        """
+        if not self.device.fixed_caches:
+            return
+        with self.lock:
+            caches = self.caches
+            count = sequences or min(self.device.default_sequences, self.most_sequences)
+            free = self.device.free_memory() + caches.nbytes
+            memory = self.cache_memory if memory is None else memory
+            if memory is not None:
+                if sequences is None:
+                    count = max(1, sequences_within(caches, self.max_context, count, memory))
+                size = size_within(caches, self.max_context, count, memory, stored)
+            else:
+                size = size_for_load(caches, self.max_context, count, free)
+            self._resize(size)
+
+    def allocate_for(self, batches: Iterable[tuple[int, int]]) -> None:
+        """As `allocate`, for batches of known sizes: a number of sequences, and the positions of each."""
+        if not self.device.fixed_caches:
+            return
+        with self.lock:
+            size = size_for_batches(self.caches, batches)
+            need = self.caches.size(*size)
+            if self.cache_memory is not None and need > self.cache_memory:
+                raise OutOfMemory(
+                    f"cache: {size.slots} sequences need {amount(need)} of {self.device.memory_name}, "
+                    f"expected at most {amount(self.cache_memory)} (cache_memory)"
+                )
+            self._resize(size)
+
+    def _resize(self, size: CacheSize) -> None:
+        """Give the caches about this size, unless they have it."""
+        caches, need, one = self.caches, self.caches.size(*size), self.caches.pages_of(self.max_context)
+        enough = caches.slots >= size.slots and all(
+            pool.capacity >= max(_ENOUGH * size.pages[window], min(one[window], size.pages[window]))
+            for window, pool in caches.pools.items()
+        )
+        if self._allocated and enough and (caches.in_use or caches.nbytes <= _TOO_LARGE * need):
+            return
+        if self._allocated and self.programs is not None and not caches.in_use:
+            self.programs.unbind()
+            self._last = None
+        try:
+            caches.allocate(*size)
+        finally:
+            self._allocated = caches.slots > 0
+
+    def working_bytes(self, sequences: int) -> int:
+        """Bytes that steps of so many sequences take beside weights and caches, and some for everything else."""
+        working, caches, programs = WORKING_BYTES, self.caches, self.programs
+        if programs is None:
+            return working
+        with self.lock:
+            one = dict.fromkeys(caches.pools, 1)  # programs are made for caches that are not empty
+            if not self.device.fixed_caches:
+                caches.make_room(one, 1)
+            elif not caches.slots:
+                caches.allocate(1, one)
+            if programs.steps is not None:
+                return working + programs.steps.arena_bytes
+            widths = dict.fromkeys(caches.pools, table_width(1))
+            chunk = programs.prefill(min(self.device.chunk_alignment, self.max_context), 0, widths, logits=False)
+            step = programs.decode(self.device.rows(sequences), widths)
+            return working + chunk.program.arena_bytes + step.program.arena_bytes
 
     def close(self, sequence: Sequence) -> None:
         with self.lock:

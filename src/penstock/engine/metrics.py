@@ -25,7 +25,7 @@ class SchedulerMetrics:
     decode_rows: int = 0  # sum of the answers of all steps
     queue_seconds: float = 0.0  # sum over requests whose prompt was begun
     pages_used: int = 0  # of keys and values
-    pages_total: int = 0  # that there is memory for, about: pages of layers with a window are smaller
+    pages_total: int = 0  # on a GPU that there are, else that there is memory for, about: pages of windows are smaller
     memory_used: int = 0  # bytes of pages and recurrent state in use or promised to running requests
     memory_total: int = 0
     prefix_entries: int = 0

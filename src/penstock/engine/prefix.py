@@ -71,13 +71,19 @@ class PrefixCache:
         return self.state_bytes + pages
 
     @property
+    def reclaimable_pages(self) -> dict[int | None, int]:
+        """Pages per window that would be free if all entries went."""
+        pools = self._engine.caches.pools
+        return {
+            window: sum(pools[window].references[page] == count for page, count in held.items())
+            for window, held in self._pages.items()
+        }
+
+    @property
     def reclaimable(self) -> int:
         """Bytes that would be free if all entries went."""
-        total = self.state_bytes
-        for window, held in self._pages.items():
-            references = self._engine.caches.pools[window].references
-            total += self._page_bytes[window] * sum(references[page] == count for page, count in held.items())
-        return total
+        pages = self.reclaimable_pages
+        return self.state_bytes + sum(count * self._page_bytes[window] for window, count in pages.items())
 
     def digests(self, tokens: Seq[int]) -> list[bytes]:
         """One digest per whole chunk. May be called from any thread."""
@@ -112,12 +118,12 @@ class PrefixCache:
         wanted = range(1, blocks + 1) if self.free_of_cost else {seen, blocks}
         return {n * alignment for n in wanted if n * alignment > start}
 
-    def store(self, digests: Seq[bytes], sequence: Sequence, room: Callable[[], int]) -> bool:
+    def store(self, digests: Seq[bytes], sequence: Sequence, fits: Callable[[bool], bool]) -> bool:
         """Keep the present state of a sequence, which is at a chunk end of a prompt with these digests.
 
-        room: bytes that are neither in use nor promised, for what the sequence itself will not hold on to: the state
-        and the pages of windows. Others go if the budget or the room asks for it; if that is not enough nothing is
-        stored.
+        fits: whether there is room, neither in use nor promised, for what the sequence itself will not hold on to: the
+        state and the pages of windows; with True, whether there would be if all entries went. Others go if the budget
+        or the room asks for it; if that is not enough nothing is stored.
         """
         assert sequence.length % self.alignment == 0 and self.alignment % PAGE == 0
         blocks = sequence.length // self.alignment
@@ -126,10 +132,9 @@ class PrefixCache:
             self._touch(self._entries[digest])
             return True
         pages = {window: len(table.live) * self._page_bytes[window] for window, table in sequence.tables.items()}
-        more = self._state_bytes + sum(nbytes for window, nbytes in pages.items() if window is not None)
-        if self._state_bytes + sum(pages.values()) > self.budget or more > room() + self.reclaimable:
+        if self._state_bytes + sum(pages.values()) > self.budget or not fits(True):
             return False
-        while self.nbytes + self._added(sequence) > self.budget or more > room():
+        while self.nbytes + self._added(sequence) > self.budget or not fits(False):
             if not self.evict():
                 return False
         try:

@@ -132,6 +132,14 @@ class Programs:
         runner.bind((self.caches.version, self._arenas), arrays, self._arena, self._wrap(runner, prefill=True))
         return runner
 
+    def unbind(self) -> None:
+        """Let go of the caches' arrays, which others replace: programs are made again when they are used."""
+        self._kept.clear()
+        self._decode_arenas.clear()
+        self._streams.clear()
+        if self.steps is not None:
+            self.steps.unbind()
+
     def _wrap(self, runner: Runner, prefill: bool = False) -> Wrap | None:
         """What wraps the kernels of a program: streamed experts, and `self.wrap` inside."""
         return self.wrap if self.experts is None else self.experts.wrap(runner.program.graph, prefill, self.wrap)

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.engine.admission import Admission, Pages, memory_for_sequences
+from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Part, sampled
@@ -73,14 +73,17 @@ class Continued:
 class Scheduler:
     """Runs requests of any thread on one model, up to `max_sequences` at a time, the rest waiting in a queue.
 
-    max_sequences None: 8 on the CPU, 32 on a GPU. queue: requests that may wait beside those running. memory: bytes for
-    sequences and stored prefixes (None: what is free now, less room for activations and mapped weights). prefix_memory:
-    of these, bytes for prefixes (None: a tenth of what is free). buffer: tokens that a reader may lag behind; then its
-    request pauses, is preempted if others wait, and after `read_timeout` seconds without a read it is cancelled. failed
-    is called once when the weights cannot be read any more; all requests end with that error, and no other is taken.
-    overlap: a device may be at the next step before the last one's tokens are read. record: gets the timings of
-    requests that have ended (None: the model's stats do). `condition` guards the queue: while it is held, requests are
-    queued but none is started. threaded: a thread calls `step`.
+    max_sequences None: 8 on the CPU, 32 on a GPU, or as many as fit there. queue: requests that may wait beside those
+    running. memory: bytes for sequences and stored prefixes. None: the model's cache_memory, else what is free now,
+    less room for activations and mapped weights, on a GPU no more than lets this process have gpu_memory_utilization
+    (None: 0.9) of its memory. A GPU's caches take it now, with OutOfMemory if it is not there; allocate False: they
+    stay as they are, or get the size that `load` has for them. prefix_memory: of the memory, bytes for prefixes (None:
+    a tenth of what is free). buffer: tokens that a reader may lag behind; then its request pauses, is preempted if
+    others wait, and after `read_timeout` seconds without a read it is cancelled. failed is called once when the weights
+    cannot be read any more; all requests end with that error, and no other is taken. overlap: a device may be at the
+    next step before the last one's tokens are read. record: gets the timings of requests that have ended (None: the
+    model's stats do). `condition` guards the queue: while it is held, requests are queued but none is started.
+    threaded: a thread calls `step`.
     """
 
     def __init__(
@@ -98,10 +101,10 @@ class Scheduler:
         overlap: bool = True,
         failed: Callable[[CheckpointError], None] | None = None,
         record: Callable[[Seq[Timings]], None] | None = None,
+        gpu_memory_utilization: float | None = None,
+        allocate: bool = True,
     ) -> None:
         engine = llm.engine
-        if max_sequences is None:
-            max_sequences = engine.device.default_sequences
         for name, value, least in (
             ("max_sequences", max_sequences, 1),
             ("queue", queue, 0),
@@ -114,14 +117,17 @@ class Scheduler:
         for name, seconds in (("read_timeout", read_timeout), ("step_seconds", step_seconds)):
             if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not seconds > 0:
                 raise InvalidArgument(f"scheduler: {name} is {seconds!r}, expected seconds above 0")
-        max_sequences = min(max_sequences, engine.most_sequences)
+        if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
+            raise InvalidArgument(
+                f"scheduler: gpu_memory_utilization is {gpu_memory_utilization!r}, expected above 0 and at most 1"
+            )
         self._llm, self._engine = llm, engine
-        self.max_sequences, self.queue, self.buffer, self.read_timeout = max_sequences, queue, buffer, read_timeout
+        self.queue, self.buffer, self.read_timeout = queue, buffer, read_timeout
         self.step_seconds, self.overlap, self.threaded = step_seconds, overlap, False
-        free = engine.device.free_memory()
-        self.memory = memory_for_sequences(engine, max_sequences) if memory is None else memory
-        share = free // 10 if prefix_memory is None else prefix_memory
-        self._prefix = PrefixCache(engine, min(share, self.memory)) if prefix_cache else None
+        share = prefix_memory if prefix_cache else 0
+        shares = share_memory(engine, max_sequences, memory, share, gpu_memory_utilization, allocate)
+        self.max_sequences, self.memory = shares.sequences, shares.memory
+        self._prefix = PrefixCache(engine, shares.prefix) if prefix_cache else None
         self._admission = Admission(engine, self.memory, self._prefix)
         self._execution = Execution(engine)
         self._record = llm.add_timings if record is None else record
@@ -223,14 +229,18 @@ class Scheduler:
             running, waiting, counts = list(self._running), len(self._waiting), dict(self._counts)
         used = self._admission.used(_promises(running))
         pages = sum(pool.used for pool in caches.pools.values())
-        largest = max((caches.page_bytes(window) for window in caches.pools), default=0)
+        if self._engine.device.fixed_caches:
+            total = sum(pool.capacity for pool in caches.pools.values())
+        else:
+            largest = max((caches.page_bytes(window) for window in caches.pools), default=0)
+            total = pages + (max(0, self.memory - used) // largest if largest else 0)
         return SchedulerMetrics(
             running=len(running),
             waiting=waiting,
             **counts,
             **vars(self._work),
             pages_used=pages,
-            pages_total=pages + (max(0, self.memory - used) // largest if largest else 0),
+            pages_total=total,
             memory_used=used,
             memory_total=self.memory,
             prefix_entries=0 if prefix is None else len(prefix),
@@ -535,9 +545,9 @@ class Scheduler:
         state.queue.reused += tokens
         state.timings.prompt_tokens -= tokens
 
-    def _room(self) -> int:
-        """Bytes that are neither in use nor promised to a request."""
-        return self._admission.total - self._admission.used(_promises(self._running))
+    def _stores(self, sequence: Sequence, emptied: bool) -> bool:
+        """Whether there is room for what a stored copy of the sequence takes; emptied: if no other were stored."""
+        return self._admission.stores(sequence, _promises(self._running), emptied)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -590,7 +600,7 @@ class Scheduler:
         """A chunk of a prompt has been computed."""
         state = part.state
         if self._prefix is not None and part.end in state.points:
-            self._prefix.store(state.digests, state.opened, self._room)
+            self._prefix.store(state.digests, state.opened, functools.partial(self._stores, state.opened))
         if part.end == state.prompt_end:
             state.queue.state = "generating"
             state.end_prompt()

@@ -70,6 +70,10 @@ class Steps:
         (found,) = bound.run()
         return found if R else None
 
+    def unbind(self) -> None:
+        """Let go of the caches' arrays."""
+        self._bound = {}
+
     def _bind(self, sizes: dict[str, int], logits: bool, prompt: bool) -> tuple[Bound, dict[str, np.ndarray]]:
         programs = self._programs
         prompt = prompt and programs.experts is not None

@@ -120,7 +120,7 @@ class DeviceMemory(Protocol):
 
     memory_name: str  # in messages: "memory", "GPU memory"
     host_memory: bool  # arrays are NumPy arrays: mapped files serve as weights, the host reads values where they lie
-    min_pages: int  # fewest that a cache has: where growing means to capture programs again, more
+    fixed_caches: bool  # caches have their full size from the start: captured programs know where they lie
 
     def to_device(self, value: Any) -> Any:
         """A NumPy array or quantized tensor, here."""
@@ -133,7 +133,7 @@ class DeviceMemory(Protocol):
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
 
     def most_rows(self, nbytes: int) -> int:
-        """Rows of so many bytes that `reserve` may be asked for, more than there will be memory for. 0: caches grow."""
+        """Rows of so many bytes that `reserve` may be asked for, more than there will be memory for. 0: none."""
         ...
 
     def reserve(self, shape: tuple[int, ...], dtype: str) -> Any:
@@ -154,8 +154,11 @@ class DeviceMemory(Protocol):
         """Bytes for the values of a program."""
         ...
 
-    def free_memory(self) -> int:
-        """Bytes that can still be allocated."""
+    def free_memory(self, share: float = 1.0) -> int:
+        """Bytes that can still be allocated; share: while this process has at most that part of the device's memory.
+
+        Where memory is not the process's own to divide (host memory) the share changes nothing.
+        """
         ...
 
     def peak_memory(self) -> int:

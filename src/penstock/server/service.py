@@ -69,6 +69,7 @@ class Options:
     parallel: int | None = None
     prefix_cache: bool = True
     prefix_memory: int | None = None
+    gpu_memory_utilization: float | None = None
     page: bool = True
     metrics: bool = True
     limits: Limits = field(default_factory=Limits)
@@ -116,6 +117,7 @@ class Service:
                 queue=options.limits.queue,
                 prefix_cache=options.prefix_cache,
                 prefix_memory=options.prefix_memory,
+                gpu_memory_utilization=options.gpu_memory_utilization,
                 read_timeout=options.limits.write_seconds,
             )
         except Exception as error:

@@ -29,7 +29,7 @@ class CpuDevice:
     samples_tokens = False
     most_edited = 0
     chunk_alignment = 256  # a page of the caches: each is written by one chunk
-    min_pages = 4
+    fixed_caches = False
     joins = 1
     ragged = True
     default_dtype, default_activations = "float32", "int8"
@@ -112,7 +112,7 @@ class CpuDevice:
     def expert_room(self, pairs: tuple[int, int], experts: int, out: np.ndarray, block: bool) -> np.ndarray:
         return np.empty((*pairs, out.shape[-1]), np.float32)
 
-    def free_memory(self) -> int:
+    def free_memory(self, share: float = 1.0) -> int:
         return available_memory()
 
     def peak_memory(self) -> int:

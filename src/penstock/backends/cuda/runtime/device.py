@@ -29,7 +29,7 @@ class CudaDevice:
     runs_programs = True
     samples_tokens = True
     most_edited = 64
-    min_pages = 16
+    fixed_caches = True
     joins = 64
     ragged = False
     default_dtype, default_activations = "bfloat16", "float32"
@@ -73,8 +73,11 @@ class CudaDevice:
         return numpy_view(array.clone() if self.interpreted else array.cpu())
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
+        kind = getattr(self._torch, dtype)
+        if self.interpreted:  # NumPy's take memory when they are written: caches are large, and most of them stay empty
+            return self._torch.from_numpy(np.zeros(shape, f"i{kind.itemsize}")).view(kind)
         with self._memory_errors():
-            return self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=self.torch_device)
+            return self._torch.zeros(shape, dtype=kind, device=self.torch_device)
 
     def most_rows(self, nbytes: int) -> int:
         return 0
@@ -167,14 +170,16 @@ class CudaDevice:
         except RuntimeError as error:
             raise OutOfMemory(f"pinned memory: {error}; use a smaller expert_host") from None
 
-    def free_memory(self) -> int:
+    def free_memory(self, share: float = 1.0) -> int:
         if self.interpreted:
             from penstock.machine import memory
 
             return memory(reclaim=True)[1]
         cuda = self._torch.cuda
-        cached = cuda.memory_reserved(self.torch_device) - cuda.memory_allocated(self.torch_device)
-        return cuda.mem_get_info(self.torch_device)[0] + cached
+        own = cuda.memory_allocated(self.torch_device)
+        free, total = cuda.mem_get_info(self.torch_device)
+        free += cuda.memory_reserved(self.torch_device) - own  # what torch keeps for the next allocations
+        return free if share == 1 else max(0, min(free, int(share * total) - own))
 
     def peak_memory(self) -> int:
         return 0 if self.interpreted else self._torch.cuda.max_memory_allocated(self.torch_device)
