@@ -74,11 +74,16 @@ class _Named:
         return self.weight(paths[0], *shape)
 
 
-def write(config: Mapping[str, Any], folder: Path, seed: int = 0) -> int:
-    """Write config.json, model.safetensors and a tokenizer; the bytes of the weights."""
+def write(config: Mapping[str, Any], folder: Path, seed: int = 0, eos: bool = False) -> int:
+    """Write config.json, model.safetensors and a tokenizer; the bytes of the weights.
+
+    eos: the last token ends a text, else none does.
+    """
     folder.mkdir(parents=True)
     table = {"bits": 4, "group_size": 64, **config.get("quantization", {})}
     config = {**config, "quantization": table}
+    if eos:
+        config["eos_token_id"] = config.get("text_config", config)["vocab_size"] - 1
     family = models.family_of(dict(config))
     read = family.read_config(dict(config))
     entries: dict[str, Any] = {}
@@ -112,8 +117,11 @@ def write(config: Mapping[str, Any], folder: Path, seed: int = 0) -> int:
 
 
 def words(count: int) -> tokenizers.Tokenizer:
-    """A tokenizer with so many made-up words; none of them ends a text."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"Ġw{n}": n for n in range(count)}, unk_token="Ġw0"))
+    """A tokenizer with printable ASCII, so that JSON can be written, and made-up words."""
+    characters = ["Ġ", *map(chr, range(33, 127))]
+    names = [*characters, *(f"Ġw{n}" for n in range(len(characters), count))][:count]
+    vocabulary = {name: n for n, name in enumerate(names)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="Ġ"))
     made.decoder = tokenizers.decoders.ByteLevel()
     return made
 
@@ -123,11 +131,14 @@ def main() -> None:
     parser.add_argument("config", help="a config.json, or the name of a shipped one")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", help="the first N, or all")
+    parser.add_argument(
+        "--eos", action="store_true", help="the last token ends a text: JSON schemas need one that does"
+    )
     given = parser.parse_args()
     config = resolve_model(given.config, ["config"]).read_config()
     if given.layers is not None:
         config, _ = first_layers(config, layer_count(given.layers), given.config)
-    written = write(config, given.folder)
+    written = write(config, given.folder, eos=given.eos)
     print(f"{given.folder}: {written / 1e9:.2f} GB")
 
 

@@ -232,8 +232,14 @@ def row(op: str, shape: Sequence[int], dtype: str, seconds: float, nbytes: int, 
     return made | shares(nbytes, seconds) | extra
 
 
-def report(title: str, rows: Iterable[dict[str, Any]], json_file: Path | None = None, **summary: float) -> None:
-    """Print the machine, the table and a summary, and write them as JSON if asked to."""
+def report(
+    title: str,
+    rows: Iterable[dict[str, Any]],
+    json_file: Path | None = None,
+    shown: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    **summary: float,
+) -> None:
+    """Print the machine, the table and a summary, and write them as JSON if asked to; shown: what to print of a row."""
     rows = list(rows)
     where = machine()
     # a pipe or file has no width of its own: wide enough for every column
@@ -241,11 +247,12 @@ def report(title: str, rows: Iterable[dict[str, Any]], json_file: Path | None = 
     console.print(f"{where['cpu']}, {where['threads']} threads, {where['memory_GB']} GB, numba {where['numba']}")
     yardsticks = {"copy_DRAM_GB_per_s": dram_copy_rate()}
     console.print(f"copy of {DRAM_BYTES >> 20} MB: {dram_copy_rate():.1f} GB/s (read and written bytes together)")
-    columns = list(dict.fromkeys(name for one in rows for name in one))
+    printed = [shown(one) for one in rows]
+    columns = list(dict.fromkeys(name for one in printed for name in one))
     table = Table(title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in ("op", "shape", "dtype", "backend") else "right")
-    for one in rows:
+    for one in printed:
         table.add_row(*(_cell(name, one.get(name)) for name in columns))
     console.print(table)
     for name, value in summary.items():

@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,12 @@ import penstock
 from penstock import models
 from penstock.cli import bench as verb
 from penstock.cli._model import UsageError
-from penstock.errors import CheckpointError
+from penstock.engine import scheduler as scheduling
+from penstock.engine.sampling import Sampler
+from penstock.engine.scheduler import Scheduler
+from penstock.errors import CheckpointError, NonFiniteLogits
 from penstock.models.config import first_layers
+from penstock.ops.device import device_type
 from penstock.weights.resolve import resolve_model, shipped_configs
 from tests.cli.common import call
 
@@ -91,6 +96,83 @@ def test_bench_json_has_the_names_of_both_peers(capsys, tiny):
         assert row["gb_per_s"] == pytest.approx(row["active_bytes"] * row["avg_ts"] / row["batch_size"] / 1e9)
         assert len(row["samples_ts"]) == len(row["samples_ns"]) == 2
         assert row["peak_memory"] > 0.01
+
+
+def test_bench_times_the_steps_of_one_scheduler(capsys, tiny, monkeypatch):
+    """With a clock that counts steps: a prompt is one, an answer as many as it has tokens, whatever came before."""
+    steps, submitted, schedulers = 0, [], set()
+    own_step, own_submit = Scheduler.step, Scheduler.submit
+
+    def step(self):
+        nonlocal steps
+        steps += 1
+        schedulers.add(self)
+        return own_step(self)
+
+    def submit(self, request, *args, **more):
+        submitted.append((len(request.prompt), request.max_tokens, request.eos, request.params.temperature))
+        return own_submit(self, request, *args, **more)
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    monkeypatch.setattr(Scheduler, "submit", submit)
+    monkeypatch.setattr(verb, "time", SimpleNamespace(perf_counter=lambda: float(steps)))
+    options = "-p 5 -n 2 -b 1,3 -pg 4,3 -d 0,7 -o json".split()
+    rows = {(row["test"], row["batch_size"]): row for row in json.loads(run(capsys, tiny, *options).out)}
+    seconds = {key: [ns / 1e9 for ns in row["samples_ns"]] for key, row in rows.items()}
+    at_once = {("pp5", 1): 1, ("tg2", 1): 2, ("tg2", 3): 2, ("pp4+tg3", 1): 4}
+    deep = {(f"{name} @ d7", batch): count for (name, batch), count in at_once.items()}
+    assert seconds == {key: [count] * 2 for key, count in (at_once | deep).items()}
+    assert {key: row["ttft_ms"] for key, row in rows.items() if row["ttft_ms"]} == dict.fromkeys(
+        [("pp5", 1), ("pp4+tg3", 1), ("pp5 @ d7", 1), ("pp4+tg3 @ d7", 1)], 1e3
+    )
+    (scheduler,) = schedulers
+    assert not scheduler.threaded and scheduler.max_sequences == 3 and scheduler.idle
+    assert {(eos, temperature) for _, count, eos, temperature in submitted if count == 1} == {(frozenset(), 0.0)}
+    assert {(eos, temperature) for _, count, eos, temperature in submitted if count > 1} == {(frozenset(), 1.0)}
+    alone = [(length, count) for length, count, *_ in submitted if count < 7]
+    # three runs each: one before those that count; the depth of a prompt is read once
+    shallow = [(5, 1)] * 3 + [(1, 3)] * 3 + [(4, 4)] * 3
+    assert alone == [*shallow, (7, 1), *[(5, 1)] * 3, *[(7, 3)] * 3, (7, 1), *[(4, 4)] * 3]
+    caches = scheduler._engine.caches
+    assert caches.slots_used == 0 and not any(pool.used for pool in caches.pools.values())
+
+
+def test_bench_answers_wait_until_the_prompts_of_others_are_read(capsys, tiny, monkeypatch):
+    steps, own_step = 0, Scheduler.step
+
+    def step(self):
+        nonlocal steps
+        steps += 1
+        self._token_seconds = math.inf  # a step has one chunk of a prompt, beside the answers
+        return own_step(self)
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    monkeypatch.setattr(device_type("reference"), "chunk_alignment", 4)
+    monkeypatch.setattr(verb, "time", SimpleNamespace(perf_counter=lambda: float(steps)))
+    row = json.loads(run(capsys, tiny, *"-p 0 -n 2 -b 3 -d 40 -r 1 -o jsonl".split()).out)
+    assert row["samples_ns"] == [2e9]
+    assert steps > 2 * 3 * 10
+
+
+def test_bench_refuses_batches_that_cannot_run_together(capsys, tiny, monkeypatch):
+    shown = run(capsys, tiny, "-n", "2", "-p", "0", "-b", "1,300")
+    assert (shown.status, shown.err.count("\n")) == (1, 1)
+    assert shown.err == "penstock: error: -b: is 300, expected at most 256: no more run in one step here\n"
+    monkeypatch.setattr(scheduling, "memory_for_sequences", lambda engine, count: 2 * engine.caches.bytes_of(64))
+    shown = run(capsys, tiny, "-n", "40", "-p", "0", "-b", "3")
+    assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
+    assert re.search(r"error: -b: 3 sequences of 48 positions do not fit together in [\d.]+ .B; take fewer", shown.err)
+
+
+def test_bench_ends_with_the_error_of_a_request(capsys, tiny, monkeypatch):
+    def nan(self, logits, position, mask=None):
+        raise NonFiniteLogits("sample: the model produced non-finite logits at position 1")
+
+    monkeypatch.setattr(Sampler, "sample", nan)
+    for options in (("-n", "2", "-p", "0", "-b", "3"), ("-n", "0", "-p", "3", "-d", "2")):
+        shown = run(capsys, tiny, *options)
+        assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
+        assert "non-finite logits" in shown.err
 
 
 def test_bench_jsonl_and_csv_have_a_line_per_row(capsys, tiny):

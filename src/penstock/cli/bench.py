@@ -2,13 +2,14 @@
 
 import csv
 import json
+import math
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -17,16 +18,22 @@ from rich.console import Console
 
 from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, resolved, verb
 from penstock.cli._output import print_json
-from penstock.errors import OutOfMemory
+from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.units import amount
 
 if TYPE_CHECKING:
     from penstock.api import LLM
-    from penstock.engine.cache import Caches
+    from penstock.engine.cache import Caches, Sequence, Snapshot
     from penstock.engine.engine import Engine
+    from penstock.engine.metrics import SchedulerMetrics
+    from penstock.engine.request import Request
+    from penstock.engine.response import ResponseHandle
+    from penstock.engine.scheduler import Continued, Scheduler
     from penstock.ops.device import Device
 
 _PREPARING = 3  # runs before the first that counts, where programs are captured
+_AHEAD = 4  # tokens that an answer may have while the prompts of others are read
+_SLACK = _AHEAD + 2  # with those of steps under way
 
 _REFUSED = {
     **REFUSED,
@@ -116,10 +123,11 @@ def bench(
 ) -> None:
     """Measure tokens per second: pp512 reads a prompt, tg128 writes tokens, @ d4096 with that many before.
 
-    -p -n -d -b -t take lists and ranges: 128,512 or 0-4096+1024 or 1-8*2. GB/s are the weights that a token needs, "of
-    read" (on a GPU "of copy") is their share of what this machine's memory gave to a plain read (a copy) in the same
-    minute. "first ms" is the time from a prompt to its first token; "host us" what a step on a GPU costs the host.
-    Programs are compiled and captured before, and the time for it is printed at the end.
+    -p -n -d -b -t take lists and ranges: 128,512 or 0-4096+1024 or 1-8*2. A prompt is timed from its submission to its
+    first token, answers from the moment when each has its first token to the end of all. GB/s are the weights that a
+    token needs, "of read" (on a GPU "of copy") is their share of what this machine's memory gave to a plain read (a
+    copy) in the same minute. "first ms" is the time from a prompt to its first token; "host us" what a step on a GPU
+    costs the host. Programs are compiled and captured before, and the time for it is printed at the end.
 
     \b
     Examples:
@@ -148,7 +156,6 @@ def bench(
         check_room(name, llm.engine.device, llm.engine.caches, [(test.batch, test.positions) for test in tests])
     else:
         name, llm = _made_up(model, random, layers, tests, counts[0])
-    llm.engine.allocate_for([(test.batch, test.positions) for test in tests])
     printer = _PRINTERS[output](name, llm.engine.device.name, any(test.batch > 1 for test in tests))
     for count in counts:
         with _threads(llm.engine.device, count) as used:
@@ -177,13 +184,19 @@ class Test:
         return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
 
     @property
+    def writes(self) -> bool:
+        """Whether answers alone are measured."""
+        return not self.prompt
+
+    @property
     def tokens(self) -> int:
         return self.prompt + self.generation * self.batch
 
     @property
     def positions(self) -> int:
-        """Of each of its sequences."""
-        return self.depth + self.prompt + self.generation
+        """Of each of its sequences: with the first token of an answer, which is not measured, and those ahead."""
+        before = self.depth + self.prompt or 1
+        return before + (self.generation and self.generation + 1 + (_SLACK if self.batch > 1 else 0))
 
 
 def planned(
@@ -262,19 +275,26 @@ class Row:
     prepare_s: float  # compiling and capturing before
 
 
-def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, threads: int) -> Iterator[Row]:
-    """Run the tests one after the other."""
+def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads: int) -> Iterator[Row]:
+    """Run the tests one after the other, all as requests of one scheduler. Raises InvalidArgument for large batches."""
     from penstock.analysis.bandwidth import bandwidth_meter
+    from penstock.engine.scheduler import Scheduler
 
-    engine, rng = llm.engine, np.random.default_rng(0)
+    engine, rng, most = llm.engine, np.random.default_rng(0), max(test.batch for test in tests)
+    if most > engine.most_sequences:
+        raise InvalidArgument(f"-b: is {most}, expected at most {engine.most_sequences}: no more run in one step here")
     with ExitStack() as stack:
+        begin = time.perf_counter()
+        made = Scheduler(llm, max_sequences=most, queue=0, prefix_cache=False, buffer=_AHEAD, read_timeout=math.inf)
+        scheduler, opening = stack.enter_context(made), time.perf_counter() - begin
         bandwidth = None
         for number, test in enumerate(tests):
-            writes = test.generation and not test.prompt
-            if writes and bandwidth is None:
+            if test.writes and bandwidth is None:
                 bandwidth = stack.enter_context(bandwidth_meter(engine.device, threads))
-            with _shown(f"{number + 1}: {test.name}") as progress:
-                times = _timed(engine, test, repetitions, rng, bandwidth if writes else None, progress)
+            with _shown(f"{number + 1}: {test.name}") as progress, _Requests(engine, scheduler, test, rng) as requests:
+                times = _timed(requests, repetitions, bandwidth if test.writes else None, progress)
+            if engine.device.samples_tokens:
+                times.prepare, opening = times.prepare + opening, 0.0
             yield _row(llm, name, test, threads, times)
 
 
@@ -282,96 +302,149 @@ def measured(llm: "LLM", name: str, tests: Iterable[Test], repetitions: int, thr
 class _Times:
     """Seconds of every repetition, and what was measured beside them."""
 
-    seconds: list[float]
-    first: list[float]  # from a prompt to its first token
-    host: list[float]  # of every step, where the device draws
-    rates: list[float]  # bandwidths before and after, GB/s
-    prepare: float
+    seconds: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)  # from a prompt to its first token
+    host: list[float] = field(default_factory=list)  # of a step, mean of a repetition, where the device draws
+    rates: list[float] = field(default_factory=list)  # bandwidths before and after, GB/s
+    prepare: float = 0.0
 
 
 def _timed(
-    engine: "Engine",
-    test: Test,
+    requests: "_Requests",
     repetitions: int,
-    rng: np.random.Generator,
     bandwidth: Callable[[], float | None] | None,
     progress: Callable[[str], None],
 ) -> _Times:
-    from penstock.engine.sampling import Sampler, SamplingParams
-
-    vocab = engine.model.config.vocab_size
-    sampler = Sampler(SamplingParams(), vocab)
-    times = _Times([], [], [], [], 0.0)
-    sequences, snapshots = [], []
-    try:
-        for n in range(test.batch):
-            sequence = engine.open()
-            sequences.append(sequence)
-            if test.depth:
-                progress(f"filling the context of sequence {n + 1} of {test.batch}")
-                engine.prefill(sequence, rng.integers(0, vocab, test.depth).tolist())
-            snapshots.append(engine.snapshot(sequence))
-
-        def run(prompt: int, steps: int) -> float:
-            for sequence, snapshot in zip(sequences, snapshots, strict=True):
-                engine.rewind(sequence, snapshot)
-                engine.caches.reserve(sequence, 1)  # a page that the snapshot holds is copied now, not below
-            tokens = rng.integers(0, vocab, prompt).tolist()
-            written = rng.integers(0, vocab, (steps, test.batch)).tolist()
-            start = time.perf_counter()
-            if prompt:
-                logits = engine.prefill(sequences[0], tokens)
-                stop = time.perf_counter()
-                sampler.sample(logits, prompt)
-                times.first.append(time.perf_counter() - start)
-                start += time.perf_counter() - stop
-            if engine.device.samples_tokens and steps:
-                times.host += _drawn(engine, sequences, written[0], steps)
-            else:
-                for row in written:
-                    engine.decode(sequences, row)
-            return time.perf_counter() - start
-
-        progress("compiling and capturing")
-        if engine.device.samples_tokens:  # the first run is a list of calls, the second a capture
-            before = [run(test.prompt, test.generation) for _ in range(_PREPARING)]
-        else:  # compiles, and touches every page once
-            before = [run(test.prompt, min(test.generation, 8))]
-        times.first, times.host = [], []
-        rates = [bandwidth() if bandwidth else None]
-        for repetition in range(repetitions):
-            progress(f"repetition {repetition + 1} of {repetitions}")
-            times.seconds.append(run(test.prompt, test.generation))
-        rates.append(bandwidth() if bandwidth else None)
-        times.rates = [rate for rate in rates if rate]
-        if engine.device.samples_tokens:
-            times.prepare = max(0.0, sum(before) - len(before) * min(times.seconds))
-    finally:
-        for snapshot in snapshots:
-            engine.drop(snapshot)
-        for sequence in sequences:
-            engine.close(sequence)
+    test, captures = requests.test, requests.engine.device.samples_tokens
+    times, before = _Times(), _Times()
+    progress("compiling and capturing")
+    if captures:  # the first run is a list of calls (and caches may grow), the second a capture
+        for _ in range(_PREPARING):
+            requests.run(test.generation, before)
+    else:  # compiles, and touches every page once
+        requests.run(min(test.generation, 8), before)
+    rates = [bandwidth() if bandwidth else None]
+    for repetition in range(repetitions):
+        progress(f"repetition {repetition + 1} of {repetitions}")
+        requests.run(test.generation, times)
+    rates.append(bandwidth() if bandwidth else None)
+    times.rates = [rate for rate in rates if rate]
+    if captures:
+        times.prepare = max(0.0, sum(before.seconds) - len(before.seconds) * min(times.seconds))
     return times
 
 
-def _drawn(engine: "Engine", sequences: list[Any], tokens: list[int], steps: int) -> list[float]:
-    """Greedy steps as generation takes them: the next one is launched before the last one's tokens are read.
+class _Requests:
+    """The requests of one test; this thread runs the steps of their scheduler.
 
-    Returns the seconds of each step that the host spent on anything but waiting.
+    A prompt is a request for one token, timed from its submission to the token. Answers begin behind prompts
+    of `depth` tokens, one at least, and their time begins when each has its first token: until then none gets more than
+    a few ahead, since their tokens are not read. They are drawn at temperature 1: sequences of made-up weights that
+    choose the likeliest token soon repeat themselves, and read few experts. A prompt at a depth continues a sequence
+    that has read the tokens before, as a session does.
     """
-    from penstock.engine.sampling import Sampler, SamplingParams
 
-    how = [Sampler(SamplingParams(), engine.model.config.vocab_size).row] * len(sequences)
-    host, ahead = [], None
-    for step in range(steps):
-        start = time.perf_counter()
-        flight = ahead or engine.draw(sequences, tokens, how, "greedy")
-        ahead = None
-        if step + 1 < steps and engine.continues(sequences):
-            ahead = engine.draw(sequences, None, how, "greedy")
-        host.append(time.perf_counter() - start)
-        tokens = flight.tokens()[: len(sequences)]
-    return host
+    def __init__(self, engine: "Engine", scheduler: "Scheduler", test: Test, rng: np.random.Generator) -> None:
+        self.engine, self.test = engine, test
+        self._scheduler, self._rng = scheduler, rng
+        self._before: tuple[Sequence, Snapshot] | None = None  # a prompt at a depth
+
+    def __enter__(self) -> "_Requests":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before is not None:
+            sequence, snapshot = self._before
+            self.engine.drop(snapshot)
+            self.engine.close(sequence)
+
+    def run(self, generation: int, times: _Times) -> None:
+        """Run the test once, with answers of `generation` tokens behind their first, and add to `times`."""
+        test = self.test
+        continued = self._rewound() if test.prompt and test.depth else None
+        most = generation + 1 + (_SLACK if test.batch > 1 else 0)
+        requests = [self._request(test.prompt or max(1, test.depth), most) for _ in range(test.batch)]
+        begin = time.perf_counter()
+        handles = [self._scheduler.submit(request, continued=continued) for request in requests]
+        try:
+            self._read_prompts(handles)
+            first = time.perf_counter()
+            host, steps = host_time(self._scheduler.metrics())
+            if test.prompt:
+                times.first.append(first - begin)
+            else:
+                begin = time.perf_counter()
+            if not generation:
+                times.seconds.append(first - begin)
+                return
+            tokens = _written(handles, generation)
+            seconds = time.perf_counter() - begin
+            # a step under way at the beginning gives some of them a token more
+            times.seconds.append(seconds * test.batch * generation / tokens)
+            if self.engine.device.samples_tokens:
+                host_after, steps_after = host_time(self._scheduler.metrics())
+                times.host.append((host_after - host) / (steps_after - steps))
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    def _request(self, prompt: int, most: int) -> "Request":
+        """Random tokens, and any token may follow; the answer ends at its length alone."""
+        from penstock.engine.request import Request
+        from penstock.engine.sampling import SamplingParams
+
+        ids = self._rng.integers(0, self.engine.model.config.vocab_size, prompt).tolist()
+        params = SamplingParams(temperature=0.0 if most == 1 else 1.0, seed=int(self._rng.integers(1 << 32)))
+        return Request(ids, params, most, eos=frozenset())
+
+    def _read_prompts(self, handles: "list[ResponseHandle]") -> None:
+        """Run steps until each has its first token, and take it. Raises OutOfMemory if they cannot run together."""
+        while waiting := [handle for handle in handles if not handle.ready]:
+            waiting[0].poll()
+            for handle in handles:
+                if handle.ready and handle.state in ("waiting", "done") and len(handles) > 1:
+                    handle.take()  # raises what it failed with
+                    raise OutOfMemory(
+                        f"-b: {len(handles)} sequences of {self.test.positions} positions do not fit together in "
+                        f"{amount(self._scheduler.memory)}; take fewer sequences or positions"
+                    )
+        for handle in handles:
+            handle.take()
+
+    def _rewound(self) -> "Continued":
+        """A sequence that has read `depth` tokens, as it was before the last run."""
+        from penstock.engine.scheduler import Continued
+
+        if self._before is None:
+            sequence = self.engine.open()
+            try:
+                handle = self._scheduler.submit(
+                    self._request(self.test.depth, 1), continued=Continued(sequence, (), None)
+                )
+                self._read_prompts([handle])
+                self._before = sequence, self.engine.snapshot(sequence)
+            except BaseException:
+                self.engine.close(sequence)
+                raise
+        sequence, snapshot = self._before
+        self.engine.rewind(sequence, snapshot)
+        self.engine.caches.reserve(sequence, 1)  # a page that the snapshot holds is copied now, not in a measurement
+        return Continued(sequence, (), None)
+
+
+def _written(handles: "list[ResponseHandle]", count: int) -> int:
+    """Run steps until each has `count` tokens more; those of all together."""
+    counts = [0] * len(handles)
+    while min(counts) < count:
+        next(handle for handle in handles if not handle.ended).poll()
+        for number, handle in enumerate(handles):
+            counts[number] += len(handle.take())
+    return sum(counts)
+
+
+def host_time(metrics: "SchedulerMetrics") -> tuple[float, int]:
+    """Seconds of a scheduler's steps so far, and how many there were."""
+    return metrics.decode_seconds, metrics.decode_steps
 
 
 def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
@@ -381,8 +454,7 @@ def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
     weights, seconds = Sum.of(distinct(model)), times.seconds
     speeds = [test.tokens / one for one in seconds]
     speed, active = statistics.fmean(speeds), active_bytes(model, test.batch)
-    writes = test.generation and not test.prompt
-    moved = active * speed / test.batch / 1e9 if writes else None
+    moved = active * speed / test.batch / 1e9 if test.writes else None
     read = max(times.rates, default=None)
     return Row(
         model=name,
@@ -403,7 +475,7 @@ def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
         samples_ns=[round(one * 1e9) for one in seconds],
         samples_ts=speeds,
         prompt_tps=speed if not test.generation else None,
-        generation_tps=speed if writes else None,
+        generation_tps=speed if test.writes else None,
         peak_memory=llm.stats().peak_memory / 1e9,
         active_bytes=active,
         gb_per_s=moved,
@@ -488,7 +560,6 @@ def _made_up(
             threads=threads,
             progress=add,
             on_device=True,
-            cache_memory=model.memory,
         )
     return name, llm
 
