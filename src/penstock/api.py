@@ -21,7 +21,7 @@ from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.engine.options import WORKING_BYTES, resolve_options
-from penstock.engine.request import Chunk, Completion, Request, Timings, make_request
+from penstock.engine.request import Chunk, Completion, Request, Timings, make_request, reading_request
 from penstock.engine.response import in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
@@ -190,13 +190,22 @@ class LLM:
     def logits(self, token_ids: Seq[int]) -> np.ndarray:
         """Logits of the next token after each of `token_ids`, float32 [T, vocab]: one sequence, teacher-forced."""
         ids = self.engine.token_array(token_ids)
+        found, done = np.empty((len(ids), self.config.vocab_size), np.float32), 0
         if not len(ids):
-            return np.empty((0, self.config.vocab_size), np.float32)
-        sequence = self.engine.open()
+            return found
+
+        def take(rows: np.ndarray) -> None:
+            nonlocal done
+            found[done : done + len(rows)] = rows
+            done += len(rows)
+
+        handle = self.scheduler.submit(reading_request(self.engine.limits, ids.tolist()), rows=take)
         try:
-            return self.engine.prefill(sequence, ids.tolist(), every=True)
+            handle.result()
         finally:
-            self.engine.close(sequence)
+            handle.cancel()
+            self.add_timings([handle.timings])
+        return found
 
     def generate(
         self,

@@ -11,7 +11,6 @@ import pytest
 
 import penstock
 from penstock.analysis.expert_routes import load_expert_routes, record
-from penstock.engine import engine as steps
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models import layers
 from tests.models.common import dense_config, moe_config, some_tokens, write_model
@@ -93,7 +92,6 @@ def test_record_leaves_the_model_as_it_was(llm, monkeypatch):
     monkeypatch.setattr(type(llm.engine.device), "copy_all", lambda self, into, arrays: copied.append(into))
     used = llm.engine.caches.pools[None].used
     decoded = llm.engine.open()
-    monkeypatch.setattr(steps.Engine, "_state", lambda *args, **kwargs: None)  # which copies recurrent states
     llm.engine.prefill(decoded, some_tokens(6))
     llm.engine.decode([decoded], [1])
     llm.engine.close(decoded)

@@ -236,3 +236,25 @@ def test_kernels_run_uncompiled():
 def test_gates_do_not_depend_on_the_number_of_rows(case):
     for dtype in DTYPES:
         rows.check_rows_alone(case, dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+def test_a_row_of_no_sequence_is_0_and_moves_no_state(device, rng):
+    Hk, Hv, Dk, Dv = 2, 4, 8, 5
+    slots, there = np.array([4, -1, 0, -1, 2], np.int32), np.array([0, 2, 4])
+    x, _, weight = conv(rng, 5, 2 * Hk * Dk + Hv * Dv, 4)
+    g, b = (rng.random((5, Hv)).astype(np.float32) for _ in range(2))
+    rows, states = normal(rng, 5, 3, x.shape[1]), normal(rng, 5, Hv, Dv, Dk)
+
+    def layer(own, rows, states):
+        keep = [np.ascontiguousarray(a[own]) for a in (x, slots, g, b)]
+        y = run_on(device, ops.conv1d_causal, keep[0], rows, weight, keep[1])
+        run_on(device, ops.conv1d_state_update, rows, keep[0], keep[1])
+        return run_on(device, ops.gated_delta_net, states, y, *keep[2:], Hk, Hv, Dk, Dv, slots=keep[1]), rows, states
+
+    want, *moved = layer(there, rows.copy(), states.copy())
+    got, *also = layer(np.arange(5), rows.copy(), states.copy())
+    assert_same_bits("y", got[there], want)
+    assert not got[[1, 3]].any()
+    for one, other in zip(also, moved, strict=True):
+        assert_same_bits("state", one, other)

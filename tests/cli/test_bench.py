@@ -12,7 +12,7 @@ import penstock
 from penstock import models
 from penstock.cli import bench as verb
 from penstock.cli._model import UsageError
-from penstock.engine import scheduler as scheduling
+from penstock.engine import admission
 from penstock.engine.sampling import Sampler
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import CheckpointError, NonFiniteLogits
@@ -143,7 +143,7 @@ def test_bench_answers_wait_until_the_prompts_of_others_are_read(capsys, tiny, m
     def step(self):
         nonlocal steps
         steps += 1
-        self._token_seconds = math.inf  # a step has one chunk of a prompt, beside the answers
+        self._execution._token_seconds = math.inf  # a step has one chunk of a prompt, beside the answers
         return own_step(self)
 
     monkeypatch.setattr(Scheduler, "step", step)
@@ -158,7 +158,7 @@ def test_bench_refuses_batches_that_cannot_run_together(capsys, tiny, monkeypatc
     shown = run(capsys, tiny, "-n", "2", "-p", "0", "-b", "1,300")
     assert (shown.status, shown.err.count("\n")) == (1, 1)
     assert shown.err == "penstock: error: -b: is 300, expected at most 256: no more run in one step here\n"
-    monkeypatch.setattr(scheduling, "memory_for_sequences", lambda engine, count: 2 * engine.caches.bytes_of(64))
+    monkeypatch.setattr(admission, "memory_for_sequences", lambda engine, count: 2 * engine.caches.bytes_of(64))
     shown = run(capsys, tiny, "-n", "40", "-p", "0", "-b", "3")
     assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
     assert re.search(r"error: -b: 3 sequences of 48 positions do not fit together in [\d.]+ .B; take fewer", shown.err)

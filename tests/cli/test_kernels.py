@@ -211,9 +211,10 @@ def test_trace_counts_the_bytes_that_a_prefill_needs(capsys, tiny):
     found = trace(capsys, tiny, *options)
     assert (found["step"], found["tokens"], found["batch"]) == ("prefill", 100, 1)
     q, pages = 2 * 100 * HEADS * D, 2 * 2 * 400 * D
-    assert bytes_of(found["before"], "attention_prefill") == [(q + pages + 4 * 4 + 4, q)]
+    runs = 4 + 8  # the length of the sequence, and where its run begins and ends
+    assert bytes_of(found["before"], "attention_paged") == [(q + pages + 4 * 4 + runs, q)]
     conv = 2 * 3 * 128  # the rows that stay, not all of x
-    assert bytes_of(found["before"], "conv1d_state_update") == [(2 * conv, conv)] * 2
+    assert bytes_of(found["before"], "conv1d_state_update") == [(2 * conv + runs, conv)] * 2
 
 
 def test_trace_prints_layers_that_are_alike_once(capsys, tiny):

@@ -9,14 +9,16 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 import penstock
-from penstock.analysis import perplexity as library
 from penstock.analysis.perplexity import evaluate, windows
 from penstock.api import LLM
 from penstock.cli.perplexity import encoded
+from penstock.engine.engine import Engine
+from penstock.engine.execution import most_rows
 from penstock.errors import BackendError, InvalidArgument
 from penstock.text.tokenizer import Tokenizer
 from tests.cli.common import call
 from tests.cli.model import write_small_model
+from tests.engine.capturing import CapturingHost
 from tests.models.common import small_config, some_tokens, write_model
 
 TALE = (
@@ -117,6 +119,16 @@ def test_evaluate_finds_no_difference_of_a_model_from_itself():
     assert (found.kl_max, found.same_top, found.ratio, found.rms_probability) == (0.0, 1.0, 1.0, 0.0)
 
 
+def test_evaluate_compares_devices_that_cut_windows_otherwise():
+    """Windows of two chunks here, of one there, also where a device draws tokens itself."""
+    rows = windows(demo().tokenizer.encode(TALE * 13), 300, count=2)
+    other = Engine(demo().engine.model, activations="float32", max_context=512, device=CapturingHost())
+    found, back = evaluate(demo().engine, rows, other), evaluate(other, rows, demo().engine)
+    assert found.divergence is not None and found.divergence.kl_max < 1e-6 and found.divergence.same_top == 1
+    assert found.divergence.perplexity == pytest.approx(found.perplexity, rel=1e-5)
+    assert back.perplexity == found.divergence.perplexity and other.caches.slots_used == 0
+
+
 def test_evaluate_is_that_of_transformers(tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -137,7 +149,7 @@ def test_scores_of_a_piece_stay_below_a_limit(grid, vocab, length):
     engine = SimpleNamespace(
         device=SimpleNamespace(chunk_alignment=grid), model=SimpleNamespace(config=SimpleNamespace(vocab_size=vocab))
     )
-    assert library._chunk_length(engine) == length  # type: ignore[arg-type]
+    assert most_rows(engine) == length  # type: ignore[arg-type]
 
 
 def test_evaluate_refuses_windows_that_do_not_fit():
@@ -151,7 +163,7 @@ def test_evaluate_refuses_windows_that_do_not_fit():
 def test_evaluate_refuses_scores_that_are_not_finite_and_closes_its_sequences(monkeypatch):
     engine = demo().engine
     before = engine.caches._free_slots[:]
-    monkeypatch.setattr(engine, "prefill", lambda *_, **__: np.full((7, 4096), np.nan, np.float32))
+    monkeypatch.setattr(engine, "step", lambda _: np.full((7, 4096), np.nan, np.float32))
     with pytest.raises(BackendError, match="logits of window 0 are not finite"):
         evaluate(engine, np.zeros((1, 8), np.int32))
     assert sorted(engine.caches._free_slots) == sorted(before or [0])

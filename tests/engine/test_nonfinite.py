@@ -11,7 +11,7 @@ import penstock
 from penstock.api import LLM
 from penstock.engine import nonfinite
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.steps import Run, Steps
+from penstock.engine.steps import ExactSteps, Run
 from penstock.errors import NonFiniteLogits
 from penstock.weights.checkpoint import Checkpoint
 from tests.experts.common import CONFIGS, checkpoint
@@ -67,7 +67,7 @@ def spoil(llm: LLM) -> None:
     packed, scales, biases = experts.router.arrays
     bad = experts.router.with_arrays(packed, np.full_like(scales, np.nan), biases)
     object.__setattr__(experts, "router", bad)
-    llm.engine.programs.steps = Steps(llm.engine.programs)
+    llm.engine.programs.steps = ExactSteps(llm.engine.programs)
 
 
 def test_a_damaged_router_is_found_while_an_answer_is_made(folder_of, monkeypatch):

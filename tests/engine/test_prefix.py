@@ -366,7 +366,7 @@ def test_a_copy_that_has_no_memory_is_not_stored(hybrid: Engine, monkeypatch: py
         raise OutOfMemory("memory: none")
 
     prefix = PrefixCache(hybrid, 1 << 30)
-    monkeypatch.setattr(hybrid.device, "copy", full)
+    monkeypatch.setattr(hybrid.device, "copies", full)
     read(hybrid, prefix, some_tokens(300))
     assert len(prefix) == 0
 

@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import functools
 import gc
-import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -17,104 +15,30 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ops
 from penstock.api import LLM, load_random
 from penstock.backends.cpu import device as cpu_device
 from penstock.backends.cpu.device import CpuDevice
 from penstock.engine import scheduler as module
+from penstock.engine.buckets import BucketedSteps
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
-from penstock.engine.programs import Runner
 from penstock.engine.request import Completion, Timings
 from penstock.engine.response import ChunkQueue, ResponseHandle
+from penstock.engine.runner import Runner
 from penstock.engine.sampling import Sampler
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.state import RequestState
-from penstock.engine.steps import Run, Steps
+from penstock.engine.steps import CHAINED, ExactSteps, Run
 from penstock.engine.thread import SchedulerThread
 from penstock.errors import BackendError, Cancelled, DTypeError, InvalidArgument, OutOfMemory, QueueFull
 from penstock.graph import Bound
 from penstock.models.step import PagedKV
-from penstock.ops.sampling import ONE, SEEN, Edits, mask_words, split_mode
+from tests.engine.capturing import CapturingHost
 from tests.engine.test_cache import FixedHost
 from tests.models.common import VOCAB, letters, small_config, some_tokens, write_model
 
 LETTERS = letters()
 SECONDS = 60  # after which a test that waits has failed
-
-
-class DrawingHost(CpuDevice):
-    """Host memory with what a GPU has: it draws tokens itself, may be a step ahead, and its caches keep their size."""
-
-    samples_tokens, ragged, most_edited, fixed_caches = True, False, 2, True
-
-    def __init__(self) -> None:
-        self.counts: dict[Edits, np.ndarray] = {}  # of all programs
-
-    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Any:
-        return Drawing(logits, inputs, self.counts)
-
-
-class Drawing:
-    """Draws as a GPU does: it has copies of the edits, and counts what it draws itself."""
-
-    def __init__(self, logits: np.ndarray, inputs: Mapping[str, np.ndarray], counts: dict[Edits, np.ndarray]) -> None:
-        self.logits, self.inputs, self.counts = logits, inputs, counts
-        self.found: list[np.ndarray] = []
-
-    def fill(self, parameters: Seq[Mapping[str, Any]], masks: Seq[np.ndarray | None] = ()) -> None:
-        kinds = {"temperature": "f8", "top_k": "i4", "top_p": "f8", "min_p": "f8", "seed": "i8"}
-        self.parameters = [np.array([row[name] for row in parameters], kind) for name, kind in kinds.items()]
-        self.masks = masks
-        self.edits: list[Edits | None] = [row.get("edits") for row in parameters]
-        for one in self.edits:
-            if one is None:
-                continue
-            if one.stale or one not in self.counts:
-                self.counts[one] = one.counts.copy()
-            for token in one.forgotten:
-                if not one.counts[token] & SEEN:
-                    self.counts[one][token] &= ~SEEN
-            one.stale = False
-            one.forgotten.clear()
-
-    def calls(self, mode: str) -> list[Callable[[], object]]:
-        return [functools.partial(self.draw, mode)]
-
-    def draw(self, mode: str) -> None:
-        kind, edited, wanted = split_mode(mode)
-        more: dict[str, Any] = {"logprobs": 20} if wanted else {}
-        have = [one for one in self.edits if one is not None]
-        if edited and have:
-            slots = [-1 if one is None else have.index(one) for one in self.edits]
-            more |= {"slots": np.array(slots, np.int32), "counts": np.stack([self.counts[one] for one in have])}
-            more |= {"bias": np.stack([one.bias for one in have])}
-            more |= {"penalties": np.stack([one.penalties for one in have])}
-        if edited and any(mask is not None for mask in self.masks):
-            words = [mask_words(mask, VOCAB) for mask in self.masks if mask is not None]
-            rows = itertools.count()
-            masked = [-1 if mask is None else next(rows) for mask in self.masks]
-            more |= {"masked": np.array(masked, np.int32), "masks": np.stack(words)}
-        drawn: Any = ops.sample_tokens(self.logits, self.inputs["lengths"], *self.parameters, kind, **more)
-        self.drawn, *self.found = drawn if wanted else (drawn,)
-        for one, token in zip(self.edits, self.drawn.tolist(), strict=True):
-            if one is not None and token >= 0:
-                self.counts[one][token] = (self.counts[one][token] + ONE) | SEEN
-        self.inputs["tokens"][:] = self.drawn
-        self.inputs["positions"][:] += 1
-        self.inputs["lengths"][:] += 1
-
-    def launched(self) -> Any:
-        drawn, found = self.drawn.tolist(), self.found
-
-        class Flight:
-            def tokens(self) -> list[int]:
-                return drawn
-
-            def logprobs(self) -> list[np.ndarray]:
-                return found
-
-        return Flight()
 
 
 def with_device(llm: LLM, device: CpuDevice, max_context: int) -> LLM:
@@ -131,7 +55,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture(params=["logits", "drawn"])
 def llm(request: pytest.FixtureRequest, loaded: LLM) -> LLM:
     """The model with caches of its own, once with logits that go to the host, once with a device that draws."""
-    return with_device(loaded, CpuDevice() if request.param == "logits" else DrawingHost(), 2048)
+    return with_device(loaded, CpuDevice() if request.param == "logits" else CapturingHost(), 2048)
 
 
 @pytest.fixture
@@ -257,28 +181,29 @@ def test_the_same_request_gives_the_same_text_in_any_company(llm: LLM, rng: np.r
                 other.cancel()
 
 
-def test_a_drawing_device_is_ahead_of_its_host(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the tests with it show nothing."""
-    llm = with_device(loaded, DrawingHost(), 2048)
-    ahead = 0
-    draw = llm.engine.draw
+def test_a_capturing_device_is_ahead_of_its_host(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests with it show nothing. Requests join, end and need pages while it is."""
+    llm = with_device(loaded, CapturingHost(), 2048)
+    chained: list[int] = []
+    launch = llm.engine.launch
 
-    def watched(sequences: Any, tokens: Any, *how: Any) -> Any:
-        nonlocal ahead
-        ahead += tokens is None
-        return draw(sequences, tokens, *how)
+    def watched(runs: Any, *how: Any) -> Any:
+        chained.append(sum(int(run.tokens[0]) <= CHAINED for run in runs))
+        return launch(runs, *how)
 
-    monkeypatch.setattr(llm.engine, "draw", watched)
+    monkeypatch.setattr(llm.engine, "launch", watched)
     with scheduler(llm) as made:
-        made.submit(made.request([5], max_tokens=30, extra_eos=[])).result(SECONDS)
-    assert ahead > 20
+        first = made.submit(made.request([5] * 250, max_tokens=30, extra_eos=[]))
+        second = made.submit(made.request([6], max_tokens=9, extra_eos=[]))
+        first.result(SECONDS)
+        second.result(SECONDS)
+    assert sum(chained) == 29 + 8
 
 
 def test_a_device_that_was_ahead_starts_anew_after_others(loaded: LLM) -> None:
-    """A request is paused, another one uses the program that holds its tokens, then it goes on."""
-    llm = with_device(loaded, DrawingHost(), 2048)
+    """A request is paused, another one runs in the same size of step, then it goes on."""
+    llm = with_device(loaded, CapturingHost(), 2048)
     want = [llm.generate([n], max_tokens=40, temperature=1.0, seed=0).tokens for n in (5, 6)]
-    llm.engine.caches.make_room({None: 8}, 4)  # programs stay as they are
     with scheduler(llm, buffer=3) as made:
         first = made.submit(made.request([5], max_tokens=40, temperature=1.0, seed=0))
         until(lambda: first.timings.generated_tokens >= 4)
@@ -1038,34 +963,33 @@ Fails = Callable[[np.ndarray, np.ndarray], bool]
 
 def break_steps(patch: pytest.MonkeyPatch, error: Exception, fails: Fails) -> None:
     """Steps for which `fails(their tokens, positions of answers)` says so stop half-way."""
-    run, steps, whole = Runner.run, Steps.run, Bound.run
+    exact, bucketed, whole, captured = ExactSteps.run, BucketedSteps._launch, Bound.run, Runner.run
     broken = False
 
-    def half_runner(self: Runner, *args: Any) -> None:
-        answers = self.host["positions"] if "slots" in self.host else np.empty(0, np.int32)
-        if not fails(self.host["tokens"], answers):
-            return run(self, *args)
-        assert self.bound is not None
-        for call in self.bound.calls[: len(self.bound.calls) // 2]:
-            call()
-        raise error
-
-    def half_step(self: Steps, runs: Seq[Run]) -> np.ndarray | None:
+    def look(runs: Seq[Run]) -> None:
         nonlocal broken
         answers = np.array([run.sequence.length for run in runs if not run.prompt], np.int32)
         broken = fails(np.concatenate([run.tokens for run in runs]), answers)
-        return steps(self, runs)
 
-    def half_bound(self: Bound) -> Any:
+    def half_exact(self: ExactSteps, runs: Seq[Run]) -> np.ndarray | None:
+        look(runs)
+        return exact(self, runs)
+
+    def half_bucketed(self: BucketedSteps, runs: Seq[Run], *more: Any, **how: Any) -> Any:
+        look(runs)
+        return bucketed(self, runs, *more, **how)
+
+    def half(self: Bound | Runner) -> Any:
         if not broken:
-            return whole(self)
+            return whole(self) if isinstance(self, Bound) else captured(self)
         for call in self.calls[: len(self.calls) // 2]:
             call()
         raise error
 
-    patch.setattr(Runner, "run", half_runner)
-    patch.setattr(Steps, "run", half_step)
-    patch.setattr(Bound, "run", half_bound)
+    patch.setattr(ExactSteps, "run", half_exact)
+    patch.setattr(BucketedSteps, "_launch", half_bucketed)
+    patch.setattr(Bound, "run", half)
+    patch.setattr(Runner, "run", half)
 
 
 BAD = 262  # a token that only one prompt has
@@ -1152,14 +1076,18 @@ def test_a_sequence_that_lost_what_it_shared_waits_for_memory(plain: LLM, monkey
         assert [ticket.usage.cached_tokens for ticket in tickets] == [512, 512]
 
 
-def test_no_step_is_launched_ahead_of_tokens_that_are_known(plain: LLM) -> None:
-    """On a device that does not repeat its bits the drawn one may be another."""
-    request = plain.request([5, 6], 20)
-    queue, sampler = ChunkQueue(9, lambda: None, Timings()), Sampler(request.params, VOCAB)
-    state = RequestState(request, queue, sampler, 2048, {}, sequence=Sequence(0, {}), tokens=[1, 2, 3])
-    for length, may in ((3, False), (4, False), (5, True)):  # after a step: the last one is computed, and one is drawn
-        state.opened.length = length
-        assert state.can_overlap == may
+def test_a_token_is_appended_before_it_is_known_only_if_another_one_follows(plain: LLM) -> None:
+    def state(drawn: int, owned: bool = True, length: int = 5, **options: Any) -> RequestState:
+        request = plain.request([5, 6], 4, **options)
+        queue, sampler = ChunkQueue(9, lambda: None, Timings()), Sampler(request.params, VOCAB)
+        sequence = Sequence(0, {}, length)
+        return RequestState(request, queue, sampler, 2048, {}, sequence=sequence, drawn=drawn, owned=owned)
+
+    assert state(3).can_chain and not state(4).can_chain
+    assert state(3, length=2046).can_chain and not state(3, length=2047).can_chain
+    assert not state(3, owned=False).can_chain  # a session holds no token that it does not know
+    assert not state(3, repetition_penalty=1.1, repetition_context=3).can_chain
+    assert state(3, repetition_penalty=1.1, presence_penalty=0.5).can_chain
 
 
 def test_steps_that_always_fail_end_every_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

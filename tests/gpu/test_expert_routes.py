@@ -7,11 +7,14 @@ import pytest
 
 import penstock
 from penstock.analysis.expert_routes import ExpertRoutes, record
+from tests.gpu.common import GPU
 from tests.models.common import moe_config, small_config, some_tokens, write_model
 
 
 def recorded(folder: Path, device: str, prompt: int, count: int) -> ExpertRoutes:
     llm = penstock.load(folder, device=device, activations="float32", dtype="float32", max_context=400)
+    if not GPU:
+        llm.engine.allocate(sequences=2)
     return record(llm, some_tokens(prompt), max_tokens=count)
 
 

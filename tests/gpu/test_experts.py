@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.api import LLM
 from penstock.backends.cuda.runtime import experts
 from penstock.backends.cuda.runtime.device import CudaDevice
 from penstock.errors import CheckpointError
@@ -15,7 +16,8 @@ from penstock.experts.layout import Format, Layer, stacked
 from penstock.experts.store import Store
 from penstock.ops.array import Spec
 from tests.experts.common import CONFIGS, checkpoint
-from tests.models.common import small_config, some_tokens
+from tests.gpu.test_steps import stepped
+from tests.models.common import error, small_config, some_tokens
 
 SPECS = (Spec((6, 4), "uint32"), Spec((6, 2), "bfloat16"), Spec((3, 5), "float32"))
 
@@ -227,13 +229,20 @@ def test_a_record_is_the_size_of_its_arrays():
     assert [len(view) for view in format.views(record)] == [spec.nbytes for spec in SPECS]
 
 
+def loaded(folder: Path, sequences: int, **options: Any) -> LLM:
+    """A model with room for so many sequences: steps have the same sizes however many experts are in place."""
+    llm = penstock.load(folder, device="cuda", **options)
+    llm.engine.allocate(sequences=sequences)
+    return llm
+
+
 @pytest.mark.slow
 def test_cuda_streams_a_model(tmp_path: Path):
     """In the interpreter: one layer, a prompt of which all experts do not fit, and a step."""
     folder = checkpoint(tmp_path / "model", {**CONFIGS["llama"], "num_hidden_layers": 1})
-    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_context": 64}
-    want = penstock.load(folder, **options).generate([1, 2, 3], max_tokens=2).tokens
-    llm = penstock.load(folder, expert_cache="34%", expert_host="0%", **options)
+    options: dict[str, Any] = {"dtype": "float32", "max_context": 64}
+    want = loaded(folder, 1, **options).generate([1, 2, 3], max_tokens=2).tokens
+    llm = loaded(folder, 1, expert_cache="34%", expert_host="0%", **options)
     assert llm.generate([1, 2, 3], max_tokens=2).tokens == want
     assert llm.stats().expert_reads
 
@@ -243,11 +252,11 @@ def test_cuda_streams_a_model(tmp_path: Path):
 def test_cuda_streamed_experts_give_the_same_bits(name: str, tmp_path: Path):
     folder = checkpoint(tmp_path / "model", CONFIGS[name])
     tokens = some_tokens(300)
-    resident = penstock.load(folder, device="cuda")
+    resident = loaded(folder, 2)
     want, few, text = resident.logits(tokens), resident.logits(tokens[:5]), resident.generate(tokens[:9], max_tokens=20)
     several = [out.tokens for out in resident.generate([tokens[:5], tokens[3:9]], max_tokens=5)]
     for cache, host in (("25%", "0%"), ("40%", "60%"), ("25%", "100%"), ("100%", "auto")):
-        llm = penstock.load(folder, device="cuda", expert_cache=cache, expert_host=host)
+        llm = loaded(folder, 2, expert_cache=cache, expert_host=host)
         np.testing.assert_array_equal(llm.logits(tokens), want)
         np.testing.assert_array_equal(llm.logits(tokens[:5]), few)
         for _ in range(3):
@@ -261,6 +270,22 @@ def test_cuda_streamed_experts_give_the_same_bits(name: str, tmp_path: Path):
 def test_cuda_streams_with_sampling_as_on_the_host(tmp_path: Path):
     folder = checkpoint(tmp_path / "model", small_config() | {"vocab_size": 4096})
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "top_k": 9, "seed": 5}
-    want = penstock.load(folder, device="cuda").generate([1, 2, 3], **options).tokens
-    llm = penstock.load(folder, device="cuda", expert_cache="70%", expert_host="0%")
+    want = loaded(folder, 1).generate([1, 2, 3], **options).tokens
+    llm = loaded(folder, 1, expert_cache="70%", expert_host="0%")
     assert llm.generate([1, 2, 3], **options).tokens == want
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cuda_streamed_experts_take_prompts_and_answers_in_one_step(name: str, tmp_path: Path):
+    """Against steps one by one with all experts in place."""
+    folder = checkpoint(tmp_path / "model", CONFIGS[name])
+    options: dict[str, Any] = {"dtype": "float32", "max_context": 400}
+    steps = [[(0, 60)], [(0, 1), (1, 7)], [(1, 1), (2, 110), (0, 1)], [(2, 1), (0, 4)], [(0, 1)], [(1, 2)]]
+    texts = [some_tokens(200, seed=n) for n in range(3)]
+    want = stepped(loaded(folder, 3, **options).engine, texts, steps, together=False)
+    for cache, host in (("25%", "0%"), ("40%", "60%"), ("25%", "100%")):
+        llm = loaded(folder, 3, expert_cache=cache, expert_host=host, **options)
+        got = stepped(llm.engine, texts, steps, together=True)
+        for own, expected in zip(got, want, strict=True):
+            assert error(own, expected) <= 5e-5

@@ -9,6 +9,7 @@ import penstock
 from penstock.api import LLM, load_random
 from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.sampling import Sampler, SamplingParams
+from penstock.engine.steps import Run
 from penstock.errors import OutOfMemory
 from tests.gpu.common import GPU
 from tests.models.common import VOCAB, error, moe_config, next_config, small_config, some_tokens
@@ -35,25 +36,10 @@ EVERY: dict[str, dict[str, Any]] = {
 
 
 def made(config: dict[str, Any], device: str, **options: Any) -> LLM:
-    return load_random(config, device=device, activations="float32", max_context=1024, **options)
-
-
-def logits(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
-    """After each token: a prompt in one piece, the rest token by token."""
-    engine = llm.engine
-    sequence = engine.open()
-    rows = [*engine.prefill(sequence, tokens[:prompt], every=True)]
-    rows += [engine.decode([sequence], [token])[0] for token in tokens[prompt:]]
-    engine.close(sequence)
-    return np.array(rows)
-
-
-@pytest.mark.parametrize("family", SMALL)
-def test_cuda_model_matches_the_definitions(family):
-    config, tokens = SMALL[family], some_tokens(3)
-    want = logits(made(config, "reference"), tokens, 2)
-    got = logits(made(config, "cuda", dtype="float32"), tokens, 2)
-    assert error(got, want) <= 1e-5
+    llm = load_random(config, device=device, activations="float32", max_context=1024, **options)
+    if not GPU:
+        llm.engine.allocate(sequences=2)  # the interpreter takes its time for every sequence of a mixed step
+    return llm
 
 
 @pytest.mark.cuda
@@ -182,7 +168,8 @@ def test_cuda_router_that_yields_nan_ends_in_nan_and_is_named(family):
     engine.prefill(sequence, [3])
     experts.router.scales[0, 0] = np.nan
     row = Sampler(SamplingParams(), VOCAB).row
-    assert engine.draw([sequence], [4], [row], "greedy").tokens()[0] == -2  # and so the request ends
+    runs = [Run(sequence, np.array([4], np.int32))]
+    assert engine.launch(runs, [row], "greedy").tokens() == [-2]  # and so the request ends
     with engine.lock, engine.device.running(False):
         named = first_nonfinite(engine, sequence, 5)
     assert named is not None and named.startswith(f"layer {len(engine.model.weights.layers) - 1}, ")

@@ -1,16 +1,21 @@
 """Programs on the GPU: fused equals unfused, replays equal single calls, tokens drawn there equal those of the host."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 import penstock
 from penstock.api import LLM, load_random
 from penstock.backends.cuda.runtime.compile import compile_all
+from penstock.engine import cache
 from penstock.engine.engine import Engine
-from penstock.engine.sampling import Sampler, SamplingParams
+from penstock.engine.sampling import Sampler, SamplingParams, mode_of
+from penstock.engine.steps import CHAINED, Run
+from penstock.ops.device import PendingStep
 from tests.gpu.common import GPU
 from tests.gpu.test_models import EVERY, SMALL, made
 from tests.graph.test_models import unfused
@@ -36,71 +41,106 @@ def test_cuda_fused_equals_unfused(name):
     assert error(llm.logits(tokens), plain.logits(tokens)) <= 5e-5
 
 
-def drawn(engine: Engine, sampler: Sampler, prompt: list[int], count: int, ahead: bool = True) -> list[int]:
-    """Tokens drawn on the device, each step launched before the one before has been seen, if it may."""
-    sequence = engine.open()
-    tokens = [sampler.sample(engine.prefill(sequence, prompt), sequence.length).token]
-    flight = engine.draw([sequence], tokens, [sampler.row], sampler.mode)
-    while True:
-        more = len(tokens) + 1 < count
-        following = None
-        if more and ahead and engine.continues([sequence]):
-            following = engine.draw([sequence], None, [sampler.row], sampler.mode)
-        tokens.append(flight.tokens()[0])
-        if not more:
-            break
-        flight = following or engine.draw([sequence], tokens[-1:], [sampler.row], sampler.mode)
-    engine.close(sequence)
+class Job(NamedTuple):
+    """A prompt and how many tokens are drawn behind it."""
+
+    sampler: Sampler
+    prompt: list[int]
+    count: int
+
+
+def drawn(engine: Engine, jobs: Sequence[Job], chained: bool = True) -> list[list[int]]:
+    """Tokens of each job drawn on the device. A job joins where one has ended, and its prompt is a step of its own.
+
+    chained: each step is launched before the tokens of the one before are read.
+    """
+    slots = engine.caches.slots
+    sequences: dict[int, cache.Sequence] = {}
+    tokens: list[list[int]] = [[] for _ in jobs]
+    started = [0] * len(jobs)  # tokens that are drawn or under way
+    pending: list[tuple[PendingStep, list[int]]] = []
+    joined = 0
+
+    def launch(whose: list[int], runs: list[Run]) -> None:
+        samplers = [jobs[n].sampler for n in whose]
+        pending.append((engine.launch(runs, [sampler.row for sampler in samplers], mode_of(samplers)), whose))
+        for n in whose:
+            started[n] += 1
+            if started[n] == jobs[n].count:
+                engine.close(sequences.pop(n))
+        while len(pending) > int(chained):
+            step, others = pending.pop(0)
+            for n, token in zip(others, step.tokens(), strict=True):
+                tokens[n].append(token)
+
+    while sequences or joined < len(jobs):
+        if joined < len(jobs) and len(sequences) < slots:
+            sequences[joined] = sequence = engine.open()
+            joined += 1
+            launch([joined - 1], [Run(sequence, np.array(jobs[joined - 1].prompt, np.int32), prompt=True)])
+        if sequences:
+            known = {n: CHAINED - sequence.slot if chained else tokens[n][-1] for n, sequence in sequences.items()}
+            runs = [Run(sequence, np.array([known[n]], np.int32)) for n, sequence in sequences.items()]
+            launch(list(sequences), runs)
+    for step, others in pending:
+        for n, token in zip(others, step.tokens(), strict=True):
+            tokens[n].append(token)
     return tokens
 
 
-def sampled(engine: Engine, sampler: Sampler, prompt: list[int], count: int) -> list[int]:
+def sampled(engine: Engine, job: Job) -> list[int]:
     """Tokens drawn on the host from logits."""
     sequence = engine.open()
-    logits, tokens = engine.prefill(sequence, prompt), []
+    logits, tokens = engine.prefill(sequence, job.prompt), []
     while True:
-        tokens.append(sampler.sample(logits, sequence.length).token)
-        if len(tokens) == count:
+        tokens.append(job.sampler.sample(logits, sequence.length).token)
+        if len(tokens) == job.count:
             break
         logits = engine.decode([sequence], tokens[-1:])[0]
     engine.close(sequence)
     return tokens
 
 
-@functools.cache
-def small() -> LLM:
-    return made(SMALL["qwen3_5"], "cuda", dtype="float32")
-
-
 @pytest.mark.parametrize("name", DRAWS if GPU else [pytest.param("full", marks=pytest.mark.slow)])
 def test_cuda_draws_the_tokens_of_the_host(name):
-    engine = small().engine
-    params, count = SamplingParams(**DRAWS[name]), 40 if GPU else 3
-    want = sampled(engine, Sampler(params, small().config.vocab_size), some_tokens(4), count)
-    assert drawn(engine, Sampler(params, small().config.vocab_size), some_tokens(4), count) == want
+    """Chained and not, in slots that are used again, across pages; the other jobs of a step are greedy."""
+    llm = made(EVERY["qwen3_5"] if GPU else SMALL["llama"], "cuda", dtype="float32", deterministic=True)
+    llm.engine.allocate(sequences=3 if GPU else 2)
+    sizes = [(4, 40), (250, 12), (9, 1), (1, 60), (30, 20), (200, 90)] if GPU else [(1, 3), (1, 2), (1, 2)]
+
+    def jobs() -> list[Job]:
+        params = [SamplingParams(**DRAWS[name] if n != 1 else {}) for n in range(len(sizes))]
+        return [
+            Job(Sampler(own, llm.config.vocab_size), some_tokens(length, seed=n), count)
+            for n, (own, (length, count)) in enumerate(zip(params, sizes, strict=True))
+        ]
+
+    want = [sampled(llm.engine, job) for job in jobs()]
+    assert drawn(llm.engine, jobs()) == want
     if GPU:
-        assert drawn(engine, Sampler(params, small().config.vocab_size), some_tokens(4), count, ahead=False) == want
+        assert drawn(llm.engine, jobs(), chained=False) == want
+    assert llm.engine.caches.slots_used == 0
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma4-moe", "deepseek_v3-v3", "llama-window"])
 def test_cuda_a_thousand_replays_give_the_tokens_of_single_steps(name, monkeypatch):
-    """Across pages and buckets of the block table; single steps are launched call by call, never captured."""
+    """Across pages; single steps are launched call by call, never captured."""
     config = {**EVERY[name], "max_position_embeddings": 2048}
     llm = load_random(config, device="cuda", max_context=1500)
     engine, vocab = llm.engine, llm.config.vocab_size
-    replayed = drawn(engine, Sampler(SamplingParams(), vocab), some_tokens(50), 1040)
-    assert any(runner._replays for runner in engine.programs._kept.values())
+    engine.allocate(sequences=2)
+    (replayed,) = drawn(engine, [Job(Sampler(SamplingParams(), vocab), some_tokens(50), 1040)])
+    steps = engine.programs.steps
+    assert len([whole for whole in steps._wholes.values() if whole.captured]) == 2  # up to 1024 positions, and beyond
 
     def listed(calls):
         kept = tuple(calls)
         return lambda: [call() for call in kept]
 
     monkeypatch.setattr(engine.device, "capture", listed)
-    engine.programs._kept.clear()
-    assert sampled(engine, Sampler(SamplingParams(), vocab), some_tokens(50), 1040) == replayed
-    widths = {key[2] for key in engine.programs._kept if key[0] == "decode"}
-    assert len(widths) == 2
+    steps.unbind()
+    assert sampled(engine, Job(Sampler(SamplingParams(), vocab), some_tokens(50), 1040)) == replayed
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,8 @@
-"""Whole ragged steps on CUDA: the fused program of each family against the definitions of its plain ops."""
+"""Whole ragged steps on CUDA: programs of each family against the definitions of their ops, and steps of prompts and
+answers in one against steps one by one.
+"""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,15 +11,18 @@ import torch
 
 import penstock
 from penstock.api import load_random
+from penstock.engine.engine import Engine
+from penstock.engine.steps import Run
 from penstock.graph.fuse import RULES
 from penstock.graph.rewrite import rewritten
 from penstock.graph.trace import Graph, Value
-from penstock.models.step import PAGE
+from penstock.models.step import PAGE, PagedKV
 from tests.gpu.common import to_device, to_host
-from tests.gpu.test_models import SMALL
+from tests.gpu.test_models import EVERY, SMALL, made
 from tests.graph.common import names, run
+from tests.models.common import error, some_tokens
 
-RUNS = (1, 0, 11, 3)  # rows of each sequence, one row of no sequence behind them
+RUNS = (1, 0, 5, 2)  # rows of each sequence, one row of no sequence behind them
 BEFORE = (300, 9, 2, 0)  # positions that each has already
 PAGES = 2  # of each sequence
 
@@ -72,8 +78,7 @@ def test_a_ragged_step_of_a_family(family):
     llm = load_random(SMALL[family], device="cpu", activations="float32", max_context=PAGES * PAGE)
     engine = llm.engine
     engine.caches.make_room(dict.fromkeys(engine.caches.pools, len(RUNS) * PAGES), 4)
-    steps = engine.programs.steps
-    plain = steps.graph({"T": sum(RUNS) + 1, "B": len(RUNS), "R": len(RUNS), "n": PAGES}, True)
+    plain = engine.programs.graph(sum(RUNS) + 1, len(RUNS), PAGES, R=len(RUNS), padded=True)
     inputs = inputs_of(plain)
     fused = rewritten(plain, "cuda", RULES)
     assert len(names(fused)) < len(names(plain))
@@ -87,3 +92,77 @@ def test_a_ragged_step_of_a_family(family):
         np.testing.assert_allclose(one[rows], expected[rows], rtol=0, atol=1e-4 * np.abs(expected).max())
     for name, array in written.items():
         np.testing.assert_allclose(array, defined[name], rtol=0, atol=1e-4 * max(1, np.abs(array).max()), err_msg=name)
+
+
+# of each step: which sequence gets how many tokens
+Steps = Sequence[Sequence[tuple[int, int]]]
+
+
+def stepped(engine: Engine, texts: Sequence[list[int]], steps: Steps, together: bool) -> list[np.ndarray]:
+    """Logits [tokens, vocab] of each text; the tokens of a step together, or sequence by sequence."""
+    sequences = [engine.open() for _ in texts]
+    found: list[list[np.ndarray]] = [[] for _ in texts]
+    for parts in steps:
+        runs = []
+        for n, count in parts:
+            at = sequences[n].length
+            ids = np.array(texts[n][at : at + count], np.int32)
+            runs.append(Run(sequences[n], ids, "all", prompt=at == 0 or count > 1))
+        rows = np.concatenate([engine.step(runs)] if together else [engine.step([run]) for run in runs])
+        ends = np.cumsum([count for _, count in parts])
+        assert len(rows) == ends[-1]
+        for (n, _), own in zip(parts, np.split(rows, ends[:-1]), strict=True):
+            found[n].append(own)
+    for sequence in sequences:
+        engine.close(sequence)
+    return [np.concatenate(rows) for rows in found]
+
+
+FULL = 3.0
+
+
+def written(engine: Engine) -> list[int]:
+    """Of each cache that was full of FULL, the positions or the slots that are not any more."""
+    found = []
+    for layout, arrays in zip(engine.caches.layouts, engine.caches.arrays, strict=True):
+        axes = 2 if isinstance(layout, PagedKV) else 1  # pages and their positions, or slots
+        rows = [(to_host(array) != FULL).reshape(*array.shape[:axes], -1).any(axis=-1) for array in arrays]
+        assert np.array_equal(*rows)
+        found.append(int(rows[0].sum()))
+    return found
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_prompts_and_answers_in_one_step_match_the_definitions(family):
+    """One row, then an answer beside a prompt, then two answers in other rows than before. Rows and a slot are unused:
+    nothing is written for them.
+    """
+    steps = [[(0, 1)], [(0, 1), (1, 3)], [(1, 1), (0, 1)]]
+    texts = [some_tokens(3), some_tokens(4, seed=5)]
+    config = SMALL[family]
+    want = stepped(made(config, "reference").engine, texts, steps, together=False)
+    engine = made(config, "cuda", dtype="float32").engine
+    engine.allocate(sequences=3)
+    for array in (array for arrays in engine.caches.arrays for array in arrays):
+        array.fill_(FULL)
+    got = stepped(engine, texts, steps, together=True)
+    assert error(np.concatenate(got), np.concatenate(want)) <= 1e-5
+    assert written(engine) == [7 if isinstance(layout, PagedKV) else 2 for layout in engine.caches.layouts]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", EVERY)
+def test_cuda_prompts_and_answers_in_one_step_are_those_one_by_one(name, rng):
+    """Sequences join one after the other, go on by one token or by several, and cross a page."""
+    texts = [some_tokens(500, seed=n) for n in range(6)]
+    lengths, steps = [0] * len(texts), []
+    for number in range(24):
+        counts = [0 if number < n else 1 if rng.random() < 0.6 else int(rng.integers(2, 60)) for n in range(6)]
+        counts = [min(count, 500 - length) for count, length in zip(counts, lengths, strict=True)]
+        steps.append([(n, counts[n]) for n in rng.permutation(6).tolist() if counts[n]])
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+    assert max(lengths) > PAGE
+    engine = made(EVERY[name], "cuda", dtype="float32").engine
+    got, want = (stepped(engine, texts, steps, together) for together in (True, False))
+    for own, expected in zip(got, want, strict=True):
+        assert error(own, expected) <= 5e-5  # what each is within of the definitions: test_models.py

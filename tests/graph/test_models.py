@@ -66,9 +66,9 @@ def eager(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:
         step = Step(
             np.array([token], np.int32),
             at,
+            at + np.int32(1),
+            np.array([sequence.slot], np.int32),
             {window: table.array[None] for window, table in sequence.tables.items()},
-            slots=np.array([sequence.slot], np.int32),
-            lengths=at + np.int32(1),
             activations=engine.activations,
             dtype=engine.dtype,
         )

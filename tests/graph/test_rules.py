@@ -16,7 +16,7 @@ from penstock.graph.fuse import RULES
 from penstock.graph.rewrite import Rule, rewritten
 from penstock.models.random import Shapes
 from penstock.models.step import empty
-from penstock.ops.device import device_for
+from penstock.ops.device import device_for, device_type
 from tests.graph.common import names
 from tests.graph.test_models import CONFIGS
 
@@ -47,23 +47,21 @@ FIRES: dict[str, tuple[str, tuple[str, ...], str, int]] = {
 
 
 @functools.cache
-def step(name: str, kind: str, tokens: int) -> Graph:
-    """A step of a family before fusion: one token of each of several sequences, or several of one."""
+def step(name: str, device: str, kind: str, tokens: int) -> Graph:
+    """A step of a family before fusion, as the device's programs are traced: one token of each of several sequences, or
+    several of one. A device that captures has rows of no sequence in it, and the head in a program of its own.
+    """
     raw: dict[str, Any] = (CONFIGS | BOTH)[name]
     family = models.family_of(raw)
     config = family.read_config(raw)
     caches = Caches(family.caches(config), "float32", device_for("cpu"))
-    shapes = [
+    caches.arrays = [
         empty(layout, 4, tokens, "float32", lambda s, d: np.empty(s, numpy_dtype(d))) for layout in caches.layouts
     ]
-    caches.arrays = shapes
     programs = Programs(family, config, family.read_weights(Shapes(raw), config), caches, "float32")
-    widths = dict.fromkeys(caches.pools, table_width(1))
-    return (
-        programs.decode_graph(tokens, widths)
-        if kind == "decode"
-        else programs.prefill_graph(tokens, 0, widths, True)[0]
-    )
+    decode, padded = kind == "decode", device_type(device).captures
+    B = tokens if decode else 1
+    return programs.graph(tokens, B, table_width(1), 0 if padded else B, decode=decode, padded=padded)
 
 
 def name_of(rule: Rule) -> str:
@@ -82,5 +80,5 @@ def test_a_rule_fires_in_a_family(rule: str):
     config, devices, kind, tokens = FIRES[rule]
     others = [each for each in RULES if name_of(each) != rule]
     for device in devices:
-        graph = step(config, kind, tokens)
+        graph = step(config, device, kind, tokens)
         assert names(rewritten(graph, device, RULES)) != names(rewritten(graph, device, others)), device

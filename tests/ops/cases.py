@@ -623,7 +623,8 @@ def _moe_forward_no_expert(rng, dtype, T, E, k, N, K):
     return _no_expert(_moe_forward(rng, dtype, T, E, k, N, K), "x", "weights")
 
 
-@case("moe_forward", sizes={f"int8-{label}": size for label, size in NO_EXPERTS_OF_BLOCK.items()}, rel=4e-6, whole=True)
+# h lies between two codes of int8 for some, and its last bit decides
+@case("moe_forward", sizes={f"int8-{label}": size for label, size in NO_EXPERTS_OF_BLOCK.items()}, rel=1e-4, whole=True)
 def _moe_forward_int8_no_expert(rng, dtype, T, E, k, N, K):
     return {**_moe_forward_no_expert(rng, dtype, T, E, k, N, K), "activations": "int8"}
 

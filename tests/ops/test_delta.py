@@ -391,8 +391,8 @@ BAD_CONV = [
     ({"state": zeros(3, 6, dtype="float16")}, DTypeError, "state has dtype float16, expected float32"),
 ]
 BAD_SLOTS = [
-    ({"slots": i32(0, 4)}, InvalidArgument, "slots has 4, expected 0 to 3 (4 slots)"),
-    ({"slots": i32(0, -1)}, InvalidArgument, "slots has -1, expected 0 to 3 (4 slots)"),
+    ({"slots": i32(0, 4)}, InvalidArgument, "slots has 4, expected -1 to 3 (4 slots)"),
+    ({"slots": i32(0, -2)}, InvalidArgument, "slots has -2, expected -1 to 3 (4 slots)"),
     ({"slots": i32(1, 1)}, InvalidArgument, "slots has the same value twice, expected distinct values"),
     ({"slots": i32(1)}, ShapeError, "slots has shape (1,), expected (2,) (one per row)"),
     ({"state": zeros(3, 6)}, ShapeError, "state has shape (3, 6), expected [S, W - 1, C]"),
@@ -428,13 +428,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
         ({"method": "fast"}, InvalidArgument, "method is 'fast', expected one of 'auto', 'step', 'sequential', "),
     ],
     "gated_delta_net slots": [
-        ({"slots": i32(6, 5, 4, 3, 7)}, InvalidArgument, "slots has 7, expected 0 to 6 (7 slots)"),
+        ({"slots": i32(6, 5, 4, 3, 7)}, InvalidArgument, "slots has 7, expected -1 to 6 (7 slots)"),
         ({"slots": i32(6, 5, 4, 3, 3)}, InvalidArgument, "slots has the same value twice, expected distinct values"),
         ({"slots": i32(6, 5)}, ShapeError, "slots has shape (2,), expected (5,) (one per row)"),
         ({"state": zeros(2, 9, 4)}, ShapeError, "state has shape (2, 9, 4), expected [S, Hv, Dv, Dk]"),
     ],
     "gated_delta_step": [
-        ({"slots": i32(3, 4)}, InvalidArgument, "slots has 4, expected 0 to 3 (4 slots)"),
+        ({"slots": i32(3, 4)}, InvalidArgument, "slots has 4, expected -1 to 3 (4 slots)"),
         ({"slots": i32(3, 3)}, InvalidArgument, "slots has the same value twice, expected distinct values"),
         ({"state": zeros(2, 9, 4)}, ShapeError, "state has shape (2, 9, 4), expected [S, Hv, Dv, Dk]"),
         ({"conv_state": zeros(3, 3, 26)}, ShapeError, "conv_state has shape (3, 3, 26), expected (4, 3, 26) (slots of"),

@@ -23,7 +23,6 @@ from penstock.analysis.weights import walk
 from penstock.engine.admission import all_memory
 from penstock.engine.engine import Engine, Model
 from penstock.engine.scheduler import SchedulableModel, Scheduler
-from penstock.engine.steps import table_width
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.simulate import Row, Trace, repeats, table
 from penstock.graph import Node
@@ -223,11 +222,11 @@ def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.nd
     programs, device = engine.programs, engine.device
     if programs is None:
         raise InvalidArgument(f"routes: device is {engine.device.name!r}, expected cpu or cuda")
-    graph = programs.decode_graph(1, dict.fromkeys(engine.caches.pools, table_width(1)))
+    graph = programs.graph(1, 1, 1, decode=True)
     nodes = [node for node in graph.nodes if node.op in _EXPERT_OPS]
     if not nodes:
         raise InvalidArgument(f"routes: {engine.model.config.model_type} has no experts, expected a model with experts")
-    noted = device.zeros((len(nodes), device.chunk_alignment, nodes[0]["ids"].shape[-1]), "int32")
+    noted = device.zeros((len(nodes), engine.most_tokens, nodes[0]["ids"].shape[-1]), "int32")
     before, bound = programs.wrap, 0
 
     def wrap(node: Node, kernel: Any) -> Any:

@@ -1,7 +1,7 @@
 """Perplexity of a model on text, and how far its predictions are from those of a reference model.
 
-Text is cut into windows of equal length, and each is read from an empty context. Logits never lie in memory for more
-than a chunk of a window: 256 rows of a vocabulary of 250 000 tokens are a quarter of a gigabyte.
+Text is cut into windows of equal length, and each is a request that is read from an empty context. Logits never lie in
+memory for more than a chunk of a window: 256 rows of a vocabulary of 250 000 tokens are a quarter of a gigabyte.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.admission import all_memory
 from penstock.engine.engine import Engine
+from penstock.engine.execution import most_rows
+from penstock.engine.request import Request, Timings, reading_request
+from penstock.engine.scheduler import Scheduler
 from penstock.errors import BackendError, InvalidArgument
 from penstock.machine import usable_threads
-from penstock.models.step import PAGE
+from penstock.text.tokenizer import Tokenizer
 
-_CHUNK_BYTES = 1 << 28  # bytes of logits that a chunk of a window may have
 _BLOCK = 1 << 20  # bytes of logits that are looked at together: they stay in a core's cache
 
 
@@ -106,13 +110,15 @@ def evaluate(
     """
     _check(engine, rows, reference)
     engines = [engine] if reference is None else [engine, reference]
-    step = min(map(_chunk_length, engines))
+    step = min(map(most_rows, engines))
     found: list[np.ndarray] = []
     total, start = 0.0, time.perf_counter()
-    with ThreadPoolExecutor(usable_threads()) as threads:
+    with ThreadPoolExecutor(usable_threads()) as threads, contextlib.ExitStack() as opened:
+        schedulers = [opened.enter_context(_scheduler(each)) for each in engines]
         for number, row in enumerate(rows):
             with contextlib.ExitStack() as stack:
-                chunks = [stack.enter_context(contextlib.closing(_chunks(each, row[:-1], step))) for each in engines]
+                reading = [_chunks(each, row[:-1], step) for each in schedulers]
+                chunks = [stack.enter_context(contextlib.closing(each)) for each in reading]
                 for at, *logits in zip(range(1, len(row), step), *chunks, strict=True):
                     measured = _measured(threads, row[at : at + step], *logits)
                     if not np.isfinite(measured).all():
@@ -146,22 +152,45 @@ def _check(engine: Engine, rows: np.ndarray, reference: Engine | None) -> None:
             raise InvalidArgument(f"perplexity: the reference has {other} tokens in its vocabulary, expected {own}")
 
 
-def _chunk_length(engine: Engine) -> int:
-    """Tokens that are read at once: a chunk of a prompt, or a part of it where the logits would be too many."""
-    length = engine.device.chunk_alignment
-    while length > PAGE and length * engine.model.config.vocab_size * 4 > _CHUNK_BYTES:
-        length //= 2
-    return length
+class _Model:
+    """An engine as a scheduler takes it: for requests that read token ids and draw none."""
+
+    text_tokenizer = None
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        raise InvalidArgument("tokenizer: windows of token ids have none, expected no text")
+
+    def request(self, prompt: Any, max_tokens: int = 256, stop: str | Seq[str] = (), **options: Any) -> Request:
+        return reading_request(self.engine.limits, prompt)
+
+    def add_timings(self, timings: Seq[Timings]) -> None:
+        """Nobody counts them."""
 
 
-def _chunks(engine: Engine, ids: np.ndarray, step: int) -> Generator[np.ndarray]:
-    """Logits after each token of a window, float32 [rows, vocab], a chunk at a time."""
-    sequence = engine.open()
+def _scheduler(engine: Engine) -> Scheduler:
+    """A scheduler for one window at a time."""
+    memory = all_memory(engine) if engine.cache_memory is None else engine.cache_memory
+    return Scheduler(_Model(engine), max_sequences=1, prefix_cache=False, memory=memory, allocate=False)
+
+
+def _chunks(scheduler: Scheduler, ids: np.ndarray, step: int) -> Generator[np.ndarray]:
+    """Logits after each token of a window, float32 [rows, vocab], at most `step` rows at a time."""
+    found: deque[np.ndarray] = deque()
+    handle = scheduler.submit(scheduler.request(ids.tolist()), rows=found.append)
     try:
-        for start in range(0, len(ids), step):
-            yield engine.prefill(sequence, ids[start : start + step].tolist(), every=True)
+        while not handle.ready:
+            handle.poll()
+            while found:
+                chunk = found.popleft()
+                for start in range(0, len(chunk), step):
+                    yield chunk[start : start + step]
+        handle.result()  # raises what the request has failed with
     finally:
-        engine.close(sequence)
+        handle.cancel()
 
 
 def _measured(threads: ThreadPoolExecutor, targets: np.ndarray, *logits: np.ndarray) -> np.ndarray:

@@ -20,7 +20,6 @@ from penstock.backends.cuda.runtime.features import unusable
 from penstock.engine.cache import Caches
 from penstock.engine.expert_weights import expert_layers
 from penstock.engine.options import WORKING_BYTES, resolve_options
-from penstock.engine.steps import table_width
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.packed import NAME, open_packed
 from penstock.experts.policy import AUTO
@@ -96,8 +95,7 @@ def subject_of(found: ResolvedModel, given: str | None, device: str) -> PlannedM
     programs = outlined(found, None, device, dtype, activations, Work("decode", 1, 0)).programs
     config, caches = programs.config, programs.caches
     chunk = min(device_type(device).chunk_alignment, config.max_positions)
-    widths = dict.fromkeys(caches.pools, table_width(-(-chunk // PAGE)))
-    graph, _ = programs.prefill_graph(chunk, 0, widths, logits=True)
+    graph = programs.graph(chunk, 1, -(-chunk // PAGE), R=1)
     parts, active, experts, count = dict.fromkeys(_PARTS.values(), 0), 0.0, defaultdict(int), 0
     for weight in distinct(programs):
         if weight.role == "experts":

@@ -20,7 +20,7 @@ from penstock.analysis.weights import experts_read, rows_read, span, walk
 from penstock.dtypes import ITEMSIZE, numpy_dtype
 from penstock.engine.cache import Caches
 from penstock.engine.programs import Programs
-from penstock.engine.steps import table_name, table_width
+from penstock.engine.steps import Run, step_arrays, table_width
 from penstock.errors import BackendError, InvalidArgument, OutOfMemory
 from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes
@@ -268,16 +268,14 @@ def reported(subject: TracedModel, dtype: str, work: Work, bandwidth: float, how
     """Trace a step, before and after fusion; `measure` runs both programs as well."""
     programs = subject.programs
     state = _State(subject.engine, work) if measure and subject.engine is not None else None
-    widths = dict.fromkeys(programs.caches.pools, table_width(-(-work.positions // PAGE)))
-    if work.decoding:
-        graph = programs.decode_graph(work.rows, widths)
-    else:
-        graph, _ = programs.prefill_graph(work.rows, work.depth, widths, logits=True)
+    pages = table_width(-(-work.positions // PAGE))
+    decode = work.decoding or work.rows == 1
+    graph = programs.graph(work.rows, work.sequences, pages, R=work.sequences, decode=decode)
     sides = []
     for each in (graph, fuse(graph, subject.device)):
         lines, planned = _lines(each, programs, work, bandwidth), plan(each)
         side = Side(tuple(lines), planned.size, planned.apart)
-        sides.append(side if state is None else state.measured(side, each, subject.device, widths))
+        sides.append(side if state is None else state.measured(side, each, subject.device))
     return TraceReport(subject.name, subject.device, dtype, work, bandwidth, how, *sides)
 
 
@@ -369,23 +367,17 @@ class _State:
             engine.caches.reserve(sequence, work.positions)
             engine.caches.advance(sequence, work.depth)
 
-    def measured(self, side: Side, graph: Graph, device: str, widths: dict[int | None, int]) -> Side:
+    def measured(self, side: Side, graph: Graph, device: str) -> Side:
         engine, where = self._engine, self._engine.device
         program = Program(graph, device, fused=False, cut=lambda node: True)
         program.plan = _apart(graph)  # a node may run by itself, whatever has run in between
-        inputs, values = self._inputs(graph, widths)
-        buffer = where.inputs([(graph.inputs[name].shape, "int32") for name in inputs])
-        for array, name in zip(buffer.host, inputs, strict=True):
-            array[...] = values[name]
-        buffer.send()
         assert engine.programs is not None
-        arrays = engine.programs.cache_arrays(one=not self._work.decoding)
-        arrays |= dict(zip(inputs, buffer.on_device, strict=True))
+        arrays = engine.programs.cache_arrays()
+        inputs = {name: where.to_device(array) for name, array in self._inputs().items()}
         with where.running(deterministic=False):
-            bound = program.bind(arrays, where.arena(program.arena_bytes))
+            bound = program.bind(arrays | inputs, where.arena(program.arena_bytes))
             if not np.isfinite(where.to_host(bound.run()[0])).all():
                 raise BackendError("kernels: the step gave logits that are not finite, expected finite ones")
-            wait = lambda: where.to_host(buffer.on_device[0])  # noqa: E731
             kinds: dict[Any, list[int]] = defaultdict(list)
             for number, line in enumerate(side.lines):
                 kinds[line.kind].append(number)
@@ -393,26 +385,17 @@ class _State:
             for members in kinds.values():
                 repeated = members * math.ceil(_CALLS / len(members))
                 calls = [call for number in repeated for call in bound.segments[number]]
-                times |= dict.fromkeys(members, _seconds(where.capture(calls), wait) / len(repeated))
-            whole = _seconds(where.capture(bound.calls), wait)
+                times |= dict.fromkeys(members, _seconds(where.capture(calls), where.wait) / len(repeated))
+            whole = _seconds(where.capture(bound.calls), where.wait)
         lines = tuple(replace(line, measured=times[number]) for number, line in enumerate(side.lines))
         return replace(side, lines=lines, whole=whole)
 
-    def _inputs(self, graph: Graph, widths: dict[int | None, int]) -> tuple[list[str], dict[str, Any]]:
-        work, rng = self._work, np.random.default_rng(0)
-        values: dict[str, Any] = {
-            "tokens": rng.integers(0, self._engine.model.config.vocab_size, work.rows),
-            "positions": work.depth,
-            "lengths": work.positions,
-            "slots": [sequence.slot for sequence in self._sequences],
-        }
-        for window, width in widths.items():
-            tables = np.zeros((work.sequences, width), np.int32)
-            for row, sequence in zip(tables, self._sequences, strict=True):
-                found = sequence.tables[window].array
-                row[: len(found)] = found
-            values[table_name(window)] = tables if work.decoding else tables[0]
-        return [name for name in graph.inputs if name in values], values
+    def _inputs(self) -> dict[str, np.ndarray]:
+        work, rng, programs = self._work, np.random.default_rng(0), self._engine.programs
+        assert programs is not None
+        tokens = rng.integers(0, self._engine.model.config.vocab_size, (work.sequences, work.rows // work.sequences))
+        runs = [Run(sequence, ids.astype(np.int32)) for sequence, ids in zip(self._sequences, tokens, strict=True)]
+        return step_arrays(runs, programs.windows)
 
 
 def _apart(graph: Graph) -> Plan:

@@ -156,6 +156,7 @@ def bench(
         check_room(name, llm.engine.device, llm.engine.caches, [(test.batch, test.positions) for test in tests])
     else:
         name, llm = _made_up(model, random, layers, tests, counts[0])
+    llm.engine.allocate_for([(test.batch, test.positions) for test in tests])
     printer = _PRINTERS[output](name, llm.engine.device.name, any(test.batch > 1 for test in tests))
     for count in counts:
         with _threads(llm.engine.device, count) as used:
@@ -443,8 +444,8 @@ def _written(handles: "list[ResponseHandle]", count: int) -> int:
 
 
 def host_time(metrics: "SchedulerMetrics") -> tuple[float, int]:
-    """Seconds of a scheduler's steps so far, and how many there were."""
-    return metrics.decode_seconds, metrics.decode_steps
+    """Seconds that the host has spent on steps so far, and how many there were."""
+    return metrics.host_seconds, metrics.steps
 
 
 def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
@@ -560,6 +561,7 @@ def _made_up(
             threads=threads,
             progress=add,
             on_device=True,
+            cache_memory=model.memory,
         )
     return name, llm
 

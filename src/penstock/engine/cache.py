@@ -93,6 +93,7 @@ class Sequence:
     tables: dict[int | None, PageTable]
     length: int = 0
     corrupt: bool = False  # a step stopped half-way: recurrent state may be ahead of `length`
+    writable: int = 0  # positions below it are known to lie in pages that no snapshot holds
     closed: bool = field(default=False, repr=False)
 
 
@@ -102,7 +103,7 @@ class Snapshot:
 
     length: int
     tables: dict[int | None, PageTable]
-    state: list[tuple[Any, Any] | None]
+    state: list[Any]
     closed: bool = field(default=False, repr=False)
 
 
@@ -226,10 +227,7 @@ class Caches:
         if not self._free_slots:
             self._grow_slots(max(1, 2 * self._slots))
         slot = self._free_slots.pop()
-        for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True):
-            if not isinstance(layout, PagedKV):
-                conv[slot] = 0
-                state[slot] = 0
+        self.device.clear_all(self._states(slot))
         return Sequence(slot, {window: PageTable() for window in self.pools})
 
     def close(self, sequence: Sequence) -> None:
@@ -241,6 +239,8 @@ class Caches:
     def reserve(self, sequence: Sequence, count: int) -> None:
         """Make the next `count` positions of a sequence its own to write."""
         end = sequence.length + count
+        if end <= sequence.writable:
+            return
         wanted = {window: self._missing(sequence, window, end) for window in self.pools}
         for window, pages in wanted.items():
             self._grow_pages(window, pages)
@@ -252,6 +252,7 @@ class Caches:
             while len(table.ids) * PAGE < end:
                 table.ids.append(pool.take())
                 table.changed()
+        sequence.writable = -(-end // PAGE) * PAGE
 
     def advance(self, sequence: Sequence, count: int) -> None:
         """The next `count` positions have been written; pages that no later position reads go back."""
@@ -268,15 +269,12 @@ class Caches:
                 table.changed()
 
     def snapshot(self, sequence: Sequence) -> Snapshot:
-        copy, slot = self.device.copy, sequence.slot
-        state = [  # before the pages are held: copies may raise OutOfMemory
-            None if isinstance(layout, PagedKV) else (copy(conv[slot]), copy(state[slot]))
-            for layout, (conv, state) in zip(self.layouts, self.arrays, strict=True)
-        ]
+        state = self.device.copies(self._states(sequence.slot))  # before pages are held: it may raise OutOfMemory
         tables = {}
         for window, table in sequence.tables.items():
             self.pools[window].hold(table.live)
             tables[window] = PageTable(table.ids, table.first)
+        sequence.writable = 0
         return Snapshot(sequence.length, tables, state)
 
     def rewind(self, sequence: Sequence, snapshot: Snapshot) -> None:
@@ -285,10 +283,13 @@ class Caches:
             self.pools[window].hold(table.live)
         self._release(sequence.tables)
         sequence.tables = {window: PageTable(table.ids, table.first) for window, table in snapshot.tables.items()}
-        sequence.length, sequence.corrupt = snapshot.length, False
-        for kept, (conv, state) in zip(snapshot.state, self.arrays, strict=True):
-            if kept is not None:
-                conv[sequence.slot], state[sequence.slot] = kept
+        sequence.length, sequence.corrupt, sequence.writable = snapshot.length, False, 0
+        self.device.copy_all(self._states(sequence.slot), snapshot.state)
+
+    def _states(self, slot: int) -> list[Any]:
+        """The recurrent state of a slot, in all layers that have one."""
+        layers = zip(self.layouts, self.arrays, strict=True)
+        return [array[slot] for layout, arrays in layers if not isinstance(layout, PagedKV) for array in arrays]
 
     def drop(self, snapshot: Snapshot) -> None:
         if not snapshot.closed:

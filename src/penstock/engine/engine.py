@@ -1,8 +1,9 @@
-"""Runs a model for sequences: prefill in aligned chunks, decode of several sequences at once.
+"""Runs a model for sequences: steps of tokens of several of them, chunks of prompts and answers in any mix.
 
-A step's arithmetic for one sequence depends neither on the rest of the batch nor on where its pages lie. Prompts are
-cut at multiples of the device's chunk_alignment, so the answer does not depend on whether a part of the prompt was
-there before. Steps run as programs (`programs.py`), fused and with their buffers planned.
+On the CPU, and on a GPU with `deterministic`, a step's arithmetic for one sequence depends neither on the rest of the
+step nor on where its pages lie, and prompts are cut at multiples of chunk_alignment, so the answer does not depend on
+whether a part of the prompt was there before. Steps run as programs (`programs.py`), fused and with their buffers
+planned.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 import numpy as np
 
+from penstock.engine.buckets import Bucket, BucketedSteps
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize, sequences_within, size_for_batches, size_for_load, size_within
 from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.options import WORKING_BYTES
-from penstock.engine.programs import Programs, Runner
+from penstock.engine.programs import Programs
 from penstock.engine.request import RequestLimits, token_array
-from penstock.engine.steps import MOST_SEQUENCES, Run, ragged_step, step_arrays, table_name, table_names, table_width
+from penstock.engine.steps import MOST_SEQUENCES, MOST_TOKENS, Run, ragged_step, step_arrays, table_names
 from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
 from penstock.models.step import PAGE
-from penstock.ops.device import Device, Drawing, Flight, device_for
+from penstock.ops.device import Device, PendingStep, device_for
 from penstock.units import amount
 
 if TYPE_CHECKING:
@@ -103,7 +105,6 @@ class Engine:
         )
         self.lock = threading.RLock()
         self._damage: str | None = None  # what was found wrong with the files
-        self._last: _Last | None = None
         self._allocated = False
 
     @property
@@ -170,7 +171,6 @@ class Engine:
             return
         if self._allocated and self.programs is not None and not caches.in_use:
             self.programs.unbind()
-            self._last = None
         try:
             caches.allocate(*size)
         finally:
@@ -187,12 +187,7 @@ class Engine:
                 caches.make_room(one, 1)
             elif not caches.slots:
                 caches.allocate(1, one)
-            if programs.steps is not None:
-                return working + programs.steps.arena_bytes
-            widths = dict.fromkeys(caches.pools, table_width(1))
-            chunk = programs.prefill(min(self.device.chunk_alignment, self.max_context), 0, widths, logits=False)
-            step = programs.decode(self.device.rows(sequences), widths)
-            return working + chunk.program.arena_bytes + step.program.arena_bytes
+            return working + programs.steps.working_bytes(sequences)
 
     def close(self, sequence: Sequence) -> None:
         with self.lock:
@@ -233,7 +228,8 @@ class Engine:
         while True:
             count = min(len(ids) - done, alignment - sequence.length % alignment)
             last = done + count == len(ids)
-            logits = self.prefill_chunk(sequence, ids[done : done + count], every, last)
+            wanted = "all" if every else "last" if last else "none"
+            logits = self.step([Run(sequence, ids[done : done + count], wanted, prompt=True)])
             if rows is not None:
                 rows[done : done + count] = logits
             done += count
@@ -243,119 +239,15 @@ class Engine:
                 assert logits is not None
                 return logits[0] if rows is None else rows
 
-    def prefill_chunk(self, sequence: Sequence, ids: np.ndarray, every: bool, last: bool) -> np.ndarray | None:
-        """Append ids up to the next multiple of the alignment: logits [1, vocab] of the prompt's last chunk, else None.
-
-        every: logits after each of the ids.
-        """
-        if self.device.ragged:
-            wanted = "all" if every else "last" if last else "none"
-            return self.step([Run(sequence, ids, wanted, prompt=True)])
-        with self.lock, self.device.running(deterministic=False):  # the cut of a prompt does not depend on others
-            self._check_files()
-            self.caches.reserve(sequence, len(ids))  # may raise OutOfMemory, and then nothing has changed
-            assert self.programs is not None
-            widths = {window: table_width(len(table.ids)) for window, table in sequence.tables.items()}
-            runner = self.programs.prefill(len(ids), sequence.length, widths, logits=last and not every)
-            tables = {
-                table_name(window): _table([table.array], 1, widths[window])[0]
-                for window, table in sequence.tables.items()
-            }
-            runner.fill(tokens=ids, positions=sequence.length, **tables)
-            with mark_corrupt_on_error([sequence]):
-                self._state(sequence, out=False)
-                runner.run()
-                self._state(sequence, out=True)
-                self.caches.advance(sequence, len(ids))
-            if every:
-                return self._every(runner.outputs[0])
-            return self.device.to_host(runner.outputs[0]) if last else None
-
-    def _state(self, sequence: Sequence, out: bool) -> None:
-        """Copy a sequence's recurrent state to where prefills work on it, or back."""
-        assert self.programs is not None
-        own, work = [], []
-        for arrays, rows in zip(self.caches.arrays, self.programs.rows, strict=True):
-            if rows is not None:
-                own += [array[sequence.slot] for array in arrays]
-                work += [row[0] for row in rows]
-        self.device.copy_all(*((own, work) if out else (work, own)))
-
-    def _every(self, h: Any) -> np.ndarray:
-        """Logits of all rows of the residual stream, a page of rows at a time: those of long chunks would be large."""
-        assert self.programs is not None
-        logits = np.empty((len(h), self.model.config.vocab_size), np.float32)
-        parts = [self.device.copy(h[start : start + PAGE]) for start in range(0, len(h), PAGE)]  # the arena is shared
-        for start, part in zip(range(0, len(h), PAGE), parts, strict=True):
-            runner, rows = self.programs.logits(len(part))
-            self.device.copy_all([rows], [part])
-            runner.run()
-            logits[start : start + len(part)] = self.device.to_host(runner.outputs[0])
-        return logits
-
     def decode(self, sequences: Seq[Sequence], tokens: Seq[int]) -> np.ndarray:
         """Append one token to each of B sequences; logits after it, float32 [B, vocab]."""
         if len(sequences) > (most := self.most_sequences):
             parts = [slice(start, start + most) for start in range(0, len(sequences), most)]
             return np.concatenate([self.decode(sequences[part], tokens[part]) for part in parts])
         ids = self.token_array(tokens)
-        if self.device.ragged:
-            logits = self.step([Run(sequence, ids[i : i + 1]) for i, sequence in enumerate(sequences)])
-            assert logits is not None
-            return logits
-        for sequence in sequences:
-            self.check_room(sequence, 1)
-        with self.lock, self.device.running(self.deterministic):
-            self._check_files()
-            for sequence in sequences:
-                self.caches.reserve(sequence, 1)
-            runner = self._filled(sequences, ids)
-            with mark_corrupt_on_error(sequences):
-                runner.run()
-                for sequence in sequences:
-                    self.caches.advance(sequence, 1)
-            return self.device.to_host(runner.outputs[0][: len(ids)])
-
-    def draw(
-        self,
-        sequences: Seq[Sequence],
-        tokens: Seq[int] | None,
-        rows: Seq[Mapping[str, Any]],
-        mode: str,
-        masks: Seq[np.ndarray | None] = (),
-    ) -> Flight:
-        """Append one token to each of B sequences and draw the next ones on the device, without waiting for them.
-
-        tokens None: those that the last call drew, for the same sequences; only where `continues` says so. rows: how
-        each row draws (`Sampler.row`), the same objects as long as it stays the same; mode as of `mode_of`; masks: the
-        words of each row's grammar, None where it has none.
-        """
-        for sequence in sequences:
-            self.check_room(sequence, 1)
-        with self.lock, self.device.running(self.deterministic):
-            self._check_files()
-            for sequence in sequences:
-                self.caches.reserve(sequence, 1)
-            last = self._last
-            if tokens is None or (self.continues(sequences) and last is not None and last.drawn == list(tokens)):
-                assert last is not None
-                runner = last.runner
-            else:
-                runner = self._filled(sequences, self.token_array(tokens))
-            edits = [row["edits"] for row in rows if "edits" in row]
-            changed = len(masks) > 0 or any(one.stale or one.forgotten for one in edits)
-            filled = last is not None and last.runner is runner and last.drawing is runner.drawing and last.rows == rows
-            if changed or not filled:
-                runner.drawing.fill(rows, masks)
-            with mark_corrupt_on_error(sequences):
-                runner.run(mode, runner.drawing.calls)
-                for sequence in sequences:
-                    self.caches.advance(sequence, 1)
-            flight = runner.drawing.launched()
-            lengths = [sequence.length for sequence in sequences]
-            version = self.caches.version
-            self._last = _Last(runner, runner.drawing, list(sequences), lengths, list(rows), version, flight)
-            return flight
+        logits = self.step([Run(sequence, ids[i : i + 1]) for i, sequence in enumerate(sequences)])
+        assert logits is not None
+        return logits
 
     def located(self, error: NonFiniteLogits, sequence: Sequence, token: int | None) -> NonFiniteLogits:
         """The same error with the device where a step with the last token of a sequence is first not finite.
@@ -388,50 +280,51 @@ class Engine:
             finally:
                 self.lock.release()
 
-    def continues(self, sequences: Seq[Sequence]) -> bool:
-        """Whether the device could go on with what the last `draw` drew: same sequences, no new page, no new arrays.
+    @property
+    def can_chain(self) -> bool:
+        """Whether a step may be launched before the tokens that it appends are known: the device has drawn them.
 
         Not with experts on disk: a step that missed some starts again from what the host gave it.
         """
-        last = self._last
-        return (
-            last is not None
-            and (self.experts is None or self.experts.fully_cached)
-            and last.version == self.caches.version
-            and last.sequences == sequences
-            and all(s.length == at and at % PAGE for s, at in zip(sequences, last.lengths, strict=True))
-        )
+        return self.device.samples_tokens and (self.experts is None or self.experts.fully_cached)
 
-    def _filled(self, sequences: Seq[Sequence], ids: np.ndarray) -> Runner:
-        """The decode program for these sequences, its inputs set."""
-        assert self.programs is not None
-        self._last = None  # it may have left its tokens in the same program
-        pages = {window: max(len(s.tables[window].array) for s in sequences) for window in self.caches.pools}
-        widths = {window: table_width(count) for window, count in pages.items()}
-        runner = self.programs.decode(self.device.rows(len(sequences)), widths)
-        self.fill(runner, sequences, ids)
-        return runner
+    @property
+    def chunk_alignment(self) -> int:
+        """Chunks of prompts end at multiples of it. Those at multiples of the device's may be stored, and where results
+        are not to depend on the cut all are.
+        """
+        free = self.device.captures and not self.deterministic
+        return PAGE if free else self.device.chunk_alignment
 
-    def fill(self, runner: Runner, sequences: Seq[Sequence], ids: np.ndarray) -> None:
-        """Set the inputs of a decode program: the next token of each sequence."""
-        B, rows = len(sequences), len(runner.host["tokens"])
-        at = np.full(rows, -1, np.int32)
-        at[:B] = [sequence.length for sequence in sequences]
-        slots = np.full(rows, -1, np.int32)
-        slots[:B] = [sequence.slot for sequence in sequences]
-        words = np.zeros(rows, np.int32)
-        words[:B] = ids
-        tables = {}
-        for window in self.caches.pools:
-            name = table_name(window)
-            arrays = [sequence.tables[window].array for sequence in sequences]
-            tables[name] = _table(arrays, rows, runner.host[name].shape[1])
-        runner.fill(tokens=words, positions=at, lengths=at + np.int32(1), slots=slots, **tables)
+    @property
+    def most_tokens(self) -> int:
+        """Of a step."""
+        return MOST_TOKENS if self.programs is None else self.programs.steps.most_tokens
 
     def step(self, runs: Seq[Run]) -> np.ndarray | None:
         """Append the tokens of each run to its sequence, all in one step; logits float32 [R, vocab] after the wanted
         tokens in the order of the runs, None if there are none. At most one run of a sequence.
         """
+        with self._stepping(runs):
+            logits = self._defined(runs) if self.programs is None else self.programs.steps.run(runs)
+            return None if logits is None else self.device.to_host(logits)
+
+    def launch(
+        self, runs: Seq[Run], rows: Seq[Mapping[str, Any]], mode: str, masks: Seq[np.ndarray | None] = ()
+    ) -> PendingStep:
+        """As `step`, but the next tokens are drawn on the device after the last token of each run that wants it, and
+        nothing waits for them; only where the device samples tokens.
+
+        rows: how each of them draws (`Sampler.row`), the same objects as long as it stays the same; mode as of
+        `mode_of`; masks: the words of each one's grammar, None where it has none.
+        """
+        with self._stepping(runs):
+            assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)
+            return self.programs.steps.launch(runs, rows, mode, masks)
+
+    @contextlib.contextmanager
+    def _stepping(self, runs: Seq[Run]) -> Iterator[None]:
+        """Around a step of these runs: their sequences have room for it before, and are longer behind."""
         for run in runs:
             self.check_room(run.sequence, len(run.tokens))
         with self.lock, self.device.running(self.deterministic):
@@ -439,14 +332,34 @@ class Engine:
             for run in runs:
                 self.caches.reserve(run.sequence, len(run.tokens))  # may raise OutOfMemory, and no length has changed
             with mark_corrupt_on_error([run.sequence for run in runs]):
-                if self.programs is None:
-                    logits = self._defined(runs)
-                else:
-                    assert self.programs.steps is not None
-                    logits = self.programs.steps.run(runs)
+                yield
                 for run in runs:
                     self.caches.advance(run.sequence, len(run.tokens))
-            return None if logits is None else self.device.to_host(logits)
+
+    def prepare(self) -> None:
+        """Have all programs compiled and captured, where the device captures, before the first request comes."""
+        if self.programs is None or not isinstance(self.programs.steps, BucketedSteps):
+            return
+        steps, rng, opened = self.programs.steps, np.random.default_rng(0), []
+        vocab = self.model.config.vocab_size
+
+        def seconds(bucket: Bucket) -> float:
+            count = 1 if bucket.answers else min(bucket.rows, self.max_context)
+            runs = [
+                Run(sequence, rng.integers(0, vocab, count, np.int32), "none", prompt=not bucket.answers)
+                for sequence in (opened[: bucket.sequences] if bucket.answers else opened[:1])
+            ]
+            for run in runs:
+                self.caches.reserve(run.sequence, count)
+            return steps.time(bucket, lambda: steps.run(runs, bucket))
+
+        with self.lock, self.device.running(self.deterministic):
+            try:
+                opened += [self.open() for _ in range(steps.answers[-1])]
+                steps.prepare(seconds)
+            finally:
+                for sequence in opened:
+                    self.close(sequence)
 
     def _defined(self, runs: Seq[Run]) -> np.ndarray | None:
         """A step by the definitions of the ops, one after the other: device "reference"."""
@@ -508,23 +421,6 @@ class Engine:
             )
 
 
-@dataclass
-class _Last:
-    """What the last `draw` left on the device."""
-
-    runner: Runner
-    drawing: Drawing
-    sequences: list[Sequence]
-    lengths: list[int]
-    rows: list[Mapping[str, float]]
-    version: int
-    flight: Flight
-
-    @property
-    def drawn(self) -> list[int]:
-        return self.flight.tokens()[: len(self.sequences)]
-
-
 @contextlib.contextmanager
 def mark_corrupt_on_error(sequences: Seq[Sequence]) -> Iterator[None]:
     """Mark sequences as corrupt if their step raises: their states may be half-way."""
@@ -534,11 +430,3 @@ def mark_corrupt_on_error(sequences: Seq[Sequence]) -> Iterator[None]:
         for sequence in sequences:
             sequence.corrupt = True
         raise
-
-
-def _table(arrays: Seq[np.ndarray], rows: int, width: int) -> np.ndarray:
-    """Block tables below each other; where they end stands page 0, which is never read for them."""
-    table = np.zeros((rows, width), np.int32)
-    for row, array in zip(table, arrays, strict=False):
-        row[: len(array)] = array
-    return table

@@ -3,48 +3,85 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Seq
+import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from penstock.engine.buckets import BucketedSteps
+from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.response import Token
 from penstock.engine.sampling import mode_of, with_logprobs
 from penstock.engine.state import RequestState
-from penstock.engine.steps import Run
+from penstock.engine.steps import CHAINED, Run
 from penstock.errors import NonFiniteLogits
-from penstock.ops.device import Flight
+from penstock.models.step import PAGE
+from penstock.ops.device import PendingStep
+
+_LOGITS_BYTES = 1 << 28  # that a step may hand to the host, but for those of a page
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Part:
-    """What one request has in a step: positions `at` to `end` of its sequence."""
+    """What one request has in a step: positions `at` to `end` of its sequence, and whether a token is drawn after it:
+    not where the request is computed again.
+    """
 
     state: RequestState
     at: int
     end: int
     prompt: bool
+    draws: bool
+
+    @classmethod
+    def of_prompt(cls, state: RequestState, end: int) -> Part:
+        draws = end == state.prompt_end and not state.drawn and state.rows is None
+        return cls(state, state.opened.length, end, True, draws)
+
+    @classmethod
+    def of_answer(cls, state: RequestState) -> Part:
+        at = state.opened.length
+        return cls(state, at, at + 1, False, at + 1 == state.prompt_end + state.drawn)
 
     @property
-    def draws(self) -> bool:
-        """Whether a token is drawn after it: not where the request is computed again."""
-        state = self.state
-        if self.prompt:
-            return self.end == state.prompt_end and not state.tokens
-        return self.end - state.prompt_end == len(state.tokens)
+    def all_rows(self) -> bool:
+        """Whether the logits after each of its tokens are wanted."""
+        return self.prompt and self.state.rows is not None
 
     def run(self) -> Run:
-        state, base = self.state, self.state.held
-        known = state.request.prompt[self.at - base : self.end - base]
-        answer = state.tokens[max(0, self.at - state.prompt_end) : max(0, self.end - state.prompt_end)]
-        assert state.sequence is not None
-        ids = np.array([*known, *answer], np.int32)
-        return Run(state.sequence, ids, "last" if self.draws else "none", self.prompt)
+        state, sequence = self.state, self.state.opened
+        wanted = "last" if self.draws else "none"
+        if self.prompt:
+            ids = np.array(state.request.prompt[self.at - state.held : self.end - state.held], np.int32)
+            return Run(sequence, ids, "all" if self.all_rows else wanted, True)
+        number = self.at - state.prompt_end
+        token = state.tokens[number] if number < len(state.tokens) else CHAINED - sequence.slot
+        return Run(sequence, np.array((token,), np.int32), wanted)
 
 
 Drawn = list[tuple[RequestState, Token | Exception]]
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; logits:
+    those of a part with all rows, which is a step of its own.
+    """
+
+    parts: list[Part]
+    sequences: list[Sequence]
+    drawn: PendingStep | Drawn
+    begin: float
+    logits: np.ndarray | None = None
+
+    @property
+    def states(self) -> list[RequestState]:
+        """Those of requests that still have the sequence they had."""
+        pairs = zip(self.parts, self.sequences, strict=True)
+        return [part.state for part, sequence in pairs if part.state.sequence is sequence]
 
 
 class Execution:
@@ -52,44 +89,108 @@ class Execution:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._decoder = Decoder(engine)
-        self.ragged = engine.device.ragged
+        self._token_seconds = math.inf  # mean of a token in a step with chunks of prompts
+        self.host_seconds, self.steps = 0.0, 0
 
     @property
-    def under_way(self) -> bool:
-        """Whether a step was launched whose tokens were not read yet."""
-        return self._decoder.under_way
+    def overlaps(self) -> bool:
+        """Whether a step may be launched before the tokens of the one before are read."""
+        return self._engine.can_chain
+
+    def room(self, seconds: float, answers: int) -> int:
+        """Tokens of prompts for a step beside so many of answers that is to take up to so many seconds."""
+        engine, most = self._engine, self._engine.most_tokens - answers
+        if engine.deterministic and engine.device.captures:
+            return 1  # one chunk
+        steps = None if engine.programs is None else engine.programs.steps
+        if isinstance(steps, BucketedSteps):
+            return min(most, steps.tokens_within(seconds) - answers) if steps.measured else most
+        return min(most, int(seconds / self._token_seconds))
 
     def groups(self, parts: list[Part]) -> list[list[Part]]:
-        """The parts that make a step each. Streamed experts: chunks of prompts and answers are steps of their own."""
+        """The parts that make a step each.
+
+        A part with all rows is one. Streamed experts: chunks of prompts and answers are steps of their own. On a GPU
+        with `deterministic` each chunk is one.
+        """
+        whole = [[part] for part in parts if part.all_rows]
+        parts = [part for part in parts if not part.all_rows] if whole else parts
+        return [*self._shared(parts), *whole]
+
+    def _shared(self, parts: list[Part]) -> list[list[Part]]:
         prompts = [part for part in parts if part.prompt]
         answers = [part for part in parts if not part.prompt]
-        if not self.ragged:
-            return [*([part] for part in prompts), answers]
-        return [prompts, answers] if self._engine.experts is not None else [parts]
+        if self._engine.device.captures and self._engine.deterministic:
+            return [*([part] for part in prompts), *([answers] if answers else [])]
+        if self._engine.experts is not None:
+            return [group for group in (prompts, answers) if group]
+        return [parts] if parts else []
 
-    def run(self, parts: list[Part], overlap: bool) -> Drawn:
-        """Run a step; the tokens drawn after it. overlap: the next step may be launched before they are known."""
-        if self.ragged:
-            return self._ragged(parts)
-        if not (parts and parts[0].prompt):
-            return self._decoder.step([part.state for part in parts], overlap)
-        (part,) = parts
-        run = part.run()
-        logits = self._engine.prefill_chunk(
-            run.sequence, run.tokens, every=False, last=part.end == part.state.prompt_end
-        )
-        return [(part.state, sampled(self._engine, part.state, logits[0]))] if part.draws and logits is not None else []
+    def launch(self, parts: list[Part]) -> Launched:
+        """Start a step. Where the device does not sample, it has been run when this returns."""
+        begin = time.perf_counter()
+        engine, runs = self._engine, [part.run() for part in parts]
+        drawing = [part.state for part in parts if part.draws]
+        drawn: PendingStep | Drawn
+        if any(part.all_rows for part in parts):
+            self.steps += 1
+            return Launched(parts, [run.sequence for run in runs], [], begin, engine.step(runs))
+        if engine.device.samples_tokens:
+            samplers, grammars = [s.sampler for s in drawing], [s.request.grammar for s in drawing]
+            masked = any(grammar is not None for grammar in grammars)
+            masks = [None if grammar is None else grammar.mask() for grammar in grammars] if masked else []
+            rows = [sampler.row for sampler in samplers]
+            drawn = engine.launch(runs, rows, mode_of(samplers, masked), masks)
+            self.host_seconds += time.perf_counter() - begin
+        else:
+            logits = engine.step(runs)
+            pairs = [] if logits is None else zip(drawing, logits, strict=True)
+            drawn = [(state, sampled(engine, state, row)) for state, row in pairs]
+        for state in drawing:
+            state.drawn += 1
+        self.steps += 1
+        return Launched(parts, [run.sequence for run in runs], drawn, begin)
 
-    def _ragged(self, parts: list[Part]) -> Drawn:
-        if not parts:
-            return []
-        runs = [part.run() for part in parts]
-        drawing = [part.state for part, run in zip(parts, runs, strict=True) if run.wanted == "last"]
-        logits = self._engine.step(runs)
-        if logits is None:
-            return []
-        return [(state, sampled(self._engine, state, row)) for state, row in zip(drawing, logits, strict=True)]
+    def collect(self, step: Launched) -> Drawn:
+        """Wait for a step; its tokens."""
+        if isinstance(step.drawn, list):
+            return step.drawn
+        tokens = step.drawn.tokens()
+        begin = time.perf_counter()
+        drawing = [(p.state, s, p.end) for p, s in zip(step.parts, step.sequences, strict=True) if p.draws]
+        wanted = any(state.sampler.params.logprobs is not None for state, _, _ in drawing)
+        logprobs = zip(*step.drawn.logprobs(), strict=True) if wanted else itertools.repeat(None)
+        found: Drawn = []
+        for (state, sequence, end), token, own in zip(drawing, tokens, logprobs, strict=False):
+            if state.sequence is sequence:
+                found.append((state, self._taken(state, token, own, end)))
+        self.host_seconds += time.perf_counter() - begin
+        return found
+
+    def _taken(self, state: RequestState, token: int, logprobs: Any, position: int) -> Token | Exception:
+        if token < 0:
+            error = NonFiniteLogits(f"sample: the model produced non-finite logits at position {position}")
+            return self._engine.located(error, state.opened, state.last)
+        try:
+            if state.sampler.edits is not None:
+                state.sampler.record(token)
+            return state.take(with_logprobs(state.sampler, token, logprobs), position)
+        except Exception as error:
+            return error
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """A step with chunks of prompts had so many tokens and took so long."""
+        own = seconds / max(1, tokens)
+        known = self._token_seconds < math.inf
+        self._token_seconds = 0.7 * self._token_seconds + 0.3 * own if known else own
+
+
+def most_rows(engine: Engine) -> int:
+    """Tokens of a part with all rows: a whole chunk, or a part of it where the logits would be too many."""
+    count = engine.device.chunk_alignment
+    while count > PAGE and count * engine.model.config.vocab_size * 4 > _LOGITS_BYTES:
+        count //= 2
+    return count
 
 
 def sampled(engine: Engine, state: RequestState, logits: np.ndarray) -> Token | Exception:
@@ -101,88 +202,3 @@ def sampled(engine: Engine, state: RequestState, logits: np.ndarray) -> Token | 
         return engine.located(error, state.sequence, state.last)
     except Exception as error:
         return error
-
-
-class Decoder:
-    """Decode steps on a device that takes one token of each sequence at a time.
-
-    Where the device draws, it is at the next step while the host hands out the last one's tokens. A request that ends
-    has then taken one step too many, which changes no answer: only sequences that end with their request do so.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._ahead: tuple[list[RequestState], Flight] | None = None
-
-    @property
-    def under_way(self) -> bool:
-        return self._ahead is not None
-
-    def step(self, states: list[RequestState], overlap: bool = True) -> Drawn:
-        """The next token of each. A step under way comes first, with the requests it has.
-
-        A request whose sequence holds fewer tokens than it has is given the next of them, and nothing is returned.
-        """
-        engine = self.engine
-        under_way, self._ahead = self._ahead, None
-        if under_way is None:
-            if not states:
-                return []
-            edited = sum(state.sampler.edits is not None for state in states)
-            if not engine.device.samples_tokens or edited > engine.device.most_edited:
-                return self._decoded(states)
-            under_way = states, self._draw(states, [state.tokens[state.computed_tokens] for state in states])
-        flying, flight = under_way
-        behind = 0
-        try:
-            if overlap and flying == states and all(state.can_overlap for state in states):
-                with engine.lock:
-                    if engine.continues([state.opened for state in states]):
-                        self._ahead, behind = (states, self._draw(states, None)), 1
-            tokens = flight.tokens()
-            wanted = any(state.sampler.params.logprobs is not None for state in flying)
-            logprobs = zip(*flight.logprobs(), strict=True) if wanted else itertools.repeat(None)
-        except BaseException:
-            self._ahead = None
-            for state in flying:
-                if state.sequence is not None:
-                    state.sequence.corrupt = True
-            raise
-        found: Drawn = []
-        for state, token, own in zip(flying, tokens, logprobs, strict=False):
-            if state.sequence is None:
-                continue
-            if state.computed_tokens - behind == len(state.tokens):
-                found.append((state, self._taken(state, token, own, state.sequence.length - behind)))
-            elif state.sampler.edits is not None:
-                state.sampler.edits.stale = True  # the device has counted a token that was known
-        return found
-
-    def _decoded(self, states: list[RequestState]) -> Drawn:
-        computed = [state.computed_tokens for state in states]
-        tokens = [state.tokens[n] for state, n in zip(states, computed, strict=True)]
-        logits = self.engine.decode([state.opened for state in states], tokens)
-        return [
-            (state, sampled(self.engine, state, own))
-            for state, n, own in zip(states, computed, logits, strict=True)
-            if n + 1 == len(state.tokens)
-        ]
-
-    def _draw(self, states: Seq[RequestState], tokens: list[int] | None) -> Flight:
-        samplers = [state.sampler for state in states]
-        sequences = [state.opened for state in states]
-        grammars = [state.request.grammar for state in states]
-        masked = any(grammar is not None for grammar in grammars)
-        masks = [None if grammar is None else grammar.mask() for grammar in grammars] if masked else []
-        rows = [sampler.row for sampler in samplers]
-        return self.engine.draw(sequences, tokens, rows, mode_of(samplers, masked), masks)
-
-    def _taken(self, state: RequestState, token: int, logprobs: Any, position: int) -> Token | Exception:
-        if token < 0:
-            error = NonFiniteLogits(f"sample: the model produced non-finite logits at position {position}")
-            return self.engine.located(error, state.opened, state.last)
-        try:
-            state.sampler.record(token)
-            return state.take(with_logprobs(state.sampler, token, logprobs), position)
-        except Exception as error:
-            return error

@@ -24,6 +24,8 @@ class SchedulerMetrics:
     decode_steps: int = 0  # steps with tokens of answers
     decode_rows: int = 0  # sum of the answers of all steps
     queue_seconds: float = 0.0  # sum over requests whose prompt was begun
+    steps: int = 0
+    host_seconds: float = 0.0  # of steps that a device runs: what launching them and handing tokens out takes
     pages_used: int = 0  # of keys and values
     pages_total: int = 0  # on a GPU that there are, else that there is memory for, about: pages of windows are smaller
     memory_used: int = 0  # bytes of pages and recurrent state in use or promised to running requests
@@ -50,5 +52,7 @@ class Work:
     decode_steps: int = 0
     decode_rows: int = 0
     queue_seconds: float = 0.0
+    steps: int = 0
+    host_seconds: float = 0.0
     prefix_hits: int = 0
     preemptions: int = 0

@@ -14,7 +14,8 @@ import numpy as np
 
 from penstock.dtypes import FLOATS
 from penstock.engine.cache import Sequence
-from penstock.graph import Node
+from penstock.engine.steps import Run, step_arrays
+from penstock.graph import Node, Program, Wrap
 from penstock.ops.array import is_array, spec_of
 from penstock.quant import QuantizedTensor
 
@@ -56,12 +57,22 @@ def first_nonfinite(engine: Engine, sequence: Sequence, token: int) -> str | Non
         finally:
             engine.caches.drop(snapshot)
         engine.caches.reserve(copy, 1)
-        runner = engine.programs.looking({window: len(table.ids) for window, table in copy.tables.items()}, wrap)
-        engine.fill(runner, [copy], np.array([token], np.int32))
-        runner.run()
+        _run(engine, Run(copy, np.array([token], np.int32)), wrap)
     finally:
         engine.caches.close(copy)
     return found[0] if found else None
+
+
+def _run(engine: Engine, run: Run, wrap: Wrap) -> None:
+    """A step of one token, unfused, its kernels wrapped."""
+    programs, device = engine.programs, engine.device
+    assert programs is not None
+    arrays = {name: device.to_device(array) for name, array in step_arrays([run], programs.windows).items()}
+    pages = max((arrays[name].shape[1] for name in programs.windows.values()), default=1)
+    program = Program(programs.graph(1, 1, pages, R=1, decode=True), device.name, fused=False)
+    if programs.experts is not None:
+        wrap = programs.experts.wrap(program.graph, False, wrap)
+    program.bind(arrays | programs.cache_arrays(), programs.new_arena(program.arena_bytes), wrap).run()
 
 
 def _finite(engine: Engine, array: Any) -> bool:

@@ -48,10 +48,14 @@ class Order:
         state.turn = self._chunks
 
     def chunks(
-        self, prompts: Seq[RequestState], running: Seq[RequestState], room: int, chunk: Callable[[RequestState], Part]
+        self,
+        prompts: Seq[RequestState],
+        running: Seq[RequestState],
+        room: int,
+        chunk: Callable[[RequestState, int], Part],
     ) -> list[Part]:
         """Chunks of prompts for a step of `room` tokens, at least one: first of the client whose last is the longest
-        ago. `chunk` gives the next one of a prompt.
+        ago. `chunk` gives the next one of a prompt; it may cut it to the room that is left.
         """
         turns: dict[Hashable, int] = {}
         for state in running:
@@ -62,7 +66,7 @@ class Order:
         while left and (room > 0 or not chosen):
             state = min(left, key=lambda state: (turns[state.client], _place(state)))
             left.remove(state)
-            part = chunk(state)
+            part = chunk(state, room)
             if not coming.isdisjoint(self._reusable(state)):
                 continue  # it will not have to compute them
             coming |= self._stored(state)

@@ -106,7 +106,8 @@ class Request:
     """What was asked: token ids to continue, how tokens are drawn, and when the answer ends.
 
     params have a seed. eos: ids that end the answer. stop: strings that end it, and are not part of it. shown: special
-    tokens that become text all the same. grammar says before each token which ones are allowed.
+    tokens that become text all the same. grammar says before each token which ones are allowed. max_tokens 0: there is
+    no answer, see `reading_request`.
     """
 
     prompt: list[int]
@@ -158,6 +159,19 @@ def make_request(
     return Request(
         ids, params, int(max_tokens), frozenset(eos), stops, tuple(more.get("shown", ())), more.get("grammar")
     )
+
+
+def reading_request(limits: RequestLimits, tokens: Seq[int]) -> Request:
+    """A request that ends with its prompt: for `Scheduler.submit` with `rows`. Raises InvalidArgument."""
+    ids: list[int] = token_array(tokens, limits.vocab_size).tolist()
+    if not ids:
+        raise InvalidArgument("tokens is empty, expected at least one")
+    if len(ids) > limits.max_context:
+        raise InvalidArgument(
+            f"context: 0 positions are filled and {len(ids)} more were given, "
+            f"expected at most {limits.max_context} in all (max_context)"
+        )
+    return Request(ids, SamplingParams(seed=0), 0, frozenset())
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:

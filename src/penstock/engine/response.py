@@ -61,6 +61,7 @@ class ChunkQueue:
         self.state = "waiting"
         self.reused = 0  # tokens of the prompt whose state was found in a prefix cache
         self.timings = timings
+        self.finish_reason: str | None = None  # of a request that ends without a token
         self.cancelled = False  # the reader wants no more
         self.complete = False  # since it has all it wants
         self.reading = False  # it waits for a token
@@ -310,13 +311,16 @@ class ResponseHandle:
         return Completion(
             text="".join(chunk.text for chunk in self.chunks),
             tokens=list(self.tokens),
-            finish_reason=self.finish_reason or ("cancelled" if self.state == "done" else "length"),
+            finish_reason=self._finish_reason(),
             usage=self.usage,
             timings=self.timings,
             logprobs=[chunk.logprob for chunk in self.chunks] if wanted else None,  # type: ignore[misc]
             top_logprobs=[chunk.top_logprobs or () for chunk in self.chunks] if wanted else None,
             seed=self.request.params.seed,
         )
+
+    def _finish_reason(self) -> str:
+        return self.finish_reason or self._queue.finish_reason or ("cancelled" if self.state == "done" else "length")
 
     async def drive(self) -> None:
         """Run steps until there is something to read, where nothing else does."""

@@ -231,7 +231,7 @@ def mode_of(samplers: Iterable[Sampler], masked: bool = False) -> str:
 
 
 def with_logprobs(sampler: Sampler, token: int, found: Any) -> Sampled:
-    """A token that a device drew, with what its sampler's params ask for; found: `Flight.logprobs` of the row."""
+    """A token that a device drew, with what its sampler's params ask for; found: `PendingStep.logprobs` of the row."""
     n = sampler.params.logprobs
     if n is None:
         return Sampled(token, None, None)

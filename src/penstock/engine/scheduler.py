@@ -1,16 +1,19 @@
 """Requests of many clients on one model: each step has tokens of many of them, answers first, then chunks of prompts.
 
 A scheduler has no thread: whoever waits for a token runs steps, or a thread does (`SchedulerThread`). A step holds the
-next token of all answers and chunks of prompts, each up to the next multiple of the device's chunk_alignment, as many
-as are expected to keep the step under `step_seconds`, and at least one; `order.py` says whose go first.
+next token of all answers and chunks of prompts, as many as are expected to keep the step under `step_seconds`, and at
+least one; `order.py` says whose go first. Where the device draws tokens, the next step is launched before those of the
+last one are read: it appends what was drawn there. A row whose next token depends on the host (a grammar, a session)
+sits that step out. What was drawn after a request's end is discarded.
 
 A request starts when memory for its prompt and all of max_tokens is there; until then it waits, and those behind it
 with it. Stored prefixes go before one waits. A running request whose reader lags behind is preempted when another one
 needs its sequence or memory: its sequence is closed, and computed again when the reader has caught up.
 
-A step that fails is tried again with each request alone, and the one that fails alone ends with the error. Where the
-step left recurrent states half-way the sequences are computed again: prompts as at first, answers token by token, so
-that no bit changes. Weights that cannot be read (files that changed, a disk that fails, a damaged record) end all.
+A step that fails is tried again with each request alone, and the one that fails alone ends with the error; the step
+launched behind it is discarded. Where recurrent states were left half-way the sequences are computed again: prompts as
+at first, answers token by token, so that no bit changes. Weights that cannot be read (files that changed, a disk that
+fails, a damaged record) end all. An error that leaves the device unusable is raised by `step`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import numpy as np
 from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
-from penstock.engine.execution import Execution, Part, sampled
+from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
 from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.order import Order
 from penstock.engine.prefix import Entry, PrefixCache
@@ -40,7 +43,6 @@ from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
 from penstock.engine.sampling import Sampler
 from penstock.engine.state import RequestState
-from penstock.engine.steps import MOST_TOKENS
 from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
 from penstock.text.tokenizer import Tokenizer
 
@@ -130,6 +132,7 @@ class Scheduler:
         self._prefix = PrefixCache(engine, shares.prefix) if prefix_cache else None
         self._admission = Admission(engine, self.memory, self._prefix)
         self._execution = Execution(engine)
+        self._most_rows = most_rows(engine)
         self._record = llm.add_timings if record is None else record
 
         self.condition = threading.Condition()  # guards what follows
@@ -148,7 +151,8 @@ class Scheduler:
         self._batch: TokenBatch | None = None  # wakes the readers of a step's tokens, while there is one
         self._stepping = threading.RLock()  # held by the thread that runs a step
         self._order = Order(engine.device.chunk_alignment)
-        self._token_seconds = math.inf  # mean of a token in a step with chunks of prompts
+        self._launched: list[Launched] = []  # steps under way, the oldest first: at most two
+        self._collected = 0.0  # when the last one was
         self._work = Work()
         self._interval, self._last_end = 1.0, 0.0  # mean seconds between two ends, and when the last one was
 
@@ -169,15 +173,25 @@ class Scheduler:
         buffer: int | None = None,
         progress: Callable[[int], None] | None = None,
         continued: Continued | None = None,
+        rows: Callable[[np.ndarray], None] | None = None,
     ) -> ResponseHandle:
         """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`, and
         CheckpointError once the weights could not be read.
 
         client: whose it is. Clients have equal shares, also of a full queue: there the newest request of the client
         with the most makes room for one with fewer, and ends with QueueFull. buffer: tokens that the reader may lag
-        behind, if not as others. progress is called with the number of tokens of each chunk of the prompt.
+        behind, if not as others. progress is called with the number of tokens of each chunk of the prompt. rows: for a
+        `reading_request`, called by the thread that runs steps with the logits after each token of the prompt, float32
+        [n, vocab], a chunk at a time and in order; the request has no tokens, and ends with what `rows` raises.
         """
+        if (rows is None) != (request.max_tokens > 0) or (rows is not None and continued is not None):
+            raise InvalidArgument(
+                f"submit: max_tokens is {request.max_tokens} with{'out' * (rows is None)} rows, "
+                "expected 0 with rows and no session, or at least 1 without"
+            )
         state = self._state(request, client, buffer, progress, continued)
+        if rows is not None:
+            state.rows, state.digests = rows, []  # a stored prefix has no logits
         with self.condition:
             if self._closing:
                 raise Cancelled("scheduler: it is closing and takes no requests")
@@ -195,7 +209,8 @@ class Scheduler:
             self._retry = True
             self._wake()
         cancel = functools.partial(self._cancel, state)
-        return ResponseHandle(request, state.queue, self._llm.text_tokenizer, cancel, self, state.held)
+        tokenizer = self._llm.text_tokenizer if rows is None else None  # it has no answer
+        return ResponseHandle(request, state.queue, tokenizer, cancel, self, state.held)
 
     def _state(
         self,
@@ -218,9 +233,11 @@ class Scheduler:
         context = () if continued is None else continued.tokens
         sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])
         queue = ChunkQueue(buffer or self.buffer, self._wake, Timings(prompt_tokens=length))
-        state = RequestState(request, queue, sampler, engine.max_context, pages, digests, client, progress=progress)
+        state = RequestState(
+            request, queue, sampler, engine.max_context, pages, digests, client, held=held, progress=progress
+        )
         if continued is not None:
-            state.sequence, state.logits, state.owned, state.held = continued.sequence, continued.logits, False, held
+            state.sequence, state.logits, state.owned = continued.sequence, continued.logits, False
         return state
 
     def metrics(self) -> SchedulerMetrics:
@@ -389,14 +406,15 @@ class Scheduler:
         self._admit()
         parts, suspects = self._parts()
         groups = self._execution.groups(parts)
-        worked = False
-        for group in groups:
-            if group or (self._execution.under_way and group is groups[-1]):
-                self._run(group, self.overlap and not suspects)
-                worked = True
-        if suspects:
-            self._run(suspects[:1], overlap=False)
-        return worked or bool(suspects)
+        chains = self.overlap and self._execution.overlaps
+        overlap = chains and len(groups) == 1 and not suspects and not groups[0][0].all_rows
+        if not overlap and self._launched:
+            self._collect()  # what the next step has depends on it
+            return True
+        for group in [*groups, suspects[:1]]:
+            if group and self._launch(group) and not (overlap and len(self._launched) == 1):
+                self._collect()
+        return bool(parts or suspects)
 
     def _reap(self) -> None:
         """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
@@ -425,6 +443,7 @@ class Scheduler:
 
     def _fail(self, error: CheckpointError) -> None:
         """The weights cannot be read: no step can be trusted any more, so everything ends."""
+        self._launched = []
         with self.condition:
             first, self._failure = self._failure is None, str(error)
         if first and self._on_failure is not None:
@@ -468,6 +487,9 @@ class Scheduler:
         """Close the sequence of a running request; it waits for another one, in which it is computed again."""
         self._engine.close(state.opened)
         state.sequence, state.queue.state = None, "waiting"
+        state.drawn = len(state.tokens)
+        if state.sampler.edits is not None:
+            state.sampler.edits.stale = True  # a device may have counted a token that nobody has read
         with self.condition:
             self._running.remove(state)
             self._waiting.insert(0, state)
@@ -523,6 +545,7 @@ class Scheduler:
         self._work.queue_seconds += state.begin_prompt()
         state.end_prompt()
         state.queue.state = "generating"
+        state.drawn += 1
         self._deliver(state, sampled(self._engine, state, state.logits))
 
     def _found(self, state: RequestState) -> Entry | None:
@@ -556,75 +579,124 @@ class Scheduler:
         parts: list[Part] = []
         suspects: list[Part] = []
         prompts: list[RequestState] = []
+        chains = self.overlap and self._execution.overlaps
         for state in self._running:
             if state.paused is not None and (state.queue.state == "generating" or not state.owned):
                 continue
             if state.queue.state == "generating":
-                at = state.opened.length
-                (suspects if state.suspect else parts).append(Part(state, at, at + 1, prompt=False))
+                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain):
+                    (suspects if state.suspect else parts).append(Part.of_answer(state))
             elif state.suspect:
-                suspects.append(self._chunk(state))
+                suspects.append(self._chunk(state, self._engine.most_tokens))
             else:
                 prompts.append(state)
-        room = MOST_TOKENS - len(parts)
-        room = min(room, int(self.step_seconds / self._token_seconds)) if self._execution.ragged else 1
+        room = self._execution.room(self.step_seconds, len(parts))
         return [*parts, *self._order.chunks(prompts, self._running, room, self._chunk)], suspects
 
-    def _chunk(self, state: RequestState) -> Part:
-        """The next chunk of a prompt, behind what is stored of it."""
+    def _chunk(self, state: RequestState, room: int) -> Part:
+        """The next chunk of a prompt, behind what is stored of it: up to a multiple of the alignment, the first behind
+        it or one that is no more than `room` tokens away, and no further than where the prompt is stored or ends.
+        """
         if not state.begun:
             self._work.queue_seconds += state.begin_prompt()
         self._reuse(state)
-        at, alignment = state.opened.length, self._engine.device.chunk_alignment
-        return Part(state, at, min(state.prompt_end, (at // alignment + 1) * alignment), prompt=True)
+        at, alignment = state.opened.length, self._engine.chunk_alignment
+        least = (at // alignment + 1) * alignment
+        far = (at + min(room, self._engine.device.chunk_alignment)) // alignment * alignment
+        stored = min((point for point in state.points if point > at), default=state.prompt_end)
+        end = min(state.prompt_end, max(least, min(far, stored)))
+        if state.prompt_end - at <= min(room, stored - at, self._engine.device.chunk_alignment):
+            end = state.prompt_end
+        if state.rows is not None:  # cut by its positions alone
+            end = min(state.prompt_end, (at // self._most_rows + 1) * self._most_rows)
+        return Part.of_prompt(state, end)
 
-    def _run(self, parts: list[Part], overlap: bool) -> None:
-        begin = time.perf_counter()
+    def _launch(self, parts: list[Part]) -> bool:
+        """Start a step; whether it was."""
         try:
-            drawn = self._execution.run(parts, overlap)
+            step = self._execution.launch(parts)
         except CheckpointError as error:
             self._fail(error)
-            return
+            return False
         except Exception as error:
+            if self._engine.device.lost(error):
+                raise
+            while self._launched:
+                self._collect()
             self._failed([part.state for part in parts], error)
-            return
+            return False
+        self._launched.append(step)
         for part in parts:
-            if part.prompt and part.state.sequence is not None:
-                self._computed(part)
+            if part.prompt:
+                self._launched_chunk(part)
+        return True
+
+    def _collect(self) -> None:
+        """Wait for the oldest step under way and hand its tokens out."""
+        step = self._launched[0]
+        try:
+            drawn = self._execution.collect(step)
+        except Exception as error:
+            if self._engine.device.lost(error):
+                raise
+            states = list(dict.fromkeys(state for step in self._launched for state in step.states))
+            self._launched = []
+            for state in states:
+                state.opened.corrupt = True
+            self._failed(states, error)
+            return
+        del self._launched[0]
+        for part, sequence in zip(step.parts, step.sequences, strict=True):
+            if part.prompt and part.state.sequence is sequence:
+                self._computed(part, step.logits)
         for state, token in drawn:
             if state.sequence is not None:
                 self._deliver(state, token)
-        self._count(parts, len(drawn), time.perf_counter() - begin)
+        now = time.perf_counter()
+        self._count(step.parts, now - max(step.begin, self._collected))
+        self._collected = now
+        self._launched = [step for step in self._launched if step.states]  # else nobody reads what it has drawn
 
-    def _computed(self, part: Part) -> None:
-        """A chunk of a prompt has been computed."""
+    def _launched_chunk(self, part: Part) -> None:
+        """A chunk of a prompt is being computed: what follows in order of the device's work can be asked for."""
         state = part.state
         if self._prefix is not None and part.end in state.points:
             self._prefix.store(state.digests, state.opened, functools.partial(self._stores, state.opened))
         if part.end == state.prompt_end:
             state.queue.state = "generating"
-            state.end_prompt()
-        if state.progress is not None:
-            try:
-                state.progress(part.end - part.at)
-            except Exception as error:
-                self._end(state, error)
 
-    def _count(self, parts: list[Part], drawn: int, seconds: float) -> None:
+    def _computed(self, part: Part, logits: np.ndarray | None) -> None:
+        """A chunk of a prompt has been computed; logits: after each of its tokens, if they are wanted."""
+        state, sequence = part.state, part.state.sequence
+        if part.end == state.prompt_end:
+            state.end_prompt()
+        try:
+            if state.rows is not None and logits is not None:
+                state.rows(logits)
+            if state.progress is not None:
+                state.progress(part.end - part.at)
+        except Exception as error:
+            if state.sequence is sequence:
+                self._end(state, error)
+            return
+        if logits is not None and part.end == state.prompt_end and state.sequence is sequence:
+            state.finish_reason = state.queue.finish_reason = "length"
+            self._end(state, None)
+
+    def _count(self, parts: list[Part], seconds: float) -> None:
         """Seconds of a step go to prompts and answers by their tokens."""
         work = self._work
         prompt = sum(part.end - part.at for part in parts if part.prompt)
-        answers = sum(not part.prompt for part in parts) or (0 if prompt else drawn)
+        answers = sum(not part.prompt for part in parts)
         share = prompt / max(1, prompt + answers)
         work.prompt_tokens += prompt
         work.prompt_seconds += share * seconds
         work.decode_seconds += (1 - share) * seconds
         work.decode_steps += answers > 0
         work.decode_rows += answers
-        if prompt:
-            own = seconds / (prompt + answers)
-            known = self._token_seconds < math.inf
-            self._token_seconds = 0.7 * self._token_seconds + 0.3 * own if known else own
+        work.steps, work.host_seconds = self._execution.steps, self._execution.host_seconds
+        if prompt and not parts[0].all_rows:  # which cost more, and what is done with them
+            self._execution.record(prompt + answers, seconds)
 
     def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""
@@ -652,7 +724,7 @@ class Scheduler:
             self._end(state, token)
             return
         state.failures = 0
-        state.count()
+        state.count(time.perf_counter())
         self._work.generated_tokens += 1
         state.queue.put(token, self._batch)
         if token.finish_reason is not None:

@@ -21,7 +21,8 @@ class RequestState:
 
     owned: the sequence ends with the request; one of a session does not, and is moved on only while its reader waits,
     so that it holds no token that the session does not know. held: positions it had before the prompt. logits: those
-    after them, for an empty prompt. progress: called with the number of tokens of each chunk of the prompt.
+    after them, for an empty prompt. progress: called with the number of tokens of each chunk of the prompt, rows with
+    the logits after each of these tokens; with rows the request ends with its prompt.
     """
 
     request: Request
@@ -36,8 +37,11 @@ class RequestState:
     held: int = 0
     logits: np.ndarray | None = None
     progress: Callable[[int], None] | None = None
+    rows: Callable[[np.ndarray], None] | None = None
 
+    prompt_end: int = 0  # positions of the sequence with the prompt
     tokens: list[int] = field(default_factory=list)
+    drawn: int = 0  # tokens that it has, and those that steps under way are drawing
     finish_reason: str | None = None
     submitted: float = field(default_factory=time.perf_counter)
     started: float = 0.0  # when its prompt was begun, or its first token drawn
@@ -50,6 +54,9 @@ class RequestState:
     preempted: bool = False  # its sequence was closed because of that
     failures: int = 0  # steps with others that failed, since its last token
 
+    def __post_init__(self) -> None:
+        self.prompt_end = self.held + len(self.request.prompt)
+
     @property
     def timings(self) -> Timings:
         return self.queue.timings
@@ -59,11 +66,6 @@ class RequestState:
         """Its sequence, where it has one."""
         assert self.sequence is not None
         return self.sequence
-
-    @property
-    def prompt_end(self) -> int:
-        """Positions of the sequence with the prompt."""
-        return self.held + len(self.request.prompt)
 
     @property
     def computed_tokens(self) -> int:
@@ -85,15 +87,14 @@ class RequestState:
         return self.failures > 1 or not self.tokens or self.computed_tokens + 1 == len(self.tokens)
 
     @property
-    def can_overlap(self) -> bool:
-        """Whether a step may be launched before the tokens of the one under way are known.
+    def can_chain(self) -> bool:
+        """Whether the token that is being drawn may be appended to the sequence before it is known.
 
-        Not where the next token depends on the last one on the host: a grammar, a repetition context.
+        Not where the next one depends on it on the host: a grammar, a repetition context. Nor if it is the last one.
         """
-        if self.request.grammar is not None or self.sampler.waits:
+        if not self.owned or self.request.grammar is not None or self.sampler.waits:
             return False
-        room = len(self.tokens) + 1 < self.request.max_tokens and self.opened.length + 1 < self.max_context
-        return self.owned and room and self.computed_tokens == len(self.tokens)
+        return self.drawn < self.request.max_tokens and self.opened.length + 1 < self.max_context
 
     @property
     def last(self) -> int | None:
@@ -135,7 +136,8 @@ class RequestState:
             now = time.perf_counter()
             self.timings.prompt_seconds, self.started, self.prompted = now - self.started, now, True
 
-    def count(self) -> None:
+    def count(self, now: float) -> None:
         """A token has come."""
-        self.timings.generated_tokens = len(self.tokens)
-        self.timings.generation_seconds = time.perf_counter() - self.started
+        timings = self.queue.timings
+        timings.generated_tokens = len(self.tokens)
+        timings.generation_seconds = now - self.started

@@ -1,36 +1,35 @@
-"""Ragged steps: tokens of several sequences in one run of a program, on a device that binds programs to exact sizes.
-
-A kind of step (one token; several; several without logits) is traced once and bound again to the sizes of each step. A
-row's numbers depend on nothing else in the step, so any mix of prompts and answers gives what each gives alone.
-"""
+"""Ragged steps: tokens of several sequences in one run of a program, what a step reads, and steps of exact sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock import ops
 from penstock.engine.cache import Sequence
-from penstock.graph import Bound, Graph, SizedProgram, trace
+from penstock.graph import Bound, Graph, SizedProgram
+from penstock.graph.sizes import Sizes
 from penstock.models.step import PAGE, Step
-from penstock.ops.array import Spec
 
 if TYPE_CHECKING:
     from penstock.engine.programs import Programs
 
+CHAINED = -2
 MOST_TOKENS = 512  # of a step
 MOST_SEQUENCES = MOST_LOGITS = 256
 _KEPT = 32  # bound programs of a kind, the latest used ones
 _LEAST_PAGES = 4  # columns of a block table, which grow in powers of two: a new width is bound anew
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Run:
-    """Tokens int32 [n] that a step appends to a sequence; `wanted`: logits after none of them, the last or each."""
+    """Tokens int32 [n] that a step appends to a sequence; `wanted`: logits after none of them, the last or each.
+
+    A token CHAINED − s stands for the one that the step before has drawn for the sequence in slot s.
+    """
 
     sequence: Sequence
     tokens: np.ndarray
@@ -38,20 +37,24 @@ class Run:
     prompt: bool = False  # a chunk of a prompt, not of an answer
 
 
-class Steps:
-    """The ragged programs of one model on one device; what runs is one step at a time."""
+class ExactSteps:
+    """The steps of one model on a device that binds programs to exact sizes; what runs is one step at a time.
+
+    A kind of step (one token; several; several without logits) is traced once and bound again to the sizes of each
+    step. Nothing is padded, and a row's numbers depend on nothing else in the step.
+    """
+
+    most_tokens = MOST_TOKENS
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        self._windows = table_names(programs.caches.pools)
         self._kinds: dict[Any, SizedProgram] = {}
         self._bound: dict[Any, tuple[Bound, dict[str, np.ndarray]]] = {}
         self._buffers: dict[str, np.ndarray] = {}
         self._arena: Any = None
 
-    @property
-    def arena_bytes(self) -> int:
-        """Of a step of the largest size."""
+    def working_bytes(self, sequences: int) -> int:
+        """Memory that steps take beside weights and caches, at the most."""
         return self._kind(MOST_TOKENS, True, False).arena_bytes
 
     def run(self, runs: Seq[Run]) -> np.ndarray | None:
@@ -59,9 +62,10 @@ class Steps:
 
         The logits are read before the next step: they lie in its memory.
         """
-        arrays = step_arrays(runs, self._windows)
+        windows = self._programs.windows
+        arrays = step_arrays(runs, windows)
         T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
-        pages = max((arrays[name].shape[1] for name in self._windows.values()), default=_LEAST_PAGES)
+        pages = max((arrays[name].shape[1] for name in windows.values()), default=_LEAST_PAGES)
         sizes = {"T": T, "B": B, "R": max(R, 1), "n": pages}
         bound, inputs = self._bind(sizes, R > 0, any(run.prompt for run in runs))
         for name, array in arrays.items():
@@ -84,12 +88,12 @@ class Steps:
             if self._arena is None or len(self._arena) < program.arena_bytes:
                 self._arena, self._bound = None, {}
                 self._arena = programs.new_arena(program.arena_bytes)
-            inputs = {name: self._buffer(name, shape) for name, shape in self._shapes(sizes).items()}
+            shapes = step_shapes(**sizes, tables=programs.windows.values())
+            inputs = {name: self._buffer(name, shape) for name, shape in shapes.items()}
             wrap = programs.wrap
             if programs.experts is not None:
                 wrap = programs.experts.wrap(program.graph, prompt, wrap)
-            arrays = inputs | programs.cache_arrays(False)
-            kept = program.bind(sizes, arrays, self._arena, wrap), inputs
+            kept = program.bind(sizes, inputs | programs.cache_arrays(), self._arena, wrap), inputs
         self._bound[key] = kept
         while len(self._bound) > _KEPT:
             del self._bound[next(iter(self._bound))]
@@ -101,8 +105,6 @@ class Steps:
         if name not in self._buffers or self._buffers[name].size < size:
             self._buffers[name], self._bound = np.zeros(2 * size, np.int32), {}
         return self._buffers[name][:size].reshape(shape)
-
-    # -- programs ----------------------------------------------------------------------------------------------------
 
     def _kind(self, T: int, logits: bool, prompt: bool) -> SizedProgram:
         programs, experts = self._programs, self._programs.experts
@@ -116,31 +118,13 @@ class Steps:
                 most |= {"T": 1, "B": 1, "R": 1}
             ahead = experts.look_ahead if experts is not None and experts.prefetches and not prompt else None
             options = {"fused": programs.fused, "batch_invariant": programs.batch_invariant, "more": ahead}
-            self._kinds[key] = SizedProgram(
-                lambda sizes: self.graph(sizes, logits), programs.device.name, least, most, **options
-            )
+
+            def graph(sizes: Sizes) -> Graph:
+                rows = sizes["R"] if logits else 0
+                return programs.graph(sizes["T"], sizes["B"], sizes["n"], rows, decode=one)
+
+            self._kinds[key] = SizedProgram(graph, programs.device.name, least, most, **options)
         return self._kinds[key]
-
-    def _shapes(self, sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
-        T, B, R, n = sizes["T"], sizes["B"], sizes["R"], sizes["n"]
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "sequence"), (T,))
-        shapes |= {"starts": (B + 1,), "lengths": (B,), "slots": (B,), "wanted": (R,)}
-        return shapes | dict.fromkeys(self._windows.values(), (B, n))
-
-    def graph(self, sizes: Any, logits: bool) -> Graph:
-        """A step of these sizes: its logits, or without them the residual stream."""
-        programs, windows = self._programs, self._windows
-        specs = {name: Spec(shape, "int32") for name, shape in self._shapes(sizes).items()}
-
-        def fn(**given: Any) -> Any:
-            step = ragged_step(given, windows, activations=programs.activations, dtype=programs.caches.dtype)
-            h = programs.family.forward(step, programs.weights, programs.config, programs.cache_values(given))
-            if not logits:
-                return h
-            rows = h if sizes["T"] == 1 else ops.embedding(given["wanted"], h)
-            return programs.family.logits(step, rows, programs.weights, programs.config)
-
-        return trace(fn, specs | programs.cache_specs(False))
 
 
 def table_names(windows: Iterable[int | None]) -> dict[int | None, str]:
@@ -160,8 +144,17 @@ def table_width(pages: int) -> int:
     return width
 
 
-def step_arrays(runs: Seq[Run], tables: Mapping[int | None, str]) -> dict[str, np.ndarray]:
-    """What a step reads, by name; `wanted` are the rows whose logits are wanted."""
+def step_shapes(T: int, B: int, R: int, n: int, tables: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The arrays that a step of T tokens of B sequences reads, all int32: R wanted rows, n pages in each table."""
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("tokens", "positions", "sequence"), (T,))
+    shapes |= {"starts": (B + 1,), "lengths": (B,), "slots": (B,), "wanted": (R,)}
+    return shapes | dict.fromkeys(tables, (B, n))
+
+
+def step_arrays(
+    runs: Seq[Run], tables: Mapping[int | None, str], width: Callable[[int], int] = table_width
+) -> dict[str, np.ndarray]:
+    """What a step reads, by name; `wanted` are the rows whose logits are wanted. width: see `table_width`."""
     lengths = np.array([len(run.tokens) for run in runs], np.int32)
     before = np.array([run.sequence.length for run in runs], np.int32)
     starts = np.zeros(len(runs) + 1, np.int32)
@@ -184,19 +177,17 @@ def step_arrays(runs: Seq[Run], tables: Mapping[int | None, str]) -> dict[str, n
     }
     for window, name in tables.items():
         own = [run.sequence.tables[window].array for run in runs]
-        arrays[name] = np.zeros((len(runs), table_width(max(map(len, own)))), np.int32)
+        arrays[name] = np.zeros((len(runs), width(max(map(len, own)))), np.int32)
         for row, pages in zip(arrays[name], own, strict=True):
             row[: len(pages)] = pages
     return arrays
 
 
 def ragged_step(arrays: Mapping[str, Any], tables: Mapping[int | None, str], **more: Any) -> Step:
-    """The step of these arrays, or of the values that stand for them in a trace. One row is a sequence by itself."""
-    names = ("slots", "lengths") if arrays["tokens"].shape[0] == 1 else ("slots", "lengths", "sequence", "starts")
-    return Step(
-        arrays["tokens"],
-        arrays["positions"],
-        {window: arrays[name] for window, name in tables.items()},
-        **{name: arrays[name] for name in names},
-        **more,
-    )
+    """The step of these arrays, or of the values that stand for them in a trace. Without `starts`, and where there is
+    one row, each row is a sequence by itself.
+    """
+    each = "starts" not in arrays or arrays["tokens"].shape[0] == 1
+    names = ("tokens", "positions", "lengths", "slots", *(() if each else ("sequence", "starts")))
+    given = {window: arrays[name] for window, name in tables.items()}
+    return Step(tables=given, **{name: arrays[name] for name in names}, **more)

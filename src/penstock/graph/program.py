@@ -64,6 +64,9 @@ class Program:
     def arena_bytes(self) -> int:
         return self.plan.size
 
+    def begins_segment(self, node: Node) -> bool:
+        return self._cut is not None and self._cut(node)
+
     def bind(self, inputs: Mapping[str, Any], arena: Any, wrap: Wrap | None = None) -> Bound:
         """Calls of the device's kernels on these inputs, everything between them in `arena` (uint8, `arena_bytes`).
 
@@ -92,7 +95,7 @@ class Program:
 
         segments: list[list[Call]] = [[]]
         for node in self.graph.nodes:
-            if self._cut is not None and self._cut(node) and segments[-1]:
+            if self.begins_segment(node) and segments[-1]:
                 segments.append([])
             values = [array(arg) if isinstance(arg, Value) else arg for arg in node.args.values()]
             outs = [None if out is None else array(out) for out in node.outs]

@@ -8,7 +8,7 @@ used: what has room at the largest size has room at all others, in the same plac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.dtypes import ITEMSIZE
@@ -33,7 +33,7 @@ class SizedProgram:
         self.program = Program(make(most), device, **options)
         self._names = tuple(most)
         above = {name: min(size + 1 + n, most[name]) for n, (name, size) in enumerate(least.items())}
-        probes = [dict(least), above]
+        probes = [probe for n, probe in enumerate((dict(least), above)) if probe != most and (n == 0 or probe != least)]
         graphs = [Program(make(probe), device, **options).graph for probe in probes]
         self._forms = _forms(self.program.graph, graphs, [*probes, dict(most)])
         self._expressions: dict[tuple[int, ...], int] = {}
@@ -54,10 +54,15 @@ class SizedProgram:
     def arena_bytes(self) -> int:
         return self.program.arena_bytes
 
-    def bind(self, sizes: Sizes, inputs: Mapping[str, Any], arena: Any, wrap: Wrap | None = None) -> Bound:
-        """As `Program.bind`, at these sizes. wrap gets the nodes of the largest sizes: their shapes say nothing."""
+    def bind(
+        self, sizes: Sizes, inputs: Mapping[str, Any], arena: Any, wrap: Wrap | None = None, outputs: Sequence[Any] = ()
+    ) -> Bound:
+        """As `Program.bind`, at these sizes. wrap gets the nodes of the largest sizes: their shapes say nothing.
+
+        outputs: arrays that the outputs are written to, if not to the arena.
+        """
         numbers = self._numbers(sizes)
-        arrays: dict[Value, Any] = {}
+        arrays: dict[Value, Any] = dict(zip(self.graph.outputs, outputs, strict=False))
         for name, value in self.graph.inputs.items():
             if name not in inputs:
                 raise InvalidArgument(f"program: input {name!r} is missing, expected {', '.join(self.graph.inputs)}")
@@ -78,15 +83,17 @@ class SizedProgram:
                 arrays[value] = found
             return found
 
-        calls: list[Call] = []
+        segments: list[list[Call]] = [[]]
         for node, values in self._nodes:
+            if self.program.begins_segment(node) and segments[-1]:
+                segments.append([])
             given = [
                 array(value) if value is not None else arg
                 for value, arg in zip(values, node.args.values(), strict=True)
             ]
             outs = [None if out is None else array(out) for out in node.outs]
-            calls += node_calls(node, device, given, outs, wrap)
-        return Bound((tuple(calls),), tuple(map(array, self.graph.outputs)))
+            segments[-1] += node_calls(node, device, given, outs, wrap)
+        return Bound(tuple(map(tuple, segments)), tuple(map(array, self.graph.outputs)))
 
     def _index(self, form: tuple[int, ...]) -> int:
         return self._expressions.setdefault(form, len(self._expressions))

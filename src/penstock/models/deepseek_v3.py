@@ -265,21 +265,16 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
     k_pe = flat(apply_rope(step, heads(k_pe, 1), config.rope))
     table = step.tables[None]
     ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table, sequence=step.sequence)
-    weights = (config.scale, w.key, w.value)
-    if step.starts is not None:
-        limits = {"starts": step.starts, "longest": _break_even(config), "up_to": _most_expanded(config)}
-        y = _latent(q_nope, q_pe, w, config, cache, step.lengths, block_table=table, **limits)
-        if x.shape[0] > 1:
-            runs = {"starts": step.starts, "longer_than": limits["longest"], "up_to": limits["up_to"]}
-            long = ops.mla_prefill(q_nope, q_pe, *cache, step.positions, *weights, block_table=table, **runs)
-            y = ops.add(y, long)  # each has 0 where the other one has rows
+    if step.starts is None:
+        y = _latent(q_nope, q_pe, w, config, cache, step.lengths, block_table=table)
         return linear(step, flat(y), w.out)
-    end = step.start + x.shape[0]
-    if step.lengths is None and x.shape[0] > _break_even(config) and end <= _most_expanded(config):
-        y = ops.mla_prefill(q_nope, q_pe, *cache, step.start, *weights, block_table=table)
-    else:
-        lengths = end if step.lengths is None else step.lengths
-        y = _latent(q_nope, q_pe, w, config, cache, lengths, block_table=table)
+    longest, up_to = _break_even(config), _most_expanded(config)
+    limits = {"starts": step.starts, "longest": longest, "up_to": up_to}
+    y = _latent(q_nope, q_pe, w, config, cache, step.lengths, block_table=table, **limits)
+    if x.shape[0] > 1:
+        weights, runs = (config.scale, w.key, w.value), {"starts": step.starts, "longer_than": longest, "up_to": up_to}
+        long = ops.mla_prefill(q_nope, q_pe, *cache, step.positions, *weights, block_table=table, **runs)
+        y = ops.add(y, long)  # each has 0 where the other one has rows
     return linear(step, flat(y), w.out)
 
 

@@ -1,9 +1,8 @@
 """What one call of a model works on, and the caches it reads and writes.
 
-A step is T tokens of B sequences in any mix (see ops/ragged.py). On devices that do not take such yet there are two
-kinds: `prefill`, T tokens of one sequence, and `decode`, one token of each of B sequences. Models are written once for
-all; the difference is in the ops' arguments and lives here. Axis letters: T tokens, B sequences, P pages, S slots (one
-per sequence), H heads, D width of a head.
+A step is T tokens of B sequences in any mix (see ops/ragged.py); a step of one token of each sequence says no more than
+that. Models are written once for both; the difference is in the ops' arguments and lives here. Axis letters: T tokens,
+B sequences, P pages, S slots (one per sequence), H heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -43,29 +42,22 @@ Layout = PagedKV | RecurrentState
 
 @dataclass(frozen=True)
 class Step:
-    """One call. Ragged: tokens, positions, sequence int32 [T], starts [B + 1], lengths, slots [B], tables [B, n] per
-    window. Decode, each row a run of its own: tokens, positions, lengths, slots [B], tables [B, n]. Prefill: tokens
-    [T], positions a 0-d array (that of the first token, which `start` is on the host), lengths None, slots None and
-    `slot` the sequence's, tables [n]. active int32 [T]: negative for a row of no sequence, which chooses no expert;
-    None: all rows are of one.
+    """One call: tokens, positions int32 [T]; of each sequence its length with this step's tokens, its slot, int32 [B],
+    and tables int32 [B, n] of its n pages per window. sequence int32 [T] and starts [B + 1] say which rows are whose;
+    without them each row is of a sequence of its own. active int32 [T]: negative for a row of no sequence, which
+    chooses no expert; None: all rows are of one.
     """
 
     tokens: Array
     positions: Array
+    lengths: Array
+    slots: Array
     tables: Mapping[int | None, Array]
-    start: int = 0
-    slot: int = 0
-    slots: Array | None = None
-    lengths: Array | None = None
     sequence: Array | None = None
     starts: Array | None = None
     active: Array | None = None
     activations: str = "float32"  # how quantized products round x
     dtype: str = "float32"  # of the residual stream
-
-    @property
-    def decoding(self) -> bool:
-        return self.slots is not None
 
 
 def attend(
@@ -78,18 +70,13 @@ def attend(
 
 def attend_only(step: Step, cache: tuple[Array, Array], q: Array, scale: float, window: int | None = None) -> Array:
     """Attend with q [T, H, D] over a cache that already holds this step's keys and values → [T, H, Dv]."""
-    keys, values = cache
-    table = step.tables[window]
-    if step.lengths is not None:
-        return ops.attention_paged(q, keys, values, table, step.lengths, scale, window, starts=step.starts)
-    return ops.attention_prefill(q, keys, values, step.positions, scale, window, block_table=table)
+    return ops.attention_paged(q, *cache, step.tables[window], step.lengths, scale, window, starts=step.starts)
 
 
 def convolve(step: Step, cache: tuple[Array, Array], x: Array, weight: Array) -> Array:
     """Causal convolution of x [T, C] with what the sequence had before, whose last rows move on."""
-    rows = cache[0] if step.decoding else cache[0][step.slot]
-    y = ops.conv1d_causal(x, rows, weight, step.slots, step.starts)
-    ops.conv1d_state_update(rows, x, step.slots, step.starts)
+    y = ops.conv1d_causal(x, cache[0], weight, step.slots, step.starts)
+    ops.conv1d_state_update(cache[0], x, step.slots, step.starts)
     return y
 
 
@@ -97,8 +84,7 @@ def delta_rule(
     step: Step, cache: tuple[Array, Array], qkv: Array, g: Array, b: Array, Hk: int, Hv: int, Dk: int, Dv: int
 ) -> Array:
     """The gated delta rule from the sequence's state, which moves on → [T, Hv, Dv]."""
-    state = cache[1] if step.decoding else cache[1][step.slot]
-    return ops.gated_delta_net(state, qkv, g, b, Hk, Hv, Dk, Dv, slots=step.slots, starts=step.starts)
+    return ops.gated_delta_net(cache[1], qkv, g, b, Hk, Hv, Dk, Dv, slots=step.slots, starts=step.starts)
 
 
 def empty(

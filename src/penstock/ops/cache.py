@@ -151,10 +151,13 @@ def write_rows(
     positions: Any,
     sequence: Array | None = None,
 ) -> None:
-    """The rows of src into a cache of any layout."""
-    if sequence is not None and block_table is not None:
-        there = sequence >= 0
-        src, positions, block_table = src[there], positions[there], block_table[sequence[there]]
+    """The rows of src into a cache of any layout; those of no sequence, or at a negative position, go nowhere."""
+    if np.ndim(positions):
+        there = np.asarray(positions) >= 0 if sequence is None else sequence >= 0
+        src, positions = src[there], positions[there]
+        slots = None if slots is None else slots[there]
+        if block_table is not None:
+            block_table = block_table[there if sequence is None else sequence[there]]
     start = np.asarray(positions)
     p = np.arange(int(start), int(start) + len(src)) if start.ndim == 0 else start
     if slots is None and block_table is None:
@@ -277,7 +280,8 @@ def kv_pages_append(
     """Keys and values into pages [P, page, …]: position p is row p % page of page block_table[p // page].
 
     One sequence: block_table int32 [n], positions the first of T. B sequences, one row each: block_table [B, n],
-    positions int32 [B]. T rows of B sequences: block_table [B, n], positions and sequence int32 [T].
+    positions int32 [B], negative: nothing is written. T rows of B sequences: block_table [B, n], positions and sequence
+    int32 [T].
     """
     write_rows(k_pages, k_src, None, block_table, positions, sequence)
     write_rows(v_pages, v_src, None, block_table, positions, sequence)

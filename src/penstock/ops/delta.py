@@ -24,7 +24,7 @@ from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import sigmoid, silu
 from penstock.ops.norm import f64, gated_rms_norm, rms_norm_qk
 from penstock.ops.op import op
-from penstock.ops.ragged import check_starts, runs, sequences
+from penstock.ops.ragged import check_starts, runs, sequences, with_runs
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 
@@ -43,17 +43,14 @@ def _slots(slots: Spec | None, rows: int, starts: Spec | None = None, keep: Spec
 
 def _check_slots(slots: Array | None, state: Array) -> None:
     if slots is not None:
-        check.in_range("slots", slots, 0, state.shape[0], f"{state.shape[0]} slots")
-        check.unique("slots", slots)
+        check.in_range("slots", slots, -1, state.shape[0], f"{state.shape[0]} slots")
+        check.unique("slots", slots[slots >= 0])
 
 
 def _check_runs(slots: Array | None, state: Array, starts: Array | None, rows: int) -> None:
-    if starts is None or slots is None:
-        _check_slots(slots, state)
-        return
-    check_starts(starts, rows)
-    check.in_range("slots", slots, -1, state.shape[0], f"{state.shape[0]} slots")
-    check.unique("slots", slots[slots >= 0])
+    if starts is not None:
+        check_starts(starts, rows)
+    _check_slots(slots, state)
 
 
 def _check_keep(keep: Array | None, starts: Array, room: int) -> None:
@@ -103,9 +100,11 @@ def conv1d_causal(
     """silu(Σ_j seq[t + j] · weight[:, j]) per channel, seq = state followed by x: tap W − 1 meets the current token.
 
     x [T, C], state [W − 1, C], weight [C, W]; or x [B, C], state [S, W − 1, C], slots int32 [B], one step each → like
-    x. With starts x [T, C] has the runs of B sequences. Reads the state only: `conv1d_state_update` moves it on.
+    x. With starts x [T, C] has the runs of B sequences. Slot −1: 0, and no state moves, here and below. Reads the state
+    only: `conv1d_state_update` moves it on.
     """
     taps = f64(weight).T  # [W, C]
+    starts = with_runs(slots, starts)
     if starts is not None and slots is not None:
         y = np.zeros(x.shape)
         for _, slot, low, high in slotted_runs(starts, slots):
@@ -149,6 +148,7 @@ def conv1d_state_update(
 
     With keep int32 [B] and the width W of the convolution, runs that are kept go behind the first W − 1 rows instead.
     """
+    starts = with_runs(slots, starts)
     if starts is not None and slots is not None:
         rows = state.shape[1] if width is None else width - 1
         for b, slot, low, high in slotted_runs(starts, slots):
@@ -318,6 +318,7 @@ def gated_delta_net(
     """
     q, k, v = split_heads(qkv, Hk, Hv, Dk, Dv)
     decay, strength = f64(g), f64(b)
+    starts = with_runs(slots, starts)
     if starts is not None and slots is not None:
         y = np.zeros(v.shape)
         for n, slot, low, high in slotted_runs(starts, slots):

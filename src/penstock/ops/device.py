@@ -39,11 +39,25 @@ class Inputs(Protocol):
         ...
 
 
-class Flight(Protocol):
-    """A decode step that is under way."""
+class StepInputs(Protocol):
+    """Arrays that the steps of all sizes read, at their largest, and the token that was drawn last in each slot."""
+
+    on_device: dict[str, Any]
+
+    def send(self, values: Mapping[str, np.ndarray]) -> None:
+        """Bring the first numbers of some arrays on their way: of one axis, or the corner of a table."""
+        ...
+
+    def unpack(self) -> None:
+        """Write what was sent last into the arrays. A token −2 − s becomes the one that was drawn last in slot s."""
+        ...
+
+
+class PendingStep(Protocol):
+    """A step that is under way."""
 
     def tokens(self) -> list[int]:
-        """Wait for it; the token of each row, -2 where its logits are not finite."""
+        """Wait for it; the tokens drawn, -2 where the logits are not finite."""
         ...
 
     def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -54,22 +68,21 @@ class Flight(Protocol):
         ...
 
 
-class Drawing(Protocol):
-    """The end of a decode step: draws tokens and feeds them to the next one, without the host."""
+class DeviceSampler(Protocol):
+    """The end of a step: draws tokens and keeps them for the next one, without the host."""
 
-    def calls(self, mode: str) -> list[Callable[[], object]]:
-        """What to run after the program; a mode of `ops.sample_tokens`, "+edits", "+logprobs": see `split_mode`."""
-        ...
-
-    def fill(self, parameters: Seq[Mapping[str, Any]], masks: Seq[np.ndarray | None] = ()) -> None:
-        """Set how each row draws: temperature, top_k, top_p, min_p, seed, and `edits` where it has some.
-
-        masks: the words of each row's grammar, None where it has none.
+    def values(self, rows: Seq[Mapping[str, Any]], masks: Seq[np.ndarray | None] = ()) -> dict[str, np.ndarray]:
+        """What `StepInputs.send` takes for rows that draw so: temperature, top_k, top_p, min_p, seed, and `edits` where
+        a row has some. masks: the words of each row's grammar, None where it has none.
         """
         ...
 
-    def launched(self) -> Flight:
-        """The step that was just run."""
+    def calls(self, logits: Any, mode: str) -> list[Callable[[], object]]:
+        """What draws from logits [rows, vocab]; a mode of `ops.sample_tokens`, "+edits", "+logprobs": `split_mode`."""
+        ...
+
+    def launched(self, rows: int, mode: str) -> PendingStep:
+        """The draw of so many rows whose calls were run last."""
         ...
 
 
@@ -142,6 +155,14 @@ class DeviceMemory(Protocol):
 
     def copy(self, array: Any) -> Any: ...
 
+    def copies(self, arrays: Seq[Any]) -> list[Any]:
+        """A copy of each of several arrays of this device."""
+        ...
+
+    def clear_all(self, arrays: Seq[Any]) -> None:
+        """Set arrays of this device to 0."""
+        ...
+
     def copy_all(self, into: Seq[Any], arrays: Seq[Any]) -> None:
         """Copy arrays of this device into others of the same shapes."""
         ...
@@ -179,7 +200,7 @@ class Execution(Protocol):
 
     runs_programs: bool  # steps are traced and fused; else every op runs by its definition
     chunk_alignment: int  # chunks of a prompt end at multiples of this position
-    ragged: bool  # a step takes tokens of several sequences in any mix
+    captures: bool  # programs are captured, in a few sizes; else they are bound to the sizes of each step
     joins: int  # most rows for which one product with adjacent weights and a cut beats a product with each
     default_dtype: str  # of activations
     default_activations: str  # how quantized products round x
@@ -204,8 +225,16 @@ class Execution(Protocol):
         """A function that does what the calls do, in the quickest way of the device. Their kernels have run before."""
         ...
 
-    def rows(self, count: int) -> int:
-        """Rows of a decode program for `count` sequences; those beyond are inactive."""
+    def wait(self) -> None:
+        """Until all that was launched is done."""
+        ...
+
+    def event(self) -> Callable[[], object]:
+        """A function that waits until all that has been launched so far is done."""
+        ...
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether nothing can run on the device any more after this error."""
         ...
 
     def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
@@ -217,10 +246,15 @@ class Sampling(Protocol):
     """How tokens are drawn."""
 
     samples_tokens: bool  # here, without their logits going to the host
-    most_edited: int  # rows of a step that may have penalties or a bias; with more the logits go to the host
 
-    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Drawing:
-        """What draws tokens from the logits of a decode program with these inputs; only where `samples_tokens`."""
+    def step_inputs(self, wanted: Mapping[str, tuple[tuple[int, ...], str]], slots: int) -> StepInputs:
+        """Arrays of these shapes and dtypes for steps of sequences in so many slots, and those that sampling reads;
+        only where `captures`.
+        """
+        ...
+
+    def sampler(self, inputs: StepInputs, vocab: int) -> DeviceSampler:
+        """What draws tokens after steps with these inputs; only where `samples_tokens`."""
         ...
 
 

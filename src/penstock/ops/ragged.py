@@ -15,6 +15,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import numpy as np
+
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
@@ -42,6 +44,13 @@ def runs(starts: Array) -> Iterator[tuple[int, int, int]]:
     for b, (low, high) in enumerate(itertools.pairwise(bounds)):
         if low < high:
             yield b, low, high
+
+
+def with_runs(slots: Array | None, starts: Array | None) -> Array | None:
+    """starts; where there are none and a sequence is left out, those of one row for each of the slots."""
+    if starts is None and slots is not None and slots.size and slots.min() < 0:
+        return np.arange(len(slots) + 1, dtype=np.int32)
+    return starts
 
 
 def equal_runs(starts: Array) -> Iterator[tuple[int, int, int]]:

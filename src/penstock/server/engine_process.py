@@ -75,5 +75,6 @@ def _load(start: Start, connection: Connection) -> tuple[LLM, Scheduler, str]:
     note = protect(llm.engine)
     options: dict[str, Any] = {**start.scheduler, "failed": lambda error: connection.send(Damaged(str(error)))}
     scheduler = Scheduler(llm, **options)
+    llm.engine.prepare()
     scheduler.submit(scheduler.request([0], max_tokens=1)).result()  # compiles what is not compiled yet
     return llm, scheduler, note

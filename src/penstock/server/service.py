@@ -459,7 +459,11 @@ def generation_defaults(folder: Path | None) -> dict[str, Any]:
 
 
 def start_scheduler(llm: ServedModel, service: Service, **options: Any) -> Scheduler:
-    """A scheduler with a thread in this process that has run one token: what was not compiled yet is compiled."""
-    scheduler = Scheduler(cast("LLM", llm), failed=service.weights_failed, **options)
+    """A scheduler with a thread in this process. All programs are there, and one token has been computed: what was not
+    compiled yet is compiled.
+    """
+    model = cast("LLM", llm)
+    scheduler = Scheduler(model, failed=service.weights_failed, **options)
+    model.engine.prepare()
     scheduler.submit(scheduler.request([0], max_tokens=1)).result()
     return SchedulerThread(scheduler).scheduler

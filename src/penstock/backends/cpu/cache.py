@@ -26,7 +26,7 @@ def _append(a_src, a_cache, b_src, b_cache, table, positions, sequence, each, pa
     for t in range(T):
         p = np.int64(positions[t]) if each else np.int64(positions[0]) + t
         s = np.int64(sequence[t]) if each else np.int64(0)
-        if s < 0:
+        if s < 0 or p < 0:
             continue
         row = np.int64(table[s, p // page]) * page + p % page
         a, b = a_cache[row], b_cache[row]

@@ -34,7 +34,7 @@ from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, 
 from penstock.backends.cpu.norm import gated_rms_norm, rms_norm_qk
 from penstock.ops.delta import slotted_runs
 from penstock.ops.op import kernel
-from penstock.ops.ragged import equal_runs
+from penstock.ops.ragged import equal_runs, with_runs
 
 _ONE_SEQUENCE = np.full(1, -1, np.int32)  # stands for slots where the state has no slot axis
 _ONE_SEQUENCE.flags.writeable = False
@@ -82,6 +82,7 @@ def conv1d_causal(
     *,
     out: np.ndarray,
 ) -> None:
+    starts = with_runs(slots, starts)
     if starts is not None and slots is not None:
         kept = weight.shape[1] - 1
         for rows, own in _parts(starts, slots, out):
@@ -197,6 +198,7 @@ def conv1d_state_update(
     if x.size == 0 or state.size == 0:
         return
     rows = state.shape[-2] if width is None else width - 1
+    starts = with_runs(slots, starts)
     if starts is None or slots is None:
         _shift(bytes_in(x), _slots(slots), rows, state.shape[-2], fmt(x), fmt(state), bytes_out(state))
         return
@@ -308,6 +310,7 @@ def gated_delta_net(
     out: np.ndarray,
 ) -> None:
     sizes = (Hk, Hv, Dk, Dv)
+    starts = with_runs(slots, starts)
     if starts is not None and slots is not None and keep is not None and gates is not None:
         moving = np.where(keep > 0, np.int32(-1), slots)
         gated_delta_net(state, qkv, g, b, *sizes, method, chunk, moving, starts, out=out)

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.dtypes import numpy_dtype
 from penstock.machine import available_memory, memory, peak_memory
-from penstock.ops.device import Drawing, Inputs, register_device
+from penstock.ops.device import DeviceSampler, Inputs, StepInputs, register_device
 from penstock.ops.op import backend
 
 _MOST_ROWS = 1 << 20  # of a cache: pages, or slots
@@ -27,11 +27,10 @@ class CpuDevice:
     host_memory = True
     runs_programs = True
     samples_tokens = False
-    most_edited = 0
     chunk_alignment = 256  # a page of the caches: each is written by one chunk
     fixed_caches = False
     joins = 1
-    ragged = True
+    captures = False
     default_dtype, default_activations = "float32", "int8"
     default_sequences = 8
     compiles_ahead = True
@@ -75,6 +74,13 @@ class CpuDevice:
     def copy(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
 
+    def copies(self, arrays: Seq[np.ndarray]) -> list[np.ndarray]:
+        return [array.copy() for array in arrays]
+
+    def clear_all(self, arrays: Seq[np.ndarray]) -> None:
+        for array in arrays:
+            array[...] = 0
+
     def copy_all(self, into: Seq[np.ndarray], arrays: Seq[np.ndarray]) -> None:
         for target, array in zip(into, arrays, strict=True):
             np.copyto(target, array)
@@ -97,11 +103,20 @@ class CpuDevice:
 
         return replay
 
-    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Drawing:
+    def wait(self) -> None:
+        pass
+
+    def lost(self, error: BaseException) -> bool:
+        return False
+
+    def event(self) -> Callable[[], object]:
+        return self.wait
+
+    def step_inputs(self, wanted: Mapping[str, tuple[tuple[int, ...], str]], slots: int) -> StepInputs:
         raise NotImplementedError
 
-    def rows(self, count: int) -> int:
-        return count
+    def sampler(self, inputs: StepInputs, vocab: int) -> DeviceSampler:
+        raise NotImplementedError
 
     def expert_tier(self, host: str, top_k: int) -> None:
         return None

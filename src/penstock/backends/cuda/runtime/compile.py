@@ -5,6 +5,7 @@ Most of that time is spent outside of Python's lock, so threads share it.
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -13,8 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 import triton
 from triton.runtime.jit import JITFunction
+
+from penstock.quant import QuantizedTensor
 
 _SHOWN_AFTER = 0.5  # seconds of compiling from which on the terminal shows it
 
@@ -42,10 +46,26 @@ def compiling() -> Iterator[Any]:
 
 
 def compile_all(calls: Sequence[Callable[[], object]]) -> None:
-    """Compile every kernel that these calls launch. What they do besides launching is done: it must not matter."""
+    """Compile every kernel that these calls launch. What they do besides launching is done: it must not matter.
+
+    Of calls that differ in the addresses of their arrays alone, as those of one kind of layer do, one is looked at.
+    """
     with compiling():
-        for call in calls:
+        for call in {_signature(call): call for call in calls}.values():
             call()
+
+
+def _signature(value: Any) -> Any:
+    """What a kernel may be compiled for, of a call and of all that it is given."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.data_ptr() % 16
+    if isinstance(value, functools.partial):
+        return value.func, _signature(value.args), tuple(value.keywords), _signature(tuple(value.keywords.values()))
+    if isinstance(value, QuantizedTensor):
+        return value.bits, value.group_size, _signature(tuple(value.arrays))
+    if isinstance(value, tuple | list):
+        return tuple(map(_signature, value))
+    return value if value is None or isinstance(value, bool | int | float | str) else id(value)
 
 
 def _watch(mode: Any) -> None:

@@ -28,10 +28,9 @@ class CudaDevice:
     host_memory = False
     runs_programs = True
     samples_tokens = True
-    most_edited = 64
     fixed_caches = True
     joins = 64
-    ragged = False
+    captures = True
     default_dtype, default_activations = "bfloat16", "float32"
     default_sequences = 32
     compiles_ahead = False
@@ -46,7 +45,7 @@ class CudaDevice:
 
         self._torch = torch
         self._keeper: Any = None
-        self._edit_tables: dict[int, Any] = {}
+        self._stream: Any = None  # that captures
         index = None if self.interpreted else torch.cuda.current_device()
         self.torch_device = torch.device("cpu") if index is None else torch.device("cuda", index)
 
@@ -96,6 +95,16 @@ class CudaDevice:
         with self._memory_errors():
             return array.clone()
 
+    def copies(self, arrays: Seq[Any]) -> list[Any]:
+        with self._memory_errors():
+            found = [self._torch.empty_like(array) for array in arrays]
+        self.copy_all(found, arrays)
+        return found
+
+    def clear_all(self, arrays: Seq[Any]) -> None:
+        if arrays:
+            self._torch._foreach_zero_(list(arrays))
+
     def copy_all(self, into: Seq[Any], arrays: Seq[Any]) -> None:
         if into:
             self._torch._foreach_copy_(list(into), list(arrays))
@@ -121,31 +130,55 @@ class CudaDevice:
             return lambda: [call() for call in kept]
         if self._keeper is None:
             self._keeper = torch.cuda.CUDAGraph()  # torch gives a pool up when the last graph in it has gone
-            with torch.cuda.graph(self._keeper, capture_error_mode="thread_local"):
-                torch.zeros(1, device=self.torch_device)
+            self._stream = torch.cuda.Stream(self.torch_device)
+            self._captured(self._keeper, None, [lambda: torch.zeros(1, device=self.torch_device)])
         graph = torch.cuda.CUDAGraph()
-        pool = self._keeper.pool()
-        with self._memory_errors(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            for call in calls:
-                call()
+        self._captured(graph, self._keeper.pool(), calls)
         return graph.replay
 
-    def drawing(self, logits: Any, inputs: Mapping[str, Any]) -> Any:
-        from penstock.backends.cuda.runtime.draw import Drawing
+    def _captured(self, graph: Any, pool: Any, calls: Seq[Callable[[], object]]) -> None:
+        """Without what `torch.cuda.graph` does before: collecting garbage and giving cached memory back take longer."""
+        cuda = self._torch.cuda
+        self._stream.wait_stream(cuda.current_stream())
+        with self._memory_errors(), cuda.stream(self._stream):
+            graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+        cuda.current_stream().wait_stream(self._stream)
 
-        return Drawing(self, logits, inputs)
+    def wait(self) -> None:
+        if not self.interpreted:
+            self._torch.cuda.synchronize(self.torch_device)
 
-    def edit_tables(self, vocab: int) -> Any:
-        """Where the edits of requests to logits of this width lie, for all decode programs."""
-        from penstock.backends.cuda.runtime.draw import EditTables
+    def lost(self, error: BaseException) -> bool:
+        """A CUDA error that is not a lack of memory stays with the process."""
+        memory = isinstance(error, self._torch.OutOfMemoryError | OutOfMemory)
+        return isinstance(error, RuntimeError) and "CUDA error" in str(error) and not memory
 
-        if vocab not in self._edit_tables:
-            self._edit_tables[vocab] = EditTables(self, vocab)
-        return self._edit_tables[vocab]
+    def event(self) -> Callable[[], object]:
+        if self.interpreted:
+            return self.wait
+        done = self._torch.cuda.Event()
+        done.record()
+        return done.synchronize
 
-    def rows(self, count: int) -> int:
-        """The next power of two, from 8 on the next multiple of 8: few shapes to capture."""
-        return -(-count // 8) * 8 if count > 8 else 1 << (count - 1).bit_length()
+    def step_inputs(self, wanted: Mapping[str, tuple[tuple[int, ...], str]], slots: int) -> Any:
+        from penstock.backends.cuda.runtime.inputs import StepInputs
+        from penstock.backends.cuda.runtime.sampler import SAMPLING_INPUTS
+
+        rows = wanted["wanted"][0]
+        sampling = {name: (rows, dtype) for name, dtype in SAMPLING_INPUTS.items()}
+        with self._memory_errors():
+            return StepInputs(self, {**wanted, **sampling}, slots)
+
+    def sampler(self, inputs: Any, vocab: int) -> Any:
+        from penstock.backends.cuda.runtime.sampler import DeviceSampler
+
+        with self._memory_errors():
+            return DeviceSampler(self, inputs, vocab)
 
     def expert_tier(self, host: str, top_k: int) -> Any:
         from penstock.backends.cuda.runtime.experts import GpuTier

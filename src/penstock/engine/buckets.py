@@ -1,0 +1,425 @@
+"""Steps in a few fixed sizes, for a device that captures: any mix of tokens runs in the next larger one.
+
+There are two forms. Answers: one token of each of B sequences. Mixed: T tokens of up to as many sequences as there are.
+Rows beyond those of the step are of no sequence: they read nothing and change nothing. Everything that differs from
+step to step lies in arrays that all sizes share, so that no size is captured twice; the residual stream is written to
+one place, and the head reads the wanted rows of it: logits, and the tokens drawn from them, are programs of their own
+by the number of rows. Block tables have their full width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.engine.runner import Call, Runner, SegmentedRunner
+from penstock.engine.steps import Run, step_arrays, step_shapes
+from penstock.experts.streamed import EXPERT_OPS
+from penstock.graph import Graph, Program, SizedProgram
+from penstock.graph.sizes import Sizes
+from penstock.models.step import PAGE
+from penstock.ops.device import DeviceSampler, PendingStep, StepInputs
+from penstock.ops.sampling import MODES
+
+if TYPE_CHECKING:
+    from penstock.engine.programs import Programs
+
+ANSWERS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MIXED = (
+    16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048
+)  # fmt: skip
+MOST_LOGITS = 256  # rows of logits at a time
+_SHORT = 4  # pages: a token of Qwen3.6-35B-A3B on an H200 takes 20 µs less than with a table of full width
+_FEW = 8  # rows up to which products take norms and sums in: see graph/fuse_cuda.py
+_WHOLE = ("greedy", "plain")  # modes in which answers and their draw are captured in one piece
+_DRAWN = ("wanted", "draw_at", "draw_slots")
+_PADS: dict[str, int] = dict.fromkeys(("tokens", "positions", "sequence", "slots", *_DRAWN), -1)
+
+
+_GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A size of step: rows, sequences, and whether each row is of a sequence of its own; short: it is of one sequence
+    that has a few pages, so that attention need not share them out among many programs.
+    """
+
+    rows: int
+    sequences: int
+    answers: bool
+    short: bool = False
+
+
+class BucketedSteps:
+    """The steps of one model on a device that captures. One step runs at a time, in the order of `launch` and `run`."""
+
+    most_tokens = MIXED[-1]
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs, self._device = programs, programs.device
+        self._version: int | None = None  # of the caches that everything below was bound to
+        self._inputs: StepInputs | None = None
+        self._sampler: DeviceSampler | None = None
+        self._hidden: Any = None
+        self._kinds: dict[Any, SizedProgram] = {}
+        self._arenas: dict[SizedProgram, Any] = {}
+        self._runners: dict[Any, Runner] = {}
+        self._wholes: dict[Any, Runner] = {}
+        self._heads: dict[Any, tuple[Runner, Any]] = {}
+        self._head_arena: Any = None
+        self._seconds: dict[Bucket, float] = {}
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def sequences(self) -> int:
+        """The most of a step: as many as there are slots."""
+        return max(1, min(ANSWERS[-1], self._programs.caches.slots))
+
+    @property
+    def answers(self) -> list[int]:
+        """Sizes of steps with one token of each sequence."""
+        experts = self._programs.experts
+        most = self.sequences if experts is None else min(self.sequences, experts.store.most_tokens)
+        return [*(size for size in ANSWERS if size < most), most]
+
+    @property
+    def mixed(self) -> list[int]:
+        """Sizes of all other steps."""
+        most = _next(MIXED, min(MIXED[-1], self.sequences * self._programs.max_context))
+        return [size for size in MIXED if size <= most]
+
+    def bucket(self, tokens: int, sequences: int, pages: int = 1 << 30) -> Bucket:
+        """The size for so many tokens of so many sequences that have up to so many pages."""
+        if tokens == sequences <= self.answers[-1]:
+            rows = _next(self.answers, sequences)
+            return Bucket(rows, rows, True, rows == 1 and pages <= _SHORT < self._pages)
+        return Bucket(_next(self.mixed, tokens), self.sequences, False)
+
+    def tokens_within(self, seconds: float) -> int:
+        """The most tokens of a step that is known to take no longer, at least those of the smallest size."""
+        return max((b.rows for b, took in self._seconds.items() if not b.answers and took <= seconds), default=MIXED[0])
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is known how long steps take."""
+        return any(not bucket.answers for bucket in self._seconds)
+
+    def working_bytes(self, sequences: int) -> int:
+        """Memory that steps take beside weights and caches, at the most."""
+        programs = self._programs
+        config, rows = programs.config, min(sequences, MOST_LOGITS)
+        mixed = self._kind(Bucket(MIXED[-1], min(sequences, ANSWERS[-1]), False)).arena_bytes
+        return 2 * mixed + 3 * 4 * rows * config.vocab_size
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def run(self, runs: Seq[Run], bucket: Bucket | None = None) -> Any:
+        """Run a step; its logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0.
+
+        They are read before the next step: they lie in its memory. bucket: a size, if not the next larger one.
+        """
+        arrays = self._launch(runs, {}, bucket)
+        wanted = arrays["wanted"]
+        if not len(wanted):
+            return None
+        if len(wanted) <= MOST_LOGITS:
+            return self._logits(len(wanted), None)[: len(wanted)]
+        assert self._inputs is not None
+        found = np.empty((len(wanted), self._programs.config.vocab_size), np.float32)
+        for start in range(0, len(wanted), MOST_LOGITS):
+            rows = wanted[start : start + MOST_LOGITS]
+            self._inputs.send({"wanted": _padded(rows, MOST_LOGITS, -1)})
+            self._inputs.unpack()
+            found[start : start + len(rows)] = self._device.to_host(self._logits(MOST_LOGITS, None)[: len(rows)])
+        return self._device.to_device(found)
+
+    def launch(self, runs: Seq[Run], rows: Seq[Any], mode: str, masks: Seq[np.ndarray | None] = ()) -> PendingStep:
+        """Start a step and draw tokens after its wanted rows, as `rows` (`Sampler.row`) and a mode of `mode_of` say;
+        masks: the words of each row's grammar, None where it has none.
+        """
+        if not rows:
+            self._launch(runs, {})
+            return _WithoutTokens(self._device.event())
+        self._bind_anew()
+        assert self._sampler is not None
+        values = self._sampler.values(rows, masks)
+        drawing = [run for run in runs if run.wanted == "last"]
+        values["draw_at"] = np.array([run.sequence.length + len(run.tokens) for run in drawing], np.int32)
+        values["draw_slots"] = np.array([run.sequence.slot for run in drawing], np.int32)
+        self._launch(runs, values, mode=mode)
+        return self._sampler.launched(len(rows), mode)
+
+    def _launch(
+        self, runs: Seq[Run], drawing: dict[str, np.ndarray], bucket: Bucket | None = None, mode: str | None = None
+    ) -> dict[str, np.ndarray]:
+        """Start a step up to its residual stream, with a mode up to the tokens drawn; what it reads."""
+        self._bind_anew()
+        assert self._inputs is not None
+        arrays = step_arrays(runs, self._programs.windows, width=lambda pages: pages)
+        bucket = bucket or self._bucket(arrays)
+        sizes = step_shapes(bucket.rows, bucket.sequences, 0, 0, ())
+        room = self._head_rows(max(1, min(len(arrays["wanted"]), MOST_LOGITS)))
+        values = {}
+        for name, array in (arrays | drawing).items():
+            if array.ndim == 2:
+                values[name] = array
+            elif name == "starts":
+                values[name] = _padded(array, bucket.sequences + 1, array[-1])
+            elif name in sizes and name != "wanted":
+                values[name] = _padded(array, sizes[name][0], _PADS.get(name, 0))
+            elif len(array) <= room:
+                values[name] = _padded(array, room, _PADS.get(name, 0))
+        every = bucket.answers and len(arrays["wanted"]) == len(runs)
+        if every and mode in _WHOLE and self._programs.experts is None:
+            runner, mode = self._whole(bucket, mode), None
+        else:
+            runner = self._runner(bucket, any(run.prompt for run in runs))
+        self._inputs.send(values)
+        with self._running(bucket):
+            runner.run()
+        if mode is not None:
+            self._logits(len(arrays["wanted"]), mode)
+        return arrays
+
+    def _bucket(self, arrays: dict[str, np.ndarray]) -> Bucket:
+        pages = max((arrays[name].shape[1] for name in self._programs.windows.values()), default=0)
+        return self.bucket(len(arrays["tokens"]), len(arrays["slots"]), pages)
+
+    def _running(self, bucket: Bucket) -> contextlib.AbstractContextManager[Any]:
+        """With `deterministic` a mixed step is one chunk of a prompt, whose cut does not depend on others."""
+        return self._device.running(self._programs.batch_invariant and bucket.answers)
+
+    def _logits(self, rows: int, mode: str | None) -> Any:
+        """Run the head over the wanted rows, and draw from its logits in this mode; the logits."""
+        runner, logits = self._head(self._head_rows(rows), mode)
+        runner.run()
+        return logits
+
+    def _head_rows(self, rows: int) -> int:
+        sizes = [*self.answers, MOST_LOGITS] if rows > self.answers[-1] else self.answers
+        return _next(sizes, rows)
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def _bind_anew(self) -> None:
+        """Let go of everything that is bound to caches which have been replaced."""
+        caches = self._programs.caches
+        if self._version == caches.version:
+            return
+        self.unbind()
+        programs, device, B = self._programs, self._device, self.sequences
+        self._hidden = device.zeros((self.most_tokens, programs.config.dim), caches.dtype)
+        shapes = step_shapes(self.most_tokens, B, max(B, MOST_LOGITS), self._pages, programs.windows.values())
+        self._inputs = device.step_inputs({name: (shape, "int32") for name, shape in shapes.items()}, B)
+        self._sampler = device.sampler(self._inputs, programs.config.vocab_size) if device.samples_tokens else None
+        self._version = caches.version
+
+    def unbind(self) -> None:
+        """Let go of the caches' arrays."""
+        self._runners, self._wholes, self._heads, self._arenas, self._seconds = {}, {}, {}, {}, {}
+        self._hidden = self._head_arena = self._inputs = self._sampler = self._version = None
+
+    @property
+    def _pages(self) -> int:
+        """Columns of a block table."""
+        return max(1, -(-self._programs.max_context // PAGE))
+
+    def _runner(self, bucket: Bucket, prompt: bool, compiles: bool = True) -> Runner:
+        """What runs steps of this size; compiles: its kernels are compiled before they first run."""
+        prompt = (prompt or not bucket.answers) and self._programs.experts is not None
+        key = (bucket, prompt)
+        if key not in self._runners:
+            runner = self._runners[key] = self._new_runner(bucket, prompt)
+            if compiles and runner.captures:
+                with self._running(bucket):
+                    self._device.compile(runner.calls)
+        return self._runners[key]
+
+    def _whole(self, bucket: Bucket, mode: str) -> Runner:
+        """What runs answers of this size and draws after each of them, in one piece."""
+        key = (bucket, mode)
+        if key not in self._wholes:
+            body, (head, _) = self._runner(bucket, prompt=False), self._head(bucket.rows, mode)
+            self._wholes[key] = Runner(self._device, [[*body.calls, *head.calls]])
+        return self._wholes[key]
+
+    def _new_runner(self, bucket: Bucket, prompt: bool) -> Runner:
+        programs, device, experts = self._programs, self._device, self._programs.experts
+        assert self._inputs is not None
+        kind = self._kind(bucket)
+        if kind not in self._arenas:
+            self._arenas[kind] = programs.new_arena(kind.arena_bytes)
+        given = self._inputs.on_device
+        pages = _SHORT if bucket.short else self._pages
+        shapes = step_shapes(bucket.rows, bucket.sequences, 0, pages, programs.windows.values())
+        wanted = {name: shape for name, shape in shapes.items() if name in kind.graph.inputs}
+        inputs = {name: given[name][tuple(map(slice, shape))] for name, shape in wanted.items()}
+        detector, wrap = None, programs.wrap
+        if experts is not None:
+            width = bucket.rows * programs.config.top_k
+            if not prompt:
+                detector = device.miss_detector(experts.tier, len(experts.slot_of), width)
+            if detector is None:
+                wrap = experts.wrap(kind.graph, prompt, wrap)
+            else:
+                wrap = experts.detecting(kind.graph, detector, inputs, wrap)
+        sizes = {"B": bucket.sequences} if bucket.answers else {"T": bucket.rows}
+        outputs = [self._hidden[: bucket.rows]]
+        bound = kind.bind(sizes, inputs | programs.cache_arrays(), self._arenas[kind], wrap, outputs)
+        segments: list[list[Call]] = [list(segment) for segment in bound.segments]
+        segments[0].insert(0, self._inputs.unpack)
+        if experts is None:
+            return Runner(device, segments)
+        if detector is None:
+            return Runner(device, segments, captures=device.host_memory)
+        layers = experts.layers(kind.graph)
+        return SegmentedRunner(device, segments, experts, detector, layers, self._inputs.unpack)
+
+    def _kind(self, bucket: Bucket) -> SizedProgram:
+        """Sizes with the same nodes: one row, those up to which products are joined, and take norms in."""
+        programs, rows = self._programs, bucket.rows
+        joined = self._device.joins
+        if bucket.answers:
+            least, most = next(span for span in _spans((1, _FEW, joined, self.answers[-1])) if span[1] >= rows)
+            most = min(most, self.answers[-1])
+        else:
+            least, most = (MIXED[0], joined) if rows <= joined else (joined + 1, MIXED[-1])
+        key = (most, bucket.short) if bucket.answers else (most, bucket.sequences)
+        if key not in self._kinds:
+            B, n, answers = bucket.sequences, _SHORT if bucket.short else self._pages, bucket.answers
+
+            def graph(sizes: Sizes) -> Graph:
+                if answers:
+                    return programs.graph(sizes["B"], sizes["B"], n, decode=True, padded=True)
+                return programs.graph(sizes["T"], B, n, padded=True)
+
+            name = "B" if answers else "T"
+            cut = (lambda node: node.op in EXPERT_OPS) if programs.experts is not None and answers else None
+            options: dict[str, Any] = {"fused": programs.fused, "batch_invariant": programs.batch_invariant, "cut": cut}
+            self._kinds[key] = SizedProgram(graph, self._device.name, {name: least}, {name: most}, **options)
+        return self._kinds[key]
+
+    def _head(self, rows: int, mode: str | None, compiles: bool = True) -> tuple[Runner, Any]:
+        """What makes logits of the wanted rows, and draws from them in this mode; where the logits are."""
+        key = (rows, mode)
+        if key not in self._heads:
+            programs, device = self._programs, self._device
+            assert self._inputs is not None
+            options: dict[str, Any] = {"fused": programs.fused, "batch_invariant": programs.batch_invariant}
+            program = Program(programs.head_graph(self.most_tokens, rows), device.name, **options)
+            if self._head_arena is None or len(self._head_arena) < program.arena_bytes:
+                largest = programs.head_graph(self.most_tokens, self._head_rows(self.sequences))
+                need = max(program.arena_bytes, Program(largest, device.name, **options).arena_bytes)
+                self._heads, self._wholes, self._head_arena = {}, {}, None
+                self._head_arena = programs.new_arena(need)
+            inputs = {"h": self._hidden, "wanted": self._inputs.on_device["wanted"][:rows]}
+            bound = program.bind(inputs, self._head_arena, programs.wrap)
+            (logits,) = bound.outputs
+            calls: list[Call] = list(bound.calls)
+            if mode is not None:
+                assert self._sampler is not None
+                calls += self._sampler.calls(logits, mode)
+            runner = Runner(device, [calls])
+            if compiles:
+                device.compile(runner.calls)
+            self._heads[key] = runner, logits
+        return self._heads[key]
+
+    # -- ahead of requests -------------------------------------------------------------------------------------------
+
+    def prepare(self, seconds: Callable[[Bucket], float]) -> None:
+        """Have all sizes and all ways to draw compiled and captured, and know how long the sizes take.
+
+        seconds: runs steps of a size and gives the `time` of one.
+        """
+        self._bind_anew()
+        buckets = [Bucket(rows, rows, True) for rows in self.answers]
+        buckets += [self.bucket(1, 1, 1)] if self._pages > _SHORT else []
+        buckets += [Bucket(rows, self.sequences, False) for rows in self.mixed]
+        self._head(self.answers[-1], None, compiles=False)  # the largest first: it has the memory of all
+        heads = [(rows, mode) for rows in self.answers for mode in _modes()] if self._sampler is not None else []
+        drawing = [call for key in heads for call in self._head(*key, compiles=False)[0].calls]
+        for answers in (True, False):
+            own = [bucket for bucket in buckets if bucket.answers == answers]
+            runners = [self._runner(bucket, not answers, compiles=False) for bucket in own]
+            calls = [call for runner in runners if runner.captures for call in runner.calls]
+            with self._running(own[0]):
+                self._device.compile(calls + drawing if answers else calls)
+        for bucket in buckets:
+            self._seconds[bucket] = seconds(bucket)
+        for rows, mode in heads:
+            self._draw_nothing(self._head(rows, mode)[0], rows, mode)
+        if heads and self._programs.experts is None:
+            for bucket in buckets:
+                for mode in _WHOLE if bucket.answers else ():
+                    self._whole(bucket, mode).capture()
+
+    def _draw_nothing(self, runner: Runner, rows: int, mode: str) -> None:
+        """Capture a draw; no row is active."""
+        assert self._inputs is not None and self._sampler is not None
+        none = dict.fromkeys(_DRAWN, np.full(rows, -1, np.int32))
+        self._inputs.send(self._sampler.values([_GREEDY] * rows) | none)
+        self._inputs.unpack()
+        while not runner.captured:
+            runner.run()
+            self._sampler.launched(rows, mode).tokens()
+
+    def time(self, bucket: Bucket, step: Callable[[], object]) -> float:
+        """Seconds of a step of this size, once it is a replay."""
+        runner = self._runner(bucket, prompt=not bucket.answers)
+        while not runner.captured:
+            step()
+        self._device.wait()
+        begin = time.perf_counter()
+        step()
+        self._device.wait()
+        return time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class _WithoutTokens:
+    """A pending step that draws none."""
+
+    wait: Callable[[], object]
+
+    def tokens(self) -> list[int]:
+        self.wait()
+        return []
+
+    def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        raise NotImplementedError
+
+
+def _modes() -> Iterable[str]:
+    """All ways to draw: see `ops.sampling.split_mode`."""
+    return [mode + edits + logprobs for mode in MODES for edits in ("", "+edits") for logprobs in ("", "+logprobs")]
+
+
+def _spans(ends: Seq[int]) -> list[tuple[int, int]]:
+    """From each end to the next: (1, 8), (9, 64), …"""
+    found, start = [], 1
+    for end in ends:
+        if end >= start:
+            found.append((start, end))
+            start = end + 1
+    return found
+
+
+def _next(sizes: Seq[int], size: int) -> int:
+    return next(one for one in sizes if one >= size)
+
+
+def _padded(array: np.ndarray, size: int, pad: int) -> np.ndarray:
+    if len(array) == size:
+        return array
+    found = np.full(size, pad, array.dtype)
+    found[: len(array)] = array
+    return found
