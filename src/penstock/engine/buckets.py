@@ -121,17 +121,17 @@ class BucketedSteps:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def run(self, runs: Seq[Run], bucket: Bucket | None = None) -> Any:
+    def run(self, runs: Seq[Run], bucket: Bucket | None = None) -> np.ndarray | None:
         """Run a step; its logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0.
 
-        They are read before the next step: they lie in its memory. bucket: a size, if not the next larger one.
+        bucket: a size, if not the next larger one.
         """
         arrays = self._launch(runs, {}, bucket)
         wanted = arrays["wanted"]
         if not len(wanted):
             return None
         if len(wanted) <= MOST_LOGITS:
-            return self._logits(len(wanted), None)[: len(wanted)]
+            return self._device.to_host(self._logits(len(wanted), None)[: len(wanted)])
         assert self._inputs is not None
         found = np.empty((len(wanted), self._programs.config.vocab_size), np.float32)
         for start in range(0, len(wanted), MOST_LOGITS):
@@ -139,7 +139,7 @@ class BucketedSteps:
             self._inputs.send({"wanted": _padded(rows, MOST_LOGITS, -1)})
             self._inputs.unpack()
             found[start : start + len(rows)] = self._device.to_host(self._logits(MOST_LOGITS, None)[: len(rows)])
-        return self._device.to_device(found)
+        return found
 
     def launch(self, runs: Seq[Run], rows: Seq[Any], mode: str, masks: Seq[np.ndarray | None] = ()) -> PendingStep:
         """Start a step and draw tokens after its wanted rows, as `rows` (`Sampler.row`) and a mode of `mode_of` say;

@@ -306,8 +306,7 @@ class Engine:
         tokens in the order of the runs, None if there are none. At most one run of a sequence.
         """
         with self._stepping(runs):
-            logits = self._defined(runs) if self.programs is None else self.programs.steps.run(runs)
-            return None if logits is None else self.device.to_host(logits)
+            return self._defined(runs) if self.programs is None else self.programs.steps.run(runs)
 
     def launch(
         self, runs: Seq[Run], rows: Seq[Mapping[str, Any]], mode: str, masks: Seq[np.ndarray | None] = ()

@@ -58,10 +58,7 @@ class ExactSteps:
         return self._kind(MOST_TOKENS, True, False).arena_bytes
 
     def run(self, runs: Seq[Run]) -> np.ndarray | None:
-        """Run the step; logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0.
-
-        The logits are read before the next step: they lie in its memory.
-        """
+        """Run the step; logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0."""
         windows = self._programs.windows
         arrays = step_arrays(runs, windows)
         T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
@@ -72,7 +69,7 @@ class ExactSteps:
             if array.size:
                 inputs[name][...] = array
         (found,) = bound.run()
-        return found if R else None
+        return self._programs.device.to_host(found) if R else None
 
     def unbind(self) -> None:
         """Let go of the caches' arrays."""
