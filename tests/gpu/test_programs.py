@@ -143,6 +143,21 @@ def test_cuda_a_thousand_replays_give_the_tokens_of_single_steps(name, monkeypat
     assert sampled(engine, Job(Sampler(SamplingParams(), vocab), some_tokens(50), 1040)) == replayed
 
 
+@pytest.mark.cuda
+def test_cuda_everything_is_captured_before_the_first_request():
+    llm = load_random(EVERY["qwen3_5"], device="cuda", dtype="float32", max_context=1500)
+    engine = llm.engine
+    engine.allocate(sequences=5)
+    engine.prepare()
+    steps = engine.programs.steps
+    assert steps.measured and all(runner.captured for runner in (*steps._runners.values(), *steps._wholes.values()))
+    assert engine.caches.slots_used == 0
+    made = len(steps._runners), len(steps._wholes)
+    jobs = [Job(Sampler(SamplingParams(), llm.config.vocab_size), some_tokens(n, seed=n), 9) for n in (3, 40, 700)]
+    assert drawn(engine, jobs) == [sampled(engine, job) for job in jobs]
+    assert (len(steps._runners), len(steps._wholes)) == made
+
+
 @pytest.fixture(scope="module")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = write_model(tmp_path_factory.mktemp("small"), small_config())

@@ -360,13 +360,13 @@ class BucketedSteps:
         if heads and self._programs.experts is None:
             for bucket in buckets:
                 for mode in _WHOLE if bucket.answers else ():
-                    self._whole(bucket, mode).capture()
+                    self._draw_nothing(self._whole(bucket, mode), bucket.rows, mode)
 
     def _draw_nothing(self, runner: Runner, rows: int, mode: str) -> None:
-        """Capture a draw; no row is active."""
+        """Capture what ends with a draw; no row is active."""
         assert self._inputs is not None and self._sampler is not None
-        none = dict.fromkeys(_DRAWN, np.full(rows, -1, np.int32))
-        self._inputs.send(self._sampler.values([_GREEDY] * rows) | none)
+        none = dict.fromkeys(("tokens", "positions", "slots", *_DRAWN), np.full(rows, -1, np.int32))
+        self._inputs.send(self._sampler.values([_GREEDY] * rows) | none | {"lengths": np.zeros(rows, np.int32)})
         self._inputs.unpack()
         while not runner.captured:
             runner.run()

@@ -39,11 +39,6 @@ class Runner:
     def run(self) -> None:
         self._replay("", lambda: self.calls)
 
-    def capture(self) -> None:
-        """Capture the calls before they are first run from here: all their kernels have run elsewhere."""
-        if not self.captured:
-            self._replays[""] = self.device.capture(self.calls)
-
     def _replay(self, key: Any, calls: Callable[[], Sequence[Call]]) -> None:
         """Run these calls; `key` names them."""
         replay = self._replays.get(key)
