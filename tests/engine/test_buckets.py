@@ -65,7 +65,7 @@ def test_the_next_larger_size_is_used() -> None:
     engine, _ = engines(LLAMA["tied"], sequences=24)
     engine.allocate(sequences=24)
     steps = steps_of(engine)
-    assert steps.answers == [1, 2, 4, 8, 16, 24]
+    assert steps.answers == (1, 2, 4, 8, 16, 24)
     assert steps.bucket(1, 1) == Bucket(1, 1, True) and steps.bucket(17, 17) == Bucket(24, 24, True)
     assert steps.bucket(2, 1) == Bucket(16, 24, False) and steps.bucket(2048, 3) == Bucket(2048, 24, False)
     assert len(ANSWERS) + len(MIXED) <= 48

@@ -10,6 +10,7 @@ by the number of rows. Block tables have their full width.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.engine.runner import Call, Runner, SegmentedRunner
-from penstock.engine.steps import Run, step_arrays, step_shapes
+from penstock.engine.steps import MOST_LOGITS, Run, step_arrays, step_shapes
 from penstock.experts.streamed import EXPERT_OPS
 from penstock.graph import Graph, Program, SizedProgram
 from penstock.graph.sizes import Sizes
@@ -34,7 +35,6 @@ ANSWERS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MIXED = (
     16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048
 )  # fmt: skip
-MOST_LOGITS = 256  # rows of logits at a time
 _SHORT = 4  # pages: a token of Qwen3.6-35B-A3B on an H200 takes 20 µs less than with a table of full width
 _FEW = 8  # rows up to which products take norms and sums in: see graph/fuse_cuda.py
 _WHOLE = ("greedy", "plain")  # modes in which answers and their draw are captured in one piece
@@ -84,17 +84,16 @@ class BucketedSteps:
         return max(1, min(ANSWERS[-1], self._programs.caches.slots))
 
     @property
-    def answers(self) -> list[int]:
+    def answers(self) -> tuple[int, ...]:
         """Sizes of steps with one token of each sequence."""
         experts = self._programs.experts
         most = self.sequences if experts is None else min(self.sequences, experts.store.most_tokens)
-        return [*(size for size in ANSWERS if size < most), most]
+        return _answer_sizes(most)
 
     @property
-    def mixed(self) -> list[int]:
+    def mixed(self) -> tuple[int, ...]:
         """Sizes of all other steps."""
-        most = _next(MIXED, min(MIXED[-1], self.sequences * self._programs.max_context))
-        return [size for size in MIXED if size <= most]
+        return _mixed_sizes(min(MIXED[-1], self.sequences * self._programs.max_context))
 
     def bucket(self, tokens: int, sequences: int, pages: int = 1 << 30) -> Bucket:
         """The size for so many tokens of so many sequences that have up to so many pages."""
@@ -303,8 +302,8 @@ class BucketedSteps:
 
             name = "B" if answers else "T"
             cut = (lambda node: node.op in EXPERT_OPS) if programs.experts is not None and answers else None
-            options: dict[str, Any] = {"fused": programs.fused, "batch_invariant": programs.batch_invariant, "cut": cut}
-            self._kinds[key] = SizedProgram(graph, self._device.name, {name: least}, {name: most}, **options)
+            sizes = {name: least}, {name: most}
+            self._kinds[key] = SizedProgram(graph, self._device.name, *sizes, cut=cut, **programs.options)
         return self._kinds[key]
 
     def _head(self, rows: int, mode: str | None, compiles: bool = True) -> tuple[Runner, Any]:
@@ -313,11 +312,10 @@ class BucketedSteps:
         if key not in self._heads:
             programs, device = self._programs, self._device
             assert self._inputs is not None
-            options: dict[str, Any] = {"fused": programs.fused, "batch_invariant": programs.batch_invariant}
-            program = Program(programs.head_graph(self.most_tokens, rows), device.name, **options)
+            program = Program(programs.head_graph(self.most_tokens, rows), device.name, **programs.options)
             if self._head_arena is None or len(self._head_arena) < program.arena_bytes:
                 largest = programs.head_graph(self.most_tokens, self._head_rows(self.sequences))
-                need = max(program.arena_bytes, Program(largest, device.name, **options).arena_bytes)
+                need = max(program.arena_bytes, Program(largest, device.name, **programs.options).arena_bytes)
                 self._heads, self._wholes, self._head_arena = {}, {}, None
                 self._head_arena = programs.new_arena(need)
             inputs = {"h": self._hidden, "wanted": self._inputs.on_device["wanted"][:rows]}
@@ -401,6 +399,17 @@ class _WithoutTokens:
 def _modes() -> Iterable[str]:
     """All ways to draw: see `ops.sampling.split_mode`."""
     return [mode + edits + logprobs for mode in MODES for edits in ("", "+edits") for logprobs in ("", "+logprobs")]
+
+
+@functools.cache
+def _answer_sizes(most: int) -> tuple[int, ...]:
+    return *(size for size in ANSWERS if size < most), most
+
+
+@functools.cache
+def _mixed_sizes(tokens: int) -> tuple[int, ...]:
+    """Up to the first that has room for so many tokens."""
+    return MIXED[: MIXED.index(_next(MIXED, tokens)) + 1]
 
 
 def _spans(ends: Seq[int]) -> list[tuple[int, int]]:

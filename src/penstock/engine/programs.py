@@ -50,6 +50,11 @@ class Programs:
         """Let go of the caches' arrays, which others replace: programs are bound again when they are used."""
         self.steps.unbind()
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of each `Program`."""
+        return {"fused": self.fused, "batch_invariant": self.batch_invariant}
+
     def new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):
             raise OutOfMemory(

@@ -114,13 +114,12 @@ class ExactSteps:
             if one:
                 most |= {"T": 1, "B": 1, "R": 1}
             ahead = experts.look_ahead if experts is not None and experts.prefetches and not prompt else None
-            options = {"fused": programs.fused, "batch_invariant": programs.batch_invariant, "more": ahead}
 
             def graph(sizes: Sizes) -> Graph:
                 rows = sizes["R"] if logits else 0
                 return programs.graph(sizes["T"], sizes["B"], sizes["n"], rows, decode=one)
 
-            self._kinds[key] = SizedProgram(graph, programs.device.name, least, most, **options)
+            self._kinds[key] = SizedProgram(graph, programs.device.name, least, most, more=ahead, **programs.options)
         return self._kinds[key]
 
 
