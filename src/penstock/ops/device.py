@@ -24,21 +24,6 @@ BACKENDS = {"cpu": "cpu", "cuda": "cuda.runtime", "reference": "cpu"}
 _TYPES: dict[str, type[Device]] = {}
 
 
-class Inputs(Protocol):
-    """Small arrays that the host fills and the device reads."""
-
-    host: list[np.ndarray]
-    on_device: list[Any]
-
-    def send(self) -> None:
-        """Bring what is in `host` to `on_device`, in the order of the device's work."""
-        ...
-
-    def ready(self) -> None:
-        """Wait until what was sent has left `host`, so that it may be filled again."""
-        ...
-
-
 class StepInputs(Protocol):
     """Arrays that the steps of all sizes read, at their largest, and the token that was drawn last in each slot."""
 
@@ -165,10 +150,6 @@ class DeviceMemory(Protocol):
 
     def copy_all(self, into: Seq[Any], arrays: Seq[Any]) -> None:
         """Copy arrays of this device into others of the same shapes."""
-        ...
-
-    def inputs(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> Inputs:
-        """Buffers of these shapes and dtypes."""
         ...
 
     def arena(self, nbytes: int) -> Any:

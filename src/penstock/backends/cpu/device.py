@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.dtypes import numpy_dtype
 from penstock.machine import available_memory, memory, peak_memory
-from penstock.ops.device import DeviceSampler, Inputs, StepInputs, register_device
+from penstock.ops.device import DeviceSampler, StepInputs, register_device
 from penstock.ops.op import backend
 
 _MOST_ROWS = 1 << 20  # of a cache: pages, or slots
@@ -85,9 +85,6 @@ class CpuDevice:
         for target, array in zip(into, arrays, strict=True):
             np.copyto(target, array)
 
-    def inputs(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> Inputs:
-        return _HostInputs(wanted)
-
     def arena(self, nbytes: int) -> np.ndarray:
         return np.empty(nbytes, np.uint8)
 
@@ -157,18 +154,6 @@ class ReferenceDevice(CpuDevice):
 
     def running(self, deterministic: bool) -> contextlib.AbstractContextManager[Any]:
         return backend("reference")
-
-
-class _HostInputs:
-    def __init__(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> None:
-        self.host = [np.zeros(shape, numpy_dtype(dtype)) for shape, dtype in wanted]
-        self.on_device = list(self.host)
-
-    def send(self) -> None:
-        pass
-
-    def ready(self) -> None:
-        pass
 
 
 register_device(CpuDevice)

@@ -110,6 +110,7 @@ class CudaDevice:
             self._torch._foreach_copy_(list(into), list(arrays))
 
     def inputs(self, wanted: Seq[tuple[tuple[int, ...], str]]) -> _PinnedInputs:
+        """Small arrays of these shapes and dtypes that the host fills and sends."""
         return _PinnedInputs(self, wanted)
 
     def arena(self, nbytes: int) -> Any:
