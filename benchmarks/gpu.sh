@@ -5,6 +5,7 @@
 #   PARTS="tests bench"            what to run: tests, sanitizer, bench
 #   PYTHON=python3 SHARDS=12       interpreter; processes that run the tests side by side
 #   COMMIT=abc123                 of the sources, where git does not know it
+#   TESTS="tests/gpu"              files and folders of tests, in this order
 #   LIMIT=900                      seconds after which the tests are stopped; the last one of each process is named
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -45,7 +46,7 @@ shard() { # NAME COMMAND…: the command once per shard, side by side; prints th
 : >"$out/gpu_tests.txt"
 : >"$out/gpu_failures.txt"
 case " $parts " in *" tests "*)
-  shard tests "$python" -m pytest -v -p no:cacheprovider -m "cuda and not slow" tests/gpu
+  shard tests "$python" -m pytest -v -p no:cacheprovider -m "cuda and not slow" ${TESTS:-tests/gpu}
   ;; esac
 case " $parts " in *" sanitizer "*)
   if command -v compute-sanitizer >/dev/null; then

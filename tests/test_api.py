@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import struct
@@ -16,10 +17,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import penstock
-from penstock.api import LLM, Stats
+from penstock.api import LLM, Stats, load_random
 from penstock.backends.cpu import device as cpu_device
 from penstock.engine import options as engine_options
 from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory, PenstockError
+from penstock.models.step import RecurrentState
 from penstock.weights.resolve import resolve_model
 from tests.cli.common import program
 from tests.models.common import (
@@ -70,6 +72,8 @@ def test_load_says_what_it_loaded(llm: LLM) -> None:
     ({"device": "tpu"}, "device is 'tpu', expected one of auto, cpu, cuda, reference"),
     ({"device": None}, "device is None, expected one of"),
     ({"dtype": "float64"}, "dtype is 'float64', expected one of auto, float32, bfloat16"),
+    ({"state_dtype": "float16"}, "state_dtype is 'float16', expected one of auto, float32, bfloat16"),
+    ({"state_dtype": "bfloat16", "device": "cpu"}, "state_dtype is 'bfloat16', expected float32: device 'cpu' has no"),
     ({"activations": "int4"}, "activations is 'int4', expected one of auto, int8, float32"),
     ({"expert_cache": "12 elephants"}, "expert_cache: is '12 elephants', expected a size such as 12G"),
     ({"expert_cache": 12}, "expert_cache is 12, expected a size such as '12G' or 'auto'"),
@@ -111,6 +115,34 @@ def test_load_takes_the_device_of_the_settings(folder: Path, monkeypatch: pytest
     monkeypatch.setenv("PENSTOCK_DEVICE", "reference")
     assert "reference" in repr(penstock.load(folder))
     assert "cpu" in repr(penstock.load(folder, device="cpu"))
+
+
+def test_load_takes_the_state_dtype_of_the_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_STATE_DTYPE", "bfloat16")
+    assert penstock.load(folder, device="reference").engine.state_dtype == "bfloat16"
+    assert penstock.load(folder, device="reference", state_dtype="float32").engine.state_dtype == "float32"
+    with pytest.raises(InvalidArgument, match="^load: state_dtype is 'bfloat16', expected float32: device 'cpu'"):
+        penstock.load(folder, device="cpu")
+
+
+def test_load_with_bfloat16_states_is_close_and_takes_less_memory(folder: Path) -> None:
+    whole, half = (penstock.load(folder, device="reference", state_dtype=kind) for kind in ("float32", "bfloat16"))
+    logits = [llm.logits(range(1, 40)).astype(np.float64) for llm in (whole, half)]
+    error = np.abs(logits[1] - logits[0]).max() / np.abs(logits[0]).max()
+    assert 0 < error < 0.02
+    layers = zip(half.engine.caches.layouts, half.engine.caches.arrays, strict=True)
+    states = [(layout, array) for layout, (_, array) in layers if isinstance(layout, RecurrentState)]
+    assert states and all(str(array.dtype) == "bfloat16" for _, array in states)
+    saved = sum(2 * math.prod(layout.state) for layout, _ in states)
+    assert whole.engine.caches.slot_bytes - half.engine.caches.slot_bytes == saved
+
+
+def test_load_refuses_a_state_dtype_of_a_model_without_states() -> None:
+    config = small_config(full_attention_interval=1)
+    with pytest.raises(
+        InvalidArgument, match="^load: state_dtype is 'bfloat16', expected 'auto': the model has no rec"
+    ):
+        load_random(config, device="reference", state_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("name", ["", "no/such/folder/here", "\x00", "a b", "../..//", "http://x/y", "x" * 300])

@@ -22,6 +22,7 @@ from penstock.weights.resolve import shipped_configs
 
 PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
 CONFIGS = list(shipped_configs().values())
+WRITTEN = [path for path in CONFIGS if path.stem != "qwen3.8-27b"]  # llama.cpp: no GGUF is written of a dense qwen3_5
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -67,7 +68,7 @@ class Counted(Random):
         return super().vector(path, *shape)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
 def test_describe_has_the_parameters_that_penstock_reads(path, llama_cpp, peer):
     _, config = peer.read_config(str(path), "6")
     family, source = models.family_of(config), Counted(config)
@@ -76,7 +77,7 @@ def test_describe_has_the_parameters_that_penstock_reads(path, llama_cpp, peer):
     assert sum(math.prod(tensor.shape) for tensor in tensors) == source.total
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
 def test_describe_uses_the_names_of_gguf(path, llama_cpp, peer):
     constants = pytest.importorskip("gguf").constants
     arch, _, tensors = llama_cpp.describe(peer.read_config(str(path), "6")[1])

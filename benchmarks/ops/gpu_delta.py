@@ -1,11 +1,13 @@
 """The gated delta net on a GPU at the shapes of Qwen3.6-35B-A3B: checked, then timed for decode and prefill.
 
     python -m benchmarks.ops.gpu_delta [--json FILE]
+    python -m benchmarks.ops.gpu_delta --sweep [--rows 1,8,32] [--json FILE]    steps in every arrangement
 
 Decode goes over states that together do not fit in the L2 cache, as the layers of a model do. TFLOP/s of the prefill
 count 6 Dk Dv operations per token and value head, what the recurrence would take; the chunks do more.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 
 from benchmarks.ops import gpu_common as common
 from penstock import ops
+from penstock.backends.cuda import _delta_step
+from penstock.backends.cuda._tuning import DELTA_HINTS, DeltaStep
 
 Hk, Hv, D, W = 16, 32, 128, 4
 HEADS = (Hk, Hv, D, D)
@@ -83,37 +87,97 @@ def gates(T: int) -> dict[str, Any]:
     return common.row("gdn_decay_beta", f"[{T}, {Hv}]", took, T * Hv * 12)
 
 
-def whole_step(B: int) -> dict[str, Any]:
-    """`gated_delta_step`, and in the last column what it stands for, op by op."""
-    sets = common.sets_of(B * Hv * D * D * 4)
-    x, z, alpha, beta = (torch.randn(B, *s, device="cuda").bfloat16() for s in ((CHANNELS,), (Hv, D), (Hv,), (Hv,)))
-    kept, weight = (torch.randn(*s, device="cuda").bfloat16() for s in ((sets * B, W - 1, CHANNELS), (CHANNELS, W)))
-    gates, norm = torch.randn(2, Hv, device="cuda"), torch.randn(D, device="cuda")
-    states = 0.1 * torch.randn(sets * B, Hv, D, D, device="cuda")
+class Layer:
+    """`gated_delta_step` over sets of B states, and what it stands for, op by op."""
 
-    def fused(kept: torch.Tensor, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return ops.gated_delta_step(x, z, alpha, beta, kept, states, at, weight, *gates, norm, Hk)
+    def __init__(self, B: int, dtype: torch.dtype = torch.float32) -> None:
+        state = B * Hv * D * D * dtype.itemsize
+        self.B, self.sets, self.nbytes = B, common.sets_of(state), 2 * state
+        shapes = ((CHANNELS,), (Hv, D), (Hv,), (Hv,))
+        self.x, self.z, self.alpha, self.beta = (torch.randn(B, *s, device="cuda").bfloat16() for s in shapes)
+        self.kept = torch.randn(self.sets * B, W - 1, CHANNELS, device="cuda").bfloat16()
+        self.weight = torch.randn(CHANNELS, W, device="cuda").bfloat16()
+        self.gates, self.norm = torch.randn(2, Hv, device="cuda"), torch.randn(D, device="cuda")
+        self.states = (0.1 * torch.randn(self.sets * B, Hv, D, D, device="cuda")).to(dtype)
+        self.slots = torch.arange(self.sets * B, dtype=torch.int32, device="cuda").split(B)
 
-    def apart(kept: torch.Tensor, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        y = ops.conv1d_causal(x, kept, weight, at)
-        ops.conv1d_state_update(kept, x, at)
+    def fused(self, kept: torch.Tensor, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        rows = (self.x, self.z, self.alpha, self.beta)
+        return ops.gated_delta_step(*rows, kept, states, at, self.weight, *self.gates, self.norm, Hk)
+
+    def apart(self, kept: torch.Tensor, states: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        y = ops.conv1d_causal(self.x, kept, self.weight, at)
+        ops.conv1d_state_update(kept, self.x, at)
         y = ops.rms_norm_qk(y, Hk, D, Hk * D)
-        d = ops.gated_delta_net(states, y, *ops.gdn_decay_beta(alpha, beta, *gates), *HEADS, slots=at)
-        return ops.gated_rms_norm(d, z, norm)
+        gates = ops.gdn_decay_beta(self.alpha, self.beta, *self.gates)
+        return ops.gated_rms_norm(ops.gated_delta_net(states, y, *gates, *HEADS, slots=at), self.z, self.norm)
 
-    slots = torch.arange(sets * B, dtype=torch.int32, device="cuda").split(B)
-    both = [call(kept.clone(), states.clone(), slots[0]) for call in (fused, apart)]
-    common.check("gated_delta_step", *both, 8e-3)
-    took, by_ops = (
-        common.seconds([lambda at=at, call=call: call(kept, states, at) for at in slots]) for call in (fused, apart)
-    )
-    nbytes = 2 * B * Hv * D * D * 4
-    return common.row("gated_delta_step", f"B={B} {Hv}x{D}x{D}", took, nbytes) | {"us by ops": by_ops * 1e6}
+    def check(self) -> None:
+        """Two steps of the first set, so that what the first leaves behind is seen."""
+        states = [(self.kept[: self.B].clone(), self.states[: self.B].clone()) for _ in range(2)]
+        for _ in range(2):
+            got, want = (call(*s, self.slots[0]) for call, s in zip((self.fused, self.apart), states, strict=True))
+            common.check("gated_delta_step", got, want, 8e-3)
+        common.check("its rows kept", states[0][0], states[1][0], 0)
+        common.check("its states", states[0][1], states[1][1], 8e-3)
+
+    def seconds(self, call: Callable[..., object]) -> float:
+        return common.seconds([lambda at=at: call(self.kept, self.states, at) for at in self.slots])
+
+
+def whole_step(B: int, dtype: torch.dtype) -> dict[str, Any]:
+    layer = Layer(B, dtype)
+    layer.check()
+    shape = f"B={B} {Hv}x{D}x{D} {str(dtype).removeprefix('torch.')}"
+    by_ops = {"us by ops": layer.seconds(layer.apart) * 1e6} if B <= 8 else {}
+    return common.row("gated_delta_step", shape, layer.seconds(layer.fused), layer.nbytes) | by_ops
+
+
+# Launches, parts of a head's state, warps and registers of a thread: what fits a multiprocessor two times and more.
+ARRANGEMENTS = [
+    (1, 1, 8, 128), (1, 1, 8, 255), (1, 2, 8, 128), (1, 4, 8, 128), (1, 4, 4, 128), (1, 8, 4, 96), (1, 8, 2, 128),
+    (2, 1, 8, 128), (2, 4, 4, 128), (2, 8, 2, 128),
+]  # fmt: skip
+HINTS = (("", ""), ("evict_first", ""), ("evict_first", "evict_first"))
+
+
+def sweep(B: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Every arrangement with the hints in use and, of the fastest, other hints and whether it prefetches."""
+    layer, rows = Layer(B, dtype), []
+
+    def timed(arrangement: tuple[int, int, int, int], prefetch: bool, hints: tuple[str, str]) -> None:
+        _delta_step.DELTA_STEP = (DeltaStep(1 << 30, *arrangement, prefetch),)
+        _delta_step.DELTA_HINTS = hints
+        layer.check()
+        launches, parts, warps, registers = arrangement
+        shape = f"B={B} {str(dtype).removeprefix('torch.')}"
+        made = common.row("gated_delta_step", shape, layer.seconds(layer.fused), layer.nbytes)
+        made |= {"launches": launches, "parts": parts, "warps": warps, "registers": registers}
+        rows.append(made | {"prefetch": prefetch, "hints": "/".join(hint or "none" for hint in hints)})
+
+    for arrangement in ARRANGEMENTS:
+        timed(arrangement, arrangement[0] == 1 and B <= 8, DELTA_HINTS)
+    best = min(rows, key=lambda row: row["us"])
+    fastest = (best["launches"], best["parts"], best["warps"], best["registers"])
+    for hints, prefetch in itertools.product(HINTS, (False, True)):
+        if (hints, prefetch) != (DELTA_HINTS, best["prefetch"]) and (fastest[0] == 1 or not prefetch):
+            timed(fastest, prefetch, hints)
+    return rows
 
 
 def main() -> None:
-    args = common.parser(__doc__.split("\n", 1)[0]).parse_args()
-    rows = [decode(B) for B in (1, 8, 64)] + [whole_step(B) for B in (1, 8)] + [prefill(T) for T in (256, 4096, 16384)]
+    parser = common.parser(__doc__.split("\n", 1)[0])
+    parser.add_argument("--sweep", action="store_true", help="time gated_delta_step in every arrangement instead")
+    parser.add_argument("--rows", default="1,8,32,64,128,256", help="numbers of sequences of a step")
+    parser.add_argument("--state", default="float32,bfloat16", help="dtypes of the states of a step")
+    args = parser.parse_args()
+    steps = list(itertools.product(map(int, args.rows.split(",")), (getattr(torch, d) for d in args.state.split(","))))
+    if args.sweep:
+        rows = [row for B, dtype in steps for row in sweep(B, dtype)]
+        common.finish("gated_delta_step, Qwen3.6-35B-A3B", rows, args.json)
+        return
+    rows = [decode(B) for B in (1, 8, 64)] + [whole_step(B, dtype) for B, dtype in steps]
+    rows += [prefill(T) for T in (256, 4096, 16384)]
     for T in (1, 4096):
         rows += [*convolution(T), gates(T)]
     common.finish("Gated delta net, bfloat16, Qwen3.6-35B-A3B", rows, args.json)

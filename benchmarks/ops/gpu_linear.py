@@ -50,6 +50,19 @@ def product_row(model: str, N: int, K: int, T: int, bits: int, dtype: str) -> di
     return row(f"quantized_matmul, {bits} bits", shape, took, one.nbytes, error=error)
 
 
+def stream_row(N: int, K: int, T: int, dtype: str) -> dict[str, Any]:
+    """A norm inside the product, of a residual stream in this dtype."""
+    one = random_weight(N, K)
+    weights = [one, *(random_weight(N, K) for _ in range(sets_of(one.nbytes) - 1))]
+    x, norm = torch.randn(T, K, device="cuda").to(getattr(torch, dtype)), torch.rand(K, device="cuda") + 0.5
+    normed = ops.rms_norm(x, norm, dtype="bfloat16").double()
+    got = ops.norm_matmul(x, norm, one, dtype="float32", normed="bfloat16")[:, :4096]
+    error = check(f"norm [{N}, {K}] T = {T} {dtype}", got, normed @ first_rows(one).T, 5e-4)
+    out = torch.empty(T, N, device="cuda", dtype=torch.bfloat16)
+    took = seconds([lambda w=w: ops.norm_matmul(x, norm, w, normed="bfloat16", out=out) for w in weights])
+    return row("norm_matmul, 4 bits", f"[{N}, {K}] T = {T}, stream {dtype}", took, one.nbytes, error=error)
+
+
 def dense_row(N: int, K: int, T: int) -> dict[str, Any]:
     weights = [torch.randn(N, K, device="cuda").bfloat16() for _ in range(sets_of(2 * N * K))]
     x = torch.randn(T, K, device="cuda").bfloat16()
@@ -97,6 +110,7 @@ def main() -> None:
     compile_ahead(compiled, [("product", *sizes) for sizes in PRODUCTS] + [("experts", model) for model in EXPERTS], 15)
     rows = [product_row(*sizes) for sizes in PRODUCTS]
     rows += [dense_row(256, 7168, 1), dense_row(12288, 2048, 1)]
+    rows += [stream_row(N, 2048, T, dtype) for N in (12352, 9216) for T in (1, 8) for dtype in ("bfloat16", "float32")]
     rows += [expert_row(model) for model in EXPERTS]
     finish("Products of few tokens", rows, args.json)
 

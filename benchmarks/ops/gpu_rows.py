@@ -35,12 +35,19 @@ def norms(T: int, dim: int) -> Iterator[Call]:
     shape = f"[{T}, {dim}]"
     yield "rms_norm", shape, ops.rms_norm, (x, w), y[:1]
     yield "residual_norm with sum", shape, ops.residual_norm, (a, x, w, 1e-6, True), y[:2]
+    h = made(T, dim, dtype=torch.float32)  # the residual stream of a model
+    total = torch.empty_like(h)
+    yield "rms_norm of the stream", shape, ops.rms_norm, (h, w, 1e-6, "bfloat16"), y[:1]
+    yield "residual_norm with the stream", shape, ops.residual_norm, (h, x, w, 1e-6, True), (y[0], total)
     if dim == 2816:  # the fusions of Gemma 4
         slots, experts = made(T, 8, dtype=torch.float32), made(T, 8, dim)
         wide = f"[{T}, 8, {dim}]"
         yield "norm_add", shape, ops.norm_add, (a, x, w), y[:1]
         yield "post_attn_triple_norm", shape, ops.post_attn_triple_norm, (a, x, w, w, w, w), y
         yield "post_ff_norm2_endlayer", shape, ops.post_ff_norm2_endlayer, (a, x, b, w, w, 0.7, 1e-6, True), y[:2]
+        yield "three norms of the stream", shape, ops.post_attn_triple_norm, (h, x, w, w, w, w), (total, *y[1:])
+        last = (a, x, h, w, w, 0.7, 1e-6, True)
+        yield "post_ff_norm2_endlayer of the stream", shape, ops.post_ff_norm2_endlayer, last, (y[0], total)
         yield "moe_wsum_norm_add", wide, ops.moe_wsum_norm_add, (experts, slots, a, w), y[:1]
 
 

@@ -20,7 +20,7 @@ from penstock.engine.admission import all_memory
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
-from penstock.engine.options import WORKING_BYTES, resolve_options
+from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
 from penstock.engine.request import Chunk, Completion, Request, Timings, make_request, reading_request
 from penstock.engine.response import in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
@@ -32,6 +32,7 @@ from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, Weig
 from penstock.models.gguf import open_gguf
 from penstock.models.random import DeviceRandomSource, Maker, Random, Shapes
 from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, Source, left_over
+from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
@@ -349,6 +350,7 @@ def load(
     notify: Callable[[str], None] | None = None,
     progress: Callable[[float], None] | None = None,
     cache_memory: int | str | None = None,
+    state_dtype: str = "auto",
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
@@ -358,6 +360,8 @@ def load(
     cache_memory: bytes for the caches of all sequences (20 * 2**30, "20G"), which a GPU takes when the first one opens;
     by default room for one of max_context and short ones beside it, in at most half of what is free there, and on the
     CPU what the sequences need. On the CPU it is a limit for requests.
+    state_dtype of recurrent states: "bfloat16" has half the bytes of "float32" (auto), and rounds (docs/kernels.md);
+    not on the CPU.
     deterministic: on a GPU an answer's bits do not depend on the requests decoded beside it (on the CPU they never do).
     Weights are read from the files by memory map. expert_cache: bytes of experts that are held ("12G", "50%" of them),
     the others are read when they are chosen; "auto": all of them if they fit. expert_host: bytes of host memory behind
@@ -373,6 +377,7 @@ def load(
     packed = None if expert_file is None else os.fspath(expert_file)
     experts = ExpertOptions(expert_cache, expert_host, expert_io, expert_policy, packed, expert_prefetch)
     room = _cache_bytes(cache_memory)
+    states = resolve_state_dtype(state_dtype, name)
     where = device_for(name)
     found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=notify is None)
     folder = found.path
@@ -381,10 +386,10 @@ def load(
     if found.kind == "gguf":
         model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress)
     else:
-        model, tokenizer, notices = _read_folder(folder, where, experts, options, progress, room)
+        model, tokenizer, notices = _read_folder(folder, where, experts, options, progress, room, states)
     for notice in notices:
         notify(notice)
-    engine = _engine(model, where, dtype, activations, max_context, deterministic, f"{folder}", room)
+    engine = _engine(model, where, dtype, states, activations, max_context, deterministic, f"{folder}", room)
     # a saved session finds its model again by its hub id or its whole path
     name = None if found.kind == "demo" else found.hub_id or str(folder.resolve())
     return LLM(engine, tokenizer, name, notices)
@@ -406,6 +411,7 @@ def _read_folder(
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
     cache_memory: int | None,
+    state_dtype: str,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
@@ -413,7 +419,7 @@ def _read_folder(
     tokenizer = Tokenizer.from_folder(folder)
     source = CheckpointSource(checkpoint, *family.names(checkpoint, config))
     copied = _copied_bytes(checkpoint)
-    caches = Caches(family.caches(config), options["dtype"], device)
+    caches = Caches(with_state_dtype(family.caches(config), state_dtype), options["dtype"], device)
     states = caches.bytes_of(min(config.max_positions, _CONTEXT)) if cache_memory is None else cache_memory
     beside = WORKING_BYTES + caches.nbytes + states
     layers = _streamed_layers(family, source, config, experts, device, checkpoint.nbytes + beside)
@@ -539,6 +545,7 @@ def load_random(
     deterministic: bool = False,
     on_device: bool = False,
     cache_memory: int | str | None = None,
+    state_dtype: str = "auto",
 ) -> LLM:
     """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks.
 
@@ -546,6 +553,7 @@ def load_random(
     """
     name, dtype, activations = resolve_options(device, dtype, activations, threads)
     room = _cache_bytes(cache_memory)
+    states = resolve_state_dtype(state_dtype, name)
     where = device_for(name)
     family = models.family_of(dict(config))
     read = family.read_config(dict(config))
@@ -557,7 +565,7 @@ def load_random(
         source = DeviceRandomSource(config, where, seed, progress)
     weights, placed = _weights(family, source, read, where)
     model = Model(family, placed, weights, f"random-{seed}", models.bytes_of(weights))
-    engine = _engine(model, where, dtype, activations, max_context, deterministic, "random weights", room)
+    engine = _engine(model, where, dtype, states, activations, max_context, deterministic, "random weights", room)
     return LLM(engine, None, None, ())
 
 
@@ -571,7 +579,8 @@ def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:
     """A session saved by `Session.save`, on a loaded model or on the one it names (which must be on this machine)."""
     if llm is None:
         _, about = read_about(path)
-        llm = load(about["model"] or None, dtype=about["dtype"], activations=about["activations"], offline=True)
+        dtype, states = about["dtype"], about.get("state_dtype", "float32")
+        llm = load(about["model"] or None, "auto", dtype, about["activations"], state_dtype=states, offline=True)
     session = llm.session()
     try:
         restore_into(session, path)
@@ -594,6 +603,7 @@ def _engine(
     model: AnyModel,
     device: Device,
     dtype: str,
+    state_dtype: str,
     activations: str,
     max_context: int | None,
     deterministic: bool,
@@ -612,6 +622,7 @@ def _engine(
         device=device,
         activations=activations,
         dtype=dtype,
+        state_dtype=state_dtype,
         max_context=chosen,
         deterministic=deterministic,
         cache_memory=cache_memory,

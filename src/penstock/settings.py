@@ -28,6 +28,7 @@ class Settings:
     threads: int | None = _setting(None, "threads of the CPU kernels; all physical cores if unset", at_least=1)
     cache_dir: str | None = _setting(None, "folder of compiled kernels, Triton's too; the user's cache folder if unset")
     device: Literal["auto", "cpu", "cuda", "reference"] = _setting("auto", "where models run")
+    state_dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "numbers of recurrent states; auto: float32")
     debug: bool = _setting(False, "show the traceback of an error on the command line")
     engine_process: bool | None = _setting(None, "whether `penstock serve` runs the model in a process of its own")
     api_key: str | None = _setting(None, "key that clients of `penstock serve` have to send", secret=True)

@@ -6,6 +6,8 @@ import pytest
 import penstock
 from penstock import ops
 from penstock.backends.cpu import _threads
+from penstock.dtypes import numpy_dtype
+from penstock.errors import BackendError
 from tests.backends import rows
 from tests.ops.cases import by_op
 from tests.ops.common import DTYPES, EPS, assert_close, assert_same_bits, normal, run_on
@@ -258,3 +260,16 @@ def test_a_row_of_no_sequence_is_0_and_moves_no_state(device, rng):
     assert not got[[1, 3]].any()
     for one, other in zip(also, moved, strict=True):
         assert_same_bits("state", one, other)
+
+
+@pytest.mark.parametrize("op", ["gated_delta_net", "gated_delta_step", "delta_commit"])
+def test_cpu_kernels_refuse_bfloat16_states_before_anything_moves(op, rng):
+    case = next(case for case in by_op(op) if "empty" not in str(case))
+    arguments = case.arguments("float32")
+    arguments["state"] = arguments["state"].astype(numpy_dtype("bfloat16"))
+    before = {name: value.copy() for name, value in arguments.items() if isinstance(value, np.ndarray)}
+    message = f"^{op}: state is bfloat16, expected float32: the CPU has no other states$"
+    with penstock.backend("cpu"), pytest.raises(BackendError, match=message):
+        ops.REGISTRY[op](**arguments)
+    for name, value in before.items():
+        assert_same_bits(name, arguments[name], value)

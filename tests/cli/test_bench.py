@@ -333,6 +333,7 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "gemma4-26b-a4b": (25.2, 3.8),
         "deepseek-v3": (671, 37),
         "llama-3.2-3b": (3.21, 3.21),
+        "qwen3.8-27b": (26.9, 26.9),
     }[file.stem]
     assert 1 <= raw["layers"] < text["num_hidden_layers"]
     assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]
@@ -349,7 +350,7 @@ def count_parameters(c):
     ]
     for n, kind in enumerate(kinds):
         H, D, Hkv = c["num_attention_heads"], c.get("head_dim", 0), c["num_key_value_heads"]
-        if "moe_intermediate_size" not in c:
+        if "moe_intermediate_size" not in c and "linear_num_key_heads" not in c:
             total += dim * D * (2 * H + 2 * Hkv) + 3 * dim * c["intermediate_size"]
             continue
         if "kv_lora_rank" in c:
@@ -366,6 +367,9 @@ def count_parameters(c):
             total += dim * D * (2 * H + (1 if whole else 2) * Hkv)
         else:
             total += dim * D * (3 * H + 2 * Hkv)  # q with its gate, o, k, v
+        if "moe_intermediate_size" not in c:
+            total += 3 * dim * c["intermediate_size"]
+            continue
         expert = 3 * dim * c["moe_intermediate_size"]
         if n < c.get("first_k_dense_replace", 0):
             total += 3 * dim * c["intermediate_size"]

@@ -91,6 +91,7 @@ def test_generate_options_reach_the_model(capsys, loaded, monkeypatch, llm):
     asked = {}
     monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: asked.update(arguments, tokens=tokens) or iter(()))
     options = "-hf some/model --revision main --offline --device cpu --dtype float32 --activations float32 -t 1 -c 2K"
+    options += " --state-dtype bfloat16"
     options += " --temp 0.7 --top-p 0.9 --min-p 0.05 --top-k 40 --seed 7 --repetition-penalty 1.1 --stop END --stop ."
     options += " --presence-penalty 0.5 --frequency-penalty 0.25 -m 3 --extra-eos-token 5 <|im_end|> -p"
     shown = call(capsys, "generate", *options.split(), r"a\tb\nc")
@@ -103,6 +104,7 @@ def test_generate_options_reach_the_model(capsys, loaded, monkeypatch, llm):
             "offline": True,
             "device": "cpu",
             "dtype": "float32",
+            "state_dtype": "bfloat16",
             "activations": "float32",
             "threads": 1,
             "max_context": 2048,

@@ -126,4 +126,42 @@ def test_a_step_keeps_to_its_time(rng: np.random.Generator) -> None:
     engine.allocate(sequences=5)
     steps._bind_anew()
     steps._seconds = {Bucket(rows, 5, False): rows / 10_000 for rows in steps.mixed}
-    assert steps.tokens_within(0.06) == 512 and steps.tokens_within(1.0) == 2048 and steps.tokens_within(1e-9) == 16
+    assert steps.tokens_within(0.06) == 512 and steps.tokens_within(1.0) == 4096 and steps.tokens_within(1e-9) == 16
+
+
+def chunks_of_a_prompt(monkeypatch: pytest.MonkeyPatch, engine: Engine, tokens: int, answers: int) -> list[int]:
+    """The chunks in which a prompt is read, alone or beside answers, where 40 tokens take a millisecond."""
+    scheduler = Scheduler(LLM(engine, None, None, ()), max_sequences=2, prefix_cache=False)
+    steps = steps_of(engine)
+    steps._bind_anew()
+    steps._seconds = {Bucket(rows, 2, False): rows / 40_000 for rows in steps.mixed}
+    found: list[list[int]] = []
+    launch = engine.launch
+
+    def watched(runs: Any, *how: Any) -> Any:
+        found.append([len(run.tokens) for run in runs if run.prompt])
+        return launch(runs, *how)
+
+    handles = [scheduler.submit(Request([5, 6], SamplingParams(), 40, eos=frozenset())) for _ in range(answers)]
+    scheduler.step()
+    monkeypatch.setattr(engine, "launch", watched)
+    handles.append(scheduler.submit(Request(some_tokens(tokens), SamplingParams(), 1, eos=frozenset())))
+    while not scheduler.idle:
+        scheduler.step()
+    assert [handle.result(1).finish_reason for handle in handles] == ["length"] * (answers + 1)
+    scheduler.close()
+    return [count for step in found for count in step]
+
+
+def test_a_prompt_that_delays_no_answer_goes_in_larger_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the time of a step beside answers, which is 60 ms: 4096 tokens, and 7 pages of 2047."""
+    engine, _ = engines(LLAMA["tied"] | {"max_position_embeddings": 8192}, sequences=2, max_context=8192)
+    assert chunks_of_a_prompt(monkeypatch, engine, 4096 + 300, answers=0) == [4096, 300]
+    assert chunks_of_a_prompt(monkeypatch, engine, 4096 + 300, answers=1) == [1792, 1792, 812]
+
+
+def test_a_prompt_never_has_more_pages_of_a_window_than_were_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache for one sequence: a chunk of 4096 tokens would need pages that there are none of."""
+    engine, _ = engines(LLAMA["window"] | {"max_position_embeddings": 8192}, sequences=1, max_context=8192)
+    engine.allocate(sequences=1)
+    assert max(chunks_of_a_prompt(monkeypatch, engine, 7000, answers=0)) == 2048

@@ -11,7 +11,7 @@ from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches, PageTable, Sequence, Snapshot
 from penstock.engine.cache_size import sequences_within, size_for_batches, size_for_load, size_within
 from penstock.errors import InvalidArgument, OutOfMemory
-from penstock.models.step import PAGE, Layout, PagedKV, RecurrentState
+from penstock.models.step import PAGE, Layout, PagedKV, RecurrentState, with_state_dtype
 
 WINDOW = 300
 LAYOUTS: tuple[Layout, ...] = (PagedKV(3, 2), RecurrentState((3, 5), (2, 4, 6)), PagedKV(7, 1, WINDOW), PagedKV(4, 4))
@@ -237,6 +237,20 @@ def test_growth_keeps_contents() -> None:
         write(caches, sequence, text)
     for sequence, text in zip(sequences, texts, strict=True):
         holds(caches, sequence, text)
+
+
+def test_states_of_two_bytes_are_counted_so() -> None:
+    whole, half = (Caches(with_state_dtype(LAYOUTS, kind), "float32") for kind in ("float32", "bfloat16"))
+    assert whole.slot_bytes - half.slot_bytes == 2 * 2 * 4 * 6
+    assert [str(array.dtype) for array in half.arrays[1]] == ["float32", "bfloat16"]
+    first, second = half.open(), half.open()
+    half.arrays[1][1][first.slot] = 1.5
+    moment = half.snapshot(first)
+    half.rewind(second, moment)
+    assert (half.arrays[1][1][second.slot] == 1.5).all()
+    with pytest.raises(InvalidArgument, match="^load: state_dtype is 'bfloat16', expected 'auto': the model has no"):
+        with_state_dtype((PagedKV(3, 2),), "bfloat16")
+    assert with_state_dtype((PagedKV(3, 2),), "float32") == (PagedKV(3, 2),)
 
 
 def test_bytes_of_is_what_a_sequence_takes() -> None:

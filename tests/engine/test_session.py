@@ -395,6 +395,20 @@ def test_restore_loads_the_model_that_the_file_names(dtype: str, folder: Path, t
         assert other.generate(max_tokens=5).tokens == more
 
 
+def test_save_and_restore_of_bfloat16_states(folder: Path, tmp_path: Path) -> None:
+    half, path = penstock.load(folder, device="reference", max_context=64, state_dtype="bfloat16"), tmp_path / "half"
+    with half.session() as session:
+        session.append(some_tokens(12))
+        session.save(path)
+        want = continued(session, 3)
+        assert continued(session, 3) == want
+    assert {str(array.dtype) for name, array in load_file(path).items() if array.ndim == 3} == {"bfloat16"}
+    with penstock.restore(path, half) as session:
+        assert continued(session, 3) == want
+    whole = penstock.load(folder, device="reference", max_context=64)
+    refused(path, whole, "was saved with state_dtype 'bfloat16', expected this model's (state_dtype 'float32')")
+
+
 def test_restore_of_the_demo_model(tmp_path: Path) -> None:
     with penstock.load(device="reference").session() as session:
         session.append([5, 6])
@@ -410,12 +424,14 @@ def rewritten(path: Path, arrays: Any = None, signed: bool = True, **about: Any)
     arrays = arrays or load_file(path)
     description |= about
     if signed:
+        description = {key: value for key, value in description.items() if value is not None}
         description["digest"] = _digest(description, arrays)
     save_file(arrays, path, {key: value for key, value in description.items() if value is not None})
 
 
-def test_rewritten_as_it_was_is_accepted(saved: Path, llm: LLM) -> None:
-    rewritten(saved)
+@pytest.mark.parametrize("about", [{}, {"state_dtype": None}], ids=["as it was", "from before states had dtypes"])
+def test_rewritten_as_it_was_is_accepted(about: dict[str, Any], saved: Path, llm: LLM) -> None:
+    rewritten(saved, **about)
     with penstock.restore(saved, llm) as session:
         assert session.tokens == some_tokens(270)
 
@@ -427,6 +443,7 @@ def test_rewritten_as_it_was_is_accepted(saved: Path, llm: LLM) -> None:
     ({"version": "0" * 1000}, "version is '00000000000000000000', expected 1"),
     ({"fingerprint": "0" * 64}, "was saved with another model or quantization, expected this model's"),
     ({"dtype": "bfloat16"}, "was saved with dtype 'bfloat16', expected this model's (dtype 'float32')"),
+    ({"state_dtype": "bfloat16"}, "was saved with state_dtype 'bfloat16', expected this model's (state_dtype 'float"),
     ({"activations": "float32"}, "was saved with activations 'float32', expected this model's (activations 'int8')"),
     ({"length": "100000"}, "has 100000 positions, expected at most 700 (max_context)"),
     ({"length": "269"}, "expected a whole session"),

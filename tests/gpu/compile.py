@@ -8,6 +8,7 @@
 
 import argparse
 import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -101,35 +102,54 @@ def pretend(arch: int = 90) -> Iterator[list[Compiled]]:
         driver._active = before
 
 
-def compile_cases(names: list[str], arch: int) -> tuple[list[Compiled], list[str]]:
-    """What the cases of these families and ops launch, and what failed."""
+def compile_cases(names: list[str], arch: int, small: bool = True) -> tuple[list[Compiled], list[str]]:
+    """What calls of these families and ops launch, and what failed: those at the sizes of models, and the small ones of
+    tests/ops/cases.py.
+    """
     import penstock
     from penstock import ops
+    from penstock.backends.cuda._tuning import gpu
     from tests.gpu.common import to_device
+    from tests.gpu.model_sized import CALLS
     from tests.ops.cases import CASES
 
+    def asked(name: str) -> bool:
+        op = ops.REGISTRY[name]
+        return (not names or bool({op.name, op.family} & set(names))) and op.kernel("cuda") is not None
+
+    large = (call for call in CALLS if asked(call.op))
+    calls = [(f"{call.op} {given}", functools.partial(call.run, *given)) for call in large for given in call.arguments]
+    for case in (case for case in CASES if small and asked(case.op)):
+        for dtype in case.dtypes:
+            arguments = {name: to_device(value) for name, value in case.arguments(dtype).items()}
+            calls.append((f"{case} {dtype}", functools.partial(ops.REGISTRY[case.op], **arguments)))
     failed = []
-    with pretend(arch) as found:
-        for case in CASES:
-            op = ops.REGISTRY[case.op]
-            if (names and not {op.name, op.family} & set(names)) or op.kernel("cuda") is None:
-                continue
-            for dtype in case.dtypes:
-                arguments = {name: to_device(value) for name, value in case.arguments(dtype).items()}
-                try:
-                    with penstock.backend("cuda"):
-                        op(**arguments)
-                except Exception as error:  # a compiler's errors are of many kinds; each is reported
-                    failed.append(f"{case} {dtype}: {type(error).__name__}: {str(error)[:2000]}")
-    return found, failed
+    with pretend(arch) as found, penstock.backend("cuda"):
+        for name, call in calls:
+            try:
+                call()
+            except Exception as error:  # a compiler's errors are of many kinds; each is reported
+                failed.append(f"{name}: {type(error).__name__}: {str(error)[:2000]}")
+    room = gpu(divmod(arch, 10)).shared << 10
+    over = [
+        f"{made.name} {made.constants}: {made.shared} B shared, at most {room}" for made in found if made.shared > room
+    ]
+    return found, [*failed, *over, *filter(None, map(_impatient, found))]
+
+
+def _impatient(made: Compiled) -> str:
+    """What is wrong with a kernel that may start before the one ahead of it has ended, and never waits for that."""
+    waits = "griddepcontrol.wait" in made.asm["ptx"]
+    return "" if waits or "PDL=True" not in made.constants else f"{made.name}: has PDL and does not wait"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*", help="families or ops; all if left out")
     parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--large", action="store_true", help="only calls at the sizes of models")
     args = parser.parse_args()
-    found, failed = compile_cases(args.names, args.arch)
+    found, failed = compile_cases(args.names, args.arch, not args.large)
     for made in found:
         needs = f"{made.registers:4} registers {made.spilled:5} B stack {made.shared:7} B shared {made.warps:2} warps"
         print(f"{needs}  {made.name} {made.constants}")

@@ -186,7 +186,7 @@ def test_attention_paged_gates_its_result(lengths, dtype, rng):
 def test_attention_takes_smaller_tiles_where_programs_are_few(heads, group, wide, B, positions, tile):
     latent = wide > 512
     parts = (512, 64, 512) if latent else (wide, 0, wide)
-    plan = _attend._plan(parts, 2, group, latent, True)
+    plan = _attend._plan(parts, 2, group, latent, 227)
     wanted = 132 if wide > 256 else 264
     assert _attend._spread(plan, group, B * heads, positions, wanted, latent)[:4] == tile
 

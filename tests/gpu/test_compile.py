@@ -1,4 +1,4 @@
-"""Every kernel compiles for the oldest and for a current GPU, on a machine that has none."""
+"""Every kernel compiles for every kind of GPU and fits its shared memory, on a machine that has none."""
 
 import os
 import subprocess
@@ -8,16 +8,32 @@ from pathlib import Path
 import pytest
 
 FAMILIES = ("norm", "elementwise", "rope", "embed", "cache", "linear", "moe", "attention", "mla", "delta", "sampling")
+ARCHS = (80, 89, 90, 100, 120)
+QUICK = "rope"  # the family that is compiled for all of them in any case
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_compile_without_a_gpu(family, arch):
+def compile_for(arch: int, *what: str) -> None:
     root = Path(__file__).parents[2]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
-    command = [sys.executable, "-m", "tests.gpu.compile", family, "--arch", str(arch)]
+    command = [sys.executable, "-m", "tests.gpu.compile", *what, "--arch", str(arch)]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert " 0 calls failed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_compile_without_a_gpu(family, arch):
+    compile_for(arch, family)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_one_family_compiles_for_every_gpu(arch):
+    compile_for(arch, QUICK)
+
+
+@pytest.mark.parametrize("family", ["linear", "moe", "attention", "mla", "delta"])
+def test_calls_at_the_sizes_of_models_compile_for_hopper(family):
+    compile_for(90, family, "--large")

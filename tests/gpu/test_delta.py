@@ -9,7 +9,9 @@ import torch
 
 import penstock
 from penstock import ops
-from penstock.backends.cuda import _chunk, delta
+from penstock.backends.cuda import _chunk, _delta_step, delta
+from penstock.backends.cuda._tuning import DeltaStep
+from penstock.dtypes import numpy_dtype
 from penstock.errors import BackendError
 from tests.gpu.common import DEVICE, GPU, reference, run, to_host
 from tests.gpu.common import to_device as view_on_device
@@ -155,6 +157,31 @@ def test_gated_delta_net_steps_may_be_cut_anywhere(rng):
         assert_same_bits(name, got, want)
 
 
+def halved(call: dict) -> tuple[dict, dict]:
+    """A call whose state is bfloat16, and the same with those numbers in float32."""
+    state = call["state"].astype(numpy_dtype("bfloat16"))
+    return call | {"state": state}, call | {"state": state.astype(np.float32)}
+
+
+@pytest.mark.parametrize(("T", "variant", "dtype"), [(1, "step", "float32"), (70, "chunks", "bfloat16")])
+def test_gated_delta_net_rounds_a_bfloat16_state_once(T, variant, dtype, rng):
+    """By the recurrence after a token, by chunks after all of them: what float32 gives, rounded to the nearest."""
+    half, whole = halved(sequence(rng, T, 1, 2, 20, 12, dtype))
+    (y, state), (want, last) = moved(half, variant), moved(whole, variant)
+    assert_same_bits("y", y, want)
+    assert_same_bits("state", state, last.astype(state.dtype))
+    assert state.dtype == numpy_dtype("bfloat16") and not np.array_equal(state.astype(np.float32), last)
+
+
+def test_gated_delta_net_steps_over_bfloat16_states_may_be_cut_anywhere(rng):
+    half, _ = halved(sequence(rng, 7, 1, 2, 40, 6))
+    whole = moved(half, "step")
+    for name, got, want in zip(("y", "state"), moved(half, "step", cuts=(1, 4)), whole, strict=True):
+        assert_same_bits(name, got, want)
+    for name, got, want in zip(("y", "state"), whole, defined(half), strict=True):
+        assert_close(name, got, want, 2 * EPS["bfloat16"], np.abs(want.astype(np.float64)).max())
+
+
 def test_gated_delta_net_says_how_wide_a_key_may_be():
     call = sequence(np.random.default_rng(0), 1, 1, 1, 16385, 1)
     with pytest.raises(BackendError, match=r"^gated_delta_net: Dk is 16385, expected at most 16384 on cuda"):
@@ -226,6 +253,38 @@ def test_gated_delta_step_equals_its_ops(sizes, dtype, rng):
         # a normalised k may round the other way, and the state follows it
         assert_close(name, a, b, 0 if name == "conv_state" else 8 * EPS[dtype], np.abs(b.astype(np.float64)).max())
     assert not to_host(got)[1].any()
+
+
+@pytest.mark.parametrize(
+    ("launches", "parts", "warps", "sizes"),
+    [(1, 1, 8, (3, 4, 2, 6, 20, 12)), (2, 4, 8, (3, 4, 2, 6, 20, 12)), (1, 4, 4, (2, 3, 1, 2, 40, 33)),
+     (1, 2, 2, (4, 4, 3, 3, 32, 16)), (1, 8, 8, (2, 3, 1, 4, 70, 5)), (2, 1, 4, (2, 2, 1, 1, 64, 64))]
+    + [(n, parts, warps, (5, 9, 16, 32, 128, 128)) for n in (1, 2) for parts, warps in ((1, 8), (4, 4), (8, 2)) if GPU],
+)  # fmt: skip
+@pytest.mark.parametrize(("W", "kept"), [(1, "float32"), (2, "bfloat16"), (4, "float32")])
+def test_gated_delta_step_in_any_launches_moves_on_step_by_step(
+    launches, parts, warps, sizes, W, kept, monkeypatch, rng
+):
+    """Three steps of rows in turning slots, one of no sequence and one beyond the states, in every arrangement."""
+    monkeypatch.setattr(_delta_step, "DELTA_STEP", (DeltaStep(1 << 30, launches, parts, warps, 128, True),))
+    B, S, Hk, Hv, Dk, Dv = sizes
+    call = layer(rng, B, S, Hk, Hv, Dk, Dv, "float32")
+    call["state"] = call["state"].astype(numpy_dtype(kept))
+    call |= {"conv_weight": normal(rng, call["qkv"].shape[1], W), "conv_state": call["conv_state"][:, 4 - W :].copy()}
+    call = {name: to_device(value) for name, value in call.items()}
+    again = {name: value.clone() for name, value in call.items()}
+    for step in range(3):
+        slots = np.roll(np.arange(S), step)[:B]
+        slots[step % B] = (-1, S, -1)[step]
+        call["slots"], again["slots"] = to_device(slots.astype(np.int32)), to_device(slots.astype(np.int32))
+        with penstock.backend("cuda"):
+            got = ops.gated_delta_step(**call, Hk=Hk, out=torch.full_like(call["z"], float("nan")))
+            want = one_by_one(again, Hk)
+        assert not to_host(got)[step % B].any()
+        for name, a, b in (("y", got, want), *((name, call[name], again[name]) for name in ("conv_state", "state"))):
+            a, b = to_host(a), to_host(b)
+            rel = 0 if name == "conv_state" else 16 * EPS["float32"] if kept == "float32" else 2 * EPS[kept]
+            assert_close(name, a, b, rel, max(1, np.abs(b.astype(np.float64)).max(initial=0)))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -363,3 +422,29 @@ def test_gated_delta_step_replays_with_other_slots_and_repeats_its_bits():
         y = ops.gated_delta_step(**want, Hk=Hk)
         assert torch.equal(y, out)
         assert all(torch.equal(call[name], want[name]) for name in ("conv_state", "state"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "arrangement", [(1, 1, 8, 128, True), (1, 4, 4, 128, False), (1, 8, 2, 128, True), (2, 4, 4, 128, False)]
+)
+def test_gated_delta_step_of_many_rows_moves_the_kept_rows_on_exactly(arrangement, monkeypatch):
+    """Programs of a key head read the same rows, one of them moves them on: a race would mix rows of two steps."""
+    monkeypatch.setattr(_delta_step, "DELTA_STEP", (DeltaStep(1 << 30, *arrangement),))
+    B, S, Hk, Hv, D, W = 256, 260, 16, 32, 128, 4
+    C = 2 * Hk * D + Hv * D
+    made = torch.Generator(DEVICE).manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE, generator=made)
+
+    call = {"conv_state": drawn(S, W - 1, C).bfloat16(), "state": 0.1 * drawn(S, Hv, D, D)}
+    call |= {"conv_weight": drawn(C, W).bfloat16(), "A_log": drawn(Hv), "dt_bias": drawn(Hv), "norm_weight": drawn(D)}
+    call["slots"] = torch.randperm(S, device=DEVICE)[:B].int()
+    again = call | {name: call[name].clone() for name in ("conv_state", "state")}
+    for _ in range(12):
+        rows = {"qkv": drawn(B, C), "z": drawn(B, Hv, D), "alpha": drawn(B, Hv), "beta": drawn(B, Hv)}
+        rows = {name: value.bfloat16() for name, value in rows.items()}
+        got, want = ops.gated_delta_step(**call, **rows, Hk=Hk), one_by_one(again | rows, Hk)
+        assert torch.equal(call["conv_state"], again["conv_state"])
+        assert float((got.double() - want.double()).norm() / want.double().norm()) <= 8e-3

@@ -8,6 +8,8 @@ import torch
 
 import penstock
 from penstock import ops
+from penstock.backends.cuda import _tuning
+from penstock.backends.cuda._launch import counter
 from penstock.errors import BackendError
 from tests.gpu.common import GPU, reference, run, to_device, to_host
 from tests.ops.common import assert_close, assert_same_bits, fenced, i32, normal, quantized
@@ -214,6 +216,136 @@ def test_router_gives_the_same_bits_every_time(router):
     for _ in range(100):
         again = op(**call)
         assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+# -- routers with the norm and the product before them -----------------------------------------------------------------
+
+
+def router_call(rng, T, E, K, scores=1, bits=8, dtype="float32"):
+    w = (
+        quantized(rng, E + scores, K, bits=bits)
+        if bits
+        else normal(rng, E + scores, K, dtype="bfloat16", scale=K**-0.5)
+    )
+    norm = normal(rng, K, dtype=dtype)
+    return {"x": normal(rng, T, K, dtype=dtype), "norm_weight": norm, "w": w, "scores": scores, "write_normed": True}
+
+
+def check_norm_router(op: Any, call: dict[str, Any]) -> Any:
+    got, want = run(op, **call), reference(op, **call)
+    assert_close("h", got[0], want[0], 4e-6 if got[0].dtype == np.float32 else 2**-7)
+    assert_same_bits("ids", got[1], want[1])
+    assert_close("weights", got[2], want[2], 2e-5, 1.0)
+    if call["scores"]:
+        assert_close("scores", got[3], want[3], 1e-5, float(np.abs(want[3]).max()))
+    return got
+
+
+@pytest.mark.parametrize("last", [1, 8], ids=["alone", "all"])
+@pytest.mark.parametrize("bits", [8, 3, 0], ids=["codes", "stream", "dense"])
+@pytest.mark.parametrize(
+    "T, E, k, scores", [(1, 256, 8, 1), (1, 33, 3, 0), (3, 70, 5, 2), (8, 7, 7, 1), (1, 600, 4, 1)]
+)
+def test_moe_norm_route_matches_definition(T, E, k, scores, bits, last, rng, monkeypatch):
+    monkeypatch.setattr(_tuning, "ROUTER_LAST", last)
+    call = {**router_call(rng, T, E, 128, scores, bits), "top_k": k, "per_expert_scale": normal(rng, E)}
+    check_norm_router(ops.moe_norm_route, call)
+
+
+@pytest.mark.parametrize("last", [1, 8], ids=["alone", "all"])
+@pytest.mark.parametrize("T, E, G, keep, k", [(1, 256, 8, 4, 8), (2, 33, 1, 1, 3), (5, 12, 3, 2, 7), (1, 40, 1, 1, 40)])
+def test_moe_norm_group_route_matches_definition(T, E, G, keep, k, last, rng, monkeypatch):
+    monkeypatch.setattr(_tuning, "ROUTER_LAST", last)
+    how = {
+        "n_group": G,
+        "topk_group": keep,
+        "top_k": k,
+        "routed_scaling_factor": 2.5,
+        "bias": normal(rng, E, scale=0.1),
+    }
+    check_norm_router(ops.moe_norm_group_route, {**router_call(rng, T, E, 64), **how})
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("op", [ops.moe_norm_route, ops.moe_norm_group_route], ids=["route", "group"])
+def test_norm_routers_give_odd_rows_no_experts(op, nan, rng, monkeypatch):
+    """Rows of NaN and of infinities, and one of no sequence; ties go to the lowest index."""
+    monkeypatch.setattr(_tuning, "ROUTER_LAST", 8)
+    call = router_call(rng, 5, 40, 64, bits=0)
+    call["x"][0, 7], call["x"][1, 9] = np.nan, np.inf
+    call["w"][8:32] = call["w"][8]
+    how = {"top_k": 6, "active": i32(0, 0, -1, 3, 0), "propagate_nan": nan}
+    how |= {"per_expert_scale": None} if op is ops.moe_norm_route else {"n_group": 4, "topk_group": 2, "bias": None}
+    got, want = run(op, **call, **how), reference(op, **call, **how)
+    assert_same_bits("ids", got[1], want[1])
+    assert_same_bits("which are NaN", np.isnan(got[2]), np.isnan(want[2]))
+    assert_close("weights", np.nan_to_num(got[2]), np.nan_to_num(want[2]), 2e-5)
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_moe_norm_route_is_batch_invariant_if_asked(T, rng):
+    call = {**router_call(rng, 10, 33, 128), "top_k": 5, "per_expert_scale": None}
+    with penstock.backend("cuda", deterministic=True):
+        whole = ops.moe_norm_route(**{name: to_device(value) for name, value in call.items()})
+        part = ops.moe_norm_route(**{name: to_device(value) for name, value in {**call, "x": call["x"][:T]}.items()})
+    for name, a, b in zip(("h", "ids", "weights", "scores"), to_host(part), to_host(whole), strict=True):
+        assert_same_bits(name, a, b[:T])
+
+
+def test_moe_norm_route_leaves_its_counter_at_zero(rng):
+    """Also where another call has written to the same array before."""
+    call = {name: to_device(value) for name, value in router_call(rng, 1, 200, 64, scores=3).items()}
+    out = tuple(to_device(np.empty((1, n), kind)) for n, kind in ((64, "f4"), (5, "i4"), (5, "f4"), (3, "f4")))
+    found = []
+    with penstock.backend("cuda"):
+        for _ in range(3):
+            for each in out:
+                each.fill_(-7)
+            ops.moe_norm_route(**call, per_expert_scale=None, top_k=5, out=out)
+            found.append([each.clone() for each in out])
+            ended = counter(out[1])
+            assert ended is not None and not ended.any()
+    assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(again, found[0], strict=True))
+
+
+@pytest.mark.parametrize("bits", [8, 0], ids=["codes", "dense"])
+def test_moe_norm_route_fetches_without_a_trace(bits, rng, monkeypatch):
+    """Programs that bring another weight to a cache change no result; its size is no multiple of what each takes."""
+    call = {**router_call(rng, 1, 40, 256, 1, bits), "top_k": 5, "per_expert_scale": None}
+    want = run(ops.moe_norm_route, **call)
+    monkeypatch.setattr(_tuning, "ROUTER_FETCH", 3)
+    for fetch in (quantized(rng, 131, 1024), normal(rng, 77, 1024), normal(rng, 2, 8)):
+        for name, a, b in zip(
+            ("h", "ids", "weights", "scores"), run(ops.moe_norm_route, **call, fetch=fetch), want, strict=True
+        ):
+            assert_same_bits(name, a, b)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("T, E, dim, bits", [(1, 256, 2048, 8), (1, 128, 2816, 0), (4, 256, 7168, 8)])
+def test_moe_norm_route_in_a_chain_of_replays_equals_call_by_call(T, E, dim, bits, rng, monkeypatch):
+    """The last program sees the logits of all others, and the next launch what it chose."""
+    monkeypatch.setattr(_tuning, "ROUTER_LAST", 8)
+    call = {name: to_device(value) for name, value in router_call(rng, T, E, dim, 1, bits, "bfloat16").items()}
+
+    def chain(x: torch.Tensor, wait: Any) -> list[torch.Tensor]:
+        made = []
+        for _ in range(20):
+            h, ids, weights, score = ops.moe_norm_route(**{**call, "x": x}, per_expert_scale=None, top_k=8)
+            wait()
+            x = h + (weights.sum() + score[0, 0] + ids.sum() % 7).to(h.dtype)
+            made += [h, ids, weights, score]
+            wait()
+        return made
+
+    want = chain(call["x"], torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(call["x"], lambda: None)
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------

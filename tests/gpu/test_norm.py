@@ -1,5 +1,7 @@
 """CUDA kernels of the norms: in place, ragged widths, kinds of weights and factors, rows alone and among many."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -198,3 +200,35 @@ def test_norm_in_a_graph_follows_its_buffers():
         y.fill_(float("nan"))
         graph.replay()
     near(y, (r.double() + n64(x, w.double())) * s.double())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 33])
+def test_a_chain_of_small_kernels_replays_as_call_by_call(rows, rng):
+    """Each starts before the one ahead has ended, reads what that writes, and writes over what earlier ones read."""
+    x, w, table = (to_device(normal(rng, *shape, dtype="bfloat16")) for shape in ((rows, 512), (512,), (50, 512)))
+    inv_freq, ids = to_device(normal(rng, 32)), to_device(rng.integers(0, 50, rows).astype(np.int32))
+    a, b, total = (torch.empty_like(x) for _ in range(3))
+
+    def chain(wait: Any) -> torch.Tensor:
+        ops.embedding(ids, table, out=a)
+        wait()
+        for _ in range(30):
+            ops.rms_norm(a, w, out=b)
+            wait()
+            ops.residual_norm(x, b, w, write_sum=True, out=(a, total))
+            wait()
+            ops.rope(a.view(rows, 8, 64), inv_freq, 7, out=b.view(rows, 8, 64))
+            wait()
+            ops.swiglu(b, total, out=a)
+            wait()
+        return a.clone()
+
+    want = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(lambda: None)
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)

@@ -356,6 +356,31 @@ def test_conv1d_of_runs(mix, dtype, kept, rng):
     same(moved, *defined(ops.conv1d_state_update, ("state",), **call, **more))
 
 
+@pytest.mark.parametrize(
+    "mix",
+    [
+        Mix((1, 0, 37, 2, 3, 0, 0, 62, 5, 0), (0,) * 10, 7),  # they begin at any place of four and of a program
+        Mix((0, 64), (0,) * 2, 0),
+        Mix((2, 1, 1), (0,) * 3, 90),  # whole programs of rows of no sequence
+    ],
+    ids=["many", "one", "rest"],
+)
+@pytest.mark.parametrize("absent", [(), (0, 3, 7)], ids=["present", "absent"])
+def test_conv1d_of_long_runs(mix, absent, dtype, rng):
+    """Rows go down their channels, which are no multiple of a program's; rows of a run without a slot are 0."""
+    channels, B = 517, len(mix.runs)
+    slots = rng.permutation(B + 2)[:B].astype(np.int32)
+    slots[[b for b in absent if b < B]] = -1
+    x, weight = numbers(rng, dtype, mix.T, channels), numbers(rng, dtype, channels, W)
+    state = unset((B + 2, W + 1, channels), dtype)
+    state[slots[slots >= 0], : W - 1] = numbers(rng, dtype, (slots >= 0).sum(), W - 1, channels)
+    call = {"x": x, "state": state, "weight": weight, "slots": slots, "starts": mix.starts}
+    (got,) = called(ops.conv1d_causal, out=unset(x.shape, dtype), **call)
+    close(got, *defined(ops.conv1d_causal, **call))
+    here = np.append(slots, -1)[mix.sequence] >= 0
+    assert got[here].any(axis=1).all() and not got[~here].any()
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_gated_delta_net_of_runs(mix, dtype, kept, rng):
     call, writes = linear_layer(rng, mix, dtype), ("state",)
@@ -366,6 +391,19 @@ def test_gated_delta_net_of_runs(mix, dtype, kept, rng):
     for one, want in zip(got, defined(ops.gated_delta_net, writes, **call), strict=True):
         close(one, want, STATES if one.dtype == np.float32 else None)
     same(got[0][mix.starts[-1] :], np.zeros((mix.rest, Hv, Dv)))
+
+
+def test_gated_delta_net_of_runs_over_bfloat16_states(mix, rng):
+    """Runs by steps are rounded after every token, those by chunks once, so that they differ by a rounding or two."""
+    call = linear_layer(rng, mix, ml_dtypes.bfloat16)
+    call |= {"state": call["state"].astype(ml_dtypes.bfloat16), "keep": keep_some(mix)}
+    call |= {"gates": unset((SLOTS, K, 2, Hv), np.float32)}
+    writes = ("state", "gates")
+    got = called(ops.gated_delta_net, writes, out=unset((mix.T, Hv, Dv), ml_dtypes.bfloat16), **call)
+    for one, want in zip(got, defined(ops.gated_delta_net, writes, **call), strict=True):
+        close(one, want, 2**-6 if one.dtype != np.float32 else STATES)
+    still = [slot for slot in range(SLOTS) if slot not in call["slots"][call["keep"] == 0]]
+    same(got[1][still], call["state"][still])
 
 
 @pytest.mark.parametrize("method", ["step", "chunkwise"])
@@ -400,15 +438,15 @@ def test_gated_delta_net_of_a_run_does_not_depend_on_the_others(dtype, rng):
             same(moved[call["slots"][b]], state[call["slots"][b]])
 
 
-@pytest.mark.parametrize("accepted", range(4))
-def test_a_kept_run_is_committed_as_far_as_it_was_accepted(accepted, dtype, rng):
+@pytest.mark.parametrize(("accepted", "held"), [(0, "f4"), (1, "f4"), (2, "f4"), (3, "f4"), (3, ml_dtypes.bfloat16)])
+def test_a_kept_run_is_committed_as_far_as_it_was_accepted(accepted, held, dtype, rng):
     """A state does not depend on whether its tokens were kept and committed or moved it on one by one.
 
     On a GPU but for a rounding: there products and sums of the two kernels are joined differently.
     """
     x, weight = numbers(rng, dtype, 9, C), numbers(rng, dtype, C, W)
     g, b = (rng.uniform(0.5, 1, (9, Hv)).astype(np.float32) for _ in range(2))
-    tensors = (x, weight, g, b, numbers(rng, dtype, SLOTS, W - 1 + K, C), numbers(rng, np.float32, SLOTS, Hv, Dv, Dk))
+    tensors = (x, weight, g, b, numbers(rng, dtype, SLOTS, W - 1 + K, C), numbers(rng, held, SLOTS, Hv, Dv, Dk))
     x, weight, g, b, conv, state = map(to_device, tensors)
     gates = to_device(unset((SLOTS, K, 2, Hv), np.float32))
     one_by_one = conv.clone(), state.clone()
@@ -431,4 +469,5 @@ def test_a_kept_run_is_committed_as_far_as_it_was_accepted(accepted, dtype, rng)
             for t in range(first, first + count):
                 same(to_host(step(1, t, (1,), (slot,), *one_by_one))[0], to_host(got[t]))
             same(to_host(conv[slot, : W - 1]), to_host(one_by_one[0][slot, : W - 1]))
-            close(to_host(state[slot]), to_host(one_by_one[1][slot]), 2e-7 if GPU else 0.0)
+            bound = 2e-7 if held == "f4" else 2**-8  # a sum near the middle may be rounded the other way
+            close(to_host(state[slot]), to_host(one_by_one[1][slot]), bound if GPU else 0.0)

@@ -6,6 +6,7 @@ import torch
 
 import penstock
 from penstock import ops
+from penstock.backends.cuda import _limits, sampling
 from penstock.ops.sampling import MODES, gumbel
 from tests.gpu.common import GPU, reference, run, to_device, to_host
 from tests.ops.common import assert_close, assert_same_bits
@@ -108,6 +109,119 @@ def position_of(logits, ids):
     """A position at which the last of these ids has the highest sum."""
     positions = range(10_000)
     return next(p for p in positions if np.argmax(logits[ids] + gumbel(0, p, ids)) == len(ids) - 1)
+
+
+class Limits:
+    """Where calls of sample_tokens cut: limits [B, 4] as the lists leave them, and as they are in the end."""
+
+    def __init__(self, monkeypatch):
+        self.listed = self.final = np.empty((0, 4))
+        self._find, self._search = sampling.find_limits, _limits._search_kernel
+        monkeypatch.setattr(sampling, "find_limits", self._found)
+        monkeypatch.setattr(_limits, "_search_kernel", self)
+
+    def _found(self, *given):
+        limits = self._find(*given)
+        self.final = to_host(limits.clone())
+        return limits
+
+    def __getitem__(self, grid):
+        """The launch of _search_kernel."""
+
+        def launch(given, search, limits, *sizes, **options):
+            self.listed = to_host(limits.clone())
+            self._search[grid](given, search, limits, *sizes, **options)
+
+        return launch
+
+    def way(self, b):
+        """How the limit of a row was found: in its list, in its list but for the id, or in the whole row."""
+        _, last, ties, _ = self.listed[b]
+        return "list" if last >= 0 else "id" if ties > 0 else "row"
+
+    def kept(self, b, x):
+        key, last = self.final[b, :2]
+        bits = (x + np.float32(0)).view(np.uint32).astype(np.int64)
+        keys = np.where(bits >> 31, 0xFFFFFFFF - bits, bits | 0x80000000)
+        return np.flatnonzero(((keys > key) | ((keys == key) & (np.arange(x.size) <= last))) & (x > -np.inf))
+
+
+def kept_by(x, temperature, top_k, top_p):
+    """What top-k and top-p keep by the definition."""
+    ranked = np.argsort(-x, kind="stable")[: top_k or None]
+    if top_p < 1:
+        sums = np.cumsum(np.exp((x[ranked].astype(np.float64) - x.max()) / temperature))
+        ranked = ranked[: np.searchsorted(sums, top_p * sums[-1]) + 1]
+    return np.sort(ranked[x[ranked] > -np.inf])
+
+
+def rounded(x):
+    """float32 with the digits of bfloat16: many equal ones."""
+    return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+# Rows of normal numbers z: (logits, temperature, top_k, top_p, where a list of 64 leaves the limit).
+CUTS = {
+    "top_p": (lambda z: z * 2, 1.0, 0, 0.9, "list"),
+    "top_p, cold": (lambda z: z * 2, 0.1, 0, 0.95, "list"),
+    "top_p, warm": (lambda z: z * 2, 5.0, 0, 0.9, "list"),
+    "top_p close to 1": (lambda z: z * 2, 1.0, 0, 1 - 1e-9, "list"),
+    "top_p close to 0": (lambda z: z * 2, 1.0, 0, 1e-9, "list"),
+    "top_p 0": (lambda z: z, 1.0, 0, 0.0, "list"),
+    "top_p, peaked": (lambda z: np.where(z > 2.5, z * 3 + 14, z), 0.7, 0, 0.95, "list"),
+    "top_p, far from 0": (lambda z: z + 1000, 1.0, 0, 0.9, "list"),
+    "top_p, few possible": (lambda z: np.where(z > 1, z, -np.inf), 1.0, 0, 0.9, "list"),
+    "top_p, some very low": (lambda z: np.where(z > -1, z, -1e9), 1.0, 0, 0.9, "list"),
+    "top_p among equals": (lambda z: rounded(z + 40), 1.0, 0, 0.9, "id"),
+    "top_p, all equal": (lambda z: z * 0 + 3, 1.0, 0, 0.9, "id"),
+    "top_p, flat": (lambda z: z * 1e-6, 1e3, 0, 0.9, "row"),
+    "top_k": (lambda z: z * 2, 1.0, 20, 1.0, "list"),
+    "top_k and top_p": (lambda z: z * 2, 1.0, 30, 0.7, "list"),
+    "top_k among equals": (lambda z: np.round(z * 4), 1.0, 25, 1.0, "list"),
+    "top_k, all equal": (lambda z: z * 0, 1.0, 25, 0.5, "id"),
+    "top_k, two values": (lambda z: np.where(z > 0, 1.0, -1.0), 1.0, 900, 0.9, "row"),
+    "many of top_k": (lambda z: z * 2, 1.0, 700, 1.0, "row"),
+    "many of top_k and top_p": (lambda z: z * 2, 1.0, 700, 0.9, "row"),
+    "top_k beyond the possible": (lambda z: np.where(z > 2, z, -np.inf), 1.0, 200, 0.9, "list"),
+}
+
+
+@pytest.mark.parametrize("span", [1, 3])
+def test_sample_tokens_keeps_what_the_definition_keeps(span, monkeypatch, rng):
+    """Rows of all kinds in one call, greedy, plain, broken and inactive ones between them, and lists that are short."""
+    monkeypatch.setattr(_limits, "SAMPLE_LIST", 64)
+    monkeypatch.setattr(_limits, "SAMPLE_SPANS", ((1000, span),))
+    kinds, V = list(CUTS.values())[:: 1 if GPU else span], 1100
+    others = [(0.0, 0, 0.5), (1.0, 0, 1.0), (1.0, 5, 0.5), (1.0, 0, 0.9)]
+    logits = np.stack([*(form(rng.standard_normal(V)) for form, *_ in kinds), *rng.standard_normal((4, V))])
+    logits = logits.astype(np.float32)
+    given = call(logits)
+    for b, (temperature, top_k, top_p) in enumerate([*(kind[1:4] for kind in kinds), *others]):
+        given["temperature"][b], given["top_k"][b], given["top_p"][b] = temperature, top_k, top_p
+    given["positions"][:] = np.arange(len(logits))
+    given["positions"][-2], logits[-1, 7] = -1, np.nan
+    limits = Limits(monkeypatch)
+    assert_same_bits("tokens", run(ops.sample_tokens, **given), reference(ops.sample_tokens, **given))
+    for b, (_, *cut, way) in enumerate(kinds):
+        np.testing.assert_array_equal(limits.kept(b, logits[b]), kept_by(logits[b], *cut), f"{cut}")
+        assert limits.way(b) == way, cut
+        few = kept_by(logits[b], *cut).size <= 64
+        assert (limits.final[b, 3] >= 0) == (way == "list" and few), cut  # drawn from the list
+    assert limits.final[len(kinds) :, 3].tolist() == [-1, -1, -1, -1]
+    assert limits.kept(len(kinds) + 1, logits[-3]).size == V
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("V", [248_320, 32_001])
+@pytest.mark.parametrize("kind", CUTS)
+def test_sample_tokens_keeps_what_the_definition_keeps_of_a_vocabulary(kind, V, monkeypatch, rng):
+    form, temperature, top_k, top_p, _ = CUTS[kind]
+    logits = np.stack([form(rng.standard_normal(V)) for _ in range(17)]).astype(np.float32)
+    limits = Limits(monkeypatch)
+    run(ops.sample_tokens, **call(logits, temperature=temperature, top_k=top_k, top_p=top_p))
+    for b, x in enumerate(logits):
+        np.testing.assert_array_equal(limits.kept(b, x), kept_by(x, temperature, top_k, top_p))
+        assert limits.way(b) == "list" or "equal" in kind or "flat" in kind or "two" in kind
 
 
 def test_sample_tokens_top_p_alone(rng):

@@ -19,6 +19,7 @@ from tests.graph.common import arrays, matrix, names, run, vector
 
 T, DIM, EPS = 3, 32, 0.3  # an eps that shows if it is lost
 ROWS = Spec((T, DIM), "float32")
+ROW = Spec((1, DIM), "float32")
 ONE_ROW = {"x": Spec((1, DIM), "float32")}
 HEADS = Spec((T, 2, 8), "float32")
 Build = Callable[..., tuple[Sequence[Value], Sequence[Value]]]  # values by name → what is returned, what lies between
@@ -354,6 +355,20 @@ def norm_matmul(x: Value) -> Any:
     return [ops.quantized_matmul(y, matrix(48, DIM)), ops.matmul(z, vector(7, DIM), "float32")], [y, z]
 
 
+def router(x: Value, norms: bool = True, more: int = 0, rounds: str = "float32") -> Any:
+    y = norm(x, 1) if norms else x
+    w, *below = block(7, more) if more else (matrix(7, DIM),)
+    logits, *scores = (ops.quantized_matmul(y, part, rounds) for part in (w, *below))
+    chosen = ops.moe_route(logits, vector(7), 3)
+    return [*chosen, *scores, ops.gelu_tanh(y)], [logits]
+
+
+def group_router(x: Value) -> Any:
+    y = norm(x, 1)
+    logits = ops.matmul(y, vector(8, DIM))
+    return list(ops.moe_group_route(logits, vector(8), 4, 2, 3)), [logits]
+
+
 def norm_moe(h: Value, ids: Value, w: Value) -> Any:
     y = norm(h, 1)
     outputs, between = moe(h, y, ids, w)
@@ -493,6 +508,14 @@ CASES = {
     "matmul_add": Case(matmul_add, ["matmul_add"], two(), devices=CUDA),
     "matmul_add of a dense weight": Case(dense_matmul_add, ["matmul_add"], two(), devices=CUDA),
     "norm_matmul": Case(norm_matmul, ["norm_matmul", "norm_matmul"], {"x": ROWS}, devices=CUDA),
+    "moe_norm_route": Case(router, ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA),
+    "moe_norm_route without a norm": Case(
+        lambda x: router(x, norms=False), ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA
+    ),
+    "moe_norm_route with scores": Case(
+        lambda x: router(x, more=32), ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA
+    ),
+    "moe_norm_group_route": Case(group_router, ["moe_norm_group_route"], {"x": ROW}, devices=CUDA),
     "norm in moe_shared_forward": Case(norm_moe, ["moe_shared_forward"], {"h": ROWS, **CHOSEN}, IDS, devices=CUDA),
 }
 
@@ -740,6 +763,13 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         "mla_prepare",
     ),
     "matmul_add of many rows": (matmul_add, dict.fromkeys("hx", Spec((9, DIM), "float32")), "matmul_add"),
+    "moe_norm_route of two rows": (router, {"x": Spec((2, DIM), "float32")}, "moe_norm_route"),
+    "moe_norm_route of rounded rows": (lambda x: router(x, rounds="int8"), {"x": ROW}, "moe_norm_route"),
+    "moe_norm_route of logits that are returned": (
+        lambda x: ([*(found := router(x))[0], *found[1]], []),
+        {"x": ROW},
+        "moe_norm_route",
+    ),
     "norm_matmul of many rows": (norm_matmul, {"x": Spec((9, DIM), "float32")}, "norm_matmul"),
     "norm_matmul for two": (
         lambda x: ([ops.matmul(y, vector(n, DIM)) for y in [norm(x, 1)] for n in (5, 6)], []),
@@ -771,7 +801,7 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         {"q": HEADS},
         "norm_matmul",
     ),
-    "joined_products of many rows": (joined_products, {"x": Spec((65, DIM), "float32")}, "split_columns"),
+    "joined_products of many rows": (joined_products, {"x": Spec((257, DIM), "float32")}, "split_columns"),
     "joined_products that lie apart": (
         lambda x: products(x, matrix(64, DIM, seed=1), matrix(16, DIM, seed=2)),
         {"x": ROWS},
@@ -917,12 +947,36 @@ def test_rules_are_for_devices_and_in_a_list() -> None:
     assert names(rewritten(traced(matmul_add, two()), "cuda", INTO_PRODUCTS)) == ["matmul_add"]
 
 
-@pytest.mark.parametrize("build", [matmul_add, norm_matmul])
+@pytest.mark.parametrize("build", [matmul_add, norm_matmul, router])
 def test_batch_invariant_rules_do_not_look_at_the_number_of_rows(build: Build) -> None:
     for rows in (1, 8, 9):
         specs = {name: Spec((rows, DIM), "float32") for name in (two() if build is matmul_add else {"x": ROWS})}
         fused = names(fuse(traced(build, specs), "cuda", batch_invariant=True))
-        assert not {"matmul_add", "norm_matmul"} & set(fused)
+        assert not {"matmul_add", "norm_matmul", "moe_norm_route"} & set(fused)
+
+
+def test_routers_know_the_next_dense_weight() -> None:
+    weights = [matrix(48, DIM, seed=n) for n in (1, 2)]
+
+    def build(x: Value, ids: Value, w: Value) -> Any:
+        outputs = []
+        for each in (weights[0], None, weights[1]):
+            outputs += router(x)[0]
+            ids, shares, gated = outputs[-3:]
+            outputs.append(ops.moe_forward(gated, ids, shares, matrix(7, 64, DIM), None, matrix(7, DIM, 32)))
+            if each is not None:
+                outputs.append(ops.quantized_matmul(outputs[-1], each))
+        return [*outputs, *group_router(x)[0]], []
+
+    for device in ("cuda", "cpu"):
+        graph = fuse(traced(build, {"x": ROW, **CHOSEN}), device)
+        fetched = [node["fetch"] for node in graph.nodes if "fetch" in node.args]
+        assert len(fetched) == (4 if device == "cuda" else 0)
+        assert all(
+            found is want for found, want in zip(fetched, (weights[0], weights[1], weights[1], None), strict=False)
+        )
+    batch = fuse(traced(build, {"x": ROW, **CHOSEN}), "cuda", batch_invariant=True)
+    assert not any("fetch" in node.args for node in batch.nodes)
 
 
 def test_a_reader_does_not_pass_a_writer() -> None:

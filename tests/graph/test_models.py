@@ -10,6 +10,7 @@ from penstock import ops
 from penstock.api import LLM, load_random
 from penstock.engine.engine import Engine
 from penstock.engine.steps import Run, ragged_step, step_arrays, table_names, table_width
+from penstock.graph import fuse
 from penstock.models import layers
 from penstock.models.step import Step
 from tests.models.common import error, moe_config, next_config, small_config, some_tokens
@@ -52,6 +53,34 @@ def test_fused_equals_unfused(name, activations):
     assert error(decoded(llm, tokens, 30), decoded(plain, tokens, 30)) <= BOUNDS[activations]
     assert error(llm.logits(tokens), plain.logits(tokens)) <= BOUNDS[activations]
     assert len(ops_of(llm.engine)) < len(ops_of(plain.engine))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_residual_stream_is_float32_whatever_the_activations_are(name):
+    """Every row of the model's width that is added to is float32, and products read none of it; fused for a GPU too."""
+    programs, plain = (
+        load_random(CONFIGS[name], device="cpu", activations="float32", dtype=dtype, max_context=1024).engine.programs
+        for dtype in ("bfloat16", "float32")
+    )
+    assert programs is not None and plain is not None
+    for each in (programs, plain):
+        each.caches.make_room(dict.fromkeys(each.caches.pools, 4), 3)
+    for T, decode in ((3, True), (17, False)):
+        graph, exact = (each.graph(T, 3 if decode else 1, 4, 0, decode=decode) for each in (programs, plain))
+        assert graph.outputs[0].dtype == "float32"
+        fused = fuse(graph, "cuda")
+        rounded = [
+            node for node in fused.nodes if node.op is ops.columns and node["dtype"] is not None
+        ]  # Gemma's inputs
+        found = [node.op for node in fused.nodes if node not in rounded]
+        assert found == [node.op for node in fuse(exact, "cuda").nodes]
+        for node in (*graph.nodes, *fused.nodes):
+            if node.op in (ops.residual_add, ops.moe_combine_residual, ops.matmul_add, ops.moe_shared_forward):
+                assert node.out.dtype == "float32"
+            if node.op in (ops.quantized_matmul, ops.matmul, ops.moe_forward, ops.moe_shared_forward):
+                assert node["x"].dtype == "bfloat16"
+            if node.op is ops.norm_matmul:
+                assert node["normed"] == "bfloat16" and node["x"].dtype in ("float32", "bfloat16")
 
 
 def eager(llm: LLM, tokens: list[int], prompt: int) -> np.ndarray:

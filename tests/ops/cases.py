@@ -67,6 +67,9 @@ def ids_of(rng: np.random.Generator, rows: int, k: int, experts: int) -> np.ndar
     return np.stack([rng.permutation(experts)[:k] for _ in range(rows)]).astype(np.int32).reshape(rows, k)
 
 
+# a residual stream of another float than the activations
+HALVES = ("bfloat16", "float16")
+STREAMS = {"stream": (5, 61), "stream-one": (1, 64), "stream-tall": (130, 33), "stream-empty": (0, 7)}
 ROWS = {"decode": (1, 64), "ragged": (5, 61), "wide": (3, 2816), "one": (2, 1), "tall": (130, 33), "empty": (0, 7)}
 
 # -- elementwise -----------------------------------------------------------------------------------------------------
@@ -75,6 +78,16 @@ ROWS = {"decode": (1, 64), "ragged": (5, 61), "wide": (3, 2816), "one": (2, 1), 
 @case("residual_add", sizes=ROWS, rel=0)
 def _residual_add(rng, dtype, rows, dim):
     return {"a": normal(rng, rows, dim, dtype=dtype), "b": normal(rng, rows, dim, dtype=dtype)}
+
+
+@case("residual_add", sizes=STREAMS, rel=0)
+def _residual_add_stream(rng, dtype, rows, dim):
+    return {"a": normal(rng, rows, dim), "b": normal(rng, rows, dim, dtype=dtype)}
+
+
+@case("residual_add", sizes={"half-stream": (5, 61)}, rel=0, dtypes=HALVES)
+def _residual_add_half_stream(rng, dtype, rows, dim):
+    return {"a": normal(rng, rows, dim, dtype=dtype), "b": normal(rng, rows, dim)}
 
 
 @case("add", "mul", sizes=ROWS, rel=0)
@@ -115,6 +128,11 @@ def _sigmoid_gate(rng, dtype, rows, dim):
 @case("columns", sizes={"ragged": (5, 61, 7, 19), "one": (1, 3, 0, 3), "last": (4, 9, 8, 9), "empty": (0, 5, 1, 2)})
 def _columns(rng, dtype, T, N, start, stop):
     return {"x": normal(rng, T, N, dtype=dtype), "start": start, "stop": stop}
+
+
+@case("columns", sizes={"rounded": (5, 61, 7, 19)})
+def _columns_rounded(rng, dtype, T, N, start, stop):
+    return {"x": normal(rng, T, N), "start": start, "stop": stop, "dtype": dtype}
 
 
 SPLITS = {"two": (3, 61, 5, 0, 0), "ragged": (5, 2049, 7, 19, 0), "four": (2, 9, 8, 1, 3), "empty": (0, 5, 1, 2, 1)}
@@ -241,6 +259,46 @@ def _moe_wsum_post_ff(rng, dtype, rows, k, dim):
     return {**_weighted_sum(rng, dtype, rows, k, dim), **rows_of, **weights}
 
 
+@case("rms_norm", sizes=STREAMS, dtypes=HALVES)
+def _rms_norm_stream(rng, dtype, rows, dim):
+    return {**_rms_norm(rng, "float32", rows, dim), "dtype": dtype}
+
+
+@case("rms_norm_triple", sizes=STREAMS, dtypes=HALVES)
+def _rms_norm_triple_stream(rng, dtype, rows, dim):
+    return {**_rms_norm_triple(rng, "float32", rows, dim), "dtype": dtype}
+
+
+@case("norm_add", "residual_norm", sizes=STREAMS, dtypes=HALVES)
+def _norm_add_stream(rng, dtype, rows, dim):
+    return {**_norm_add(rng, dtype, rows, dim), "residual": normal(rng, rows, dim)}
+
+
+@case("residual_norm", sizes={f"sum-{label}": size for label, size in STREAMS.items()}, dtypes=HALVES)
+def _residual_norm_sum_stream(rng, dtype, rows, dim):
+    return {**_norm_add_stream(rng, dtype, rows, dim), "write_sum": True}
+
+
+@case("norm_add_scalar", sizes=STREAMS, dtypes=HALVES)
+def _with_scalar_stream(rng, dtype, rows, dim):
+    return {**_with_scalar(rng, dtype, rows, dim), "residual": normal(rng, rows, dim)}
+
+
+@case("post_attn_triple_norm", sizes=STREAMS, rel=4e-6, dtypes=HALVES)
+def _post_attn_triple_norm_stream(rng, dtype, rows, dim):
+    return {**_post_attn_triple_norm(rng, dtype, rows, dim), "hidden": normal(rng, rows, dim)}
+
+
+@case("post_ff_norm2_endlayer", sizes=STREAMS, rel=4e-6, dtypes=HALVES)
+def _post_ff_norm2_endlayer_stream(rng, dtype, rows, dim):
+    return {**_post_ff_norm2_endlayer(rng, dtype, rows, dim), "residual": normal(rng, rows, dim)}
+
+
+@case("post_ff_norm2_endlayer", sizes={"stream-addend-normed": (5, 61)}, rel=4e-6, dtypes=HALVES)
+def _post_ff_addend_normed_stream(rng, dtype, rows, dim):
+    return {**_post_ff_addend_normed(rng, dtype, rows, dim), "residual": normal(rng, rows, dim), "return_mid": False}
+
+
 # -- linear and embed ------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +387,25 @@ def _norm_matmul(rng, dtype, T, N, K):
 @case("norm_matmul", sizes={f"dense-{label}": size for label, size in MATMULS.items()}, rel=4e-6, whole=True)
 def _norm_matmul_dense(rng, dtype, T, N, K):
     return {**_bf16_matmul(rng, dtype, T, N, K), "norm_weight": normal(rng, K), "eps": 1e-5, "dtype": None}
+
+
+# results are of normed rows that were rounded: one of them may go the other way
+NORMED = {"stream": (1, 61, 192), "stream-few": (5, 7, 96), "stream-many": (37, 33, 128), "stream-row": (1, 1, 64)}
+
+
+@case("norm_matmul", sizes=NORMED, rel=4e-3, whole=True, dtypes=HALVES)
+def _norm_matmul_stream(rng, dtype, T, N, K):
+    return {**_norm_matmul(rng, "float32", T, N, K), "normed": dtype, "dtype": "float32"}
+
+
+@case("norm_matmul", sizes={f"dense-{label}": size for label, size in NORMED.items()}, whole=True, dtypes=HALVES)
+def _norm_matmul_dense_stream(rng, dtype, T, N, K):
+    return {**_norm_matmul_dense(rng, "float32", T, N, K), "normed": dtype}
+
+
+@case("matmul_add", sizes=NORMED, rel=4e-6, whole=True, dtypes=HALVES)
+def _matmul_add_stream(rng, dtype, T, N, K):
+    return {**_matmul_add(rng, dtype, T, N, K), "residual": normal(rng, T, N)}
 
 
 @case("matmul_add", sizes=MATMULS, rel=4e-6, whole=True)
@@ -441,6 +518,51 @@ def _moe_softmax_topk_inactive(rng, dtype, T, E, k):
 @case("moe_group_route", sizes={"inactive": (5, 24, 3, 2, 4), "inactive-alone": (1, 8, 2, 1, 2)}, dtypes=F32)
 def _moe_group_route_inactive(rng, dtype, T, E, G, keep, k):
     return _inactive(_moe_group_route(rng, dtype, T, E, G, keep, k))
+
+
+# T, E, k, scores, K
+NORM_ROUTES = {
+    "decode": (1, 40, 4, 1, 128),
+    "ragged": (5, 33, 3, 2, 64),
+    "all": (1, 4, 4, 0, 64),
+    "one": (2, 1, 1, 1, 64),
+    "long": (1, 257, 9, 1, 2048),
+    "empty": (0, 8, 2, 1, 64),
+}
+
+
+@case("moe_norm_route", sizes=NORM_ROUTES, rel=1e-5, whole=True)
+def _moe_norm_route(rng, dtype, T, E, k, scores, K):
+    rows = {"x": normal(rng, T, K, dtype=dtype), "norm_weight": normal(rng, K, dtype=dtype), "eps": 1e-5}
+    w = quantized(rng, E + scores, K, bits=8)
+    return {**rows, "w": w, "per_expert_scale": None, "top_k": k, "scores": scores, "write_normed": scores > 0}
+
+
+@case("moe_norm_route", sizes={f"dense-{label}": size for label, size in NORM_ROUTES.items()}, rel=1e-5, whole=True)
+def _moe_norm_route_dense(rng, dtype, T, E, k, scores, K):
+    w = normal(rng, E + scores, K, dtype="bfloat16", scale=K**-0.5)
+    more = {"per_expert_scale": normal(rng, E, dtype="bfloat16"), "propagate_nan": True}
+    return {**_moe_norm_route(rng, dtype, T, E, k, scores, K), "w": w, **more}
+
+
+@case("moe_norm_route", sizes={"plain": (1, 24, 5, 0, 96), "plain-ragged": (3, 24, 5, 3, 96)}, rel=1e-5, whole=True)
+def _moe_norm_route_of_normed_rows(rng, dtype, T, E, k, scores, K):
+    w = quantized(rng, E + scores, K, bits=4, group_size=32)
+    call = {**_moe_norm_route(rng, dtype, T, E, k, scores, K), "w": w, "norm_weight": None, "write_normed": False}
+    return {**call, "active": np.arange(T, dtype=np.int32) - 1, "propagate_nan": True}
+
+
+@case(
+    "moe_norm_group_route",
+    sizes={"decode": (1, 32, 4, 2, 5, 0, 128), "ragged": (5, 24, 3, 2, 4, 1, 64), "flat": (1, 39, 1, 1, 3, 2, 64)},
+    rel=1e-5,
+    whole=True,
+)
+def _moe_norm_group_route(rng, dtype, T, E, G, keep, k, scores, K):
+    call = _moe_norm_route(rng, dtype, T, E, k, scores, K)
+    del call["per_expert_scale"]
+    routing = {"n_group": G, "topk_group": keep, "top_k": k, "routed_scaling_factor": 2.5, "propagate_nan": T > 1}
+    return {**call, **routing, "bias": normal(rng, E, scale=0.1), "write_normed": True}
 
 
 @case("moe_normalize_weights", sizes={"decode": (1, 8), "ragged": (5, 3), "empty": (0, 2)}, dtypes=F32)
@@ -556,6 +678,15 @@ def _moe_shared_forward_apart(rng, dtype, T, E, k, N, K):
     return call | {f"shared_{name}": w for name, w in wide.items()} | {"norm_weight": normal(rng, K)}
 
 
+STREAMS_OF_BLOCK = {f"stream-{label}": size for label, size in MIXED.items()}
+
+
+# what is between the products is rounded to the activations' dtype: a number of it may go the other way
+@case("moe_shared_forward", sizes=STREAMS_OF_BLOCK, rel=8e-3, whole=True, dtypes=HALVES)
+def _moe_shared_forward_stream(rng, dtype, T, E, k, N, K):
+    return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "residual": normal(rng, T, K)}
+
+
 @case("moe_shared_forward", sizes={"int8": (2, 4, 2, 32, 64)}, rel=4e-6, whole=True)
 def _moe_shared_forward_int8(rng, dtype, T, E, k, N, K):
     return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "activations": "int8"}
@@ -648,6 +779,11 @@ def _moe_shared_forward_joined_no_expert(rng, dtype, T, E, k, N, K):
 @case("moe_shared_forward", sizes={"batches-no-expert": (5, 4, 2, 32, 64)}, rel=4e-6, whole=True)
 def _moe_shared_forward_in_batches_no_expert(rng, dtype, T, E, k, N, K):
     return _no_expert(_moe_shared_forward_in_batches(rng, dtype, T, E, k, N, K), "weights", "expert_out")
+
+
+@case("moe_combine_residual", sizes={"stream": (5, 3, 61), "stream-one": (1, 2, 7)}, dtypes=HALVES)
+def _moe_combine_residual_stream(rng, dtype, T, k, dim):
+    return {**_moe_combine_residual(rng, dtype, T, k, dim), "h_mid": normal(rng, T, dim)}
 
 
 @case("moe_combine_residual", sizes=EXPERT_SUMS)

@@ -300,10 +300,16 @@ def test_gated_delta_net_is_finite_for_every_length_and_forgets_all_at_zero(meth
         assert_same_bits("state", state, other)
 
 
-@given(T=st.integers(0, 12), cut=st.integers(0, 12), dtype=st.sampled_from(DTYPES))
-def test_gated_delta_net_may_be_cut_anywhere(T, cut, dtype):
+@given(
+    T=st.integers(0, 12),
+    cut=st.integers(0, 12),
+    dtype=st.sampled_from(DTYPES),
+    kept=st.sampled_from(("float32", "bfloat16")),
+)
+def test_gated_delta_net_may_be_cut_anywhere(T, cut, dtype, kept):
     sizes, cut = (1, 2, 3, 2), min(cut, T)
     qkv, g, b, state = tokens(np.random.default_rng(T), T, *sizes, dtype=dtype)
+    state = state.astype(numpy_dtype(kept))
     whole, pieces = state.copy(), state.copy()
     y = gated_delta_net(whole, qkv, g, b, *sizes)
     both = [gated_delta_net(pieces, qkv[part], g[part], b[part], *sizes) for part in (slice(cut), slice(cut, T))]
@@ -311,6 +317,19 @@ def test_gated_delta_net_may_be_cut_anywhere(T, cut, dtype):
     assert_same_bits("state", pieces, whole)
     if T == 0:
         assert_same_bits("nothing happened", whole, state)
+
+
+@pytest.mark.parametrize("method", ["step", "chunkwise"])
+def test_gated_delta_net_rounds_a_bfloat16_state_once_and_its_output_comes_before(method, rng):
+    sizes = (2, 4, 5, 3)
+    qkv, g, b, state = tokens(rng, 1, *sizes)
+    state = state.astype(numpy_dtype("bfloat16"))
+    whole, half = state.astype(np.float32), state.copy()
+    want = gated_delta_net(whole, qkv, g, b, *sizes, method=method)
+    assert_same_bits("y", gated_delta_net(half, qkv, g, b, *sizes, method=method), want)
+    assert half.dtype == state.dtype
+    assert_same_bits("state", half, whole.astype(state.dtype))
+    assert not np.array_equal(half.astype(np.float32), whole)
 
 
 def test_gated_delta_net_by_chunks_may_be_cut_between_chunks(rng):
@@ -349,9 +368,11 @@ def layer(rng, dtype: str) -> dict[str, Any]:
     return call | {"A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv), "norm_weight": normal(rng, Dv), "Hk": Hk}
 
 
+@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gated_delta_step_is_its_ops_one_after_the_other(dtype, rng):
+def test_gated_delta_step_is_its_ops_one_after_the_other(dtype, kept, rng):
     call = layer(rng, dtype)
+    call["state"] = call["state"].astype(numpy_dtype(kept))
     qkv, kept, state, slots, Hk = (call[name] for name in ("qkv", "conv_state", "state", "slots", "Hk"))
     kept, state, (Hv, Dv, Dk) = kept.copy(), state.copy(), state.shape[1:]
     y = conv1d_causal(qkv, kept, call["conv_weight"], slots)

@@ -269,10 +269,7 @@ def f16(*shape):
 
 
 WRONG = {
-    "residual_add": [
-        ({"b": f32(5)}, ShapeError, r"b has shape \(5,\), expected \(3, 5\) \(as a\)"),
-        ({"b": f16(3, 5)}, DTypeError, "b has dtype float16, expected float32 as a"),
-    ],
+    "residual_add": [({"b": f32(5)}, ShapeError, r"b has shape \(5,\), expected \(3, 5\) \(as a\)")],
     "swiglu": [
         ({"up": f32(3, 4)}, ShapeError, r"up has shape \(3, 4\), expected \(3, 5\) \(as gate\)"),
         ({"up": f16(3, 5)}, DTypeError, "up has dtype float16, expected float32 as gate"),

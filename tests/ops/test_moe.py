@@ -382,6 +382,35 @@ def test_routers_propagate_nan_where_a_row_is_not_finite():
     assert np.isnan(ops.moe_normalize_weights(weights)).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moe_norm_route_is_its_parts(dtype, rng):
+    x, norm, w = normal(rng, 4, 64, dtype=dtype), normal(rng, 64), quantized(rng, 13, 64, bits=8)
+    active, scale = i32(0, -1, 3, 0), normal(rng, 11)
+    h = ops.rms_norm(x, norm, 1e-4)
+    logits = ops.quantized_matmul(h, w, dtype="float32")
+    parts = [np.ascontiguousarray(part) for part in np.split(logits, [11], axis=1)]
+    want = h, *ops.moe_route(parts[0], scale, 5, True, active), parts[1]
+    got = ops.moe_norm_route(x, norm, w, scale, 5, 2, 1e-4, True, active, write_normed=True)
+    for name, a, b in zip(("h", "ids", "weights", "scores"), got, want, strict=True):
+        assert_same_bits(name, a, b)
+    above = w.with_arrays(*(part[:12] for part in w.arrays))
+    ids, weights = ops.moe_norm_group_route(h, None, above, None, 4, 2, 3, False, 1.5)
+    own = ops.moe_group_route(np.ascontiguousarray(logits[:, :12]), None, 4, 2, 3, False, 1.5)
+    assert_same_bits("ids", ids, own[0])
+    assert_same_bits("weights", weights, own[1])
+
+
+def test_moe_norm_route_by_hand():
+    x, norm = np.array([[3.0, 4.0]], "float32"), np.array([1.0, 2.0], "float32")  # normed: 0.849, 2.263
+    w = np.array([[0, 0], [1, 0], [0, 1], [10, 0]], "float32")
+    h, ids, weights, scores = ops.moe_norm_route(x, norm, w, None, 2, 1, 0.0, write_normed=True)
+    np.testing.assert_allclose(h, [[3 / 12.5**0.5, 8 / 12.5**0.5]], rtol=2e-6)
+    np.testing.assert_array_equal(ids, [[2, 1]])
+    share = 1 / (1 + np.exp(-5 / 12.5**0.5))
+    np.testing.assert_allclose(weights, [[share, 1 - share]], rtol=2e-6)
+    np.testing.assert_allclose(scores, [[30 / 12.5**0.5]], rtol=2e-6)
+
+
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
@@ -690,6 +719,26 @@ VALID = {
         "topk_group": 2,
         "top_k": 3,
     },
+    "moe_norm_route": lambda rng: {
+        "x": normal(rng, 3, 64),
+        "norm_weight": normal(rng, 64),
+        "w": quantized(rng, 9, 64),
+        "per_expert_scale": normal(rng, 8),
+        "top_k": 2,
+        "scores": 1,
+        "write_normed": True,
+    },
+    "moe_norm_group_route": lambda rng: {
+        "x": normal(rng, 3, 64),
+        "norm_weight": normal(rng, 64),
+        "w": normal(rng, 9, 64),
+        "bias": normal(rng, 8),
+        "n_group": 4,
+        "topk_group": 2,
+        "top_k": 3,
+        "scores": 1,
+        "write_normed": True,
+    },
     "moe_normalize_weights": lambda rng: {"weights": np.abs(normal(rng, 3, 4))},
     "expert_gate_up": lambda rng: {"x": normal(rng, 4, 64), **_weights(rng), "ids": _chosen(rng)["ids"]},
     "expert_down_sum": lambda rng: {"h": normal(rng, 4, 2, 32), "down_w": quantized(rng, 3, 9, 32), **_chosen(rng)},
@@ -743,6 +792,23 @@ def test_moe_bucket_accumulate_refuses_memory_it_cannot_change(rng):
 
 
 WRONG = {
+    "moe_norm_route": [
+        ({"top_k": 9}, InvalidArgument, "top_k is 9, expected 1 to 8"),
+        ({"scores": 9}, InvalidArgument, r"scores is 9, expected 0 to 8 \(rows of w less one\)"),
+        ({"scores": -1}, InvalidArgument, "scores is -1, expected 0 to 8"),
+        ({"norm_weight": None}, InvalidArgument, "write_normed is True without norm_weight, expected both"),
+        ({"norm_weight": f32(63)}, ShapeError, r"norm_weight has shape \(63,\), expected \(64,\)"),
+        ({"x": f32(2, 3, 64)}, ShapeError, r"x has shape \(2, 3, 64\), expected \[T, K\] or \[K\]"),
+        ({"x": f32(3, 32), "norm_weight": f32(32)}, ShapeError, r"w has shape \(9, 64\)"),
+        ({"eps": -1.0}, InvalidArgument, "eps is -1.0"),
+        ({"per_expert_scale": f32(9)}, ShapeError, r"per_expert_scale has shape \(9,\), expected \(8,\)"),
+        ({"active": i32(0, 0)}, ShapeError, r"active has shape \(2,\), expected \(3,\)"),
+    ],
+    "moe_norm_group_route": [
+        ({"n_group": 3}, InvalidArgument, "n_group is 3, expected a divisor of 8"),
+        ({"bias": f32(7)}, ShapeError, r"bias has shape \(7,\), expected \(8,\)"),
+        ({"write_normed": True, "norm_weight": None}, InvalidArgument, "write_normed is True without norm_weight"),
+    ],
     "moe_route": [
         ({"top_k": 0}, InvalidArgument, "top_k is 0, expected 1 to 8"),
         ({"top_k": 9}, InvalidArgument, "top_k is 9, expected 1 to 8"),
@@ -805,7 +871,6 @@ WRONG = {
     ],
     "moe_shared_forward": [
         ({"residual": f32(4, 63)}, ShapeError, r"residual has shape \(4, 63\), expected \(4, 64\)"),
-        ({"residual": f16(4, 64)}, DTypeError, "residual has dtype float16, expected float32 as x"),
         ({"shared_up_w": f32(96, 63)}, ShapeError, r"shared_up_w has shape \(96, 63\), expected a last axis of 64"),
         ({"shared_up_w": f32(95, 64)}, ShapeError, r"shared_up_w has shape \(95, 64\), expected \(96, 64\)"),
         ({"shared_gate_w": f32(95, 64), "shared_up_w": None}, ShapeError, r"shared_gate_w has .* an even number"),
@@ -823,7 +888,7 @@ WRONG = {
         ({"weights": None}, InvalidArgument, "expert_out with weights, or moe_sum, expected"),
         ({"weights": f32(4, 3)}, ShapeError, r"weights has shape \(4, 3\), expected \(4, 2\)"),
         ({"weights": f16(4, 2)}, DTypeError, "weights has dtype float16, expected float32"),
-        ({"expert_out": f16(4, 2, 5)}, DTypeError, "expert_out has dtype float16, expected float32"),
+        ({"expert_out": f16(4, 2, 5)}, DTypeError, "shared_out has dtype float32, expected float16 as expert_out"),
         ({"shared_out": f32(5)}, ShapeError, r"shared_out has shape \(5,\), expected \(4, 5\)"),
         ({"shared_out": None}, InvalidArgument, "shared_gate is given without shared_out, expected"),
         ({"shared_gate": f32(5)}, ShapeError, r"shared_gate has shape \(5,\), expected \(4,\)"),

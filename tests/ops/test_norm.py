@@ -239,6 +239,11 @@ FUSED = {
     "post_ff_norm2_endlayer": lambda a: _end(a, a["moe_accum"]),
     "moe_wsum_post_ff_norm2_endlayer": lambda a: _end(a, wsum(a["expert_out"], a["weights"])),
 }
+# the argument that may be of another float than the other rows, and so is what is added to it
+STREAM_OF = {
+    **dict.fromkeys(("norm_add", "norm_add_scalar", "residual_norm", "post_ff_norm2_endlayer"), "residual"),
+    "post_attn_triple_norm": "hidden",
+}
 ROWS = ("x", "residual", "hidden", "attn_out", "addend", "moe_accum", "scale", "values", "z")
 
 
@@ -256,7 +261,7 @@ def arguments(name, rng, T=3, dim=5, dtype="float32", weight_dtype="float32", ep
             args[parameter] = normal(rng, 1, dtype=weight_dtype)
         elif parameter == "eps":
             args[parameter] = eps
-        elif parameter not in ("write_sum", "return_mid"):
+        elif parameter not in ("write_sum", "return_mid", "dtype"):
             args[parameter] = normal(rng, dim, dtype=weight_dtype)
     return args
 
@@ -382,6 +387,38 @@ def test_post_attn_triple_norm_is_norm_add_and_three_norms(rng):
         assert_close(w, y, ops.rms_norm(res, args[w], 1e-3), 1e-6)
 
 
+@pytest.mark.parametrize("name", STREAM_OF)
+def test_fused_norm_adds_to_a_stream_of_another_float(name, rng):
+    """Sums have the stream's dtype, normed rows that of the others, both by the formula to their own last bit."""
+    for stream, dtype in (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32")):
+        args = arguments(name, rng, 3, 33, dtype)
+        args[STREAM_OF[name]] = normal(rng, 3, 33, dtype=stream)
+        more = {"write_sum": True} if name == "residual_norm" else {}
+        got, want = getattr(ops, name)(**args, **more), FUSED[name](args)
+        got, want = (r if isinstance(r, tuple) else (r,) for r in (got, want))
+        if name == "residual_norm":
+            want = (*want, f64(args["residual"]) + f64(args["x"]))
+        kinds = {
+            "residual_norm": (dtype, stream),
+            "post_attn_triple_norm": (stream, dtype, dtype, dtype),
+            "post_ff_norm2_endlayer": (dtype, stream),
+        }.get(name, (stream,))
+        for i, (g, w, kind) in enumerate(zip(got, want, kinds, strict=True)):
+            assert g.dtype == numpy_dtype(kind)
+            assert_close(f"{name}[{i}]", g, w, 1.01 * EPS[kind])
+
+
+def test_rms_norm_rounds_once_to_the_dtype_that_is_asked_for(rng):
+    x, w = normal(rng, 3, 33), [normal(rng, 33) for _ in range(3)]
+    for dtype in DTYPES:
+        want = [round_to(n(x, weight, 1e-6), dtype) for weight in w]
+        assert_same_bits("one", ops.rms_norm(x, w[0], dtype=dtype), want[0])
+        for got, each in zip(ops.rms_norm_triple(x, *w, dtype=dtype), want, strict=True):
+            assert_same_bits("triple", got, each)
+    with pytest.raises(DTypeError, match="rms_norm: dtype is 'int32', expected float32, float16 or bfloat16"):
+        ops.rms_norm(x, w[0], dtype="int32")
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -408,14 +445,16 @@ def test_norm_op_refuses_bad_arrays(name, rng):
 
 @pytest.mark.parametrize("name", ["rms_norm_mul", "gated_rms_norm", *FUSED])
 def test_norm_op_wants_activations_alike_and_weights_of_the_last_axis(name, rng):
-    """Each array made longer by one, and each activation made float16, in turn."""
+    """Each array made longer by one, and each activation made float16, in turn; a residual stream may be."""
     op, args = getattr(ops, name), valid(name, rng)
     arrays = {key: value for key, value in args.items() if isinstance(value, np.ndarray)}
     for key, value in arrays.items():
         longer = np.concatenate([value, value[..., :1]], axis=-1)
         message = rf"({'|'.join(arrays)}) has shape \([\d, ]+\), expected .*"
         assert_refused_like(op, args | {key: longer}, ShapeError, message)
-        if key in ROWS or key in ("expert_out", "weights"):
+        if (key in ROWS and key != STREAM_OF.get(name)) or key in ("expert_out", "weights"):
+            if name in STREAM_OF and len([row for row in arrays if row in ROWS]) == 2:
+                continue  # the only row beside the stream
             message = f"({'|'.join(arrays)}) has dtype float(16|32), expected float(16|32)"
             assert_refused_like(op, args | {key: value.astype("float16")}, DTypeError, message)
     deeper = {key: value[None] for key, value in arrays.items()}
@@ -449,10 +488,7 @@ WRONG = {
         ({"values": f32(6, 5)}, ShapeError, r"values has shape \(6, 5\), expected \[T, Hv, Dv\]"),
         ({"z": f16(3, 2, 5)}, DTypeError, "z has dtype float16, expected float32 as values"),
     ],
-    "norm_add": [
-        ({"x": f16(3, 5)}, DTypeError, "x has dtype float16, expected float32 as residual"),
-        ({"x": f32(15)}, ShapeError, r"x has shape \(15,\), expected \(3, 5\) \(as residual\)"),
-    ],
+    "norm_add": [({"x": f32(15)}, ShapeError, r"x has shape \(15,\), expected \(3, 5\) \(as residual\)")],
     "norm_add_scalar": [
         ({"scalar": f32(3)}, ShapeError, r"scalar has shape \(3,\), expected one element or \(5,\)"),
         ({"scalar": f32(1, 5)}, ShapeError, r"scalar has shape \(1, 5\), expected one element or \(5,\)"),

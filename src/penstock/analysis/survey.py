@@ -121,7 +121,7 @@ class Survey:
         item, per_position, fixed = ITEMSIZE[dtype], 0, 0
         for layout in self.caches:
             if not isinstance(layout, PagedKV):
-                fixed += math.prod(layout.conv) * item + math.prod(layout.state) * 4
+                fixed += math.prod(layout.conv) * item + math.prod(layout.state) * ITEMSIZE[layout.dtype]
             elif layout.window is None:
                 per_position += (layout.key_width + layout.value_width) * item
             else:

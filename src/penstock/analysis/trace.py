@@ -298,7 +298,8 @@ class _Layers:
         self._starts = [span[0] for span in self._spans]
 
     def __call__(self, node: Node, before: int | None) -> int | None:
-        found = [self._layer(leaf) for arg in node.args.values() for leaf in leaves(arg) if not isinstance(leaf, Value)]
+        arrays = [leaf for _, arg in _read_args(node) for leaf in leaves(arg) if not isinstance(leaf, Value)]
+        found = list(map(self._layer, arrays))
         known = [layer for layer, ours in found if ours]
         if not known:
             return before
@@ -313,11 +314,16 @@ class _Layers:
         return self._spans[number][2], True
 
 
+def _read_args(node: Node) -> Iterator[tuple[str, Any]]:
+    """Arguments of a node, without what it may bring to a cache for another one, which reads it."""
+    return ((name, arg) for name, arg in node.args.items() if name != "fetch")
+
+
 def moved(node: Node, work: Work, layouts: Sequence[Any]) -> tuple[int, int]:
     """Bytes that a node reads and writes: of caches the rows of this step, of experts and tables those it takes."""
     reads, writes = 0.0, sum(nbytes(out) for out in node.outs if out is not None)
     ids = node.args.get("ids")
-    for name, arg in node.args.items():
+    for name, arg in _read_args(node):
         if isinstance(arg, Value):
             read, written = _value_bytes(arg, name in node.op.writes, work, layouts)
             if node.op is ops.conv1d_state_update and name == "x":

@@ -303,6 +303,10 @@ class AnyModel:
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option("--dtype", help="Numbers between the layers.")
     ] = "auto"
+    state_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option("--state-dtype", help="Numbers of recurrent states; bfloat16 has half the bytes, not on the CPU."),
+    ] = "auto"
     activations: Annotated[
         Literal["auto", "int8", "float32"],
         typer.Option("--activations", help="Rounding inside quantized products; float32 is exact and slower."),
@@ -370,6 +374,7 @@ class AnyModel:
         return {
             "device": self.device,
             "dtype": self.dtype,
+            "state_dtype": self.state_dtype,
             "activations": self.activations,
             "max_context": max_context,
             "threads": threads,

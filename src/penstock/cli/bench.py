@@ -526,8 +526,9 @@ def _made_up(
     """A model of a config.json with random weights, and its name."""
     from penstock import api, models
     from penstock.engine.cache import Caches
-    from penstock.engine.options import resolve_options
+    from penstock.engine.options import resolve_options, resolve_state_dtype
     from penstock.models.config import first_layers
+    from penstock.models.step import with_state_dtype
     from penstock.ops.device import device_for
 
     count = layer_count(layers)
@@ -543,7 +544,8 @@ def _made_up(
     family = models.family_of(raw)
     read, need = family.read_config(raw), api.random_nbytes(raw)
     batches = [(test.batch, test.positions) for test in tests]
-    check_room(f"{path}{shown}", where, Caches(family.caches(read), dtype), batches, need)
+    layouts = with_state_dtype(family.caches(read), resolve_state_dtype(model.state_dtype, device))
+    check_room(f"{path}{shown}", where, Caches(layouts, dtype), batches, need)
     with _shown(f"making up {amount(need)} of weights") as progress:
         made = 0
 
@@ -556,6 +558,7 @@ def _made_up(
             raw,
             device=model.device,
             dtype=model.dtype,
+            state_dtype=model.state_dtype,
             activations=model.activations,
             max_context=max(test.positions for test in tests),
             threads=threads,

@@ -65,7 +65,8 @@ def perplexity(
     of -log p over all tokens but the first of each window, with its standard error.
 
     With --reference also the Kullback-Leibler divergence KL(reference | model) of the predictions, in nats, and the
-    share of predictions whose likeliest token is the same. Both models are loaded together.
+    share of predictions whose likeliest token is the same. Both models are loaded together; the reference has float32
+    states, whatever --state-dtype says.
 
     \b
     Examples:
@@ -92,7 +93,8 @@ def perplexity(
         raise InvalidArgument(f"{data_path}: {str(error).removeprefix('perplexity: ')}") from None
     other = None
     if reference is not None:
-        second = replace(chosen, model=reference, device=reference_device or chosen.device, revision=None)
+        where = reference_device or chosen.device
+        second = replace(chosen, model=reference, device=where, revision=None, state_dtype="float32")
         other = second.load_with(None, threads, notify)
         _check_length(second.name, other, sequence_length, len(prefix))
         _check_alike(llm, other, text, tokens)

@@ -24,7 +24,7 @@ from penstock.engine.steps import MOST_LOGITS, Run, step_arrays, step_shapes
 from penstock.experts.streamed import EXPERT_OPS
 from penstock.graph import Graph, Program, SizedProgram
 from penstock.graph.sizes import Sizes
-from penstock.models.step import PAGE
+from penstock.models.step import PAGE, STREAM
 from penstock.ops.device import DeviceSampler, PendingStep, StepInputs
 from penstock.ops.sampling import MODES
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 ANSWERS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MIXED = (
-    16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048
+    16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560,
+    3200, 4096
 )  # fmt: skip
 _SHORT = 4  # pages: a token of Qwen3.6-35B-A3B on an H200 takes 20 µs less than with a table of full width
 _FEW = 8  # rows up to which products take norms and sums in: see graph/fuse_cuda.py
@@ -215,7 +216,7 @@ class BucketedSteps:
             return
         self.unbind()
         programs, device, B = self._programs, self._device, self.sequences
-        self._hidden = device.zeros((self.most_tokens, programs.config.dim), caches.dtype)
+        self._hidden = device.zeros((self.most_tokens, programs.config.dim), STREAM)
         shapes = step_shapes(self.most_tokens, B, max(B, MOST_LOGITS), self._pages, programs.windows.values())
         self._inputs = device.step_inputs({name: (shape, "int32") for name, shape in shapes.items()}, B)
         self._sampler = device.sampler(self._inputs, programs.config.vocab_size) if device.samples_tokens else None

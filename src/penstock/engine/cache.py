@@ -405,4 +405,4 @@ class Caches:
         """Bytes of one page, or of one slot, of a layer."""
         if isinstance(layout, PagedKV):
             return PAGE * (layout.key_width + layout.value_width) * ITEMSIZE[self.dtype]
-        return math.prod(layout.conv) * ITEMSIZE[self.dtype] + math.prod(layout.state) * 4
+        return math.prod(layout.conv) * ITEMSIZE[self.dtype] + math.prod(layout.state) * ITEMSIZE[layout.dtype]

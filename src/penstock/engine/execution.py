@@ -98,7 +98,10 @@ class Execution:
         return self._engine.can_chain
 
     def room(self, seconds: float, answers: int) -> int:
-        """Tokens of prompts for a step beside so many of answers that is to take up to so many seconds."""
+        """Tokens of prompts for a step beside so many of answers that is to take up to so many seconds, twice as many
+        if no answer waits for it.
+        """
+        seconds = seconds if answers else 2 * seconds
         engine, most = self._engine, self._engine.most_tokens - answers
         if engine.deterministic and engine.device.captures:
             return 1  # one chunk

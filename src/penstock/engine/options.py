@@ -1,4 +1,4 @@
-"""What `load` and the verbs of the command line may leave open: device, dtype, rounding, threads; and memory beside."""
+"""What `load` and the verbs of the command line may leave open: device, dtypes, rounding, threads; memory beside."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from penstock.settings import Settings
 
 DEVICES = ("auto", "cpu", "cuda", "reference")
 DTYPES = ("auto", "float32", "bfloat16")
+STATE_DTYPES = ("auto", "float32", "bfloat16")
 ACTIVATIONS = ("auto", "int8", "float32")
 WORKING_BYTES = 256 << 20  # for activations of a prefill's chunk, the tokenizer and the interpreter itself
 
@@ -50,3 +51,19 @@ def resolve_options(
         kind.default_dtype if dtype == "auto" else dtype,
         kind.default_activations if activations == "auto" else activations,
     )
+
+
+def resolve_state_dtype(state_dtype: str, device: str) -> str:
+    """The dtype of recurrent states on a device: what "auto" stands for is a setting, or float32.
+
+    Raises InvalidArgument for an unknown name, and for one that the device's kernels do not take.
+    """
+    if state_dtype not in STATE_DTYPES:
+        raise InvalidArgument(f"load: state_dtype is {state_dtype!r}, expected one of {', '.join(STATE_DTYPES)}")
+    chosen = state_dtype if state_dtype != "auto" else Settings.from_env().state_dtype
+    chosen = "float32" if chosen == "auto" else chosen
+    if chosen not in (taken := device_type(device).state_dtypes):
+        raise InvalidArgument(
+            f"load: state_dtype is {chosen!r}, expected {' or '.join(taken)}: device {device!r} has no others"
+        )
+    return chosen

@@ -13,7 +13,7 @@ from penstock.errors import OutOfMemory
 from penstock.experts.streamed import Streamed
 from penstock.graph import Graph, Wrap, trace
 from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
-from penstock.models.step import Step
+from penstock.models.step import STREAM, Step
 from penstock.ops.array import Spec, spec_of
 from penstock.units import amount
 
@@ -93,7 +93,7 @@ class Programs:
             step = Step(wanted, wanted, wanted, wanted, {}, activations=self.activations, dtype=self.caches.dtype)
             return self._logits(step, h, wanted)
 
-        specs = {"h": Spec((T, self.config.dim), self.caches.dtype), "wanted": Spec((R,), "int32")}
+        specs = {"h": Spec((T, self.config.dim), STREAM), "wanted": Spec((R,), "int32")}
         return trace(fn, specs)
 
     def _logits(self, step: Step, h: Any, wanted: Any) -> Any:

@@ -600,12 +600,14 @@ class Scheduler:
         if not state.begun:
             self._work.queue_seconds += state.begin_prompt()
         self._reuse(state)
-        at, alignment = state.opened.length, self._engine.chunk_alignment
+        engine = self._engine
+        at, alignment = state.opened.length, engine.chunk_alignment
         least = (at // alignment + 1) * alignment
-        far = (at + min(room, self._engine.device.chunk_alignment)) // alignment * alignment
+        most = min(room, engine.chunk_tokens)
+        far = (at + most) // alignment * alignment
         stored = min((point for point in state.points if point > at), default=state.prompt_end)
         end = min(state.prompt_end, max(least, min(far, stored)))
-        if state.prompt_end - at <= min(room, stored - at, self._engine.device.chunk_alignment):
+        if state.prompt_end - at <= min(most, stored - at):
             end = state.prompt_end
         if state.rows is not None:  # cut by its positions alone
             end = min(state.prompt_end, (at // self._most_rows + 1) * self._most_rows)

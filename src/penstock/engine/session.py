@@ -228,6 +228,7 @@ class Session:
             "model": self._model or "",
             "fingerprint": engine.model.fingerprint,
             "dtype": engine.dtype,
+            "state_dtype": engine.state_dtype,
             "activations": engine.activations,
             "length": str(sequence.length),
         }
@@ -278,16 +279,18 @@ def read_about(path: str | os.PathLike[str]) -> tuple[SafetensorsFile, dict[str,
 
 
 def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
-    """Fill a new session from a file of the same model, dtype and activations."""
+    """Fill a new session from a file of the same model, dtypes and activations."""
     file, about = read_about(path)
     engine = session.engine
     for key, own in (
         ("fingerprint", engine.model.fingerprint),
         ("dtype", engine.dtype),
+        ("state_dtype", engine.state_dtype),
         ("activations", engine.activations),
     ):
-        if about[key] != own:
-            what = {"fingerprint": "another model or quantization"}.get(key, f"{key} {about[key][:20]!r}")
+        saved = about.get(key, "float32")  # files from before there were other states do not name their dtype
+        if saved != own:
+            what = {"fingerprint": "another model or quantization"}.get(key, f"{key} {saved[:20]!r}")
             raise CheckpointError(f"{path}: was saved with {what}, expected this model's ({key} {own[:16]!r})")
     length = int(about["length"])
     if length > engine.max_context:
@@ -301,7 +304,7 @@ def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
             dead = 0 if layout.window is None else max(0, length - layout.window + 1) // PAGE
             shapes = [((length - dead * PAGE, width), engine.dtype) for width in (layout.key_width, layout.value_width)]
         else:
-            shapes = [(layout.conv, engine.dtype), (layout.state, "float32")]
+            shapes = [(layout.conv, engine.dtype), (layout.state, layout.dtype)]
         wanted |= {f"layers.{n}.{part}": shape for part, shape in zip(("first", "second"), shapes, strict=True)}
     for name, (shape, dtype) in wanted.items():
         if name not in arrays or tuple(arrays[name].shape) != tuple(shape) or dtype_name(arrays[name].dtype) != dtype:

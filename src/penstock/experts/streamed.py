@@ -158,7 +158,7 @@ class Streamed:
         order of the slots, or, where the kernel sums as it goes, for some tokens after the other.
         """
         block = node.op is ops.moe_shared_forward
-        room = self.device.expert_room(ids.shape, len(call["slot_of"]), out, block)
+        room = self.device.expert_room(ids.shape, len(call["slot_of"]), call["x"], block)
         if room is None:
             rows = self.device.copy(out)
             for part in self.store.token_batches(layer, ids):

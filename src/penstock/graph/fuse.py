@@ -24,7 +24,9 @@ def fuse(graph: Graph, device: str, batch_invariant: bool = False) -> Graph:
 
     batch_invariant: without the rules that change a row's arithmetic with the number of rows.
     """
-    return rewritten(graph, device, BATCH_INVARIANT if batch_invariant else RULES)
+    fused = rewritten(graph, device, BATCH_INVARIANT if batch_invariant else RULES)
+    fuse_cuda.fetch_ahead(fused)
+    return fused
 
 
 # -- norms, sums and products ----------------------------------------------------------------------------------------
@@ -49,16 +51,17 @@ def norm_add(match: Match, node: Node) -> Candidates:
 @rule(ops.rms_norm)
 def rms_norm_triple(match: Match, node: Node) -> Candidates:
     """rms_norm(x, wa), rms_norm(x, wb), rms_norm(x, wc) → rms_norm_triple(x, wa, wb, wc)"""
-    x, eps = node["x"], node["eps"]
+    x, how = node["x"], (node["eps"], node.out.dtype)
     alike = [
         other
         for other in match.readers(x)
-        if other.op is ops.rms_norm and same(other["x"], x) and other["eps"] == eps and other["weight"] is not None
+        if other.op is ops.rms_norm and same(other["x"], x) and (other["eps"], other.out.dtype) == how
     ]
+    alike = [other for other in alike if other["weight"] is not None]
     if node in alike and len(alike) >= 3:
         three = alike[:3]
         weights = [norm["weight"] for norm in three]
-        yield match.call(ops.rms_norm_triple, x, *weights, eps, instead=three, makes=[norm.out for norm in three])
+        yield match.call(ops.rms_norm_triple, x, *weights, *how, instead=three, makes=[norm.out for norm in three])
 
 
 @rule(ops.rms_norm_triple)

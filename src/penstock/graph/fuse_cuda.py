@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock import ops
 from penstock.graph.rewrite import Candidates, Match, Rule, operands, rule, same
-from penstock.graph.trace import Node, Value
+from penstock.graph.trace import Graph, Node, Value
 
 CUDA = ("cuda",)
 
@@ -188,6 +188,41 @@ def matmul_add(match: Match, node: Node) -> Candidates:
             yield match.call(ops.matmul_add, *args, instead=(product, node), makes=(node.out,))
 
 
+@rule(ops.moe_route, ops.moe_group_route, devices=CUDA)
+def moe_norm_route(match: Match, node: Node) -> Candidates:
+    """moe_route(rms_norm(x) @ w, …) → moe_norm_route(x, w, …), moe_group_route → moe_norm_group_route, for one row
+
+    The normed rows are kept if needed. Also without the norm, and where w has rows of other scores below those of the
+    experts. Rows that are rounded to int8 stay in front. With 8 rows of Qwen3.6-35B-A3B on an H200 one launch takes 9.0
+    µs, norm, product and choice 6.4.
+    """
+    split = match.made_by(node["logits"], ops.split_columns)
+    if split is not None and (split.outs[0] is not node["logits"] or split.outs[2:] != (None, None)):
+        return
+    product = match.made_by(node["logits"] if split is None else split["x"], *_PRODUCTS)
+    if product is None or product["x"].spec.size > product["x"].shape[-1] or product.args.get("activations") == "int8":
+        return
+    norm = match.maker(product["x"], ops.rms_norm)
+    if norm is not None and norm["weight"] is None:
+        norm = None
+    instead = [each for each in (norm, product, split, node) if each is not None]
+    normed = None if norm is None else match.needed(norm.out, instead)
+    score = None if split is None else split.outs[1]
+    how = {name: arg for name, arg in node.args.items() if name != "logits"}
+    yield match.call(
+        ops.moe_norm_route if node.op is ops.moe_route else ops.moe_norm_group_route,
+        x=product["x"] if norm is None else norm["x"],
+        norm_weight=None if norm is None else norm["weight"],
+        w=product["w"],
+        scores=0 if score is None else score.shape[-1],
+        write_normed=normed is not None,
+        **({} if norm is None else {"eps": norm["eps"], "dtype": norm.out.dtype}),
+        **how,
+        instead=instead,
+        makes=(normed, *node.outs, score),
+    )
+
+
 @rule(*_PRODUCTS, ops.moe_shared_forward, devices=CUDA)
 def norm_matmul(match: Match, node: Node) -> Candidates:
     """rms_norm(x) @ w → norm_matmul(x, w),
@@ -200,12 +235,22 @@ def norm_matmul(match: Match, node: Node) -> Candidates:
     if norm is None or norm["weight"] is None or not _few(norm["x"]) or node.args.get("activations") == "int8":
         return
     if node.op in _PRODUCTS:
-        rest = norm["eps"], node.args.get("activations", "float32"), node["dtype"]
+        rest = norm["eps"], node.args.get("activations", "float32"), node["dtype"], norm.out.dtype
         args = norm["x"], norm["weight"], node["w"], *rest
         yield match.call(ops.norm_matmul, *args, instead=(norm, node), makes=node.outs)
-    elif node["norm_weight"] is None:
+    elif node["norm_weight"] is None and norm.out.dtype == norm["x"].dtype:
         args = {**node.args, "x": norm["x"], "norm_weight": norm["weight"], "eps": norm["eps"]}
         yield match.call(ops.moe_shared_forward, **args, instead=(norm, node), makes=node.outs)
+
+
+def fetch_ahead(graph: Graph) -> None:
+    """Tell each router with a product which dense weight is read next: its launch leaves most of the GPU idle."""
+    w = None
+    for node in reversed(graph.nodes):
+        if node.op in (ops.moe_norm_route, ops.moe_norm_group_route):
+            node.args["fetch"] = w
+        elif node.op in (*_PRODUCTS, ops.norm_matmul):
+            w = node["w"]
 
 
 BLOCKS: tuple[Rule, ...] = (
@@ -216,4 +261,4 @@ BLOCKS: tuple[Rule, ...] = (
     mla_prepare,
     attention_gate,
 )
-INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, norm_matmul)
+INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, moe_norm_route, norm_matmul)

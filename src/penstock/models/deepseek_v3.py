@@ -31,6 +31,7 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
+    stream_norm,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
@@ -239,9 +240,9 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed)
     for layer, state in zip(w.layers, cache, strict=True):
-        x = ops.rms_norm(h, layer.attention_norm, config.norm_eps)
+        x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
         h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
-        x = ops.rms_norm(h, layer.mlp_norm, config.norm_eps)
+        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
         if isinstance(layer.mlp, Mlp):
             h = ops.residual_add(h, mlp(step, x, layer.mlp))
         else:
@@ -251,7 +252,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    return linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
+    return linear(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, "float32")
 
 
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:

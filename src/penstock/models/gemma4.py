@@ -32,6 +32,8 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
+    stream_norm,
+    stream_rows,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
@@ -296,15 +298,15 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     h = ops.mul(embed(step, w.embed), math.sqrt(config.dim))
     inputs = per_layer_inputs(step, h, w.per_layer, config) if w.per_layer is not None else None
     for n, layer in enumerate(w.layers):
-        x = ops.rms_norm(h, layer.input_norm, eps)
+        x = stream_norm(step, h, layer.input_norm, eps)
         x = attention(step, x, layer.attention, config, n, cache[config.sources[n]])
         h = ops.residual_add(h, ops.rms_norm(x, layer.attention_norm, eps))
-        x = mlp(step, ops.rms_norm(h, layer.mlp_norm, eps), layer.mlp, "gelu_tanh")
+        x = mlp(step, stream_norm(step, h, layer.mlp_norm, eps), layer.mlp, "gelu_tanh")
         if layer.experts is not None:
             x = ops.add(ops.rms_norm(x, layer.experts.dense_norm, eps), moe(step, h, layer.experts, config))
         h = ops.residual_add(h, ops.rms_norm(x, layer.output_norm, eps))
         if layer.per_layer is not None and inputs is not None:
-            x = ops.geglu(linear(step, h, layer.per_layer.gate), inputs[n])
+            x = ops.geglu(linear(step, stream_rows(step, h), layer.per_layer.gate), inputs[n])
             x = linear(step, x, layer.per_layer.out)
             h = ops.residual_add(h, ops.rms_norm(x, layer.per_layer.norm, eps))
         h = ops.mul(h, layer.scalar)
@@ -313,7 +315,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    y = linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
+    y = linear(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, "float32")
     return y if config.softcap is None else ops.softcap(y, config.softcap)
 
 
@@ -333,9 +335,9 @@ def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache:
 
 def moe(step: Step, h: Array, w: Experts, config: Config) -> Array:
     """Normed sum of the chosen experts; router and experts see the residual stream through norms of their own."""
-    scores = linear(step, ops.rms_norm(h, w.router_norm, config.norm_eps), w.router, "float32")
+    scores = linear(step, stream_norm(step, h, w.router_norm, config.norm_eps), w.router, "float32")
     ids, weights = ops.moe_route(scores, w.expert_scale, config.top_k, propagate_nan=True, active=step.active)
-    x = ops.rms_norm(h, w.input_norm, config.norm_eps)
+    x = stream_norm(step, h, w.input_norm, config.norm_eps)
     return ops.rms_norm(experts(step, x, ids, weights, w.routed, "gelu_tanh"), w.output_norm, config.norm_eps)
 
 
@@ -344,9 +346,9 @@ def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: Config) ->
     count, P = len(config.layer_types), config.per_layer_width
     T = h.shape[0]
     # eps belongs to the scaled projection: scaling by dim^(−1/2) inside the norm would divide it by dim
-    projected = ops.mul(linear(step, h, w.projection), config.dim**-0.5).reshape(T, count, P)
+    projected = ops.mul(linear(step, stream_rows(step, h), w.projection), config.dim**-0.5).reshape(T, count, P)
     projected = ops.rms_norm(projected, w.norm, config.norm_eps)
-    rows = ops.mul(embed(step, w.table), math.sqrt(P)).reshape(T, count, P)
+    rows = ops.mul(embed(step, w.table, step.dtype), math.sqrt(P)).reshape(T, count, P)
     both = ops.mul(ops.add(projected, rows), 2**-0.5)
     both = flat(both)
     return [ops.columns(both, n * P, (n + 1) * P) for n in range(count)]

@@ -8,7 +8,7 @@ from itertools import accumulate
 from penstock import ops
 from penstock.models.rope import Rope
 from penstock.models.source import Source, Weight
-from penstock.models.step import Step
+from penstock.models.step import STREAM, Step
 from penstock.ops.array import Array, concatenated
 from penstock.quant import QuantizedTensor
 
@@ -20,10 +20,20 @@ def linear(step: Step, x: Array, w: Weight, dtype: str | None = None) -> Array:
     return ops.matmul(x, w, dtype=dtype)
 
 
-def embed(step: Step, table: Weight) -> Array:
-    """Rows of an embedding table [T, dim], in the dtype of the residual stream."""
+def embed(step: Step, table: Weight, dtype: str = STREAM) -> Array:
+    """Rows of an embedding table [T, dim], in the dtype of the residual stream or another."""
     gather = ops.quantized_embedding if isinstance(table, QuantizedTensor) else ops.embedding
-    return gather(step.tokens, table, dtype=step.dtype)
+    return gather(step.tokens, table, dtype=dtype)
+
+
+def stream_norm(step: Step, h: Array, weight: Array, eps: float) -> Array:
+    """rms_norm of the residual stream h [T, dim], in the dtype of activations."""
+    return ops.rms_norm(h, weight, eps, step.dtype)
+
+
+def stream_rows(step: Step, h: Array) -> Array:
+    """The residual stream h [T, dim] itself, in the dtype of activations."""
+    return h if step.dtype == STREAM else ops.columns(h, 0, h.shape[1], step.dtype)
 
 
 def apply_rope(step: Step, x: Array, rope: Rope) -> Array:

@@ -28,6 +28,7 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
+    stream_norm,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
@@ -224,16 +225,16 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed)
     for layer, window, state in zip(w.layers, config.windows, cache, strict=True):
-        x = ops.rms_norm(h, layer.attention_norm, config.norm_eps)
+        x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
         h = ops.residual_add(h, attention(step, x, layer.attention, config, state, window))
-        x = ops.rms_norm(h, layer.mlp_norm, config.norm_eps)
+        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
         h = ops.residual_add(h, feed_forward(step, x, layer.mlp, config))
     return h
 
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    return linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
+    return linear(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, "float32")
 
 
 def attention(

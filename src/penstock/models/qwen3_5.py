@@ -30,6 +30,7 @@ from penstock.models.layers import (
     read_experts,
     read_head,
     read_mlp,
+    stream_norm,
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
@@ -297,12 +298,12 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed)
     for layer, state in zip(w.layers, cache, strict=True):
-        x = ops.rms_norm(h, layer.mixer_norm, config.norm_eps)
+        x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
         if isinstance(layer.mixer, DeltaNet):
             h = ops.residual_add(h, delta_net(step, x, layer.mixer, config, state))
         else:
             h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
-        x = ops.rms_norm(h, layer.mlp_norm, config.norm_eps)
+        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
         if isinstance(layer.mlp, Mlp):
             h = ops.residual_add(h, mlp(step, x, layer.mlp))
         else:
@@ -312,7 +313,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    return linear(step, ops.rms_norm(h, w.norm, config.norm_eps), w.head, "float32")
+    return linear(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, "float32")
 
 
 def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Array, Array]) -> Array:

@@ -7,12 +7,14 @@ B sequences, P pages, S slots (one per sequence), H heads, D width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from penstock import ops
+from penstock.errors import InvalidArgument
 from penstock.ops.array import Array
 
+STREAM = "float32"  # the residual stream's dtype, whatever the activations': routers flip where it is rounded
 PAGE = 256  # positions in a page; chunks of a prompt are cut at its multiples, so that a page is written by one chunk
 
 
@@ -31,13 +33,24 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """Cache of a linear-attention layer: last rows of the convolution [S, W − 1, C], the state [S, Hv, Dv, Dk]."""
+    """Cache of a linear-attention layer: last rows of the convolution [S, W − 1, C], the state [S, Hv, Dv, Dk].
+
+    dtype: of the state, whatever the activations are; the rows have theirs.
+    """
 
     conv: tuple[int, int]
     state: tuple[int, int, int]
+    dtype: str = "float32"
 
 
 Layout = PagedKV | RecurrentState
+
+
+def with_state_dtype(layouts: Sequence[Layout], dtype: str) -> tuple[Layout, ...]:
+    """The layouts with recurrent states of this dtype. Raises InvalidArgument for another than float32 of no states."""
+    if dtype != "float32" and not any(isinstance(layout, RecurrentState) for layout in layouts):
+        raise InvalidArgument(f"load: state_dtype is {dtype!r}, expected 'auto': the model has no recurrent states")
+    return tuple(replace(layout, dtype=dtype) if isinstance(layout, RecurrentState) else layout for layout in layouts)
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ class Step:
     starts: Array | None = None
     active: Array | None = None
     activations: str = "float32"  # how quantized products round x
-    dtype: str = "float32"  # of the residual stream
+    dtype: str = "float32"  # of activations; the residual stream has STREAM
 
 
 def attend(
@@ -90,7 +103,7 @@ def delta_rule(
 def empty(
     layout: Layout, pages: int, slots: int, dtype: str, zeros: Callable[[tuple[int, ...], str], Array]
 ) -> tuple[Array, Array]:
-    """Arrays of one layer's cache, made by `zeros`. A recurrent state is float32 whatever the activations are."""
+    """Arrays of one layer's cache, made by `zeros`; dtype: of the activations."""
     if isinstance(layout, PagedKV):
         return zeros((pages, PAGE, layout.key_width), dtype), zeros((pages, PAGE, layout.value_width), dtype)
-    return zeros((slots, *layout.conv), dtype), zeros((slots, *layout.state), "float32")
+    return zeros((slots, *layout.conv), dtype), zeros((slots, *layout.state), layout.dtype)

@@ -35,6 +35,13 @@ def dtype(expected: str, /, **specs: Any) -> None:
             raise DTypeError(f"{name} has dtype {spec.dtype}, expected {expected}")
 
 
+def result_dtype(x: Spec, dtype: str | None) -> str:
+    """x's dtype unless another float is asked for (router logits of half-precision activations, for one)."""
+    if dtype is not None and dtype not in FLOATS:
+        raise DTypeError(f"dtype is {dtype!r}, expected float32, float16 or bfloat16")
+    return dtype or x.dtype
+
+
 def shape(expected: tuple[int, ...], why: str = "", /, **specs: Any) -> None:
     for name, spec in specs.items():
         if spec is not None and tuple(spec.shape) != expected:

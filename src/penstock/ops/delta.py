@@ -6,6 +6,9 @@ State ops have three forms: T steps of one sequence with its own state; one step
 into states that have a leading slot axis; and with `starts` int32 [B + 1] beside the slots the runs of B sequences (see
 ragged.py).
 
+States are float32, or bfloat16 for half the bytes. What the rule leaves is rounded to the nearest: after every token of
+the recurrence, after a chunk or several of the other form. A token's output is of the state before that.
+
 A run may be *kept* instead of moving the state on: keep int32 [B] is 0 or the length of the run. Then the rows before
 the convolution go behind the W − 1 rows of conv_state, which has room for K of them, [S, W − 1 + K, C], and decay and
 strength into `gates` [S, K, 2, Hv]; `delta_commit` moves the state on by as many of them as were accepted.
@@ -207,15 +210,16 @@ def recurrence(
 ) -> tuple[Array, Array]:
     """The delta rule token by token in float64; returns outputs [T, Hv, Dv] and the last state.
 
-    `kept` rounds the state after each token, so that a sequence may be cut into calls anywhere without changing a bit.
+    `kept` rounds the state after each token, so that a sequence may be cut into calls anywhere without changing a bit;
+    a token's output is of the state before it is rounded.
     """
     y = np.empty(v.shape)
     for t in range(len(q)):
         S = g[t, :, None, None] * S
         memory = np.einsum("hvk,hk->hv", S, k[t])
         S = S + ((v[t] - memory) * b[t, :, None])[:, :, None] * k[t][:, None, :]
-        S = S if kept is None else f64(S.astype(kept))
         y[t] = np.einsum("hvk,hk->hv", S, q[t])
+        S = S if kept is None else f64(round_to(S, kept))
     return y, S
 
 
@@ -240,8 +244,13 @@ def chunkwise(
         U = np.linalg.solve(np.eye(c) + A, R)
         y[rows] = (gamma * (Q @ S.swapaxes(1, 2)) + (ratio * np.tril(Q @ K.swapaxes(1, 2))) @ U).swapaxes(0, 1)
         S = gamma[:, -1:] * S + (ratio[:, -1, :, None] * U).swapaxes(1, 2) @ K
-        S = S if kept is None else f64(S.astype(kept))
+        S = S if kept is None else f64(round_to(S, kept))
     return y, S
+
+
+def _state_dtype(state: Spec) -> None:
+    if state.dtype != "bfloat16":
+        check.dtype("float32", state=state)
 
 
 def _delta(
@@ -261,7 +270,8 @@ def _delta(
     gates: Spec | None,
 ) -> Spec:
     check.floating(qkv=qkv)
-    check.dtype("float32", state=state, g=g, b=b)
+    _state_dtype(state)
+    check.dtype("float32", g=g, b=b)
     check.positive(Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, chunk=chunk)
     check.one_of(METHODS, method=method)
     if Hv % Hk:
@@ -310,11 +320,11 @@ def gated_delta_net(
     """The gated delta rule, for each token and value head h with key head h // (Hv / Hk):
 
         S ← g·S;  δ = (v − S·k)·b;  S ← S + δ ⊗ k;  y = S·q
-    state float32 [Hv, Dv, Dk] is moved on; qkv [T, 2 Hk Dk + Hv Dv] holds q | k | v; g, b float32 [T, Hv] → [T, Hv,
-    Dv]. method "step" or "sequential" is the recurrence, "chunkwise" its form by chunks of `chunk` tokens, "auto"
-    leaves the choice to the backend. With slots int32 [B], one step of B sequences whose states are state[slots], [S,
-    Hv, Dv, Dk]; with starts int32 [B + 1] their runs. Runs that are kept (keep int32 [B], see above) leave the state as
-    it is and put g and b into gates float32 [S, K, 2, Hv]; they are computed by the recurrence.
+    state [Hv, Dv, Dk], float32 or bfloat16, is moved on; qkv [T, 2 Hk Dk + Hv Dv] holds q | k | v; g, b float32 [T, Hv]
+    → [T, Hv, Dv]. method "step" or "sequential" is the recurrence, "chunkwise" its form by chunks of `chunk` tokens,
+    "auto" leaves the choice to the backend. With slots int32 [B], one step of B sequences whose states are
+    state[slots], [S, Hv, Dv, Dk]; with starts int32 [B + 1] their runs. Runs that are kept (keep int32 [B], see above)
+    leave the state as it is and put g and b into gates float32 [S, K, 2, Hv]; they are computed by the recurrence.
     """
     q, k, v = split_heads(qkv, Hk, Hv, Dk, Dv)
     decay, strength = f64(g), f64(b)
@@ -352,7 +362,8 @@ def _committed(
     conv_state: Spec, state: Spec, gates: Spec, slots: Spec, accepted: Spec, conv_weight: Spec, Hk: int
 ) -> None:
     check.floating(conv_state=conv_state, conv_weight=conv_weight)
-    check.dtype("float32", state=state, gates=gates)
+    _state_dtype(state)
+    check.dtype("float32", gates=gates)
     check.dtype("int32", slots=slots, accepted=accepted)
     check.positive(Hk=Hk)
     check.axes("[S, Hv, Dv, Dk]", 4, state=state)
@@ -420,7 +431,7 @@ def _step(
 ) -> Spec:
     check.alike(qkv=qkv, z=z, alpha=alpha, beta=beta)
     check.floating(conv_weight=conv_weight, A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    check.dtype("float32", state=state)
+    _state_dtype(state)
     if conv_state.dtype not in ("float32", qkv.dtype):
         check.dtype(qkv.dtype, conv_state=conv_state)
     check.eps(eps)
@@ -466,7 +477,8 @@ def gated_delta_step(
 
     conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta → gated_delta_net → gated_rms_norm(eps), each
     rounded as on its own. qkv [B, 2 Hk Dk + Hv Dv], z [B, Hv, Dv], alpha, beta [B, Hv]; conv_state [S, W − 1, C] and
-    state float32 [S, Hv, Dv, Dk] move on at slots int32 [B]; conv_weight [C, W], A_log, dt_bias [Hv], norm_weight [Dv].
+    state [S, Hv, Dv, Dk], float32 or bfloat16, move on at slots int32 [B]; conv_weight [C, W], A_log, dt_bias [Hv],
+    norm_weight [Dv].
     """
     Hv, Dv, Dk = state.shape[1:]
     y = conv1d_causal.body(qkv, conv_state, conv_weight, slots)

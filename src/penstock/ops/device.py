@@ -185,6 +185,7 @@ class Execution(Protocol):
     joins: int  # most rows for which one product with adjacent weights and a cut beats a product with each
     default_dtype: str  # of activations
     default_activations: str  # how quantized products round x
+    state_dtypes: tuple[str, ...]  # that its kernels take for recurrent states
     default_sequences: int  # that run at a time under a scheduler
     compiles_ahead: bool  # kernels are compiled on the host's cores, where a second process can help
 
@@ -276,11 +277,11 @@ class ExpertMemory(Protocol):
         """
         ...
 
-    def expert_room(self, pairs: tuple[int, int], experts: int, out: Any, block: bool) -> Any:
+    def expert_room(self, pairs: tuple[int, int], experts: int, x: Any, block: bool) -> Any:
         """An array for `expert_mlp` where the experts of pairs [T, k], of so many to choose from, come in batches.
 
-        out: the result of the step's op; block: that is `moe_shared_forward`. None where a kernel sums over a token's
-        experts as it goes: there those of some tokens come together.
+        x: what they read, as wide as what they make; block: the op is `moe_shared_forward`. None where a kernel sums
+        over a token's experts as it goes: there those of some tokens come together.
         """
         ...
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from penstock.dtypes import round_to
+from penstock.dtypes import numpy_dtype, round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
@@ -42,6 +42,13 @@ def _same(**specs: Spec) -> Spec:
     return first
 
 
+def _sum(a: Spec, b: Spec) -> Spec:
+    """Arguments have one shape; the result has a's dtype."""
+    check.floating(b=b)
+    check.shape(a.shape, "as a", b=b)
+    return _same(a=a)
+
+
 def _broadcast(a: Spec, b: Spec | float) -> Spec:
     """b has a's shape, or is one vector for all rows, or one number."""
     check.floating(a=a)
@@ -74,9 +81,9 @@ def mul(a: Array, b: Array | float) -> Array:
     return round_to(a.astype(np.float64) * _operand(a, b), a.dtype)
 
 
-@op(infer=lambda a, b: _same(a=a, b=b), alias=True)
+@op(infer=_sum, alias=True)
 def residual_add(a: Array, b: Array) -> Array:
-    """a + b of equal shapes; bit-exact on every backend."""
+    """a + b of equal shapes in a's dtype, b of any float; bit-exact on every backend."""
     return round_to(a.astype(np.float64) + b.astype(np.float64), a.dtype)
 
 
@@ -116,18 +123,19 @@ def sigmoid_gate(x: Array, gate: Array) -> Array:
     return round_to(x.astype(np.float64) * sigmoid(gate.astype(np.float64)), x.dtype)
 
 
-def _columns(x: Spec, start: int, stop: int) -> Spec:
+def _columns(x: Spec, start: int, stop: int, dtype: str | None) -> Spec:
     check.floating(x=x)
     check.axes("[T, N]", 2, x=x)
     if not 0 <= start < stop <= x.shape[1]:
         raise ShapeError(f"start and stop are {start} and {stop}, expected 0 <= start < stop <= {x.shape[1]} (N)")
-    return Spec((x.shape[0], stop - start), x.dtype)
+    return Spec((x.shape[0], stop - start), check.result_dtype(x, dtype))
 
 
 @op(infer=_columns)
-def columns(x: Array, start: int, stop: int) -> Array:
-    """Columns start … stop − 1 of x [T, N] as an array of their own, [T, stop − start]."""
-    return x[:, start:stop].copy()
+def columns(x: Array, start: int, stop: int, dtype: str | None = None) -> Array:
+    """Columns start … stop − 1 of x [T, N] as an array of their own, [T, stop − start], rounded to `dtype` if given."""
+    part = x[:, start:stop].copy()
+    return part if dtype is None else round_to(part, numpy_dtype(dtype))
 
 
 def _split(x: Spec, first: int, second: int, third: int, fourth: int) -> tuple[Spec | None, ...]:

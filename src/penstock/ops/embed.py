@@ -8,7 +8,6 @@ from penstock import quant
 from penstock.dtypes import numpy_dtype, round_to
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
-from penstock.ops.linear import result_dtype
 from penstock.ops.op import op
 from penstock.quant import QuantizedTensor
 
@@ -20,7 +19,7 @@ def _gathered(token_ids: Spec, table: Spec | QuantizedTensor, dtype: str | None)
     check.floating(table=table)
     check.filled(0, table=table)
     kept = Spec(table.shape, "float32") if isinstance(table, QuantizedTensor) else table
-    return Spec((*token_ids.shape, table.shape[1]), result_dtype(kept, dtype))
+    return Spec((*token_ids.shape, table.shape[1]), check.result_dtype(kept, dtype))
 
 
 def _check_ids(token_ids: Array, table: Array | QuantizedTensor) -> None:

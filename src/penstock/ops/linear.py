@@ -32,13 +32,6 @@ _BLOCK = 1 << 22  # weights made dense at a time: 32 MB of float64
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def result_dtype(x: Spec, dtype: str | None) -> str:
-    """x's dtype unless another float is asked for (router logits of half-precision activations, for one)."""
-    if dtype is not None and dtype not in FLOATS:
-        raise DTypeError(f"dtype is {dtype!r}, expected float32, float16 or bfloat16")
-    return dtype or x.dtype
-
-
 def weight_matrix(name: str, w: Spec | QuantizedTensor, K: int, lead: int = 0) -> int:
     """w is [N, K] behind `lead` leading axes; returns N."""
     check.axes("[E, N, K]" if lead else "[N, K]", 2 + lead, **{name: w})
@@ -54,7 +47,7 @@ def _product(x: Spec, w: Spec | QuantizedTensor, dtype: str | None) -> Spec:
     check.axes("[T, K] or [K]", *range(1, 9), x=x)
     check.filled(x=x)
     N = weight_matrix("w", w, x.shape[-1])
-    return Spec((*x.shape[:-1], N), result_dtype(x, dtype))
+    return Spec((*x.shape[:-1], N), check.result_dtype(x, dtype))
 
 
 # -- arithmetic ------------------------------------------------------------------------------------------------------
@@ -188,12 +181,18 @@ def fused_gate_up_geglu(
 
 
 def _norm_product(
-    x: Spec, norm_weight: Spec, w: Spec | QuantizedTensor, eps: float, activations: str, dtype: str | None
+    x: Spec,
+    norm_weight: Spec,
+    w: Spec | QuantizedTensor,
+    eps: float,
+    activations: str,
+    dtype: str | None,
+    normed: str | None,
 ) -> Spec:
     check.one_of(ROUNDINGS, activations=activations)
     check.eps(eps)
     check.floating(norm_weight=norm_weight)
-    y = _product(x, w, dtype)
+    y = _product(Spec(x.shape, check.result_dtype(x, normed)), w, dtype)
     check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
     return y
 
@@ -206,12 +205,13 @@ def norm_matmul(
     eps: float = 1e-6,
     activations: str = "float32",
     dtype: str | None = None,
+    normed: str | None = None,
 ) -> Array:
-    """The product of rms_norm(x, norm_weight, eps), rounded to x's dtype, with w.
+    """The product of rms_norm(x, norm_weight, eps, normed) with w: its rows are rounded to x's dtype, or to `normed`.
 
-    x [..., K], norm_weight [K], w [N, K] quantized or dense → [..., N] in x's dtype, or in `dtype`.
+    x [..., K], norm_weight [K], w [N, K] quantized or dense → [..., N] in the dtype of the normed rows, or in `dtype`.
     """
-    return _matmul(rms_norm.body(x, norm_weight, eps), w, dtype, activations)
+    return _matmul(rms_norm.body(x, norm_weight, eps, normed), w, dtype, activations)
 
 
 def _product_add(residual: Spec, x: Spec, w: Spec | QuantizedTensor, activations: str) -> Spec:

@@ -31,7 +31,7 @@ from penstock.ops.cache import (
     table_of,
     write_rows,
 )
-from penstock.ops.linear import dense, result_dtype
+from penstock.ops.linear import dense
 from penstock.ops.norm import f64, rms_norm
 from penstock.ops.op import op
 from penstock.ops.ragged import check_starts, runs, sequences
@@ -624,7 +624,7 @@ def _finalized(denominator: Spec, accumulator: Spec, dtype: str) -> Spec:
     check.axes("[H, R]", 2, accumulator=accumulator)
     check.filled(0, accumulator=accumulator)
     check.shape(accumulator.shape[:1], "H", denominator=denominator)
-    return Spec(accumulator.shape, result_dtype(accumulator, dtype))
+    return Spec(accumulator.shape, check.result_dtype(accumulator, dtype))
 
 
 @op(infer=_finalized, alias=True)

@@ -190,6 +190,134 @@ def moe_group_route(
     return _chosen(ids, weights * routed_scaling_factor, sound, propagate_nan, active, logits, scores)
 
 
+def _scored(
+    x: Spec, norm_weight: Spec | None, w: Any, scores: int, eps: float, write_normed: bool, dtype: str | None
+) -> tuple[Spec | None, Spec, Spec | None]:
+    """What a router that has its product makes of rows: them, normed, logits of experts, and other scores."""
+    check.floating(x=x, norm_weight=norm_weight)
+    check.axes("[T, K] or [K]", 1, 2, x=x)
+    check.filled(x=x)
+    check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
+    check.eps(eps)
+    N = weight_matrix("w", w, x.shape[-1])
+    if not 0 <= scores < N:
+        raise InvalidArgument(f"scores is {scores}, expected 0 to {N - 1} (rows of w less one)")
+    if write_normed and norm_weight is None:
+        raise InvalidArgument("write_normed is True without norm_weight, expected both")
+    if dtype is not None and norm_weight is None:
+        kept = "rows that are not normed stay as they are"
+        raise InvalidArgument(f"dtype is {dtype} without norm_weight, expected None: {kept}")
+    normed = Spec(x.shape, check.result_dtype(x, dtype))
+    lead = x.shape[:-1]
+    more = Spec((*lead, scores), "float32") if scores else None
+    return normed if write_normed else None, Spec((*lead, N - scores), "float32"), more
+
+
+def _scores_of(
+    x: Array, norm_weight: Array | None, w: Any, scores: int, eps: float, write_normed: bool, dtype: str | None
+) -> tuple[Array | None, Array, Array | None]:
+    """Those of `_scored`."""
+    h = x if norm_weight is None else rms_norm.body(x, norm_weight, eps, dtype)
+    logits = product(h.reshape(-1, h.shape[-1]), w, "float32").astype(np.float32)
+    logits = logits.reshape(*x.shape[:-1], logits.shape[-1])
+    experts = logits.shape[-1] - scores
+    more = np.ascontiguousarray(logits[..., experts:]) if scores else None
+    return h if write_normed else None, np.ascontiguousarray(logits[..., :experts]), more
+
+
+def _norm_route(
+    x: Spec,
+    norm_weight: Spec | None,
+    w: Any,
+    per_expert_scale: Spec | None,
+    top_k: int,
+    scores: int,
+    eps: float,
+    propagate_nan: bool,
+    active: Spec | None,
+    write_normed: bool,
+    fetch: Any,
+    dtype: str | None,
+) -> tuple[Spec | None, Spec, Spec, Spec | None]:
+    normed, logits, more = _scored(x, norm_weight, w, scores, eps, write_normed, dtype)
+    return normed, *_route(logits, per_expert_scale, top_k, propagate_nan, active), more
+
+
+@op(infer=_norm_route)
+def moe_norm_route(
+    x: Array,
+    norm_weight: Array | None,
+    w: QuantizedTensor | Array,
+    per_expert_scale: Array | None,
+    top_k: int,
+    scores: int = 0,
+    eps: float = 1e-6,
+    propagate_nan: bool = False,
+    active: Array | None = None,
+    write_normed: bool = False,
+    fetch: QuantizedTensor | Array | None = None,
+    dtype: str | None = None,
+) -> tuple[Array | None, Array, Array, Array | None]:
+    """`moe_route` with what is before it: the norm of the rows, h = rms_norm(x, norm_weight, eps) or x itself, and
+    the product, logits = h · w in float32.
+
+    x [(T,) K], norm_weight [K] or None, w [E + scores, K] quantized or dense: the last `scores` rows are no experts',
+    their products are returned. → h with write_normed, in dtype (None: x's) as the product reads it, ids int32,
+    weights float32 [(T,) k], float32 [(T,) scores] if there are some. fetch: a weight that is read soon after; a device
+    may bring it to a cache meanwhile.
+    """
+    normed, logits, more = _scores_of(x, norm_weight, w, scores, eps, write_normed, dtype)
+    return normed, *moe_route.body(logits, per_expert_scale, top_k, propagate_nan, active), more
+
+
+def _norm_group_route(
+    x: Spec,
+    norm_weight: Spec | None,
+    w: Any,
+    bias: Spec | None,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    norm_topk_prob: bool,
+    routed_scaling_factor: float,
+    scores: int,
+    eps: float,
+    propagate_nan: bool,
+    active: Spec | None,
+    write_normed: bool,
+    fetch: Any,
+    dtype: str | None,
+) -> tuple[Spec | None, Spec, Spec, Spec | None]:
+    normed, logits, more = _scored(x, norm_weight, w, scores, eps, write_normed, dtype)
+    how = (n_group, topk_group, top_k, norm_topk_prob, routed_scaling_factor, propagate_nan)
+    return normed, *_group_route(logits, bias, *how, active), more
+
+
+@op(infer=_norm_group_route)
+def moe_norm_group_route(
+    x: Array,
+    norm_weight: Array | None,
+    w: QuantizedTensor | Array,
+    bias: Array | None,
+    n_group: int,
+    topk_group: int,
+    top_k: int,
+    norm_topk_prob: bool = True,
+    routed_scaling_factor: float = 1.0,
+    scores: int = 0,
+    eps: float = 1e-6,
+    propagate_nan: bool = False,
+    active: Array | None = None,
+    write_normed: bool = False,
+    fetch: QuantizedTensor | Array | None = None,
+    dtype: str | None = None,
+) -> tuple[Array | None, Array, Array, Array | None]:
+    """`moe_group_route` with the norm and the product before it, as in `moe_norm_route`."""
+    normed, logits, more = _scores_of(x, norm_weight, w, scores, eps, write_normed, dtype)
+    how = (n_group, topk_group, top_k, norm_topk_prob, routed_scaling_factor, propagate_nan)
+    return normed, *moe_group_route.body(logits, bias, *how, active), more
+
+
 def _normalized(weights: Spec) -> Spec:
     check.dtype("float32", weights=weights)
     check.axes("[T, k] or [k]", 1, 2, weights=weights)
@@ -463,7 +591,7 @@ def _moe_shared_forward(
     expert_out: Spec | None,
 ) -> Spec:
     y = _moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
-    check.alike(x=x, residual=residual)
+    check.floating(residual=residual)
     check.shape(y.shape, "one row per row of ids", residual=residual)
     width = _gate_up_width(shared_gate_w, shared_up_w, x.shape[-1], 0, "shared_")
     weight_matrix("shared_down_w", shared_down_w, width)
@@ -472,7 +600,7 @@ def _moe_shared_forward(
     check.floating(norm_weight=norm_weight)
     check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
     check.eps(eps)
-    return y
+    return residual
 
 
 @op(infer=_moe_shared_forward, check=_check_call, alias=True)
@@ -500,8 +628,8 @@ def moe_shared_forward(
     expert and shared are down(act(gate · x) · (up · x)), the inner product rounded to x's dtype; arguments as in
     `moe_forward`, the shared ones [I, K], [I, K] (None: shared_gate_w is [2I, K], gate rows first) and [dim, I];
     shared_score [T] or [T, 1] of any float, None: factor 1. With norm_weight [K] the block reads rms_norm(x,
-    norm_weight, eps). x [(T,) K] → [(T,) dim] in x's dtype, which residual has too; rounded once. A row of ids −1 is
-    its residual and the shared expert.
+    norm_weight, eps). x [(T,) K] → [(T,) dim] in residual's dtype, rounded once. A row of ids −1 is its residual and
+    the shared expert.
     """
     x = x if norm_weight is None else rms_norm.body(x, norm_weight, eps)
     routed = _routed(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
@@ -511,7 +639,7 @@ def moe_shared_forward(
     shared = product(own, shared_down_w, activations).reshape(y.shape)
     if shared_score is not None:
         shared = shared * sigmoid(shared_score.astype(np.float64).reshape(*y.shape[:-1], 1))
-    return round_to(y + shared, x.dtype)
+    return round_to(y + shared, residual.dtype)
 
 
 # -- combination -----------------------------------------------------------------------------------------------------
@@ -525,12 +653,13 @@ def _combined(
     shared_gate: Spec | float | None,
     moe_sum: Spec | None,
 ) -> Spec:
-    check.alike(h_mid=h_mid, expert_out=expert_out, shared_out=shared_out, moe_sum=moe_sum)
+    check.floating(h_mid=h_mid)
     check.axes("[T, dim] or [dim]", 1, 2, h_mid=h_mid)
     if h_mid.shape[-1] == 0:
         raise ShapeError(f"h_mid has shape {h_mid.shape}, expected a last axis of at least 1")
     if (expert_out is None) == (moe_sum is None) or (weights is None) != (expert_out is None):
         raise InvalidArgument("expert_out with weights, or moe_sum, expected exactly one of the two")
+    added = check.alike(expert_out=expert_out, shared_out=shared_out, moe_sum=moe_sum)
     check.shape(h_mid.shape, "as h_mid", shared_out=shared_out, moe_sum=moe_sum)
     lead = h_mid.shape[:-1]
     if expert_out is not None and weights is not None:
@@ -542,7 +671,7 @@ def _combined(
     if shared_gate is not None and shared_out is None:
         raise InvalidArgument("shared_gate is given without shared_out, expected both")
     if isinstance(shared_gate, Spec):
-        if shared_gate.dtype not in ("float32", h_mid.dtype):
+        if shared_gate.dtype not in ("float32", h_mid.dtype, added):
             check.dtype("float32", shared_gate=shared_gate)
         _score(shared_gate, lead, "shared_gate")
     return h_mid
@@ -561,7 +690,7 @@ def moe_combine_residual(
 
     h_mid, shared_out, moe_sum [(T,) dim]; expert_out [(T,) k, dim] with weights float32 [(T,) k], k = 0 allowed;
     shared_gate one score before the sigmoid per token, None adds shared_out as it is; shared_out None: no shared
-    expert.
+    expert. What is added is of one float, h_mid of any; the result has h_mid's dtype.
     """
     if moe_sum is not None:  # one expert of weight 1
         expert_out, weights = moe_sum[..., None, :], np.ones((*h_mid.shape[:-1], 1))

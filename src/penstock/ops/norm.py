@@ -2,7 +2,8 @@
 
 Throughout, rinv(v) = 1 / sqrt(mean(v²) + eps) over the last axis and n(v, w) = v · rinv(v) · w. Weights multiply as
 they are: files that store w for a factor 1 + w get the 1 at load. All sums are formed in float64 and rounded once
-per output. Activations are float32, float16 or bfloat16, alike in one call; weights any of the three.
+per output. Activations are float32, float16 or bfloat16, alike in one call; weights any of the three. A residual stream
+may be of another float than what is added to it: the sum has the stream's dtype, what is normed that of the other rows.
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ def _rows(eps: float, weights: Mapping[str, Spec | None], **activations: Spec) -
     return first
 
 
+def _beside(eps: float, weights: Mapping[str, Spec | None], rows: Mapping[str, Spec], **stream: Spec) -> Spec:
+    """`_rows` beside a residual stream of their shape, of any float; returns the rows."""
+    ((name, spec),) = stream.items()
+    check.floating(**stream)
+    check.shape(spec.shape, f"as {name}", **rows)
+    return _rows(eps, weights, **rows)
+
+
 def _scalar(name: str, scalar: Spec | float, dim: int) -> None:
     if isinstance(scalar, Spec):
         check.floating(**{name: scalar})
@@ -55,14 +64,20 @@ def _factor(scalar: Array | float) -> Array:
     return f64(scalar).reshape(-1)
 
 
-@op(infer=lambda x, weight, eps: _rows(eps, {"weight": weight}, x=x), alias=True)
-def rms_norm(x: Array, weight: Array | None = None, eps: float = 1e-6) -> Array:
+def _normed(x: Spec, weight: Spec | None, eps: float, dtype: str | None) -> Spec:
+    y = _rows(eps, {"weight": weight}, x=x)
+    return Spec(y.shape, check.result_dtype(x, dtype))
+
+
+@op(infer=_normed, alias=True)
+def rms_norm(x: Array, weight: Array | None = None, eps: float = 1e-6, dtype: str | None = None) -> Array:
     """Scale each row of x to unit root mean square, then by weight.
 
     y = x · rinv(x) · weight; weight None leaves the factor out
-    x [..., dim], weight [dim]; y has x's shape and dtype. A zero row gives 0, with eps = 0 NaN. `out=x` is allowed.
+    x [..., dim], weight [dim]; y has x's shape and dtype, or `dtype`. A zero row gives 0, with eps = 0 NaN. `out=x` is
+    allowed where y has x's dtype.
     """
-    return round_to(normed(f64(x), eps, 1.0 if weight is None else weight), x.dtype)
+    return round_to(normed(f64(x), eps, 1.0 if weight is None else weight), dtype or x.dtype)
 
 
 @op(infer=lambda x, norm_weight, scale, eps: _rows(eps, {"norm_weight": norm_weight}, x=x, scale=scale), alias=True)
@@ -71,16 +86,19 @@ def rms_norm_mul(x: Array, norm_weight: Array, scale: Array, eps: float = 1e-6) 
     return round_to(normed(f64(x), eps, norm_weight) * f64(scale), x.dtype)
 
 
-def _triple(x: Spec, wa: Spec, wb: Spec, wc: Spec, eps: float) -> tuple[Spec, Spec, Spec]:
+def _triple(x: Spec, wa: Spec, wb: Spec, wc: Spec, eps: float, dtype: str | None) -> tuple[Spec, Spec, Spec]:
     y = _rows(eps, {"wa": wa, "wb": wb, "wc": wc}, x=x)
+    y = Spec(y.shape, check.result_dtype(x, dtype))
     return y, y, y
 
 
 @op(infer=_triple, alias=True)
-def rms_norm_triple(x: Array, wa: Array, wb: Array, wc: Array, eps: float = 1e-6) -> tuple[Array, Array, Array]:
-    """n(x, wa), n(x, wb), n(x, wc) from one reduction."""
+def rms_norm_triple(
+    x: Array, wa: Array, wb: Array, wc: Array, eps: float = 1e-6, dtype: str | None = None
+) -> tuple[Array, Array, Array]:
+    """n(x, wa), n(x, wb), n(x, wc) from one reduction, in x's dtype or in `dtype`."""
     v = f64(x)
-    ya, yb, yc = (round_to(normed(v, eps, w), x.dtype) for w in (wa, wb, wc))
+    ya, yb, yc = (round_to(normed(v, eps, w), dtype or x.dtype) for w in (wa, wb, wc))
     return ya, yb, yc
 
 
@@ -144,42 +162,53 @@ def gated_rms_norm(values: Array, z: Array, weight: Array, eps: float = 1e-6) ->
     return round_to(normed(f64(values), eps) * silu(f64(z)) * f64(weight), values.dtype)
 
 
-@op(infer=lambda residual, x, weight, eps: _rows(eps, {"weight": weight}, residual=residual, x=x), alias=True)
+def _added(residual: Spec, x: Spec, weight: Spec, eps: float) -> Spec:
+    _beside(eps, {"weight": weight}, {"x": x}, residual=residual)
+    return residual
+
+
+@op(infer=_added, alias=True)
 def norm_add(residual: Array, x: Array, weight: Array, eps: float = 1e-6) -> Array:
-    """residual + n(x, weight): the norm is of x alone."""
-    return round_to(f64(residual) + normed(f64(x), eps, weight), x.dtype)
+    """residual + n(x, weight) in residual's dtype: the norm is of x alone."""
+    return round_to(f64(residual) + normed(f64(x), eps, weight), residual.dtype)
 
 
 def _with_scalar(residual: Spec, x: Spec, weight: Spec, scalar: Spec | float, eps: float) -> Spec:
-    y = _rows(eps, {"weight": weight}, residual=residual, x=x)
-    _scalar("scalar", scalar, y.shape[-1])
-    return y
+    _added(residual, x, weight, eps)
+    _scalar("scalar", scalar, x.shape[-1])
+    return residual
 
 
 @op(infer=_with_scalar, alias=True)
 def norm_add_scalar(residual: Array, x: Array, weight: Array, scalar: Array | float, eps: float = 1e-6) -> Array:
-    """(residual + n(x, weight)) · scalar; scalar is a number, one element, or a vector [dim]."""
-    return round_to((f64(residual) + normed(f64(x), eps, weight)) * _factor(scalar), x.dtype)
+    """(residual + n(x, weight)) · scalar in residual's dtype; scalar is a number, one element, or a vector [dim]."""
+    return round_to((f64(residual) + normed(f64(x), eps, weight)) * _factor(scalar), residual.dtype)
 
 
 def _with_sum(residual: Spec, x: Spec, weight: Spec, eps: float, write_sum: bool) -> tuple[Spec, Spec | None]:
-    y = _rows(eps, {"weight": weight}, residual=residual, x=x)
-    return y, y if write_sum else None
+    y = _beside(eps, {"weight": weight}, {"x": x}, residual=residual)
+    return y, residual if write_sum else None
 
 
 @op(infer=_with_sum, alias=True)
 def residual_norm(
     residual: Array, x: Array, weight: Array, eps: float = 1e-6, write_sum: bool = False
 ) -> tuple[Array, Array | None]:
-    """v = residual + x; n(v, weight), and with write_sum also v.
+    """v = residual + x; n(v, weight) in x's dtype, and with write_sum also v in residual's.
 
     `out=(y, sum)` may put the sum over residual or x; without write_sum a buffer given for it is left alone.
     """
     v = f64(residual) + f64(x)
-    return round_to(normed(v, eps, weight), x.dtype), round_to(v, x.dtype) if write_sum else None
+    return round_to(normed(v, eps, weight), x.dtype), round_to(v, residual.dtype) if write_sum else None
 
 
-@op(infer=_with_scalar, alias=True)
+def _scaled(residual: Spec, x: Spec, weight: Spec, scalar: Spec | float, eps: float) -> Spec:
+    y = _rows(eps, {"weight": weight}, residual=residual, x=x)
+    _scalar("scalar", scalar, y.shape[-1])
+    return y
+
+
+@op(infer=_scaled, alias=True)
 def residual_norm_scalar(residual: Array, x: Array, weight: Array, scalar: Array | float, eps: float = 1e-6) -> Array:
     """n(residual + x, weight) · scalar."""
     return round_to(normed(f64(residual) + f64(x), eps, weight) * _factor(scalar), x.dtype)
@@ -242,17 +271,19 @@ def _post_attn(
     hidden: Spec, attn_out: Spec, post_attn_w: Spec, wa: Spec, wb: Spec, wc: Spec, eps: float
 ) -> tuple[Spec, Spec, Spec, Spec]:
     weights = {"post_attn_w": post_attn_w, "wa": wa, "wb": wb, "wc": wc}
-    y = _rows(eps, weights, hidden=hidden, attn_out=attn_out)
-    return y, y, y, y
+    y = _beside(eps, weights, {"attn_out": attn_out}, hidden=hidden)
+    return hidden, y, y, y
 
 
 @op(infer=_post_attn, alias=True)
 def post_attn_triple_norm(
     hidden: Array, attn_out: Array, post_attn_w: Array, wa: Array, wb: Array, wc: Array, eps: float = 1e-6
 ) -> tuple[Array, Array, Array, Array]:
-    """res = hidden + n(attn_out, post_attn_w); returns res, n(res, wa), n(res, wb), n(res, wc)."""
+    """res = hidden + n(attn_out, post_attn_w); returns res in hidden's dtype and n(res, wa), n(res, wb), n(res, wc) in
+    attn_out's.
+    """
     res = f64(hidden) + normed(f64(attn_out), eps, post_attn_w)
-    ya, yb, yc = (round_to(normed(res, eps, w), hidden.dtype) for w in (wa, wb, wc))
+    ya, yb, yc = (round_to(normed(res, eps, w), attn_out.dtype) for w in (wa, wb, wc))
     return round_to(res, hidden.dtype), ya, yb, yc
 
 
@@ -267,18 +298,26 @@ def _endlayer(
     return_mid: bool,
     w1: Spec | None,
 ) -> tuple[Spec | None, Spec]:
-    y = _rows(eps, {"w1": w1, "w2": w2, "w3": w3}, addend=addend, moe_accum=moe_accum, residual=residual)
+    rows = {"addend": addend, "moe_accum": moe_accum}
+    y = _beside(eps, {"w1": w1, "w2": w2, "w3": w3}, rows, residual=residual)
     _scalar("layer_scalar", layer_scalar, y.shape[-1])
-    return y if return_mid else None, y
+    return y if return_mid else None, residual
 
 
 def _end_of_layer(
-    addend: Array, v: Array, residual: Array, w2: Array, w3: Array, scalar: Array | float, eps: float, return_mid: bool
+    addend: Array,
+    v: Array,
+    residual: Array,
+    w2: Array,
+    w3: Array,
+    scalar: Array | float,
+    eps: float,
+    mid_dtype: np.dtype | None,
 ) -> tuple[Array | None, Array]:
-    """addend and v are float64; what is returned has the dtype of residual."""
+    """addend and v are float64; hidden has the dtype of residual, mid_dtype None: mid is not asked for."""
     mid = addend + normed(v, eps, w2)
     hidden = (f64(residual) + normed(mid, eps, w3)) * _factor(scalar)
-    return round_to(mid, residual.dtype) if return_mid else None, round_to(hidden, residual.dtype)
+    return None if mid_dtype is None else round_to(mid, mid_dtype), round_to(hidden, residual.dtype)
 
 
 @op(infer=_endlayer, alias=True)
@@ -296,10 +335,11 @@ def post_ff_norm2_endlayer(
     """m = addend + n(moe_accum, w2); h = (residual + n(m, w3)) · layer_scalar; returns m (unless told not to) and h.
 
     For a Gemma 4 layer addend is the normed output of the dense MLP and residual the stream after attention. With w1
-    n(addend, w1) stands in the place of addend.
+    n(addend, w1) stands in the place of addend. m has addend's dtype, h residual's.
     """
     first = f64(addend) if w1 is None else normed(f64(addend), eps, w1)
-    return _end_of_layer(first, f64(moe_accum), residual, w2, w3, layer_scalar, eps, return_mid)
+    mid = addend.dtype if return_mid else None
+    return _end_of_layer(first, f64(moe_accum), residual, w2, w3, layer_scalar, eps, mid)
 
 
 def _wsum_endlayer(
@@ -331,4 +371,5 @@ def moe_wsum_post_ff_norm2_endlayer(
     return_mid: bool = True,
 ) -> tuple[Array | None, Array]:
     """`post_ff_norm2_endlayer` with moe_accum = Σ_i expert_out[:, i] · weights[:, i] formed on the way."""
-    return _end_of_layer(f64(addend), expert_sum(expert_out, weights), residual, w2, w3, layer_scalar, eps, return_mid)
+    mid = addend.dtype if return_mid else None
+    return _end_of_layer(f64(addend), expert_sum(expert_out, weights), residual, w2, w3, layer_scalar, eps, mid)

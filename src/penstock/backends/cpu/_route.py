@@ -18,6 +18,7 @@ from penstock.backends.cpu._rows import bytes_in, bytes_out, itemsize, load_byte
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu._topk import WORD, kth_peak, lowest, passing, rank, softmax, two_best
 from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, njit
+from penstock.dtypes import round_to
 from penstock.ops.op import kernel
 
 _SOFTMAX, _SLOTS, _GROUPS = 0, 1, 2  # which router
@@ -396,6 +397,13 @@ def moe_combine_residual(
     out: np.ndarray,
 ) -> None:
     if out.size == 0:
+        return
+    added = expert_out if moe_sum is None else moe_sum
+    if added.dtype != h_mid.dtype:  # rows of one format in float32 copies
+        arrays = [None if a is None else np.array(a, np.float32) for a in (h_mid, expert_out, shared_out, moe_sum)]
+        y = np.empty(out.shape, np.float32)
+        moe_combine_residual(arrays[0], arrays[1], weights, arrays[2], shared_gate, arrays[3], out=y)
+        np.copyto(out, round_to(y, out.dtype))
         return
     T = out.size // out.shape[-1]
     if weights is None:  # the given sum is one expert of weight 1

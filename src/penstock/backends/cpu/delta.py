@@ -32,12 +32,18 @@ from penstock.backends.cpu._simd import F32, I64, V16F, _Code, _const, at
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.norm import gated_rms_norm, rms_norm_qk
+from penstock.errors import BackendError
 from penstock.ops.delta import slotted_runs
 from penstock.ops.op import kernel
 from penstock.ops.ragged import equal_runs, with_runs
 
 _ONE_SEQUENCE = np.full(1, -1, np.int32)  # stands for slots where the state has no slot axis
 _ONE_SEQUENCE.flags.writeable = False
+
+
+def _check_state(op: str, state: np.ndarray) -> None:
+    if state.dtype != np.float32:
+        raise BackendError(f"{op}: state is {state.dtype}, expected float32: the CPU has no other states")
 
 
 def _slots(slots: np.ndarray | None) -> np.ndarray:
@@ -309,6 +315,7 @@ def gated_delta_net(
     *,
     out: np.ndarray,
 ) -> None:
+    _check_state("gated_delta_net", state)
     sizes = (Hk, Hv, Dk, Dv)
     starts = with_runs(slots, starts)
     if starts is not None and slots is not None and keep is not None and gates is not None:
@@ -577,6 +584,7 @@ def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
 
 @kernel(ops.delta_commit, device="cpu", composed=True)
 def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
+    _check_state("delta_commit", state)
     Hv, Dv, Dk = state.shape[1:]
     kept = conv_weight.shape[1] - 1
     for slot, count in zip(slots.tolist(), accepted.tolist(), strict=True):
@@ -599,6 +607,7 @@ def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> 
 def gated_delta_step(
     qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, *, out
 ) -> None:
+    _check_state("gated_delta_step", state)
     Hv, Dv, Dk = state.shape[1:]
     y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(alpha.shape, np.float32)
     conv1d_causal(qkv, conv_state, conv_weight, slots, out=y)

@@ -32,6 +32,7 @@ class CpuDevice:
     joins = 1
     captures = False
     default_dtype, default_activations = "float32", "int8"
+    state_dtypes: tuple[str, ...] = ("float32",)
     default_sequences = 8
     compiles_ahead = True
 
@@ -121,8 +122,8 @@ class CpuDevice:
     def miss_detector(self, tier: Any, layers: int, width: int) -> None:
         return None
 
-    def expert_room(self, pairs: tuple[int, int], experts: int, out: np.ndarray, block: bool) -> np.ndarray:
-        return np.empty((*pairs, out.shape[-1]), np.float32)
+    def expert_room(self, pairs: tuple[int, int], experts: int, x: np.ndarray, block: bool) -> np.ndarray:
+        return np.empty((*pairs, x.shape[-1]), np.float32)
 
     def free_memory(self, share: float = 1.0) -> int:
         return available_memory()
@@ -147,6 +148,7 @@ class ReferenceDevice(CpuDevice):
     runs_programs = False
     compiles_ahead = False
     default_activations = "float32"
+    state_dtypes = ("float32", "bfloat16")
 
     @staticmethod
     def threads() -> int:

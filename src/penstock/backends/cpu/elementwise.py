@@ -15,6 +15,7 @@ from penstock.backends.cpu import _threads
 from penstock.backends.cpu._formats import BFLOAT16, FLOAT16, FLOAT32, fmt, rounded, widened
 from penstock.backends.cpu._math import gelu32, sigmoid32, silu32, tanh32
 from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, njit
+from penstock.dtypes import round_to
 from penstock.ops.op import kernel
 
 ADD, MUL, WIDE_ADD, WIDE_MUL, ADD_NUMBER, MUL_NUMBER, GELU, SWIGLU, GEGLU, SOFTCAP, SIGMOID_GATE = range(11)
@@ -220,7 +221,7 @@ def mul(a, b, *, out):
 
 @kernel(ops.residual_add, device="cpu")
 def residual_add(a, b, *, out):
-    _run(ADD, a, b, out)
+    _run(ADD if fmt(a) in (FLOAT32, fmt(b)) else WIDE_ADD, a, b, out)
 
 
 @kernel(ops.gelu_tanh, device="cpu")
@@ -287,8 +288,9 @@ def _weighted_rows(expert_out, weights, fmt, dim, out, start, stop):
 
 
 @kernel(ops.columns, device="cpu")
-def columns(x, start, stop, *, out):
-    np.copyto(out, x[:, start:stop])
+def columns(x, start, stop, dtype, *, out):
+    part = x[:, start:stop]
+    np.copyto(out, part if out.dtype == x.dtype else round_to(part, out.dtype))
 
 
 @kernel(ops.split_columns, device="cpu")

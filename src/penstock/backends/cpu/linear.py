@@ -43,6 +43,7 @@ from penstock.backends.cpu.compile import SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.features import usable_features
 from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
+from penstock.dtypes import numpy_dtype
 from penstock.errors import BackendError
 from penstock.ops import kernel
 from penstock.ops.check import bounds
@@ -871,10 +872,10 @@ def fused_gate_up_geglu(x, gate_w, up_w, activations, *, out, variant):
 
 
 @kernel(ops.norm_matmul, device="cpu", variants=tuple(VARIANTS), composed=True)
-def norm_matmul(x, norm_weight, w, eps, activations, dtype, *, out, variant):
-    normed = np.empty_like(x)
-    rms_norm(x, norm_weight, eps, out=normed)
-    product_into(normed, w, out, activations, variant)
+def norm_matmul(x, norm_weight, w, eps, activations, dtype, normed, *, out, variant):
+    rows = np.empty(x.shape, x.dtype if normed is None else numpy_dtype(normed))
+    rms_norm(x, norm_weight, eps, out=rows)
+    product_into(rows, w, out, activations, variant)
 
 
 @kernel(ops.matmul_add, device="cpu", variants=tuple(VARIANTS), composed=True)

@@ -237,8 +237,22 @@ def _run(
         _threads.run(_norm_parallel, *call, rows)
 
 
+def _in_float32(run: Any, rows: tuple[np.ndarray, ...], rest: tuple[Any, ...], out: Any) -> None:
+    """A kernel whose rows and results are of one dtype, for others: a copy of each in float32."""
+    targets = out if isinstance(out, tuple | list) else (out,)
+    results = [None if target is None else np.empty(target.shape, np.float32) for target in targets]
+    wide = [np.array(array, np.float32) for array in rows]
+    run(*wide, *rest, out=tuple(results) if isinstance(out, tuple | list) else results[0])
+    for target, result in zip(targets, results, strict=True):
+        if target is not None and result is not None:
+            np.copyto(target, round_to(result, target.dtype))
+
+
 @kernel(ops.rms_norm, device="cpu")
-def rms_norm(x, weight, eps, *, out):
+def rms_norm(x, weight, eps, dtype=None, *, out):
+    if out.dtype != x.dtype:
+        _in_float32(rms_norm, (x,), (weight, eps), out)
+        return
     _run(x, (weight,), eps, (out,))
 
 
@@ -248,7 +262,10 @@ def rms_norm_mul(x, norm_weight, scale, eps, *, out):
 
 
 @kernel(ops.rms_norm_triple, device="cpu")
-def rms_norm_triple(x, wa, wb, wc, eps, *, out):
+def rms_norm_triple(x, wa, wb, wc, eps, dtype=None, *, out):
+    if out[0].dtype != x.dtype:
+        _in_float32(rms_norm_triple, (x,), (wa, wb, wc, eps), out)
+        return
     _run(x, (wa, wb, wc), eps, out)
 
 
@@ -259,16 +276,25 @@ def gated_rms_norm(values, z, weight, eps, *, out):
 
 @kernel(ops.norm_add, device="cpu")
 def norm_add(residual, x, weight, eps, *, out):
+    if residual.dtype != x.dtype:
+        _in_float32(norm_add, (residual, x), (weight, eps), out)
+        return
     _run(x, (weight,), eps, (out,), merge=PLUS, b=residual)
 
 
 @kernel(ops.norm_add_scalar, device="cpu")
 def norm_add_scalar(residual, x, weight, scalar, eps, *, out):
+    if residual.dtype != x.dtype:
+        _in_float32(norm_add_scalar, (residual, x), (weight, scalar, eps), out)
+        return
     _run(x, (weight,), eps, (out,), merge=PLUS, b=residual, scalar=scalar)
 
 
 @kernel(ops.residual_norm, device="cpu")
 def residual_norm(residual, x, weight, eps, write_sum, *, out):
+    if residual.dtype != x.dtype:
+        _in_float32(residual_norm, (residual, x), (weight, eps, write_sum), out)
+        return
     y, total = out
     _run(x, (weight,), eps, (y,), source=ADDED, a=residual, mid=total)
 
@@ -291,6 +317,9 @@ def moe_wsum_dnorm_add(expert_out, weights, residual, res_norm_weight, moe_norm_
 
 @kernel(ops.post_attn_triple_norm, device="cpu")
 def post_attn_triple_norm(hidden, attn_out, post_attn_w, wa, wb, wc, eps, *, out):
+    if hidden.dtype != attn_out.dtype:
+        _in_float32(post_attn_triple_norm, (hidden, attn_out), (post_attn_w, wa, wb, wc, eps), out)
+        return
     res, *ys = out
     _run(attn_out, (wa, wb, wc), eps, tuple(ys), source=NORMED, a=hidden, w_mid=post_attn_w, mid=res)
 
@@ -299,13 +328,12 @@ def post_attn_triple_norm(hidden, attn_out, post_attn_w, wa, wb, wc, eps, *, out
 def post_ff_norm2_endlayer(addend, moe_accum, residual, w2, w3, layer_scalar, eps, return_mid, w1, *, out):
     mid, hidden = out
     if w1 is not None:  # no program of the CPU has it: the addend's norm in float32, then the rest of the op in it too
-        rows = [np.array(a, np.float32) for a in (addend, moe_accum, residual)]
-        results = [None if o is None else np.empty(o.shape, np.float32) for o in out]
-        rms_norm(rows[0], w1, eps, out=rows[0])
-        post_ff_norm2_endlayer(*rows, w2, w3, layer_scalar, eps, return_mid, None, out=results)
-        for target, result in zip(out, results, strict=True):
-            if target is not None:
-                np.copyto(target, round_to(result, target.dtype))
+        first = np.array(addend, np.float32)
+        rms_norm(first, w1, eps, out=first)
+        addend = first
+    if w1 is not None or residual.dtype != addend.dtype:
+        rest = (w2, w3, layer_scalar, eps, return_mid, None)
+        _in_float32(post_ff_norm2_endlayer, (addend, moe_accum, residual), rest, out)
         return
     first = {"source": NORMED, "a": addend, "w_mid": w2, "mid": mid}
     _run(moe_accum, (w3,), eps, (hidden,), merge=PLUS, b=residual, scalar=layer_scalar, **first)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._launch import activation
+from penstock.backends.cuda._launch import activation, pdl_options, wait_for_previous
 from penstock.backends.cuda._rows import rounded
 
 
@@ -14,7 +14,8 @@ from penstock.backends.cuda._rows import rounded
 # bytes     each once
 # limits    none
 @triton.jit
-def _gated_kernel(gate_ptr, up_ptr, y_ptr, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_kernel(gate_ptr, up_ptr, y_ptr, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + at, mask=at < size, other=0.0)
     up = tl.load(up_ptr + at, mask=at < size, other=0.0)
@@ -27,7 +28,8 @@ def _gated_kernel(gate_ptr, up_ptr, y_ptr, size, ACT: tl.constexpr, BLOCK: tl.co
 # bytes     x once, y once
 # limits    none
 @triton.jit
-def _round_kernel(x_ptr, y_ptr, groups, GS: tl.constexpr, ROWS: tl.constexpr):
+def _round_kernel(x_ptr, y_ptr, groups, GS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     at = row * GS + tl.arange(0, GS)[None, :]
     x = tl.load(x_ptr + at, mask=row < groups, other=0.0).to(tl.float32)
@@ -40,7 +42,7 @@ def _round_kernel(x_ptr, y_ptr, groups, GS: tl.constexpr, ROWS: tl.constexpr):
 
 def gated(gate: torch.Tensor, up: torch.Tensor, act: str, out: torch.Tensor) -> None:
     """out = act(gate) · up; gate and up float32."""
-    _gated_kernel[(triton.cdiv(out.numel(), 1024),)](gate, up, out, out.numel(), ACT=act, BLOCK=1024)
+    _gated_kernel[(triton.cdiv(out.numel(), 1024),)](gate, up, out, out.numel(), ACT=act, BLOCK=1024, **pdl_options())
 
 
 def round_activations(x: torch.Tensor, gs: int) -> torch.Tensor:
@@ -48,5 +50,5 @@ def round_activations(x: torch.Tensor, gs: int) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     groups = x.numel() // gs
     if groups:
-        _round_kernel[(triton.cdiv(groups, 8),)](x, y, groups, GS=gs, ROWS=8, num_warps=1)
+        _round_kernel[(triton.cdiv(groups, 8),)](x, y, groups, GS=gs, ROWS=8, num_warps=1, **pdl_options())
     return y

@@ -25,7 +25,7 @@ from penstock.backends.cuda._attend_tile import (
     Heads,
 )
 from penstock.backends.cuda._combine import accumulate_kernel, combine_kernel
-from penstock.backends.cuda._launch import capability, compiled_for, multiprocessors, pdl_options
+from penstock.backends.cuda._launch import compiled_for, multiprocessors, pdl_options, shared_memory
 from penstock.backends.cuda._runs import block_of
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
@@ -76,8 +76,8 @@ def key_parts(width: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _plan(parts: tuple[int, int, int], itemsize: int, rows: int, latent: bool, hopper: bool) -> tuple[int, ...]:
-    """M, N, warps, stages and BV for padded parts of a key, B and B2, and a value of any width."""
+def _plan(parts: tuple[int, int, int], itemsize: int, rows: int, latent: bool, shared: int) -> tuple[int, ...]:
+    """M, N, warps, stages and BV for padded parts of a key, B and B2, and a value of any width, in `shared` KB."""
     B, B2, width = parts
     BV = _padded(width)
     sizes = (rows, max(B + B2, BV), BV)
@@ -86,7 +86,9 @@ def _plan(parts: tuple[int, int, int], itemsize: int, rows: int, latent: bool, h
         if row.exact == (itemsize == 4) and row.latent in (None, latent)
         and all(map(le, sizes, row[2:5]))
     )  # fmt: skip
-    found = row.hopper if hopper and (len(row.hopper) == 4 or width % 256 == 0) else row.older
+    found = row.sizes(shared)
+    if len(found) > 4 and width % found[4]:  # values that are not cut evenly
+        found = row.medium
     return (*found, BV)[:5]
 
 
@@ -132,7 +134,7 @@ def _sizes(
     group, fixed, latent = H // heads, deterministic(), LATENT.value == C.KEYS
     itemsize = 4 if C.EXACT else q.element_size()
     parts = (C.B, C.B2 if C.W2 else 0, WV)
-    plan = _plan(parts, itemsize, 1 << 30 if fixed and steps else T * group, latent, capability(q)[0] >= 9)
+    plan = _plan(parts, itemsize, 1 << 30 if fixed and steps else T * group, latent, shared_memory(q))
     at_once = next(n for most, n in _tuning.ATTEND_AT_ONCE if max(C.B, C.B2, C.BV) <= most) if T == 1 else 1
     wanted = multiprocessors(q) * at_once
     # In fixed order, what a row is cut into must not depend on the other rows, nor on the room they need.
@@ -298,7 +300,7 @@ def attend_tiles(
     # By the widths alone: what a row gives does not depend on the rows beside it.
     parts = (C.B, C.B2 if C.W2 else 0, WV)
     M, N, warps, stages, BV = _plan(
-        parts, q.element_size(), 1 << 30, LATENT.value == C.KEYS, capability(q)[0] >= 9
+        parts, q.element_size(), 1 << 30, LATENT.value == C.KEYS, shared_memory(q)
     )  # fmt: skip
     C = C._replace(BV=BV, M=M, N=N, LAYOUT=cache.layout(N))
     B = len(lengths)

@@ -198,7 +198,7 @@ def _advance_chunks(
 
 
 # advance  R = V - diag(γ) K S;  Y = diag(γ) Q S + P R;  S <- γ_last S + K^T M R, chunk by chunk
-# shapes   as in prepare; state float32 [Hv, Dv, Dk], S its transpose; y [T, Hv, Dv]
+# shapes   as in prepare; state float32 or bfloat16 [Hv, Dv, Dk], S its transpose, float32; y [T, Hv, Dv]
 # grid     (Hv * blocks of Dv,): one program carries BV columns of S through all chunks, in registers
 # bytes    for each chunk and program 2 * C * (2 * DK + 3 * C + BV) in and 2 * C * BV out, mostly from L2
 # limits   16-bit qkv; DK <= 128: three chunks' tiles in shared memory, 193 KB
@@ -213,11 +213,11 @@ def _advance_kernel(
     v = (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
     S_ptr = state_ptr + (head * Dv + v[None, :]) * Dk + col[:, None]
     real = (v < Dv)[None, :] & (col < Dk)[:, None]
-    S = tl.load(S_ptr, mask=real, other=0.0)
+    S = tl.load(S_ptr, mask=real, other=0.0).to(tl.float32)
     S = _advance_chunks(
         S, qkv_ptr, PM_ptr, gamma_ptr, y_ptr, head, v, 0, T, 0, Hk, Hv, Dk, Dv, width, C, DK, BV, STAGES
     )  # fmt: skip
-    tl.store(S_ptr, S, mask=real)
+    tl.store(S_ptr, rounded(S, state_ptr.dtype.element_ty), mask=real)
 
 
 @functools.cache
@@ -294,7 +294,7 @@ def _run_behind(
 
 
 # advance of runs  `advance` of each run that goes by chunks, over those of its chunks that are in low .. high - 1
-# shapes           as in advance; state float32 [slots, Hv, Dv, Dk]; starts int32 [B + 1], slots, keep int32 [B]
+# shapes           as in advance; state [slots, Hv, Dv, Dk]; starts int32 [B + 1], slots, keep int32 [B]
 # grid             (Hv * blocks of Dv,): one program carries BV columns of the states through all runs
 # bytes, limits    as in advance; SEQUENCES >= B
 @triton.jit(do_not_specialize=["low", "high", "B", "slots", "longest"])
@@ -316,10 +316,10 @@ def _advance_runs_kernel(
         end = tl.minimum(tl.load(starts_ptr + n + 1), start + (tl.minimum(before + count, high) - before) * C)
         at = S_ptr + tl.load(slots_ptr + n).to(tl.int64) * Hv * Dv * Dk
         S = _advance_chunks(
-            tl.load(at, mask=real, other=0.0), qkv_ptr, PM_ptr, gamma_ptr, y_ptr, head, v, first, end,
+            tl.load(at, mask=real, other=0.0).to(tl.float32), qkv_ptr, PM_ptr, gamma_ptr, y_ptr, head, v, first, end,
             tl.maximum(before - low, 0), Hk, Hv, Dk, Dv, width, C, DK, BV, STAGES,
         )  # fmt: skip
-        tl.store(at, S, mask=real)
+        tl.store(at, rounded(S, state_ptr.dtype.element_ty), mask=real)
         n, before, count = _run_behind(starts_ptr, slots_ptr, keep_ptr, n, low, high, B, slots, longest, C, SEQUENCES)
 
 

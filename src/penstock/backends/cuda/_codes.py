@@ -29,8 +29,8 @@ Arrays = namedtuple("Arrays", "w up common common_up x norm residual ids order s
 # the next in x and y, eps of the norm.
 Sizes = namedtuple("Sizes", "N matrix up_row x_step y_step eps")
 # What a kernel is compiled for: G groups of GS codes of BITS in a row; TP tokens, R rows of y from ROWS rows of weights
-# (twice as many with ACT), S warps, U blocks of a warp at a time.
-Constants = namedtuple("Constants", "G BITS GS TP R ROWS S U PAIRS_PER_ROW SHARED_EVERY MANY ACT")
+# (twice as many with ACT), S warps, U blocks of a warp at a time; NORMED: dtype of normed rows of x (None: no norm).
+Constants = namedtuple("Constants", "G BITS GS TP R ROWS S U PAIRS_PER_ROW SHARED_EVERY MANY ACT NORMED")
 
 
 @triton.constexpr_function
@@ -374,7 +374,7 @@ def row_rinv(x_ptr, x_at, x_step, T, eps, K: tl.constexpr, TP: tl.constexpr, S: 
 
 
 @triton.jit
-def _factor(weights_ptr, score_ptr, q, live, SHARED_EVERY: tl.constexpr):
+def factor_of(weights_ptr, score_ptr, q, live, SHARED_EVERY: tl.constexpr):
     """What the products of pairs q are multiplied by: their weight, or for the common expert the sigmoid of its score
     (None: 1).
     """
@@ -394,7 +394,7 @@ def _factor(weights_ptr, score_ptr, q, live, SHARED_EVERY: tl.constexpr):
 @triton.jit
 def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n, C: tl.constexpr):
     """The products [S, ROWS, columns] of the blocks that `load_blocks` loaded, with x, summed over U. With a norm x is
-    times rinv [TP] and norm [K], rounded as it was.
+    times rinv [TP] and norm [K], rounded to NORMED.
     """
     bases, words, scales, biases = blocks
     BITS: tl.constexpr = C.BITS
@@ -434,12 +434,12 @@ def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n,
         if a.norm is not None:
             by = tl.broadcast_to(rinv[None, :], (COLS // TP, TP)).reshape(1, 1, COLS)
             norm = _in_order(norms[u], a.norm.dtype.element_ty, BITS, GS, TP, C.S).to(tl.float32)
-            part = rounded(part.to(tl.float32) * by * norm, x.dtype.element_ty)
+            part = rounded(part.to(tl.float32) * by * norm, C.NORMED)
         mine = words[u * EACH : (u + 1) * EACH]
         part = _multiplied(mine, scales[u], biases[u], part, magic, late, BITS, GS, TP, C.ROWS, C.S)
         if a.weights is not None:
             q = (pair + _block_of(start + u * C.S, C.S) // BLOCKS).to(tl.int32)
-            part *= _factor(a.weights, a.score, q, bases[u] >= 0, C.SHARED_EVERY)[:, None, None]
+            part *= factor_of(a.weights, a.score, q, bases[u] >= 0, C.SHARED_EVERY)[:, None, None]
         total += part
     return total
 

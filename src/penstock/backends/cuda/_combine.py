@@ -47,6 +47,8 @@ def combine_kernel(
     part_ptr, stats_ptr, gate_ptr, number_ptr, starts_ptr, out_ptr, splits, more, capacity, window, heads, WIDTH,
     N: tl.constexpr, EACH: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     line = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = splits
@@ -55,7 +57,6 @@ def combine_kernel(
         used = tl.minimum(tl.cdiv(high - tl.maximum(high - window, 0) // N * N, N), splits)
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     to = line
     if starts_ptr is not None:
         first = tl.load(starts_ptr + line // heads)

@@ -176,11 +176,91 @@ def _conv1d_runs_kernel(
     _store_silu(y_ptr + t * C + c, tl.where(live, total, 0.0), inside)
 
 
+@triton.jit
+def _kept_row(state_ptr, x_ptr, at, first, slot, rows, C, c, live):
+    """Row `at` of a run that begins at `first`: of x, or one of the three that its slot keeps from before."""
+    new = tl.load(x_ptr + at * C + c, mask=c < tl.where(at >= first, live, 0), other=0.0).to(tl.float32)
+    old = tl.load(state_ptr + (slot * rows + at - first + 3) * C + c, mask=c < tl.where(at < first, live, 0), other=0.0)
+    return new + old.to(tl.float32)
+
+
+@triton.jit
+def _run_of(starts_ptr, slots_ptr, b, B, T, slots):
+    """First row, end and slot of run b; behind the last one rows of none, slot -1."""
+    first = tl.load(starts_ptr + b).to(tl.int64)
+    end = tl.load(starts_ptr + b + 1, mask=b < B, other=T).to(tl.int64)
+    slot = tl.load(slots_ptr + b, mask=b < B, other=-1).to(tl.int64)
+    return first, end, tl.where(slot < slots, slot, -1)
+
+
+# conv1d of runs, 4 taps  as conv1d of runs, for many rows
+# shapes                  as conv1d of runs, W = 4
+# grid                    (blocks of tokens * blocks of channels,): one program goes down TOKENS rows of CHANNELS
+#                         channels and keeps the last three in registers; where another run begins it takes those of
+#                         its slot
+# bytes                   as conv1d of 4 taps
+# limits                  SEQUENCES >= B; TOKENS a multiple of 4
+@triton.jit(do_not_specialize=["T", "B", "slots"])
+def _conv1d_runs_down_kernel(
+    x_ptr, state_ptr, weight_ptr, starts_ptr, slots_ptr, y_ptr, T, B, C, rows, slots,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(C, CHANNELS)
+    top = (tl.program_id(0) // across).to(tl.int64) * TOKENS
+    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
+    taps = tl.load(weight_ptr + c[:, None] * 4 + tl.arange(0, 4)[None, :], mask=(c < C)[:, None], other=0.0)
+    even, odd = tl.split(tl.reshape(taps.to(tl.float32), (CHANNELS, 2, 2)))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    b = tl.sum(sequence_of(starts_ptr, B, top + tl.arange(0, 1), SEQUENCES))
+    first, end, slot = _run_of(starts_ptr, slots_ptr, b, B, T, slots)
+    live = tl.where(slot >= 0, C, 0)
+    p = _kept_row(state_ptr, x_ptr, top - 3, first, slot, rows, C, c, live)
+    q = _kept_row(state_ptr, x_ptr, top - 2, first, slot, rows, C, c, live)
+    r = _kept_row(state_ptr, x_ptr, top - 1, first, slot, rows, C, c, live)
+    for n in range(0, TOKENS, 4):
+        t = top + n
+        if t + 3 < end:  # four loads under way before the first store, which they could not pass
+            at = t * C + c
+            x0 = tl.load(x_ptr + at, mask=c < live, other=0.0).to(tl.float32)
+            x1 = tl.load(x_ptr + at + C, mask=c < live, other=0.0).to(tl.float32)
+            x2 = tl.load(x_ptr + at + 2 * C, mask=c < live, other=0.0).to(tl.float32)
+            x3 = tl.load(x_ptr + at + 3 * C, mask=c < live, other=0.0).to(tl.float32)
+            _store_silu(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < C)
+            _store_silu(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < C)
+            _store_silu(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < C)
+            _store_silu(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < C)
+            p, q, r = x1, x2, x3
+        else:
+            for i in range(4):
+                row = t + i
+                if row < T:
+                    if row >= end:
+                        while (row >= end) & (b < B):
+                            b += 1
+                            first, end, slot = _run_of(starts_ptr, slots_ptr, b, B, T, slots)
+                        live = tl.where(slot >= 0, C, 0)
+                        p = _kept_row(state_ptr, x_ptr, row - 3, first, slot, rows, C, c, live)
+                        q = _kept_row(state_ptr, x_ptr, row - 2, first, slot, rows, C, c, live)
+                        r = _kept_row(state_ptr, x_ptr, row - 1, first, slot, rows, C, c, live)
+                    x = tl.load(x_ptr + row * C + c, mask=c < live, other=0.0).to(tl.float32)
+                    _store_silu(y_ptr + row * C + c, _taps(p, q, r, x, w0, w1, w2, w3), c < C)
+                    p, q, r = q, r, x
+
+
 def convolve_runs(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor,
     out: torch.Tensor,
 ) -> None:  # fmt: skip
     T, C = x.shape
+    if weight.shape[1] == 4 and T >= 64:
+        tokens, channels, warps = CONV_DOWN
+        channels = min(channels, triton.next_power_of_2(C))
+        _conv1d_runs_down_kernel[(triton.cdiv(T, tokens) * triton.cdiv(C, channels),)](
+            x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0],
+            block_of(len(slots)), tokens, channels, num_warps=warps,
+        )  # fmt: skip
+        return
     tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
     grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
     _conv1d_runs_kernel[grid](

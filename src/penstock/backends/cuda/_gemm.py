@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._launch import INTERPRETED, compiled_for, multiprocessors
+from penstock.backends.cuda._launch import INTERPRETED, TL_DTYPES, compiled_for, multiprocessors, shared_memory
 from penstock.backends.cuda._tuning import GEMM, GEMM_DENSE, GEMM_ORDERED, GEMM_PART, GEMM_SPLIT, GEMM_WIDE
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
@@ -23,7 +23,6 @@ from penstock.quant import QuantizedTensor
 # A use of the sum in every step makes Triton wait for the tensor cores before the registers that hold the weight tile
 # are written again; without one it leaves up to three of four products unfinished.
 _SETTLE = tl.constexpr(not INTERPRETED)
-TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 # Arrays of a product; w: codes, scales and biases of its weight, or three times the dense one.
 _Arrays = namedtuple("_Arrays", "x w out")
@@ -382,8 +381,17 @@ def plainly(dtype: torch.dtype, bits: int, is_ordered: bool) -> bool:
     return dtype is torch.float32 or (bits in (3, 5, 6) and not is_ordered)
 
 
+def stages_for(stages: int, bits: int, shared: int) -> int:
+    """Stages of tiles of codes: those that cross words need shared memory for their unpacking beside them, up to 40 KB,
+    and blocks of 99 KB have room for one stage less.
+    """
+    return stages - 1 if bits in (3, 5, 6) and shared < 163 else stages
+
+
 @functools.cache
-def _config(T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processors: int) -> tuple[int, ...]:
+def _config(
+    T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processors: int, shared: int
+) -> tuple[int, ...]:  # fmt: skip
     """BM, BN, BK, parts of K, parts of a program, warps, stages; `wide`: see `plainly`.
 
     The bits of a row depend on where the parts begin alone: `fixed` chooses them without T. BN is at least 32 per warp:
@@ -397,7 +405,7 @@ def _config(T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processo
     parts = 1
     while tiles * parts * 2 <= processors * GEMM_SPLIT[BM] and K // (parts * 2) >= GEMM_PART:
         parts *= 2
-    return BM, BN, BK, parts, parts if fixed and T > 64 else 1, warps, stages
+    return BM, BN, BK, parts, parts if fixed and T > 64 else 1, warps, stages_for(stages, bits, shared)
 
 
 def _launch(
@@ -408,7 +416,8 @@ def _launch(
     arrays, bits, gs = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
     dtype, order = dot_dtype(x, w, x if half else out), ordering(T, K, bits)
     wide = plainly(dtype, bits, order)
-    BM, BN, BK, parts, fold, warps, stages = _config(T, N, K, bits, wide, deterministic(), multiprocessors(x))
+    gpu = (multiprocessors(x), shared_memory(x))
+    BM, BN, BK, parts, fold, warps, stages = _config(T, N, K, bits, wide, deterministic(), *gpu)
     splits = parts // fold
     whole = splits == 1 and residual is None
     sums = out if whole else torch.empty((splits, T, N), dtype=torch.float32, device=x.device)

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._gemm import (
-    TL_DTYPES,
     Constants,
     accumulate,
     dot_dtype,
@@ -25,11 +24,12 @@ from penstock.backends.cuda._gemm import (
     ordering,
     pairs_of,
     plainly,
+    stages_for,
     units,
     weight_starts,
     words_fit,
 )
-from penstock.backends.cuda._launch import activation, compiled_for
+from penstock.backends.cuda._launch import TL_DTYPES, activation, compiled_for, shared_memory
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS
 from penstock.backends.cuda.elementwise import sum_of_chosen
@@ -170,11 +170,11 @@ def _tile_rows(pairs: int, slots: int) -> int:
 
 
 @functools.cache
-def _config(rows: int, bits: int, wide: bool, even: bool) -> tuple[int, ...]:
+def _config(rows: int, bits: int, wide: bool, even: bool, shared: int) -> tuple[int, ...]:
     """Rows of a short tile (0: none), BN, BK, warps, stages; even: groups of K come in pairs of 4 bytes and more."""
     tail, BN, BK, warps, stages = (0, *GEMM_WIDE) if wide else GROUPED[rows]
     BK = BK if even else min(BK, 64)
-    return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages
+    return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages_for(stages, bits, shared)
 
 
 def group_pairs(
@@ -216,7 +216,8 @@ def _grouped(
         apart = tuple(N * a.shape[-1] for a in arrays)
     if not is_ordered and ordering(x.shape[0], K, bits):
         x, is_ordered = ordered(x, bits), True
-    tail, BN, BK, warps, stages = _config(plan.rows, bits, plainly(dtype, bits, is_ordered), K % (2 * gs) == 0)
+    plain, even = plainly(dtype, bits, is_ordered), K % (2 * gs) == 0
+    tail, BN, BK, warps, stages = _config(plan.rows, bits, plain, even, shared_memory(x))
     C = Constants(K, bits, gs, words, pairs_of(w, dtype), is_ordered, TL_DTYPES[dtype], plan.rows, BN, BK)
     G = _Grouping(pairs_per_x, act, out_unit, tail)
     a = _Arrays(x, arrays, out, plan.order, plan.tiles)

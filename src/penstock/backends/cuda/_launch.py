@@ -10,7 +10,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.backends.cuda import _tuning
 from penstock.backends.cuda.runtime.triton_cache import use_trusted_cache
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run as Python on torch CPU tensors
@@ -19,6 +21,7 @@ if not INTERPRETED:
 # The same inside kernels. The interpreter computes with the bits of bfloat16 as if they were integers, and makes
 # bfloat16 of float32 by dropping bits: there products take float32 operands, and `_rows.rounded` rounds by itself.
 WIDENED = tl.constexpr(INTERPRETED)
+TL_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @functools.cache
@@ -27,8 +30,12 @@ def _multiprocessors(index: int) -> int:
 
 
 def multiprocessors(tensor: torch.Tensor) -> int:
-    """Multiprocessors of the GPU that holds the tensor; 2 under the interpreter."""
-    return _multiprocessors(tensor.device.index) if tensor.is_cuda else 2
+    """Multiprocessors of the GPU that holds the tensor; 2 under the interpreter, those of a usual GPU of the kind where
+    kernels are only compiled.
+    """
+    if tensor.is_cuda:
+        return _multiprocessors(tensor.device.index)
+    return 2 if INTERPRETED else _tuning.gpu(capability(tensor)).multiprocessors
 
 
 @functools.cache
@@ -37,8 +44,17 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability of the GPU that holds the tensor; that of a Hopper under the interpreter."""
-    return _capability(tensor.device.index) if tensor.is_cuda else (9, 0)
+    """Compute capability of the GPU that holds the tensor; that of a Hopper under the interpreter, of the target where
+    kernels are only compiled.
+    """
+    if tensor.is_cuda:
+        return _capability(tensor.device.index)
+    return (9, 0) if INTERPRETED else divmod(triton.runtime.driver.active.get_current_target().arch, 10)
+
+
+def shared_memory(tensor: torch.Tensor) -> int:
+    """KB of shared memory that a block may have on the GPU that holds the tensor: a column of tables in `_tuning`."""
+    return _tuning.gpu(capability(tensor)).shared
 
 
 @functools.cache
@@ -50,6 +66,71 @@ def pdl_options() -> dict[str, bool]:
     if INTERPRETED or triton.runtime.driver.active.get_current_target().arch < 90:
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """First in a kernel: the next one may start, up to its own wait, and this one waits for the end of the one before.
+
+    Every program of a kernel with PDL waits, this way or another: so the end of a kernel is the end of all before it.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+FETCHED = tl.constexpr(2048)  # bytes that a lane of `prefetch_l2` asks for at once
+
+
+@triton.jit
+def prefetch_l2(ptr, nbytes, program, programs, LANES: tl.constexpr):
+    """Ask for the first nbytes of an array, a multiple of FETCHED, to come to the L2 cache: the share of one of several
+    programs of LANES threads. ptr is aligned to 16 bytes. For compute capability 9.0 on, inside `if PDL`.
+    """
+    start = ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    for at in range(program * (LANES * FETCHED), nbytes, programs * (LANES * FETCHED)):
+        offset = tl.minimum(at + tl.arange(0, LANES) * FETCHED, nbytes - FETCHED)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], 2048; mov.u32 $0, 0;",
+            "=r,l",
+            [start + offset],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+_COUNTERS = 1024  # made at a time
+_free_counters: dict[torch.device, list[torch.Tensor]] = {}
+_counter_of: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def reserve_counters(device: torch.device) -> None:
+    """Make counters for the calls that are captured next, where none can be made."""
+    free = _free_counters.setdefault(device, [])
+    if len(free) < _COUNTERS // 2:
+        # 16 bytes each: kernels are compiled for addresses that are multiples of it, or for any
+        free.extend(torch.zeros((_COUNTERS, 4), dtype=torch.int32, device=device))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+def counter(out: torch.Tensor) -> torch.Tensor | None:
+    """An int32 in device memory that is 0 between launches, by which programs of a launch that writes `out` find out
+    which of them is the last, and which that one sets to 0 again. Launches that may run at once write to different
+    arrays, so they have different counters. None if it would have to be made while a graph is captured.
+    """
+    key = out.device, out.data_ptr()
+    found = _counter_of.get(key)
+    if found is None:
+        free = _free_counters.get(out.device)
+        if not free:
+            if out.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            reserve_counters(out.device)
+            free = _free_counters[out.device]
+        found = _counter_of[key] = free.pop()
+    return found
 
 
 @functools.lru_cache(maxsize=None, typed=True)

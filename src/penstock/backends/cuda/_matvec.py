@@ -24,17 +24,24 @@ from penstock.backends.cuda._codes import (
     row_rinv,
     tile_codes,
 )
-from penstock.backends.cuda._launch import INTERPRETED, activation, compiled_for, multiprocessors, pdl_options
+from penstock.backends.cuda._launch import (
+    INTERPRETED,
+    TL_DTYPES,
+    activation,
+    compiled_for,
+    multiprocessors,
+    pdl_options,
+)
 from penstock.backends.cuda._rows import rounded
 from penstock.ops.op import deterministic
 from penstock.quant import QuantizedTensor
 
 
 @triton.jit
-def _dense_product(w, x, norm_ptr, rinv, base, x_at, first, T, n, C: tl.constexpr):
+def dense_product(w, x, norm_ptr, rinv, base, x_at, first, T, n, C: tl.constexpr):
     """Rows first … first + R − 1 of a dense matrix that starts at row `base`, times TP rows of x → float32 [R, TP].
 
-    With norm_ptr x is times rinv [TP] and norm [K], rounded as it was.
+    With norm_ptr x is times rinv [TP] and norm [K], rounded to NORMED.
     """
     K: tl.constexpr = C.G * C.GS
     BK: tl.constexpr = min(triton.next_power_of_2(K), max(64, 8192 // (C.R * C.TP)))
@@ -49,13 +56,14 @@ def _dense_product(w, x, norm_ptr, rinv, base, x_at, first, T, n, C: tl.constexp
         rows = tl.load(x + x_at + token[None, :] * n.x_step + k[:, None], mask=here, other=0.0).to(tl.float32)
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            rows = rounded(rows * rinv[None, :] * norm[:, None], x.dtype.element_ty).to(tl.float32)
+            rows = rounded(rows * rinv[None, :] * norm[:, None], C.NORMED).to(tl.float32)
         acc += weight[:, :, None] * rows[None, :, :]
     return tl.sum(acc, 1)
 
 
 @triton.jit
-def _wait_if(wait_first):
+def wait_if(wait_first):
+    """Wait for the kernel before, unless wait_first is 0."""
     if wait_first != 0:
         gdc_wait()
 
@@ -127,7 +135,7 @@ def _arrived(a, x, p, at, ok, T, pairs_per_x, n, C: tl.constexpr):
 @triton.jit(do_not_specialize=["magic", "wait_first", "T", "known", "stack", "pairs_per_x"])
 def _matvec_codes_kernel(a, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        _wait_if(wait_first)
+        wait_if(wait_first)
     p, first, start, T = _part_of(a, T, n, C)
     at, ok = _rows_of(p, first, start, T, n, C)
     x = a.x + start * n.x_step
@@ -170,9 +178,9 @@ def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PD
     for q in range(p * C.PAIRS_PER_ROW, p * C.PAIRS_PER_ROW + C.PAIRS_PER_ROW):
         slot = q if a.ids is None else place_of(a.ids, a.slot_of, q, q >= 0, known, stack)
         base, x_at = slot * n.matrix, q // pairs_per_x * (C.G * C.GS)
-        part = _dense_product(a.w[0], x, a.norm, rinv, base, x_at, first, T, n, C)
+        part = dense_product(a.w[0], x, a.norm, rinv, base, x_at, first, T, n, C)
         if C.ACT is not None:
-            above = _dense_product(a.up[0], x, a.norm, rinv, base + n.up_row, x_at, first, T, n, C)
+            above = dense_product(a.up[0], x, a.norm, rinv, base + n.up_row, x_at, first, T, n, C)
             part = activation(part, C.ACT) * above
         if a.weights is not None:
             part *= tl.load(a.weights + q)
@@ -204,7 +212,7 @@ def _coded(tokens: int, rows: int, warps: int, blocks: int = 1) -> Config:
 
 
 @functools.cache
-def _config(
+def config(
     bits: int, gs: int, N: int, K: int, T: int, pairs: int, slots: int, gated: bool, normed: bool, wide: bool,
     processors: int,
 ) -> Config:  # fmt: skip
@@ -233,7 +241,7 @@ def _config(
     return _coded(tokens, rows, warps, 2 if blocks > warps and narrow else 1)
 
 
-_NO_WEIGHT = (None, None, None)
+NO_WEIGHT = (None, None, None)
 
 
 def weight_parts(w: Any) -> tuple[tuple[Any, Any, Any], int, int, int]:
@@ -252,7 +260,7 @@ def same_codes(*weights: QuantizedTensor) -> bool:
 _read: weakref.WeakSet[QuantizedTensor] = weakref.WeakSet()
 
 
-def _is_new(w: Any) -> bool:
+def is_new(w: Any) -> bool:
     """Whether no kernel has read this weight so far: then the kernel before may have made it."""
     if not isinstance(w, QuantizedTensor) or w in _read:
         return False
@@ -286,28 +294,31 @@ def launch(
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    normed: torch.dtype | None = None,
 ) -> None:
     """Launch `codes` or `dense`. up None with an act: the up rows follow the N gate rows of w. common: the expert
     of the last of `per_token` pairs of a token. order: the turn in which pairs come, by their ids. many: more tokens
-    than one pass over the weights takes.
+    than one pass over the weights takes. normed: what normed rows are rounded to, None: x's dtype.
     """
     arrays, bits, gs, G = weight_parts(w)
-    ups = _NO_WEIGHT if act is None else arrays if up is None else weight_parts(up)[0]
+    ups = NO_WEIGHT if act is None else arrays if up is None else weight_parts(up)[0]
     # Deterministic rows do not depend on how many there are. (Experts have one row of x each.)
-    tokens, several = (_passes(x, w) if ids is None else 1, 1) if deterministic() else (T, pairs)
-    tokens = _passes(x, w) if many else tokens
-    kind = (act is not None, norm is not None, x.dtype != torch.bfloat16, multiprocessors(x))
-    TP, R, S, U, options = _config(bits, gs, N, G * gs, tokens, several, slots, *kind)
-    shared = (_NO_WEIGHT if one is None else weight_parts(one)[0] for one in (common, common_up))
+    rounding = x.dtype if norm is None or normed is None else normed
+    tokens, several = (passes_over(rounding, w) if ids is None else 1, 1) if deterministic() else (T, pairs)
+    tokens = passes_over(rounding, w) if many else tokens
+    how = (act is not None, norm is not None, rounding != torch.bfloat16, multiprocessors(x))
+    TP, R, S, U, options = config(bits, gs, N, G * gs, tokens, several, slots, *how)
+    shared = (NO_WEIGHT if one is None else weight_parts(one)[0] for one in (common, common_up))
     a = Arrays(arrays, ups, *shared, x, norm, residual, ids, order, slot_of, weights, score, out)
     n = Sizes(N, w.shape[-2], N if up is None else 0, *steps, eps)
-    C = Constants(G, bits, gs, TP, R, R if act is None else 2 * R, S, U, slots, per_token, many, act)
+    rows, kind = R if act is None else 2 * R, None if norm is None else TL_DTYPES[rounding]
+    C = Constants(G, bits, gs, TP, R, rows, S, U, slots, per_token, many, act, kind)
     run_time = (T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], pairs_per_x)
     grid = (triton.cdiv(N, R) * pairs,)
     if bits == 0:
         _matvec_dense_kernel[grid](a, *run_time, n, C=compiled_for(C), **options, **pdl_options())
         return
-    read = [_is_new(one) for one in (w, up, common, common_up) if one is not None]
+    read = [is_new(one) for one in (w, up, common, common_up) if one is not None]
     wait_first = any(read) or (ids is not None and not old_ids)
     _matvec_codes_kernel[grid](
         a, FP_MAGIC, int(wait_first), *run_time, n, C=compiled_for(C), **options, **pdl_options()
@@ -324,9 +335,9 @@ def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
     return tokens
 
 
-def _passes(x: torch.Tensor, w: Any) -> int:
-    """Rows of x per pass over w."""
-    return _most_tokens(w.bits, w.group_size, x.dtype) if isinstance(w, QuantizedTensor) else _tuning.MATVEC_TOKENS
+def passes_over(dtype: torch.dtype, w: Any) -> int:
+    """Rows of activations of this dtype per pass over w."""
+    return _most_tokens(w.bits, w.group_size, dtype) if isinstance(w, QuantizedTensor) else _tuning.MATVEC_TOKENS
 
 
 def matvec(
@@ -338,17 +349,18 @@ def matvec(
     residual: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    normed: torch.dtype | None = None,
 ) -> None:
     """out [T, N] = residual + x [T, K] · w [N, K], or act(x · w) · (x · up); a few rows of x per pass over the weights.
 
-    norm [K]: x is normed first. out may be residual.
+    norm [K]: x is normed first and rounded to `normed`, or as it is. out may be residual.
     """
     (T, K), N = x.shape, out.shape[1]
-    most = _passes(x, w)
+    most = passes_over(x.dtype if norm is None or normed is None else normed, w)
     passes = triton.cdiv(T, most)
     launch(
         x, w, out, N, T, pairs=passes, many=passes > 1, steps=(K, N), up=up, act=act, residual=residual, norm=norm,
-        eps=eps,
+        eps=eps, normed=normed,
     )  # fmt: skip
 
 
@@ -356,6 +368,6 @@ def batched_matvec(x: torch.Tensor, w: Any, out: torch.Tensor) -> None:
     """out [T, H, N] = x [T, H, K] · w [H, N, K] for each of H."""
     _, H, K = x.shape
     N = out.shape[2]
-    most = _passes(x, w)
+    most = passes_over(x.dtype, w)
     for part, into in zip(x.split(most), out.split(most), strict=True):
         launch(part, w, into, N, len(part), pairs=H, steps=(H * K, H * N))

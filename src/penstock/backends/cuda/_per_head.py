@@ -7,11 +7,10 @@ from typing import Any, TypeAlias
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._attend_tile import dot
 from penstock.backends.cuda._gemm import dense_copy, in_full
-from penstock.backends.cuda._launch import pdl_options
+from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda._matvec import batched_matvec
 from penstock.backends.cuda._quant import code_at, dequantized
 from penstock.backends.cuda._rows import rounded
@@ -102,9 +101,7 @@ def _per_head_kernel(
     head = (pid // columns).to(tl.int64)
     n = n0 + tl.arange(0, BN)
     x_row = t if SHARED else t * H + head
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     if count_ptr is not None:
         T = tl.minimum(T, tl.load(count_ptr))
         if tl.min(t, axis=0) >= T:
@@ -139,9 +136,7 @@ def _turned_kernel(
     x_ptr, w_ptr, scales_ptr, biases_ptr, y_ptr, magic, T, H, K, N, P,
     GS: tl.constexpr, L: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     head = (tl.program_id(0) // (N // 64)).to(tl.int64)
     block = tl.program_id(0) % (N // 64)
     quarter = tl.arange(0, 4)[:, None, None]

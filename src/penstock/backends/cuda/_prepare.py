@@ -6,9 +6,8 @@ from collections import namedtuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import compiled_for, pdl_options
+from penstock.backends.cuda._launch import compiled_for, pdl_options, wait_for_previous
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import PREPARE_NUMBERS, PREPARE_ONE
 from penstock.backends.cuda.rope import pieces_of, sincos
@@ -110,9 +109,7 @@ def _row_in_pages(a, t, p, live, lines, n, EACH: tl.constexpr):
 # limits    D <= 16384; a head is cut in PIECES of HALF columns as in `rope`
 @triton.jit(do_not_specialize=["T", "start", "lines"])
 def _prepare_kernel(a, T, start, lines, n, C: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     t = tl.program_id(0).to(tl.int64) * C.TOKENS + tl.arange(0, C.TOKENS)[:, None]
     h = tl.program_id(1)
     PIECES: tl.constexpr = C.PIECES
@@ -202,9 +199,7 @@ def prepare(
 # limits    NOPE, HALF, RANK: powers of two that hold nope, half and R
 @triton.jit(do_not_specialize=["start", "lines"])
 def _mla_prepare_kernel(a, start, lines, n, C: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(PDL)
     t = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]
     part = tl.program_id(1)
     live = t >= 0

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._runs import by_chunks
 from penstock.backends.cuda._tuning import DELTA_AHEAD, DELTA_RUNS
 from penstock.errors import BackendError
@@ -34,26 +35,30 @@ def token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GRO
 
 
 @triton.jit
-def moved_on(S, q, k, v, g, b):
-    """The state [ROWS, WIDE, 32] after a token and its output; y = S q as g (S q) + d (k.q) of the old S."""
+def moved_on(S, q, k, v, g, b, dtype: tl.constexpr):
+    """The state [ROWS, WIDE, 32] after a token, rounded to `dtype`, and its output; y = S q as g (S q) + d (k.q) of the
+    old S.
+    """
     known = tl.sum(tl.sum(S * k, axis=1), axis=1)
     read = tl.sum(tl.sum(S * q, axis=1), axis=1)
     d = (v - g * known) * b
     y = g * read + d * tl.sum(tl.sum(k * q, axis=1), axis=1)
-    return g * S + d[:, None, None] * k, y
+    return rounded(g * S + d[:, None, None] * k, dtype).to(tl.float32), y
 
 
 # recurrence  S <- g*S;  d = (v - S k)*b;  S <- S + d k^T;  y = S q, for each token
-# shapes      qkv [T, 2 Hk Dk + Hv Dv] = q | k | v; g, b float32 [T, Hv]; state float32 [(S,) Hv, Dv, Dk]; y [T, Hv, Dv]
+# shapes      qkv [T, 2 Hk Dk + Hv Dv] = q | k | v; g, b float32 [T, Hv]; state [(S,) Hv, Dv, Dk], float32 or bfloat16,
+#             rounded to that after each token; y [T, Hv, Dv]
 # grid        (rows, Hv, blocks of Dv): one program owns ROWS value rows of a state; rows = B with slots (one token
 #             each), else 1 (T tokens in turn)
-# bytes       2 * rows * Hv * Dv * Dk * 4 for the state, read and written once; the tokens' q | k | v | y besides
+# bytes       2 * rows * Hv * Dv * Dk * itemsize for the state, read and written once; the tokens' q | k | v | y besides
 # limits      Dk <= 16384: a value row lies in the registers of a program
 @triton.jit(do_not_specialize=["tokens"])
 def _recurrence_kernel(
     state_ptr, qkv_ptr, g_ptr, b_ptr, slots_ptr, y_ptr, tokens, slots, Hk, Hv, Dk, Dv,
     BY_SLOT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    dtype: tl.constexpr = state_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -70,18 +75,18 @@ def _recurrence_kernel(
         active = (slot >= 0) & (slot < slots)
         moved = (rows[:, None, None] < tl.where(active, Dv, 0)) & (cols < Dk)
         tile += slot * Hv * Dv * Dk
-        S, y = moved_on(tl.load(tile, mask=moved, other=0.0), q, k, v, g, b)
+        S, y = moved_on(tl.load(tile, mask=moved, other=0.0).to(tl.float32), q, k, v, g, b, dtype)
         y = tl.where(active, y, 0.0)
         tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
     else:
         moved = some[:, None, None] & (cols < Dk)
-        S = tl.load(tile, mask=moved, other=0.0)
+        S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
         for t in tl.range(tokens, num_stages=AHEAD):
             token = tl.cast(t, tl.int64)
             q, k, v, g, b = token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-            S, y = moved_on(S, q, k, v, g, b)
+            S, y = moved_on(S, q, k, v, g, b, dtype)
             tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
-    tl.store(tile, S, mask=moved)
+    tl.store(tile, rounded(S, dtype), mask=moved)
 
 
 def recur(
@@ -114,6 +119,7 @@ def _recurrence_runs_kernel(
     T, B, slots, room, longest, programs, Hk, Hv, Dk, Dv,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    dtype: tl.constexpr = state_ptr.dtype.element_ty
     head = tl.program_id(1)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     cols = 32 * tl.arange(0, WIDE)[None, :, None] + tl.arange(0, 32)[None, None, :] + rows[:, None, None] * 0
@@ -136,14 +142,14 @@ def _recurrence_runs_kernel(
                 tl.store(y_ptr[None, :] + token[:, None] * Hv * Dv, zero, mask=live)
         elif (end > first) & (by_chunks(end - first, kept, longest) == 0):
             tile = state_ptr + slot * Hv * Dv * Dk
-            S = tl.load(tile, mask=moved, other=0.0)
+            S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
             for t in tl.range(first, end, num_stages=AHEAD):
                 token = tl.cast(t, tl.int64)
                 q, k, v, g, b = token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-                S, y = moved_on(S, q, k, v, g, b)
+                S, y = moved_on(S, q, k, v, g, b, dtype)
                 tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
             if kept == 0:
-                tl.store(tile, S, mask=moved)
+                tl.store(tile, rounded(S, dtype), mask=moved)
             elif gates_ptr is not None:
                 count = tl.minimum(end - first, room)
                 if tl.program_id(2) == 0:
@@ -171,10 +177,10 @@ def recur_runs(
 
 
 # commit      `recurrence` over the first accepted[n] of the tokens that were kept at slots[n], without the outputs
-# shapes      qkv [B, room, 2 Hk Dk + Hv Dv]; gates float32 [S, room, 2, Hv]; state float32 [S, Hv, Dv, Dk]; slots,
+# shapes      qkv [B, room, 2 Hk Dk + Hv Dv]; gates float32 [S, room, 2, Hv]; state [S, Hv, Dv, Dk]; slots,
 #             accepted int32 [B]
 # grid        (B, Hv, blocks of Dv): one program owns ROWS value rows of a state
-# bytes       2 * B * Hv * Dv * Dk * 4 for the states, and the tokens' k | v
+# bytes       2 * B * Hv * Dv * Dk * itemsize for the states, and the tokens' k | v
 # limits      as in `recurrence`
 @triton.jit(do_not_specialize=["slots"])
 def _commit_kernel(
@@ -193,15 +199,15 @@ def _commit_kernel(
     tile = state_ptr + ((slot * Hv + head) * Dv + rows[:, None, None]) * Dk + cols
     qkv_ptr += n.to(tl.int64) * room * (2 * Hk * Dk + Hv * Dv)
     gates_ptr += slot * room * 2 * Hv
-    S = tl.load(tile, mask=moved, other=0.0)
+    S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
     for t in tl.range(count, num_stages=AHEAD):
         token = tl.cast(t, tl.int64)
         gate_ptr = gates_ptr + token * Hv  # token_of adds as much again: a token has g and b there
         q, k, v, g, b = token_of(
             qkv_ptr, gate_ptr, gate_ptr + Hv, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP
         )  # fmt: skip
-        S, _ = moved_on(S, q, k, v, g, b)
-    tl.store(tile, S, mask=moved)
+        S, _ = moved_on(S, q, k, v, g, b, state_ptr.dtype.element_ty)
+    tl.store(tile, rounded(S, state_ptr.dtype.element_ty), mask=moved)
 
 
 def commit_states(

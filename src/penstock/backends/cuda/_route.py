@@ -3,15 +3,18 @@
 Scores are compared as int32 keys of the same order: a maximum of integers over a warp is one instruction, and which
 expert wins depends on no rounding. One warp has one token, so that nothing waits at a barrier. With PDL a kernel starts
 while the one before it ends, and waits for that end before it reads or writes anything.
+
+`choose` does the same for one row with all warps of a program, at the end of a kernel that made the logits.
 """
+
+from collections import namedtuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock import ops
-from penstock.backends.cuda._launch import flat_rows, pdl_options
+from penstock.backends.cuda._launch import flat_rows, pdl_options, wait_for_previous
 from penstock.errors import BackendError
 from penstock.ops.op import kernel
 
@@ -24,6 +27,7 @@ _FAR = tl.constexpr(2**31 - 1)  # no index
 _BEYOND = tl.constexpr(2**20)  # above every index
 
 MOST_EXPERTS = 16384
+_CHOOSE_EXPERTS, _CHOOSE_PAIRS = 1024, 256  # of `choose`: experts, and best ones of its rows that are compared
 
 
 @triton.jit
@@ -72,6 +76,43 @@ def _best(keys, index, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _best_of_rows(keys, index, k, BLOCK_K: tl.constexpr):
+    """As `_best`, of keys and indices [G, S], S >= BLOCK_K: those of each row, then those of these. With a row for each
+    warp the rounds wait at no barrier.
+    """
+    G: tl.constexpr = keys.shape[0]
+    S: tl.constexpr = keys.shape[1]
+    column = tl.arange(0, S)[None, :]
+    ids = tl.full([G, S], -1, tl.int32)
+    found = tl.full([G, S], _NONE, tl.int32)
+    for i in range(k):
+        top = tl.max(keys, axis=1, keep_dims=True)
+        at = tl.min(tl.where(keys == top, index, index + _BEYOND), axis=1, keep_dims=True)
+        ids = tl.where(column == i, at, ids)
+        found = tl.where(column == i, top, found)
+        keys = tl.where(index == at, _NONE, keys)
+    ids = tl.max(ids.reshape(G, S // BLOCK_K, BLOCK_K), axis=1).reshape(G * BLOCK_K)
+    found = tl.max(found.reshape(G, S // BLOCK_K, BLOCK_K), axis=1).reshape(G * BLOCK_K)
+    above = found[None, :] > found[:, None]
+    before = above | ((found[None, :] == found[:, None]) & (ids[None, :] < ids[:, None]))
+    rank = tl.sum(before.to(tl.int32), axis=1)
+    hit = rank[:, None] == tl.arange(0, BLOCK_K)[None, :]  # one of each rank below k: they are there, and differ
+    ids = tl.sum(tl.where(hit, ids[:, None], 0), axis=0)
+    found = tl.sum(tl.where(hit, found[:, None], 0), axis=0)
+    return ids, tl.where(tl.arange(0, BLOCK_K) < k, found, _NONE)
+
+
+@triton.jit
+def _softmax_of(ids, found, top, scale_ptr, chosen):
+    """Weights of `route` for the experts ids with the keys `found`; top: the largest key of the row."""
+    e = tl.where(chosen, tl.exp(_number(found) - _number(top)), 0.0)
+    weights = e / tl.sum(e)
+    if scale_ptr is not None:
+        weights *= tl.load(scale_ptr + ids, mask=chosen, other=0.0).to(tl.float32)
+    return weights
+
+
+@triton.jit
 def _sound(top):
     """Whether a row with this largest key has a softmax: no NaN, no +inf, not all -inf."""
     return (top < _PLUS_INF) & (top > _MINUS_INF)
@@ -110,20 +151,14 @@ def _route_kernel(
     logits_ptr, scale_ptr, active_ptr, ids_ptr, weights_ptr, E, k,
     NAN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_E)
     live = index < E
     keys = tl.where(live, _key(tl.load(logits_ptr + row * E + index, mask=live, other=0.0)), _NONE)
     top = tl.max(keys)
     ids, found = _best(keys, index, k, BLOCK_K)
-    chosen = tl.arange(0, BLOCK_K) < k
-    e = tl.where(chosen, tl.exp(_number(found) - _number(top)), 0.0)
-    weights = e / tl.sum(e)
-    if scale_ptr is not None:
-        weights *= tl.load(scale_ptr + ids, mask=chosen, other=0.0).to(tl.float32)
+    weights = _softmax_of(ids, found, top, scale_ptr, tl.arange(0, BLOCK_K) < k)
     sound = _all_finite(keys) if NAN else _sound(top)
     _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN, BLOCK_K)
 
@@ -138,9 +173,7 @@ def _slots_kernel(
     logits_ptr, active_ptr, ids_ptr, weights_ptr, E, k,
     NAN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_E)
     live = index < E
@@ -199,6 +232,15 @@ def _keep_groups(keys, live, place, topk_group, BLOCK_G: tl.constexpr):
     return tl.where(live, tl.where(kept[:, None], keys, _MINUS_INF), _NONE)
 
 
+@triton.jit
+def _sigmoids_of(logits, chosen, factor, NORM: tl.constexpr):
+    """Weights of `group_route` for the logits of the chosen experts."""
+    weights = tl.where(chosen, _sigmoid64(logits), 0.0).to(tl.float64)
+    if NORM:
+        weights = weights / (tl.sum(weights) + 1e-20)
+    return (weights * factor).to(tl.float32)
+
+
 # group_route s = sigmoid(logits), c = s + bias; the k largest c of the best groups; w = s, / sum if NORM, * factor
 # shapes    logits float32 [T, n_group * size]; bias of any float or None; active int32 [T] or None: all; ids int32,
 #           weights float32 [T, k]
@@ -211,9 +253,7 @@ def _group_route_kernel(
     NORM: tl.constexpr, NAN: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_G)[:, None]
     place = tl.arange(0, BLOCK_S)[None, :]
@@ -230,11 +270,59 @@ def _group_route_kernel(
         keys = _keep_groups(keys, live, place, topk_group, BLOCK_G)
     ids, _ = _best(keys, index, k, BLOCK_K)
     chosen = tl.arange(0, BLOCK_K) < k
-    weights = tl.where(chosen, _sigmoid64(tl.load(logits + ids, mask=chosen, other=0.0)), 0.0).to(tl.float64)
-    if NORM:
-        weights = weights / (tl.sum(weights) + 1e-20)
-    weights = (weights * factor).to(tl.float32)
+    weights = _sigmoids_of(tl.load(logits + ids, mask=chosen, other=0.0), chosen, factor, NORM)
     _store(row, k, ids, weights, sound, active_ptr, ids_ptr, weights_ptr, NAN, BLOCK_K)
+
+
+# What a router reads and writes besides logits; by: scales of `route` or biases of `group_route`, one per expert.
+Routing = namedtuple("Routing", "by active ids weights factor")
+# What `choose` is compiled for: E experts, GROUPS of `group_route` or 0 for `route`, K chosen; rows of SIZE experts in
+# BLOCK_G rows of BLOCK_S.
+Router = namedtuple("Router", "E K GROUPS TOPK_GROUP NORM NAN SIZE BLOCK_G BLOCK_S BLOCK_K")
+
+
+@triton.jit
+def choose(logits, r, row, C: tl.constexpr):
+    """`route` or `group_route` of one row of logits, past the L1 cache, by all warps of a program."""
+    group = tl.arange(0, C.BLOCK_G)[:, None]
+    place = tl.arange(0, C.BLOCK_S)[None, :]
+    index = group * C.SIZE + place
+    live = (place < C.SIZE) & (index < C.E)
+    seen = tl.load(logits + index, mask=live, other=0.0, cache_modifier=".cg")
+    chosen = tl.arange(0, C.BLOCK_K) < C.K
+    if C.GROUPS == 0:
+        keys = tl.where(live, _key(seen), _NONE)
+        top = tl.max(keys)
+        ids, found = _best_of_rows(keys, index, C.K, C.BLOCK_K)
+        weights = _softmax_of(ids, found, top, r.by, chosen)
+        sound = _all_finite(keys) if C.NAN else _sound(top)
+    else:
+        choice = _sigmoid64(seen)
+        if r.by is not None:
+            choice += tl.load(r.by + index, mask=live, other=0.0).to(tl.float32)
+        keys = tl.where(live, _key(choice), _NONE)
+        sound = _all_finite(_key(seen)) & _all_finite(keys) if C.NAN else tl.max(keys) < _NAN
+        if C.GROUPS > 1:
+            keys = _keep_groups(keys, live, place, C.TOPK_GROUP, C.BLOCK_G)
+        ids, _ = _best_of_rows(keys, index, C.K, C.BLOCK_K)
+        own = tl.load(logits + ids, mask=chosen, other=0.0, cache_modifier=".cg")
+        weights = _sigmoids_of(own, chosen, r.factor, C.NORM)
+    _store(row, C.K, ids, weights, sound, r.active, r.ids, r.weights, C.NAN, C.BLOCK_K)
+
+
+def router(E: int, k: int, groups: int, topk_group: int, norm: bool, nan: bool) -> Router | None:
+    """The constants of `choose` for these sizes, None where a kernel of its own is faster: many experts or choices."""
+    block_k = triton.next_power_of_2(k)
+    if groups > 1:
+        size, rows = E // groups, triton.next_power_of_2(groups)
+        width = max(32, block_k, triton.next_power_of_2(size))
+    else:
+        block = max(32, block_k, triton.next_power_of_2(E))
+        size = width = max(32, block_k, block // 8)
+        rows = block // width
+    if rows * width > _CHOOSE_EXPERTS or rows * block_k > _CHOOSE_PAIRS:
+        return None
+    return Router(E, k, groups, topk_group, norm, nan, size, rows, width, block_k)
 
 
 # normalize out[t] = weights[t] / sum(weights[t]) where the sum is above 0, else weights[t]; sum in float64
@@ -244,9 +332,7 @@ def _group_route_kernel(
 # limits    k <= 16384
 @triton.jit
 def _normalize_kernel(weights_ptr, out_ptr, T, k, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     place = tl.arange(0, BLOCK_K)[None, :]
     live = (row < T) & (place < k)

@@ -1,5 +1,6 @@
-"""Sizes of launches, chosen on an H200; other GPUs take the same. Times beside a size were measured there; a size that
-has none beside it has no measurement on record.
+"""Sizes of launches, chosen on an H200. Times beside a size were measured there; a size that has none beside it has no
+measurement on record. Other GPUs take the same, but for the tables that have a column for less shared memory: those
+follow from what fits, and are unmeasured.
 
 Functions beside the kernels choose from these by the sizes of a call; what only has to fit (registers, shared memory,
 powers of two) stays with them.
@@ -10,9 +11,37 @@ from typing import NamedTuple
 _ANY = 1 << 30
 
 
+class Gpu(NamedTuple):
+    """GPUs of one compute capability: multiprocessors, MB of L2 cache and TB/s of memory of the usual one, KB of shared
+    memory of a block, and whether sizes of launches were measured there.
+    """
+
+    name: str
+    multiprocessors: int
+    l2: int
+    bandwidth: float
+    shared: int
+    measured: bool = False
+
+
+GPUS = {
+    (8, 0): Gpu("A100", 108, 40, 1.9, 163),
+    (8, 6): Gpu("RTX 3090", 82, 6, 0.94, 99),
+    (8, 9): Gpu("L40S, RTX 4090", 142, 96, 0.86, 99),
+    (9, 0): Gpu("H100, H200", 132, 50, 4.8, 227, measured=True),
+    (10, 0): Gpu("B200", 148, 126, 8.0, 227),
+    (12, 0): Gpu("RTX 5090", 170, 96, 1.79, 99),
+}
+
+
+def gpu(capability: tuple[int, int]) -> Gpu:
+    """Of this compute capability, or of the last one before it that is known."""
+    return GPUS[max(known for known in GPUS if known <= max(capability, min(GPUS)))]
+
+
 class Attend(NamedTuple):
     """A row of ATTEND: what it is for (None: both), up to which sizes, and M, N, warps, stages (and columns of values
-    where they are cut) on Hopper, 227 KB of shared memory, and before it, 163 KB.
+    where they are cut) by the shared memory of a block: 227 KB (Hopper, B200), 163 (A100), 99 (L40S, RTX).
     """
 
     exact: bool
@@ -20,25 +49,66 @@ class Attend(NamedTuple):
     rows: int
     wide: int
     values: int
-    hopper: tuple[int, ...]
-    older: tuple[int, ...]
+    large: tuple[int, ...]
+    medium: tuple[int, ...]
+    small: tuple[int, ...]
+
+    def sizes(self, shared: int) -> tuple[int, ...]:
+        """For a GPU with so many KB."""
+        return self.large if shared >= 227 else self.medium if shared >= 163 else self.small
+
+
+class FewRows(NamedTuple):
+    """A row of FEW_ROWS: up to which tokens and from which rows for each multiprocessor; tiles of 16 rows and of 8
+    tokens of a warp, warps that share K, warps with rows of their own, groups of a block, blocks at a time.
+    """
+
+    tokens: int
+    rows: int
+    tiles: int
+    token_tiles: int
+    parts: int
+    across: int
+    groups: int
+    ahead: int
+
+
+class FewGroups(NamedTuple):
+    """Tiles of 16 rows of a warp, warps of a program, groups of a block, whether x comes a block ahead."""
+
+    tiles: int
+    across: int
+    groups: int
+    x_ahead: bool
+
+
+class DeltaStep(NamedTuple):
+    """A row of DELTA_STEP."""
+
+    rows: int
+    launches: int
+    parts: int
+    warps: int
+    registers: int
+    prefetch: bool
 
 
 # Attention, the first row that fits. exact: float32 products run without tensor cores, operands in registers. Of wide
-# heads M · 512 sums do not fit the registers: two programs for their halves, each with all scores.
+# heads M · 512 sums do not fit the registers: two programs for their halves, each with all scores. Without Hopper's
+# instructions a block has about 2 · (M · key + (stages - 1) · N · (key + value) + M · N) bytes of shared memory.
 ATTEND = (
-    Attend(True, None, _ANY, 128, _ANY, (16, 32, 4, 1), (16, 32, 4, 1)),
-    Attend(True, None, _ANY, _ANY, _ANY, (16, 16, 8, 1), (16, 16, 8, 1)),
-    Attend(False, None, 16, 256, _ANY, (16, 64, 4, 2), (16, 64, 4, 2)),
-    Attend(False, None, 16, _ANY, _ANY, (16, 32, 8, 3), (16, 32, 8, 2)),
-    Attend(False, None, _ANY, 128, _ANY, (64, 64, 4, 3), (64, 64, 4, 3)),
-    Attend(False, True, _ANY, _ANY, _ANY, (64, 64, 8, 2), (64, 32, 8, 2)),
-    Attend(False, None, 64, 256, 128, (64, 64, 4, 2), (64, 64, 4, 2)),
-    Attend(False, None, 64, 256, _ANY, (64, 32, 4, 2), (64, 32, 4, 2)),
-    Attend(False, None, _ANY, 256, 128, (128, 64, 8, 3), (128, 32, 8, 2)),
-    Attend(False, None, _ANY, 256, _ANY, (128, 64, 8, 2), (128, 32, 8, 2)),
-    Attend(False, None, _ANY, 512, _ANY, (128, 32, 8, 2, 256), (64, 32, 8, 2)),
-    Attend(False, None, _ANY, _ANY, _ANY, (64, 16, 8, 2), (64, 16, 8, 2)),
+    Attend(True, None, _ANY, 128, _ANY, (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+    Attend(True, None, _ANY, _ANY, _ANY, (16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    Attend(False, None, 16, 256, _ANY, (16, 64, 4, 2), (16, 64, 4, 2), (16, 64, 4, 2)),
+    Attend(False, None, 16, _ANY, _ANY, (16, 32, 8, 3), (16, 32, 8, 2), (16, 32, 8, 2)),
+    Attend(False, None, _ANY, 128, _ANY, (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+    Attend(False, True, _ANY, _ANY, _ANY, (64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+    Attend(False, None, 64, 256, 128, (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    Attend(False, None, 64, 256, _ANY, (64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2)),
+    Attend(False, None, _ANY, 256, 128, (128, 64, 8, 3), (128, 32, 8, 2), (128, 32, 8, 2)),
+    Attend(False, None, _ANY, 256, _ANY, (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+    Attend(False, None, _ANY, 512, _ANY, (128, 32, 8, 2, 256), (64, 32, 8, 2), (64, 16, 8, 2)),
+    Attend(False, None, _ANY, _ANY, _ANY, (64, 16, 8, 2), (64, 16, 8, 2), (32, 16, 4, 2)),
 )
 ATTEND_SPLITS = 128  # parts of the positions at most
 ATTEND_AT_ONCE = ((256, 2), (_ANY, 1))  # of one token, by the width of a head: programs at once on a multiprocessor
@@ -61,8 +131,14 @@ MATVEC_AHEAD = {1: 1, 2: 2, 4: 2, 8: 4}  # blocks of a warp at a time by tokens:
 # With these numbers of blocks, warps and blocks of a warp where every program norms x: smaller ones of fewer warps.
 # [9216, 2048] 6.2 µs, with 32 rows and 4 warps 7.8.
 MATVEC_NORMED = {3: (2, 2), 4: (2, 2)}
+MATVEC_NORM = 0  # widest row that a product of one row norms for itself
 MATVEC_DENSE = (16, 8, 2, 4)  # dense weights: with so many rows for each multiprocessor 8 in a program, else 2; warps
 MATVEC_EXACT = (64, 1024)  # tokens up to which it takes a weight of so few rows that may not be rounded
+
+ROUTER_FUSED = 8  # tokens up to which norm, product and choice of a router are one launch
+ROUTER_LAST = 1  # tokens up to which the launch that makes the logits of a router chooses, too; above another one does
+# Programs of that launch that bring the next dense weight to the L2 cache, 0: none, and bytes of it at most.
+ROUTER_FETCH, ROUTER_FETCH_BYTES = 0, 16 << 20
 
 GEMM_WIDE = (64, 32, 2, 2)  # BN, BK, warps, stages of float32 operands
 GEMM = {16: (128, 128, 4, 4), 32: (128, 128, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 4, 3)}  # by rows of a tile
@@ -91,6 +167,35 @@ MOE_GROUPED = 1  # pairs per expert up to which they are taken one by one
 MOE_IN_TURN = 3  # experts per pair up to which pairs are sorted
 MOE_NORMED = 4096  # widest row that every program norms for itself: at 7168 73 µs against 62 and 1.6 for a norm
 
+# Products of 2 rows and more by lanes, the first row that fits. In µs on an H200, [12352, 2048] and [2048, 4096]: 8
+# rows 7.4 and 4.0 (matvec 10.1 and 9.3), 16 rows 11.0 and 6.4, 32 rows 19.6 and 6.9 (tiles 15.3 and 9.2);
+# [248320, 2048] with float32 results 102 at 8 rows and 232 at 32 (matvec 317, tiles 783).
+FEW_ROWS = (
+    FewRows(8, 512, 2, 1, 4, 1, 2, 1),
+    FewRows(8, 64, 2, 1, 4, 1, 4, 1),
+    FewRows(8, 0, 1, 1, 8, 1, 4, 2),
+    FewRows(16, 64, 4, 2, 4, 1, 2, 1),
+    FewRows(16, 0, 1, 2, 8, 1, 2, 1),
+    FewRows(_ANY, 512, 2, 4, 1, 4, 2, 1),
+    FewRows(256, 0, 1, 2, 8, 1, 2, 1),
+    FewRows(_ANY, 0, 2, 4, 4, 1, 2, 1),
+)
+FEW_WORDS = 8  # of a row that a lane loads for the groups of one block of scales, at most
+FEW_MOST = 16  # rows up to which lanes take a product; up to twice as many of a weight with so few rows
+FEW_NARROW = 4096
+FEW_EXACT = (1024, 256)  # float32 results: rows of a weight for any number of tokens, and tokens for any weight
+# Experts by pairs of a tile. 256 experts of [512, 2048], gate and up, and down in µs: 32 tokens 60 and 32 (tiles of
+# `GROUPED` 84 and 44), 128 tokens 95 and 56, 256 tokens 123 and 77 (tiles of 8: 138 and 83).
+FEW_GROUPS = {
+    ("gate_up", 8): FewGroups(2, 4, 4, False),
+    ("gate_up", 16): FewGroups(4, 4, 2, True),
+    ("down", 8): FewGroups(4, 4, 2, False),
+    ("down", 16): FewGroups(4, 4, 2, True),
+}
+FEW_TILES = ((5, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
+FEW_PROGRAMS = 8  # for each multiprocessor
+FEW_EXPERTS = (9, 10)  # tokens from which and pairs per expert up to which lanes take experts
+
 # Whole rows: numbers of a program at least, numbers of a thread in long rows (8 in short ones), fewest and most warps.
 # At 4096 rows: dim 2816 13.7 µs, with 16 per thread 14.5; dim 7168 30.7 against 32.4; heads of 128 26.6, with 16 per
 # thread 27.4, and for one token 1.4 against 1.9.
@@ -101,8 +206,20 @@ QK_NUMBERS = 2048  # of a program at least, in heads of q and k
 SAMPLE_PARTS = 128  # blocks that a row of logits is cut into, or up to half of it
 SAMPLE_BLOCK = (256, 4096)  # logits of a block: fewest, most
 SAMPLE_CHUNK, SAMPLE_WARPS = 512, 8  # logits at a time of a program that counts digits; warps of the search for limits
+SAMPLE_DRAW_WARPS = 4  # of a program that draws from a block
+SAMPLE_LIST = 4096  # logits that a program has in registers, of which one is where top-k or top-p cuts
+SAMPLE_BINS = 128  # of weight that logits are counted in for top-p
+SAMPLE_BIN_WARPS, SAMPLE_LIST_WARPS = 1, 8  # of a program that finds a window in bins, and of one that lists its logits
+SAMPLE_REGISTERS = 128  # of a thread that lists logits or finds a limit: 2 programs of 8 warps run at once
+SAMPLE_SPANS = ((8, 1), (64, 4), (_ANY, 8))  # rows up to which a program that counts or lists has so many blocks
 PER_HEAD_COPY = 256  # tokens from which a dense copy of a quantized weight, one more write and read of it, pays
 DELTA_STEPS = 16  # tokens up to which the recurrence is faster than the chunks
+# A step by rows up to which: launches, parts of a head's state and warps (of a head of 128 × 128), registers of a
+# thread at most, and whether what one launch reads is asked for while the kernel before it ends. With 128 registers 16
+# warps run at once on a multiprocessor: some load while others compute and store. Hints: how long the L2 cache keeps a
+# state that was read, and one that was written.
+DELTA_STEP = (DeltaStep(24, 2, 1, 8, 255, False), DeltaStep(_ANY, 1, 4, 4, 128, False))
+DELTA_HINTS = ("evict_first", "evict_first")
 DELTA_RUNS = 16  # programs that share the sequences of a ragged call in the recurrence
 DELTA_AHEAD = 4  # tokens whose q, k and v are under way in the recurrence of one sequence
 CONV_DOWN = (32, 512, 4)  # tokens, channels and warps of a program that goes down a long sequence

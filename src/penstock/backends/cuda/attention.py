@@ -7,7 +7,7 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._attend import attend, attend_runs, cache_of
 from penstock.backends.cuda._attend_tile import dot
-from penstock.backends.cuda._launch import flat_rows
+from penstock.backends.cuda._launch import flat_rows, pdl_options, wait_for_previous
 from penstock.backends.cuda._prepare import prepare
 from penstock.backends.cuda._rows import rounded
 from penstock.ops.op import kernel
@@ -216,7 +216,9 @@ def _split_kernel(
     WIDTH2,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     pid = tl.program_id(0)
     ours = tl.cdiv(rows, R)
     if pid < ours:
@@ -243,7 +245,7 @@ def split_rows(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *second
     R = max(1, 2048 // block)
     _split_kernel[(triton.cdiv(rows, R) + triton.cdiv(rows2, R),)](
         x, left, right, x2, left2, right2, rows, rows2, left.shape[-1], x.shape[-1], left2.shape[-1], x2.shape[-1],
-        R=R, BLOCK=block,
+        R=R, BLOCK=block, **pdl_options(),
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ A slot is a page that holds a whole sequence, and a contiguous cache is one page
 import triton
 import triton.language as tl
 
-import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
 from penstock import ops
+from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.ops.op import kernel
 
 
@@ -23,7 +23,9 @@ def _append_kernel(
     a_ptr, b_ptr, a_cache_ptr, b_cache_ptr, positions_ptr, table_ptr, sequence_ptr,
     T, start, lines, a_wide, b_wide, page, pages, entries, stride,
     EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = t < T
     if EACH:
@@ -74,7 +76,7 @@ def _append(a, b, a_cache, b_cache, positions, slots, block_table, sequence=None
     _append_kernel[(triton.cdiv(T, rows), triton.cdiv(a_wide, block) + triton.cdiv(b_wide, block))](
         a, b, a_cache, b_cache, None if isinstance(positions, int) else positions, table, sequence,
         T, start, 0 if table is None else len(table), a_wide, b_wide, page, pages, entries, entries if each else 0,
-        EACH=each, ROWS=rows, BLOCK=block, num_warps=max(1, min(4, rows * block // 512)),
+        EACH=each, ROWS=rows, BLOCK=block, num_warps=max(1, min(4, rows * block // 512)), **pdl_options(),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from penstock import ops
 from penstock.backends.cuda._launch import gelu_tanh as gelu
-from penstock.backends.cuda._launch import sigmoid, silu, tanh
+from penstock.backends.cuda._launch import pdl_options, sigmoid, silu, tanh, wait_for_previous
 from penstock.backends.cuda._rows import expert_sum, rounded
 from penstock.backends.cuda._tuning import ELEMENT_WARPS, ELEMENTS
 from penstock.ops.op import kernel
@@ -42,7 +42,10 @@ def _combined(a, b, OP: tl.constexpr):
 # bytes     itemsize · n · (2, with a whole b 3)
 # limits    y may lie over a or b
 @triton.jit
-def _map_kernel(a_ptr, b_ptr, y_ptr, n, high, low, OP: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr):
+def _map_kernel(
+    a_ptr, b_ptr, y_ptr, n, high, low, OP: tl.constexpr, ONE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_previous(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < n
     a = tl.load(a_ptr + at, mask=live, other=0.0).to(tl.float32)
@@ -77,7 +80,7 @@ def _map(a: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor, how: str, n
     one = b is not None and b.numel() == 1 < n
     numbers = _split(number)
     _map_kernel[(triton.cdiv(n, ELEMENTS),)](
-        a, b, out, n, *numbers, OP=how, ONE=one, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS
+        a, b, out, n, *numbers, OP=how, ONE=one, BLOCK=ELEMENTS, num_warps=ELEMENT_WARPS, **pdl_options()
     )
 
 
@@ -87,7 +90,10 @@ def _map(a: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor, how: str, n
 # bytes     2 · itemsize · rows · dim; b stays in cache
 # limits    dim ≤ 65535 · COLS
 @triton.jit(do_not_specialize=["rows"])
-def _row_map_kernel(a_ptr, b_ptr, y_ptr, rows, dim, OP: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr):
+def _row_map_kernel(
+    a_ptr, b_ptr, y_ptr, rows, dim, OP: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = (row < rows)[:, None] & (col < dim)[None, :]
@@ -115,7 +121,7 @@ def _broadcast(a: torch.Tensor, b: Any, out: torch.Tensor, how: str) -> None:
         _map(a, b, out, how)
     elif a.numel() > 0:
         grid, rows, dim, constants = _tiling(out)
-        _row_map_kernel[grid](a, b, out, rows, dim, OP=how, **constants)
+        _row_map_kernel[grid](a, b, out, rows, dim, OP=how, **constants, **pdl_options())
 
 
 @kernel(ops.add, device="cuda")
@@ -159,7 +165,7 @@ def sigmoid_gate(x, gate, *, out):
 
 
 @kernel(ops.columns, device="cuda")
-def columns(x, start, stop, *, out):
+def columns(x, start, stop, dtype, *, out):
     out.copy_(x[:, start:stop])
 
 
@@ -169,7 +175,8 @@ def columns(x, start, stop, *, out):
 # bytes     2 · itemsize · rows · N
 # limits    N ≤ 65535 · BLOCK
 @triton.jit(do_not_specialize=["a", "b", "c"])
-def _split_kernel(x_ptr, a_ptr, b_ptr, c_ptr, d_ptr, N, a, b, c, BLOCK: tl.constexpr):
+def _split_kernel(x_ptr, a_ptr, b_ptr, c_ptr, d_ptr, N, a, b, c, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * N + col, mask=col < N, other=0.0)
@@ -188,7 +195,7 @@ def _split_kernel(x_ptr, a_ptr, b_ptr, c_ptr, d_ptr, N, a, b, c, BLOCK: tl.const
 def split_columns(x, first, second, third, fourth, *, out):
     if x.numel():
         grid = (len(x), triton.cdiv(x.shape[1], 2048))
-        _split_kernel[grid](x, *out, x.shape[1], first, second, third, BLOCK=2048, num_warps=8)
+        _split_kernel[grid](x, *out, x.shape[1], first, second, third, BLOCK=2048, num_warps=8, **pdl_options())
 
 
 # weighted  y[t, :] = Σ_i weights[t, i] · x[t, i, :], slots in order; those of ids below 0 add nothing
@@ -198,8 +205,10 @@ def split_columns(x, first, second, third, fourth, *, out):
 # limits    dim ≤ 65535 · COLS
 @triton.jit(do_not_specialize=["rows"])
 def _weighted_kernel(
-    x_ptr, weights_ptr, ids_ptr, y_ptr, rows, dim, K: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr
+    x_ptr, weights_ptr, ids_ptr, y_ptr, rows, dim, K: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = (row < rows)[:, None] & (col < dim)[None, :]
@@ -217,4 +226,4 @@ def sum_of_chosen(expert_out: torch.Tensor, weights: torch.Tensor, ids: torch.Te
     if out.numel() == 0:
         return
     grid, rows, dim, constants = _tiling(out)
-    _weighted_kernel[grid](expert_out, weights, ids, out, rows, dim, K=weights.shape[-1], **constants)
+    _weighted_kernel[grid](expert_out, weights, ids, out, rows, dim, K=weights.shape[-1], **constants, **pdl_options())

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from penstock import ops
+from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda._quant import code_at, dequantized, unpack
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import EMBED_COLUMNS
@@ -18,7 +19,8 @@ from penstock.quant import QuantizedTensor
 # bytes     T * dim of the table in and of out
 # limits    none
 @triton.jit
-def _gather_kernel(ids_ptr, table_ptr, out_ptr, vocab, dim, BLOCK: tl.constexpr):
+def _gather_kernel(ids_ptr, table_ptr, out_ptr, vocab, dim, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < dim
@@ -37,7 +39,9 @@ def _gather_kernel(ids_ptr, table_ptr, out_ptr, vocab, dim, BLOCK: tl.constexpr)
 def _gather_quantized_kernel(
     ids_ptr, packed_ptr, scales_ptr, biases_ptr, out_ptr, vocab, dim,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     index = tl.load(ids_ptr + row).to(tl.int64)
@@ -69,7 +73,7 @@ def embedding(token_ids: torch.Tensor, table: torch.Tensor, dtype: str | None = 
         return
     assert table.is_contiguous() and out.is_contiguous()
     grid, block, warps = _sizes(out)
-    _gather_kernel[grid](token_ids, table, out, *table.shape, BLOCK=block, num_warps=warps)
+    _gather_kernel[grid](token_ids, table, out, *table.shape, BLOCK=block, num_warps=warps, **pdl_options())
 
 
 @kernel(ops.quantized_embedding, device="cuda")
@@ -81,5 +85,5 @@ def quantized_embedding(
     grid, block, warps = _sizes(out)
     _gather_quantized_kernel[grid](
         token_ids, *table.arrays, out, *table.shape,
-        BITS=table.bits, GROUP=table.group_size, BLOCK=block, num_warps=warps,
+        BITS=table.bits, GROUP=table.group_size, BLOCK=block, num_warps=warps, **pdl_options(),
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Products with dense and quantized weights: a matvec for few rows (`_matvec`), tiles for many (`_gemm`)."""
+"""Products with dense and quantized weights: a matvec for one row (`_matvec`), lanes for a few rows of codes
+(`_few_rows`), tiles for many (`_gemm`).
+"""
 
 from typing import Any
 
@@ -7,18 +9,21 @@ import triton
 import triton.language as tl
 
 from penstock import ops
+from penstock.backends.cuda import _tuning
 from penstock.backends.cuda._activations import gated, round_activations
+from penstock.backends.cuda._few_rows import few_rows, refused, takes
 from penstock.backends.cuda._launch import flat_rows
-from penstock.backends.cuda._matvec import matvec
+from penstock.backends.cuda._matvec import matvec, same_codes
 from penstock.backends.cuda._matvec_experts import expert_rows
 from penstock.backends.cuda._quant import code_at, dequantized
-from penstock.backends.cuda._tuning import MATVEC_EXACT, MATVEC_TOKENS
+from penstock.backends.cuda._tuning import FEW_EXACT, FEW_MOST, FEW_NARROW, MATVEC_EXACT, MATVEC_TOKENS
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
 from penstock.quant import ExpertBlobs, QuantizedTensor
 
 VARIANTS = ("matvec", "tiles")
+CODED = ("matvec", "lanes", "tiles")  # of quantized weights
 
 
 # dequantize  out[g, j] = code[g, j] * scale[g] + bias[g] in out's dtype
@@ -59,10 +64,24 @@ def _few(rows: torch.Tensor, variant: str | None, exact: bool = False) -> bool:
     return variant == "matvec" or (variant is None and len(rows) <= most and not deterministic())
 
 
-def _exact(x: torch.Tensor, w: Any, out: torch.Tensor) -> bool:
+def _exact(activations: torch.dtype, w: Any, out: torch.Tensor) -> bool:
     """Whether a float32 result of codes is asked for, of few of them: the scores of a router."""
-    asked = isinstance(w, QuantizedTensor) and out.dtype is torch.float32 and x.dtype is not out.dtype
+    asked = isinstance(w, QuantizedTensor) and out.dtype is torch.float32 and activations is not out.dtype
     return asked and w.shape[0] <= MATVEC_EXACT[1]
+
+
+def _by_lanes(x: torch.Tensor, weights: tuple[Any, ...], variant: str | None, exact: bool = False) -> bool:
+    """Whether lanes take these rows; exact: the result is float32 and the weight may not be rounded."""
+    if variant not in (None, "lanes"):
+        return False
+    fit = takes(x, *weights) and same_codes(*weights)
+    if variant == "lanes" and not fit:
+        raise refused(x, *weights)
+    T, N = len(x), weights[0].shape[0]
+    if variant == "lanes" or T == 1 or not fit:
+        return variant == "lanes"
+    narrow, most = FEW_EXACT
+    return (2 * FEW_MOST if N <= FEW_NARROW else FEW_MOST) >= T or (exact and (narrow >= N or most >= T))
 
 
 def product(
@@ -81,7 +100,11 @@ def product(
         return
     x, out = flat_rows(x), flat_rows(out)
     residual = None if residual is None else flat_rows(residual)
-    if _few(x, variant, _exact(x, w, out) and not half):
+    exact = out.dtype is torch.float32 and x.dtype is not out.dtype and not half
+    if _by_lanes(x, (w,), variant, exact):
+        few_rows(x, w, out, residual)
+        return
+    if _few(x, variant, _exact(x.dtype, w, out) and not half):
         matvec(x, w, out, residual=residual)
         return
     from penstock.backends.cuda._gemm import dense_gemm, quantized_gemm
@@ -106,7 +129,7 @@ def bf16_matmul(x, w, dtype, *, out, variant):
     product(x, w, out, variant)
 
 
-@kernel(ops.quantized_matmul, device="cuda", variants=VARIANTS)
+@kernel(ops.quantized_matmul, device="cuda", variants=CODED)
 def quantized_matmul(x, w, activations, dtype, *, out, variant):
     if activations == "int8":
         x = round_activations(x, w.group_size)
@@ -120,6 +143,9 @@ def gate_up(x, gate_w, up_w, act: str, activations: str, out: torch.Tensor, vari
     if activations == "int8":
         x = round_activations(x, gate_w.group_size)
     x, y = flat_rows(x), flat_rows(out)
+    if _by_lanes(x, (gate_w, up_w), variant):
+        few_rows(x, gate_w, y, up=up_w, act=act)
+        return
     if _few(x, variant):
         matvec(x, gate_w, y, up_w, act)
         return
@@ -129,12 +155,12 @@ def gate_up(x, gate_w, up_w, act: str, activations: str, out: torch.Tensor, vari
     gated(gate, up, act, y)
 
 
-@kernel(ops.fused_gate_up_swiglu, device="cuda", variants=VARIANTS)
+@kernel(ops.fused_gate_up_swiglu, device="cuda", variants=CODED)
 def fused_gate_up_swiglu(x, gate_w, up_w, activations, *, out, variant):
     gate_up(x, gate_w, up_w, "silu", activations, out, variant)
 
 
-@kernel(ops.fused_gate_up_geglu, device="cuda", variants=VARIANTS)
+@kernel(ops.fused_gate_up_geglu, device="cuda", variants=CODED)
 def fused_gate_up_geglu(x, gate_w, up_w, activations, *, out, variant):
     gate_up(x, gate_w, up_w, "gelu_tanh", activations, out, variant)
 
@@ -144,20 +170,21 @@ def _rounds(activations: str, w: Any) -> bool:
     return activations == "int8" and isinstance(w, QuantizedTensor)
 
 
-@kernel(ops.norm_matmul, device="cuda", variants=VARIANTS)
-def norm_matmul(x, norm_weight, w, eps, activations, dtype, *, out, variant):
+@kernel(ops.norm_matmul, device="cuda", variants=CODED)
+def norm_matmul(x, norm_weight, w, eps, activations, dtype, normed, *, out, variant):
     if out.numel() == 0:
         return
-    rows = flat_rows(x)
-    if not _rounds(activations, w) and _few(rows, variant, _exact(x, w, out)):
-        matvec(rows, w, flat_rows(out), norm=norm_weight, eps=eps)
+    rows, kind = flat_rows(x), x.dtype if normed is None else getattr(torch, normed)
+    alone = variant == "matvec" or (len(rows) == 1 and w.shape[1] <= _tuning.MATVEC_NORM)
+    if alone and not _rounds(activations, w) and _few(rows, variant, _exact(kind, w, out)):
+        matvec(rows, w, flat_rows(out), norm=norm_weight, eps=eps, normed=kind)
         return
-    normed = torch.empty_like(rows)
-    rms_norm(rows, norm_weight, eps, out=normed)
-    product(round_activations(normed, w.group_size) if _rounds(activations, w) else normed, w, out, variant)
+    ready = torch.empty(rows.shape, dtype=kind, device=rows.device)
+    rms_norm(rows, norm_weight, eps, out=ready)
+    product(round_activations(ready, w.group_size) if _rounds(activations, w) else ready, w, out, variant)
 
 
-@kernel(ops.matmul_add, device="cuda", variants=VARIANTS)
+@kernel(ops.matmul_add, device="cuda", variants=CODED)
 def matmul_add(residual, x, w, activations, *, out, variant):
     if out.numel() == 0:
         return

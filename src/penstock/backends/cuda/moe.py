@@ -1,7 +1,8 @@
 """Expert products of a routed block on CUDA, and what adds their results to the residual stream.
 
-Routers are in _route.py. Few tokens go through one matvec per (token, slot) pair ("rows"); many are sorted by expert,
-so that each expert's weights are read once for a tile of its tokens ("grouped").
+Routers are in _route.py, with the norm and the product before them in _router.py. Few tokens go through one matvec per
+(token, slot) pair ("rows"); more are sorted by expert, so that each expert's weights are read once for a tile of its
+tokens: of up to 16 by lanes of a warp ("lanes"), of up to 128 in shared memory ("grouped").
 """
 
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-import penstock.backends.cuda._route  # noqa: F401  (registers the routers)
+import penstock.backends.cuda._route
+import penstock.backends.cuda._router  # noqa: F401  (these register the routers)
 from penstock import ops
 from penstock.backends.cuda._activations import gated, round_activations
+from penstock.backends.cuda._few_rows import expert_products, expert_tiles, refused, takes
 from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up, grouped_mlp
-from penstock.backends.cuda._launch import flat_rows, sigmoid
+from penstock.backends.cuda._launch import flat_rows, pdl_options, sigmoid, wait_for_previous
 from penstock.backends.cuda._matvec import same_codes
 from penstock.backends.cuda._matvec_experts import (
     expert_down_sum_rows,
@@ -23,7 +26,8 @@ from penstock.backends.cuda._matvec_experts import (
     mixed_down_sum,
     mixed_gate_up,
 )
-from penstock.backends.cuda._tuning import MOE_GROUPED, MOE_IN_TURN, MOE_NORMED
+from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import FEW_EXPERTS, MOE_GROUPED, MOE_IN_TURN, MOE_NORMED
 from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.backends.cuda.linear import gate_up, product
 from penstock.backends.cuda.norm import rms_norm
@@ -32,6 +36,7 @@ from penstock.ops.op import deterministic, kernel
 from penstock.quant import QuantizedTensor
 
 VARIANTS = ("rows", "grouped")
+BLOCKS = ("rows", "lanes", "grouped")  # of gate, up and down together
 _PAIRS = 65535  # of one launch: the second axis of a grid ends there
 _EXACT = 4096  # pairs up to which the products of experts stay in float32 on their way to the sum of a block
 
@@ -48,6 +53,15 @@ def _by_rows(variant: str | None, T: int, k: int, experts: int) -> bool:
     if variant is not None:
         return variant == "rows"
     return deterministic() or T * k <= MOE_GROUPED * experts
+
+
+def _by_lanes(variant: str | None, x: torch.Tensor, stacks: list[Any], ids: torch.Tensor, experts: int) -> bool:
+    """Whether pairs go through lanes, in tiles of one expert: several tokens, few of them for each expert."""
+    fit = takes(x, *stacks) and same_codes(*stacks[:-1])
+    if variant == "lanes" and not fit:
+        raise refused(x, *stacks)
+    (T, k), (least, most) = ids.shape, FEW_EXPERTS
+    return variant == "lanes" or (variant is None and fit and least <= T and T * k <= most * experts)
 
 
 def _rounded(op: str, rows: torch.Tensor, stacks: list[Any], activations: str) -> torch.Tensor:
@@ -132,12 +146,34 @@ def expert_mlp(expert_out, x, ids, gate_w, up_w, down_w, slot_of, act, activatio
     _mlp("expert_mlp", flat_rows(x), ids, gate_w, up_w, down_w, slot_of, act, activations, each, leave=True)
 
 
-@kernel(ops.moe_forward, device="cuda", variants=VARIANTS, composed=True)
+def _lanes_mlp(
+    x, ids, gate_w, up_w, down_w, slot_of, act, common=(None, None, None), weights=None, score=None
+) -> torch.Tensor:  # fmt: skip
+    """float32 [T, k, dim] = down · (act(gate · x) · (up · x)) for each pair, times weights; 0 for an absent expert.
+    With a common expert k + 1, the last of them its own, times the sigmoid of score.
+    """
+    (T, k), shared = ids.shape, common[0] is not None
+    tiles = expert_tiles(ids, gate_w.shape[0], slot_of, _count(gate_w, slot_of), shared)
+    h = torch.empty((T, k + shared, down_w.shape[-1]), dtype=x.dtype, device=x.device)
+    expert_products(x, gate_w, up_w, tiles, k + shared, act, h, common[0], common[1])
+    each = torch.empty((T, k + shared, down_w.shape[-2]), dtype=torch.float32, device=x.device)
+    expert_products(h, down_w, None, tiles, 1, None, each, common[2], None, weights, score)
+    return each
+
+
+@kernel(ops.moe_forward, device="cuda", variants=BLOCKS, composed=True)
 def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out, *, out, variant):
     if out.numel() == 0:
         return
     x, ids, weights, y = map(flat_rows, (x, ids, weights, out))
     name = "moe_forward"
+    if variant == "lanes" and activations != "float32":
+        raise BackendError(f"{name}: activations is {activations!r}, expected 'float32' for variant 'lanes' on cuda")
+    stacks, count = [w for w in (gate_w, up_w, down_w) if w is not None], _count(gate_w, slot_of)
+    if expert_out is None and activations == "float32" and _by_lanes(variant, x, stacks, ids, count):
+        each = _lanes_mlp(x, ids, gate_w, up_w, down_w, slot_of, act)
+        sum_of_chosen(each, weights, ids, y)
+        return
     if expert_out is None and _by_rows(variant, *ids.shape, _count(gate_w, slot_of)):
         h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
         _gate_up(name, x, gate_w, up_w, ids, slot_of, act, activations, h, None)
@@ -149,12 +185,12 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
     sum_of_chosen(expert_out.view(*ids.shape, y.shape[1]), weights, ids, y)
 
 
-def expert_room(pairs: tuple[int, int], experts: int, out: torch.Tensor, block: bool) -> torch.Tensor | None:
+def expert_room(pairs: tuple[int, int], experts: int, x: torch.Tensor, block: bool) -> torch.Tensor | None:
     """See `ExpertMemory.expert_room`: rows of the dtype that products have where all experts are present."""
     if _by_rows(None, *pairs, experts):
         return None
     exact = block and pairs[0] * pairs[1] <= _EXACT
-    return torch.empty((*pairs, out.shape[-1]), dtype=torch.float32 if exact else out.dtype, device=out.device)
+    return torch.empty((*pairs, x.shape[-1]), dtype=torch.float32 if exact else x.dtype, device=x.device)
 
 
 # -- combination -----------------------------------------------------------------------------------------------------
@@ -169,8 +205,10 @@ def expert_room(pairs: tuple[int, int], experts: int, out: torch.Tensor, block: 
 # limits    none
 @triton.jit
 def _combine_kernel(
-    h_ptr, experts_ptr, weights_ptr, shared_ptr, scores_ptr, out_ptr, dim, K: tl.constexpr, BLOCK: tl.constexpr
+    h_ptr, experts_ptr, weights_ptr, shared_ptr, scores_ptr, out_ptr, dim, K: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < dim
@@ -183,7 +221,7 @@ def _combine_kernel(
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
         total += shared if scores_ptr is None else shared * sigmoid(tl.load(scores_ptr + row).to(tl.float32))
-    tl.store(out_ptr + row * dim + column, total.to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + row * dim + column, rounded(total, out_ptr.dtype.element_ty), mask=live)
 
 
 def _combine(h, experts, weights, shared, scores, out: torch.Tensor) -> None:
@@ -192,7 +230,7 @@ def _combine(h, experts, weights, shared, scores, out: torch.Tensor) -> None:
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(T, triton.cdiv(dim, block))](
         h, experts, weights, shared, scores, out, dim,
-        K=experts.shape[1], BLOCK=block, num_warps=max(1, block // 256),
+        K=experts.shape[1], BLOCK=block, num_warps=max(1, block // 256), **pdl_options(),
     )  # fmt: skip
 
 
@@ -256,7 +294,7 @@ def _shared_hidden(x: torch.Tensor, gate_w: Any, up_w: Any, act: str, activation
     return h
 
 
-@kernel(ops.moe_shared_forward, device="cuda", variants=VARIANTS, composed=True)
+@kernel(ops.moe_shared_forward, device="cuda", variants=BLOCKS, composed=True)
 def moe_shared_forward(
     residual, x, ids, weights, gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w, shared_score, slot_of,
     act, activations, norm_weight, eps, expert_out, *, out, variant,
@@ -267,6 +305,15 @@ def moe_shared_forward(
     own, own_up = _halves(shared_gate_w) if shared_up_w is None else (shared_gate_w, shared_up_w)
     T, k = ids.shape
     experts, count = [w for w in (gate_w, up_w, down_w) if w is not None], _count(gate_w, slot_of)
+    plain = expert_out is None and activations == "float32" and _joins(experts, [own, own_up, shared_down_w])
+    if plain and takes(x, own, own_up, shared_down_w) and _by_lanes(variant, x, experts, ids, count):
+        if norm_weight is not None:
+            x, before = torch.empty_like(x), x
+            rms_norm(before, norm_weight, eps, out=x)
+        common, scores = (own, own_up, shared_down_w), None if shared_score is None else shared_score.view(T)
+        each = _lanes_mlp(x, ids, gate_w, up_w, down_w, slot_of, act, common, weights, scores)
+        _combine(residual, each, None, None, None, y)
+        return
     joint = (
         expert_out is None
         and _by_rows(variant, T, k, count)
@@ -293,7 +340,7 @@ def moe_shared_forward(
             _combine(residual, each, None, None, None, y)
         return
     # One rounding, except that the experts' rows of many tokens are worth their memory in half precision.
-    routed = torch.empty(y.shape, dtype=torch.float32 if ids.numel() <= _EXACT else y.dtype, device=y.device)
+    routed = torch.empty(y.shape, dtype=torch.float32 if ids.numel() <= _EXACT else x.dtype, device=y.device)
     shared = torch.empty(y.shape, dtype=torch.float32, device=y.device)
     routing = (x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
     moe_forward(*routing, out=routed, variant=variant)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from penstock import ops
-from penstock.backends.cuda._launch import silu
+from penstock.backends.cuda._launch import pdl_options, silu, wait_for_previous
 from penstock.backends.cuda._rows import Tile, expert_sum, rinv, rounded, tile, vector
 from penstock.backends.cuda._tuning import COPIED_COLUMNS, QK_NUMBERS, ROW_PAIRS, TRIPLE_THREAD
 from penstock.ops.op import kernel
@@ -34,8 +34,8 @@ def _pair(share: Tile, rows: int) -> Tile:
 
 # norm      v = x, or Σ_i slots[i]·x[i], plus before; y = (n(v, w) ∘ after) · scalar, ∘ after one of: nothing, · after,
 #           · silu(after), + after, + n(after, w_after); sum = v. Pointers that are None leave their part out
-# shapes    x [rows, dim], with K > 0 [rows, K, dim] and slots float32 [rows, K]; before, after, sum, y [rows, dim];
-#           w, w_after [dim]; scalar a number, one element (STEP 0) or [dim] (STEP 1)
+# shapes    x [rows, dim], with K > 0 [rows, K, dim] and slots float32 [rows, K]; before, after, sum, y [rows, dim],
+#           each of a float of its own; w, w_after [dim]; scalar a number, one element (STEP 0) or [dim] (STEP 1)
 # grid      (ceil(rows / R),): a program owns R whole rows
 # bytes     itemsize · rows · dim · (max(K, 1) + 1 + one for each of before, after, sum that is given)
 # limits    BLOCK ≥ dim, a power of two; sum and y may lie over x, before or after
@@ -59,7 +59,9 @@ def _norm_kernel(
     STEP: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     col = tl.arange(0, BLOCK)
     live = (row < rows)[:, None] & (col < dim)[None, :]
@@ -141,11 +143,12 @@ def _norm(
         R=share.R,
         BLOCK=share.BLOCK,
         num_warps=share.warps,
+        **pdl_options(),
     )
 
 
 @kernel(ops.rms_norm, device="cuda")
-def rms_norm(x, weight, eps, *, out):
+def rms_norm(x, weight, eps, dtype=None, *, out):
     _norm("rms_norm", x, weight, eps, out)
 
 
@@ -200,7 +203,8 @@ def moe_wsum_dnorm_add(expert_out, weights, residual, res_norm_weight, moe_norm_
 
 
 # triple    m = x, or hidden + n(x, post); ya, yb, yc = n(m, wa), n(m, wb), n(m, wc); with hidden res = m
-# shapes    x, hidden, res, ya, yb, yc [rows, dim]; post, wa, wb, wc [dim]; hidden, post and res are None together
+# shapes    x, hidden, res, ya, yb, yc [rows, dim], the last three of one float; post, wa, wb, wc [dim]; hidden, post
+#           and res are None together
 # grid      (ceil(rows / R),): a program owns R whole rows
 # bytes     itemsize · rows · dim · 4, with hidden 6
 # limits    BLOCK ≥ dim, a power of two; an output may lie over x or hidden
@@ -221,12 +225,13 @@ def _triple_kernel(
     eps,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     col = tl.arange(0, BLOCK)
     live = (row < rows)[:, None] & (col < dim)[None, :]
     at = row[:, None] * dim + col[None, :]
-    kind: tl.constexpr = ya_ptr.dtype.element_ty
     m = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     if hidden_ptr is not None:
         hidden = tl.load(hidden_ptr + at, mask=live, other=0.0).to(tl.float32)
@@ -234,8 +239,9 @@ def _triple_kernel(
     wa, wb, wc = vector(wa_ptr, col, dim), vector(wb_ptr, col, dim), vector(wc_ptr, col, dim)
     if hidden_ptr is not None:
         m = hidden + m * rinv(m, dim, eps) * post
-        tl.store(res_ptr + at, rounded(m, kind), mask=live)
+        tl.store(res_ptr + at, rounded(m, res_ptr.dtype.element_ty), mask=live)
     y = m * rinv(m, dim, eps)
+    kind: tl.constexpr = ya_ptr.dtype.element_ty
     tl.store(ya_ptr + at, rounded(y * wa, kind), mask=live)
     tl.store(yb_ptr + at, rounded(y * wb, kind), mask=live)
     tl.store(yc_ptr + at, rounded(y * wc, kind), mask=live)
@@ -249,11 +255,11 @@ def _triple(op: str, x: Any, hidden: Any, post: Any, weights: Any, eps: float, r
     share = _pair(tile(op, dim, per_thread=TRIPLE_THREAD), rows)
     arrays = (x, hidden, post, *weights, res, *out)
     grid = (triton.cdiv(rows, share.R),)
-    _triple_kernel[grid](*arrays, rows, dim, eps, R=share.R, BLOCK=share.BLOCK, num_warps=share.warps)
+    _triple_kernel[grid](*arrays, rows, dim, eps, R=share.R, BLOCK=share.BLOCK, num_warps=share.warps, **pdl_options())
 
 
 @kernel(ops.rms_norm_triple, device="cuda")
-def rms_norm_triple(x, wa, wb, wc, eps, *, out):
+def rms_norm_triple(x, wa, wb, wc, eps, dtype, *, out):
     _triple("rms_norm_triple", x, None, None, (wa, wb, wc), eps, None, out)
 
 
@@ -289,7 +295,9 @@ def _endlayer_kernel(
     STEP: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     col = tl.arange(0, BLOCK)
     live = (row < rows)[:, None] & (col < dim)[None, :]
@@ -326,7 +334,9 @@ def _endlayer(op: str, x: Any, slots: Any, rows_in: Any, weights: Any, scalar: A
     arrays = (x, slots, *rows_in, *weights, factor, mid, y)
     sizes = (rows, dim, eps, number)
     grid = (triton.cdiv(rows, share.R),)
-    _endlayer_kernel[grid](*arrays, *sizes, K=k, STEP=step, R=share.R, BLOCK=share.BLOCK, num_warps=share.warps)
+    _endlayer_kernel[grid](
+        *arrays, *sizes, K=k, STEP=step, R=share.R, BLOCK=share.BLOCK, num_warps=share.warps, **pdl_options()
+    )
 
 
 @kernel(ops.post_ff_norm2_endlayer, device="cuda")
@@ -362,7 +372,9 @@ def _qk_kernel(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     start = tl.program_id(0).to(tl.int64) * total
     part = tl.program_id(1)
     col = tl.arange(0, BLOCK)
@@ -395,4 +407,6 @@ def rms_norm_qk(x, num_k_heads, key_dim, key_offset, inv_scale, eps, eps_on, *, 
     q_scale = key_dim**-0.5 if inv_scale is None else inv_scale
     sizes = (num_k_heads, key_dim, key_offset, total, added, float(q_scale), head_programs)
     grid = (T, head_programs + copies)
-    _qk_kernel[grid](x, out, *sizes, R=share.R, BLOCK=share.BLOCK, COLUMNS=COPIED_COLUMNS, num_warps=share.warps)
+    _qk_kernel[grid](
+        x, out, *sizes, R=share.R, BLOCK=share.BLOCK, COLUMNS=COPIED_COLUMNS, num_warps=share.warps, **pdl_options()
+    )

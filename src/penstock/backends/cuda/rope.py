@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from penstock import ops
+from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import ROPE_NUMBERS, ROPE_WARPS
 from penstock.errors import BackendError
@@ -93,7 +94,9 @@ def _rope_kernel(
     TOKENS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_previous(PDL)
     kind: tl.constexpr = y_ptr.dtype.element_ty
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -199,6 +202,7 @@ def _rope(
         HALF=share.HALF,
         REST=share.REST,
         num_warps=share.warps,
+        **pdl_options(),
     )
 
 

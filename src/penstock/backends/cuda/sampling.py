@@ -5,24 +5,30 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock import ops
+from penstock.backends.cuda._launch import pdl_options
 from penstock.backends.cuda._limits import (
+    PEAKS,
     Given,
-    find_by_digits,
-    find_in_lists,
+    Parts,
+    cuts,
+    find_limits,
     highest_of,
     is_finite,
     key_of,
-    limit_by_digits,
-    rate_of,
+    load_limit,
+    load_token,
+    rate_about,
     spread_ids,
 )
-from penstock.backends.cuda._tuning import SAMPLE_BLOCK, SAMPLE_PARTS
+from penstock.backends.cuda._noise import best_of, words_from
+from penstock.backends.cuda._tuning import SAMPLE_BLOCK, SAMPLE_DRAW_WARPS, SAMPLE_PARTS
 from penstock.ops.op import kernel
 
+_PEAKS = tl.constexpr(PEAKS)
 _FAR = tl.constexpr(2**31 - 1)  # beyond every id
-_SLACK = tl.constexpr(1e-3)  # more than float32 is off in sums that can win
 
 
 @triton.jit
@@ -56,8 +62,11 @@ def _allowed(x, ids, masked, masks_ptr, V, words):
 @triton.jit
 def _edit_kernel(
     logits_ptr, edited_ptr, positions_ptr, slots_ptr, counts_ptr, bias_ptr, penalties_ptr, masked_ptr, masks_ptr, V,
-    words, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    words, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot, masked = tl.full((), -1, tl.int64), tl.full((), -1, tl.int64)
@@ -76,124 +85,93 @@ def _edit_kernel(
         tl.store(edited_ptr + row * V + ids, x, mask=here)
 
 
-# maxima    highest[b, j] = max of block j of row b, +inf if it holds NaN; first[b, j] = the lowest id that has it
-# shapes    logits float32 [B, V]; highest float32, first int32 [B, blocks]
+# maxima    highest[b, j] = max of block j of row b, +inf if it holds NaN; first[b, j] = the lowest id that has it; with
+#           parts for rows with top-k also peaks[b, j, :] = maxima of its parts, and for rows with top-p alone
+#           sums[b, j] = sum of exp((x − max) / temperature), about
+# shapes    logits float32 [B, V]; highest float32, first int32 [B, blocks]; peaks float32 [B, blocks, PEAKS], sums
+#           float32 [B, blocks]
 # grid      (B, blocks): a program has BLOCK logits
-# bytes     4 * B * V
+# bytes     4 * V for each active row
 # limits    V < 2**31
 @triton.jit
-def _maxima_kernel(logits_ptr, highest_ptr, first_ptr, V, BLOCK: tl.constexpr):
+def _maxima_kernel(given, parts, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    ids = spread_ids(block, blocks, BLOCK)
-    x = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=float("-inf"))
+    ids, at, active = spread_ids(block, blocks, BLOCK), row * blocks + block, tl.load(given.positions + row) >= 0
+    if parts is not None:
+        temperature, top_k = tl.load(given.temperature + row), tl.load(given.top_k + row)
+        top_p = tl.load(given.top_p + row)
+    x = tl.load(given.logits + row * V + ids, mask=ids < tl.where(active, V, 0), other=float("-inf"))
     x = tl.where(x != x, float("inf"), x)
     highest = tl.max(x, axis=0)
-    tl.store(highest_ptr + row * blocks + block, highest)
-    tl.store(first_ptr + row * blocks + block, tl.min(tl.where(x == highest, ids, _FAR), axis=0))
+    tl.store(given.highest + at, highest)
+    tl.store(given.first + at, tl.min(tl.where(x == highest, ids, _FAR), axis=0))
+    if parts is not None:
+        drawn = active & (temperature > 0)
+        if drawn & cuts(top_k, V):
+            peaks = tl.max(tl.reshape(x, (_PEAKS, BLOCK // _PEAKS)), axis=1)
+            tl.store(parts.peaks + at * _PEAKS + tl.arange(0, _PEAKS), peaks)
+        elif drawn & (top_p < 1):
+            w = tl.where(x > float("-inf"), tl.exp((x - highest) * rate_about(temperature)), 0.0)
+            tl.store(parts.sums + at, tl.sum(w, axis=0))
 
 
-# -- noise -----------------------------------------------------------------------------------------------------------
+# -- the draw --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _words(seed, position, start, BLOCK: tl.constexpr):
-    """The random words of ids start … start + BLOCK − 1; start is a multiple of 4."""
-    block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, block * 0 + position.to(tl.uint32), block, block * 0, block * 0)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-
-
-@triton.jit
-def _noise_about(word):
-    """−log(−log(u)) in float32, off by less than 1e-4."""
-    v = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * (1.0 / (1 << 32))  # 1 − u, which float32 has near u = 1
-    small = v * (1.0 + v * (0.5 + v * (1.0 / 3 + v * 0.25)))
-    u = (word.to(tl.float32) + 0.5) * (1.0 / (1 << 32))
-    return -tl.log(tl.where(v < 0.0625, small, -tl.log(u)))
-
-
-@triton.jit
-def _noise(word):
-    return -tl.log(-tl.log((word.to(tl.float64) + 0.5) * (1.0 / (1 << 32))))
-
-
-@triton.jit
-def _best_of(x, ids, start, kept, found, token, given, row, highest, BLOCK: tl.constexpr):
-    """The best sum so far and its id, or a better one of the kept ids of a block.
-
-    Sums in float32 say which come into question; these, one as a rule, are worked out in float64.
-    """
-    seed, position = tl.load(given.seed + row), tl.load(given.positions + row)
-    temperature, min_p = tl.load(given.temperature + row), tl.load(given.min_p + row)
-    rate = tl.maximum(tl.minimum(1.0 / temperature, 1e30), 2e-38).to(tl.float32)  # times −inf is −inf, times 0 is 0
-    words = _words(seed, position, start, BLOCK)
-    about = tl.where(kept, (x - highest) * rate, float("-inf"))
-    about = tl.where(about >= tl.log(min_p.to(tl.float32)) - _SLACK, about + _noise_about(words), float("-inf"))
-    most = tl.max(about, axis=0)
-    while (most > float("-inf")) & (most >= found - _SLACK):
-        at = tl.min(tl.where(about == most, ids, _FAR), axis=0)
-        chosen = ids == at
-        value = tl.sum(tl.where(chosen, x, 0.0), axis=0)
-        word = tl.sum(tl.where(chosen, words, 0), axis=0)
-        d = (value.to(tl.float64) - highest.to(tl.float64)) / temperature
-        total = tl.where(tl.exp(d) >= min_p, d + _noise(word), float("-inf"))
-        better = (total > found) | ((total == found) & (at < token))
-        found, token = tl.where(better, total, found), tl.where(better, at, token)
-        about = tl.where(chosen, float("-inf"), about)
-        most = tl.max(about, axis=0)
-    return found, token
-
-
-# best      best[b, j] = the highest sum of logit and noise in block j above the limit of row b, token[b, j] its id;
-#           counts[b, j] = ids at the limit
-# shapes    logits float32 [B, V]; best float64, token, counts int32 [B, blocks]; limits float64 [B, 2]: key, how many
-# grid      (B, blocks): a program has BLOCK logits; in MODE "full" the first block's writes the limit
-# bytes     4 * B * V; MODE "full": 128 * blocks for each program (from L2)
-# limits    as _digits_kernel in MODE "full"
+# best      best[b, j] = the highest sum of logit and noise of the kept ids from j · BLOCK on, token[b, j] its id
+# shapes    logits float32 [B, V]; best float64, token int32 [B, blocks]; limits float64 [B, 4] of _limits_kernel, or
+#           None: all are kept
+# grid      (B, blocks): a program has BLOCK neighbours, not the ids of `spread_ids`: four have one counter
+# bytes     4 * V for each row whose token is open
+# limits    V < 2**31
 @triton.jit
 def _best_kernel(
-    given, table_ptr, states_ptr, limits_ptr, best_ptr, token_ptr, counts_ptr, V, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, MODE: tl.constexpr,
+    given, limits_ptr, best_ptr, token_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
     temperature, position = tl.load(given.temperature + row), tl.load(given.positions + row)
-    highest = highest_of(given.highest, row, blocks, BLOCKS)
-    if (temperature > 0) & (position >= 0) & is_finite(highest):
-        at, limit = row * blocks + block, tl.full((), 0, tl.uint32)
-        if MODE == "top_k":
-            limit = tl.load(limits_ptr + row * 2).to(tl.int64).to(tl.uint32)
-        if MODE == "full":
-            top_k, top_p, rate = tl.load(given.top_k + row), tl.load(given.top_p + row), rate_of(temperature)
-            limit, ties = limit_by_digits(states_ptr, table_ptr, row, blocks, top_k, top_p, highest, rate, V, BLOCKS)
-            if block == 0:
-                tl.store(limits_ptr + row * 2, limit.to(tl.float64))
-                tl.store(limits_ptr + row * 2 + 1, ties)
-        key = key_of(x)
-        found, token = tl.full((), float("-inf"), tl.float64), tl.full((), _FAR, tl.int32)
-        kept = (key > limit) & (x > float("-inf"))
-        if tl.max(kept.to(tl.int32), axis=0) > 0:
-            found, token = _best_of(x, ids, block * BLOCK, kept, found, token, given, row, highest, BLOCK)
-        tl.store(best_ptr + at, found)
-        tl.store(token_ptr + at, token)
-        if MODE != "plain":
-            tl.store(counts_ptr + at, tl.sum((key == limit).to(tl.int32), axis=0))
+    seed, undrawn = tl.load(given.seed + row), (temperature > 0) & (position >= 0)
+    if limits_ptr is not None:
+        undrawn = undrawn & (load_token(limits_ptr, row) < 0)
+    if undrawn:
+        ids, at = block * BLOCK + tl.arange(0, BLOCK), row * blocks + block
+        x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
+        highest = highest_of(given.highest, row, blocks, BLOCKS)
+        if is_finite(highest):
+            kept = x > float("-inf")
+            if limits_ptr is not None:
+                limit, last, _ = load_limit(limits_ptr, row)
+                key = key_of(x)
+                kept = kept & ((key > limit) | ((key == limit) & (ids <= last)))
+            start, rate, min_p = block * BLOCK, rate_about(temperature), tl.load(given.min_p + row)
+            words, first = words_from(seed, position, start, BLOCK), given.logits + row * V + start
+            found, token = best_of(
+                x, words, kept, first, None, start, highest, rate, temperature, min_p, seed, position
+            )  # fmt: skip
+            tl.store(best_ptr + at, found)
+            tl.store(token_ptr + at, token)
 
 
-# draw      token[b] = the id of the highest best[b], or a better one of the ids at the limit, the lowest of equal ones;
-#           temperature 0: the lowest id of the highest logit; −1 and −2: ops.sample_tokens
-# shapes    logits float32 [B, V]; highest float32, first int32, best float64, tokens, counts int32 [B, blocks]; out
-#           int32 [B]
-# grid      (B,): a program goes through the blocks that have kept ids at the limit, one as a rule; MODE "greedy" reads
-#           highest and first alone, "plain" no logits
-# bytes     4 * BLOCK + 20 * blocks for each row
+# draw      token[b] = that of limits[b], or the id of the highest best[b], the lowest of equal ones; temperature 0: the
+#           lowest id of the highest logit; −1 and −2: ops.sample_tokens
+# shapes    highest float32, first int32, best float64, tokens int32 [B, blocks], the last two None: temperature 0;
+#           limits float64 [B, 4] or None; out int32 [B]
+# grid      (B,)
+# bytes     20 * blocks for each row
 # limits    none
 @triton.jit
 def _draw_kernel(
-    given, limits_ptr, best_ptr, tokens_ptr, counts_ptr, out_ptr, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
+    given, limits_ptr, best_ptr, tokens_ptr, out_ptr, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     there, at = block < blocks, row * blocks + block
@@ -201,28 +179,16 @@ def _draw_kernel(
     highest = tl.max(maxima, axis=0)
     token = tl.min(tl.where(maxima == highest, tl.load(given.first + at, mask=there, other=_FAR), _FAR), axis=0)
     position = tl.load(given.positions + row)
-    if MODE != "greedy":
+    if best_ptr is not None:
         temperature = tl.load(given.temperature + row)
         if (temperature > 0) & (position >= 0) & is_finite(highest):
-            best = tl.load(best_ptr + at, mask=there, other=float("-inf"))
-            tokens = tl.load(tokens_ptr + at, mask=there, other=_FAR)
-            found = tl.max(best, axis=0)
-            token = tl.min(tl.where(best == found, tokens, _FAR), axis=0)
-            if MODE != "plain":
-                limit = tl.load(limits_ptr + row * 2).to(tl.int64).to(tl.uint32)
-                ties = tl.load(limits_ptr + row * 2 + 1)
-                counts = tl.load(counts_ptr + at, mask=there, other=0)
-                left = ties.to(tl.int32) - (tl.cumsum(counts, axis=0) - counts)
-                taken = tl.maximum(tl.minimum(left, counts), 0)
-                tied = tl.min(tl.where(taken > 0, block, BLOCKS), axis=0)
-                while tied < BLOCKS:
-                    ids = tied * BLOCK + tl.arange(0, BLOCK)
-                    x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
-                    same = (key_of(x) == limit).to(tl.int32)
-                    few = tl.sum(tl.where(block == tied, taken, 0), axis=0)
-                    kept = (same > 0) & (tl.cumsum(same, axis=0) <= few) & (x > float("-inf"))
-                    found, token = _best_of(x, ids, tied * BLOCK, kept, found, token, given, row, highest, BLOCK)
-                    tied = tl.min(tl.where((taken > 0) & (block > tied), block, BLOCKS), axis=0)
+            token = tl.full((), -1, tl.int32)
+            if limits_ptr is not None:
+                token = load_token(limits_ptr, row)
+            if token < 0:
+                best = tl.load(best_ptr + at, mask=there, other=float("-inf"))
+                tokens = tl.load(tokens_ptr + at, mask=there, other=_FAR)
+                token = tl.min(tl.where(best == tl.max(best, axis=0), tokens, _FAR), axis=0)
     token = tl.where(is_finite(highest), token, -2)
     tl.store(out_ptr + row, tl.where(position >= 0, token, -1))
 
@@ -236,7 +202,10 @@ def _draw_kernel(
 # bytes     4 * B * V
 # limits    V < 2**31
 @triton.jit
-def _weights_kernel(given, sums_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+def _weights_kernel(given, sums_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
@@ -254,8 +223,12 @@ def _weights_kernel(given, sums_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexp
 # limits    none
 @triton.jit
 def _logprobs_kernel(
-    given, sums_ptr, token_ptr, own_ptr, ids_ptr, top_ptr, n, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
-):
+    given, sums_ptr, token_ptr, own_ptr, ids_ptr, top_ptr, n, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     there, at = block < blocks, row * blocks + block
@@ -297,30 +270,28 @@ def sample_tokens(
     block = min(most, max(fewest, triton.next_power_of_2(triton.cdiv(V, SAMPLE_PARTS))))
     blocks = triton.cdiv(V, block)
     grid, sizes = (B, blocks), {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": block}
-    new = functools.partial(torch.empty, device=logits.device)
+    new, pdl = functools.partial(torch.empty, device=logits.device), pdl_options()
     if slots is not None or masked is not None:
         edited = logits if in_place else new((B, V), dtype=torch.float32)
         # penalties round after every product, as in the definition
         _edit_kernel[grid](
             logits, edited, positions, slots, counts, bias, penalties, masked, masks, V, triton.cdiv(V, 32),
-            IN_PLACE=in_place, BLOCK=block, enable_fp_fusion=False,
+            IN_PLACE=in_place, BLOCK=block, enable_fp_fusion=False, **pdl,
         )  # fmt: skip
         logits = edited
     highest, first = new(grid, dtype=torch.float32), new(grid, dtype=torch.int32)
     given = Given(logits, highest, first, positions, temperature, top_k, top_p, min_p, seed)
-    best = tokens = tied = limits = states = table = None
-    _maxima_kernel[grid](logits, highest, first, V, BLOCK=block)
+    best = tokens = limits = parts = None
+    if mode in ("top_k", "full"):
+        parts = Parts(new((*grid, PEAKS), dtype=torch.float32), new(grid, dtype=torch.float32))
+    _maxima_kernel[grid](given, parts, V, BLOCK=block, **pdl)
+    if parts is not None:
+        limits = find_limits(given, parts, mode == "full", sizes)
     if mode != "greedy":
         best, tokens = new(grid, dtype=torch.float64), new(grid, dtype=torch.int32)
-        if mode != "plain":
-            tied, limits = new(grid, dtype=torch.int32), new((B, 2), dtype=torch.float64)
-        if mode == "top_k":
-            find_in_lists(given, limits, sizes)
-        if mode == "full":
-            states, table = find_by_digits(given, sizes)
-        _best_kernel[grid](given, table, states, limits, best, tokens, tied, V, **sizes, MODE=mode)
-    _draw_kernel[(B,)](given, limits, best, tokens, tied, out[0], V, blocks, **sizes, MODE=mode)
+        _best_kernel[grid](given, limits, best, tokens, V, **sizes, num_warps=SAMPLE_DRAW_WARPS, **pdl)
+    _draw_kernel[(B,)](given, limits, best, tokens, out[0], blocks, BLOCKS=sizes["BLOCKS"], **pdl)
     if logprobs is not None:
         sums = new(grid, dtype=torch.float64)
-        _weights_kernel[grid](given, sums, V, **sizes)
-        _logprobs_kernel[(B,)](given, sums, *out, logprobs, V, blocks, **sizes)
+        _weights_kernel[grid](given, sums, V, **sizes, **pdl)
+        _logprobs_kernel[(B,)](given, sums, *out, logprobs, V, blocks, **sizes, **pdl)

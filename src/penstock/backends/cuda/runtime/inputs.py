@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.ops.array import Spec, numpy_view, shaped
 
 _ENTRY = 6  # words of an array's entry: from, count, to, columns, stride, and below what a number names a slot
@@ -24,7 +25,8 @@ _PARTS = 8  # programs for an array
 # bytes     8 * words
 # limits    none
 @triton.jit
-def _unpack_kernel(packed_ptr, arrays_ptr, last_ptr, ENTRY: tl.constexpr, BLOCK: tl.constexpr):
+def _unpack_kernel(packed_ptr, arrays_ptr, last_ptr, ENTRY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
     entry = packed_ptr + tl.program_id(0) * ENTRY
     begin, count, to = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     columns, stride, above = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
@@ -81,5 +83,5 @@ class StepInputs:
 
     def unpack(self) -> None:
         _unpack_kernel[(len(self._number), _PARTS)](
-            self._packed, self._arrays, self.last, ENTRY=_ENTRY, BLOCK=256, num_warps=2
+            self._packed, self._arrays, self.last, ENTRY=_ENTRY, BLOCK=256, num_warps=2, **pdl_options()
         )

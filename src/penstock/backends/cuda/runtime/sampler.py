@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.backends.cuda._launch import pdl_options
 from penstock.backends.cuda.runtime.inputs import StepInputs
 from penstock.backends.cuda.sampling import sample_tokens
 from penstock.errors import BackendError
@@ -36,8 +38,11 @@ _SEEN, _ONE = tl.constexpr(SEEN), tl.constexpr(ONE)
 @triton.jit
 def _feed_kernel(
     drawn_ptr, slots_ptr, last_ptr, ring_ptr, step_ptr, edited_ptr, counts_ptr, rows, stride, V,
-    RING: tl.constexpr, BLOCK: tl.constexpr,
+    RING: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     b = tl.arange(0, BLOCK)
     live = b < rows
     token = tl.load(drawn_ptr + b, mask=live, other=0)
@@ -63,8 +68,11 @@ def _feed_kernel(
 @triton.jit
 def _report_kernel(
     own_ptr, ids_ptr, top_ptr, own_ring_ptr, ids_ring_ptr, top_ring_ptr, step_ptr, stride, n, RING: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     at, i = tl.load(step_ptr) % RING * stride + row, tl.arange(0, BLOCK)
     tl.store(own_ring_ptr + at, tl.load(own_ptr + row))
@@ -204,13 +212,13 @@ class DeviceSampler:
         feed = functools.partial(
             _feed_kernel[(1,)], self._drawn, p["draw_slots"], self._inputs.last, self._ring, self._step,
             tables.get("slots"), tables.get("counts"), rows, self._most, vocab, RING=RING,
-            BLOCK=triton.next_power_of_2(rows), num_warps=1,
+            BLOCK=triton.next_power_of_2(rows), num_warps=1, **pdl_options(),
         )  # fmt: skip
         if not wanted:
             return [draw, feed]
         report = functools.partial(
             _report_kernel[(rows,)], *found, *self._logprobs[1], self._step, self._most, MAX_TOP, RING=RING,
-            BLOCK=triton.next_power_of_2(MAX_TOP), num_warps=1,
+            BLOCK=triton.next_power_of_2(MAX_TOP), num_warps=1, **pdl_options(),
         )  # fmt: skip
         return [draw, report, feed]
 

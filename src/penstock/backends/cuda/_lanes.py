@@ -1,0 +1,452 @@
+"""Device functions for products of up to 32 rows with coded weights, written for single lanes of a warp.
+
+Tensors have one number per thread: lane 4 r + q of a warp holds the codes of rows r and r + 8 of every 16 rows that the
+q-th quarter of a group has, and the x of token r for the same quarter. So words go from memory into registers, become
+bfloat16 numbers there and are the left operand of a matrix product of 16 rows, 8 tokens and 16 codes; no weight and no
+x passes through shared memory. Which code is at which place of k is free: the pairs that a mask leaves in a word are
+taken as they are, and x is brought into their order.
+
+A code in the upper bits of the mantissa of 2^BITS makes 2^BITS + code (of 8 bits 16 + the lower half and 256 + 16 times
+the upper one). What that adds is taken away with the bias, by the sum of x over the group: products are exact in
+bfloat16, sums are float32, and scales and biases are applied in float32 once for a group.
+
+In the interpreter, which knows no PTX, the same lanes do the same sums in float32: there a lane's words and x of a
+group are one row of a tensor, not a tuple of registers.
+"""
+
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+from penstock.backends.cuda._launch import INTERPRETED, WIDENED
+
+# What a product is compiled for: rows of K codes of BITS in groups of GS. A warp has MT times 16 rows and NT times 8
+# tokens; S warps share K and V the rows of a program. P groups have their scales in one load, U of these are loaded at
+# a time. ACT: the second half of the MT tiles is of up rows. EVEN: rows end with a program's. AHEAD: x is loaded one
+# step ahead, too. SHARED_EVERY, GROUPED: see `_few_rows`.
+Constants = namedtuple("Constants", "K BITS GS MT NT S V P U ACT EVEN AHEAD GROUPED SHARED_EVERY")
+
+MAGIC = {2: 0x40804080, 4: 0x41804180, 8: 0x41804180}  # 2^BITS (of 8 bits 16) in both halves of a word
+
+
+@triton.constexpr_function
+def lane_words(bits, gs):
+    """Words of a lane in one group of a row."""
+    return gs * bits // 128
+
+
+@triton.constexpr_function
+def lane_pairs(bits, gs):
+    """Pairs of x of a lane in one group."""
+    return gs // 8
+
+
+@triton.constexpr_function
+def word_parts(bits, gs):
+    """Tensors that hold the words of a lane in one group of a row."""
+    return 1 if INTERPRETED else lane_words(bits, gs)
+
+
+@triton.constexpr_function
+def x_parts(bits, gs):
+    """Tensors that hold the x of a lane in one group."""
+    return 1 if INTERPRETED else lane_pairs(bits, gs)
+
+
+@triton.constexpr_function
+def warps(C):
+    """Threads of a program."""
+    return 32 * C.S * C.V
+
+
+@triton.constexpr_function
+def row_tiles(C):
+    """Tiles of 16 rows of the result that a warp has."""
+    return C.MT if C.ACT is None else C.MT // 2
+
+
+@triton.constexpr_function
+def steps(C):
+    """Blocks of P groups in a row."""
+    return C.K // C.GS // C.P
+
+
+@triton.constexpr_function
+def _types(kind, count):
+    return (kind,) * count
+
+
+# -- PTX -------------------------------------------------------------------------------------------------------------
+
+
+_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+_ZEROS = "0f00000000, 0f00000000, 0f00000000, 0f00000000"
+
+
+@triton.constexpr_function
+def _numbers(to, word, shift, up, mask, magic):
+    """A pair of codes, `shift` bits up in each half of a word, as two bfloat16."""
+    move = f"shl.b32 t, {word}, {up - shift};" if shift < up else f"shr.u32 t, {word}, {shift - up};"
+    return [move, f"lop3.b32 {to}, t, {mask:#x}, {magic}, 0xEA;"]
+
+
+@triton.constexpr_function
+def _product_asm(bits, gs, tiles):
+    """4 sums for each tile of 8 tokens, of the words of a row, those of the row 8 further, pairs of x, and magic."""
+    words, codes, pairs = lane_words(bits, gs), 32 // bits, lane_pairs(bits, gs)
+    half = min(bits, 4)
+    up = 7 - half
+    mask = ((1 << half) - 1 << up) * 0x10001
+    first = 4 * tiles
+    a, b, x = first, first + words, first + 2 * words
+    magic = f"${x + tiles * pairs}"
+    lines = [".reg .b32 t, a0, a1, a2, a3, m;"]
+    if bits == 8:
+        lines.append(f"add.u32 m, {magic}, 0x02000200;")
+    begun = False
+    for word in range(words):
+        for j in range(0, 2 if bits == 8 else codes // 2, 2):
+            for high, added in ((0, magic), (4, "m")) if bits == 8 else ((0, magic),):
+                step = 8 if bits == 8 else bits
+                for to, row, place in (("a0", a, j), ("a1", b, j), ("a2", a, j + 1), ("a3", b, j + 1)):
+                    lines += _numbers(to, f"${row + word}", step * place + high, up, mask, added)
+                for tile in range(tiles):
+                    d = ", ".join(f"${4 * tile + i}" for i in range(4))
+                    at = x + tile * pairs + word * (codes // 2) + j
+                    c = d if begun else _ZEROS
+                    lines.append(f"{_MMA} {{{d}}}, {{a0, a1, a2, a3}}, {{${at}, ${at + 1}}}, {{{c}}};")
+                begun = True
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
+def _product_constraints(bits, gs, tiles):
+    return ",".join(["=&f"] * (4 * tiles) + ["r"] * (2 * lane_words(bits, gs) + tiles * lane_pairs(bits, gs) + 1))
+
+
+@triton.constexpr_function
+def _sums_asm(pairs):
+    """The sums of x over a group for the two tokens of a lane: products with ones."""
+    lines = [".reg .b32 one;", ".reg .f32 c2, c3;", "mov.b32 one, 0x3F803F80;"]
+    for i in range(0, pairs, 2):
+        c = _ZEROS if i == 0 else "$0, $1, c2, c3"
+        lines.append(f"{_MMA} {{$0, $1, c2, c3}}, {{one, one, one, one}}, {{${2 + i}, ${3 + i}}}, {{{c}}};")
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
+def _sums_constraints(pairs):
+    return ",".join(["=&f"] * 2 + ["r"] * pairs)
+
+
+@triton.constexpr_function
+def _x_asm(bits, gs):
+    """The x of a lane in a group, in the order of the pairs of its words; 0 if the last argument is 0."""
+    pairs, step = lane_pairs(bits, gs), 16 // bits  # step: pairs of x for a word
+    lines = [".reg .pred p;", f".reg .b32 u<{pairs}>;", f"setp.ne.b32 p, ${pairs + 1}, 0;"]
+    lines += [f"mov.b32 u{i}, 0;" for i in range(pairs)]
+    for i in range(0, pairs, 4):
+        lines.append(f"@p ld.global.v4.b32 {{u{i}, u{i + 1}, u{i + 2}, u{i + 3}}}, [${pairs} + {4 * i}];")
+    for first in range(0, pairs, step):
+        for i in range(step // 2):
+            both = f"u{first + i}, u{first + i + step // 2}"
+            lines.append(f"prmt.b32 ${first + 2 * i}, {both}, 0x5410;")
+            lines.append(f"prmt.b32 ${first + 2 * i + 1}, {both}, 0x7632;")
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
+def _x_constraints(pairs):
+    return ",".join(["=&r"] * pairs + ["l", "r"])
+
+
+@triton.constexpr_function
+def _load_asm(size, hint):
+    """`size` bytes from an address that is a multiple of it, 2 to 16, as words."""
+    if size == 2:
+        return "{.reg .b16 a, z; mov.b16 z, 0; ld.global.nc.b16 a, [$1]; mov.b32 $0, {a, z};}"
+    count = size // 4
+    to = "$0" if count == 1 else "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    return f"ld.global.nc{hint}.{'' if count == 1 else f'v{count}.'}b32 {to}, [${count}];"
+
+
+@triton.constexpr_function
+def _load_constraints(size):
+    return ",".join(["=r"] * max(1, size // 4) + ["l"])
+
+
+# -- lanes -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load(at, SIZE: tl.constexpr, HINT: tl.constexpr):
+    """SIZE bytes at each of these addresses, as a tuple of words. Not "pure": the compiler would put loads off until
+    their use, and then few of them are under way at once.
+    """
+    words = ()
+    if WIDENED:
+        if SIZE == 2:
+            words += (tl.load(at.to(tl.pointer_type(tl.int16))).to(tl.int32) & 0xFFFF,)
+        else:
+            for i in tl.static_range(SIZE // 4):
+                words += (tl.load(at.to(tl.pointer_type(tl.int32)) + i),)
+    elif SIZE <= 4:
+        asm: tl.constexpr = _load_asm(SIZE, HINT)
+        words += (tl.inline_asm_elementwise(asm, _load_constraints(SIZE), [at], dtype=tl.int32, is_pure=False, pack=1),)
+    else:
+        kinds: tl.constexpr = _types(tl.int32, SIZE // 4)
+        words += tl.inline_asm_elementwise(
+            _load_asm(SIZE, HINT), _load_constraints(SIZE), [at], dtype=kinds, is_pure=False, pack=1
+        )
+    return words
+
+
+@triton.jit
+def _load_codes(at, WORDS: tl.constexpr):
+    """The words of a lane in a group of a row."""
+    if WIDENED:
+        ptr = at.to(tl.pointer_type(tl.int32))
+        words = (tl.load(ptr[:, None] + tl.arange(0, WORDS)[None, :]),)
+    else:
+        words = _load(at, 4 * WORDS, ".L1::no_allocate.L2::128B")
+    return words
+
+
+@triton.jit
+def _number(words, i: tl.constexpr, KIND: tl.constexpr):
+    """Half i of the words, a number of KIND, as float32."""
+    word = words[i // 2]
+    if tl.bfloat16 == KIND:
+        bits = word << 16 if i % 2 == 0 else word & -65536
+        y = bits.to(tl.float32, bitcast=True)
+    else:
+        y = ((word >> (16 * (i % 2))) & 0xFFFF).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _load_x(at, live, BITS: tl.constexpr, GS: tl.constexpr):
+    """The pairs of x of a lane in a group that start at these addresses; 0 where live is 0."""
+    PAIRS: tl.constexpr = lane_pairs(BITS, GS)
+    if WIDENED:
+        ptr = at.to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, 2 * PAIRS)[None, :]
+        bits = tl.load(ptr, mask=(live != 0)[:, None], other=0).to(tl.int32) << 16
+        pairs = (bits.to(tl.float32, bitcast=True),)
+    else:
+        kinds: tl.constexpr = _types(tl.int32, PAIRS)
+        pairs = tl.inline_asm_elementwise(
+            _x_asm(BITS, GS), _x_constraints(PAIRS), [at, live], dtype=kinds, is_pure=False, pack=1
+        )
+    return pairs
+
+
+@triton.jit
+def _by_token(a, x, THREADS: tl.constexpr):
+    """Σ a[r, q] · x[n, q] over the quarters q and what they hold [THREADS, GS / 4], for all rows r and tokens n of each
+    warp, as the two tokens 2 q and 2 q + 1 of lane (r, q).
+    """
+    QUARTER: tl.constexpr = x.shape[1]
+    a = tl.reshape(a, [THREADS // 32, 8, 1, 4 * QUARTER])
+    x = tl.reshape(x, [THREADS // 32, 1, 8, 4 * QUARTER])
+    low, high = tl.split(tl.reshape(tl.sum(a * x, axis=3), [THREADS // 32, 8, 4, 2]))
+    return tl.reshape(low, [THREADS]), tl.reshape(high, [THREADS])
+
+
+@triton.jit
+def _sums(xs, PAIRS: tl.constexpr, THREADS: tl.constexpr):
+    """Σ of x over a group for the tokens 2 q and 2 q + 1."""
+    if WIDENED:
+        sums = _by_token(tl.full(xs[0].shape, 1.0, tl.float32), xs[0], THREADS)
+    else:
+        kinds: tl.constexpr = _types(tl.float32, 2)
+        sums = tl.inline_asm_elementwise(
+            _sums_asm(PAIRS), _sums_constraints(PAIRS), xs, dtype=kinds, is_pure=True, pack=1
+        )
+    return sums
+
+
+@triton.jit
+def _numbers_of(words, BITS: tl.constexpr, GS: tl.constexpr):
+    """offset + code of a lane in a group: float32 [threads, GS / 4]."""
+    OFFSET: tl.constexpr = 272 if BITS == 8 else 1 << BITS
+    codes = (words[:, :, None] >> (tl.arange(0, 32 // BITS) * BITS)[None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape((codes + OFFSET).to(tl.float32), [words.shape[0], GS // 4])
+
+
+@triton.jit
+def _products(words, xs, magic, C: tl.constexpr):
+    """4 sums for each tile of tokens: (row r, token 2 q), (r, 2 q + 1), (r + 8, 2 q), (r + 8, 2 q + 1)."""
+    if WIDENED:
+        sums = ()
+        for t in tl.static_range(C.NT):
+            sums += _by_token(_numbers_of(words[0], C.BITS, C.GS), xs[t], warps(C))
+            sums += _by_token(_numbers_of(words[1], C.BITS, C.GS), xs[t], warps(C))
+    else:
+        kinds: tl.constexpr = _types(tl.float32, 4 * C.NT)
+        sums = tl.inline_asm_elementwise(
+            _product_asm(C.BITS, C.GS, C.NT), _product_constraints(C.BITS, C.GS, C.NT), words + xs + (magic,),
+            dtype=kinds, is_pure=True, pack=1,
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def _add_tile(total, words, scales, biases, xs, sums, magic, p: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
+    """total + the products of 16 rows and a group, the p-th of those whose scales these are."""
+    OFFSET: tl.constexpr = 272.0 if C.BITS == 8 else float(1 << C.BITS)
+    HALF: tl.constexpr = max(1, C.P // 2)
+    product = _products(words, xs, magic, C)
+    s0, s1 = _number(scales[:HALF], p, KIND), _number(scales[HALF:], p, KIND)
+    b0, b1 = _number(biases[:HALF], p, KIND) - OFFSET * s0, _number(biases[HALF:], p, KIND) - OFFSET * s1
+    new = ()
+    for t in tl.static_range(C.NT):
+        new += (
+            total[4 * t] + b0 * sums[2 * t] + product[4 * t] * s0,
+            total[4 * t + 1] + b0 * sums[2 * t + 1] + product[4 * t + 1] * s0,
+            total[4 * t + 2] + b1 * sums[2 * t] + product[4 * t + 2] * s1,
+            total[4 * t + 3] + b1 * sums[2 * t + 1] + product[4 * t + 3] * s1,
+        )
+    return new
+
+
+# -- blocks of K -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def load_block(starts, back, block, C: tl.constexpr):
+    """Words, scales and biases of U blocks, every S-th from `block` on, for the rows of a lane.
+
+    starts: addresses of the codes, scales and biases of a lane's first row, for each weight (gate, up). back: how many
+    rows before its place a row is to be read, where rows end before the program's.
+    """
+    WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
+    ROW: tl.constexpr = C.K * C.BITS // 8
+    GROUPS: tl.constexpr = C.K // C.GS * 2
+    words, scales, biases = (), (), ()
+    for u in tl.static_range(C.U):
+        at = block + u * C.S
+        if steps(C) % (C.S * C.U) != 0:
+            at = tl.minimum(at, steps(C) - 1)
+        at = at.to(tl.int64)
+        for weight in tl.static_range(C.MT // row_tiles(C)):
+            w = starts[weight][0] + at * (C.P * 16 * WORDS)
+            s = starts[weight][1] + at * (2 * C.P)
+            b = starts[weight][2] + at * (2 * C.P)
+            for m in tl.static_range(2 * row_tiles(C)):
+                row = m * 8
+                if not C.EVEN:
+                    row = row - back[m]
+                for p in tl.static_range(C.P):
+                    words += _load_codes(w + row * ROW + p * 16 * WORDS, WORDS)
+                scales += _load(s + row * GROUPS, 2 * C.P, "")
+                biases += _load(b + row * GROUPS, 2 * C.P, "")
+    return words, scales, biases
+
+
+@triton.jit
+def load_x(x_at, live, block, C: tl.constexpr):
+    """x of U blocks for each tile of tokens; addresses and whether there is a token come as tuples."""
+    xs = ()
+    for u in tl.static_range(C.U):
+        at = block + u * C.S
+        inside = (at < steps(C)).to(tl.int32)
+        for p in tl.static_range(C.P):
+            for t in tl.static_range(C.NT):
+                here = x_at[t] + (at * C.P + p).to(tl.int64) * (2 * C.GS)
+                xs += _load_x(here, inside & live[t], C.BITS, C.GS)
+    return xs
+
+
+@triton.constexpr_function
+def _first_word(u, m, p, C):
+    """Where the words of row tile m in group p of block u begin."""
+    return ((u * C.MT + m) * 2 * C.P + p) * word_parts(C.BITS, C.GS)
+
+
+@triton.constexpr_function
+def _scale_words(C):
+    """Words that hold the scales of a row tile's two rows in a block."""
+    return 2 * max(1, C.P // 2)
+
+
+@triton.jit
+def add_blocks(total, loaded, xs, magic, KIND: tl.constexpr, C: tl.constexpr):
+    """total [4 · MT · NT] + the products of what `load_block` and `load_x` loaded."""
+    words, scales, biases = loaded
+    WORDS: tl.constexpr = word_parts(C.BITS, C.GS)
+    PARTS: tl.constexpr = x_parts(C.BITS, C.GS)
+    EACH: tl.constexpr = _scale_words(C)
+    for u in tl.static_range(C.U):
+        for p in tl.static_range(C.P):
+            mine = xs[(u * C.P + p) * C.NT * PARTS : (u * C.P + p + 1) * C.NT * PARTS]
+            sums = ()
+            for t in tl.static_range(C.NT):
+                sums += _sums(mine[t * PARTS : (t + 1) * PARTS], lane_pairs(C.BITS, C.GS), warps(C))
+            new = ()
+            for m in tl.static_range(C.MT):
+                new += _add_tile(
+                    total[4 * m * C.NT : 4 * (m + 1) * C.NT],
+                    words[_first_word(u, m, p, C) : _first_word(u, m, p, C) + WORDS]
+                    + words[_first_word(u, m, p + C.P, C) : _first_word(u, m, p + C.P, C) + WORDS],
+                    scales[(u * C.MT + m) * EACH : (u * C.MT + m + 1) * EACH],
+                    biases[(u * C.MT + m) * EACH : (u * C.MT + m + 1) * EACH],
+                    mine, sums, magic, p, KIND, C,
+                )  # fmt: skip
+            total = new
+    return total
+
+
+@triton.jit
+def multiplied(starts, back, x_at, live, first, magic, part, KIND: tl.constexpr, C: tl.constexpr):
+    """The products of all of K, a tuple of 4 · MT · NT: for tile (m, t) those of `_products`. `first` is what
+    `load_block` loaded for the first blocks; `part`: which of the S parts of K a thread has.
+    """
+    total = ()
+    for _ in tl.static_range(4 * C.MT * C.NT):
+        total += (tl.zeros([warps(C)], tl.float32),)
+    STRIDE: tl.constexpr = C.S * C.U
+    LAST: tl.constexpr = (triton.cdiv(steps(C), STRIDE) - 1) * STRIDE
+    loaded = first
+    if C.AHEAD:
+        xs = load_x(x_at, live, part, C)
+        for block in range(0, LAST, STRIDE):
+            following = load_block(starts, back, part + block + STRIDE, C)
+            x_following = load_x(x_at, live, part + block + STRIDE, C)
+            total = add_blocks(total, loaded, xs, magic, KIND, C)
+            loaded, xs = following, x_following
+    else:
+        for block in range(0, LAST, STRIDE):
+            xs = load_x(x_at, live, part + block, C)
+            following = load_block(starts, back, part + block + STRIDE, C)
+            total = add_blocks(total, loaded, xs, magic, KIND, C)
+            loaded = following
+        xs = load_x(x_at, live, part + LAST, C)
+    return add_blocks(total, loaded, xs, magic, KIND, C)
+
+
+@triton.constexpr_function
+def _levels(n):
+    return n.bit_length() - 1
+
+
+@triton.jit
+def joined(parts, N: tl.constexpr):
+    """A tuple of N tensors [threads] as one [threads, N]; N a power of two."""
+    for level in tl.static_range(_levels(N)):
+        new = ()
+        for i in tl.static_range(N >> (level + 1)):
+            new += (tl.join(parts[i], parts[i + (N >> (level + 1))]),)
+        parts = new
+    return tl.reshape(parts[0], [parts[0].shape[0], N])
+
+
+@triton.jit
+def summed(total, C: tl.constexpr):
+    """Σ over the S parts of K: float32 [V, 32, 4 · MT · NT]."""
+    A: tl.constexpr = 4 * C.MT * C.NT
+    y = tl.permute(tl.reshape(joined(total, A), [C.V, C.S, 32, A]), [0, 2, 3, 1])
+    for level in tl.static_range(_levels(C.S)):
+        low, high = tl.split(tl.reshape(y, [C.V, 32, A, C.S >> (level + 1), 2]))
+        y = low + high
+    return tl.reshape(y, [C.V, 32, A])

@@ -1,0 +1,120 @@
+"""Calls at the sizes of models, which make launches choose other tiles than the small calls of tests/ops/cases.py.
+
+They are compiled, not run (`tests.gpu.compile`): a line for each kernel whose tiles depend on sizes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import penstock
+from penstock import ops
+from penstock.quant import QuantizedTensor
+
+
+class Call(NamedTuple):
+    """Calls of an op: its name, a function that makes one, and the arguments of that for each of them."""
+
+    op: str
+    run: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], ...] = ((),)
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def codes(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
+    *lead, K = shape
+    return QuantizedTensor(ints(*lead, K * bits // 32), half(*lead, K // gs), half(*lead, K // gs), bits, gs)
+
+
+def paged(heads: int, of_keys: int, width: int, window: int | None = None) -> Any:
+    pages = half(4, 256, of_keys * width)
+    return ops.attention_paged(half(1, heads, width), pages, pages, ints(1, 4), ints(1), 0.5, window)
+
+
+def prefill(T: int, heads: int, of_keys: int, width: int) -> Any:
+    cache = half(512, of_keys * width)
+    return ops.attention_prefill(half(T, heads, width), cache, cache, 0, 0.5)
+
+
+def latents(T: int, lengths: Any) -> Any:
+    return ops.mla_sdpa(half(T, 128, 512), half(T, 128, 64), half(256, 512), half(256, 64), lengths, 0.5)
+
+
+def product(T: int, bits: int, dtype: str | None = None) -> Any:
+    return ops.quantized_matmul(half(T, 512), codes(8448, 512, bits=bits), dtype=dtype)
+
+
+def lanes(T: int, N: int, K: int = 2048, bits: int = 4, gs: int = 64, dtype: str | None = None) -> Any:
+    with penstock.backend("cuda", variant="lanes"):
+        return ops.quantized_matmul(half(T, K), codes(N, K, bits=bits, gs=gs), dtype=dtype)
+
+
+def lanes_gate_up(T: int, N: int, bits: int = 4) -> Any:
+    with penstock.backend("cuda", variant="lanes"):
+        return ops.fused_gate_up_swiglu(half(T, 2048), codes(N, 2048, bits=bits), codes(N, 2048, bits=bits))
+
+
+def lanes_experts(T: int, dim: int, width: int, bits: int = 4, gs: int = 64, E: int = 16) -> Any:
+    """Five pairs of an expert are a tile of 8, more of them one of 16."""
+    shapes = ((width, dim), (width, dim), (dim, width))
+    stacks, own = ([codes(*lead, *shape, bits=bits, gs=gs) for shape in shapes] for lead in ((E,), ()))
+    with penstock.backend("cuda", variant="lanes"):
+        return ops.moe_shared_forward(
+            torch.zeros(T, dim), half(T, dim), ints(T, 8), torch.zeros(T, 8), *stacks, *own, half(T)
+        )
+
+
+def experts(T: int, bits: int = 4) -> Any:
+    weights = (codes(4, n, k, bits=bits) for n, k in ((256, 512), (256, 512), (512, 256)))
+    return ops.moe_forward(half(T, 512), ints(T, 2), torch.zeros(T, 2), *weights)
+
+
+def router(T: int, E: int, K: int, groups: int = 0) -> Any:
+    if groups:
+        return ops.moe_norm_group_route(half(T, K), half(K), codes(E, K, bits=8), None, groups, groups // 2, 8)
+    return ops.moe_norm_route(half(T, K), half(K), codes(E + 1, K, bits=8), None, 8, 1, write_normed=True)
+
+
+def expanded() -> Any:
+    caches = half(256, 512), half(256, 64)
+    return ops.mla_prefill(half(128, 16, 128), half(128, 16, 64), *caches, 0, 0.5, codes(16 * 256, 512))
+
+
+def convolved() -> Any:
+    return ops.conv1d_causal(half(128, 8192), half(4, 3, 8192), half(8192, 4), ints(3), ints(4))
+
+
+def chunks() -> Any:
+    gates = torch.zeros(128, 4), torch.zeros(128, 4)
+    return ops.gated_delta_net(torch.zeros(4, 128, 128), half(128, 1024), *gates, 2, 4, 128, 128)
+
+
+CALLS = (
+    Call("attention_paged", paged, ((24, 8, 128), (16, 2, 256), (16, 2, 512), (16, 8, 256, 1024))),
+    Call("attention_prefill", prefill, ((128, 16, 2, 64), (128, 16, 2, 128), (128, 16, 2, 256), (128, 16, 2, 512))),
+    Call("attention_prefill", prefill, ((8, 16, 2, 256),)),
+    Call("mla_sdpa", latents, ((1, 100), (64, 200))),
+    Call("mla_prefill", expanded),
+    Call("quantized_matmul", product, ((16, 4), (32, 4), (64, 4), (128, 4), (16, 8), (32, 8), (64, 8), (128, 8))),
+    Call("quantized_matmul", product, ((64, 3), (128, 6), (64, 4, "float32"))),
+    Call("quantized_matmul", lanes, ((8, 12352), (8, 2048, 4096), (16, 12352), (16, 2048, 4096), (32, 2048, 4096))),
+    Call("quantized_matmul", lanes, ((8, 248320, 2048, 4, 64, "float32"), (32, 248320, 2048, 4, 64, "float32"))),
+    Call("quantized_matmul", lanes, ((300, 257, 2048, 8, 64, "float32"), (16, 257, 2048, 8, 32, "float32"))),
+    Call("quantized_matmul", lanes, ((8, 12352, 2048, 2), (16, 12352, 2048, 2, 128), (16, 2112, 2816, 4, 128))),
+    Call("quantized_matmul", lanes, ((8, 1025, 704), (16, 12352, 2048, 8))),
+    Call("fused_gate_up_swiglu", lanes_gate_up, ((8, 12352), (16, 12352), (8, 1024), (16, 1024), (16, 1024, 8))),
+    Call("moe_shared_forward", lanes_experts, ((8, 2048, 512), (64, 2048, 512, 2), (64, 2816, 704))),
+    Call("moe_forward", experts, ((12,), (64,), (160,), (300,), (300, 8), (160, 3), (300, 6))),
+    Call("moe_norm_route", router, ((1, 256, 2048), (8, 256, 2048))),
+    Call("moe_norm_group_route", router, ((1, 256, 7168, 8),)),
+    Call("gated_delta_net", chunks),
+    Call("conv1d_causal", convolved),
+)
