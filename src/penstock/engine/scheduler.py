@@ -1,10 +1,10 @@
 """Requests of many clients on one model: each step has tokens of many of them, answers first, then chunks of prompts.
 
 A scheduler has no thread: whoever waits for a token runs steps, or a thread does (`SchedulerThread`). A step holds the
-next token of all answers and chunks of prompts, as many as are expected to keep the step under `step_seconds`, and at
-least one; `order.py` says whose go first. Where the device draws tokens, the next step is launched before those of the
-last one are read: it appends what was drawn there. A row whose next token depends on the host (a grammar, a session)
-sits that step out. What was drawn after a request's end is discarded.
+next token of all answers and chunks of prompts, as many as are expected to keep the step under `step_seconds`, twice
+that where there are no answers, and at least one; `order.py` says whose go first. Where the device draws tokens, the
+next step is launched before those of the last one are read: it appends what was drawn there. A row whose next token
+depends on the host (a grammar, a session) sits that step out. What was drawn after a request's end is discarded.
 
 A request starts when memory for its prompt and all of max_tokens is there; until then it waits, and those behind it
 with it. Stored prefixes go before one waits. A running request whose reader lags behind is preempted when another one
