@@ -17,14 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import factor_of, place_of
 from penstock.backends.cuda._lanes import MAGIC, Constants, lane_words, load_block, multiplied, row_tiles, summed, warps
-from penstock.backends.cuda._launch import (
-    INTERPRETED,
-    activation,
-    compiled_for,
-    counter,
-    multiprocessors,
-    pdl_options,
-)
+from penstock.backends.cuda._launch import INTERPRETED, activation, compiled_for, counter, multiprocessors, pdl_options
 from penstock.backends.cuda._matvec import is_new, wait_if
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import FEW_GROUPS, FEW_PROGRAMS, FEW_ROWS, FEW_TILES, FEW_WORDS, FewRows
