@@ -17,8 +17,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import factor_of, place_of
 from penstock.backends.cuda._lanes import MAGIC, Constants, lane_words, load_block, multiplied, row_tiles, summed, warps
-from penstock.backends.cuda._launch import INTERPRETED, activation, compiled_for, counter, multiprocessors, pdl_options
-from penstock.backends.cuda._matvec import is_new, wait_if
+from penstock.backends.cuda._launch import (
+    INTERPRETED,
+    activation,
+    compiled_for,
+    counter,
+    multiprocessors,
+    pdl_options,
+    wait_for_previous,
+)
+from penstock.backends.cuda._matvec import NO_WEIGHT, is_new, wait_if
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import FEW_GROUPS, FEW_PROGRAMS, FEW_ROWS, FEW_TILES, FEW_WORDS, FewRows
 from penstock.errors import BackendError
@@ -200,9 +208,7 @@ def _tiles_kernel(
     ids_ptr, slot_of_ptr, order_ptr, tiles_ptr, counter_ptr, P, S, known, NT, EVERY: tl.constexpr, SHARED: tl.constexpr,
     BM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     slot = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     less, same = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -312,9 +318,6 @@ def _constants(how: Launch, w: QuantizedTensor, N: int, act: str | None, grouped
     return Constants(K, w.bits, w.group_size, *fixed)
 
 
-_NO_WEIGHT = (None, None, None)
-
-
 def few_rows(
     x: torch.Tensor, w: QuantizedTensor, out: torch.Tensor, residual: torch.Tensor | None = None,
     up: QuantizedTensor | None = None, act: str | None = None,
@@ -326,8 +329,8 @@ def few_rows(
     (T, K), N = x.shape, w.shape[0]
     how = _dense_launch(T, N, K, w.bits, w.group_size, up is not None, multiprocessors(x))
     C = _constants(how, w, N, act, False, 0)
-    ups = _NO_WEIGHT if up is None else up.arrays
-    a = _Arrays(w.arrays, ups, _NO_WEIGHT, _NO_WEIGHT, x, residual, None, None, None, None, out)
+    ups = NO_WEIGHT if up is None else up.arrays
+    a = _Arrays(w.arrays, ups, NO_WEIGHT, NO_WEIGHT, x, residual, None, None, None, None, out)
     grid = (triton.cdiv(N, _rows(how, act)) * triton.cdiv(T, 8 * how.NT),)
     unread = [is_new(one) for one in (w, up) if one is not None]
     _few_kernel[grid](
@@ -382,7 +385,7 @@ def expert_products(
     N, K = out.shape[-1], w.shape[-1]
     how = _expert_launch("down" if act is None else "gate_up", tiles.rows, K, w.bits, w.group_size)
     C = _constants(how, w, N, act, True, tiles.every if tiles.shared else 0)
-    ups, *shared = (_NO_WEIGHT if one is None else one.arrays for one in (up, common, common_up))
+    ups, *shared = (NO_WEIGHT if one is None else one.arrays for one in (up, common, common_up))
     if act is not None and up is None:
         ups = tuple(part[:, N:] for part in w.arrays)
     a = _Arrays(w.arrays, ups, *shared, x, None, tiles.order, tiles.tiles, weights, score, out)

@@ -19,9 +19,8 @@ from collections import namedtuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import pdl_options
+from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda._noise import best_of, words_of
 from penstock.backends.cuda._tuning import (
     SAMPLE_BIN_WARPS,
@@ -170,9 +169,7 @@ def _middle(low, high):
 def _rows_kernel(
     given, parts, search, V, blocks, BLOCKS: tl.constexpr, BINS: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     temperature, top_k, top_p = tl.load(given.temperature + row), tl.load(given.top_k + row), tl.load(given.top_p + row)
     position = tl.load(given.positions + row)
@@ -286,9 +283,7 @@ def _window_kernel(
     given, search, blocks, LEVEL: tl.constexpr, BLOCKS: tl.constexpr, BINS: tl.constexpr, LIST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row, B = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     if _way(search, row) == _BY_WINDOW:
         state, counts, top_p = search.states + row * _STATE, search.counts + row * BINS, tl.load(given.top_p + row)
@@ -321,9 +316,7 @@ def _count_kernel(
     given, search, V, blocks, LEVEL: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row, B = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     way, highest = _way(search, row), _highest(search, row)
     if way == _BY_WINDOW:
@@ -386,9 +379,7 @@ def _gather_kernel(
     given, search, V, blocks, BLOCK: tl.constexpr, SPAN: tl.constexpr, BINS: tl.constexpr, LIST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row, B = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     way, highest = _way(search, row), _highest(search, row)
     start = tl.program_id(1) * SPAN
@@ -461,9 +452,7 @@ def load_limit(limits_ptr, row):
 # limits    LIST <= 4096: sums of that many weights have 62 bits
 @triton.jit
 def _limits_kernel(given, search, limits_ptr, V, blocks, BLOCKS: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     way, highest = _way(search, row), _highest(search, row)
     limit, last = tl.full((), 0, tl.uint32), tl.full((), _FAR, tl.int32)
@@ -606,9 +595,7 @@ def _last_id(row_ptr, V, limit, ties, BLOCK: tl.constexpr):
 # limits    V < 2**31
 @triton.jit
 def _search_kernel(given, search, limits_ptr, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     limit, last, ties = load_limit(limits_ptr, row)
     if last < 0:

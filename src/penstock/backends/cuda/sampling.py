@@ -5,10 +5,9 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock import ops
-from penstock.backends.cuda._launch import pdl_options
+from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda._limits import (
     PEAKS,
     Given,
@@ -64,9 +63,7 @@ def _edit_kernel(
     logits_ptr, edited_ptr, positions_ptr, slots_ptr, counts_ptr, bias_ptr, penalties_ptr, masked_ptr, masks_ptr, V,
     words, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot, masked = tl.full((), -1, tl.int64), tl.full((), -1, tl.int64)
@@ -95,9 +92,7 @@ def _edit_kernel(
 # limits    V < 2**31
 @triton.jit
 def _maxima_kernel(given, parts, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids, at, active = spread_ids(block, blocks, BLOCK), row * blocks + block, tl.load(given.positions + row) >= 0
     if parts is not None:
@@ -131,9 +126,7 @@ def _maxima_kernel(given, parts, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
 def _best_kernel(
     given, limits_ptr, best_ptr, token_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature, position = tl.load(given.temperature + row), tl.load(given.positions + row)
     seed, undrawn = tl.load(given.seed + row), (temperature > 0) & (position >= 0)
@@ -169,9 +162,7 @@ def _best_kernel(
 def _draw_kernel(
     given, limits_ptr, best_ptr, tokens_ptr, out_ptr, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     there, at = block < blocks, row * blocks + block
@@ -203,9 +194,7 @@ def _draw_kernel(
 # limits    V < 2**31
 @triton.jit
 def _weights_kernel(given, sums_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(given.logits + row * V + ids, mask=ids < V, other=float("-inf"))
@@ -226,9 +215,7 @@ def _logprobs_kernel(
     given, sums_ptr, token_ptr, own_ptr, ids_ptr, top_ptr, n, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     there, at = block < blocks, row * blocks + block

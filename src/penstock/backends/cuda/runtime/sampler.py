@@ -14,9 +14,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import pdl_options
+from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda.runtime.inputs import StepInputs
 from penstock.backends.cuda.sampling import sample_tokens
 from penstock.errors import BackendError
@@ -40,9 +39,7 @@ def _feed_kernel(
     drawn_ptr, slots_ptr, last_ptr, ring_ptr, step_ptr, edited_ptr, counts_ptr, rows, stride, V,
     RING: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     b = tl.arange(0, BLOCK)
     live = b < rows
     token = tl.load(drawn_ptr + b, mask=live, other=0)
@@ -70,9 +67,7 @@ def _report_kernel(
     own_ptr, ids_ptr, top_ptr, own_ring_ptr, ids_ring_ptr, top_ring_ptr, step_ptr, stride, n, RING: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     at, i = tl.load(step_ptr) % RING * stride + row, tl.arange(0, BLOCK)
     tl.store(own_ring_ptr + at, tl.load(own_ptr + row))
