@@ -111,6 +111,22 @@ def test_an_engine_that_cannot_load_raises_its_error(play):
         play(lambda engine: engine.die())
 
 
+def test_a_request_that_was_dropped_is_not_paused_by_tokens_on_their_way(play):
+    scheduler, [engine], _ = play(loaded)
+    scheduler.submit(scheduler.request([5], max_tokens=60))
+    [message] = engine.messages(channel.Submit)
+    late = channel.Tokens([message.id] * BUFFER, [9] * BUFFER)
+    engine.other.send(channel.Metrics({}, {}), late, late)
+    eventually(lambda: scheduler._live[message.id].queue.full)
+    handle = scheduler.submit(scheduler.request([6], max_tokens=4))
+    while len(engine.messages(channel.Submit)) < 2:
+        engine.received += engine._next()
+    assert [type(one) for one in engine.received[-2:]] == [channel.Cancel, channel.Submit]
+    engine.other.send(channel.End(message.id, 0, [1, 0.0, 0, 0.0, 0.0]))
+    eventually(lambda: len(scheduler._live) == 1)
+    del handle
+
+
 def test_requests_are_checked_here_and_their_tokens_come_with_their_numbers(play):
     scheduler, [engine], told = play(loaded)
     assert ("notify", "a remark") in told and scheduler.max_sequences == 2

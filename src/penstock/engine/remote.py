@@ -292,7 +292,7 @@ class RemoteScheduler:
 
     def _pause(self, number: int, live: _Live) -> None:
         with self._lock:
-            live.paused = live.queue.full
+            live.paused = live.queue.full and not live.cancelled  # a paused one would not send its end
             if live.paused:
                 self._engine.send(Pause(number))
 
