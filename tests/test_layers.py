@@ -1,6 +1,7 @@
 """The layers hold: a module imports from its own package or from those below it, and no private name of another one."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +17,29 @@ LAYERS = """
 """.split()
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
     """Every module's name below penstock, and its syntax tree."""
-    for file in sorted(ROOT.rglob("*.py")):
-        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        yield name, ast.parse(file.read_text())
+    return [
+        (".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), ast.parse(file.read_text()))
+        for file in sorted(ROOT.rglob("*.py"))
+    ]
 
 
-def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def statements(node: ast.AST, types: bool) -> Iterator[ast.AST]:
+    """What is not an expression in a module; without `types` not what only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr) or (
+            not types and isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        ):
+            continue
+        yield child
+        yield from statements(child, types)
+
+
+def imported(tree: ast.Module, types: bool = True) -> Iterator[tuple[str, str]]:
     """Modules of penstock that are imported, lazily or not, and the name that is taken from each ("" for itself)."""
-    for node in ast.walk(tree):
+    for node in statements(tree, types):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "penstock":
             for alias in node.names:
                 inner = ROOT.joinpath(*(node.module or "").split(".")[1:], alias.name)
@@ -64,18 +78,11 @@ def test_no_private_name_crosses_a_package() -> None:
     assert not found
 
 
-class _WithoutTypes(ast.NodeTransformer):
-    """Drops imports that only type checkers see."""
-
-    def visit_If(self, node: ast.If) -> ast.If | None:
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
-
-
 def test_no_module_imports_itself_over_others() -> None:
     """No cycle among the imports of modules, those within functions included."""
     edges = {}
     for name, tree in modules():
-        reached = imported(_WithoutTypes().visit(tree))
+        reached = imported(tree, types=False)
         edges[name] = {module.removeprefix("penstock.") for module, _ in reached} - {name, "penstock"}
     done: set[str] = set()
 
@@ -91,12 +98,17 @@ def test_no_module_imports_itself_over_others() -> None:
         follow(name, ())
 
 
+def _called(call: ast.Call) -> str:
+    """The last name of what is called."""
+    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
+
+
 def test_lower_layers_find_backends_in_one_place() -> None:
     """`backend_module` is the one import of a backend by name, which the test of layers cannot see."""
     found = {
         name
         for name, tree in modules()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and "backends" in ast.unparse(node)
+        if isinstance(node, ast.Call) and "import_module" in _called(node) and "backends" in ast.unparse(node)
     }
     assert found == {"backend_module"}

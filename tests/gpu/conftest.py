@@ -4,14 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from triton import knobs
 
 from tests.gpu import interpreter
 
 HERE = Path(__file__).parent
 
-if knobs.runtime.interpret:
-    interpreter.quicken()
+interpreter.quicken()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

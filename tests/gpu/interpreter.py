@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import triton
+from triton import knobs
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
@@ -13,8 +14,8 @@ VERSION = "3.9."  # whose source the functions below replace; another one runs a
 
 
 def quicken() -> None:
-    """For this process."""
-    if not triton.__version__.startswith(VERSION):
+    """For this process, if it interprets kernels."""
+    if not (knobs.runtime.interpret and triton.__version__.startswith(VERSION)):
         return
     builder = interpreter.interpreter_builder
     assert not builder.options.debug

@@ -1,6 +1,8 @@
 """What holds for every op, checked on the calls of cases.py; and every kernel against its definition."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,7 @@ from penstock.quant import QuantizedTensor
 from tests.ops.cases import ALL_OPS, CASES, Arguments, Case
 from tests.ops.common import EPS, assert_close, assert_same_bits
 
-EACH = pytest.mark.parametrize("case, dtype", [(c, d) for c in CASES for d in c.dtypes], ids=str)
-FLOAT32 = pytest.mark.parametrize("case", CASES, ids=str)
+EACH = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def run(case: Case, arguments: Arguments, out: Any = None, device: str = "reference") -> tuple[Any, ...]:
@@ -55,19 +56,31 @@ def test_every_op_has_a_case():
     assert {case.op for case in CASES} == set(ALL_OPS)
 
 
+@contextlib.contextmanager
+def told(dtype: str) -> Iterator[None]:
+    """What fails inside names the dtype."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"with {dtype}")
+        raise
+
+
 @EACH
-def test_op_reads_its_inputs_only_and_writes_what_it_declares(case, dtype):
-    arguments = case.arguments(dtype)
-    before = copy.deepcopy(arguments)
-    run(case, arguments)
-    for name, value in arguments.items():
-        if name in ops.REGISTRY[case.op].writes:
-            continue
-        for now, then in zip(leaves(value), leaves(before[name]), strict=True):
-            assert_same_bits(name, now, then)
+def test_op_reads_its_inputs_only_and_writes_what_it_declares(case):
+    for dtype in case.dtypes:
+        with told(dtype):
+            arguments = case.arguments(dtype)
+            before = copy.deepcopy(arguments)
+            run(case, arguments)
+            for name, value in arguments.items():
+                if name in ops.REGISTRY[case.op].writes:
+                    continue
+                for now, then in zip(leaves(value), leaves(before[name]), strict=True):
+                    assert_same_bits(name, now, then)
 
 
-@FLOAT32
+@EACH
 def test_op_fills_out_and_returns_it(case):
     dtype = case.dtypes[-1]
     op = ops.REGISTRY[case.op]
@@ -85,7 +98,7 @@ def test_op_fills_out_and_returns_it(case):
         assert_same_bits(f"out[{number}]", a, b)
 
 
-@FLOAT32
+@EACH
 def test_op_gives_torch_tensors_the_same_bits(case):
     dtype = case.dtypes[-1]
     want = run(case, case.arguments(dtype))
@@ -109,16 +122,16 @@ def check_against_definition(case: Case, dtype: str, got: tuple[Any, ...], want:
         assert_close(name, a, b, rel, scale)
 
 
-KERNELS = [(c, d) for c in CASES for d in c.dtypes if ops.REGISTRY[c.op].kernel("cpu") is not None]
-
-
-@pytest.mark.parametrize(("case", "dtype"), KERNELS, ids=str)
-def test_cpu_kernel_matches_definition(case, dtype):
+@pytest.mark.parametrize("case", [c for c in CASES if ops.REGISTRY[c.op].kernel("cpu") is not None], ids=str)
+def test_cpu_kernel_matches_definition(case):
     op = ops.REGISTRY[case.op]
-    want = run(case, case.arguments(dtype))
-    out = poisoned(outputs_of(case, want, dtype))
-    if op.partial:
-        for array in out:
-            array[...] = 0
-    got = run(case, case.arguments(dtype), out=(out if len(out) > 1 else out[0]) if out else None, device="cpu")
-    check_against_definition(case, dtype, got, want)
+    for dtype in case.dtypes:
+        with told(dtype):
+            want = run(case, case.arguments(dtype))
+            out = poisoned(outputs_of(case, want, dtype))
+            if op.partial:
+                for array in out:
+                    array[...] = 0
+            given = (out if len(out) > 1 else out[0]) if out else None
+            got = run(case, case.arguments(dtype), out=given, device="cpu")
+            check_against_definition(case, dtype, got, want)
