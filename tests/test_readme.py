@@ -51,6 +51,7 @@ def test_readme_penstock_commands_run(capsys, monkeypatch, command):
             assert server.end(signal.SIGTERM) == 0
         return
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/exit\n"))
+    monkeypatch.setattr("penstock.analysis.bandwidth.array_bytes", lambda: 1 << 24)
     assert run([verb, *arguments]) == 0
     assert capsys.readouterr().out
 
