@@ -59,7 +59,7 @@ def test_moe_forward_of_one_token_takes_joined_weights_and_slots_and_gelu(rng):
     assert_same_bits("moved", y, want)
 
 
-def test_moe_forward_of_one_token_leaves_out_what_is_no_expert(rng):
+def test_moe_forward_of_one_token_leaves_out_what_is_no_expert(rng, monkeypatch):
     weights_of = [fenced(w) for w in stacks(rng, dim=64, width=64)]
     x, ids, weights = token(rng, dim=64)
     want = ops.moe_forward(x, ids[:, [0, 2]], weights[:, [0, 2]], *weights_of, activations="int8")
@@ -67,6 +67,12 @@ def test_moe_forward_of_one_token_leaves_out_what_is_no_expert(rng):
     slot_of = np.arange(E, dtype=np.int32)
     for place in (None, slot_of):
         assert_same_bits("y", ops.moe_forward(x, ids, weights, *weights_of, place, activations="int8"), want)
+    ids[0, 1] = next(e for e in range(E) if e not in ids)  # another rank's: still one launch, by the two others
+    slot_of[ids[0, 1]] = -2
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.backends.cpu.moe.pairs_of", None)
+        got = ops.moe_forward(x, ids, weights, *weights_of, slot_of, activations="int8")
+    assert_same_bits("y without another rank's", got, want)
     out = np.full((1, 64), np.nan, np.float32)
     ops.moe_forward(x, np.full_like(ids, -1), weights, *weights_of, activations="int8", out=out)
     assert_same_bits("y of no expert", out, np.zeros_like(out))

@@ -9,7 +9,17 @@ import penstock
 from penstock import ops
 from penstock.dtypes import round_to
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
-from tests.ops.common import DTYPES, EPS, assert_close, assert_refused_like, assert_same_bits, i32, normal, quantized
+from tests.ops.common import (
+    DTYPES,
+    EPS,
+    assert_close,
+    assert_refused_like,
+    assert_same_bits,
+    fenced,
+    i32,
+    normal,
+    quantized,
+)
 from tests.ops.test_elementwise import check_refusals, f16, f32
 
 INF, NAN = np.inf, np.nan
@@ -544,6 +554,80 @@ def test_no_expert_adds_nothing(activations, rng):
     y = ops.moe_shared_forward(residual, x, ids, weights, **call, **shared)
     assert_same_bits("residual and shared expert", y[[1, 3]], own[[1, 3]])
     assert (y[[0, 2]] != own[[0, 2]]).any(axis=-1).all()
+
+
+def part_of(stack, own):
+    """Some experts of a stack, with NaN around them."""
+    return fenced(stack.with_arrays(*(a[list(own)] for a in stack.arrays)))
+
+
+def slots_for(own, E):
+    """`slot_of` of a rank that owns these experts."""
+    slot_of = np.full(E, -2, "int32")
+    slot_of[list(own)] = np.arange(len(own))
+    return slot_of
+
+
+@pytest.mark.parametrize("device", ["reference", "cpu"])
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+@pytest.mark.parametrize("T", [1, 4])
+def test_other_ranks_experts_are_no_experts(T, activations, device, rng):
+    """Bit for bit as with ids of −1, whatever their weights and rows are; the parts of all ranks are the whole."""
+    E, k, K, N = 5, 3, 64, 32
+    stacks = [quantized(rng, E, N, K), quantized(rng, E, N, K), quantized(rng, E, K, N)]
+    shared = {"shared_gate_w": quantized(rng, 2 * N, K), "shared_up_w": None, "shared_down_w": quantized(rng, K, N)}
+    x, residual, weights = normal(rng, T, K), normal(rng, T, K), normal(rng, T, k)
+    ids = i32([2, 0, 4], [3, 1, 3], [1, 4, -1], [4, 2, 2])[:T]
+    parts = {(0, 2, 4): None, (1, 3): None, (): None}
+    with penstock.backend(device):
+        for own in parts:
+            gate, up, down = (part_of(w, own) for w in stacks)
+            slot_of, mine = slots_for(own, E), np.isin(ids, own)
+            none, odd = np.where(mine, ids, -1).astype("int32"), np.where(mine, weights, NAN).astype("float32")
+            rows = np.where(mine.any(axis=-1, keepdims=True), x, INF).astype("float32")
+            call = {"gate_w": gate, "up_w": up, "down_w": down, "slot_of": slot_of, "activations": activations}
+            y = ops.moe_forward(rows, ids, odd, **call, out=np.full((T, K), NAN, "float32"))
+            assert_same_bits("y", y, ops.moe_forward(rows, none, odd, **call))
+            assert np.isfinite(y).all() and not y[~mine.any(axis=-1)].any()
+            parts[own] = y
+            h = ops.expert_gate_up(rows, gate, up, ids, slot_of, activations=activations)
+            assert_same_bits("h", h, ops.expert_gate_up(rows, gate, up, none, slot_of, activations=activations))
+            assert not h[~mine].any()
+            h[~mine] = NAN
+            assert_same_bits("y of h", ops.expert_down_sum(h, down, ids, odd, slot_of, activations), y)
+            each = ops.expert_matmul(h, down, ids, slot_of, activations)
+            assert np.isfinite(each).all() and not each[~mine].any()
+            each = np.full((T, k, K), NAN, "float32")
+            ops.expert_mlp(each, rows, ids, **call)
+            assert np.isnan(each[~mine]).all() and np.isfinite(each[mine]).all()
+            away = {"slot_of": np.where(slot_of < 0, slot_of, -1).astype("int32")}  # what was filled may be gone again
+            by_rows = ops.moe_forward(rows, ids, odd, **(call | away), expert_out=each)
+            assert_close("y of rows", by_rows, y, 2e-6, np.abs(y).max() + 1)
+            block = {"residual": residual, "x": x, "weights": odd, **call, **shared}
+            both = ops.moe_shared_forward(ids=ids, **block)
+            assert_same_bits("block", both, ops.moe_shared_forward(ids=none, **block))
+            alone = ops.moe_shared_forward(ids=np.full_like(ids, -1), **block)
+            assert_same_bits("shared expert", both[~mine.any(axis=-1)], alone[~mine.any(axis=-1)])
+        want = ops.moe_forward(x, ids, weights, *stacks, activations=activations)
+    assert_close("sum of ranks", sum(parts.values()), want, 2e-6, np.abs(want).max())
+
+
+def test_an_expert_that_is_not_here_yet_is_refused_and_so_is_what_slot_of_cannot_say(rng):
+    """Beside those of other ranks, which are not."""
+    gate, down, x = quantized(rng, 1, 32, 64), quantized(rng, 1, 64, 32), normal(rng, 2, 64)
+    ids, weights = i32([0, 1], [3, -1]), f32(2, 2)
+    valid = {"x": x, "ids": ids, "weights": weights, "gate_w": gate, "up_w": gate, "down_w": down}
+    valid["slot_of"] = i32(0, -2, -1, -2)
+    ops.moe_forward(**valid)
+    absent = r"ids has 2, an absent expert \(slot_of is -1\), expected present ones"
+    assert_refused_like(ops.moe_forward, valid | {"ids": i32([0, 1], [2, -1])}, InvalidArgument, absent)
+    message = r"slot_of has -3, expected a slot, -1 \(not here yet\) or -2 \(another rank's\)"
+    for more in ({}, {"expert_out": f32(2, 2, 64)}):
+        assert_refused_like(ops.moe_forward, valid | more | {"slot_of": i32(0, -2, -3, -2)}, InvalidArgument, message)
+    valid = {name: value for name, value in valid.items() if name != "weights"} | {"expert_out": f32(2, 2, 64)}
+    assert_refused_like(ops.expert_mlp, valid | {"slot_of": i32(0, -2, -3, -2)}, InvalidArgument, message)
+    empty = {"gate_w": gate[:0], "up_w": gate[:0], "down_w": down[:0]}
+    assert_refused_like(ops.expert_mlp, valid | empty, InvalidArgument, "slot_of has 0, expected -2 to -1")
 
 
 def test_moe_forward_of_no_tokens_is_empty(rng):

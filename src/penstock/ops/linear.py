@@ -33,10 +33,10 @@ _BLOCK = 1 << 22  # weights made dense at a time: 32 MB of float64
 
 
 def weight_matrix(name: str, w: Spec | QuantizedTensor, K: int, lead: int = 0) -> int:
-    """w is [N, K] behind `lead` leading axes; returns N."""
+    """w is [N, K] behind `lead` leading axes, which may be empty; returns N."""
     check.axes("[E, N, K]" if lead else "[N, K]", 2 + lead, **{name: w})
     check.floating(**{name: w})
-    check.filled(0, **{name: w})
+    check.filled(lead, **{name: w})
     if w.shape[-1] != K:
         raise ShapeError(f"{name} has shape {tuple(w.shape)}, expected a last axis of {K} (last axis of x)")
     return w.shape[-2]
@@ -233,6 +233,10 @@ def matmul_add(residual: Array, x: Array, w: QuantizedTensor | Array, activation
 
 Experts = Any  # QuantizedTensor | Array [S, N, K] | Sequence[QuantizedTensor] | ExpertBlobs
 
+# What `slot_of` says of an expert that is not in the stack.
+ABSENT = -1  # not here yet: it can be fetched
+FOREIGN = -2  # another rank's: it adds exactly 0, as if its id were −1
+
 
 def expert_count(experts: Any) -> int:
     return len(experts) if isinstance(experts, list | tuple | ExpertBlobs) else experts.shape[0]
@@ -243,10 +247,21 @@ def expert_at(experts: Any, slot: int) -> Any:
 
 
 def check_slots(ids: Array, slots: int, slot_of: Array | None) -> None:
-    """Every id names an expert that is there, or is −1."""
-    check_ids(ids, slots if slot_of is None else len(slot_of))
-    if slot_of is not None:
-        check.in_range("slot_of", slots_of(ids, slot_of)[ids >= 0], 0, slots, f"{slots} slots")
+    """Every id names an expert that is in the stack or another rank's, or is −1."""
+    if slot_of is None:
+        check_ids(ids, slots)
+    else:
+        check_slot_of(ids, slot_of)
+        named = slots_of(ids, slot_of)[ids >= 0]
+        check.in_range("slot_of", named[named != FOREIGN], 0, slots, f"{slots} slots")
+
+
+def check_slot_of(ids: Array, slot_of: Array) -> None:
+    """Every id has an entry in slot_of, which has slots, −1 and −2, or is −1."""
+    check_ids(ids, len(slot_of))
+    least = check.bounds(slot_of)[0]
+    if least < FOREIGN:
+        raise InvalidArgument(f"slot_of has {least}, expected a slot, -1 (not here yet) or -2 (another rank's)")
 
 
 def check_ids(ids: Array, experts: int) -> None:
@@ -254,26 +269,31 @@ def check_ids(ids: Array, experts: int) -> None:
 
 
 def places(ids: Array, slot_of: Array | None) -> Array:
-    """Places in the stack of the experts ids; −1 for one that is absent and for id −1."""
+    """What slot_of says of the experts ids: places in the stack, or −1 and −2; −1 for id −1."""
     if slot_of is None:
         return ids
     if check.bounds(ids)[0] >= 0:
         return slot_of[ids]
-    return np.append(slot_of, np.int32(-1))[np.maximum(ids, -1)]
+    return np.append(slot_of, np.int32(ABSENT))[np.maximum(ids, -1)]
 
 
 def slots_of(ids: Array, slot_of: Array | None) -> Array:
-    """As `places`. Raises InvalidArgument for an expert that is absent, so that none is read."""
+    """As `places`. Raises InvalidArgument for an expert that is not here yet, so that none is left out."""
     slots = places(ids, slot_of)
     if slot_of is not None and check.bounds(slots)[0] < 0:
-        absent = ids[(slots < 0) & (ids >= 0)]
+        absent = ids[(slots < 0) & (slots != FOREIGN) & (ids >= 0)]
         if absent.size:
             raise InvalidArgument(f"ids has {absent[0]}, an absent expert (slot_of is -1), expected present ones")
     return slots
 
 
+def counted(ids: Array, slot_of: Array | None) -> Array:
+    """Which pairs add to a sum whose terms are given: those with an id that is not another rank's expert."""
+    return ids >= 0 if slot_of is None else (ids >= 0) & (places(ids, slot_of) != FOREIGN)
+
+
 def by_slot(slots: Array) -> Iterator[tuple[int, Array]]:
-    """Each slot in use with the flat indices of the entries that name it; −1 is none."""
+    """Each slot in use with the flat indices of the entries that name it; negative ones are none."""
     flat = slots.reshape(-1)
     for slot in np.unique(flat[flat >= 0]):
         yield int(slot), np.flatnonzero(flat == slot)
@@ -318,18 +338,14 @@ def expert_matmul(
     """y[i] = x (shared) or x[i] times expert ids[i].
 
     experts: stacked [S, N, K], a sequence of [N, K], or blobs; ids int32 [(T,) k], default all in order; x [(T,) K] for
-    all, or [(T,) k, K] one each → [(T,) k, N]. slot_of int32 [E] maps an expert to its place in the stack, −1 = absent.
-    Id −1 is no expert: nothing is read, y[i] is 0.
+    all, or [(T,) k, K] one each → [(T,) k, N]. slot_of int32 [E] maps an expert to its place in the stack; −1 = not
+    here yet, which is refused, −2 = another rank's. Nothing is read for that, and for id −1, no expert: y[i] is 0.
     """
     if ids is None:
         ids = np.arange(expert_count(experts) if slot_of is None else len(slot_of), dtype=np.int32)
     K = x.shape[-1]
     rows = np.broadcast_to(x[..., None, :] if x.ndim == ids.ndim else x, (*ids.shape, K)).reshape(-1, K)
-    y: Array | None = None
+    y = np.zeros((len(rows), (experts[0] if isinstance(experts, list | tuple) else experts).shape[-2]))
     for slot, where in by_slot(slots_of(ids, slot_of)):
-        part = product(rows[where], expert_at(experts, slot), activations)
-        y = np.zeros((len(rows), part.shape[1])) if y is None else y
-        y[where] = part
-    if y is None:
-        y = np.zeros((len(rows), expert_at(experts, 0).shape[0]))
+        y[where] = product(rows[where], expert_at(experts, slot), activations)
     return round_to(y.reshape(*ids.shape, y.shape[-1]), x.dtype)

@@ -12,10 +12,12 @@ from penstock.ops import check
 from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import ACTIVATIONS, expert_sum, sigmoid
 from penstock.ops.linear import (
+    FOREIGN,
     ROUNDINGS,
     by_slot,
-    check_ids,
+    check_slot_of,
     check_slots,
+    counted,
     expert_at,
     places,
     product,
@@ -397,9 +399,10 @@ def expert_gate_up(
     """h[t, i] = act(gate_w[e] · x[t]) · (up_w[e] · x[t]) for the chosen experts e = ids[t, i].
 
     x [(T,) K], gate_w and up_w [S, N, K] (up_w None: gate_w is [S, 2N, K], gate rows first), ids int32 [(T,) k],
-    slot_of int32 [E]: place of an expert in the stack, −1 = absent → [(T,) k, N]. act "silu" or "gelu_tanh". An absent
-    expert is refused; on a GPU, where ids stay unread by the host, its rows are 0. Nothing is read for it. Id −1 is no
-    expert, as a router gives it to rows of no sequence: nothing is read, its rows are 0.
+    slot_of int32 [E]: place of an expert in the stack, −1 = not here yet, −2 = another rank's → [(T,) k, N]. act "silu"
+    or "gelu_tanh". One that is not here yet is refused; on a GPU, where ids stay unread by the host, its rows are 0 and
+    nothing is read for it. Id −1 is no expert, as a router gives it to rows of no sequence: nothing is read, its rows
+    are 0. Another rank's expert is the same as no expert, here and below; a stack may be empty.
     """
     K = x.shape[-1]
     N = gate_w.shape[1] if up_w is not None else gate_w.shape[1] // 2
@@ -429,12 +432,12 @@ def _down_sum(h: Array, down_w: Any, ids: Array, weights: Array, slot_of: Array 
     each = np.zeros((len(rows), down_w.shape[1]))
     for slot, where in by_slot(slots_of(ids, slot_of)):
         each[where] = product(rows[where], expert_at(down_w, slot), activations)
-    return _sum_of_chosen(each.reshape(*ids.shape, each.shape[1]), ids, weights)
+    return _sum_of_chosen(each.reshape(*ids.shape, each.shape[1]), ids, weights, slot_of)
 
 
-def _sum_of_chosen(each: Array, ids: Array, weights: Array) -> Array:
-    """`expert_sum` without the pairs of id −1, whatever stands there."""
-    there = ids >= 0
+def _sum_of_chosen(each: Array, ids: Array, weights: Array, slot_of: Array | None) -> Array:
+    """`expert_sum` without the pairs of id −1 and of other ranks' experts, whatever stands there."""
+    there = counted(ids, slot_of)
     return expert_sum(np.where(there[..., None], each.astype(np.float64), 0), np.where(there, weights, 0))
 
 
@@ -475,8 +478,9 @@ def _check_batch(ids: Array, gate_w: Any, slot_of: Array | None) -> None:
     if slot_of is None:
         _check_ids(ids, gate_w, None)
     else:
-        check_ids(ids, len(slot_of))
-        check.in_range("slot_of", places(ids, slot_of), -1, gate_w.shape[0], f"{gate_w.shape[0]} slots, -1: absent")
+        slots, why = gate_w.shape[0], "slots, -1: not here yet, -2: another rank's"
+        check_slot_of(ids, slot_of)
+        check.in_range("slot_of", places(ids, slot_of), FOREIGN, slots, f"{slots} {why}")
 
 
 @op(infer=_expert_mlp, check=_check_batch, writes=("expert_out",))
@@ -493,9 +497,9 @@ def expert_mlp(
 ) -> None:
     """expert_out[t, i] = down_w[e] · (act(gate_w[e] · x[t]) · (up_w[e] · x[t])), e = ids[t, i], where e is present.
 
-    Rows of experts that are absent (slot_of −1), and of id −1, stay as they are: batches of experts that do not fit a
-    stack at once fill expert_out [(T,) k, dim], of any float, one after the other, and `moe_forward` sums it. Other
-    arguments as there; the inner product is rounded to x's dtype.
+    Rows of experts that are absent (slot_of −1 or −2), and of id −1, stay as they are: batches of experts that do not
+    fit a stack at once fill expert_out [(T,) k, dim], of any float, one after the other, and `moe_forward` sums it.
+    Other arguments as there; the inner product is rounded to x's dtype.
     """
     k, rows, each = ids.shape[-1], x.reshape(-1, x.shape[-1]), expert_out.reshape(-1, expert_out.shape[-1])
     for slot, where in by_slot(places(ids, slot_of)):
@@ -526,9 +530,11 @@ def _moe_forward(
 
 
 def _check_call(ids: Array, gate_w: Any, slot_of: Array | None, expert_out: Array | None) -> None:
-    """As `_check_ids`; with expert_out no expert is read."""
+    """As `_check_ids`; with expert_out no expert is read, so that all may be absent."""
     if expert_out is None:
         _check_ids(ids, gate_w, slot_of)
+    elif slot_of is not None:
+        check_slot_of(ids, slot_of)
 
 
 def _routed(
@@ -537,7 +543,7 @@ def _routed(
 ) -> Array:  # fmt: skip
     """`moe_forward` in float64."""
     if expert_out is not None:
-        return _sum_of_chosen(expert_out, ids, weights)
+        return _sum_of_chosen(expert_out, ids, weights, slot_of)
     h = expert_gate_up.body(x, gate_w, up_w, ids, slot_of, act, activations)
     return _down_sum(h, down_w, ids, weights, slot_of, activations)
 

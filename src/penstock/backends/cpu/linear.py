@@ -919,8 +919,8 @@ class Pairs:
 
 
 def pairs_of(slots: np.ndarray, tokens: int) -> Pairs:
-    """Group equal slots [P] of a routing, −1: none. One token's experts are distinct (or read twice), so each is a
-    group.
+    """Group equal slots [P] of a routing, those below 0 left out. One token's experts are distinct (or read twice), so
+    each is a group.
     """
     if bounds(slots)[0] < 0:
         present = np.flatnonzero(slots >= 0)

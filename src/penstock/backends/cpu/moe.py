@@ -44,8 +44,7 @@ from penstock.backends.cpu.linear import (
 )
 from penstock.backends.cpu.norm import rms_norm
 from penstock.ops import kernel
-from penstock.ops.check import bounds
-from penstock.ops.linear import places, slots_of
+from penstock.ops.linear import counted, places, slots_of
 from penstock.quant import QuantizedTensor
 
 
@@ -78,7 +77,7 @@ def _weighted_parallel(rows, place, weights, y):
 
 
 def _sorted_pairs(ids: np.ndarray, slot_of: np.ndarray | None) -> Pairs:
-    """The pairs of ids that name an expert; an absent one is refused."""
+    """The pairs of ids that name an expert of this rank; one that is not here yet is refused."""
     return pairs_of(slots_of(ids, slot_of).reshape(-1), ids.size // ids.shape[-1])
 
 
@@ -222,12 +221,11 @@ def _rounded(h: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return rounded
 
 
-def _fits_one_launch(x: np.ndarray, slots: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activations: str) -> bool:
+def _fits_one_launch(x: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activations: str) -> bool:
     weights = [w for w in (gate_w, up_w, down_w) if w is not None]
     return (
         activations == "int8"
         and x.size == x.shape[-1]
-        and bounds(slots)[0] >= 0
         and x.dtype == np.float32
         and all(isinstance(w, QuantizedTensor) and w.dtype == gate_w.dtype for w in weights)
         and (up_w is None or (up_w.bits, up_w.group_size) == (gate_w.bits, gate_w.group_size))
@@ -254,11 +252,14 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
     if out.size == 0:
         return
     if expert_out is not None:
-        _sum_placed(float_rows(expert_out), np.where(ids < 0, -1, np.arange(ids.size).reshape(ids.shape)), weights, out)
+        place = np.where(counted(ids, slot_of), np.arange(ids.size).reshape(ids.shape), -1)
+        _sum_placed(float_rows(expert_out), place, weights, out)
         return
     how, slots = chosen(variant), slots_of(ids, slot_of).reshape(-1)
-    if how != PORTABLE and _fits_one_launch(x, slots, gate_w, up_w, down_w, activations):
-        out.reshape(-1)[:] = _one_token(float_rows(x), slots, weights, gate_w, up_w, down_w, act, how)
+    present = slots >= 0
+    if how != PORTABLE and present.any() and _fits_one_launch(x, gate_w, up_w, down_w, activations):
+        factors = weights.reshape(-1)[present]
+        out.reshape(-1)[:] = _one_token(float_rows(x), slots[present], factors, gate_w, up_w, down_w, act, how)
         return
     pairs = pairs_of(slots, ids.size // ids.shape[-1])
     _sum(_mlp(x, ids.shape[-1], pairs, gate_w, up_w, down_w, act, activations, variant), pairs, weights, out)
