@@ -218,16 +218,16 @@ def chosen(rng: Any, counts: dict[int, int], k: int) -> np.ndarray:
 COUNTS = {"one": {2: 1}, "ends": {0: 8, 1: 9, 2: 16, 3: 17, -1: 4}, "together": {4: 39}, "none": {-1: 6, 9: 3}}
 
 
-def parts(tiles: Tiles) -> tuple[np.ndarray, np.ndarray]:
-    """The order, and the slot, begin and end of each tile in use."""
-    made = tiles.tiles.cpu().numpy()
-    return tiles.order.cpu().numpy(), made[:-1].reshape(3, -1)[:, : made[-1]].T
+def parts(tiles: Tiles) -> tuple[np.ndarray, np.ndarray, int]:
+    """The order, the slot, begin and end of each tile in use, and where the pairs without an expert begin."""
+    *made, count, absent = tiles.tiles.cpu().numpy()
+    return tiles.order.cpu().numpy(), np.reshape(made, (3, -1))[:, :count].T, int(absent)
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("experts", [6, 60], ids=["of 16", "of 8"])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_expert_tiles_have_each_pair_once(counts, experts, shared, rng):
+def test_expert_tiles_have_each_pair_with_an_expert_once(counts, experts, shared, rng):
     S, k = 7, 3 if sum(counts.values()) % 3 == 0 else 1
     ids = chosen(rng, counts, k)
     T, every = len(ids), k + shared
@@ -235,18 +235,18 @@ def test_expert_tiles_have_each_pair_once(counts, experts, shared, rng):
     slot_of[2], slot_of[3] = -1, -2
     for absent, slots in ((None, np.arange(S)), (to_device(slot_of), slot_of)):
         tiles = expert_tiles(to_device(ids), S, absent, experts, shared)
-        order, each = parts(tiles)
+        order, each, first = parts(tiles)
         own = np.where((ids >= 0) & (ids < S), slots[np.clip(ids, 0, S - 1)], -1)
         key = np.where(own < 0, S + 1, own)
         key = np.hstack([key, np.full((T, 1), S)]).reshape(-1) if shared else key.reshape(-1)
         assert tiles.every == every and tiles.rows == tile_rows(T * k, experts)
         assert_same_bits("order", order, np.argsort(key, kind="stable").astype(np.int32))
         each = each[np.argsort(each[:, 1])]  # tiles come in any order
-        ends = each[:, 2]
-        assert np.array_equal(each[:, 1], [0, *ends[:-1]]) and ends[-1] == T * every
+        starts, ends = each[:, 1].tolist(), each[:, 2]
+        assert [*starts, first] == [0, *ends] and first == np.count_nonzero(key <= S)
         assert (ends > each[:, 1]).all() and (ends - each[:, 1] <= tiles.rows).all()
         assert all(set(key[order[begin:end]]) == {slot} for slot, begin, end in each)
-        full = -(-np.bincount(key) // tiles.rows)
+        full = -(-np.bincount(key)[: S + 1] // tiles.rows)
         assert len(each) == full.sum()  # and none more than it takes
 
 

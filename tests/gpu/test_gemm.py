@@ -166,7 +166,7 @@ def test_grouped_experts_in_whole_and_short_tiles(rng, monkeypatch):
     monkeypatch.setattr(_grouped, "_tile_rows", lambda *_: 32)
     each, again = poison(40, 1, 33, like=x), poison(40, 33, like=x)
     _grouped.grouped_mlp(x, gate, None, down, to_device(ids), None, "silu", each)
-    _grouped.sum_of_chosen(each, weights, to_device(ids), again)
+    _grouped.sum_of_chosen(each, weights, to_device(ids), None, again)
     assert torch.equal(again, y)
 
 

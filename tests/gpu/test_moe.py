@@ -442,9 +442,12 @@ def test_expert_mlp_leaves_the_rows_of_absent_experts(rng):
     np.testing.assert_array_equal(got[absent], call["expert_out"][absent])
 
 
+STACKS = ("gate_w", "up_w", "down_w")
+
+
 def with_fences(call: dict[str, Any]) -> dict[str, Any]:
     """NaN around the stacks of a call, which a kernel that reads an absent expert finds."""
-    return {name: fenced(value) if name in ("gate_w", "up_w", "down_w") else value for name, value in call.items()}
+    return {name: fenced(value) if name in STACKS else value for name, value in call.items()}
 
 
 def run_unchecked(op: Any, variant: str | None, call: dict[str, Any]) -> np.ndarray:
@@ -542,6 +545,44 @@ def test_moe_shared_forward_skips_absent_experts(variant, rng):
     present = np.array([[1, 0, 0], [0, 0, 0]], np.float32)
     safe = {**call, "ids": i32([3, 3, 3], [3, 3, 3]), "weights": call["weights"] * present}
     close_enough(got, reference(ops.moe_shared_forward, **safe), 4e-6)
+
+
+@pytest.mark.parametrize(
+    ("variant", "shared", "own"),
+    [
+        ("rows", False, ()),
+        ("rows", True, (0, 3)),
+        ("lanes", False, (0, 3)),
+        ("lanes", True, ()),
+        ("grouped", False, (0, 3)),
+        ("grouped", True, ()),
+    ],
+)
+def test_other_ranks_experts_are_no_experts(variant, shared, own, rng):
+    """Bit for bit as with ids of −1, whatever their weights and their rows are; a stack may be empty."""
+    E, k = 4, 3
+    call = (whole_block if shared else block)(rng, 2, E, k, 32, 32, "bfloat16")
+    stacks = {name: call[name].with_arrays(*(a[list(own)] for a in call[name].arrays)) for name in STACKS}
+    call |= {name: fenced(stack) for name, stack in stacks.items()}
+    call["slot_of"] = np.full(E, -2, np.int32)
+    call["slot_of"][list(own)] = np.arange(len(own))
+    call["ids"] = i32([3, 1, 0], [1, 2, -1])
+    mine = np.isin(call["ids"], own)
+    call["weights"][~mine] = np.nan
+    op = ops.moe_shared_forward if shared else ops.moe_forward
+    if not shared:
+        call["x"][~mine.any(axis=-1)] = np.nan
+    none = np.where(mine, call["ids"], -1).astype(np.int32)
+    got = run(op, variant, **call)
+    assert_same_bits("y", got, run(op, variant, **call | {"ids": none}))
+    want = reference(op, **call)
+    assert_close("y", got, want, 2**-7, np.abs(want.astype(np.float64)).max())
+    assert shared or not got[~mine.any(axis=-1)].any()
+    if not shared and variant == "grouped":
+        each = np.full((2, k, 32), np.nan, np.float32)
+        each[mine] = 1
+        got = run(op, **call | {"expert_out": each, "slot_of": np.where(call["slot_of"] < 0, -2, -1).astype(np.int32)})
+        assert_close("y of rows", got, np.nansum(call["weights"] * mine, axis=1, keepdims=True) * np.ones(32), 2**-7)
 
 
 def test_moe_shared_forward_writes_over_the_residual(rng):

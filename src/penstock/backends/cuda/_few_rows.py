@@ -56,10 +56,11 @@ def _either(this, other, choice):
 
 # few       y[t] = residual[t] + W . x[t], with ACT act(W . x) * (U . x). GROUPED: for the pairs q of a tile
 #           y[q] = W[e] . x[q // pairs_per_x], times its weight if there are some; the expert of a tile is its slot,
-#           `stack` stands for the shared one, and stack + 1 for none: 0
+#           `stack` stands for the shared one; 0 for the pairs without an expert
 # shapes    w, up: codes, scales and biases of rows of one format, `matrix` rows for each expert; common, common_up: of
 #           the shared expert; x bfloat16 [.., K]; y, residual [.., N], may be one; order int32 [pairs]; tiles int32
-#           [3, NT] and their number behind them
+#           [3, NT], behind them their number, and where in the order the pairs without an expert begin; T: of tokens,
+#           GROUPED of pairs
 # grid      (programs,): items of V * 16 * row tiles rows and 8 * NT tokens go round; not GROUPED: one for each program,
 #           those of the same rows side by side
 # bytes     the weights that are named, once for each tile; x and y from L2
@@ -101,7 +102,7 @@ def _few_kernel(
             for m in tl.static_range(2 * OUT):
                 back += (tl.maximum(row + 8 * m - (N - 1), 0),)
         if C.GROUPED:
-            shared, present = slot == stack, slot <= stack
+            shared = slot == stack
             base = row + tl.where(slot < stack, slot, 0).to(tl.int64) * matrix
             if C.ACT is None:
                 starts = (_start(_either(a.w, a.common, shared), base, q, C),)
@@ -109,7 +110,6 @@ def _few_kernel(
                 gate, up = _either(a.w, a.common, shared), _either(a.up, a.common_up, shared)
                 starts = (_start(gate, base, q, C), _start(up, base, q, C))
         else:
-            present = True
             if C.ACT is None:
                 starts = (_start(a.w, row, q, C),)
             else:
@@ -124,7 +124,6 @@ def _few_kernel(
             there = place < end
             if C.GROUPED:
                 place = tl.load(a.order + place, mask=there, other=0, cache_modifier=".cg") // pairs_per_x
-                there = there & present
             x_at += (a.x.to(tl.int64) + place.to(tl.int64) * (2 * C.K) + q * (C.GS // 2),)
             live += (there.to(tl.int32),)
         if C.S == 1:
@@ -140,7 +139,7 @@ def _few_kernel(
                         if C.ACT is not None:
                             y = activation(y, C.ACT) * total[4 * ((m + OUT) * C.NT + t) + i]
                         n = first + v * (16 * OUT) + m * 16 + i // 2 * 8 + r
-                        _store(a, y, n, ends[2 * t + i % 2], present, N, C)
+                        _store(a, y, n, ends[2 * t + i % 2], N, C)
         else:
             y = summed(multiplied(starts, back, x_at, live, loaded, magic, part, KIND, C), C)
             SUMS: tl.constexpr = 4 * OUT * C.NT
@@ -152,7 +151,19 @@ def _few_kernel(
             tile_row = i // (4 * C.NT) * 16 + i // 2 % 2 * 8 + lane // 4
             n = first + tl.arange(0, C.V)[:, None, None] * (16 * OUT) + tile_row
             place = start + i // 4 % C.NT * 8 + lane % 4 * 2 + i % 2
-            _store(a, y, n, _end(a, place, end, C), present, N, C)
+            _store(a, y, n, _end(a, place, end, C), N, C)
+    if C.GROUPED:
+        _clear(a, tl.load(a.tiles + 3 * NT + 1, cache_modifier=".cg"), T, N, C)
+
+
+@triton.jit
+def _clear(a, first, pairs, N, C: tl.constexpr):
+    """y = 0 of the pairs at places first … pairs - 1, which have no expert; a program has some of them."""
+    n = tl.arange(0, warps(C))
+    for place in range(first + tl.program_id(0), pairs, tl.num_programs(0)):
+        to = a.y + tl.load(a.order + place, cache_modifier=".cg").to(tl.int64) * N
+        for start in range(0, N, warps(C)):
+            tl.store(to + start + n, tl.zeros([warps(C)], a.y.dtype.element_ty), mask=start + n < N)
 
 
 @triton.jit
@@ -167,14 +178,12 @@ def _end(a, place, end, C: tl.constexpr):
 
 
 @triton.jit
-def _store(a, y, n, at, present, N, C: tl.constexpr):
-    """y of rows n and the tokens, or pairs, of `_end`; 0 for pairs whose expert is not present."""
+def _store(a, y, n, at, N, C: tl.constexpr):
+    """y of rows n and the tokens, or pairs, of `_end`."""
     place, there, factor = at
     ok = there & (n < N)
-    if C.GROUPED:
-        if a.weights is not None:
-            y *= factor
-        y = tl.where(present, y, 0.0)
+    if a.weights is not None:
+        y *= factor
     to = place.to(tl.int64) * N + n
     if a.residual is not None:
         y += tl.load(a.residual + to, mask=ok, other=0.0).to(tl.float32)
@@ -196,13 +205,14 @@ def _slots(ids_ptr, slot_of_ptr, pair, P, S, known, EVERY: tl.constexpr, SHARED:
 
 
 # tiles     order = the pairs by the slot of their expert, those of a slot in their own order; tiles = slot, first place
-#           and end of each tile of at most BM pairs of one slot, in any order, then how many there are
+#           and end of each tile of at most BM pairs of one slot, in any order, then how many there are, and where in
+#           the order the pairs without an expert begin, which have no tiles
 # shapes    ids int32 [T, EVERY], with SHARED EVERY - 1 of them: the last pair of a token is that of the shared expert,
-#           slot S; pairs without an expert have slot S + 1; order int32 [P]; tiles int32 [3 * NT + 1]; counter int32, 0
+#           slot S; pairs without an expert have slot S + 1; order int32 [P]; tiles int32 [3 * NT + 2]; counter int32, 0
 #           before and after: tiles so far times 65536, and programs
 # grid      (S + 2,): a program places the pairs of its slot; the last one to count knows how many tiles there are
 # bytes     8 * P per program, from L2
-# limits    S + 2 < 65536, fewer than 32768 tiles; NT at least P / BM + S + 2
+# limits    S + 2 < 65536, fewer than 32768 tiles; NT at least P / BM + S + 1
 @triton.jit(do_not_specialize=["P", "S", "known", "NT"])
 def _tiles_kernel(
     ids_ptr, slot_of_ptr, order_ptr, tiles_ptr, counter_ptr, P, S, known, NT, EVERY: tl.constexpr, SHARED: tl.constexpr,
@@ -217,7 +227,7 @@ def _tiles_kernel(
         less += (found < slot).to(tl.int32)
         same += (found == slot).to(tl.int32)
     begin, count = tl.sum(less), tl.sum(same)
-    needed = tl.cdiv(count, BM)
+    needed = tl.where(slot <= S, tl.cdiv(count, BM), 0)
     before = tl.atomic_add(counter_ptr, needed * 65536 + 1, sem="relaxed")
     tile = before // 65536
     if count > 0:
@@ -233,6 +243,8 @@ def _tiles_kernel(
             tl.store(at, slot, mask=live)
             tl.store(at + NT, start, mask=live)
             tl.store(at + 2 * NT, tl.minimum(start + BM, begin + count), mask=live)
+    if slot == S + 1:
+        tl.store(tiles_ptr + 3 * NT + 1, begin)
     if before % 65536 == S + 1:
         tl.store(tiles_ptr + 3 * NT, tile + needed)
         tl.store(counter_ptr, 0)
@@ -349,8 +361,8 @@ def expert_tiles(ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None, ex
     T, k = ids.shape
     every = k + 1 if shared else k
     P, BM = T * every, tile_rows(T * k, experts)
-    NT = P // BM + slots + 2
-    made = torch.empty(P + 3 * NT + 1, dtype=torch.int32, device=ids.device)
+    NT = P // BM + slots + 1
+    made = torch.empty(P + 3 * NT + 2, dtype=torch.int32, device=ids.device)
     count = counter(made)
     if count is None:
         count = torch.zeros(1, dtype=torch.int32, device=ids.device)
@@ -389,10 +401,10 @@ def expert_products(
     if act is not None and up is None:
         ups = tuple(part[:, N:] for part in w.arrays)
     a = _Arrays(w.arrays, ups, *shared, x, None, tiles.order, tiles.tiles, weights, score, out)
-    NT = (tiles.tiles.numel() - 1) // 3
+    P, NT = tiles.order.numel(), (tiles.tiles.numel() - 2) // 3
     across = triton.cdiv(N, _rows(how, act))
     programs = 2 if INTERPRETED else FEW_PROGRAMS * multiprocessors(x)
     _few_kernel[(min(NT * across, programs),)](
-        a, MAGIC[w.bits], 0, 0, N, w.shape[-2], NT, w.shape[0], pairs_per_x, C=compiled_for(C),
+        a, MAGIC[w.bits], 0, P, N, w.shape[-2], NT, w.shape[0], pairs_per_x, C=compiled_for(C),
         num_warps=how.S * how.V, num_stages=1, **pdl_options(),
     )  # fmt: skip

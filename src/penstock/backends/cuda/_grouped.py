@@ -182,7 +182,7 @@ def group_pairs(
 ) -> Plan:
     """Sort the pairs of ids [T, k] by the slot of their expert in a stack of `slots`; leave: those without stay."""
     P, mapped = ids.numel(), slot_of is not None
-    rows = rows or _tile_rows(P, slots if slot_of is None else slot_of.numel())
+    rows = rows or _tile_rows(P, max(1, slots if slot_of is None else slot_of.numel()))
     NT = P // rows + slots + 1
     made = torch.empty(P + 3 * NT, dtype=torch.int32, device=ids.device)
     order, tiles = made[:P], made[P:]
@@ -257,7 +257,7 @@ def grouped_down_sum(
         return
     each = torch.empty((*ids.shape, out.shape[1]), dtype=out.dtype, device=h.device)
     _grouped_down(h, down_w, plan or group_pairs(ids, down_w.shape[0], slot_of), each, False)
-    sum_of_chosen(each, weights, ids, out)
+    sum_of_chosen(each, weights, ids, slot_of, out)
 
 
 def grouped_mlp(

@@ -9,7 +9,9 @@ import triton.language as tl
 from penstock.backends.cuda._launch import WIDENED
 from penstock.backends.cuda._tuning import ROW_NUMBERS, ROW_THREAD, ROW_WARPS
 from penstock.errors import BackendError
+from penstock.ops import linear
 
+FOREIGN = tl.constexpr(linear.FOREIGN)
 WIDEST = 65536  # numbers of a row; above 16384 a program's registers no longer hold it and it spills to memory
 
 
@@ -57,17 +59,22 @@ def vector(ptr, col, dim):
 
 
 @triton.jit
-def expert_sum(x_ptr, slots_ptr, ids_ptr, row, col, live, rows, dim, K: tl.constexpr):
+def expert_sum(x_ptr, slots_ptr, ids_ptr, slot_of_ptr, known, row, col, live, rows, dim, K: tl.constexpr):
     """Σ_i slots[row, i] · x[row, i, col] in float32, slot after slot; x [rows, K, dim], slots [rows, K]: [R, BLOCK].
 
-    With ids [rows, K] those below 0 add nothing, whatever x and slots have there.
+    With ids [rows, K] those below 0, and of the `known` experts in slot_of other ranks', add nothing, whatever x and
+    slots have there.
     """
     total = tl.zeros(live.shape, tl.float32)
     for i in tl.range(0, K, loop_unroll_factor=8):  # eight independent loads in flight
         slot = tl.load(slots_ptr + row * K + i, mask=row < rows, other=0.0)
         x = tl.load(x_ptr + (row[:, None] * K + i) * dim + col[None, :], mask=live, other=0.0).to(tl.float32)
         if ids_ptr is not None:  # x is read all the same, not to wait for the id
-            there = tl.load(ids_ptr + row * K + i, mask=row < rows, other=-1) >= 0
+            expert = tl.load(ids_ptr + row * K + i, mask=row < rows, other=-1)
+            there = expert >= 0
+            if slot_of_ptr is not None:
+                place = tl.load(slot_of_ptr + expert, mask=there & (expert < known), other=0)
+                there = there & (place != FOREIGN)
             slot = tl.where(there, slot, 0.0)
             x = tl.where(there[:, None], x, 0.0)
         total += x * slot[:, None]

@@ -198,32 +198,40 @@ def split_columns(x, first, second, third, fourth, *, out):
         _split_kernel[grid](x, *out, x.shape[1], first, second, third, BLOCK=2048, num_warps=8, **pdl_options())
 
 
-# weighted  y[t, :] = Σ_i weights[t, i] · x[t, i, :], slots in order; those of ids below 0 add nothing
-# shapes    x [rows, K, dim], weights float32 [rows, K], ids int32 [rows, K] or None: all add, y [rows, dim]
+# weighted  y[t, :] = Σ_i weights[t, i] · x[t, i, :], slots in order; those of ids below 0 and of experts that
+#           are other ranks' add nothing
+# shapes    x [rows, K, dim], weights float32 [rows, K], ids int32 [rows, K] or None: all add, slot_of int32 [known] or
+#           None: none is another rank's, y [rows, dim]
 # grid      (ceil(rows / R), ceil(dim / COLS)): R rows of COLS columns
 # bytes     itemsize · rows · dim · (K + 1)
 # limits    dim ≤ 65535 · COLS
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "known"])
 def _weighted_kernel(
-    x_ptr, weights_ptr, ids_ptr, y_ptr, rows, dim, K: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, weights_ptr, ids_ptr, slot_of_ptr, y_ptr, rows, dim, known, K: tl.constexpr, R: tl.constexpr,
+    COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     live = (row < rows)[:, None] & (col < dim)[None, :]
-    y = expert_sum(x_ptr, weights_ptr, ids_ptr, row, col, live, rows, dim, K)
+    y = expert_sum(x_ptr, weights_ptr, ids_ptr, slot_of_ptr, known, row, col, live, rows, dim, K)
     tl.store(y_ptr + row[:, None] * dim + col[None, :], rounded(y, y_ptr.dtype.element_ty), mask=live)
 
 
 @kernel(ops.weighted_sum, device="cuda")
 def weighted_sum(expert_out, weights, *, out):
-    sum_of_chosen(expert_out, weights, None, out)
+    sum_of_chosen(expert_out, weights, None, None, out)
 
 
-def sum_of_chosen(expert_out: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor | None, out: torch.Tensor) -> None:
-    """`weighted_sum` without the slots whose id is negative; ids None: of all."""
+def sum_of_chosen(
+    expert_out: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor | None, slot_of: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """`weighted_sum` without the slots whose id is negative or another rank's expert; ids None: of all."""
     if out.numel() == 0:
         return
     grid, rows, dim, constants = _tiling(out)
-    _weighted_kernel[grid](expert_out, weights, ids, out, rows, dim, K=weights.shape[-1], **constants, **pdl_options())
+    known = 0 if slot_of is None else slot_of.numel()
+    _weighted_kernel[grid](
+        expert_out, weights, ids, slot_of, out, rows, dim, known, K=weights.shape[-1], **constants, **pdl_options()
+    )

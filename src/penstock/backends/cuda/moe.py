@@ -45,7 +45,7 @@ _EXACT = 4096  # pairs up to which the products of experts stay in float32 on th
 
 def _count(stack: Any, slot_of: torch.Tensor | None) -> int:
     """Experts to choose from, of which the stack may hold some: what a call does depends on them, not on the stack."""
-    return stack.shape[0] if slot_of is None else slot_of.numel()
+    return max(1, stack.shape[0] if slot_of is None else slot_of.numel())
 
 
 def _by_rows(variant: str | None, T: int, k: int, experts: int) -> bool:
@@ -172,7 +172,7 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
     stacks, count = [w for w in (gate_w, up_w, down_w) if w is not None], _count(gate_w, slot_of)
     if expert_out is None and activations == "float32" and _by_lanes(variant, x, stacks, ids, count):
         each = _lanes_mlp(x, ids, gate_w, up_w, down_w, slot_of, act)
-        sum_of_chosen(each, weights, ids, y)
+        sum_of_chosen(each, weights, ids, slot_of, y)
         return
     if expert_out is None and _by_rows(variant, *ids.shape, _count(gate_w, slot_of)):
         h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
@@ -182,7 +182,7 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
     if expert_out is None:
         expert_out = torch.empty((*ids.shape, y.shape[1]), dtype=y.dtype, device=x.device)
         _mlp(name, x, ids, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
-    sum_of_chosen(expert_out.view(*ids.shape, y.shape[1]), weights, ids, y)
+    sum_of_chosen(expert_out.view(*ids.shape, y.shape[1]), weights, ids, slot_of, y)
 
 
 def expert_room(pairs: tuple[int, int], experts: int, x: torch.Tensor, block: bool) -> torch.Tensor | None:

@@ -67,7 +67,7 @@ def _norm_kernel(
     live = (row < rows)[:, None] & (col < dim)[None, :]
     at = row[:, None] * dim + col[None, :]
     if K > 0:
-        v = expert_sum(x_ptr, slots_ptr, None, row, col, live, rows, dim, K)
+        v = expert_sum(x_ptr, slots_ptr, None, None, 0, row, col, live, rows, dim, K)
     else:
         v = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     if before_ptr is not None:
@@ -303,7 +303,7 @@ def _endlayer_kernel(
     live = (row < rows)[:, None] & (col < dim)[None, :]
     at = row[:, None] * dim + col[None, :]
     if K > 0:
-        v = expert_sum(x_ptr, slots_ptr, None, row, col, live, rows, dim, K)
+        v = expert_sum(x_ptr, slots_ptr, None, None, 0, row, col, live, rows, dim, K)
     else:
         v = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
     addend = tl.load(addend_ptr + at, mask=live, other=0.0).to(tl.float32)
