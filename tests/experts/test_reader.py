@@ -489,6 +489,15 @@ def test_bandwidth_is_measured_once_per_device(tmp_path, rng, io, monkeypatch):
         assert experts.bandwidth == rate
 
 
+def test_a_measurement_reads_no_experts_of_other_ranks(tmp_path, rng, monkeypatch):
+    monkeypatch.setattr(disk, "bandwidth", lambda key, read, count, threads: sum(map(read, range(count))))
+    layers = write_files(tmp_path, rng)
+    assert min(layer.count for layer in layers) > 2
+    for owned in ((0, 2), ()):
+        with ExpertReader(layers, "pagecache", owned=owned) as experts:
+            assert experts.bandwidth == sum(len(owned) * layer.format.payload for layer in layers)
+
+
 def test_a_measurement_reads_every_expert_once():
     seen = []
     rate = disk._measured(lambda number: seen.append(number) or 10, 7, threads=3)

@@ -53,10 +53,11 @@ class Files:
         pass
 
 
-def made(slots: int, layers: int = 2, policy: str = "lru") -> tuple[Store, Files]:
+def made(slots: int, layers: int = 2, policy: str = "lru", owned: tuple[int, ...] | None = None) -> tuple[Store, Files]:
     files = Files()
     each = Format(SPECS).payload
-    return Store([layer(n) for n in range(layers)], files, slots * each + each // 2, TOP, policy), files
+    budget = slots * each + each // 2
+    return Store([layer(n) for n in range(layers)], files, budget, TOP, policy, owned=owned), files
 
 
 def held(store: Store, n: int, expert: int) -> list[bytes]:
@@ -123,6 +124,71 @@ def test_rows_without_experts_ask_for_nothing(prefill, policy):
     (batch,) = store.expert_batches(0, some)
     assert np.flatnonzero(batch >= 0).tolist() == [2, 5]
     check_all(store)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfru", "pin"])
+@pytest.mark.parametrize("owned", [(1, 4, 6, 7, 11), (5,)], ids=["some", "one"])
+def test_other_ranks_experts_are_never_read_counted_or_kept(owned, policy, rng):
+    """The store does, and its policy thinks, what those of a model do that has the other experts alone."""
+    (store, files), smaller = made(9, 3, policy, owned), Files()
+    each, at = Format(SPECS).payload, np.flatnonzero(np.isin(np.arange(36) % 12, owned))
+    other = Store([layer(n, len(owned)) for n in range(3)], smaller, 9 * each, store.top_k, policy)
+    assert store.pool_of[0].slots.count == other.pool_of[0].slots.count == min(9, 3 * len(owned))
+    assert (store.nbytes, store.most_tokens) == (other.nbytes, other.most_tokens)
+    number = np.full(12, -1, np.int32)
+    number[list(owned)] = np.arange(len(owned))
+    for step in range(90):
+        n, prefill = step % 3, step % 7 > 4
+        ids = np.stack([rng.permutation(12)[:TOP] for _ in range(1 + 2 * prefill)]).astype(np.int32)
+        if prefill:
+            ids[:, 0] = rng.choice(owned, 3)
+        for one, seen in ((store, ids), (other, number[ids])):
+            if step % 7 < 6:
+                assert one.request(n, seen, prefill)
+                one.wait(n, seen)
+            else:
+                batches = list(one.expert_batches(n, seen))
+                assert {e for batch in batches for e in np.flatnonzero(batch >= 0)} == {*seen[number[ids] >= 0]}
+                assert all((batch[(number < 0)[: len(batch)]] == -2).all() for batch in batches if one is store)
+            one.prefetch((n + 1) % 3, seen)
+            one.drain()
+        check_all(store)
+        np.testing.assert_array_equal(store.table[at], other.table)
+        assert (np.delete(store.table, at) == -2).all()
+        np.testing.assert_array_equal(store.pool_of[0].policy.ranks(), other.pool_of[0].policy.ranks())
+    assert [(n, number[expert]) for n, expert in files.reads] == smaller.reads
+    store.counters.wait_seconds = other.counters.wait_seconds = 0
+    assert store.counters == other.counters and store.counters.hits
+    assert store.counters.guessed or len(owned) == 1
+
+
+def test_a_rank_without_experts_has_a_store_that_does_nothing():
+    store, files = made(0, owned=())
+    ids = np.array([[0, 3, 11]], np.int32)
+    assert store.request(1, ids) and store.request(1, ids, prefill=True) and store.most_tokens >= 1
+    store.wait(1, ids)
+    store.prefetch(0, ids)
+    assert not list(store.expert_batches(0, ids)) and (store.table == -2).all()
+    assert not files.reads and store.counters.hits == 0
+
+
+def test_a_step_on_the_device_counts_no_experts_of_other_ranks():
+    store, _ = made(5, owned=(0, 2, 4))
+    store.request(1, np.array([0, 4], np.int32))
+    store.wait(1, np.array([0, 4]))
+    store.record_step(np.array([0, 1]), np.array([[1, 3, -1], [0, 4, 5]], np.int32), 0)
+    assert store.counters.hits == 2
+
+
+def test_a_budget_is_of_what_a_rank_owns():
+    layers, each = [layer(0), layer(1)], Format(SPECS).payload
+    assert slot_counts(layers, 100 * each, TOP, (1, 5)) == {Format(SPECS): 4}
+    assert slot_counts(layers, 2 * each, TOP, (1, 5)) == {Format(SPECS): 2}
+    with pytest.raises(InvalidArgument, match=r"expected at least .* \(2 experts of"):
+        slot_counts(layers, 2 * each - 1, TOP, (1, 5))
+    for owned in ((5, 1), (1, 1), (-1, 3), (3, 12)):
+        with pytest.raises(InvalidArgument, match=r"^layers.0.experts: owned is \[.*\], expected ascending .* 0 to 11"):
+            Store(layers, Files(), 100 * each, TOP, owned=owned)
 
 
 def test_a_prefill_counts_the_rows_of_sequences():

@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 
 import penstock
+from penstock import ops
 from penstock.api import LLM
-from penstock.engine.expert_weights import expert_layers
+from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.experts.packed import write_packed
-from penstock.models import family_of
-from penstock.models.source import CheckpointSource
+from penstock.experts.store import owned_bytes
+from penstock.models import family_of, replaced
+from penstock.models.layers import ExpertStack
+from penstock.models.source import CheckpointSource, FileBackedSource, outlined
+from penstock.ops.device import device_for
 from penstock.weights.checkpoint import Checkpoint
 from tests.experts.common import CONFIGS, checkpoint
 from tests.models.common import moe_config, some_tokens
+from tests.ops.common import normal
 
 TOKENS = some_tokens(300)  # more than a piece of a prefill on the CPU
 
@@ -120,6 +125,46 @@ def test_a_prefill_reads_every_expert_once_per_piece_at_most(folder_of):
     assert store.counters.reads <= sum(layer.count for layer in store.layers)
     llm.logits(TOKENS[:256])
     assert store.counters.reads <= 2 * sum(layer.count for layer in store.layers)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_ranks_that_own_the_halves_read_those_and_add_up_to_the_whole(packed, folder_of, tmp_path, rng):
+    folder = folder_of("qwen3_5")
+    source = Checkpoint.open(folder)
+    family = family_of(source.config)
+    config, device = family.read_config(source.config), device_for("cpu")
+    weights_of = CheckpointSource(source, *family.names(source, config))
+    layers = expert_layers(family, weights_of, config)
+    options = ExpertOptions(cache="60%", file=f"{tmp_path / 'experts'}" if packed else None)
+    if packed:
+        write_packed(layers, source.fingerprint, tmp_path / "experts")
+    E, k, dim = layers[0].count, config.top_k, config.dim
+    ids = np.stack([rng.permutation(E)[:k] for _ in range(40)]).astype(np.int32)
+    x, weights = normal(rng, len(ids), dim), np.abs(normal(rng, len(ids), k))
+    results = {}
+    for owned in (None, tuple(range(0, E, 2)), tuple(range(1, E, 2))):
+        of_rank = family.read_weights(FileBackedSource(weights_of, outlined), config)
+        budget = budget_of(options, layers, 0, device, "model", owned)
+        count = E if owned is None else len(owned)
+        assert budget == int(0.6 * len(layers) * count * layers[0].format.payload)
+        rest = (budget, k, device, folder, source.fingerprint)
+        of_rank, streamed, notices = open_experts(of_rank, options, *rest, owned)
+        stacks: list[ExpertStack] = []
+        replaced(of_rank, ExpertStack, lambda stack, stacks=stacks: stacks.append(stack) or stack)
+        store, rows = streamed.store, np.full((*ids.shape, dim), np.nan, np.float32)
+        assert not notices and store.nbytes <= budget and len(stacks) == len(layers)
+        for layer, w in enumerate(stacks):
+            for slot_of in store.expert_batches(layer, ids):
+                ops.expert_mlp(rows, x, ids, w.gate, w.up, w.down, slot_of)
+        last = stacks[-1]
+        results[owned] = ops.moe_forward(x, ids, weights, last.gate, last.up, last.down, last.slot_of, expert_out=rows)
+        read = store.reader.counters
+        assert read.reads == store.counters.reads == len(layers) * count  # all are chosen, and each is read once
+        assert read.nbytes == store.counters.bytes_read == owned_bytes(layers, owned)
+        assert store.counters.hits == 0
+        streamed.store.close()
+    want = results.pop(None)
+    np.testing.assert_allclose(sum(results.values()), want, rtol=0, atol=2e-6 * np.abs(want).max())
 
 
 def test_a_budget_that_is_too_small_or_too_large_is_refused(folder_of):

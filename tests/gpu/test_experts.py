@@ -41,11 +41,14 @@ class Numbers:
         pass
 
 
-def made(count: int, host: str, policy: str = "lru") -> tuple[Store, Numbers, experts.GpuTier]:
+def made(
+    count: int, host: str, policy: str = "lru", owned: tuple[int, ...] | None = None
+) -> tuple[Store, Numbers, experts.GpuTier]:
     """Two layers of ten experts, of which `count` are in slots."""
     parts = tuple(stacked(Path("x"), 0, 10, spec) for spec in SPECS)
     reader, tier = Numbers(), experts.GpuTier(CudaDevice(), host, 2)
-    store = Store([Layer("a", parts), Layer("b", parts)], reader, count * Format(SPECS).payload, 2, policy, tier)
+    layers, budget = [Layer("a", parts), Layer("b", parts)], count * Format(SPECS).payload
+    store = Store(layers, reader, budget, 2, policy, tier, owned)
     tier.device_slot_maps(store)
     return store, reader, tier
 
@@ -131,6 +134,30 @@ def test_records_may_lie_before_the_first_block():
         tier.apply_report(np.array([0]), report[None])
         check(store, tier)
     assert len(reader.reads) == 6
+
+
+def test_the_device_misses_and_reports_no_experts_of_other_ranks():
+    owned = (1, 4, 7)
+    store, reader, tier = made(3, "100%", owned=owned)
+    check(store, tier)  # they are no one's to fetch from the start
+    bring(store, 0, [1, 2, 4, 9])
+    report, inputs = detect(store, tier, 0, [[0, 4], [1, 3]], [5, 6])
+    assert report.tolist() == [0, -1, 4, 1, -1, -1, -1, -1, -1] and inputs["slots"] == [5, 6]
+    tier.apply_report(np.array([0]), report[None])
+    assert store.counters.hits == 2
+    report, inputs = detect(store, tier, 1, [[0, 2], [9, -1]], [5, 6])
+    assert report.tolist() == [0, -1, -1, -1, -1, -1, -1, -1, -1] and inputs["slots"] == [5, 6]
+    report, inputs = detect(store, tier, 1, [[0, 7], [9, 7]], [5, 6])
+    assert report.tolist() == [1, -1, 7, -1, 7, -1, -1, -1, -1] and inputs["slots"] == [-1, -1]
+    assert not tier.fully_cached
+    for _ in range(9):
+        tier.prefetch_all()
+    assert sorted(reader.reads) == [(layer, expert) for layer in (0, 1) for expert in owned] and tier.fully_cached
+    report, _ = detect(store, tier, 1, [[0, 7], [4, 7]], [5, 6])
+    assert report[:5].tolist() == [0, -1, 7, 4, 7]
+    tier.apply_report(np.array([1]), report[None])
+    check(store, tier)
+    assert store.counters.host_hits == 2 and store.counters.reads == 6 and (store.slot_of[1][[0, 9]] == -2).all()
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfru", "pin"])

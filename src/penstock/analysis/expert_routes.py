@@ -7,6 +7,7 @@ what a GPU replays, so a recorded model runs as it always does.
 from __future__ import annotations
 
 import json
+import math
 import os
 import zipfile
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from penstock.engine.scheduler import SchedulableModel, Scheduler
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.simulate import Row, Trace, repeats, table
 from penstock.graph import Node
+from penstock.ops.array import leaves
 
 if TYPE_CHECKING:
     pass
@@ -260,7 +262,8 @@ def _experts(node: Node) -> int:
 
 def _expert_bytes(node: Node) -> int:
     stacks = [node.args.get(name) for name in ("gate_w", "up_w", "down_w")]
-    return sum(stack.nbytes // stack.shape[0] for stack in stacks if stack is not None)
+    arrays = [array for stack in stacks for array in leaves(stack)]
+    return sum(math.prod(array.shape[1:]) * array.itemsize for array in arrays)  # a rank's stack may be empty
 
 
 def _layers(model: Model, count: int) -> tuple[int, ...]:

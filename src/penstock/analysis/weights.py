@@ -73,7 +73,7 @@ class WeightInfo:
     @property
     def share(self) -> float:
         """Of it, what one token reads."""
-        return 1.0 if self.takes is None else min(1.0, self.takes / self.shape[0])
+        return 1.0 if self.takes is None else min(1.0, self.takes / max(1, self.shape[0]))
 
     def read_by(self, tokens: int) -> float:
         """Bytes of it that a step of so many tokens reads."""
@@ -85,7 +85,7 @@ class WeightInfo:
 
 def experts_read(count: int, top_k: int, tokens: int) -> float:
     """Share of E experts that a step of T tokens reads: 1 − (1 − k/E)^T on average, when all are as likely."""
-    return 1 - (1 - min(1.0, top_k / count)) ** tokens
+    return 1 - (1 - min(1.0, top_k / max(1, count))) ** tokens
 
 
 def rows_read(count: int, takes: int, tokens: int) -> float:

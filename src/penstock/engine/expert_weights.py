@@ -13,7 +13,7 @@ from penstock.experts.packed import NAME as PACKED
 from penstock.experts.packed import open_packed
 from penstock.experts.policy import POLICIES
 from penstock.experts.reader import IO, ExpertReader
-from penstock.experts.store import HostTier, Store, Tier, slot_counts
+from penstock.experts.store import HostTier, Store, Tier, chosen_here, owned_bytes, slot_counts
 from penstock.experts.streamed import Streamed
 from penstock.models import replaced
 from penstock.models.family import ConfigT, Family, WeightsT
@@ -58,14 +58,22 @@ def expert_layers(family: Family[ConfigT, WeightsT], source: CheckpointSource, c
     return _layers(family.read_weights(FileBackedSource(source, outlined), config))
 
 
-def budget_of(options: ExpertOptions, layers: Sequence[Layer], rest: int, device: Device, what: str) -> int:
+def budget_of(
+    options: ExpertOptions,
+    layers: Sequence[Layer],
+    rest: int,
+    device: Device,
+    what: str,
+    owned: Sequence[int] | None = None,
+) -> int:
     """Bytes for slots on a device where `rest` bytes are taken by other things.
 
-    Raises InvalidArgument for a model without experts, OutOfMemory for a budget that is not there.
+    owned: the experts of each layer that are this rank's, which "50%" and "auto" mean; None: all. Raises
+    InvalidArgument for a model without experts, OutOfMemory for a budget that is not there.
     """
     if not layers:
         raise InvalidArgument(f"expert_cache: {what} has no experts, expected 'auto'")
-    total, free = sum(layer.nbytes for layer in layers), device.free_memory() - rest
+    total, free = owned_bytes(layers, owned), device.free_memory() - rest
     if options.cache == "auto":
         return max(0, min(total, int(free * _SHARE)))
     budget = min(total, parse_size(options.cache, "load: expert_cache", whole=total))
@@ -78,16 +86,26 @@ def budget_of(options: ExpertOptions, layers: Sequence[Layer], rest: int, device
 
 
 def open_experts(
-    weights: WeightsT, options: ExpertOptions, budget: int, top_k: int, device: Device, folder: Path, fingerprint: str
+    weights: WeightsT,
+    options: ExpertOptions,
+    budget: int,
+    top_k: int,
+    device: Device,
+    folder: Path,
+    fingerprint: str,
+    owned: Sequence[int] | None = None,
 ) -> tuple[WeightsT, Streamed, list[str]]:
-    """A model's weights with slots instead of files, what fills them, and remarks."""
+    """A model's weights with slots instead of files, what fills them, and remarks.
+
+    owned: the experts of each layer that are this rank's, ascending; None: all. No others are read.
+    """
     layers = _layers(weights)
-    slot_counts(layers, budget, top_k)  # raises before anything is opened
+    slot_counts(layers, budget, top_k, owned)  # raises before anything is opened
     layers, notices = _packed(layers, options, folder, fingerprint)
-    reader = ExpertReader(layers, options.io)
+    reader = ExpertReader(layers, options.io, owned=owned)
     try:
-        tier = _tier(options, top_k, device)
-        store = Store(layers, reader, budget, top_k, options.policy, tier)
+        tier = _tier(options, chosen_here(top_k, owned), device)
+        store = Store(layers, reader, budget, top_k, options.policy, tier, owned)
     except BaseException:
         reader.close()
         raise

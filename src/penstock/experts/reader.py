@@ -58,17 +58,21 @@ class Counters(NamedTuple):
 class ExpertReader:
     """Reads experts of some layers, by threads of its own. The files stay open until `close`.
 
+    owned: the experts of each layer that are read in measurements; None: all.
+
     An expert whose record has a hash (a packed file's) is compared with it when it is first read.
     io: one of IO, afterwards the way that was chosen. threads: how many reads run at the same time.
     Raises CheckpointError for a file that cannot be opened, or not in the way that `io` demands.
     """
 
-    def __init__(self, layers: Sequence[Layer], io: str = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], io: str = "auto", threads: int | None = None, owned: Sequence[int] | None = None
+    ) -> None:
         if io not in IO:
             raise InvalidArgument(f"expert io is {io!r}, expected one of {', '.join(IO)}")
         if threads is not None and threads < 1:
             raise InvalidArgument(f"reading threads are {threads}, expected at least 1")
-        self._layers = list(layers)
+        self._layers, self._owned = list(layers), owned
         self._sizes = [[spec.nbytes for spec in layer.format.specs] for layer in self._layers]
         self._payload = [sum(sizes) for sizes in self._sizes]
         self._compared = [bytearray(layer.count) for layer in self._layers]  # with the hash, by expert
@@ -209,6 +213,7 @@ class ExpertReader:
         return _Direct()
 
     def _chosen(self) -> str:
+        # all experts, whoever owns them: ranks of one machine share its page cache
         if not self._files or disk.stays_in_memory(sum(layer.nbytes for layer in self._layers)):
             return "pagecache"
         try:
@@ -219,7 +224,8 @@ class ExpertReader:
 
     def _rate(self, io: str, way: _Way) -> float:
         """Bytes per second of reading experts that are not in the page cache, as far as they can be dropped from it."""
-        experts = [(n, expert) for n, layer in enumerate(self._layers) for expert in range(layer.count)]
+        sizes = [range(layer.count) if self._owned is None else self._owned for layer in self._layers]
+        experts = [(n, expert) for n, some in enumerate(sizes) for expert in some]
         random.Random(f"{io} {len(experts)}").shuffle(experts)
         experts = experts[:_SAMPLE]
         if not experts:

@@ -3,11 +3,14 @@
 Layers whose experts have the same arrays share a pool of slots. A step asks for the experts of a layer as soon as they
 are chosen (`request`) and waits for them before it computes (`wait`). A prefill may choose more experts than there are
 slots; then they come in batches (`expert_batches`, `token_batches`). One thread at a time uses a store.
+
+A store may own a part of the experts, where other ranks have the others: those are never read, counted or kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -20,6 +23,7 @@ from penstock.dtypes import numpy_dtype
 from penstock.errors import InvalidArgument, PenstockError
 from penstock.experts.layout import Format, Layer
 from penstock.experts.policy import Policy, make_policy
+from penstock.ops.linear import ABSENT, FOREIGN
 from penstock.units import amount
 from penstock.weights.mapped import pages
 
@@ -86,7 +90,7 @@ class Tier(Protocol):
         ...
 
     def slots(self, format: Format, count: int, experts: int, share: float, store: Store) -> Slots:
-        """Memory for `count` of the `experts` that have a format, which are a `share` of the bytes of all."""
+        """Memory for `count` of this rank's `experts` of a format, which are a `share` of the bytes of all of its."""
         ...
 
     def device_slot_maps(self, store: Store) -> list[Any]:
@@ -150,10 +154,12 @@ class Pool:
 
 
 class Store:
-    """The experts of a model, of which `budget` bytes are in slots. `slot_of[layer]` int32 [E] says where.
+    """The experts of a model, of which `budget` bytes are in slots. `slot_of[layer]` int32 [E] says where: −1 for one
+    that is in no slot, −2 for another rank's.
 
-    top_k: experts that a token chooses, which must fit. tier: where the slots are, host memory by default. Raises
-    InvalidArgument for a budget that is too small, with the one that is needed.
+    top_k: experts that a token chooses, which must fit. tier: where the slots are, host memory by default. owned: the
+    experts of each layer that are this rank's, ascending; None: all. Raises InvalidArgument for a budget that is too
+    small, with the one that is needed, and for experts that there are not.
     """
 
     def __init__(
@@ -164,19 +170,25 @@ class Store:
         top_k: int,
         policy: str = "auto",
         tier: Tier | None = None,
+        owned: Sequence[int] | None = None,
     ) -> None:
         tier = tier or HostTier()
-        self.layers, self.reader, self.top_k = list(layers), reader, top_k
+        self.layers, self.reader, self.top_k = list(layers), reader, chosen_here(top_k, owned)
         self.counters = Counters()
         self.bases = np.cumsum([0, *(layer.count for layer in self.layers)])
-        self.table = np.full(self.bases[-1], -1, np.int32)  # `slot_of` of all layers
+        self.table = np.full(self.bases[-1], ABSENT, np.int32)  # `slot_of` of all layers
         self.slot_of = np.split(self.table, self.bases[1:-1])
+        counts = slot_counts(self.layers, budget, top_k, owned)
+        if owned is not None:
+            for row in self.slot_of:
+                row[np.setdiff1d(np.arange(len(row)), owned)] = FOREIGN
+        self._key_of = np.cumsum(self.table != FOREIGN) - 1  # as policies count: the experts of other ranks have none
         self._pools: dict[Format, Pool] = {}
-        for format, count in slot_counts(self.layers, budget, top_k).items():
-            experts = sum(layer.count for layer in self.layers if layer.format == format)
-            share = experts * format.payload / sum(layer.nbytes for layer in self.layers)
+        for format, count in counts.items():
+            experts = sum(owned_count(layer, owned) for layer in self.layers if layer.format == format)
+            share = experts * format.payload / max(1, owned_bytes(self.layers, owned))
             slots = tier.slots(format, count, experts, share, self)
-            self._pools[format] = Pool(slots, make_policy(policy, count, len(self.table)))
+            self._pools[format] = Pool(slots, make_policy(policy, count, max(1, int(self._key_of[-1]) + 1)))
         self.pool_of = [self._pools[layer.format] for layer in self.layers]
 
     @property
@@ -187,7 +199,7 @@ class Store:
     @property
     def most_tokens(self) -> int:
         """Tokens whose experts fit at once, whatever they choose."""
-        return min(min(pool.slots.count, pool.slots.at_once) for pool in self._pools.values()) // self.top_k
+        return min(min(pool.slots.count, pool.slots.at_once) for pool in self._pools.values()) // max(1, self.top_k)
 
     def close(self) -> None:
         self.reader.close()
@@ -197,11 +209,11 @@ class Store:
     def request(self, layer: int, ids: np.ndarray, prefill: bool = False) -> bool:
         """Begin to bring in the experts that a layer chose; False if there are not enough slots, and nothing begins.
 
-        Id −1 is no expert, here and below. prefill: ids are of a prefill, whose choice says little about the tokens
-        after it.
+        Id −1 is no expert, and experts of other ranks are none either, here and below. prefill: ids are of a prefill,
+        whose choice says little about the tokens after it.
         """
         pool, slot_of = self.pool_of[layer], self.slot_of[layer]
-        chosen = _distinct(ids)
+        chosen = self._distinct(layer, ids)
         slots = slot_of[chosen]
         absent = chosen[slots < 0]
         if len(absent):
@@ -224,21 +236,22 @@ class Store:
     def _count(self, layer: int, ids: np.ndarray) -> None:
         """Count for the policy how often the tokens of a prefill [T, k] chose each expert."""
         there = ids >= 0
-        chosen, counts = np.unique(ids[there], return_counts=True)
+        chosen, counts = np.unique(self._named(layer, ids), return_counts=True)
         tokens = int(np.count_nonzero(there.any(axis=-1)))
-        self.pool_of[layer].policy.add_prefill_counts(self.bases[layer] + chosen, counts, tokens)
+        self.pool_of[layer].policy.add_prefill_counts(self._key_of[self.bases[layer] + chosen], counts, tokens)
 
     def wait(self, layer: int, ids: np.ndarray) -> None:
         """Wait for the experts ids, which were requested. Raises CheckpointError for one that cannot be read."""
         pool = self.pool_of[layer]
         if pool.pending:
-            self._wait_for(pool, self.slot_of[layer][_distinct(ids)])
+            self._wait_for(pool, self.slot_of[layer][self._distinct(layer, ids)])
 
     def record_step(self, layers: np.ndarray, ids: np.ndarray, came: int) -> None:
         """Count what steps did on the device: `layers` [n] chose the experts ids [n, W] (−1: none), of which `came`
         were absent before. The owners of slots are in sync already.
         """
         chosen = np.unique((self.bases[layers][:, None] + ids)[ids >= 0])
+        chosen = chosen[self.table[chosen] != FOREIGN]
         self.counters.hits += len(chosen) - came
         slots = self.table[chosen]
         for pool in self._pools.values():
@@ -271,7 +284,7 @@ class Store:
         Each chosen expert is present in one of them. While some are computed the next are read.
         """
         pool, slot_of = self.pool_of[layer], self.slot_of[layer]
-        chosen = _distinct(ids)
+        chosen = self._distinct(layer, ids)
         there = slot_of[chosen] >= 0
         current, rest = chosen[there], chosen[~there]
         self.counters.hits += len(current)
@@ -281,7 +294,7 @@ class Store:
             begun = self.begin(layer, rest[:at_once], slot_of[current])
             if len(current):
                 self._wait_for(pool, slot_of[current])
-                batch = np.full(len(slot_of), -1, np.int32)
+                batch = np.minimum(slot_of, ABSENT)
                 batch[current] = slot_of[current]
                 pool.policy.touch_prefill(slot_of[current])
                 yield pool.slots.device_slot_map(batch)
@@ -300,7 +313,7 @@ class Store:
     def prefetch(self, layer: int, ids: np.ndarray) -> None:
         """Begin to bring in experts that a layer will perhaps choose, as far as slots of no pending read are free."""
         pool, slot_of = self.pool_of[layer], self.slot_of[layer]
-        chosen = _distinct(ids)
+        chosen = self._distinct(layer, ids)
         absent = chosen[slot_of[chosen] < 0]
         if not len(absent) or len(pool.pending) + len(absent) > pool.slots.count - 2 * self.top_k:
             return
@@ -323,10 +336,10 @@ class Store:
     def _take(self, pool: Pool, slots: np.ndarray, owners: np.ndarray) -> None:
         """Note whose these slots are now."""
         old = pool.owner[slots]
-        self.table[old[old >= 0]] = -1
+        self.table[old[old >= 0]] = ABSENT
         pool.owner[slots] = owners
         self.table[owners] = slots
-        pool.policy.filled(slots, owners)
+        pool.policy.filled(slots, self._key_of[owners])
 
     def _fill(self, layer: int, experts: np.ndarray, slots: np.ndarray) -> None:
         pool = self.pool_of[layer]
@@ -357,24 +370,52 @@ class Store:
     def _drop(self, pool: Pool, slot: int) -> None:
         """Empty a slot whose expert did not arrive."""
         pool.slots.drop(slot)
-        self.table[pool.owner[slot]] = -1
+        self.table[pool.owner[slot]] = ABSENT
         pool.owner[slot] = -1
 
+    def _named(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """The experts of this rank that ids name, as often as they do."""
+        named = ids[ids >= 0]
+        return named[self.slot_of[layer][named] != FOREIGN]
 
-def _distinct(ids: np.ndarray) -> np.ndarray:
-    """The experts that ids name, each once."""
-    return np.unique(ids[ids >= 0])
+    def _distinct(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """Each once."""
+        return np.unique(self._named(layer, ids))
 
 
-def slot_counts(layers: Sequence[Layer], budget: int, top_k: int) -> dict[Format, int]:
+def owned_count(layer: Layer, owned: Sequence[int] | None) -> int:
+    """Experts of a layer that a rank owns. Raises InvalidArgument for some that the layer does not have."""
+    if owned is None:
+        return layer.count
+    if any(b <= a for a, b in itertools.pairwise([-1, *owned, layer.count])):
+        raise InvalidArgument(
+            f"{layer.name}: owned is {list(owned)}, expected ascending experts from 0 to {layer.count - 1}"
+        )
+    return len(owned)
+
+
+def owned_bytes(layers: Sequence[Layer], owned: Sequence[int] | None) -> int:
+    """Bytes in the files of the experts that a rank owns."""
+    return sum(layer.format.payload * owned_count(layer, owned) for layer in layers)
+
+
+def chosen_here(top_k: int, owned: Sequence[int] | None) -> int:
+    """How many experts a token chooses at most of those that a rank owns."""
+    return top_k if owned is None else min(top_k, len(owned))
+
+
+def slot_counts(
+    layers: Sequence[Layer], budget: int, top_k: int, owned: Sequence[int] | None = None
+) -> dict[Format, int]:
     """How many slots each format gets of a budget in bytes, by the bytes that its experts have in all.
 
-    No more than there are experts, no less than a token of one layer chooses.
+    No more than there are experts, no less than a token of one layer chooses. owned: the experts of each layer that
+    count, None: all; without any there is one slot, which stays empty.
     """
     total: dict[Format, int] = {}
     for layer in layers:
-        total[layer.format] = total.get(layer.format, 0) + layer.count
-    least = {format: min(top_k, count) for format, count in total.items()}
+        total[layer.format] = total.get(layer.format, 0) + owned_count(layer, owned)
+    least = {format: min(chosen_here(top_k, owned), count) for format, count in total.items()}
     need = sum(format.payload * count for format, count in least.items())
     if budget < need:
         raise InvalidArgument(
@@ -382,9 +423,9 @@ def slot_counts(layers: Sequence[Layer], budget: int, top_k: int) -> dict[Format
             f"({', '.join(f'{n} experts of {amount(format.payload)}' for format, n in least.items())}: "
             "what a token chooses in a layer)"
         )
-    whole = sum(format.payload * count for format, count in total.items())
+    whole = max(1, sum(format.payload * count for format, count in total.items()))
     left, counts = budget - need, dict(least)
     for format, count in total.items():
         share = left * (format.payload * count) // whole
-        counts[format] = min(count, least[format] + share // format.payload)
+        counts[format] = max(1, min(count, least[format] + share // format.payload))
     return counts

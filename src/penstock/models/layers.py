@@ -71,7 +71,8 @@ def adjacent(*weights: Weight) -> tuple[Weight, ...]:
 class ExpertStack:
     """Feed-forward blocks of E experts: gate, up [E, I, dim], down [E, dim, I]. up None: gate rows, then up rows.
 
-    slot_of int32 [E]: where each expert is in the stacks, if they do not hold all of them.
+    slot_of int32 [E]: where each expert is in the stacks, if they do not hold all of them; −1: not here yet, −2:
+    another rank's.
     """
 
     gate: Weight

@@ -242,6 +242,11 @@ def expert_count(experts: Any) -> int:
     return len(experts) if isinstance(experts, list | tuple | ExpertBlobs) else experts.shape[0]
 
 
+def expert_rows(experts: Any) -> int:
+    """N of each expert, also where there is none."""
+    return (experts[0] if isinstance(experts, list | tuple) else experts).shape[-2]
+
+
 def expert_at(experts: Any, slot: int) -> Any:
     return experts.experts[slot] if isinstance(experts, ExpertBlobs) else experts[slot]
 
@@ -345,7 +350,7 @@ def expert_matmul(
         ids = np.arange(expert_count(experts) if slot_of is None else len(slot_of), dtype=np.int32)
     K = x.shape[-1]
     rows = np.broadcast_to(x[..., None, :] if x.ndim == ids.ndim else x, (*ids.shape, K)).reshape(-1, K)
-    y = np.zeros((len(rows), (experts[0] if isinstance(experts, list | tuple) else experts).shape[-2]))
+    y = np.zeros((len(rows), expert_rows(experts)))
     for slot, where in by_slot(slots_of(ids, slot_of)):
         y[where] = product(rows[where], expert_at(experts, slot), activations)
     return round_to(y.reshape(*ids.shape, y.shape[-1]), x.dtype)

@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 
 import penstock.backends.cuda._launch  # noqa: F401  (sets Triton up)
+from penstock.backends.cuda._rows import FOREIGN
 from penstock.errors import OutOfMemory
+from penstock.ops import linear
 from penstock.ops.array import numpy_view
 from penstock.ops.device import ExpertFormat
 from penstock.units import parse_size, spelled
@@ -63,15 +65,16 @@ def _move_kernel(
 # resolve   slots for the experts that a layer chose and that have none: each takes the slot of the lowest score that
 #           its layer does not use. report[0] = 1 if one of them has no record either: then nothing changes, and all
 #           rows become inactive, so that what follows in the step changes nothing
-# shapes    ids int32 [rows · K]; slot_of int32 (−1: none), record int64 (NOWHERE: none) of all experts of all layers,
-#           this layer's from `base` on; key int32 [S]: whose slot it is; score float32 [S], as the host saw it after
-#           `known`; used int32 [S]: when each slot was used last; clock int32 [2]: the time before this step, and
-#           known; n: of the layer in the step; rows (a state each, −1: inactive), positions, lengths int32; report
-#           int32 [1 + 2 · WIDTH]: flag, ids (−1 of inactive rows), slots that were given; to_slot int32, to_record
-#           int64 [WIDTH]: what to move
+# shapes    ids int32 [rows · K]; slot_of int32 (−1: none, −2: another rank's, which is no choice here), record int64
+#           (NOWHERE: none) of all experts of all layers, this layer's from `base` on; key int32 [S]: whose slot it is;
+#           score float32 [S], as the host saw it after `known`; used int32 [S]: when each slot was used last; clock
+#           int32 [2]: the time before this step, and known; n: of the layer in the step; rows (a state each, −1:
+#           inactive), positions, lengths int32; report int32 [1 + 2 · WIDTH]: flag, ids (−1 of inactive rows and of
+#           other ranks), slots that were given; to_slot int32, to_record int64 [WIDTH]: what to move
 # grid      (1,)
 # bytes     8 · S where something is missing
-# limits    rows · K ≤ WIDTH ≤ S ≤ SLOTS; what was used since `known` scores above anything else
+# limits    rows · K ≤ WIDTH; different experts of this rank ≤ S ≤ SLOTS; what was used since `known` scores above
+#           anything else
 @triton.jit
 def _resolve_kernel(
     ids_ptr, slot_of_ptr, record_ptr, key_ptr, score_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
@@ -84,11 +87,12 @@ def _resolve_kernel(
     expert = tl.load(ids_ptr + i, mask=live, other=0)
     known = active & (expert >= 0) & (expert < experts)
     slot = tl.load(slot_of_ptr + base + expert, mask=known, other=0)
+    known = known & (slot != FOREIGN)
     record = tl.load(record_ptr + base + expert, mask=known, other=0)
     away = known & (slot < 0)
     missing = tl.sum((away & (record == NOWHERE)).to(tl.int32)) > 0
     tl.store(report_ptr, missing.to(tl.int32))
-    tl.store(report_ptr + 1 + i, tl.where(active, expert, -1), mask=live)
+    tl.store(report_ptr + 1 + i, tl.where(active & (slot != FOREIGN), expert, -1), mask=live)
     given = tl.full([BLOCK], -1, tl.int32)
     now = tl.load(clock_ptr) + n + 1
     held = known & (slot >= 0)
@@ -213,13 +217,14 @@ class GpuTier:
         sizes = [len(row) for row in store.slot_of]
         self.bases = [0, *accumulate(sizes)]
         self.slots_of = [pool.slots for pool in store.pool_of]
+        here = [np.flatnonzero(row != linear.FOREIGN).tolist() for row in store.slot_of]  # not other ranks'
         for slots in self._pools:
             own = [layer for layer, found in enumerate(self.slots_of) if found is slots]
-            slots.unread = ((layer, expert) for layer in own for expert in range(sizes[layer]))
-        self._roomy = all(slots.count >= 2 * max(sizes) for slots in self._pools)
+            slots.unread = ((layer, expert) for layer in own for expert in here[layer])
+        self._roomy = all(slots.count >= 2 * max(map(len, here)) for slots in self._pools)
         self.host_records = np.full(self.bases[-1], _NOWHERE, np.int64)
         with self._gpu._memory_errors():
-            self.table = torch.full((self.bases[-1],), -1, dtype=torch.int32, device=self._gpu.torch_device)
+            self.table = torch.from_numpy(store.table.copy()).to(self._gpu.torch_device)
             self.records = torch.full((self.bases[-1],), _NOWHERE, dtype=torch.int64, device=self._gpu.torch_device)
             self.clock = torch.zeros(2, dtype=torch.int32, device=self._gpu.torch_device)
         return list(self.table.split(sizes))
@@ -228,7 +233,7 @@ class GpuTier:
     def fully_cached(self) -> bool:
         if not self._fully_cached and not self._store.pending:
             self._fully_cached = all(slots.kept == slots.experts for slots in self._pools) or bool(
-                (self._store.table >= 0).all()
+                (self._store.table != linear.ABSENT).all()
             )
         return self._fully_cached
 
