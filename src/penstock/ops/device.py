@@ -80,7 +80,8 @@ class MissDetector(Protocol):
 
     @property
     def host(self) -> np.ndarray:
-        """int32 [layers, 1 + 2 · width]: whether some are missing, ids (−1: of an inactive row), slots that were taken.
+        """int32 [layers, 1 + 2 · width]: whether some are missing, ids (−1: of an inactive row, or another rank's),
+        slots that were taken.
 
         There are two, which take turns.
         """
