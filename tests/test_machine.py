@@ -47,6 +47,21 @@ def test_threads_that_share_a_core_count_once(fake_system):
         fake_system(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}\n")
     assert machine.physical_cores() == 4
     assert machine.usable_threads() == 8
+    assert machine.cores() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    for cpu in range(8):
+        fake_system(f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id", f"{10 - cpu % 2}\n")
+    assert machine.cores() == [[1, 5], [3, 7], [0, 4], [2, 6]]
+
+
+def test_memory_is_limited_to_what_a_process_was_given(fake_system, monkeypatch):
+    fake_system("proc/meminfo", "MemTotal: 1000 kB\nMemAvailable: 700 kB\n")
+    fake_system("proc/self/status", "Name:\tx\nVmRSS:\t999 kB\nRssAnon:\t 100 kB\nRssFile:\t9 kB\nRssShmem:\t 20 kB\n")
+    monkeypatch.setattr(machine, "_memory_limit", None)
+    assert machine.memory() == (1000 << 10, 700 << 10)
+    for limit, free in ((900, 700), (500, 380), (110, 0)):
+        machine.limit_memory(limit << 10)
+        assert machine.memory() == (limit << 10, free << 10)
+        assert machine.available_memory() == free << 10
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from pathlib import Path, PurePosixPath
 PROC = Path("/proc")
 SYS = Path("/sys")
 
+_memory_limit: int | None = None  # bytes, of this process
+
 
 def cpu_model() -> str:
     """The name of the CPU, or of its architecture where the system does not tell."""
@@ -24,10 +26,24 @@ def usable_threads() -> int:
 
 def physical_cores() -> int:
     """Physical cores this process may run on: hardware threads that share a core count once."""
-    cores = {
-        _read(SYS / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in _allowed_cpus()
-    }
-    return min(len(cores), _cpu_quota())
+    return min(len(cores()), _cpu_quota())
+
+
+def cores() -> list[list[int]]:
+    """Hardware threads this process may run on, those of a physical core together, cores of a socket side by side."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for cpu in sorted(_allowed_cpus()):
+        topology = SYS / f"devices/system/cpu/cpu{cpu}/topology"
+        socket = _read(topology / "physical_package_id")
+        siblings = _read(topology / "thread_siblings_list") or str(cpu)
+        found.setdefault((int(socket) if socket.isdigit() else 0, siblings), []).append(cpu)
+    return [found[key] for key in sorted(found, key=lambda key: (key[0], found[key]))]
+
+
+def limit_memory(nbytes: int) -> None:
+    """Let `memory` tell of so many bytes at most, of which what this process has allocated is used."""
+    global _memory_limit
+    _memory_limit = nbytes
 
 
 def memory(reclaim: bool = False) -> tuple[int, int]:
@@ -47,6 +63,8 @@ def memory(reclaim: bool = False) -> tuple[int, int]:
                 total = min(total, int(limit_bytes))
                 cached = _page_cache(group) if reclaim else 0
                 free = min(free, max(0, int(limit_bytes) - int(used_bytes) + cached))
+    if _memory_limit is not None and total:
+        total, free = min(total, _memory_limit), min(free, max(0, _memory_limit - _allocated()))
     return total, free
 
 
@@ -64,6 +82,12 @@ def peak_memory() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _allocated() -> int:
+    """Bytes of this process's memory that are no pages of files."""
+    fields = (line.partition(":") for line in _read(PROC / "self/status").splitlines())
+    return sum(int(size.split()[0]) * 1024 for name, _, size in fields if name in ("RssAnon", "RssShmem"))
 
 
 def _page_cache(group: Path) -> int:
