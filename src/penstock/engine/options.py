@@ -40,17 +40,23 @@ def resolve_options(
             raise InvalidArgument(f"load: {name} is {value!r}, expected one of {', '.join(allowed)}")
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
         raise InvalidArgument(f"load: threads is {threads!r}, expected an integer")
-    settings = Settings.from_env()
-    if device == "auto":
-        device = settings.device if settings.device != "auto" else "cpu" if cuda.unusable() else "cuda"
+    device = resolve_device(device)
     kind = device_type(device)
-    if (count := threads if threads is not None else settings.threads) is not None:
+    if (count := threads if threads is not None else Settings.from_env().threads) is not None:
         kind.set_threads(count)
     return Options(
         device,
         kind.default_dtype if dtype == "auto" else dtype,
         kind.default_activations if activations == "auto" else activations,
     )
+
+
+def resolve_device(device: str) -> str:
+    """What "auto" stands for here: the setting, else a GPU if one can be used, else the CPU."""
+    if device != "auto":
+        return device
+    chosen = Settings.from_env().device
+    return chosen if chosen != "auto" else "cpu" if cuda.unusable() else "cuda"
 
 
 def resolve_state_dtype(state_dtype: str, device: str) -> str:

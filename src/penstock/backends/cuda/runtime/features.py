@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from pathlib import Path
 
 CAPABILITY = (8, 0)  # the oldest GPUs that the kernels run on
@@ -46,3 +47,14 @@ def unusable() -> str | None:
         name = torch.cuda.get_device_name()
         return f"{name} has compute capability {major}.{minor}, expected {CAPABILITY[0]}.{CAPABILITY[1]} or newer"
     return None
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that torch finds, each as CUDA_VISIBLE_DEVICES names it; none where no GPU can be used."""
+    if unusable() is not None:
+        return []
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named[:count] if named else [str(number) for number in range(count)]
