@@ -26,7 +26,7 @@ class Played:
     scripts: ClassVar[list] = []
     made: ClassVar[list] = []
 
-    def __init__(self, module):
+    def __init__(self, module, resources=None):
         ours, theirs = socket.socketpair()
         theirs.settimeout(10)
         self.ready, self.answer, self.process = threading.Event(), None, self

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,18 @@ class SchedulerMetrics:
     def mean_batch(self) -> float:
         """Answers per step."""
         return self.decode_rows / self.decode_steps if self.decode_steps else 0.0
+
+    def ended(self, lost: int) -> SchedulerMetrics:
+        """Of a scheduler that has ended with so many requests: what it has done stays, what it held is gone."""
+        held = ("running", "waiting", "pages_used", "pages_total", "memory_used", "memory_total")
+        gone = dict.fromkeys((*held, "prefix_entries", "prefix_bytes"), 0)
+        return replace(self, failed=self.failed + lost, **gone)
+
+
+def total(metrics: Iterable[SchedulerMetrics]) -> SchedulerMetrics:
+    """What several schedulers are doing and have done together."""
+    each = list(metrics)
+    return SchedulerMetrics(**{one.name: sum(getattr(m, one.name) for m in each) for one in fields(SchedulerMetrics)})
 
 
 @dataclass

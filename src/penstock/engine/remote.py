@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import socket
 import subprocess
 import sys
@@ -39,9 +40,10 @@ from penstock.engine.channel import (
     set_timings,
     submit_message,
 )
+from penstock.engine.metrics import SchedulerMetrics, total
 from penstock.engine.request import Request, RequestLimits, Timings, make_request
+from penstock.engine.resources import Resources
 from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
-from penstock.engine.scheduler import SchedulerMetrics
 from penstock.errors import Cancelled, CheckpointError, EngineDied, InvalidArgument, QueueFull
 from penstock.text.tokenizer import Tokenizer
 
@@ -53,8 +55,9 @@ _GRACE = 10.0  # seconds for the process to end by itself once its requests have
 class RemoteScheduler:
     """Has the interface of `Scheduler`, for an engine in another process.
 
-    module: is run in that process and has `main(descriptor)`. start: what it is to load. progress and notify get its
-    remarks while it loads. When the process ends unasked, all requests end with EngineDied and a new one is started,
+    module: is run in that process and has `main(descriptor)`. start: what it is to load. resources: what of the machine
+    it gets (None: all). progress and notify get its remarks while it loads, record the timings of requests that have
+    ended without an error. When the process ends unasked, all requests end with EngineDied and a new one is started,
     meanwhile `unavailable` says so; if that ends too within RESTART_SECONDS, `given_up` is called with the reason.
     damaged is called when the weights cannot be read any more. Returns when the model is there; raises what loading
     failed with.
@@ -70,19 +73,23 @@ class RemoteScheduler:
         notify: Callable[[str], None] = lambda note: None,
         damaged: Callable[[CheckpointError], None] | None = None,
         given_up: Callable[[str], None] = lambda reason: None,
+        record: Callable[[Sequence[Timings]], None] = lambda timings: None,
+        resources: Resources | None = None,
     ) -> None:
-        self._module, self._start, self._tokenizer = module, start, tokenizer
+        self._module, self._start, self._tokenizer, self._resources = module, start, tokenizer, resources
         self._progress, self._notify, self._damaged, self._given_up = progress, notify, damaged, given_up
+        self._record = record
         self.unavailable: str | None = None  # why no request is taken now, as long as a new engine starts
         self.stats: dict[str, Any] = {}
         self._metrics = SchedulerMetrics()
+        self._past = SchedulerMetrics()  # of engines that have ended
         self._refused = 0
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards what follows
         self._live: dict[int, _Live] = {}
         self._closing = False
         self._died = -RESTART_SECONDS
-        self._engine = _Engine(self._module)
+        self._engine = _Engine(self._module, self._resources)
         self.ready = self._launch(self._engine)
 
     @property
@@ -97,6 +104,11 @@ class RemoteScheduler:
     def pid(self) -> int:
         """The process of the engine."""
         return self._engine.process.pid
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait."""
+        return len(self._live)
 
     def request(self, prompt: str | Sequence[int], max_tokens: int = 256, stop: Any = (), **options: Any) -> Request:
         """A request for `submit`, checked here. Raises InvalidArgument or DTypeError, naming what is wrong."""
@@ -125,7 +137,8 @@ class RemoteScheduler:
 
     def metrics(self) -> SchedulerMetrics:
         """Of a moment ago."""
-        return dataclasses.replace(self._metrics, refused=self._metrics.refused + self._refused)
+        now = total((self._past, self._metrics))
+        return dataclasses.replace(now, refused=now.refused + self._refused)
 
     def close(self, deadline: float | None = None) -> None:
         """Take no more requests, finish those that run, and end the process; it is killed soon after `deadline`."""
@@ -212,6 +225,7 @@ class RemoteScheduler:
         now, status = time.monotonic(), engine.status()
         with self._lock:
             lost, self._live = self._live, {}
+            self._past, self._metrics = total((self._past, self._metrics.ended(len(lost)))), SchedulerMetrics()
             closing = self._closing or isinstance(engine.answer, NotLoaded)
             again = now - self._died > RESTART_SECONDS
             self._died = now
@@ -234,7 +248,7 @@ class RemoteScheduler:
 
     def _restart(self) -> None:
         try:
-            engine = _Engine(self._module)
+            engine = _Engine(self._module, self._resources)
             with self._lock:
                 self._engine = engine
                 if self._closing:
@@ -242,7 +256,8 @@ class RemoteScheduler:
             ready = self._launch(engine)
         except Exception as error:
             if not self._closing:
-                self._given_up(f"{self.unavailable}, which failed: {error}")
+                self.unavailable = f"{self.unavailable}, which failed: {error}"
+                self._given_up(self.unavailable)
             return
         with self._lock:
             self.ready, self.unavailable = ready, None
@@ -306,6 +321,7 @@ class RemoteScheduler:
         else:
             live.queue.reused = message.reused
             set_timings(live.queue.timings, message.timings)
+            self._record([live.queue.timings])
             live.queue.end(None, batch)
 
 
@@ -324,13 +340,14 @@ class _Live:
 class _Engine:
     """A process, the connection to it, and what it said when it had loaded the model."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, resources: Resources | None = None) -> None:
         self.ready = threading.Event()
         self.answer: Ready | NotLoaded | None = None
         self.reader: threading.Thread
         ours, theirs = socket.socketpair()
         home = str(Path(__file__).parents[2])  # the front may have found penstock by a path of its own
-        code = f"import sys; sys.path.append({home!r}); from {module} import main; main({theirs.fileno()})"
+        first, environ = ("", {}) if resources is None else (resources.statements(), resources.environ())
+        code = f"import sys; sys.path.append({home!r}); {first}from {module} import main; main({theirs.fileno()})"
         try:
             with theirs:
                 self.process = subprocess.Popen(
@@ -338,6 +355,7 @@ class _Engine:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
+                    env=os.environ | environ,
                     start_new_session=True,  # Ctrl-C in a terminal is for the front
                 )
         except OSError as error:
