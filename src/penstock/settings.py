@@ -31,6 +31,7 @@ class Settings:
     state_dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "numbers of recurrent states; auto: float32")
     debug: bool = _setting(False, "show the traceback of an error on the command line")
     engine_process: bool | None = _setting(None, "whether `penstock serve` runs the model in a process of its own")
+    data_parallel_size: int = _setting(1, "engines of one model that `penstock serve` runs side by side", at_least=1)
     api_key: str | None = _setting(None, "key that clients of `penstock serve` have to send", secret=True)
 
     @classmethod

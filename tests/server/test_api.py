@@ -386,6 +386,29 @@ def test_metrics_count_tokens_and_requests(quiet):
     assert not any("nobody" in name for name in read())
 
 
+def test_metrics_have_the_names_that_routers_read(quiet):
+    def read() -> dict[str, float]:
+        lines = [line.rpartition(" ") for line in quiet.client.get("/metrics").text.splitlines() if line[:5] == "vllm:"]
+        assert all('model_name="demo"' in name for name, _, _ in lines)
+        return {name.partition("{")[0]: float(value) for name, _, value in lines}
+
+    before = read()
+    prompt = quiet.chat(max_tokens=5).json()["usage"]["prompt_tokens"]
+    after = read()
+    families = set(re.findall(r"^\| `vllm:(\w+)", DOCS, re.MULTILINE))
+    histograms = {name for name in families if name.endswith("_seconds")}
+    parts = {f"vllm:{name}_{part}" for name in histograms for part in ("bucket", "count", "sum")}
+    assert set(after) == {f"vllm:{name}" for name in families - histograms} | parts
+    grown = {name.removeprefix("vllm:"): after[name] - before[name] for name in after}
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 1
+    assert grown["inter_token_latency_seconds_count"] == 4 and grown["request_queue_time_seconds_count"] == 1
+    first, gaps = grown["time_to_first_token_seconds_sum"], grown["inter_token_latency_seconds_sum"]
+    assert grown["e2e_request_latency_seconds_sum"] == pytest.approx(first + gaps) and gaps > 0
+    assert first > grown["request_queue_time_seconds_sum"] > 0
+    assert grown["prefix_cache_queries_total"] == prompt
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+
+
 def test_other_paths_and_methods_have_the_error_shape(quiet):
     assert error_of(quiet.client.get("/nope"))["code"] == "not_found"
     assert error_of(quiet.client.get(f"{CHAT}/"))["code"] == "not_found"

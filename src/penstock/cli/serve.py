@@ -28,6 +28,7 @@ from penstock.settings import Settings, is_blank
 from penstock.units import amount, parse_size
 
 if TYPE_CHECKING:
+    from penstock.engine.resources import Resources
     from penstock.server.model_info import ServedModel
     from penstock.server.service import Service
     from penstock.text.tokenizer import Tokenizer
@@ -67,8 +68,6 @@ _REFUSED: dict[str, str | None] = {
     "--chat-template-content-format": "auto",
     "--enable-force-include-usage": None,
     "--max-num-batched-tokens": "",
-    "--data-parallel-size": "1",
-    "-dp": "1",
     "--threads-http": "",
     "--api-server-count": "1",
 }
@@ -292,6 +291,16 @@ class LoadOptions:
             help="The model in a process of its own, HTTP in the other; by default where there is a GPU.",
         ),
     ] = None
+    data_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--data-parallel-size",
+            "-dp",
+            metavar="N",
+            min=1,
+            help="Engines of the model side by side, each on a GPU or a share of the cores; 1 if left out.",
+        ),
+    ] = None
     shutdown_timeout: Annotated[
         float, typer.Option("--shutdown-timeout", metavar="S", min=0, help="For answers under way at the end.")
     ] = 10.0
@@ -307,6 +316,24 @@ class LoadOptions:
             raise UsageError(f"--gpu-memory-utilization: is {share:g}, expected above 0 and at most 1")
         if share is not None and memory is not None:
             raise UsageError("--gpu-memory-utilization: expected without --memory")
+
+    def replicas(self, device: str, threads: int | None) -> "list[Resources]":
+        """What each engine gets of the machine where there are several, else nothing. Raises UsageError, and before
+        anything is loaded InvalidArgument for more than there are GPUs.
+        """
+        from penstock.engine.options import resolve_device
+        from penstock.engine.resources import share_machine
+
+        settings = Settings.from_env()
+        count = self.data_parallel_size or settings.data_parallel_size
+        if count == 1:
+            return []
+        if (settings.engine_process if self.engine_process is None else self.engine_process) is False:
+            raise UsageError(f"--data-parallel-size: is {count}, expected 1 with --no-engine-process")
+        try:
+            return share_machine(resolve_device(device), count, threads or settings.threads)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"--data-parallel-size: is {count}: {error}") from None
 
     def in_two_processes(self, device: str) -> bool:
         """Whether the engine gets a process of its own, by the flag, the setting or the device."""
@@ -356,10 +383,12 @@ def serve(
     Examples:
       penstock serve
       penstock serve --model mlx-community/Qwen3.6-35B-A3B-4bit -c 32k
+      penstock serve --data-parallel-size 2
       PENSTOCK_API_KEY=secret penstock serve --host 0.0.0.0 --port 8000
     """
     _check_installed()
     from penstock.engine.protect import protect
+    from penstock.machine import physical_cores
     from penstock.server.engine_start import engine_starter
     from penstock.server.guard import Access, hosts_of, is_loopback
     from penstock.server.limits import Limits
@@ -377,7 +406,10 @@ def serve(
     load.check_memory(model.memory)
     template, own = answers.template(), answers.own_defaults()
     arguments = {"path_or_hub_id": model.model, **model.load_arguments(model.max_context or None, model.threads)}
-    starter = engine_starter(arguments, note) if load.in_two_processes(model.device) else None
+    replicas = load.replicas(model.device, model.threads)
+    starter = None
+    if replicas or load.in_two_processes(model.device):
+        starter = engine_starter(arguments, note, replicas)
     options = Options(
         names=_names(model, answers.alias or []),
         defaults=answers.defaults(),
@@ -410,6 +442,8 @@ def serve(
 
     def listening() -> None:
         note(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
+        if any(one.cpus for one in replicas) and len(replicas) > (cores := physical_cores()):
+            note(f"penstock: warning: --data-parallel-size: is {len(replicas)}, more than the {cores} cores here")
 
     def prepared(tokenizer: "Tokenizer") -> "Mapping[str, Any]":
         """Get templates ready; the model's own defaults of sampling."""
@@ -435,6 +469,8 @@ def serve(
         assert service.loaded is not None
         info = info_of(service.loaded[0])
         where = info.device if starter is None else f"{info.device}, in a process of its own"
+        if replicas:
+            where = f"{info.device}, in {len(replicas)} processes"
         note(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(info.weight_bytes)} of "
             f"weights, context of {info.max_context} tokens, {where}"

@@ -262,14 +262,17 @@ class Application:
     # -- the server itself -------------------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Json:
-        service = self.service
+        service, replicas = self.service, {}
+        if (known := service.replicas) is not None:
+            replicas["replicas"] = {"ready": len(known.available), "total": len(known.schedulers)}
         if service.ready and not service.closing:
-            return Json({"status": "ok", "progress": 1.0, "model": service.name})
+            return Json({"status": "ok", "progress": 1.0, "model": service.name, **replicas})
         error = service.unavailable()
         status = "shutting down" if service.closing else "error" if service.failure is not None else "loading"
         if error.code == "engine_died":
             status = "restarting"
-        return Json({"status": status, "progress": service.progress, **error.body}, error.status, error.headers)
+        body = {"status": status, "progress": service.progress, **replicas, **error.body}
+        return Json(body, error.status, error.headers)
 
     async def _models(self, request: Request) -> Json:
         return Json({"object": "list", "data": [self._model(name) for name in self._options.names]})

@@ -1,4 +1,7 @@
-"""/metrics: what the server is doing and has done, in the text format of Prometheus, by the names of llama.cpp."""
+"""/metrics: what the server is doing and has done, in the text format of Prometheus.
+
+Names are llama.cpp's; beside them stand those of vLLM that routers and dashboards read.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from penstock.engine.metrics import SchedulerMetrics
+from penstock.engine.replicas import Replicas
 from penstock.machine import available_memory
 from penstock.server.service import Service
 
@@ -95,6 +100,9 @@ class Metrics:
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"penstock:{name}", text, value)
         yield from _experts(stats)
+        if self._service.replicas is not None:
+            yield from _replicas(self._service.replicas)
+        yield from _as_vllm(self._service, now)
 
 
 def _experts(stats: Any) -> Iterable[Metric]:
@@ -103,6 +111,61 @@ def _experts(stats: Any) -> Iterable[Metric]:
         if name.startswith("expert_") and isinstance(value, int | float) and not isinstance(value, bool):
             kind = GaugeMetricFamily if name.endswith(("_bytes", "_slots", "_budget", "_rate")) else CounterMetricFamily
             yield kind(f"penstock:{name}", f"Streamed experts: {name.removeprefix('expert_')}.", value)
+
+
+def _replicas(replicas: Replicas) -> Iterable[Metric]:
+    """The numbers of each replica that its choice depends on, or that show how it went."""
+    each = [scheduler.metrics() for scheduler in replicas.schedulers]
+    available, chosen = replicas.available, replicas.chosen
+    gauges: dict[str, tuple[str, list[float]]] = {
+        "ready": ("Whether it takes requests.", [n in available for n in range(len(each))]),
+        "requests_processing": ("Engine requests that are running.", [one.running for one in each]),
+        "requests_deferred": ("Engine requests in the queue.", [one.waiting for one in each]),
+        "kv_cache_usage_ratio": ("Share of the pages.", [_rate(one.pages_used, one.pages_total) for one in each]),
+    }
+    counters: dict[str, tuple[str, list[float]]] = {
+        "tokens_predicted": ("Tokens that were generated.", [one.generated_tokens for one in each]),
+        "prompt_tokens": ("Tokens of prompts that were computed.", [one.prompt_tokens for one in each]),
+        "cached_tokens": ("Tokens of prompts from the prefix cache.", [one.cached_tokens for one in each]),
+    }
+    for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, (text, values) in families.items():
+            family = kind(f"penstock:replica_{name}", text, labels=("replica",))
+            for number, value in enumerate(values):
+                family.add_metric((str(number),), value)
+            yield family
+    requests = CounterMetricFamily("penstock:replica_requests", "Sent there, by why.", labels=("replica", "choice"))
+    for number in range(len(each)):
+        for choice, by_prefix in (("prefix", True), ("load", False)):
+            requests.add_metric((str(number), choice), chosen[number, by_prefix])
+    yield requests
+
+
+def _as_vllm(service: Service, now: SchedulerMetrics) -> Iterable[Metric]:
+    """What routers and dashboards for vLLM read; of all replicas together."""
+    labels = ("model_name",)
+    looked_up = now.prompt_tokens + now.cached_tokens if service.options.prefix_cache else 0
+    families: list[tuple[Any, str, str, float]] = [
+        (GaugeMetricFamily, "num_requests_running", "Requests that are running.", now.running),
+        (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", now.waiting),
+        (GaugeMetricFamily, "kv_cache_usage_perc", "Of 1.", _rate(now.pages_used, now.pages_total)),
+        (CounterMetricFamily, "prefix_cache_queries", "Tokens of prompts that were looked up.", looked_up),
+        (CounterMetricFamily, "prefix_cache_hits", "Tokens of prompts that were found.", now.cached_tokens),
+    ]
+    for kind, name, text, value in families:
+        family = kind(f"vllm:{name}", text, labels=labels)
+        family.add_metric((service.name,), value)
+        yield family
+    found = service.latencies
+    for name, text, histogram in (
+        ("time_to_first_token_seconds", "From submission.", found.first_token),
+        ("inter_token_latency_seconds", "Mean gap of a request, once for each of its gaps.", found.inter_token),
+        ("e2e_request_latency_seconds", "From submission to the last token.", found.whole),
+        ("request_queue_time_seconds", "Before the prompt was begun.", found.queue),
+    ):
+        made = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
+        made.add_metric((service.name,), histogram.buckets(), histogram.sum)
+        yield made
 
 
 def _rate(count: float, per: float) -> float:

@@ -19,6 +19,7 @@ from penstock.weights.resolve import ResolvedModel
 if TYPE_CHECKING:
     from penstock.api import LLM, Stats
     from penstock.engine.remote import RemoteScheduler
+    from penstock.engine.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ class ServedModel(Protocol):
 
 
 class RemoteModel:
-    """A model whose tokenizer is here and whose engine is in another process, known once its scheduler is there."""
+    """A model whose tokenizer is here and whose engines are in other processes, known once its scheduler is there."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.scheduler: RemoteScheduler | None = None
+        self.scheduler: RemoteScheduler | Replicas | None = None
 
     @property
     def info(self) -> ModelInfo:

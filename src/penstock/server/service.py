@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from penstock.engine.metrics import SchedulerMetrics
 from penstock.engine.remote import RemoteScheduler
+from penstock.engine.replicas import Replicas
 from penstock.engine.request import token_array
 from penstock.engine.response import ResponseHandle
 from penstock.engine.scheduler import Scheduler
@@ -21,6 +22,7 @@ from penstock.engine.thread import SchedulerThread
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
 from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
+from penstock.server.latency import Latencies
 from penstock.server.limits import Limits
 from penstock.server.model_info import ServedModel
 from penstock.text.control_tokens import ChatText
@@ -30,7 +32,7 @@ from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
 
 if TYPE_CHECKING:
     from penstock.api import LLM
-    from penstock.engine.request import Request
+    from penstock.engine.request import Request, Timings
 
 log = logging.getLogger("penstock.server")
 
@@ -95,6 +97,7 @@ class Service:
         self.progress = 0.0
         self.failure: str | None = None  # why no request can be answered
         self.stop: Callable[[], None] = lambda: None  # ends the server
+        self.latencies = Latencies()
         self._damage: CheckpointError | None = None
         self._llm: ServedModel | None = None
         self._scheduler: AnyScheduler | None = None
@@ -136,6 +139,11 @@ class Service:
         log.error("no more requests are answered: %s", one_line(error))
         self.failure, self._damage = one_line(error), error
 
+    def record(self, timings: Sequence[Timings]) -> None:
+        """Requests have ended; the one that tries the model out is none."""
+        if self._scheduler is not None:
+            self.latencies.add(timings)
+
     def report(self, share: float) -> None:
         self.progress = min(0.99, max(self.progress, share))
 
@@ -154,8 +162,13 @@ class Service:
 
     @property
     def _without_engine(self) -> str | None:
-        """Why a scheduler that is there takes no requests for a while: its process has ended."""
-        return self._scheduler.unavailable if isinstance(self._scheduler, RemoteScheduler) else None
+        """Why a scheduler that is there takes no requests for a while: its process has ended, or all have."""
+        return self._scheduler.unavailable if isinstance(self._scheduler, RemoteScheduler | Replicas) else None
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The engines, where there are several."""
+        return self._scheduler if isinstance(self._scheduler, Replicas) else None
 
     def give_up(self, reason: str) -> None:
         """There will be no engine any more."""
@@ -463,7 +476,12 @@ def start_scheduler(llm: ServedModel, service: Service, **options: Any) -> Sched
     compiled yet is compiled.
     """
     model = cast("LLM", llm)
-    scheduler = Scheduler(model, failed=service.weights_failed, **options)
+
+    def record(timings: Sequence[Timings]) -> None:
+        model.add_timings(timings)
+        service.record(timings)
+
+    scheduler = Scheduler(model, failed=service.weights_failed, record=record, **options)
     model.engine.prepare()
     scheduler.submit(scheduler.request([0], max_tokens=1)).result()
     return SchedulerThread(scheduler).scheduler
