@@ -39,6 +39,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> Any:
     """A name is imported when it is first used: a child process that needs one small module starts without NumPy."""
     if name in ("errors", "ops"):

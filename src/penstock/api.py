@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -18,22 +21,25 @@ from penstock import models
 from penstock.engine import compile_ahead
 from penstock.engine.admission import all_memory
 from penstock.engine.cache import Caches
-from penstock.engine.engine import AnyModel, Engine, Model
+from penstock.engine.engine import AnyModel, Engine, LeadingRank, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
+from penstock.engine.rank import Rank, RankStart, following, ranks_of, warn_of_cores
 from penstock.engine.request import Chunk, Completion, Request, Timings, make_request, reading_request
 from penstock.engine.response import in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
-from penstock.experts.store import slot_counts
+from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import open_gguf
-from penstock.models.random import DeviceRandomSource, Maker, Random, Shapes
+from penstock.models.random import DeviceRandomSource, Maker, Random, RandomPart, Shapes
 from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, Source, left_over
+from penstock.models.split import GGUF_COLUMNS, group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
+from penstock.parallel.group import STEP_SECONDS
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
@@ -127,14 +133,33 @@ class LLM:
     answers. tokenizer, config, max_context; notices: remarks of loading.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, path: str | None, notices: Seq[str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        path: str | None,
+        notices: Seq[str],
+        close: Callable[[], None] | None = None,
+    ) -> None:
         self.engine = engine
+        self._close = None if close is None else weakref.finalize(self, close)  # at the end of the process, too
         self._tokenizer = tokenizer
         self._path = path
         self._stats = Stats(weight_bytes=engine.model.nbytes)
         self._scheduler: Scheduler | None = None
         self._lock = threading.Lock()
         self.notices = tuple(notices)
+
+    def close(self) -> None:
+        """End the other ranks of a model that is split over several, which then takes no more requests."""
+        if self._close is not None:
+            self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -208,9 +233,10 @@ class LLM:
             self.add_timings([handle.timings])
         return found
 
+    @overload
     def generate(
         self,
-        prompt: str | Seq[int] | Seq[str] | Seq[Seq[int]],
+        prompt: str | Seq[int],
         max_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -220,22 +246,44 @@ class LLM:
         stop: str | Seq[str] = (),
         logprobs: int | None = None,
         **more: Any,
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]],
+        max_tokens: int | list[int] = 256,
+        temperature: float | list[float] = 0.0,
+        top_p: float | list[float] = 1.0,
+        top_k: int | list[int] = 0,
+        min_p: float | list[float] = 0.0,
+        seed: int | list[int] | None = None,
+        stop: str | Seq[str] | list[Seq[str]] = (),
+        logprobs: int | list[int] | None = None,
+        **more: Any,
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompt: Any,
+        max_tokens: Any = 256,
+        temperature: Any = 0.0,
+        top_p: Any = 1.0,
+        top_k: Any = 0,
+        min_p: Any = 0.0,
+        seed: Any = None,
+        stop: Any = (),
+        logprobs: Any = None,
+        **more: Any,
     ) -> Any:
         """Continue a prompt: text (encoded as the tokenizer says, no chat template) or token ids → Completion.
 
-        A list of prompts gives a list of completions, decoded together. `more`: repetition_penalty, presence_penalty,
-        frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids), and of one prompt
-        grammar and shown (see `Request`).
+        A list of prompts gives a list of completions, decoded together; an option that is a list then has one value per
+        prompt (of `stop` and `extra_eos` a list of lists). `more`: repetition_penalty, presence_penalty,
+        frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids), response_format as
+        OpenAI has it ({"type": "json_schema", …}), and of one prompt grammar and shown (see `Request`).
         """
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        options |= {"logprobs": logprobs, **more}
-        if _one(prompt):
-            requests = [self.request(prompt, max_tokens, stop, **options)]
-        else:
-            if more.get("grammar") is not None:
-                raise InvalidArgument("generate: grammar belongs to one prompt, expected no list of prompts with it")
-            requests = [self.request(one, max_tokens, stop, **options) for one in prompt]  # type: ignore[union-attr]
-        handles = [self.scheduler.submit(request, buffer=1 << 30) for request in requests]
+        options |= {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs, **more}
+        handles = [self.scheduler.submit(request, buffer=1 << 30) for request in self._requests(prompt, options)]
         try:
             for _ in in_order_of_arrival(handles):
                 pass
@@ -245,6 +293,56 @@ class LLM:
             self.add_timings([handle.timings for handle in handles])
         done = [handle.completion() for handle in handles]
         return done[0] if _one(prompt) else done
+
+    def _requests(self, prompt: Any, options: Mapping[str, Any]) -> list[Request]:
+        """Of one prompt or of a list of them."""
+        if _one(prompt):
+            return [self.request(prompt, **options)]
+        if options.get("grammar") is not None:
+            raise InvalidArgument("generate: grammar belongs to one prompt, expected no list of prompts with it")
+        prompts = list(prompt)
+        return [self.request(one, **own) for one, own in zip(prompts, _each(options, len(prompts)), strict=True)]
+
+    async def agenerate(self, prompt: Any, **options: Any) -> Any:
+        """`generate` in an event loop, which goes on meanwhile; calls at the same time share their steps.
+
+        If the task is cancelled, so are the requests.
+        """
+        handles = [self.scheduler.submit(request, buffer=1 << 30) for request in self._requests(prompt, options)]
+        try:
+            done = [await handle.wait() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+            self.add_timings([handle.timings for handle in handles])
+        return done[0] if _one(prompt) else done
+
+    async def astream(self, prompt: str | Seq[int], **options: Any) -> AsyncIterator[Chunk]:
+        """`stream` in an event loop: `async for chunk in llm.astream(…)`."""
+        handle = self.scheduler.submit(self.request(prompt, **options), buffer=1)
+        try:
+            async for chunk in handle:
+                yield chunk
+        finally:
+            handle.cancel()
+            self.add_timings([handle.timings])
+
+    def stream_batch(self, prompts: list[str] | list[list[int]], **options: Any) -> Iterator[tuple[int, Chunk]]:
+        """As `generate` for a list of prompts: the number of a prompt and a Chunk of its answer, as they come."""
+        if _one(prompts):
+            raise InvalidArgument("stream_batch: prompts is one prompt, expected a list of them")
+        requests = self._requests(prompts, options)
+
+        def chunks() -> Iterator[tuple[int, Chunk]]:
+            handles = [self.scheduler.submit(request) for request in requests]
+            try:
+                yield from in_order_of_arrival(handles)
+            finally:
+                for handle in handles:
+                    handle.cancel()
+                self.add_timings([handle.timings for handle in handles])
+
+        return chunks()
 
     def stream(
         self,
@@ -306,7 +404,22 @@ class LLM:
 
     def request(self, prompt: Any, max_tokens: int = 256, stop: str | Seq[str] = (), **options: Any) -> Request:
         """A checked request for `Scheduler.submit`; one prompt and options as in `generate`."""
+        if (wanted := options.pop("response_format", None)) is not None:
+            if options.get("grammar") is not None:
+                raise InvalidArgument("generate: response_format and grammar are given, expected one of the two")
+            options["grammar"] = self._grammar(wanted, prompt)
         return make_request(self.engine.limits, self.tokenizer, prompt, max_tokens, stop, options)
+
+    def _grammar(self, response_format: Any, prompt: Any) -> Any:
+        """What may be answered to a prompt; a model that reasons may do so before its JSON."""
+        from penstock.text.formats import format_of, in_reasoning
+        from penstock.text.grammar import grammar_for
+
+        tokenizer = self.tokenizer
+        format = format_of(tokenizer)
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)[-64:], skip_special_tokens=False)
+        inside = in_reasoning(format, text)
+        return grammar_for(response_format, tokenizer, self.config.vocab_size, format=format, in_reasoning=inside)
 
     def add_timings(self, timings: Seq[Timings]) -> None:
         """Add to `stats` what requests that ran together have taken."""
@@ -319,6 +432,20 @@ class LLM:
 
 def _not_counted(timings: Seq[Timings]) -> None:
     """Requests of `generate` and `stream` are counted there, those that ran together as one."""
+
+
+def _each(options: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Options of each of `count` prompts: a list has one value for each, all else is for all of them."""
+    listed = {}
+    for name, value in options.items():
+        several = isinstance(value, list)
+        if name in ("stop", "extra_eos"):
+            several = several and any(isinstance(one, list | tuple) for one in value)
+        if several:
+            if len(value) != count:
+                raise InvalidArgument(f"{name} has {len(value)} values, expected {count}: one per prompt")
+            listed[name] = value
+    return [{**options, **{name: value[n] for name, value in listed.items()}} for n in range(count)]
 
 
 def _one(prompt: Any) -> bool:
@@ -351,6 +478,9 @@ def load(
     progress: Callable[[float], None] | None = None,
     cache_memory: int | str | None = None,
     state_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    expert_parallel: bool = True,
+    step_timeout: float = STEP_SECONDS,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
@@ -368,31 +498,96 @@ def load(
     a GPU's; expert_io "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by
     `penstock pack`, by default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps
     choose. docs/streaming.md has more. `notify` receives remarks (skipped tensors, copies), else they are logged;
-    `progress` the share of the weights that are there. Raises CheckpointError, InvalidArgument, OutOfMemory,
-    BackendError.
+    `progress` the share of the weights that are there.
+    tensor_parallel_size: ranks that the model is split over (docs/distributed.md): this process and others that it
+    starts, on the GPUs or cores of this machine, or those that torchrun has started, of which all but the first stay in
+    this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
+    one's width. step_timeout: seconds that a step may take before the ranks are ended. Raises CheckpointError,
+    InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
-    name, dtype, activations = resolve_options(device, dtype, activations, threads)
-    packed = None if expert_file is None else os.fspath(expert_file)
-    experts = ExpertOptions(expert_cache, expert_host, expert_io, expert_policy, packed, expert_prefetch)
-    room = _cache_bytes(cache_memory)
-    states = resolve_state_dtype(state_dtype, name)
+    given = {
+        "path_or_hub_id": None if path_or_hub_id is None else os.fspath(path_or_hub_id),
+        "device": device,
+        "dtype": dtype,
+        "activations": activations,
+        "max_context": max_context,
+        "expert_cache": expert_cache,
+        "threads": threads,
+        "expert_host": expert_host,
+        "expert_io": expert_io,
+        "expert_policy": expert_policy,
+        "expert_file": None if expert_file is None else os.fspath(expert_file),
+        "expert_prefetch": expert_prefetch,
+        "deterministic": deterministic,
+        "revision": revision,
+        "offline": offline,
+        "cache_memory": cache_memory,
+        "state_dtype": state_dtype,
+    }
+    ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
+    if ranks is None:
+        return _load(given, notify, progress)
+    _check_split(given, ranks)
+    warn_of_cores(ranks.size, device, notify or logging.getLogger("penstock").warning)
+    with ranks.loading(given) as rank:
+        llm = _load(rank.options, notify, progress, rank)
+        rank.agree(llm.engine)
+    return llm if rank.leads else rank.follow(llm.engine)
+
+
+def _check_split(given: Mapping[str, Any], ranks: RankStart) -> None:
+    """Raise InvalidArgument for a model that cannot be split over so many ranks, before any of them is started."""
+    found = resolve_model(given["path_or_hub_id"], revision=given["revision"], offline=given["offline"], quiet=True)
+    if found.kind == "gguf":
+        stored = open_gguf(found.path)
+        ranks.check(stored.family, stored.read_config(), GGUF_COLUMNS)
+    else:
+        checkpoint = Checkpoint.open(found.path)
+        family = models.family_of(checkpoint.config)
+        ranks.check(family, family.read_config(checkpoint.config), group_columns(checkpoint))
+
+
+def follow_rank(about: Mapping[str, Any]) -> None:
+    """What the process of a rank other than 0 does, which `load` has started."""
+    with following(about) as rank:
+        random = "config" in rank.options
+        llm = _load_random(rank.options, None, rank) if random else _load(rank.options, None, None, rank)
+        rank.agree(llm.engine)
+    rank.follow(llm.engine)
+
+
+def _load(
+    given: Mapping[str, Any],
+    notify: Callable[[str], None] | None,
+    progress: Callable[[float], None] | None,
+    rank: Rank | None = None,
+) -> LLM:
+    """`load` on one device: a whole model, or a rank's part of it."""
+    threads = given["threads"]
+    name, dtype, activations = resolve_options(given["device"], given["dtype"], given["activations"], threads)
+    experts = ExpertOptions(*(given[f"expert_{key}"] for key in ("cache", "host", "io", "policy", "file", "prefetch")))
+    room = _cache_bytes(given["cache_memory"])
+    states = resolve_state_dtype(given["state_dtype"], name)
     where = device_for(name)
+    path_or_hub_id, revision, offline = given["path_or_hub_id"], given["revision"], given["offline"]
     found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=notify is None)
     folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
     if found.kind == "gguf":
-        model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress)
+        model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress, rank)
     else:
-        model, tokenizer, notices = _read_folder(folder, where, experts, options, progress, room, states)
+        model, tokenizer, notices = _read_folder(folder, where, experts, options, progress, room, states, rank)
     for notice in notices:
         notify(notice)
-    engine = _engine(model, where, dtype, states, activations, max_context, deterministic, f"{folder}", room)
+    leader = None if rank is None else rank.leader(model.family, states)
+    context, deterministic = given["max_context"], given["deterministic"]
+    engine = _engine(model, where, dtype, states, activations, context, deterministic, f"{folder}", room, leader)
     # a saved session finds its model again by its hub id or its whole path
     name = None if found.kind == "demo" else found.hub_id or str(folder.resolve())
-    return LLM(engine, tokenizer, name, notices)
+    return LLM(engine, tokenizer, name, notices, None if rank is None or not rank.leads else rank.close)
 
 
 def _cache_bytes(value: int | str | None) -> int | None:
@@ -412,39 +607,47 @@ def _read_folder(
     progress: Callable[[float], None] | None,
     cache_memory: int | None,
     state_dtype: str,
+    rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
-    source = CheckpointSource(checkpoint, *family.names(checkpoint, config))
-    copied = _copied_bytes(checkpoint)
+    source = stored = CheckpointSource(checkpoint, *family.names(checkpoint, config))
+    copied, share = _copied_bytes(checkpoint), 1
+    if rank is not None:
+        source, config = rank.split(family, stored, config, group_columns(checkpoint))
+        share, copied = rank.size, checkpoint.nbytes  # columns and experts of a rank are copies
     caches = Caches(with_state_dtype(family.caches(config), state_dtype), options["dtype"], device)
     states = caches.bytes_of(min(config.max_positions, _CONTEXT)) if cache_memory is None else cache_memory
     beside = WORKING_BYTES + caches.nbytes + states
-    layers = _streamed_layers(family, source, config, experts, device, checkpoint.nbytes + beside)
+    nbytes = checkpoint.nbytes // share
+    layers = _streamed_layers(family, source, config, experts, device, nbytes + beside)
     streams = bool(layers) or experts.asked
     if not streams:
-        _check_fits(f"{folder}", device, checkpoint.nbytes, copied)
-    if device.compiles_ahead:
+        _check_fits(f"{folder}", device, nbytes, copied // share)
+    if device.compiles_ahead and rank is None:
         compile_ahead.start(load, options)
     notices: list[str] = []
     streamed = None
     if streams:
-        away = sum(layer.nbytes for layer in layers)
-        rest = (checkpoint.nbytes - away if not device.host_memory else max(0, copied - away)) + beside
-        budget = budget_of(experts, layers, rest, device, f"{folder}")
-        slot_counts(layers, budget, config.top_k)
-        put = _putting(device, checkpoint.nbytes - away, progress)
+        owned = None if rank is None else rank.mesh.owned(config.experts)
+        away = owned_bytes(layers, owned)
+        rest = max(0, (copied // share if device.host_memory else nbytes) - away) + beside
+        budget = budget_of(experts, layers, rest, device, f"{folder}", owned)
+        slot_counts(layers, budget, config.top_k, owned)
+        put = _putting(device, nbytes - away, progress)
         weights = family.read_weights(FileBackedSource(source, put), config)
-        opened = open_experts(weights, experts, budget, config.top_k, device, folder, checkpoint.fingerprint)
+        opened = open_experts(weights, experts, budget, config.top_k, device, folder, checkpoint.fingerprint, owned)
         weights, streamed, notices = opened
         weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
     else:
-        weights, placed = _weights(family, source, config, device, checkpoint.nbytes, progress)
+        weights, placed = _weights(family, source, config, device, nbytes, progress)
+        weights = weights if rank is None else rank.with_slots(weights, config, device)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
-    notices += [*checkpoint.notices, *left_over(source, family.skipped, len(family.caches(config))).remarks]
+    notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
+    model = model if rank is None else rank.part(model)
     model = _with_files(model, device, checkpoint)
     return model, tokenizer, notices
 
@@ -466,6 +669,7 @@ def _read_gguf(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
+    rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     if experts.asked:
         raise InvalidArgument(f"load: expert_cache is given for {path}, expected 'auto': GGUF files are not streamed")
@@ -473,10 +677,15 @@ def _read_gguf(
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
-    if device.compiles_ahead:
+    if device.compiles_ahead and rank is None:
         compile_ahead.start(load, options)
-    weights, placed = _weights(found.family, found.source, config, device, found.nbytes, progress)
+    source = found.source
+    if rank is not None:
+        source, config = rank.split(found.family, source, config, GGUF_COLUMNS)
+    weights, placed = _weights(found.family, source, config, device, found.nbytes, progress)
+    weights = weights if rank is None else rank.with_slots(weights, config, device)
     model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
+    model = model if rank is None else rank.part(model)
     notices = [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
     return _with_files(model, device, found.file), tokenizer, notices
 
@@ -546,27 +755,69 @@ def load_random(
     on_device: bool = False,
     cache_memory: int | str | None = None,
     state_dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    expert_parallel: bool = True,
+    step_timeout: float = STEP_SECONDS,
 ) -> LLM:
     """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks.
 
     on_device: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
+    tensor_parallel_size, expert_parallel, step_timeout: as of `load`; each rank draws its own part, which is no part of
+    what one device would draw.
     """
-    name, dtype, activations = resolve_options(device, dtype, activations, threads)
-    room = _cache_bytes(cache_memory)
-    states = resolve_state_dtype(state_dtype, name)
+    given = {
+        "config": dict(config),
+        "device": device,
+        "dtype": dtype,
+        "activations": activations,
+        "max_context": max_context,
+        "threads": threads,
+        "seed": seed,
+        "deterministic": deterministic,
+        "on_device": on_device,
+        "cache_memory": cache_memory,
+        "state_dtype": state_dtype,
+        "expert_cache": "auto",
+    }
+    ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
+    if ranks is None:
+        return _load_random(given, progress)
+    family = models.family_of(dict(config))
+    ranks.check(family, family.read_config(dict(config)), Random(config).group_size)
+    with ranks.loading(given) as rank:
+        llm = _load_random(rank.options, progress, rank)
+        rank.agree(llm.engine)
+    return llm if rank.leads else rank.follow(llm.engine)
+
+
+def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | None, rank: Rank | None = None) -> LLM:
+    """`load_random` on one device: a whole model, or a rank's part of it."""
+    config, seed = given["config"], given["seed"]
+    name, dtype, activations = resolve_options(given["device"], given["dtype"], given["activations"], given["threads"])
+    room = _cache_bytes(given["cache_memory"])
+    states = resolve_state_dtype(given["state_dtype"], name)
     where = device_for(name)
     family = models.family_of(dict(config))
     read = family.read_config(dict(config))
-    need, free = random_nbytes(config) + WORKING_BYTES, where.free_memory()
+    need, free = random_nbytes(config) // (1 if rank is None else rank.size) + WORKING_BYTES, where.free_memory()
     if need > free:
         raise OutOfMemory(f"random weights: need {amount(need)} of {where.memory_name}, {amount(free)} are free")
-    source = Random(config, seed, progress)
-    if on_device and isinstance(where, Maker):
-        source = DeviceRandomSource(config, where, seed, progress)
+    drawn = source = Random(config, seed, progress)
+    if given["on_device"] and isinstance(where, Maker):
+        drawn = source = DeviceRandomSource(config, where, seed, progress)
+    fingerprint = f"random-{seed}"
+    if rank is not None:
+        split, read = rank.split(family, drawn, read, drawn.group_size)
+        source = RandomPart(drawn, split.split, rank.mesh)
+        fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
-    model = Model(family, placed, weights, f"random-{seed}", models.bytes_of(weights))
-    engine = _engine(model, where, dtype, states, activations, max_context, deterministic, "random weights", room)
-    return LLM(engine, None, None, ())
+    weights = weights if rank is None else rank.with_slots(weights, read, where)
+    model = Model(family, placed, weights, fingerprint, models.bytes_of(weights))
+    model = model if rank is None else rank.part(model)
+    leader = None if rank is None else rank.leader(family, states)
+    context, deterministic = given["max_context"], given["deterministic"]
+    engine = _engine(model, where, dtype, states, activations, context, deterministic, "random weights", room, leader)
+    return LLM(engine, None, None, (), None if rank is None or not rank.leads else rank.close)
 
 
 def random_nbytes(config: Mapping[str, Any]) -> int:
@@ -609,6 +860,7 @@ def _engine(
     deterministic: bool,
     what: str,
     cache_memory: int | None,
+    leader: LeadingRank | None = None,
 ) -> Engine:
     limit = model.config.max_positions
     if max_context is None:
@@ -626,6 +878,7 @@ def _engine(
         max_context=chosen,
         deterministic=deterministic,
         cache_memory=cache_memory,
+        leader=leader,
     )
     free = device.free_memory() - WORKING_BYTES
     if cache_memory is not None:

@@ -31,7 +31,9 @@ class Settings:
     state_dtype: Literal["auto", "float32", "bfloat16"] = _setting("auto", "numbers of recurrent states; auto: float32")
     debug: bool = _setting(False, "show the traceback of an error on the command line")
     engine_process: bool | None = _setting(None, "whether `penstock serve` runs the model in a process of its own")
+    rank_backend: Literal["auto", "gloo", "nccl"] = _setting("auto", "how GPU ranks of a model exchange arrays")
     data_parallel_size: int = _setting(1, "engines of one model that `penstock serve` runs side by side", at_least=1)
+    plugins: bool = _setting(True, "whether families of models are looked for in installed packages")
     api_key: str | None = _setting(None, "key that clients of `penstock serve` have to send", secret=True)
 
     @classmethod
@@ -64,6 +66,12 @@ def is_blank(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the variable of a setting is there with nothing but white space in it."""
     text = environ.get(PREFIX + name.upper())
     return text is not None and not text.strip()
+
+
+def without_secrets(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for processes that need no keys."""
+    secret = {variable(f) for f in fields(Settings) if f.metadata["secret"]}
+    return {name: text for name, text in environ.items() if name not in secret}
 
 
 def variable(setting: Field[Any]) -> str:

@@ -1,5 +1,7 @@
 import dataclasses
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -12,11 +14,15 @@ import penstock
 from penstock import models
 from penstock.analysis import plan as planning
 from penstock.analysis.expert_routes import ExpertRoutes
+from penstock.analysis.ranks import ASSUMED_LINKS, busiest_rank
 from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches
 from penstock.experts.simulate import Trace, simulate
+from penstock.models.source import CheckpointSource
+from penstock.models.split import Mesh, SplitSource
 from penstock.models.step import PagedKV, RecurrentState
 from penstock.units import parse_size
+from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.safetensors import SafetensorsFile
 from tests.cli.common import call
 from tests.cli.model import DEMO
@@ -291,6 +297,103 @@ def test_plan_of_a_hub_model_that_is_here_reads_its_files(capsys, monkeypatch):
     assert found["model"] == "owner/name" and found["experts"]["layers"] == 8
 
 
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", ["on", "off"])
+def test_plan_of_ranks_has_the_bytes_that_the_largest_one_loads(capsys, experts):
+    found = planned(capsys, "--device", "cpu", "--device-memory", "8G", "-tp", "3", "--expert-parallel", experts)
+    checkpoint = Checkpoint.open(DEMO)
+    family = models.family_of(checkpoint.config)
+    config, loaded = family.read_config(checkpoint.config), []
+    for rank in range(3):
+        mesh = Mesh(rank, 3, experts == "off")
+        split = family.split(config, mesh, 64)
+        source = SplitSource(CheckpointSource(checkpoint, *family.names(checkpoint, config)), split, mesh)
+        loaded.append(family.read_weights(source, split.config))
+    sizes = [models.bytes_of(weights) for weights in loaded]
+    slots = 16 * 4 if experts == "on" else 0  # int32 for each expert
+    assert len(set(sizes)) > 1 and found["ranks"]["largest_rank"] == sizes.index(max(sizes))
+    assert sum(found["parts"].values()) == max(sizes) + slots
+    whole = found["ranks"]["whole_bytes"]
+    more = sum(found["ranks"]["repeated_bytes"].values()) - found["ranks"]["repeated_bytes"].get("caches", 0)
+    assert sum(sizes) == sum(whole.values()) - whole["caches"] + more
+    assert found["ranks"]["repeated_bytes"]["router"] == 2 * whole["router"]
+    assert found["flags"] == ["-tp", "3", *(["--expert-parallel", "off"] if experts == "off" else [])]
+
+
+def test_plan_of_ranks_adds_the_sums_of_the_traced_step(capsys):
+    arguments = ("--device", "cpu", "--device-memory", "8G", "-tp", "2")
+    found = planned(capsys, *arguments, "--rank-bandwidth", "2", "--rank-latency", "30")
+    # the embedding, mixer and MLP of 8 layers: rows of 256 floats; logits of 4096 tokens
+    kinds = [("all_reduce", 1024, 17), ("all_gather", 16384, 1)]
+    assert [(one["op"], one["bytes"], one["count"]) for one in found["ranks"]["sums"]] == kinds
+    step = found["predicted"]["warm"]
+    assert step["sum_seconds_per_token"] == pytest.approx(18 * 30e-6 + (17 * 1024 + 0.5 * 16384) / 2e9)
+    assert step["seconds_per_token"] == pytest.approx(
+        step["sum_seconds_per_token"] + step["bytes_per_token"]["memory"] / 10e9
+    )
+    assert found["ranks"]["link"] == {"gb_per_s": 2.0, "latency_us": pytest.approx(30), "from": "as given"}
+    assert found["ranks"]["possible_sizes"] == [1, 2, 3, 4]
+    whole = planned(capsys, "--device", "cpu", "--device-memory", "8G")["predicted"]["warm"]["bytes_per_token"]
+    assert step["bytes_per_token"]["memory"] > 0.5 * whole["memory"]  # something is repeated, and one rank is busier
+    half = planned(capsys, *arguments, "--rank-bandwidth", "2")["ranks"]["link"]
+    assert half["latency_us"] == pytest.approx(1e6 * ASSUMED_LINKS["loopback"].latency)
+    assert half["from"].startswith("GB/s as given, the rest of ")
+
+
+@pytest.mark.parametrize(("owned", "top_k"), [((3, 3), 2), ((4, 3, 3), 4), ((1, 0, 2), 3), ((5,), 3), ((2, 2), 0)])
+def test_busiest_rank_is_the_mean_over_all_choices(owned, top_k):
+    rank_of = [rank for rank, count in enumerate(owned) for _ in range(count)]
+    choices = list(itertools.combinations(rank_of, top_k))
+    mean = sum(max(map(choice.count, choice), default=0) for choice in choices) / len(choices)
+    assert busiest_rank(owned, top_k) == pytest.approx(mean)
+
+
+def test_plan_of_ranks_of_deepseek_v3_needs_no_weights(capsys):
+    memory = ("--device", "cuda", "--device-memory", "240GB", "--host-memory", "100G")
+    found = planned(capsys, "deepseek-v3", *memory, "-tp", "2", "--rank-link", "pcie")
+    ranks = found["ranks"]
+    assert [(one["op"], one["bytes"], one["count"]) for one in ranks["sums"]] == [
+        ("all_reduce", 4 * 7168, 1),
+        ("all_reduce", 2 * 7168, 2 * 61),
+        ("all_gather", 4 * 129280, 1),
+    ]
+    assert found["resident"] and ranks["experts_of_rank"] == 128
+    assert 2 * found["parts"]["experts"] == ranks["whole_bytes"]["experts"]
+    assert ranks["repeated_bytes"]["caches"] == ranks["whole_bytes"]["caches"]  # latents are on every rank
+    assert list(ranks["repeated_weights"]["attention"])[:2] == ["q_a", "kv_a"]
+    assert ranks["link"]["from"] == "PCIe 4.0 x16, assumed"
+
+
+def test_plan_of_ranks_says_what_is_assumed_and_that_it_is_a_bound(capsys):
+    shown = call(capsys, "plan", "--device", "cpu", "-tp", "2", "--rank-link", "nvlink", *MEASURED)
+    assert shown.out.startswith("demo on 2 ranks, cpu, each with ")
+    assert "450 GB/s, 6 µs: NVLink of an H100 or H200, assumed" in shown.out
+    assert "Predicted: at most " in shown.out and "The model can be split over 1 to 4 ranks." in shown.out
+
+
+def test_plan_of_ranks_streams_what_does_not_fit_one(capsys):
+    arguments = ("--device", "cpu", "--device-memory", "267M", "-tp", "2")
+    found = planned(capsys, *arguments)
+    assert found["fits"] and not found["resident"]
+    assert found["flags"][:3] == ["-tp", "2", "--expert-cache"]
+    narrow = planned(capsys, *arguments, "--expert-parallel", "off")
+    assert not narrow["fits"]  # not streamed
+    shown = call(capsys, "plan", *arguments, "--expert-parallel", "off", *MEASURED)
+    assert "Experts that are split along their width are not streamed." in shown.out
+
+
+def test_plan_counts_states_of_their_dtype(capsys, demo):
+    memory = ("--device", "cuda", "--device-memory", "8G", "--host-memory", "8G")
+    float32, bfloat16 = (
+        planned(capsys, *memory, "--state-dtype", dtype)["caches"]["state_bytes_per_sequence"]
+        for dtype in ("float32", "bfloat16")
+    )
+    states = [one.state for one in demo.engine.caches.layouts if isinstance(one, RecurrentState)]
+    assert float32 - bfloat16 == 2 * sum(map(math.prod, states)) > 0
+
+
 # -- output and wrong usage ------------------------------------------------------------------------------------------
 
 
@@ -332,6 +435,10 @@ def test_plan_of_a_gguf_file_does_not_stream(capsys, monkeypatch):
         (("no/such/model",), 1, "'no/such/model': no such folder"),
         (("none.json",), 1, "none.json: "),
         (("deepseek-v3", "--revision", "x"), 2, "--revision: expected with a hub id"),
+        (("-tp", "5"), 1, "tensor_parallel_size is 5, expected fewer ranks: 4 heads of 64 columns that read 2 cannot"),
+        (("-tp", "2", "--rank-latency", "0"), 2, "--rank-latency: is 0.0, expected µs above 0"),
+        (("-tp", "2", "--rank-bandwidth", "inf"), 2, "--rank-bandwidth: is inf, expected GB/s above 0"),
+        (("--state-dtype", "bfloat16"), 1, "load: state_dtype is 'bfloat16', expected float32: device 'cpu'"),
     ],
 )
 def test_plan_refuses(capsys, arguments, status, message):

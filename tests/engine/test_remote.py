@@ -29,7 +29,7 @@ class Played:
     def __init__(self, module, resources=None):
         ours, theirs = socket.socketpair()
         theirs.settimeout(10)
-        self.ready, self.answer, self.process = threading.Event(), None, self
+        self.ready, self.answer, self.last_note, self.process = threading.Event(), None, "", self
         self.connection = Connection(ours, channel.FromEngine)
         self.other, self.raw = Connection(theirs, FromFront), theirs
         self.pid, self.killed, self.received = len(self.made), False, []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FAMILIES = ("norm", "elementwise", "rope", "embed", "cache", "linear", "moe", "attention", "mla", "delta", "sampling")
+FAMILIES = tuple("norm elementwise rope embed cache linear moe attention mla delta sampling collective".split())
 ARCHS = (80, 89, 90, 100, 120)
 QUICK = "rope"  # the family that is compiled for GPUs other than Hopper in any case
 

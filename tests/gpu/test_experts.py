@@ -1,5 +1,6 @@
 """Streamed experts on the GPU: the kernels that move and look for them, and models with every budget."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import penstock
 from penstock.api import LLM
 from penstock.backends.cuda.runtime import experts
 from penstock.backends.cuda.runtime.device import CudaDevice
+from penstock.engine.engine import Engine
 from penstock.errors import CheckpointError
 from penstock.experts.layout import Format, Layer, stacked
 from penstock.experts.store import Store
+from penstock.models.split import Mesh
 from penstock.ops.array import Spec
 from tests.experts.common import CONFIGS, checkpoint
 from tests.gpu.test_steps import stepped
@@ -272,6 +275,24 @@ def test_cuda_streams_a_model(tmp_path: Path):
     llm = loaded(folder, 1, expert_cache="34%", expert_host="0%", **options)
     assert llm.generate([1, 2, 3], max_tokens=2).tokens == want
     assert llm.stats().expert_reads
+
+
+@pytest.mark.slow
+def test_cuda_streams_a_part_of_a_model_layer_by_layer(tmp_path: Path):
+    """A rank stops in no captured step: the host brings the experts of answers too, of more rows than slots allow."""
+    folder = checkpoint(tmp_path / "model", {**CONFIGS["llama"], "num_hidden_layers": 1})
+    options: dict[str, Any] = {"dtype": "float32", "max_context": 64}
+    prompts = [[1, 2], [4]]
+    want = [out.tokens for out in loaded(folder, 2, **options).generate(prompts, max_tokens=2)]
+    whole = loaded(folder, 2, expert_cache="34%", expert_host="0%", **options).engine
+    part = replace(whole.model, mesh=Mesh(0, 1))
+    engine = Engine(part, activations=whole.activations, dtype="float32", max_context=64, device=whole.device)
+    engine.allocate(sequences=2)
+    llm = LLM(engine, penstock.load(folder, device="cpu").tokenizer, None, ())
+    assert whole.most_sequences < 2 <= engine.most_sequences
+    assert [out.tokens for out in llm.generate(prompts, max_tokens=2)] == want
+    assert llm.stats().expert_reads
+    assert engine.programs is not None and not any(r.captures for r in engine.programs.steps._runners.values())
 
 
 @pytest.mark.cuda

@@ -1435,6 +1435,29 @@ def _sample_tokens(rng, dtype, B, V, mode, S=0, M=0, logprobs=None):
     }
 
 
+# -- collective: of one rank, see test_collective.py for several -----------------------------------------------------
+
+
+@case("all_reduce", sizes={"decode": (1, 64), "ragged": (5, 61), "empty": (0, 7)}, rel=0)
+def _all_reduce(rng, dtype, rows, dim):
+    return {"x": normal(rng, rows, dim, dtype=dtype)}
+
+
+@case("all_gather", sizes={"decode": (1, 64, 64), "ragged": (5, 61, None), "empty": (0, 7, 7)}, rel=0)
+def _all_gather(rng, dtype, rows, dim, columns):
+    return {"x": normal(rng, rows, dim, dtype=dtype), "columns": columns}
+
+
+@case("part_ids", sizes={"some": (37, 5, 11), "none": (3, 40, 0), "many": (1500, 0, 7), "empty": (0, 2, 3)}, rel=0)
+def _part_ids(rng, dtype, count, first, rows):
+    return {"ids": rng.integers(-1, 23, count).astype(np.int32), "first": first, "count": rows}
+
+
+@case("beside", sizes={"decode": (1, 64, 32), "ragged": (5, 61, 7), "bare": (3, 0, 5), "empty": (0, 7, 3)}, rel=0)
+def _beside(rng, dtype, rows, left, right):
+    return {"a": normal(rng, rows, left, dtype=dtype), "b": normal(rng, rows, right, dtype=dtype)}
+
+
 def call(op: Any, arguments: Arguments, **extra: Any) -> Any:
     return op(**arguments, **extra)
 

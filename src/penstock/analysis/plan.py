@@ -7,27 +7,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock import models
 from penstock.analysis.bandwidth import bandwidth_of
 from penstock.analysis.expert_routes import load_expert_routes
-from penstock.analysis.trace import Work, outlined
+from penstock.analysis.ranks import Link, PlannedRanks, busiest_rank, possible_sizes, sums_of, tracing_as
+from penstock.analysis.trace import Outline, Work, outline_of, outlined_programs
 from penstock.analysis.weights import distinct
 from penstock.backends.cuda.runtime.features import unusable
+from penstock.engine.buckets import BucketedSteps
 from penstock.engine.cache import Caches
 from penstock.engine.expert_weights import expert_layers
-from penstock.engine.options import WORKING_BYTES, resolve_options
+from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
+from penstock.engine.programs import Programs
+from penstock.engine.rank import RankStart
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.packed import NAME, open_packed
 from penstock.experts.policy import AUTO
 from penstock.experts.reader import ExpertReader
 from penstock.experts.simulate import Trace, simulate
-from penstock.graph import Program
+from penstock.graph import Program, fuse
 from penstock.machine import available_memory
 from penstock.models.source import CheckpointSource
+from penstock.models.split import Mesh
 from penstock.models.step import PAGE
 from penstock.ops.device import device_for, device_type
 from penstock.weights.checkpoint import Checkpoint
@@ -44,11 +49,12 @@ _PROCESS = 2 << 30  # bytes of host memory that a process with torch takes
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model without its weights.
+    """A model without its weights, or the part of a rank of it.
 
-    given: what the user called it, None for the demo model. parts: bytes by name, experts not among them. layers: bytes
-    of one expert of each layer that has experts. active: bytes of everything else that a token reads. arena: bytes for
-    the values of a prefill's chunk. files: a folder or .gguf file, if the weights are here.
+    given: what the user called it, None for the demo model. parts: bytes by name, experts not among them. experts: that
+    are here, of all that a token chooses from. layers: bytes of one expert of each layer that has experts. active:
+    bytes of everything else that a token reads. arena: bytes for the values of a prefill's chunk. files: a folder or
+    .gguf file, if the weights are here. ranks: how the model is split, None: it is whole.
     """
 
     given: str | None
@@ -57,11 +63,13 @@ class PlannedModel:
     caches: Caches
     parts: dict[str, int]
     experts: int
+    all_experts: int
     top_k: int
     layers: tuple[int, ...]
     active: int
     arena: int
     files: Path | None
+    ranks: PlannedRanks | None = None
 
     @property
     def dense(self) -> int:
@@ -75,47 +83,134 @@ class PlannedModel:
 
     @property
     def chosen_bytes(self) -> int:
-        """Bytes of the experts that a token chooses."""
-        return self.top_k * sum(self.layers)
+        """Bytes of the experts that a token chooses; of a split model those of the rank that has the most of them."""
+        return round((self.top_k if self.ranks is None else self.ranks.busiest) * sum(self.layers))
 
     @property
     def least(self) -> int:
         """Bytes of slots without which a token cannot be computed."""
-        return self.top_k * sum(set(self.layers))
+        return min(self.top_k, self.experts) * sum(set(self.layers))
 
     @property
     def streams(self) -> bool:
         """Whether experts can stay in their files."""
+        if self.ranks is not None and self.ranks.experts_split:
+            return False
         return bool(self.layers) and (self.files is None or self.files.suffix != ".gguf")
 
 
-def subject_of(found: ResolvedModel, given: str | None, device: str) -> PlannedModel:
-    """A model as it would run on a device; given: what the user called it."""
-    _, dtype, activations = resolve_options(device)
-    programs = outlined(found, None, device, dtype, activations, Work("decode", 1, 0)).programs
-    config, caches = programs.config, programs.caches
-    chunk = min(device_type(device).chunk_alignment, config.max_positions)
-    graph = programs.graph(chunk, 1, -(-chunk // PAGE), R=1)
-    parts, active, experts, count = dict.fromkeys(_PARTS.values(), 0), 0.0, defaultdict(int), 0
-    for weight in distinct(programs):
-        if weight.role == "experts":
-            count = weight.shape[0]
-            experts[weight.layer] += weight.nbytes // count
-        else:
-            parts[_PARTS[weight.role]] += weight.nbytes
-            active += weight.read_by(1)
-    return PlannedModel(
+def subject_of(
+    found: ResolvedModel, given: str | None, device: str, state_dtype: str = "auto", ranks: RankStart | None = None
+) -> PlannedModel:
+    """A model as it would run on a device, or on the largest of several ranks; given: what the user called it.
+
+    Raises InvalidArgument for a model that cannot be split so.
+    """
+    outline = outline_of(found, None)
+    whole = _outlined(outline, device, state_dtype, None)
+    model = PlannedModel(
         given=given,
         name=found.hub_id or found.name,
-        config=config,
-        caches=caches,
-        parts={part: nbytes for part, nbytes in parts.items() if nbytes},
-        experts=count,
-        top_k=getattr(config, "top_k", 0) if experts else 0,
-        layers=tuple(experts[layer] for layer in sorted(experts)),
-        active=round(active),
-        arena=Program(graph, device).arena_bytes,
+        config=whole.programs.config,
+        caches=whole.programs.caches,
+        parts=whole.parts,
+        experts=whole.experts,
+        all_experts=whole.experts,
+        top_k=getattr(whole.programs.config, "top_k", 0) if whole.layers else 0,
+        layers=whole.layers,
+        active=whole.active,
+        arena=0,
         files=None if found.kind == "config" else found.path,
+    )
+    if ranks is None:
+        return replace(model, arena=_arena(whole.programs, device))
+    ranks.check(outline.family, outline.config, outline.columns)
+    meshes = [Mesh(rank, ranks.size, ranks.experts_split) for rank in range(ranks.size)]
+    return _split(model, whole, [_outlined(outline, device, state_dtype, mesh) for mesh in meshes], outline, device)
+
+
+@dataclass(frozen=True)
+class _Outlined:
+    """What a model, or a rank of it, has: bytes by part, by part and field, experts, the bytes of one in each layer."""
+
+    programs: Programs
+    parts: dict[str, int]
+    fields: dict[tuple[str, str], int]
+    experts: int
+    layers: tuple[int, ...]
+    active: int
+
+    @property
+    def all_parts(self) -> dict[str, int]:
+        """Bytes by part, experts among them."""
+        return self.parts | {"experts": self.experts * sum(self.layers)}
+
+
+def _outlined(outline: Outline, device: str, state_dtype: str, mesh: Mesh | None) -> _Outlined:
+    _, dtype, activations = resolve_options(device)
+    states = resolve_state_dtype(state_dtype, device)
+    programs = outlined_programs(outline, dtype, activations, Work("decode", 1, 0), states, mesh)
+    parts, fields, active = dict.fromkeys(_PARTS.values(), 0), defaultdict(int), 0.0
+    experts, count = defaultdict(int), 0
+    for weight in distinct(programs):
+        if weight.role != "experts":
+            parts[_PARTS[weight.role]] += weight.nbytes
+            fields[_PARTS[weight.role], weight.path.rpartition(".")[2]] += weight.nbytes
+            active += weight.read_by(1)
+        elif weight.shape[0]:
+            count = weight.shape[0]
+            experts[weight.layer] += weight.nbytes // count
+    layers = tuple(experts[layer] for layer in sorted(experts))
+    parts = {part: nbytes for part, nbytes in parts.items() if nbytes}
+    return _Outlined(programs, parts, dict(fields), count, layers, round(active))
+
+
+def _arena(programs: Programs, device: str) -> int:
+    """Bytes for the values of the longest chunk of a prompt."""
+    kind = device_type(device)
+    whole = kind.captures and not any(window is not None for window in programs.caches.pools)
+    chunk = min(BucketedSteps.most_tokens if whole else kind.chunk_alignment, programs.config.max_positions)
+    return Program(programs.graph(chunk, 1, -(-chunk // PAGE), R=1), device).arena_bytes
+
+
+def _split(
+    model: PlannedModel, whole: _Outlined, found: list[_Outlined], outline: Outline, device: str
+) -> PlannedModel:
+    """The largest rank of a model; whole and found: outlines of all of it and of each rank."""
+    caches = tuple(one.programs.caches for one in found)
+    sizes = [sum(one.all_parts.values()) + one.programs.caches.bytes_of(_CONTEXT) for one in found]
+    largest = sizes.index(max(sizes))
+    own = found[largest]
+    mesh = own.programs.mesh
+    assert mesh is not None
+    more = {key: sum(one.fields.get(key, 0) for one in found) - nbytes for key, nbytes in whole.fields.items()}
+    repeated: dict[str, dict[str, int]] = defaultdict(dict)
+    for (part, field), nbytes in sorted(more.items(), key=lambda one: -one[1]):
+        if nbytes > 0:
+            repeated[part][field] = nbytes
+    with tracing_as(mesh):
+        sums = sums_of(fuse(own.programs.graph(1, 1, 1, R=1, decode=True), device))
+        arena = _arena(own.programs, device)
+    ranks = PlannedRanks(
+        size=mesh.size,
+        experts_split=mesh.experts_split,
+        largest=largest,
+        whole=model.parts | ({"experts": model.expert_bytes} if model.layers else {}),
+        repeated=dict(repeated),
+        caches=(model.caches, caches),
+        sums=sums,
+        busiest=model.top_k if mesh.experts_split else busiest_rank([one.experts for one in found], model.top_k),
+        sizes=possible_sizes(outline, mesh.experts_split),
+    )
+    return replace(
+        model,
+        caches=caches[largest],
+        parts=own.parts,
+        experts=own.experts,
+        layers=own.layers,
+        active=max(one.active for one in found),
+        arena=arena,
+        ranks=ranks,
     )
 
 
@@ -150,17 +245,20 @@ class Memory:
     host: int
 
 
-def memory_of(device: str, own: int | None, host: int | None) -> Memory:
-    """As given, else what is free. Raises InvalidArgument for a GPU that is not here, and on the CPU for both."""
+def memory_of(device: str, own: int | None, host: int | None, ranks: int = 1) -> Memory:
+    """Of a rank: as given, else what is free, of the host's a share. Raises InvalidArgument for a GPU that is not here,
+    and on the CPU for both.
+    """
+    free = available_memory() // ranks
     if device == "cpu":
         if own is not None and host is not None:
             raise InvalidArgument("--host-memory: on the CPU it is the device's memory, expected --device-memory alone")
-        return Memory(next(size for size in (own, host, available_memory()) if size is not None), 0)
+        return Memory(next(size for size in (own, host, free) if size is not None), 0)
     if own is None:
         if (why := unusable()) is not None:
             raise InvalidArgument(f"--device-memory: expected for a GPU that is not here ({why})")
         own = device_for("cuda").free_memory() + _DRIVER
-    return Memory(own, available_memory() if host is None else host)
+    return Memory(own, free if host is None else host)
 
 
 @dataclass(frozen=True)
@@ -225,7 +323,7 @@ class Hits:
 def trace_of(path: Path, subject: PlannedModel) -> Trace:
     """A recorded text. Raises InvalidArgument if it is another model's or has no answer."""
     recorded = load_expert_routes(path)
-    own = (len(subject.layers), subject.experts, subject.top_k)
+    own = (len(subject.layers), subject.all_experts, subject.top_k)
     found = (len(recorded.layers), recorded.experts, recorded.ids.shape[2])
     if found != own:
         raise InvalidArgument(
@@ -251,9 +349,11 @@ def speeds_of(
 ) -> dict[str, Speed]:
     """Of the memory, the link to a GPU and the disk, as far as a token needs them; `given` are options by name.
 
-    notify: gets a remark about a packed file that cannot be used.
+    Ranks share the disk, and on the CPU the memory: each has a part of what is measured. notify: gets a remark about a
+    packed file that cannot be used.
     """
     found: dict[str, Speed] = {}
+    ranks = 1 if subject.ranks is None else subject.ranks.size
     elsewhere = device == "cuda" and unusable() is not None
 
     def know(way: str, missing: str | None, measured: Callable[[], Speed]) -> None:
@@ -265,15 +365,21 @@ def speeds_of(
             found[way] = measured() if missing is None else Speed(None, f"{missing}; {option} tells")
 
     no_gpu = "there is no GPU here" if elsewhere else None
-    know("memory", no_gpu, lambda: Speed(*bandwidth_of(device, None)))
+    know("memory", no_gpu, lambda: _shared(Speed(*bandwidth_of(device, None)), ranks if device == "cpu" else 1))
     if room.resident:
         return found
     if device == "cuda":
         know("link", no_gpu, lambda: _link(device))
     folder = subject.files if subject.streams else None
     no_files = "no files here to measure it on" if folder is None else None
-    know("disk", no_files, lambda: _disk(Path(folder or ""), notify))
+    know("disk", no_files, lambda: _shared(_disk(Path(folder or ""), notify), ranks))
     return found
+
+
+def _shared(speed: Speed, ranks: int) -> Speed:
+    if ranks == 1 or speed.rate is None:
+        return speed
+    return replace(speed, rate=speed.rate / ranks, how=f"{speed.how}, shared by {ranks} ranks")
 
 
 def _link(device: str) -> Speed:
@@ -299,10 +405,14 @@ def _disk(folder: Path, notify: Callable[[str], None]) -> Speed:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Bytes that a token moves over each way, and the seconds they need; None where a bandwidth is not known."""
+    """Bytes that a token moves over each way, and the seconds they need; None where a bandwidth is not known.
+
+    sums: of these, what sums over ranks take.
+    """
 
     moved: dict[str, int]
     seconds: float | None
+    sums: float = 0.0
 
     @property
     def rate(self) -> float | None:
@@ -320,6 +430,7 @@ class ModelPlan:
     room: Room
     speeds: dict[str, Speed]
     hits: Hits
+    link: Link | None = None  # between ranks
 
     @property
     def share(self) -> float:
@@ -348,20 +459,28 @@ class ModelPlan:
         if not self.room.resident:
             moved |= {"link": round(chosen * (1 - self.hit * warm))} if "link" in self.speeds else {}
             moved["disk"] = round(chosen * (1 - self.known * warm))
-        seconds = 0.0
+        ranks = self.subject.ranks
+        sums = 0.0 if ranks is None or self.link is None else ranks.seconds(self.link)
+        seconds = sums
         for way, nbytes in moved.items():
             rate = self.speeds[way].rate
             if rate is None and nbytes:
-                return TokenCost(moved, None)
+                return TokenCost(moved, None, sums)
             seconds += nbytes / (rate * 1e9) if rate is not None else 0.0
-        return TokenCost(moved, seconds)
+        return TokenCost(moved, seconds, sums)
 
     @property
     def flags(self) -> list[str]:
         """What to add to a command line."""
-        if self.room.resident or not self.room.fits:
+        flags: list[str] = []
+        if self.subject.ranks is not None:
+            flags = ["-tp", str(self.subject.ranks.size)]
+            flags += ["--expert-parallel", "off"] if self.subject.ranks.experts_split else []
+        if not self.room.fits:
             return []
-        flags = ["--expert-cache", _flag(self.room.cache, self.subject.least)]
+        if self.room.resident:
+            return flags
+        flags += ["--expert-cache", _flag(self.room.cache, self.subject.least)]
         if self.room.host:
             flags += ["--expert-host", _flag(self.room.host, 0)]
         return [*flags, "--expert-io", self.speeds["disk"].io]

@@ -24,13 +24,18 @@ from penstock.engine.steps import Run, step_arrays, table_width
 from penstock.errors import BackendError, InvalidArgument, OutOfMemory
 from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes
+from penstock.models import replaced
 from penstock.models.config import first_layers
-from penstock.models.step import PAGE, PagedKV, empty
+from penstock.models.layers import ExpertStack
+from penstock.models.split import SplitSource
+from penstock.models.step import PAGE, PagedKV, empty, with_state_dtype
 from penstock.ops.array import address, leaves
 from penstock.ops.device import device_for
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
+    from penstock.models.family import AnyFamily
+    from penstock.models.split import Mesh
     from penstock.weights.resolve import ResolvedModel
 
 Layers = int | Literal["all"] | None  # of a config.json: the first so many, all if None
@@ -206,31 +211,63 @@ class TracedModel:
     engine: Engine | None = None
 
 
-def outlined(
-    found: ResolvedModel, layers: Layers, device: str, dtype: str, activations: str, work: Work
-) -> TracedModel:
-    """A model without its weights. layers: how many of a config.json are taken."""
+@dataclass(frozen=True)
+class Outline:
+    """A model of which nothing but shapes counts. columns: of its quantization groups."""
+
+    name: str
+    family: AnyFamily
+    config: Any
+    source: Any
+    columns: int
+
+
+def outline_of(found: ResolvedModel, layers: Layers) -> Outline:
+    """The shapes of a model. layers: how many of a config.json are taken."""
     from penstock import models
     from penstock.models.gguf import open_gguf
     from penstock.models.random import Shapes
     from penstock.models.source import CheckpointSource, ShapeOnlySource
+    from penstock.models.split import GGUF_COLUMNS, group_columns
     from penstock.weights.checkpoint import Checkpoint
 
     name, raw = taken_layers(found, layers)
     if raw is not None:
-        family = models.family_of(raw)
-        config, source = family.read_config(raw), Shapes(raw)
-    elif found.kind == "gguf":
+        family, shapes = models.family_of(raw), Shapes(raw)
+        return Outline(name, family, family.read_config(raw), shapes, shapes.group_size)
+    if found.kind == "gguf":
         gguf = open_gguf(found.path)
-        family, config, source = gguf.family, gguf.read_config(), ShapeOnlySource(gguf.source)
-    else:
-        checkpoint = Checkpoint.open(found.path)
-        family = models.family_of(checkpoint.config)
-        config = family.read_config(checkpoint.config)
-        source = ShapeOnlySource(CheckpointSource(checkpoint, *family.names(checkpoint, config)))
+        return Outline(name, gguf.family, gguf.read_config(), ShapeOnlySource(gguf.source), GGUF_COLUMNS)
+    checkpoint = Checkpoint.open(found.path)
+    family = models.family_of(checkpoint.config)
+    config = family.read_config(checkpoint.config)
+    source = ShapeOnlySource(CheckpointSource(checkpoint, *family.names(checkpoint, config)))
+    return Outline(name, family, config, source, group_columns(checkpoint))
+
+
+def outlined(
+    found: ResolvedModel, layers: Layers, device: str, dtype: str, activations: str, work: Work
+) -> TracedModel:
+    """A model without its weights. layers: how many of a config.json are taken."""
+    outline = outline_of(found, layers)
+    return TracedModel(outline.name, device, outlined_programs(outline, dtype, activations, work))
+
+
+def outlined_programs(
+    outline: Outline, dtype: str, activations: str, work: Work, state_dtype: str = "float32", mesh: Mesh | None = None
+) -> Programs:
+    """Programs over weights and caches of which nothing but the shapes counts. mesh: of a rank's part alone."""
+    family, config, source = outline.family, outline.config, outline.source
     _check_positions(work, config)
+    if mesh is not None:
+        assert family.split is not None
+        split = family.split(config, mesh, outline.columns)
+        config, source = split.config, SplitSource(source, split, mesh)
     weights = family.read_weights(source, config)
-    caches = Caches(family.caches(config), dtype, device_for("cpu"))
+    if mesh is not None and not mesh.experts_split and config.experts:
+        slot_of = mesh.slot_of(config.experts)
+        weights = replaced(weights, ExpertStack, lambda stack: replace(stack, slot_of=slot_of))
+    caches = Caches(with_state_dtype(family.caches(config), state_dtype), dtype, device_for("cpu"))
     pages = work.sequences * -(-work.positions // PAGE)
 
     def unwritten(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -240,7 +277,7 @@ def outlined(
             raise OutOfMemory(f"kernels: {work}: a cache of shape {shape} is more than this machine can name") from None
 
     caches.arrays = [empty(layout, pages, work.sequences, dtype, unwritten) for layout in caches.layouts]
-    return TracedModel(name, device, Programs(family, config, weights, caches, activations))
+    return Programs(family, config, weights, caches, activations, mesh=mesh)
 
 
 def taken_layers(found: ResolvedModel, layers: Layers) -> tuple[str, dict[str, Any] | None]:

@@ -154,11 +154,8 @@ REFUSED: dict[str, str | None] = {
     "--check-tensors": None,
     "--gpu-memory-utilization": "",
     "--cpu-offload-gb": "0",
-    "--tensor-parallel-size": "1",
-    "-tp": "1",
     "--pipeline-parallel-size": "1",
     "-pp": "1",
-    "--enable-expert-parallel": None,
     "--quantization": "",
     "--load-format": "auto",
     "--rope-scaling": "",
@@ -345,6 +342,21 @@ class AnyModel:
         bool, typer.Option("--expert-prefetch", help="Read what the next layer will perhaps choose (CPU).")
     ] = False
 
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel-size", "-tp", metavar="N", min=1, help="GPUs, or shares of the cores, to split it over."
+        ),
+    ] = None
+    expert_parallel: Annotated[
+        Literal["on", "off"],
+        typer.Option("--expert-parallel", help="Of a split model: whole experts on each rank, or a part of each."),
+    ] = "on"
+    enable_expert_parallel: Annotated[bool, typer.Option("--enable-expert-parallel", "-ep", hidden=True)] = False
+    step_timeout: Annotated[
+        float, typer.Option("--step-timeout", metavar="S", help="Of a split model: a longer step counts as hung.")
+    ] = 60.0
+
     def given(self, argument: str | None) -> Self:
         """The same with the model that stands behind the verb. Raises UsageError if --model names one as well."""
         if argument is None:
@@ -387,7 +399,35 @@ class AnyModel:
             "expert_prefetch": self.expert_prefetch,
             "revision": self.revision,
             "offline": self.offline or None,
+            **self.rank_arguments(),
         }
+
+    def rank_arguments(self) -> dict[str, Any]:
+        """How the model is split over ranks, as `penstock.load` takes it."""
+        if not 0 < self.step_timeout < math.inf:
+            raise UsageError(f"--step-timeout: is {self.step_timeout:g}, expected seconds above 0")
+        return {
+            "tensor_parallel_size": self.tensor_parallel_size or 1,
+            "expert_parallel": self.expert_parallel == "on",
+            "step_timeout": self.step_timeout,
+        }
+
+    @property
+    def ranks(self) -> int:
+        """That the model is split over."""
+        from penstock.parallel.launch import joined_by_torchrun
+
+        found = joined_by_torchrun()
+        return (self.tensor_parallel_size or 1) if found is None else found.size
+
+    def follow(self) -> None:
+        """In a process that torchrun has started as another rank than 0: be that, until rank 0 ends. Else nothing."""
+        if "LOCAL_RANK" not in os.environ:
+            return
+        from penstock.parallel.launch import joined_by_torchrun
+
+        if (found := joined_by_torchrun()) is not None and found.rank > 0:
+            self.load_with(None, None, lambda note: None)
 
 
 @dataclass(frozen=True)

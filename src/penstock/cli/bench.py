@@ -136,6 +136,8 @@ def bench(
       penstock bench --random gemma4-26b-a4b --device cuda -n 128 -b 1,32
       penstock bench -m ./my-model -p 0 -n 64 -b 1-8*2 -o json
     """
+    if random is None:
+        model.follow()
     if model.model is not None and random is not None:
         raise UsageError("--random: made-up weights need no --model, expected one of the two")
     if random is not None and (model.moe_cache or model.expert_cache) != "auto":
@@ -528,6 +530,8 @@ def _made_up(
     from penstock.engine.cache import Caches
     from penstock.engine.options import resolve_options, resolve_state_dtype
     from penstock.models.config import first_layers
+    from penstock.models.random import Random
+    from penstock.models.split import Mesh
     from penstock.models.step import with_state_dtype
     from penstock.ops.device import device_for
 
@@ -537,12 +541,14 @@ def _made_up(
     device, dtype, _ = resolve_options(model.device, model.dtype, model.activations, threads)
     where = device_for(device)
     if count is None and not where.host_memory:
-        whole = api.random_nbytes(first_layers(given, "all", str(path))[0])
+        whole = api.random_nbytes(first_layers(given, "all", str(path))[0]) // model.ranks
         count = "all" if whole <= 0.9 * where.free_memory() else None
     raw, shown = first_layers(given, count, str(path))
     name = found.name + shown
     family = models.family_of(raw)
-    read, need = family.read_config(raw), api.random_nbytes(raw)
+    read, need = family.read_config(raw), api.random_nbytes(raw) // model.ranks
+    if model.ranks > 1 and family.split is not None:
+        read = family.split(read, Mesh(0, model.ranks), Random(raw).group_size).config
     batches = [(test.batch, test.positions) for test in tests]
     layouts = with_state_dtype(family.caches(read), resolve_state_dtype(model.state_dtype, device))
     check_room(f"{path}{shown}", where, Caches(layouts, dtype), batches, need)
@@ -565,6 +571,7 @@ def _made_up(
             progress=add,
             on_device=True,
             cache_memory=model.memory,
+            **model.rank_arguments(),
         )
     return name, llm
 

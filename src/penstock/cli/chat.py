@@ -78,6 +78,7 @@ def chat(
       penstock chat --model mlx-community/Qwen3.6-35B-A3B-4bit -c 32k
       printf 'hello\\n/regen\\n' | penstock chat --temp 0.8
     """
+    model.follow()
     options = {
         "template_variables": template.variables(),
         "allow_special_in_messages": template.allow_special_in_messages,

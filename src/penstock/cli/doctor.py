@@ -14,7 +14,7 @@ import tempfile
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,7 +23,12 @@ from penstock._version import __version__
 from penstock.backends.cuda.runtime.features import CAPABILITY, INSTALL, unusable
 from penstock.cli._model import cached_models, hub_cache
 from penstock.cli._output import print_json, print_table
+from penstock.parallel.launch import Torchrun, joined_by_torchrun
 from penstock.settings import Settings, shown, variable
+from penstock.units import amount
+
+if TYPE_CHECKING:
+    from penstock.parallel.measure import SumTimes
 
 _SUPPORTED = {"torch": ((2, 11), (2, 13)), "triton": ((3, 6), (3, 9))}  # first and last minor version
 _DIED = "the process that tried torch died"
@@ -32,11 +37,13 @@ _LIBRARIES = ("ml_dtypes", "safetensors", "tokenizers", "jinja2", "huggingface_h
 _EXTRAS = {
     "server": (("starlette", "uvicorn", "pydantic", "prometheus_client", "msgspec"), "to serve models over HTTP"),
     "grammar": (("llguidance",), "for answers that follow a JSON schema or a grammar"),
+    "distributed": (("msgspec",), "to split a model over ranks"),
 }
 _DISK_BYTES = 64 << 20  # written and read to measure a disk
 _DISK_SECONDS = 2.0  # a slow disk is measured with less
 _COUNT_SECONDS = 2.0  # for the files of a cache
 _DISK_ROOM = 1 << 30  # free bytes below which a disk is left alone
+_TORCHRUN = "torchrun --nproc-per-node N -m penstock doctor"
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -44,26 +51,97 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
     Every SIMD instruction set is tried in a child process, because using one that the machine lists but does not
     really have kills the process. The disk on which models are kept is measured with a temporary file of 64 MB.
-    Things that are missing are named with the way to get them; they are no error.
+    Things that are missing are named with the way to get them; they are no error. Under torchrun (torchrun
+    --nproc-per-node 2 -m penstock doctor) the sums over ranks that a split model needs are measured, at the sizes of
+    its steps, for penstock plan.
 
     \b
     Examples:
       penstock doctor
       penstock doctor --json
     """
+    joined = joined_by_torchrun()
+    sums = None if joined is None else _measured_sums(joined)
+    if joined is not None and joined.rank > 0:
+        return
     report = examined()
+    report["ranks"] = None if joined is None or sums is None else _described(joined, sums)
     if as_json:
         print_json(report)
     else:
         print_table(("", "value"), _rows(report), wrap=("value",), header=False)
         for note in report["notes"]:
             print(f"note: {note}")
+        if sums is not None:
+            _print_sums(sums)
+
+
+def _measured_sums(joined: Torchrun) -> "SumTimes":
+    """Sums over all processes that torchrun has started."""
+    from penstock.engine.options import resolve_device
+    from penstock.engine.rank import rank_backend
+    from penstock.parallel.launch import RankOptions, join_torchrun
+    from penstock.parallel.measure import measure_sums
+
+    backend = rank_backend(resolve_device("auto"), joined.local_size)
+    if backend == "nccl":
+        import torch
+
+        torch.cuda.set_device(joined.local_rank)
+    group = join_torchrun(joined, RankOptions(backend))
+    try:
+        return measure_sums(group)
+    finally:
+        group.close()
+
+
+def _described(joined: Torchrun, sums: "SumTimes") -> dict[str, Any]:
+    return {
+        "size": sums.size,
+        "local_size": joined.local_size,
+        "backend": sums.backend,
+        "dtype": sums.dtype,
+        "sums": [
+            {
+                "rows": one.rows,
+                "columns": one.columns,
+                "bytes": one.nbytes,
+                "seconds": one.seconds,
+                "gb_per_s": sums.rate(one),
+            }
+            for one in sums.times
+        ],
+        "latency_us": sums.latency * 1e6,
+        "gb_per_s": sums.bandwidth,
+        "plan_options": _plan_options(sums),
+    }
+
+
+def _plan_options(sums: "SumTimes") -> list[str]:
+    """What `penstock plan` takes."""
+    if sums.bandwidth is None:
+        return []
+    latency, bandwidth = f"{sums.latency * 1e6:.1f}", f"{sums.bandwidth:.3g}"
+    return ["-tp", str(sums.size), "--rank-latency", latency, "--rank-bandwidth", bandwidth]
+
+
+def _print_sums(sums: "SumTimes") -> None:
+    ranks = f"{sums.size} rank{'s' * (sums.size != 1)}"
+    print(f"\nsums over {ranks} by {sums.backend}, {sums.dtype}, median of the slowest rank:")
+    rows = [
+        [str(one.rows), str(one.columns), amount(one.nbytes), f"{one.seconds * 1e6:.1f}", f"{sums.rate(one):.2f}"]
+        for one in sums.times
+    ]
+    print_table(("rows", "columns", "bytes", "µs", "GB/s"), rows, wrap=())
+    if options := _plan_options(sums):
+        print(f"penstock plan MODEL {' '.join(options)}")
 
 
 def examined() -> dict[str, Any]:
     """The whole report, as `--json` prints it. A missing package has version null, a broken one an error too."""
     from penstock import machine
     from penstock.backends.cpu import features
+    from penstock.models import plugins
 
     outcomes = features.probe()
     total, free = machine.memory()
@@ -74,6 +152,10 @@ def examined() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {},
         "errors": {},
+        "families": {
+            name: None if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+            for name, entry in sorted(plugins().items())
+        },
         "cpu": {
             "model": machine.cpu_model(),
             "architecture": platform.machine(),
@@ -306,6 +388,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", f"{_gib(memory['total'])} usable, {_gib(memory['free'])} free"),
         ("simd usable", " ".join(cpu["features"]) or "none of those that penstock knows"),
     ]
+    if report["families"]:
+        rows.append(("families", ", ".join(f"{name} ({of})" for name, of in report["families"].items())))
     if cpu["unusable"]:
         rows.append(("simd listed only", " ".join(cpu["unusable"])))
     rows += ((name, report["packages"][name] or "not found") for name in ("torch", "triton"))
@@ -323,6 +407,9 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     rows.append(("model cache", f"{count} model{'s' * (count != 1)}, {_held(caches['models'])}"))
     rows.append(("kernel cache", f"{_held(caches['kernels'])}, {_mib(caches['kernels']['current_bytes'])} in use"))
     rows.append(("triton cache", _held(caches["triton"])))
+    ranks = report.get("ranks")
+    how = f"not measured ({_TORCHRUN})" if ranks is None else f"{ranks['size']} by {ranks['backend']}, see below"
+    rows.append(("sums over ranks", how))
     values = report["settings"]
     changed = [f"{variable(f)}={values[f.name]}" for f in fields(Settings) if values[f.name] != f.default]
     rows.append(("settings", " ".join(changed) or "defaults"))

@@ -82,6 +82,7 @@ def generate(
       penstock generate --model mlx-community/Qwen3.6-35B-A3B-4bit -p hello
       echo "Tell me a story" | penstock generate -p - --temp 0.8 --json
     """
+    model.follow()
     talk = _boolean("--verbose", verbose) and not as_json
     eos = [*(extra_eos_token or ()), *context.args]  # mlx-lm takes several tokens after one --extra-eos-token
     if context.args and not extra_eos_token:

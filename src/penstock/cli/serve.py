@@ -317,33 +317,40 @@ class LoadOptions:
         if share is not None and memory is not None:
             raise UsageError("--gpu-memory-utilization: expected without --memory")
 
-    def replicas(self, device: str, threads: int | None) -> "list[Resources]":
-        """What each engine gets of the machine where there are several, else nothing. Raises UsageError, and before
-        anything is loaded InvalidArgument for more than there are GPUs.
+    def replicas(self, device: str, threads: int | None, ranks: int) -> "list[Resources]":
+        """What each engine of so many ranks gets of the machine where there are several, else nothing. Raises
+        UsageError, and before anything is loaded InvalidArgument for more than there are GPUs.
         """
         from penstock.engine.options import resolve_device
-        from penstock.engine.resources import share_machine
+        from penstock.engine.resources import joined, share_machine
+        from penstock.parallel.launch import joined_by_torchrun
 
         settings = Settings.from_env()
         count = self.data_parallel_size or settings.data_parallel_size
         if count == 1:
             return []
+        if joined_by_torchrun() is not None:
+            raise UsageError(
+                f"--data-parallel-size: is {count}, expected 1 under torchrun; start one server per replica"
+            )
         if (settings.engine_process if self.engine_process is None else self.engine_process) is False:
             raise UsageError(f"--data-parallel-size: is {count}, expected 1 with --no-engine-process")
         try:
-            return share_machine(resolve_device(device), count, threads or settings.threads)
+            parts = share_machine(resolve_device(device), count * ranks, threads or settings.threads)
         except InvalidArgument as error:
-            raise InvalidArgument(f"--data-parallel-size: is {count}: {error}") from None
+            each = f" of {ranks} ranks each" if ranks > 1 else ""
+            raise InvalidArgument(f"--data-parallel-size: is {count}{each}: {error}") from None
+        return [joined(parts[n * ranks : (n + 1) * ranks]) for n in range(count)]
 
-    def in_two_processes(self, device: str) -> bool:
-        """Whether the engine gets a process of its own, by the flag, the setting or the device."""
+    def in_two_processes(self, device: str, ranks: int) -> bool:
+        """Whether the engine gets a process of its own, by the flag, the setting, the device or since it has ranks."""
         from penstock.backends.cuda.runtime import features
 
         settings = Settings.from_env()
         if self.engine_process is not None or settings.engine_process is not None:
             return bool(settings.engine_process if self.engine_process is None else self.engine_process)
         device = settings.device if device == "auto" else device
-        return device == "cuda" or (device == "auto" and features.driver_found())
+        return ranks > 1 or device == "cuda" or (device == "auto" and features.driver_found())
 
 
 @verb(_REFUSED)
@@ -386,6 +393,7 @@ def serve(
       penstock serve --data-parallel-size 2
       PENSTOCK_API_KEY=secret penstock serve --host 0.0.0.0 --port 8000
     """
+    model.follow()
     _check_installed()
     from penstock.engine.protect import protect
     from penstock.machine import physical_cores
@@ -406,9 +414,10 @@ def serve(
     load.check_memory(model.memory)
     template, own = answers.template(), answers.own_defaults()
     arguments = {"path_or_hub_id": model.model, **model.load_arguments(model.max_context or None, model.threads)}
-    replicas = load.replicas(model.device, model.threads)
+    ranks = model.ranks
+    replicas = load.replicas(model.device, model.threads, ranks)
     starter = None
-    if replicas or load.in_two_processes(model.device):
+    if replicas or load.in_two_processes(model.device, ranks):
         starter = engine_starter(arguments, note, replicas)
     options = Options(
         names=_names(model, answers.alias or []),
@@ -471,6 +480,8 @@ def serve(
         where = info.device if starter is None else f"{info.device}, in a process of its own"
         if replicas:
             where = f"{info.device}, in {len(replicas)} processes"
+        if ranks > 1:
+            where += f" of {ranks} ranks each" if replicas else f", split over {ranks} ranks"
         note(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(info.weight_bytes)} of "
             f"weights, context of {info.max_context} tokens, {where}"

@@ -105,7 +105,7 @@ def _held(tables: Mapping[int | None, PageTable]) -> dict[int | None, int]:
 
 def all_memory(engine: Engine) -> int:
     """Bytes of what sequences have and of what is free: a limit for those that take memory while it lasts."""
-    return engine.caches.nbytes + max(1, engine.device.free_memory())
+    return engine.caches.nbytes + max(1, engine.free_memory())
 
 
 def memory_for_sequences(engine: Engine, sequences: int, share: float = 1.0) -> int:
@@ -114,9 +114,9 @@ def memory_for_sequences(engine: Engine, sequences: int, share: float = 1.0) -> 
     share: of the device's memory, for all that this process has there. With all of it at least one sequence of
     max_context has room, since `load` has seen to that.
     """
-    device, caches = engine.device, engine.caches
+    caches = engine.caches
     working = engine.working_bytes(sequences)
-    spare = max(0, device.free_memory(share) - working)
+    spare = max(0, engine.free_memory(share) - working)
     mapped = min(engine.model.from_files, spare // 2)
     return caches.nbytes + max(spare - mapped, min(spare, caches.bytes_of(engine.max_context)))
 
@@ -150,7 +150,7 @@ def share_memory(
                 f"scheduler: gpu_memory_utilization is {utilization!r}, expected none on device {device.name!r}; "
                 "memory (--memory) is for all devices"
             )
-        share = device.free_memory() // 10 if prefix is None else prefix
+        share = engine.free_memory() // 10 if prefix is None else prefix
         memory = memory_for_sequences(engine, most) if memory is None else memory
         return Shares(most, memory, min(share, memory))
     if not allocate:
@@ -162,7 +162,7 @@ def share_memory(
         memory = memory_for_sequences(engine, most, GPU_MEMORY_UTILIZATION if utilization is None else utilization)
         if utilization is None and memory < least:  # `load` has seen to it that the whole context fits all the same
             memory = min(least, memory_for_sequences(engine, most))
-    elif memory > (there := caches.nbytes + device.free_memory() - WORKING_BYTES):
+    elif memory > (there := caches.nbytes + engine.free_memory() - WORKING_BYTES):
         raise OutOfMemory(
             f"scheduler: memory for sequences is {amount(memory)}, expected at most {amount(max(0, there))}: "
             f"so much {device.memory_name} is free beside the weights and {amount(WORKING_BYTES)} for steps"

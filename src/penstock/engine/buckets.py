@@ -12,19 +12,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.engine.runner import Call, Runner, SegmentedRunner
+from penstock.engine.runner import Call, Runner, SegmentedRunner, between_replays
 from penstock.engine.steps import MOST_LOGITS, Run, step_arrays, step_shapes
 from penstock.experts.streamed import EXPERT_OPS
-from penstock.graph import Graph, Program, SizedProgram
+from penstock.graph import Graph, Program, SizedProgram, Wrap
 from penstock.graph.sizes import Sizes
 from penstock.models.step import PAGE, STREAM
+from penstock.ops.collective import communicator
 from penstock.ops.device import DeviceSampler, PendingStep, StepInputs
 from penstock.ops.sampling import MODES
 
@@ -87,9 +88,7 @@ class BucketedSteps:
     @property
     def answers(self) -> tuple[int, ...]:
         """Sizes of steps with one token of each sequence."""
-        experts = self._programs.experts
-        most = self.sequences if experts is None else min(self.sequences, experts.store.most_tokens)
-        return _answer_sizes(most)
+        return _answer_sizes(min(self.sequences, self._programs.most_answers))
 
     @property
     def mixed(self) -> tuple[int, ...]:
@@ -126,20 +125,27 @@ class BucketedSteps:
 
         bucket: a size, if not the next larger one.
         """
-        arrays = self._launch(runs, {}, bucket)
-        wanted = arrays["wanted"]
-        if not len(wanted):
+        parts = [self._device.to_host(logits) for logits in self._passes(self._launch(runs, {}, bucket)["wanted"])]
+        if not parts:
             return None
-        if len(wanted) <= MOST_LOGITS:
-            return self._device.to_host(self._logits(len(wanted), None)[: len(wanted)])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def follow(self, runs: Seq[Run]) -> None:
+        """Start a step of which another rank reads the logits or draws: the same programs up to there."""
+        for _ in self._passes(self._launch(runs, {})["wanted"]):
+            pass
+
+    def _passes(self, wanted: np.ndarray) -> Iterator[Any]:
+        """Logits of the wanted rows of the step that was just launched, some at a time; readable until the next."""
+        if 0 < len(wanted) <= MOST_LOGITS:
+            yield self._logits(len(wanted), None)[: len(wanted)]
+            return
         assert self._inputs is not None
-        found = np.empty((len(wanted), self._programs.config.vocab_size), np.float32)
         for start in range(0, len(wanted), MOST_LOGITS):
             rows = wanted[start : start + MOST_LOGITS]
             self._inputs.send({"wanted": _padded(rows, MOST_LOGITS, -1)})
             self._inputs.unpack()
-            found[start : start + len(rows)] = self._device.to_host(self._logits(MOST_LOGITS, None)[: len(rows)])
-        return found
+            yield self._logits(MOST_LOGITS, None)[: len(rows)]
 
     def launch(self, runs: Seq[Run], rows: Seq[Any], mode: str, masks: Seq[np.ndarray | None] = ()) -> PendingStep:
         """Start a step and draw tokens after its wanted rows, as `rows` (`Sampler.row`) and a mode of `mode_of` say;
@@ -228,6 +234,12 @@ class BucketedSteps:
         self._hidden = self._head_arena = self._inputs = self._sampler = self._version = None
 
     @property
+    def _wrap(self) -> Wrap | None:
+        """Of kernels that are bound."""
+        wrap, mesh = self._programs.wrap, self._programs.mesh
+        return wrap if mesh is None or communicator().capturable else between_replays(wrap)
+
+    @property
     def _pages(self) -> int:
         """Columns of a block table."""
         return max(1, -(-self._programs.max_context // PAGE))
@@ -262,10 +274,10 @@ class BucketedSteps:
         shapes = step_shapes(bucket.rows, bucket.sequences, 0, pages, programs.windows.values())
         wanted = {name: shape for name, shape in shapes.items() if name in kind.graph.inputs}
         inputs = {name: given[name][tuple(map(slice, shape))] for name, shape in wanted.items()}
-        detector, wrap = None, programs.wrap
+        detector, wrap = None, self._wrap
         if experts is not None:
             width = bucket.rows * programs.config.top_k
-            if not prompt:
+            if not prompt and not programs.experts_by_host:
                 detector = device.miss_detector(experts.tier, len(experts.slot_of), width)
             if detector is None:
                 wrap = experts.wrap(kind.graph, prompt, wrap)
@@ -302,7 +314,8 @@ class BucketedSteps:
                 return programs.graph(sizes["T"], B, n, padded=True)
 
             name = "B" if answers else "T"
-            cut = (lambda node: node.op in EXPERT_OPS) if programs.experts is not None and answers else None
+            detecting = programs.experts is not None and not programs.experts_by_host and answers
+            cut = (lambda node: node.op in EXPERT_OPS) if detecting else None
             sizes = {name: least}, {name: most}
             self._kinds[key] = SizedProgram(graph, self._device.name, *sizes, cut=cut, **programs.options)
         return self._kinds[key]
@@ -320,7 +333,7 @@ class BucketedSteps:
                 self._heads, self._wholes, self._head_arena = {}, {}, None
                 self._head_arena = programs.new_arena(need)
             inputs = {"h": self._hidden, "wanted": self._inputs.on_device["wanted"][:rows]}
-            bound = program.bind(inputs, self._head_arena, programs.wrap)
+            bound = program.bind(inputs, self._head_arena, self._wrap)
             (logits,) = bound.outputs
             calls: list[Call] = list(bound.calls)
             if mode is not None:
@@ -337,14 +350,16 @@ class BucketedSteps:
     def prepare(self, seconds: Callable[[Bucket], float]) -> None:
         """Have all sizes and all ways to draw compiled and captured, and know how long the sizes take.
 
-        seconds: runs steps of a size and gives the `time` of one.
+        seconds: runs steps of a size and gives the `time` of one. Ranks of one model run the same programs as often as
+        each other, in the same order, whatever they have captured before and however long it takes.
         """
         self._bind_anew()
         buckets = [Bucket(rows, rows, True) for rows in self.answers]
         buckets += [self.bucket(1, 1, 1)] if self._pages > _SHORT else []
         buckets += [Bucket(rows, self.sequences, False) for rows in self.mixed]
         self._head(self.answers[-1], None, compiles=False)  # the largest first: it has the memory of all
-        heads = [(rows, mode) for rows in self.answers for mode in _modes()] if self._sampler is not None else []
+        modes = _modes() if self._programs.mesh is None else [*_modes(), None]  # ranks that follow draw nothing
+        heads = [(rows, mode) for rows in self.answers for mode in modes] if self._sampler is not None else []
         drawing = [call for key in heads for call in self._head(*key, compiles=False)[0].calls]
         for answers in (True, False):
             own = [bucket for bucket in buckets if bucket.answers == answers]
@@ -361,20 +376,28 @@ class BucketedSteps:
                 for mode in _WHOLE if bucket.answers else ():
                     self._draw_nothing(self._whole(bucket, mode), bucket.rows, mode)
 
-    def _draw_nothing(self, runner: Runner, rows: int, mode: str) -> None:
+    def _draw_nothing(self, runner: Runner, rows: int, mode: str | None) -> None:
         """Capture what ends with a draw; no row is active."""
         assert self._inputs is not None and self._sampler is not None
         none = dict.fromkeys(("tokens", "positions", "slots", *_DRAWN), np.full(rows, -1, np.int32))
         self._inputs.send(self._sampler.values([_GREEDY] * rows) | none | {"lengths": np.zeros(rows, np.int32)})
         self._inputs.unpack()
-        while not runner.captured:
+        for _ in self._until_captured(runner):
             runner.run()
-            self._sampler.launched(rows, mode).tokens()
+            if mode is not None:
+                self._sampler.launched(rows, mode).tokens()
+
+    def _until_captured(self, runner: Runner) -> Iterator[None]:
+        """Runs of it until it is a replay: a list of calls, then a capture. As many on each of several ranks."""
+        ranks = self._programs.mesh is not None
+        for _ in range(2):
+            if ranks or not runner.captured:
+                yield
 
     def time(self, bucket: Bucket, step: Callable[[], object]) -> float:
         """Seconds of a step of this size, once it is a replay."""
         runner = self._runner(bucket, prompt=not bucket.answers)
-        while not runner.captured:
+        for _ in self._until_captured(runner):
             step()
         self._device.wait()
         begin = time.perf_counter()

@@ -180,6 +180,11 @@ class Caches:
             pool.grow(pages[window])
 
     @property
+    def saved_layouts(self) -> tuple[Layout, ...]:
+        """Of what `rows` gives and `fill` takes."""
+        return self.layouts
+
+    @property
     def in_use(self) -> bool:
         """Whether a sequence is open or a page is held."""
         return self.slots_used > 0 or any(pool.used for pool in self.pools.values())

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias
 
 import numpy as np
 
@@ -26,10 +26,11 @@ from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs
 from penstock.engine.request import RequestLimits, token_array
 from penstock.engine.steps import MOST_SEQUENCES, MOST_TOKENS, Run, ragged_step, step_arrays, table_names
-from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
+from penstock.errors import CheckpointError, EngineDied, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
-from penstock.models.step import PAGE, with_state_dtype
+from penstock.models.split import Mesh, Split
+from penstock.models.step import PAGE, Layout, with_state_dtype
 from penstock.ops.device import Device, PendingStep, device_for
 from penstock.units import amount
 
@@ -55,9 +56,42 @@ class Model(Generic[ConfigT, WeightsT]):
     from_files: int = 0  # bytes of weights that steps read from files, at most: they need room in the page cache
     check: Callable[[], None] | None = None  # raises CheckpointError if the mapped files are no longer what they were
     lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
+    split: Split[Any] | None = None  # it is a rank's part: config and weights are that part's
+    mesh: Mesh | None = None
 
 
 AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]
+
+
+class LeadingRank(Protocol):
+    """What an engine needs of the other ranks of its model, on rank 0."""
+
+    def caches(self, layouts: Seq[Layout], dtype: str, device: Device) -> Caches:
+        """Caches whose changes all ranks make."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineDied if a rank has failed."""
+        ...
+
+    def free_memory(self, free: int, host: bool, share: float) -> int:
+        """Of `free` bytes what a rank may take, if all take as much; host: ranks of a machine share its memory.
+
+        share: see `DeviceMemory.free_memory`.
+        """
+        ...
+
+    def stepping(self, runs: Seq[Run]) -> contextlib.AbstractContextManager[list[Any]]:
+        """Around a step of all ranks; the list takes its logits, if they are on the host on every rank."""
+        ...
+
+    def watched(self, step: PendingStep) -> PendingStep:
+        """The step that was just launched; waiting for it ends with EngineDied if a rank fails or hangs."""
+        ...
+
+    def prepared_by_all(self) -> contextlib.AbstractContextManager[None]:
+        """Around `Engine.prepare`, which all ranks run by themselves."""
+        ...
 
 
 class Engine:
@@ -79,8 +113,10 @@ class Engine:
         device: Device | None = None,
         fused: bool = True,
         cache_memory: int | None = None,
+        leader: LeadingRank | None = None,
     ) -> None:
         self.model = model
+        self.leader = leader
         self.activations = activations
         self.dtype = dtype
         self.state_dtype = state_dtype
@@ -89,7 +125,9 @@ class Engine:
         self.deterministic = deterministic
         self.device = device or device_for("cpu")
         self.experts = model.experts
-        self.caches = Caches(with_state_dtype(model.family.caches(model.config), state_dtype), dtype, self.device)
+        layouts = with_state_dtype(model.family.caches(model.config), state_dtype)
+        make = Caches if leader is None else leader.caches
+        self.caches = make(layouts, dtype, self.device)
         self.programs = (
             Programs(
                 model.family,
@@ -101,6 +139,7 @@ class Engine:
                 deterministic,
                 self.experts,
                 max_context,
+                model.mesh,
             )
             if self.device.runs_programs
             else None
@@ -138,7 +177,7 @@ class Engine:
         with self.lock:
             caches = self.caches
             count = sequences or min(self.device.default_sequences, self.most_sequences)
-            free = self.device.free_memory() + caches.nbytes
+            free = self.free_memory() + caches.nbytes
             memory = self.cache_memory if memory is None else memory
             if memory is not None:
                 if sequences is None:
@@ -177,6 +216,19 @@ class Engine:
             caches.allocate(*size)
         finally:
             self._allocated = caches.slots > 0
+
+    def allocate_as(self, size: CacheSize) -> None:
+        """Give the caches the size that those of rank 0 have got."""
+        with self.lock:
+            if self.programs is not None:
+                self.programs.unbind()
+            self.caches.allocate(*size)
+            self._allocated = True
+
+    def free_memory(self, share: float = 1.0) -> int:
+        """Bytes that are free for what all ranks allocate alike. share: see `DeviceMemory.free_memory`."""
+        free = self.device.free_memory(share)
+        return free if self.leader is None else self.leader.free_memory(free, self.device.host_memory, share)
 
     def working_bytes(self, sequences: int) -> int:
         """Bytes that steps of so many sequences take beside weights and caches, and some for everything else."""
@@ -256,7 +308,7 @@ class Engine:
 
         As it was if that cannot be found: the token is not known, or the step cannot be run once more.
         """
-        if token is None:
+        if token is None or self.model.mesh is not None:
             return error
         try:
             with self.lock, self.device.running(self.deterministic):
@@ -270,9 +322,9 @@ class Engine:
     @property
     def most_sequences(self) -> int:
         """How many can decode together: those whose experts fit on a device that cannot wait for them in between."""
-        if self.experts is None or not self.device.samples_tokens:
+        if self.programs is None or not self.device.samples_tokens:
             return MOST_SEQUENCES
-        return self.experts.store.most_tokens
+        return self.programs.most_answers
 
     def apply_reports(self) -> None:
         """Bring what is known of streamed experts up to date, unless a step is under way."""
@@ -286,8 +338,11 @@ class Engine:
     def can_chain(self) -> bool:
         """Whether a step may be launched before the tokens that it appends are known: the device has drawn them.
 
-        Not with experts on disk: a step that missed some starts again from what the host gave it.
+        Not with experts on disk: a step that missed some starts again from what the host gave it. Nor on several ranks,
+        of which the first alone draws.
         """
+        if self.leader is not None:
+            return False
         return self.device.samples_tokens and (self.experts is None or self.experts.fully_cached)
 
     @property
@@ -317,7 +372,26 @@ class Engine:
         tokens in the order of the runs, None if there are none. At most one run of a sequence.
         """
         with self._stepping(runs):
-            return self._defined(runs) if self.programs is None else self.programs.steps.run(runs)
+            if self.leader is None:
+                return self._run(runs)
+            with self.leader.stepping(runs) as found:
+                logits = self._run(runs)
+                found += [] if logits is None or self.device.samples_tokens else [logits]
+            return logits
+
+    def follow(self, runs: Seq[Run]) -> np.ndarray | None:
+        """As `step`, on a rank that another one leads. Where the device samples tokens, logits are not read, and
+        nothing waits for the step.
+        """
+        if not self.device.samples_tokens:
+            return self.step(runs)
+        with self._stepping(runs):
+            assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)
+            self.programs.steps.follow(runs)
+        return None
+
+    def _run(self, runs: Seq[Run]) -> np.ndarray | None:
+        return self._defined(runs) if self.programs is None else self.programs.steps.run(runs)
 
     def launch(
         self, runs: Seq[Run], rows: Seq[Mapping[str, Any]], mode: str, masks: Seq[np.ndarray | None] = ()
@@ -330,7 +404,11 @@ class Engine:
         """
         with self._stepping(runs):
             assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)
-            return self.programs.steps.launch(runs, rows, mode, masks)
+            if self.leader is None:
+                return self.programs.steps.launch(runs, rows, mode, masks)
+            with self.leader.stepping(runs):
+                step = self.programs.steps.launch(runs, rows, mode, masks)
+            return self.leader.watched(step)
 
     @contextlib.contextmanager
     def _stepping(self, runs: Seq[Run]) -> Iterator[None]:
@@ -363,7 +441,9 @@ class Engine:
                 self.caches.reserve(run.sequence, count)
             return steps.time(bucket, lambda: steps.run(runs, bucket))
 
-        with self.lock, self.device.running(self.deterministic):
+        self.ensure_allocated()
+        together = contextlib.nullcontext() if self.leader is None else self.leader.prepared_by_all()
+        with self.lock, self.device.running(self.deterministic), together:
             try:
                 opened += [self.open() for _ in range(steps.answers[-1])]
                 steps.prepare(seconds)
@@ -376,9 +456,19 @@ class Engine:
         family, config, weights = self.model.family, self.model.config, self.model.weights
         tables = table_names(self.caches.pools)
         arrays = step_arrays(runs, tables)
-        step = ragged_step(arrays, tables, activations=self.activations, dtype=self.dtype)
+        options = {"activations": self.activations, "dtype": self.dtype, "mesh": self.model.mesh}
+        step = ragged_step(arrays, tables, **options)
         h = family.forward(step, weights, config, self.caches.arrays)
         return family.logits(step, h[arrays["wanted"]], weights, config) if len(arrays["wanted"]) else None
+
+    def lost(self, error: BaseException) -> bool:
+        """Whether nothing can be computed any more after this error: the device or another rank is gone."""
+        return isinstance(error, EngineDied) or self.device.lost(error)
+
+    def check_ranks(self) -> None:
+        """Raises EngineDied if another rank of the model has failed."""
+        if self.leader is not None:
+            self.leader.check()
 
     def replace_model(self, model: Model) -> None:
         """The same model with its weights elsewhere in memory, before the first step."""

@@ -8,11 +8,12 @@ from typing import Any
 from penstock import ops
 from penstock.engine.buckets import BucketedSteps
 from penstock.engine.cache import Caches
-from penstock.engine.steps import ExactSteps, ragged_step, step_shapes, table_names
+from penstock.engine.steps import MOST_SEQUENCES, ExactSteps, ragged_step, step_shapes, table_names
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import Streamed
 from penstock.graph import Graph, Wrap, trace
 from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
+from penstock.models.split import Mesh
 from penstock.models.step import STREAM, Step
 from penstock.ops.array import Spec, spec_of
 from penstock.units import amount
@@ -35,7 +36,9 @@ class Programs:
         batch_invariant: bool = False,
         experts: Streamed | None = None,
         max_context: int = 0,
+        mesh: Mesh | None = None,
     ) -> None:
+        self.mesh = mesh
         self.experts = experts  # streamed ones
         self.max_context = max_context
         self.family, self.config, self.weights = family, config, weights
@@ -54,6 +57,20 @@ class Programs:
     def options(self) -> dict[str, Any]:
         """Of each `Program`."""
         return {"fused": self.fused, "batch_invariant": self.batch_invariant}
+
+    @property
+    def experts_by_host(self) -> bool:
+        """Whether the host brings streamed experts before each layer's run, in answers too: a rank that stopped a
+        captured step for one would leave the others waiting in it.
+        """
+        return self.mesh is not None
+
+    @property
+    def most_answers(self) -> int:
+        """Sequences of a step of answers: on a device those whose experts fit, unless the host brings them."""
+        if self.experts is None or self.experts_by_host:
+            return MOST_SEQUENCES
+        return self.experts.store.most_tokens
 
     def new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):
@@ -79,7 +96,7 @@ class Programs:
 
         def fn(**given: Any) -> Any:
             active = given["slots" if decode else "sequence"] if padded else None
-            options = {"activations": self.activations, "dtype": self.caches.dtype, "active": active}
+            options = {"activations": self.activations, "dtype": self.caches.dtype, "active": active, "mesh": self.mesh}
             step = ragged_step(given, self.windows, **options)
             h = self.family.forward(step, self.weights, self.config, self.cache_values(given))
             return self._logits(step, h, given.get("wanted")) if R else h
@@ -90,7 +107,8 @@ class Programs:
         """The logits of R rows of the residual stream of T rows."""
 
         def fn(h: Any, wanted: Any) -> Any:
-            step = Step(wanted, wanted, wanted, wanted, {}, activations=self.activations, dtype=self.caches.dtype)
+            options = {"activations": self.activations, "dtype": self.caches.dtype, "mesh": self.mesh}
+            step = Step(wanted, wanted, wanted, wanted, {}, **options)
             return self._logits(step, h, wanted)
 
         specs = {"h": Spec((T, self.config.dim), STREAM), "wanted": Spec((R,), "int32")}

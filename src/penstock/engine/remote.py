@@ -223,6 +223,8 @@ class RemoteScheduler:
     def _ended(self, engine: _Engine) -> None:
         """An engine that was ready has ended: so do its requests. Start another one, unless that happened before."""
         now, status = time.monotonic(), engine.status()
+        if engine.last_note.startswith("rank "):  # of several ranks the one that failed
+            status += f": {engine.last_note}"
         with self._lock:
             lost, self._live = self._live, {}
             self._past, self._metrics = total((self._past, self._metrics.ended(len(lost)))), SchedulerMetrics()
@@ -283,6 +285,7 @@ class RemoteScheduler:
         elif isinstance(message, Progress):
             self._progress(message.share)
             if message.note:
+                engine.last_note = message.note
                 self._notify(message.note)
         elif isinstance(message, Damaged):
             if self._damaged is not None:
@@ -343,6 +346,7 @@ class _Engine:
     def __init__(self, module: str, resources: Resources | None = None) -> None:
         self.ready = threading.Event()
         self.answer: Ready | NotLoaded | None = None
+        self.last_note = ""
         self.reader: threading.Thread
         ours, theirs = socket.socketpair()
         home = str(Path(__file__).parents[2])  # the front may have found penstock by a path of its own

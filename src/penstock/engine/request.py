@@ -74,6 +74,9 @@ class Completion:
     top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
     seed: int | None = None
 
+    def __str__(self) -> str:
+        return self.text
+
 
 class Constraint(Protocol):
     """What may come next in one answer (see `grammar.Grammar`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.backends.cuda.runtime import features as cuda
@@ -33,6 +34,17 @@ class Resources:
         limit = f"from penstock.machine import limit_memory; limit_memory({self.memory}); "
         can_pin = bool(self.cpus) and hasattr(os, "sched_setaffinity")
         return (pin if can_pin else "") + (limit if self.memory is not None else "")
+
+
+def joined(parts: Sequence[Resources]) -> Resources:
+    """What several processes have together: the ranks of one model, of which the first starts the others."""
+    threads = [part.threads for part in parts if part.threads is not None]
+    return Resources(
+        tuple(sorted({cpu for part in parts for cpu in part.cpus})),
+        sum(threads) if threads else None,
+        tuple(gpu for part in parts for gpu in part.gpus),
+        sum(part.memory for part in parts if part.memory is not None) or None,
+    )
 
 
 def share_machine(device: str, count: int, threads: int | None = None) -> list[Resources]:

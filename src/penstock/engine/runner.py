@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from penstock.experts.streamed import Streamed
+from penstock.graph import Node, Wrap
+from penstock.ops.collective import EXCHANGES
 from penstock.ops.device import Device, MissDetector
 
 Call = Callable[[], object]
@@ -19,7 +23,8 @@ _FEW_MISSES = 1  # layers of a step that may miss experts for the next one to be
 class Runner:
     """Segments of calls that are run one after the other. The first run is a list of calls; later ones are replays.
 
-    captures: False if the calls do more than launch kernels, so that every run is a list of calls.
+    captures: False if the calls do more than launch kernels, so that every run is a list of calls. Replays are cut at
+    calls of what `between_replays` has marked.
     """
 
     def __init__(self, device: Device, segments: Sequence[Sequence[Call]], captures: bool = True) -> None:
@@ -48,8 +53,39 @@ class Runner:
                     call()
                 self._ran.add(key)
                 return
-            replay = self._replays[key] = self.device.capture(calls())
+            replay = self._replays[key] = self._capture(calls())
         replay()
+
+    def _capture(self, calls: Sequence[Call]) -> Callable[[], object]:
+        parts: list[Call] = []
+        for marked, group in itertools.groupby(calls, _is_marked):
+            own = list(group)
+            parts += own if marked else [self.device.capture(own)]
+        return parts[0] if len(parts) == 1 else lambda: [part() for part in parts]
+
+
+@dataclass(frozen=True)
+class _BetweenReplays:
+    """A kernel that cannot be captured."""
+
+    kernel: Callable[..., object]
+
+    def __call__(self, *args: Any, **named: Any) -> None:
+        self.kernel(*args, **named)
+
+
+def between_replays(inner: Wrap | None) -> Wrap:
+    """A wrap (see `Program.bind`) for ranks that exchange arrays through the host: what does so is not captured."""
+
+    def wrap(node: Node, kernel: Any) -> Any:
+        kernel = kernel if inner is None else inner(node, kernel)
+        return _BetweenReplays(kernel) if node.op in EXCHANGES else kernel
+
+    return wrap
+
+
+def _is_marked(call: Call) -> bool:
+    return isinstance(call, functools.partial) and isinstance(call.func, _BetweenReplays)
 
 
 class SegmentedRunner(Runner):

@@ -400,6 +400,7 @@ class Scheduler:
             batch.wake()
 
     def _step(self) -> bool:
+        self._engine.check_ranks()
         with self.condition:
             self._changed = False
         self._reap()
@@ -621,7 +622,7 @@ class Scheduler:
             self._fail(error)
             return False
         except Exception as error:
-            if self._engine.device.lost(error):
+            if self._engine.lost(error):
                 raise
             while self._launched:
                 self._collect()
@@ -639,7 +640,7 @@ class Scheduler:
         try:
             drawn = self._execution.collect(step)
         except Exception as error:
-            if self._engine.device.lost(error):
+            if self._engine.lost(error):
                 raise
             states = list(dict.fromkeys(state for step in self._launched for state in step.states))
             self._launched = []

@@ -63,6 +63,10 @@ class Session:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._sequence.closed else f"{len(self.tokens)} tokens"
+        return f"Session({state} of {self.engine.max_context})"
+
     def __enter__(self) -> Session:
         return self
 
@@ -206,6 +210,17 @@ class Session:
         self.engine.rewind(self._sequence, snapshot.kept)
         self.tokens, self.logits = list(snapshot.tokens), snapshot.logits
 
+    def fork(self) -> Session:
+        """Another session that goes on from here by itself; both share the memory of what they have in common."""
+        snapshot = self.snapshot()
+        made = Session(self._scheduler, self.engine, self._tokenizer, self._model)
+        try:
+            made.rewind(snapshot)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -299,7 +314,7 @@ def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
     wanted = {"tokens": ((arrays["tokens"].size,), "int32")} if "tokens" in arrays else {"tokens": ((0,), "int32")}
     if "logits" in arrays:
         wanted["logits"] = ((engine.model.config.vocab_size,), "float32")
-    for n, layout in enumerate(engine.caches.layouts):
+    for n, layout in enumerate(engine.caches.saved_layouts):
         if isinstance(layout, PagedKV):
             dead = 0 if layout.window is None else max(0, length - layout.window + 1) // PAGE
             shapes = [((length - dead * PAGE, width), engine.dtype) for width in (layout.key_width, layout.value_width)]

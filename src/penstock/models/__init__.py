@@ -1,6 +1,7 @@
 """Model families: each module reads its config and weights, is a plain sequence of ops, and ends with its FAMILY.
 
-`FAMILIES` says which module runs which `model_type` of config.json. docs/adding-a-model.md shows how one is added.
+`FAMILIES` says which module runs which `model_type` of config.json; families of other packages are registered, or are
+found through the entry-point group `penstock.families`. docs/adding-a-model.md shows how one is added.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.errors import CheckpointError
-from penstock.models.family import AnyFamily
+from penstock.errors import CheckpointError, InvalidArgument
+from penstock.models.family import AnyFamily, Family
 from penstock.ops.array import address, is_array
 from penstock.quant import QuantizedTensor
+from penstock.settings import Settings
 
 FAMILIES = {
     "qwen3_5_moe": "qwen3_5",
@@ -38,13 +41,62 @@ FAMILIES = {
 T = TypeVar("T")
 
 
+GROUP = "penstock.families"  # entry points by model_type, each a Family
+_registered: dict[str, AnyFamily] = {}
+
+
+def register(family: AnyFamily) -> None:
+    """Run models whose `model_type` is one of this family's. Raises InvalidArgument for names that are taken."""
+    if not isinstance(family, Family):
+        raise InvalidArgument(
+            f"register: family is a {type(family).__name__}, expected a penstock.models.family.Family"
+        )
+    for name in family.model_types:
+        if name in FAMILIES:
+            raise InvalidArgument(f"register: model_type {name!r} is built in, expected another name")
+        if _registered.get(name, family) is not family:
+            raise InvalidArgument(f"register: model_type {name!r} is registered already, expected another name")
+    _registered.update(dict.fromkeys(family.model_types, family))
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """Families of installed packages by model_type; none of them is imported. Built-in names do not count."""
+    if not Settings.from_env().plugins:
+        return {}
+    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in FAMILIES}
+
+
 def family_of(config: dict[str, Any]) -> AnyFamily:
-    """The family of a config.json. Raises CheckpointError naming the model_type if there is none."""
+    """The family of a config.json. Raises CheckpointError naming the model_type if there is none.
+
+    Installed packages are looked through for one that is neither built in nor registered; a model folder never is.
+    """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        found = "is missing" if model_type is None else f"is {str(model_type)[:80]!r}"
-        raise CheckpointError(f"config.json: model_type {found}, expected one of {', '.join(FAMILIES)}")
-    return _family(FAMILIES[model_type])
+    if isinstance(model_type, str):
+        if model_type in FAMILIES:
+            return _family(FAMILIES[model_type])
+        if model_type not in _registered and (entry := plugins().get(model_type)) is not None:
+            _load(entry)
+        if model_type in _registered:
+            return _registered[model_type]
+    found = "is missing" if model_type is None else f"is {str(model_type)[:80]!r}"
+    raise CheckpointError(f"config.json: model_type {found}, expected one of {', '.join((*FAMILIES, *_registered))}")
+
+
+def _load(entry: EntryPoint) -> None:
+    where = "an installed package" if entry.dist is None else f"the package {entry.dist.name} {entry.dist.version}"
+    try:
+        family = entry.load()
+        register(family)
+    except Exception as error:
+        raise CheckpointError(
+            f"config.json: model_type is {entry.name!r}, whose family in {where} cannot be used: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if entry.name not in family.model_types:
+        raise CheckpointError(
+            f"config.json: model_type is {entry.name!r}, whose family in {where} runs {', '.join(family.model_types)}"
+        )
 
 
 def families() -> list[AnyFamily]:

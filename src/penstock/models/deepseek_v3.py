@@ -9,7 +9,7 @@ query.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,17 @@ from penstock.models.family import Family, MlxRules, SplitHeads
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
+    add_blocks,
     adjacent,
     apply_rope,
     embed,
     experts,
     flat,
+    head_logits,
     heads,
     linear,
     mlp,
+    over_ranks,
     read_experts,
     read_head,
     read_mlp,
@@ -35,6 +38,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
+from penstock.models.split import Mesh, Part, Split, mlp_parts, share_heads, share_width, vocabulary_parts
 from penstock.models.step import Layout, PagedKV, Step
 from penstock.ops.array import Array
 
@@ -238,13 +242,13 @@ def caches(config: Config) -> tuple[Layout, ...]:
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
-    h = embed(step, w.embed)
+    h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
         x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
         h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
         x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
         if isinstance(layer.mlp, Mlp):
-            h = ops.residual_add(h, mlp(step, x, layer.mlp))
+            h = ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
         else:
             h = moe(step, h, x, layer.mlp, config)
     return h
@@ -252,7 +256,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    return linear(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, "float32")
+    return head_logits(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, config.vocab_size)
 
 
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
@@ -268,7 +272,7 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
     ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table, sequence=step.sequence)
     if step.starts is None:
         y = _latent(q_nope, q_pe, w, config, cache, step.lengths, block_table=table)
-        return linear(step, flat(y), w.out)
+        return over_ranks(step, linear(step, flat(y), w.out))
     longest, up_to = _break_even(config), _most_expanded(config)
     limits = {"starts": step.starts, "longest": longest, "up_to": up_to}
     y = _latent(q_nope, q_pe, w, config, cache, step.lengths, block_table=table, **limits)
@@ -276,7 +280,7 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
         weights, runs = (config.scale, w.key, w.value), {"starts": step.starts, "longer_than": longest, "up_to": up_to}
         long = ops.mla_prefill(q_nope, q_pe, *cache, step.positions, *weights, block_table=table, **runs)
         y = ops.add(y, long)  # each has 0 where the other one has rows
-    return linear(step, flat(y), w.out)
+    return over_ranks(step, linear(step, flat(y), w.out))
 
 
 def _latent(
@@ -317,9 +321,46 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
         propagate_nan=True,
         active=step.active,
     )
-    shared = None if w.shared is None else mlp(step, x, w.shared)  # before the experts, which may still be on their way
+    # before the experts, which may still be on their way; a rank may have no part of it
+    shared = None if w.shared is None or not w.shared.gate.shape[0] else mlp(step, x, w.shared)
     routed = experts(step, x, ids, weights, w.routed)
-    return ops.moe_combine_residual(h, None, None, shared, None, moe_sum=routed)
+    return add_blocks(step, h, x, shared, None, routed)
+
+
+# -- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
+    """Heads, widths of MLPs, experts, vocabulary; what makes latents, and their cache, is on every rank.
+
+    Sums over ranks: the embedding, the output of attention, and of each MLP with its experts and shared expert.
+    """
+    H, nope, vd, width = config.heads, config.nope, config.value_dim, config.nope + config.rope_dim
+    own = share_heads(mesh, H, H, vd, group)
+    dense, shared = share_width(mesh, config.mlp_width, group), share_width(mesh, config.shared_width, group)
+    stacked = Part(-3, slice(own.first, own.stop), H)
+    parts = {
+        **vocabulary_parts(mesh, config.vocab_size),
+        **mlp_parts("mlp", dense, config.mlp_width),
+        **mlp_parts("mlp.shared_experts", shared, config.shared_width),
+        "self_attn.q_proj": own.rows(width),
+        "self_attn.q_b_proj": own.rows(width),
+        "self_attn.kv_b_proj": own.rows(nope + vd),
+        "self_attn.embed_q": stacked,
+        "self_attn.unembed_out": stacked,
+        "self_attn.o_proj": own.columns(vd),
+    }
+    narrow = None
+    if mesh.experts_split and config.experts:
+        narrow = (*share_width(mesh, config.expert_width, group), config.expert_width)
+    local = replace(
+        config,
+        heads=own.count,
+        mlp_width=dense[1] - dense[0],
+        shared_width=shared[1] - shared[0],
+        expert_width=config.expert_width if narrow is None else narrow[1] - narrow[0],
+    )
+    return Split(local, parts, narrow, ((None, None),) * config.layers)
 
 
 # -- the family ------------------------------------------------------------------------------------------------------
@@ -354,5 +395,6 @@ FAMILY = Family(
     skipped=("mtp.", "model.mtp."),
     unquantized=("mlp.gate",),
     mlx_rules=mlx_rules,
+    split=split,
     full_attention="latent attention (MLA)",
 )

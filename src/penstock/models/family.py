@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from penstock.models.source import Source, Weight, text_names
+from penstock.models.split import Mesh, Split
 from penstock.models.step import Layout, Step
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
@@ -159,6 +160,8 @@ class Family(Generic[ConfigT, WeightsT]):
     """How a model with this config.json is written for mlx-lm."""
     gguf: GgufNames | None = None
     """None: it is not run from GGUF files."""
+    split: Callable[[ConfigT, Mesh, int], Split[ConfigT]] | None = None
+    """How the model is split over ranks, with the columns of its quantization groups. None: it runs on one."""
     full_attention: str = "full attention"
     """What a layer is called that attends to all positions."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,11 @@ from penstock.models.layers import (
     embed,
     experts,
     flat,
+    head_logits,
     heads,
     linear,
     mlp,
+    over_ranks,
     read_experts,
     read_head,
     read_mlp,
@@ -37,6 +39,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
+from penstock.models.split import Mesh, Split, mlp_parts, share_heads, share_width, vocabulary_parts
 from penstock.models.step import Layout, PagedKV, Step, attend, attend_only
 from penstock.ops.array import Array
 
@@ -53,6 +56,7 @@ _ROPES = {
 class Kind:
     """What the layers of one kind have in common."""
 
+    heads: int
     kv_heads: int
     head_dim: int
     rope: Rope
@@ -142,7 +146,7 @@ def _kind(fields: Fields, kind: str, kinds_of: Sequence[str], H: int, max_positi
     if "per_layer_config" in fields:
         kv_heads, head_dim = _overridden(fields, kind, kinds_of, kv_heads, head_dim)
     fields.require(H % kv_heads == 0, f"num_attention_heads is {H}, expected a multiple of {kv_heads} key/value heads")
-    return Kind(kv_heads, head_dim, read_rope(fields, head_dim, max_positions, parameters), window, values)
+    return Kind(H, kv_heads, head_dim, read_rope(fields, head_dim, max_positions, parameters), window, values)
 
 
 def _overridden(fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: int, head_dim: int) -> tuple[int, int]:
@@ -255,7 +259,7 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
 
 def _attention(source: Source, config: Config, n: int, path: str) -> Attention:
     kind, dim = config.kinds[config.layer_types[n]], config.dim
-    rows = {"q": config.heads * kind.head_dim}
+    rows = {"q": kind.heads * kind.head_dim}
     if config.sources[n] == n:
         rows |= {"k": kind.kv_heads * kind.head_dim} | ({"v": kind.kv_heads * kind.head_dim} if kind.values else {})
     return Attention(
@@ -295,15 +299,19 @@ def caches(config: Config) -> tuple[Layout, ...]:
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     eps = config.norm_eps
-    h = ops.mul(embed(step, w.embed), math.sqrt(config.dim))
+    h = ops.mul(embed(step, w.embed, vocab=config.vocab_size), math.sqrt(config.dim))
     inputs = per_layer_inputs(step, h, w.per_layer, config) if w.per_layer is not None else None
     for n, layer in enumerate(w.layers):
         x = stream_norm(step, h, layer.input_norm, eps)
         x = attention(step, x, layer.attention, config, n, cache[config.sources[n]])
         h = ops.residual_add(h, ops.rms_norm(x, layer.attention_norm, eps))
         x = mlp(step, stream_norm(step, h, layer.mlp_norm, eps), layer.mlp, "gelu_tanh")
-        if layer.experts is not None:
-            x = ops.add(ops.rms_norm(x, layer.experts.dense_norm, eps), moe(step, h, layer.experts, config))
+        if layer.experts is None:
+            x = over_ranks(step, x)
+        else:
+            x, y = both_over_ranks(step, x, moe(step, h, layer.experts, config))
+            y = ops.rms_norm(y, layer.experts.output_norm, eps)
+            x = ops.add(ops.rms_norm(x, layer.experts.dense_norm, eps), y)
         h = ops.residual_add(h, ops.rms_norm(x, layer.output_norm, eps))
         if layer.per_layer is not None and inputs is not None:
             x = ops.geglu(linear(step, stream_rows(step, h), layer.per_layer.gate), inputs[n])
@@ -315,7 +323,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    y = linear(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, "float32")
+    y = head_logits(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, config.vocab_size)
     return y if config.softcap is None else ops.softcap(y, config.softcap)
 
 
@@ -323,22 +331,30 @@ def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache:
     """Attention with normed heads and scale 1. Values are normed without a weight. x [T, dim] → [T, dim]."""
     kind, eps = config.kinds[config.layer_types[n]], config.norm_eps
     q, *kv = (linear(step, x, part) for part in w.inputs)
-    q = ops.rms_norm(heads(q, config.heads), w.q_norm, eps)
+    q = ops.rms_norm(heads(q, kind.heads), w.q_norm, eps)
     q = apply_rope(step, q, kind.rope)
     if w.k_norm is None:
-        return linear(step, flat(attend_only(step, cache, q, 1.0, kind.window)), w.out)
+        return over_ranks(step, linear(step, flat(attend_only(step, cache, q, 1.0, kind.window)), w.out))
     raw = heads(kv[0], kind.kv_heads)  # [T, Hkv, D]
     k = apply_rope(step, ops.rms_norm(raw, w.k_norm, eps), kind.rope)
     v = ops.rms_norm(heads(kv[1], kind.kv_heads) if kind.values else raw, None, eps)
-    return linear(step, flat(attend(step, cache, q, k, v, 1.0, kind.window)), w.out)
+    return over_ranks(step, linear(step, flat(attend(step, cache, q, k, v, 1.0, kind.window)), w.out))
 
 
 def moe(step: Step, h: Array, w: Experts, config: Config) -> Array:
-    """Normed sum of the chosen experts; router and experts see the residual stream through norms of their own."""
+    """Sum of the chosen experts; router and experts see the residual stream through norms of their own."""
     scores = linear(step, stream_norm(step, h, w.router_norm, config.norm_eps), w.router, "float32")
     ids, weights = ops.moe_route(scores, w.expert_scale, config.top_k, propagate_nan=True, active=step.active)
     x = stream_norm(step, h, w.input_norm, config.norm_eps)
-    return ops.rms_norm(experts(step, x, ids, weights, w.routed, "gelu_tanh"), w.output_norm, config.norm_eps)
+    return experts(step, x, ids, weights, w.routed, "gelu_tanh")
+
+
+def both_over_ranks(step: Step, x: Array, y: Array) -> tuple[Array, Array]:
+    """Two sums over ranks as one, before their norms."""
+    if step.mesh is None:
+        return x, y
+    dim, both = x.shape[1], ops.all_reduce(ops.beside(x, y))
+    return ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
 
 
 def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: Config) -> list[Array]:
@@ -348,10 +364,51 @@ def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: Config) ->
     # eps belongs to the scaled projection: scaling by dim^(−1/2) inside the norm would divide it by dim
     projected = ops.mul(linear(step, stream_rows(step, h), w.projection), config.dim**-0.5).reshape(T, count, P)
     projected = ops.rms_norm(projected, w.norm, config.norm_eps)
-    rows = ops.mul(embed(step, w.table, step.dtype), math.sqrt(P)).reshape(T, count, P)
+    rows = embed(step, w.table, step.dtype, config.per_layer_vocab)
+    rows = ops.mul(rows, math.sqrt(P)).reshape(T, count, P)
     both = ops.mul(ops.add(projected, rows), 2**-0.5)
     both = flat(both)
     return [ops.columns(both, n * P, (n + 1) * P) for n in range(count)]
+
+
+# -- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
+    """Heads, widths of MLPs, experts, vocabulary; per-layer gates and projections are on every rank.
+
+    Sums over ranks: both embeddings, the output of attention, and of each MLP and its experts as one sum of two halves,
+    all before the norms behind them.
+    """
+    own = {
+        name: share_heads(mesh, config.heads, kind.kv_heads, kind.head_dim, group, f"heads of {name}")
+        for name, kind in config.kinds.items()
+    }
+    widths = [share_width(mesh, width, group) for width in config.mlp_widths]
+    parts = vocabulary_parts(mesh, config.vocab_size)
+    if config.per_layer_width:
+        parts |= vocabulary_parts(mesh, config.per_layer_vocab, "embed_tokens_per_layer")
+    caches: list[tuple[slice, slice]] = []
+    for n, name in enumerate(config.layer_types):
+        heads, D, path = own[name], config.kinds[name].head_dim, f"layers.{n}."
+        parts |= mlp_parts(f"{path}mlp", widths[n], config.mlp_widths[n])
+        parts |= {f"{path}self_attn.{part}_proj": heads.kv_rows(D) for part in ("k", "v")}
+        parts |= {f"{path}self_attn.q_proj": heads.rows(D), f"{path}self_attn.o_proj": heads.columns(D)}
+        span = heads.kv_span(D) if config.sources[n] == n else slice(0, 0)
+        caches.append((span, span))
+    narrow = None
+    if mesh.experts_split and config.experts:
+        narrow = (*share_width(mesh, config.expert_width, group), config.expert_width)
+    local = replace(
+        config,
+        kinds={
+            name: replace(kind, heads=own[name].count, kv_heads=own[name].kv_count)
+            for name, kind in config.kinds.items()
+        },
+        mlp_widths=tuple(stop - first for first, stop in widths),
+        expert_width=config.expert_width if narrow is None else narrow[1] - narrow[0],
+    )
+    return Split(local, parts, narrow, tuple(caches))
 
 
 # -- the family ------------------------------------------------------------------------------------------------------
@@ -386,4 +443,5 @@ FAMILY = Family(
         for part in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.", "mtp.")
     ),
     mlx_rules=mlx_rules,
+    split=split,
 )

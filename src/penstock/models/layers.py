@@ -20,10 +20,42 @@ def linear(step: Step, x: Array, w: Weight, dtype: str | None = None) -> Array:
     return ops.matmul(x, w, dtype=dtype)
 
 
-def embed(step: Step, table: Weight, dtype: str = STREAM) -> Array:
-    """Rows of an embedding table [T, dim], in the dtype of the residual stream or another."""
+def embed(step: Step, table: Weight, dtype: str = STREAM, vocab: int | None = None) -> Array:
+    """Rows of an embedding table [T, dim], in the dtype of the residual stream or another.
+
+    vocab: tokens of the whole table, where a split model has a part of it.
+    """
     gather = ops.quantized_embedding if isinstance(table, QuantizedTensor) else ops.embedding
-    return gather(step.tokens, table, dtype=dtype)
+    if step.mesh is None or vocab is None:
+        return gather(step.tokens, table, dtype=dtype)
+    first, stop = step.mesh.share(vocab)
+    return ops.all_reduce(gather(ops.part_ids(step.tokens, first, stop - first), table, dtype=dtype))
+
+
+def head_logits(step: Step, x: Array, head: Weight, vocab: int) -> Array:
+    """Logits of all tokens, float32 [T, vocab]."""
+    y = linear(step, x, head, "float32")
+    return y if step.mesh is None else ops.all_gather(y, vocab)
+
+
+def over_ranks(step: Step, x: Array) -> Array:
+    """What each rank has a part of, summed."""
+    return x if step.mesh is None else ops.all_reduce(x)
+
+
+def nothing(x: Array) -> Array:
+    """Zeros like x, for a rank that has no part of a sum."""
+    return ops.mul(x, 0.0)
+
+
+def add_blocks(step: Step, h: Array, x: Array, shared: Array | None, score: Array | None, routed: Array) -> Array:
+    """h + routed + σ(score) · shared; of a split model each rank has a part of both, and h is added to their sum."""
+    if step.mesh is None:
+        return ops.moe_combine_residual(h, None, None, shared, score, moe_sum=routed)
+    own = routed
+    if shared is not None:
+        own = ops.moe_combine_residual(nothing(x), None, None, shared, score, moe_sum=routed)
+    return ops.residual_add(h, ops.all_reduce(own))
 
 
 def stream_norm(step: Step, h: Array, weight: Array, eps: float) -> Array:
@@ -123,10 +155,14 @@ def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, 
 
 def mlp(step: Step, x: Array, w: Mlp, act: str = "silu") -> Array:
     """down(act(gate x) · up x), x [T, dim] → [T, dim]."""
+    if w.gate.shape[0] == 0:
+        return nothing(x)
     gated = ops.swiglu if act == "silu" else ops.geglu
     return linear(step, gated(linear(step, x, w.gate), linear(step, x, w.up)), w.down)
 
 
 def experts(step: Step, x: Array, ids: Array, weights: Array, w: ExpertStack, act: str = "silu") -> Array:
     """Σ over the chosen experts of weight · expert(x), ids and weights [T, k] → [T, dim]."""
+    if 0 in w.gate.shape:  # a rank that has none of them
+        return nothing(x)
     return ops.moe_forward(x, ids, weights, w.gate, w.up, w.down, w.slot_of, act, step.activations)

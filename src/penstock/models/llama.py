@@ -7,7 +7,7 @@ model_type `llama` (Llama 2 and 3, SmolLM2), `mistral` (sliding window), `qwen2`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,9 +22,12 @@ from penstock.models.layers import (
     embed,
     experts,
     flat,
+    head_logits,
     heads,
     linear,
     mlp,
+    nothing,
+    over_ranks,
     read_experts,
     read_head,
     read_mlp,
@@ -32,6 +35,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
+from penstock.models.split import Mesh, Split, mlp_parts, share_heads, share_width, vocabulary_parts
 from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
 
@@ -223,7 +227,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
-    h = embed(step, w.embed)
+    h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, window, state in zip(w.layers, config.windows, cache, strict=True):
         x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
         h = ops.residual_add(h, attention(step, x, layer.attention, config, state, window))
@@ -234,7 +238,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    return linear(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, "float32")
+    return head_logits(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, config.vocab_size)
 
 
 def attention(
@@ -249,23 +253,55 @@ def attention(
         q, k = ops.rms_norm(q, w.q_norm, config.norm_eps), ops.rms_norm(k, w.k_norm, config.norm_eps)
     q, k = apply_rope(step, q, config.rope), apply_rope(step, k, config.rope)
     y = attend(step, cache, q, k, v, config.head_dim**-0.5, window)
-    y = linear(step, flat(y), w.out)
+    y = over_ranks(step, linear(step, flat(y), w.out))
     return y if w.out_bias is None else ops.add(y, w.out_bias)
 
 
 def feed_forward(step: Step, x: Array, w: Mlp | BiasedMlp | Experts, config: Config) -> Array:
     """The second half of a layer, x [T, dim] → [T, dim]."""
     if isinstance(w, Mlp):
-        return mlp(step, x, w)
+        return over_ranks(step, mlp(step, x, w))
     if isinstance(w, BiasedMlp):
-        gate, up = linear(step, x, w.mlp.gate), linear(step, x, w.mlp.up)
-        y = ops.swiglu(ops.add(gate, w.gate_bias), ops.add(up, w.up_bias))
-        return ops.add(linear(step, y, w.mlp.down), w.down_bias)
+        y = nothing(x)
+        if w.mlp.gate.shape[0]:
+            gate, up = linear(step, x, w.mlp.gate), linear(step, x, w.mlp.up)
+            y = linear(step, ops.swiglu(ops.add(gate, w.gate_bias), ops.add(up, w.up_bias)), w.mlp.down)
+        return ops.add(over_ranks(step, y), w.down_bias)
     logits = linear(step, x, w.router, "float32")
     ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True, active=step.active)
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)
-    return experts(step, x, ids, weights, w.routed)
+    return over_ranks(step, experts(step, x, ids, weights, w.routed))
+
+
+# -- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
+    """Heads, widths of MLPs, experts, vocabulary. Sums over ranks: the embedding, the output of attention before its
+    bias, and of each MLP or its experts before its bias.
+    """
+    D = config.head_dim
+    own, dense = share_heads(mesh, config.heads, config.kv_heads, D, group), share_width(mesh, config.mlp_width, group)
+    parts = {
+        **vocabulary_parts(mesh, config.vocab_size),
+        **mlp_parts("mlp", dense, config.mlp_width),
+        "self_attn.o_proj": own.columns(D),
+    }
+    for name, part in (("q", own.rows(D)), ("k", own.kv_rows(D)), ("v", own.kv_rows(D))):
+        parts |= {f"self_attn.{name}_proj": part, f"self_attn.{name}_proj.bias": part}
+    width = None
+    if mesh.experts_split and config.experts:
+        width = (*share_width(mesh, config.expert_width, group), config.expert_width)
+    local = replace(
+        config,
+        heads=own.count,
+        kv_heads=own.kv_count,
+        mlp_width=dense[1] - dense[0],
+        expert_width=config.expert_width if width is None else width[1] - width[0],
+    )
+    span = own.kv_span(D)
+    return Split(local, parts, width, ((span, span),) * len(config.windows))
 
 
 # -- the family ------------------------------------------------------------------------------------------------------
@@ -318,4 +354,5 @@ FAMILY = Family(
     },
     skipped=("model.vision_tower.", "vision_tower.", "mtp."),
     gguf=_GGUF,
+    split=split,
 )

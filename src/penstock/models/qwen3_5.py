@@ -8,7 +8,7 @@ width Dk and Dv, and a convolution over W positions; E experts of width I, k cho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,17 @@ from penstock.models.family import Family, MlxRules
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
+    add_blocks,
     adjacent,
     apply_rope,
     embed,
     experts,
     flat,
+    head_logits,
     heads,
     linear,
     mlp,
+    over_ranks,
     read_experts,
     read_head,
     read_mlp,
@@ -34,6 +37,7 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
+from penstock.models.split import Heads, Mesh, Part, Split, mlp_parts, share_heads, share_width, vocabulary_parts
 from penstock.models.step import Layout, PagedKV, RecurrentState, Step, attend, convolve, delta_rule
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
@@ -296,7 +300,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
 
 def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
-    h = embed(step, w.embed)
+    h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
         x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
         if isinstance(layer.mixer, DeltaNet):
@@ -305,7 +309,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
             h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
         x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
         if isinstance(layer.mlp, Mlp):
-            h = ops.residual_add(h, mlp(step, x, layer.mlp))
+            h = ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
         else:
             h = moe(step, h, x, layer.mlp, config)
     return h
@@ -313,7 +317,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
 
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    return linear(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, "float32")
+    return head_logits(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, config.vocab_size)
 
 
 def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Array, Array]) -> Array:
@@ -323,7 +327,7 @@ def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Ar
     y = ops.rms_norm_qk(convolve(step, cache, qkv, w.conv), Hk, Dk, Hk * Dk)
     g, b = ops.gdn_decay_beta(alpha, beta, w.A_log, w.dt_bias)
     d = delta_rule(step, cache, y, g, b, Hk, Hv, Dk, Dv)  # [T, Hv, Dv]
-    return linear(step, flat(ops.gated_rms_norm(d, heads(z, Hv), w.norm, config.norm_eps)), w.out)
+    return over_ranks(step, linear(step, flat(ops.gated_rms_norm(d, heads(z, Hv), w.norm, config.norm_eps)), w.out))
 
 
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
@@ -334,7 +338,7 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
     q = apply_rope(step, ops.rms_norm(q, w.q_norm, eps), config.rope)
     k = apply_rope(step, ops.rms_norm(heads(k, config.kv_heads), w.k_norm, eps), config.rope)  # [T, Hkv, D]
     y = attend(step, cache, q, k, heads(v, config.kv_heads), config.head_dim**-0.5)
-    return linear(step, flat(ops.sigmoid_gate(y, gate)), w.out)
+    return over_ranks(step, linear(step, flat(ops.sigmoid_gate(y, gate)), w.out))
 
 
 def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
@@ -343,9 +347,77 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True, active=step.active)
     if config.renormalise:
         weights = ops.moe_normalize_weights(weights)
-    shared = mlp(step, x, w.shared)  # before the experts, which may still be on their way
+    # before the experts, which may still be on their way; a rank may have no part of it
+    shared = mlp(step, x, w.shared) if w.shared.gate.shape[0] else None
     routed = experts(step, x, ids, weights, w.routed)
-    return ops.moe_combine_residual(h, None, None, shared, score, moe_sum=routed)
+    return add_blocks(step, h, x, shared, None if shared is None else score, routed)
+
+
+# -- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
+    """Heads of attention and DeltaNet, widths of MLPs, experts, vocabulary.
+
+    Sums over ranks: the embedding, the output of each mixer, and of each MLP with its experts and shared expert.
+    """
+    D, Dk, Dv, Hk = config.head_dim, config.key_dim, config.value_dim, config.key_heads
+    own = share_heads(mesh, config.heads, config.kv_heads, D, group)
+    delta = share_heads(mesh, config.value_heads, Hk, Dv, group, "value heads of DeltaNet")
+    dense, shared = share_width(mesh, config.mlp_width, group), share_width(mesh, config.shared_width, group)
+    keys, values = np.arange(delta.kv_first * Dk, delta.kv_stop * Dk), np.arange(delta.first * Dv, delta.stop * Dv)
+    mixed = np.concatenate([keys, Hk * Dk + keys, 2 * Hk * Dk + values])
+    value_heads = Part(-2, slice(delta.first, delta.stop), config.value_heads)
+    parts = {
+        **vocabulary_parts(mesh, config.vocab_size),
+        **mlp_parts("mlp", dense, config.mlp_width),
+        **mlp_parts("mlp.shared_expert", shared, config.shared_width),
+        "self_attn.q_proj": own.rows(2 * D),
+        "self_attn.k_proj": own.kv_rows(D),
+        "self_attn.v_proj": own.kv_rows(D),
+        "self_attn.o_proj": own.columns(D),
+        "linear_attn.in_proj_qkv": Part(-2, mixed, config.conv_dim),
+        "linear_attn.conv1d": Part(-2, mixed, config.conv_dim),
+        "linear_attn.in_proj_z": delta.rows(Dv),
+        **dict.fromkeys(
+            (f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "A_log", "dt_bias")), value_heads
+        ),
+        "linear_attn.out_proj": delta.columns(Dv),
+        **_joined_parts(config, delta),
+    }
+    width = None
+    if mesh.experts_split and config.experts:
+        width = (*share_width(mesh, config.expert_width, group), config.expert_width)
+    local = replace(
+        config,
+        heads=own.count,
+        kv_heads=own.kv_count,
+        key_heads=delta.kv_count,
+        value_heads=delta.count,
+        mlp_width=dense[1] - dense[0],
+        shared_width=shared[1] - shared[0],
+        expert_width=config.expert_width if width is None else width[1] - width[0],
+    )
+    kv, state = own.kv_span(D), slice(delta.first, delta.stop)
+    caches = tuple((mixed, state) if kind == "linear_attention" else (kv, kv) for kind in config.layer_types)
+    return Split(local, parts, width, caches)
+
+
+def _joined_parts(config: Config, delta: Heads) -> dict[str, Part]:
+    """Rows of Qwen3-Next's joined projections: those of each key head, with the value heads that are here."""
+    Dk, Dv, per = config.key_dim, config.value_dim, config.value_heads // config.key_heads
+    block = 2 * Dk + 2 * per * Dv
+    rows, gates = [], []
+    for key in range(delta.kv_first, delta.kv_stop):
+        first, stop = max(delta.first, key * per) - key * per, min(delta.stop, (key + 1) * per) - key * per
+        start = key * block
+        rows += [np.arange(start, start + 2 * Dk)]
+        rows += [start + 2 * Dk + shift * per * Dv + np.arange(first * Dv, stop * Dv) for shift in (0, 1)]
+        gates += [2 * key * per + shift * per + np.arange(first, stop) for shift in (0, 1)]
+    return {
+        "linear_attn.in_proj_qkvz": Part(-2, np.concatenate(rows), config.key_heads * block),
+        "linear_attn.in_proj_ba": Part(-2, np.concatenate(gates), 2 * config.value_heads),
+    }
 
 
 # -- the family ------------------------------------------------------------------------------------------------------
@@ -395,4 +467,5 @@ FAMILY = Family(
     skipped=("model.visual.", "vision_tower.", "visual.", "mtp.", "model.mtp.", "language_model.mtp."),
     unquantized=(".conv1d",),
     mlx_rules=mlx_rules,
+    split=split,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +12,7 @@ from penstock.dtypes import bfloat16
 from penstock.models import family_of
 from penstock.models.config import Fields
 from penstock.models.source import Weight, _untouched
+from penstock.models.split import Mesh, Split
 from penstock.ops.array import Array
 from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
 
@@ -29,13 +31,19 @@ class Random:
         self.bits = table.choice("bits", BITS, 4)
         self.group_size = table.choice("group_size", GROUP_SIZES, 64)
         self._role_of = family_of(dict(config)).role_of
-        self._rng = np.random.Generator(np.random.SFC64(seed))
+        self._seed, self._rng = seed, np.random.Generator(np.random.SFC64(seed))
         self._progress = progress
 
     def __contains__(self, path: str) -> bool:
         return not path.endswith(".bias") and path != "lm_head"  # which is asked for where it may be left out
 
+    def start_at(self, path: str) -> None:
+        """Draw what comes next as if it came first, whatever was drawn before: it depends on the seed and this path."""
+        self._rng = np.random.Generator(np.random.SFC64([self._seed, zlib.crc32(path.encode())]))
+
     def weight(self, path: str, *shape: int) -> Weight:
+        if 0 in shape:
+            return self._filled(shape, 0.0)
         bits = 8 if self._role_of(path) == "router" else self.bits
         *rows, K = shape
         gs = self.group_size
@@ -117,6 +125,41 @@ class DeviceRandomSource(Random):
 
     def _dense(self, shape: tuple[int, ...]) -> Array:
         return self._device.to_device(super()._dense(shape))
+
+
+class RandomPart:
+    """Made-up weights of a rank, drawn in the shapes of its part, which is no part of what one device would draw.
+
+    What all ranks have is the same on each.
+    """
+
+    def __init__(self, source: Random, split: Split[Any], mesh: Mesh) -> None:
+        self.layout, self._source, self._split, self._mesh = source.layout, source, split, mesh
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._source
+
+    def _shape(self, path: str, shape: Sequence[int], axis: int | None = None) -> list[int]:
+        found, part = list(shape), self._split.part(path)
+        if part is not None:
+            found[part.axis if axis is None else axis] = part.count
+        self._source.start_at(path)
+        return found
+
+    def weight(self, path: str, *shape: int) -> Weight:
+        return self._source.weight(path, *self._shape(path, shape))
+
+    def vector(self, path: str, *shape: int) -> np.ndarray:
+        return self._source.vector(path, *self._shape(path, shape, 0))
+
+    def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
+        return self.weight(path, len(order), *shape[1:])
+
+    def stack(self, paths: Sequence[str], *shape: int) -> Weight:
+        count, *matrix = shape
+        self._source.start_at(paths[0])
+        count = count if self._mesh.experts_split else len(self._mesh.owned(count))
+        return self._source.stack(paths, count, *matrix)
 
 
 class Shapes(Random):

@@ -7,6 +7,7 @@ its config while it is read, and a model of any size can be made up without a fi
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -162,6 +163,11 @@ class CheckpointSource:
             parts.append(stacked(file, start, count, Spec(own, self.checkpoint.dtype(tensor))))
         return ExpertFiles(name, bits, group_size, tuple(parts))
 
+    def mark_used(self, paths: Sequence[str]) -> None:
+        """Count these as asked for, though nothing of them is read: another rank has them."""
+        for name in map(self.name_of, paths):
+            self._used.update((name, *(f"{name}.{part}" for part in ("weight", "scales", "biases"))))
+
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""
         return sorted(name for name in self.checkpoint.names if name not in self._used)
@@ -218,6 +224,9 @@ class ShapeOnlySource:
             return self.weight(paths[0], *shape)
         return _outlined(self.source.weight(paths[0], *shape[1:]), lambda own: (len(paths), *own))
 
+    def mark_used(self, paths: Sequence[str]) -> None:
+        """Nothing is counted."""
+
 
 def outlined(weight: Weight) -> Weight:
     """A weight of the same shape and format that takes no memory."""
@@ -232,24 +241,33 @@ def _outlined(weight: Weight, shape: Callable[[tuple[int, ...]], tuple[int, ...]
 
 
 class _Untouched(np.ndarray):
-    """An array that is never read or written, so that its pages are never there; joined to others it makes another."""
+    """An array that is never read or written, so that its pages are never there.
+
+    Joined to others, copied, or of some rows or columns, it makes another.
+    """
 
     memory_is_plain = True
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if func is not np.concatenate:
+        shape = list(self.shape)
+        if func is np.concatenate:
+            arrays, axis = args
+            shape[axis] = sum(array.shape[axis] for array in arrays)
+        elif func is np.take:
+            _, index, axis = args
+            shape[axis] = len(index)
+        elif func is not np.copy:
             return super().__array_function__(func, types, args, kwargs)
-        arrays, axis = args
-        shape = list(arrays[0].shape)
-        shape[axis] = sum(array.shape[axis] for array in arrays)
-        return _untouched(tuple(shape), arrays[0].dtype)
+        return _untouched(tuple(shape), self.dtype)
 
 
 def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Not by np.empty, which touches the first page of each array: a huge one, perhaps, and there are thousands."""
+    nbytes = math.prod(shape) * dtype.itemsize
     try:
-        return np.empty(shape, dtype).view(_Untouched)
-    except (MemoryError, ValueError):
-        nbytes = math.prod(shape) * dtype.itemsize
+        memory = mmap.mmap(-1, max(1, nbytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.ndarray(shape, dtype, memory).view(_Untouched)
+    except (OSError, MemoryError, OverflowError, ValueError):
         raise OutOfMemory(f"config.json: a weight of shape {shape} needs {amount(nbytes)}, too many") from None
 
 

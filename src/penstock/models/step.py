@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from penstock import ops
 from penstock.errors import InvalidArgument
+from penstock.models.split import Mesh
 from penstock.ops.array import Array
 
 STREAM = "float32"  # the residual stream's dtype, whatever the activations': routers flip where it is rounded
@@ -71,6 +72,7 @@ class Step:
     active: Array | None = None
     activations: str = "float32"  # how quantized products round x
     dtype: str = "float32"  # of activations; the residual stream has STREAM
+    mesh: Mesh | None = None  # the model is split over ranks
 
 
 def attend(

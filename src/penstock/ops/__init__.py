@@ -12,6 +12,7 @@ from penstock.ops.attention import (
     split_q_gate,
 )
 from penstock.ops.cache import kv_cache_append, kv_pages_append, mla_cache_append
+from penstock.ops.collective import all_gather, all_reduce, beside, part_ids
 from penstock.ops.delta import (
     conv1d_causal,
     conv1d_state_update,
@@ -98,6 +99,8 @@ __all__ = [
     "Spec",
     "Symbol",
     "add",
+    "all_gather",
+    "all_reduce",
     "attention_decode",
     "attention_paged",
     "attention_prefill",
@@ -106,6 +109,7 @@ __all__ = [
     "attention_softmax",
     "attention_values",
     "backend",
+    "beside",
     "bf16_matmul",
     "columns",
     "conv1d_causal",
@@ -159,6 +163,7 @@ __all__ = [
     "norm_add_scalar",
     "norm_matmul",
     "op",
+    "part_ids",
     "post_attn_triple_norm",
     "post_ff_norm2_endlayer",
     "proportional_inv_freq",

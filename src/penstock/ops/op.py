@@ -373,6 +373,10 @@ class Op:
         self._plans[key] = plan
         return plan
 
+    def forget_plans(self) -> None:
+        """Infer anew: something besides the arguments, which `infer` looks at, has changed."""
+        self._plans.clear()
+
     def _given(self, out: Any, plan: _Plan, place: str) -> tuple[Any, ...] | None:
         """`out=` as one entry per output (None: allocate), checked against the specs."""
         if out is None:

@@ -27,7 +27,7 @@ from penstock.engine.channel import (
 from penstock.engine.process import EngineLoop, Inbox
 from penstock.engine.protect import protect
 from penstock.engine.scheduler import Scheduler
-from penstock.errors import PenstockError
+from penstock.errors import EngineDied, PenstockError
 from penstock.server.model_info import model_info
 
 
@@ -62,7 +62,12 @@ def _run(connection: Connection, inbox: Inbox) -> int:
     info = model_info(llm).as_dict()
     loop = EngineLoop(connection, inbox, scheduler, llm.tokenizer, llm.config.vocab_size, lambda: vars(llm.stats()))
     connection.send(Progress(1.0, note), Ready(info, scheduler.max_sequences, queue))
-    loop.run()
+    try:
+        loop.run()
+    except EngineDied as error:  # another rank of the model
+        connection.send(Progress(0.0, str(error)))
+        return 1
+    llm.close()
     return 0
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import tokenizers
 
@@ -64,6 +64,32 @@ class Tokenizer:
                 f"{source}: the highest token id is {self.vocab_size - 1}, expected one near the {len(ids)} tokens"
             )
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+    def __repr__(self) -> str:
+        template = "with" if self.has_chat_template else "no"
+        return f"Tokenizer({self.vocab_size} tokens, ends at {sorted(self.eos_ids)}, {template} chat template)"
+
+    @overload
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]: ...
+    @overload
+    def __call__(self, text: list[str], add_special_tokens: bool = True) -> dict[str, list[list[int]]]: ...
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True) -> dict[str, Any]:
+        """`encode` as transformers has it: {"input_ids": ids, "attention_mask": ones}, of a list of texts lists."""
+        if isinstance(text, str):
+            ids = self.encode(text, add_special_tokens)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        each = [self.encode(one, add_special_tokens) for one in text]
+        return {"input_ids": each, "attention_mask": [[1] * len(ids) for ids in each]}
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, the lowest of `eos_ids` where there are several; None: there is none."""
+        return min(self.eos_ids, default=None)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that begins a text, if there is one."""
+        return self.bos_id
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
@@ -192,16 +218,26 @@ class Tokenizer:
         /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        tokenize: bool = False,
+        return_dict: bool = False,
         **variables: Any,
-    ) -> str:
+    ) -> Any:
         """The text of a chat as the model's template writes it, special tokens included: encode it without adding any.
+
+        tokenize: its token ids instead, with return_dict as {"input_ids": ids, "attention_mask": ones}.
 
         Raises InvalidArgument for messages that the template or penstock does not take, and if there is no template;
         CheckpointError for a broken template.
         """
         if self.templates is None:
             raise InvalidArgument("chat: the model has no chat template, expected a prompt of plain text")
-        return self.templates.render(messages, tools, add_generation_prompt, variables)
+        if return_dict and not tokenize:
+            raise InvalidArgument("apply_chat_template: return_dict is True, expected it with tokenize=True")
+        text = self.templates.render(messages, tools, add_generation_prompt, variables)
+        if return_dict:
+            return self(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def chat_text(
         self,

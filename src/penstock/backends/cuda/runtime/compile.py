@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from penstock.ops.collective import exchanging_nothing
 from penstock.quant import QuantizedTensor
 
 _SHOWN_AFTER = 0.5  # seconds of compiling from which on the terminal shows it
@@ -46,11 +47,12 @@ def compiling() -> Iterator[Any]:
 
 
 def compile_all(calls: Sequence[Callable[[], object]]) -> None:
-    """Compile every kernel that these calls launch. What they do besides launching is done: it must not matter.
+    """Compile every kernel that these calls launch. What they do besides launching is done: it must not matter. Ranks
+    exchange nothing.
 
     Of calls that differ in the addresses of their arrays alone, as those of one kind of layer do, one is looked at.
     """
-    with compiling():
+    with compiling(), exchanging_nothing():
         for call in {_signature(call): call for call in calls}.values():
             call()
 

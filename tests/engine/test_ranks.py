@@ -1,0 +1,226 @@
+"""Rank 0 with its scheduler and a rank that follows, as threads, on a device that captures and draws, as a GPU does."""
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.api import LLM
+from penstock.engine.buckets import BucketedSteps
+from penstock.engine.engine import Engine
+from penstock.engine.ranks import Command, Follower, Leader, StepOf
+from penstock.engine.request import Request
+from penstock.engine.sampling import SamplingParams
+from penstock.errors import EngineDied
+from penstock.models import family_of
+from penstock.models.split import Mesh
+from tests.engine.capturing import CapturingHost
+from tests.models.test_split import CASES, GROUP, Drawn, engine_of
+from tests.parallel.threads import ThreadGroup, Threads
+
+RAW, SPELLING = CASES["qwen"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "seed": 3, "top_k": 9},
+    {"temperature": 1.0, "seed": 8, "logprobs": 2},
+]
+PROMPTS = [[5, 6, 7], list(range(20, 33)), [9]]
+LLAMA = CASES["llama"][0]
+
+
+class Watched(CapturingHost):
+    """Notes copies to the host, and when it runs what was captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[tuple[int, ...]] = []
+        self.replaying = False
+
+    def capture(self, calls: Any) -> Any:
+        replay = super().capture(calls)
+
+        def run() -> None:
+            self.replaying = True
+            replay()
+            self.replaying = False
+
+        return run
+
+    def to_host(self, array: Any) -> np.ndarray:
+        self.copied.append(array.shape)
+        return super().to_host(array)
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    """Tokens after the prompts, three together each time."""
+    scheduler, found = llm.scheduler, []
+    for options in OPTIONS:
+        requests = [Request(prompt, SamplingParams(**options), 5, eos=frozenset()) for prompt in PROMPTS]
+        handles = [scheduler.submit(request) for request in requests]
+        while not scheduler.idle:
+            scheduler.step()
+        found += [handle.result(1).tokens for handle in handles]
+    return found
+
+
+def steps_of(engine: Engine) -> BucketedSteps:
+    assert engine.programs is not None and isinstance(engine.programs.steps, BucketedSteps)
+    return engine.programs.steps
+
+
+class Ranks:
+    """Engines of two ranks. `run` does something with the model on rank 0 while rank 1 follows."""
+
+    def __init__(self, raw: Any = RAW, spelling: str = SPELLING, size: int = 2, **options: Any) -> None:
+        self.threads = Threads(size)
+        self.groups: list[Any] = ThreadGroup.all(self.threads)
+        self.devices = [Watched() for _ in range(size)]
+        self.engines: list[Any] = [None] * size
+        self._raw, self._spelling, self._options = raw, spelling, options
+
+    def run(self, work: Any) -> Any:
+        def one(rank: int) -> Any:
+            mesh = Mesh(rank, self.threads.size)
+            source, device, group = Drawn(self._spelling), self.devices[rank], self.groups[rank]
+            leader = self._leader(group) if rank == 0 else None
+            options = {"leader": leader, **self._options}
+            engine = self.engines[rank] = engine_of(self._raw, source, device, mesh, **options)
+            if leader is None:
+                return Follower(engine, group).run()
+            try:
+                return work(LLM(engine, None, None, ()))
+            finally:
+                leader.end()
+
+        return self.threads.run(one)[0]
+
+    def _leader(self, group: Any) -> Leader:
+        family = family_of(self._raw)
+        config = family.read_config(self._raw)
+        assert family.split is not None
+        splits = [family.split(config, Mesh(rank, self.threads.size), GROUP) for rank in range(self.threads.size)]
+        return Leader(group, splits, family.caches(config), self.threads.size)
+
+    @property
+    def steps(self) -> list[StepOf]:
+        """Messages of steps."""
+        found = (msgspec.msgpack.decode(message, type=Command) for message in self.groups[0].messages)
+        return [command for command in found if isinstance(command, StepOf)]
+
+
+def alone(raw: Any = RAW) -> LLM:
+    return LLM(engine_of(raw, Drawn(SPELLING), CapturingHost(), None), None, None, ())
+
+
+def test_tokens_are_drawn_on_rank_0_and_travel_to_the_others():
+    ranks = Ranks(LLAMA)
+    assert ranks.run(answers) == answers(alone(LLAMA))
+    assert ranks.devices[1].copied == []  # the rank that follows reads nothing
+    assert all(step.highest == [] for step in ranks.steps)
+    assert all(np.frombuffer(run.tokens, np.int32).min() >= 0 for step in ranks.steps for run in step.runs)
+
+
+def test_logits_of_all_rows_are_read_on_rank_0_alone():
+    tokens = list(range(1, 60))
+    ranks = Ranks()
+    got, want = ranks.run(lambda llm: llm.logits(tokens)), alone().logits(tokens)
+    assert np.abs(got - want).max() <= 5e-6 * np.abs(want).max()
+    assert ranks.devices[1].copied == []
+
+
+class Counting(Threads):
+    """Notes what each rank exchanges."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.exchanged: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
+
+    def all_reduce(self, array: Any) -> None:
+        self.exchanged[self.rank].append(array.shape)
+        super().all_reduce(array)
+
+    def all_gather(self, parts: Any, array: Any) -> None:
+        self.exchanged[self.rank].append(array.shape)
+        super().all_gather(parts, array)
+
+
+def test_ranks_prepare_alike_and_capture_nothing_after():
+    """Rank 0 has captured what the other rank has not, which would have fewer slots if it chose for itself."""
+    ranks = Ranks(LLAMA, max_context=20, cache_memory=1 << 20)
+    ranks.threads = Counting(2)
+    ranks.groups = ThreadGroup.all(ranks.threads)
+    ranks.devices[1].default_sequences = 3
+    before: list[int] = []
+
+    def work(llm: LLM) -> list[list[int]]:
+        first = answers(llm)
+        llm.engine.prepare()
+        before.extend(device.captured for device in ranks.devices)
+        assert [steps_of(engine).answers for engine in ranks.engines] == [steps_of(llm.engine).answers] * 2
+        assert answers(llm) == first
+        return first
+
+    ranks.run(work)
+    assert before[1] > 20 and [device.captured for device in ranks.devices] == before
+    counted = [[math.prod(shape) for shape in own] for own in ranks.threads.exchanged]
+    assert counted[0] == counted[1]
+
+
+class ThroughHost(Counting):
+    """Exchanges that must not be captured."""
+
+    capturable = False
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(len(ranks.devices))
+        self._devices = ranks.devices
+
+    def all_reduce(self, array: Any) -> None:
+        assert not self._devices[self.rank].replaying
+        super().all_reduce(array)
+
+    def all_gather(self, parts: Any, array: Any) -> None:
+        assert not self._devices[self.rank].replaying
+        super().all_gather(parts, array)
+
+
+def test_replays_are_cut_at_what_is_exchanged_through_the_host():
+    ranks = Ranks(LLAMA)
+    ranks.threads = ThroughHost(ranks)
+    ranks.groups = ThreadGroup.all(ranks.threads)
+    assert ranks.run(answers) == answers(alone(LLAMA))
+    assert all(device.captured > 3 for device in ranks.devices)  # there are replays between them
+
+
+def test_a_rank_whose_caches_have_another_length_ends_all():
+    ranks = Ranks()
+
+    def work(llm: LLM) -> None:
+        sequence = llm.engine.open()
+        llm.engine.prefill(sequence, [1, 2, 3])
+        sequence.length += 1
+        with pytest.raises(Exception, match=r"Broken|come apart"):
+            llm.engine.decode([sequence], [4])
+
+    with pytest.raises(EngineDied, match=r"rank 1: the ranks have come apart in their lengths: \[3\] here, \[4\] on"):
+        ranks.run(work)
+
+
+def test_waiting_for_a_step_ends_when_a_rank_has_failed():
+    ranks = Ranks(size=1)
+
+    def work(llm: LLM) -> None:
+        launch = llm.engine.launch
+
+        def failing(*how: Any) -> Any:
+            step = launch(*how)
+            ranks.groups[0].failure = "rank 1: gone"
+            return step
+
+        llm.engine.launch = failing  # type: ignore[method-assign]
+        with pytest.raises(EngineDied, match="rank 1: gone"):
+            answers(llm)
+
+    ranks.run(work)
