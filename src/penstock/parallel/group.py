@@ -72,7 +72,7 @@ class RankGroup:
         self._closed = threading.Event()
         try:
             self._control = self._gloo("control", address, _FOREVER)
-            self._data = self._control if backend == "gloo" else self._nccl()
+            self._data = self._control if backend == "gloo" else self._nccl(address is not None)
         except RuntimeError as error:
             raise EngineDied(f"rank {rank}: the other ranks cannot be reached: {_line(error)}") from None
         self._head = torch.zeros(_HEAD, dtype=torch.uint8)
@@ -90,7 +90,9 @@ class RankGroup:
         options._devices, options._timeout = [device], datetime.timedelta(seconds=seconds)
         return kind(self._dist.PrefixStore(name, self._store), self.rank, self.size, options)
 
-    def _nccl(self) -> Any:
+    def _nccl(self, local: bool) -> Any:
+        if local:  # all ranks are on this machine
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         kind = self._dist.ProcessGroupNCCL
         options = kind.Options()
         options._timeout = datetime.timedelta(seconds=FIRST_SECONDS)
