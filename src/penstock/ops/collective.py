@@ -77,6 +77,7 @@ class _Silent:
         pass
 
 
+_MOST = 2**31 - 1  # of an id
 _current: Communicator = _Alone()
 
 
@@ -159,8 +160,8 @@ def all_gather(x: Array, columns: int | None = None) -> Array:
 
 def _part_ids(ids: Spec, first: int, count: int) -> Spec:
     check.dtype("int32", ids=ids)
-    if first < 0 or count < 0:
-        raise InvalidArgument(f"first and count are {first} and {count}, expected at least 0")
+    if not (0 <= first <= _MOST and 0 <= count <= _MOST):
+        raise InvalidArgument(f"first and count are {first} and {count}, expected 0 to {_MOST}")
     return ids
 
 
