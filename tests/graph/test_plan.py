@@ -129,3 +129,23 @@ def test_what_is_read_behind_a_cut_keeps_its_place():
                 for out in node.outs:
                     assert spans[out][0] >= spans[value][1] or spans[out][1] <= spans[value][0]
     assert plan(graph).size < made.size
+
+
+def test_a_sum_over_ranks_is_made_in_place_where_nothing_else_reads_its_terms():
+    spec = Spec((3, 100), "float32")
+
+    def alone(x):
+        return ops.residual_add(ops.all_reduce(ops.mul(x, 2.0)), x)
+
+    def read_later(x):
+        y = ops.mul(x, 2.0)
+        return ops.residual_add(ops.all_reduce(y), y)
+
+    for function, shares in ((alone, True), (read_later, False)):
+        graph = trace(function, {"x": spec})
+        made = plan(graph)
+        product, total = (next(node for node in graph.nodes if node.op is op) for op in (ops.mul, ops.all_reduce))
+        assert (made.offsets[product.out] == made.offsets[total.out]) is shares
+        assert made.size == (2 if shares else 3) * 1280
+    given = trace(lambda x: ops.residual_add(ops.all_reduce(x), x), {"x": spec})
+    assert set(plan(given).offsets) == {node.out for node in given.nodes}, "an input keeps its own memory"

@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock import ops
 from penstock.graph.trace import Graph, Node, Value, nbytes
 
 ALIGNMENT = 256  # of each value in the arena, as of a GPU's own allocations
@@ -23,7 +24,8 @@ class Plan:
 def plan(graph: Graph, cut: Callable[[Node], bool] | None = None) -> Plan:
     """Give each output of a node its place, first fit from the start; a place is free again after its last reader.
 
-    Outputs of a node never share bytes with anything it reads: kernels may read an input after they began to write.
+    Outputs of a node share no bytes with anything it reads: kernels may read an input after they began to write. But a
+    sum over ranks takes the place of what it sums where that is read nowhere else: it is made in place.
     Outputs of the graph keep their place to the end, and so does what is made before a node that `cut` names and read
     from there on: the graph can be run from that node on again.
     """
@@ -47,15 +49,26 @@ def plan(graph: Graph, cut: Callable[[Node], bool] | None = None) -> Plan:
     apart = 0
     for number, node in enumerate(graph.nodes):
         made = [out for out in node.outs if out is not None]
+        replaced = _replaced(node)
+        if replaced is not None and not (replaced in offsets and last[replaced] == number):
+            replaced = None
         for out in made:
             size = _rounded(nbytes(out))
-            offsets[out] = free.take(size)
+            offsets[out] = free.take(size) if replaced is None else offsets[replaced]
             apart += size
         unread = [out for out in made if out not in last]
         for value in (*ending.get(number, ()), *unread):
-            if value in offsets:
+            if value in offsets and value is not replaced:
                 free.give(offsets[value], _rounded(nbytes(value)))
     return Plan(offsets, free.end, apart)
+
+
+def _replaced(node: Node) -> Value | None:
+    """The value in whose place a node may put its output."""
+    if node.op is not ops.all_reduce:
+        return None
+    (x,) = node.reads
+    return x if x.base is x else None
 
 
 def _rounded(size: int) -> int:
