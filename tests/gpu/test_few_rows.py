@@ -8,7 +8,7 @@ import torch
 
 import penstock
 from penstock import ops
-from penstock.backends.cuda import linear
+from penstock.backends.cuda import _few_rows, linear
 from penstock.backends.cuda._few_rows import Tiles, expert_products, expert_tiles, tile_rows
 from penstock.errors import BackendError
 from penstock.quant import QuantizedTensor
@@ -251,18 +251,19 @@ def test_expert_tiles_have_each_pair_with_an_expert_once(counts, experts, shared
 
 
 def test_tile_rows_follow_the_pairs_of_an_expert():
-    assert [tile_rows(pairs, 10) for pairs in (0, 50, 51, 4000)] == [8, 8, 16, 16]
+    assert [tile_rows(pairs, 10) for pairs in (0, 100, 101, 4000)] == [8, 8, 16, 16]
 
 
 @pytest.mark.parametrize("factors", ["none", "weights", "score", "ones"])
 @pytest.mark.parametrize(("rows", "bits", "gs"), [(8, 4, 64), (16, 8, 32), (16, 2, 128)][: 3 if GPU else 2])
-def test_expert_products_multiply_each_pair_by_its_expert(factors, rows, bits, gs, rng):
+def test_expert_products_multiply_each_pair_by_its_expert(factors, rows, bits, gs, rng, monkeypatch):
     """A row of its own for each pair; rows of pairs without an expert, and their weights, are NaN and give 0."""
-    S, N, K, shared = 3, 17, 3 * gs, factors in ("score", "ones")
+    S, N, K, shared = 3, 17, {64: 4, 32: 2, 128: 3}[gs] * gs, factors in ("score", "ones")  # in pairs of groups, or not
     k = 2 if shared else 1
     ids = chosen(rng, {0: rows, 1: rows + 1, -1: 3} if factors == "weights" else {1: 6, 0: 2, -1: 1}, 1)
     T = len(ids)
-    tiles = expert_tiles(to_device(ids), S, None, 1 if rows == 16 else T, shared)
+    monkeypatch.setattr(_few_rows, "FEW_TILES", ((T, rows),))
+    tiles = expert_tiles(to_device(ids), S, None, T, shared)
     assert tiles.rows == rows
     stack, own = quantized(rng, S, N, K, bits=bits, group_size=gs), quantized(rng, N, K, bits=bits, group_size=gs)
     x = normal(rng, T * k, K, dtype="bfloat16")
@@ -292,7 +293,7 @@ def test_expert_products_multiply_each_pair_by_its_expert(factors, rows, bits, g
 @pytest.mark.parametrize("stacked", [False, True])
 def test_expert_products_of_gate_and_up(stacked, act, rng):
     """The pairs of a token share its row; N is no multiple of what a program has."""
-    S, N, K, k = 3, 21, 64, 3
+    S, N, K, k = 3, 21, 128, 3
     ids = chosen(rng, {0: 4, 1: 9, 2: 1, -1: 1}, k)
     x = normal(rng, len(ids), K, dtype="bfloat16")
     both = quantized(rng, S, 2 * N, K)

@@ -16,7 +16,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import factor_of, place_of
-from penstock.backends.cuda._lanes import MAGIC, Constants, lane_words, load_block, multiplied, row_tiles, summed, warps
+from penstock.backends.cuda._lanes import (
+    MAGIC,
+    Constants,
+    codes_offset,
+    lane_words,
+    load_block,
+    multiplied,
+    quarter,
+    row_tiles,
+    summed,
+    warps,
+)
 from penstock.backends.cuda._launch import (
     INTERPRETED,
     activation,
@@ -41,7 +52,7 @@ _Arrays = namedtuple("_Arrays", "w up common common_up x residual order tiles we
 def _start(arrays, row, q, C: tl.constexpr):
     """Addresses of the codes, scales and biases of a lane's first row in a weight."""
     GROUPS: tl.constexpr = C.K // C.GS * 2
-    codes = arrays[0].to(tl.int64) + row * (C.K * C.BITS // 8) + q * (4 * lane_words(C.BITS, C.GS))
+    codes = arrays[0].to(tl.int64) + row * (C.K * C.BITS // 8) + codes_offset(q, C)
     return codes, arrays[1].to(tl.int64) + row * GROUPS, arrays[2].to(tl.int64) + row * GROUPS
 
 
@@ -124,7 +135,7 @@ def _few_kernel(
             there = place < end
             if C.GROUPED:
                 place = tl.load(a.order + place, mask=there, other=0, cache_modifier=".cg") // pairs_per_x
-            x_at += (a.x.to(tl.int64) + place.to(tl.int64) * (2 * C.K) + q * (C.GS // 2),)
+            x_at += (a.x.to(tl.int64) + place.to(tl.int64) * (2 * C.K) + quarter(q, C) * (C.GS // 2),)
             live += (there.to(tl.int32),)
         if C.S == 1:
             ends = ()
@@ -282,7 +293,7 @@ def _fits(w: Any) -> bool:
         return False
     words, groups = lane_words(w.bits, w.group_size), w.scales.shape[-1]
     least = 2 * min(8, groups & -groups)  # bytes of scales that one load may take
-    aligned = w.packed.data_ptr() % (4 * max(1, words)) == 0
+    aligned = w.packed.data_ptr() % 16 == 0
     return words in (1, 2, 4) and aligned and all(a.data_ptr() % least == 0 for a in (w.scales, w.biases))
 
 

@@ -10,6 +10,10 @@ A code in the upper bits of the mantissa of 2^BITS makes 2^BITS + code (of 8 bit
 the upper one). What that adds is taken away with the bias, by the sum of x over the group: products are exact in
 bfloat16, sums are float32, and scales and biases are applied in float32 once for a group.
 
+A lane has few bytes of a group, and a load of 32 lanes costs as much for 4 bytes of each as for 16. So it loads its
+part of two groups at once where these are few words: lanes 0 and 1 of a row the first group, lanes 2 and 3 the second.
+Then lanes 2 apart exchange halves (`_exchanged`), and lane q has the quarter `quarter(q)` of both.
+
 In the interpreter, which knows no PTX, the same lanes do the same sums in float32: there a lane's words and x of a
 group are one row of a tensor, not a tuple of registers.
 """
@@ -52,6 +56,12 @@ def word_parts(bits, gs):
 def x_parts(bits, gs):
     """Tensors that hold the x of a lane in one group."""
     return 1 if INTERPRETED else lane_pairs(bits, gs)
+
+
+@triton.constexpr_function
+def paired(C):
+    """Whether a lane loads its words of two groups at once: of experts, where most of the time is their weights'."""
+    return C.GROUPED and C.P % 2 == 0 and lane_words(C.BITS, C.GS) <= 2
 
 
 @triton.constexpr_function
@@ -203,13 +213,76 @@ def _load(at, SIZE: tl.constexpr, HINT: tl.constexpr):
 
 
 @triton.jit
-def _load_codes(at, WORDS: tl.constexpr):
-    """The words of a lane in a group of a row."""
-    if WIDENED:
-        ptr = at.to(tl.pointer_type(tl.int32))
-        words = (tl.load(ptr[:, None] + tl.arange(0, WORDS)[None, :]),)
+def quarter(q, C: tl.constexpr):
+    """Which quarter of a group lane q of a row has."""
+    if paired(C):
+        q = q % 2 * 2 + q // 2
+    return q
+
+
+@triton.jit
+def codes_offset(q, C: tl.constexpr):
+    """Bytes from the start of a block to what lane q of a row loads first."""
+    WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
+    if paired(C) and not WIDENED:
+        offset = q * (8 * WORDS)
     else:
-        words = _load(at, 4 * WORDS, ".L1::no_allocate.L2::128B")
+        offset = quarter(q, C) * (4 * WORDS)
+    return offset
+
+
+@triton.jit
+def _load_codes(at, C: tl.constexpr):
+    """The words of a lane in the P groups of a block of a row; in pairs of groups, before `_exchanged`."""
+    WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
+    words = ()
+    if WIDENED:
+        for p in tl.static_range(C.P):
+            ptr = (at + p * 16 * WORDS).to(tl.pointer_type(tl.int32))
+            words += (tl.load(ptr[:, None] + tl.arange(0, WORDS)[None, :]),)
+    elif paired(C):
+        for p in tl.static_range(C.P // 2):
+            words += _load(at + p * 32 * WORDS, 8 * WORDS, ".L1::no_allocate.L2::128B")
+    else:
+        for p in tl.static_range(C.P):
+            words += _load(at + p * 16 * WORDS, 4 * WORDS, ".L1::no_allocate.L2::128B")
+    return words
+
+
+@triton.constexpr_function
+def _exchange_asm(words):
+    """First the words of the first group, then those of the second, of a lane's words of half a group of one of them;
+    the last argument says whether it has the second.
+    """
+    lines = [".reg .pred p;", ".reg .b32 s;", f"setp.ne.b32 p, ${4 * words}, 0;"]
+    for i in range(words):
+        first, second = f"${2 * words + i}", f"${3 * words + i}"
+        lines.append(f"selp.b32 s, {first}, {second}, p;")
+        lines.append("shfl.sync.bfly.b32 s, s, 2, 0x1f, 0xffffffff;")
+        lines.append(f"selp.b32 ${i}, s, {first}, p;")
+        lines.append(f"selp.b32 ${words + i}, {second}, s, p;")
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
+def _exchange_constraints(words):
+    return ",".join(["=&r"] * (2 * words) + ["r"] * (2 * words + 1))
+
+
+@triton.jit
+def _exchanged(words, C: tl.constexpr):
+    """What `_load_codes` loaded for all rows and blocks, as the words of a lane's quarter of each group."""
+    WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
+    if paired(C) and not WIDENED:
+        second = (tl.arange(0, warps(C)) % 4 // 2,)
+        kinds: tl.constexpr = _types(tl.int32, 2 * WORDS)
+        new = ()
+        for i in tl.static_range(C.U * C.MT * C.P):
+            new += tl.inline_asm_elementwise(
+                _exchange_asm(WORDS), _exchange_constraints(WORDS),
+                words[2 * WORDS * i : 2 * WORDS * (i + 1)] + second, dtype=kinds, is_pure=False, pack=1,
+            )  # fmt: skip
+        words = new
     return words
 
 
@@ -337,8 +410,7 @@ def load_block(starts, back, block, C: tl.constexpr):
                 row = m * 8
                 if not C.EVEN:
                     row = row - back[m]
-                for p in tl.static_range(C.P):
-                    words += _load_codes(w + row * ROW + p * 16 * WORDS, WORDS)
+                words += _load_codes(w + row * ROW, C)
                 scales += _load(s + row * GROUPS, 2 * C.P, "")
                 biases += _load(b + row * GROUPS, 2 * C.P, "")
     return words, scales, biases
@@ -374,6 +446,7 @@ def _scale_words(C):
 def add_blocks(total, loaded, xs, magic, KIND: tl.constexpr, C: tl.constexpr):
     """total [4 · MT · NT] + the products of what `load_block` and `load_x` loaded."""
     words, scales, biases = loaded
+    words = _exchanged(words, C)
     WORDS: tl.constexpr = word_parts(C.BITS, C.GS)
     PARTS: tl.constexpr = x_parts(C.BITS, C.GS)
     EACH: tl.constexpr = _scale_words(C)

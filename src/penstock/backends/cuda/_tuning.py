@@ -168,13 +168,13 @@ MOE_IN_TURN = 3  # experts per pair up to which pairs are sorted
 MOE_NORMED = 4096  # widest row that every program norms for itself: at 7168 73 µs against 62 and 1.6 for a norm
 
 # Products of 2 rows and more by lanes, the first row that fits. In µs on an H200, [12352, 2048] and [2048, 4096]: 8
-# rows 7.4 and 4.0 (matvec 10.1 and 9.3), 16 rows 11.0 and 6.4, 32 rows 19.6 and 6.9 (tiles 15.3 and 9.2);
-# [248320, 2048] with float32 results 102 at 8 rows and 232 at 32 (matvec 317, tiles 783).
+# rows 6.9 and 4.0 (matvec 9.8 and 10.0), 16 rows 8.0 and 6.2 (with 4 tiles 10.9), 32 rows 19.6 and 6.7 (tiles 15.5 and
+# 9.7); [248320, 2048] with float32 results 102 at 8 rows, 146 at 16 and 207 at 32 (matvec 317, tiles 783).
 FEW_ROWS = (
     FewRows(8, 512, 2, 1, 4, 1, 2, 1),
-    FewRows(8, 64, 2, 1, 4, 1, 4, 1),
+    FewRows(8, 64, 2, 1, 8, 1, 2, 1),
     FewRows(8, 0, 1, 1, 8, 1, 4, 2),
-    FewRows(16, 64, 4, 2, 4, 1, 2, 1),
+    FewRows(16, 64, 2, 2, 4, 1, 2, 1),
     FewRows(16, 0, 1, 2, 8, 1, 2, 1),
     FewRows(_ANY, 512, 2, 4, 1, 4, 2, 1),
     FewRows(256, 0, 1, 2, 8, 1, 2, 1),
@@ -184,17 +184,20 @@ FEW_WORDS = 8  # of a row that a lane loads for the groups of one block of scale
 FEW_MOST = 16  # rows up to which lanes take a product; up to twice as many of a weight with so few rows
 FEW_NARROW = 4096
 FEW_EXACT = (1024, 256)  # float32 results: rows of a weight for any number of tokens, and tokens for any weight
-# Experts by pairs of a tile. 256 experts of [512, 2048], gate and up, and down in µs: 32 tokens 60 and 32 (tiles of
-# `GROUPED` 84 and 44), 128 tokens 95 and 56, 256 tokens 123 and 77 (tiles of 8: 138 and 83).
+# Experts by pairs of a tile. 256 experts of [512, 2048], gate and up, and down in µs: 32 tokens 62 and 34 (tiles of
+# `GROUPED` 84 and 44), 128 tokens 97 and 58, 256 tokens 127 and 81 (tiles of 16: 132 and 81). Gate and up with 2 tiles:
+# 62 at 32 tokens, 101 at 128, 138 at 256.
 FEW_GROUPS = {
-    ("gate_up", 8): FewGroups(2, 4, 4, False),
+    ("gate_up", 8): FewGroups(4, 4, 4, False),
     ("gate_up", 16): FewGroups(4, 4, 2, True),
     ("down", 8): FewGroups(4, 4, 2, False),
     ("down", 16): FewGroups(4, 4, 2, True),
 }
-FEW_TILES = ((5, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
+FEW_TILES = ((10, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
 FEW_PROGRAMS = 8  # for each multiprocessor
-FEW_EXPERTS = (9, 10)  # tokens from which and pairs per expert up to which lanes take experts
+# Tokens from which and pairs per expert up to which lanes take experts. A block in µs, pair by pair and by lanes: 53
+# and 54 at 8 tokens, 90 and 98 at 16, 162 and 118 at 32.
+FEW_EXPERTS = (17, 10)
 
 # Whole rows: numbers of a program at least, numbers of a thread in long rows (8 in short ones), fewest and most warps.
 # At 4096 rows: dim 2816 13.7 µs, with 16 per thread 14.5; dim 7168 30.7 against 32.4; heads of 128 26.6, with 16 per
