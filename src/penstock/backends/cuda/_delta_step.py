@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.backends.cuda._launch import pdl_options, sigmoid, silu
+from penstock.backends.cuda._launch import pdl_options, prefetch_lines, sigmoid, silu
 from penstock.backends.cuda._recurrence import moved_on, token_of
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import DELTA_HINTS, DELTA_STEP, DeltaStep
@@ -94,26 +94,38 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
 # grid     (B, 2 Hk + Hv): one program owns a head of q, k or v; those of v have the gates of their head
 # bytes    B * C * (2 + 2 * (W - 1)) * itemsize and the weight
 # limits   a head is at most 16384 wide
+#
+# PDL: weights and kept rows come to the L2 cache before it waits; what it reads of them it reads after that.
 @triton.jit(do_not_specialize=["slots"])
 def _mix_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, y_ptr, g_ptr, b_ptr,
     slots, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     head = part - 2 * Hk  # of v if not negative
     i = tl.arange(0, BLOCK)
     wide = tl.where(head < 0, Dk, Dv)
-    c = tl.where(head < 0, part * Dk, 2 * Hk * Dk + head * Dv) + i
+    first = tl.where(head < 0, part * Dk, 2 * Hk * Dk + head * Dv)
     C = 2 * Hk * Dk + Hv * Dv
+    if PDL:
+        prefetch_lines(weight_ptr + first * W, wide * W, BLOCK * W)
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        if (slot >= 0) & (slot < slots):
+            for j in tl.static_range(W - 1):
+                prefetch_lines(kept_ptr + (slot * (W - 1) + j) * C + first, wide, BLOCK)
+        gdc_wait()
+        gdc_launch_dependents()
+    c = first + i
     live = i < wide
     slot = tl.load(slots_ptr + row).to(tl.int64)
     active = (slot >= 0) & (slot < slots)
     moved = i < tl.where(active, wide, 0)
+    own = tl.maximum(head, 0)
+    at = row * Hv + own
+    A, bias = tl.load(A_log_ptr + own).to(tl.float32), tl.load(dt_bias_ptr + own).to(tl.float32)
+    alpha, beta = tl.load(alpha_ptr + at).to(tl.float32), tl.load(beta_ptr + at).to(tl.float32)
     x_ptr += row * C
     kept_ptr += slot * (W - 1) * C
     y = _convolved(x_ptr, kept_ptr, weight_ptr, c, live, moved, C, W)
@@ -124,24 +136,11 @@ def _mix_kernel(
         y = _unit(y, eps, dtype)
     tl.store(y_ptr + row * C + c, rounded(tl.where(active, y, 0.0), dtype), mask=live)
     if head >= 0:
-        at = row * Hv + head
-        A, bias = tl.load(A_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32)
-        tl.store(g_ptr + at, decay(tl.load(alpha_ptr + at).to(tl.float32), A, bias))
-        tl.store(b_ptr + at, sigmoid(tl.load(beta_ptr + at).to(tl.float32)))
+        tl.store(g_ptr + at, decay(alpha, A, bias))
+        tl.store(b_ptr + at, sigmoid(beta))
 
 
 # -- the state -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _prefetch(ptr, numbers, MOST: tl.constexpr):
-    """Ask for `numbers` <= MOST numbers from ptr on to come to the L2 cache. What they hold may still change."""
-    EACH: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2((MOST + EACH - 1) // EACH)
-    pointers = ptr + tl.minimum(tl.arange(0, LINES) * EACH, numbers - 1)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -219,15 +218,15 @@ def _step_kernel(
         if PREFETCH:
             slot = tl.load(slots_ptr + token).to(tl.int64)
             if (slot >= 0) & (slot < slots):
-                _prefetch(state_ptr + (slot * Hv + head) * Dv * Dk, Dv * Dk, PARTS * ROWS * DK)
+                prefetch_lines(state_ptr + (slot * Hv + head) * Dv * Dk, Dv * Dk, PARTS * ROWS * DK)
                 for j in tl.static_range(W - 1):
                     row_ptr = kept_ptr + (slot * (W - 1) + j) * C
-                    _prefetch(row_ptr + key * Dk, Dk, DK)
-                    _prefetch(row_ptr + (Hk + key) * Dk, Dk, DK)
-                    _prefetch(row_ptr + v_first, Dv, PARTS * ROWS)
-            _prefetch(weight_ptr + key * Dk * W, Dk * W, DK * W)
-            _prefetch(weight_ptr + (Hk + key) * Dk * W, Dk * W, DK * W)
-            _prefetch(weight_ptr + v_first * W, Dv * W, PARTS * ROWS * W)
+                    prefetch_lines(row_ptr + key * Dk, Dk, DK)
+                    prefetch_lines(row_ptr + (Hk + key) * Dk, Dk, DK)
+                    prefetch_lines(row_ptr + v_first, Dv, PARTS * ROWS)
+            prefetch_lines(weight_ptr + key * Dk * W, Dk * W, DK * W)
+            prefetch_lines(weight_ptr + (Hk + key) * Dk * W, Dk * W, DK * W)
+            prefetch_lines(weight_ptr + v_first * W, Dv * W, PARTS * ROWS * W)
         gdc_wait()
         gdc_launch_dependents()
 

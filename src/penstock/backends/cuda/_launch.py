@@ -100,6 +100,17 @@ def prefetch_l2(ptr, nbytes, program, programs, LANES: tl.constexpr):
         )
 
 
+@triton.jit
+def prefetch_lines(ptr, numbers, MOST: tl.constexpr):
+    """Ask for `numbers` <= MOST numbers from ptr on to come to the L2 cache. What they hold may still change."""
+    EACH: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((MOST + EACH - 1) // EACH)
+    pointers = ptr + tl.minimum(tl.arange(0, LINES) * EACH, numbers - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 _COUNTERS = 1024  # made at a time
 _free_counters: dict[torch.device, list[torch.Tensor]] = {}
 _counter_of: dict[tuple[torch.device, int], torch.Tensor] = {}

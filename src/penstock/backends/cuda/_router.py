@@ -35,6 +35,7 @@ from penstock.backends.cuda._launch import (
     multiprocessors,
     pdl_options,
     prefetch_l2,
+    prefetch_lines,
     wait_for_previous,
 )
 from penstock.backends.cuda._matvec import NO_WEIGHT, config, dense_product, is_new, passes_over, wait_if, weight_parts
@@ -125,6 +126,8 @@ def _router_codes_kernel(
     BLOCKS: tl.constexpr = triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
     blocks = load_blocks(a, 0, 0, first, 0, 1, n, C)
     if PDL:
+        if a.norm is not None:
+            prefetch_lines(a.norm, C.G * C.GS, triton.next_power_of_2(C.G * C.GS))
         gdc_launch_dependents()
         gdc_wait()
     rinv = _norm(a, made, T, n, C, WIDTH)

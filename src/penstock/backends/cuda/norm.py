@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from penstock import ops
-from penstock.backends.cuda._launch import pdl_options, silu, wait_for_previous
+from penstock.backends.cuda._launch import pdl_options, prefetch_lines, silu, wait_for_previous
 from penstock.backends.cuda._rows import Tile, expert_sum, rinv, rounded, tile, vector
 from penstock.backends.cuda._tuning import COPIED_COLUMNS, QK_NUMBERS, ROW_PAIRS, TRIPLE_THREAD
 from penstock.ops.op import kernel
@@ -39,6 +39,8 @@ def _pair(share: Tile, rows: int) -> Tile:
 # grid      (ceil(rows / R),): a program owns R whole rows
 # bytes     itemsize · rows · dim · (max(K, 1) + 1 + one for each of before, after, sum that is given)
 # limits    BLOCK ≥ dim, a power of two; sum and y may lie over x, before or after
+#
+# PDL: its weight comes to the L2 cache before it waits.
 @triton.jit(do_not_specialize=["rows"])
 def _norm_kernel(
     x_ptr,
@@ -61,6 +63,8 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL and R == 1 and w_ptr is not None:
+        prefetch_lines(w_ptr, dim, BLOCK)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     col = tl.arange(0, BLOCK)
