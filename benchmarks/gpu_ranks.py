@@ -241,7 +241,8 @@ def sums(raw: Any, group: RankGroup, tests: list[Test], wait: float, repetitions
 
 def program(*arguments: str, **environment: str) -> str:
     """What a Python program prints. Raises SystemExit if it fails."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])} | environment
+    path = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path)} | environment
     done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise SystemExit(f"{' '.join(arguments)}: ended with {done.returncode}\n{done.stderr[-3000:]}")
