@@ -31,15 +31,17 @@ def close(got: Any, want: Any) -> None:
 
 
 def nearly(got: Any, want: Any) -> None:
-    """As `close` in most rows. Where a number between two products falls on the other side of a rounding, a row is off
-    by a part of that.
+    """As `close` in many rows. Where a number between two products falls on the other side of a rounding, a row is off
+    by a part of that, 2e-5 for one of 512; of few rows two in three may be.
     """
     assert got.dtype == want.dtype and got.shape == want.shape
     got, want = got.astype(np.float64), want.astype(np.float64)
     top = np.abs(want).max()
     error = np.abs(got - want).max(axis=-1) / top
     assert not np.isnan(got).any()
-    assert np.median(error) <= 2 * EXACT and error.max() <= 2e-3, f"{np.median(error):.2g}, at most {error.max():.2g}"
+    few, median = np.quantile(error, [0.25, 0.5])
+    most = 2 * EXACT if len(error) > 16 else 5e-5
+    assert few <= 2 * EXACT and median <= most and error.max() <= 2e-3, f"{median:.2g}, at most {error.max():.2g}"
 
 
 def rows_before_nan(x: np.ndarray) -> torch.Tensor:

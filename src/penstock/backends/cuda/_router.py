@@ -51,6 +51,7 @@ from penstock.quant import QuantizedTensor
 Made = namedtuple("Made", "normed scores counter")
 # What comes to the L2 cache meanwhile: codes, scales and biases of a weight (or itself, and None) and bytes of them.
 Fetched = namedtuple("Fetched", "w scales biases nbytes scale_bytes")
+_NOTHING = Fetched(None, None, None, 0, 0)
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def _router_codes_kernel(
     a, made, r, f, magic, wait_first, T, n,
     C: tl.constexpr, ROUTER: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if f is not None:
+    if f.w is not None:
         rows = tl.cdiv(n.N, C.R)
         if tl.program_id(0) >= rows:
             _fetch(f, tl.program_id(0) - rows, tl.num_programs(0) - rows, 32 * C.S, PDL)
@@ -150,7 +151,7 @@ def _router_dense_kernel(
     a, made, r, f, T, n, C: tl.constexpr, ROUTER: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    if f is not None:
+    if f.w is not None:
         rows = tl.cdiv(n.N, C.R)
         if tl.program_id(0) >= rows:
             _fetch(f, tl.program_id(0) - rows, tl.num_programs(0) - rows, LANES, PDL)
@@ -163,15 +164,15 @@ def _router_dense_kernel(
     _end(a, made, r, y, first, T, n, C, ROUTER)
 
 
-def _fetched(w: Any, programs: int) -> Fetched | None:
+def _fetched(w: Any, programs: int) -> Fetched:
     """What programs fetch of a weight: as much of its scales and biases as of its codes."""
     if w is None or programs == 0 or not pdl_options()["PDL"]:
-        return None
+        return _NOTHING
     (codes, scales, biases), _, _, _ = weight_parts(w)
     share = min(1.0, _tuning.ROUTER_FETCH_BYTES / codes.nbytes)
     nbytes = [int(share * part.nbytes) // FETCHED.value * FETCHED.value for part in (codes, scales) if part is not None]
     if not all(nbytes) or any(part.data_ptr() % 16 for part in (codes, scales, biases) if part is not None):
-        return None
+        return _NOTHING
     return Fetched(codes, scales, biases, *nbytes, *([0] if scales is None else []))
 
 
@@ -195,7 +196,7 @@ def _launch(
         "WIDTH": triton.next_power_of_2(triton.cdiv(K, programs)),
     }
     f = _fetched(fetch, _tuning.ROUTER_FETCH)
-    grid = (programs + (0 if f is None else _tuning.ROUTER_FETCH),)
+    grid = (programs + (0 if f.w is None else _tuning.ROUTER_FETCH),)
     if bits == 0:
         constants["LANES"] = 32 * options["num_warps"]
         _router_dense_kernel[grid](a, made, r, f, T, n, **constants, **options, **pdl_options())
