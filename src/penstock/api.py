@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -130,6 +130,15 @@ class Stats:
         return asdict(self) | rates | {"expert_hit_rate": self.expert_hit_rate}
 
 
+class _ClosedEngine:
+    """In place of the engine of a model that was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InvalidArgument("model: it was closed, expected an open one")
+
+
 class LLM:
     """A loaded model. Made by `load`; methods may be called from several threads.
 
@@ -155,9 +164,19 @@ class LLM:
         self.notices = tuple(notices)
 
     def close(self) -> None:
-        """End the other ranks of a model that is split over several, which then takes no more requests."""
+        """Cancel what runs and give the memory back: of weights and caches when the last session has gone, too.
+
+        A closed model refuses everything with InvalidArgument. Of one that is split over ranks the others end, and what
+        is asked of it raises EngineDied.
+        """
         if self._close is not None:
             self._close()
+            return
+        with self._lock:
+            scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            scheduler.close(0)
+        self.engine = cast("Engine", _ClosedEngine())
 
     def __enter__(self) -> LLM:
         return self
@@ -202,6 +221,8 @@ class LLM:
         return self.engine.max_context
 
     def __repr__(self) -> str:
+        if isinstance(self.engine, _ClosedEngine):
+            return "LLM(closed)"
         return f"LLM({self.config.model_type}, {self.engine.device.name}, context {self.max_context})"
 
     def stats(self) -> Stats:
@@ -368,6 +389,10 @@ class LLM:
         prompts = list(prompt)
         return [self.request(one, **own) for one, own in zip(prompts, _each(options, len(prompts)), strict=True)]
 
+    @overload
+    async def agenerate(self, prompt: str | Seq[int], **options: Any) -> Completion: ...
+    @overload
+    async def agenerate(self, prompt: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
     async def agenerate(self, prompt: Any, **options: Any) -> Any:
         """`generate` in an event loop, which goes on meanwhile; calls at the same time share their steps.
 

@@ -96,7 +96,7 @@ def test_texts_are_encoded_as_the_tokenizer_says(loaded: LLM) -> None:
 def test_texts_share_their_steps(llm: LLM) -> None:
     llm.scheduler.step_seconds = 1e9  # however slow the machine is
     llm.embed([some_tokens(4, seed=n) for n in range(4)])
-    assert llm.scheduler._execution.steps == 1
+    assert llm.scheduler._execution.steps <= 2  # the first one shows how long a token takes
 
 
 @pytest.mark.parametrize("texts, words", [
