@@ -1,13 +1,20 @@
 """What a notebook meets: names, texts of objects, options per prompt, event loops, JSON, forks of a session."""
 
 import asyncio
+import gc
 import json
+import pydoc
+import subprocess
+import sys
+import weakref
 from pathlib import Path
+from typing import get_overloads
 
 import pytest
 
 import penstock
-from penstock.errors import InvalidArgument
+from penstock.api import LLM
+from penstock.errors import Cancelled, InvalidArgument
 
 PROMPT = "Once upon a time"
 FEW = {"max_tokens": 4}
@@ -24,6 +31,35 @@ def test_public_names_are_shown_before_they_are_imported():
     assert (Path(penstock.__file__).parent / "py.typed").is_file()
 
 
+def test_modules_of_the_public_names_are_there_without_an_import():
+    code = "import penstock, sys; assert 'penstock.api' not in sys.modules; penstock.models.register, penstock.ops"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    text = pydoc.render_doc(penstock, renderer=pydoc.plaintext)
+    assert all(f"{name}(" in text for name in ("load", "restore", "quantize", "class LLM", "embed", "agenerate"))
+
+
+def test_a_closed_model_gives_its_memory_back_and_refuses_everything():
+    with penstock.load(device="cpu") as llm:
+        engine = weakref.ref(llm.engine)
+        unread = llm.stream(PROMPT)
+        next(unread)
+        session = llm.session()
+    with pytest.raises(Cancelled, match="closed before the answer was complete"):
+        list(unread)
+    with pytest.raises(Cancelled, match="takes no requests"):
+        session.generate(PROMPT)
+    asked = (lambda: llm.generate(PROMPT), lambda: llm.embed(PROMPT), lambda: llm.config)
+    for refused in (*asked, llm.session, llm.stats):
+        with pytest.raises(InvalidArgument, match="model: it was closed, expected an open one"):
+            refused()
+    assert repr(llm) == "LLM(closed)"
+    llm.close()
+    session.close()
+    del session, unread
+    gc.collect()
+    assert engine() is None
+
+
 def test_texts_of_objects(llm):
     answer = llm.generate(PROMPT, **FEW)
     assert str(answer) == answer.text and f"{answer}" == answer.text
@@ -32,6 +68,11 @@ def test_texts_of_objects(llm):
         assert repr(session) == f"Session({len(session)} tokens of {llm.max_context})"
     assert repr(session) == f"Session(closed of {llm.max_context})"
     assert repr(llm.tokenizer).startswith(f"Tokenizer({llm.tokenizer.vocab_size} tokens, ends at [")
+
+
+def test_overloads_tell_one_prompt_from_several():
+    for method in (LLM.generate, LLM.agenerate):
+        assert [one.__annotations__["return"] for one in get_overloads(method)] == ["Completion", "list[Completion]"]
 
 
 def test_options_that_are_lists_have_one_value_per_prompt(llm):
@@ -104,7 +145,8 @@ def test_a_tokenizer_as_transformers_has_it(llm):
     ids = tokenizer.encode("a fox")
     assert tokenizer("a fox") == {"input_ids": ids, "attention_mask": [1] * len(ids)}
     assert tokenizer(["a fox", "b"])["input_ids"] == [ids, tokenizer.encode("b")]
-    assert tokenizer.eos_token_id == min(tokenizer.eos_ids) and tokenizer.bos_token_id == tokenizer.bos_id
+    assert tokenizer.eos_token_id == tokenizer.eos_id and tokenizer.bos_token_id == tokenizer.bos_id
+    assert tokenizer.eos_token_id in tokenizer.eos_ids
     messages = [{"role": "user", "content": "hello"}]
     text = tokenizer.apply_chat_template(messages)
     tokens = tokenizer.apply_chat_template(messages, tokenize=True)

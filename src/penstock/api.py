@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -23,13 +24,14 @@ from penstock.engine.admission import all_memory
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, LeadingRank, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
+from penstock.engine.hooks import LogitsProcessor, TokenSampler
 from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
 from penstock.engine.rank import Rank, RankStart, following, ranks_of, warn_of_cores
 from penstock.engine.request import Chunk, Completion, Request, Timings, make_request, reading_request
-from penstock.engine.response import in_order_of_arrival
+from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
-from penstock.errors import InvalidArgument, OutOfMemory
+from penstock.errors import InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
@@ -40,6 +42,7 @@ from penstock.models.split import GGUF_COLUMNS, group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
+from penstock.progress import in_notebook, notebook_bar
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
@@ -48,6 +51,7 @@ from penstock.weights.gguf import GgufFile
 from penstock.weights.resolve import resolve_model
 
 _TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
+_LISTS = ("stop", "extra_eos", "logits_processors")  # options of which a list is one value
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 MAX_BATCH = 32  # requests that run together
 _CONTEXT = 4096  # positions that there is room for beside streamed experts, and that a GPU may fill its memory with
@@ -126,6 +130,15 @@ class Stats:
         return asdict(self) | rates | {"expert_hit_rate": self.expert_hit_rate}
 
 
+class _ClosedEngine:
+    """In place of the engine of a model that was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InvalidArgument("model: it was closed, expected an open one")
+
+
 class LLM:
     """A loaded model. Made by `load`; methods may be called from several threads.
 
@@ -151,9 +164,19 @@ class LLM:
         self.notices = tuple(notices)
 
     def close(self) -> None:
-        """End the other ranks of a model that is split over several, which then takes no more requests."""
+        """Cancel what runs and give the memory back: of weights and caches when the last session has gone, too.
+
+        A closed model refuses everything with InvalidArgument. Of one that is split over ranks the others end, and what
+        is asked of it raises EngineDied.
+        """
         if self._close is not None:
             self._close()
+            return
+        with self._lock:
+            scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            scheduler.close(0)
+        self.engine = cast("Engine", _ClosedEngine())
 
     def __enter__(self) -> LLM:
         return self
@@ -198,6 +221,8 @@ class LLM:
         return self.engine.max_context
 
     def __repr__(self) -> str:
+        if isinstance(self.engine, _ClosedEngine):
+            return "LLM(closed)"
         return f"LLM({self.config.model_type}, {self.engine.device.name}, context {self.max_context})"
 
     def stats(self) -> Stats:
@@ -233,6 +258,43 @@ class LLM:
             self.add_timings([handle.timings])
         return found
 
+    def embed(self, texts: str | Seq[int] | Seq[str] | Seq[Seq[int]]) -> np.ndarray:
+        """Embedding of a text, float32 [dim]; of a list of texts (or of lists of token ids) float32 [n, dim].
+
+        The mean over the tokens of the hidden state after the final norm, divided by its Euclidean length: the product
+        of two is their cosine. Text is encoded as the tokenizer says. Texts of a list are computed together; on the CPU
+        no bit depends on the others. Raises InvalidArgument for a text without tokens or longer than the context.
+        """
+        if self.engine.model.family.final_norm is None:
+            raise InvalidArgument(f"embed: {self.config.model_type} has no final_norm, expected a family with one")
+        one = _one(texts, "embed: texts")
+        requests = [
+            self._embedding_request(text, "texts" if one else f"texts[{n}]")
+            for n, text in enumerate([texts] if one else texts)
+        ]
+        means = [_Mean(self.config.dim) for _ in requests]
+        submit = functools.partial(self.scheduler.submit, hidden=True)
+        handles = [submit(request, rows=mean.add) for request, mean in zip(requests, means, strict=True)]
+        try:
+            with notebook_bar("reading", after=1.0) as report:
+                for n, handle in enumerate(handles):
+                    handle.result()
+                    report(n + 1, len(handles))
+        finally:
+            for handle in handles:
+                handle.cancel()
+            self.add_timings([handle.timings for handle in handles])
+        found = np.array([mean.direction() for mean in means], np.float32).reshape(len(means), self.config.dim)
+        return found[0] if one else found
+
+    def _embedding_request(self, text: Any, name: str) -> Request:
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+        found = self.engine.token_array(ids, f"embed: {name}", self._tokenizer)
+        if not 0 < len(found) <= self.max_context:
+            limit = f"1 to {self.max_context} (max_context)"
+            raise InvalidArgument(f"embed: {name} has {len(found) or 'no'} tokens, expected {limit}")
+        return reading_request(self.engine.limits, found.tolist())
+
     @overload
     def generate(
         self,
@@ -245,6 +307,8 @@ class LLM:
         seed: int | None = None,
         stop: str | Seq[str] = (),
         logprobs: int | None = None,
+        logits_processors: Seq[LogitsProcessor] | None = None,
+        sampler: TokenSampler | None = None,
         **more: Any,
     ) -> Completion: ...
     @overload
@@ -259,6 +323,8 @@ class LLM:
         seed: int | list[int] | None = None,
         stop: str | Seq[str] | list[Seq[str]] = (),
         logprobs: int | list[int] | None = None,
+        logits_processors: Seq[LogitsProcessor] | list[Seq[LogitsProcessor] | None] | None = None,
+        sampler: TokenSampler | list[TokenSampler | None] | None = None,
         **more: Any,
     ) -> list[Completion]: ...
     def generate(
@@ -272,27 +338,47 @@ class LLM:
         seed: Any = None,
         stop: Any = (),
         logprobs: Any = None,
+        logits_processors: Any = None,
+        sampler: Any = None,
         **more: Any,
     ) -> Any:
         """Continue a prompt: text (encoded as the tokenizer says, no chat template) or token ids → Completion.
 
         A list of prompts gives a list of completions, decoded together; an option that is a list then has one value per
-        prompt (of `stop` and `extra_eos` a list of lists). `more`: repetition_penalty, presence_penalty,
-        frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids), response_format as
-        OpenAI has it ({"type": "json_schema", …}), and of one prompt grammar and shown (see `Request`).
+        prompt (of `stop`, `extra_eos` and `logits_processors` a list of lists). `more`: repetition_penalty,
+        presence_penalty, frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids),
+        response_format as OpenAI has it ({"type": "json_schema", …}), and of one prompt grammar and shown (see
+        `Request`).
+
+        logits_processors: callables (tokens int32 [n] of the prompt and the answer so far, logits float32 [1, V]) →
+        logits [1, V], called one after the other for each token, before penalties, bias and grammar; log-probabilities
+        are those of what they leave. sampler: a callable (log-probabilities float32 [1, V]) → ids [1] that chooses the
+        token in place of temperature, top_p, top_k and min_p. Arrays are NumPy's, on every device. What a hook raises
+        ends its request alone; InvalidArgument names one that returns something else.
         """
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        options |= {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs, **more}
+        options |= {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs}
+        options |= {"logits_processors": logits_processors, "sampler": sampler, **more}
         handles = [self.scheduler.submit(request, buffer=1 << 30) for request in self._requests(prompt, options)]
         try:
-            for _ in in_order_of_arrival(handles):
-                pass
+            with notebook_bar("generating", after=1.0) as report:
+                self._read_all(handles, report)
         finally:
             for handle in handles:
                 handle.cancel()
             self.add_timings([handle.timings for handle in handles])
         done = [handle.completion() for handle in handles]
         return done[0] if _one(prompt) else done
+
+    @staticmethod
+    def _read_all(handles: Seq[ResponseHandle], report: Callable[[float, float], None]) -> None:
+        """Wait for answers; report: gets the tokens there are, of those there may be at the most."""
+        most = [handle.request.max_tokens for handle in handles]
+        total = sum(most)
+        for there, (number, chunk) in enumerate(in_order_of_arrival(handles), 1):
+            if chunk.finish_reason is not None:
+                total -= most[number] - len(handles[number].tokens)
+            report(there, total)
 
     def _requests(self, prompt: Any, options: Mapping[str, Any]) -> list[Request]:
         """Of one prompt or of a list of them."""
@@ -303,6 +389,10 @@ class LLM:
         prompts = list(prompt)
         return [self.request(one, **own) for one, own in zip(prompts, _each(options, len(prompts)), strict=True)]
 
+    @overload
+    async def agenerate(self, prompt: str | Seq[int], **options: Any) -> Completion: ...
+    @overload
+    async def agenerate(self, prompt: list[str] | list[list[int]], **options: Any) -> list[Completion]: ...
     async def agenerate(self, prompt: Any, **options: Any) -> Any:
         """`generate` in an event loop, which goes on meanwhile; calls at the same time share their steps.
 
@@ -356,11 +446,14 @@ class LLM:
         stop: str | Seq[str] = (),
         logprobs: int | None = None,
         progress: Callable[[int], None] | None = None,
+        logits_processors: Seq[LogitsProcessor] | None = None,
+        sampler: TokenSampler | None = None,
         **more: Any,
     ) -> Iterator[Chunk]:
         """As `generate` for one prompt, a Chunk per token. The prompt is checked now, computed with the first chunk."""
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        request = self.request(prompt, max_tokens, stop, **options, logprobs=logprobs, **more)
+        options |= {"logprobs": logprobs, "logits_processors": logits_processors, "sampler": sampler}
+        request = self.request(prompt, max_tokens, stop, **options, **more)
         return self._chunks(request, progress)
 
     def _chunks(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
@@ -430,17 +523,36 @@ class LLM:
         self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
 
 
+class _Mean:
+    """The mean of hidden states that come in chunks."""
+
+    def __init__(self, dim: int) -> None:
+        self._sum, self._count = np.zeros(dim), 0
+
+    def add(self, rows: np.ndarray) -> None:
+        self._sum += rows.sum(axis=0, dtype=np.float64)
+        self._count += len(rows)
+
+    def direction(self) -> np.ndarray:
+        """Divided by its length. Raises NonFiniteLogits."""
+        mean = self._sum / self._count
+        length = np.linalg.norm(mean)
+        if not np.isfinite(length):
+            raise NonFiniteLogits("embed: the model produced hidden states that are not finite")
+        return mean / length if length else mean
+
+
 def _not_counted(timings: Seq[Timings]) -> None:
     """Requests of `generate` and `stream` are counted there, those that ran together as one."""
 
 
 def _each(options: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Options of each of `count` prompts: a list has one value for each, all else is for all of them."""
+    """Options of each of `count` prompts: a list (of lists) has one value for each, all else is for all of them."""
     listed = {}
     for name, value in options.items():
         several = isinstance(value, list)
-        if name in ("stop", "extra_eos"):
-            several = several and any(isinstance(one, list | tuple) for one in value)
+        if name in _LISTS:
+            several = several and any(one is None or isinstance(one, list | tuple) for one in value)
         if several:
             if len(value) != count:
                 raise InvalidArgument(f"{name} has {len(value)} values, expected {count}: one per prompt")
@@ -448,12 +560,12 @@ def _each(options: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return [{**options, **{name: value[n] for name, value in listed.items()}} for n in range(count)]
 
 
-def _one(prompt: Any) -> bool:
+def _one(prompt: Any, name: str = "prompt") -> bool:
     """A single prompt: text, or a sequence of integers."""
     if isinstance(prompt, str | np.ndarray):
         return True
     if not isinstance(prompt, Seq):
-        raise InvalidArgument(f"prompt is a {type(prompt).__name__}, expected text, token ids or a list of prompts")
+        raise InvalidArgument(f"{name} is a {type(prompt).__name__}, expected text, token ids or a list of prompts")
     return len(prompt) > 0 and all(isinstance(item, int | np.integer) for item in prompt)
 
 
@@ -498,7 +610,7 @@ def load(
     a GPU's; expert_io "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by
     `penstock pack`, by default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps
     choose. docs/streaming.md has more. `notify` receives remarks (skipped tensors, copies), else they are logged;
-    `progress` the share of the weights that are there.
+    `progress` the share of the weights that are there: a notebook shows a bar if it is not given.
     tensor_parallel_size: ranks that the model is split over (docs/distributed.md): this process and others that it
     starts, on the GPUs or cores of this machine, or those that torchrun has started, of which all but the first stay in
     this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
@@ -527,13 +639,15 @@ def load(
         "state_dtype": state_dtype,
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
-    if ranks is None:
-        return _load(given, notify, progress)
-    _check_split(given, ranks)
-    warn_of_cores(ranks.size, device, notify or logging.getLogger("penstock").warning)
-    with ranks.loading(given) as rank:
-        llm = _load(rank.options, notify, progress, rank)
-        rank.agree(llm.engine)
+    with notebook_bar("loading") as shown:
+        report = progress or (lambda share: shown(share, 1.0))
+        if ranks is None:
+            return _load(given, notify, report)
+        _check_split(given, ranks)
+        warn_of_cores(ranks.size, device, notify or logging.getLogger("penstock").warning)
+        with ranks.loading(given) as rank:
+            llm = _load(rank.options, notify, report, rank)
+            rank.agree(llm.engine)
     return llm if rank.leads else rank.follow(llm.engine)
 
 
@@ -572,7 +686,8 @@ def _load(
     states = resolve_state_dtype(given["state_dtype"], name)
     where = device_for(name)
     path_or_hub_id, revision, offline = given["path_or_hub_id"], given["revision"], given["offline"]
-    found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=notify is None)
+    quiet = notify is None and not in_notebook()
+    found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=quiet)
     folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}

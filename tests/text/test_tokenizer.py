@@ -265,7 +265,10 @@ def token(content, number, **flags):
 def test_from_folder_collects_eos_ids(folder, generation, config, settings, eos):
     path = folder(generation_config=generation, config=config, tokenizer_config=settings)
     tokenizer = Tokenizer.from_folder(path)
-    assert tokenizer.eos_ids == {tokenizer.backend.token_to_id(i) if isinstance(i, str) else i for i in eos}
+    ids = [tokenizer.backend.token_to_id(i) if isinstance(i, str) else i for i in eos]
+    assert tokenizer.eos_ids == set(ids)
+    named = [number for number, given in zip(ids, eos, strict=True) if isinstance(given, str)]
+    assert tokenizer.eos_token_id == (named or sorted(ids) or [None])[0]  # as transformers, where the tokenizer has one
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ A scheduler has no thread: whoever waits for a token runs steps, or a thread doe
 next token of all answers and chunks of prompts, as many as are expected to keep the step under `step_seconds`, twice
 that where there are no answers, and at least one; `order.py` says whose go first. Where the device draws tokens, the
 next step is launched before those of the last one are read: it appends what was drawn there. A row whose next token
-depends on the host (a grammar, a session) sits that step out. What was drawn after a request's end is discarded.
+depends on the host (a grammar, hooks, a session) sits that step out. What was drawn after a request's end is discarded.
 
 A request starts when memory for its prompt and all of max_tokens is there; until then it waits, and those behind it
 with it. Stored prefixes go before one waits. A running request whose reader lags behind is preempted when another one
@@ -36,6 +36,7 @@ from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
+from penstock.engine.hooks import HookInterrupted
 from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.order import Order
 from penstock.engine.prefix import Entry, PrefixCache
@@ -149,6 +150,7 @@ class Scheduler:
 
         self._closed = threading.Event()
         self._batch: TokenBatch | None = None  # wakes the readers of a step's tokens, while there is one
+        self._interruption: BaseException | None = None  # of a hook in this step
         self._stepping = threading.RLock()  # held by the thread that runs a step
         self._order = Order(engine.device.chunk_alignment)
         self._launched: list[Launched] = []  # steps under way, the oldest first: at most two
@@ -174,6 +176,7 @@ class Scheduler:
         progress: Callable[[int], None] | None = None,
         continued: Continued | None = None,
         rows: Callable[[np.ndarray], None] | None = None,
+        hidden: bool = False,
     ) -> ResponseHandle:
         """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`, and
         CheckpointError once the weights could not be read.
@@ -182,7 +185,8 @@ class Scheduler:
         with the most makes room for one with fewer, and ends with QueueFull. buffer: tokens that the reader may lag
         behind, if not as others. progress is called with the number of tokens of each chunk of the prompt. rows: for a
         `reading_request`, called by the thread that runs steps with the logits after each token of the prompt, float32
-        [n, vocab], a chunk at a time and in order; the request has no tokens, and ends with what `rows` raises.
+        [n, vocab], a chunk at a time and in order; the request has no tokens, and ends with what `rows` raises. hidden:
+        rows gets the hidden states after the final norm, float32 [n, dim], in place of logits.
         """
         if (rows is None) != (request.max_tokens > 0) or (rows is not None and continued is not None):
             raise InvalidArgument(
@@ -191,7 +195,7 @@ class Scheduler:
             )
         state = self._state(request, client, buffer, progress, continued)
         if rows is not None:
-            state.rows, state.digests = rows, []  # a stored prefix has no logits
+            state.rows, state.hidden, state.digests = rows, hidden, []  # a stored prefix has no logits
         with self.condition:
             if self._closing:
                 raise Cancelled("scheduler: it is closing and takes no requests")
@@ -236,6 +240,8 @@ class Scheduler:
         state = RequestState(
             request, queue, sampler, engine.max_context, pages, digests, client, held=held, progress=progress
         )
+        if request.hooks is not None:
+            state.context = context
         if continued is not None:
             state.sequence, state.logits, state.owned = continued.sequence, continued.logits, False
         return state
@@ -360,6 +366,11 @@ class Scheduler:
             queue.wait(0.02)
             return
         try:
+            if self._batch is not None:  # this very thread is in a step
+                raise InvalidArgument(
+                    "scheduler: a hook or callback of a request reads from the model that calls it, "
+                    "expected it to return first"
+                )
             worked = queue.ready or self.step()
         finally:
             self._stepping.release()
@@ -398,6 +409,9 @@ class Scheduler:
         finally:
             batch, self._batch = self._batch, None
             batch.wake()
+            interruption, self._interruption = self._interruption, None
+            if interruption is not None:
+                raise interruption
 
     def _step(self) -> bool:
         self._engine.check_ranks()
@@ -610,7 +624,7 @@ class Scheduler:
         end = min(state.prompt_end, max(least, min(far, stored)))
         if state.prompt_end - at <= min(most, stored - at):
             end = state.prompt_end
-        if state.rows is not None:  # cut by its positions alone
+        if state.rows is not None and not state.hidden:  # cut by its positions alone
             end = min(state.prompt_end, (at // self._most_rows + 1) * self._most_rows)
         return Part.of_prompt(state, end)
 
@@ -649,9 +663,9 @@ class Scheduler:
             self._failed(states, error)
             return
         del self._launched[0]
-        for part, sequence in zip(step.parts, step.sequences, strict=True):
+        for n, (part, sequence) in enumerate(zip(step.parts, step.sequences, strict=True)):
             if part.prompt and part.state.sequence is sequence:
-                self._computed(part, step.logits)
+                self._computed(part, None if step.rows is None else step.rows[n])
         for state, token in drawn:
             if state.sequence is not None:
                 self._deliver(state, token)
@@ -668,21 +682,21 @@ class Scheduler:
         if part.end == state.prompt_end:
             state.queue.state = "generating"
 
-    def _computed(self, part: Part, logits: np.ndarray | None) -> None:
-        """A chunk of a prompt has been computed; logits: after each of its tokens, if they are wanted."""
+    def _computed(self, part: Part, rows: np.ndarray | None) -> None:
+        """A chunk of a prompt has been computed; rows: what is wanted of each of its tokens."""
         state, sequence = part.state, part.state.sequence
         if part.end == state.prompt_end:
             state.end_prompt()
         try:
-            if state.rows is not None and logits is not None:
-                state.rows(logits)
+            if state.rows is not None and rows is not None:
+                state.rows(rows)
             if state.progress is not None:
                 state.progress(part.end - part.at)
         except Exception as error:
             if state.sequence is sequence:
                 self._end(state, error)
             return
-        if logits is not None and part.end == state.prompt_end and state.sequence is sequence:
+        if rows is not None and part.end == state.prompt_end and state.sequence is sequence:
             state.finish_reason = state.queue.finish_reason = "length"
             self._end(state, None)
 
@@ -698,7 +712,7 @@ class Scheduler:
         work.decode_steps += answers > 0
         work.decode_rows += answers
         work.steps, work.host_seconds = self._execution.steps, self._execution.host_seconds
-        if prompt and not parts[0].all_rows:  # which cost more, and what is done with them
+        if prompt and not parts[0].all_logits:  # which cost more, and what is done with them
             self._execution.record(prompt + answers, seconds)
 
     def _failed(self, states: list[RequestState], error: Exception) -> None:
@@ -723,6 +737,8 @@ class Scheduler:
                 self._requeue(state)
 
     def _deliver(self, state: RequestState, token: Token | Exception) -> None:
+        if isinstance(token, HookInterrupted):
+            self._interruption = token.reason
         if isinstance(token, Exception):
             self._end(state, token)
             return

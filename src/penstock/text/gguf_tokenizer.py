@@ -104,6 +104,7 @@ class _Reader:
         return Tokenizer(
             backend,
             eos_ids=self._ends(named, control, vocab),
+            eos_id=named["eos"],
             bos_id=named["bos"],
             templates=self._templates(special),
             source=str(self.file.path),

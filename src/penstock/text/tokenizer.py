@@ -37,6 +37,7 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         eos_ids: Iterable[int] = (),
+        eos_id: int | None = None,
         bos_id: int | None = None,
         templates: ChatTemplates | None = None,
         source: str = "tokenizer",
@@ -45,7 +46,7 @@ class Tokenizer:
         backend.no_padding()
         self.backend = backend
         self.eos_ids = frozenset(eos_ids)
-        self.bos_id = bos_id
+        self.eos_id, self.bos_id = eos_id, bos_id
         self.templates = templates
         vocab = backend.get_vocab(with_added_tokens=True)
         ids = vocab.values()
@@ -83,8 +84,8 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, the lowest of `eos_ids` where there are several; None: there is none."""
-        return min(self.eos_ids, default=None)
+        """The token that ends a text: the tokenizer's own, else the lowest of `eos_ids`; None: there is none."""
+        return min(self.eos_ids, default=None) if self.eos_id is None else self.eos_id
 
     @property
     def bos_token_id(self) -> int | None:
@@ -106,8 +107,10 @@ class Tokenizer:
         backend = _read_backend(folder)
         _add_missing(backend, settings, folder / "tokenizer_config.json")
         config, generation = _json_object(folder / "config.json"), _json_object(folder / "generation_config.json")
+        eos = named.get("eos_token")
         tokenizer = cls(
             backend,
+            eos_id=backend.token_to_id(eos) if isinstance(eos, str) else None,
             bos_id=_bos_id(backend, named, config, folder),
             templates=templates_in(folder, settings, named),
             source=str(folder / "tokenizer.json"),
@@ -472,12 +475,11 @@ def _eos_ids(
             numbers = value if isinstance(value, list) else [value]
             ids = frozenset(_checked_id(folder / name, "eos_token_id", number, limit) for number in numbers)
     eos = named.get("eos_token")
-    number = tokenizer.backend.token_to_id(eos) if isinstance(eos, str) else None
-    if isinstance(eos, str) and number is None and not ids:
+    if isinstance(eos, str) and tokenizer.eos_id is None and not ids:
         raise CheckpointError(
             f"{folder / 'tokenizer_config.json'}: eos_token is {_shown(eos)}, expected a token of the vocabulary"
         )
-    return ids if number is None else ids | {number}
+    return ids if tokenizer.eos_id is None else ids | {tokenizer.eos_id}
 
 
 def _bos_id(
