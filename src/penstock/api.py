@@ -23,6 +23,7 @@ from penstock.engine.admission import all_memory
 from penstock.engine.cache import Caches
 from penstock.engine.engine import AnyModel, Engine, LeadingRank, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
+from penstock.engine.hooks import LogitsProcessor, TokenSampler
 from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
 from penstock.engine.rank import Rank, RankStart, following, ranks_of, warn_of_cores
 from penstock.engine.request import Chunk, Completion, Request, Timings, make_request, reading_request
@@ -48,6 +49,7 @@ from penstock.weights.gguf import GgufFile
 from penstock.weights.resolve import resolve_model
 
 _TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
+_LISTS = ("stop", "extra_eos", "logits_processors")  # options of which a list is one value
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 MAX_BATCH = 32  # requests that run together
 _CONTEXT = 4096  # positions that there is room for beside streamed experts, and that a GPU may fill its memory with
@@ -245,6 +247,8 @@ class LLM:
         seed: int | None = None,
         stop: str | Seq[str] = (),
         logprobs: int | None = None,
+        logits_processors: Seq[LogitsProcessor] | None = None,
+        sampler: TokenSampler | None = None,
         **more: Any,
     ) -> Completion: ...
     @overload
@@ -259,6 +263,8 @@ class LLM:
         seed: int | list[int] | None = None,
         stop: str | Seq[str] | list[Seq[str]] = (),
         logprobs: int | list[int] | None = None,
+        logits_processors: Seq[LogitsProcessor] | list[Seq[LogitsProcessor] | None] | None = None,
+        sampler: TokenSampler | list[TokenSampler | None] | None = None,
         **more: Any,
     ) -> list[Completion]: ...
     def generate(
@@ -272,17 +278,27 @@ class LLM:
         seed: Any = None,
         stop: Any = (),
         logprobs: Any = None,
+        logits_processors: Any = None,
+        sampler: Any = None,
         **more: Any,
     ) -> Any:
         """Continue a prompt: text (encoded as the tokenizer says, no chat template) or token ids → Completion.
 
         A list of prompts gives a list of completions, decoded together; an option that is a list then has one value per
-        prompt (of `stop` and `extra_eos` a list of lists). `more`: repetition_penalty, presence_penalty,
-        frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids), response_format as
-        OpenAI has it ({"type": "json_schema", …}), and of one prompt grammar and shown (see `Request`).
+        prompt (of `stop`, `extra_eos` and `logits_processors` a list of lists). `more`: repetition_penalty,
+        presence_penalty, frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids),
+        response_format as OpenAI has it ({"type": "json_schema", …}), and of one prompt grammar and shown (see
+        `Request`).
+
+        logits_processors: callables (tokens int32 [n] of the prompt and the answer so far, logits float32 [1, V]) →
+        logits [1, V], called one after the other for each token, before penalties, bias and grammar; log-probabilities
+        are those of what they leave. sampler: a callable (log-probabilities float32 [1, V]) → ids [1] that chooses the
+        token in place of temperature, top_p, top_k and min_p. Arrays are NumPy's, on every device. What a hook raises
+        ends its request alone; InvalidArgument names one that returns something else.
         """
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        options |= {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs, **more}
+        options |= {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs}
+        options |= {"logits_processors": logits_processors, "sampler": sampler, **more}
         handles = [self.scheduler.submit(request, buffer=1 << 30) for request in self._requests(prompt, options)]
         try:
             for _ in in_order_of_arrival(handles):
@@ -356,11 +372,14 @@ class LLM:
         stop: str | Seq[str] = (),
         logprobs: int | None = None,
         progress: Callable[[int], None] | None = None,
+        logits_processors: Seq[LogitsProcessor] | None = None,
+        sampler: TokenSampler | None = None,
         **more: Any,
     ) -> Iterator[Chunk]:
         """As `generate` for one prompt, a Chunk per token. The prompt is checked now, computed with the first chunk."""
         options = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        request = self.request(prompt, max_tokens, stop, **options, logprobs=logprobs, **more)
+        options |= {"logprobs": logprobs, "logits_processors": logits_processors, "sampler": sampler}
+        request = self.request(prompt, max_tokens, stop, **options, **more)
         return self._chunks(request, progress)
 
     def _chunks(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
@@ -435,12 +454,12 @@ def _not_counted(timings: Seq[Timings]) -> None:
 
 
 def _each(options: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Options of each of `count` prompts: a list has one value for each, all else is for all of them."""
+    """Options of each of `count` prompts: a list (of lists) has one value for each, all else is for all of them."""
     listed = {}
     for name, value in options.items():
         several = isinstance(value, list)
-        if name in ("stop", "extra_eos"):
-            several = several and any(isinstance(one, list | tuple) for one in value)
+        if name in _LISTS:
+            several = several and any(one is None or isinstance(one, list | tuple) for one in value)
         if several:
             if len(value) != count:
                 raise InvalidArgument(f"{name} has {len(value)} values, expected {count}: one per prompt")

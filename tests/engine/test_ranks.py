@@ -1,6 +1,7 @@
 """Rank 0 with its scheduler and a rank that follows, as threads, on a device that captures and draws, as a GPU does."""
 
 import math
+import threading
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from penstock.api import LLM
 from penstock.engine.buckets import BucketedSteps
 from penstock.engine.engine import Engine
+from penstock.engine.hooks import Hooks
 from penstock.engine.ranks import Command, Follower, Leader, StepOf
 from penstock.engine.request import Request
 from penstock.engine.sampling import SamplingParams
@@ -120,6 +122,30 @@ def test_tokens_are_drawn_on_rank_0_and_travel_to_the_others():
     assert ranks.devices[1].copied == []  # the rank that follows reads nothing
     assert all(step.highest == [] for step in ranks.steps)
     assert all(np.frombuffer(run.tokens, np.int32).min() >= 0 for step in ranks.steps for run in step.runs)
+
+
+def test_hooks_are_called_on_rank_0_alone():
+    called: list[str] = []
+
+    def lower(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        called.append(threading.current_thread().name)
+        return np.where(np.arange(logits.shape[1]) % 2, logits, logits - 5)
+
+    hooks = Hooks((lower,), lambda logprobs: logprobs.argmax(axis=-1))
+
+    def hooked(llm: LLM) -> list[list[int]]:
+        requests = [Request(prompt, SamplingParams(seed=3), 5, frozenset(), hooks=hooks) for prompt in PROMPTS[:2]]
+        requests.append(Request(PROMPTS[2], SamplingParams(seed=3), 5, frozenset()))
+        handles = [llm.scheduler.submit(request) for request in requests]
+        while not llm.scheduler.idle:
+            llm.scheduler.step()
+        return [handle.result(1).tokens for handle in handles]
+
+    ranks = Ranks(LLAMA)
+    got = ranks.run(hooked)
+    assert len(called) == 10 and len(set(called)) == 1
+    assert got == hooked(alone(LLAMA)) and got[2] == answers(alone(LLAMA))[2]
+    assert ranks.devices[1].copied == []
 
 
 def test_logits_of_all_rows_are_read_on_rank_0_alone():

@@ -7,7 +7,9 @@ import pytest
 
 import penstock
 from penstock.api import LLM, load_random
+from penstock.engine.hooks import Hooks
 from penstock.engine.nonfinite import first_nonfinite
+from penstock.engine.request import Request
 from penstock.engine.sampling import Sampler, SamplingParams
 from penstock.engine.steps import Run
 from penstock.errors import OutOfMemory
@@ -124,6 +126,26 @@ def test_cuda_session_goes_back_and_comes_back_from_a_file(tmp_path):
     session.save(tmp_path / "session")
     again = penstock.restore(tmp_path / "session", llm)
     assert again.generate(max_tokens=12).tokens == first
+
+
+def test_cuda_hooks_see_the_logits_on_the_host():
+    """A hooked request beside a plain one and a step ahead: what it sees are the logits of the sequence so far."""
+    llm = made(SMALL["llama"], "cuda", dtype="float32")
+    seen: list[np.ndarray] = []
+
+    def odd(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+        seen.append(logits.copy())
+        return np.where(np.arange(VOCAB) % 2, logits, np.float32(-np.inf))
+
+    prompts, hooks = [some_tokens(5), some_tokens(3, seed=1)], Hooks((odd,), lambda p: np.argmax(p, axis=-1))
+    own = [Request(prompts[0], SamplingParams(seed=0), 3, frozenset(), hooks=hooks)]
+    own.append(Request(prompts[1], SamplingParams(seed=0), 3, frozenset()))
+    handles = [llm.scheduler.submit(request) for request in own]
+    hooked, plain = (handle.result().tokens for handle in handles)
+    rows = llm.logits([*prompts[0], *hooked[:2]])[len(prompts[0]) - 1 :]
+    np.testing.assert_allclose(np.concatenate(seen), rows, atol=1e-4 * np.abs(rows).max())
+    assert hooked == [int(np.argmax(np.where(np.arange(VOCAB) % 2, row, -np.inf))) for row in rows]
+    assert plain == llm.logits([*prompts[1], *plain[:2]]).argmax(axis=1)[len(prompts[1]) - 1 :].tolist()
 
 
 @pytest.mark.cuda

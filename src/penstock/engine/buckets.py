@@ -26,7 +26,7 @@ from penstock.graph import Graph, Program, SizedProgram, Wrap
 from penstock.graph.sizes import Sizes
 from penstock.models.step import PAGE, STREAM
 from penstock.ops.collective import communicator
-from penstock.ops.device import DeviceSampler, PendingStep, StepInputs
+from penstock.ops.device import DeviceSampler, PendingDraw, PendingStep, StepInputs
 from penstock.ops.sampling import MODES
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ _DRAWN = ("wanted", "draw_at", "draw_slots")
 _PADS: dict[str, int] = dict.fromkeys(("tokens", "positions", "sequence", "slots", *_DRAWN), -1)
 
 
-_GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+UNREAD = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+"""How a row is drawn whose token is not read."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +148,11 @@ class BucketedSteps:
             self._inputs.unpack()
             yield self._logits(MOST_LOGITS, None)[: len(rows)]
 
-    def launch(self, runs: Seq[Run], rows: Seq[Any], mode: str, masks: Seq[np.ndarray | None] = ()) -> PendingStep:
+    def launch(
+        self, runs: Seq[Run], rows: Seq[Any], mode: str, masks: Seq[np.ndarray | None] = (), hosted: Seq[int] = ()
+    ) -> PendingStep:
         """Start a step and draw tokens after its wanted rows, as `rows` (`Sampler.row`) and a mode of `mode_of` say;
-        masks: the words of each row's grammar, None where it has none.
+        masks: the words of each row's grammar, None where it has none; hosted: rows whose logits the host gets.
         """
         if not rows:
             self._launch(runs, {})
@@ -161,7 +164,10 @@ class BucketedSteps:
         values["draw_at"] = np.array([run.sequence.length + len(run.tokens) for run in drawing], np.int32)
         values["draw_slots"] = np.array([run.sequence.slot for run in drawing], np.int32)
         self._launch(runs, values, mode=mode)
-        return self._sampler.launched(len(rows), mode)
+        drawn, logits = self._sampler.launched(len(rows), mode), None
+        if hosted:
+            logits = self._device.rows_to_host(self._head(self._head_rows(len(rows)), mode)[1], hosted)
+        return _Drawing(drawn, logits)
 
     def _launch(
         self, runs: Seq[Run], drawing: dict[str, np.ndarray], bucket: Bucket | None = None, mode: str | None = None
@@ -380,7 +386,7 @@ class BucketedSteps:
         """Capture what ends with a draw; no row is active."""
         assert self._inputs is not None and self._sampler is not None
         none = dict.fromkeys(("tokens", "positions", "slots", *_DRAWN), np.full(rows, -1, np.int32))
-        self._inputs.send(self._sampler.values([_GREEDY] * rows) | none | {"lengths": np.zeros(rows, np.int32)})
+        self._inputs.send(self._sampler.values([UNREAD] * rows) | none | {"lengths": np.zeros(rows, np.int32)})
         self._inputs.unpack()
         for _ in self._until_captured(runner):
             runner.run()
@@ -418,6 +424,27 @@ class _WithoutTokens:
 
     def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         raise NotImplementedError
+
+    def logits(self) -> np.ndarray:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """A pending step that draws tokens; hosted: waits for the logits of rows that the host gets."""
+
+    drawn: PendingDraw
+    hosted: Callable[[], np.ndarray] | None
+
+    def tokens(self) -> list[int]:
+        return self.drawn.tokens()
+
+    def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self.drawn.logprobs()
+
+    def logits(self) -> np.ndarray:
+        assert self.hosted is not None
+        return self.hosted()
 
 
 def _modes() -> Iterable[str]:

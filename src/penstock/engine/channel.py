@@ -19,7 +19,7 @@ import msgspec
 from penstock import errors
 from penstock.engine.request import Request, Timings
 from penstock.engine.sampling import SamplingParams
-from penstock.errors import PenstockError, QueueFull
+from penstock.errors import InvalidArgument, PenstockError, QueueFull
 
 MAX_FRAME = 64 << 20  # bytes; a prompt of a million tokens has 5 MB
 
@@ -163,6 +163,11 @@ Message = FromFront | FromEngine
 
 
 def submit_message(number: int, request: Request, client: str | None) -> Submit:
+    """Raises InvalidArgument for a request with callables, which a message cannot carry."""
+    if request.hooks is not None:
+        raise InvalidArgument(
+            "submit: the request has logits_processors or a sampler, expected none: the engine runs in another process"
+        )
     params = {field.name: getattr(request.params, field.name) for field in dataclasses.fields(request.params)}
     if params["logit_bias"] is not None:
         params["logit_bias"] = {int(token): float(bias) for token, bias in params["logit_bias"].items()}

@@ -402,20 +402,26 @@ class Engine:
         return self._defined(runs) if self.programs is None else self.programs.steps.run(runs)
 
     def launch(
-        self, runs: Seq[Run], rows: Seq[Mapping[str, Any]], mode: str, masks: Seq[np.ndarray | None] = ()
+        self,
+        runs: Seq[Run],
+        rows: Seq[Mapping[str, Any]],
+        mode: str,
+        masks: Seq[np.ndarray | None] = (),
+        hosted: Seq[int] = (),
     ) -> PendingStep:
         """As `step`, but the next tokens are drawn on the device after the last token of each run that wants it, and
         nothing waits for them; only where the device samples tokens.
 
         rows: how each of them draws (`Sampler.row`), the same objects as long as it stays the same; mode as of
-        `mode_of`; masks: the words of each one's grammar, None where it has none.
+        `mode_of`; masks: the words of each one's grammar, None where it has none; hosted: numbers of those for which
+        the host chooses, from `PendingStep.logits`.
         """
         with self._stepping(runs):
             assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)
             if self.leader is None:
-                return self.programs.steps.launch(runs, rows, mode, masks)
+                return self.programs.steps.launch(runs, rows, mode, masks, hosted)
             with self.leader.stepping(runs):
-                step = self.programs.steps.launch(runs, rows, mode, masks)
+                step = self.programs.steps.launch(runs, rows, mode, masks, hosted)
             return self.leader.watched(step)
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.buckets import BucketedSteps
+from penstock.engine.buckets import UNREAD, BucketedSteps
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.response import Token
@@ -139,11 +139,13 @@ class Execution:
             self.steps += 1
             return Launched(parts, [run.sequence for run in runs], [], begin, engine.step(runs))
         if engine.device.samples_tokens:
-            samplers, grammars = [s.sampler for s in drawing], [s.request.grammar for s in drawing]
+            samplers = [state.sampler for state in drawing if not state.hosted]
+            grammars = [None if state.hosted else state.request.grammar for state in drawing]
             masked = any(grammar is not None for grammar in grammars)
             masks = [None if grammar is None else grammar.mask() for grammar in grammars] if masked else []
-            rows = [sampler.row for sampler in samplers]
-            drawn = engine.launch(runs, rows, mode_of(samplers, masked), masks)
+            rows = [UNREAD if state.hosted else state.sampler.row for state in drawing]
+            hosted = [row for row, state in enumerate(drawing) if state.hosted]
+            drawn = engine.launch(runs, rows, mode_of(samplers, masked), masks, hosted)
             self.host_seconds += time.perf_counter() - begin
         else:
             logits = engine.step(runs)
@@ -161,12 +163,16 @@ class Execution:
         tokens = step.drawn.tokens()
         begin = time.perf_counter()
         drawing = [(p.state, s, p.end) for p, s in zip(step.parts, step.sequences, strict=True) if p.draws]
-        wanted = any(state.sampler.params.logprobs is not None for state, _, _ in drawing)
+        hosted = any(state.hosted for state, _, _ in drawing)
+        wanted = any(state.sampler.params.logprobs is not None and not state.hosted for state, _, _ in drawing)
+        logits = iter(step.drawn.logits()) if hosted else iter(())
         logprobs = zip(*step.drawn.logprobs(), strict=True) if wanted else itertools.repeat(None)
         found: Drawn = []
         for (state, sequence, end), token, own in zip(drawing, tokens, logprobs, strict=False):
+            row = next(logits) if state.hosted else None
             if state.sequence is sequence:
-                found.append((state, self._taken(state, token, own, end)))
+                taken = self._taken(state, token, own, end) if row is None else sampled(self._engine, state, row)
+                found.append((state, taken))
         self.host_seconds += time.perf_counter() - begin
         return found
 

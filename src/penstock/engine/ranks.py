@@ -304,6 +304,9 @@ class _Watched:
     def logprobs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self._waited(self.step.logprobs)
 
+    def logits(self) -> np.ndarray:
+        return self._waited(self.step.logits)
+
     def _waited(self, wait: Callable[[], T]) -> T:
         try:
             with self.leader.group.stepping(self.first):

@@ -121,6 +121,7 @@ class RemoteScheduler:
         engine itself refuses it for, its reader gets.
         """
         number = next(self._numbers)
+        message = submit_message(number, request, client)
         queue = ChunkQueue(BUFFER, functools.partial(self._resume, number), Timings())
         with self._lock:
             if self._closing:
@@ -132,7 +133,7 @@ class RemoteScheduler:
             self._check_room(client)
             self._live[number] = _Live(request, queue, client)
             engine = self._engine
-        engine.send(submit_message(number, request, client))
+        engine.send(message)
         return ResponseHandle(request, queue, self._tokenizer, functools.partial(self._cancel, number))
 
     def metrics(self) -> SchedulerMetrics:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from penstock.engine.hooks import Hooks, make_hooks
 from penstock.engine.sampling import SamplingParams, check_vocabulary
 from penstock.errors import InvalidArgument
 from penstock.text.stop import StopStrings
@@ -109,8 +110,8 @@ class Request:
     """What was asked: token ids to continue, how tokens are drawn, and when the answer ends.
 
     params have a seed. eos: ids that end the answer. stop: strings that end it, and are not part of it. shown: special
-    tokens that become text all the same. grammar says before each token which ones are allowed. max_tokens 0: there is
-    no answer, see `reading_request`.
+    tokens that become text all the same. grammar says before each token which ones are allowed. hooks: see `Hooks`; a
+    request that has some stays in its process. max_tokens 0: there is no answer, see `reading_request`.
     """
 
     prompt: list[int]
@@ -120,6 +121,7 @@ class Request:
     stop: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
     grammar: Constraint | None = None
+    hooks: Hooks | None = None
 
 
 def make_request(
@@ -141,7 +143,10 @@ def make_request(
     options = dict(options)
     extra = options.pop("extra_eos", ())
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
+    hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
     params = sampling_params(options)
+    if hooks is not None and hooks.sampler is not None:
+        _check_alone(params)
     given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     ids: list[int] = token_array(given, limits.vocab_size, tokenizer=tokenizer).tolist()
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < 1:
@@ -159,9 +164,8 @@ def make_request(
     StopStrings(stop)  # refuses what is no stop string
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
-    return Request(
-        ids, params, int(max_tokens), frozenset(eos), stops, tuple(more.get("shown", ())), more.get("grammar")
-    )
+    shown, grammar = tuple(more.get("shown", ())), more.get("grammar")
+    return Request(ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
 
 
 def reading_request(limits: RequestLimits, tokens: Seq[int]) -> Request:
@@ -175,6 +179,13 @@ def reading_request(limits: RequestLimits, tokens: Seq[int]) -> Request:
             f"expected at most {limits.max_context} in all (max_context)"
         )
     return Request(ids, SamplingParams(seed=0), 0, frozenset())
+
+
+def _check_alone(params: SamplingParams) -> None:
+    """Raise InvalidArgument for options that say how to choose a token, which a sampler does by itself."""
+    for name, off in (("temperature", 0), ("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        if (value := getattr(params, name)) != off:
+            raise InvalidArgument(f"generate: sampler is given with {name} {value:g}, expected one of the two")
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:

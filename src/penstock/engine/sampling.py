@@ -9,7 +9,7 @@ import numbers
 import reprlib
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.errors import DTypeError, InvalidArgument, NonFiniteLogits, ShapeError
-from penstock.ops.sampling import FEW, MAX_TOP, ONE, SEEN, Edits, mask_words
+from penstock.ops.sampling import FEW, MAX_TOP, ONE, SEEN, Edits, edited_logits, log_probabilities, mask_words
 
 MAX_LOGPROBS = MAX_TOP
 
@@ -129,11 +129,7 @@ class Sampler:
         rules an id out. Raises ShapeError or DTypeError for other arrays, NonFiniteLogits if the logits hold NaN or
         +inf or nothing but -inf.
         """
-        if not isinstance(logits, np.ndarray) or logits.dtype != np.float32:
-            kind = str(logits.dtype) if isinstance(logits, np.ndarray) else type(logits).__name__
-            raise DTypeError(f"sample: logits is {kind}, expected a float32 array")
-        if logits.shape != (self.vocab_size,):
-            raise ShapeError(f"sample: logits has shape {logits.shape}, expected {(self.vocab_size,)}")
+        self._check(logits)
         self._position[0] = _integer("position", position, 0, _LAST_POSITION)
         n = self.params.logprobs
         more: Any = (None,) * 3 if n is None else (np.empty(1), np.empty((1, n), np.int32), np.empty((1, n)))
@@ -145,11 +141,41 @@ class Sampler:
         _choose(logits[None], *self._arguments, *edits, n, out=(self._token, *more))
         token = int(self._token[0])
         if token < 0:
-            _refuse(logits, position)
+            refuse_logits(logits, position)
+        self._chosen(token)
+        return with_logprobs(self, token, None if n is None else [array[0] for array in more])
+
+    def sample_with(
+        self, choose: Callable[[np.ndarray], int], logits: np.ndarray, position: int, mask: np.ndarray | None = None
+    ) -> Sampled:
+        """As `sample`, but `choose` gives the token: from log-probabilities float32 `[vocab_size]` after all edits."""
+        self._check(logits)
+        words = None if mask is None else mask_words(mask, self.vocab_size)
+        x = edited_logits(logits, self.edits, words)
+        if not np.isfinite(x.max()):
+            refuse_logits(x, position)
+        each = log_probabilities(x)
+        token = self._checked(choose(each.astype(np.float32)))
+        self._chosen(token)
+        n = self.params.logprobs
+        if n is None:
+            return Sampled(token, None, None)
+        own, ids, top = np.empty(1), np.empty((1, n), np.int32), np.empty((1, n))
+        _choose(x[None], *_GREEDY, *(None,) * 6, n, out=(self._token, own, ids, top))  # for the first ranks
+        return with_logprobs(self, token, (each[token], ids[0], top[0]))
+
+    def _check(self, logits: np.ndarray) -> None:
+        if not isinstance(logits, np.ndarray) or logits.dtype != np.float32:
+            kind = str(logits.dtype) if isinstance(logits, np.ndarray) else type(logits).__name__
+            raise DTypeError(f"sample: logits is {kind}, expected a float32 array")
+        if logits.shape != (self.vocab_size,):
+            raise ShapeError(f"sample: logits has shape {logits.shape}, expected {(self.vocab_size,)}")
+
+    def _chosen(self, token: int) -> None:
+        """The host has chosen a token, which a device does not know of."""
         if self.edits is not None:
             self.record(token)
             self.edits.stale = True
-        return with_logprobs(self, token, None if n is None else [array[0] for array in more])
 
     def record(self, token: int) -> None:
         """Count a token as generated that a device has drawn; `sample` does so itself."""
@@ -208,6 +234,13 @@ def _columns(row: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
     return tuple(np.array([row[name]], dtype) for name, dtype in dtypes.items())
 
 
+_GREEDY = (
+    np.zeros(1, np.int32),
+    *_columns({"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}),
+    "greedy",
+)
+
+
 def _mode(params: SamplingParams) -> str:
     """What a device has to do for these parameters: a mode of `ops.sample_tokens`."""
     if params.temperature == 0:
@@ -240,7 +273,8 @@ def with_logprobs(sampler: Sampler, token: int, found: Any) -> Sampled:
     return Sampled(token, float(own), tuple(pair for pair in pairs if pair[0] >= 0))
 
 
-def _refuse(x: np.ndarray, position: int) -> None:
+def refuse_logits(x: np.ndarray, position: int) -> None:
+    """Raise NonFiniteLogits for logits that a token cannot be drawn from."""
     nan, inf = np.flatnonzero(np.isnan(x)), np.flatnonzero(x == np.inf)
     if nan.size or inf.size:
         what, ids = ("NaN", nan) if nan.size else ("+inf", inf)

@@ -4,7 +4,7 @@ A scheduler has no thread: whoever waits for a token runs steps, or a thread doe
 next token of all answers and chunks of prompts, as many as are expected to keep the step under `step_seconds`, twice
 that where there are no answers, and at least one; `order.py` says whose go first. Where the device draws tokens, the
 next step is launched before those of the last one are read: it appends what was drawn there. A row whose next token
-depends on the host (a grammar, a session) sits that step out. What was drawn after a request's end is discarded.
+depends on the host (a grammar, hooks, a session) sits that step out. What was drawn after a request's end is discarded.
 
 A request starts when memory for its prompt and all of max_tokens is there; until then it waits, and those behind it
 with it. Stored prefixes go before one waits. A running request whose reader lags behind is preempted when another one
@@ -36,6 +36,7 @@ from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
+from penstock.engine.hooks import HookInterrupted
 from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.order import Order
 from penstock.engine.prefix import Entry, PrefixCache
@@ -149,6 +150,7 @@ class Scheduler:
 
         self._closed = threading.Event()
         self._batch: TokenBatch | None = None  # wakes the readers of a step's tokens, while there is one
+        self._interruption: BaseException | None = None  # of a hook in this step
         self._stepping = threading.RLock()  # held by the thread that runs a step
         self._order = Order(engine.device.chunk_alignment)
         self._launched: list[Launched] = []  # steps under way, the oldest first: at most two
@@ -236,6 +238,8 @@ class Scheduler:
         state = RequestState(
             request, queue, sampler, engine.max_context, pages, digests, client, held=held, progress=progress
         )
+        if request.hooks is not None:
+            state.context = context
         if continued is not None:
             state.sequence, state.logits, state.owned = continued.sequence, continued.logits, False
         return state
@@ -360,6 +364,11 @@ class Scheduler:
             queue.wait(0.02)
             return
         try:
+            if self._batch is not None:  # this very thread is in a step
+                raise InvalidArgument(
+                    "scheduler: a hook or callback of a request reads from the model that calls it, "
+                    "expected it to return first"
+                )
             worked = queue.ready or self.step()
         finally:
             self._stepping.release()
@@ -398,6 +407,9 @@ class Scheduler:
         finally:
             batch, self._batch = self._batch, None
             batch.wake()
+            interruption, self._interruption = self._interruption, None
+            if interruption is not None:
+                raise interruption
 
     def _step(self) -> bool:
         self._engine.check_ranks()
@@ -723,6 +735,8 @@ class Scheduler:
                 self._requeue(state)
 
     def _deliver(self, state: RequestState, token: Token | Exception) -> None:
+        if isinstance(token, HookInterrupted):
+            self._interruption = token.reason
         if isinstance(token, Exception):
             self._end(state, token)
             return

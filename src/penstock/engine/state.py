@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.engine.admission import Pages
 from penstock.engine.cache import Sequence
+from penstock.engine.hooks import TokenHistory
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, Token
-from penstock.engine.sampling import Sampled, Sampler
+from penstock.engine.sampling import Sampled, Sampler, refuse_logits
+from penstock.errors import InvalidArgument, NonFiniteLogits
 
 
 @dataclass(eq=False)
@@ -20,9 +23,9 @@ class RequestState:
     """A request, its sequence while it has one, and its tokens so far.
 
     owned: the sequence ends with the request; one of a session does not, and is moved on only while its reader waits,
-    so that it holds no token that the session does not know. held: positions it had before the prompt. logits: those
-    after them, for an empty prompt. progress: called with the number of tokens of each chunk of the prompt, rows with
-    the logits after each of these tokens; with rows the request ends with its prompt.
+    so that it holds no token that the session does not know. held: positions it had before the prompt, context: their
+    tokens. logits: those after them, for an empty prompt. progress: called with the number of tokens of each chunk of
+    the prompt, rows with the logits after each of these tokens; with rows the request ends with its prompt.
     """
 
     request: Request
@@ -35,6 +38,7 @@ class RequestState:
     sequence: Sequence | None = None
     owned: bool = True
     held: int = 0
+    context: Seq[int] = ()
     logits: np.ndarray | None = None
     progress: Callable[[int], None] | None = None
     rows: Callable[[np.ndarray], None] | None = None
@@ -53,6 +57,7 @@ class RequestState:
     paused: float | None = None  # since when its reader lags behind
     preempted: bool = False  # its sequence was closed because of that
     failures: int = 0  # steps with others that failed, since its last token
+    history: TokenHistory | None = None  # of its hooks, from the first call on
 
     def __post_init__(self) -> None:
         self.prompt_end = self.held + len(self.request.prompt)
@@ -90,11 +95,17 @@ class RequestState:
     def can_chain(self) -> bool:
         """Whether the token that is being drawn may be appended to the sequence before it is known.
 
-        Not where the next one depends on it on the host: a grammar, a repetition context. Nor if it is the last one.
+        Not where the next one depends on it on the host: a grammar, hooks, a repetition context. Nor if it is the last
+        one.
         """
-        if not self.owned or self.request.grammar is not None or self.sampler.waits:
+        if not self.owned or self.request.grammar is not None or self.hosted or self.sampler.waits:
             return False
         return self.drawn < self.request.max_tokens and self.opened.length + 1 < self.max_context
+
+    @property
+    def hosted(self) -> bool:
+        """Whether its tokens are chosen on the host, whatever the device does."""
+        return self.request.hooks is not None
 
     @property
     def last(self) -> int | None:
@@ -103,9 +114,28 @@ class RequestState:
         return given[-1] if given else None
 
     def sample(self, logits: np.ndarray, position: int) -> Token:
-        """Draw the token at `position` (its number in the sequence). Raises NonFiniteLogits."""
+        """Draw the token at `position` (its number in the sequence). Raises NonFiniteLogits, and what hooks raise."""
         mask = None if self.request.grammar is None else self.request.grammar.mask()
-        return self.take(self.sampler.sample(logits, position, mask), position)
+        drawn = self._hooked(logits, position, mask) if self.hosted else self.sampler.sample(logits, position, mask)
+        return self.take(drawn, position)
+
+    def _hooked(self, logits: np.ndarray, position: int, mask: np.ndarray | None) -> Sampled:
+        hooks = self.request.hooks
+        assert hooks is not None
+        if not np.isfinite(logits.max()):
+            refuse_logits(logits, position)  # the model's, not a hook's
+        if self.history is None:
+            self.history = TokenHistory([*self.context, *self.request.prompt])
+        known = self.held + len(self.request.prompt)
+        self.history.extend(self.tokens[len(self.history) - known :])
+        processed = hooks.process(self.history.view(), logits)
+        try:
+            if hooks.sampler is None:
+                return self.sampler.sample(processed, position, mask)
+            return self.sampler.sample_with(hooks.choose, processed, position, mask)
+        except NonFiniteLogits:
+            found = f"-inf for all of the {processed.size} tokens that the grammar allows"
+            raise InvalidArgument(f"logits_processors: returned {found}, expected a number for one at least") from None
 
     def take(self, drawn: Sampled, position: int) -> Token:
         """The token at `position` has been drawn: see whether the answer ends with it."""

@@ -38,8 +38,8 @@ class StepInputs(Protocol):
         ...
 
 
-class PendingStep(Protocol):
-    """A step that is under way."""
+class PendingDraw(Protocol):
+    """Tokens that are being drawn."""
 
     def tokens(self) -> list[int]:
         """Wait for it; the tokens drawn, -2 where the logits are not finite."""
@@ -50,6 +50,14 @@ class PendingStep(Protocol):
 
         Only of a step with log-probabilities in its mode.
         """
+        ...
+
+
+class PendingStep(PendingDraw, Protocol):
+    """A step that is under way."""
+
+    def logits(self) -> np.ndarray:
+        """Wait for it; logits float32 [n, vocab] of the rows that the host gets. Only of a step that has some."""
         ...
 
 
@@ -66,7 +74,7 @@ class DeviceSampler(Protocol):
         """What draws from logits [rows, vocab]; a mode of `ops.sample_tokens`, "+edits", "+logprobs": `split_mode`."""
         ...
 
-    def launched(self, rows: int, mode: str) -> PendingStep:
+    def launched(self, rows: int, mode: str) -> PendingDraw:
         """The draw of so many rows whose calls were run last."""
         ...
 
@@ -127,6 +135,12 @@ class DeviceMemory(Protocol):
 
     def to_host(self, array: Any) -> np.ndarray:
         """A copy of an array of this device as a NumPy array; waits for it."""
+        ...
+
+    def rows_to_host(self, array: Any, rows: Seq[int]) -> Callable[[], np.ndarray]:
+        """Bring a copy of some rows of an array on its way, as they are when all that was launched is done; a function
+        that waits for it.
+        """
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...

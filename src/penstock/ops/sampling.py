@@ -231,21 +231,34 @@ def sample_tokens(
     own = np.full(B, -np.inf)
     top_ids, top = np.full((B, logprobs or 0), -1, np.int32), np.full((B, logprobs or 0), -np.inf)
     for b in np.flatnonzero(positions >= 0):
-        x = logits[b]
+        edits = words = None
         if slots is not None and (s := slots[b]) >= 0:
             assert counts is not None and bias is not None and penalties is not None
-            x = _penalized(x + bias[s], counts[s], *penalties[s])
+            edits = Edits(counts[s], bias[s], penalties[s])
         if masked is not None and masked[b] >= 0:
             assert masks is not None
-            x = _allowed(x, masks[masked[b]])
+            words = masks[masked[b]]
+        x = edited_logits(logits[b], edits, words)
         ranked = np.argsort(-x, kind="stable")
         tokens[b] = _token(x, ranked, positions[b], temperature[b], top_k[b], top_p[b], min_p[b], seed[b])
         if logprobs is not None and tokens[b] >= 0:
-            shifted = x.astype(np.float64) - x.max()
-            each = shifted - np.log(np.exp(shifted).sum())
+            each = log_probabilities(x)
             first = ranked[:logprobs][each[ranked[:logprobs]] > -np.inf]
             own[b], top_ids[b, : first.size], top[b, : first.size] = each[tokens[b]], first, each[first]
     return (tokens, None, None, None) if logprobs is None else (tokens, own, top_ids, top)
+
+
+def edited_logits(x: Array, edits: Edits | None, words: Array | None) -> Array:
+    """Step 1 of `sample_tokens` for one row, float32 [V]; words: those of its grammar."""
+    if edits is not None:
+        x = _penalized(x + edits.bias, edits.counts, *edits.penalties)
+    return x if words is None else _allowed(x, words)
+
+
+def log_probabilities(x: Array) -> Array:
+    """x − m − log(sum exp(x − m)) of one row, float64 [V]; m = max(x) is finite."""
+    shifted = x.astype(np.float64) - x.max()
+    return shifted - np.log(np.exp(shifted).sum())
 
 
 def _penalized(x: Array, counts: Array, repetition: float, presence: float, frequency: float) -> Array:

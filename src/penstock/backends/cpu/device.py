@@ -54,6 +54,10 @@ class CpuDevice:
     def to_host(self, array: Any) -> np.ndarray:
         return array.copy()
 
+    def rows_to_host(self, array: np.ndarray, rows: Seq[int]) -> Callable[[], np.ndarray]:
+        found = array[list(rows)]
+        return lambda: found
+
     def zeros(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         return np.zeros(shape, numpy_dtype(dtype))
 

@@ -72,6 +72,18 @@ class CudaDevice:
     def to_host(self, array: Any) -> np.ndarray:
         return numpy_view(array.clone() if self.interpreted else array.cpu())
 
+    def rows_to_host(self, array: Any, rows: Seq[int]) -> Callable[[], np.ndarray]:
+        found = self.pinned((len(rows), *array.shape[1:]), array.dtype)
+        for target, row in zip(found, rows, strict=True):
+            target.copy_(array[row], non_blocking=True)
+        done = self.event()
+
+        def waited() -> np.ndarray:
+            done()
+            return numpy_view(found)
+
+        return waited
+
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         kind = getattr(self._torch, dtype)
         if self.interpreted:  # NumPy's take memory when they are written: caches are large, and most of them stay empty
