@@ -127,7 +127,9 @@ def stream_generate(
     random without one, and mlx's own seed has no effect. prefill_step_size has none either. Refused are draft_model,
     kv_bits, input_embeddings, stream, and a max_kv_size that the call would exceed. Raises InvalidArgument.
     """
-    return _streamed(llm_of(model), _wrapped(tokenizer), prompt, max_tokens, draft_model, stream, "lazy", kwargs)
+    llm = llm_of(model)
+    wanted = "copied" if llm.engine.device.host_memory else "lazy"
+    return _streamed(llm, _wrapped(tokenizer), prompt, max_tokens, draft_model, stream, wanted, kwargs)
 
 
 def generate(model: Any, tokenizer: Any, prompt: str | Any, verbose: bool = False, **kwargs: Any) -> str:
@@ -299,8 +301,8 @@ def _responses(llm: LLM, tokenizer: TokenizerWrapper, answer: _Answer) -> Iterat
 class _Answer:
     """One request: checked when it is made, submitted by `begin` or by iteration, which gives its chunks.
 
-    wanted says which log-probabilities will be read: "none"; "chosen", of the tokens; "copied", of all ids, with every
-    token; "lazy", of all ids where a response is asked for them.
+    wanted says which log-probabilities will be read: "none"; "chosen", of the tokens; "copied", of all ids; "lazy", of
+    all ids, but seldom: logits stay on the device, and those that are asked for are computed again.
     """
 
     def __init__(
@@ -338,10 +340,8 @@ class _Answer:
             seed=seed,
         )
         hooked = bool(self._plan.processors or self._plan.cut or self._plan.sampler)
-        everything = wanted == "copied" or (wanted == "lazy" and llm.engine.device.host_memory)
-        self._logits: dict[int, np.ndarray] | None = None
-        if everything or (hooked and wanted != "none"):
-            self._logits = {}
+        copied = wanted == "copied" or (hooked and wanted != "none")
+        self._logits: dict[int, np.ndarray] | None = {} if copied else None  # by the number of tokens before them
         self._progress = prompt_progress_callback
         self._shadow: Session | None = None
         self._handle: ResponseHandle | None = None
