@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from penstock.engine.request import Chunk, Completion, Request, Timings, make_re
 from penstock.engine.response import in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
-from penstock.errors import InvalidArgument, OutOfMemory
+from penstock.errors import InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
@@ -234,6 +235,41 @@ class LLM:
             handle.cancel()
             self.add_timings([handle.timings])
         return found
+
+    def embed(self, texts: str | Seq[int] | Seq[str] | Seq[Seq[int]]) -> np.ndarray:
+        """Embedding of a text, float32 [dim]; of a list of texts (or of lists of token ids) float32 [n, dim].
+
+        The mean over the tokens of the hidden state after the final norm, divided by its Euclidean length: the product
+        of two is their cosine. Text is encoded as the tokenizer says. Texts of a list are computed together; on the CPU
+        no bit depends on the others. Raises InvalidArgument for a text without tokens or longer than the context.
+        """
+        if self.engine.model.family.final_norm is None:
+            raise InvalidArgument(f"embed: {self.config.model_type} has no final_norm, expected a family with one")
+        one = _one(texts, "embed: texts")
+        requests = [
+            self._embedding_request(text, "texts" if one else f"texts[{n}]")
+            for n, text in enumerate([texts] if one else texts)
+        ]
+        means = [_Mean(self.config.dim) for _ in requests]
+        submit = functools.partial(self.scheduler.submit, hidden=True)
+        handles = [submit(request, rows=mean.add) for request, mean in zip(requests, means, strict=True)]
+        try:
+            for handle in handles:
+                handle.result()
+        finally:
+            for handle in handles:
+                handle.cancel()
+            self.add_timings([handle.timings for handle in handles])
+        found = np.array([mean.direction() for mean in means], np.float32).reshape(len(means), self.config.dim)
+        return found[0] if one else found
+
+    def _embedding_request(self, text: Any, name: str) -> Request:
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else text
+        found = self.engine.token_array(ids, f"embed: {name}", self._tokenizer)
+        if not 0 < len(found) <= self.max_context:
+            limit = f"1 to {self.max_context} (max_context)"
+            raise InvalidArgument(f"embed: {name} has {len(found) or 'no'} tokens, expected {limit}")
+        return reading_request(self.engine.limits, found.tolist())
 
     @overload
     def generate(
@@ -449,6 +485,25 @@ class LLM:
         self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
 
 
+class _Mean:
+    """The mean of hidden states that come in chunks."""
+
+    def __init__(self, dim: int) -> None:
+        self._sum, self._count = np.zeros(dim), 0
+
+    def add(self, rows: np.ndarray) -> None:
+        self._sum += rows.sum(axis=0, dtype=np.float64)
+        self._count += len(rows)
+
+    def direction(self) -> np.ndarray:
+        """Divided by its length. Raises NonFiniteLogits."""
+        mean = self._sum / self._count
+        length = np.linalg.norm(mean)
+        if not np.isfinite(length):
+            raise NonFiniteLogits("embed: the model produced hidden states that are not finite")
+        return mean / length if length else mean
+
+
 def _not_counted(timings: Seq[Timings]) -> None:
     """Requests of `generate` and `stream` are counted there, those that ran together as one."""
 
@@ -467,12 +522,12 @@ def _each(options: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return [{**options, **{name: value[n] for name, value in listed.items()}} for n in range(count)]
 
 
-def _one(prompt: Any) -> bool:
+def _one(prompt: Any, name: str = "prompt") -> bool:
     """A single prompt: text, or a sequence of integers."""
     if isinstance(prompt, str | np.ndarray):
         return True
     if not isinstance(prompt, Seq):
-        raise InvalidArgument(f"prompt is a {type(prompt).__name__}, expected text, token ids or a list of prompts")
+        raise InvalidArgument(f"{name} is a {type(prompt).__name__}, expected text, token ids or a list of prompts")
     return len(prompt) > 0 and all(isinstance(item, int | np.integer) for item in prompt)
 
 

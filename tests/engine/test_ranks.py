@@ -156,6 +156,14 @@ def test_logits_of_all_rows_are_read_on_rank_0_alone():
     assert ranks.devices[1].copied == []
 
 
+def test_embeddings_are_those_of_one_rank():
+    texts = [list(range(1, 60)), [7], list(range(5, 69))]
+    ranks = Ranks()
+    got, want = ranks.run(lambda llm: llm.embed(texts)), alone().embed(texts)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert ranks.devices[1].copied == []
+
+
 class Counting(Threads):
     """Notes what each rank exchanges."""
 

@@ -128,6 +128,12 @@ def test_cuda_session_goes_back_and_comes_back_from_a_file(tmp_path):
     assert again.generate(max_tokens=12).tokens == first
 
 
+def test_cuda_embeddings_are_those_of_the_definitions():
+    texts = [some_tokens(5), some_tokens(1), some_tokens(17, seed=1)]
+    gpu, reference = (made(SMALL["llama"], device, dtype="float32") for device in ("cuda", "reference"))
+    np.testing.assert_allclose(gpu.embed(texts), reference.embed(texts), atol=1e-5)
+
+
 def test_cuda_hooks_see_the_logits_on_the_host():
     """A hooked request beside a plain one and a step ahead: what it sees are the logits of the sequence so far."""
     llm = made(SMALL["llama"], "cuda", dtype="float32")

@@ -9,7 +9,7 @@ import pytest
 from penstock.backends.cuda.runtime.sampler import RING, EditTables
 from penstock.engine.sampling import Sampled, Sampler, SamplingParams, mode_of, with_logprobs
 from penstock.errors import BackendError
-from penstock.ops.device import PendingStep, device_for
+from penstock.ops.device import PendingDraw, device_for
 from penstock.ops.sampling import Edits
 from tests.gpu.common import GPU
 
@@ -34,7 +34,7 @@ class Steps:
         mode: str,
         masks: Sequence[np.ndarray | None] = (),
         rows: int | None = None,
-    ) -> tuple[np.ndarray, PendingStep]:
+    ) -> tuple[np.ndarray, PendingDraw]:
         """Draw tokens at a position in a program of so many rows, those behind the samplers inactive; its logits."""
         count = len(samplers)
         rows = rows or count

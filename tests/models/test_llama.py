@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -174,6 +175,18 @@ def test_logits_are_those_of_transformers(name: str, hf: Callable[[str], Case]) 
 def test_logits_of_the_reference_are_those_of_transformers(name: str, hf: Callable[[str], Case]) -> None:
     case = hf(name)
     assert error(load(case.folder, "reference").logits(case.tokens[:100]), case.want[:100]) <= SHORT
+
+
+def test_embeddings_are_means_of_the_hidden_state_of_transformers(hf: Callable[[str], Case]) -> None:
+    case = hf("window")
+    torch, model = pytest.importorskip("torch"), torch_model(case.folder, load=True)
+    texts = [case.tokens[:n] for n in (1, 90, 600)]
+    with torch.no_grad():
+        found = [model(torch.tensor([t]), output_hidden_states=True).hidden_states[-1][0].numpy() for t in texts]
+    means = [rows.mean(axis=0, dtype=np.float64) for rows in found]
+    want = np.array([mean / np.linalg.norm(mean) for mean in means])
+    assert error(load(case.folder).embed(texts), want) <= SHORT
+    assert error(load(case.folder, "reference").embed(texts[:2]), want[:2]) <= SHORT
 
 
 @pytest.mark.parametrize("name", CONVERTED)

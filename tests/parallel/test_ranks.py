@@ -77,6 +77,9 @@ def test_logits_and_texts_are_those_of_one_rank(one, two):
     options = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 7}
     texts = [[answer.text for answer in llm.generate(prompts, **options)] for llm in (one, two)]
     assert texts[0] == texts[1]
+    np.testing.assert_allclose(two.embed([PROMPT, "A fox"]), one.embed([PROMPT, "A fox"]), atol=BOUND)
+    hooks = {"logits_processors": [lambda tokens, logits: logits - tokens[-1] * (np.arange(logits.shape[1]) % 2)]}
+    assert two.generate(PROMPT, max_tokens=6, **hooks).text == one.generate(PROMPT, max_tokens=6, **hooks).text
     found = two.generate(PROMPT, max_tokens=3, logprobs=2)
     assert found.logprobs == pytest.approx(one.generate(PROMPT, max_tokens=3, logprobs=2).logprobs, abs=1e-4)
 

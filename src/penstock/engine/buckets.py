@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.engine.runner import Call, Runner, SegmentedRunner, between_replays
-from penstock.engine.steps import MOST_LOGITS, Run, step_arrays, step_shapes
+from penstock.engine.steps import MOST_LOGITS, Run, step_arrays, step_shapes, wants_hidden
 from penstock.experts.streamed import EXPERT_OPS
 from penstock.graph import Graph, Program, SizedProgram, Wrap
 from penstock.graph.sizes import Sizes
@@ -39,6 +39,7 @@ MIXED = (
 )  # fmt: skip
 _SHORT = 4  # pages: a token of Qwen3.6-35B-A3B on an H200 takes 20 µs less than with a table of full width
 _FEW = 8  # rows up to which products take norms and sums in: see graph/fuse_cuda.py
+_HIDDEN = "hidden"  # in place of a mode: the head is the final norm alone
 _WHOLE = ("greedy", "plain")  # modes in which answers and their draw are captured in one piece
 _DRAWN = ("wanted", "draw_at", "draw_slots")
 _PADS: dict[str, int] = dict.fromkeys(("tokens", "positions", "sequence", "slots", *_DRAWN), -1)
@@ -122,31 +123,36 @@ class BucketedSteps:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def run(self, runs: Seq[Run], bucket: Bucket | None = None) -> np.ndarray | None:
-        """Run a step; its logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0.
+        """Run a step; its logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0;
+        or hidden states float32 [T, dim].
 
         bucket: a size, if not the next larger one.
         """
-        parts = [self._device.to_host(logits) for logits in self._passes(self._launch(runs, {}, bucket)["wanted"])]
+        wanted = self._launch(runs, {}, bucket)["wanted"]
+        parts = [self._device.to_host(rows) for rows in self._passes(wanted, wants_hidden(runs))]
         if not parts:
             return None
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def follow(self, runs: Seq[Run]) -> None:
         """Start a step of which another rank reads the logits or draws: the same programs up to there."""
-        for _ in self._passes(self._launch(runs, {})["wanted"]):
+        for _ in self._passes(self._launch(runs, {})["wanted"], wants_hidden(runs)):
             pass
 
-    def _passes(self, wanted: np.ndarray) -> Iterator[Any]:
-        """Logits of the wanted rows of the step that was just launched, some at a time; readable until the next."""
+    def _passes(self, wanted: np.ndarray, hidden: bool) -> Iterator[Any]:
+        """Logits (or hidden states) of the wanted rows of the step that was just launched, some at a time; readable
+        until the next.
+        """
+        mode = _HIDDEN if hidden else None
         if 0 < len(wanted) <= MOST_LOGITS:
-            yield self._logits(len(wanted), None)[: len(wanted)]
+            yield self._logits(len(wanted), mode)[: len(wanted)]
             return
         assert self._inputs is not None
         for start in range(0, len(wanted), MOST_LOGITS):
             rows = wanted[start : start + MOST_LOGITS]
             self._inputs.send({"wanted": _padded(rows, MOST_LOGITS, -1)})
             self._inputs.unpack()
-            yield self._logits(MOST_LOGITS, None)[: len(rows)]
+            yield self._logits(MOST_LOGITS, mode)[: len(rows)]
 
     def launch(
         self, runs: Seq[Run], rows: Seq[Any], mode: str, masks: Seq[np.ndarray | None] = (), hosted: Seq[int] = ()
@@ -210,7 +216,7 @@ class BucketedSteps:
         return self._device.running(self._programs.batch_invariant and bucket.answers)
 
     def _logits(self, rows: int, mode: str | None) -> Any:
-        """Run the head over the wanted rows, and draw from its logits in this mode; the logits."""
+        """Run the head over the wanted rows, and draw from its logits in this mode; the logits, or hidden states."""
         runner, logits = self._head(self._head_rows(rows), mode)
         runner.run()
         return logits
@@ -327,12 +333,16 @@ class BucketedSteps:
         return self._kinds[key]
 
     def _head(self, rows: int, mode: str | None, compiles: bool = True) -> tuple[Runner, Any]:
-        """What makes logits of the wanted rows, and draws from them in this mode; where the logits are."""
+        """What makes logits of the wanted rows, and draws from them in this mode; where the logits are.
+
+        With the mode _HIDDEN hidden states in place of logits.
+        """
         key = (rows, mode)
         if key not in self._heads:
             programs, device = self._programs, self._device
             assert self._inputs is not None
-            program = Program(programs.head_graph(self.most_tokens, rows), device.name, **programs.options)
+            graph = programs.hidden_graph if mode == _HIDDEN else programs.head_graph
+            program = Program(graph(self.most_tokens, rows), device.name, **programs.options)
             if self._head_arena is None or len(self._head_arena) < program.arena_bytes:
                 largest = programs.head_graph(self.most_tokens, self._head_rows(self.sequences))
                 need = max(program.arena_bytes, Program(largest, device.name, **programs.options).arena_bytes)
@@ -342,7 +352,7 @@ class BucketedSteps:
             bound = program.bind(inputs, self._head_arena, self._wrap)
             (logits,) = bound.outputs
             calls: list[Call] = list(bound.calls)
-            if mode is not None:
+            if mode not in (None, _HIDDEN):
                 assert self._sampler is not None
                 calls += self._sampler.calls(logits, mode)
             runner = Runner(device, [calls])

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias
 
 import numpy as np
@@ -25,7 +25,7 @@ from penstock.engine.nonfinite import first_nonfinite
 from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs
 from penstock.engine.request import RequestLimits, token_array
-from penstock.engine.steps import MOST_SEQUENCES, MOST_TOKENS, Run, ragged_step, step_arrays, table_names
+from penstock.engine.steps import MOST_SEQUENCES, MOST_TOKENS, Run, ragged_step, step_arrays, table_names, wants_hidden
 from penstock.errors import CheckpointError, EngineDied, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
@@ -377,14 +377,15 @@ class Engine:
 
     def step(self, runs: Seq[Run]) -> np.ndarray | None:
         """Append the tokens of each run to its sequence, all in one step; logits float32 [R, vocab] after the wanted
-        tokens in the order of the runs, None if there are none. At most one run of a sequence.
+        tokens in the order of the runs, None if there are none; or hidden states float32 [T, dim], if the runs want
+        them. At most one run of a sequence.
         """
         with self._stepping(runs):
             if self.leader is None:
                 return self._run(runs)
             with self.leader.stepping(runs) as found:
                 logits = self._run(runs)
-                found += [] if logits is None or self.device.samples_tokens else [logits]
+                found += [] if logits is None or self.device.samples_tokens or wants_hidden(runs) else [logits]
             return logits
 
     def follow(self, runs: Seq[Run]) -> np.ndarray | None:
@@ -473,6 +474,9 @@ class Engine:
         options = {"activations": self.activations, "dtype": self.dtype, "mesh": self.model.mesh}
         step = ragged_step(arrays, tables, **options)
         h = family.forward(step, weights, config, self.caches.arrays)
+        if wants_hidden(runs):
+            assert family.final_norm is not None
+            return family.final_norm(replace(step, dtype="float32"), h, weights, config)
         return family.logits(step, h[arrays["wanted"]], weights, config) if len(arrays["wanted"]) else None
 
     def lost(self, error: BaseException) -> bool:

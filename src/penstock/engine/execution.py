@@ -48,15 +48,22 @@ class Part:
 
     @property
     def all_rows(self) -> bool:
-        """Whether the logits after each of its tokens are wanted."""
+        """Whether something of each of its tokens is wanted: logits, or hidden states."""
         return self.prompt and self.state.rows is not None
+
+    @property
+    def all_logits(self) -> bool:
+        """Whether it is the logits."""
+        return self.all_rows and not self.state.hidden
 
     def run(self) -> Run:
         state, sequence = self.state, self.state.opened
         wanted = "last" if self.draws else "none"
         if self.prompt:
             ids = np.array(state.request.prompt[self.at - state.held : self.end - state.held], np.int32)
-            return Run(sequence, ids, "all" if self.all_rows else wanted, True)
+            if self.all_rows:
+                wanted = "all" if self.all_logits else "hidden"
+            return Run(sequence, ids, wanted, True)
         number = self.at - state.prompt_end
         token = state.tokens[number] if number < len(state.tokens) else CHAINED - sequence.slot
         return Run(sequence, np.array((token,), np.int32), wanted)
@@ -67,15 +74,15 @@ Drawn = list[tuple[RequestState, Token | Exception]]
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; logits:
-    those of a part with all rows, which is a step of its own.
+    """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; rows:
+    those of each part, where all are wanted of all parts.
     """
 
     parts: list[Part]
     sequences: list[Sequence]
     drawn: PendingStep | Drawn
     begin: float
-    logits: np.ndarray | None = None
+    rows: list[np.ndarray] | None = None
 
     @property
     def states(self) -> list[RequestState]:
@@ -113,12 +120,13 @@ class Execution:
     def groups(self, parts: list[Part]) -> list[list[Part]]:
         """The parts that make a step each.
 
-        A part with all rows is one. Streamed experts: chunks of prompts and answers are steps of their own. On a GPU
-        with `deterministic` each chunk is one.
+        A part with the logits of all rows is one, those with hidden states are some without others. Streamed experts:
+        chunks of prompts and answers are steps of their own. On a GPU with `deterministic` each chunk is one.
         """
-        whole = [[part] for part in parts if part.all_rows]
-        parts = [part for part in parts if not part.all_rows] if whole else parts
-        return [*self._shared(parts), *whole]
+        whole = [[part] for part in parts if part.all_logits]
+        hidden = [part for part in parts if part.all_rows and not part.all_logits]
+        parts = [part for part in parts if not part.all_rows] if whole or hidden else parts
+        return [*self._shared(parts), *self._shared(hidden), *whole]
 
     def _shared(self, parts: list[Part]) -> list[list[Part]]:
         prompts = [part for part in parts if part.prompt]
@@ -137,7 +145,10 @@ class Execution:
         drawn: PendingStep | Drawn
         if any(part.all_rows for part in parts):
             self.steps += 1
-            return Launched(parts, [run.sequence for run in runs], [], begin, engine.step(runs))
+            found = engine.step(runs)
+            assert found is not None
+            ends = np.cumsum([len(run.tokens) for run in runs])
+            return Launched(parts, [run.sequence for run in runs], [], begin, np.split(found, ends[:-1]))
         if engine.device.samples_tokens:
             samplers = [state.sampler for state in drawing if not state.hosted]
             grammars = [None if state.hosted else state.request.grammar for state in drawing]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock import ops
@@ -82,11 +83,14 @@ class Programs:
 
     # -- graphs ------------------------------------------------------------------------------------------------------
 
-    def graph(self, T: int, B: int, n: int, R: int = 0, decode: bool = False, padded: bool = False) -> Graph:
+    def graph(
+        self, T: int, B: int, n: int, R: int = 0, decode: bool = False, padded: bool = False, hidden: bool = False
+    ) -> Graph:
         """A step of T tokens of B sequences with block tables of n pages: the logits of R rows, or of none of them, and
         then the residual stream.
 
-        decode: one token of each sequence. padded: some rows may be of no sequence.
+        decode: one token of each sequence. padded: some rows may be of no sequence. hidden: what the final norm makes
+        of the residual stream, in place of it.
         """
         specs = {name: Spec(shape, "int32") for name, shape in step_shapes(T, B, R, n, self.windows.values()).items()}
         if decode:
@@ -99,6 +103,8 @@ class Programs:
             options = {"activations": self.activations, "dtype": self.caches.dtype, "active": active, "mesh": self.mesh}
             step = ragged_step(given, self.windows, **options)
             h = self.family.forward(step, self.weights, self.config, self.cache_values(given))
+            if hidden:
+                return self._hidden(step, h)
             return self._logits(step, h, given.get("wanted")) if R else h
 
         return trace(fn, specs | self.cache_specs())
@@ -113,6 +119,19 @@ class Programs:
 
         specs = {"h": Spec((T, self.config.dim), STREAM), "wanted": Spec((R,), "int32")}
         return trace(fn, specs)
+
+    def hidden_graph(self, T: int, R: int) -> Graph:
+        """What the final norm makes of R rows of the residual stream of T rows, float32."""
+
+        def fn(h: Any, wanted: Any) -> Any:
+            return self._hidden(Step(wanted, wanted, wanted, wanted, {}), ops.embedding(wanted, h))
+
+        specs = {"h": Spec((T, self.config.dim), STREAM), "wanted": Spec((R,), "int32")}
+        return trace(fn, specs)
+
+    def _hidden(self, step: Step, rows: Any) -> Any:
+        assert self.family.final_norm is not None
+        return self.family.final_norm(replace(step, dtype="float32"), rows, self.weights, self.config)
 
     def _logits(self, step: Step, h: Any, wanted: Any) -> Any:
         rows = h if wanted is None else ops.embedding(wanted, h)

@@ -27,7 +27,7 @@ from penstock.dtypes import dtype_name, numpy_dtype
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize
 from penstock.engine.engine import Engine
-from penstock.engine.steps import Run
+from penstock.engine.steps import Run, wants_hidden
 from penstock.errors import EngineDied
 from penstock.models.split import Split
 from penstock.models.step import Layout, PagedKV
@@ -510,7 +510,7 @@ class Follower:
         with self._group.stepping(kind not in self._kinds):
             logits = self._engine.follow(runs)
         self._kinds.add(kind)
-        self._highest = highest(logits)
+        self._highest = [] if wants_hidden(runs) else highest(logits)
 
     def _fill(self, sequence: Sequence, length: int) -> None:
         engine = self._engine

@@ -176,6 +176,7 @@ class Scheduler:
         progress: Callable[[int], None] | None = None,
         continued: Continued | None = None,
         rows: Callable[[np.ndarray], None] | None = None,
+        hidden: bool = False,
     ) -> ResponseHandle:
         """Hand a request in. Raises QueueFull, OutOfMemory for one that can never fit, Cancelled after `close`, and
         CheckpointError once the weights could not be read.
@@ -184,7 +185,8 @@ class Scheduler:
         with the most makes room for one with fewer, and ends with QueueFull. buffer: tokens that the reader may lag
         behind, if not as others. progress is called with the number of tokens of each chunk of the prompt. rows: for a
         `reading_request`, called by the thread that runs steps with the logits after each token of the prompt, float32
-        [n, vocab], a chunk at a time and in order; the request has no tokens, and ends with what `rows` raises.
+        [n, vocab], a chunk at a time and in order; the request has no tokens, and ends with what `rows` raises. hidden:
+        rows gets the hidden states after the final norm, float32 [n, dim], in place of logits.
         """
         if (rows is None) != (request.max_tokens > 0) or (rows is not None and continued is not None):
             raise InvalidArgument(
@@ -193,7 +195,7 @@ class Scheduler:
             )
         state = self._state(request, client, buffer, progress, continued)
         if rows is not None:
-            state.rows, state.digests = rows, []  # a stored prefix has no logits
+            state.rows, state.hidden, state.digests = rows, hidden, []  # a stored prefix has no logits
         with self.condition:
             if self._closing:
                 raise Cancelled("scheduler: it is closing and takes no requests")
@@ -622,7 +624,7 @@ class Scheduler:
         end = min(state.prompt_end, max(least, min(far, stored)))
         if state.prompt_end - at <= min(most, stored - at):
             end = state.prompt_end
-        if state.rows is not None:  # cut by its positions alone
+        if state.rows is not None and not state.hidden:  # cut by its positions alone
             end = min(state.prompt_end, (at // self._most_rows + 1) * self._most_rows)
         return Part.of_prompt(state, end)
 
@@ -661,9 +663,9 @@ class Scheduler:
             self._failed(states, error)
             return
         del self._launched[0]
-        for part, sequence in zip(step.parts, step.sequences, strict=True):
+        for n, (part, sequence) in enumerate(zip(step.parts, step.sequences, strict=True)):
             if part.prompt and part.state.sequence is sequence:
-                self._computed(part, step.logits)
+                self._computed(part, None if step.rows is None else step.rows[n])
         for state, token in drawn:
             if state.sequence is not None:
                 self._deliver(state, token)
@@ -680,21 +682,21 @@ class Scheduler:
         if part.end == state.prompt_end:
             state.queue.state = "generating"
 
-    def _computed(self, part: Part, logits: np.ndarray | None) -> None:
-        """A chunk of a prompt has been computed; logits: after each of its tokens, if they are wanted."""
+    def _computed(self, part: Part, rows: np.ndarray | None) -> None:
+        """A chunk of a prompt has been computed; rows: what is wanted of each of its tokens."""
         state, sequence = part.state, part.state.sequence
         if part.end == state.prompt_end:
             state.end_prompt()
         try:
-            if state.rows is not None and logits is not None:
-                state.rows(logits)
+            if state.rows is not None and rows is not None:
+                state.rows(rows)
             if state.progress is not None:
                 state.progress(part.end - part.at)
         except Exception as error:
             if state.sequence is sequence:
                 self._end(state, error)
             return
-        if logits is not None and part.end == state.prompt_end and state.sequence is sequence:
+        if rows is not None and part.end == state.prompt_end and state.sequence is sequence:
             state.finish_reason = state.queue.finish_reason = "length"
             self._end(state, None)
 
@@ -710,7 +712,7 @@ class Scheduler:
         work.decode_steps += answers > 0
         work.decode_rows += answers
         work.steps, work.host_seconds = self._execution.steps, self._execution.host_seconds
-        if prompt and not parts[0].all_rows:  # which cost more, and what is done with them
+        if prompt and not parts[0].all_logits:  # which cost more, and what is done with them
             self._execution.record(prompt + answers, seconds)
 
     def _failed(self, states: list[RequestState], error: Exception) -> None:

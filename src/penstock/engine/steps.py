@@ -26,7 +26,8 @@ _LEAST_PAGES = 4  # columns of a block table, which grow in powers of two: a new
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Tokens int32 [n] that a step appends to a sequence; `wanted`: logits after none of them, the last or each.
+    """Tokens int32 [n] that a step appends to a sequence; `wanted`: logits after none of them, the last or all, or the
+    hidden state of each after the final norm ("hidden": then of all runs of a step).
 
     A token CHAINED − s stands for the one that the step before has drawn for the sequence in slot s.
     """
@@ -40,8 +41,8 @@ class Run:
 class ExactSteps:
     """The steps of one model on a device that binds programs to exact sizes; what runs is one step at a time.
 
-    A kind of step (one token; several; several without logits) is traced once and bound again to the sizes of each
-    step. Nothing is padded, and a row's numbers depend on nothing else in the step.
+    A kind of step (one token; several; several without logits, or with hidden states) is traced once and bound again to
+    the sizes of each step. Nothing is padded, and a row's numbers depend on nothing else in the step.
     """
 
     most_tokens = MOST_TOKENS
@@ -55,33 +56,38 @@ class ExactSteps:
 
     def working_bytes(self, sequences: int) -> int:
         """Memory that steps take beside weights and caches, at the most."""
-        return self._kind(MOST_TOKENS, True, False).arena_bytes
+        return self._kind(MOST_TOKENS, "logits", False).arena_bytes
 
     def run(self, runs: Seq[Run]) -> np.ndarray | None:
-        """Run the step; logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0."""
+        """Run the step; logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0; or
+        hidden states float32 [T, dim].
+        """
         windows = self._programs.windows
         arrays = step_arrays(runs, windows)
+        output = "hidden" if wants_hidden(runs) else "logits" if len(arrays["wanted"]) else "stream"
+        if output == "hidden":
+            arrays["wanted"] = arrays["wanted"][:0]
         T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
         pages = max((arrays[name].shape[1] for name in windows.values()), default=_LEAST_PAGES)
         sizes = {"T": T, "B": B, "R": max(R, 1), "n": pages}
-        bound, inputs = self._bind(sizes, R > 0, any(run.prompt for run in runs))
+        bound, inputs = self._bind(sizes, output, any(run.prompt for run in runs))
         for name, array in arrays.items():
             if array.size:
                 inputs[name][...] = array
         (found,) = bound.run()
-        return self._programs.device.to_host(found) if R else None
+        return None if output == "stream" else self._programs.device.to_host(found)
 
     def unbind(self) -> None:
         """Let go of the caches' arrays."""
         self._bound = {}
 
-    def _bind(self, sizes: dict[str, int], logits: bool, prompt: bool) -> tuple[Bound, dict[str, np.ndarray]]:
+    def _bind(self, sizes: dict[str, int], output: str, prompt: bool) -> tuple[Bound, dict[str, np.ndarray]]:
         programs = self._programs
         prompt = prompt and programs.experts is not None
-        key = (tuple(sizes.values()), logits, prompt, programs.caches.version)
+        key = (tuple(sizes.values()), output, prompt, programs.caches.version)
         kept = self._bound.pop(key, None)
         if kept is None:
-            program = self._kind(sizes["T"], logits, prompt)
+            program = self._kind(sizes["T"], output, prompt)
             if self._arena is None or len(self._arena) < program.arena_bytes:
                 self._arena, self._bound = None, {}
                 self._arena = programs.new_arena(program.arena_bytes)
@@ -103,10 +109,10 @@ class ExactSteps:
             self._buffers[name], self._bound = np.zeros(2 * size, np.int32), {}
         return self._buffers[name][:size].reshape(shape)
 
-    def _kind(self, T: int, logits: bool, prompt: bool) -> SizedProgram:
+    def _kind(self, T: int, output: str, prompt: bool) -> SizedProgram:
         programs, experts = self._programs, self._programs.experts
         one = T == 1
-        key = (one, logits, prompt)
+        key = (one, output, prompt)
         if key not in self._kinds:
             most_pages = max(2 * _LEAST_PAGES, table_width(-(-2 * programs.max_context // PAGE)))
             least = {"T": 1 if one else 2, "B": 1, "R": 1, "n": _LEAST_PAGES}
@@ -116,11 +122,16 @@ class ExactSteps:
             ahead = experts.look_ahead if experts is not None and experts.prefetches and not prompt else None
 
             def graph(sizes: Sizes) -> Graph:
-                rows = sizes["R"] if logits else 0
-                return programs.graph(sizes["T"], sizes["B"], sizes["n"], rows, decode=one)
+                rows, hidden = sizes["R"] if output == "logits" else 0, output == "hidden"
+                return programs.graph(sizes["T"], sizes["B"], sizes["n"], rows, decode=one, hidden=hidden)
 
             self._kinds[key] = SizedProgram(graph, programs.device.name, least, most, more=ahead, **programs.options)
         return self._kinds[key]
+
+
+def wants_hidden(runs: Seq[Run]) -> bool:
+    """Whether a step of these runs gives hidden states."""
+    return any(run.wanted == "hidden" for run in runs)
 
 
 def table_names(windows: Iterable[int | None]) -> dict[int | None, str]:
@@ -150,7 +161,7 @@ def step_shapes(T: int, B: int, R: int, n: int, tables: Iterable[str]) -> dict[s
 def step_arrays(
     runs: Seq[Run], tables: Mapping[int | None, str], width: Callable[[int], int] = table_width
 ) -> dict[str, np.ndarray]:
-    """What a step reads, by name; `wanted` are the rows whose logits are wanted. width: see `table_width`."""
+    """What a step reads, by name; `wanted` are the rows whose results are wanted. width: see `table_width`."""
     lengths = np.array([len(run.tokens) for run in runs], np.int32)
     before = np.array([run.sequence.length for run in runs], np.int32)
     starts = np.zeros(len(runs) + 1, np.int32)
@@ -158,7 +169,7 @@ def step_arrays(
     sequence = np.repeat(np.arange(len(runs), dtype=np.int32), lengths)
     rows = np.arange(starts[-1], dtype=np.int32)
     wanted = [
-        rows[first:end] if run.wanted == "all" else rows[end - 1 : end]
+        rows[end - 1 : end] if run.wanted == "last" else rows[first:end]
         for run, first, end in zip(runs, starts, starts[1:], strict=False)
         if run.wanted != "none"
     ]

@@ -254,9 +254,14 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     return h
 
 
+def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
+    """The hidden state that the head reads, [T, dim]."""
+    return stream_norm(step, h, w.norm, config.norm_eps)
+
+
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    return head_logits(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, config.vocab_size)
+    return head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
 
 
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
@@ -381,6 +386,7 @@ FAMILY = Family(
     read_weights=read_weights,
     caches=caches,
     forward=forward,
+    final_norm=final_norm,
     logits=logits,
     roles={
         "embedding": ("embed_tokens",),

@@ -148,6 +148,9 @@ class Family(Generic[ConfigT, WeightsT]):
     roles: Mapping[Role, tuple[str, ...]]
     """What weights are for, by patterns (`self_attn.*`) of what stands behind `layers.N.` in a path, or of the whole
     path outside of layers. The first that fits counts."""
+    final_norm: Callable[[Step, Array, WeightsT, ConfigT], Array] | None = None
+    """The hidden state [T, dim] that the head reads by rows of the residual stream, for `LLM.embed`; None: it has no
+    embeddings."""
     names: Callable[[Checkpoint, ConfigT], tuple[str, str, str]] = text_names
     """Prefix of the text model's tensors in a checkpoint, prefix of `lm_head`, and the layout, "hf" or "mlx"."""
     skipped: tuple[str, ...] = ()

@@ -321,9 +321,14 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     return h
 
 
+def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
+    """The hidden state that the head reads, [T, dim]."""
+    return stream_norm(step, h, w.norm, config.norm_eps)
+
+
 def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """Logits of the next token, float32 [T, vocab]."""
-    y = head_logits(step, stream_norm(step, h, w.norm, config.norm_eps), w.head, config.vocab_size)
+    y = head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
     return y if config.softcap is None else ops.softcap(y, config.softcap)
 
 
@@ -427,6 +432,7 @@ FAMILY = Family(
     read_weights=read_weights,
     caches=caches,
     forward=forward,
+    final_norm=final_norm,
     logits=logits,
     roles={
         "embedding": ("embed_tokens*",),
