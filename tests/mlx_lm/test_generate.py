@@ -87,7 +87,9 @@ def test_log_probabilities_are_the_same_copied_or_computed_again(both):
 
 def test_the_end_of_an_answer(both):
     model, tokenizer = both
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Who was the fox?"}], add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who was the fox?"}], add_generation_prompt=True
+    )
     *_, last = stream_generate(model, tokenizer, prompt, max_tokens=-1)
     assert last.finish_reason == "stop" and last.token in tokenizer.eos_token_ids and last.text == ""
     tokens = [token for token, _ in generate_step(prompt, model, max_tokens=last.generation_tokens + 2)]
@@ -231,7 +233,11 @@ def test_load_refuses_and_remarks(caplog, tmp_path):
         load(tmp_path / "nothing")
     with caplog.at_level(logging.WARNING, "penstock"):
         _, tokenizer, config = load(
-            None, {"trust_remote_code": True, "eos_token": "<|im_start|>"}, {"quantize_activations": False}, lazy=True, return_config=True
+            None,
+            {"trust_remote_code": True, "eos_token": "<|im_start|>"},
+            {"quantize_activations": False},
+            lazy=True,
+            return_config=True,
         )
     assert "no code from model folders is run" in caplog.text
     assert tokenizer.eos_token == "<|im_start|>" and 2 in tokenizer.eos_token_ids

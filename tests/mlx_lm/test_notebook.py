@@ -124,5 +124,4 @@ def test_greedy_text_of_trained_models(name, tmp_path):
 
 def _plain(value: Any) -> Any:
     """Tuples as lists, numbers rounded once more: the last digit of a log-probability may differ."""
-    rounded = json.loads(json.dumps(value, default=str), parse_float=lambda text: round(float(text), 2))
-    return rounded
+    return json.loads(json.dumps(value, default=str), parse_float=lambda text: round(float(text), 2))

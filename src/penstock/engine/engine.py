@@ -264,7 +264,9 @@ class Engine:
         with self.lock:
             self.check_room(sequence, 0)
             if not self.caches.can_truncate(sequence):
-                raise InvalidArgument("truncate: the sequence has a recurrent state or has left a window, expected none")
+                raise InvalidArgument(
+                    "truncate: the sequence has a recurrent state or has left a window, expected none"
+                )
             self.caches.truncate(sequence, length)
 
     def drop(self, snapshot: Snapshot) -> None:

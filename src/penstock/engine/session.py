@@ -334,9 +334,7 @@ def metadata_of(about: Mapping[str, str], path: str | os.PathLike[str]) -> dict[
 
 
 def restore_into(
-    session: Session,
-    path: str | os.PathLike[str],
-    opened: tuple[SafetensorsFile, dict[str, str]] | None = None,
+    session: Session, path: str | os.PathLike[str], opened: tuple[SafetensorsFile, dict[str, str]] | None = None
 ) -> None:
     """Fill a new session from a file of the same model, dtypes and activations; opened: what `read_about` gave."""
     file, about = opened or read_about(path)

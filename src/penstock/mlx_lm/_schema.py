@@ -132,7 +132,7 @@ def _typed(hint: Any) -> dict[str, Any]:
         return {"type": "array", "items": _typed(inner[0])}
     if origin is tuple and len(inner) > 1 and ... not in inner:
         return {"type": "array", "prefixItems": [_typed(one) for one in inner]}
-    if origin is dict:
+    if origin is dict and len(inner) == 2:
         return {"type": "object", "additionalProperties": _typed(inner[1])}
     raise TypeError
 

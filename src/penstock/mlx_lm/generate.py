@@ -219,12 +219,10 @@ def _batch(
         print(f"[batch_generate] {done}/{len(answers)} answers ...", end="\r")
     handles = [answer.begin() for answer in answers]
     for number, chunk in in_order_of_arrival(handles):
-        if with_logprobs:
-            found = answers[number].chosen(chunk)
+        chosen = answers[number].chosen(chunk) if with_logprobs else 0.0
         if chunk.finish_reason != "stop":
             tokens[number].append(chunk.token)
-            if with_logprobs:
-                logprobs[number].append(found)
+            logprobs[number].append(chosen)
         if chunk.finish_reason is not None:
             done += 1
             if verbose:

@@ -49,7 +49,14 @@ class BatchStats(BatchCounters):
         return max(0.0, self.wall_time - self.prompt_time - self.decode_time)
 
     def __iadd__(self, other: BatchStats) -> BatchStats:
-        for name in ("prompt_tokens", "prompt_time", "generation_tokens", "generation_steps", "decode_time", "wall_time"):
+        for name in (
+            "prompt_tokens",
+            "prompt_time",
+            "generation_tokens",
+            "generation_steps",
+            "decode_time",
+            "wall_time",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.peak_memory = max(self.peak_memory, other.peak_memory)
         return self

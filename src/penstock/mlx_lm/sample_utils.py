@@ -74,7 +74,9 @@ def apply_top_k(logprobs: Any, top_k: int) -> np.ndarray:
     """Keep the top_k likeliest ids of each row, the lower of equal ones; others −inf."""
     x = _float(logprobs)
     if isinstance(top_k, bool) or not isinstance(top_k, numbers.Integral) or not 0 < top_k < x.shape[-1]:
-        raise InvalidArgument(f"top_k is {top_k!r}, expected an integer from 1 to {x.shape[-1] - 1} (of the vocabulary)")
+        raise InvalidArgument(
+            f"top_k is {top_k!r}, expected an integer from 1 to {x.shape[-1] - 1} (of the vocabulary)"
+        )
     kept = np.zeros(x.shape, bool)
     np.put_along_axis(kept, _highest(x, int(top_k)), True, axis=-1)
     return _kept(x, kept)

@@ -37,13 +37,10 @@ __all__ = [
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _THINKING = (("<think>", "</think>"), ("<longcat_think>", "</longcat_think>"), ("<|think:start|>", "<|think:end|>"))
+_ANY_TOOL = [{"type": "function", "function": {"name": "any"}}]  # a parser reads calls of others, too
 _CHANNEL = ("<|channel>", "<channel|>")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field of a message
-_SPM = [
-    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-    {"type": "ByteFallback"},
-    {"type": "Fuse"},
-]
+_SPM = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _SPACE = next(character for character, byte in BYTE_OF.items() if byte == 0x20)
 
@@ -254,7 +251,9 @@ class HubTokenizer:
     @chat_template.setter
     def chat_template(self, source: str | None) -> None:
         named = self.special_tokens_map
-        self.tokenizer.templates = None if source is None else ChatTemplates({"default": (source, "chat_template")}, named)
+        self.tokenizer.templates = (
+            None if source is None else ChatTemplates({"default": (source, "chat_template")}, named)
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True, return_tensors: str | None = None) -> Any:
         """Token ids of a text."""
@@ -363,18 +362,22 @@ class HubTokenizer:
         field = continue_final_message if isinstance(continue_final_message, str) else "content"
         last = plain[-1] if plain else {}
         if not isinstance(last.get(field), str):
-            raise InvalidArgument(f"apply_chat_template: the last message has no text as {field}, expected one to continue")
+            raise InvalidArgument(
+                f"apply_chat_template: the last message has no text as {field}, expected one to continue"
+            )
         names = _REASONING if field in _REASONING else (field,)
         ended = {name: last[name] + mark for name in names if name in last}
         text = templates.render([*plain[:-1], last | ended], schemas, False, {**variables, **given})
         before, found, _ = text.rpartition(mark)
         if not found:
-            raise InvalidArgument(f"apply_chat_template: the template leaves out the last {field}, expected it to be there")
+            raise InvalidArgument(
+                f"apply_chat_template: the template leaves out the last {field}, expected it to be there"
+            )
         return before
 
 
 class TokenizerWrapper:
-    """A tokenizer with the additions of mlx-lm: ids that end a text, a detokenizer, marks of thinking and of tool calls.
+    """A tokenizer with the additions of mlx-lm: ids that end a text, a detokenizer, marks of thoughts and calls.
 
     tokenizer: one of penstock, of transformers, or a `HubTokenizer`; its attributes are this one's, too. eos_token_ids:
     beside the tokenizer's own.
@@ -523,8 +526,11 @@ class TokenizerWrapper:
         whole = f"{self.tool_call_start}{self._format.line}{text.strip()}{self._format.line}{self.tool_call_end}"
         if self._format.calls is not None:
             whole = f"{self._format.calls[0]}{whole}{self._format.calls[1]}"
-        calls = parse_whole(whole, self._format.name, schemas or None).tool_calls
-        found = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls or ()]
+        calls = parse_whole(whole, self._format.name, schemas or _ANY_TOOL).tool_calls
+        try:
+            found = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls or ()]
+        except ValueError:
+            found = []
         if not found:
             raise InvalidArgument(f"tool_parser: {text!r:.80} is no tool call, expected one as the model writes it")
         return found[0] if len(found) == 1 else found
@@ -618,9 +624,11 @@ def _thinking(tokenizer: Any) -> tuple[str, str] | None:
 
 
 def _only(ids: tuple[int, ...] | None, what: str) -> int | None:
-    if ids is not None and len(ids) > 1:
+    if ids is None:
+        return None
+    if len(ids) != 1:
         raise InvalidArgument(f"{what}: it has {len(ids)} tokens, expected one; {what}_tokens has them all")
-    return None if ids is None else ids[0]
+    return ids[0]
 
 
 def _message(message: Any) -> Any:
@@ -649,5 +657,7 @@ def _tensors(value: Any, wanted: str | None) -> Any:
     try:
         found = np.array(value, np.int64)
     except ValueError:
-        raise InvalidArgument("return_tensors: the texts have different numbers of tokens, expected equal ones") from None
+        raise InvalidArgument(
+            "return_tensors: the texts have different numbers of tokens, expected equal ones"
+        ) from None
     return found[None] if found.ndim == 1 else found

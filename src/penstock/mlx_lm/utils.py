@@ -153,7 +153,8 @@ def _check_model_config(model_config: Mapping[str, Any] | None) -> None:
 
 def _config_of(found: ResolvedModel, llm: api.LLM) -> dict[str, Any]:
     if found.kind == "gguf":
-        return {"model_type": llm.config.model_type, **dataclasses.asdict(llm.config)}
+        config: Any = llm.config
+        return {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
     return _with_eos(found)
 
 

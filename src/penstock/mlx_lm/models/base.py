@@ -53,7 +53,9 @@ class Model:
         ids = as_numpy(inputs)
         if ids.ndim != 2 or ids.dtype.kind not in "iu" or (cache is not None and len(ids) != 1):
             found = f"{ids.dtype} of shape {ids.shape}"
-            raise ShapeError(f"model: inputs is {found}, expected token ids [B, T]{', B 1' if cache is not None else ''}")
+            raise ShapeError(
+                f"model: inputs is {found}, expected token ids [B, T]{', B 1' if cache is not None else ''}"
+            )
         if cache is None:
             return np.stack([self.llm.logits(row.tolist()) for row in ids])
         session = cache.session_of(self.llm)

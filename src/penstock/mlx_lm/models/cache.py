@@ -111,15 +111,17 @@ class PromptCache(Sequence[LayerCache]):
         if self._session is None:
             session = llm.session()
             if self._file is not None:
-                path, *opened = self._file
+                path, file, about = self._file
                 try:
-                    restore_into(session, path, (opened[0], opened[1]))
+                    restore_into(session, path, (file, about))
                 except BaseException:
                     session.close()
                     raise
             self._session, self._file = session, None
         if self._session.engine is not llm.engine:
-            raise InvalidArgument("prompt_cache: it belongs to another model, expected one that was made for this model")
+            raise InvalidArgument(
+                "prompt_cache: it belongs to another model, expected one that was made for this model"
+            )
         return self._session
 
     def __len__(self) -> int:
@@ -190,7 +192,7 @@ def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool =
 
 
 def can_trim_prompt_cache(cache: PromptCache) -> bool:
-    """Whether `trim_prompt_cache` can take tokens away: not where layers have a recurrent state or have left a window."""
+    """Whether `trim_prompt_cache` can take tokens away: no layer has a recurrent state or has left a window."""
     held = _checked(cache)
     return held._session is not None and held._session.can_truncate
 
