@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import logging
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,6 +161,24 @@ def test_what_penstock_lacks_is_refused_by_name(both, name):
         generate(**options)
     with pytest.raises(InvalidArgument, match=message):
         stream_generate(**options)  # before anything is computed
+
+
+def test_prompts_that_are_no_ids_are_refused(both):
+    for prompt, message in (("text", "prompt is a str"), ([1.5], "prompt holds float64"), ({1}, "prompt is a set")):
+        with pytest.raises(InvalidArgument, match=message):
+            generate_step(prompt, both[0])
+
+
+def test_the_page_about_mlx_lm_runs(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "mlx-lm.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(compile(block, "mlx-lm.md", "exec"), names)
+    assert "Generation: " in capsys.readouterr().out
+    for module, listed in re.findall(r"^\| `(penstock\.mlx_lm[\w.]*)` \| (.*?) \|$", text, re.MULTILINE):
+        for name in re.findall(r"`(\w+)`", listed):
+            assert hasattr(importlib.import_module(module), name), (module, name)
 
 
 def test_options_that_say_nothing_here_are_taken(both):

@@ -27,10 +27,13 @@ def as_numpy(value: Any) -> np.ndarray:
 
 def token_ids(value: Any, what: str) -> list[int]:
     """One sequence of token ids: a list, or an array of any library. Raises DTypeError or ShapeError, naming `what`."""
+    expected = "expected token ids (integers in a list or an array)"
+    if isinstance(value, str | bytes | dict):
+        raise DTypeError(f"{what} is a {type(value).__name__}, {expected}")
     try:
         found = as_numpy(value)
-    except (DTypeError, ValueError):
-        raise DTypeError(f"{what} is {_kind(value)}, expected token ids (integers in a list or an array)") from None
+    except ValueError:
+        raise DTypeError(f"{what} is a {type(value).__name__}, {expected}") from None
     if found.ndim != 1:
         raise ShapeError(f"{what} has shape {found.shape}, expected one sequence of token ids")
     if found.size and found.dtype.kind not in "iu":
@@ -43,7 +46,3 @@ def integer(value: Any, what: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise InvalidArgument(f"{what} is {value!r:.60}, expected an integer of at least {least}")
     return int(value)
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}"

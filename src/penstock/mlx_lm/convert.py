@@ -33,7 +33,7 @@ def convert(
     quant_predicate: Callable[..., Any] | str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write a model as an MLX folder mlx_path, which must not exist; quantize rounds its weights, dequantize makes it dense.
+    """Write a model as an MLX folder, which must not exist; quantize rounds weights, dequantize makes them dense.
 
     q_bits and q_group_size are 4 and 64 unless given; quant_predicate: one of QUANT_RECIPES, or a .json file of
     patterns (docs/convert.md). Without quantize the three have no meaning, as in mlx-lm. Refused are other modes than

@@ -448,14 +448,16 @@ class _Answer:
 
     def lazy_logprobs(self) -> Callable[[], np.ndarray]:
         """Computes them when it is called, also later."""
-        tokens = [*self._before, *self.prompt, *self.handle.tokens[:-1]]
-        captured = None if self._logits is None else self._logits.pop(len(tokens))
+        written, start = self.handle.tokens, len(self._before)
+        count = len(written) - 1
+        captured = None if self._logits is None else self._logits.pop(start + len(self.prompt) + count)
 
         def compute() -> np.ndarray:
+            tokens = [*self._before, *self.prompt, *written[:count]]
             row = self._computed_again(tokens) if captured is None else captured
             logits = row[None]
             for processor in self._plan.edits:
-                logits = processor(np.array(tokens[len(self._before) :], np.int32), logits)
+                logits = processor(np.array(tokens[start:], np.int32), logits)
             return _log_softmax(np.asarray(logits))[0]
 
         return compute

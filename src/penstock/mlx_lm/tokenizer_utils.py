@@ -121,7 +121,7 @@ class _ByteDetokenizer(StreamingDetokenizer):
         self.tokens.append(token)
         piece = self._pieces[token] if token < len(self._pieces) else None
         self._held += self._decoder.decode(self._bytes(piece))
-        if not self._waits(piece):
+        if not self._waits(piece) and not self._decoder.getstate()[0]:  # no character is half there
             self._write()
 
     def finalize(self) -> None:
