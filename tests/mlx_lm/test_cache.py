@@ -70,6 +70,21 @@ def test_turns_go_on_where_the_last_one_ended(both):
         generate(model, tokenizer, ids, max_tokens=20, prompt_cache=limited)
 
 
+def test_processors_see_the_tokens_of_their_own_call(both):
+    model, tokenizer = both
+    cache, seen = make_prompt_cache(model), []
+    generate(model, tokenizer, "The fox said", max_tokens=2, prompt_cache=cache)
+
+    def watch(tokens, logits):
+        seen.append(tokens.tolist())
+        return logits
+
+    *_, last = penstock.mlx_lm.stream_generate(
+        model, tokenizer, [29, 54], max_tokens=2, prompt_cache=cache, logits_processors=[watch]
+    )
+    assert seen[0] == [29, 54] and seen[1] == [29, 54, cache.tokens[-2]] and last.token == cache.tokens[-1]
+
+
 def test_files_are_sessions_with_metadata(both, tmp_path):
     model, tokenizer = both
     cache, file = make_prompt_cache(model), tmp_path / "cache.safetensors"
@@ -144,29 +159,25 @@ def test_the_last_tokens_of_attention_can_be_taken_away(both):
     _, tokenizer = both
     llm = attending(tokenizer)
     rng = np.random.default_rng(1)
-    ids = rng.integers(4, 4096, 150).tolist()
+    ids, more, others = (rng.integers(4, 4096, count).tolist() for count in (280, 90, 40))
+    pools = list(llm.engine.caches.pools.values())
     cache = make_prompt_cache(llm)
     generate(llm, tokenizer, ids, max_tokens=3, prompt_cache=cache)
+    written, used = list(cache.tokens), [pool.used for pool in pools]
     branch = copy.deepcopy(cache)  # shares pages with it
-    written = list(cache.tokens)
+    cache.session.append(more)
     assert can_trim_prompt_cache(cache) and cache[0].is_trimmable()
-    assert trim_prompt_cache(cache, 20) == 20 and list(cache.tokens) == written[:-20]
-    more = rng.integers(4, 4096, 40).tolist()
-
-    def last(session):
-        return np.array(session.logits)
-
-    want = llm.logits(written[:-20] + more)[-1]
-    cache.session.append(more)
-    np.testing.assert_array_equal(last(cache.session), want)
-    branch.session.append(more)
-    np.testing.assert_array_equal(last(branch.session), llm.logits(written + more)[-1])  # its pages are as they were
-    assert trim_prompt_cache(cache, 10**6) == len(written) + 20 and len(cache.tokens) == 0
-    cache.session.append(more)
-    np.testing.assert_array_equal(last(cache.session), llm.logits(more)[-1])
-    used = [pool.used for pool in llm.engine.caches.pools.values()]
-    trim_prompt_cache(cache, 1)
-    assert [pool.used for pool in llm.engine.caches.pools.values()] == used  # 39 and 40 tokens have as many pages
+    assert trim_prompt_cache(cache, 200) == 200 and list(cache.tokens) == written[:-110]  # into the shared pages
+    cache.session.append(others)
+    np.testing.assert_array_equal(cache.session.logits, llm.logits(written[:-110] + others)[-1])
+    branch.session.append(others)
+    np.testing.assert_array_equal(branch.session.logits, llm.logits(written + others)[-1])  # its pages are its own
+    branch.session.close()
+    assert trim_prompt_cache(cache, 10**6) == len(written) - 70 and len(cache.tokens) == 0
+    assert [pool.used for pool in pools] == [0] != used
+    cache.session.append(others)
+    np.testing.assert_array_equal(cache.session.logits, llm.logits(others)[-1])
+    assert trim_prompt_cache(cache, 1) == 1
     with pytest.raises(InvalidArgument, match="num_tokens is -1"):
         trim_prompt_cache(cache, -1)
     with pytest.raises(InvalidArgument, match="length is 99, expected 0 to 39"):

@@ -79,16 +79,16 @@ def test_engine_options_draw_from_the_same_ids_with_the_same_weights(options, rn
     logits = rng.standard_normal((64, 50)).astype(np.float32) * 3
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     ones, seeds = np.ones(64), np.arange(64)
-    positions, zeros = np.full(64, 7, np.int32), np.zeros(64, np.int32)
+    positions = np.full(64, 7, np.int32)
 
     def drawn(x, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
         top = np.full(64, top_k, np.int32)
         more = (ones * temperature, top, ones * top_p, ones * min_p, seeds)
         with ops.backend("reference"):
-            return ops.sample_tokens(x, positions, *more)[0].tolist()
+            return ops.sample_tokens(x, positions, *more).tolist()
 
     want = drawn(sampler.cut(logprobs, np.random.default_rng(0)), temperature=options["temp"])
-    assert drawn(logprobs, **found) == want and zeros.sum() == 0
+    assert drawn(logprobs, **found) == want and len(set(want)) > 9
 
 
 def test_what_the_engine_has_no_option_for_runs_on_the_host():
