@@ -14,6 +14,7 @@ import penstock.mlx_lm as mlx_lm
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.mlx_lm import generate, load, stream_generate
 from penstock.mlx_lm.generate import BatchStats, GenerationResponse, _Answer, _responses, generate_step
+from penstock.text.tokenizer import BYTE_OF
 
 PROMPT = "The fox said to the crow"
 
@@ -279,3 +280,33 @@ def test_convert_refuses_by_name(tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.raises(penstock.errors.PenstockError, match="out"):
         mlx_lm.convert("demo", tmp_path / "out", dequantize=True)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_loaded_as_well(tmp_path):
+    pytest.importorskip("gguf")
+    from tests.models.test_gguf import write
+
+    words = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [*BYTE_OF, "ab", "<end>"],
+        "merges": ["a b"],
+        "eos_token_id": 257,
+    }
+    words["token_type"] = [1] * 257 + [3]
+    file = write(tmp_path / "model.gguf", "llama", **{f"tokenizer__ggml__{key}": value for key, value in words.items()})
+    model, tokenizer, config = load(file, return_config=True)
+    assert config["model_type"] == model.model_type == "llama" and isinstance(
+        generate(model, tokenizer, tokenizer.encode("a"), max_tokens=2), str
+    )
+
+
+@pytest.mark.slow
+def test_a_tokenizer_of_transformers_does_as_well(both):
+    transformers = pytest.importorskip("transformers")
+    from tests.mlx_lm.notebook import MODEL
+
+    model, own = both
+    theirs = transformers.AutoTokenizer.from_pretrained(MODEL)
+    assert generate(model, theirs, PROMPT, max_tokens=8).strip() == generate(model, own, PROMPT, max_tokens=8)
