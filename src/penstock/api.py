@@ -28,7 +28,7 @@ from penstock.engine.hooks import LogitsProcessor, TokenSampler
 from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
 from penstock.engine.rank import Rank, RankStart, following, ranks_of, warn_of_cores
 from penstock.engine.request import Chunk, Completion, Request, Timings, make_request, reading_request
-from penstock.engine.response import in_order_of_arrival
+from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.errors import InvalidArgument, NonFiniteLogits, OutOfMemory
@@ -42,6 +42,7 @@ from penstock.models.split import GGUF_COLUMNS, group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
+from penstock.progress import in_notebook, notebook_bar
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
@@ -254,8 +255,10 @@ class LLM:
         submit = functools.partial(self.scheduler.submit, hidden=True)
         handles = [submit(request, rows=mean.add) for request, mean in zip(requests, means, strict=True)]
         try:
-            for handle in handles:
-                handle.result()
+            with notebook_bar("reading", after=1.0) as report:
+                for n, handle in enumerate(handles):
+                    handle.result()
+                    report(n + 1, len(handles))
         finally:
             for handle in handles:
                 handle.cancel()
@@ -337,14 +340,24 @@ class LLM:
         options |= {"logits_processors": logits_processors, "sampler": sampler, **more}
         handles = [self.scheduler.submit(request, buffer=1 << 30) for request in self._requests(prompt, options)]
         try:
-            for _ in in_order_of_arrival(handles):
-                pass
+            with notebook_bar("generating", after=1.0) as report:
+                self._read_all(handles, report)
         finally:
             for handle in handles:
                 handle.cancel()
             self.add_timings([handle.timings for handle in handles])
         done = [handle.completion() for handle in handles]
         return done[0] if _one(prompt) else done
+
+    @staticmethod
+    def _read_all(handles: Seq[ResponseHandle], report: Callable[[float, float], None]) -> None:
+        """Wait for answers; report: gets the tokens there are, of those there may be at the most."""
+        most = [handle.request.max_tokens for handle in handles]
+        total = sum(most)
+        for there, (number, chunk) in enumerate(in_order_of_arrival(handles), 1):
+            if chunk.finish_reason is not None:
+                total -= most[number] - len(handles[number].tokens)
+            report(there, total)
 
     def _requests(self, prompt: Any, options: Mapping[str, Any]) -> list[Request]:
         """Of one prompt or of a list of them."""
@@ -572,7 +585,7 @@ def load(
     a GPU's; expert_io "direct", "pagecache" or "mmap"; expert_policy "lru", "lfru" or "pin"; expert_file: made by
     `penstock pack`, by default the one in the folder; expert_prefetch: on the CPU, read what a layer will perhaps
     choose. docs/streaming.md has more. `notify` receives remarks (skipped tensors, copies), else they are logged;
-    `progress` the share of the weights that are there.
+    `progress` the share of the weights that are there: a notebook shows a bar if it is not given.
     tensor_parallel_size: ranks that the model is split over (docs/distributed.md): this process and others that it
     starts, on the GPUs or cores of this machine, or those that torchrun has started, of which all but the first stay in
     this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
@@ -601,13 +614,15 @@ def load(
         "state_dtype": state_dtype,
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
-    if ranks is None:
-        return _load(given, notify, progress)
-    _check_split(given, ranks)
-    warn_of_cores(ranks.size, device, notify or logging.getLogger("penstock").warning)
-    with ranks.loading(given) as rank:
-        llm = _load(rank.options, notify, progress, rank)
-        rank.agree(llm.engine)
+    with notebook_bar("loading") as shown:
+        report = progress or (lambda share: shown(share, 1.0))
+        if ranks is None:
+            return _load(given, notify, report)
+        _check_split(given, ranks)
+        warn_of_cores(ranks.size, device, notify or logging.getLogger("penstock").warning)
+        with ranks.loading(given) as rank:
+            llm = _load(rank.options, notify, report, rank)
+            rank.agree(llm.engine)
     return llm if rank.leads else rank.follow(llm.engine)
 
 
@@ -646,7 +661,8 @@ def _load(
     states = resolve_state_dtype(given["state_dtype"], name)
     where = device_for(name)
     path_or_hub_id, revision, offline = given["path_or_hub_id"], given["revision"], given["offline"]
-    found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=notify is None)
+    quiet = notify is None and not in_notebook()
+    found = resolve_model(path_or_hub_id, revision=revision, offline=offline, quiet=quiet)
     folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}

@@ -78,7 +78,7 @@ def package(tmp_path):
     cpu = tmp_path / "penstock" / "backends" / "cpu"
     cpu.mkdir(parents=True)
     parts = [f"backends/cpu/{part}.py" for part in ("compile", "compile_lock", "_progress")]
-    for name in ("errors.py", "settings.py", "kernel_cache.py", *parts):
+    for name in ("errors.py", "settings.py", "kernel_cache.py", "progress.py", *parts):
         shutil.copy(PACKAGE / name, tmp_path / "penstock" / name)
     for folder in (cpu, cpu.parent, cpu.parent.parent):  # a regular package wins over an installed penstock
         (folder / "__init__.py").touch()

@@ -1,13 +1,13 @@
 """Models of the Hugging Face hub, through huggingface_hub's cache."""
 
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.errors import CheckpointError
+from penstock.progress import visible
 
 Files = Literal["all", "small", "config"]
 
@@ -52,7 +52,7 @@ def _snapshot(id: str, revision: str | None, offline: bool, quiet: bool, files: 
 
     name = id if revision is None else f"{id} (revision {revision})"
     try:
-        with _progress(utils, shown=not quiet and sys.stderr.isatty()):
+        with _progress(utils, shown=not quiet and visible()):
             folder = snapshot_download(
                 id, revision=revision, allow_patterns=ALLOWED[files], ignore_patterns=IGNORED, local_files_only=offline
             )

@@ -1,14 +1,14 @@
-"""A line on the terminal while kernels are compiled, which happens once per machine and takes a second or two each."""
+"""A line on the terminal, or in a notebook, while kernels are compiled: once per machine, a second or two each."""
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+
+from penstock import progress
 
 _lock = threading.RLock()
 _depth = 0
-_line: Any = None
+_line: progress.Line | None = None
 
 
 @contextlib.contextmanager
@@ -29,16 +29,13 @@ def compiling() -> Iterator[bool]:
 
 
 def show(name: str) -> None:
-    """Name the kernel that is being compiled, on a terminal; its parts go without saying."""
+    """Name the kernel that is being compiled, where that can be seen; its parts go without saying."""
     global _line
-    if _depth != 1 or not sys.stderr.isatty():
+    if _depth != 1 or not progress.visible():
         return
     text = f"compiling kernels for this CPU, once: {name}"
     with _lock:
         if _line is None:
-            from rich.console import Console
-
-            _line = Console(stderr=True).status(text)
-            _line.start()
+            _line = progress.show(text)
         else:
             _line.update(text)

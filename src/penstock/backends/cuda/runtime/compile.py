@@ -7,7 +7,6 @@ Most of that time is spent outside of Python's lock, so threads share it.
 import contextlib
 import functools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from penstock import progress
 from penstock.ops.collective import exchanging_nothing
 from penstock.quant import QuantizedTensor
 
@@ -71,23 +71,21 @@ def _signature(value: Any) -> Any:
 
 
 def _watch(mode: Any) -> None:
-    """Show on the terminal, if there is one, how far it is once it takes a while."""
+    """Show on the terminal or in the notebook, if there is one, how far it is once it takes a while."""
     waiting = list(mode.raw_futures)
     start = time.monotonic()
-    if not waiting or not sys.stderr.isatty():
+    if not waiting or not progress.visible():
         return
-    from rich.console import Console
-
-    status = Console(stderr=True).status("")
-    shown = False
+    line: progress.Line | None = None
     try:
         while not all(future.done() for future in waiting):
             time.sleep(0.05)
             done = sum(future.done() for future in waiting)
-            if not shown and time.monotonic() - start > _SHOWN_AFTER:
-                status.start()
-                shown = True
-            status.update(f"compiling kernels for this GPU, once: {done} of {len(waiting)}")
+            text = f"compiling kernels for this GPU, once: {done} of {len(waiting)}"
+            if line is None and time.monotonic() - start > _SHOWN_AFTER:
+                line = progress.show(text)
+            if line is not None:
+                line.update(text, done, len(waiting))
     finally:
-        if shown:
-            status.stop()
+        if line is not None:
+            line.stop()
