@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock._version import __version__
 
 if TYPE_CHECKING:
-    from penstock import errors, models, ops
+    from penstock import errors, mlx_lm, models, ops
     from penstock.api import LLM, load, restore
     from penstock.ops import backend, dequantize
     from penstock.quant import QuantizedTensor, quantize
@@ -23,6 +23,7 @@ __all__ = [
     "dequantize",
     "errors",
     "load",
+    "mlx_lm",
     "models",
     "ops",
     "quantize",
@@ -47,7 +48,7 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """A name is imported when it is first used: a child process that needs one small module starts without NumPy."""
-    if name in ("errors", "models", "ops"):
+    if name in ("errors", "mlx_lm", "models", "ops"):
         return import_module(f"penstock.{name}")
     if name in _HOMES:
         value = globals()[name] = getattr(import_module(_HOMES[name]), name)

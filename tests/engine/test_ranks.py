@@ -164,6 +164,20 @@ def test_embeddings_are_those_of_one_rank():
     assert ranks.devices[1].copied == []
 
 
+def test_all_ranks_forget_the_same_positions():
+    tokens = list(range(1, 31))
+
+    def shortened(llm: LLM) -> np.ndarray:
+        engine = llm.engine
+        sequence = engine.open()
+        engine.prefill(sequence, [*tokens, 7, 8, 9])
+        engine.truncate(sequence, 30)
+        return engine.prefill(sequence, [4, 5])
+
+    got, want = Ranks(LLAMA).run(shortened), alone(LLAMA).logits([*tokens, 4, 5])[-1]
+    assert np.abs(got - want).max() <= 5e-6 * np.abs(want).max()
+
+
 class Counting(Threads):
     """Notes what each rank exchanges."""
 

@@ -291,6 +291,21 @@ class Caches:
         sequence.length, sequence.corrupt, sequence.writable = snapshot.length, False, 0
         self.device.copy_all(self._states(sequence.slot), snapshot.state)
 
+    def can_truncate(self, sequence: Sequence) -> bool:
+        """Whether all positions of a sequence are still there: no recurrent state, nothing behind a window."""
+        paged = all(isinstance(layout, PagedKV) for layout in self.layouts)
+        return paged and not any(table.first for table in sequence.tables.values())
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Go back to the first `length` positions of a sequence for which `can_truncate` holds."""
+        assert self.can_truncate(sequence) and length <= sequence.length
+        for window, table in sequence.tables.items():
+            kept = -(-length // PAGE)
+            self.pools[window].release(table.ids[kept:])
+            del table.ids[kept:]
+            table.changed()
+        sequence.length, sequence.writable = length, 0
+
     def _states(self, slot: int) -> list[Any]:
         """The recurrent state of a slot, in all layers that have one."""
         layers = zip(self.layouts, self.arrays, strict=True)

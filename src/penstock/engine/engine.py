@@ -259,6 +259,16 @@ class Engine:
                 raise InvalidArgument(f"rewind: the {which} was closed, expected an open one")
             self.caches.rewind(sequence, snapshot)
 
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forget the positions from `length` on. Raises InvalidArgument where a state cannot go back."""
+        with self.lock:
+            self.check_room(sequence, 0)
+            if not self.caches.can_truncate(sequence):
+                raise InvalidArgument(
+                    "truncate: the sequence has a recurrent state or has left a window, expected none"
+                )
+            self.caches.truncate(sequence, length)
+
     def drop(self, snapshot: Snapshot) -> None:
         with self.lock:
             self.caches.drop(snapshot)

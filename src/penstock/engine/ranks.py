@@ -60,6 +60,11 @@ class Rewind(_Command, frozen=True):
     snapshot: int
 
 
+class Truncate(_Command, frozen=True):
+    sequence: int
+    length: int
+
+
 class Drop(_Command, frozen=True):
     snapshot: int
 
@@ -129,6 +134,7 @@ Command = (
     | Close
     | TakeSnapshot
     | Rewind
+    | Truncate
     | Drop
     | MakeRoom
     | Allocate
@@ -360,6 +366,11 @@ class LedCaches(Caches):
         self._leader.send(Rewind(self._leader.number(sequence), self._leader.number(snapshot)))
 
     @_whole
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        super().truncate(sequence, length)
+        self._leader.send(Truncate(self._leader.number(sequence), length))
+
+    @_whole
     def drop(self, snapshot: Snapshot) -> None:
         if not snapshot.closed:
             super().drop(snapshot)
@@ -466,6 +477,8 @@ class Follower:
             things[command.snapshot] = caches.snapshot(things[command.sequence])
         elif isinstance(command, Rewind):
             caches.rewind(things[command.sequence], things[command.snapshot])
+        elif isinstance(command, Truncate):
+            caches.truncate(things[command.sequence], command.length)
         elif isinstance(command, Drop):
             caches.drop(things.pop(command.snapshot))
         elif isinstance(command, MakeRoom):

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,20 +116,21 @@ class Session:
         """Append a prompt and continue it, token by token. What was generated belongs to the session. Sampling and
         extra_eos as in `LLM.generate`.
         """
-        return self._streamed(self._request(prompt, max_tokens, stop, sampling), progress)
+        return self._streamed(self.request(prompt, max_tokens, stop, **sampling), progress)
 
     def generate(
         self, prompt: str | Seq[int] = (), max_tokens: int = 256, stop: str | Seq[str] = (), **sampling: Any
     ) -> Completion:
         """Append a prompt and continue it; sampling as in `LLM.generate`."""
-        handle = self._submitted(self._request(prompt, max_tokens, stop, sampling), None)
-        for _ in self._read_from(handle):
+        handle = self.submit(self.request(prompt, max_tokens, stop, **sampling))
+        for _ in self.read_from(handle):
             pass
         return handle.completion()
 
-    def _request(
-        self, prompt: str | Seq[int], max_tokens: int, stop: str | Seq[str], sampling: dict[str, Any]
+    def request(
+        self, prompt: str | Seq[int] = (), max_tokens: int = 256, stop: str | Seq[str] = (), **sampling: Any
     ) -> Request:
+        """A checked request for `submit`: the prompt goes on where the session is, options as in `LLM.generate`."""
         ids = self._encoded(prompt)
         if not ids and not self.tokens:
             raise InvalidArgument("session: it is empty and so is the prompt, expected at least one token")
@@ -141,25 +142,33 @@ class Session:
         return make_request(limits, self._tokenizer, rest, max_tokens, stop, sampling, start=done, continues=True)
 
     def _streamed(self, request: Request, progress: Callable[[int], None] | None) -> Iterator[Chunk]:
-        yield from self._read_from(self._submitted(request, progress))
+        yield from self.read_from(self.submit(request, progress))
 
-    def _submitted(self, request: Request, progress: Callable[[int], None] | None) -> ResponseHandle:
+    def submit(self, request: Request, progress: Callable[[int], None] | None = None) -> ResponseHandle:
+        """Hand in what `request` made; the session may be used again when `read_from` or `hold` has its answer."""
         self.engine.check_room(self._sequence, len(request.prompt))
         held = Continued(self._sequence, self.tokens[: self._sequence.length], self.logits)
         return self._scheduler.submit(request, buffer=1, progress=progress, continued=held)
 
-    def _read_from(self, handle: ResponseHandle) -> Iterator[Chunk]:
-        done = handle.usage.cached_tokens
-        read = [*self.tokens[:done], *handle.request.prompt]
+    def read_from(self, handle: ResponseHandle) -> Iterator[Chunk]:
+        """The chunks of an answer that `submit` began. What was read belongs to the session."""
         try:
             for chunk in handle:
-                self.tokens = [*read, *handle.tokens]
-                self.logits = None  # of the token before this one
+                self.hold(handle)
                 yield chunk
         finally:
             handle.cancel()
-            if not handle.tokens:
-                self._keep(read, done)
+            self.hold(handle)
+
+    def hold(self, handle: ResponseHandle) -> None:
+        """Have what was read of an answer: after its end, or its failure, for one who reads the handle himself."""
+        done = handle.usage.cached_tokens
+        read = [*self.tokens[:done], *handle.request.prompt]
+        if handle.tokens:
+            self.tokens = [*read, *handle.tokens]
+            self.logits = None  # of the token before the last one
+        else:
+            self._keep(read, done)
 
     def advance(
         self, tokens: Seq[int], snapshots: Seq[SessionSnapshot] = (), progress: Callable[[int], None] | None = None
@@ -210,6 +219,21 @@ class Session:
         self.engine.rewind(self._sequence, snapshot.kept)
         self.tokens, self.logits = list(snapshot.tokens), snapshot.logits
 
+    @property
+    def can_truncate(self) -> bool:
+        """Whether `truncate` can go back: the model has no recurrent state, and no window has been left."""
+        return self.engine.caches.can_truncate(self._sequence)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from number `length` on. Raises InvalidArgument where `can_truncate` is False."""
+        if not 0 <= length <= len(self.tokens):
+            raise InvalidArgument(f"truncate: length is {length}, expected 0 to {len(self.tokens)}")
+        if length == len(self.tokens):
+            return
+        if length < self._sequence.length:
+            self.engine.truncate(self._sequence, length)
+        self.tokens, self.logits = self.tokens[:length], None
+
     def fork(self) -> Session:
         """Another session that goes on from here by itself; both share the memory of what they have in common."""
         snapshot = self.snapshot()
@@ -223,11 +247,14 @@ class Session:
 
     # -- files -------------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         """Write everything into one file (safetensors), under a temporary name first: it is there whole, or the path is
-        as it was. Raises CheckpointError if it cannot be written, DTypeError for what is no path.
+        as it was. metadata: text of the caller's own beside it, see `metadata_of`. Raises CheckpointError if it cannot
+        be written, DTypeError for what is no path and for metadata that is no text.
         """
         target = _target(path)
+        if not all(isinstance(text, str) for pair in (metadata or {}).items() for text in pair):
+            raise DTypeError(f"save: metadata is {metadata!r:.100}, expected names and values that are strings")
         engine, sequence = self.engine, self._sequence
         engine.check_room(sequence, 0)
         arrays: dict[str, np.ndarray] = {"tokens": np.array(self.tokens, np.int32)}
@@ -247,6 +274,8 @@ class Session:
             "activations": engine.activations,
             "length": str(sequence.length),
         }
+        if metadata:
+            about["metadata"] = json.dumps(dict(metadata))
         about["digest"] = _digest(about, arrays)
         _write(target, arrays, about)
 
@@ -293,9 +322,22 @@ def read_about(path: str | os.PathLike[str]) -> tuple[SafetensorsFile, dict[str,
     return file, about
 
 
-def restore_into(session: Session, path: str | os.PathLike[str]) -> None:
-    """Fill a new session from a file of the same model, dtypes and activations."""
-    file, about = read_about(path)
+def metadata_of(about: Mapping[str, str], path: str | os.PathLike[str]) -> dict[str, str]:
+    """What `Session.save` was given as metadata, from the description of a session file."""
+    try:
+        found = json.loads(about.get("metadata", "{}"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise CheckpointError(f"{path}: metadata is damaged, expected names and texts")
+    return found
+
+
+def restore_into(
+    session: Session, path: str | os.PathLike[str], opened: tuple[SafetensorsFile, dict[str, str]] | None = None
+) -> None:
+    """Fill a new session from a file of the same model, dtypes and activations; opened: what `read_about` gave."""
+    file, about = opened or read_about(path)
     engine = session.engine
     for key, own in (
         ("fingerprint", engine.model.fingerprint),
