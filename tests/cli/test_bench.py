@@ -196,7 +196,7 @@ def test_bench_layers_override_the_file(capsys, tiny):
 
 def test_bench_runs_on_the_cpu_kernels(capsys, tiny):
     options = "-p 2 -n 2 -pg 2,2 -t 1 -r 1 -o jsonl".split()
-    shown = call(capsys, "benchmark", "--random", tiny, *options)
+    shown = call(capsys, "bench", "--random", tiny, *options)
     rows = [json.loads(line) for line in shown.out.splitlines()]
     assert [(row["test"], row["backend"], row["n_threads"]) for row in rows] == [
         ("pp2", "CPU", 1),
@@ -223,8 +223,8 @@ def test_bench_measures_the_demo_model_if_none_is_named(capsys):
         (("-pg", "5"), "-pg: is '5', expected two numbers such as 512,128"),
         (("-o", "sql"), "Invalid value for '-o' / '--output'"),
         (("-r", "0"), "Invalid value for '-r'"),
-        (("-ub", "512"), "-ub: not supported by penstock yet"),
-        (("-ngl", "99"), "-ngl: not supported by penstock yet"),
+        (("-ngl", "20"), "-ngl: is '20', expected 0 (--device cpu), or auto, all, 99"),
+        (("-ot", "exps=CPU"), "-ot: not supported by penstock yet; --expert-cache"),
     ],
 )
 def test_bench_wrong_usage_is_status_2(capsys, arguments, message):

@@ -11,7 +11,7 @@ import pytest
 
 from penstock import api
 from penstock.cli import generate as verb
-from penstock.cli._model import REFUSED, REFUSED_SAMPLING
+from penstock.cli._foreign import LOADING, SAMPLING
 from tests.cli.common import call, program
 from tests.cli.model import write_small_model
 
@@ -219,25 +219,62 @@ def test_generate_continues_a_saved_session(capsys, loaded, llm, tmp_path):
     assert found["usage"]["prompt_tokens"] == whole.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("option", sorted(REFUSED | REFUSED_SAMPLING))
-def test_generate_refuses_what_it_lacks_by_name(capsys, option):
-    value = () if (REFUSED | REFUSED_SAMPLING)[option] is None else ("17",)
-    shown = call(capsys, "generate", option, *value)
-    assert (shown.status, shown.out) == (2, "")
-    assert shown.err.startswith(f"penstock: error: {option}: not supported by penstock yet")
-    assert shown.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("option", [("--prefill-step-size", "256"), ("--xtc-probability", "0.0"), ("-fa", "auto")])
-def test_generate_lets_values_pass_that_ask_for_nothing(capsys, loaded, monkeypatch, llm, option):
+def test_generate_takes_or_refuses_the_options_of_others_by_name(capsys, loaded, monkeypatch, llm):
+    """Each with one line: a remark that its wish is met, or the nearest way."""
     monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: iter(()))
-    assert call(capsys, "generate", *option).status == 0
+    for option in (*LOADING, *SAMPLING):
+        for name in option.names:
+            shown = call(capsys, "generate", "--verbose", "F", name, *(() if option.flag else ("17",)))
+            assert shown.err.count("\n") == 1, name
+            if option.noted is None:
+                assert (shown.status, shown.err) == (0, f"penstock: {name}: {option.remark}\n"), name
+            else:
+                assert (shown.status, shown.out) == (2, ""), name
+                assert shown.err.startswith(f"penstock: error: {name}: not supported by penstock yet"), name
+                assert option.instead and option.instead in shown.err, name
+
+
+@pytest.mark.parametrize(
+    ("option", "remark"),
+    [
+        (("--xtc-probability", "0.0"), ""),
+        (("-fa", "auto"), ""),
+        (("-fa", "on"), "penstock: -fa: attention is always computed in one pass\n"),
+        (("-ctk", "f16"), "penstock: -ctk: caches have the numbers of --dtype: float32 on a CPU, bfloat16 on a GPU\n"),
+        (
+            ("-ngl", "99"),
+            "penstock: -ngl 99: where there is a GPU it holds the whole model; --expert-cache bounds its ",
+        ),
+    ],
+)
+def test_generate_lets_values_pass_that_ask_for_nothing(capsys, loaded, monkeypatch, llm, option, remark):
+    monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: iter(()))
+    shown = call(capsys, "generate", "--verbose", "F", *option)
+    assert shown.status == 0 and shown.err.startswith(remark) and shown.err.count("\n") == bool(remark)
+    assert loaded["device"] == "auto"
+
+
+def test_generate_takes_no_gpu_layers_as_the_cpu(capsys, loaded):
+    assert call(capsys, "generate", "-ngl", "0", "-m", "1").status == 0
+    assert loaded["device"] == "cpu"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--prefill-step-size", "2048"), "--prefill-step-size: not supported by penstock yet, except 256"),
+        (
+            ("-m", "model.gguf"),
+            "Invalid value for '--max-tokens' / '-m' / '-n' / '--n-predict' / '--predict': "
+            "'model.gguf' is no number of tokens; --model M names the model",
+        ),
+        (("-ngl", "0", "--device", "cuda"), "-ngl: is 0, which is --device cpu"),
+        (("-f", "x", "-p", "y"), "--file: a --prompt is given as well"),
+        (("-j", "{}", "--grammar", "x"), "--grammar: --json-schema is given as well"),
+        (("-j", "{"), "--json-schema: "),
+        (("-j", "[]"), "--json-schema: is a list, expected a JSON schema"),
+        (("--logit-bias", "x+1"), "--logit-bias: is 'x+1', expected a token id and a number"),
+        (("--chat-template", "chatml"), "--chat-template: names of templates are not known here"),
+        (("--prompt-cache-file", "x", "-j", "{}"), "--json-schema: not supported together with --prompt-cache-file"),
         (("hello",), "Got unexpected extra argument (hello)"),
         (("--logprobs", "2"), "--logprobs: expected together with --json"),
         (("--verbose", "maybe"), "--verbose: is 'maybe', expected T or F"),
@@ -245,13 +282,12 @@ def test_generate_lets_values_pass_that_ask_for_nothing(capsys, loaded, monkeypa
         (("--chat-template-config", "[1]"), "--chat-template-config: is a list, expected a JSON object"),
         (("--chat-template-config", '{"messages": []}'), "--chat-template-config: 'messages' is set by penstock"),
         (("--prompt-cache-file", "x", "--system-prompt", "y"), "--system-prompt: belongs before what"),
-        (("--prompt-cache-file", "x", "--extra-eos-token", "y"), "--extra-eos-token: not supported together"),
         (("--max-tokens", "0"), "Invalid value for '--max-tokens' / '-m'"),
         (("--temp", "-1"), "Invalid value for '--temp'"),
         (("--temp", "nan"), "Invalid value for '--temp'"),
         (("--repetition-penalty", "0"), "repetition_penalty is 0"),
         (("--top-p", "2"), "Invalid value for '--top-p'"),
-        (("--seed", "-1"), "Invalid value for '--seed' / '-s'"),
+        (("--seed", "-2"), "Invalid value for '--seed' / '-s'"),
         (("--device", "tpu"), "Invalid value for '--device'"),
         (("-c", "many"), "Invalid value for '--max-kv-size'"),
         (("-c", ""), "Invalid value for '--max-kv-size'"),

@@ -147,8 +147,8 @@ def test_an_unknown_option_is_one_line_and_status_2(capsys, verb):
 
 @pytest.mark.parametrize("verb", LOADING)
 def test_a_missing_model_is_one_line_and_status_1(capsys, tmp_path, verb):
-    more = ["--data-path", __file__] if verb == "perplexity" else []
-    shown = call(capsys, verb, "--model", str(tmp_path / "nosuch"), *more)
+    more = {"perplexity": ["--data-path", __file__], "cache_prompt": ["-p", "x", "--prompt-cache-file", "y"]}
+    shown = call(capsys, verb, "--model", str(tmp_path / "nosuch"), *more.get(verb, []))
     assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
     assert "no such folder" in shown.err
 

@@ -7,12 +7,18 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. An error is one l
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from penstock._version import __version__
+from penstock.cli._foreign import VERBS
+from penstock.cli._help import PanelCommand
+from penstock.cli._model import UsageError
 from penstock.cli.bench import bench
+from penstock.cli.benchmark import benchmark
+from penstock.cli.cache_prompt import cache_prompt
 from penstock.cli.chat import chat
 from penstock.cli.convert import convert
 from penstock.cli.doctor import doctor
@@ -30,21 +36,24 @@ from penstock.settings import Settings
 
 # Plain help text: it reads the same on a terminal, in a pipe and in a pager, at any width.
 app = typer.Typer(name="penstock", pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command(context_settings={"allow_extra_args": True})(generate)
-app.command()(chat)
-app.command()(serve)
-app.command("server", hidden=True)(serve)  # as mlx-lm calls it
-app.command()(bench)
-app.command("benchmark", hidden=True)(bench)  # as mlx-lm calls it
-app.command()(plan)
-app.command()(pack)
-app.command()(routes)
-app.command()(convert)
-app.command()(perplexity)
-app.command()(inspect)
-app.command()(verify)
-app.command()(kernels)
-app.command()(doctor)
+app.command(cls=PanelCommand, context_settings={"allow_extra_args": True})(generate)
+for one in (chat, serve, bench, plan, pack, routes, convert, perplexity, inspect, verify, kernels, doctor):
+    app.command(cls=PanelCommand)(one)
+app.command("server", cls=PanelCommand, hidden=True)(serve)  # as mlx-lm calls it
+app.command("benchmark", cls=PanelCommand)(benchmark)
+app.command("cache_prompt", cls=PanelCommand)(cache_prompt)
+
+
+def _lacking(name: str, way: str) -> Callable[[], None]:
+    def refuse() -> None:
+        raise UsageError(f"{name}: not supported by penstock yet; {way}")
+
+    return refuse
+
+
+for name, way in VERBS.items():  # whatever stands behind them
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, hidden=True, add_help_option=False, context_settings=anything)(_lacking(name, way))
 
 
 def _print_version(wanted: bool) -> None:
