@@ -411,3 +411,41 @@ def test_bench_help_fits_80_columns_and_shows_an_example(capsys, monkeypatch):
     shown = call(capsys, "bench", "--help")
     assert "Examples:" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
+
+
+# -- benchmark, as mlx-lm has it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["1", "3"])
+def test_benchmark_prints_the_lines_of_mlx_lm(capsys, monkeypatch, size):
+    rests = []
+    monkeypatch.setattr("penstock.cli.benchmark.time.sleep", rests.append)
+    options = ["--device", "reference", "-p", "2", "-g", "3", "-b", size, "-n", "2", "--delay", "1"]
+    shown = call(capsys, "benchmark", *options, "--prefill-step-size", "512", "--trust-remote-code")
+    assert shown.status == 0 and shown.err.count("\n") == 2  # a remark of each option that changes nothing
+    warmup, about, *trials, averages = shown.out.splitlines()
+    assert warmup == "Running warmup.."
+    assert about == f"Timing with prompt_tokens=2, generation_tokens=3, batch_size={size}."
+    number = r"\d+\.\d{3}"
+    values = f"prompt_tps={number}, generation_tps={number}, peak_memory={number}"
+    assert [re.fullmatch(rf"Trial {n}:  {values}, total_time={number}", line) is None for n, line in
+            enumerate(trials, 1)] == [False] * 2  # fmt: skip
+    assert re.fullmatch(f"Averages: {values}", averages)
+    assert rests == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("-p", "0"), 2, "Invalid value for '--prompt-tokens'"),
+        (("-g", "1"), 2, "Invalid value for '--generation-tokens'"),
+        (("-n", "0"), 2, "Invalid value for '--num-trials'"),
+        (("-qa",), 2, "-qa: not supported by penstock yet; --activations int8"),
+        (("--pipeline",), 2, "--pipeline: not supported by penstock yet; -tp N"),
+        (("--device", "reference", "-b", "100000", "-p", "1", "-g", "2"), 1, "-b: is 100000, expected at most "),
+    ],
+)
+def test_benchmark_failures_are_one_line(capsys, arguments, status, message):
+    shown = call(capsys, "benchmark", *arguments)
+    assert (shown.status, shown.out, shown.err.count("\n")) == (status, "", 1)
+    assert shown.err.startswith(f"penstock: error: {message}")

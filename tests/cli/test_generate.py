@@ -1,3 +1,4 @@
+import importlib.util
 import io
 import json
 import os
@@ -399,3 +400,103 @@ def test_generate_help_fits_80_columns_and_shows_an_example(capsys, monkeypatch)
 def test_token_id_takes_ids_and_texts(llm):
     assert verb._token_id(llm, "3") == 3
     assert verb._token_id(llm, "<|im_end|>") == 3
+
+
+def test_generate_reads_the_prompt_from_a_file_and_makes_escapes_real(capsys, loaded, monkeypatch, llm, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Tell me\\ta \\x22story\\x22\n")
+    read = []
+    monkeypatch.setattr(llm, "stream", lambda tokens, **_: read.append(llm.tokenizer.decode(tokens)) or iter(()))
+    plain = ("generate", "--verbose", "F", "--no-conversation")
+    for words in (
+        ("-f", str(file)),
+        ("-f", str(file), "-e"),
+        ("-p", r"a\nb\"c\xc3\xa9"),
+        ("-p", r"a\nb\"\xc3\xa9", "-e"),
+        ("-p", r"a\nb", "--no-escape"),
+    ):
+        assert call(capsys, *plain, *words).status == 0
+    assert read == [r"Tell me\ta \x22story\x22", 'Tell me\ta "story"', 'a\nb\\"c\\xc3\\xa9', 'a\nb"é', r"a\nb"]
+    for words, message in ((("-f", "/nowhere"), "--file: /nowhere: no such file"),
+                           (("-e", "-p", r"\xff"), r"--escape: \xff is not valid UTF-8")):  # fmt: skip
+        shown = call(capsys, *plain, *words)
+        assert (shown.status, shown.err) == (1, f"penstock: error: {message}\n")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs penstock[grammar]")
+def test_generate_holds_the_answer_to_a_schema_or_a_grammar(capsys, loaded, tmp_path):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    (tmp_path / "s.json").write_text(json.dumps(schema))
+    (tmp_path / "g.gbnf").write_text('# two words\nroot ::= word " " word\nword ::= "yes" | "no"\n')
+    for words in (("-j", json.dumps(schema)), ("-jf", str(tmp_path / "s.json"))):
+        shown = call(capsys, "generate", "-n", "40", "--verbose", "F", *words)
+        assert json.loads(shown.out)["n"] in (1, 2)
+    gbnf = 'root ::= ("yes" | "no") " " ("yes" | "no")'
+    for words in (("--grammar", gbnf), ("--grammar-file", f"{tmp_path}/g.gbnf")):
+        shown = call(capsys, "generate", "-n", "40", "--verbose", "F", *words)
+        assert re.fullmatch("(yes|no) (yes|no)\n", shown.out)
+    for wrong, message in (
+        ("answer ::= x", "grammar has no rule root"),
+        ('root ::= "yes', "grammar is no GBNF"),
+        ("root ::= missing", "grammar "),
+        ("root ::= " + '"a" ' * 20_000, "grammar has 80009 characters"),
+    ):
+        shown = call(capsys, "generate", "--verbose", "F", "--grammar", wrong)
+        assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
+        assert shown.err.startswith(f"penstock: error: {message}")
+
+
+def test_generate_limits_the_repetition_penalty_and_adds_biases(capsys, loaded, monkeypatch, llm):
+    asked = []
+    monkeypatch.setattr(llm, "stream", lambda tokens, **options: asked.append(options) or iter(()))
+    for last in ("64", "-1", "0"):
+        words = ["--repeat-penalty", "1.1", "--repeat-last-n", last, "-l", "7-100", "--logit-bias", "15+1.5"]
+        assert call(capsys, "generate", *words, "-n", "-1", "-s", "-1").status == 0
+    limits = [(options["repetition_penalty"], options["repetition_context"]) for options in asked]
+    assert limits == [(1.1, 64), (1.1, None), (1.0, None)]
+    assert {options["max_tokens"] for options in asked} == {llm.max_context}
+    assert asked[0]["logit_bias"] == {7: -100.0, 15: 1.5} and asked[0]["seed"] != asked[1]["seed"]
+
+
+def test_generate_takes_another_chat_template(capsys, folder, monkeypatch):
+    own = api.load(folder, device="reference")
+    monkeypatch.setattr(api, "load", lambda *_, **__: own)
+    read = []
+    monkeypatch.setattr(own, "stream", lambda tokens, **_: read.append(own.tokenizer.decode(tokens)) or iter(()))
+    assert call(capsys, "generate", "--chat-template", "A: {{ messages[0].content }} B:", "-p", "hi").status == 0
+    assert read == ["A: hi B:"]
+
+
+def test_cache_prompt_writes_what_generate_goes_on_from(capsys, loaded, llm, tmp_path):
+    file = str(tmp_path / "cache.safetensors")
+    shown = call(capsys, "cache_prompt", "-p", "Once upon", "--prompt-cache-file", file)
+    assert shown.status == 0 and re.fullmatch(rf"{file}: \d+ tokens, .*B\n", shown.out)
+    assert re.search(r"^Processed \d+ tokens \(.* tok/s\)\nPeak memory: .* GB$", shown.err, re.MULTILINE)
+    found = json.loads(call(capsys, "generate", "--prompt-cache-file", file, "-p", " a time", "-m", "3", "--json").out)
+    start = llm.chat_tokens([{"role": "user", "content": "Once upon"}])[:-4]  # without what ends a message
+    rest = llm.tokenizer.encode(" a time<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    assert found["tokens"] == llm.generate([*start, *rest], max_tokens=3).tokens
+    assert found["usage"]["cached_tokens"] == len(start)
+    plain = ("-p", "Once", "--ignore-chat-template", "--prompt-cache-file", file)
+    assert call(capsys, "cache_prompt", *plain).status == 0
+    ends = ("--prompt-cache-file", file, "-p", " upon", "--ignore-chat-template", "-m", "3", "--json")
+    found = json.loads(call(capsys, "generate", *ends).out)
+    whole = llm.generate([*llm.tokenizer.encode("Once"), *llm.tokenizer.encode(" upon", False)], max_tokens=3)
+    assert found["tokens"] == whole.tokens
+    stopped = json.loads(call(capsys, "generate", *ends, "--extra-eos-token", str(whole.tokens[0])).out)
+    assert len(stopped["tokens"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (("-p", "x"), 2, "--prompt-cache-file: is missing"),
+        (("--prompt-cache-file", "x"), 2, "--prompt: is missing"),
+        (("-p", "x", "--prompt-cache-file", "x", "--kv-bits", "4"), 2, "--kv-bits: not supported by penstock yet"),
+        (("-p", "x", "--prompt-cache-file", "/nowhere/x"), 1, "/nowhere/x: cannot be written: No such file"),
+    ],
+)
+def test_cache_prompt_failures_are_one_line(capsys, loaded, words, status, message):
+    shown = call(capsys, "cache_prompt", *words)
+    assert (shown.status, shown.out) == (status, "")
+    assert f"penstock: error: {message}" in shown.err.splitlines()[-1]

@@ -7,7 +7,15 @@ else is refused by its name, with the nearest way.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import typer
+
+
+class UsageError(typer.TyperException):
+    """Wrong usage that the parser does not see; the program ends with status 2."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -23,18 +31,17 @@ class Foreign:
     flag: bool = False
     silent: tuple[str, ...] = ()
     remark: str = ""
-    noted: tuple[str, ...] | None = field(default=())
+    noted: tuple[str, ...] | None = ()
 
-    def is_silent(self, value: str) -> bool:
-        return any(_same(value, one) for one in self.silent)
-
-    def is_noted(self, value: str) -> bool:
-        return self.noted is None or any(_same(value, one) for one in self.noted)
-
-    def refusal(self, name: str) -> str:
-        taken = (*self.silent, *(self.noted or ()))
-        known = f", except {' or '.join(taken)}" if taken else ""
-        return f"{name}: not supported by penstock yet{known}" + (f"; {self.instead}" if self.instead else "")
+    def remark_on(self, name: str, value: str) -> str | None:
+        """What is to be said of a value, None for nothing. Raises UsageError if it is refused."""
+        if any(_same(value, one) for one in self.silent):
+            return None
+        if self.noted is None or any(_same(value, one) for one in self.noted):
+            return f"{name}: {self.remark}"
+        known = (*self.silent, *self.noted)
+        but = f", except {' or '.join(known)}" if known else ""
+        raise UsageError(f"{name}: not supported by penstock yet{but}" + (f"; {self.instead}" if self.instead else ""))
 
 
 def _same(value: str, other: str) -> bool:

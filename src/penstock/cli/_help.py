@@ -4,12 +4,12 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-REST = "Options"
+ARGUMENTS, REST = "Arguments", "Options"
 
 
 class PanelCommand(TyperCommand):
     """A verb whose help has a section for every panel of its options (`rich_help_panel`), in the order of their first
-    option; those without one come last.
+    option; those without one, which are the verb's own, come first.
     """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -17,10 +17,12 @@ class PanelCommand(TyperCommand):
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx)
             if record is not None:
-                default = "Arguments" if option.param_type_name == "argument" else REST
+                default = ARGUMENTS if option.param_type_name == "argument" else REST
                 panels.setdefault(getattr(option, "rich_help_panel", None) or default, []).append(record)
-        rest = panels.pop(REST, [])
-        for name, records in [*panels.items(), (REST, rest)]:
+        arguments, rest = panels.pop(ARGUMENTS, []), panels.pop(REST, [])
+        own = [(REST, rest)] if len(rest) > 1 else []
+        last = [] if own else [(REST, rest)]  # --help alone
+        for name, records in [(ARGUMENTS, arguments), *own, *panels.items(), *last]:
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_t
 import typer
 from rich.console import Console
 
-from penstock.cli._foreign import Foreign
+from penstock.cli._foreign import Foreign, UsageError
 from penstock.errors import CheckpointError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -32,12 +32,6 @@ if TYPE_CHECKING:
     from penstock.text.tokenizer import Tokenizer
     from penstock.weights.hub import Files
     from penstock.weights.resolve import Kind, ResolvedModel
-
-
-class UsageError(typer.TyperException):
-    """Wrong usage that the parser does not see; the program ends with status 2."""
-
-    exit_code = 2
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -63,10 +57,12 @@ def verb(foreign: Iterable[Foreign]) -> Callable[[Callable[..., None]], Callable
         hidden = {f"foreign_{n}": one for n, one in enumerate(spelled)}
 
         def command(**values: Any) -> None:
-            for key, (name, option) in hidden.items():
-                value = values.pop(key)
-                if value not in (None, False) and option.remark and not option.is_silent(str(value)):
-                    note(f"penstock: {name}: {option.remark}")
+            given = [(name, option, values.pop(key)) for key, (name, option) in hidden.items()]
+            remarks = [
+                option.remark_on(name, str(value)) for name, option, value in given if value not in (None, False)
+            ]
+            for remark in filter(None, remarks):
+                note(f"penstock: {remark}")
             made = {
                 name: group(**{field.name: values.pop(field.name) for field in fields(group)})
                 for name, group in groups.items()
@@ -97,12 +93,7 @@ def _options_of(group: type) -> list[Parameter]:
 
 
 def _hidden(key: str, name: str, option: Foreign) -> Parameter:
-    def check(value: Any) -> Any:
-        if value in (None, False) or option.is_silent(str(value)) or option.is_noted(str(value)):
-            return value
-        raise UsageError(option.refusal(name))
-
-    described = typer.Option(name, hidden=True, callback=check)
+    described = typer.Option(name, hidden=True)
     kind = Annotated[bool, described] if option.flag else Annotated[str | None, described]
     return Parameter(key, Parameter.KEYWORD_ONLY, default=False if option.flag else None, annotation=kind)
 

@@ -4,6 +4,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. An error is one l
 --debug.
 """
 
+import functools
 import os
 import sys
 import warnings
@@ -34,14 +35,16 @@ from penstock.cli.verify import verify
 from penstock.errors import PenstockError
 from penstock.settings import Settings
 
+_WIDE = {"max_content_width": 100}
 # Plain help text: it reads the same on a terminal, in a pipe and in a pager, at any width.
-app = typer.Typer(name="penstock", pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(name="penstock", pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=_WIDE)
 app.command(cls=PanelCommand, context_settings={"allow_extra_args": True})(generate)
-for one in (chat, serve, bench, plan, pack, routes, convert, perplexity, inspect, verify, kernels, doctor):
-    app.command(cls=PanelCommand)(one)
-app.command("server", cls=PanelCommand, hidden=True)(serve)  # as mlx-lm calls it
-app.command("benchmark", cls=PanelCommand)(benchmark)
+app.command(cls=PanelCommand)(chat)
 app.command("cache_prompt", cls=PanelCommand)(cache_prompt)
+app.command(cls=PanelCommand)(serve)
+app.command("server", cls=PanelCommand, hidden=True)(serve)  # as mlx-lm calls it
+for one in (bench, benchmark, plan, pack, routes, convert, perplexity, inspect, verify, kernels, doctor):
+    app.command(cls=PanelCommand)(one)
 
 
 def _lacking(name: str, way: str) -> Callable[[], None]:
@@ -91,6 +94,12 @@ def penstock(
         print(context.get_help())
 
 
+@functools.cache
+def program() -> Any:
+    """All verbs with their options, which takes a while to put together."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program and leave the interpreter with its exit status."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -103,7 +112,7 @@ def run(arguments: list[str]) -> int:
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     try:
         debug = _settings().debug or debug
-        status = app(args=arguments, prog_name="penstock", standalone_mode=False)
+        status = program()(args=arguments, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except typer.TyperException as error:

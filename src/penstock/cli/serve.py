@@ -42,6 +42,7 @@ _LEVELS = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 _OWN = ("--gpu-memory-utilization", "--jinja", "--reasoning-format", "--reasoning-budget")  # options of this verb
 _BY_MODEL = "the model's chat template tells the format of calls and reasoning"
 _BY_REQUEST = "requests set it"
+_PAGES = "Pages and log"  # a panel of the help
 
 _FOREIGN = (
     *without((*LOADING, *SAMPLING), *_OWN),
@@ -362,13 +363,29 @@ def serve(
     address: AddressOptions,
     answers: AnswerOptions,
     load: LoadOptions,
-    webui: Annotated[bool, typer.Option("--webui/--no-webui", help="The page to chat on.")] = True,
-    metrics: Annotated[bool, typer.Option("--metrics/--no-metrics", help="Counters at /metrics.")] = True,
+    webui: Annotated[
+        bool, typer.Option("--webui/--no-webui", help="The page to chat on.", rich_help_panel=_PAGES)
+    ] = True,
+    metrics: Annotated[
+        bool, typer.Option("--metrics/--no-metrics", help="Counters at /metrics.", rich_help_panel=_PAGES)
+    ] = True,
     log_level: Annotated[
-        _LEVELS, typer.Option("--log-level", "--uvicorn-log-level", case_sensitive=False, help="Of the log on stderr.")
+        _LEVELS,
+        typer.Option(
+            "--log-level",
+            "--uvicorn-log-level",
+            case_sensitive=False,
+            help="Of the log on stderr.",
+            rich_help_panel=_PAGES,
+        ),
     ] = "INFO",
     log_requests: Annotated[
-        bool, typer.Option("--log-requests/--disable-log-requests", help="A line per request, without its content.")
+        bool,
+        typer.Option(
+            "--log-requests/--disable-log-requests",
+            help="A line per request, without its content.",
+            rich_help_panel=_PAGES,
+        ),
     ] = True,
 ) -> None:
     """Serve a model over HTTP: OpenAI's endpoints and a page to chat on.
