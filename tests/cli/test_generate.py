@@ -473,7 +473,7 @@ def test_cache_prompt_writes_what_generate_goes_on_from(capsys, loaded, llm, tmp
     assert shown.status == 0 and re.fullmatch(rf"{file}: \d+ tokens, .*B\n", shown.out)
     assert re.search(r"^Processed \d+ tokens \(.* tok/s\)\nPeak memory: .* GB$", shown.err, re.MULTILINE)
     found = json.loads(call(capsys, "generate", "--prompt-cache-file", file, "-p", " a time", "-m", "3", "--json").out)
-    start = llm.chat_tokens([{"role": "user", "content": "Once upon"}])[:-4]  # without what ends a message
+    start = llm.chat_tokens([{"role": "user", "content": "Once upon"}])[:-5]  # without what ends a message
     rest = llm.tokenizer.encode(" a time<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
     assert found["tokens"] == llm.generate([*start, *rest], max_tokens=3).tokens
     assert found["usage"]["cached_tokens"] == len(start)

@@ -57,12 +57,10 @@ def verb(foreign: Iterable[Foreign]) -> Callable[[Callable[..., None]], Callable
         hidden = {f"foreign_{n}": one for n, one in enumerate(spelled)}
 
         def command(**values: Any) -> None:
-            given = [(name, option, values.pop(key)) for key, (name, option) in hidden.items()]
-            remarks = [
-                option.remark_on(name, str(value)) for name, option, value in given if value not in (None, False)
-            ]
-            for remark in filter(None, remarks):
-                note(f"penstock: {remark}")
+            given = [(*one, value) for key, one in hidden.items() if (value := values.pop(key)) not in (None, False)]
+            for remark in [option.remark_on(name, str(value)) for name, option, value in given]:
+                if remark is not None:
+                    note(f"penstock: {remark}")
             made = {
                 name: group(**{field.name: values.pop(field.name) for field in fields(group)})
                 for name, group in groups.items()
@@ -85,7 +83,7 @@ def _options_of(group: type) -> list[Parameter]:
     assert is_dataclass(group) and all(field.default is not MISSING for field in fields(group))
     for field in fields(group):
         (option,) = hints[field.name].__metadata__
-        option.rich_help_panel = option.rich_help_panel or group.PANEL
+        option.rich_help_panel = option.rich_help_panel or getattr(group, "PANEL", None)
     return [
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
         for field in fields(group)

@@ -36,7 +36,9 @@ def perplexity(
     *,
     argument: Annotated[str | None, MODEL] = None,
     model: NamedModel,
-    data_path: Annotated[Path, typer.Option("--data-path", "-f", "--file", metavar="FILE", help="Text in UTF-8.")],
+    data_path: Annotated[
+        Path | None, typer.Option("--data-path", "-f", "--file", metavar="FILE", help="Text in UTF-8.")
+    ] = None,
     sequence_length: Annotated[
         int, typer.Option("--sequence-length", "-c", "--ctx-size", metavar="N", min=2, help="Tokens of a window.")
     ] = 512,
@@ -92,6 +94,8 @@ def perplexity(
       penstock perplexity ./my-model-4bit --data-path wiki.txt --reference ./my-model --json
     """
     chosen = model.given(argument)
+    if data_path is None:
+        raise UsageError("--data-path: is missing, expected a text in UTF-8 (datasets of the hub are not supported)")
     if num_samples == 0:
         raise UsageError("--num-samples: is 0, expected at least 1, or -1 for the whole text")
     if reference is None and reference_device is not None:
