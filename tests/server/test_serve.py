@@ -137,6 +137,8 @@ def unserved(monkeypatch):
         (("--generation-config", "x"), "--generation-config: is 'x'"),
         (("--max-body", "much"), "'much' is no number of bytes"),
         (("--port", "99999"), "--port"),
+        (("demo", "-m", "demo"), "--model: 'demo' stands behind the verb already, expected one of the two"),
+        (("--json-schema", "{}"), "--json-schema: not supported by penstock yet; requests set it (response_format)"),
         (("--draft-model", "x"), "--draft-model: not supported by penstock yet"),
         (("--adapter-path", "x"), "--adapter-path: not supported"),
         (("--ssl-key-file", "x"), "--ssl-key-file: not supported"),

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from penstock.engine.scheduler import Continued, Scheduler
     from penstock.ops.device import Device
 
-_PREPARING = 3  # runs before the first that counts, where programs are captured
+PREPARING = 3  # runs before the first that counts, where programs are captured
 AHEAD = 4  # tokens that an answer may have while the prompts of others are read
 _SLACK = AHEAD + 2  # with those of steps under way
 
 _FOREIGN = (
     *LOADING,
-    refused("--no-kv-offload -nkvo --embeddings", "", silent="0"),
+    refused("--no-kv-offload -nkvo", "caches are where the model is; --device cpu has both in host memory", silent="0"),
+    refused("--embeddings -embd", "reading (pp) and writing (tg) are measured", silent="0"),
     taken("--delay", "one measurement follows the other", silent="0"),
     refused("--max-kv-size", "a measurement takes the context that it needs"),
 )
@@ -291,7 +292,7 @@ def _timed(
     times, before = Times(), Times()
     progress("compiling and capturing")
     if captures:  # the first run is a list of calls (and caches may grow), the second a capture
-        for _ in range(_PREPARING):
+        for _ in range(PREPARING):
             requests.run(test.generation, before)
     else:  # compiles, and touches every page once
         requests.run(min(test.generation, 8), before)

@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli._foreign import LOADING, refused
 from penstock.cli._model import NamedModel, note, rate, verb
-from penstock.cli.bench import AHEAD, Requests, Test, Times, check_batch, check_room
+from penstock.cli.bench import AHEAD, PREPARING, Requests, Test, Times, check_batch, check_room
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -40,8 +40,8 @@ def benchmark(
     """Measure a model as mlx_lm.benchmark does: its options, defaults and lines.
 
     Prompts are random tokens, and nothing but its length ends an answer. prompt_tps counts the tokens of all prompts
-    until each answer has its first token, generation_tps those of all answers behind it; peak_memory is in GB. One
-    run before the trials compiles and captures programs. penstock bench measures more, in the form of llama-bench.
+    until each answer has its first token, generation_tps those of all answers behind it; peak_memory is in GB. The
+    warmup compiles and captures programs. penstock bench measures more, in the form of llama-bench.
 
     \b
     Examples:
@@ -69,7 +69,8 @@ def measure(llm: "LLM", test: Test, trials: int, delay: int) -> None:
         Requests(llm.engine, scheduler, test, np.random.default_rng(0)) as requests,
     ):
         print("Running warmup..", flush=True)
-        requests.run(test.generation, Times())
+        for _ in range(PREPARING if llm.engine.device.samples_tokens else 1):
+            requests.run(test.generation, Times())
         print(f"Timing with prompt_tokens={prompt}, generation_tokens={generation}, batch_size={size}.", flush=True)
         found: list[dict[str, float]] = []
         for trial in range(trials):
