@@ -285,7 +285,7 @@ def test_bench_refuses_dims_beyond_any_memory(capsys, tmp_path):
 def test_bench_draws_on_the_device_and_says_what_preparing_took(capsys, tiny, monkeypatch):
     pytest.importorskip("torch")
     importlib.import_module("tests.gpu.interpreter").quicken()
-    monkeypatch.setattr(verb, "_PREPARING", 1)
+    monkeypatch.setattr(verb, "PREPARING", 1)
     shown = call(capsys, "bench", "--random", tiny, "--layers", "1", "--device", "cuda", *"-p 0 -n 2 -r 1".split())
     assert (shown.status, shown.err) == (0, "")
     heading, _, row, *footer = shown.out.splitlines()

@@ -72,6 +72,24 @@ def test_help_of_the_program_shows_examples_that_parse(capsys, monkeypatch):
             assert [name] == arguments("penstock --install-completion")
 
 
+@pytest.mark.parametrize(
+    ("verb", "panels"),
+    [
+        ("generate", ["Prompt and answer", "Sampling", "Grammar", "Chat template", "Model", "Memory and experts"]),
+        ("serve", ["Arguments", "Model", "Memory and experts", "Several devices", "Address and clients", "Answers"]),
+        ("bench", ["Options", "Model", "Memory and experts", "Several devices"]),
+    ],
+)
+def test_help_lists_options_by_panels_in_up_to_100_columns(capsys, monkeypatch, verb, panels):
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = call(capsys, verb, "--help").out
+    found = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
+    assert [panel for panel in found if panel in panels] == panels
+    assert 80 < max(map(len, shown.splitlines())) <= 100
+    own = shown.index(f"\n{found[0]}:\n")
+    assert "--help " not in shown[own : shown.index(f"\n{found[1]}:\n")] or found[0] == "Options"
+
+
 def test_commands_of_the_page_about_tools_parse():
     text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
     commands = re.findall(r"^penstock .*", text, re.MULTILINE)
