@@ -21,6 +21,7 @@ from penstock.models.config import first_layers
 from penstock.ops.device import device_type
 from penstock.weights.resolve import resolve_model, shipped_configs
 from tests.cli.common import call
+from tests.cli.model import write_small_model
 
 SHIPPED = Path(penstock.__file__).parent / "configs"
 
@@ -158,7 +159,9 @@ def test_bench_answers_wait_until_the_prompts_of_others_are_read(capsys, tiny, m
 def test_bench_refuses_batches_that_cannot_run_together(capsys, tiny, monkeypatch):
     shown = run(capsys, tiny, "-n", "2", "-p", "0", "-b", "1,300")
     assert (shown.status, shown.err.count("\n")) == (1, 1)
-    assert shown.err == "penstock: error: -b: is 300, expected at most 256: no more run in one step here\n"
+    assert shown.err.startswith(
+        "penstock: error: -b: is 300, expected at most 256: no more run in one step here; -b counts"
+    )
     monkeypatch.setattr(admission, "memory_for_sequences", lambda engine, count: 2 * engine.caches.bytes_of(64))
     shown = run(capsys, tiny, "-n", "40", "-p", "0", "-b", "3")
     assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
@@ -196,7 +199,7 @@ def test_bench_layers_override_the_file(capsys, tiny):
 
 def test_bench_runs_on_the_cpu_kernels(capsys, tiny):
     options = "-p 2 -n 2 -pg 2,2 -t 1 -r 1 -o jsonl".split()
-    shown = call(capsys, "benchmark", "--random", tiny, *options)
+    shown = call(capsys, "bench", "--random", tiny, *options)
     rows = [json.loads(line) for line in shown.out.splitlines()]
     assert [(row["test"], row["backend"], row["n_threads"]) for row in rows] == [
         ("pp2", "CPU", 1),
@@ -223,8 +226,8 @@ def test_bench_measures_the_demo_model_if_none_is_named(capsys):
         (("-pg", "5"), "-pg: is '5', expected two numbers such as 512,128"),
         (("-o", "sql"), "Invalid value for '-o' / '--output'"),
         (("-r", "0"), "Invalid value for '-r'"),
-        (("-ub", "512"), "-ub: not supported by penstock yet"),
-        (("-ngl", "99"), "-ngl: not supported by penstock yet"),
+        (("-ngl", "20"), "-ngl: is '20', expected 0 (--device cpu), or auto, all, 99"),
+        (("-ot", "exps=CPU"), "-ot: not supported by penstock yet; --expert-cache"),
     ],
 )
 def test_bench_wrong_usage_is_status_2(capsys, arguments, message):
@@ -282,7 +285,7 @@ def test_bench_refuses_dims_beyond_any_memory(capsys, tmp_path):
 def test_bench_draws_on_the_device_and_says_what_preparing_took(capsys, tiny, monkeypatch):
     pytest.importorskip("torch")
     importlib.import_module("tests.gpu.interpreter").quicken()
-    monkeypatch.setattr(verb, "_PREPARING", 1)
+    monkeypatch.setattr(verb, "PREPARING", 1)
     shown = call(capsys, "bench", "--random", tiny, "--layers", "1", "--device", "cuda", *"-p 0 -n 2 -r 1".split())
     assert (shown.status, shown.err) == (0, "")
     heading, _, row, *footer = shown.out.splitlines()
@@ -411,3 +414,43 @@ def test_bench_help_fits_80_columns_and_shows_an_example(capsys, monkeypatch):
     shown = call(capsys, "bench", "--help")
     assert "Examples:" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
+
+
+# -- benchmark, as mlx-lm has it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["1", "3"])
+def test_benchmark_prints_the_lines_of_mlx_lm(capsys, monkeypatch, tmp_path, size):
+    rests = []
+    monkeypatch.setattr("penstock.cli.benchmark.time.sleep", rests.append)
+    small = write_small_model(tmp_path / "small")
+    options = ["--model", small, "--device", "reference", "-p", "2", "-g", "3", "-b", size, "-n", "2", "--delay", "1"]
+    shown = call(capsys, "benchmark", *options, "--prefill-step-size", "512", "--trust-remote-code")
+    assert shown.status == 0
+    assert re.findall("^penstock: (--.*?): ", shown.err, re.MULTILINE) == ["--trust-remote-code", "--prefill-step-size"]
+    warmup, about, *trials, averages = shown.out.splitlines()
+    assert warmup == "Running warmup.."
+    assert about == f"Timing with prompt_tokens=2, generation_tokens=3, batch_size={size}."
+    number = r"\d+\.\d{3}"
+    values = f"prompt_tps={number}, generation_tps={number}, peak_memory={number}"
+    assert [re.fullmatch(rf"Trial {n}:  {values}, total_time={number}", line) is None for n, line in
+            enumerate(trials, 1)] == [False] * 2  # fmt: skip
+    assert re.fullmatch(f"Averages: {values}", averages)
+    assert rests == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("-p", "0"), 2, "Invalid value for '--prompt-tokens'"),
+        (("-g", "1"), 2, "Invalid value for '--generation-tokens'"),
+        (("-n", "0"), 2, "Invalid value for '--num-trials'"),
+        (("-qa",), 2, "-qa: not supported by penstock yet; --activations int8"),
+        (("--pipeline",), 2, "--pipeline: not supported by penstock yet; -tp N"),
+        (("--device", "reference", "-b", "100000", "-p", "1", "-g", "2"), 1, "-b: is 100000, expected at most "),
+    ],
+)
+def test_benchmark_failures_are_one_line(capsys, arguments, status, message):
+    shown = call(capsys, "benchmark", *arguments)
+    assert (shown.status, shown.out, shown.err.count("\n")) == (status, "", 1)
+    assert shown.err.startswith(f"penstock: error: {message}")

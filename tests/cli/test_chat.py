@@ -131,10 +131,17 @@ def test_chat_missing_model_is_one_line(capsys):
     assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
 
 
-@pytest.mark.parametrize("option", ["--pipeline", "--trust-remote-code"])
+@pytest.mark.parametrize("option", [("--pipeline",), ("--json-schema", "{}")])
 def test_chat_refuses_what_it_lacks_by_name(capsys, option):
-    shown = call(capsys, "chat", option)
-    assert (shown.status, shown.err) == (2, f"penstock: error: {option}: not supported by penstock yet\n")
+    shown = call(capsys, "chat", *option)
+    assert shown.status == 2 and shown.err.count("\n") == 1
+    assert shown.err.startswith(f"penstock: error: {option[0]}: not supported by penstock yet; ")
+
+
+def test_chat_begins_with_a_prompt_and_ends_after_one_turn(say, llm):
+    shown = say("never read", options=("-p", "hello", "-st", "-m", "3"))
+    assert (shown.status, shown.out) == (0, llm.chat([{"role": "user", "content": "hello"}], max_tokens=3).text + "\n")
+    assert say("and then", options=("-p", "hello", "-n", "3")).out.count("\n") >= 2
 
 
 def test_chat_reads_control_tokens_as_text_unless_allowed(say, llm):

@@ -79,7 +79,6 @@ def test_remarks_go_to_stderr(capsys: Any, tmp_path: Path) -> None:
         (("-q", "--quant-predicate", "mixed_9"), "quant-predicate is 'mixed_9', expected one of mixed_2_6"),
         (("-q", "--q-mode", "mxfp4"), "--q-mode: not supported by penstock yet, except affine"),
         (("--upload-repo", "me/it"), "--upload-repo: not supported by penstock yet"),
-        (("--trust-remote-code",), "--trust-remote-code: not supported by penstock yet"),
         (("--dtype", "float8"), "Invalid value for '--dtype'"),
         (("--calibrate", "x.txt"), "convert: calibrate is asked for without quantize"),
         (("-q", "--calibrate-tokens", "5"), "convert: calibrate_tokens is 5, expected a number above 0, and a text"),

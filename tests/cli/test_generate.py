@@ -1,3 +1,4 @@
+import importlib.util
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import pytest
 
 from penstock import api
 from penstock.cli import generate as verb
-from penstock.cli._model import REFUSED, REFUSED_SAMPLING
+from penstock.cli._foreign import LOADING, SAMPLING
 from tests.cli.common import call, program
 from tests.cli.model import write_small_model
 
@@ -219,25 +220,62 @@ def test_generate_continues_a_saved_session(capsys, loaded, llm, tmp_path):
     assert found["usage"]["prompt_tokens"] == whole.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("option", sorted(REFUSED | REFUSED_SAMPLING))
-def test_generate_refuses_what_it_lacks_by_name(capsys, option):
-    value = () if (REFUSED | REFUSED_SAMPLING)[option] is None else ("17",)
-    shown = call(capsys, "generate", option, *value)
-    assert (shown.status, shown.out) == (2, "")
-    assert shown.err.startswith(f"penstock: error: {option}: not supported by penstock yet")
-    assert shown.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("option", [("--prefill-step-size", "256"), ("--xtc-probability", "0.0"), ("-fa", "auto")])
-def test_generate_lets_values_pass_that_ask_for_nothing(capsys, loaded, monkeypatch, llm, option):
+def test_generate_takes_or_refuses_the_options_of_others_by_name(capsys, loaded, monkeypatch, llm):
+    """Each with one line: a remark that its wish is met, or the nearest way."""
     monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: iter(()))
-    assert call(capsys, "generate", *option).status == 0
+    for option in (*LOADING, *SAMPLING):
+        for name in option.names:
+            shown = call(capsys, "generate", "--verbose", "F", name, *(() if option.flag else ("17",)))
+            assert shown.err.count("\n") == 1, name
+            if option.noted is None:
+                assert (shown.status, shown.err) == (0, f"penstock: {name}: {option.remark}\n"), name
+            else:
+                assert (shown.status, shown.out) == (2, ""), name
+                assert shown.err.startswith(f"penstock: error: {name}: not supported by penstock yet"), name
+                assert option.instead and option.instead in shown.err, name
+
+
+@pytest.mark.parametrize(
+    ("option", "remark"),
+    [
+        (("--xtc-probability", "0.0"), ""),
+        (("-fa", "auto"), ""),
+        (("-fa", "on"), "penstock: -fa: attention is always computed in one pass\n"),
+        (("-ctk", "f16"), "penstock: -ctk: caches have the numbers of --dtype: float32 on a CPU, bfloat16 on a GPU\n"),
+        (
+            ("-ngl", "99"),
+            "penstock: -ngl 99: where there is a GPU it holds the whole model; --expert-cache bounds its ",
+        ),
+    ],
+)
+def test_generate_lets_values_pass_that_ask_for_nothing(capsys, loaded, monkeypatch, llm, option, remark):
+    monkeypatch.setattr(llm, "stream", lambda tokens, **arguments: iter(()))
+    shown = call(capsys, "generate", "--verbose", "F", *option)
+    assert shown.status == 0 and shown.err.startswith(remark) and shown.err.count("\n") == bool(remark)
+    assert loaded["device"] == "auto"
+
+
+def test_generate_takes_no_gpu_layers_as_the_cpu(capsys, loaded):
+    assert call(capsys, "generate", "-ngl", "0", "-m", "1").status == 0
+    assert loaded["device"] == "cpu"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--prefill-step-size", "2048"), "--prefill-step-size: not supported by penstock yet, except 256"),
+        (
+            ("-m", "model.gguf"),
+            "Invalid value for '--max-tokens' / '-m' / '-n' / '--n-predict' / '--predict': "
+            "'model.gguf' is no number of tokens; --model M names the model",
+        ),
+        (("-ngl", "0", "--device", "cuda"), "-ngl: is 0, which is --device cpu"),
+        (("-f", "x", "-p", "y"), "--file: a --prompt is given as well"),
+        (("-j", "{}", "--grammar", "x"), "--grammar: --json-schema is given as well"),
+        (("-j", "{"), "--json-schema: "),
+        (("-j", "[]"), "--json-schema: is a list, expected a JSON schema"),
+        (("--logit-bias", "x+1"), "--logit-bias: is 'x+1', expected a token id and a number"),
+        (("--chat-template", "chatml"), "--chat-template: names of templates are not known here"),
+        (("--prompt-cache-file", "x", "-j", "{}"), "--json-schema: not supported together with --prompt-cache-file"),
         (("hello",), "Got unexpected extra argument (hello)"),
         (("--logprobs", "2"), "--logprobs: expected together with --json"),
         (("--verbose", "maybe"), "--verbose: is 'maybe', expected T or F"),
@@ -245,13 +283,12 @@ def test_generate_lets_values_pass_that_ask_for_nothing(capsys, loaded, monkeypa
         (("--chat-template-config", "[1]"), "--chat-template-config: is a list, expected a JSON object"),
         (("--chat-template-config", '{"messages": []}'), "--chat-template-config: 'messages' is set by penstock"),
         (("--prompt-cache-file", "x", "--system-prompt", "y"), "--system-prompt: belongs before what"),
-        (("--prompt-cache-file", "x", "--extra-eos-token", "y"), "--extra-eos-token: not supported together"),
         (("--max-tokens", "0"), "Invalid value for '--max-tokens' / '-m'"),
         (("--temp", "-1"), "Invalid value for '--temp'"),
         (("--temp", "nan"), "Invalid value for '--temp'"),
         (("--repetition-penalty", "0"), "repetition_penalty is 0"),
         (("--top-p", "2"), "Invalid value for '--top-p'"),
-        (("--seed", "-1"), "Invalid value for '--seed' / '-s'"),
+        (("--seed", "-2"), "Invalid value for '--seed' / '-s'"),
         (("--device", "tpu"), "Invalid value for '--device'"),
         (("-c", "many"), "Invalid value for '--max-kv-size'"),
         (("-c", ""), "Invalid value for '--max-kv-size'"),
@@ -363,3 +400,103 @@ def test_generate_help_fits_80_columns_and_shows_an_example(capsys, monkeypatch)
 def test_token_id_takes_ids_and_texts(llm):
     assert verb._token_id(llm, "3") == 3
     assert verb._token_id(llm, "<|im_end|>") == 3
+
+
+def test_generate_reads_the_prompt_from_a_file_and_makes_escapes_real(capsys, loaded, monkeypatch, llm, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Tell me\\ta \\x22story\\x22\n")
+    read = []
+    monkeypatch.setattr(llm, "stream", lambda tokens, **_: read.append(llm.tokenizer.decode(tokens)) or iter(()))
+    plain = ("generate", "--verbose", "F", "--no-conversation")
+    for words in (
+        ("-f", str(file)),
+        ("-f", str(file), "-e"),
+        ("-p", r"a\nb\"c\xc3\xa9"),
+        ("-p", r"a\nb\"\xc3\xa9", "-e"),
+        ("-p", r"a\nb", "--no-escape"),
+    ):
+        assert call(capsys, *plain, *words).status == 0
+    assert read == [r"Tell me\ta \x22story\x22", 'Tell me\ta "story"', 'a\nb\\"c\\xc3\\xa9', 'a\nb"é', r"a\nb"]
+    for words, message in ((("-f", "/nowhere"), "--file: /nowhere: no such file"),
+                           (("-e", "-p", r"\xff"), r"--escape: \xff is not valid UTF-8")):  # fmt: skip
+        shown = call(capsys, *plain, *words)
+        assert (shown.status, shown.err) == (1, f"penstock: error: {message}\n")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs penstock[grammar]")
+def test_generate_holds_the_answer_to_a_schema_or_a_grammar(capsys, loaded, tmp_path):
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    (tmp_path / "s.json").write_text(json.dumps(schema))
+    (tmp_path / "g.gbnf").write_text('# two words\nroot ::= word " " word\nword ::= "yes" | "no"\n')
+    for words in (("-j", json.dumps(schema)), ("-jf", str(tmp_path / "s.json"))):
+        shown = call(capsys, "generate", "-n", "40", "--verbose", "F", *words)
+        assert json.loads(shown.out)["n"] in (1, 2)
+    gbnf = 'root ::= ("yes" | "no") " " ("yes" | "no")'
+    for words in (("--grammar", gbnf), ("--grammar-file", f"{tmp_path}/g.gbnf")):
+        shown = call(capsys, "generate", "-n", "40", "--verbose", "F", *words)
+        assert re.fullmatch("(yes|no) (yes|no)\n", shown.out)
+    for wrong, message in (
+        ("answer ::= x", "grammar has no rule root"),
+        ('root ::= "yes', "grammar is no GBNF"),
+        ("root ::= missing", "grammar "),
+        ("root ::= " + '"a" ' * 20_000, "grammar has 80009 characters"),
+    ):
+        shown = call(capsys, "generate", "--verbose", "F", "--grammar", wrong)
+        assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
+        assert shown.err.startswith(f"penstock: error: {message}")
+
+
+def test_generate_limits_the_repetition_penalty_and_adds_biases(capsys, loaded, monkeypatch, llm):
+    asked = []
+    monkeypatch.setattr(llm, "stream", lambda tokens, **options: asked.append(options) or iter(()))
+    for last in ("64", "-1", "0"):
+        words = ["--repeat-penalty", "1.1", "--repeat-last-n", last, "-l", "7-100", "--logit-bias", "15+1.5"]
+        assert call(capsys, "generate", *words, "-n", "-1", "-s", "-1").status == 0
+    limits = [(options["repetition_penalty"], options["repetition_context"]) for options in asked]
+    assert limits == [(1.1, 64), (1.1, None), (1.0, None)]
+    assert {options["max_tokens"] for options in asked} == {llm.max_context}
+    assert asked[0]["logit_bias"] == {7: -100.0, 15: 1.5} and asked[0]["seed"] != asked[1]["seed"]
+
+
+def test_generate_takes_another_chat_template(capsys, folder, monkeypatch):
+    own = api.load(folder, device="reference")
+    monkeypatch.setattr(api, "load", lambda *_, **__: own)
+    read = []
+    monkeypatch.setattr(own, "stream", lambda tokens, **_: read.append(own.tokenizer.decode(tokens)) or iter(()))
+    assert call(capsys, "generate", "--chat-template", "A: {{ messages[0].content }} B:", "-p", "hi").status == 0
+    assert read == ["A: hi B:"]
+
+
+def test_cache_prompt_writes_what_generate_goes_on_from(capsys, loaded, llm, tmp_path):
+    file = str(tmp_path / "cache.safetensors")
+    shown = call(capsys, "cache_prompt", "-p", "Once upon", "--prompt-cache-file", file)
+    assert shown.status == 0 and re.fullmatch(rf"{file}: \d+ tokens, .*B\n", shown.out)
+    assert re.search(r"^Processed \d+ tokens \(.* tok/s\)\nPeak memory: .* GB$", shown.err, re.MULTILINE)
+    found = json.loads(call(capsys, "generate", "--prompt-cache-file", file, "-p", " a time", "-m", "3", "--json").out)
+    start = llm.chat_tokens([{"role": "user", "content": "Once upon"}])[:-5]  # without what ends a message
+    rest = llm.tokenizer.encode(" a time<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    assert found["tokens"] == llm.generate([*start, *rest], max_tokens=3).tokens
+    assert found["usage"]["cached_tokens"] == len(start)
+    plain = ("-p", "Once", "--ignore-chat-template", "--prompt-cache-file", file)
+    assert call(capsys, "cache_prompt", *plain).status == 0
+    ends = ("--prompt-cache-file", file, "-p", " upon", "--ignore-chat-template", "-m", "3", "--json")
+    found = json.loads(call(capsys, "generate", *ends).out)
+    whole = llm.generate([*llm.tokenizer.encode("Once"), *llm.tokenizer.encode(" upon", False)], max_tokens=3)
+    assert found["tokens"] == whole.tokens
+    stopped = json.loads(call(capsys, "generate", *ends, "--extra-eos-token", str(whole.tokens[0])).out)
+    assert len(stopped["tokens"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (("-p", "x"), 2, "--prompt-cache-file: is missing"),
+        (("--prompt-cache-file", "x"), 2, "--prompt: is missing"),
+        (("-p", "x", "--prompt-cache-file", "x", "--kv-bits", "4"), 2, "--kv-bits: not supported by penstock yet"),
+        (("-p", "x", "--prompt-cache-file", "/nowhere/x"), 1, "/nowhere/x: cannot be written: No such file"),
+    ],
+)
+def test_cache_prompt_failures_are_one_line(capsys, loaded, words, status, message):
+    shown = call(capsys, "cache_prompt", *words)
+    assert (shown.status, shown.out) == (status, "")
+    assert f"penstock: error: {message}" in shown.err.splitlines()[-1]

@@ -72,6 +72,24 @@ def test_help_of_the_program_shows_examples_that_parse(capsys, monkeypatch):
             assert [name] == arguments("penstock --install-completion")
 
 
+@pytest.mark.parametrize(
+    ("verb", "panels"),
+    [
+        ("generate", ["Prompt and answer", "Sampling", "Grammar", "Chat template", "Model", "Memory and experts"]),
+        ("serve", ["Arguments", "Model", "Memory and experts", "Several devices", "Address and clients", "Answers"]),
+        ("bench", ["Options", "Model", "Memory and experts", "Several devices"]),
+    ],
+)
+def test_help_lists_options_by_panels_in_up_to_100_columns(capsys, monkeypatch, verb, panels):
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = call(capsys, verb, "--help").out
+    found = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
+    assert [panel for panel in found if panel in panels] == panels
+    assert 80 < max(map(len, shown.splitlines())) <= 100
+    own = shown.index(f"\n{found[0]}:\n")
+    assert "--help " not in shown[own : shown.index(f"\n{found[1]}:\n")] or found[0] == "Options"
+
+
 def test_commands_of_the_page_about_tools_parse():
     text = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
     commands = re.findall(r"^penstock .*", text, re.MULTILINE)
@@ -147,8 +165,8 @@ def test_an_unknown_option_is_one_line_and_status_2(capsys, verb):
 
 @pytest.mark.parametrize("verb", LOADING)
 def test_a_missing_model_is_one_line_and_status_1(capsys, tmp_path, verb):
-    more = ["--data-path", __file__] if verb == "perplexity" else []
-    shown = call(capsys, verb, "--model", str(tmp_path / "nosuch"), *more)
+    more = {"perplexity": ["--data-path", __file__], "cache_prompt": ["-p", "x", "--prompt-cache-file", "y"]}
+    shown = call(capsys, verb, "--model", str(tmp_path / "nosuch"), *more.get(verb, []))
     assert (shown.status, shown.out, shown.err.count("\n")) == (1, "", 1)
     assert "no such folder" in shown.err
 

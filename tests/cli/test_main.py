@@ -68,7 +68,7 @@ def failing(monkeypatch):
     def fail(**_):
         raise raised[0]
 
-    monkeypatch.setattr(main, "app", fail)
+    monkeypatch.setattr(main, "program", lambda: fail)
     return raised
 
 

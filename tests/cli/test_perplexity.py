@@ -224,8 +224,11 @@ def test_perplexity_takes_the_command_line_of_mlx_lm(capsys, small, tale):
     words = ["--model", small, "--data-path", tale, "--batch-size", "4", "--sequence-length", "60"]
     shown = call(capsys, "perplexity", *words, "--num-samples", "-1", "--seed", "123", "--device", "reference")
     assert shown.status == 0
-    refused = call(capsys, "perplexity", *words, "--trust-remote-code")
-    assert (refused.status, refused.err) == (2, "penstock: error: --trust-remote-code: not supported by penstock yet\n")
+    assert "remote" not in shown.err
+    words = [*words[2:], "--device", "reference"]
+    shown = call(capsys, "perplexity", "-m", small, *words, "--trust-remote-code")  # -m as in llama.cpp
+    assert shown.status == 0
+    assert shown.err.startswith("penstock: --trust-remote-code: no code from model folders is run\n")
 
 
 @pytest.mark.parametrize(

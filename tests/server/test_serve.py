@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 import penstock
-from penstock.cli._model import ModelOptions
+from penstock.cli._model import ModelOptions, set_template
 from penstock.cli.main import run
-from penstock.cli.serve import _compile_template, _names, _set_template, byte_size
+from penstock.cli.serve import _compile_template, _names, byte_size
 from penstock.errors import CheckpointError
 from penstock.text import template
 from tests.cli.common import call, program
@@ -137,6 +137,8 @@ def unserved(monkeypatch):
         (("--generation-config", "x"), "--generation-config: is 'x'"),
         (("--max-body", "much"), "'much' is no number of bytes"),
         (("--port", "99999"), "--port"),
+        (("demo", "-m", "demo"), "--model: 'demo' stands behind the verb already, expected one of the two"),
+        (("--json-schema", "{}"), "--json-schema: not supported by penstock yet; requests set it (response_format)"),
         (("--draft-model", "x"), "--draft-model: not supported by penstock yet"),
         (("--adapter-path", "x"), "--adapter-path: not supported"),
         (("--ssl-key-file", "x"), "--ssl-key-file: not supported"),
@@ -288,7 +290,7 @@ def test_a_model_that_cannot_be_loaded_is_stated_and_the_status_is_1(tmp_path):
 def test_a_broken_template_is_refused_when_the_model_is_loaded(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "templates", llm.tokenizer.templates)  # put back afterwards
     with pytest.raises(CheckpointError, match=r"^--chat-template: chat template, line 1"):
-        _set_template(llm.tokenizer, "{% if %}")
+        set_template(llm.tokenizer, "{% if %}")
 
 
 def test_a_models_own_template_is_compiled_before_the_first_chat_and_may_be_broken(llm, monkeypatch, capsys):

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import HfApi, errors
 
 import penstock
 from penstock.errors import CheckpointError, InvalidArgument
@@ -175,14 +175,42 @@ def test_find_model_leaves_a_hub_id_alone(hub):
 
 def test_resolve_downloads_a_hub_model_and_keeps_its_id(hub, tmp_path):
     hub.outcome = str(tmp_path)
+    assert "has no config.json" in refusal("owner/name") and "owner/name:TYPE takes" in refusal("owner/name")
+    hub.calls.clear()
+    (tmp_path / "config.json").write_text("{}")
     assert resolve_model("owner/name", revision="v1") == ResolvedModel("folder", tmp_path, "name", "owner/name")
     ((id, options),) = hub.calls
     assert id == "owner/name" and options["revision"] == "v1"
     hub.cached = errors.LocalEntryNotFoundError("no")
-    (tmp_path / "config.json").write_text("{}")
     assert resolve_model("owner/name", ANY, files="config").kind == "config"
     (tmp_path / "model.safetensors").touch()
     assert resolve_model("owner/name", ANY, files="small").kind == "folder"
+
+
+GGUF = ["a-Q4_0.gguf", "a-UD-Q4_0.gguf", "a.q8_0.gguf", "BF16/a-BF16-00001-of-00002.gguf", "mmproj-Q8_0.gguf", "a.json"]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_resolve_takes_a_gguf_file_of_a_hub_model_by_its_type(hub, tmp_path, monkeypatch, offline):
+    """As llama.cpp's -hf owner/name:TYPE. Offline the names are those of the cached snapshot."""
+    monkeypatch.setattr(HfApi, "list_repo_files", lambda *_, **__: pytest.fail("asked") if offline else GGUF)
+    for name in GGUF:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    hub.outcome = str(tmp_path)
+    found = resolve_model("owner/name:Q4_0", offline=offline)
+    assert found == ResolvedModel("gguf", tmp_path / "a-Q4_0.gguf", "name:Q4_0", "owner/name:Q4_0")
+    assert hub.calls[-1][1]["allow_patterns"] == ["a-Q4_0.gguf"]
+    assert resolve("owner/name:Q8_0", offline=offline) == tmp_path / "a.q8_0.gguf"  # not that of images
+    assert "BF16/a-BF16-00001-of-00002.gguf is a part" in refusal("owner/name:bf16", offline=offline)
+    assert "no GGUF file of type 'Q4', expected one of those" in refusal("owner/name:Q4", offline=offline)
+    before = len(hub.calls)
+    assert "GGUF type 'Q2_K_XL' cannot be run" in refusal("owner/name:Q2_K_XL", offline=offline)
+    assert "is a .gguf file, expected a folder" in refusal("owner/name:Q8_0", ("folder",), offline=offline)
+    assert len(hub.calls) == before  # nothing was asked
+    assert isinstance(find_model("owner/name:Q8_0"), HubModel)
+    for wrong in ("owner/name:", "owner/name:a b", "name:Q8_0", "owner/name:a:b"):
+        assert "no such folder" in refusal(wrong, offline=offline)
 
 
 # -- the verbs and the package ---------------------------------------------------------------------------------------

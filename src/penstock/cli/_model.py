@@ -1,8 +1,8 @@
 """Options that several verbs share, and what becomes of them: a loaded model, sampling, a prompt, a refusal.
 
-A verb takes groups of options as dataclasses; `verb` turns each field into an option of the command line. Names are
-those of mlx-lm, and where it has none those of llama.cpp and vLLM. An option that they know and penstock lacks is
-refused by its name.
+A verb takes groups of options as dataclasses; `verb` turns each field into an option of the command line, in the panel
+of the help that the group's PANEL names. Names are those of mlx-lm, and where it has none those of llama.cpp and vLLM.
+What becomes of their other options is said in `_foreign`.
 """
 
 from __future__ import annotations
@@ -11,41 +11,37 @@ import io
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
 import typer
 from rich.console import Console
 
-from penstock.errors import InvalidArgument
+from penstock.cli._foreign import Foreign, UsageError
+from penstock.errors import CheckpointError, InvalidArgument
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from penstock.api import LLM
+    from penstock.text.tokenizer import Tokenizer
     from penstock.weights.hub import Files
     from penstock.weights.resolve import Kind, ResolvedModel
-
-
-class UsageError(typer.TyperException):
-    """Wrong usage that the parser does not see; the program ends with status 2."""
-
-    exit_code = 2
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Verbs
 
 
-def verb(refused: Mapping[str, str | None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(foreign: Iterable[Foreign]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a Typer command of a function whose parameters are options or dataclasses of options.
 
-    `refused` has the spellings of options that penstock knows and lacks: None for a flag, else the value that asks for
-    nothing special and is let through ("" if there is none).
+    `foreign`: options of other programs that are taken with a remark or refused with the nearest way.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -57,11 +53,14 @@ def verb(refused: Mapping[str, str | None]) -> Callable[[Callable[..., None]], C
                 parameters += _options_of(parameter.annotation)
             else:
                 parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
-        hidden = [_refusal(n, name, neutral) for n, (name, neutral) in enumerate(refused.items())]
+        spelled = [(name, option) for option in foreign for name in option.names]
+        hidden = {f"foreign_{n}": one for n, one in enumerate(spelled)}
 
         def command(**values: Any) -> None:
-            for option in hidden:
-                del values[option.name]
+            given = [(*one, value) for key, one in hidden.items() if (value := values.pop(key)) not in (None, False)]
+            for remark in [option.remark_on(name, str(value)) for name, option, value in given]:
+                if remark is not None:
+                    note(f"penstock: {remark}")
             made = {
                 name: group(**{field.name: values.pop(field.name) for field in fields(group)})
                 for name, group in groups.items()
@@ -69,129 +68,32 @@ def verb(refused: Mapping[str, str | None]) -> Callable[[Callable[..., None]], C
             return function(**made, **values)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
+        parameters += [_hidden(key, *one) for key, one in hidden.items()]
         # Typer reads these instead of the function's own
-        command.__signature__ = Signature([*parameters, *hidden])  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in (*parameters, *hidden)}
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
 
     return decorate
 
 
 def _options_of(group: type) -> list[Parameter]:
+    """The options of a group, in its panel of the help unless they name another."""
     hints = get_type_hints(group, include_extras=True)
     assert is_dataclass(group) and all(field.default is not MISSING for field in fields(group))
+    for field in fields(group):
+        (option,) = hints[field.name].__metadata__
+        option.rich_help_panel = option.rich_help_panel or getattr(group, "PANEL", None)
     return [
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
         for field in fields(group)
     ]
 
 
-def _refusal(number: int, name: str, neutral: str | None) -> Parameter:
-    def refuse(value: Any) -> Any:
-        if value is None or value is False or (neutral and _same(value, neutral)):
-            return value
-        raise UsageError(f"{name}: not supported by penstock yet" + (f", except {neutral}" if neutral else ""))
-
-    option = typer.Option(name, hidden=True, callback=refuse)
-    kind = Annotated[bool, option] if neutral is None else Annotated[str | None, option]
-    default = False if neutral is None else None
-    return Parameter(f"refused_{number}", Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-
-
-def _same(value: str, neutral: str) -> bool:
-    """Equal as text or as numbers."""
-    try:
-        return float(value) == float(neutral)
-    except ValueError:
-        return value == neutral
-
-
-# Options of mlx-lm, llama.cpp and vLLM for things that penstock lacks; these fit every verb that loads a model.
-REFUSED: dict[str, str | None] = {
-    "--trust-remote-code": None,
-    "--adapter-path": "",
-    "--lora": "",
-    "--lora-scaled": "",
-    "--pipeline": None,
-    "--draft-model": "",
-    "--model-draft": "",
-    "-md": "",
-    "--num-draft-tokens": "3",
-    "--spec-type": "",
-    "--spec-draft-n-max": "",
-    "--speculative-config": "",
-    "--quantize-activations": None,
-    "-qa": None,
-    "--kv-bits": "",
-    "--kv-group-size": "64",
-    "--quantized-kv-start": "5000",
-    "--kv-cache-dtype": "auto",
-    "--cache-type-k": "",
-    "-ctk": "",
-    "--cache-type-v": "",
-    "-ctv": "",
-    "--prefill-step-size": "256",
-    "--n-gpu-layers": "auto",
-    "--gpu-layers": "auto",
-    "-ngl": "auto",
-    "--override-tensor": "",
-    "-ot": "",
-    "--cpu-moe": None,
-    "-cmoe": None,
-    "--n-cpu-moe": "",
-    "-ncmoe": "",
-    "--fit": "on",
-    "-fit": "on",
-    "--fit-target": "",
-    "-fitt": "",
-    "--flash-attn": "auto",
-    "-fa": "auto",
-    "--load-mode": "auto",
-    "-lm": "auto",
-    "--mlock": None,
-    "--no-mmap": None,
-    "--numa": "",
-    "--check-tensors": None,
-    "--gpu-memory-utilization": "",
-    "--cpu-offload-gb": "0",
-    "--pipeline-parallel-size": "1",
-    "-pp": "1",
-    "--quantization": "",
-    "--load-format": "auto",
-    "--rope-scaling": "",
-    "--rope-freq-base": "",
-    "--rope-freq-scale": "",
-}
-
-REFUSED_SAMPLING: dict[str, str | None] = {
-    "--xtc-probability": "0",
-    "--xtc-threshold": "0.1",
-    "--min-tokens-to-keep": "1",
-    "--samplers": "",
-    "--sampling-seq": "",
-    "--typical": "1",
-    "--typical-p": "1",
-    "--top-nsigma": "-1",
-    "--top-n-sigma": "-1",
-    "--mirostat": "0",
-    "--dynatemp-range": "0",
-    "--dry-multiplier": "0",
-    "--repeat-last-n": "",
-    "--logit-bias": "",
-    "--grammar": "",
-    "--grammar-file": "",
-    "--json-schema": "",
-    "--json-schema-file": "",
-    "-j": "",
-    "--image": "",
-    "--mmproj": "",
-    "--chat-template": "",
-    "--chat-template-file": "",
-    "--use-default-chat-template": None,
-    "--reasoning-format": "none",
-    "--reasoning-budget": "-1",
-    "--ignore-eos": None,
-}
+def _hidden(key: str, name: str, option: Foreign) -> Parameter:
+    described = typer.Option(name, hidden=True)
+    kind = Annotated[bool, described] if option.flag else Annotated[str | None, described]
+    return Parameter(key, Parameter.KEYWORD_ONLY, default=False if option.flag else None, annotation=kind)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -275,21 +177,30 @@ def size(text: str) -> int:
     return int(digits) * factor
 
 
+def model_option(*short: str) -> Any:
+    """--model, with further spellings of it."""
+    return typer.Option(
+        "--model",
+        *short,
+        "-hf",
+        "--hf-repo",
+        metavar="M",
+        help="Folder, .gguf file, hub id, or OWNER/NAME:TYPE for a GGUF file of the hub; by default the demo model.",
+        autocompletion=complete_model,
+    )
+
+
+MEMORY = "Memory and experts"  # panels of the help
+RANKS = "Several devices"
+
+
 @dataclass(frozen=True)
 class AnyModel:
     """Which model, and how it computes."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-hf",
-            "--hf-repo",
-            metavar="M",
-            help="Folder or hub id; the built-in demo model if left out.",
-            autocompletion=complete_model,
-        ),
-    ] = None
+    PANEL: ClassVar[str] = "Model"
+
+    model: Annotated[str | None, model_option()] = None
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a hub model.")
     ] = None
@@ -304,18 +215,25 @@ class AnyModel:
         Literal["auto", "float32", "bfloat16"],
         typer.Option("--state-dtype", help="Numbers of recurrent states; bfloat16 has half the bytes, not on the CPU."),
     ] = "auto"
+    gpu_layers: Annotated[  # llama.cpp's
+        str | None, typer.Option("-ngl", "--n-gpu-layers", "--gpu-layers", hidden=True)
+    ] = None
     activations: Annotated[
         Literal["auto", "int8", "float32"],
         typer.Option("--activations", help="Rounding inside quantized products; float32 is exact and slower."),
     ] = "auto"
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Memory for the caches of sequences, such as 20G.")
+        str | None,
+        typer.Option(
+            "--memory", rich_help_panel=MEMORY, metavar="SIZE", help="Memory for the caches of sequences, such as 20G."
+        ),
     ] = None
     expert_cache: Annotated[
         str,
         typer.Option(
             "--expert-cache",
             metavar="SIZE",
+            rich_help_panel=MEMORY,
             help="Experts that are held, such as 12G or 50%; the others are read when they are chosen.",
         ),
     ] = "auto"
@@ -326,36 +244,69 @@ class AnyModel:
         ),
     ] = None
     expert_host: Annotated[
-        str, typer.Option("--expert-host", metavar="SIZE", help="Host memory for experts behind a GPU's, such as 48G.")
+        str,
+        typer.Option(
+            "--expert-host",
+            rich_help_panel=MEMORY,
+            metavar="SIZE",
+            help="Host memory for experts behind a GPU's, such as 48G.",
+        ),
     ] = "auto"
     expert_io: Annotated[
-        Literal["auto", "direct", "pagecache", "mmap"], typer.Option("--expert-io", help="How experts are read.")
+        Literal["auto", "direct", "pagecache", "mmap"],
+        typer.Option("--expert-io", rich_help_panel=MEMORY, help="How experts are read."),
     ] = "auto"
     expert_policy: Annotated[
-        Literal["auto", "lru", "lfru", "pin"], typer.Option("--expert-policy", help="Which experts are kept.")
+        Literal["auto", "lru", "lfru", "pin"],
+        typer.Option("--expert-policy", rich_help_panel=MEMORY, help="Which experts are kept."),
     ] = "auto"
     expert_file: Annotated[
         str | None,
-        typer.Option("--expert-file", metavar="FILE", help="Made by penstock pack; that in the folder if left out."),
+        typer.Option(
+            "--expert-file",
+            rich_help_panel=MEMORY,
+            metavar="FILE",
+            help="Made by penstock pack; that in the folder if left out.",
+        ),
     ] = None
     expert_prefetch: Annotated[
-        bool, typer.Option("--expert-prefetch", help="Read what the next layer will perhaps choose (CPU).")
+        bool,
+        typer.Option(
+            "--expert-prefetch", rich_help_panel=MEMORY, help="Read what the next layer will perhaps choose (CPU)."
+        ),
     ] = False
 
     tensor_parallel_size: Annotated[
         int | None,
         typer.Option(
-            "--tensor-parallel-size", "-tp", metavar="N", min=1, help="GPUs, or shares of the cores, to split it over."
+            "--tensor-parallel-size",
+            "-tp",
+            metavar="N",
+            min=1,
+            rich_help_panel=RANKS,
+            help="GPUs, or shares of the cores, to split it over.",
         ),
     ] = None
     expert_parallel: Annotated[
         Literal["on", "off"],
-        typer.Option("--expert-parallel", help="Of a split model: whole experts on each rank, or a part of each."),
+        typer.Option(
+            "--expert-parallel",
+            rich_help_panel=RANKS,
+            help="Of a split model: whole experts on each rank, or a part of each.",
+        ),
     ] = "on"
     enable_expert_parallel: Annotated[bool, typer.Option("--enable-expert-parallel", "-ep", hidden=True)] = False
     step_timeout: Annotated[
-        float, typer.Option("--step-timeout", metavar="S", help="Of a split model: a longer step counts as hung.")
+        float,
+        typer.Option(
+            "--step-timeout", rich_help_panel=RANKS, metavar="S", help="Of a split model: a longer step counts as hung."
+        ),
     ] = 60.0
+
+    def __post_init__(self) -> None:
+        if self.gpu_layers is not None:
+            object.__setattr__(self, "device", _device_of(self.gpu_layers, self.device))
+            object.__setattr__(self, "gpu_layers", None)
 
     def given(self, argument: str | None) -> Self:
         """The same with the model that stands behind the verb. Raises UsageError if --model names one as well."""
@@ -431,6 +382,13 @@ class AnyModel:
 
 
 @dataclass(frozen=True)
+class NamedModel(AnyModel):
+    """The same with llama.cpp's short name, for verbs where -m is not mlx-lm's --max-tokens."""
+
+    model: Annotated[str | None, model_option("-m")] = None
+
+
+@dataclass(frozen=True)
 class ModelOptions(AnyModel):
     """Which model, and how much of the machine it takes."""
 
@@ -442,6 +400,7 @@ class ModelOptions(AnyModel):
             "-c",
             "--max-model-len",
             metavar="N",
+            rich_help_panel=MEMORY,
             parser=size,
             help="Positions of the context (32k, 32K); by default all that the model has and memory allows.",
         ),
@@ -459,6 +418,8 @@ class ModelOptions(AnyModel):
 class SamplingOptions:
     """How a token is chosen."""
 
+    PANEL: ClassVar[str] = "Sampling"
+
     temp: Annotated[float, typer.Option("--temp", min=0, help="Sampling temperature; 0 takes the best token.")] = 0.0
     top_p: Annotated[float, typer.Option("--top-p", min=0, max=1, help="Keep the likeliest tokens up to this sum.")] = (
         1.0
@@ -470,14 +431,29 @@ class SamplingOptions:
     repetition_penalty: Annotated[
         float, typer.Option("--repetition-penalty", "--repeat-penalty", help="Divides the logits of earlier tokens.")
     ] = 1.0
+    repeat_last_n: Annotated[
+        int,
+        typer.Option(
+            "--repeat-last-n",
+            "--repetition-context-size",
+            metavar="N",
+            min=-1,
+            help="Of the last N tokens alone; -1 of all, 0 of none.",
+        ),
+    ] = -1
     presence_penalty: Annotated[
         float, typer.Option("--presence-penalty", help="Taken from the logits of generated tokens.")
     ] = 0.0
     frequency_penalty: Annotated[float, typer.Option("--frequency-penalty", help="The same, once per occurrence.")] = (
         0.0
     )
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias", "-l", metavar="ID±X", help="Add X to the logit of a token: 15+1.5, 7-100."),
+    ] = None
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.")
+        list[str] | None,
+        typer.Option("--stop", "-r", "--reverse-prompt", metavar="TEXT", help="End before this text; may be repeated."),
     ] = None
 
     def arguments(self) -> dict[str, Any]:
@@ -489,9 +465,11 @@ class SamplingOptions:
             "top_p": self.top_p,
             "min_p": self.min_p,
             "top_k": self.top_k,
-            "repetition_penalty": self.repetition_penalty,
+            "repetition_penalty": self.repetition_penalty if self.repeat_last_n else 1.0,
+            "repetition_context": self.repeat_last_n if self.repeat_last_n > 0 else None,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "logit_bias": self._biases(),
         }
         try:
             SamplingParams(**chosen)  # before a model is loaded
@@ -499,16 +477,103 @@ class SamplingOptions:
             raise UsageError(str(error)) from None
         return chosen | {"stop": [checked_text("--stop", text) for text in self.stop or ()]}
 
+    def _biases(self) -> dict[int, float] | None:
+        found = {}
+        for text in self.logit_bias or ():
+            match = re.fullmatch(r"([0-9]{1,9})([+-][0-9]{1,9}(?:\.[0-9]{1,9})?)", text, re.ASCII)
+            if match is None:
+                raise UsageError(
+                    f"--logit-bias: is {text!r}, expected a token id and a number, such as 15+1.5 or 7-100"
+                )
+            found[int(match[1])] = float(match[2])
+        return found or None
 
-SEED = typer.Option("--seed", "-s", metavar="N", min=0, max=2**64 - 1, help="Of the random choices.")
+
+SEED = typer.Option(
+    "--seed", "-s", metavar="N", min=0, max=2**64 - 1, help="Of the random choices.", rich_help_panel="Sampling"
+)
+RANDOM_SEED = typer.Option(
+    "--seed",
+    "-s",
+    metavar="N",
+    min=-1,
+    max=2**64 - 1,
+    help="Of the random choices; -1 draws one.",
+    rich_help_panel="Sampling",
+)
+TEMPLATE = "Chat template"
 ALLOW_SPECIAL = typer.Option(
-    "--allow-special-in-messages", help="Control tokens in messages act as such; else they are text."
+    "--allow-special-in-messages",
+    help="Control tokens in messages act as such; else they are text.",
+    rich_help_panel=TEMPLATE,
 )
 
 
+def token_count(text: str) -> int:
+    """Most tokens of an answer: 1 and more, or -1 for as many as the context holds."""
+    if not re.fullmatch("-1|[0-9]{1,9}", text, re.ASCII):
+        raise typer.BadParameter(f"{text!r} is no number of tokens; --model M names the model")
+    if int(text) == 0:
+        raise typer.BadParameter("0 is not in the range x>=1, nor -1")
+    return int(text)
+
+
+def max_tokens_option(help: str, panel: str) -> Any:
+    """--max-tokens as mlx-lm and llama.cpp spell it; -1 is as many as the context holds."""
+    return typer.Option(
+        "--max-tokens",
+        "-m",
+        "-n",
+        "--n-predict",
+        "--predict",
+        metavar="N",
+        parser=token_count,
+        help=help,
+        rich_help_panel=panel,
+    )
+
+
 @dataclass(frozen=True)
-class TemplateOptions:
-    """What the chat template is given besides the messages."""
+class TemplateText:
+    """Another chat template than the model's own."""
+
+    PANEL: ClassVar[str] = TEMPLATE
+
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template", metavar="TEXT", help="Jinja, instead of the model's own.", rich_help_panel=TEMPLATE
+        ),
+    ] = None
+    chat_template_file: Annotated[
+        str | None,
+        typer.Option("--chat-template-file", metavar="FILE", help="The same from a file.", rich_help_panel=TEMPLATE),
+    ] = None
+
+    def template(self) -> str | None:
+        """Its text. Raises UsageError for the name of one, InvalidArgument for a file that cannot be read."""
+        if self.chat_template is not None and self.chat_template_file is not None:
+            raise UsageError("--chat-template-file: expected without --chat-template")
+        if self.chat_template_file is not None:
+            return read_text("--chat-template-file", self.chat_template_file)
+        if self.chat_template is not None and "{" not in self.chat_template:
+            raise UsageError("--chat-template: names of templates are not known here, expected Jinja text")
+        return self.chat_template
+
+
+def set_template(tokenizer: Tokenizer, text: str) -> None:
+    """Give a model another chat template; it fails here, not with the first chat, if it is broken."""
+    from penstock.text.template import ChatTemplates
+
+    before = tokenizer.templates
+    named = {} if before is None else before.special_tokens
+    tokenizer.templates = ChatTemplates({"default": (text, "--chat-template")}, named)
+    tokenizer.templates.compile()
+
+
+@dataclass(frozen=True)
+class TemplateOptions(TemplateText):
+    """The chat template, and what it is given besides the messages."""
 
     system_prompt: Annotated[
         str | None, typer.Option("--system-prompt", "-sys", metavar="TEXT", help="First message, of role system.")
@@ -544,6 +609,39 @@ class TemplateOptions:
             if taken in found:
                 raise UsageError(f"--chat-template-config: {taken!r} is set by penstock, expected other variables")
         return found
+
+
+def _device_of(layers: str, device: Any) -> str:
+    """What -ngl of llama.cpp comes to: 0 is a CPU; all of them, or more than any model has, is what happens anyway.
+    Raises UsageError for some of the layers, and for -ngl 0 on a GPU.
+    """
+    number = int(layers) if re.fullmatch("-?[0-9]{1,9}", layers, re.ASCII) else None
+    if number == 0:
+        if device not in ("auto", "cpu"):
+            raise UsageError(f"-ngl: is 0, which is --device cpu, expected no --device {device} with it")
+        return "cpu"
+    if layers not in ("auto", "all") and (number is None or 0 <= number < _ALL_LAYERS):
+        raise UsageError(
+            f"-ngl: is {layers!r}, expected 0 (--device cpu), or auto, all, 99: a GPU holds the whole model, and "
+            "--expert-cache SIZE|NN% says how many experts of one that is too large for it"
+        )
+    note(f"penstock: -ngl {layers}: where there is a GPU it holds the whole model; --expert-cache bounds its experts")
+    return device
+
+
+def read_text(option: str, path: str, most: int = 16 << 20) -> str:
+    """The text of a file that an option names. Raises InvalidArgument for anything but UTF-8 of a sensible size."""
+    from penstock.weights.files import read_bounded
+
+    try:
+        return read_bounded(Path(path).expanduser(), most).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{option}: {path}: is not UTF-8") from None
+    except (CheckpointError, RuntimeError) as error:  # RuntimeError: no home folder
+        raise InvalidArgument(f"{option}: {error}") from None
+
+
+_ALL_LAYERS = 99  # the number that command lines give for all
 
 
 def checked_text(name: str, text: str) -> str:

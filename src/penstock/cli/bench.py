@@ -16,7 +16,8 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, resolved, verb
+from penstock.cli._foreign import LOADING, refused, taken
+from penstock.cli._model import NamedModel, UsageError, complete_config, note, resolved, verb
 from penstock.cli._output import print_json
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.units import amount
@@ -31,53 +32,22 @@ if TYPE_CHECKING:
     from penstock.engine.scheduler import Continued, Scheduler
     from penstock.ops.device import Device
 
-_PREPARING = 3  # runs before the first that counts, where programs are captured
-_AHEAD = 4  # tokens that an answer may have while the prompts of others are read
-_SLACK = _AHEAD + 2  # with those of steps under way
+PREPARING = 3  # runs before the first that counts, where programs are captured
+AHEAD = 4  # tokens that an answer may have while the prompts of others are read
+_SLACK = AHEAD + 2  # with those of steps under way
 
-_REFUSED = {
-    **REFUSED,
-    "--ubatch-size": "",
-    "-ub": "",
-    "--poll": "",
-    "--prio": "",
-    "--split-mode": "",
-    "-sm": "",
-    "--main-gpu": "",
-    "-mg": "",
-    "--tensor-split": "",
-    "-ts": "",
-    "--no-kv-offload": "",
-    "-nkvo": "",
-    "--embeddings": "",
-    "--cpu-mask": "",
-    "--cpu-strict": "",
-    "--delay": "0",
-    "--max-kv-size": "",
-}
+_FOREIGN = (
+    *LOADING,
+    refused("--no-kv-offload -nkvo", "caches are where the model is; --device cpu has both in host memory", silent="0"),
+    refused("--embeddings -embd", "reading (pp) and writing (tg) are measured", silent="0"),
+    taken("--delay", "one measurement follows the other", silent="0"),
+    refused("--max-kv-size", "a measurement takes the context that it needs"),
+)
 
 
-@dataclass(frozen=True)
-class BenchModel(AnyModel):
-    """As every model, with llama-bench's short name."""
-
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            "-hf",
-            "--hf-repo",
-            metavar="M",
-            help="Folder or hub id; by default the demo model.",
-            autocompletion=complete_model,
-        ),
-    ] = None
-
-
-@verb(_REFUSED)
+@verb(_FOREIGN)
 def bench(
-    model: BenchModel,
+    model: NamedModel,
     random: Annotated[
         str | None,
         typer.Option(
@@ -284,17 +254,16 @@ def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads
     from penstock.engine.scheduler import Scheduler
 
     engine, rng, most = llm.engine, np.random.default_rng(0), max(test.batch for test in tests)
-    if most > engine.most_sequences:
-        raise InvalidArgument(f"-b: is {most}, expected at most {engine.most_sequences}: no more run in one step here")
+    check_batch(engine, most)
     with ExitStack() as stack:
         begin = time.perf_counter()
-        made = Scheduler(llm, max_sequences=most, queue=0, prefix_cache=False, buffer=_AHEAD, read_timeout=math.inf)
+        made = Scheduler(llm, max_sequences=most, queue=0, prefix_cache=False, buffer=AHEAD, read_timeout=math.inf)
         scheduler, opening = stack.enter_context(made), time.perf_counter() - begin
         bandwidth = None
         for number, test in enumerate(tests):
             if test.writes and bandwidth is None:
                 bandwidth = stack.enter_context(bandwidth_meter(engine.device, threads))
-            with _shown(f"{number + 1}: {test.name}") as progress, _Requests(engine, scheduler, test, rng) as requests:
+            with _shown(f"{number + 1}: {test.name}") as progress, Requests(engine, scheduler, test, rng) as requests:
                 times = _timed(requests, repetitions, bandwidth if test.writes else None, progress)
             if engine.device.samples_tokens:
                 times.prepare, opening = times.prepare + opening, 0.0
@@ -302,27 +271,28 @@ def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads
 
 
 @dataclass
-class _Times:
+class Times:
     """Seconds of every repetition, and what was measured beside them."""
 
     seconds: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)  # from a prompt to its first token
+    written: list[float] = field(default_factory=list)  # seconds of the answers alone, behind their first tokens
     host: list[float] = field(default_factory=list)  # of a step, mean of a repetition, where the device draws
     rates: list[float] = field(default_factory=list)  # bandwidths before and after, GB/s
     prepare: float = 0.0
 
 
 def _timed(
-    requests: "_Requests",
+    requests: "Requests",
     repetitions: int,
     bandwidth: Callable[[], float | None] | None,
     progress: Callable[[str], None],
-) -> _Times:
+) -> Times:
     test, captures = requests.test, requests.engine.device.samples_tokens
-    times, before = _Times(), _Times()
+    times, before = Times(), Times()
     progress("compiling and capturing")
     if captures:  # the first run is a list of calls (and caches may grow), the second a capture
-        for _ in range(_PREPARING):
+        for _ in range(PREPARING):
             requests.run(test.generation, before)
     else:  # compiles, and touches every page once
         requests.run(min(test.generation, 8), before)
@@ -337,7 +307,7 @@ def _timed(
     return times
 
 
-class _Requests:
+class Requests:
     """The requests of one test; this thread runs the steps of their scheduler.
 
     A prompt is a request for one token, timed from its submission to the token. Answers begin behind prompts
@@ -352,7 +322,7 @@ class _Requests:
         self._scheduler, self._rng = scheduler, rng
         self._before: tuple[Sequence, Snapshot] | None = None  # a prompt at a depth
 
-    def __enter__(self) -> "_Requests":
+    def __enter__(self) -> "Requests":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -361,7 +331,7 @@ class _Requests:
             self.engine.drop(snapshot)
             self.engine.close(sequence)
 
-    def run(self, generation: int, times: _Times) -> None:
+    def run(self, generation: int, times: Times) -> None:
         """Run the test once, with answers of `generation` tokens behind their first, and add to `times`."""
         test = self.test
         continued = self._rewound() if test.prompt and test.depth else None
@@ -381,9 +351,10 @@ class _Requests:
                 times.seconds.append(first - begin)
                 return
             tokens = _written(handles, generation)
-            seconds = time.perf_counter() - begin
-            # a step under way at the beginning gives some of them a token more
-            times.seconds.append(seconds * test.batch * generation / tokens)
+            end = time.perf_counter()
+            share = test.batch * generation / tokens  # a step under way at the beginning gives some a token more
+            times.seconds.append((end - begin) * share)
+            times.written.append((end - first) * share)
             if self.engine.device.samples_tokens:
                 host_after, steps_after = host_time(self._scheduler.metrics())
                 times.host.append((host_after - host) / (steps_after - steps))
@@ -450,7 +421,7 @@ def host_time(metrics: "SchedulerMetrics") -> tuple[float, int]:
     return metrics.host_seconds, metrics.steps
 
 
-def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
+def _row(llm: "LLM", name: str, test: Test, threads: int, times: Times) -> Row:
     from penstock.analysis.weights import Sum, active_bytes, distinct
 
     model = llm.engine.model
@@ -523,7 +494,7 @@ def _shown(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _made_up(
-    model: BenchModel, config: str, layers: str | None, tests: list[Test], threads: int | None
+    model: NamedModel, config: str, layers: str | None, tests: list[Test], threads: int | None
 ) -> "tuple[str, LLM]":
     """A model of a config.json with random weights, and its name."""
     from penstock import api, models
@@ -574,6 +545,15 @@ def _made_up(
             **model.rank_arguments(),
         )
     return name, llm
+
+
+def check_batch(engine: "Engine", size: int) -> None:
+    """Raises InvalidArgument for more sequences than run in one step."""
+    if size > engine.most_sequences:
+        raise InvalidArgument(
+            f"-b: is {size}, expected at most {engine.most_sequences}: no more run in one step here; -b counts "
+            "sequences, not tokens of a chunk as in llama-bench"
+        )
 
 
 def check_room(

@@ -1,28 +1,31 @@
 """penstock chat: talk to a model. Earlier turns stay computed; an answer can be stopped, or given again."""
 
 import contextlib
+import itertools
 import os
 import re
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli._foreign import BATCH, LOADING, SAMPLING, TERMINAL, refused, taken_flag
 from penstock.cli._model import (
-    REFUSED,
-    REFUSED_SAMPLING,
-    SEED,
+    RANDOM_SEED,
     ModelOptions,
     Reading,
     SamplingOptions,
     TemplateOptions,
     checked_text,
+    max_tokens_option,
     note,
     rate,
+    set_template,
     tolerant_stdout,
     verb,
 )
@@ -56,16 +59,39 @@ _COMMANDS = {
 }
 
 
-@verb(REFUSED | REFUSED_SAMPLING)
+_FOREIGN = (
+    *LOADING,
+    *SAMPLING,
+    *TERMINAL,
+    BATCH,
+    taken_flag("--conversation -cnv", "chat is always one"),
+    refused("--grammar --grammar-file --json-schema --json-schema-file -j -jf", "penstock generate and serve take it"),
+)
+
+
+@verb(_FOREIGN)
 def chat(
     *,
-    model: ModelOptions,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", metavar="N", min=1, help="Most tokens of an answer.")
-    ] = 256,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="The first message; the others are asked for.",
+            rich_help_panel="Messages",
+        ),
+    ] = None,
+    single_turn: Annotated[
+        bool, typer.Option("--single-turn", "-st", help="End after one answer.", rich_help_panel="Messages")
+    ] = False,
+    max_tokens: Annotated[int, max_tokens_option("Most tokens of an answer; -1 fills the context.", "Messages")] = (
+        "256"  # type: ignore[assignment]  # the parser makes it a number
+    ),
     sampling: SamplingOptions,
-    seed: Annotated[int, SEED] = 0,
+    seed: Annotated[int, RANDOM_SEED] = 0,
     template: TemplateOptions,
+    model: ModelOptions,
 ) -> None:
     """Talk to a model.
 
@@ -75,6 +101,7 @@ def chat(
     \b
     Examples:
       penstock chat --temp 0.8
+      penstock chat -p 'Tell me a story.' --single-turn
       penstock chat --model mlx-community/Qwen3.6-35B-A3B-4bit -c 32k
       printf 'hello\\n/regen\\n' | penstock chat --temp 0.8
     """
@@ -83,10 +110,13 @@ def chat(
         "template_variables": template.variables(),
         "allow_special_in_messages": template.allow_special_in_messages,
     }
-    arguments = sampling.arguments()
-    arguments |= {"max_tokens": max_tokens, "seed": seed}
+    arguments, own_template = sampling.arguments(), template.template()
     first = template.messages()
     llm = model.load(note)
+    arguments |= {"max_tokens": llm.max_context if max_tokens < 0 else max_tokens}
+    arguments |= {"seed": secrets.randbits(48) if seed < 0 else seed}
+    if own_template is not None:
+        set_template(llm.tokenizer, own_template)
     if not llm.tokenizer.has_chat_template:
         raise InvalidArgument(f"chat: {model.name} has no chat template, expected one (penstock generate needs none)")
     llm.tokenizer.compile_chat_template()
@@ -94,17 +124,22 @@ def chat(
     note(f"{model.name}, context of {llm.max_context} tokens, {llm.engine.device.name}; /help lists the commands")
     lines = _Typed() if sys.stdin.isatty() else _Piped()
     with lines:
-        failed = _talk(Conversation(llm, first, options), lines, _Interrupts(), arguments)
+        said = itertools.chain([] if prompt is None else [prompt], iter(lines.read, None))
+        failed = _talk(Conversation(llm, first, options), said, _Interrupts(), arguments, single_turn)
     if failed and not lines.interactive:
         raise typer.Exit(1)
 
 
 def _talk(
-    conversation: "Conversation", lines: "_Typed | _Piped", interrupts: "_Interrupts", arguments: dict[str, Any]
+    conversation: "Conversation",
+    lines: Iterable[str],
+    interrupts: "_Interrupts",
+    arguments: dict[str, Any],
+    single_turn: bool = False,
 ) -> bool:
-    """Read, answer, until the end; whether a message went unanswered."""
+    """Read, answer, until the end or with `single_turn` once; whether a message went unanswered."""
     failed = False
-    while (line := lines.read()) is not None:
+    for line in lines:
         command = _COMMANDS.get(line.strip())
         if command == "exit":
             break
@@ -122,6 +157,8 @@ def _talk(
             except (InvalidArgument, OutOfMemory) as error:
                 note(f"{error}")
                 failed = True
+            if single_turn:
+                break
     return failed
 
 

@@ -8,15 +8,20 @@ from typing import Annotated, Literal
 
 import typer
 
+from penstock.cli._foreign import TRUST, refused
 from penstock.cli._model import UsageError, complete_model, note, verb
 from penstock.cli._output import print_json, progress_bar
 from penstock.errors import InvalidArgument
 from penstock.units import amount
 
-_REFUSED: dict[str, str | None] = {"--q-mode": "affine", "--upload-repo": "", "--trust-remote-code": None}
+_FOREIGN = (
+    TRUST,
+    refused("--q-mode", "weights are quantized in groups with a scale and a bias", silent="affine"),
+    refused("--upload-repo", "hf upload OWNER/NAME FOLDER puts a folder on the hub"),
+)
 
 
-@verb(_REFUSED)
+@verb(_FOREIGN)
 def convert(
     model: Annotated[
         str,

@@ -1,76 +1,230 @@
 """penstock generate: continue a prompt and print the text."""
 
 import json
+import re
 import secrets
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
+from penstock.cli._foreign import BATCH, LOADING, SAMPLING, TERMINAL, refused_flag, taken_flag
 from penstock.cli._model import (
-    REFUSED,
-    REFUSED_SAMPLING,
-    SEED,
+    RANDOM_SEED,
     ModelOptions,
     Reading,
     SamplingOptions,
     TemplateOptions,
     UsageError,
     checked_text,
+    max_tokens_option,
     note,
     rate,
+    read_text,
+    set_template,
     tolerant_stdout,
     verb,
 )
-from penstock.errors import InvalidArgument
+from penstock.errors import CheckpointError, InvalidArgument
+from penstock.weights.files import parse_json
 
 if TYPE_CHECKING:
     from penstock.api import LLM
     from penstock.engine.request import Chunk
 
 _RULE = "=" * 10
-_QUERY = "penstock:query:5d1f0c"  # stands for the prompt when the text before it is looked for
+_QUERY = "penstock:query:5d1f0c"  # stands where a message is cut in two
 _BOOLS = {"t": True, "true": True, "f": False, "false": False}
 
 
-@verb(REFUSED | REFUSED_SAMPLING)
+_PROMPT = "Prompt and answer"  # panels of the help
+_OUTPUT = "Output"
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What the model is given to read."""
+
+    PANEL: ClassVar[str] = _PROMPT
+
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help=r"Message to the model; - reads stdin. \n, \t work. By default hello.",
+            show_default=False,
+        ),
+    ] = None
+    file: Annotated[str | None, typer.Option("--file", "-f", metavar="FILE", help="The message, from a file.")] = None
+    escape: Annotated[
+        bool | None,
+        typer.Option(
+            "--escape/--no-escape",
+            "-e",
+            help=r"All of \n \r \t \' \" \\ \xHH, also in a file; or none.",
+            show_default=False,
+        ),
+    ] = None
+
+    def read(self) -> str:
+        r"""The message: standard input for "-", a file, or the argument with its \n and \t made real, as mlx-lm does.
+
+        Raises UsageError for both a file and an argument, InvalidArgument for bytes that are no UTF-8.
+        """
+        if self.prompt is not None and self.file is not None:
+            raise UsageError("--file: a --prompt is given as well, expected one of the two")
+        if self.file is not None:
+            text = read_text("--file", self.file).removesuffix("\n")  # as llama.cpp: the last line's end is no part
+        elif self.prompt == "-":
+            try:
+                text = checked_text("standard input", sys.stdin.read())
+            except UnicodeDecodeError:
+                raise InvalidArgument("standard input: is not valid UTF-8") from None
+        else:
+            text = checked_text("--prompt", "hello" if self.prompt is None else self.prompt)
+            if self.escape is None:
+                return text.replace("\\n", "\n").replace("\\t", "\t")
+        return _unescaped(text) if self.escape else text
+
+
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+
+
+def _unescaped(text: str) -> str:
+    r"""Text with \n and the like made real, \xHH as bytes of UTF-8; what is no such sequence stays."""
+
+    def meant(match: re.Match[str]) -> str:
+        if match[1] is not None:
+            return _ESCAPES[match[1]]
+        try:
+            return bytes.fromhex(match[0].replace("\\x", "")).decode()
+        except UnicodeDecodeError:
+            raise InvalidArgument(f"--escape: {match[0]} is not valid UTF-8") from None
+
+    return re.sub(r"""\\([nrt'"\\])|(?:\\x[0-9a-fA-F]{2})+""", meant, text)
+
+
+@dataclass(frozen=True)
+class GrammarOptions:
+    """What the answer is held to."""
+
+    PANEL: ClassVar[str] = "Grammar"
+
+    json_schema: Annotated[
+        str | None, typer.Option("--json-schema", "-j", metavar="JSON", help="The answer is JSON of this schema.")
+    ] = None
+    json_schema_file: Annotated[
+        str | None, typer.Option("--json-schema-file", "-jf", metavar="FILE", help="The same from a file.")
+    ] = None
+    grammar: Annotated[
+        str | None, typer.Option("--grammar", metavar="GBNF", help="The answer is a text of this grammar.")
+    ] = None
+    grammar_file: Annotated[
+        str | None, typer.Option("--grammar-file", metavar="FILE", help="The same from a file.")
+    ] = None
+
+    def check(self) -> "dict[str, Any] | str | None":
+        """A response_format, the text of a grammar or None. Raises UsageError for two of them and for no JSON."""
+        given = {name.replace("_", "-"): value for name, value in vars(self).items() if value is not None}
+        if len(given) > 1:
+            first, second = list(given)[:2]
+            raise UsageError(f"--{second}: --{first} is given as well, expected one of them")
+        for name, value in given.items():
+            text = read_text(f"--{name}", value) if name.endswith("-file") else checked_text(f"--{name}", value)
+            if name.startswith("grammar"):
+                return text
+            try:
+                schema = parse_json(text.encode(), f"--{name}")
+            except CheckpointError as error:
+                raise UsageError(str(error)) from None
+            if not isinstance(schema, dict):
+                raise UsageError(f"--{name}: is a {type(schema).__name__}, expected a JSON schema (an object)")
+            return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        return None
+
+
+def _held_to(llm: "LLM", wanted: "dict[str, Any] | str | None") -> dict[str, Any]:
+    """Arguments of `LLM.stream` for what `GrammarOptions.check` gives. Raises InvalidArgument."""
+    if wanted is None:
+        return {}
+    if isinstance(wanted, dict):
+        return {"response_format": wanted}
+    from penstock.text.grammar import grammar_of_gbnf
+
+    return {"grammar": grammar_of_gbnf(wanted, llm.tokenizer, llm.config.vocab_size)}
+
+
+_FOREIGN = (
+    *LOADING,
+    *SAMPLING,
+    *TERMINAL,
+    BATCH,
+    taken_flag("--single-turn -st", "one prompt is answered; penstock chat talks"),
+    refused_flag("--conversation -cnv", "penstock chat talks"),
+)
+
+
+@verb(_FOREIGN)
 def generate(
     context: typer.Context,
     *,
-    model: ModelOptions,
-    prompt: Annotated[
-        str, typer.Option("--prompt", "-p", metavar="TEXT", help=r"Message to the model; - reads stdin. \n, \t work.")
-    ] = "hello",
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-m", metavar="N", min=1, help="Most tokens to generate.")
-    ] = 100,
+    prompt: PromptOptions,
+    max_tokens: Annotated[int, max_tokens_option("Most tokens to generate; -1 fills the context.", _PROMPT)] = (
+        "100"  # type: ignore[assignment]  # the parser makes it a number
+    ),
     sampling: SamplingOptions,
-    seed: Annotated[int | None, SEED] = None,
+    seed: Annotated[int | None, RANDOM_SEED] = None,
+    grammar: GrammarOptions,
     template: TemplateOptions,
+    model: ModelOptions,
     prefill_response: Annotated[
-        str | None, typer.Option("--prefill-response", metavar="TEXT", help="Beginning of the answer.")
+        str | None,
+        typer.Option("--prefill-response", metavar="TEXT", help="Beginning of the answer.", rich_help_panel=_PROMPT),
     ] = None,
     ignore_chat_template: Annotated[
-        bool, typer.Option("--ignore-chat-template", help="Continue the prompt as it is.")
+        bool,
+        typer.Option(
+            "--ignore-chat-template",
+            "--no-conversation",
+            "-no-cnv",
+            help="Continue the prompt as it is.",
+            rich_help_panel=_PROMPT,
+        ),
     ] = False,
     extra_eos_token: Annotated[
-        list[str] | None, typer.Option("--extra-eos-token", metavar="TOKEN", help="End at these tokens too.")
+        list[str] | None,
+        typer.Option("--extra-eos-token", metavar="TOKEN", help="End at these tokens too.", rich_help_panel="Sampling"),
     ] = None,
     prompt_cache_file: Annotated[
         str | None,
         typer.Option(
-            "--prompt-cache-file", metavar="FILE", help="Saved session; the prompt goes on in its last message."
+            "--prompt-cache-file",
+            metavar="FILE",
+            help="Made by penstock cache_prompt; the prompt goes on in its last message.",
+            rich_help_panel=_PROMPT,
         ),
     ] = None,
     logprobs: Annotated[
         int | None,
-        typer.Option("--logprobs", metavar="N", min=0, max=20, help="With --json: log probabilities, N best."),
+        typer.Option(
+            "--logprobs",
+            metavar="N",
+            min=0,
+            max=20,
+            help="With --json: log probabilities, N best.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
-    verbose: Annotated[str, typer.Option("--verbose", metavar="T|F", help="F prints the text and nothing else.")] = "T",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: Annotated[
+        str,
+        typer.Option("--verbose", metavar="T|F", help="F prints the text and nothing else.", rich_help_panel=_OUTPUT),
+    ] = "T",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)] = False,
 ) -> None:
     """Continue a prompt and print the text.
 
@@ -80,6 +234,8 @@ def generate(
     Examples:
       penstock generate -p "Once upon a time" --ignore-chat-template
       penstock generate --model mlx-community/Qwen3.6-35B-A3B-4bit -p hello
+      penstock generate -hf ggml-org/Qwen3-0.6B-GGUF:Q8_0 -f prompt.txt -n -1
+      penstock generate -p "A fox in JSON" -j '{"type": "object"}'
       echo "Tell me a story" | penstock generate -p - --temp 0.8 --json
     """
     model.follow()
@@ -91,21 +247,25 @@ def generate(
         raise UsageError("--logprobs: expected together with --json, which prints them")
     if prompt_cache_file is not None and template.system_prompt is not None:
         raise UsageError("--system-prompt: belongs before what --prompt-cache-file holds, expected one of the two")
-    if prompt_cache_file is not None and eos:
-        raise UsageError("--extra-eos-token: not supported together with --prompt-cache-file yet")
-    variables, arguments = template.variables(), sampling.arguments()
-    messages = [*template.messages(), {"role": "user", "content": _read(prompt)}]
-    if seed is None:
+    wanted = grammar.check()
+    if prompt_cache_file is not None and isinstance(wanted, dict):
+        raise UsageError("--json-schema: not supported together with --prompt-cache-file yet")
+    variables, arguments, own_template = template.variables(), sampling.arguments(), template.template()
+    messages = [*template.messages(), {"role": "user", "content": prompt.read()}]
+    if seed is None or seed < 0:
         seed = secrets.randbits(48)  # drawn here, so that --json can name it; every JSON reader holds it exactly
 
     llm = model.load(note if talk else None)
+    if own_template is not None:
+        set_template(llm.tokenizer, own_template)
     chat = {"variables": variables, "allow_special_in_messages": template.allow_special_in_messages}
-    tokens = _encoded(llm, messages, prefill_response, chat, ignore_chat_template, prompt_cache_file is not None)
-    arguments |= {"max_tokens": max_tokens, "seed": seed, "logprobs": logprobs}
+    part = "whole" if prompt_cache_file is None else "rest"
+    tokens = encoded(llm, messages, prefill_response, chat, ignore_chat_template, part)
+    arguments |= {"max_tokens": llm.max_context if max_tokens < 0 else max_tokens, "seed": seed, "logprobs": logprobs}
+    arguments |= {"extra_eos": [_token_id(llm, token) for token in eos], **_held_to(llm, wanted)}
     if prompt_cache_file is None:
         cached, reading = 0, Reading(len(tokens))
-        extra = [_token_id(llm, token) for token in eos]
-        chunks = llm.stream(tokens, progress=reading, extra_eos=extra, **arguments)
+        chunks = llm.stream(tokens, progress=reading, **arguments)
     else:
         from penstock.api import restore
 
@@ -214,44 +374,37 @@ def _boolean(name: str, text: str) -> bool:
     return _BOOLS[text.lower()]
 
 
-def _read(prompt: str) -> str:
-    """The prompt: standard input for "-", else the argument with its \\n and \\t made real, as mlx-lm does."""
-    if prompt != "-":
-        return checked_text("--prompt", prompt.replace("\\n", "\n").replace("\\t", "\t"))
-    try:
-        return checked_text("standard input", sys.stdin.read())
-    except UnicodeDecodeError:
-        raise InvalidArgument("standard input: is not valid UTF-8") from None
-
-
-def _encoded(
+def encoded(
     llm: "LLM",
     messages: list[dict[str, Any]],
     beginning: str | None,
     options: dict[str, Any],
     ignore_template: bool,
-    continued: bool,
+    part: Literal["whole", "open", "rest"] = "whole",
 ) -> list[int]:
-    """The prompt's tokens. `options`: of `Tokenizer.chat_text`. `continued`: a session has read all that the template
-    writes before the prompt.
+    """The prompt's tokens. `options`: of `Tokenizer.chat_text`.
+
+    part "open" ends with the last message, which goes on later; "rest" begins with it: a session has read all that the
+    template writes before. Raises UsageError and InvalidArgument.
     """
     tokenizer, beginning = llm.tokenizer, checked_text("--prefill-response", beginning or "")
     if ignore_template or not tokenizer.has_chat_template:
-        variables = options["variables"]
+        variables = options.get("variables")
         for name, given in (("--system-prompt", len(messages) > 1), ("--chat-template-config", bool(variables))):
             if given:
                 reason = "--ignore-chat-template was given" if ignore_template else "the model has no chat template"
                 raise UsageError(f"{name}: {reason}, expected a prompt alone")
-        return tokenizer.encode(messages[-1]["content"] + beginning, add_special_tokens=not continued)
-    chat = tokenizer.chat_text(messages, **options)
-    text = chat.marked
-    if continued:
-        pattern = tokenizer.chat_text([{"role": "user", "content": _QUERY}], **options).text
-        before, found, _ = pattern.partition(_QUERY)
-        if not found or not text.startswith(before):
-            raise InvalidArgument("--prompt-cache-file: the template alters the prompt, use --ignore-chat-template")
-        text = text[len(before) :]
-    return tokenizer.encode_chat(replace(chat, marked=text + beginning))
+        return tokenizer.encode(messages[-1]["content"] + beginning, add_special_tokens=part != "rest")
+    if part == "whole":
+        chat = tokenizer.chat_text(messages, **options)
+        return tokenizer.encode_chat(replace(chat, marked=chat.marked + beginning))
+    message = messages[-1]["content"]
+    marked = f"{message}{_QUERY}" if part == "open" else f"{_QUERY}{message}"  # found again in what the template writes
+    chat = tokenizer.chat_text([*messages[:-1], {"role": "user", "content": marked}], **options)
+    before, found, after = chat.marked.partition(_QUERY)
+    if not found or _QUERY in after:
+        raise InvalidArgument("--prompt-cache-file: the template alters the prompt, use --ignore-chat-template")
+    return tokenizer.encode_chat(replace(chat, marked=before if part == "open" else after + beginning))
 
 
 def _token_id(llm: "LLM", token: str) -> int:

@@ -4,15 +4,22 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. An error is one l
 --debug.
 """
 
+import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from penstock._version import __version__
+from penstock.cli._foreign import VERBS
+from penstock.cli._help import PanelCommand
+from penstock.cli._model import UsageError
 from penstock.cli.bench import bench
+from penstock.cli.benchmark import benchmark
+from penstock.cli.cache_prompt import cache_prompt
 from penstock.cli.chat import chat
 from penstock.cli.convert import convert
 from penstock.cli.doctor import doctor
@@ -28,23 +35,28 @@ from penstock.cli.verify import verify
 from penstock.errors import PenstockError
 from penstock.settings import Settings
 
+_WIDE = {"max_content_width": 100}
 # Plain help text: it reads the same on a terminal, in a pipe and in a pager, at any width.
-app = typer.Typer(name="penstock", pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command(context_settings={"allow_extra_args": True})(generate)
-app.command()(chat)
-app.command()(serve)
-app.command("server", hidden=True)(serve)  # as mlx-lm calls it
-app.command()(bench)
-app.command("benchmark", hidden=True)(bench)  # as mlx-lm calls it
-app.command()(plan)
-app.command()(pack)
-app.command()(routes)
-app.command()(convert)
-app.command()(perplexity)
-app.command()(inspect)
-app.command()(verify)
-app.command()(kernels)
-app.command()(doctor)
+app = typer.Typer(name="penstock", pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=_WIDE)
+app.command(cls=PanelCommand, context_settings={"allow_extra_args": True})(generate)
+app.command(cls=PanelCommand)(chat)
+app.command("cache_prompt", cls=PanelCommand)(cache_prompt)
+app.command(cls=PanelCommand)(serve)
+app.command("server", cls=PanelCommand, hidden=True)(serve)  # as mlx-lm calls it
+for one in (bench, benchmark, plan, pack, routes, convert, perplexity, inspect, verify, kernels, doctor):
+    app.command(cls=PanelCommand)(one)
+
+
+def _lacking(name: str, way: str) -> Callable[[], None]:
+    def refuse() -> None:
+        raise UsageError(f"{name}: not supported by penstock yet; {way}")
+
+    return refuse
+
+
+for name, way in VERBS.items():  # whatever stands behind them
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, hidden=True, add_help_option=False, context_settings=anything)(_lacking(name, way))
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,6 +94,12 @@ def penstock(
         print(context.get_help())
 
 
+@functools.cache
+def program() -> Any:
+    """All verbs with their options, which takes a while to put together."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the program and leave the interpreter with its exit status."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -94,7 +112,7 @@ def run(arguments: list[str]) -> int:
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     try:
         debug = _settings().debug or debug
-        status = app(args=arguments, prog_name="penstock", standalone_mode=False)
+        status = program()(args=arguments, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except typer.TyperException as error:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._model import MODEL, REFUSED, SEED, AnyModel, UsageError, complete_model, note, verb
+from penstock.cli._foreign import LOADING, refused, refused_flag
+from penstock.cli._model import MODEL, SEED, NamedModel, UsageError, complete_model, note, verb
 from penstock.cli._output import print_json, print_table, progress_bar
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.units import amount
@@ -21,23 +22,41 @@ if TYPE_CHECKING:
 _TEXT_LIMIT = 64 << 20  # bytes; the test set of WikiText-2 has 1.3 MB
 
 
-@verb(REFUSED)
+_FOREIGN = (
+    *LOADING,
+    refused_flag(
+        "--kl-divergence --hellaswag --winogrande", "--reference M measures the divergence from another model"
+    ),
+    refused("--kl-divergence-base --save-all-logits", "--reference M measures the divergence from another model"),
+)
+
+
+@verb(_FOREIGN)
 def perplexity(
     *,
     argument: Annotated[str | None, MODEL] = None,
-    model: AnyModel,
-    data_path: Annotated[Path, typer.Option("--data-path", "-f", "--file", metavar="FILE", help="Text in UTF-8.")],
+    model: NamedModel,
+    data_path: Annotated[
+        Path | None, typer.Option("--data-path", "-f", "--file", metavar="FILE", help="Text in UTF-8.")
+    ] = None,
     sequence_length: Annotated[
-        int, typer.Option("--sequence-length", metavar="N", min=2, help="Tokens of a window.")
+        int, typer.Option("--sequence-length", "-c", "--ctx-size", metavar="N", min=2, help="Tokens of a window.")
     ] = 512,
     num_samples: Annotated[
-        int, typer.Option("--num-samples", metavar="N", min=-1, help="Windows at most; -1 takes the whole text.")
+        int,
+        typer.Option(
+            "--num-samples", "--chunks", metavar="N", min=-1, help="Windows at most; -1 takes the whole text."
+        ),
     ] = 256,
     seed: Annotated[int | None, SEED] = None,
     batch_size: Annotated[
         int,
         typer.Option(
-            "--batch-size", metavar="N", min=1, help="Known from mlx-lm; windows run one at a time, whatever it is."
+            "--batch-size",
+            "-b",
+            metavar="N",
+            min=1,
+            help="Known from mlx-lm; windows run one at a time, whatever it is.",
         ),
     ] = 8,
     reference: Annotated[
@@ -75,6 +94,8 @@ def perplexity(
       penstock perplexity ./my-model-4bit --data-path wiki.txt --reference ./my-model --json
     """
     chosen = model.given(argument)
+    if data_path is None:
+        raise UsageError("--data-path: is missing, expected a text in UTF-8 (datasets of the hub are not supported)")
     if num_samples == 0:
         raise UsageError("--num-samples: is 0, expected at least 1, or -1 for the whole text")
     if reference is None and reference_device is not None:

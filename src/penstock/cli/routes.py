@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from penstock.cli._model import (
-    REFUSED,
-    REFUSED_SAMPLING,
-    SEED,
-    ModelOptions,
-    Reading,
-    SamplingOptions,
-    UsageError,
-    note,
-    verb,
-)
+from penstock.cli._foreign import LOADING, SAMPLING
+from penstock.cli._model import SEED, ModelOptions, Reading, SamplingOptions, UsageError, note, verb
 from penstock.cli._output import percent, print_json, print_table, write_page
 from penstock.units import spelled
 
@@ -26,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.analysis.expert_routes import ExpertRoutes, ExpertRoutesReport, LayerUse
 
 
-@verb(REFUSED | REFUSED_SAMPLING)
+@verb((*LOADING, *SAMPLING))
 def routes(
     name: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="As --model; by default the demo model.", show_default=False)
@@ -105,12 +96,12 @@ def _recorded(
     quiet: bool,
 ) -> "ExpertRoutes":
     from penstock.analysis.expert_routes import record
-    from penstock.cli.generate import _encoded, _read
+    from penstock.cli.generate import PromptOptions, encoded
 
     arguments = sampling.arguments()
-    messages = [{"role": "user", "content": _read(prompt)}]
+    messages = [{"role": "user", "content": PromptOptions(prompt).read()}]
     llm = model.load(None if quiet else note)
-    tokens = _encoded(llm, messages, None, {}, ignore_template, False)
+    tokens = encoded(llm, messages, None, {}, ignore_template)
     reading = Reading(len(tokens))
     try:
         made = {"progress": reading, "name": model.name, "seed": seed, **arguments}

@@ -8,19 +8,23 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
 from penstock._version import __version__
+from penstock.cli._foreign import BATCH, LOADING, SAMPLING, refused, refused_flag, taken, taken_flag, without
 from penstock.cli._model import (
     ALLOW_SPECIAL,
-    REFUSED,
-    REFUSED_SAMPLING,
+    MODEL,
+    TEMPLATE,
     ModelOptions,
+    TemplateText,
     UsageError,
     checked_text,
+    model_option,
     note,
+    set_template,
     verb,
 )
 from penstock.errors import BackendError, InvalidArgument, PenstockError
@@ -35,42 +39,45 @@ if TYPE_CHECKING:
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "msgspec")
 _LEVELS = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-_TEMPLATE_OPTIONS = ("--chat-template", "--chat-template-file", "--reasoning-format", "--reasoning-budget")
+_OWN = ("--gpu-memory-utilization", "--jinja", "--reasoning-format", "--reasoning-budget")  # options of this verb
+_BY_MODEL = "the model's chat template tells the format of calls and reasoning"
+_BY_REQUEST = "requests set it"
+_PAGES = "Pages and log"  # a panel of the help
 
-_REFUSED: dict[str, str | None] = {
-    **{name: neutral for name, neutral in REFUSED.items() if name != "--gpu-memory-utilization"},
-    **{name: neutral for name, neutral in REFUSED_SAMPLING.items() if name not in _TEMPLATE_OPTIONS},
-    "--prompt-concurrency": "8",
-    "--prompt-cache-size": "10",
-    "--ssl-key-file": "",
-    "--ssl-cert-file": "",
-    "--ssl-keyfile": "",
-    "--ssl-certfile": "",
-    "--uds": "",
-    "--props": None,
-    "--slots": None,
-    "--slot-save-path": "",
-    "--cache-reuse": "0",
-    "--ctx-checkpoints": "",
-    "-ctxcp": "",
-    "--models-dir": "",
-    "--models-preset": "",
-    "--models-max": "",
-    "--sleep-idle-seconds": "-1",
-    "--embedding": None,
-    "--embeddings": None,
-    "--reranking": None,
-    "--tool-call-parser": "auto",
-    "--reasoning-parser": "auto",
-    "--reasoning": "auto",
-    "-rea": "auto",
-    "--trust-request-chat-template": None,
-    "--chat-template-content-format": "auto",
-    "--enable-force-include-usage": None,
-    "--max-num-batched-tokens": "",
-    "--threads-http": "",
-    "--api-server-count": "1",
-}
+_FOREIGN = (
+    *without((*LOADING, *SAMPLING), *_OWN),
+    BATCH,
+    taken_flag(
+        "--jinja --cont-batching -cb --enable-auto-tool-choice --enable-prompt-tokens-details", "always so here"
+    ),
+    taken_flag("--enable-chunked-prefill --disable-log-stats", "always so here"),
+    taken("--tool-call-parser --reasoning-parser", _BY_MODEL, silent="auto"),
+    taken("--prompt-concurrency", "prompts share steps as they come", silent="8"),
+    taken("--prompt-cache-size", "--prompt-cache-bytes bounds the shared beginnings of prompts", silent="10"),
+    refused("--seed -s --repeat-penalty --repetition-penalty --repeat-last-n --logit-bias -l", _BY_REQUEST),
+    refused("--presence-penalty --frequency-penalty", _BY_REQUEST, silent="0"),
+    refused("--grammar --grammar-file --json-schema --json-schema-file -j -jf", f"{_BY_REQUEST} (response_format)"),
+    refused("--system-prompt -sys", _BY_REQUEST),
+    refused("--override-generation-config", "--temp, --top-p, --top-k and --min-p set defaults"),
+    refused("--ssl-key-file --ssl-cert-file --ssl-keyfile --ssl-certfile", "a proxy in front speaks TLS"),
+    refused("--uds", "--host and --port name an address"),
+    refused_flag("--props --slots", "/props can be read, and nothing of the server be changed"),
+    refused("--slot-save-path", "penstock cache_prompt writes what generate --prompt-cache-file reads"),
+    refused("--cache-reuse", "beginnings that prompts share are computed once", silent="0"),
+    taken("--cache-ram -cram", "--prompt-cache-bytes bounds the shared beginnings of prompts"),
+    refused("--ctx-checkpoints -ctxcp", "--prompt-cache-bytes bounds the shared beginnings of prompts"),
+    refused("--models-dir --models-preset --models-max", "one server serves one model"),
+    refused("--sleep-idle-seconds", "the model stays loaded", silent="-1"),
+    refused_flag("--embedding --embeddings --reranking", "text alone is answered"),
+    refused("--task --runner", "text alone is answered", silent="auto generate"),
+    refused("--limit-mm-per-prompt", "only text is read"),
+    refused_flag("--trust-request-chat-template", "--chat-template-file sets the template"),
+    refused("--chat-template-content-format", "the template's form of messages is found out", silent="auto"),
+    refused_flag("--enable-force-include-usage", "requests ask for it: stream_options.include_usage"),
+    taken("--threads-http", "HTTP has one event loop"),
+    refused("--api-server-count", "--data-parallel-size N runs engines behind one address", silent="1"),
+    refused_flag("--enable-lora", "mlx_lm fuse makes one folder of a model and its adapter"),
+)
 
 
 def byte_size(text: str) -> int:
@@ -86,6 +93,8 @@ def byte_size(text: str) -> int:
 @dataclass(frozen=True)
 class AddressOptions:
     """Where the server listens, and which clients it takes."""
+
+    PANEL: ClassVar[str] = "Address and clients"
 
     host: Annotated[str, typer.Option("--host", metavar="H", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8080
@@ -143,8 +152,10 @@ def _keys_in(path: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
+class AnswerOptions(TemplateText):
     """What a request need not say."""
+
+    PANEL: ClassVar[str] = "Answers"
 
     alias: Annotated[
         list[str] | None,
@@ -168,18 +179,13 @@ class AnswerOptions:
     generation_config: Annotated[
         str, typer.Option("--generation-config", metavar="auto|none", help="none leaves the model's own defaults out.")
     ] = "auto"
-    chat_template: Annotated[
-        str | None, typer.Option("--chat-template", metavar="TEXT", help="Jinja, instead of the model's own.")
-    ] = None
-    chat_template_file: Annotated[
-        str | None, typer.Option("--chat-template-file", metavar="FILE", help="The same from a file.")
-    ] = None
     chat_template_args: Annotated[
         str,
         typer.Option(
             "--chat-template-args",
             "--chat-template-kwargs",
             metavar="JSON",
+            rich_help_panel=TEMPLATE,
             help="Variables of the template, such as '{\"enable_thinking\": false}'.",
         ),
     ] = "{}"
@@ -205,19 +211,6 @@ class AnswerOptions:
             raise UsageError(f"--generation-config: is {self.generation_config!r}, expected auto or none")
         return self.generation_config == "auto"
 
-    def template(self) -> str | None:
-        if self.chat_template is not None and self.chat_template_file is not None:
-            raise UsageError("--chat-template-file: expected without --chat-template")
-        if self.chat_template_file is not None:
-            try:
-                return Path(self.chat_template_file).read_text(encoding="utf-8-sig")
-            except (OSError, UnicodeDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
-                raise InvalidArgument(f"--chat-template-file: {self.chat_template_file}: {reason}") from None
-        if self.chat_template is not None and "{" not in self.chat_template:
-            raise UsageError("--chat-template: names of templates are not known here, expected Jinja text")
-        return self.chat_template
-
     def variables(self) -> dict[str, Any]:
         try:
             found = json.loads(self.chat_template_config or self.chat_template_args)
@@ -225,15 +218,17 @@ class AnswerOptions:
             raise UsageError(f"--chat-template-args: not valid JSON: {error}") from None
         if not isinstance(found, dict):
             raise UsageError(f"--chat-template-args: is a {type(found).__name__}, expected a JSON object")
-        for taken in ("messages", "tools", "add_generation_prompt"):
-            if taken in found:
-                raise UsageError(f"--chat-template-args: {taken!r} is set by requests, expected other variables")
+        for name in ("messages", "tools", "add_generation_prompt"):
+            if name in found:
+                raise UsageError(f"--chat-template-args: {name!r} is set by requests, expected other variables")
         return ({"enable_thinking": False} if self.reasoning_budget == 0 else {}) | found
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """How much at once."""
+
+    PANEL: ClassVar[str] = "Load"
 
     parallel: Annotated[
         int | None,
@@ -353,32 +348,45 @@ class LoadOptions:
         return ranks > 1 or device == "cuda" or (device == "auto" and features.driver_found())
 
 
-@verb(_REFUSED)
+@dataclass(frozen=True)
+class ServeModel(ModelOptions):
+    """As every model, with llama.cpp's short name."""
+
+    model: Annotated[str | None, model_option("-m")] = None
+
+
+@verb(_FOREIGN)
 def serve(
     *,
-    model: ModelOptions,
+    argument: Annotated[str | None, MODEL] = None,
+    model: ServeModel,
     address: AddressOptions,
     answers: AnswerOptions,
     load: LoadOptions,
-    webui: Annotated[bool, typer.Option("--webui/--no-webui", help="The page to chat on.")] = True,
-    metrics: Annotated[bool, typer.Option("--metrics/--no-metrics", help="Counters at /metrics.")] = True,
+    webui: Annotated[
+        bool, typer.Option("--webui/--no-webui", help="The page to chat on.", rich_help_panel=_PAGES)
+    ] = True,
+    metrics: Annotated[
+        bool, typer.Option("--metrics/--no-metrics", help="Counters at /metrics.", rich_help_panel=_PAGES)
+    ] = True,
     log_level: Annotated[
-        _LEVELS, typer.Option("--log-level", case_sensitive=False, help="Of the log on stderr.")
+        _LEVELS,
+        typer.Option(
+            "--log-level",
+            "--uvicorn-log-level",
+            case_sensitive=False,
+            help="Of the log on stderr.",
+            rich_help_panel=_PAGES,
+        ),
     ] = "INFO",
     log_requests: Annotated[
-        bool, typer.Option("--log-requests/--disable-log-requests", help="A line per request, without its content.")
-    ] = True,
-    always: Annotated[  # on here anyway; command lines of llama.cpp and vLLM have them
         bool,
         typer.Option(
-            "--jinja",
-            "--cont-batching",
-            "-cb",
-            "--enable-auto-tool-choice",
-            "--enable-prompt-tokens-details",
-            hidden=True,
+            "--log-requests/--disable-log-requests",
+            help="A line per request, without its content.",
+            rich_help_panel=_PAGES,
         ),
-    ] = False,
+    ] = True,
 ) -> None:
     """Serve a model over HTTP: OpenAI's endpoints and a page to chat on.
 
@@ -389,10 +397,11 @@ def serve(
     \b
     Examples:
       penstock serve
-      penstock serve --model mlx-community/Qwen3.6-35B-A3B-4bit -c 32k
+      penstock serve mlx-community/Qwen3.6-35B-A3B-4bit -c 32k
       penstock serve --data-parallel-size 2
       PENSTOCK_API_KEY=secret penstock serve --host 0.0.0.0 --port 8000
     """
+    model = model.given(argument)
     model.follow()
     _check_installed()
     from penstock.engine.protect import protect
@@ -457,7 +466,7 @@ def serve(
     def prepared(tokenizer: "Tokenizer") -> "Mapping[str, Any]":
         """Get templates ready; the model's own defaults of sampling."""
         if template is not None:
-            _set_template(tokenizer, template)
+            set_template(tokenizer, template)
         else:
             _compile_template(tokenizer)
         return _own_defaults(model) if own else {}
@@ -529,16 +538,6 @@ def _own_defaults(model: ModelOptions) -> dict[str, Any]:
 
     found = resolve_model(model.model, revision=model.revision, offline=True, quiet=True)
     return generation_defaults(None if found.kind == "gguf" else found.path)
-
-
-def _set_template(tokenizer: "Tokenizer", text: str) -> None:
-    """Give a model another chat template; it fails here, not with the first request, if it is broken."""
-    from penstock.text.template import ChatTemplates
-
-    before = tokenizer.templates
-    named = {} if before is None else before.special_tokens
-    tokenizer.templates = ChatTemplates({"default": (text, "--chat-template")}, named)
-    tokenizer.templates.compile()
 
 
 def _compile_template(tokenizer: "Tokenizer") -> None:

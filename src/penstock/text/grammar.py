@@ -165,6 +165,28 @@ def grammar_of_source(source: str, tokenizer: Tokenizer, vocab_size: int | None 
     return _made("grammar", source, _prepared(tokenizer, vocab_size))
 
 
+def grammar_of_gbnf(text: str, tokenizer: Tokenizer, vocab_size: int | None = None) -> Grammar:
+    """A grammar in GBNF, as llama.cpp has it: rules `name ::= …`, the first one read is `root`.
+
+    Raises InvalidArgument for what is no such grammar, is larger than a schema may be, takes too long to work out or
+    fits no text, and if llguidance is not installed.
+    """
+    if len(text) > MAX_SCHEMA:
+        raise InvalidArgument(f"grammar has {len(text)} characters, expected at most {MAX_SCHEMA}")
+    tokens = _prepared(tokenizer, vocab_size)
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    _check_unicode("grammar", text)
+    if not re.search(r"^\s*root\s*::=", text, re.MULTILINE):
+        raise InvalidArgument('grammar has no rule root, expected GBNF such as root ::= "yes" | "no"')
+    try:
+        lark = gbnf_to_lark(text)
+    except (Exception, RecursionError) as error:  # its own class, and what a parser meets in text that ends too soon
+        raise InvalidArgument(f"grammar is no GBNF: {_reason(str(error) or type(error).__name__)}") from None
+    _try_out("grammar", lark)
+    return _made("grammar", lark, tokens)
+
+
 def _schema_of(response_format: Any) -> Mapping[str, Any] | None:
     if response_format is None:
         return None
@@ -376,7 +398,7 @@ def _prepared(tokenizer: Tokenizer, vocab_size: int | None) -> Any:
         from llguidance import LLTokenizer
     except ImportError:
         raise InvalidArgument(
-            "response_format and a forced tool_choice need llguidance, which is not installed: "
+            "response_format, grammars and a forced tool_choice need llguidance, which is not installed: "
             "pip install 'penstock[grammar]'"
         ) from None
     vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size

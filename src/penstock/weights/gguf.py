@@ -71,6 +71,7 @@ _TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
+KNOWN = frozenset(name for name, _, _ in _TYPES.values())
 _REMOVED = {
     4: "Q4_2",
     5: "Q4_3",

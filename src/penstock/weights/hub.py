@@ -1,13 +1,15 @@
 """Models of the Hugging Face hub, through huggingface_hub's cache."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.errors import CheckpointError
 from penstock.progress import visible
+from penstock.weights.files import short
 
 Files = Literal["all", "small", "config"]
 
@@ -18,6 +20,7 @@ ALLOWED: dict[Files, list[str]] = {
     "small": ["*.json", "*.jinja"],
     "config": ["config.json"],
 }
+_MIXES = re.compile("_(?:XS|S|M|L|XL)$")  # of types in a file, behind the name of the commonest
 IGNORED = ["*/*", "consolidated*", "adapter*", "optimizer*"]
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
@@ -26,6 +29,14 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 def is_id(text: str) -> bool:
     """Whether a text is owner/name."""
     return _ID.fullmatch(text) is not None
+
+
+def split_id(text: str) -> tuple[str, str | None] | None:
+    """owner/name and, of owner/name:TYPE, the type of GGUF file; None for any other text."""
+    id, colon, type = text.partition(":")
+    if not is_id(id) or (colon and not re.fullmatch(r"[A-Za-z0-9_.-]{1,40}", type, re.ASCII)):
+        return None
+    return id, type if colon else None
 
 
 def download(
@@ -47,15 +58,91 @@ def download(
     return _snapshot(id, revision, offline, quiet, files)
 
 
-def _snapshot(id: str, revision: str | None, offline: bool, quiet: bool, files: Files) -> Path:
-    from huggingface_hub import errors, snapshot_download, utils
+def download_gguf(
+    id: str, type: str, revision: str | None = None, offline: bool | None = None, quiet: bool = False
+) -> Path:
+    """The GGUF file of a hub model whose name says `type` (Q8_0; capitals do not count), after a download if needed.
+
+    Of several the one with the shortest name. Raises CheckpointError for a type that is known and cannot be run, for
+    one that no file has, for a file in parts, and as `download`.
+    """
+    from huggingface_hub import constants
+
+    _check_type(id, type)
+    offline = bool(offline) or constants.HF_HUB_OFFLINE
+    names = _gguf_names(id, revision, offline)
+    word = re.compile(rf"(?:^|[-._/]){re.escape(type)}(?=[-./])", re.IGNORECASE)
+    found = [name for name in names if word.search(name) and "mmproj" not in name.lower()]
+    if not found:
+        have = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        where = "the local cache has while offline" if offline else "it has"
+        raise CheckpointError(
+            f"{id}: no GGUF file of type {short(type)}, expected one of those {where}: {have or 'none'}"
+        )
+    name = min(found, key=lambda name: (len(name), name))
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", name):
+        raise CheckpointError(
+            f"{id}: {name} is a part of a model, expected one file: llama-gguf-split --merge joins them"
+        )
+    folder = _snapshot(id, revision, offline, quiet, "all", [name])
+    return folder / name
+
+
+def _check_type(id: str, type: str) -> None:
+    """Refuse a type whose blocks cannot be read before gigabytes of it come."""
+    from penstock.weights.gguf import KNOWN, SUPPORTED
+
+    base = _MIXES.sub("", type.upper())
+    if base in KNOWN and base not in SUPPORTED and type.upper() not in SUPPORTED:
+        raise CheckpointError(f"{id}: GGUF type {short(type)} cannot be run, expected one of {', '.join(SUPPORTED)}")
+
+
+def _gguf_names(id: str, revision: str | None, offline: bool) -> list[str]:
+    """The GGUF files of a hub model, offline of its snapshot in the cache."""
+    if offline:
+        folder = _snapshot(id, revision, True, True, "all", ["*.gguf"])
+        return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf"))
+    from huggingface_hub import HfApi
+
+    names = _asked(
+        id,
+        revision,
+        offline,
+        "its list of files cannot be had",
+        partial(HfApi().list_repo_files, id, revision=revision),
+    )
+    return sorted(name for name in names if name.endswith(".gguf"))
+
+
+def _snapshot(
+    id: str, revision: str | None, offline: bool, quiet: bool, files: Files, only: list[str] | None = None
+) -> Path:
+    """The folder of a snapshot with the files of that kind, or with those that fit the patterns `only`."""
+    from huggingface_hub import snapshot_download, utils
+
+    allowed, ignored = (ALLOWED[files], IGNORED) if only is None else (only, [])
+    failed = "cannot be downloaded" if files == "all" else "its config.json cannot be had"
+    call = partial(
+        snapshot_download,
+        id,
+        revision=revision,
+        allow_patterns=allowed,
+        ignore_patterns=ignored,
+        local_files_only=offline,
+    )
+    with _progress(utils, shown=not quiet and visible()):
+        return Path(_asked(id, revision, offline, failed, call))
+
+
+def _asked(id: str, revision: str | None, offline: bool, failed: str, call: Callable[[], Any]) -> Any:
+    """What a function of huggingface_hub returns. What it raises becomes a CheckpointError: the model's name, the
+    reason, what to do.
+    """
+    from huggingface_hub import errors
 
     name = id if revision is None else f"{id} (revision {revision})"
     try:
-        with _progress(utils, shown=not quiet and visible()):
-            folder = snapshot_download(
-                id, revision=revision, allow_patterns=ALLOWED[files], ignore_patterns=IGNORED, local_files_only=offline
-            )
+        return call()
     except errors.GatedRepoError:
         page = f"https://huggingface.co/{id}"
         reason = f"access is restricted: accept the terms on {page} and log in with `hf auth login`"
@@ -70,10 +157,7 @@ def _snapshot(id: str, revision: str | None, offline: bool, quiet: bool, files: 
             reason = f"no such folder, not in the local cache, and the hub cannot be reached: {_line(error)}"
     # Which HTTP library speaks to the hub, and with which errors, depends on the version of huggingface_hub.
     except Exception as error:
-        failed = "cannot be downloaded" if files == "all" else "its config.json cannot be had"
         reason = f"{failed}: {type(error).__name__}: {_line(error)}"
-    else:
-        return Path(folder)
     raise CheckpointError(f"{name}: {reason}")
 
 

@@ -7,7 +7,7 @@ The first of these that fits decides:
    weights. A folder called like a shipped config or like a hub id is that folder.
 3. Text that ends in .gguf or .json is a path; with nothing there it is refused.
 4. "demo", or the name of a shipped config: capitals do not count, and ".", "_" and "-" are the same.
-5. owner/name: a model of the Hugging Face hub.
+5. owner/name: a model of the Hugging Face hub; owner/name:TYPE: the GGUF file of that type (Q8_0) in it.
 
 A `Path` is never a name: 4 and 5 are for text. Only 5 asks the network.
 """
@@ -62,13 +62,14 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class HubModel:
-    """A hub id; whether there is such a model has not been asked."""
+    """A hub id; whether there is such a model has not been asked. gguf: the type of a GGUF file of it."""
 
     id: str
+    gguf: str | None = None
 
     @property
     def name(self) -> str:
-        return self.id.rpartition("/")[2]
+        return self.id.rpartition("/")[2] + (f":{self.gguf}" if self.gguf else "")
 
 
 def resolve_model(
@@ -84,13 +85,23 @@ def resolve_model(
     """The files of the model that is meant, one of `kinds`.
 
     A hub model is downloaded unless it is cached, with `files` not "all" only its small files or its config.json
-    alone; with offline (None: as HF_HUB_OFFLINE says) only the cache is used. Progress bars appear on a terminal unless
-    quiet. Raises CheckpointError as `find_model` does and for what cannot be had, InvalidArgument for a revision of
-    what is not on the hub.
+    alone (a GGUF file of it only from the cache); with offline (None: as HF_HUB_OFFLINE says) only the cache is used.
+    Progress bars appear on a terminal unless quiet. Raises CheckpointError as `find_model` does and for what cannot be
+    had, InvalidArgument for a revision of what is not on the hub.
     """
     found = find_model(model, kinds, option)
+    if isinstance(found, HubModel) and found.gguf is not None:
+        shown = f"{found.id}:{found.gguf}"
+        if "gguf" not in kinds:
+            raise CheckpointError(f"{shown}: is a .gguf file, expected {_listed(*_paths(kinds), 'a hub id')}")
+        path = hub.download_gguf(found.id, found.gguf, revision, bool(offline or files != "all") or None, quiet)
+        return ResolvedModel("gguf", path, found.name, shown)
     if isinstance(found, HubModel):
         path = hub.download(found.id, revision, offline, quiet, files)
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{found.id}: has no config.json, expected a model; {found.id}:TYPE takes a GGUF file, such as :Q8_0"
+            )
         return _as_one_of(kinds, ResolvedModel("folder", path, found.name, found.id), found.id)
     if revision is not None:
         what = _PATHS.get(found.kind, "the demo model")
@@ -132,7 +143,8 @@ def _meant(model: Name) -> ResolvedModel | HubModel | None:
     for name, file in shipped_configs().items():
         if _plain(name) == _plain(text):
             return ResolvedModel("config", file, name)
-    return HubModel(text) if hub.is_id(text) else None
+    found = hub.split_id(text)
+    return None if found is None else HubModel(*found)
 
 
 def _demo() -> ResolvedModel:
