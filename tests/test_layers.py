@@ -12,7 +12,7 @@ ROOT = Path(penstock.__file__).parent
 
 # from below; the first line are single modules that everything may use
 LAYERS = """
-    _version errors dtypes units settings machine child kernel_cache backend_module
+    _version errors dtypes units settings machine child kernel_cache compile_progress backend_module
     quant ops backends graph weights text experts models parallel engine analysis convert api server cli demo
 """.split()
 

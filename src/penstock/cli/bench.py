@@ -16,6 +16,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from penstock import compile_progress
 from penstock.cli._model import REFUSED, AnyModel, UsageError, complete_config, complete_model, note, resolved, verb
 from penstock.cli._output import print_json
 from penstock.errors import InvalidArgument, OutOfMemory
@@ -276,6 +277,7 @@ class Row:
     ttft_ms: float | None  # of a prompt: until its first token is there
     host_us: float | None  # a decode step's work on the host while a GPU is at it; the launch is part of it
     prepare_s: float  # compiling and capturing before
+    compile_seconds: float  # of that, and on the CPU: for kernels that this machine had not compiled before
 
 
 def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads: int) -> Iterator[Row]:
@@ -287,7 +289,7 @@ def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads
     if most > engine.most_sequences:
         raise InvalidArgument(f"-b: is {most}, expected at most {engine.most_sequences}: no more run in one step here")
     with ExitStack() as stack:
-        begin = time.perf_counter()
+        begin, loaded = time.perf_counter(), llm.stats().compile_seconds
         made = Scheduler(llm, max_sequences=most, queue=0, prefix_cache=False, buffer=_AHEAD, read_timeout=math.inf)
         scheduler, opening = stack.enter_context(made), time.perf_counter() - begin
         bandwidth = None
@@ -296,6 +298,7 @@ def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads
                 bandwidth = stack.enter_context(bandwidth_meter(engine.device, threads))
             with _shown(f"{number + 1}: {test.name}") as progress, _Requests(engine, scheduler, test, rng) as requests:
                 times = _timed(requests, repetitions, bandwidth if test.writes else None, progress)
+            times.compiled, loaded = times.compiled + loaded, 0.0
             if engine.device.samples_tokens:
                 times.prepare, opening = times.prepare + opening, 0.0
             yield _row(llm, name, test, threads, times)
@@ -310,6 +313,7 @@ class _Times:
     host: list[float] = field(default_factory=list)  # of a step, mean of a repetition, where the device draws
     rates: list[float] = field(default_factory=list)  # bandwidths before and after, GB/s
     prepare: float = 0.0
+    compiled: float = 0.0
 
 
 def _timed(
@@ -319,7 +323,7 @@ def _timed(
     progress: Callable[[str], None],
 ) -> _Times:
     test, captures = requests.test, requests.engine.device.samples_tokens
-    times, before = _Times(), _Times()
+    times, before, compiled = _Times(), _Times(), compile_progress.seconds()
     progress("compiling and capturing")
     if captures:  # the first run is a list of calls (and caches may grow), the second a capture
         for _ in range(_PREPARING):
@@ -332,9 +336,15 @@ def _timed(
         requests.run(test.generation, times)
     rates.append(bandwidth() if bandwidth else None)
     times.rates = [rate for rate in rates if rate]
+    times.compiled = compile_progress.seconds() - compiled
     if captures:
-        times.prepare = max(0.0, sum(before.seconds) - len(before.seconds) * min(times.seconds))
+        times.prepare = times.compiled + max(0.0, sum(before.seconds) - len(before.seconds) * min(times.seconds))
     return times
+
+
+def _clock() -> float:
+    """Seconds, without those in which kernels were compiled."""
+    return time.perf_counter() - compile_progress.seconds()
 
 
 class _Requests:
@@ -367,21 +377,21 @@ class _Requests:
         continued = self._rewound() if test.prompt and test.depth else None
         most = generation + 1 + (_SLACK if test.batch > 1 else 0)
         requests = [self._request(test.prompt or max(1, test.depth), most) for _ in range(test.batch)]
-        begin = time.perf_counter()
+        begin = _clock()
         handles = [self._scheduler.submit(request, continued=continued) for request in requests]
         try:
             self._read_prompts(handles)
-            first = time.perf_counter()
+            first = _clock()
             host, steps = host_time(self._scheduler.metrics())
             if test.prompt:
                 times.first.append(first - begin)
             else:
-                begin = time.perf_counter()
+                begin = _clock()
             if not generation:
                 times.seconds.append(first - begin)
                 return
             tokens = _written(handles, generation)
-            seconds = time.perf_counter() - begin
+            seconds = _clock() - begin
             # a step under way at the beginning gives some of them a token more
             times.seconds.append(seconds * test.batch * generation / tokens)
             if self.engine.device.samples_tokens:
@@ -487,6 +497,7 @@ def _row(llm: "LLM", name: str, test: Test, threads: int, times: _Times) -> Row:
         ttft_ms=statistics.median(times.first) * 1e3 if times.first else None,
         host_us=statistics.median(times.host) * 1e6 if times.host else None,
         prepare_s=times.prepare,
+        compile_seconds=times.compiled,
     )
 
 
@@ -616,7 +627,7 @@ class _Markdown:
         self._columns |= {"test": 17, "t/s": 17, "first ms": 8, "GB/s": 6}
         self._columns |= {"of copy": 7, "host us": 7} if device == "cuda" else {"of read": 7}
         self._started = False
-        self._prepared = 0.0
+        self._prepared = self._compiled = 0.0
 
     def row(self, row: Row) -> None:
         if not self._started:
@@ -642,6 +653,7 @@ class _Markdown:
         }
         self._print(cells)
         self._prepared += row.prepare_s
+        self._compiled += row.compile_seconds
 
     def _print(self, cells: Mapping[str, str]) -> None:
         shown = (
@@ -653,6 +665,8 @@ class _Markdown:
     def end(self) -> None:
         if self._prepared:
             print(f"\nBefore: {self._prepared:.1f} s to compile and capture programs.")
+        elif self._compiled >= 0.1:
+            print(f"\nBefore: {self._compiled:.1f} s to compile kernels, once on this machine.")
 
 
 class _Json:

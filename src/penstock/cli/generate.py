@@ -3,13 +3,13 @@
 import json
 import secrets
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock import compile_progress
 from penstock.cli._model import (
     REFUSED,
     REFUSED_SAMPLING,
@@ -147,9 +147,9 @@ class _Answer:
         self.prompt_seconds = self.generation_seconds = 0.0
 
     def followed(self, chunks: "Iterator[Chunk]") -> "Iterator[Chunk]":
-        start = time.perf_counter()
+        start = compile_progress.clock()
         for chunk in chunks:
-            now = time.perf_counter()
+            now = compile_progress.clock()
             if self.chunks:
                 self.generation_seconds = now - start - self.prompt_seconds
             else:
@@ -170,6 +170,7 @@ class _Answer:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {len(self.chunks)} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
+            f"{llm.stats().about_compiling()}"
             f"Peak memory: {llm.stats().peak_memory / 1e9:.3f} GB{llm.stats().about_experts()}"
         )
 
@@ -190,6 +191,7 @@ class _Answer:
                 "prompt_tps": self.prompt_tps,
                 "generation_seconds": self.generation_seconds,
                 "generation_tps": self.generation_tps,
+                "compile_seconds": llm.stats().compile_seconds,
                 "peak_memory": llm.stats().peak_memory / 1e9,
             },
             "seed": seed,

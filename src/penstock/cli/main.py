@@ -14,6 +14,7 @@ import typer
 from penstock._version import __version__
 from penstock.cli.bench import bench
 from penstock.cli.chat import chat
+from penstock.cli.compile import compile
 from penstock.cli.convert import convert
 from penstock.cli.doctor import doctor
 from penstock.cli.generate import generate
@@ -44,6 +45,7 @@ app.command()(perplexity)
 app.command()(inspect)
 app.command()(verify)
 app.command()(kernels)
+app.command()(compile)
 app.command()(doctor)
 
 

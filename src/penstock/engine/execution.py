@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from penstock import compile_progress
 from penstock.engine.buckets import BucketedSteps
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
@@ -131,7 +131,7 @@ class Execution:
 
     def launch(self, parts: list[Part]) -> Launched:
         """Start a step. Where the device does not sample, it has been run when this returns."""
-        begin = time.perf_counter()
+        begin = compile_progress.clock()
         engine, runs = self._engine, [part.run() for part in parts]
         drawing = [part.state for part in parts if part.draws]
         drawn: PendingStep | Drawn
@@ -144,7 +144,7 @@ class Execution:
             masks = [None if grammar is None else grammar.mask() for grammar in grammars] if masked else []
             rows = [sampler.row for sampler in samplers]
             drawn = engine.launch(runs, rows, mode_of(samplers, masked), masks)
-            self.host_seconds += time.perf_counter() - begin
+            self.host_seconds += compile_progress.clock() - begin
         else:
             logits = engine.step(runs)
             pairs = [] if logits is None else zip(drawing, logits, strict=True)
@@ -159,7 +159,7 @@ class Execution:
         if isinstance(step.drawn, list):
             return step.drawn
         tokens = step.drawn.tokens()
-        begin = time.perf_counter()
+        begin = compile_progress.clock()
         drawing = [(p.state, s, p.end) for p, s in zip(step.parts, step.sequences, strict=True) if p.draws]
         wanted = any(state.sampler.params.logprobs is not None for state, _, _ in drawing)
         logprobs = zip(*step.drawn.logprobs(), strict=True) if wanted else itertools.repeat(None)
@@ -167,7 +167,7 @@ class Execution:
         for (state, sequence, end), token, own in zip(drawing, tokens, logprobs, strict=False):
             if state.sequence is sequence:
                 found.append((state, self._taken(state, token, own, end)))
-        self.host_seconds += time.perf_counter() - begin
+        self.host_seconds += compile_progress.clock() - begin
         return found
 
     def _taken(self, state: RequestState, token: int, logprobs: Any, position: int) -> Token | Exception:

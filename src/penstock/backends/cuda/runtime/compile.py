@@ -7,7 +7,6 @@ Most of that time is spent outside of Python's lock, so threads share it.
 import contextlib
 import functools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,11 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from penstock import compile_progress
 from penstock.ops.collective import exchanging_nothing
 from penstock.quant import QuantizedTensor
 
-_SHOWN_AFTER = 0.5  # seconds of compiling from which on the terminal shows it
+WHERE = "this GPU"  # that kernels are compiled for, as a user reads it
 
 
 @contextlib.contextmanager
@@ -71,23 +71,11 @@ def _signature(value: Any) -> Any:
 
 
 def _watch(mode: Any) -> None:
-    """Show on the terminal, if there is one, how far it is once it takes a while."""
+    """Wait for what was handed over, and show how far it is."""
     waiting = list(mode.raw_futures)
-    start = time.monotonic()
-    if not waiting or not sys.stderr.isatty():
+    if not waiting:
         return
-    from rich.console import Console
-
-    status = Console(stderr=True).status("")
-    shown = False
-    try:
+    with compile_progress.counting(lambda: (sum(future.done() for future in waiting), len(waiting))):
         while not all(future.done() for future in waiting):
+            compile_progress.show(WHERE)
             time.sleep(0.05)
-            done = sum(future.done() for future in waiting)
-            if not shown and time.monotonic() - start > _SHOWN_AFTER:
-                status.start()
-                shown = True
-            status.update(f"compiling kernels for this GPU, once: {done} of {len(waiting)}")
-    finally:
-        if shown:
-            status.stop()
