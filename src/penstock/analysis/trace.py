@@ -329,7 +329,7 @@ def reported(subject: TracedModel, dtype: str, work: Work, bandwidth: float, how
         sides.append(side if state is None else state.measured(side, each, subject.device))
     alone = work.decoding and work.rows == 1
     expected = measured_share(subject.device, programs.family.name, bandwidth) if alone else None
-    return TraceReport(subject.name, subject.device, dtype, work, bandwidth, how, *sides, expected)
+    return TraceReport(subject.name, subject.device, dtype, work, bandwidth, how, *sides, expected=expected)
 
 
 def _lines(graph: Graph, programs: Programs, work: Work, bandwidth: float) -> Iterator[Line]:
