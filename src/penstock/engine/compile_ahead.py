@@ -73,9 +73,9 @@ def compile_model(engine: Engine, load: Callable[..., Loaded], options: dict[str
     Which of them are there is looked at once per machine and kind of model.
     """
     from penstock.backends.cpu import compile_lock
-    from penstock.backends.cpu.compile import trusted_folder
+    from penstock.backends.cpu.compile import compiles, trusted_folder
 
-    if compile_lock.helping:
+    if compile_lock.helping or not compiles():
         return
     mark = trusted_folder() / f"compiled-{_kind(engine)}"
     if mark.exists():

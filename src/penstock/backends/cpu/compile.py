@@ -108,6 +108,11 @@ def _listed_or_shown(kernel: Any, compile: Callable) -> Callable:
     return compile_in_sight
 
 
+def compiles() -> bool:
+    """Whether kernels are compiled at all; with NUMBA_DISABLE_JIT they are Python."""
+    return not numba.config.DISABLE_JIT
+
+
 def this_cpu() -> tuple[str, ...]:
     """Tells the machine code of this CPU from that of others."""
     return registry.cpu_target.target_context.codegen().magic_tuple()
