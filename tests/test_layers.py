@@ -12,7 +12,7 @@ ROOT = Path(penstock.__file__).parent
 
 # from below; the first line are single modules that everything may use, the last ones ways to the command line
 LAYERS = """
-    _version errors dtypes units settings machine child kernel_cache backend_module progress
+    _version errors dtypes units settings machine child kernel_cache backend_module progress compile_progress
     quant ops backends graph weights text experts models parallel engine analysis convert api mlx_lm server cli demo
     benchmark cache_prompt chat generate perplexity serve
 """.split()

@@ -38,10 +38,15 @@ def test_readme_python_blocks_run_in_order(capsys):
             assert shown in printed
 
 
+def needs_elsewhere(command: str) -> bool:
+    """A download, gigabytes or a GPU: then the flags at least must exist."""
+    return bool({"--model", "--random", "cuda"} & set(shlex.split(command)))
+
+
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("penstock ")])
 def test_readme_penstock_commands_run(capsys, monkeypatch, command):
     _, verb, *arguments = shlex.split(command)
-    if {"--model", "--random", "cuda"} & set(arguments):  # a download, gigabytes, a GPU: the flags at least must exist
+    if needs_elsewhere(command):
         assert run([verb, "--help"]) == 0
         usage = capsys.readouterr().out
         assert all(argument in usage for argument in arguments if argument.startswith("-"))

@@ -18,7 +18,7 @@ from typing import Any, cast, overload
 
 import numpy as np
 
-from penstock import models
+from penstock import compile_progress, models
 from penstock.engine import compile_ahead
 from penstock.engine.admission import all_memory
 from penstock.engine.cache import Caches
@@ -72,6 +72,7 @@ class Stats:
     weight_bytes: int = 0
     cache_bytes: int = 0
     peak_memory: int = 0
+    compile_seconds: float = 0.0  # for kernels that this machine had not compiled before; no part of the other times
     expert_bytes: int | None = None
     expert_hits: int | None = None
     expert_host_hits: int | None = None
@@ -102,8 +103,13 @@ class Stats:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generated_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
+            f"{self.about_compiling()}Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
         )
+
+    def about_compiling(self) -> str:
+        """A line about the time for compiling, before a line break; nothing if there was none."""
+        spent = f"{self.compile_seconds:.1f}"
+        return "" if spent == "0.0" else f"Compiling: {spent} s, once on this machine\n"
 
     def experts(self) -> dict[str, Any] | None:
         """What is known of streamed experts, as JSON shows it."""
@@ -521,6 +527,7 @@ class LLM:
             self._stats.prompt_seconds += one.prompt_seconds
             self._stats.generated_tokens += one.generated_tokens
         self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
+        self._stats.compile_seconds += max((one.compile_seconds for one in timings), default=0.0)
 
 
 class _Mean:
@@ -700,9 +707,14 @@ def _load(
     leader = None if rank is None else rank.leader(model.family, states)
     context, deterministic = given["max_context"], given["deterministic"]
     engine = _engine(model, where, dtype, states, activations, context, deterministic, f"{folder}", room, leader)
+    spent = compile_progress.seconds()
+    if where.compiles_ahead and rank is None:
+        compile_ahead.compile_model(engine, load, options)
     # a saved session finds its model again by its hub id or its whole path
     name = None if found.kind == "demo" else found.hub_id or str(folder.resolve())
-    return LLM(engine, tokenizer, name, notices, None if rank is None or not rank.leads else rank.close)
+    llm = LLM(engine, tokenizer, name, notices, None if rank is None or not rank.leads else rank.close)
+    llm.add_timings([Timings(compile_seconds=compile_progress.seconds() - spent)])
+    return llm
 
 
 def _cache_bytes(value: int | str | None) -> int | None:
@@ -742,7 +754,7 @@ def _read_folder(
     if not streams:
         _check_fits(f"{folder}", device, nbytes, copied // share)
     if device.compiles_ahead and rank is None:
-        compile_ahead.start(load, options)
+        compile_ahead.start(compile_ahead.missing_of, load, options)
     notices: list[str] = []
     streamed = None
     if streams:
@@ -793,7 +805,7 @@ def _read_gguf(
     tokenizer = gguf_tokenizer(found.file)
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
     if device.compiles_ahead and rank is None:
-        compile_ahead.start(load, options)
+        compile_ahead.start(compile_ahead.missing_of, load, options)
     source = found.source
     if rank is not None:
         source, config = rank.split(found.family, source, config, GGUF_COLUMNS)

@@ -77,8 +77,8 @@ def package(tmp_path):
     """A copy of what kernels need of penstock, with a helper file and a kernel file of its own."""
     cpu = tmp_path / "penstock" / "backends" / "cpu"
     cpu.mkdir(parents=True)
-    parts = [f"backends/cpu/{part}.py" for part in ("compile", "compile_lock", "_progress")]
-    for name in ("errors.py", "settings.py", "kernel_cache.py", "progress.py", *parts):
+    parts = [f"backends/cpu/{part}.py" for part in ("compile", "compile_lock", "_parts")]
+    for name in ("errors.py", "settings.py", "kernel_cache.py", "progress.py", "compile_progress.py", *parts):
         shutil.copy(PACKAGE / name, tmp_path / "penstock" / name)
     for folder in (cpu, cpu.parent, cpu.parent.parent):  # a regular package wins over an installed penstock
         (folder / "__init__.py").touch()

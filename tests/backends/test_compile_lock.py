@@ -13,14 +13,6 @@ import pytest
 from penstock.backends.cpu import compile_lock
 
 
-class Kernel:
-    """What `hold` needs to know of a kernel."""
-
-    def __init__(self, file: Path) -> None:
-        self._cache = SimpleNamespace(file=lambda sig, codegen: file)
-        self.targetctx = SimpleNamespace(codegen=lambda: None)
-
-
 @pytest.fixture
 def file(tmp_path):
     (tmp_path / "folder").mkdir()
@@ -34,12 +26,12 @@ def helped(monkeypatch):
 
 def test_hold_does_nothing_for_a_process_on_its_own(file, monkeypatch):
     monkeypatch.setattr(compile_lock, "helper", None)  # a test before may have started one
-    with compile_lock.hold(Kernel(file), None):
+    with compile_lock.hold(file):
         assert not list(file.parent.iterdir())
 
 
 def test_hold_locks_while_compiling_and_lets_go(file, helped):
-    with pytest.raises(KeyError), compile_lock.hold(Kernel(file), None):
+    with pytest.raises(KeyError), compile_lock.hold(file):
         assert file.with_suffix(".lock").read_text() == str(os.getpid())
         raise KeyError
     assert not file.with_suffix(".lock").exists()
@@ -48,10 +40,10 @@ def test_hold_locks_while_compiling_and_lets_go(file, helped):
 def test_hold_skips_in_a_helper_what_is_locked(file, monkeypatch):
     monkeypatch.setattr(compile_lock, "helping", True)
     file.with_suffix(".lock").write_text("1")
-    with pytest.raises(compile_lock.LockedElsewhere), compile_lock.hold(Kernel(file), None):
+    with pytest.raises(compile_lock.LockedElsewhere), compile_lock.hold(file):
         pytest.fail("compiled what another process is compiling")
     file.write_text("machine code")
-    with compile_lock.hold(Kernel(file), None):
+    with compile_lock.hold(file):
         pass
     assert file.with_suffix(".lock").exists()  # not this process's to remove
 
@@ -59,7 +51,7 @@ def test_hold_skips_in_a_helper_what_is_locked(file, monkeypatch):
 def test_hold_waits_for_the_helper(file, helped):
     file.with_suffix(".lock").write_text("1")
     threading.Timer(0.1, file.write_text, ["machine code"]).start()
-    with compile_lock.hold(Kernel(file), None):
+    with compile_lock.hold(file):
         assert file.exists()
 
 
@@ -67,12 +59,12 @@ def test_hold_does_not_wait_for_a_helper_that_died(file, monkeypatch):
     monkeypatch.setattr(compile_lock, "helper", SimpleNamespace(poll=lambda: 1))
     file.with_suffix(".lock").write_text("1")
     start = time.monotonic()
-    with compile_lock.hold(Kernel(file), None):
+    with compile_lock.hold(file):
         assert time.monotonic() - start < 5
 
 
 def test_hold_in_a_folder_that_cannot_be_written_compiles(helped):
-    with compile_lock.hold(Kernel(Path(os.devnull, "kernel.nbc")), None):
+    with compile_lock.hold(Path(os.devnull, "kernel.nbc")):
         pass
 
 

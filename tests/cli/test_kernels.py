@@ -224,8 +224,8 @@ def test_trace_prints_layers_that_are_alike_once(capsys, tiny):
     assert rest[0].split()[:3] == ["op", "before", "after"]
     assert sum(line.startswith("2 × layers 0, 2 ") for line in rest) == 1
     assert any(line.startswith("layer 1 ") for line in rest)
-    totals = dict(line.split(maxsplit=1) for line in rest[-4:])
-    assert set(totals) == {"nodes", "moved", "predicted", "arena"}
+    totals = dict(line.split(maxsplit=1) for line in rest[-5:])
+    assert set(totals) == {"nodes", "moved", "predicted", "launches", "arena"}
     assert re.fullmatch(r"\d+ → \d+", totals["nodes"])
     whole = call(capsys, "kernels", "--trace", tiny, "--device", "cuda", "--bandwidth", "100", "--all").out
     before, after = map(int, totals["nodes"].split(" → "))

@@ -1,7 +1,9 @@
 """The helper process that compiles kernels: it works where the first process looks for them."""
 
 import io
+import os
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,8 @@ from penstock.api import load
 from penstock.backends.cpu import compile_lock
 from penstock.backends.cpu.compile import trusted_folder
 from penstock.engine import compile_ahead
+from penstock.engine.compile_families import shipped_by_family
+from penstock.weights.resolve import shipped_configs
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777], ids="{:03o}".format)
@@ -30,3 +34,28 @@ def test_helper_gets_the_folder_that_the_first_process_uses(tmp_path, monkeypatc
     compile_ahead.start(load, {})
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", started[0]["PENSTOCK_CACHE_DIR"])
     assert trusted_folder() == used
+
+
+def test_missing_kernels_lists_what_steps_call_and_changes_nothing(tmp_path):
+    """In a process of its own: kernels that are loaded already are not listed."""
+    script = (
+        "import penstock; from penstock.engine import compile_ahead as ahead\n"
+        "compile_model, ahead.compile_model = ahead.compile_model, lambda *given: None\n"
+        "ahead.start = lambda *given, **more: None\n"
+        "llm = penstock.load(); before = llm.engine.caches.nbytes\n"
+        "few, many = ahead.missing_kernels(llm.engine), ahead.missing_kernels(llm.engine, (2, 20, 200), (1, 2))\n"
+        "names = {file.name.partition('-')[0].rpartition('.')[2] for file in few}\n"
+        "print(len(few) >= 20, set(few) < set(many), {'_norm_blocks', '_softmax_rows'} <= names)\n"
+        "print(sorted(file.suffix for file in many if file.exists()), llm.engine.programs.wrap)\n"
+        "ahead.compile_kernels = lambda missing: print(set(missing) == set(few))\n"
+        "compile_model(llm.engine, penstock.load, {}); compile_model(llm.engine, penstock.load, {})\n"
+    )
+    environment = os.environ | {"PENSTOCK_CACHE_DIR": str(tmp_path)}
+    child = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert child.stdout.splitlines() == ["True True True", "[] None", "True"]  # looked at once
+
+
+def test_compile_families_know_kernels_of_every_family():
+    families = shipped_by_family()
+    assert list(families) == ["deepseek_v3", "gemma4", "llama", "qwen3_5"]
+    assert sum(map(len, families.values())) == len(shipped_configs())

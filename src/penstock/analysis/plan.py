@@ -14,6 +14,7 @@ from typing import Any
 from penstock import models
 from penstock.analysis.bandwidth import bandwidth_of
 from penstock.analysis.expert_routes import load_expert_routes
+from penstock.analysis.measured import MeasuredShare, measured_share
 from penstock.analysis.ranks import Link, PlannedRanks, busiest_rank, possible_sizes, sums_of, tracing_as
 from penstock.analysis.trace import Outline, Work, outline_of, outlined_programs
 from penstock.analysis.weights import distinct
@@ -59,6 +60,7 @@ class PlannedModel:
 
     given: str | None
     name: str
+    family: str
     config: Any
     caches: Caches
     parts: dict[str, int]
@@ -111,6 +113,7 @@ def subject_of(
     model = PlannedModel(
         given=given,
         name=found.hub_id or found.name,
+        family=outline.family.name,
         config=whole.programs.config,
         caches=whole.programs.caches,
         parts=whole.parts,
@@ -407,17 +410,23 @@ def _disk(folder: Path, notify: Callable[[str], None]) -> Speed:
 class TokenCost:
     """Bytes that a token moves over each way, and the seconds they need; None where a bandwidth is not known.
 
-    sums: of these, what sums over ranks take.
+    sums: of these, what sums over ranks take. expected: seconds with the share of the memory's speed that was measured,
+    None where none was.
     """
 
     moved: dict[str, int]
     seconds: float | None
     sums: float = 0.0
+    expected: float | None = None
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second."""
+        """Tokens per second at most."""
         return 1 / self.seconds if self.seconds else None
+
+    @property
+    def expected_rate(self) -> float | None:
+        return 1 / self.expected if self.expected else None
 
 
 @dataclass(frozen=True)
@@ -467,7 +476,15 @@ class ModelPlan:
             if rate is None and nbytes:
                 return TokenCost(moved, None, sums)
             seconds += nbytes / (rate * 1e9) if rate is not None else 0.0
-        return TokenCost(moved, seconds, sums)
+        expected = None if self.measured is None else sums + (seconds - sums) / self.measured.share
+        return TokenCost(moved, seconds, sums, expected)
+
+    @property
+    def measured(self) -> MeasuredShare | None:
+        """The share of the memory's speed to expect; of streamed experts none is known."""
+        if not self.room.resident:
+            return None
+        return measured_share(self.device, self.subject.family, self.speeds["memory"].rate)
 
     @property
     def flags(self) -> list[str]:

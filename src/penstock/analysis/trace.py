@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from penstock import ops
+from penstock.analysis.measured import LAUNCH_SECONDS, MeasuredShare, measured_share
 from penstock.analysis.weights import experts_read, rows_read, span, walk
 from penstock.dtypes import ITEMSIZE, numpy_dtype
 from penstock.engine.cache import Caches
@@ -135,6 +136,10 @@ class Side:
     def seconds(self) -> float:
         return sum(line.seconds for line in self.lines)
 
+    def with_launches(self, launch: float) -> float:
+        """Seconds of all bytes and of a launch per node; some nodes need several."""
+        return self.predicted + launch * len(self.lines)
+
     def groups(self) -> list[Group]:
         """Layers that are alike together, in the order in which each kind comes first; times are their means."""
         parts: dict[int | str, list[Line]] = {}
@@ -160,7 +165,10 @@ class Side:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """A traced step before and after fusion; `how` says where the bandwidth (GB/s) comes from."""
+    """A traced step before and after fusion; `how` says where the bandwidth (GB/s) comes from.
+
+    expected: of the speed by bytes, the share that such models were measured to reach; None if that is not known.
+    """
 
     name: str
     device: str
@@ -170,10 +178,16 @@ class TraceReport:
     how: str
     before: Side
     after: Side
+    expected: MeasuredShare | None = None
 
     @property
     def measured(self) -> bool:
         return self.after.whole is not None
+
+    @property
+    def launch(self) -> float:
+        """Seconds that a node takes beside those of its bytes, as measured."""
+        return LAUNCH_SECONDS[self.device]
 
 
 def _mean(lines: tuple[Line, ...]) -> Line:
@@ -313,7 +327,9 @@ def reported(subject: TracedModel, dtype: str, work: Work, bandwidth: float, how
         lines, planned = _lines(each, programs, work, bandwidth), plan(each)
         side = Side(tuple(lines), planned.size, planned.apart)
         sides.append(side if state is None else state.measured(side, each, subject.device))
-    return TraceReport(subject.name, subject.device, dtype, work, bandwidth, how, *sides)
+    alone = work.decoding and work.rows == 1
+    expected = measured_share(subject.device, programs.family.name, bandwidth) if alone else None
+    return TraceReport(subject.name, subject.device, dtype, work, bandwidth, how, *sides, expected=expected)
 
 
 def _lines(graph: Graph, programs: Programs, work: Work, bandwidth: float) -> Iterator[Line]:

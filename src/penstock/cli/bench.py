@@ -16,6 +16,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from penstock import compile_progress
 from penstock.cli._foreign import LOADING, refused, taken
 from penstock.cli._model import NamedModel, UsageError, complete_config, note, resolved, verb
 from penstock.cli._output import print_json
@@ -246,6 +247,7 @@ class Row:
     ttft_ms: float | None  # of a prompt: until its first token is there
     host_us: float | None  # a decode step's work on the host while a GPU is at it; the launch is part of it
     prepare_s: float  # compiling and capturing before
+    compile_seconds: float  # of that, and on the CPU: for kernels that this machine had not compiled before
 
 
 def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads: int) -> Iterator[Row]:
@@ -256,7 +258,7 @@ def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads
     engine, rng, most = llm.engine, np.random.default_rng(0), max(test.batch for test in tests)
     check_batch(engine, most)
     with ExitStack() as stack:
-        begin = time.perf_counter()
+        begin, loaded = time.perf_counter(), llm.stats().compile_seconds
         made = Scheduler(llm, max_sequences=most, queue=0, prefix_cache=False, buffer=AHEAD, read_timeout=math.inf)
         scheduler, opening = stack.enter_context(made), time.perf_counter() - begin
         bandwidth = None
@@ -265,6 +267,7 @@ def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads
                 bandwidth = stack.enter_context(bandwidth_meter(engine.device, threads))
             with _shown(f"{number + 1}: {test.name}") as progress, Requests(engine, scheduler, test, rng) as requests:
                 times = _timed(requests, repetitions, bandwidth if test.writes else None, progress)
+            times.compiled, loaded = times.compiled + loaded, 0.0
             if engine.device.samples_tokens:
                 times.prepare, opening = times.prepare + opening, 0.0
             yield _row(llm, name, test, threads, times)
@@ -280,6 +283,7 @@ class Times:
     host: list[float] = field(default_factory=list)  # of a step, mean of a repetition, where the device draws
     rates: list[float] = field(default_factory=list)  # bandwidths before and after, GB/s
     prepare: float = 0.0
+    compiled: float = 0.0
 
 
 def _timed(
@@ -289,7 +293,7 @@ def _timed(
     progress: Callable[[str], None],
 ) -> Times:
     test, captures = requests.test, requests.engine.device.samples_tokens
-    times, before = Times(), Times()
+    times, before, compiled = Times(), Times(), compile_progress.seconds()
     progress("compiling and capturing")
     if captures:  # the first run is a list of calls (and caches may grow), the second a capture
         for _ in range(PREPARING):
@@ -302,8 +306,9 @@ def _timed(
         requests.run(test.generation, times)
     rates.append(bandwidth() if bandwidth else None)
     times.rates = [rate for rate in rates if rate]
+    times.compiled = compile_progress.seconds() - compiled
     if captures:
-        times.prepare = max(0.0, sum(before.seconds) - len(before.seconds) * min(times.seconds))
+        times.prepare = times.compiled + max(0.0, sum(before.seconds) - len(before.seconds) * min(times.seconds))
     return times
 
 
@@ -337,21 +342,21 @@ class Requests:
         continued = self._rewound() if test.prompt and test.depth else None
         most = generation + 1 + (_SLACK if test.batch > 1 else 0)
         requests = [self._request(test.prompt or max(1, test.depth), most) for _ in range(test.batch)]
-        begin = time.perf_counter()
+        begin = compile_progress.clock()
         handles = [self._scheduler.submit(request, continued=continued) for request in requests]
         try:
             self._read_prompts(handles)
-            first = time.perf_counter()
+            first = compile_progress.clock()
             host, steps = host_time(self._scheduler.metrics())
             if test.prompt:
                 times.first.append(first - begin)
             else:
-                begin = time.perf_counter()
+                begin = compile_progress.clock()
             if not generation:
                 times.seconds.append(first - begin)
                 return
             tokens = _written(handles, generation)
-            end = time.perf_counter()
+            end = compile_progress.clock()
             share = test.batch * generation / tokens  # a step under way at the beginning gives some a token more
             times.seconds.append((end - begin) * share)
             times.written.append((end - first) * share)
@@ -458,6 +463,7 @@ def _row(llm: "LLM", name: str, test: Test, threads: int, times: Times) -> Row:
         ttft_ms=statistics.median(times.first) * 1e3 if times.first else None,
         host_us=statistics.median(times.host) * 1e6 if times.host else None,
         prepare_s=times.prepare,
+        compile_seconds=times.compiled,
     )
 
 
@@ -596,7 +602,7 @@ class _Markdown:
         self._columns |= {"test": 17, "t/s": 17, "first ms": 8, "GB/s": 6}
         self._columns |= {"of copy": 7, "host us": 7} if device == "cuda" else {"of read": 7}
         self._started = False
-        self._prepared = 0.0
+        self._prepared = self._compiled = 0.0
 
     def row(self, row: Row) -> None:
         if not self._started:
@@ -622,6 +628,7 @@ class _Markdown:
         }
         self._print(cells)
         self._prepared += row.prepare_s
+        self._compiled += row.compile_seconds
 
     def _print(self, cells: Mapping[str, str]) -> None:
         shown = (
@@ -633,6 +640,8 @@ class _Markdown:
     def end(self) -> None:
         if self._prepared:
             print(f"\nBefore: {self._prepared:.1f} s to compile and capture programs.")
+        elif self._compiled >= 0.1:
+            print(f"\nBefore: {self._compiled:.1f} s to compile kernels, once on this machine.")
 
 
 class _Json:

@@ -4,13 +4,13 @@ import json
 import re
 import secrets
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
+from penstock import compile_progress
 from penstock.cli._foreign import BATCH, LOADING, SAMPLING, TERMINAL, refused_flag, taken_flag
 from penstock.cli._model import (
     RANDOM_SEED,
@@ -307,9 +307,9 @@ class _Answer:
         self.prompt_seconds = self.generation_seconds = 0.0
 
     def followed(self, chunks: "Iterator[Chunk]") -> "Iterator[Chunk]":
-        start = time.perf_counter()
+        start = compile_progress.clock()
         for chunk in chunks:
-            now = time.perf_counter()
+            now = compile_progress.clock()
             if self.chunks:
                 self.generation_seconds = now - start - self.prompt_seconds
             else:
@@ -330,6 +330,7 @@ class _Answer:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {len(self.chunks)} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
+            f"{llm.stats().about_compiling()}"
             f"Peak memory: {llm.stats().peak_memory / 1e9:.3f} GB{llm.stats().about_experts()}"
         )
 
@@ -350,6 +351,7 @@ class _Answer:
                 "prompt_tps": self.prompt_tps,
                 "generation_seconds": self.generation_seconds,
                 "generation_tps": self.generation_tps,
+                "compile_seconds": llm.stats().compile_seconds,
                 "peak_memory": llm.stats().peak_memory / 1e9,
             },
             "seed": seed,

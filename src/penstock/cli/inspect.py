@@ -13,6 +13,7 @@ from penstock.errors import BackendError
 from penstock.units import amount, count
 
 if TYPE_CHECKING:
+    from penstock.analysis.measured import MeasuredShare
     from penstock.analysis.survey import Machine, Survey
 
 
@@ -38,7 +39,8 @@ def inspect(
 
     Parameters, bytes by part and by format, and the bytes that one token reads: all but the experts that are not
     chosen, and of the embedding table one row. The memory's bandwidth by these bytes is the most tokens per second that
-    one sequence can get; on the CPU it is measured with a plain read, on a GPU with a copy.
+    one sequence can get; on the CPU it is measured with a plain read, on a GPU with a copy. What is expected is the
+    share of that which a model of the family was measured to reach, where one was.
 
     Of a hub model that is not in the local cache only the small files are downloaded, and sizes are those that its
     config.json implies.
@@ -97,6 +99,7 @@ def described(found: Survey, machine: Machine) -> dict[str, Any]:
         }
 
     config, total = found.config, found.total
+    limit, measured = machine.limit(total.active_bytes), expected_share(found, machine)
     per_position, fixed = found.cache_bytes(machine.dtype)
     facts = {
         name: getattr(config, name, None)
@@ -128,7 +131,9 @@ def described(found: Survey, machine: Machine) -> dict[str, Any]:
         "device": machine.device,
         "gb_per_s": machine.bandwidth,
         "gb_per_s_from": machine.how,
-        "limit_tokens_per_s": machine.limit(total.active_bytes),
+        "limit_tokens_per_s": limit,
+        "expected_tokens_per_s": None if limit is None or measured is None else limit * measured.share,
+        "expected_from": None if measured is None else measured.source,
         "tokenizer": found.tokenizer,
         "notices": list(found.notices),
     }
@@ -161,6 +166,15 @@ def _print(found: Survey, machine: Machine) -> None:
     print_table(("format", "tensors", "parameters", "bytes"), rows, wrap=())
 
 
+def expected_share(found: Survey, machine: Machine) -> MeasuredShare | None:
+    """Of the limit, what such a model was measured to reach on such a machine, where that is known."""
+    from penstock import models
+    from penstock.analysis.measured import measured_share
+
+    family = models.family_of({"model_type": found.config.model_type}).name
+    return measured_share(machine.device, family, machine.bandwidth)
+
+
 def facts(found: Survey, machine: Machine) -> list[tuple[str, str]]:
     """What is worth a line, for the terminal and for the page."""
     config, total = found.config, found.total
@@ -182,6 +196,8 @@ def facts(found: Survey, machine: Machine) -> list[tuple[str, str]]:
     read = f"{amount(total.active_bytes)} per token"
     if (limit := machine.limit(total.active_bytes)) is not None:
         read += f": at most {limit:,.1f} tokens/s at {machine.bandwidth:,.1f} GB/s ({machine.how})"
+        if (measured := expected_share(found, machine)) is not None:
+            read += f", expected {limit * measured.share:,.1f} ({measured})"
     rows.append(("reads", read))
     per_position, fixed = found.cache_bytes(machine.dtype)
     cache = f"{amount(1000 * per_position)} per 1000 tokens in {machine.dtype}" + (

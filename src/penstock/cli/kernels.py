@@ -65,7 +65,8 @@ def kernels(
 
     With --trace: MODEL is a folder, a .gguf file, a hub id, a config.json or the name of a shipped one, whose weights
     are not needed. The predicted time of a node is what the bytes that it reads and writes need at the memory's
-    bandwidth.
+    bandwidth: at least that. "launches" adds what a launch was measured to cost, so that it shows what fusing saves;
+    "expected" is what such models were measured to reach, where that is known.
 
     \b
     Examples:
@@ -329,12 +330,16 @@ def _print_nodes(side: "Side", every: bool, measured: bool) -> None:
 
 def _totals(report: "TraceReport") -> list[str]:
     before, after, work = report.before, report.after, report.work
-    speed = work.rows / after.predicted
+    speed, launched = work.rows / after.predicted, after.with_launches(report.launch)
     lines = [
         f"nodes      {len(before.lines)} → {len(after.lines)}",
         f"moved      {before.nbytes / 1e6:,.1f} → {after.nbytes / 1e6:,.1f} MB",
-        f"predicted  {_us(before.predicted)} → {_us(after.predicted)} us, at most {speed:,.0f} tokens/s",
+        f"predicted  {_us(before.predicted)} → {_us(after.predicted)} us by bytes, at most {speed:,.0f} tokens/s",
+        f"launches   {_us(before.with_launches(report.launch))} → {_us(launched)} us with {_us(report.launch)} "
+        f"for each node's launch, at most {work.rows / launched:,.0f} tokens/s",
     ]
+    if report.expected is not None:
+        lines.append(f"expected   {speed * report.expected.share:,.0f} tokens/s, {report.expected}")
     if before.whole is not None and after.whole is not None:
         lines.append(f"sum of us  {_us(before.seconds)} → {_us(after.seconds)}, measured node by node")
         lines.append(f"took us    {_us(before.whole)} → {_us(after.whole)}, {work.rows / after.whole:,.0f} tokens/s")
@@ -360,12 +365,13 @@ def _json(report: "TraceReport") -> dict[str, Any]:
             "count": len(side.lines),
             "bytes": side.nbytes,
             "predicted_us": side.predicted * 1e6,
+            "with_launches_us": side.with_launches(report.launch) * 1e6,
             "measured_us": None if side.whole is None else side.whole * 1e6,
             "arena_bytes": side.arena,
             "arena_bytes_without_plan": side.apart,
         }
 
-    work = report.work
+    work, share = report.work, report.expected
     return {
         "model": report.name,
         "device": report.device,
@@ -376,6 +382,9 @@ def _json(report: "TraceReport") -> dict[str, Any]:
         "depth": work.depth,
         "gb_per_s": report.bandwidth,
         "gb_per_s_from": report.how,
+        "launch_us": report.launch * 1e6,
+        "expected_tokens_per_s": None if share is None else work.rows / report.after.predicted * share.share,
+        "expected_from": None if share is None else share.source,
         "before": described(report.before),
         "after": described(report.after),
     }

@@ -21,6 +21,7 @@ from penstock.cli.bench import bench
 from penstock.cli.benchmark import benchmark
 from penstock.cli.cache_prompt import cache_prompt
 from penstock.cli.chat import chat
+from penstock.cli.compile import compile
 from penstock.cli.convert import convert
 from penstock.cli.doctor import doctor
 from penstock.cli.generate import generate
@@ -43,7 +44,7 @@ app.command(cls=PanelCommand)(chat)
 app.command("cache_prompt", cls=PanelCommand)(cache_prompt)
 app.command(cls=PanelCommand)(serve)
 app.command("server", cls=PanelCommand, hidden=True)(serve)  # as mlx-lm calls it
-for one in (bench, benchmark, plan, pack, routes, convert, perplexity, inspect, verify, kernels, doctor):
+for one in (bench, benchmark, plan, pack, routes, convert, perplexity, inspect, verify, kernels, compile, doctor):
     app.command(cls=PanelCommand)(one)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import penstock
 from penstock.cli._foreign import LOADING, refused, refused_flag
 from penstock.cli._model import MODEL, SEED, NamedModel, UsageError, complete_model, note, verb
 from penstock.cli._output import print_json, print_table, progress_bar
@@ -37,7 +38,8 @@ def perplexity(
     argument: Annotated[str | None, MODEL] = None,
     model: NamedModel,
     data_path: Annotated[
-        Path | None, typer.Option("--data-path", "-f", "--file", metavar="FILE", help="Text in UTF-8.")
+        Path | None,
+        typer.Option("--data-path", "-f", "--file", metavar="FILE", help="Text in UTF-8; tale: a shipped one."),
     ] = None,
     sequence_length: Annotated[
         int, typer.Option("--sequence-length", "-c", "--ctx-size", metavar="N", min=2, help="Tokens of a window.")
@@ -89,7 +91,7 @@ def perplexity(
 
     \b
     Examples:
-      penstock perplexity --data-path README.md --sequence-length 256
+      penstock perplexity --data-path tale --sequence-length 256
       penstock perplexity ./my-model-4bit --data-path wiki.txt --num-samples -1
       penstock perplexity ./my-model-4bit --data-path wiki.txt --reference ./my-model --json
     """
@@ -136,6 +138,8 @@ def _read(path: Path) -> str:
     """The text of a file. Raises CheckpointError, naming it, for anything but UTF-8 of a sensible size."""
     from penstock.weights.files import kind_of, read_bounded
 
+    if path == Path("tale") and not path.exists():
+        path = Path(penstock.__file__).parent / "demo" / "tale.txt"
     if not path.exists() and not path.is_symlink():
         raise CheckpointError(f"{path}: no such file, expected a text in UTF-8 (datasets of the hub are not supported)")
     data = read_bounded(path, _TEXT_LIMIT)

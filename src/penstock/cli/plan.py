@@ -103,6 +103,8 @@ def plan(
     it uses at the memory's bandwidth, experts that are not in the device's slots at the link's, those not in memory at
     the disk's. How many are in slots follows from the share of experts that fit, or from a recorded text. Of a model
     that is split over ranks (-tp) all that is of the largest rank, and the sums over ranks of a token add their time.
+    No kernel reaches a memory's bandwidth, so a token is that fast at most; where it was measured how much of it models
+    of the family reach, the speed to expect is printed as well.
 
     \b
     Examples:
@@ -303,11 +305,11 @@ def _verdict(found: "ModelPlan") -> list[str]:
     if subject.ranks is not None:
         return _rank_verdict(found)
     if room.resident:
-        return [f"Everything fits; no flags are needed. Predicted: {_rate(warm)}."]
+        return [f"Everything fits; no flags are needed. Predicted: at most {_rate(warm)}{_expected(found)}."]
     by = "as in the recorded text" if found.hits.trace is not None else "all experts as likely"
     lines = [
         f"{found.hit:.1%} of the choices are in slots ({by}).",
-        f"Predicted: {_rate(warm)} warm, {_rate(cold)} cold, when every expert comes from disk.",
+        f"Predicted: at most {_rate(warm)} warm, {_rate(cold)} cold, when every expert comes from disk.",
         f"Flags: {' '.join(found.flags)}",
     ]
     if subject.files is not None and subject.given is not None and not (subject.files / NAME).is_file():
@@ -321,7 +323,7 @@ def _rank_verdict(found: "ModelPlan") -> list[str]:
     warm, cold = found.step(warm=True), found.step(warm=False)
     sums = f"of its time {warm.sums * 1e3:.3g} ms are sums" if warm.seconds else "its memory's bandwidth is not known"
     if found.room.resident:
-        lines = [f"Everything fits. Predicted: at most {_rate(warm)} of one sequence; {sums}."]
+        lines = [f"Everything fits. Predicted: at most {_rate(warm)} of one sequence{_expected(found)}; {sums}."]
     else:
         by = "as in the recorded text" if found.hits.trace is not None else "all experts as likely"
         lines = [
@@ -347,9 +349,17 @@ def spans(numbers: tuple[int, ...]) -> str:
 
 
 def _rate(step: "TokenCost") -> str:
-    if step.rate is None:
-        return "unknown"
-    return f"{step.rate:,.0f} tokens/s" if step.rate >= 100 else f"{step.rate:.3g} tokens/s"
+    return "unknown" if step.rate is None else _tokens(step.rate)
+
+
+def _tokens(rate: float) -> str:
+    return f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"
+
+
+def _expected(found: "ModelPlan") -> str:
+    """What such models were measured to reach, where that is known."""
+    rate, measured = found.step(warm=True).expected_rate, found.measured
+    return "" if rate is None or measured is None else f", expected {_tokens(rate)} ({measured})"
 
 
 def _refusal(found: "ModelPlan") -> str:
@@ -378,6 +388,7 @@ def _described(found: "ModelPlan") -> dict[str, Any]:
     def predicted(warm: bool) -> dict[str, Any]:
         step = found.step(warm)
         cost = {"tokens_per_s": step.rate, "seconds_per_token": step.seconds, "bytes_per_token": step.moved}
+        cost["expected_tokens_per_s"] = step.expected_rate
         return cost if subject.ranks is None else cost | {"sum_seconds_per_token": step.sums}
 
     return {
@@ -410,6 +421,8 @@ def _described(found: "ModelPlan") -> dict[str, Any]:
         "hit_rates_from": "uniform routing" if found.hits.trace is None else "recorded routes",
         "gb_per_s": {way: speed.rate for way, speed in found.speeds.items()},
         "gb_per_s_from": {way: speed.how for way, speed in found.speeds.items()},
+        "expected_share": None if found.measured is None else found.measured.share,
+        "expected_from": None if found.measured is None else found.measured.source,
         "predicted": {"warm": predicted(True), "cold": predicted(False)} if room.fits else None,
         "flags": found.flags,
         "ranks": _described_ranks(found),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from penstock import compile_progress
 from penstock.engine.buckets import UNREAD, BucketedSteps
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
@@ -139,7 +139,7 @@ class Execution:
 
     def launch(self, parts: list[Part]) -> Launched:
         """Start a step. Where the device does not sample, it has been run when this returns."""
-        begin = time.perf_counter()
+        begin = compile_progress.clock()
         engine, runs = self._engine, [part.run() for part in parts]
         drawing = [part.state for part in parts if part.draws]
         drawn: PendingStep | Drawn
@@ -157,7 +157,7 @@ class Execution:
             rows = [UNREAD if state.hosted else state.sampler.row for state in drawing]
             hosted = [row for row, state in enumerate(drawing) if state.hosted]
             drawn = engine.launch(runs, rows, mode_of(samplers, masked), masks, hosted)
-            self.host_seconds += time.perf_counter() - begin
+            self.host_seconds += compile_progress.clock() - begin
         else:
             logits = engine.step(runs)
             pairs = [] if logits is None else zip(drawing, logits, strict=True)
@@ -172,7 +172,7 @@ class Execution:
         if isinstance(step.drawn, list):
             return step.drawn
         tokens = step.drawn.tokens()
-        begin = time.perf_counter()
+        begin = compile_progress.clock()
         drawing = [(p.state, s, p.end) for p, s in zip(step.parts, step.sequences, strict=True) if p.draws]
         hosted = any(state.hosted for state, _, _ in drawing)
         wanted = any(state.sampler.params.logprobs is not None and not state.hosted for state, _, _ in drawing)
@@ -184,7 +184,7 @@ class Execution:
             if state.sequence is sequence:
                 taken = self._taken(state, token, own, end) if row is None else sampled(self._engine, state, row)
                 found.append((state, taken))
-        self.host_seconds += time.perf_counter() - begin
+        self.host_seconds += compile_progress.clock() - begin
         return found
 
     def _taken(self, state: RequestState, token: int, logprobs: Any, position: int) -> Token | Exception:

@@ -37,13 +37,14 @@ class Chunk:
 
 @dataclass
 class Timings:
-    """Tokens and seconds of the two phases."""
+    """Tokens and seconds of the two phases. What kernels took to compile meanwhile is in neither of them."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     generated_tokens: int = 0
     generation_seconds: float = 0.0
     queue_seconds: float = 0.0  # before the prompt was begun
+    compile_seconds: float = 0.0  # once per machine, for kernels that it has not met before
 
     @property
     def prompt_tps(self) -> float:

@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock import compile_progress
 from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
@@ -669,7 +670,7 @@ class Scheduler:
         for state, token in drawn:
             if state.sequence is not None:
                 self._deliver(state, token)
-        now = time.perf_counter()
+        now = compile_progress.clock()
         self._count(step.parts, now - max(step.begin, self._collected))
         self._collected = now
         self._launched = [step for step in self._launched if step.states]  # else nobody reads what it has drawn
@@ -743,7 +744,7 @@ class Scheduler:
             self._end(state, token)
             return
         state.failures = 0
-        state.count(time.perf_counter())
+        state.count(compile_progress.clock())
         self._work.generated_tokens += 1
         state.queue.put(token, self._batch)
         if token.finish_reason is not None:
@@ -756,7 +757,7 @@ class Scheduler:
                 self._engine.close(state.sequence)
             state.sequence = None
             self._record([state.timings])
-        now = time.perf_counter()
+        now = compile_progress.clock()
         self._interval += 0.2 * (now - max(self._last_end, state.submitted) - self._interval)
         self._last_end = now
         done = state.finish_reason is not None or state.queue.complete

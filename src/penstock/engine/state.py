@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock import compile_progress
 from penstock.engine.admission import Pages
 from penstock.engine.cache import Sequence
 from penstock.engine.hooks import TokenHistory
@@ -49,7 +49,8 @@ class RequestState:
     tokens: list[int] = field(default_factory=list)
     drawn: int = 0  # tokens that it has, and those that steps under way are drawing
     finish_reason: str | None = None
-    submitted: float = field(default_factory=time.perf_counter)
+    submitted: float = field(default_factory=compile_progress.clock)
+    compiled: float = 0.0  # seconds of compiling in this process before it began
     started: float = 0.0  # when its prompt was begun, or its first token drawn
     order: int | None = None  # in the queue, and among prompts
     turn: int = 0  # number of the last chunk of its prompt, or of all when it was let in
@@ -159,17 +160,19 @@ class RequestState:
 
     def begin_prompt(self) -> float:
         """Its first chunk is about to be computed; seconds that it has waited for that."""
-        self.begun, self.started = True, time.perf_counter()
+        self.begun, self.started, self.compiled = True, compile_progress.clock(), compile_progress.seconds()
         self.timings.queue_seconds = self.started - self.submitted
         return self.timings.queue_seconds
 
     def end_prompt(self) -> None:
         if not self.prompted:
-            now = time.perf_counter()
+            now = compile_progress.clock()
             self.timings.prompt_seconds, self.started, self.prompted = now - self.started, now, True
+            self.timings.compile_seconds = compile_progress.seconds() - self.compiled
 
     def count(self, now: float) -> None:
         """A token has come."""
         timings = self.queue.timings
         timings.generated_tokens = len(self.tokens)
         timings.generation_seconds = now - self.started
+        timings.compile_seconds = compile_progress.seconds() - self.compiled

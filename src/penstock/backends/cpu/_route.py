@@ -21,7 +21,6 @@ from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, njit
 from penstock.dtypes import round_to
 from penstock.ops.op import kernel
 
-_SOFTMAX, _SLOTS, _GROUPS = 0, 1, 2  # which router
 _LEAST, _MOST = np.int64(-(2**63)), np.int64(2**63 - 1)
 _LAST = np.int64(2**31 - 1)
 _FEW = 16  # that `rank` takes
@@ -47,14 +46,15 @@ def moe_route(
     *,
     out,
 ) -> None:
-    _route(_SOFTMAX, logits, per_expert_scale, 1, 1, False, 1.0, propagate_nan, active, out)
+    options = (_per_expert(per_expert_scale), propagate_nan)
+    _route(_softmax_rows, _softmax_chunks, logits, options, active, out)
 
 
 @kernel(ops.moe_softmax_topk, device="cpu")
 def moe_softmax_topk(
     logits: np.ndarray, k: int, propagate_nan: bool = False, active: np.ndarray | None = None, *, out
 ) -> None:
-    _route(_SLOTS, logits, None, 1, 1, False, 1.0, propagate_nan, active, out)
+    _route(_slots_rows, _slots_chunks, logits, (propagate_nan,), active, out)
 
 
 @kernel(ops.moe_group_route, device="cpu")
@@ -72,24 +72,27 @@ def moe_group_route(
     out,
 ) -> None:
     factor = float(routed_scaling_factor)
-    _route(_GROUPS, logits, bias, n_group, topk_group, norm_topk_prob, factor, propagate_nan, active, out)
+    options = (_per_expert(bias), n_group, topk_group, norm_topk_prob, factor, propagate_nan)
+    _route(_groups_rows, _groups_chunks, logits, options, active, out)
 
 
-def _route(router, logits, per_expert, n_group, topk_group, norm, factor, nan, active, out) -> None:
+def _route(rows_kernel, chunks_kernel, logits, options, active, out) -> None:
+    """options: what the kernels take between the logits and the outputs."""
     if logits.size == 0:
         return
     ids, weights = out
-    experts = logits.shape[-1]
-    per_expert = _NONE if per_expert is None else frozen(per_expert.astype(np.float32, copy=False))
-    rows = frozen(logits.reshape(-1, experts))
-    args = (router, rows, per_expert, n_group, topk_group, norm, factor, nan)
-    args = (*args, ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, ids.shape[-1]))
+    rows = frozen(logits.reshape(-1, logits.shape[-1]))
+    args = (rows, *options, ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, ids.shape[-1]))
     if logits.size <= _SERIAL:
-        _route_some(*args, 0, len(rows))
+        rows_kernel(*args, 0, len(rows))
     else:
-        run(_route_rows, *args)
+        run(chunks_kernel, *args)
     if active is not None:  # no step of a CPU has such rows: the kernels do without them
         ids[active < 0], weights[active < 0] = -1, 0
+
+
+def _per_expert(values: np.ndarray | None) -> np.ndarray:
+    return _NONE if values is None else frozen(values.astype(np.float32, copy=False))
 
 
 # route     ids, weights of each row of logits as ops.moe_route, moe_softmax_topk and moe_group_route define them
@@ -97,26 +100,32 @@ def _route(router, logits, per_expert, n_group, topk_group, norm, factor, nan, a
 # threads   prange over chunks of rows; a row belongs to one thread
 # bytes     T * E * 4 in, T * k * 8 out; keys and scores of a row stay in cache
 # limits    E below 2**31; with k above 16, or many equal scores, k passes over E
+
+
 @njit(parallel=True)
-def _route_rows(router, logits, per_expert, n_group, topk_group, norm, factor, nan, ids, weights):
+def _softmax_chunks(logits, scale, nan, ids, weights):
+    T = logits.shape[0]
+    for c in prange((T + _CHUNK - 1) // _CHUNK):
+        _softmax_rows(logits, scale, nan, ids, weights, c * _CHUNK, min(T, (c + 1) * _CHUNK))
+
+
+@njit(parallel=True)
+def _slots_chunks(logits, nan, ids, weights):
+    T = logits.shape[0]
+    for c in prange((T + _CHUNK - 1) // _CHUNK):
+        _slots_rows(logits, nan, ids, weights, c * _CHUNK, min(T, (c + 1) * _CHUNK))
+
+
+@njit(parallel=True)
+def _groups_chunks(logits, bias, n_group, topk_group, norm, factor, nan, ids, weights):
     T = logits.shape[0]
     for c in prange((T + _CHUNK - 1) // _CHUNK):
         stop = min(T, (c + 1) * _CHUNK)
-        _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, nan, ids, weights, c * _CHUNK, stop)
+        _groups_rows(logits, bias, n_group, topk_group, norm, factor, nan, ids, weights, c * _CHUNK, stop)
 
 
 # Loops over rows are inside of the functions that use arrays: passing ten arrays to a function counts ten references up
 # and down, atomically, which takes longer than a row.
-
-
-@njit
-def _route_some(router, logits, per_expert, n_group, topk_group, norm, factor, nan, ids, weights, start, stop):
-    if router == _SOFTMAX:
-        _softmax_rows(logits, per_expert, nan, ids, weights, start, stop)
-    elif router == _SLOTS:
-        _slots_rows(logits, nan, ids, weights, start, stop)
-    else:
-        _groups_rows(logits, per_expert, n_group, topk_group, norm, factor, nan, ids, weights, start, stop)
 
 
 @njit(forceinline=True)

@@ -1,7 +1,7 @@
 """Two processes compile one model's kernels side by side: which one compiles which.
 
-Numba compiles one kernel at a time per process, and most of that is Python. A helper (`engine/compile_ahead.py`)
-runs the same step as this one; a kernel that one of them is compiling is locked by a file beside its place in the
+Numba compiles one kernel at a time per process, and most of that is Python. A helper (`engine/compile_ahead.py`) has
+the same list of kernels as this one; a kernel that one of them is compiling is locked by a file beside its place in the
 cache. The helper skips locked kernels and goes on to the next one; the first process waits for the helper's result. A
 lock whose process has died, or that is old, does not count.
 """
@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from penstock import compile_progress
 
 _OLD = 60.0  # seconds after which a lock is not waited for
 _POLL_SECONDS = 0.02
@@ -24,13 +26,17 @@ class LockedElsewhere(Exception):
     """Another process is compiling this kernel: raised in a helper only."""
 
 
+def alone() -> bool:
+    """Whether no second process is at work."""
+    return not helping and helper is None
+
+
 @contextlib.contextmanager
-def hold(kernel: Any, sig: Any) -> Iterator[None]:
-    """Around the compilation of a kernel. Does nothing unless two processes are at work."""
-    if not helping and helper is None:
+def hold(file: Path) -> Iterator[None]:
+    """Around the compilation of a kernel into its file. Does nothing unless two processes are at work."""
+    if alone():
         yield
         return
-    file: Path = kernel._cache.file(sig, kernel.targetctx.codegen())
     lock = file.with_suffix(".lock")
     mine = not file.exists() and _take(lock)
     try:
@@ -62,4 +68,5 @@ def _wait(file: Path, lock: Path) -> None:
     while not file.exists() and lock.exists() and time.monotonic() < end:
         if helper is not None and helper.poll() is not None:
             return
+        compile_progress.show("this CPU")
         time.sleep(_POLL_SECONDS)

@@ -104,7 +104,9 @@ def _rope_tokens(
                 scaled_rows(v, n, rinv, w, v, ALONE, y)
                 v, y = y, v
             if 2 * half < D:
-                y[:n] = v[:n]
+                for r in range(n):  # not slices: Numba compiles a message about shapes with each assignment of one
+                    for i in range(2 * half, D):
+                        y[r, i] = v[r, i]
             _rotate(v, n, c, s, interleaved, y)
             store(y.reshape(-1)[: n * D], fmt, out, place)
 

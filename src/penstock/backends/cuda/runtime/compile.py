@@ -17,11 +17,11 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from penstock import progress
+from penstock import compile_progress
 from penstock.ops.collective import exchanging_nothing
 from penstock.quant import QuantizedTensor
 
-_SHOWN_AFTER = 0.5  # seconds of compiling from which on the terminal shows it
+WHERE = "this GPU"  # that kernels are compiled for, as a user reads it
 
 
 @contextlib.contextmanager
@@ -71,21 +71,11 @@ def _signature(value: Any) -> Any:
 
 
 def _watch(mode: Any) -> None:
-    """Show on the terminal or in the notebook, if there is one, how far it is once it takes a while."""
+    """Wait for what was handed over, and show how far it is."""
     waiting = list(mode.raw_futures)
-    start = time.monotonic()
-    if not waiting or not progress.visible():
+    if not waiting:
         return
-    line: progress.Line | None = None
-    try:
+    with compile_progress.counting(lambda: (sum(future.done() for future in waiting), len(waiting))):
         while not all(future.done() for future in waiting):
+            compile_progress.show(WHERE)
             time.sleep(0.05)
-            done = sum(future.done() for future in waiting)
-            text = f"compiling kernels for this GPU, once: {done} of {len(waiting)}"
-            if line is None and time.monotonic() - start > _SHOWN_AFTER:
-                line = progress.show(text)
-            if line is not None:
-                line.update(text, done, len(waiting))
-    finally:
-        if line is not None:
-            line.stop()
