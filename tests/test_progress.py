@@ -77,7 +77,7 @@ def test_a_notebook_shows_loading_and_long_answers(cell: Cell, monkeypatch: pyte
 
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=clock))
     llm = penstock.load(device="cpu")
-    assert cell.texts[-2:] == ["loading 100%", ""] and "loading" in cell.texts
+    assert {"loading", "loading 100%"} <= set(cell.texts) and cell.texts[-1] == ""
     cell.shown.clear()
     answers = llm.generate(["Once upon a time", "A"], max_tokens=[3, 2])
     assert [len(answer.tokens) for answer in answers] == [3, 2]
@@ -115,5 +115,5 @@ def test_a_script_without_a_terminal_prints_nothing_but_what_it_compiles() -> No
         "assert 'IPython' not in sys.modules and 'rich' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = [line for line in done.stderr.splitlines() if not line.startswith("penstock: compiling kernels for this CPU")]
+    said = [line for line in done.stderr.splitlines() if not line.startswith("penstock: compiling kernels for this")]
     assert (done.returncode, done.stdout, said) == (0, "", [])
