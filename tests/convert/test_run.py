@@ -72,6 +72,10 @@ def test_convert_of_kimi_makes_the_tensors_of_deepseek(source: Any, tmp_path: Pa
         ("llama", {}),
         ("qwen2", {"quantize": True, "q_bits": 5}),
         ("qwen3_moe", {"quantize": True, "q_bits": 2}),
+        ("qwen3_moe", {"quantize": True, "q_mode": "mxfp4"}),
+        ("qwen3_5", {"quantize": True, "q_mode": "mxfp8", "dtype": "float32"}),
+        ("deepseek_v3", {"quantize": True, "q_mode": "nvfp4", "dtype": "float16"}),
+        ("gemma4", {"quantize": True, "q_mode": "nvfp4"}),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError
-from penstock.quant import QuantizedTensor, dequantize
+from penstock.quant import Format, QuantizedTensor, dequantize
 from penstock.quant import quantize_reference as quantize
 from penstock.weights.checkpoint import INDEX, Checkpoint
 from penstock.weights.files import JSON_LIMIT
@@ -370,19 +370,20 @@ def q4(rng):
 
 def test_tensor_honours_the_table_exactly(tmp_path, rng):
     formats = {"a": (4, 64), "gate": (8, 64), "b": (2, 32), "c": (3, 128), "d": (6, 64)}
+    formats = {path: Format(*format) for path, format in formats.items()}
     weights = {path: rng.standard_normal((5, 384)).astype(np.float32) for path in formats}
     tensors = {"norm.weight": np.ones(3, bfloat16), "A_log": np.ones(2, np.float32)}
     wanted = {path: quantize(weights[path], *formats[path]) for path in formats}
     for path, q in wanted.items():
         tensors |= parts(path, q)
     table = {"group_size": 64, "bits": 4, "mode": "affine", "norm": False}
-    table |= {p: {"bits": b, "group_size": g} for p, (b, g) in formats.items() if p != "a"}
+    table |= {p: {"bits": b, "group_size": g} for p, (b, g, _) in formats.items() if p != "a"}
     table["gate"]["mode"] = "affine"
     ckpt = quantized(tmp_path, tensors, quantization=table, quantization_config=table)
     assert ckpt.notices == [] and ckpt.quantization("norm") is None and ckpt.quantization("A_log") is None
     for path, format in formats.items():
         got = ckpt.tensor(path)
-        assert isinstance(got, QuantizedTensor) and (got.bits, got.group_size) == format == ckpt.quantization(path)
+        assert isinstance(got, QuantizedTensor) and got.format == format == ckpt.quantization(path)
         assert got.shape == (5, 384)
         np.testing.assert_array_equal(dequantize(got), dequantize(wanted[path]))
     assert ckpt.tensor("norm").dtype == bfloat16 and ckpt.tensor("A_log").tolist() == [1, 1]
@@ -442,18 +443,18 @@ def test_overrides_leave_out_what_mlx_has_defaults_for(tmp_path, rng):
 @pytest.mark.parametrize("nested", [False, True])
 def test_quantization_is_found_under_either_name(tmp_path, q4, key, nested):
     config = {key: TABLE} if not nested else {"text_config": {key: TABLE}, "quantization": None}
-    assert quantized(tmp_path, parts("x", q4), **config).quantization("x") == (4, 32)
+    assert quantized(tmp_path, parts("x", q4), **config).quantization("x") == Format(4, 32)
 
 
 def test_quantization_comes_before_another_quantization_config(tmp_path, q4):
     ckpt = quantized(tmp_path, parts("x", q4), quantization=TABLE, quantization_config={"quant_method": "fp8"})
-    assert ckpt.quantization("x") == (4, 32) and "quantization_config differs" in ckpt.notices[0]
+    assert ckpt.quantization("x") == Format(4, 32) and "quantization_config differs" in ckpt.notices[0]
 
 
 def test_notices_of_overrides_and_keys_that_mean_nothing(tmp_path, q4):
     table = TABLE | {"gone": TABLE, "gone.too": False, "version": 3}
     ckpt = quantized(tmp_path, parts("x", q4), quantization=table)
-    assert ckpt.quantization("x") == (4, 32)
+    assert ckpt.quantization("x") == Format(4, 32)
     unknown, absent = ckpt.notices
     assert "quantization has 'version', which is not known" in unknown
     assert "speaks of 'gone' and 1 others, which the files do not have" in absent
@@ -462,7 +463,7 @@ def test_notices_of_overrides_and_keys_that_mean_nothing(tmp_path, q4):
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        ({"group_size": 64}, "quantization: bits is None, expected one of 2, 3, 4, 5, 6, 8"),
+        ({"group_size": 64}, "quantization: bits is None, expected one of 1, 2, 3, 4, 5, 6, 8"),
         ({"bits": 4}, "quantization: group_size is None, expected one of 32, 64, 128"),
         ({"bits": 7, "group_size": 64}, "quantization: bits is 7,"),
         ({"bits": 1, "group_size": 64}, "quantization: bits is 1,"),

@@ -26,6 +26,7 @@ from penstock.machine import usable_threads
 from penstock.models.family import AnyFamily, ModelConfig
 from penstock.models.gguf import GgufModel
 from penstock.models.source import left_over
+from penstock.quant import Format
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.weights.checkpoint import INDEX, read_index, weight_files
@@ -413,7 +414,7 @@ def _numbers(numbers: Numbers, bar: ProgressBar) -> Check:
 
 def _check_quantization(checkpoint: Headers, check: Check) -> None:
     """Every quantized module: its parts fit each other and the table of config.json, and the other way round."""
-    formats: dict[tuple[int, int], int] = {}
+    formats: dict[Format, int] = {}
     paths = [name.removesuffix(".scales") for name in checkpoint.names if name.endswith(".scales")]
     for path in dict.fromkeys([*paths, *checkpoint.listed_modules]):
         try:
@@ -423,7 +424,12 @@ def _check_quantization(checkpoint: Headers, check: Check) -> None:
                 formats[format] = formats.get(format, 0) + 1
         except CheckpointError as error:
             check.problems.append(str(error))
-    found = (f"{count:,} of {bits} bits in groups of {group}" for (bits, group), count in sorted(formats.items()))
+    found = (
+        f"{count:,} of {format.bits} bits in groups of {format.group_size}"
+        if format.mode == "affine"
+        else f"{count:,} of {format.mode}"
+        for format, count in sorted(formats.items())
+    )
     check.about = ", ".join(found) or "no quantized tensors"
 
 

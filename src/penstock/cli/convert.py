@@ -13,7 +13,7 @@ from penstock.cli._output import print_json, progress_bar
 from penstock.errors import InvalidArgument
 from penstock.units import amount
 
-_REFUSED: dict[str, str | None] = {"--q-mode": "affine", "--upload-repo": "", "--trust-remote-code": None}
+_REFUSED: dict[str, str | None] = {"--upload-repo": "", "--trust-remote-code": None}
 
 
 @verb(_REFUSED)
@@ -29,10 +29,14 @@ def convert(
     ),
     quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantize the matrices.")] = False,
     q_bits: Annotated[
-        int | None, typer.Option("--q-bits", metavar="N", help="Bits of a weight: 2, 3, 4 (default), 5, 6 or 8.")
+        int | None, typer.Option("--q-bits", metavar="N", help="Bits of a weight: 1, 2, 3, 4 (default), 5, 6 or 8.")
     ] = None,
     q_group_size: Annotated[
         int | None, typer.Option("--q-group-size", metavar="N", help="Weights that share a scale: 32, 64, 128.")
+    ] = None,
+    q_mode: Annotated[
+        Literal["affine", "mxfp4", "mxfp8", "nvfp4"] | None,
+        typer.Option("--q-mode", help="How weights are rounded: affine (default), or to small floats."),
     ] = None,
     quant_predicate: Annotated[
         str | None,
@@ -76,6 +80,7 @@ def convert(
     \b
     Examples:
       penstock convert --model Qwen/Qwen3-0.6B -q --mlx-path qwen3-4bit
+      penstock convert --model bf16-folder -q --q-mode mxfp4
       penstock convert --model bf16-folder -q --quant-predicate mixed_3_6
       penstock convert --model bf16-folder -q --q-bits 3 --calibrate book.txt
       penstock convert --model qwen3-4bit -d --mlx-path qwen3-dense
@@ -89,6 +94,7 @@ def convert(
             quantize=quantize,
             q_bits=q_bits,
             q_group_size=q_group_size,
+            q_mode=q_mode,
             quant_predicate=quant_predicate,
             dtype=dtype,
             dequantize=dequantize,

@@ -16,6 +16,7 @@ from numba import prange
 from penstock import ops
 from penstock.backends.cpu._formats import frozen
 from penstock.backends.cpu._route import moe_combine_residual
+from penstock.backends.cpu._simd import width as width_of
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.linear import (
@@ -143,9 +144,10 @@ WIDE = 64  # rows of a down projection that one task takes: 16 KB of each expert
 
 
 @functools.cache
-def token_block(up_bits: int, down_bits: int, how: int) -> Any:
-    """The kernel that takes one token through its chosen experts, int8, for two widths of codes."""
-    up_rows, down_rows = int8_one(up_bits, how), int8_one(down_bits, how)
+def token_block(up_kind: int, down_kind: int, how: int) -> Any:
+    """The kernel that takes one token through its chosen experts, int8, for two kinds of codes."""
+    up_rows, down_rows = int8_one(up_kind, how), int8_one(down_kind, how)
+    up_pairs, down_pairs = width_of(up_kind) == 4, width_of(down_kind) == 4
 
     # token_block  h[i] = act(gate_e · x) · (up_e · x), e = slot[i];  y = Σ_i weights[i] · (down_e · h[i]), in order
     # shapes       gate, up [S, N, ·], down [S, dim, ·] as in Stack, up rows from `offset` on; xq, xp int8 [1, K] with
@@ -155,26 +157,27 @@ def token_block(up_bits: int, down_bits: int, how: int) -> Any:
     # limits       instructions of `how`
     @njit(parallel=True)
     def block(
-        gate, gate_s, gate_b, up, up_s, up_b, offset, down, down_s, down_b, kind, up_gs, down_gs,
+        gate, gate_s, gate_b, up, up_s, up_b, offset, down, down_s, down_b, form, down_form, up_gs, down_gs,
+        down_offset,
         slot, weights, xq, xp, delta, total, gelu, h, hq, hp, h_delta, h_total, y,
     ):  # fmt: skip
         k, width = h.shape
         xt, ht = np.empty((1, 512), np.int8), np.empty((k, 512), np.int8)
-        pair_tail(xq, up_bits == 4, xt)
+        pair_tail(xq, up_pairs, xt)
         strips = (width + STRIP - 1) // STRIP
         for i in prange(k * strips):
             e, first = i // strips, i % strips * STRIP
             rows = min(STRIP, width - first)
             g, u = np.empty(rows, np.float32), np.empty(rows, np.float32)
-            up_rows(gate, gate_s, gate_b, kind, up_gs, slot[e] * gate.shape[1] + first, xp, xt, delta, total, 0, g)
+            up_rows(gate, gate_s, gate_b, form, up_gs, slot[e] * gate.shape[1] + first, xp, xt, delta, total, 0, g)
             at_up = slot[e] * up.shape[1] + offset + first
-            up_rows(up, up_s, up_b, kind, up_gs, at_up, xp, xt, delta, total, 0, u)
+            up_rows(up, up_s, up_b, form, up_gs, at_up, xp, xt, delta, total, 0, u)
             gated_row(g, u, gelu, h[e, first : first + rows])
         for e in range(k):
-            int8_row(h[e], down_gs, hq[e], h_delta[e], h_total[e])
-        if down_bits == 4:
+            int8_row(h[e], down_gs, down_offset, hq[e], h_delta[e], h_total[e])
+        if down_pairs:
             pair_rows(hq, hp)
-        pair_tail(hq, down_bits == 4, ht)
+        pair_tail(hq, down_pairs, ht)
         dim = y.size
         for i in prange((dim + WIDE - 1) // WIDE):
             first = i * WIDE
@@ -183,7 +186,7 @@ def token_block(up_bits: int, down_bits: int, how: int) -> Any:
             part[:] = 0
             for e in range(k):
                 at_row = slot[e] * dim + first
-                down_rows(down, down_s, down_b, kind, down_gs, at_row, hp, ht, h_delta, h_total, e, one)
+                down_rows(down, down_s, down_b, down_form, down_gs, at_row, hp, ht, h_delta, h_total, e, one)
                 w = weights[e]
                 for j in range(rows):
                     part[j] += w * one[j]
@@ -202,12 +205,12 @@ def _one_token(
     h, hq = np.empty((k, width), np.float32), np.empty((2, k, width), np.int8)
     sums, y = np.empty((2, k, width // down.gs), np.float32), np.empty(down.rows, np.float32)
     run(
-        token_block(gate.bits, down.bits, how),
+        token_block(gate.kind, down.kind, how),
         gate.codes, gate.scales, gate.biases, up.codes, up.scales, up.biases, 0 if up_w is not None else width,
-        down.codes, down.scales, down.biases, gate.fmt, gate.gs, down.gs,
+        down.codes, down.scales, down.biases, gate.fmt, down.fmt, gate.gs, down.gs, down.offset,
         slots.astype(np.int64), frozen(weights.reshape(-1)), rows.xq, rows.paired, rows.delta, rows.total,
         act == "gelu_tanh",
-        h, hq[0], hq[1 if down.bits == 4 else 0], sums[0], sums[1], y,
+        h, hq[0], hq[1 if width_of(down.kind) == 4 else 0], sums[0], sums[1], y,
     )  # fmt: skip
     return y
 
@@ -227,8 +230,8 @@ def _fits_one_launch(x: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activat
         activations == "int8"
         and x.size == x.shape[-1]
         and x.dtype == np.float32
-        and all(isinstance(w, QuantizedTensor) and w.dtype == gate_w.dtype for w in weights)
-        and (up_w is None or (up_w.bits, up_w.group_size) == (gate_w.bits, gate_w.group_size))
+        and all(isinstance(w, QuantizedTensor) and w.format.integers and w.global_scale is None for w in weights)
+        and (up_w is None or up_w.key[1:] == gate_w.key[1:])
     )
 
 
