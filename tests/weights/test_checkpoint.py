@@ -435,7 +435,7 @@ def test_overrides_leave_out_what_mlx_has_defaults_for(tmp_path, rng):
     eight = quantize(rng.standard_normal((3, 128)).astype(np.float32), 8, 64)
     table = {"bits": 2, "group_size": 32, "x": {"bits": 8}, "y": {"group_size": 128}, "z": True}
     ckpt = quantized(tmp_path, parts("x", eight) | parts("y", eight) | parts("z", eight), quantization=table)
-    assert [ckpt.quantization(path) for path in "xyz"] == [(8, 64), (4, 128), (2, 32)]
+    assert [ckpt.quantization(path) for path in "xyz"] == [Format(8, 64), Format(4, 128), Format(2, 32)]
     np.testing.assert_array_equal(dequantize(ckpt.tensor("x")), dequantize(eight))
 
 

@@ -20,14 +20,15 @@ LANES = 16
 V16F, V16I, V64B = (ir.VectorType(t, n) for t, n in ((F32, 16), (I32, 16), (I8, 64)))
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # formats of scales and dense weights, as in quant.py
-E8M0, HALF_E8M0, HALF_E4M3 = 3, 4, 5  # scales of one byte, those of E2M1 codes by half: their codes become 2 · float
+# Scales of one byte, times what codes are divided by on their way to floats: E2M1 become 2 · float, E4M3 float / 256.
+WIDE_E8M0, HALF_E8M0, HALF_E4M3 = 3, 4, 5
 
 # Kinds of codes: 0 dense, 1 to 8 the bits of unsigned numbers; floats have a number of their own above their bits.
 MXFP4, NVFP4, MXFP8 = 20, 36, 40
-SCALES = {MXFP4: HALF_E8M0, NVFP4: HALF_E4M3, MXFP8: E8M0}
+SCALES = {MXFP4: HALF_E8M0, NVFP4: HALF_E4M3, MXFP8: WIDE_E8M0}
 OFFSET = 12  # added to 2 · E2M1, which makes them unsigned: 0 to 24
 _TWICE = [0, 1, 2, 3, 4, 6, 8, 12]
-_ELEMENT = {FLOAT32: F32, FLOAT16: I16, BFLOAT16: I16, E8M0: I8, HALF_E8M0: I8, HALF_E4M3: I8}
+_ELEMENT = {FLOAT32: F32, FLOAT16: I16, BFLOAT16: I16, WIDE_E8M0: I8, HALF_E8M0: I8, HALF_E4M3: I8}
 TWICE = [*_TWICE, *(-v for v in _TWICE)]  # 2 · E2M1 by code
 
 # How 64 unsigned codes meet 64 signed bytes: AVX-512 VNNI, its 256-bit form, or AVX2's 16-bit multiply-add after
@@ -201,10 +202,20 @@ class _Code:
         return b.add(b.select(negative, b.neg(twice), twice), _const(V64B, table[0]))
 
     def signed(self, row: ir.Value, start: ir.Value, kind: int, half: bool, how: int) -> ir.Value:
-        """`codes` for `numbers`: of E2M1 twice their floats, signed."""
+        """`codes` for `numbers`: of E2M1 twice the float, signed; of E4M3 the bits of float / 256 as float16."""
         if is_fp4(kind):
             return self.looked_up(self.codes(row, start, 4, half), TWICE, how)
-        return self.codes(row, start, width(kind), half)
+        codes = self.codes(row, start, width(kind), half)
+        if kind != MXFP8 or how == ANY:
+            return codes
+        return self.as_halves(codes)
+
+    def as_halves(self, codes: ir.Value) -> ir.Value:
+        """The bits of E4M3 numbers / 256 as float16: their conversion takes subnormal ones without delay."""
+        b, v = self.b, ir.VectorType(I16, codes.type.count)
+        pattern = b.and_(b.shl(b.sext(codes, v), _const(v, 7)), _const(v, 0xBF80))
+        nan = b.icmp_unsigned("==", b.and_(codes, _const(codes.type, 0x7F)), _const(codes.type, 0x7F))
+        return b.select(nan, _const(v, 0x7E00), pattern)
 
     def numbers(self, part: ir.Value, lanes: range, kind: int) -> ir.Value:
         """16 of the bytes of `signed` as the floats that a scale of SCALES is multiplied with."""
@@ -212,15 +223,24 @@ class _Code:
         bytes16 = self.shuffle(part, part, lanes)
         if is_fp4(kind):
             return b.sitofp(b.sext(bytes16, V16I), V16F)
+        if bytes16.type.element == I16:
+            return self.from_halves(bytes16)
         return self.e4m3(b.zext(bytes16, V16I)) if kind == MXFP8 else b.uitofp(b.zext(bytes16, V16I), V16F)
 
-    def e4m3(self, code: ir.Value, factor: float = 1.0) -> ir.Value:
-        """16 E4M3 numbers, times a power of two, of their codes in words."""
+    def from_halves(self, bits: ir.Value) -> ir.Value:
+        return self.b.fpext(self.b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), V16F)
+
+    def e4m3(self, code: ir.Value) -> ir.Value:
+        """16 E4M3 numbers / 256 of their codes in words, on any CPU."""
         b = self.b
         magnitude = b.and_(code, _const(V16I, 0x7F))
         sign = b.shl(b.and_(code, _const(V16I, 0x80)), _const(V16I, 24))
-        # the exponents' biases differ by 120; the product also normalises subnormals
-        value = b.fmul(b.bitcast(b.shl(magnitude, _const(V16I, 20)), V16F), _const(V16F, 2.0**120 * factor))
+        # The exponents' biases differ by 120. Below 8 a magnitude is a subnormal number, a multiple of 2^-9: it becomes
+        # one without a subnormal float32 on the way, which would take the CPU a hundred cycles.
+        normal = b.bitcast(b.add(b.shl(magnitude, _const(V16I, 20)), _const(V16I, 120 << 23)), V16F)
+        small = b.fsub(b.fadd(normal, normal), _const(V16F, 2.0**-6))
+        value = b.select(b.icmp_unsigned("<", magnitude, _const(V16I, 8)), small, normal)
+        value = b.fmul(value, _const(V16F, 1 / 256))
         pattern = b.or_(b.bitcast(value, V16I), sign)
         nan = b.icmp_unsigned("==", magnitude, _const(V16I, 0x7F))
         return b.bitcast(b.select(nan, _const(V16I, 0x7FC00000), pattern), V16F)
@@ -291,12 +311,12 @@ class _Code:
             return bits
         wide = b.zext(bits, V16I)
         if fmt == HALF_E4M3:
-            return self.e4m3(wide, 0.5)
-        if fmt in (E8M0, HALF_E8M0):
+            return b.fmul(self.from_halves(self.as_halves(bits)), _const(V16F, 128.0))
+        if fmt in (WIDE_E8M0, HALF_E8M0):
             shifted = b.shl(wide, _const(V16I, 23))
             scale = b.select(b.icmp_unsigned("==", wide, _const(V16I, 0)), _const(V16I, 0x00400000), shifted)
             scale = b.bitcast(scale, V16F)
-            return scale if fmt == E8M0 else b.fmul(scale, _const(V16F, 0.5))
+            return b.fmul(scale, _const(V16F, 256.0 if fmt == WIDE_E8M0 else 0.5))
         if fmt == BFLOAT16:
             return b.bitcast(b.shl(wide, _const(V16I, 16)), V16F)
         magnitude = b.shl(b.and_(wide, _const(V16I, 0x7FFF)), _const(V16I, 13))
@@ -512,7 +532,7 @@ def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
             )
             s = code.floats(scales, g, kind, mask)
             d, x = code.floats(delta, g, FLOAT32, mask), code.floats(total, g, FLOAT32, mask)
-            if kind >= E8M0:
+            if kind >= WIDE_E8M0:
                 return [b.fadd(acc, b.fmul(b.fmul(s, d), b.fsub(b.sitofp(ints, V16F), x)))]
             acc = b.fadd(acc, b.fmul(b.fmul(s, d), b.sitofp(ints, V16F)))
             return [b.fadd(acc, b.fmul(code.floats(biases, g, kind, mask), x))]

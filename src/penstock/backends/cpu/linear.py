@@ -158,7 +158,7 @@ def float_scales(w: QuantizedTensor) -> np.ndarray:
     """The scales of bytes as float32, made once: what `numbers` of _simd.py are multiplied with."""
     found = _float_scales.get(w)
     if found is None:
-        found = group_scales(w) * np.float32(0.5 if _simd.is_fp4(kind_of(w)) else 1)
+        found = group_scales(w) * np.float32(0.5 if _simd.is_fp4(kind_of(w)) else 256)
         _float_scales[w] = found
     return found
 
@@ -344,12 +344,12 @@ _E4M3 = np.array(E4M3)
 @njit
 def _number_at(row, i, kind):
     """Number i of a row of bytes that holds floats of a format."""
-    if kind >= _simd.E8M0:
+    if kind >= _simd.WIDE_E8M0:
         code = np.int32(row[i])
         if kind == _simd.HALF_E4M3:
             return _E4M3[code] * np.float32(0.5)
         scale = number(max(code << np.int32(23), np.int32(0x00400000)))
-        return scale if kind == _simd.E8M0 else scale * np.float32(0.5)
+        return scale * np.float32(256 if kind == _simd.WIDE_E8M0 else 0.5)
     if kind == FLOAT32:
         return number(
             np.int32(row[4 * i])
@@ -669,7 +669,7 @@ def _plain_weights(codes, scales, biases, form, kind, gs, out):
             out[j] = _number_at(codes, j, form)
         elif kind > 15:
             code = _code_at(codes, j, kind & 15)
-            value = _E4M3[code] if kind == _simd.MXFP8 else np.float32(_TWICE[code])
+            value = _E4M3[code] / np.float32(256) if kind == _simd.MXFP8 else np.float32(_TWICE[code])
             out[j] = value * _number_at(scales, j // gs, form)
         else:
             q = np.float32(_code_at(codes, j, kind))
@@ -778,7 +778,7 @@ def float_product(kind: int, how: int) -> tuple[Any, Any]:
         # shapes      as above; scales and biases of 4 rows as float32 are scratch
         # threads     none: one task
         # bytes       the strip once per token, x in cache
-        # limits      none
+        # limits      scales of mxfp8 below 2^120: they are multiplied by 256 first
         @njit
         def coded_task(codes, scales, biases, form, gs, slot, first, strip, x, lo, hi, y):
             if hi - lo >= 4:
