@@ -466,19 +466,23 @@ def test_notices_of_overrides_and_keys_that_mean_nothing(tmp_path, q4):
         ({"group_size": 64}, "quantization: bits is None, expected one of 1, 2, 3, 4, 5, 6, 8"),
         ({"bits": 4}, "quantization: group_size is None, expected one of 32, 64, 128"),
         ({"bits": 7, "group_size": 64}, "quantization: bits is 7,"),
-        ({"bits": 1, "group_size": 64}, "quantization: bits is 1,"),
+        ({"bits": 0, "group_size": 64}, "quantization: bits is 0,"),
         ({"bits": True, "group_size": 64}, "quantization: bits is True,"),
         ({"bits": 4.0, "group_size": 64}, "quantization: bits is 4.0,"),
         ({"bits": "4", "group_size": 64}, "quantization: bits is '4',"),
         ({"bits": 4, "group_size": 16}, "quantization: group_size is 16,"),
         ({"bits": 4, "group_size": -1}, "quantization: group_size is -1,"),
-        ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, "quantization: mode is 'mxfp4', expected affine"),
-        ({"bits": 4, "group_size": 16, "mode": "nvfp4"}, "quantization: mode is 'nvfp4'"),
+        (
+            {"bits": 4, "group_size": 32, "mode": "mxfp6"},
+            "quantization: mode is 'mxfp6', expected one of affine, mxfp4",
+        ),
+        ({"bits": 8, "group_size": 32, "mode": "mxfp4"}, "quantization: bits is 8, expected 4 in mode mxfp4"),
+        ({"bits": 4, "group_size": 32, "mode": "nvfp4"}, "quantization: group_size is 32, expected 16 in mode nvfp4"),
         ([4, 64], "quantization: is [4, 64], expected a JSON object"),
         (4, "quantization: is 4, expected a JSON object"),
         (TABLE | {"x": {"bits": 4, "group_size": 32, "sym": 1}}, "quantization of 'x' has 'sym', expected only bits"),
         (TABLE | {"x": {"bits": 9}}, "quantization of 'x': bits is 9"),
-        (TABLE | {"x": {"mode": "mxfp8"}}, "quantization of 'x': mode is 'mxfp8'"),
+        (TABLE | {"x": {"mode": 8}}, "quantization of 'x': mode is 8, expected one of"),
         (TABLE | {"x": 8}, "quantization of 'x' is 8, expected an object or false"),
         (TABLE | {"x.y": None}, "quantization of 'x.y' is None, expected an object or false"),
     ],
@@ -487,6 +491,39 @@ def test_open_refuses_a_wrong_quantization_table(tmp_path, q4, table, expected):
     with pytest.raises(CheckpointError) as raised:
         quantized(tmp_path, parts("x", q4), quantization=table)
     assert str(raised.value).startswith(f"{tmp_path / 'config.json'}: {expected}")
+
+
+def test_modes_of_small_floats_are_read_by_path(tmp_path, rng):
+    weights = {name: rng.standard_normal((2, 3, 64)).astype(np.float32) for name in ("a", "b", "c")}
+    modes = {"a": "mxfp4", "b": "nvfp4", "c": "mxfp8"}
+    made = {name: quantize(w, mode=modes[name]) for name, w in weights.items()}
+    scales = np.float32([2, 3])
+    tensors = {f"{name}.weight": q.packed for name, q in made.items()}
+    tensors |= {f"{name}.scales": q.scales for name, q in made.items()} | {"b.global_scale": scales}
+    table = {"bits": 4, "group_size": 32, "mode": "mxfp4", "c": {"mode": "mxfp8"}}
+    table["b"] = {"bits": 4, "group_size": 16, "mode": "nvfp4", "global_scale": True}
+    ckpt = quantized(tmp_path, tensors, quantization=table)
+    assert ckpt.notices == [] and [ckpt.quantization(name).mode for name in "abc"] == list(modes.values())
+    for name in "ac":
+        np.testing.assert_array_equal(dequantize(ckpt.tensor(name)), dequantize(made[name]))
+    assert ckpt.parts("b")[1] == ("b.weight", "b.scales", "b.global_scale")
+    np.testing.assert_array_equal(ckpt.tensor("b").global_scale, scales)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x.scales": np.zeros((3, 2), np.float16)}, "'x.scales' has dtype F16, expected U8: config.json says nvfp4"),
+        ({"x.scales": np.zeros((3, 2), np.uint8)}, "'x.scales' has shape [3, 2], expected [3, 4]: config.json says"),
+        ({"x.biases": np.zeros((3, 4), np.uint8)}, "'x.biases' is there, expected no biases: config.json says nvfp4"),
+        ({"x.weight": np.zeros((3, 6), np.uint32)}, "'x.weight' has 6 words in a row, expected a multiple of 4"),
+        ({"x.global_scale": np.zeros(3, np.float32)}, "'x.global_scale' is F32 [3], expected F32 [], one for each"),
+    ],
+)  # fmt: skip
+def test_tensor_refuses_small_floats_that_do_not_fit(tmp_path, change, message):
+    tensors = {"x.weight": np.zeros((3, 8), np.uint32), "x.scales": np.zeros((3, 4), np.uint8), **change}
+    ckpt = quantized(tmp_path, tensors, quantization={"bits": 4, "group_size": 16, "mode": "nvfp4"})
+    assert message in refusal(ckpt.tensor, "x")
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4"])

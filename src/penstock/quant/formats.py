@@ -102,7 +102,8 @@ def check_format(who: str, bits: int, group_size: int, mode: str = "affine") -> 
 
 
 def _choice(allowed: tuple[int, ...], mode: str) -> str:
-    return f"one of {', '.join(map(str, allowed))}" if len(allowed) > 1 else f"{allowed[0]} in mode {mode}"
+    listed = ", ".join(map(str, allowed))
+    return f"one of {listed}" if len(allowed) > 1 else f"{listed} in mode {mode}"
 
 
 def _floats(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
