@@ -526,7 +526,7 @@ def test_tensor_refuses_small_floats_that_do_not_fit(tmp_path, change, message):
     assert message in refusal(ckpt.tensor, "x")
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_open_refuses_other_quantization_methods_by_name(folder, method, nested):
     config = {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 64}}

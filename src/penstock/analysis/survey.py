@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from penstock.analysis.weights import Sum, TensorFormat, WeightInfo, layer_of
-from penstock.dtypes import FLOATS, ITEMSIZE
+from penstock.dtypes import FLOATS, ITEMSIZE, bfloat16
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.models.config import Fields, first_layers
 from penstock.models.family import ROLES, AnyFamily, ModelConfig
@@ -27,6 +27,7 @@ from penstock.models.source import left_over
 from penstock.models.step import Layout, PagedKV
 from penstock.quant import QuantizedTensor
 from penstock.units import amount
+from penstock.weights import fp8
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import ResolvedModel
 from penstock.weights.safetensors import DTYPES
@@ -45,6 +46,12 @@ class Headers(Checkpoint):
     def array(self, name: str) -> np.ndarray:
         info = self._info(name)
         return np.zeros(info.shape, DTYPES[info.dtype])  # untouched pages take no memory
+
+    def _made_of_blocks(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray | QuantizedTensor:
+        if self._scales_are_powers and codes.shape[1] % fp8.EXACT.unit == 0:
+            groups = (len(codes), codes.shape[1] // fp8.EXACT.group_size)
+            return QuantizedTensor(codes.view(np.uint32), np.zeros(groups, np.uint8), None, *fp8.EXACT)
+        return np.zeros(codes.shape, bfloat16)
 
 
 def _dense(dtype: str) -> TensorFormat:
@@ -180,6 +187,8 @@ class FromFiles:
             weight = self.stored.weight(path, *shape)
             if isinstance(weight, QuantizedTensor):
                 return TensorFormat(weight.bits, weight.group_size, weight.dtype, weight.mode), weight.nbytes
+            if f"{self.stored.name_of(path)}.weight_scale_inv" in self.stored.checkpoint:
+                return _dense("bfloat16"), weight.nbytes
         checkpoint, name = self.stored.checkpoint, self.stored.name_of(path)
         name = f"{name}.weight" if f"{name}.weight" in checkpoint else name
         return _dense(checkpoint.dtype(name)), _span(checkpoint, name)

@@ -13,18 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 
 from penstock.dtypes import bfloat16, dtype_name, numpy_dtype, round_to
 from penstock.errors import CheckpointError
-from penstock.quant import Format, QuantizedTensor
+from penstock.quant import E4M3, Format, QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.fp8 import BLOCK
 from penstock.weights.mapped import MappedFile
-
-BLOCK = 128  # rows and columns that share a scale in block-scaled FP8
-
-_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 _OPEN = 16  # files that are kept open
 
@@ -233,7 +229,7 @@ class BlockScaled:
         return bfloat16
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        numbers = np.take(_E4M3, self.codes.read(start, stop))
+        numbers = np.take(E4M3, self.codes.read(start, stop))
         first = start // BLOCK
         scales = self.scales.read(first, -(-stop // BLOCK)).astype(np.float32).repeat(BLOCK, axis=1)
         for block, a, b in runs(start, stop, BLOCK):

@@ -25,7 +25,7 @@ from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
 
-_PARTS = ("weight", "scales", "biases", "global_scale")
+_PARTS = ("weight", "scales", "biases", "global_scale", "weight_scale_inv")
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 

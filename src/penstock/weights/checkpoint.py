@@ -19,6 +19,7 @@ from penstock.dtypes import dtype_name
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.quant import MODES, Format, QuantizedTensor
 from penstock.units import amount
+from penstock.weights import fp8
 from penstock.weights.files import JSON_LIMIT, check_plain_name, list_folder, parse_json, read_bounded, read_json, short
 from penstock.weights.safetensors import DTYPES, SafetensorsFile, TensorInfo
 
@@ -33,6 +34,7 @@ _F8_NAMES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _SCALES = ("F32", "F16", "BF16")
 _FORMAT_KEYS = ("bits", "group_size", "mode")
 _GLOBAL = "global_scale"
+_SCALE_INV = "_scale_inv"  # behind the name of a matrix in block-scaled FP8
 _CODE_KEYS = ("auto_map", "model_file")
 
 
@@ -199,6 +201,8 @@ class Checkpoint:
 
         Raises CheckpointError if there is none, and if its parts do not fit each other or the quantization table.
         """
+        if f"{module_path}.weight{_SCALE_INV}" in self:
+            return self._from_blocks(f"{module_path}.weight")
         format, names = self.parts(module_path)
         if format is None:
             return self.array(names[0])
@@ -218,9 +222,35 @@ class Checkpoint:
         spelled = self._info(name).dtype
         if name != module_path and spelled == "U32":
             self._refuse(name, f"has packed words (U32), but there is no {module_path}.scales")
+        if spelled in _F8_NAMES and f"{name}{_SCALE_INV}" in self:
+            self._refuse(
+                name, "is FP8 in blocks, which is not streamed, expected MLX's quantization: penstock convert -q"
+            )
         if spelled in _F8_NAMES:
             self._refuse(name, f"has dtype {spelled}, expected a float of 16 or more bits or MLX's quantization")
         return None, (name,)
+
+    def _from_blocks(self, name: str) -> np.ndarray | QuantizedTensor:
+        """A matrix in block-scaled FP8: mxfp8 where config.json says that scales are powers of two, else bfloat16."""
+        if name not in self:
+            self._refuse(f"{name}{_SCALE_INV}", f"has no {name} beside it")
+        codes, scales = self._info(name), self._info(f"{name}{_SCALE_INV}")
+        if codes.dtype != "F8_E4M3" or len(codes.shape) != 2 or 0 in codes.shape:
+            self._refuse(name, f"is {codes.dtype} {list(codes.shape)}, expected F8_E4M3 [N, K]: it has {_SCALE_INV}")
+        if scales.dtype not in _SCALES or scales.shape != (wanted := fp8.blocks(codes.shape)):
+            found = f"is {scales.dtype} {list(scales.shape)}"
+            self._refuse(f"{name}{_SCALE_INV}", f"{found}, expected floats {list(wanted)}, one per 128 x 128")
+        return self._made_of_blocks(self.array(name), self.array(f"{name}{_SCALE_INV}"))
+
+    def _made_of_blocks(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray | QuantizedTensor:
+        """codes uint8 [N, K], scales of blocks."""
+        exact = fp8.as_mxfp8(codes, scales) if self._scales_are_powers else None
+        return fp8.made_dense(codes, scales) if exact is None else exact
+
+    @property
+    def _scales_are_powers(self) -> bool:
+        table = self.config.get("quantization_config")
+        return isinstance(table, dict) and table.get("scale_fmt") == "ue8m0"
 
     def _quantized(self, path: str, format: Format) -> tuple[str, ...]:
         parts = tuple(f"{path}.{part}" for part in format.parts)
@@ -279,6 +309,14 @@ class Checkpoint:
         if source == "quantization" and other is not None and other != table:
             self._notices.append(f"{self._config_path}: quantization_config differs from quantization and is ignored")
         _check_object(table, where)
+        if table.get("quant_method") == "fp8" and source.endswith("quantization_config"):
+            found = table.get("weight_block_size")
+            if found != [fp8.BLOCK, fp8.BLOCK] or table.get("fmt", "e4m3") != "e4m3":
+                blocks = f"E4M3 in [{fp8.BLOCK}, {fp8.BLOCK}]"
+                raise CheckpointError(f"{where} has weight_block_size {short(found)}, expected {blocks}")
+            size = "as it is in mxfp8" if self._scales_are_powers else "in the memory of bfloat16"
+            self._notices.append(f"{self._config_path}: FP8 is held {size}; penstock convert -q makes it small")
+            return None
         if (method := table.get("quant_method")) is not None:
             raise CheckpointError(f"{where} has quant_method {short(method)}, expected MLX's affine quantization")
         general = _format(table, where, required=True)
