@@ -27,7 +27,7 @@ def _scale_byte(format: Format, columns: int) -> int:
         drawn = drawn[np.arange(256) & _TAME & 0xFF]
     wanted = 0.7 * columns**-0.5 / float(np.sqrt(np.mean(drawn.astype(np.float64) ** 2)))
     scales = scale_values(format.mode)[:127] if format.mode == "nvfp4" else scale_values(format.mode)[:255]
-    return int(np.argmin(np.abs(np.log2(np.maximum(scales, 1e-30) / wanted))))
+    return int(np.argmin(np.abs(np.log2(np.maximum(scales, 1e-30)) - np.log2(wanted))))
 
 
 class Random:
