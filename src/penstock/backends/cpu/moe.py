@@ -15,6 +15,7 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu._formats import frozen
+from penstock.backends.cpu._math import silu32
 from penstock.backends.cpu._route import moe_combine_residual
 from penstock.backends.cpu._simd import width as width_of
 from penstock.backends.cpu._threads import run
@@ -266,6 +267,53 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
         return
     pairs = pairs_of(slots, ids.size // ids.shape[-1])
     _sum(_mlp(x, ids.shape[-1], pairs, gate_w, up_w, down_w, act, activations, variant), pairs, weights, out)
+
+
+# clamped   h[p, j] = g · σ(alpha · g) · (u + 1), g = min(gate[p, j] + gate_bias[e, j], limit), u = up[p, j] +
+#           up_bias[e, j] between −limit and limit
+# shapes    gate, up, h float32 [P, N], h may be gate; biases float32 [E, N]; expert int64 [P]: e of each row
+# threads   prange over rows in the parallel form; a row belongs to one thread
+# bytes     20 · P · N
+# limits    none
+@njit
+def _clamped_row(gate, up, gate_bias, up_bias, limit, alpha, h):
+    for j in range(h.size):
+        g = min(gate[j] + gate_bias[j], limit)
+        u = min(max(up[j] + up_bias[j], -limit), limit)
+        h[j] = silu32(alpha * g) / alpha * (u + np.float32(1))
+
+
+@njit
+def _clamped(gate, up, gate_bias, up_bias, expert, limit, alpha, h):
+    for p in range(h.shape[0]):
+        _clamped_row(gate[p], up[p], gate_bias[expert[p]], up_bias[expert[p]], limit, alpha, h[p])
+
+
+@njit(parallel=True)
+def _clamped_parallel(gate, up, gate_bias, up_bias, expert, limit, alpha, h):
+    for p in prange(h.shape[0]):
+        _clamped_row(gate[p], up[p], gate_bias[expert[p]], up_bias[expert[p]], limit, alpha, h[p])
+
+
+@kernel(ops.moe_biased_forward, device="cpu", variants=tuple(VARIANTS), composed=True)
+def moe_biased_forward(
+    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, *, out,
+    variant,
+):  # fmt: skip
+    if out.size == 0:
+        return
+    k = ids.shape[-1]
+    pairs = pairs_of(places(ids, slot_of).reshape(-1), ids.size // k)
+    chosen = ids.reshape(-1).astype(np.int64)
+    expert = chosen if pairs.order is None else chosen[pairs.order]
+    stacks = [stack_of(gate_w), stack_of(up_w)]
+    gate, up = (np.empty((pairs.count, w.rows), np.float32) for w in stacks)
+    shared_products(float_rows(x), stacks, pairs.groups, lambda a: pairs.gather(a, k), [gate, up], activations, variant)
+    biases = (frozen(gate_bias), frozen(up_bias), expert, np.float32(limit), np.float32(alpha))
+    by_size(_clamped, _clamped_parallel, gate.size, gate, up, *biases, gate)
+    each = _down(float_rows(_rounded(gate, x.dtype)), pairs, down_w, activations, variant)
+    each += down_bias[expert]
+    _sum(each, pairs, weights, out)
 
 
 @kernel(ops.moe_shared_forward, device="cpu", variants=tuple(VARIANTS), composed=True)

@@ -237,6 +237,12 @@ def _grouped(
     )
 
 
+def grouped_product(x: torch.Tensor, w: Any, plan: Plan, pairs_per_x: int, out: torch.Tensor) -> None:
+    """out [P, N] = w[e] · x[p // pairs_per_x] for the pairs of a plan."""
+    assert x.is_contiguous() and out.is_contiguous()
+    _grouped(x, w, None, plan, pairs_per_x, None, out)
+
+
 def grouped_gate_up(
     x: torch.Tensor, gate_w: Any, up_w: Any, ids: torch.Tensor, slot_of: torch.Tensor | None, act: str,
     out: torch.Tensor, plan: Plan | None = None, out_unit: int = 0,
