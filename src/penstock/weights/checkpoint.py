@@ -237,7 +237,8 @@ class Checkpoint:
         codes, scales = self._info(name), self._info(f"{name}{_SCALE_INV}")
         if codes.dtype != "F8_E4M3" or len(codes.shape) != 2 or 0 in codes.shape:
             self._refuse(name, f"is {codes.dtype} {list(codes.shape)}, expected F8_E4M3 [N, K]: it has {_SCALE_INV}")
-        if scales.dtype not in _SCALES or scales.shape != (wanted := fp8.blocks(codes.shape)):
+        wanted = fp8.blocks(codes.shape)
+        if scales.dtype not in _SCALES or scales.shape != wanted:
             found = f"is {scales.dtype} {list(scales.shape)}"
             self._refuse(f"{name}{_SCALE_INV}", f"{found}, expected floats {list(wanted)}, one per 128 x 128")
         return self._made_of_blocks(self.array(name), self.array(f"{name}{_SCALE_INV}"))
