@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import ops
 from penstock.dtypes import FLOATS, bfloat16, f32_to_bf16, numpy_dtype, round_to
 from penstock.errors import BackendError, DTypeError, InvalidArgument, ShapeError
 from penstock.quant import (
     BITS,
     GROUP_SIZES,
+    MODES,
     ExpertBlobs,
     QuantizedTensor,
     dequantize,
@@ -23,6 +25,8 @@ from penstock.quant import (
     quantize_reference,
     unpack_codes,
 )
+
+U32, F32 = np.uint32, np.float32
 
 
 def bits_of(array):
@@ -123,7 +127,7 @@ def test_pack_codes_round_trip(data, bits, rows, cycles):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: pack_codes(np.zeros((2, 8), int), 7), InvalidArgument, "pack_codes: bits is 7, expected one of 2, 3"),
+        (lambda: pack_codes(np.zeros((2, 8), int), 7), InvalidArgument, "pack_codes: bits is 7, expected one of 1"),
         (lambda: pack_codes(np.zeros((2, 8), int), 4.0), InvalidArgument, "pack_codes: bits is 4.0, expected one of"),
         (
             lambda: pack_codes(np.zeros(8, np.float32), 4),
@@ -284,7 +288,7 @@ def test_quantize_names_the_first_group_it_cannot_take(function, value, dtype, s
         (np.zeros(64, np.float32), 4, 64, ShapeError, "array has shape (64,), expected at least 2 axes"),
         (np.zeros((2, 0), np.float32), 4, 64, ShapeError, "array has shape (2, 0), expected no empty axis but"),
         (np.zeros((2, 96), np.float32), 4, 64, ShapeError, "array has K = 96, expected a multiple of group_size = 64"),
-        (np.zeros((2, 64), np.float32), 1, 64, InvalidArgument, "bits is 1, expected one of 2, 3, 4, 5, 6, 8"),
+        (np.zeros((2, 64), np.float32), 0, 64, InvalidArgument, "bits is 0, expected one of 1, 2, 3, 4, 5, 6, 8"),
         (np.zeros((2, 64), np.float32), 4, 16, InvalidArgument, "group_size is 16, expected one of 32, 64, 128"),
     ],
 )
@@ -329,7 +333,7 @@ def test_dequantize_rounds_once_or_in_the_scales_dtype():
 def test_dequantize_does_not_depend_on_its_blocks(rows, rng, monkeypatch):
     q = random_tensor(rng, rows, 5, K=256, group_size=128)
     want = dequantize(q, "bfloat16")
-    monkeypatch.setattr("penstock.quant._BLOCK", 3 * 128)
+    monkeypatch.setattr("penstock.quant.values._BLOCK", 3 * 128)
     assert_same_bits(dequantize(q, "bfloat16"), want)
     x = rng.standard_normal((rows, 5, 256)).astype(np.float32)
     assert_same_tensor(quantize_reference(x, 4, 128), quantize(x, 4, 128))
@@ -338,6 +342,128 @@ def test_dequantize_does_not_depend_on_its_blocks(rows, rng, monkeypatch):
 def test_dequantize_refuses_a_dtype(rng):
     with pytest.raises(DTypeError, match=r"^dequantize: dtype is 'int8', expected one of float32, float16, bfloat16"):
         dequantize(random_tensor(rng, 3), "int8")
+
+
+# Modes of small floats
+
+FLOAT_MODES = [mode for mode in MODES if mode != "affine"]
+
+
+def floats_of_all_kinds(rng, dtype):
+    """[rows, 64]: normal weights of all sizes, any bits, ties between levels, zeros, and what overflows a scale."""
+    kind, tiny = numpy_dtype(dtype), -20 if dtype == "float16" else -149
+    words = rng.integers(0, 1 << 16, (200, 64), np.uint16)
+    anything = words.astype(np.uint32) << 16
+    anything = anything.view(np.float32) if dtype == "float32" else words.view(kind).astype(np.float32)
+    rows = [
+        rng.standard_normal((300, 64)),
+        rng.standard_normal((300, 64)) * np.exp2(rng.integers(tiny, 13, (300, 1)).astype(float)),
+        np.where(np.isfinite(anything), anything, 0),
+        rng.integers(-96, 97, (200, 64)) / 16,
+        rng.integers(-7000, 7001, (200, 64)) / 16,
+        np.zeros((2, 64)) * [[1], [-1]],
+    ]
+    return np.concatenate([part.astype(np.float32) for part in rows]).astype(kind)
+
+
+@pytest.mark.parametrize("function", [quantize, quantize_reference])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("mode", FLOAT_MODES)
+def test_quantize_to_floats_equals_mlx(function, dtype, mode, mx, rng):
+    x = floats_of_all_kinds(rng, dtype)
+    got = function(x, mode=mode)
+    want = [from_mlx(mx, a) for a in mx.quantize(to_mlx(mx, x), mode=mode)]
+    assert (got.shape, got.mode, got.biases, got.dtype) == (x.shape, mode, None, "bfloat16")
+    for a, b in zip(got.arrays, want, strict=True):
+        assert_same_bits(a, b)
+
+
+def every_scale(rng, mode):
+    """All bytes of scales, each over codes of all kinds."""
+    known = MODES[mode]
+    bits, gs = known.default_bits, known.default_group_size
+    packed = rng.integers(0, 1 << 32, (256, 512 * bits // 32), np.uint32)
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 512 // gs, axis=1)
+    return QuantizedTensor(packed, scales, None, bits, gs, mode)
+
+
+def assert_same_numbers(got, want):
+    """The same bits; NaN is NaN, whatever its bits."""
+    assert_same_bits(np.where(np.isnan(got), np.float32(0), got), np.where(np.isnan(want), np.float32(0), want))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
+@pytest.mark.parametrize("mode", FLOAT_MODES)
+def test_dequantize_of_floats_equals_mlx_for_every_scale(mode, mx, rng):
+    q = every_scale(rng, mode)
+    arrays = mx.array(q.packed), mx.array(q.scales)
+    want = np.array(mx.dequantize(*arrays, mode=mode, dtype=mx.float32))
+    assert_same_numbers(dequantize(q), want)
+    assert_same_numbers(ops.dequantize(q), want)
+    half = mx.dequantize(*arrays, mode=mode, dtype=mx.bfloat16).astype(mx.float32)
+    assert_same_numbers(dequantize(q, "bfloat16").astype(np.float32), np.array(half))
+
+
+def test_global_scales_multiply_the_scales_of_their_experts(mx, rng):
+    packed = rng.integers(0, 1 << 32, (3, 5, 8), np.uint32)
+    scales = rng.integers(0, 126, (3, 5, 4)).astype(np.uint8)
+    factors = np.float32([3.7, 0.01, 55.5])
+    q = QuantizedTensor(packed, scales, None, 4, 16, "nvfp4", factors)
+    for got in (dequantize(q), ops.dequantize(q)):
+        for e, factor in enumerate(factors):
+            one = mx.array(packed[e]), mx.array(scales[e])
+            want = mx.dequantize(*one, mode="nvfp4", dtype=mx.float32, global_scale=mx.array(factor))
+            assert_same_bits(got[e], np.array(want))
+    one = q[2]
+    assert (one.global_scale.shape, one.nbytes) == ((), 5 * (8 * 4 + 4) + 4)
+    assert_same_bits(dequantize(one), dequantize(q)[2])
+    assert_same_bits(dequantize(one.rows(slice(1, 3))), dequantize(q)[2, 1:3])
+    assert one.to("torch").to("cpu").global_scale == factors[2]
+
+
+def test_quantize_to_floats_by_hand():
+    x = np.zeros((3, 32), np.float32)
+    x[0, :9] = [6, -6, 5, -5, 0.25, -0.25, 0.26, 3.5, -0.0]  # scale 1
+    x[1, :3] = [12.5, 2, -1]  # above 6 · 2: the scale is 4
+    q = quantize(x, mode="mxfp4")
+    np.testing.assert_array_equal(q.scales, [[127], [129], [127]])
+    np.testing.assert_array_equal(unpack_codes(q.packed, 4)[0, :9], [7, 15, 6, 14, 0, 0, 1, 5, 0])
+    np.testing.assert_array_equal(dequantize(q)[1, :3], [12, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"mode": "mxfp6"}, InvalidArgument, "mode is 'mxfp6', expected one of affine, mxfp4, mxfp8, nvfp4"),
+        ({"bits": 8}, InvalidArgument, "bits is 8, expected 4 in mode nvfp4"),
+        ({"group_size": 32}, InvalidArgument, "group_size is 32, expected 16 in mode nvfp4"),
+        ({"biases": np.zeros((2, 3, 4), F32)}, InvalidArgument, "biases is a ndarray, expected None in mode nvfp4"),
+        ({"scales": np.zeros((2, 3, 4), F32)}, DTypeError, "scales has dtype float32, expected uint8"),
+        ({"scales": np.zeros((2, 3, 2), np.uint8)}, ShapeError, "scales has shape (2, 3, 2), expected (2, 3, 4)"),
+        ({"packed": np.zeros((2, 3, 6), U32)}, ShapeError, "packed has shape (2, 3, 6), expected a multiple of 4"),
+        ({"global_scale": np.zeros(3, F32)}, ShapeError, "global_scale has shape (3,), expected (2,) (experts)"),
+        ({"global_scale": np.zeros(2)}, DTypeError, "global_scale has dtype float64, expected float32"),
+        ({"mode": "mxfp4", "group_size": 32, "scales": np.zeros((2, 3, 2), np.uint8), "global_scale": np.zeros(2, F32)},
+         InvalidArgument, "global_scale is a ndarray, expected None in mode mxfp4"),
+    ],
+)  # fmt: skip
+def test_quantized_tensor_of_floats_refuses(change, error, message):
+    given = {"packed": np.zeros((2, 3, 8), U32), "scales": np.zeros((2, 3, 4), np.uint8), "biases": None}
+    given |= {"bits": 4, "group_size": 16, "mode": "nvfp4", **change}
+    with pytest.raises(error, match=r"^QuantizedTensor: " + re.escape(message)):
+        QuantizedTensor(**given)
+
+
+@pytest.mark.parametrize("function", [quantize, quantize_reference])
+def test_quantize_to_floats_refuses(function):
+    x = np.zeros((2, 96), np.float32)
+    with pytest.raises(ShapeError, match=r"^quantize: array has K = 48, expected a multiple of 32 in mode nvfp4"):
+        function(x[:, :48], mode="nvfp4")
+    with pytest.raises(InvalidArgument, match=r"^quantize: group_size is 64, expected 32 in mode mxfp4"):
+        function(x, group_size=64, mode="mxfp4")
+    x[1, 40] = np.nan
+    with pytest.raises(InvalidArgument, match=r"^quantize: array holds nan in row 1, group 1, expected finite numbers"):
+        function(x, mode="mxfp8")
 
 
 # QuantizedTensor
@@ -379,9 +505,6 @@ def test_quantized_tensor_takes_symbols():
         q.with_arrays(q.packed, q.scales, symbol((9, 3, 2), "bfloat16"))
 
 
-U32, F32 = np.uint32, np.float32
-
-
 @pytest.mark.parametrize(
     ("packed", "scales", "biases", "bits", "group_size", "error", "message"),
     [
@@ -406,7 +529,7 @@ U32, F32 = np.uint32, np.float32
         (np.zeros((3, 16), U32), None, np.zeros((3, 4), F32), 4, 32, DTypeError,
          "scales is a NoneType, expected an array"),
         (np.zeros((3, 16), U32), np.zeros((3, 4), F32), np.zeros((3, 4), F32), 7, 32, InvalidArgument,
-         "bits is 7, expected one of 2, 3, 4, 5, 6, 8"),
+         "bits is 7, expected one of 1, 2, 3, 4, 5, 6, 8"),
         (np.zeros((3, 16), U32), np.zeros((3, 4), F32), np.zeros((3, 4), F32), 4, 48, InvalidArgument,
          "group_size is 48, expected one of 32, 64, 128"),
         (np.zeros((16, 3), U32).T, np.zeros((3, 4), F32), np.zeros((3, 4), F32), 4, 32, ShapeError,

@@ -3,6 +3,7 @@
 Weights are many different matrices, so that none stays in cache; x is one row (decode) or T rows (prefill).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -11,7 +12,7 @@ import numpy as np
 import penstock
 from penstock import ops
 from penstock.dtypes import bfloat16
-from penstock.quant import QuantizedTensor
+from penstock.quant import MODES, QuantizedTensor
 
 rng = np.random.default_rng(0)
 
@@ -25,29 +26,55 @@ def weight(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
     return QuantizedTensor(packed, scales, biases, bits, gs)
 
 
+def float_weight(mode: str, *shape: int) -> QuantizedTensor:
+    """Random codes of a mode that is not affine, scales of a real weight's size."""
+    known, (*lead, K) = MODES[mode], shape
+    packed = rng.integers(0, 2**32, (*lead, K * known.default_bits // 32), dtype=np.uint32)
+    if mode == "mxfp8":
+        packed &= np.uint32(0xBFBFBFBF)  # below 2, and no NaN
+    low, high = (1, 8) if mode == "nvfp4" else (118, 122)
+    scales = rng.integers(low, high, (*lead, K // known.default_group_size), dtype=np.uint8)
+    return QuantizedTensor(packed, scales, None, known.default_bits, known.default_group_size, mode)
+
+
 def rows(T: int, K: int) -> np.ndarray:
     return rng.standard_normal((T, K), dtype=np.float32)
 
 
 def check(activations: str) -> None:
     """Every width of codes against the definition, few and many tokens, before anything is timed."""
-    for bits in (2, 3, 4, 5, 6, 8):
+    weights = {f"{bits} bits": weight(48, 256, bits=bits) for bits in (1, 2, 3, 4, 5, 6, 8)}
+    weights |= {mode: float_weight(mode, 48, 256) for mode in MODES if mode != "affine"}
+    for name, w in weights.items():
         for T in (1, 33):
-            w, x = weight(48, 256, bits=bits), rows(T, 256)
+            x = rows(T, 256)
             with penstock.backend("reference"):
                 want = ops.quantized_matmul(x, w, activations=activations)
             got = ops.quantized_matmul(x, w, activations=activations)
-            common.check_close(f"{bits} bits, T = {T}", got / np.abs(want).max(), want / np.abs(want).max(), 4e-6)
+            common.check_close(f"{name}, T = {T}", got / np.abs(want).max(), want / np.abs(want).max(), 4e-6)
 
 
 def matvec(N: int, K: int, activations: str, rounds: int, bits: int = 4) -> dict[str, Any]:
-    many = max(2, min(64, 300_000_000 // (N * K * bits // 8)))
-    weights = [weight(N, K, bits=bits) for _ in range(many)]
+    return _matvec(f"{bits}-bit", lambda: weight(N, K, bits=bits), N, K, activations, rounds)
+
+
+def _matvec(name: str, make: Callable[[], QuantizedTensor], N: int, K: int, activations: str, rounds: int) -> Any:
+    first = make()
+    weights = [first, *(make() for _ in range(max(1, min(63, 300_000_000 // first.nbytes))))]
     x, y = rows(1, K), np.empty((1, N), np.float32)
     calls = [lambda w=w: ops.quantized_matmul(x, w, activations=activations, out=y) for w in weights]
     seconds = common.best_over(calls, rounds)
-    name = f"quantized_matmul {bits}-bit {activations}"
-    return line(name, (1, N, K), seconds, weights[0].nbytes)
+    return line(f"quantized_matmul {name} {activations}", (1, N, K), seconds, weights[0].nbytes)
+
+
+def modes(N: int, K: int, rounds: int) -> list[dict[str, Any]]:
+    """Weights of small floats beside affine ones of as many bits, in turn."""
+    table = []
+    for activations in ("int8", "float32"):
+        for bits, names in ((4, ("mxfp4", "nvfp4")), (8, ("mxfp8",))):
+            table.append(matvec(N, K, activations, rounds, bits))
+            table += [_matvec(m, lambda m=m: float_weight(m, N, K), N, K, activations, rounds) for m in names]
+    return table
 
 
 def line(op: str, shape: tuple[int, ...], seconds: float, nbytes: int, flops: float | None = None) -> dict[str, Any]:
@@ -112,7 +139,8 @@ def main() -> None:
         check(activations)
     table = [matvec(4096, 4096, activations, args.rounds) for activations in ("int8", "float32")]
     table += [matvec(N, K, "int8", args.rounds) for N, K in ((2048, 2048), (512, 2048), (12288, 2048), (2048, 4096))]
-    table += [matvec(4096, 4096, "int8", args.rounds, bits) for bits in (2, 3, 5, 6, 8)]
+    table += [matvec(4096, 4096, "int8", args.rounds, bits) for bits in (1, 2, 3, 5, 6, 8)]
+    table += modes(4096, 4096, args.rounds)
     table += [experts(1, 256, 8, 2048, 512, args.rounds), experts(512, 256, 8, 2048, 512, max(3, args.rounds // 2))]
     for T in (4, 8, 16, 64, 512):
         table += [matmul(T, 4096, 4096, activations, max(3, args.rounds // 2)) for activations in ("int8", "float32")]

@@ -143,7 +143,8 @@ def test_kernels_run_without_their_compiler():
 import warnings; warnings.simplefilter("error")
 import numpy as np
 from penstock.backends.cpu import quant
-from penstock.quant import dequantize, quantize, quantize_reference, numpy_dtype
+from penstock.dtypes import numpy_dtype
+from penstock.quant import dequantize, quantize, quantize_reference
 assert type(quant._quantize).__name__ == "function"
 for dtype in ("float32", "float16", "bfloat16"):
     x = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32).astype(numpy_dtype(dtype))

@@ -169,7 +169,7 @@ def test_inspect_honours_the_table_of_a_config(tmp_path):
     assert formats["embed_tokens"].group_size is None and formats["embed_tokens"].bits == 16
     assert formats["layers.7.mlp.switch_mlp.up_proj"].bits == 3
     path.write_text(json.dumps(raw | {"quantization": {"quant_method": "fp8"}}))
-    with pytest.raises(penstock.errors.CheckpointError, match="quant_method is 'fp8', expected MLX's affine"):
+    with pytest.raises(penstock.errors.CheckpointError, match="quant_method is 'fp8', expected MLX's quantization"):
         survey(str(path))
 
 

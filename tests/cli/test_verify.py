@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import penstock
 from penstock.analysis import verify as library
 from penstock.analysis.verify import Numbers, check_hashes, check_model, hub_hashes, read_hashes
 from penstock.cli._output import progress_bar
@@ -222,6 +223,20 @@ def test_numbers_of_every_float_are_looked_at(tmp_path, dtype, value, bad):
     found = numbers.check(2, seen.append)
     assert len(found.problems) == bad and sum(seen) == array.nbytes
     assert not bad or "has 1 number not finite (the first is number 57)" in found.problems[0]
+
+
+@pytest.mark.parametrize(("mode", "scale", "code"), [("mxfp4", 255, None), ("nvfp4", 0xFF, None), ("mxfp8", 255, 0x7F)])
+def test_scales_and_codes_of_small_floats_are_looked_at(tmp_path, rng, mode, scale, code):
+    from safetensors.numpy import save_file
+
+    q = penstock.quantize(rng.standard_normal((3, 64)).astype(np.float32), mode=mode)
+    q.scales[1, 1] = scale
+    if code is not None:
+        q.packed.view(np.uint8)[2, 5] = code
+    save_file({"a.weight": q.packed, "a.scales": q.scales, "b": np.full(9, 255, np.uint8)}, tmp_path / "x.safetensors")
+    found = Numbers.of_safetensors([SafetensorsFile.open(tmp_path / "x.safetensors")]).check(1, lambda _: None)
+    named = sorted(problem.partition("tensor ")[2].partition(" has")[0] for problem in found.problems)
+    assert named == (["'a.scales'"] if code is None else ["'a.scales'", "'a.weight'"])
 
 
 def test_a_file_that_is_shortened_meanwhile_is_a_problem_and_not_the_end(quantized):

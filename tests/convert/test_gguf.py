@@ -17,7 +17,7 @@ from penstock.engine.engine import Engine, Model
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.gguf import open_gguf
 from penstock.ops.device import device_for
-from penstock.quant import QuantizedTensor, dequantize
+from penstock.quant import Format, QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.gguf import GgufFile
 from tests.convert.common import config_in, stored, tensors
@@ -193,15 +193,15 @@ def test_other_types_are_rounded_again_only_if_told(tmp_path: Path) -> None:
     made = Checkpoint.open(tmp_path / "made")
     found = {p: made.quantization(p) for p in ("lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj")}
     assert found == {"lm_head": (6, 32), "model.embed_tokens": (4, 32), "model.layers.1.mlp.down_proj": (4, 32)}
-    assert made.quantization("model.layers.0.mlp.down_proj") == (4, 32)
+    assert made.quantization("model.layers.0.mlp.down_proj") == Format(4, 32)
     want = gguf.quants.dequantize(GGUF(path, "output.weight"), gguf.GGMLQuantizationType.Q6_K)
     got = dequantize(made.tensor("lm_head"))  # type: ignore[arg-type]
     assert np.abs(got - want).max() <= 2.1 * np.abs(want).max() / 63  # about a step of 6-bit codes
     mlx_logits(tmp_path / "made", [1, 2])
 
     convert(path, tmp_path / "eight", Options(requantize=True, q_bits=8))
-    assert Checkpoint.open(tmp_path / "eight").quantization("lm_head") == (8, 32)
-    assert Checkpoint.open(tmp_path / "eight").quantization("model.layers.0.mlp.up_proj") == (4, 32)
+    assert Checkpoint.open(tmp_path / "eight").quantization("lm_head") == Format(8, 32)
+    assert Checkpoint.open(tmp_path / "eight").quantization("model.layers.0.mlp.up_proj") == Format(4, 32)
 
 
 def GGUF(path: Path, name: str) -> np.ndarray:

@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from penstock import models
-from penstock.convert.recipe import Recipe, read_recipe, table_of
+from penstock.convert.recipe import Recipe, general_format, read_recipe, table_of
 from penstock.convert.run import Options, convert
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.quant import Format
 from penstock.weights.checkpoint import Checkpoint
 from tests.convert.common import write
 from tests.models.made import mlx_logits
 
 
-def of(recipe: Recipe, path: str, *shape: int, model_type: str = "qwen3_moe") -> tuple[int, int] | None:
+def of(recipe: Recipe, path: str, *shape: int, model_type: str = "qwen3_moe") -> Format | None:
     return recipe.format(path, shape, models.family_of({"model_type": model_type}), 8)
 
 
@@ -26,24 +27,24 @@ def written(folder: Path, table: Any) -> str:
 
 
 def test_format_leaves_dense_what_mlx_lm_cannot_quantize() -> None:
-    general = Recipe(bits=3, group_size=64)
-    assert of(general, "model.layers.0.mlp.up_proj", 5, 128) == (3, 64)
+    general = Recipe(Format(3, 64))
+    assert of(general, "model.layers.0.mlp.up_proj", 5, 128) == Format(3, 64)
     assert of(general, "model.layers.0.mlp.up_proj", 5, 96) is None
     assert of(general, "model.norm", 128) is None
     assert of(general, "model.layers.0.linear_attn.conv1d", 128, 4, 1) is None
-    assert of(general, "model.layers.0.mlp.gate", 7, 128) == (8, 64)
+    assert of(general, "model.layers.0.mlp.gate", 7, 128) == Format(8, 64)
     assert of(general, "model.layers.0.mlp.gate", 7, 128, model_type="deepseek_v3") is None
-    assert of(Recipe(group_size=32), "model.layers.0.mlp.gate", 7, 96) == (8, 32)
+    assert of(Recipe(Format(4, 32)), "model.layers.0.mlp.gate", 7, 96) == Format(8, 32)
 
 
 def test_patterns_are_tried_in_order_and_null_is_dense(tmp_path: Path) -> None:
     table = {"*.layers.0.*down_proj": None, "*down_proj": {"bits": 6, "group_size": 32}, "lm_head": 8}
     recipe = read_recipe(written(tmp_path, table), 3, None)
     assert of(recipe, "model.layers.0.mlp.switch_mlp.down_proj", 4, 5, 64) is None
-    assert of(recipe, "model.layers.1.mlp.switch_mlp.down_proj", 4, 5, 64) == (6, 32)
-    assert of(recipe, "lm_head", 9, 64) == (8, 64)
-    assert of(recipe, "model.layers.1.mlp.gate", 9, 64) == (8, 64)
-    assert of(recipe, "model.embed_tokens", 9, 64) == (3, 64)
+    assert of(recipe, "model.layers.1.mlp.switch_mlp.down_proj", 4, 5, 64) == Format(6, 32)
+    assert of(recipe, "lm_head", 9, 64) == Format(8, 64)
+    assert of(recipe, "model.layers.1.mlp.gate", 9, 64) == Format(8, 64)
+    assert of(recipe, "model.embed_tokens", 9, 64) == Format(3, 64)
     assert recipe.unmatched(["lm_head", "model.layers.0.down_proj"]) == []
     assert recipe.unmatched(["lm_head"]) == ["*.layers.0.*down_proj", "*down_proj"]
 
@@ -66,11 +67,11 @@ def test_convert_with_a_recipe_file_is_read_by_both(tmp_path: Path) -> None:
         for name in ("self_attn.v_proj", "self_attn.q_proj", "self_attn.o_proj", "mlp.switch_mlp.up_proj", "mlp.gate")
     }
     assert found == {
-        "self_attn.v_proj": (5, 64),
-        "self_attn.q_proj": (5, 32),
+        "self_attn.v_proj": Format(5, 64),
+        "self_attn.q_proj": Format(5, 32),
         "self_attn.o_proj": None,
-        "mlp.switch_mlp.up_proj": (3, 32),
-        "mlp.gate": (8, 64),
+        "mlp.switch_mlp.up_proj": Format(3, 32),
+        "mlp.gate": Format(8, 64),
     }
     mlx_logits(tmp_path / "made", [1, 2, 3])
 
@@ -80,7 +81,7 @@ def test_convert_with_a_recipe_file_is_read_by_both(tmp_path: Path) -> None:
     [
         ([], r"recipe.json: is \[\], expected an object of patterns"),
         ({}, r"recipe.json: is {}, expected an object of patterns"),
-        ({"*": 7}, r"recipe.json: '\*': bits is 7, expected one of 2, 3, 4, 5, 6, 8"),
+        ({"*": 7}, r"recipe.json: '\*': bits is 7, expected one of 1, 2, 3, 4, 5, 6, 8"),
         ({"*": True}, r"'\*' is True, expected bits, an object of bits and group_size, or null"),
         ({"*": "4"}, r"'\*' is '4', expected bits, an object"),
         ({"*": {}}, r"'\*' is {}, expected bits, an object"),
@@ -109,14 +110,26 @@ def test_read_recipe_names_what_is_no_recipe() -> None:
         read_recipe("nosuch.json", None, None)
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(7, 64), (1, 64), (4, 48), (True, 64)])
+@pytest.mark.parametrize(("bits", "group_size"), [(7, 64), (0, 64), (4, 48), (True, 64)])
 def test_recipe_refuses_formats_that_do_not_exist(bits: int, group_size: int) -> None:
     with pytest.raises(InvalidArgument, match=r"q-(bits|group-size) is .*, expected one of"):
-        Recipe(bits, group_size)
+        general_format(bits, group_size, None)
+
+
+def test_general_format_takes_the_defaults_of_its_mode() -> None:
+    assert general_format(None, None, None) == Format(4, 64)
+    assert general_format(None, None, "nvfp4") == Format(4, 16, "nvfp4")
+    for options, message in (
+        ((8, None, "mxfp4"), "q-bits is 8, expected 4 in mode mxfp4"),
+        ((None, 64, "mxfp8"), "q-group-size is 64, expected 32 in mode mxfp8"),
+        ((None, None, "mxfp6"), "q-mode is 'mxfp6', expected one of affine, mxfp4, mxfp8, nvfp4"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            general_format(*options)
 
 
 def test_table_of_takes_what_most_weights_have_as_general() -> None:
-    formats = {"a": (4, 32), "b": (8, 32), "c": (4, 32)}
+    formats = {"a": Format(4, 32), "b": Format(8, 32), "c": Format(4, 32)}
     assert table_of(formats, {"a": 10, "b": 15, "c": 10}) == {
         "group_size": 32,
         "bits": 4,

@@ -13,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 import penstock
 from penstock.convert.run import Options, convert
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.quant import QuantizedTensor, dequantize
+from penstock.weights.checkpoint import Checkpoint
 from tests.convert.common import CONFIGS, by_mlx_lm, config_in, stored, tensors, write
 from tests.models.common import error, some_tokens, write_model
 from tests.models.made import mlx_logits
@@ -72,6 +74,10 @@ def test_convert_of_kimi_makes_the_tensors_of_deepseek(source: Any, tmp_path: Pa
         ("llama", {}),
         ("qwen2", {"quantize": True, "q_bits": 5}),
         ("qwen3_moe", {"quantize": True, "q_bits": 2}),
+        ("qwen3_moe", {"quantize": True, "q_mode": "mxfp4"}),
+        ("qwen3_5", {"quantize": True, "q_mode": "mxfp8", "dtype": "float32"}),
+        ("deepseek_v3", {"quantize": True, "q_mode": "nvfp4", "dtype": "float16"}),
+        ("gemma4", {"quantize": True, "q_mode": "nvfp4"}),
     ],
     ids=str,
 )
@@ -165,7 +171,9 @@ def fp8(folder: Path, without: str = "", **changes: Any) -> Path:
             codes[codes & 0x7F == 0x7F] = 0x31  # NaN
             found[name] = codes.view(ml_dtypes.float8_e4m3fn)
             blocks = tuple(-(-size // 128) for size in array.shape)
-            found[f"{name}_scale_inv"] = rng.uniform(1e-4, 3e-4, blocks).astype(np.float32)
+            scales = rng.uniform(1e-4, 3e-4, blocks).astype(np.float32)
+            powers = np.exp2(rng.integers(-13, -10, blocks)).astype(np.float32)
+            found[f"{name}_scale_inv"] = powers if "scale_fmt" in changes else scales
     found.pop(without, None)
     return write_model(folder, config, found)
 
@@ -177,7 +185,24 @@ def test_convert_dequantizes_fp8_as_mlx_lm(tmp_path: Path) -> None:
     convert(folder, tmp_path / "dense")
     assert stored(tmp_path / "dense") == stored(by_mlx_lm(folder, tmp_path / "dense by mlx-lm"))
     assert "quantization_config" not in config_in(tmp_path / "dense")
-    penstock.load(tmp_path / "dense", device="reference")
+    tokens = some_tokens(9)
+    np.testing.assert_array_equal(exact(folder, tokens), exact(tmp_path / "dense", tokens))
+
+
+def test_fp8_with_scales_that_are_powers_of_two_is_loaded_as_mxfp8(tmp_path: Path) -> None:
+    folder = fp8(tmp_path / "fp8", scale_fmt="ue8m0")
+    convert(folder, tmp_path / "dense")
+    tokens, checkpoint = some_tokens(9), Checkpoint.open(folder)
+    assert typical_error(exact(folder, tokens), exact(tmp_path / "dense", tokens)) < 5e-6
+    paths = [name.removesuffix(".weight_scale_inv") for name in checkpoint.names if name.endswith("_scale_inv")]
+    found = {path: checkpoint.tensor(path) for path in paths}
+    assert {w.mode for w in found.values() if isinstance(w, QuantizedTensor)} == {"mxfp8"}
+    dense = Checkpoint.open(tmp_path / "dense")
+    for path, w in found.items():
+        assert isinstance(w, QuantizedTensor) == (w.shape[1] % 32 == 0)
+        if path in dense or f"{path}.weight" in dense:
+            values = dequantize(w) if isinstance(w, QuantizedTensor) else w.astype(np.float32)
+            np.testing.assert_array_equal(values, dense.array(f"{path}.weight").astype(np.float32))
 
 
 def test_convert_names_fp8_that_it_does_not_know(tmp_path: Path) -> None:

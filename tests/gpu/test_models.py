@@ -19,6 +19,7 @@ from tests.models.made import decoded, in_pieces
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_gemma4 import FULL, SLIDING
+from tests.models.test_gpt_oss import CONFIG as GPT_OSS
 from tests.models.test_llama import CONFIGS as LLAMA
 
 # cut short for the interpreter, which takes milliseconds per program
@@ -27,10 +28,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "gemma4": GEMMA["moe"]["text_config"] | {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
     "deepseek_v3": {**DEEPSEEK["v3"], "num_hidden_layers": 2},
     "llama": {**LLAMA["moe"], "num_hidden_layers": 1},
+    "gpt_oss": GPT_OSS | {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "quantization": {"mode": "mxfp4"}},
 }
 EVERY: dict[str, dict[str, Any]] = {
     "qwen3_5": moe_config(),
     "qwen3_next": next_config(),
+    "gpt_oss": GPT_OSS | {"quantization": {"mode": "mxfp4"}},
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
     **{f"llama-{n}": LLAMA[n] for n in ("tied", "biases", "window", "qwen2 window", "qwen3", "moe", "mixed moe")},

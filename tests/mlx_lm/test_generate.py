@@ -271,7 +271,7 @@ def test_load_refuses_and_remarks(caplog, tmp_path):
 def test_convert_refuses_by_name(tmp_path):
     for options, message in (
         ({"upload_repo": "a/b"}, "upload_repo is 'a/b', expected None"),
-        ({"q_mode": "mxfp4", "quantize": True}, "q_mode is 'mxfp4'"),
+        ({"q_mode": "mxfp5", "quantize": True}, "mxfp5"),
         ({"quant_predicate": lambda path, module: True, "quantize": True}, "quant_predicate is a function"),
         ({"quantize": True, "dequantize": True}, "both asked for"),
     ):

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 import penstock
 from penstock import ops
-from penstock.errors import CheckpointError
 from penstock.models import deepseek_v3
 from penstock.models.layers import apply_rope
 from penstock.models.rope import Rope
@@ -338,7 +337,7 @@ def test_layers_beyond_the_last_are_skipped(hf: Callable[[str], Case], tmp_path:
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["said by config.json", "seen in the file"])
-def test_fp8_files_are_refused(said: bool, hf: Callable[[str], Case], tmp_path: Path) -> None:
+def test_fp8_files_are_loaded_as_bfloat16(said: bool, hf: Callable[[str], Case], tmp_path: Path) -> None:
     case = hf("v3")
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -347,13 +346,19 @@ def test_fp8_files_are_refused(said: bool, hf: Callable[[str], Case], tmp_path: 
             config["quantization_config"] = fp8
         for name in [name for name in weights if name.endswith("o_proj.weight")]:
             weights[name] = weights[name].astype(ml_dtypes.float8_e4m3fn)
-            weights[name + "_scale_inv"] = np.ones((1, 1), np.float32)
+            weights[name + "_scale_inv"] = np.full((1, 1), 1.5, np.float32)
 
-    folder = rewritten(case, tmp_path, change)
-    words = "has quant_method 'fp8', expected" if said else "o_proj.weight' has dtype F8_E4M3, expected"
-    with pytest.raises(CheckpointError, match=words) as caught:
-        penstock.load(folder)
-    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+    def dense(_config: dict[str, Any], weights: dict[str, np.ndarray]) -> None:
+        for name in [name for name in weights if name.endswith("o_proj.weight")]:
+            rounded = weights[name].astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            weights[name] = (rounded * np.float32(1.5)).astype(ml_dtypes.bfloat16)
+
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "dense").mkdir()
+    llm = penstock.load(rewritten(case, tmp_path / "fp8", change), device="reference")
+    want = penstock.load(rewritten(case, tmp_path / "dense", dense), device="reference")
+    np.testing.assert_array_equal(llm.logits(case.tokens[:9]), want.logits(case.tokens[:9]))
+    assert any("FP8 is held in the memory of bfloat16; penstock convert -q" in notice for notice in llm.notices) == said
 
 
 @pytest.mark.parametrize("groups", [1, 4])

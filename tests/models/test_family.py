@@ -12,6 +12,7 @@ import pytest
 import penstock
 from penstock import models
 from penstock.models.family import ROLES, Family, MlxRules
+from penstock.quant import Format
 from penstock.weights.checkpoint import Checkpoint
 from tests.cli.common import call
 from tests.convert.common import CONFIGS, Names
@@ -65,12 +66,18 @@ def test_a_family_of_one_file_is_loaded_converted_verified_inspected_and_run(
     assert shown.status == 0, shown.err
     found, path = Checkpoint.open(small), "language_model.model.layers.1."
     parts = ("block.choice", "block.switch_bank.down_proj", "mixer.q", "mixer.keys", "mixer.values")
-    assert [found.quantization(path + part) for part in parts] == [(8, 64), (4, 32), (4, 32), None, None]
+    assert [found.quantization(path + part) for part in parts] == [
+        Format(8, 64),
+        Format(4, 32),
+        Format(4, 32),
+        None,
+        None,
+    ]
     mixed = ("-q", "--q-group-size", "32", "--quant-predicate", "mixed_3_6")
     shown = call(capsys, "convert", "--model", str(folder), "--mlx-path", str(tmp_path / "mixed"), *mixed)
     assert shown.status == 0, shown.err
     found, path = Checkpoint.open(tmp_path / "mixed"), "language_model.model.layers.2.mixer."
-    assert [found.quantization(path + part) for part in ("q", "out")] == [(3, 32), (6, 32)]
+    assert [found.quantization(path + part) for part in ("q", "out")] == [Format(3, 32), Format(6, 32)]
 
     assert call(capsys, "verify", str(small)).status == 0
     about = json.loads(call(capsys, "inspect", str(folder), "--json", "--bandwidth", "10").out)

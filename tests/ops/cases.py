@@ -901,6 +901,22 @@ def _attention_paged_gate(rng, dtype, H, Hkv, D, Dv):
     return {**call, "gate": normal(rng, 3, H, Dv, dtype=dtype, scale=3)}
 
 
+@case("attention_paged", sizes={"sinks": (6, 2, 20, 12), "sinks-window": (4, 2, 16, 16)}, rel=4e-6, whole=True)
+def _attention_paged_sinks(rng, dtype, H, Hkv, D, Dv):
+    return {**_attention_paged(rng, dtype, H, Hkv, D, Dv), "sinks": normal(rng, H, scale=3)}
+
+
+@case("moe_biased_forward", sizes={"one": (1, 4, 2, 64, 96), "many": (9, 5, 3, 64, 32)}, rel=8e-6)
+def _moe_biased_forward(rng, dtype, T, E, k, K, N):
+    stacks = {"gate_w": quantized(rng, E, N, K), "up_w": quantized(rng, E, N, K), "down_w": quantized(rng, E, K, N)}
+    biases = {"gate_bias": normal(rng, E, N, scale=4), "up_bias": normal(rng, E, N, scale=4)}
+    ids = ids_of(rng, T, k, E)
+    ids[-1, 0] = -1 if T > 1 else ids[-1, 0]
+    routing = {"x": normal(rng, T, K, dtype=dtype), "ids": ids, "weights": rng.random((T, k), np.float32)}
+    where = {"down_bias": normal(rng, E, K), "slot_of": rng.permutation(E).astype(np.int32)}
+    return {**routing, **stacks, **biases, **where}
+
+
 RUNS = (1, 0, 19, 4)  # rows of each sequence, two rows of no sequence behind them
 
 
@@ -924,6 +940,11 @@ def _attention_paged_runs(rng, dtype, H, Hkv, D, Dv, window):
     rows = {"q": normal(rng, T, H, D, dtype=dtype), "gate": normal(rng, T, H, Dv, dtype=dtype, scale=3)}
     where = {"block_table": at["table"], "lengths": at["lengths"], "starts": at["starts"], "window": window}
     return {**rows, "k_pages": k, "v_pages": v, "scale": D**-0.5, **where}
+
+
+@case("attention_paged", sizes={"runs-sinks": (8, 2, 64, 64, 7)}, rel=4e-6, whole=True)
+def _attention_paged_runs_sinks(rng, dtype, H, Hkv, D, Dv, window):
+    return {**_attention_paged_runs(rng, dtype, H, Hkv, D, Dv, window), "sinks": normal(rng, H, scale=3)}
 
 
 @case("kv_cache_append", sizes={"some": (3, 2, 5, 7), "none": (0, 1, 2, 3)}, rel=0)

@@ -27,11 +27,16 @@ def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32", scale:
 
 
 def quantized(
-    rng: np.random.Generator, *shape: int, bits: int = 4, group_size: int = 32, dtype: str = "bfloat16"
+    rng: np.random.Generator,
+    *shape: int,
+    bits: int = 4,
+    group_size: int = 32,
+    dtype: str = "bfloat16",
+    mode: str = "affine",
 ) -> QuantizedTensor:
-    """A quantized random weight [..., N, K] with entries of size K^(−1/2)."""
-    w = rng.standard_normal(shape) * shape[-1] ** -0.5
-    return penstock.quantize(round_to(w, numpy_dtype(dtype)), bits=bits, group_size=group_size)
+    """A quantized random weight [..., N, K] with entries of size K^(−1/2); else as its mode wants."""
+    w = round_to(rng.standard_normal(shape) * shape[-1] ** -0.5, numpy_dtype(dtype))
+    return penstock.quantize(w, bits, group_size) if mode == "affine" else penstock.quantize(w, mode=mode)
 
 
 def assert_close(name: str, got: Any, want: Any, rel: float, scale: Any = None) -> None:

@@ -524,3 +524,19 @@ def test_attention_paged_refuses_a_ring_shorter_than_what_it_reads(rng):
     message = "block_table has a page twice in positions 1 to 8, expected distinct pages"
     assert_refused(ops.attention_paged, {**call, "window": 8}, InvalidArgument, message)
     assert ops.attention_paged(**call, window=5).shape == (1, 2, 4)
+
+
+def test_sinks_take_part_in_the_sum_alone(rng):
+    """A sink is a key that scores the same for every query and has a value of 0."""
+    q, k, v = normal(rng, 1, 4, 8), normal(rng, 1, 16, 16), normal(rng, 1, 16, 16)
+    sinks = np.float32([-3, 0, 2, 50])
+    where = {"block_table": i32([0]), "lengths": i32(5), "scale": 0.5}
+    y = ops.attention_paged(q, k, v, **where, sinks=sinks)
+    for h in range(4):
+        keys, values = k[0, :5, h // 2 * 8 :][:, :8], v[0, :5, h // 2 * 8 :][:, :8]
+        scores = np.append(keys.astype(np.float64) @ q[0, h] * 0.5, sinks[h])
+        weights = np.exp(scores - scores.max())
+        want = (weights[:5] / weights.sum()) @ values.astype(np.float64)
+        np.testing.assert_allclose(y[0, h], want, rtol=2e-5, atol=1e-6)
+    with pytest.raises(ShapeError, match=r"^attention_paged: sinks has shape \(3,\), expected \(4,\)"):
+        ops.attention_paged(q, k, v, **where, sinks=sinks[:3])

@@ -844,6 +844,17 @@ VALID = {
         "shared_score": normal(rng, 4),
         "norm_weight": normal(rng, 64),
     },
+    "moe_biased_forward": lambda rng: {
+        "x": normal(rng, 4, 64),
+        "ids": i32([2, 0], [1, 2], [0, 1], [2, 1]),
+        "weights": normal(rng, 4, 2),
+        "gate_w": quantized(rng, 3, 32, 64),
+        "up_w": quantized(rng, 3, 32, 64),
+        "down_w": quantized(rng, 3, 64, 32),
+        "gate_bias": normal(rng, 3, 32),
+        "up_bias": normal(rng, 3, 32),
+        "down_bias": normal(rng, 3, 64),
+    },
     "moe_combine_residual": lambda rng: {
         "h_mid": normal(rng, 4, 5),
         "expert_out": normal(rng, 4, 2, 5),

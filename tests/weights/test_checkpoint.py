@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError
-from penstock.quant import QuantizedTensor, dequantize
+from penstock.quant import Format, QuantizedTensor, dequantize
 from penstock.quant import quantize_reference as quantize
 from penstock.weights.checkpoint import INDEX, Checkpoint
 from penstock.weights.files import JSON_LIMIT
@@ -370,19 +370,20 @@ def q4(rng):
 
 def test_tensor_honours_the_table_exactly(tmp_path, rng):
     formats = {"a": (4, 64), "gate": (8, 64), "b": (2, 32), "c": (3, 128), "d": (6, 64)}
+    formats = {path: Format(*format) for path, format in formats.items()}
     weights = {path: rng.standard_normal((5, 384)).astype(np.float32) for path in formats}
     tensors = {"norm.weight": np.ones(3, bfloat16), "A_log": np.ones(2, np.float32)}
     wanted = {path: quantize(weights[path], *formats[path]) for path in formats}
     for path, q in wanted.items():
         tensors |= parts(path, q)
     table = {"group_size": 64, "bits": 4, "mode": "affine", "norm": False}
-    table |= {p: {"bits": b, "group_size": g} for p, (b, g) in formats.items() if p != "a"}
+    table |= {p: {"bits": b, "group_size": g} for p, (b, g, _) in formats.items() if p != "a"}
     table["gate"]["mode"] = "affine"
     ckpt = quantized(tmp_path, tensors, quantization=table, quantization_config=table)
     assert ckpt.notices == [] and ckpt.quantization("norm") is None and ckpt.quantization("A_log") is None
     for path, format in formats.items():
         got = ckpt.tensor(path)
-        assert isinstance(got, QuantizedTensor) and (got.bits, got.group_size) == format == ckpt.quantization(path)
+        assert isinstance(got, QuantizedTensor) and got.format == format == ckpt.quantization(path)
         assert got.shape == (5, 384)
         np.testing.assert_array_equal(dequantize(got), dequantize(wanted[path]))
     assert ckpt.tensor("norm").dtype == bfloat16 and ckpt.tensor("A_log").tolist() == [1, 1]
@@ -434,7 +435,7 @@ def test_overrides_leave_out_what_mlx_has_defaults_for(tmp_path, rng):
     eight = quantize(rng.standard_normal((3, 128)).astype(np.float32), 8, 64)
     table = {"bits": 2, "group_size": 32, "x": {"bits": 8}, "y": {"group_size": 128}, "z": True}
     ckpt = quantized(tmp_path, parts("x", eight) | parts("y", eight) | parts("z", eight), quantization=table)
-    assert [ckpt.quantization(path) for path in "xyz"] == [(8, 64), (4, 128), (2, 32)]
+    assert [ckpt.quantization(path) for path in "xyz"] == [Format(8, 64), Format(4, 128), Format(2, 32)]
     np.testing.assert_array_equal(dequantize(ckpt.tensor("x")), dequantize(eight))
 
 
@@ -442,18 +443,18 @@ def test_overrides_leave_out_what_mlx_has_defaults_for(tmp_path, rng):
 @pytest.mark.parametrize("nested", [False, True])
 def test_quantization_is_found_under_either_name(tmp_path, q4, key, nested):
     config = {key: TABLE} if not nested else {"text_config": {key: TABLE}, "quantization": None}
-    assert quantized(tmp_path, parts("x", q4), **config).quantization("x") == (4, 32)
+    assert quantized(tmp_path, parts("x", q4), **config).quantization("x") == Format(4, 32)
 
 
 def test_quantization_comes_before_another_quantization_config(tmp_path, q4):
     ckpt = quantized(tmp_path, parts("x", q4), quantization=TABLE, quantization_config={"quant_method": "fp8"})
-    assert ckpt.quantization("x") == (4, 32) and "quantization_config differs" in ckpt.notices[0]
+    assert ckpt.quantization("x") == Format(4, 32) and "quantization_config differs" in ckpt.notices[0]
 
 
 def test_notices_of_overrides_and_keys_that_mean_nothing(tmp_path, q4):
     table = TABLE | {"gone": TABLE, "gone.too": False, "version": 3}
     ckpt = quantized(tmp_path, parts("x", q4), quantization=table)
-    assert ckpt.quantization("x") == (4, 32)
+    assert ckpt.quantization("x") == Format(4, 32)
     unknown, absent = ckpt.notices
     assert "quantization has 'version', which is not known" in unknown
     assert "speaks of 'gone' and 1 others, which the files do not have" in absent
@@ -462,22 +463,26 @@ def test_notices_of_overrides_and_keys_that_mean_nothing(tmp_path, q4):
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        ({"group_size": 64}, "quantization: bits is None, expected one of 2, 3, 4, 5, 6, 8"),
+        ({"group_size": 64}, "quantization: bits is None, expected one of 1, 2, 3, 4, 5, 6, 8"),
         ({"bits": 4}, "quantization: group_size is None, expected one of 32, 64, 128"),
         ({"bits": 7, "group_size": 64}, "quantization: bits is 7,"),
-        ({"bits": 1, "group_size": 64}, "quantization: bits is 1,"),
+        ({"bits": 0, "group_size": 64}, "quantization: bits is 0,"),
         ({"bits": True, "group_size": 64}, "quantization: bits is True,"),
         ({"bits": 4.0, "group_size": 64}, "quantization: bits is 4.0,"),
         ({"bits": "4", "group_size": 64}, "quantization: bits is '4',"),
         ({"bits": 4, "group_size": 16}, "quantization: group_size is 16,"),
         ({"bits": 4, "group_size": -1}, "quantization: group_size is -1,"),
-        ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, "quantization: mode is 'mxfp4', expected affine"),
-        ({"bits": 4, "group_size": 16, "mode": "nvfp4"}, "quantization: mode is 'nvfp4'"),
+        (
+            {"bits": 4, "group_size": 32, "mode": "mxfp6"},
+            "quantization: mode is 'mxfp6', expected one of affine, mxfp4",
+        ),
+        ({"bits": 8, "group_size": 32, "mode": "mxfp4"}, "quantization: bits is 8, expected 4 in mode mxfp4"),
+        ({"bits": 4, "group_size": 32, "mode": "nvfp4"}, "quantization: group_size is 32, expected 16 in mode nvfp4"),
         ([4, 64], "quantization: is [4, 64], expected a JSON object"),
         (4, "quantization: is 4, expected a JSON object"),
         (TABLE | {"x": {"bits": 4, "group_size": 32, "sym": 1}}, "quantization of 'x' has 'sym', expected only bits"),
         (TABLE | {"x": {"bits": 9}}, "quantization of 'x': bits is 9"),
-        (TABLE | {"x": {"mode": "mxfp8"}}, "quantization of 'x': mode is 'mxfp8'"),
+        (TABLE | {"x": {"mode": 8}}, "quantization of 'x': mode is 8, expected one of"),
         (TABLE | {"x": 8}, "quantization of 'x' is 8, expected an object or false"),
         (TABLE | {"x.y": None}, "quantization of 'x.y' is None, expected an object or false"),
     ],
@@ -488,7 +493,40 @@ def test_open_refuses_a_wrong_quantization_table(tmp_path, q4, table, expected):
     assert str(raised.value).startswith(f"{tmp_path / 'config.json'}: {expected}")
 
 
-@pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4"])
+def test_modes_of_small_floats_are_read_by_path(tmp_path, rng):
+    weights = {name: rng.standard_normal((2, 3, 64)).astype(np.float32) for name in ("a", "b", "c")}
+    modes = {"a": "mxfp4", "b": "nvfp4", "c": "mxfp8"}
+    made = {name: quantize(w, mode=modes[name]) for name, w in weights.items()}
+    scales = np.float32([2, 3])
+    tensors = {f"{name}.weight": q.packed for name, q in made.items()}
+    tensors |= {f"{name}.scales": q.scales for name, q in made.items()} | {"b.global_scale": scales}
+    table = {"bits": 4, "group_size": 32, "mode": "mxfp4", "c": {"mode": "mxfp8"}}
+    table["b"] = {"bits": 4, "group_size": 16, "mode": "nvfp4", "global_scale": True}
+    ckpt = quantized(tmp_path, tensors, quantization=table)
+    assert ckpt.notices == [] and [ckpt.quantization(name).mode for name in "abc"] == list(modes.values())
+    for name in "ac":
+        np.testing.assert_array_equal(dequantize(ckpt.tensor(name)), dequantize(made[name]))
+    assert ckpt.parts("b")[1] == ("b.weight", "b.scales", "b.global_scale")
+    np.testing.assert_array_equal(ckpt.tensor("b").global_scale, scales)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x.scales": np.zeros((3, 2), np.float16)}, "'x.scales' has dtype F16, expected U8: config.json says nvfp4"),
+        ({"x.scales": np.zeros((3, 2), np.uint8)}, "'x.scales' has shape [3, 2], expected [3, 4]: config.json says"),
+        ({"x.biases": np.zeros((3, 4), np.uint8)}, "'x.biases' is there, expected no biases: config.json says nvfp4"),
+        ({"x.weight": np.zeros((3, 6), np.uint32)}, "'x.weight' has 6 words in a row, expected a multiple of 4"),
+        ({"x.global_scale": np.zeros(3, np.float32)}, "'x.global_scale' is F32 [3], expected F32 [], one for each"),
+    ],
+)  # fmt: skip
+def test_tensor_refuses_small_floats_that_do_not_fit(tmp_path, change, message):
+    tensors = {"x.weight": np.zeros((3, 8), np.uint32), "x.scales": np.zeros((3, 4), np.uint8), **change}
+    ckpt = quantized(tmp_path, tensors, quantization={"bits": 4, "group_size": 16, "mode": "nvfp4"})
+    assert message in refusal(ckpt.tensor, "x")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_open_refuses_other_quantization_methods_by_name(folder, method, nested):
     config = {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 64}}

@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from penstock.analysis.weights import Sum, TensorFormat, WeightInfo, layer_of
-from penstock.dtypes import FLOATS, ITEMSIZE
+from penstock.dtypes import FLOATS, ITEMSIZE, bfloat16
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
 from penstock.models.config import Fields, first_layers
 from penstock.models.family import ROLES, AnyFamily, ModelConfig
+from penstock.models.quantization import FormatTable
 from penstock.models.source import left_over
 from penstock.models.step import Layout, PagedKV
-from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.quant import QuantizedTensor
 from penstock.units import amount
-from penstock.weights.checkpoint import Checkpoint, quantization_table
-from penstock.weights.files import short
+from penstock.weights import fp8
+from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import ResolvedModel
 from penstock.weights.safetensors import DTYPES
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 _LONG = ("vocab_size", "max_positions", "per_layer_vocab")
 _WIDEST = 1 << 17  # of all other sizes; the widest layers of released models have 53 248
-_PREFIXES = ("", "model.", "language_model.model.", "language_model.", "model.language_model.")
 
 
 class Headers(Checkpoint):
@@ -46,6 +46,12 @@ class Headers(Checkpoint):
     def array(self, name: str) -> np.ndarray:
         info = self._info(name)
         return np.zeros(info.shape, DTYPES[info.dtype])  # untouched pages take no memory
+
+    def _made_of_blocks(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray | QuantizedTensor:
+        if self._scales_are_powers and codes.shape[1] % fp8.EXACT.unit == 0:
+            groups = (len(codes), codes.shape[1] // fp8.EXACT.group_size)
+            return QuantizedTensor(codes.view(np.uint32), np.zeros(groups, np.uint8), None, *fp8.EXACT)
+        return np.zeros(codes.shape, bfloat16)
 
 
 def _dense(dtype: str) -> TensorFormat:
@@ -180,7 +186,9 @@ class FromFiles:
         else:
             weight = self.stored.weight(path, *shape)
             if isinstance(weight, QuantizedTensor):
-                return TensorFormat(weight.bits, weight.group_size, weight.dtype), weight.nbytes
+                return TensorFormat(weight.bits, weight.group_size, weight.dtype, weight.mode), weight.nbytes
+            if f"{self.stored.name_of(path)}.weight_scale_inv" in self.stored.checkpoint:
+                return _dense("bfloat16"), weight.nbytes
         checkpoint, name = self.stored.checkpoint, self.stored.name_of(path)
         name = f"{name}.weight" if f"{name}.weight" in checkpoint else name
         return _dense(checkpoint.dtype(name)), _span(checkpoint, name)
@@ -215,40 +223,24 @@ class _FromConfig:
         self._family = family
         top = Fields(raw, "config.json")
         inner = top.table("text_config", top)
-        _, table = quantization_table(raw)
         spelled = (holder.get(key) for holder in (raw, inner.values) for key in ("dtype", "torch_dtype"))
         self.dtype = next((name for name in spelled if name in FLOATS), "bfloat16")
-        self.quantized = table is not None
-        self._table = Fields(table or {}, "config.json: quantization")
-        self._table.choice("mode", ("affine",), "affine")
-        if (method := self._table.values.get("quant_method")) is not None:
-            raise CheckpointError(f"config.json: quant_method is {short(method)}, expected MLX's affine quantization")
-        self._own: dict[str, Any] = {k: v for k, v in self._table.values.items() if isinstance(v, dict | bool)}
-        self._general = (self._table.choice("bits", BITS, 4), self._table.choice("group_size", GROUP_SIZES, 64))
+        self._table = FormatTable(raw)
+        self.quantized = self._table.quantized
 
     def __contains__(self, path: str) -> bool:
         return not path.endswith(".bias") and path != "lm_head"  # which is asked for where it may be left out
 
     def found(self, path: str, shape: tuple[int, ...], vector: bool) -> tuple[TensorFormat, int]:
         count = math.prod(shape)
-        bits, group = (0, 0) if vector or not self.quantized else self._format(path)
-        while bits and shape[-1] % group:
-            group //= 2
-            bits = bits if group in GROUP_SIZES else 0
-        if not bits:
+        router = self._family.role_of(path) == "router"
+        plain = vector or not self.quantized
+        format = None if plain else self._table.format(path, shape[-1], router)
+        if format is None:
             return _dense(self.dtype), count * ITEMSIZE[self.dtype]
-        return TensorFormat(bits, group, "bfloat16"), count * bits // 8 + count // group * 4
-
-    def _format(self, path: str) -> tuple[int, int]:
-        for prefix in _PREFIXES:
-            own = self._own.get(prefix + path)
-            if own is False:
-                return 0, 0
-            if isinstance(own, dict):
-                table = Fields(own, f"config.json: quantization of {path}")
-                return table.choice("bits", BITS, 4), table.choice("group_size", GROUP_SIZES, 64)
-        bits, group = self._general
-        return (8 if self._family.role_of(path) == "router" and not self._own else bits), group
+        per_group = 4 if format.mode == "affine" else 1
+        nbytes = count * format.bits // 8 + count // format.group_size * per_group
+        return TensorFormat(format.bits, format.group_size, "bfloat16", format.mode), nbytes
 
 
 @dataclass

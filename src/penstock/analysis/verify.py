@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,13 +26,14 @@ from penstock.machine import usable_threads
 from penstock.models.family import AnyFamily, ModelConfig
 from penstock.models.gguf import GgufModel
 from penstock.models.source import left_over
+from penstock.quant import Format
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.weights.checkpoint import INDEX, read_index, weight_files
 from penstock.weights.files import check_plain_name, list_folder, read_bounded, short
 from penstock.weights.gguf import BLOCKS, GgufFile
 from penstock.weights.mapped import MappedFile
-from penstock.weights.safetensors import SafetensorsFile
+from penstock.weights.safetensors import SafetensorsFile, TensorInfo
 
 Progress = Callable[[int], None]
 ProgressBar = Callable[[str, int, bool], AbstractContextManager[Callable[..., None]]]
@@ -50,7 +51,11 @@ _EXPONENTS: dict[str, tuple[str, int]] = {
     "F32": ("<u4", 0x7F80 << 16),
     "F16": ("<u2", 0x7C00),
     "BF16": ("<u2", 0x7F80),
+    "E8M0": ("u1", 0xFF),
+    "E4M3": ("u1", 0x7F),
 }
+# words of a row per scale: what the scales of a module that is not affine are, and its codes if they can be NaN
+_BYTE_SCALES: dict[int, tuple[str, str | None]] = {4: ("E8M0", None), 2: ("E4M3", None), 8: ("E8M0", "E4M3")}
 
 
 @dataclass
@@ -156,12 +161,14 @@ class Numbers:
 
     @classmethod
     def of_safetensors(cls, files: Iterable[SafetensorsFile]) -> Numbers:
-        found = []
+        found, files = [], list(files)
+        bytes_of = _small_floats({name: info for file in files for name, info in file.tensors.items()})
         for file in files:
             mapped = MappedFile(file.path)
             for name, info in file.tensors.items():
-                if info.dtype in _EXPONENTS:
-                    word, exponent = _EXPONENTS[info.dtype]
+                kind = bytes_of.get(name, info.dtype)
+                if kind in _EXPONENTS:
+                    word, exponent = _EXPONENTS[kind]
                     found.append(_Range(mapped, name, info.start, info.stop, np.dtype(word), (("", exponent),)))
         return cls(found)
 
@@ -216,6 +223,21 @@ class Numbers:
             for (path, tensor), (number, first) in bad.items()
         ]
         return check
+
+
+def _small_floats(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Which small floats the scales, and perhaps the codes, of modules are that are not affine: it shows in shapes."""
+    made: dict[str, str] = {}
+    for name, info in tensors.items():
+        packed = tensors.get(f"{name.removesuffix('.scales')}.weight") if name.endswith(".scales") else None
+        if packed is None or info.dtype != "U8" or packed.dtype != "U32" or not info.shape or not packed.shape:
+            continue
+        scales, codes = _BYTE_SCALES.get(packed.shape[-1] // max(info.shape[-1], 1), (None, None))
+        if scales is not None:
+            made[name] = scales
+        if codes is not None:
+            made[f"{name.removesuffix('.scales')}.weight"] = codes
+    return made
 
 
 def _step(one: _Range) -> int:
@@ -413,7 +435,7 @@ def _numbers(numbers: Numbers, bar: ProgressBar) -> Check:
 
 def _check_quantization(checkpoint: Headers, check: Check) -> None:
     """Every quantized module: its parts fit each other and the table of config.json, and the other way round."""
-    formats: dict[tuple[int, int], int] = {}
+    formats: dict[Format, int] = {}
     paths = [name.removesuffix(".scales") for name in checkpoint.names if name.endswith(".scales")]
     for path in dict.fromkeys([*paths, *checkpoint.listed_modules]):
         try:
@@ -423,7 +445,12 @@ def _check_quantization(checkpoint: Headers, check: Check) -> None:
                 formats[format] = formats.get(format, 0) + 1
         except CheckpointError as error:
             check.problems.append(str(error))
-    found = (f"{count:,} of {bits} bits in groups of {group}" for (bits, group), count in sorted(formats.items()))
+    found = (
+        f"{count:,} of {format.bits} bits in groups of {format.group_size}"
+        if format.mode == "affine"
+        else f"{count:,} of {format.mode}"
+        for format, count in sorted(formats.items())
+    )
     check.about = ", ".join(found) or "no quantized tensors"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from penstock.models.layers import ExpertStack
 from penstock.ops.array import address, is_array
-from penstock.quant import QuantizedTensor
+from penstock.quant import Format, QuantizedTensor
 
 # Fields of a family's weights on the way to an array; the first that is there counts. Coarser than a family's
 # roles of paths: the norms inside of a mixer are of its role, and "MLP" is a shared expert as well as a dense block.
@@ -45,9 +45,10 @@ class TensorFormat:
     bits: int
     group_size: int | None
     dtype: str  # of a dense tensor, or of scales and biases
+    mode: str = "affine"
 
     def __str__(self) -> str:
-        return self.dtype if self.group_size is None else f"{self.bits} bits, groups of {self.group_size}"
+        return self.dtype if self.group_size is None else str(Format(self.bits, self.group_size, self.mode))
 
 
 @dataclass(frozen=True)

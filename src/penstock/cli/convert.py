@@ -14,11 +14,7 @@ from penstock.cli._output import print_json, progress_bar
 from penstock.errors import InvalidArgument
 from penstock.units import amount
 
-_FOREIGN = (
-    TRUST,
-    refused("--q-mode", "weights are quantized in groups with a scale and a bias", silent="affine"),
-    refused("--upload-repo", "hf upload OWNER/NAME FOLDER puts a folder on the hub"),
-)
+_FOREIGN = (TRUST, refused("--upload-repo", "hf upload OWNER/NAME FOLDER puts a folder on the hub"))
 
 
 @verb(_FOREIGN)
@@ -34,10 +30,14 @@ def convert(
     ),
     quantize: Annotated[bool, typer.Option("-q", "--quantize", help="Quantize the matrices.")] = False,
     q_bits: Annotated[
-        int | None, typer.Option("--q-bits", metavar="N", help="Bits of a weight: 2, 3, 4 (default), 5, 6 or 8.")
+        int | None, typer.Option("--q-bits", metavar="N", help="Bits of a weight: 1, 2, 3, 4 (default), 5, 6 or 8.")
     ] = None,
     q_group_size: Annotated[
         int | None, typer.Option("--q-group-size", metavar="N", help="Weights that share a scale: 32, 64, 128.")
+    ] = None,
+    q_mode: Annotated[
+        Literal["affine", "mxfp4", "mxfp8", "nvfp4"] | None,
+        typer.Option("--q-mode", help="How weights are rounded: affine (default), or to small floats."),
     ] = None,
     quant_predicate: Annotated[
         str | None,
@@ -81,6 +81,7 @@ def convert(
     \b
     Examples:
       penstock convert --model Qwen/Qwen3-0.6B -q --mlx-path qwen3-4bit
+      penstock convert --model bf16-folder -q --q-mode mxfp4
       penstock convert --model bf16-folder -q --quant-predicate mixed_3_6
       penstock convert --model bf16-folder -q --q-bits 3 --calibrate book.txt
       penstock convert --model qwen3-4bit -d --mlx-path qwen3-dense
@@ -94,6 +95,7 @@ def convert(
             quantize=quantize,
             q_bits=q_bits,
             q_group_size=q_group_size,
+            q_mode=q_mode,
             quant_predicate=quant_predicate,
             dtype=dtype,
             dequantize=dequantize,

@@ -120,7 +120,13 @@ def described(found: Survey, machine: Machine) -> dict[str, Any]:
         "bits_per_weight": 8 * total.nbytes / max(total.parameters, 1),
         "parts": {part: sums(value) for part, value in found.by_role().items()},
         "formats": [
-            {"bits": format.bits, "group_size": format.group_size, "dtype": format.dtype or None, **sums(value)}
+            {
+                "bits": format.bits,
+                "group_size": format.group_size,
+                "mode": None if format.group_size is None else format.mode,
+                "dtype": format.dtype or None,
+                **sums(value),
+            }
             for format, value in found.by_format().items()
         ],
         "skipped": [{"what": part.what, "tensors": part.tensors, "bytes": part.nbytes} for part in found.skipped],

@@ -27,7 +27,7 @@ from penstock.machine import available_memory
 from penstock.models.family import AnyFamily, ModelConfig
 from penstock.models.source import Source, Weight
 from penstock.ops.array import address
-from penstock.quant import QuantizedTensor, quantize
+from penstock.quant import Format, QuantizedTensor, quantize
 from penstock.units import amount
 from penstock.weights.files import open_regular
 from penstock.weights.mapped import MappedFile
@@ -43,7 +43,7 @@ MEASURED = 5  # every so many windows one is kept to measure by
 
 _TEXT_LIMIT = 16 << 20  # bytes of a text that are read
 
-Formats = Callable[[str, tuple[int, ...]], "tuple[int, int] | None"]
+Formats = Callable[[str, tuple[int, ...]], Format | None]
 
 
 def read_text(path: Path) -> str:
@@ -112,7 +112,7 @@ class Planned:
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
         whole = self.weight(path, *shape)
         if isinstance(whole, QuantizedTensor):
-            return whole.with_arrays(*(np.ascontiguousarray(array[order]) for array in whole.arrays))
+            return whole.rows(order)
         return self._named(self._path(path), np.ascontiguousarray(whole[order]))
 
     def stack(self, paths: Sequence[str], *shape: int) -> Weight:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.convert.layout import PARTS, ConversionPlan, nothing
+from penstock.convert.layout import ConversionPlan, nothing
 from penstock.convert.rows import Cast, Dequantized, Files, Rows, Stored, Whole
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.gguf import ROPE_FACTORS, GgufModel
 from penstock.models.source import Weight
+from penstock.quant import Format
 from penstock.weights.files import short
 from penstock.weights.gguf import SUPPORTED, GgufFile, reorder_nibbles
 
@@ -32,6 +33,9 @@ _DENSE = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": bflo
 _HALF = np.dtype(np.float16)
 # Formats whose codes are affine in groups of 32: bytes of a block, bits, and the bias in scales (None: it has its own).
 _EXACT = {"Q4_0": (18, 4, -8), "Q4_1": (20, 4, None), "Q8_0": (34, 8, -128)}
+
+
+_PARTS = Format(4, 32).parts
 
 
 class AnyGgufFile(GgufFile):
@@ -58,8 +62,8 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
     _check_types(file, wanted, options)
     prefix, head = rules.prefixes
     tensors: dict[str, Rows] = {}
-    formats: dict[str, tuple[int, int]] = {}
-    rounded: dict[str, tuple[int, int]] = {}
+    formats: dict[str, Format] = {}
+    rounded: dict[str, Format] = {}
     files = Files()
     for asked, shape in wanted.shapes.items():
         target = (head if asked == "lm_head" else prefix) + asked
@@ -80,15 +84,16 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
             tensors[whole] = Cast(_Decoded(blocks, info.type, shape), _HALF, name)
             if not options.quantize and not options.dequantize:
                 size = options.q_group_size or GROUP
-                rounded[target] = options.q_bits or _BLOCKS[info.type].bits, size if shape[-1] % size == 0 else GROUP
+                bits = options.q_bits or _BLOCKS[info.type].bits
+                rounded[target] = Format(bits, size if shape[-1] % size == 0 else GROUP)
             continue
         bits = _EXACT[info.type][1]
-        parts = [_Codes(blocks, info.type, shape, part, f"{path}: tensor {name}") for part in PARTS]
+        parts = [_Codes(blocks, info.type, shape, part, f"{path}: tensor {name}") for part in _PARTS]
         if options.dequantize or (options.requantize and options.quantize):
-            tensors[whole] = Dequantized(parts[0], parts[1], parts[2], bits, GROUP)
+            tensors[whole] = Dequantized(tuple(parts), Format(bits, GROUP), parts[1].dtype)
         else:
-            tensors |= {f"{target}.{part}": rows for part, rows in zip(PARTS, parts, strict=True)}
-            formats[target] = bits, GROUP
+            tensors |= {f"{target}.{part}": rows for part, rows in zip(_PARTS, parts, strict=True)}
+            formats[target] = Format(bits, GROUP)
     unused = sorted(file.tensors.keys() - {ROPE_FACTORS, *map(name_of, wanted.shapes)})
     notices = list(file.notices)
     if unused:

@@ -28,14 +28,15 @@ from penstock.convert.rows import (
     describe,
     stored,
 )
-from penstock.dtypes import FLOATS, dtype_name
+from penstock.dtypes import FLOATS, bfloat16, dtype_name
 from penstock.errors import CheckpointError
 from penstock.models.family import AnyFamily, MlxRules, SplitHeads
 from penstock.models.source import Weight
+from penstock.quant import Format
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.files import short
 
-PARTS = ("weight", "scales", "biases")  # of a quantized matrix
+PARTS = ("weight", "scales", "biases", "global_scale")  # of a quantized matrix
 
 _UNUSED = ("rotary_emb.inv_freq", "input_max", "input_min", "output_max", "output_min")  # buffers, not weights
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.((?:gate|up|down)_proj\.(?:weight|scales|biases))")
@@ -48,20 +49,21 @@ _SCALE = "_scale_inv"
 class ConversionPlan:
     """A model in mlx-lm's names: its tensors, which modules of them are quantized already, and its config.json.
 
-    rules: what its family says about mlx-lm's files. formats: bits and group size by the path of a module; those
-    modules have `<path>.weight`, `.scales`, `.biases`. extra: names of the layers that predict further tokens, which
-    mlx-lm does not know. rounded: dense modules that are to be quantized in these formats, whatever else is asked for.
+    rules: what its family says about mlx-lm's files. formats: by the path of a module; those
+    modules have `<path>.weight`, `.scales` and what else of PARTS belongs to it. extra: names of the layers that
+    predict further tokens, which mlx-lm does not know. rounded: dense modules that are to be quantized in these
+    formats, whatever else is asked for.
     """
 
     family: AnyFamily
     rules: MlxRules
     tensors: dict[str, Rows]
-    formats: dict[str, tuple[int, int]]
+    formats: dict[str, Format]
     config: dict[str, Any]
     layers: int
     extra: frozenset[str]
     notices: tuple[str, ...]
-    rounded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    rounded: Mapping[str, Format] = field(default_factory=dict)
 
 
 class Released(Checkpoint):
@@ -117,11 +119,11 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     )
 
 
-def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[str, tuple[int, int]]]:
+def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[str, Format]]:
     """All tensors by their names in the files, FP8 with its scales as one, and the formats of quantized modules."""
     files = Files()
     found: dict[str, Rows] = {name: stored(files, checkpoint, name) for name in checkpoint.names}
-    formats: dict[str, tuple[int, int]] = {}
+    formats: dict[str, Format] = {}
     for name in list(found):
         if name.endswith(f".weight{_SCALE}"):
             found[name.removesuffix(_SCALE)] = _block_scaled(checkpoint, name, found)
@@ -132,12 +134,13 @@ def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[st
             checkpoint.tensor(path)  # checks its parts against each other and against config.json
             format = checkpoint.quantization(path)
             assert format is not None
-            packed, scales, biases = (found.pop(f"{path}.{part}") for part in PARTS)
-            if dense:
-                found[f"{path}.weight"] = Dequantized(packed, scales, biases, *format)
-            else:
+            if not dense:
                 formats[path] = format
-                found |= {f"{path}.{part}": rows for part, rows in zip(PARTS, (packed, scales, biases), strict=True)}
+                continue
+            packed, *rest = (found.pop(f"{path}.{part}") for part in format.parts)
+            dtype = rest[0].dtype if format.mode == "affine" else bfloat16
+            factors = found.pop(f"{path}.global_scale", None)
+            found[f"{path}.weight"] = Dequantized((packed, *rest), format, dtype, factors)
     for name, rows in found.items():
         if isinstance(rows, BlockScaled | Dequantized) or name.rpartition(".")[0] in formats:
             continue
@@ -169,8 +172,8 @@ class _Names:
         self.dropped: list[str] = []
 
     def renamed(
-        self, tensors: Mapping[str, Rows], formats: Mapping[str, tuple[int, int]]
-    ) -> tuple[dict[str, Rows], dict[str, tuple[int, int]]]:
+        self, tensors: Mapping[str, Rows], formats: Mapping[str, Format]
+    ) -> tuple[dict[str, Rows], dict[str, Format]]:
         found: dict[str, Rows] = {}
         for name, rows in tensors.items():
             new = self.new(name)
@@ -268,7 +271,7 @@ class Checked:
     layout = "mlx"
 
     def __init__(
-        self, tensors: Mapping[str, Rows], formats: Mapping[str, tuple[int, int]], prefix: str, head: str, where: str
+        self, tensors: Mapping[str, Rows], formats: Mapping[str, Format], prefix: str, head: str, where: str
     ) -> None:
         self._tensors, self._formats = tensors, formats
         self._prefix, self._head, self._where = prefix, head, where
@@ -285,8 +288,7 @@ class Checked:
         name = self._path(path)
         rows = self._rows(name)
         if name in self._formats:
-            bits, _ = self._formats[name]
-            found = (*rows.shape[:-1], rows.shape[-1] * 32 // bits)
+            found = (*rows.shape[:-1], rows.shape[-1] * 32 // self._formats[name].bits)
             self.used.update(f"{name}.{part}" for part in PARTS)
         else:
             found = rows.shape

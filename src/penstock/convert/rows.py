@@ -9,22 +9,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 
 from penstock.dtypes import bfloat16, dtype_name, numpy_dtype, round_to
 from penstock.errors import CheckpointError
-from penstock.quant import QuantizedTensor
+from penstock.quant import E4M3, Format, QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.fp8 import BLOCK
 from penstock.weights.mapped import MappedFile
-
-BLOCK = 128  # rows and columns that share a scale in block-scaled FP8
-
-_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 _OPEN = 16  # files that are kept open
 
@@ -233,7 +229,7 @@ class BlockScaled:
         return bfloat16
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        numbers = np.take(_E4M3, self.codes.read(start, stop))
+        numbers = np.take(E4M3, self.codes.read(start, stop))
         first = start // BLOCK
         scales = self.scales.read(first, -(-stop // BLOCK)).astype(np.float32).repeat(BLOCK, axis=1)
         for block, a, b in runs(start, stop, BLOCK):
@@ -266,28 +262,41 @@ class Cast:
 
 @dataclass(frozen=True)
 class Dequantized:
-    """The numbers that the codes of a quantized tensor stand for, in the dtype of its scales, rounded as mlx does."""
+    """The numbers that the codes of a quantized tensor stand for, in the dtype of its scales, rounded as mlx does;
+    where scales are bytes in bfloat16.
 
-    packed: Rows
-    scales: Rows
-    biases: Rows
-    bits: int
-    group_size: int
+    parts: packed words, scales and, where there are any, biases. factors: of matrices of the stack [E], where they have
+    global scales.
+    """
+
+    parts: tuple[Rows, ...]
+    format: Format
+    dtype: np.dtype
+    factors: Rows | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.packed.shape[:-1], self.packed.shape[-1] * 32 // self.bits)
+        packed = self.parts[0]
+        return (*packed.shape[:-1], packed.shape[-1] * 32 // self.format.bits)
 
-    @property
-    def dtype(self) -> np.dtype:
-        return self.scales.dtype
+    def cast(self, dtype: np.dtype, name: str) -> Dequantized:
+        """The same in another float format: computed in it, not rounded to it at the end."""
+        if self.format.mode != "affine":
+            return replace(self, dtype=dtype)
+        return replace(self, dtype=dtype, parts=(self.parts[0], *(Cast(part, dtype, name) for part in self.parts[1:])))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         from penstock.backends.cpu.quant import dequantize_into
 
-        parts = [part.read(start, stop) for part in (self.packed, self.scales, self.biases)]
         out = np.empty((stop - start, self.shape[-1]), self.dtype)
-        dequantize_into(QuantizedTensor(parts[0], parts[1], parts[2], self.bits, self.group_size), out)
+        arrays = [part.read(start, stop) for part in self.parts]
+        if self.factors is None:
+            dequantize_into(QuantizedTensor.of(self.format, arrays), out)
+            return out
+        for matrix, a, b in runs(start, stop, self.shape[-2]):
+            own = slice(matrix * self.shape[-2] + a - start, matrix * self.shape[-2] + b - start)
+            factor = self.factors.read(matrix, matrix + 1).reshape(())
+            dequantize_into(QuantizedTensor.of(self.format, [*(array[own] for array in arrays), factor]), out[own])
         return out
 
 

@@ -22,13 +22,13 @@ import numpy as np
 from penstock._version import __version__
 from penstock.convert import gguf, layout
 from penstock.convert.layout import PARTS, ConversionPlan
-from penstock.convert.recipe import Recipe, read_recipe, table_of
+from penstock.convert.recipe import Recipe, general_format, read_recipe, table_of
 from penstock.convert.rows import Cast, Dequantized, Rows
 from penstock.convert.write import SHARD_BYTES, Task, Tensor, Workshop, check_room, check_target, index, split_shards
 from penstock.dtypes import FLOATS, dtype_name, numpy_dtype
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.source import CheckpointSource
-from penstock.quant import quantize
+from penstock.quant import Format, quantize
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.checkpoint import INDEX, Checkpoint
@@ -55,15 +55,17 @@ def _unseen(what: str, total: int, in_bytes: bool) -> Iterator[Callable[..., Non
 class Options:
     """What is to become of a model; names and defaults are mlx-lm's.
 
-    q_bits and q_group_size None: 4 and 64. quant_predicate: a mixed recipe or a JSON file (`recipe.read_recipe`).
-    dtype of what is not quantized, None: what config.json says, or as it is. keep_mtp: layers that predict further
-    tokens stay, in a file of their own. requantize: what is quantized already is rounded again. calibrate: a text file
-    by which codes are chosen; calibrate_tokens of it are looked at.
+    q_mode None: affine. q_bits and q_group_size None: those of the mode, affine 4 and 64. quant_predicate: a mixed
+    recipe or a JSON file (`recipe.read_recipe`). dtype of what is not quantized, None: what config.json says,
+    or as it is. keep_mtp: layers that predict further tokens stay, in a file of their own. requantize: what is
+    quantized already is rounded again. calibrate: a text file by which codes are chosen; calibrate_tokens of it are
+    looked at.
     """
 
     quantize: bool = False
     q_bits: int | None = None
     q_group_size: int | None = None
+    q_mode: str | None = None
     quant_predicate: str | None = None
     dtype: str | None = None
     dequantize: bool = False
@@ -75,9 +77,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.quantize and self.dequantize:
             raise InvalidArgument("convert: quantize and dequantize are both asked for, expected one of them")
-        for name in ("q_bits", "q_group_size", "quant_predicate"):
+        for name in ("q_bits", "q_group_size", "q_mode", "quant_predicate"):
             if getattr(self, name) is not None and not (
-                self.quantize or (self.requantize and name != "quant_predicate")
+                self.quantize or (self.requantize and name in ("q_bits", "q_group_size"))
             ):
                 raise InvalidArgument(f"convert: {name} is {getattr(self, name)!r}, expected it with quantize (-q)")
         if self.calibrate is not None and not self.quantize:
@@ -87,18 +89,17 @@ class Options:
             raise InvalidArgument(f"convert: {found}, expected a number above 0, and a text to calibrate with")
         if self.dtype is not None and self.dtype not in FLOATS:
             raise InvalidArgument(f"convert: dtype is {short(self.dtype)}, expected one of {', '.join(FLOATS)}")
+        if self.q_mode not in (None, "affine"):
+            for name in ("quant_predicate", "calibrate"):
+                if getattr(self, name) is not None:
+                    raise InvalidArgument(f"convert: q_mode is {self.q_mode!r}, expected affine with {name}")
         self.recipe()
 
     def recipe(self) -> Recipe:
         """Reads the file of quant_predicate."""
         if self.quant_predicate is not None:
             return read_recipe(self.quant_predicate, self.q_bits, self.q_group_size)
-        general = Recipe()
-        return replace(
-            general,
-            bits=general.bits if self.q_bits is None else self.q_bits,
-            group_size=general.group_size if self.q_group_size is None else self.q_group_size,
-        )
+        return Recipe(general_format(self.q_bits, self.q_group_size, self.q_mode))
 
 
 @dataclass(frozen=True)
@@ -256,9 +257,9 @@ def _folder(path: Path, options: Options) -> _Opened:
         raise InvalidArgument(f"{path}: requantize is asked for without quantize (-q), expected both for a folder")
     planned = layout.plan(layout.Released(path), options.keep_mtp, dense=options.dequantize or options.requantize)
     if planned.formats and options.quantize:
-        first, (bits, group_size) = next(iter(planned.formats.items()))
+        first, format = next(iter(planned.formats.items()))
         raise InvalidArgument(
-            f"{path}: is quantized already ({first}: {bits} bits, groups of {group_size}), expected a dense model; "
+            f"{path}: is quantized already ({first}: {format}), expected a dense model; "
             "requantize rounds it again, dequantize makes it dense"
         )
     notices = [*planned.notices, *_tokenizer_notices(path)]
@@ -320,7 +321,7 @@ class Job:
         self.inputs: dict[str, Any] | None = None
         self.recipe = options.recipe() if options.quantize else None
         self.dtype = _chosen_dtype(planned.config, options.dtype)
-        self.formats: dict[str, tuple[int, int]] = dict(planned.formats)
+        self.formats: dict[str, Format] = dict(planned.formats)
         self.parameters = 0
         made = {name: self._made(name) for name in sorted(planned.tensors, key=_natural)}
         self.tasks = [task for name, task in made.items() if name not in planned.extra]
@@ -334,7 +335,7 @@ class Job:
         path = name.removesuffix(".weight")
         module, _, part = name.rpartition(".")
         if module in self.planned.formats and part in PARTS:
-            bits, _ = self.planned.formats[module]
+            bits = self.planned.formats[module].bits
             self.parameters += math.prod(rows.shape) * 32 // bits if part == "weight" else 0
             return _copied(name, rows)
         self.parameters += math.prod(rows.shape)
@@ -342,34 +343,35 @@ class Job:
         if format is None:
             return _copied(name, rows)
         self.formats[path] = format
-        return self._quantized(path, rows, *format)
+        return self._quantized(path, rows, format)
 
-    def format(self, path: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Bits and group size that the matrix of a module is rounded to, None if it stays as it is."""
+    def format(self, path: str, shape: tuple[int, ...]) -> Format | None:
+        """The format that the matrix of a module is rounded to, None if it stays as it is."""
         if path in self.planned.rounded or self.recipe is None:
             return self.planned.rounded.get(path)
         return self.recipe.format(path, shape, self.planned.family, self.planned.layers)
 
-    def _quantized(self, path: str, rows: Rows, bits: int, group_size: int) -> Task:
+    def _quantized(self, path: str, rows: Rows, format: Format) -> Task:
         *lead, K = rows.shape
-        groups = (*lead, K // group_size)
+        groups, scale = (*lead, K // format.group_size), format.scale_dtype(rows.dtype)
 
         def work(start: int, array: np.ndarray) -> tuple[np.ndarray, ...]:
             try:
                 if self.inputs is None:
-                    return quantize(array, bits, group_size).arrays
+                    return quantize(array, *format).arrays
                 from penstock.convert.calibrate import searched
 
-                return searched(array, self.inputs.get(path), bits, group_size, start, rows.shape[-2]).arrays
+                own = (self.inputs.get(path), format.bits, format.group_size)
+                return searched(array, *own, start, rows.shape[-2]).arrays
             except InvalidArgument as error:
                 told = str(error).removeprefix("quantize: ")
                 told = re.sub(r"row (\d+)", lambda row: f"row {start + int(row[1])}", told)
                 raise CheckpointError(f"{path}.weight: {told}") from None
 
+        packed, *rest = format.parts
         tensors = (
-            Tensor(f"{path}.weight", np.dtype(np.uint32), (*lead, K * bits // 32)),
-            Tensor(f"{path}.scales", rows.dtype, groups),
-            Tensor(f"{path}.biases", rows.dtype, groups),
+            Tensor(f"{path}.{packed}", np.dtype(np.uint32), (*lead, K * format.bits // 32)),
+            *(Tensor(f"{path}.{part}", scale, groups) for part in rest),
         )
         return Task(rows, tensors, work)
 
@@ -378,8 +380,7 @@ class Job:
         if wanted is None or found == wanted or found not in FLOATS or name.endswith(self.planned.rules.uncast):
             return rows
         if isinstance(rows, Dequantized):  # computed in the new format, not rounded to it at the end
-            scales, biases = (Cast(part, numpy_dtype(wanted), name) for part in (rows.scales, rows.biases))
-            return replace(rows, scales=scales, biases=biases)
+            return rows.cast(numpy_dtype(wanted), name)
         return Cast(rows, numpy_dtype(wanted), name)
 
     def _tables(self) -> dict[str, Any]:
@@ -444,5 +445,5 @@ def _settings(path: Path, options: Options, shard_bytes: int) -> dict[str, Any]:
     found["files"] = digest.hexdigest()
     found |= asdict(options)
     if options.quant_predicate is not None:
-        found["patterns"] = {pattern: entry and list(entry) for pattern, entry in options.recipe().patterns.items()}
+        found["patterns"] = {pattern: entry and list(entry[:2]) for pattern, entry in options.recipe().patterns.items()}
     return found

@@ -163,6 +163,6 @@ def _with_slots(weights: WeightsT, store: Store, slot_of: Sequence[Any]) -> Weig
 
 
 def _weight(files: Any, arrays: Iterator[Any]) -> Any:
-    if not files.bits:
+    if files.format is None:
         return next(arrays)
-    return QuantizedTensor(next(arrays), next(arrays), next(arrays), files.bits, files.group_size)
+    return QuantizedTensor.of(files.format, [next(arrays) for _ in files.parts])

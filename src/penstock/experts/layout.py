@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.ops.array import Spec
+from penstock.quant import Format as QuantFormat
 
 ALIGNED = 64  # bytes: the arrays of an expert in one record start at multiples of it
 BLOCK = 4096  # alignment of direct reads: no file system wants more
@@ -93,11 +94,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """A stack of matrices in files, one per expert: dense (bits 0), or packed codes, scales and biases."""
+    """A stack of matrices in files, one per expert: dense (format None), or the arrays of a quantized tensor."""
 
     name: str
-    bits: int
-    group_size: int
+    format: QuantFormat | None
     parts: tuple[TensorExtents, ...]
 
 

@@ -21,7 +21,7 @@ from penstock.graph import Graph, Node, Value, Wrap
 from penstock.ops.array import Spec
 from penstock.ops.device import Device, MissDetector
 
-EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward)
+EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward, ops.moe_biased_forward)
 
 
 class Streamed:
@@ -158,7 +158,9 @@ class Streamed:
         order of the slots, or, where the kernel sums as it goes, for some tokens after the other.
         """
         block = node.op is ops.moe_shared_forward
-        room = self.device.expert_room(ids.shape, len(call["slot_of"]), call["x"], block)
+        room = None
+        if node.op is not ops.moe_biased_forward:  # whose kernels leave out experts that are not here
+            room = self.device.expert_room(ids.shape, len(call["slot_of"]), call["x"], block)
         if room is None:
             rows = self.device.copy(out)
             for part in self.store.token_batches(layer, ids):

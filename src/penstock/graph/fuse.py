@@ -197,6 +197,8 @@ def _above(weights: Sequence[QuantizedTensor]) -> QuantizedTensor | None:
     first = weights[0]
     if any(w.key[1:] != first.key[1:] or w.shape[1:] != first.shape[1:] for w in weights):
         return None
+    if first.global_scale is not None:
+        return None
     blocks = [as_one(arrays) for arrays in zip(*(w.arrays for w in weights), strict=True)]
     return None if any(block is None for block in blocks) else first.with_arrays(*blocks)
 

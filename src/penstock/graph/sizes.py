@@ -171,7 +171,7 @@ def _equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, QuantizedTensor):
-        return one.bits == other.bits and all(map(_equal, one.arrays, other.arrays))
+        return one.key == other.key and all(map(_equal, one.arrays, other.arrays))
     if hasattr(one, "shape"):
         return spec_of(one) == spec_of(other) and address(one) == address(other)
     return one == other

@@ -35,17 +35,15 @@ def convert(
 ) -> None:
     """Write a model as an MLX folder, which must not exist; quantize rounds weights, dequantize makes them dense.
 
-    q_bits and q_group_size are 4 and 64 unless given; quant_predicate: one of QUANT_RECIPES, or a .json file of
-    patterns (docs/convert.md). Without quantize the three have no meaning, as in mlx-lm. Refused are other modes than
-    affine, a function as quant_predicate and upload_repo. Raises InvalidArgument, CheckpointError.
+    q_bits and q_group_size are those of q_mode unless given, affine 4 and 64; quant_predicate: one of QUANT_RECIPES, or
+    a .json file of patterns (docs/convert.md). Without quantize the four have no meaning, as in mlx-lm. Refused are a
+    function as quant_predicate and upload_repo. Raises InvalidArgument, CheckpointError.
     """
     if upload_repo is not None:
         raise InvalidArgument(
             f"convert: upload_repo is {upload_repo!r:.60}, expected None: penstock uploads nothing; "
             f"`hf upload {upload_repo} {os.fspath(mlx_path)}` does"
         )
-    if q_mode != "affine":
-        raise InvalidArgument(f"convert: q_mode is {q_mode!r:.40}, expected 'affine': penstock writes no other mode")
     if callable(quant_predicate):
         raise InvalidArgument(
             "convert: quant_predicate is a function, expected one of "
@@ -53,7 +51,8 @@ def convert(
         )
     if trust_remote_code:
         logging.getLogger("penstock").warning("convert: trust_remote_code: no code from model folders is run")
-    rounding = {"q_bits": q_bits, "q_group_size": q_group_size, "quant_predicate": quant_predicate} if quantize else {}
+    rounding: dict[str, Any] = {"q_bits": q_bits, "q_group_size": q_group_size, "q_mode": q_mode}
+    rounding = {**rounding, "quant_predicate": quant_predicate} if quantize else {}
     options = Options(quantize=quantize, dtype=dtype, dequantize=dequantize, **rounding)
     report = run(hf_path, mlx_path, options, revision=revision, notify=lambda remark: print(f"[INFO] {remark}"))
     size = f"{report.parameters / 1e6:.1f} M parameters, {report.bits_per_weight:.3f} bits per weight"

@@ -30,6 +30,7 @@ FAMILIES = {
     "gemma4_text": "gemma4",
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "gpt_oss": "gpt_oss",
     "llama": "llama",
     "mistral": "llama",
     "qwen2": "llama",

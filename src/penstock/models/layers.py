@@ -91,6 +91,8 @@ def adjacent(*weights: Weight) -> tuple[Weight, ...]:
     quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
     if len({(*w.key[1:], w.shape[1]) for w in quantized}) != 1 or len(quantized) < len(weights):
         return weights
+    if quantized[0].global_scale is not None:
+        return weights
     blocks = [concatenated(arrays) for arrays in zip(*(w.arrays for w in quantized), strict=True)]
     ends = accumulate(w.shape[0] for w in quantized)
     return tuple(

@@ -8,28 +8,40 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from penstock.dtypes import bfloat16
+from penstock.dtypes import bfloat16, numpy_dtype
 from penstock.models import family_of
-from penstock.models.config import Fields
+from penstock.models.quantization import FormatTable
 from penstock.models.source import Weight, _untouched
 from penstock.models.split import Mesh, Split
 from penstock.ops.array import Array
-from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.quant import Format, QuantizedTensor, levels, scale_values
+
+_ALL = 0xFFFFFFFF
+_TAME = 0xBFBFBFBF  # E4M3 codes without the upper bit of their exponent: below 2, and never NaN
+
+
+def _scale_byte(format: Format, columns: int) -> int:
+    """The scale that gives uniform codes about the standard deviation columns^(-1/2) · 0.7."""
+    drawn = levels(format.mode)
+    if format.mode == "mxfp8":
+        drawn = drawn[np.arange(256) & _TAME & 0xFF]
+    wanted = 0.7 * columns**-0.5 / float(np.sqrt(np.mean(drawn.astype(np.float64) ** 2)))
+    scales = scale_values(format.mode)[:127] if format.mode == "nvfp4" else scale_values(format.mode)[:255]
+    return int(np.argmin(np.abs(np.log2(np.maximum(scales, 1e-30)) - np.log2(wanted))))
 
 
 class Random:
     """Made-up weights in the MLX layout: codes drawn at random, scales that keep the activations tame.
 
-    Matrices are quantized as the config's `quantization` table says (default 4 bits, groups of 64; routers 8 bits).
+    Matrices are quantized as the config's `quantization` table says (default 4 bits, groups of 64; routers 8 bits
+    where it names none).
     """
 
     layout = "mlx"
 
     def __init__(self, config: Mapping[str, Any], seed: int = 0, progress: Callable[[int], None] | None = None) -> None:
-        fields = Fields(config, "config.json")
-        table = fields.table("quantization", None) or Fields({}, "config.json")
-        self.bits = table.choice("bits", BITS, 4)
-        self.group_size = table.choice("group_size", GROUP_SIZES, 64)
+        self._formats = FormatTable(config)
+        self.group_size = self._formats.unit  # columns at whose multiples a matrix can be cut
         self._role_of = family_of(dict(config)).role_of
         self._seed, self._rng = seed, np.random.Generator(np.random.SFC64(seed))
         self._progress = progress
@@ -44,21 +56,22 @@ class Random:
     def weight(self, path: str, *shape: int) -> Weight:
         if 0 in shape:
             return self._filled(shape, 0.0)
-        bits = 8 if self._role_of(path) == "router" else self.bits
         *rows, K = shape
-        gs = self.group_size
-        while K % gs:
-            gs //= 2
-            if gs not in GROUP_SIZES:
-                return self._dense(shape)
+        format = self._formats.format(path, K, self._role_of(path) == "router")
+        if format is None:
+            return self._dense(shape)
+        bits, groups = format.bits, (*rows, K // format.group_size)
+        mask = _TAME if format.mode == "mxfp8" else _ALL
+        codes = self._codes((*rows, K * bits // 32), mask)
+        if format.mode != "affine":
+            return QuantizedTensor(codes, self._filled(groups, _scale_byte(format, K), "uint8"), None, *format)
         # codes are uniform, so a weight has the standard deviation scale · 2^bits / sqrt(12); make that K^(-1/2) · 0.7
         scale = 0.7 * 12**0.5 / 2**bits * K**-0.5
-        groups = (*rows, K // gs)
-        codes = self._codes((*rows, K * bits // 32))
         biases = self._filled(groups, -scale * (2**bits - 1) / 2)
-        return QuantizedTensor(codes, self._filled(groups, scale), biases, bits, gs)
+        return QuantizedTensor(codes, self._filled(groups, scale), biases, *format)
 
-    def _codes(self, shape: tuple[int, ...]) -> Array:
+    def _codes(self, shape: tuple[int, ...], mask: int) -> Array:
+        """Words of drawn bits, those outside of the mask 0."""
         packed = np.empty(shape, np.uint32)
         flat = packed.reshape(-1).view(np.uint64) if packed.size % 2 == 0 else packed.reshape(-1)
         step = 1 << 22
@@ -67,10 +80,12 @@ class Random:
             part[:] = self._rng.integers(0, np.iinfo(flat.dtype).max, part.size, flat.dtype, endpoint=True)
             if self._progress:
                 self._progress(part.nbytes)
+        if mask != _ALL:
+            packed &= np.uint32(mask)
         return packed
 
-    def _filled(self, shape: tuple[int, ...], value: float) -> Array:
-        return np.full(shape, value, bfloat16)
+    def _filled(self, shape: tuple[int, ...], value: float, dtype: str = "bfloat16") -> Array:
+        return np.full(shape, value, numpy_dtype(dtype))
 
     def _dense(self, shape: tuple[int, ...]) -> Array:
         return (self._rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5).astype(bfloat16)
@@ -112,14 +127,16 @@ class DeviceRandomSource(Random):
         super().__init__(config, seed, progress)
         self._device = device
 
-    def _codes(self, shape: tuple[int, ...]) -> Array:
+    def _codes(self, shape: tuple[int, ...], mask: int) -> Array:
         made = self._device.random_codes(shape, int(self._rng.integers(1 << 63)))
         if self._progress:
             self._progress(made.nbytes)
+        if mask != _ALL:
+            made &= mask - (1 << 32)  # as int32
         return made
 
-    def _filled(self, shape: tuple[int, ...], value: float) -> Array:
-        made = self._device.zeros(shape, "bfloat16")
+    def _filled(self, shape: tuple[int, ...], value: float, dtype: str = "bfloat16") -> Array:
+        made = self._device.zeros(shape, dtype)
         made[...] = value
         return made
 
@@ -165,11 +182,11 @@ class RandomPart:
 class Shapes(Random):
     """Weights of which nothing but shape and format counts: for their size, and for tracing. They take no memory."""
 
-    def _codes(self, shape: tuple[int, ...]) -> Array:
+    def _codes(self, shape: tuple[int, ...], mask: int) -> Array:
         return _untouched(shape, np.dtype(np.uint32))
 
-    def _filled(self, shape: tuple[int, ...], value: float) -> Array:
-        return _untouched(shape, bfloat16)
+    def _filled(self, shape: tuple[int, ...], value: float, dtype: str = "bfloat16") -> Array:
+        return _untouched(shape, numpy_dtype(dtype))
 
     def _dense(self, shape: tuple[int, ...]) -> Array:
         return _untouched(shape, bfloat16)

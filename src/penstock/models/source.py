@@ -25,6 +25,7 @@ from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
 
+_PARTS = ("weight", "scales", "biases", "global_scale", "weight_scale_inv")
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
@@ -87,7 +88,7 @@ class CheckpointSource:
         name = self.name_of(path)
         tensor = self.checkpoint.tensor(name)
         self._check_shape(name, tuple(tensor.shape), shape)
-        self._used.update((name, *(f"{name}.{part}" for part in ("weight", "scales", "biases"))))
+        self._used.update((name, *(f"{name}.{part}" for part in _PARTS)))
         return tensor
 
     def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -150,23 +151,22 @@ class CheckpointSource:
     def _expert_files(self, path: str, shape: tuple[int, ...], count: int) -> ExpertFiles:
         name = self.name_of(path)
         format, names = self.checkpoint.parts(name)
-        bits, group_size = format or (0, 0)
         *rows, last = self.checkpoint.shape(names[0])
-        self._check_shape(name, (*rows, last * 32 // bits if bits else last), shape)
+        self._check_shape(name, (*rows, last if format is None else last * 32 // format.bits), shape)
         self._used.update(names)
-        if not bits:
+        if format is None:
             self._floating(path, self.checkpoint.dtype(names[0]))
         parts = []
         for tensor in names:
-            own = self.checkpoint.shape(tensor)[-2:]
+            own = () if tensor.endswith(".global_scale") else self.checkpoint.shape(tensor)[-2:]
             file, start, _ = self.checkpoint.location(tensor)
             parts.append(stacked(file, start, count, Spec(own, self.checkpoint.dtype(tensor))))
-        return ExpertFiles(name, bits, group_size, tuple(parts))
+        return ExpertFiles(name, format, tuple(parts))
 
     def mark_used(self, paths: Sequence[str]) -> None:
         """Count these as asked for, though nothing of them is read: another rank has them."""
         for name in map(self.name_of, paths):
-            self._used.update((name, *(f"{name}.{part}" for part in ("weight", "scales", "biases"))))
+            self._used.update((name, *(f"{name}.{part}" for part in _PARTS)))
 
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""
@@ -311,7 +311,7 @@ class FileBackedSource(DeviceSource):
 
 def _outward(files: ExpertFiles) -> Any:
     """What expert files must have in common to be one."""
-    return files.bits, files.group_size, tuple(part.spec for part in files.parts)
+    return files.format, tuple(part.spec for part in files.parts)
 
 
 def _kind(weight: Weight) -> Any:
@@ -321,5 +321,5 @@ def _kind(weight: Weight) -> Any:
 
 def _taken(weight: Weight, order: np.ndarray) -> Weight:
     if isinstance(weight, QuantizedTensor):
-        return weight.with_arrays(*(np.ascontiguousarray(a[order]) for a in weight.arrays))
+        return weight.rows(order)
     return np.ascontiguousarray(weight[order])

@@ -163,7 +163,7 @@ def group_columns(checkpoint: Checkpoint) -> int:
     """Columns at whose multiples all quantized matrices of a checkpoint that are cut so can be."""
     modules = {name.removesuffix(".scales") for name in checkpoint.names if name.endswith(".scales")}
     formats = {checkpoint.parts(name)[0] for name in modules if name.endswith(_NARROWING)}
-    return math.lcm(*(format[1] for format in formats if format is not None))
+    return math.lcm(*(format.unit for format in formats if format is not None))
 
 
 def mlp_parts(path: str, share: tuple[int, int], width: int) -> dict[str, Part]:
@@ -193,13 +193,14 @@ def taken(weight: Weight, part: Part) -> Weight:
     if 0 in shape:
         return np.empty(shape, np.float32)
     if part.axis != -1:
-        return weight.with_arrays(*(_along(array, part.axis, part.index) for array in weight.arrays))
+        arrays = weight.arrays if part.axis == -3 else weight.parts
+        return weight.with_arrays(*(_along(array, part.axis + weight.ndim, part.index) for array in arrays))
     assert isinstance(part.index, slice)
     start, stop = part.index.start, part.index.stop
-    packed, *rest = weight.arrays
-    per_word, group = 32 / weight.bits, weight.group_size
-    if start % group or stop % group:
-        raise InvalidArgument(f"a weight has groups of {group} columns, expected {start} and {stop} to be multiples")
+    packed, *rest = weight.parts
+    per_word, group, unit = 32 / weight.bits, weight.group_size, weight.format.unit
+    if start % unit or stop % unit:
+        raise InvalidArgument(f"a weight has groups of {unit} columns, expected {start} and {stop} to be multiples")
     words = slice(int(start / per_word), int(stop / per_word))
     groups = slice(start // group, stop // group)
     return weight.with_arrays(_along(packed, -1, words), *(_along(array, -1, groups) for array in rest))
@@ -208,7 +209,7 @@ def taken(weight: Weight, part: Part) -> Weight:
 def _along(array: Any, axis: int, index: Index) -> Any:
     if not isinstance(index, slice):
         return np.take(array, index, axis)
-    found = array[(slice(None),) * (array.ndim + axis) + (index,)]
+    found = array[(slice(None),) * (axis % array.ndim) + (index,)]
     return found if found.flags.c_contiguous else np.copy(found, order="C")
 
 

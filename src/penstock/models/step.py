@@ -76,16 +76,21 @@ class Step:
 
 
 def attend(
-    step: Step, cache: tuple[Array, Array], q: Array, k: Array, v: Array, scale: float, window: int | None = None
-) -> Array:
+    step: Step, cache: tuple[Array, Array], q: Array, k: Array, v: Array, scale: float, window: int | None = None,
+    sinks: Array | None = None,
+) -> Array:  # fmt: skip
     """Append k, v [T, Hkv, D] to the cache and attend with q [T, H, D] over it → [T, H, Dv]."""
     ops.kv_pages_append(k, v, *cache, step.tables[window], step.positions, step.sequence)
-    return attend_only(step, cache, q, scale, window)
+    return attend_only(step, cache, q, scale, window, sinks)
 
 
-def attend_only(step: Step, cache: tuple[Array, Array], q: Array, scale: float, window: int | None = None) -> Array:
+def attend_only(
+    step: Step, cache: tuple[Array, Array], q: Array, scale: float, window: int | None = None,
+    sinks: Array | None = None,
+) -> Array:  # fmt: skip
     """Attend with q [T, H, D] over a cache that already holds this step's keys and values → [T, H, Dv]."""
-    return ops.attention_paged(q, *cache, step.tables[window], step.lengths, scale, window, starts=step.starts)
+    table = step.tables[window]
+    return ops.attention_paged(q, *cache, table, step.lengths, scale, window, starts=step.starts, sinks=sinks)
 
 
 def convolve(step: Step, cache: tuple[Array, Array], x: Array, weight: Array) -> Array:

@@ -86,11 +86,16 @@ def _softmaxed(scores: Spec, seq_len: int) -> Spec:
     return scores
 
 
-def softmax(scores: Array) -> Array:
-    """Softmax over the last axis in float64; a row of nothing but −inf gives zeros."""
+def softmax(scores: Array, sinks: Array | None = None) -> Array:
+    """Softmax over the last axis in float64; a row of nothing but −inf gives zeros. sinks [..., 1]: scores that take
+    part in the sum, and in nothing else.
+    """
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-    e = np.exp(scores - np.where(np.isneginf(top), 0, top))
+    top = top if sinks is None else np.maximum(top, sinks)
+    shift = np.where(np.isneginf(top), 0, top)
+    e = np.exp(scores - shift)
     total = e.sum(axis=-1, keepdims=True)
+    total = total if sinks is None else total + np.exp(sinks - shift)
     return e / np.where(total == 0, 1, total)
 
 
@@ -235,10 +240,12 @@ def attention_prepare(
 # -- attention -------------------------------------------------------------------------------------------------------
 
 
-def attend(q: Array, k: Array, v: Array, start: int, scale: float, window: int | None) -> Array:
+def attend(
+    q: Array, k: Array, v: Array, start: int, scale: float, window: int | None, sinks: Array | None = None
+) -> Array:
     """Rows q [T, H, D] at positions start … over keys [n, Hkv, D] and values [n, Hkv, Dv] of positions 0 … n − 1.
 
-    Row t sees p ≤ start + t and, with a window, p > start + t − window. float64 [T, H, Dv].
+    Row t sees p ≤ start + t and, with a window, p > start + t − window. sinks [H]: see `softmax`. float64 [T, H, Dv].
     """
     T, H, D = q.shape
     Hkv = k.shape[1]
@@ -251,7 +258,8 @@ def attend(q: Array, k: Array, v: Array, start: int, scale: float, window: int |
         seen = (p <= at) if window is None else (p <= at) & (p > at - window)
         grouped = q[rows].reshape(len(rows), Hkv, H // Hkv, D)
         scores = np.einsum("tgrd,pgd->grtp", grouped, k[p], optimize=True) * scale
-        weights = softmax(np.where(seen, scores, -np.inf))
+        sunk = None if sinks is None else sinks.astype(np.float64).reshape(Hkv, H // Hkv, 1, 1)
+        weights = softmax(np.where(seen, scores, -np.inf), sunk)
         y[rows] = np.einsum("grtp,pgd->tgrd", weights, v[p], optimize=True).reshape(len(rows), H, -1)
     return y
 
@@ -314,6 +322,7 @@ def _decode_rows(
     window: int | None,
     slots: Array | None = None,
     block_table: Array | None = None,
+    sinks: Array | None = None,
 ) -> list[Array]:
     """One query row per sequence over its own cache; float64 [H, Dv] each."""
     lead = 1 if slots is None and block_table is None else 2
@@ -326,7 +335,7 @@ def _decode_rows(
         table = table_of(slots, block_table, b)
         k = read_rows(k_cache, table, low, high).reshape(high - low, -1, D)
         v = read_rows(v_cache, table, low, high).reshape(high - low, -1, Dv)
-        results.append(attend(q[b : b + 1].astype(np.float64), k, v, high - low - 1, scale, None)[0])
+        results.append(attend(q[b : b + 1].astype(np.float64), k, v, high - low - 1, scale, None, sinks)[0])
     return results
 
 
@@ -437,10 +446,13 @@ def _paged(
     window: int | None,
     gate: Spec | None,
     starts: Spec | None,
+    sinks: Spec | None,
 ) -> Spec:
     check.axes("[T, H, D]", 3, q=q)
     check.filled(q=q)
     check.dtype("int32", lengths=lengths)
+    check.dtype("float32", sinks=sinks)
+    check.shape((q.shape[1],), "one per head of q", sinks=sinks)
     B = q.shape[0] if starts is None else sequences(starts)
     check.shape((B,), "one per row of q" if starts is None else "one per sequence", lengths=lengths)
     check_layout(None, block_table, True, B, "lengths")
@@ -473,16 +485,18 @@ def attention_paged(
     window: int | None = None,
     gate: Array | None = None,
     starts: Array | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """`attention_decode` of B sequences over shared pages, and with a gate `sigmoid_gate` of what it gives.
 
     q [B, H, D], k_pages [P, page, Hkv · D], v_pages [P, page, Hkv · Dv], block_table int32 [B, n], lengths int32 [B]
     (the new token counted), gate [B, H, Dv] → [B, H, Dv]. Only pages inside the window are read. With starts int32
     [B + 1] q and gate have T rows, the runs of B sequences (see ragged.py); each row sees what comes up to itself.
+    sinks float32 [H]: a score of each head that takes part in the sum of its softmax and has no value.
     """
     D, Dv = q.shape[-1], _value_width(q, k_pages, v_pages, 2)
     if starts is None:
-        rows = _decode_rows(q, k_pages, v_pages, lengths, scale, window, block_table=block_table)
+        rows = _decode_rows(q, k_pages, v_pages, lengths, scale, window, block_table=block_table, sinks=sinks)
         y = round_to(np.array(rows).reshape(*q.shape[:-1], Dv), q.dtype)
         return y if gate is None else sigmoid_gate.body(y, gate)
     y = np.zeros((*q.shape[:-1], Dv))
@@ -492,6 +506,6 @@ def attention_paged(
         seen = 0 if window is None else max(0, first - window + 1)
         k = read_rows(k_pages, block_table[b], seen, end).reshape(end - seen, -1, D)
         v = read_rows(v_pages, block_table[b], seen, end).reshape(end - seen, -1, Dv)
-        y[low:high] = attend(q[low:high].astype(np.float64), k, v, first - seen, scale, window)
+        y[low:high] = attend(q[low:high].astype(np.float64), k, v, first - seen, scale, window, sinks)
     y = round_to(y, q.dtype)
     return y if gate is None else sigmoid_gate.body(y, gate)

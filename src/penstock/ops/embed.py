@@ -48,6 +48,6 @@ def quantized_embedding(token_ids: Array, table: QuantizedTensor, dtype: str | N
     token_ids int32 [T], table [vocab, dim] → float32 [T, dim], or that rounded once to `dtype`. Token −1 is none: its
     row is 0.
     """
-    rows = table.with_arrays(*(a[np.maximum(token_ids.reshape(-1), 0)] for a in table.arrays))
+    rows = table.rows(np.maximum(token_ids.reshape(-1), 0))
     y = _no_token(token_ids, quant.dequantize(rows).reshape(*token_ids.shape, table.shape[1]))
     return y if dtype is None else round_to(y, numpy_dtype(dtype))

@@ -6,6 +6,9 @@ group of the weight (as CPU kernels do for speed):
 
     delta = max|x| / 127, xq = rint(x / delta) in float32
     y = Σ_g (scale_g · delta_g · Σ_j code_j · xq_j + bias_g · delta_g · Σ_j xq_j)
+
+In modes that are not affine code_j is the float it stands for, and bias is 0. E4M3 floats (mxfp8) are no small integers
+times a unit: with them x stays as it is.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def _blocks(w: Array | QuantizedTensor) -> Iterator[tuple[slice, Any]]:
     step = max(1, _BLOCK // K)
     for start in range(0, N, step):
         rows = slice(start, min(start + step, N))
-        part = w.with_arrays(*(a[rows] for a in w.arrays)) if isinstance(w, QuantizedTensor) else w[rows]
+        part = w.rows(rows) if isinstance(w, QuantizedTensor) else w[rows]
         yield rows, part
 
 
@@ -77,6 +80,9 @@ def _int8_product(x: Array, w: QuantizedTensor) -> Array:
     sums = rounded.reshape(groups.shape).sum(axis=-1)  # [T, G]
     y = np.empty((len(x), w.shape[0]))
     for rows, part in _blocks(w):
+        if part.mode != "affine":
+            y[:, rows] = rounded @ dense(part).T
+            continue
         scales = np.repeat(part.scales.astype(np.float64), w.group_size, axis=-1)
         y[:, rows] = rounded @ (unpack_codes(part.packed, w.bits) * scales).T + sums @ part.biases.astype(np.float64).T
     return y
@@ -84,7 +90,7 @@ def _int8_product(x: Array, w: QuantizedTensor) -> Array:
 
 def product(x: Array, w: Array | QuantizedTensor, activations: str = "float32") -> Array:
     """x [T, K] times w [N, K] transposed, in float64. Dense weights are always exact."""
-    if activations == "int8" and isinstance(w, QuantizedTensor):
+    if activations == "int8" and isinstance(w, QuantizedTensor) and w.format.integers:
         return _int8_product(x, w)
     y = np.empty((len(x), w.shape[0]))
     for rows, part in _blocks(w):
@@ -108,10 +114,11 @@ def _dequantized(w: QuantizedTensor, dtype: str) -> Spec:
 
 @op(infer=_dequantized)
 def dequantize(w: QuantizedTensor, dtype: str = "float32") -> Array:
-    """code · scale + bias for every weight → [..., N, K].
+    """code · scale + bias for every weight, or float(code) · scale → [..., N, K].
 
     float32: one float32 multiply and one add, the same bits on every backend for half-precision scales. The scales' own
-    dtype: product and sum rounded in that dtype, as MLX does. Any other: the float32 result rounded once.
+    dtype: product and sum rounded in that dtype, as MLX does. Any other, and modes that are not affine: the float32
+    result rounded once.
     """
     return quant.dequantize(w, dtype)
 
@@ -143,9 +150,9 @@ def _quantized_product(x: Spec, w: QuantizedTensor, activations: str, dtype: str
 
 @op(infer=_quantized_product)
 def quantized_matmul(x: Array, w: QuantizedTensor, activations: str = "float32", dtype: str | None = None) -> Array:
-    """y[t, n] = Σ_j x[t, j] · (code[n, j] · scale[n, j // gs] + bias[n, j // gs]).
+    """y[t, n] = Σ_j x[t, j] · (code[n, j] · scale[n, j // gs] + bias[n, j // gs]); see `quantize` for other modes.
 
-    x [..., K], w [N, K] of 2 to 8 bits → [..., N] in x's dtype, or in `dtype`. activations="int8" rounds x per group.
+    x [..., K], w [N, K] of 1 to 8 bits → [..., N] in x's dtype, or in `dtype`. activations="int8" rounds x per group.
     """
     return _matmul(x, w, dtype, activations)
 
@@ -154,7 +161,7 @@ def _gate_up(x: Spec, gate_w: QuantizedTensor, up_w: QuantizedTensor, activation
     check.one_of(ROUNDINGS, activations=activations)
     y = _product(x, gate_w, None)
     check.shape(tuple(gate_w.shape), "as gate_w", up_w=up_w)
-    for name in ("bits", "group_size"):
+    for name in ("bits", "group_size", "mode"):
         if getattr(gate_w, name) != getattr(up_w, name):
             raise InvalidArgument(f"up_w has {name} {getattr(up_w, name)}, expected {getattr(gate_w, name)} as gate_w")
     return y

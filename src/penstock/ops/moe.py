@@ -570,6 +570,67 @@ def moe_forward(
     return round_to(_routed(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out), x.dtype)
 
 
+def _moe_biased_forward(
+    x: Spec,
+    ids: Spec,
+    weights: Spec,
+    gate_w: Any,
+    up_w: Any,
+    down_w: Any,
+    gate_bias: Spec,
+    up_bias: Spec,
+    down_bias: Spec,
+    slot_of: Spec | None,
+    limit: float,
+    alpha: float,
+    activations: str,
+) -> Spec:
+    if up_w is None:
+        raise InvalidArgument("up_w is None, expected gate and up rows apart")
+    y = _moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, "silu", activations, None)
+    check.dtype("float32", gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+    E = gate_w.shape[0] if slot_of is None else slot_of.shape[0]
+    check.shape((E, gate_w.shape[1]), "experts, rows of gate_w", gate_bias=gate_bias, up_bias=up_bias)
+    check.shape((E, y.shape[-1]), "experts, rows of down_w", down_bias=down_bias)
+    if not limit > 0:
+        raise InvalidArgument(f"limit is {limit}, expected a number above 0")
+    return y
+
+
+@op(infer=_moe_biased_forward, check=_check_ids)
+def moe_biased_forward(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    gate_w: QuantizedTensor | Array,
+    up_w: QuantizedTensor | Array,
+    down_w: QuantizedTensor | Array,
+    gate_bias: Array,
+    up_bias: Array,
+    down_bias: Array,
+    slot_of: Array | None = None,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    activations: str = "float32",
+) -> Array:
+    """y[t] = Σ_i weights[t, i] · (down_w[e] · h[t, i] + down_bias[e]), e = ids[t, i], the experts of gpt-oss.
+
+    h = g · σ(alpha · g) · (u + 1), rounded to x's dtype, g = min(gate_w[e] · x[t] + gate_bias[e], limit), u = up_w[e] ·
+    x[t] + up_bias[e] between −limit and limit. Biases float32 [E, ·] by expert, whatever its place in the stack; other
+    arguments as in `moe_forward`.
+    """
+    k, rows = ids.shape[-1], x.reshape(-1, x.shape[-1])
+    each = np.zeros((ids.size, down_w.shape[1]))
+    chosen = ids.reshape(-1)
+    for slot, where in by_slot(slots_of(ids, slot_of)):
+        gate, up = (product(rows[where // k], expert_at(w, slot), activations) for w in (gate_w, up_w))
+        e = chosen[where]
+        g, u = np.minimum(gate + gate_bias[e], limit), np.clip(up + up_bias[e], -limit, limit)
+        h = round_to(g / (1 + np.exp(-alpha * g)) * (u + 1), x.dtype)
+        each[where] = product(h, expert_at(down_w, slot), activations) + down_bias[e]
+    return round_to(_sum_of_chosen(each.reshape(*ids.shape, -1), ids, weights, slot_of), x.dtype)
+
+
 def _score(score: Spec | None, lead: tuple[int, ...], name: str) -> None:
     """One number per token."""
     check.floating(**{name: score})

@@ -329,7 +329,7 @@ class Op:
             if isinstance(item, QuantizedTensor):
                 item.check()
             if isinstance(item, QuantizedTensor | ExpertBlobs):
-                key += (item.shape, item.bits, item.group_size)
+                key += item.key
         return place
 
     def _strided(self, name: str, array: Any) -> ShapeError:
@@ -637,7 +637,7 @@ def _clear(array: np.ndarray, others: tuple[Any, ...], places: Iterable[int], ma
         if kind is np.ndarray:
             if np.may_share_memory(array, other):
                 return False
-        elif kind is not QuantizedTensor or not _clear(array, other.arrays, range(3)):
+        elif kind is not QuantizedTensor or not _clear(array, other.arrays, range(len(other.arrays))):
             return False
     return True
 

@@ -53,13 +53,14 @@ def model_info(llm: LLM) -> ModelInfo:
 
 def _parameters(llm: LLM) -> tuple[int, str | None]:
     """How many numbers the weights stand for, and the bits of most of those that are quantized."""
-    total, by_bits = 0, Counter[int]()
+    total, by_bits = 0, Counter[str]()
     for weight in distinct(llm.engine.model):
         count = math.prod(weight.array.shape)
         total += count
         if isinstance(weight.array, QuantizedTensor):
-            by_bits[weight.array.bits] += count
-    return total, f"{by_bits.most_common(1)[0][0]}-bit" if by_bits else None
+            mode = weight.array.mode
+            by_bits[f"{weight.array.bits}-bit" if mode == "affine" else mode] += count
+    return total, by_bits.most_common(1)[0][0] if by_bits else None
 
 
 class ServedModel(Protocol):

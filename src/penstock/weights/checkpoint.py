@@ -17,8 +17,9 @@ import numpy as np
 
 from penstock.dtypes import dtype_name
 from penstock.errors import CheckpointError, InvalidArgument
-from penstock.quant import BITS, GROUP_SIZES, QuantizedTensor
+from penstock.quant import MODES, Format, QuantizedTensor
 from penstock.units import amount
+from penstock.weights import fp8
 from penstock.weights.files import JSON_LIMIT, check_plain_name, list_folder, parse_json, read_bounded, read_json, short
 from penstock.weights.safetensors import DTYPES, SafetensorsFile, TensorInfo
 
@@ -32,15 +33,20 @@ _UNREADABLE = (*_PICKLED, ".npz", ".gguf", ".h5", ".msgpack", ".onnx")
 _F8_NAMES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _SCALES = ("F32", "F16", "BF16")
 _FORMAT_KEYS = ("bits", "group_size", "mode")
+_GLOBAL = "global_scale"
+_SCALE_INV = "_scale_inv"  # behind the name of a matrix in block-scaled FP8
 _CODE_KEYS = ("auto_map", "model_file")
 
 
 @dataclass(frozen=True)
 class _Formats:
-    """The quantization table: bits and group size in general and by module path, None for a dense one."""
+    """The quantization table: formats in general and by module path, None for a dense one; `scaled`: paths of which it
+    says that they have a global scale.
+    """
 
-    general: tuple[int, int]
-    by_path: dict[str, tuple[int, int] | None]
+    general: Format
+    by_path: dict[str, Format | None]
+    scaled: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -173,8 +179,8 @@ class Checkpoint:
         """Paths of the modules that the quantization table of config.json names."""
         return [] if self._formats is None else list(self._formats.by_path)
 
-    def quantization(self, module_path: str) -> tuple[int, int] | None:
-        """Bits and group size of a module's weight, None if it is dense or absent.
+    def quantization(self, module_path: str) -> Format | None:
+        """The format of a module's weight, None if it is dense or absent.
 
         Raises CheckpointError where the quantization table of config.json and the tensors contradict each other.
         """
@@ -195,55 +201,101 @@ class Checkpoint:
 
         Raises CheckpointError if there is none, and if its parts do not fit each other or the quantization table.
         """
+        if f"{module_path}.weight{_SCALE_INV}" in self:
+            return self._from_blocks(f"{module_path}.weight")
         format, names = self.parts(module_path)
         if format is None:
             return self.array(names[0])
         try:
-            packed, scales, biases = map(self.array, names)
-            return QuantizedTensor(packed, scales, biases, *format)
+            return QuantizedTensor.of(format, [self.array(name) for name in names])
         except InvalidArgument as error:
             self._refuse(names[0], f"cannot be used: {error}")
 
-    def parts(self, module_path: str) -> tuple[tuple[int, int] | None, tuple[str, ...]]:
-        """Bits and group size of a module's weight, and the tensors it is made of: packed, scales and biases; None and
-        one tensor if it is dense. Raises CheckpointError as `tensor` does; the files are not touched.
+    def parts(self, module_path: str) -> tuple[Format | None, tuple[str, ...]]:
+        """The format of a module's weight, and the tensors it is made of, as `QuantizedTensor.arrays` has them; None
+        and one tensor if it is dense. Raises CheckpointError as `tensor` does; the files are not touched.
         """
         format = self.quantization(module_path)
         if format is not None:
-            return format, self._quantized(module_path, *format)
+            return format, self._quantized(module_path, format)
         name = f"{module_path}.weight" if f"{module_path}.weight" in self else module_path
         spelled = self._info(name).dtype
         if name != module_path and spelled == "U32":
             self._refuse(name, f"has packed words (U32), but there is no {module_path}.scales")
+        if spelled in _F8_NAMES and f"{name}{_SCALE_INV}" in self:
+            self._refuse(
+                name, "is FP8 in blocks, which is not streamed, expected MLX's quantization: penstock convert -q"
+            )
         if spelled in _F8_NAMES:
             self._refuse(name, f"has dtype {spelled}, expected a float of 16 or more bits or MLX's quantization")
         return None, (name,)
 
-    def _quantized(self, path: str, bits: int, group_size: int) -> tuple[str, ...]:
-        parts = tuple(f"{path}.{part}" for part in ("weight", "scales", "biases"))
+    def _from_blocks(self, name: str) -> np.ndarray | QuantizedTensor:
+        """A matrix in block-scaled FP8: mxfp8 where config.json says that scales are powers of two, else bfloat16."""
+        if name not in self:
+            self._refuse(f"{name}{_SCALE_INV}", f"has no {name} beside it")
+        codes, scales = self._info(name), self._info(f"{name}{_SCALE_INV}")
+        if codes.dtype != "F8_E4M3" or len(codes.shape) != 2 or 0 in codes.shape:
+            self._refuse(name, f"is {codes.dtype} {list(codes.shape)}, expected F8_E4M3 [N, K]: it has {_SCALE_INV}")
+        wanted = fp8.blocks(codes.shape)
+        if scales.dtype not in _SCALES or scales.shape != wanted:
+            found = f"is {scales.dtype} {list(scales.shape)}"
+            self._refuse(f"{name}{_SCALE_INV}", f"{found}, expected floats {list(wanted)}, one per 128 x 128")
+        return self._made_of_blocks(self.array(name), self.array(f"{name}{_SCALE_INV}"))
+
+    def _made_of_blocks(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray | QuantizedTensor:
+        """codes uint8 [N, K], scales of blocks."""
+        exact = fp8.as_mxfp8(codes, scales) if self._scales_are_powers else None
+        return fp8.made_dense(codes, scales) if exact is None else exact
+
+    @property
+    def _scales_are_powers(self) -> bool:
+        table = self.config.get("quantization_config")
+        return isinstance(table, dict) and table.get("scale_fmt") == "ue8m0"
+
+    def _quantized(self, path: str, format: Format) -> tuple[str, ...]:
+        parts = tuple(f"{path}.{part}" for part in format.parts)
         for name in parts:
             if name not in self:
                 there = f"{path}.scales" if name != f"{path}.scales" else f"{path}.weight"
                 self._refuse(there, f"has no {name} beside it, expected the parts of a quantized weight")
-        packed, scales, biases = (self._info(name) for name in parts)
-        says = f"config.json says {bits} bits, groups of {group_size}"
+        packed, scales, *biases = (self._info(name) for name in parts)
+        bits, says = format.bits, f"config.json says {format}"
+        allowed = _SCALES if biases else ("U8",)
         if packed.dtype != "U32":
             self._refuse(parts[0], f"has dtype {packed.dtype}, expected U32 (packed words of {bits} bits)")
-        if scales.dtype not in _SCALES:
-            self._refuse(parts[1], f"has dtype {scales.dtype}, expected one of {', '.join(_SCALES)}")
+        if scales.dtype not in allowed:
+            choice = f"one of {', '.join(allowed)}" if biases else f"U8: {says}"
+            self._refuse(parts[1], f"has dtype {scales.dtype}, expected {choice}")
+        if not biases and f"{path}.biases" in self:
+            self._refuse(f"{path}.biases", f"is there, expected no biases: {says}")
         if len(packed.shape) < 2 or 0 in packed.shape[1:]:
             self._refuse(parts[0], f"has shape {list(packed.shape)}, expected [..., N, K * {bits} / 32]")
         *rows, words = packed.shape
-        step = group_size * bits // 32
+        step = format.unit * bits // 32
         if words % step:
             self._refuse(parts[0], f"has {words} words in a row, expected a multiple of {step}: {says}")
-        groups = (*rows, words // step)
+        groups = (*rows, words * 32 // bits // format.group_size)
         if scales.shape != groups:
             self._refuse(parts[1], f"has shape {list(scales.shape)}, expected {list(groups)}: {says}")
-        if (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
-            found, wanted = (f"{info.dtype} {list(info.shape)}" for info in (biases, scales))
+        if biases and (biases[0].dtype, biases[0].shape) != (scales.dtype, scales.shape):
+            found, wanted = (f"{info.dtype} {list(info.shape)}" for info in (biases[0], scales))
             self._refuse(parts[2], f"is {found}, expected {wanted} as the scales")
-        return parts
+        return (*parts, *self._global_scale(path, format, packed.shape[:-2]))
+
+    def _global_scale(self, path: str, format: Format, experts: tuple[int, ...]) -> tuple[str, ...]:
+        """The name of a module's global scale, if it has one."""
+        name = f"{path}.{_GLOBAL}"
+        if name not in self:
+            if self._formats is not None and path in self._formats.scaled:
+                self._refuse(f"{path}.weight", f"has no {name} beside it, but config.json says {_GLOBAL}")
+            return ()
+        info = self._info(name)
+        if not MODES[format.mode].global_scale:
+            self._refuse(name, f"is there, expected none: config.json says {format}")
+        if (info.dtype, info.shape) != ("F32", experts):
+            self._refuse(name, f"is {info.dtype} {list(info.shape)}, expected F32 {list(experts)}, one for each expert")
+        return (name,)
 
     def _read_formats(self, listing: list[str]) -> _Formats | None:
         source, table = quantization_table(self.config)
@@ -258,20 +310,31 @@ class Checkpoint:
         if source == "quantization" and other is not None and other != table:
             self._notices.append(f"{self._config_path}: quantization_config differs from quantization and is ignored")
         _check_object(table, where)
+        if table.get("quant_method") == "fp8" and source.endswith("quantization_config"):
+            found = table.get("weight_block_size")
+            if found != [fp8.BLOCK, fp8.BLOCK] or table.get("fmt", "e4m3") != "e4m3":
+                blocks = f"E4M3 in [{fp8.BLOCK}, {fp8.BLOCK}]"
+                raise CheckpointError(f"{where} has weight_block_size {short(found)}, expected {blocks}")
+            size = "as it is in mxfp8" if self._scales_are_powers else "in the memory of bfloat16"
+            self._notices.append(f"{self._config_path}: FP8 is held {size}; penstock convert -q makes it small")
+            return None
         if (method := table.get("quant_method")) is not None:
             raise CheckpointError(f"{where} has quant_method {short(method)}, expected MLX's affine quantization")
         general = _format(table, where, required=True)
-        by_path: dict[str, tuple[int, int] | None] = {}
+        by_path: dict[str, Format | None] = {}
+        scaled: set[str] = set()
         for path, value in table.items():
             if path in _FORMAT_KEYS:
                 continue
             if isinstance(value, bool):
                 by_path[path] = general if value else None
             elif isinstance(value, dict):
-                if unknown := sorted(value.keys() - {*_FORMAT_KEYS}):
-                    expected = ", ".join(_FORMAT_KEYS)
+                if unknown := sorted(value.keys() - {*_FORMAT_KEYS, _GLOBAL}):
+                    expected = ", ".join((*_FORMAT_KEYS, _GLOBAL))
                     raise CheckpointError(f"{where} of {short(path)} has {short(unknown[0])}, expected only {expected}")
                 by_path[path] = _format(value, f"{where} of {short(path)}", required=False)
+                if value.get(_GLOBAL):
+                    scaled.add(path)
             elif "." in path or f"{path}.weight" in self:
                 raise CheckpointError(f"{where} of {short(path)} is {short(value)}, expected an object or false")
             else:
@@ -280,7 +343,7 @@ class Checkpoint:
         if absent:
             more = f" and {len(absent) - 1} others" if len(absent) > 1 else ""
             self._notices.append(f"{where} speaks of {short(absent[0])}{more}, which the files do not have")
-        return _Formats(general, by_path)
+        return _Formats(general, by_path, frozenset(scaled))
 
     def _info(self, name: str) -> TensorInfo:
         file = self._file_of.get(name)
@@ -395,18 +458,23 @@ def quantization_table(config: dict[str, Any]) -> tuple[str, Any]:
     return "", None
 
 
-def _format(table: Mapping[str, Any], where: str, required: bool) -> tuple[int, int]:
-    """Bits and group size; an override may leave out one of them, which then has MLX's default, not the general one."""
-    if (mode := table.get("mode", "affine")) != "affine":
-        raise CheckpointError(f"{where}: mode is {short(mode)}, expected affine, the only one penstock supports")
-    found = []
-    for key, allowed, default in (("bits", BITS, 4), ("group_size", GROUP_SIZES, 64)):
+def _format(table: Mapping[str, Any], where: str, required: bool) -> Format:
+    """A format; an override may leave out a part, which then has MLX's default, not the general one."""
+    mode = table.get("mode", "affine")
+    if not isinstance(mode, str) or mode not in MODES:
+        raise CheckpointError(f"{where}: mode is {short(mode)}, expected one of {', '.join(MODES)}")
+    known, found = MODES[mode], []
+    required = required and mode == "affine"
+    for key, allowed, default in (
+        ("bits", known.bits, known.default_bits),
+        ("group_size", known.group_sizes, known.default_group_size),
+    ):
         value = table.get(key, None if required else default)
         if type(value) is not int or value not in allowed:
-            choice = ", ".join(map(str, allowed))
-            raise CheckpointError(f"{where}: {key} is {short(value)}, expected one of {choice}")
+            choice = f"one of {', '.join(map(str, allowed))}" if allowed[1:] else f"{allowed[0]} in mode {mode}"
+            raise CheckpointError(f"{where}: {key} is {short(value)}, expected {choice}")
         found.append(value)
-    return found[0], found[1]
+    return Format(found[0], found[1], mode)
 
 
 def _check_object(value: Any, where: str) -> None:

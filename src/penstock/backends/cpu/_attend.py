@@ -579,6 +579,18 @@ def merge(acc, part, state, count):
 
 
 @njit
+def _add_sink(acc, state, count, sink):
+    """The state of a row after a score without a value has joined."""
+    top = peek(acc, state - 2)
+    most = top if (top > sink) | (top != top) else sink
+    keep = exp32(top - most) if top > _NOTHING else _ZERO
+    for j in range(count):
+        poke(acc, j, peek(acc, j) * keep)
+    poke(acc, state - 2, most)
+    poke(acc, state - 1, peek(acc, state - 1) * keep + exp32(sink - most))
+
+
+@njit
 def _store_quotient(acc, state, count, form, out, at):
     total = peek(acc, state - 1)
     divisor = _ONE if total == _ZERO else total
@@ -605,7 +617,7 @@ def _row_at(sizes, b, head, r):
 
 
 @njit
-def _work(counter, q, qe, k, e, v, table, lengths, scale, window, sizes, parts, out):
+def _work(counter, q, qe, k, e, v, table, lengths, scale, window, sinks, sizes, parts, out):
     """Take tasks, or with sizes.blocks single blocks of them, until none is left; states of blocks go to `parts`."""
     D, E, Dv, width, state, form, size = sizes.D, sizes.E, sizes.Dv, sizes.width, sizes.state, sizes.fmt, sizes.rows
     scratch = np.empty(size * (D + E + BLOCK + HALF + 2 * state + 4) + RUN * max(D, E, Dv) + LANES, np.float32)
@@ -656,20 +668,23 @@ def _work(counter, q, qe, k, e, v, table, lengths, scale, window, sizes, parts, 
             first = end
         if not sizes.blocks:
             for r in range(rows):
+                if sinks.size:
+                    _add_sink(forward(acc, r * state), state, Dv, sinks[head * sizes.G + (r0 + r) % sizes.G])
                 _store_quotient(forward(acc, r * state), state, Dv, form, out, _row_at(sizes, b, head, r0 + r) * Dv)
         unit = claim(counter)
 
 
 # attend    y[r] = sum_p w[p] v[p] / sum_p w[p], w[p] = exp(scale * q[r].k[p] - max), p in the row's window up to itself
 # shapes    q [B, T, H, D] and [B, T, H, E], k, e, v [pages, page, Hkv, D | E | Dv] as words; table int32 [B, n];
-#           lengths int32 [B] with the T rows counted; out [B, T, H, Dv] as words; float32 sums
+#           lengths int32 [B] with the T rows counted; sinks float32 [H] or [0]: scores without a value; out
+#           [B, T, H, Dv] as words; float32 sums
 # threads   workers take tasks (sequence, head, 64 rows), or where those are few single blocks of 256 keys
 # bytes     keys and values of a sequence once for every 64 rows of a head; a decode step reads each once
 # limits    positions and rows in int64; scratch of a worker (D + E + BLOCK + 2 Dv) * 64 numbers
 @njit(parallel=True)
-def _work_all(workers, counter, q, qe, k, e, v, table, lengths, scale, window, sizes, parts, out):
+def _work_all(workers, counter, q, qe, k, e, v, table, lengths, scale, window, sinks, sizes, parts, out):
     for _ in prange(workers):
-        _work(counter, q, qe, k, e, v, table, lengths, scale, window, sizes, parts, out)
+        _work(counter, q, qe, k, e, v, table, lengths, scale, window, sinks, sizes, parts, out)
 
 
 # finish    the blocks of every row, merged in their order; its values / its sum of weights
@@ -678,7 +693,7 @@ def _work_all(workers, counter, q, qe, k, e, v, table, lengths, scale, window, s
 # bytes     parts in, out out
 # limits    none
 @njit
-def _finish(sizes, parts, out):
+def _finish(sinks, sizes, parts, out):
     tasks = sizes.B * sizes.Hkv * sizes.tiles
     scratch = np.empty(sizes.state, np.float32)
     acc = floats(scratch, 0)
@@ -689,11 +704,13 @@ def _finish(sizes, parts, out):
             for block in range(sizes.blocks):
                 at = ((block * tasks + task) * sizes.rows + r) * sizes.state
                 merge(acc, floats(parts, at), sizes.state, sizes.Dv)
+            if sinks.size:
+                _add_sink(acc, sizes.state, sizes.Dv, sinks[head * sizes.G + (r0 + r) % sizes.G])
             _store_quotient(acc, sizes.state, sizes.Dv, sizes.fmt, out, _row_at(sizes, b, head, r0 + r) * sizes.Dv)
 
 
 _NO_WORDS, _NO_OUT, _NO_PARTS = words(np.zeros(0, np.float32)), np.zeros(0, np.uint16), np.zeros(0, np.float32)
-_ONE_PAGE = frozen(np.zeros((1, 1), np.int32))
+_ONE_PAGE, _NO_SINKS = frozen(np.zeros((1, 1), np.int32)), frozen(np.zeros(0, np.float32))
 
 
 @functools.lru_cache(maxsize=512)
@@ -719,11 +736,12 @@ def attend(
     block_table: np.ndarray | None,
     out: np.ndarray | None,
     rope: tuple[np.ndarray, np.ndarray] | None = None,
+    sinks: np.ndarray | None = None,
 ) -> tuple[Sizes, np.ndarray] | None:
     """Attention of q [H, D] or [T, H, D] of one sequence (`lengths` a number), or [B * T, H, D] T rows of each of B.
 
-    Row t of a sequence is at position lengths - T + t. `rope`: further columns of queries and keys. Without `out` the
-    states of the blocks are returned.
+    Row t of a sequence is at position lengths - T + t. `rope`: further columns of queries and keys. sinks [H]: scores
+    without a value. Without `out` the states of the blocks are returned.
     """
     rows = q.shape[0] if q.ndim == 3 else 1
     if rows == 0:
@@ -759,7 +777,8 @@ def attend(
 
     target = _NO_OUT if out is None else writable_words(out)
     arguments = (np.zeros(1, np.int64), words(q), qe, words(k), e, words(v), frozen(table), frozen(lengths))
-    arguments = (*arguments, np.float32(scale), window, sizes, parts, target)
+    sunk = _NO_SINKS if sinks is None else frozen(sinks)
+    arguments = (*arguments, np.float32(scale), window, sunk, sizes, parts, target)
     if workers == 1:
         _work(*arguments)
     else:
@@ -767,7 +786,7 @@ def attend(
     if out is None:
         return sizes, parts
     if blocks:
-        _finish(sizes, parts, target)
+        _finish(sunk, sizes, parts, target)
     return None
 
 
@@ -784,6 +803,7 @@ def attend_runs(
     rope: tuple[np.ndarray, np.ndarray] | None = None,
     longest: int | None = None,
     up_to: int | None = None,
+    sinks: np.ndarray | None = None,
 ) -> None:
     """Attention of the runs of B sequences over pages, neighbours of one length together.
 
@@ -801,6 +821,7 @@ def attend_runs(
                 out[low:high] = 0
             else:
                 turned = None if rope is None else (rope[0][low:high], rope[1])
-                attend(q[low:high], k, v, lengths[each], scale, window, None, block_table[each], out[low:high], turned)
+                pages, part = block_table[each], out[low:high]
+                attend(q[low:high], k, v, lengths[each], scale, window, None, pages, part, turned, sinks)
             done = high
     out[done:] = 0

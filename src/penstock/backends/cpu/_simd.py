@@ -1,8 +1,8 @@
 """Vector code that Numba cannot express, as LLVM IR behind intrinsics: unpacking codes, int8 and float32 dot products.
 
-Each intrinsic is a small function on pointers with a few arguments that are constants of the calling kernel (bits, the
-dot instruction, tile sizes). Vectors are 512 bits wide; LLVM cuts them to what the CPU has. Arithmetic is spelled out:
-no flag allows it to be reassociated or contracted, so every variant and every tile gives the same bits.
+Each intrinsic is a small function on pointers with a few arguments that are constants of the calling kernel (the kind
+of codes, the dot instruction, tile sizes). Vectors are 512 bits wide; LLVM cuts them to what the CPU has. Arithmetic
+is spelled out: no flag allows it to be reassociated or contracted, so every variant and every tile gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,35 @@ from numba.extending import intrinsic
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 LANES = 16
-V16F, V16I, V16H, V64B = (ir.VectorType(t, n) for t, n in ((F32, 16), (I32, 16), (I16, 16), (I8, 64)))
+V16F, V16I, V64B = (ir.VectorType(t, n) for t, n in ((F32, 16), (I32, 16), (I8, 64)))
 
 FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # formats of scales and dense weights, as in quant.py
+# Scales of one byte, times what codes are divided by on their way to floats: E2M1 become 2 · float, E4M3 float / 256.
+WIDE_E8M0, HALF_E8M0, HALF_E4M3 = 3, 4, 5
+
+# Kinds of codes: 0 dense, 1 to 8 the bits of unsigned numbers; floats have a number of their own above their bits.
+MXFP4, NVFP4, MXFP8 = 20, 36, 40
+SCALES = {MXFP4: HALF_E8M0, NVFP4: HALF_E4M3, MXFP8: WIDE_E8M0}
+OFFSET = 12  # added to 2 · E2M1, which makes them unsigned: 0 to 24
+_TWICE = [0, 1, 2, 3, 4, 6, 8, 12]
+_ELEMENT = {FLOAT32: F32, FLOAT16: I16, BFLOAT16: I16, WIDE_E8M0: I8, HALF_E8M0: I8, HALF_E4M3: I8}
+TWICE = [*_TWICE, *(-v for v in _TWICE)]  # 2 · E2M1 by code
 
 # How 64 unsigned codes meet 64 signed bytes: AVX-512 VNNI, its 256-bit form, or AVX2's 16-bit multiply-add after
 # widening (the 8-bit one saturates).
 VNNI, VNNI256, AVX2 = 0, 1, 2
+ANY = 3  # no instruction of a CPU by name
 
 AHEAD = 8192  # bytes of codes fetched into L2 in advance: the CPU's own prefetching stops at pages
+
+
+def width(code: int) -> int:
+    """Bits of a code of a kind."""
+    return code & 15
+
+
+def is_fp4(code: int) -> bool:
+    return code in (MXFP4, NVFP4)
 
 
 def _const(vector: ir.VectorType, values: Any) -> ir.Constant:
@@ -84,31 +104,57 @@ class _Code:
         n = a.type.count
         return self.b.add(self.shuffle(a, b, range(0, 2 * n, 2)), self.shuffle(a, b, range(1, 2 * n, 2)))
 
-    def quad_sums(self, v: list[ir.Value], how: int) -> ir.Value:
-        """Sums of 4 neighbouring lanes of 4 vectors, in order. The sums of two lanes fit 16 bits."""
+    def quad_sums(self, v: list[ir.Value], how: int, wide: bool) -> ir.Value:
+        """Sums of 4 neighbouring lanes of 4 vectors, in order. Lanes fit 16 bits; unless wide two of them do, too."""
         b = self.b
         if how != VNNI:
             return self.pair_sums(self.pair_sums(v[0], v[1]), self.pair_sums(v[2], v[3]))
-        # Pack two vectors to 16 bits, multiply by 1 and add neighbours: it stays inside blocks of four lanes, which is
-        # half the work of shuffling across them.
+        if wide:
+            low, high = self.packed_pairs(v[0], v[1]), self.packed_pairs(v[2], v[3])
+            first = [side + 4 * block + i for block in range(4) for side in (0, LANES) for i in (0, 2)]
+            total = b.add(self.shuffle(low, high, first), self.shuffle(low, high, [i + 1 for i in first]))
+            return self.shuffle(total, total, [4 * (i % 4) + i // 4 for i in range(LANES)])
+        while len(v) > 1:
+            v = [self.packed_pairs(v[i], v[i + 1]) for i in range(0, len(v), 2)]
+        return self.shuffle(v[0], v[0], [4 * (i % 4) + i // 4 for i in range(LANES)])
+
+    def packed_pairs(self, v: ir.Value, w: ir.Value) -> ir.Value:
+        """Sums of neighbouring lanes, which fit 16 bits: of each block of four lanes those of v, then those of w.
+
+        Packed to 16 bits, multiplied by 1, neighbours added: it stays inside blocks of four lanes, which is half the
+        work of shuffling across them. AVX-512.
+        """
         words = ir.VectorType(I16, 32)
         pack = self.function("llvm.x86.avx512.packssdw.512", words, V16I, V16I)
         madd = self.function("llvm.x86.avx512.pmaddw.d.512", V16I, words, words)
-        while len(v) > 1:
-            v = [b.call(madd, [b.call(pack, [v[i], v[i + 1]]), _const(words, 1)]) for i in range(0, len(v), 2)]
-        return self.shuffle(v[0], v[0], [4 * (i % 4) + i // 4 for i in range(LANES)])
+        return self.b.call(madd, [self.b.call(pack, [v, w]), _const(words, 1)])
 
-    def sums_of_32(self, row: ir.Value, start: ir.Value, bits: int, how: int) -> Callable[[ir.Value], ir.Value]:
-        """512 elements of a row of codes, unpacked; the result takes a pointer to x and gives 16 sums over 32."""
+    def eight_sums(self, v: list[ir.Value], how: int) -> list[ir.Value]:
+        """Sums of 2 neighbouring lanes of 4 vectors, in order: two vectors. Lanes fit 16 bits."""
+        made = []
+        for i in (0, 2):
+            if how == VNNI:
+                pairs = self.packed_pairs(v[i], v[i + 1])
+                order = [4 * (n // 2) + n % 2 + half for half in (0, 2) for n in range(8)]
+                made.append(self.shuffle(pairs, pairs, order))
+            else:
+                made.append(self.pair_sums(v[i], v[i + 1]))
+        return made
+
+    def sums_of_32(self, row: ir.Value, start: ir.Value, kind: int, how: int) -> Callable[[ir.Value], list[ir.Value]]:
+        """512 elements of a row of codes, unpacked; the result takes a pointer to x and gives 16 sums over 32, or, of
+        nvfp4, 32 sums over 16.
+        """
         b, zero = self.b, _const(V16I, 0)
+        bits = width(kind)
         if bits != 4:
-            parts = [self.codes(row, b.add(start, I64(64 * c)), bits) for c in range(8)]
+            parts = [self.codes(row, b.add(start, I64(64 * c)), kind) for c in range(8)]
 
             def natural(x):
                 v = [self.dot(zero, p, self.load(self.at(x, 64 * c, I8), V64B), how) for c, p in enumerate(parts)]
                 while len(v) > 1:
                     v = [self.pair_sums(v[i], v[i + 1]) for i in range(0, len(v), 2)]
-                return v[0]
+                return v
 
             return natural
         # 64 bytes hold 128 codes: their low halves meet the even x, their high halves the odd x, in the same lanes
@@ -116,18 +162,92 @@ class _Code:
         halves = []
         for c in range(4):
             raw = self.load(self.at(row, b.add(b.lshr(start, I64(1)), I64(64 * c)), I8), words)
-            halves.append(
-                [b.bitcast(b.and_(v, _const(words, 0x0F0F)), V64B) for v in (raw, b.lshr(raw, _const(words, 4)))]
-            )
+            nibbles = (b.and_(v, _const(words, 0x0F0F)) for v in (raw, b.lshr(raw, _const(words, 4))))
+            halves.append([self.unsigned(b.bitcast(v, V64B), kind, how) for v in nibbles])
 
         def paired(x):
             v = []
             for c, (low, high) in enumerate(halves):
                 even, odd = (self.load(self.at(x, 128 * c + 64 * i, I8), V64B) for i in (0, 1))
                 v.append(self.dot(self.dot(zero, low, even, how), high, odd, how))
-            return self.quad_sums(v, how)
+            return self.eight_sums(v, how) if kind == NVFP4 else [self.quad_sums(v, how, is_fp4(kind))]
 
         return paired
+
+    def unsigned(self, nibbles: ir.Value, kind: int, how: int) -> ir.Value:
+        """64 codes as the unsigned bytes that meet x: themselves, or 2 · E2M1 + OFFSET."""
+        if not is_fp4(kind):
+            return nibbles
+        return self.looked_up(nibbles, [v + OFFSET for v in TWICE], how)
+
+    def looked_up(self, nibbles: ir.Value, table: list[int], how: int) -> ir.Value:
+        """64 bytes below 16 as entries of a table of TWICE, or of TWICE + OFFSET."""
+        b = self.b
+        table = [v % 256 for v in table]
+        if how == VNNI:
+            look = self.function("llvm.x86.avx512.pshuf.b.512", V64B, V64B, V64B)
+            return b.call(look, [_const(V64B, table * 4), nibbles])
+        if how in (VNNI256, AVX2):
+            half = ir.VectorType(I8, 32)
+            look = self.function("llvm.x86.avx2.pshuf.b", half, half, half)
+            parts = [self.shuffle(nibbles, nibbles, range(i, i + 32)) for i in (0, 32)]
+            found = [b.call(look, [_const(half, table * 2), part]) for part in parts]
+            return self.shuffle(found[0], found[1], range(64))
+        seven = b.and_(nibbles, _const(V64B, 7))
+        above = b.icmp_unsigned(">", seven, _const(V64B, 4))
+        more = b.select(above, b.sub(seven, _const(V64B, 4)), _const(V64B, 0))
+        last = b.select(b.icmp_unsigned("==", seven, _const(V64B, 7)), _const(V64B, 2), _const(V64B, 0))
+        twice = b.add(b.add(seven, more), last)
+        negative = b.icmp_unsigned(">", nibbles, _const(V64B, 7))
+        return b.add(b.select(negative, b.neg(twice), twice), _const(V64B, table[0]))
+
+    def signed(self, row: ir.Value, start: ir.Value, kind: int, half: bool, how: int) -> ir.Value:
+        """`codes` for `numbers`: of E2M1 twice the float, signed; of E4M3 the bits of float / 256 as float16."""
+        if is_fp4(kind):
+            return self.looked_up(self.codes(row, start, 4, half), TWICE, how)
+        codes = self.codes(row, start, width(kind), half)
+        if kind != MXFP8 or how == ANY:
+            return codes
+        return self.as_halves(codes)
+
+    def as_halves(self, codes: ir.Value) -> ir.Value:
+        """The bits of E4M3 numbers / 256 as float16: their conversion takes subnormal ones without delay."""
+        b, v = self.b, ir.VectorType(I16, codes.type.count)
+        pattern = b.and_(b.shl(b.sext(codes, v), _const(v, 7)), _const(v, 0xBF80))
+        nan = b.icmp_unsigned("==", b.and_(codes, _const(codes.type, 0x7F)), _const(codes.type, 0x7F))
+        return b.select(nan, _const(v, 0x7E00), pattern)
+
+    def numbers(self, part: ir.Value, lanes: range, kind: int) -> ir.Value:
+        """16 of the bytes of `signed` as the floats that a scale of SCALES is multiplied with."""
+        b = self.b
+        bytes16 = self.shuffle(part, part, lanes)
+        if is_fp4(kind):
+            return b.sitofp(b.sext(bytes16, V16I), V16F)
+        if bytes16.type.element == I16:
+            return self.from_halves(bytes16)
+        return self.e4m3(b.zext(bytes16, V16I)) if kind == MXFP8 else b.uitofp(b.zext(bytes16, V16I), V16F)
+
+    def from_halves(self, bits: ir.Value) -> ir.Value:
+        return self.b.fpext(self.b.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), V16F)
+
+    def e4m3(self, code: ir.Value) -> ir.Value:
+        """16 E4M3 numbers / 256 of their codes in words, on any CPU."""
+        b = self.b
+        magnitude = b.and_(code, _const(V16I, 0x7F))
+        sign = b.shl(b.and_(code, _const(V16I, 0x80)), _const(V16I, 24))
+        # The exponents' biases differ by 120. Below 8 a magnitude is a subnormal number, a multiple of 2^-9: it becomes
+        # one without a subnormal float32 on the way, which would take the CPU a hundred cycles.
+        normal = b.bitcast(b.add(b.shl(magnitude, _const(V16I, 20)), _const(V16I, 120 << 23)), V16F)
+        small = b.fsub(b.fadd(normal, normal), _const(V16F, 2.0**-6))
+        value = b.select(b.icmp_unsigned("<", magnitude, _const(V16I, 8)), small, normal)
+        value = b.fmul(value, _const(V16F, 1 / 256))
+        pattern = b.or_(b.bitcast(value, V16I), sign)
+        nan = b.icmp_unsigned("==", magnitude, _const(V16I, 0x7F))
+        return b.bitcast(b.select(nan, _const(V16I, 0x7FC00000), pattern), V16F)
+
+    def weight(self, numbers: ir.Value, scale: ir.Value, bias: ir.Value | None) -> ir.Value:
+        product = self.b.fmul(numbers, scale)
+        return product if bias is None else self.b.fadd(product, bias)
 
     def divider(self, power: ir.Value) -> Callable[[ir.Value], ir.Value]:
         """Division of what is not negative by a power of two that is known at run time only."""
@@ -185,11 +305,18 @@ class _Code:
     # -- formats -----------------------------------------------------------------------------------------------------
 
     def widen(self, bits: ir.Value, fmt: int) -> ir.Value:
-        """16 floats of 16-bit or float32 patterns."""
+        """16 floats of patterns of a format."""
         b = self.b
         if fmt == FLOAT32:
             return bits
         wide = b.zext(bits, V16I)
+        if fmt == HALF_E4M3:
+            return b.fmul(self.from_halves(self.as_halves(bits)), _const(V16F, 128.0))
+        if fmt in (WIDE_E8M0, HALF_E8M0):
+            shifted = b.shl(wide, _const(V16I, 23))
+            scale = b.select(b.icmp_unsigned("==", wide, _const(V16I, 0)), _const(V16I, 0x00400000), shifted)
+            scale = b.bitcast(scale, V16F)
+            return b.fmul(scale, _const(V16F, 256.0 if fmt == WIDE_E8M0 else 0.5))
         if fmt == BFLOAT16:
             return b.bitcast(b.shl(wide, _const(V16I, 16)), V16F)
         magnitude = b.shl(b.and_(wide, _const(V16I, 0x7FFF)), _const(V16I, 13))
@@ -202,12 +329,13 @@ class _Code:
 
     def floats(self, base: ir.Value, index: ir.Value | int, fmt: int, mask: ir.Value | None = None) -> ir.Value:
         """16 numbers of a format at base[index …] as float32; lanes outside of the mask are 0."""
-        element, vector = (F32, V16F) if fmt == FLOAT32 else (I16, V16H)
+        element = _ELEMENT[fmt]
+        vector = ir.VectorType(element, LANES)
         pointer = self.at(self.b.bitcast(base, element.as_pointer()), index, element)
         return self.widen(self.load(pointer, vector) if mask is None else self.masked(pointer, vector, mask), fmt)
 
     def masked(self, pointer: ir.Value, vector: ir.VectorType, mask: ir.Value) -> ir.Value:
-        name = {F32: "f32", I32: "i32", I16: "i16"}[vector.element]
+        name = {F32: "f32", I32: "i32", I16: "i16", I8: "i8"}[vector.element]
         kind = vector.as_pointer()
         bools = ir.VectorType(ir.IntType(1), LANES)
         load = self.function(f"llvm.masked.load.v16{name}.p0", vector, kind, I32, bools, vector)
@@ -224,9 +352,12 @@ class _Code:
         raw = self.load(pointer, ir.VectorType(I8, n))
         return raw if n == 64 else self.shuffle(raw, _const(raw.type, 0), [min(i, n) for i in range(64)])
 
-    def codes(self, row: ir.Value, start: ir.Value, bits: int, half: bool = False) -> ir.Value:
-        """Elements start … start + 63 of a row of packed codes, one to a byte; `half`: 32 of them, then zeros."""
+    def codes(self, row: ir.Value, start: ir.Value, kind: int, half: bool = False, how: int = ANY) -> ir.Value:
+        """Elements start … start + 63 of a row of packed codes, unsigned, one to a byte; `half`: 32 of them."""
         b = self.b
+        if is_fp4(kind):
+            return self.unsigned(self.codes(row, start, 4, half), kind, how)
+        bits = width(kind)
         pointer = self.at(row, b.lshr(b.mul(start, I64(bits)), I64(3)), I8)
         n = 4 * bits if half else 8 * bits
         raw = self.load(pointer, ir.VectorType(I8, n))
@@ -242,9 +373,9 @@ class _Code:
         v = ir.VectorType(I64, 8)
         lanes = [q * bits + t if t < bits else 8 * bits for q in range(8) for t in range(8)]
         x = b.bitcast(self.shuffle(raw, _const(raw.type, 0), lanes), v)
-        for width, shift in ((4 * bits, 32), (2 * bits, 16), (bits, 8)):
-            low = sum(((1 << width) - 1) << at for at in range(0, 64, 2 * shift))
-            high = b.and_(b.shl(x, _const(v, shift - width)), _const(v, low << shift))
+        for size, shift in ((4 * bits, 32), (2 * bits, 16), (bits, 8)):
+            low = sum(((1 << size) - 1) << at for at in range(0, 64, 2 * shift))
+            high = b.and_(b.shl(x, _const(v, shift - size)), _const(v, low << shift))
             x = b.or_(b.and_(x, _const(v, low)), high)
         return b.bitcast(x, V64B)
 
@@ -294,17 +425,19 @@ def at(typingctx, array, index):
 
 
 @intrinsic(prefer_literal=True)
-def group_dots(typingctx, codes, xq, sums, T, K, gs, bits, how):
-    """sums[t, g] = Σ code · xq[t] over group g: one packed row of K codes against T rows of K bytes.
+def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
+    """sums[t, g] = Σ code · xq[t] over group g: one packed row of K codes against T rows of K bytes. Of E2M1 the code
+    is twice the float, plus OFFSET.
 
     For 4-bit codes x is paired: of each 128 elements in whole blocks of 512 the even ones come first, then the odd.
     """
-    if (fixed := _constants(bits, how)) is None:
+    if (fixed := _constants(kind, how)) is None:
         return None
-    sig = types.void(_U8, _S8, _INT, types.int64, types.int64, types.int64, bits, how)
+    sig = types.void(_U8, _S8, _INT, types.int64, types.int64, types.int64, kind, how)
 
     def codegen(context, builder, sig, args):
-        code, (nbits, kind) = _Code(builder), fixed
+        code, (kind, how) = _Code(builder), fixed
+        nbits = width(kind)
         row, xq, sums, T, K, gs = args[:6]
         b, zero = builder, _const(V16I, 0)
         group_of = code.divider(gs)
@@ -323,10 +456,14 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, bits, how):
         def block(k):  # 512 elements: 16 sums over 32, then sums over groups
             for line in range(nbits):
                 code.prefetch(code.at(row, b.add(b.mul(b.lshr(k, I64(3)), I64(nbits)), I64(AHEAD + 64 * line)), I8))
-            sums_with = code.sums_of_32(row, k, nbits, kind)
+            sums_with = code.sums_of_32(row, k, kind, how)
 
             def token(t):
-                place, total = target(t, k), sums_with(x_at(t, k))
+                place, (total, *more) = target(t, k), sums_with(x_at(t, k))
+                if more:
+                    code.store(total, place)
+                    code.store(more[0], code.at(place, LANES, I32))
+                    return
                 with b.if_else(is_32) as (then, otherwise):
                     with then:
                         code.store(total, place)
@@ -341,14 +478,17 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, bits, how):
             code.loop(0, T, 1, token)
 
         def one(k, half=False):  # 64 elements, or the last 32
-            part = code.codes(row, k, nbits, half)
+            part = code.codes(row, k, kind, half, how)
             starts = b.icmp_signed("==", b.and_(k, b.sub(gs, I64(1))), I64(0))
 
             def token(t):
                 place = target(t, k)
-                v = code.dot(zero, part, code.bytes64(x_at(t, k), 32 if half else 64), kind)
-                for _ in range(3):
+                v = code.dot(zero, part, code.bytes64(x_at(t, k), 32 if half else 64), how)
+                for _ in range(2 if kind == NVFP4 else 3):
                     v = code.pair_sums(v, zero)
+                if kind == NVFP4:
+                    first(v, 2 if half else 4, place)
+                    return
                 with b.if_else(is_32) as (then, otherwise):
                     with then:
                         first(v, 1 if half else 2, place)
@@ -370,7 +510,8 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, bits, how):
 
 @intrinsic(prefer_literal=True)
 def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
-    """Σ_g (scale_g · delta_g) · sums_g + bias_g · total_g; lane g % 16 collects group g, then the lanes' tree.
+    """Σ_g (scale_g · delta_g) · sums_g + bias_g · total_g; lane g % 16 collects group g, then the lanes' tree. With
+    scales of bytes Σ_g (scale_g · delta_g) · (sums_g − total_g).
 
     Scales, biases and dense weights come as bytes here and below; `fmt` says what they are.
     """
@@ -389,10 +530,12 @@ def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
                 if mask is None
                 else code.masked(code.at(sums, g, I32), V16I, mask)
             )
-            s, bias = code.floats(scales, g, kind, mask), code.floats(biases, g, kind, mask)
+            s = code.floats(scales, g, kind, mask)
             d, x = code.floats(delta, g, FLOAT32, mask), code.floats(total, g, FLOAT32, mask)
+            if kind >= WIDE_E8M0:
+                return [b.fadd(acc, b.fmul(b.fmul(s, d), b.fsub(b.sitofp(ints, V16F), x)))]
             acc = b.fadd(acc, b.fmul(b.fmul(s, d), b.sitofp(ints, V16F)))
-            return [b.fadd(acc, b.fmul(bias, x))]
+            return [b.fadd(acc, b.fmul(code.floats(biases, g, kind, mask), x))]
 
         whole = b.and_(groups, I64(-LANES))
         (acc,) = code.loop(0, whole, LANES, step, _const(V16F, 0.0))
@@ -404,18 +547,18 @@ def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
 
 
 @intrinsic(prefer_literal=True)
-def code_panel(typingctx, codes, stride, rows, panel, K, bits):
+def code_panel(typingctx, codes, stride, rows, panel, K, kind):
     """Codes of up to 16 rows as panel[K/4][16][4]: the bytes that meet one broadcast group of four x, row by row.
 
     Rows from `rows` on repeat the last one. Of 4 bits the even ones of eight codes come first, then the odd ones: words
     of packed codes change places, and are unpacked afterwards.
     """
-    if (fixed := _constants(bits)) is None:
+    if (fixed := _constants(kind)) is None:
         return None
-    sig = types.void(_U8, types.int64, types.int64, _U8, types.int64, bits)
+    sig = types.void(_U8, types.int64, types.int64, _U8, types.int64, kind)
 
     def codegen(context, builder, sig, args):
-        code, (nbits,) = _Code(builder), fixed
+        code, (kind,) = _Code(builder), fixed
         base, stride, rows, panel, K = args[:5]
         b = builder
         starts = code.rows(base, stride, rows)
@@ -424,7 +567,7 @@ def code_panel(typingctx, codes, stride, rows, panel, K, bits):
             code.store(v, code.at(panel, b.add(b.mul(k, I64(LANES)), I64(64 * i)), I8))
 
         def chunk(k, half=False):
-            v = code.transposed([b.bitcast(code.codes(start, k, nbits, half), V16I) for start in starts])
+            v = code.transposed([b.bitcast(code.codes(start, k, kind, half), V16I) for start in starts])
             for i in range(LANES // 2 if half else LANES):
                 put(v[i], k, i)
 
@@ -433,9 +576,10 @@ def code_panel(typingctx, codes, stride, rows, panel, K, bits):
             v = [b.bitcast(code.bytes64(code.at(start, at, I8), count // 2), V16I) for start in starts]
             for i, word in enumerate(code.transposed(v)[: count // 8]):
                 for n, shifted in enumerate((word, b.lshr(word, _const(V16I, 4)))):
-                    put(b.and_(shifted, _const(V16I, 0x0F0F0F0F)), k, 2 * i + n)
+                    nibble = b.bitcast(b.and_(shifted, _const(V16I, 0x0F0F0F0F)), V64B)
+                    put(code.unsigned(nibble, kind, VNNI), k, 2 * i + n)
 
-        if nbits == 4:
+        if width(kind) == 4:
             done: Any = 0
             for count in (128, 64, 32):
                 stop = b.and_(K, I64(-count))
@@ -482,14 +626,14 @@ def scale_panel(typingctx, scales, stride, rows, panel, groups, fmt):
 
 
 @intrinsic(prefer_literal=True)
-def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs, ahead, bits, tokens):
+def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs, ahead, kind, tokens):
     """`scaled_sum` of 16 rows for a few tokens at once, the same bits: rows in lanes, x broadcast four bytes at a time.
 
     panel and the order of xq [tokens, K] as in code_panel; scales, biases float32 [K/gs, 16]; delta, total [tokens,
     K/gs]; acc float32 [16, tokens, 16] is scratch; y[t · y_stride + r] for r < rows. Meanwhile 16 rows of packed codes
-    of `bits` are fetched from `ahead` on, for the next panel. AVX-512 VNNI.
+    of a kind are fetched from `ahead` on, for the next panel. AVX-512 VNNI.
     """
-    if (fixed := _constants(bits, tokens)) is None:
+    if (fixed := _constants(kind, tokens)) is None:
         return None
     sig = types.void(
         _U8,
@@ -505,12 +649,13 @@ def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_str
         types.int64,
         types.int64,
         _U8,
-        bits,
+        kind,
         tokens,
     )
 
     def codegen(context, builder, sig, args):
-        code, (nbits, n) = _Code(builder), fixed
+        code, (kind, n) = _Code(builder), fixed
+        nbits = width(kind)
         panel, scales, biases, xq, delta, total, acc, y, y_stride, rows, K, gs, ahead = args[:13]
         b = builder
         groups = b.sdiv(K, gs)
@@ -540,14 +685,18 @@ def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_str
                 return ints
 
             ints = code.loop(first, b.add(first, gs), 16, sixteen, *[_const(V16I, 0)] * n)
-            s, bias = (code.floats(v, b.mul(g, I64(LANES)), FLOAT32) for v in (scales, biases))
+            s = code.floats(scales, b.mul(g, I64(LANES)), FLOAT32)
+            bias = None if is_fp4(kind) else code.floats(biases, b.mul(g, I64(LANES)), FLOAT32)
             lane = b.and_(g, I64(LANES - 1))
             for t in range(n):
                 at = b.add(b.mul(I64(t), groups), g)
                 d, x = (code.splat(code.load(code.at(v, at, F32), F32)) for v in (delta, total))
                 place = code.at(acc, b.mul(b.add(b.mul(lane, I64(n)), I64(t)), I64(LANES)), F32)
-                a = b.fadd(code.load(place, V16F), b.fmul(b.fmul(s, d), b.sitofp(ints[t], V16F)))
-                code.store(b.fadd(a, b.fmul(bias, x)), place)
+                total_of = b.sitofp(ints[t], V16F)
+                if bias is None:
+                    total_of = b.fsub(total_of, x)
+                a = b.fadd(code.load(place, V16F), b.fmul(b.fmul(s, d), total_of))
+                code.store(a if bias is None else b.fadd(a, b.fmul(bias, x)), place)
 
         code.loop(0, groups, 1, group)
         full = b.icmp_signed("==", rows, I64(LANES))
@@ -570,36 +719,40 @@ def panel_dots(typingctx, panel, scales, biases, xq, delta, total, acc, y, y_str
 
 
 @intrinsic(prefer_literal=True)
-def dense_codes(typingctx, codes, scales, biases, out, K, gs, bits, fmt):
-    """out[j] = code_j · scale_g + bias_g in float32, product and sum each rounded: one packed row made dense."""
-    if (fixed := _constants(bits, fmt)) is None:
+def dense_codes(typingctx, codes, scales, biases, out, K, gs, kind, fmt, how):
+    """out[j] = code_j · scale_g + bias_g in float32, product and sum each rounded: one packed row made dense. Floats
+    have no bias.
+    """
+    if (fixed := _constants(kind, fmt, how)) is None:
         return None
-    sig = types.void(_U8, _U8, _U8, _FLOAT, types.int64, types.int64, bits, fmt)
+    sig = types.void(_U8, _U8, _U8, _FLOAT, types.int64, types.int64, kind, fmt, how)
 
     def codegen(context, builder, sig, args):
-        code, (nbits, kind) = _Code(builder), fixed
+        code, (kind, fmt, how) = _Code(builder), fixed
         row, scales, biases, out, K, gs = args[:6]
         b = builder
 
         def scalar(base, g):
-            element = F32 if kind == FLOAT32 else I16
+            element = _ELEMENT[fmt]
             one = code.load(code.at(b.bitcast(base, element.as_pointer()), g, element), element)
-            return code.widen(code.splat(one), kind)
+            return code.widen(code.splat(one), fmt)
 
         group_of = code.divider(gs)
 
-        def group_part(bytes32, k):
-            g = group_of(k)
-            s, bias = scalar(scales, g), scalar(biases, g)
+        def group_part(part, first, k):
+            s = bias = None
             for i in (0, 16):
-                q = b.uitofp(b.zext(code.shuffle(bytes32, bytes32, range(i, i + 16)), V16I), V16F)
-                code.store(b.fadd(b.fmul(q, s), bias), code.at(out, b.add(k, I64(i)), F32))
+                at_k = b.add(k, I64(i))
+                if s is None or kind == NVFP4:
+                    s, bias = scalar(scales, group_of(at_k)), None if kind in SCALES else scalar(biases, group_of(at_k))
+                q = code.numbers(part, range(first + i, first + i + 16), kind)
+                code.store(code.weight(q, s, bias), code.at(out, at_k, F32))
 
         def chunk(k, half=False):
-            v = code.codes(row, k, nbits, half)
-            group_part(code.shuffle(v, v, range(32)), k)
+            v = code.signed(row, k, kind, half, how)
+            group_part(v, 0, k)
             if not half:
-                group_part(code.shuffle(v, v, range(32, 64)), b.add(k, I64(32)))
+                group_part(v, 32, b.add(k, I64(32)))
 
         whole = b.and_(K, I64(-64))
         code.loop(0, whole, 64, chunk)
@@ -610,19 +763,19 @@ def dense_codes(typingctx, codes, scales, biases, out, K, gs, bits, fmt):
 
 
 @intrinsic(prefer_literal=True)
-def coded_dots(typingctx, codes, stride, scales, biases, groups, x, y, K, gs, bits, rows):
+def coded_dots(typingctx, codes, stride, scales, biases, groups, x, y, K, gs, kind, rows, how):
     """y[r] = `float_dots` of rows that `dense_codes` would make, the same bits, without storing them.
 
     scales, biases float32 [rows, groups]; x float32 [K].
     """
-    if (fixed := _constants(bits, rows)) is None:
+    if (fixed := _constants(kind, rows, how)) is None:
         return None
     sig = types.void(
-        _U8, types.int64, _FLOAT, _FLOAT, types.int64, _FLOAT, _FLOAT, types.int64, types.int64, bits, rows
+        _U8, types.int64, _FLOAT, _FLOAT, types.int64, _FLOAT, _FLOAT, types.int64, types.int64, kind, rows, how
     )
 
     def codegen(context, builder, sig, args):
-        code, (nbits, R) = _Code(builder), fixed
+        code, (kind, R, how) = _Code(builder), fixed
         codes, stride, scales, biases, groups, x, y, K, gs = args[:9]
         b = builder
         fma = code.function("llvm.fma.v16f32", V16F, V16F, V16F, V16F)
@@ -630,18 +783,20 @@ def coded_dots(typingctx, codes, stride, scales, biases, groups, x, y, K, gs, bi
         group_of = code.divider(gs)
 
         def chunk(k, *acc, half=False):
-            acc, parts = list(acc), [code.codes(start, k, nbits, half) for start in starts]
-            for block in range(0, 32 if half else 64, 32):
+            acc, parts = list(acc), [code.signed(start, k, kind, half, how) for start in starts]
+            per_group = 16 if kind == NVFP4 else 32
+            for block in range(0, 32 if half else 64, per_group):
                 at_k = b.add(k, I64(block))
                 g = group_of(at_k)
-                xs = [code.floats(x, b.add(at_k, I64(i)), FLOAT32) for i in (0, 16)]
+                xs = [code.floats(x, b.add(at_k, I64(i)), FLOAT32) for i in range(0, per_group, 16)]
                 for r in range(R):
                     place = b.add(b.mul(I64(r), groups), g)
-                    s, bias = (code.splat(code.load(code.at(v, place, F32), F32)) for v in (scales, biases))
-                    for i in (0, 1):
+                    s = code.splat(code.load(code.at(scales, place, F32), F32))
+                    bias = None if kind in SCALES else code.splat(code.load(code.at(biases, place, F32), F32))
+                    for i, each in enumerate(xs):
                         lanes = range(block + 16 * i, block + 16 * i + 16)
-                        q = b.uitofp(b.zext(code.shuffle(parts[r], parts[r], lanes), V16I), V16F)
-                        acc[r] = b.call(fma, [b.fadd(b.fmul(q, s), bias), xs[i], acc[r]])
+                        q = code.numbers(parts[r], lanes, kind)
+                        acc[r] = b.call(fma, [code.weight(q, s, bias), each, acc[r]])
             return acc
 
         whole = b.and_(K, I64(-64))
@@ -656,7 +811,7 @@ def coded_dots(typingctx, codes, stride, scales, biases, groups, x, y, K, gs, bi
 
 @intrinsic(prefer_literal=True)
 def dense_row(typingctx, row, out, K, fmt):
-    """out[j] = float32 of a row of 16-bit floats."""
+    """out[j] = float32 of a row of numbers of a format."""
     if (fixed := _constants(fmt)) is None:
         return None
     sig = types.void(_U8, _FLOAT, types.int64, fmt)

@@ -29,11 +29,11 @@ def attention_prefill(q, k_cache, v_cache, start, scale, window, block_table, *,
 
 
 @kernel(ops.attention_paged, device="cpu")
-def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, starts, *, out):
+def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, starts, sinks, *, out):
     if starts is None:
-        attend(q, k_pages, v_pages, lengths, scale, window, None, block_table, out)
+        attend(q, k_pages, v_pages, lengths, scale, window, None, block_table, out, sinks=sinks)
     else:
-        attend_runs(q, k_pages, v_pages, lengths, scale, window, block_table, starts, out)
+        attend_runs(q, k_pages, v_pages, lengths, scale, window, block_table, starts, out, sinks=sinks)
     if gate is not None:
         sigmoid_gate(out, gate, out=out)
 

@@ -8,7 +8,7 @@ from penstock.backends.cpu._formats import fmt, frozen
 from penstock.backends.cpu._rows import bytes_in, bytes_out, copy_bytes, itemsize, load_bytes, store_bytes
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import njit
-from penstock.backends.cpu.quant import _unpack
+from penstock.backends.cpu.quant import _unpack, dequantize_into
 from penstock.ops.check import bounds
 from penstock.ops.op import kernel
 from penstock.quant import QuantizedTensor
@@ -34,8 +34,22 @@ def embedding(token_ids: np.ndarray, table: np.ndarray, dtype: str | None = None
 def quantized_embedding(
     token_ids: np.ndarray, table: QuantizedTensor, dtype: str | None = None, *, out: np.ndarray
 ) -> None:
+    if table.mode != "affine":
+        _gather_floats(token_ids.reshape(-1), table, out)
+        return
     packed, scales, biases = (bytes_in(array) for array in table.arrays)
     _gather(token_ids, packed, scales, biases, table.bits, table.group_size, fmt(table.scales), out)
+
+
+def _gather_floats(ids: np.ndarray, table: QuantizedTensor, out: np.ndarray) -> None:
+    """Rows of a table that is not affine: copied as codes, then made dense."""
+    if ids.size == 0:
+        return
+    made = np.empty((ids.size, table.shape[1]), out.dtype)
+    dequantize_into(table.rows(np.maximum(ids, 0)), made)
+    if bounds(ids)[0] < 0:
+        made[ids < 0] = 0
+    out.reshape(made.shape)[:] = made
 
 
 def _gather(token_ids, packed, scales, biases, bits, group_size, table_fmt, out) -> None:

@@ -4,7 +4,8 @@ A call is a list of groups; group i multiplies rows lo[i] … hi[i] − 1 of x w
 plain product is one group, experts are one group each. Two ways of multiplying:
 
     int8      x is rounded to bytes per group of the weight; codes and bytes meet in integer dot products (exact), and
-              (scale · delta) · Σ code·xq + bias · (delta · Σ xq) is added up in float32 in a fixed order
+              (scale · delta) · Σ code·xq + bias · (delta · Σ xq) is added up in float32 in a fixed order; E2M1 floats
+              are u = 2 · float + 12, unsigned, and (scale / 2 · delta) · (Σ u·xq − 12 · Σ xq) is added up
     float32   weights become float32 rows in cache, products are fused multiply-adds into 16 lanes
 
 In both the order of a sum depends on K alone: not on threads, tokens, tiles or the instructions used.
@@ -48,7 +49,7 @@ from penstock.errors import BackendError
 from penstock.ops import kernel
 from penstock.ops.check import bounds
 from penstock.ops.linear import slots_of
-from penstock.quant import ExpertBlobs, QuantizedTensor
+from penstock.quant import E4M3, GLOBAL_UNIT, ExpertBlobs, QuantizedTensor, group_scales
 
 PORTABLE = 3
 VARIANTS = {"vnni": _simd.VNNI, "avx_vnni": _simd.VNNI256, "avx2": _simd.AVX2, "portable": PORTABLE}
@@ -93,15 +94,26 @@ def chosen(variant: str | None) -> int:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Stack:
-    """Views of a weight [S, N, K] as kernels take them. Dense weights have bits 0 and their numbers in `codes`."""
+    """Views of a weight [S, N, K] as kernels take them. Dense weights have kind 0 and their numbers in `codes`."""
 
     codes: np.ndarray  # all three as bytes: [S, N, K · bits / 8], or [S, N, K · itemsize]
     scales: np.ndarray  # [S, N, K / gs · itemsize]
-    biases: np.ndarray
-    bits: int
+    biases: np.ndarray  # the scales again where there are none
+    kind: int  # of codes, as in _simd.py
     gs: int
     fmt: int
     K: int
+    factors: np.ndarray | None = None  # [S], of products
+
+    @property
+    def rounds(self) -> bool:
+        """Whether "int8" rounds what it is multiplied with."""
+        return self.kind not in (0, _simd.MXFP8)
+
+    @property
+    def offset(self) -> float:
+        """What `int8_row` is to multiply sums of bytes with; 0: what one byte stands for."""
+        return float(_simd.OFFSET) if _simd.is_fp4(self.kind) else 0.0
 
     @property
     def rows(self) -> int:
@@ -123,9 +135,32 @@ def stack_of(w: QuantizedTensor | np.ndarray) -> Stack:
         return Stack(_bytes(w), _NONE, _NONE, 0, 1, fmt(w), w.shape[-1])
     stack = _stacks.get(w)
     if stack is None:
-        stack = Stack(*map(_bytes, w.arrays), w.bits, w.group_size, fmt(w.scales), w.shape[-1])
+        parts, kind = [_bytes(array) for array in w.parts], kind_of(w)
+        form = _simd.SCALES[kind] if kind in _simd.SCALES else fmt(w.scales)
+        factors = None if w.global_scale is None else (w.global_scale / GLOBAL_UNIT).reshape(-1)
+        stack = Stack(parts[0], parts[1], parts[-1], kind, w.group_size, form, w.shape[-1], factors)
         _stacks[w] = stack
     return stack
+
+
+_KINDS = {"mxfp4": _simd.MXFP4, "nvfp4": _simd.NVFP4, "mxfp8": _simd.MXFP8}
+
+
+def kind_of(w: QuantizedTensor) -> int:
+    """The kind of codes of a weight, as in _simd.py."""
+    return _KINDS.get(w.mode, w.bits)
+
+
+_float_scales: weakref.WeakKeyDictionary[QuantizedTensor, np.ndarray] = weakref.WeakKeyDictionary()
+
+
+def float_scales(w: QuantizedTensor) -> np.ndarray:
+    """The scales of bytes as float32, made once: what `numbers` of _simd.py are multiplied with."""
+    found = _float_scales.get(w)
+    if found is None:
+        found = group_scales(w) * np.float32(0.5 if _simd.is_fp4(kind_of(w)) else 256)
+        _float_scales[w] = found
+    return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -201,13 +236,14 @@ def _narrow_parallel(x, kind, out):
 # -- int8 activations ------------------------------------------------------------------------------------------------
 
 
-# int8_row  delta = max|x| / 127, xq = clip(rint(x / delta), −127, 127), total = delta · Σ xq, per group of gs
+# int8_row  delta = max|x| / 127, xq = clip(rint(x / delta), −127, 127), total = delta · Σ xq (with an offset
+#           offset · Σ xq), per group of gs
 # shapes    x float32 [K]; xq int8 [K]; delta, total float32 [K / gs]
 # threads   prange over rows in `_int8_rows`; a row belongs to one thread
 # bytes     5 · K + 8 · K / gs
 # limits    a group with NaN or infinity gets a NaN delta, so that it shows in the result
 @njit(fastmath=SUM_IN_ANY_ORDER)
-def int8_row(x, gs, xq, delta, total):
+def int8_row(x, gs, offset, xq, delta, total):
     for g in range(delta.size):
         part, bytes_out = x[g * gs : (g + 1) * gs], xq[g * gs : (g + 1) * gs]
         top, sum_q = np.int32(0), np.int32(0)
@@ -224,19 +260,19 @@ def int8_row(x, gs, xq, delta, total):
                 q = min(max(q, np.float32(-127)), np.float32(127))
                 bytes_out[j] = np.int8(np.int32(q))
                 sum_q += np.int32(q)
-        total[g] = np.float32(sum_q) * delta[g]
+        total[g] = np.float32(sum_q) * (delta[g] if offset == 0 else np.float32(offset))
 
 
 @njit
-def _int8_rows(x, gs, xq, delta, total):
+def _int8_rows(x, gs, offset, xq, delta, total):
     for t in range(x.shape[0]):
-        int8_row(x[t], gs, xq[t], delta[t], total[t])
+        int8_row(x[t], gs, offset, xq[t], delta[t], total[t])
 
 
 @njit(parallel=True)
-def _int8_rows_parallel(x, gs, xq, delta, total):
+def _int8_rows_parallel(x, gs, offset, xq, delta, total):
     for t in prange(x.shape[0]):
-        int8_row(x[t], gs, xq[t], delta[t], total[t])
+        int8_row(x[t], gs, offset, xq[t], delta[t], total[t])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -264,13 +300,13 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
     P, K = x.shape
     xq = np.empty((P, K), np.int8)
     delta, total = np.empty((P, K // w.gs), np.float32), np.empty((P, K // w.gs), np.float32)
-    by_size(_int8_rows, _int8_rows_parallel, x.size, x, w.gs, xq, delta, total)
+    by_size(_int8_rows, _int8_rows_parallel, x.size, x, w.gs, w.offset, xq, delta, total)
     paired = xq
-    if w.bits == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
+    if _simd.width(w.kind) == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
         paired = np.empty((P, K), np.int8)
         pair_rows(xq, paired)
     panelled = xq
-    if w.bits == 4 and how == _simd.VNNI and P > FEW:
+    if _simd.width(w.kind) == 4 and how == _simd.VNNI and P > FEW:
         panelled = np.empty((P, K), np.int8)
         by_size(_panel_rows, _panel_rows_parallel, x.size, xq, panelled)
     return Bytes(xq, paired, panelled, delta, total)
@@ -301,9 +337,19 @@ def _panel_rows_parallel(x, out):
         _panel_row(x[t], out[t])
 
 
+_TWICE = np.array(_simd.TWICE, np.int32)
+_E4M3 = np.array(E4M3)
+
+
 @njit
 def _number_at(row, i, kind):
     """Number i of a row of bytes that holds floats of a format."""
+    if kind >= _simd.WIDE_E8M0:
+        code = np.int32(row[i])
+        if kind == _simd.HALF_E4M3:
+            return _E4M3[code] * np.float32(0.5)
+        scale = number(max(code << np.int32(23), np.int32(0x00400000)))
+        return scale * np.float32(256 if kind == _simd.WIDE_E8M0 else 0.5)
     if kind == FLOAT32:
         return number(
             np.int32(row[4 * i])
@@ -367,18 +413,22 @@ def pair_tail(x, pairs, out):
 # shapes        codes, scales, biases: one row of a Stack; xq int8 [K]; delta, total float32 [K / gs]
 # threads       none: one row against one token
 # bytes         K · bits / 8 + K / gs · 2 · itemsize
-# limits        no fast-math: each product and sum is rounded, lane g % 16 collects group g
+# limits        no fast-math: each product and sum is rounded, lane g % 16 collects group g; no codes of mxfp8
 @njit
-def _portable_dot(codes, scales, biases, kind, bits, gs, xq, delta, total):
+def _portable_dot(codes, scales, biases, form, kind, gs, xq, delta, total):
     lanes = np.zeros(_simd.LANES, np.float32)
     for g in range(delta.size):
         dot = 0
         for j in range(g * gs, (g + 1) * gs):
-            dot += _code_at(codes, j, bits) * np.int32(xq[j])
+            code = _code_at(codes, j, kind & 15)
+            dot += (_TWICE[code] + _simd.OFFSET if kind > 15 else code) * np.int32(xq[j])
         lane = g % _simd.LANES
-        scaled = np.float32(_number_at(scales, g, kind) * delta[g]) * np.float32(dot)
-        lanes[lane] = np.float32(lanes[lane] + scaled)
-        lanes[lane] = np.float32(lanes[lane] + np.float32(_number_at(biases, g, kind) * total[g]))
+        factor = np.float32(_number_at(scales, g, form) * delta[g])
+        if kind > 15:
+            lanes[lane] = np.float32(lanes[lane] + factor * np.float32(np.float32(dot) - total[g]))
+            continue
+        lanes[lane] = np.float32(lanes[lane] + factor * np.float32(dot))
+        lanes[lane] = np.float32(lanes[lane] + np.float32(_number_at(biases, g, form) * total[g]))
     for n in (8, 4, 2, 1):
         for i in range(n):
             lanes[i] = np.float32(lanes[i] + lanes[i + n])
@@ -386,8 +436,32 @@ def _portable_dot(codes, scales, biases, kind, bits, gs, xq, delta, total):
 
 
 @functools.cache
-def int8_one(bits: int, how: int) -> Any:
+def _scaled_sum(kind: int) -> Any:
+    """`_simd.scaled_sum` for scales of any format that goes with a kind of codes."""
+    if kind in _simd.SCALES:
+        fixed = _simd.SCALES[kind]
+
+        @njit
+        def scaled(ints, s, b, d, x, groups, form):
+            return _simd.scaled_sum(ints, s, b, d, x, groups, fixed)
+
+    else:
+
+        @njit
+        def scaled(ints, s, b, d, x, groups, form):
+            if form == 0:
+                return _simd.scaled_sum(ints, s, b, d, x, groups, 0)
+            if form == 1:
+                return _simd.scaled_sum(ints, s, b, d, x, groups, 1)
+            return _simd.scaled_sum(ints, s, b, d, x, groups, 2)
+
+    return scaled
+
+
+@functools.cache
+def int8_one(kind: int, how: int) -> Any:
     """The product of some rows of codes with one token, int8, as other kernels call it."""
+    bits, scaled = _simd.width(kind), _scaled_sum(kind)
 
     # int8_one  out[i] = row first + i of the weight · token t, for out.size rows
     # shapes    codes, scales, biases as in Stack; xp int8 [P, K] paired, xt int8 [P, 512] its tail; delta, total
@@ -396,7 +470,7 @@ def int8_one(bits: int, how: int) -> Any:
     # bytes     out.size · (K · bits / 8 + 2 · G · itemsize)
     # limits    instructions of `how`, not PORTABLE
     @njit
-    def rows(codes, scales, biases, kind, gs, first, xp, xt, delta, total, t, out):
+    def rows(codes, scales, biases, form, gs, first, xp, xt, delta, total, t, out):
         K, groups = xp.shape[1], delta.shape[1]
         sums = np.empty(groups, np.int32)
         stride, each = codes.shape[2], scales.shape[2]
@@ -408,24 +482,19 @@ def int8_one(bits: int, how: int) -> Any:
         tail, tail_x, tail_ints = (K - 512) * bits // 8, at(xt, t * 512), at(sums, (K - 512) // gs if ragged else 0)
         for i in range(out.size):
             row = first + i
-            _simd.group_dots(at(codes, row * stride), x, ints, 1, blocks, gs, bits, how)
+            _simd.group_dots(at(codes, row * stride), x, ints, 1, blocks, gs, kind, how)
             if ragged:
-                _simd.group_dots(at(codes, row * stride + tail), tail_x, tail_ints, 1, 512, gs, bits, how)
+                _simd.group_dots(at(codes, row * stride + tail), tail_x, tail_ints, 1, 512, gs, kind, how)
             s, b = at(scales, row * each), at(biases, row * each)
-            if kind == 0:
-                out[i] = _simd.scaled_sum(ints, s, b, d, sx, groups, 0)
-            elif kind == 1:
-                out[i] = _simd.scaled_sum(ints, s, b, d, sx, groups, 1)
-            else:
-                out[i] = _simd.scaled_sum(ints, s, b, d, sx, groups, 2)
+            out[i] = scaled(ints, s, b, d, sx, groups, form)
 
     return rows
 
 
 @functools.cache
-def int8_few(bits: int, how: int) -> Any:
+def int8_few(kind: int, how: int) -> Any:
     """The kernel of a product with at most FEW rows of float32, from rounding them to the results in one call."""
-    one = int8_one(bits, how)
+    one, bits = int8_one(kind, how), _simd.width(kind)
 
     # int8_few  y[t] = W · int8(x[t]) for one weight and a few rows
     # shapes    codes, scales, biases as in Stack, S = 1; x float32 [T, K]; y float32 [T, N]
@@ -433,12 +502,12 @@ def int8_few(bits: int, how: int) -> Any:
     # bytes     the weight once per row of x (the second finds it in cache), x stays in cache
     # limits    instructions of `how`, not PORTABLE
     @njit(parallel=True)
-    def few(codes, scales, biases, kind, gs, x, y):
+    def few(codes, scales, biases, form, gs, offset, x, y):
         T, K = x.shape
         xq, xp = np.empty((T, K), np.int8), np.empty((T, K), np.int8)
         delta, total = np.empty((T, K // gs), np.float32), np.empty((T, K // gs), np.float32)
         for t in range(T):
-            int8_row(x[t], gs, xq[t], delta[t], total[t])
+            int8_row(x[t], gs, offset, xq[t], delta[t], total[t])
         if bits == 4:
             pair_rows(xq, xp)
         else:
@@ -450,22 +519,50 @@ def int8_few(bits: int, how: int) -> Any:
             first = i * STRIP
             for t in range(T):
                 part = y[t, first : min(first + STRIP, N)]
-                one(codes, scales, biases, kind, gs, first, xp, xt, delta, total, t, part)
+                one(codes, scales, biases, form, gs, first, xp, xt, delta, total, t, part)
 
     return few
 
 
 @functools.cache
-def int8_product(bits: int, how: int) -> tuple[Any, Any]:
-    """Serial and parallel kernel of the grouped product with int8 activations, for one width of codes."""
+def _scale_panels(kind: int) -> Any:
+    """`_simd.scale_panel` of scales and, where there are any, biases."""
+    if kind in _simd.SCALES:
+        fixed = _simd.SCALES[kind]
+
+        @njit
+        def panels(from_s, from_b, each, rows, to_s, to_b, groups, form):
+            _simd.scale_panel(from_s, each, rows, to_s, groups, fixed)
+
+    else:
+
+        @njit
+        def panels(from_s, from_b, each, rows, to_s, to_b, groups, form):
+            if form == 0:
+                _simd.scale_panel(from_s, each, rows, to_s, groups, 0)
+                _simd.scale_panel(from_b, each, rows, to_b, groups, 0)
+            elif form == 1:
+                _simd.scale_panel(from_s, each, rows, to_s, groups, 1)
+                _simd.scale_panel(from_b, each, rows, to_b, groups, 1)
+            else:
+                _simd.scale_panel(from_s, each, rows, to_s, groups, 2)
+                _simd.scale_panel(from_b, each, rows, to_b, groups, 2)
+
+    return panels
+
+
+@functools.cache
+def int8_product(kind: int, how: int) -> tuple[Any, Any]:
+    """Serial and parallel kernel of the grouped product with int8 activations, for one kind of codes."""
+    scaled = _scaled_sum(kind)
     if how == PORTABLE:
 
         @njit
-        def task(codes, scales, biases, kind, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+        def task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y):
             for n in range(first, min(first + STRIP, codes.shape[1])):
                 for t in range(lo, hi):
                     y[t, n] = _portable_dot(
-                        codes[slot, n], scales[slot, n], biases[slot, n], kind, bits, gs, xq[t], delta[t], total[t]
+                        codes[slot, n], scales[slot, n], biases[slot, n], form, kind, gs, xq[t], delta[t], total[t]
                     )
 
     else:
@@ -475,36 +572,33 @@ def int8_product(bits: int, how: int) -> tuple[Any, Any]:
         # bytes      16 · (K · bits / 8 + 2 · G · itemsize) per task, x stays in cache
         # limits     instructions of `how`
         @njit
-        def rows_task(codes, scales, biases, kind, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+        def rows_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y):
             K, groups = xq.shape[1], delta.shape[1]
             sums = np.empty((hi - lo, groups), np.int32)
             for n in range(first, min(first + STRIP, codes.shape[1])):
                 row = slot * codes.shape[1] + n
                 scale_row = row * scales.shape[2]
                 c = at(codes, row * codes.shape[2])
-                _simd.group_dots(c, at(xp, lo * K), at(sums, 0), hi - lo, K, gs, bits, how)
+                _simd.group_dots(c, at(xp, lo * K), at(sums, 0), hi - lo, K, gs, kind, how)
                 for t in range(hi - lo):
                     ints, s, b = at(sums, t * groups), at(scales, scale_row), at(biases, scale_row)
                     d, x = at(delta, (lo + t) * groups), at(total, (lo + t) * groups)
-                    if kind == 0:
-                        y[lo + t, n] = _simd.scaled_sum(ints, s, b, d, x, groups, 0)
-                    elif kind == 1:
-                        y[lo + t, n] = _simd.scaled_sum(ints, s, b, d, x, groups, 1)
-                    else:
-                        y[lo + t, n] = _simd.scaled_sum(ints, s, b, d, x, groups, 2)
+                    y[lo + t, n] = scaled(ints, s, b, d, x, groups, form)
 
         task = rows_task
 
     if how == _simd.VNNI:
+        scale_panels = _scale_panels(kind)
+
         # panel_task  the same for many tokens: 16 rows unpacked once, rows in lanes, tokens in tiles of 8
         # shapes      as above; panel uint8 [K/4, 16, 4], scales and biases float32 [G, 16], G filled up to 16
         # threads     none: one task
         # bytes       the strip once; the panel (16 · K bytes, in L2) once per tile of tokens
         # limits      AVX-512 VNNI
         @njit
-        def panel_task(codes, scales, biases, kind, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+        def panel_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y):
             if hi - lo <= FEW:
-                rows_task(codes, scales, biases, kind, gs, slot, first, xq, xp, delta, total, lo, hi, y)
+                rows_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y)
                 return
             N, K, groups = codes.shape[1], xq.shape[1], delta.shape[1]
             rows = min(STRIP, N - first)
@@ -513,19 +607,11 @@ def int8_product(bits: int, how: int) -> tuple[Any, Any]:
             s, b = np.empty((full, STRIP), np.float32), np.empty((full, STRIP), np.float32)
             acc = np.empty(STRIP * 8 * STRIP, np.float32)
             stride = codes.shape[2]
-            _simd.code_panel(at(codes, (slot * N + first) * stride), stride, rows, at(panel, 0), K, bits)
+            _simd.code_panel(at(codes, (slot * N + first) * stride), stride, rows, at(panel, 0), K, kind)
             each = scales.shape[2]
             to_s, to_b = at(s, 0), at(b, 0)
             from_s, from_b = at(scales, (slot * N + first) * each), at(biases, (slot * N + first) * each)
-            if kind == 0:
-                _simd.scale_panel(from_s, each, rows, to_s, groups, 0)
-                _simd.scale_panel(from_b, each, rows, to_b, groups, 0)
-            elif kind == 1:
-                _simd.scale_panel(from_s, each, rows, to_s, groups, 1)
-                _simd.scale_panel(from_b, each, rows, to_b, groups, 1)
-            else:
-                _simd.scale_panel(from_s, each, rows, to_s, groups, 2)
-                _simd.scale_panel(from_b, each, rows, to_b, groups, 2)
+            scale_panels(from_s, from_b, each, rows, to_s, to_b, groups, form)
             t = lo
             while t < hi:
                 x, d, sx = at(xq, t * K), at(delta, t * groups), at(total, t * groups)
@@ -533,33 +619,33 @@ def int8_product(bits: int, how: int) -> tuple[Any, Any]:
                 ps, pb, pp, pa = at(s, 0), at(b, 0), at(panel, 0), at(acc, 0)
                 ahead = at(codes, (slot * N + first + STRIP) * stride)
                 if hi - t >= 8:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, bits, 8)
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 8)
                     t += 8
                 elif hi - t >= 4:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, bits, 4)
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 4)
                     t += 4
                 elif hi - t >= 2:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, bits, 2)
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 2)
                     t += 2
                 else:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, bits, 1)
+                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 1)
                     t += 1
 
         task = panel_task
 
     @njit
-    def serial(codes, scales, biases, kind, gs, slot, lo, hi, xq, xp, delta, total, y):
+    def serial(codes, scales, biases, form, gs, slot, lo, hi, xq, xp, delta, total, y):
         strips = (codes.shape[1] + STRIP - 1) // STRIP
         for i in range(slot.size * strips):
             g, first = i // strips, i % strips * STRIP
-            task(codes, scales, biases, kind, gs, slot[g], first, xq, xp, delta, total, lo[g], hi[g], y)
+            task(codes, scales, biases, form, gs, slot[g], first, xq, xp, delta, total, lo[g], hi[g], y)
 
     @njit(parallel=True)
-    def parallel(codes, scales, biases, kind, gs, slot, lo, hi, xq, xp, delta, total, y):
+    def parallel(codes, scales, biases, form, gs, slot, lo, hi, xq, xp, delta, total, y):
         strips = (codes.shape[1] + STRIP - 1) // STRIP
         for i in prange(slot.size * strips):
             g, first = i // strips, i % strips * STRIP
-            task(codes, scales, biases, kind, gs, slot[g], first, xq, xp, delta, total, lo[g], hi[g], y)
+            task(codes, scales, biases, form, gs, slot[g], first, xq, xp, delta, total, lo[g], hi[g], y)
 
     return serial, parallel
 
@@ -576,33 +662,38 @@ def _plain_dot(w, x):
 
 
 @njit
-def _plain_weights(codes, scales, biases, kind, bits, gs, out):
+def _plain_weights(codes, scales, biases, form, kind, gs, out):
     """A row of a Stack as float32."""
     for j in range(out.size):
-        if bits == 0:
-            out[j] = _number_at(codes, j, kind)
+        if kind == 0:
+            out[j] = _number_at(codes, j, form)
+        elif kind > 15:
+            code = _code_at(codes, j, kind & 15)
+            value = _E4M3[code] / np.float32(256) if kind == _simd.MXFP8 else np.float32(_TWICE[code])
+            out[j] = value * _number_at(scales, j // gs, form)
         else:
-            q = np.float32(_code_at(codes, j, bits))
-            out[j] = np.float32(q * _number_at(scales, j // gs, kind)) + _number_at(biases, j // gs, kind)
+            q = np.float32(_code_at(codes, j, kind))
+            out[j] = np.float32(q * _number_at(scales, j // gs, form)) + _number_at(biases, j // gs, form)
 
 
 @functools.cache
-def float_product(bits: int, how: int) -> tuple[Any, Any]:
-    """Serial and parallel kernel of the grouped product in float32; bits 0 stands for dense weights."""
+def float_product(kind: int, how: int) -> tuple[Any, Any]:
+    """Serial and parallel kernel of the grouped product in float32; kind 0 stands for dense weights."""
+    fixed = _simd.SCALES.get(kind, 0)
     if how == PORTABLE:
 
         @njit
-        def widen_weight(codes, scales, biases, kind, gs, slot, n, out):
-            _plain_weights(codes[slot, n], scales[slot, n], biases[slot, n], kind, bits, gs, out)
+        def widen_weight(codes, scales, biases, form, gs, slot, n, out):
+            _plain_weights(codes[slot, n], scales[slot, n], biases[slot, n], form, kind, gs, out)
 
-    elif bits == 0:
+    elif kind == 0:
 
         @njit
-        def widen_weight(codes, scales, biases, kind, gs, slot, n, out):
+        def widen_weight(codes, scales, biases, form, gs, slot, n, out):
             row, to = at(codes, (slot * codes.shape[1] + n) * codes.shape[2]), at(out, 0)
-            if kind == 0:
+            if form == 0:
                 _simd.dense_row(row, to, out.size, 0)
-            elif kind == 1:
+            elif form == 1:
                 _simd.dense_row(row, to, out.size, 1)
             else:
                 _simd.dense_row(row, to, out.size, 2)
@@ -610,16 +701,18 @@ def float_product(bits: int, how: int) -> tuple[Any, Any]:
     else:
 
         @njit
-        def widen_weight(codes, scales, biases, kind, gs, slot, n, out):
+        def widen_weight(codes, scales, biases, form, gs, slot, n, out):
             row = slot * codes.shape[1] + n
             c, to = at(codes, row * codes.shape[2]), at(out, 0)
             s, b = at(scales, row * scales.shape[2]), at(biases, row * scales.shape[2])
-            if kind == 0:
-                _simd.dense_codes(c, s, b, to, out.size, gs, bits, 0)
-            elif kind == 1:
-                _simd.dense_codes(c, s, b, to, out.size, gs, bits, 1)
+            if kind > 15:
+                _simd.dense_codes(c, s, b, to, out.size, gs, kind, fixed, how)
+            elif form == 0:
+                _simd.dense_codes(c, s, b, to, out.size, gs, kind, 0, how)
+            elif form == 1:
+                _simd.dense_codes(c, s, b, to, out.size, gs, kind, 1, how)
             else:
-                _simd.dense_codes(c, s, b, to, out.size, gs, bits, 2)
+                _simd.dense_codes(c, s, b, to, out.size, gs, kind, 2, how)
 
     if how == PORTABLE:
 
@@ -650,12 +743,12 @@ def float_product(bits: int, how: int) -> tuple[Any, Any]:
     # bytes       the strip once; dense (in L2) once per 4 tokens
     # limits      none
     @njit
-    def dense_task(codes, scales, biases, kind, gs, slot, first, strip, x, lo, hi, y):
+    def dense_task(codes, scales, biases, form, gs, slot, first, strip, x, lo, hi, y):
         N, K = codes.shape[1], x.shape[1]
         rows = min(strip, N - first)
         dense = np.empty((rows, K), np.float32)
         for r in range(rows):
-            widen_weight(codes, scales, biases, kind, gs, slot, first + r, dense[r])
+            widen_weight(codes, scales, biases, form, gs, slot, first + r, dense[r])
         t = lo
         while t < hi:
             tokens = 4 if hi - t >= 4 else 1
@@ -667,14 +760,16 @@ def float_product(bits: int, how: int) -> tuple[Any, Any]:
             t += tokens
 
     task = dense_task
-    if bits and how != PORTABLE:
+    if kind and how != PORTABLE:
 
         @njit
-        def widen_scales(scales, kind, row, out):
+        def widen_scales(scales, form, row, out):
             source, to = at(scales, row * scales.shape[2]), at(out, 0)
-            if kind == 0:
+            if kind > 15:
+                _simd.dense_row(source, to, out.size, fixed)
+            elif form == 0:
                 _simd.dense_row(source, to, out.size, 0)
-            elif kind == 1:
+            elif form == 1:
                 _simd.dense_row(source, to, out.size, 1)
             else:
                 _simd.dense_row(source, to, out.size, 2)
@@ -683,11 +778,11 @@ def float_product(bits: int, how: int) -> tuple[Any, Any]:
         # shapes      as above; scales and biases of 4 rows as float32 are scratch
         # threads     none: one task
         # bytes       the strip once per token, x in cache
-        # limits      none
+        # limits      scales of mxfp8 below 2^120: they are multiplied by 256 first
         @njit
-        def coded_task(codes, scales, biases, kind, gs, slot, first, strip, x, lo, hi, y):
+        def coded_task(codes, scales, biases, form, gs, slot, first, strip, x, lo, hi, y):
             if hi - lo >= 4:
-                dense_task(codes, scales, biases, kind, gs, slot, first, strip, x, lo, hi, y)
+                dense_task(codes, scales, biases, form, gs, slot, first, strip, x, lo, hi, y)
                 return
             N, K, stride = codes.shape[1], x.shape[1], codes.shape[2]
             groups, last = K // gs, min(first + strip, N)
@@ -696,32 +791,33 @@ def float_product(bits: int, how: int) -> tuple[Any, Any]:
             while n < last:
                 rows = 4 if last - n >= 4 else 1
                 for r in range(rows):
-                    widen_scales(scales, kind, slot * N + n + r, s[r])
-                    widen_scales(biases, kind, slot * N + n + r, b[r])
+                    widen_scales(scales, form, slot * N + n + r, s[r])
+                    if kind < 16:
+                        widen_scales(biases, form, slot * N + n + r, b[r])
                 c = at(codes, (slot * N + n) * stride)
                 for t in range(lo, hi):
                     to, xs = at(y, t * N + n), at(x, t * K)
                     if rows == 4:
-                        _simd.coded_dots(c, stride, at(s, 0), at(b, 0), groups, xs, to, K, gs, bits, 4)
+                        _simd.coded_dots(c, stride, at(s, 0), at(b, 0), groups, xs, to, K, gs, kind, 4, how)
                     else:
-                        _simd.coded_dots(c, stride, at(s, 0), at(b, 0), groups, xs, to, K, gs, bits, 1)
+                        _simd.coded_dots(c, stride, at(s, 0), at(b, 0), groups, xs, to, K, gs, kind, 1, how)
                 n += rows
 
         task = coded_task
 
     @njit
-    def serial(codes, scales, biases, kind, gs, slot, lo, hi, strip, x, y):
+    def serial(codes, scales, biases, form, gs, slot, lo, hi, strip, x, y):
         strips = (codes.shape[1] + strip - 1) // strip
         for i in range(slot.size * strips):
             g, first = i // strips, i % strips * strip
-            task(codes, scales, biases, kind, gs, slot[g], first, strip, x, lo[g], hi[g], y)
+            task(codes, scales, biases, form, gs, slot[g], first, strip, x, lo[g], hi[g], y)
 
     @njit(parallel=True)
-    def parallel(codes, scales, biases, kind, gs, slot, lo, hi, strip, x, y):
+    def parallel(codes, scales, biases, form, gs, slot, lo, hi, strip, x, y):
         strips = (codes.shape[1] + strip - 1) // strip
         for i in prange(slot.size * strips):
             g, first = i // strips, i % strips * strip
-            task(codes, scales, biases, kind, gs, slot[g], first, strip, x, lo[g], hi[g], y)
+            task(codes, scales, biases, form, gs, slot[g], first, strip, x, lo[g], hi[g], y)
 
     return serial, parallel
 
@@ -736,20 +832,29 @@ def grouped_product(
     if y.size == 0:
         return
     how = chosen(variant)
-    if activations == "int8" and w.bits:
+    if activations == "int8" and w.rounds:
         quantized_product(int8_rows(x, w, groups, how), w, groups, y, how)
         return
-    kernels = float_product(w.bits, how)
+    kernels = float_product(w.kind, how)
     strip = 32 if len(x) >= 16 * len(groups.slot) else 8
     args = (w.codes, w.scales, w.biases, w.fmt, w.gs, groups.slot, groups.lo, groups.hi, strip, x, y)
     _launch(kernels, w, groups, args)
+    _scale_groups(w, groups, y)
 
 
 def quantized_product(x: Bytes, w: Stack, groups: Groups, y: np.ndarray, how: int) -> None:
     """`grouped_product` of rows that are bytes already."""
     rows = (x.panelled, x.paired, x.delta, x.total)  # made for this call, so writable: one signature
     args = (w.codes, w.scales, w.biases, w.fmt, w.gs, groups.slot, groups.lo, groups.hi, *rows, y)
-    _launch(int8_product(w.bits, how), w, groups, args)
+    _launch(int8_product(w.kind, how), w, groups, args)
+    _scale_groups(w, groups, y)
+
+
+def _scale_groups(w: Stack, groups: Groups, y: np.ndarray) -> None:
+    """Multiply the products with each weight of a stack by its factor, where there are any."""
+    if w.factors is not None:
+        for slot, lo, hi in zip(groups.slot, groups.lo, groups.hi, strict=True):
+            y[lo:hi] *= w.factors[slot]
 
 
 def _launch(kernels: tuple[Any, Any], w: Stack, groups: Groups, args: tuple[Any, ...]) -> None:
@@ -766,9 +871,10 @@ def product_into(x: np.ndarray, w: Any, out: np.ndarray, activations: str, varia
     y = float_target(out)
     flat = y.reshape(len(rows), out.shape[-1])
     stack = stack_of(w)
-    few = activations == "int8" and stack.bits and 0 < len(rows) <= FEW and stack.codes.nbytes >= SMALL
-    if few and (how := chosen(variant)) != PORTABLE:
-        run(int8_few(stack.bits, how), stack.codes, stack.scales, stack.biases, stack.fmt, stack.gs, rows, flat)
+    few = activations == "int8" and stack.rounds and 0 < len(rows) <= FEW and stack.codes.nbytes >= SMALL
+    if few and stack.factors is None and (how := chosen(variant)) != PORTABLE:
+        arrays = (stack.codes, stack.scales, stack.biases)
+        run(int8_few(stack.kind, how), *arrays, stack.fmt, stack.gs, stack.offset, rows, flat)
     else:
         grouped_product(rows, stack, whole(len(rows)), flat, activations, variant)
     finish(y, out)
@@ -806,7 +912,7 @@ def shared_products(
     """Several weights against the same rows, which `gather` makes from x; int8 rounds x once for all that it meets."""
     if products[0].size == 0:
         return
-    if activations == "int8" and stacks[0].bits and len({(w.bits, w.gs) for w in stacks}) == 1:
+    if activations == "int8" and stacks[0].rounds and len({(w.kind, w.gs) for w in stacks}) == 1:
         how = chosen(variant)
         rows = int8_rows(x, stacks[0], groups, how).map(gather)
         for w, y in zip(stacks, products, strict=True):

@@ -33,10 +33,11 @@ from penstock.backends.cpu._attend import (
     writable_words,
 )
 from penstock.backends.cpu._formats import FLOAT32, fmt, frozen
-from penstock.backends.cpu._simd import F32, I8, I64, V16F, V16I
+from penstock.backends.cpu._simd import F32, I8, I64, V16F
 from penstock.backends.cpu._threads import run, threads
 from penstock.backends.cpu.cache import mla_cache_append, split
 from penstock.backends.cpu.compile import njit
+from penstock.backends.cpu.linear import chosen, float_scales, kind_of
 from penstock.backends.cpu.norm import rms_norm
 from penstock.backends.cpu.quant import dequantize_into
 from penstock.backends.cpu.rope import rope
@@ -210,20 +211,21 @@ def _add_rows(x, x_row, w, n, tokens, y, keep):
 
 
 @intrinsic(prefer_literal=True)
-def _add_coded_rows(typingctx, codes, stride, scales, biases, groups, x, n, y, K, gs, keep, bits):
+def _add_coded_rows(typingctx, codes, stride, scales, biases, groups, x, n, y, K, gs, keep, kind, how):
     """y[c] = sum_i x[i] * w[i, c] over the n rows that `dense_codes` would make, added to y if `keep`.
 
     scales, biases float32 [n, groups]. The sums of `_add_rows`, bit for bit, without storing the rows.
     """
-    if (fixed := _simd._constants(bits)) is None:
+    if (fixed := _simd._constants(kind, how)) is None:
         return None
     size, pointer = types.int64, types.CPointer(types.float32)
     sig = types.void(
-        types.CPointer(types.uint8), size, pointer, pointer, size, pointer, size, pointer, size, size, size, bits
+        types.CPointer(types.uint8), size, pointer, pointer, size, pointer, size, pointer, size, size, size, kind, how
     )
 
     def codegen(context, builder, sig, args):
-        code, (nbits,) = _simd._Code(builder), fixed
+        code, (kind, how) = _simd._Code(builder), fixed
+        per_group = 16 if kind == _simd.NVFP4 else 32
         codes, stride, scales, biases, groups, x, n, y, K, gs, keep = args[:11]
         b = builder
         fma = code.function("llvm.fma.v16f32", V16F, V16F, V16F, V16F)
@@ -232,18 +234,18 @@ def _add_coded_rows(typingctx, codes, stride, scales, biases, groups, x, n, y, K
 
         def columns(k, half=False):
             count = 2 if half else 4
-            blocks = [group_of(b.add(k, I64(block))) for block in range(0, 16 * count, 32)]
+            blocks = [group_of(b.add(k, I64(block))) for block in range(0, 16 * count, per_group)]
 
             def row(i, *acc):
-                part = code.codes(code.at(codes, b.mul(i, stride), I8), k, nbits, half)
+                part = code.signed(code.at(codes, b.mul(i, stride), I8), k, kind, half, how)
                 weight = code.splat(code.load(code.at(x, i, F32), F32))
                 new = []
                 for v in range(count):
-                    place = b.add(b.mul(i, groups), blocks[v // 2])
-                    s, bias = (code.splat(code.load(code.at(base, place, F32), F32)) for base in (scales, biases))
-                    lanes = code.shuffle(part, part, range(16 * v, 16 * v + 16))
-                    q = b.uitofp(b.zext(lanes, V16I), V16F)
-                    new.append(b.call(fma, [weight, b.fadd(b.fmul(q, s), bias), acc[v]]))
+                    place = b.add(b.mul(i, groups), blocks[16 * v // per_group])
+                    bases = (scales,) if kind in _simd.SCALES else (scales, biases)
+                    s, *bias = (code.splat(code.load(code.at(base, place, F32), F32)) for base in bases)
+                    q = code.numbers(part, range(16 * v, 16 * v + 16), kind)
+                    new.append(b.call(fma, [weight, code.weight(q, s, bias[0] if bias else None), acc[v]]))
                 return new
 
             places = [code.at(code.at(y, k, F32), 16 * v, F32) for v in range(count)]
@@ -260,8 +262,9 @@ def _add_coded_rows(typingctx, codes, stride, scales, biases, groups, x, n, y, K
 
 
 @functools.cache
-def _per_head(bits: int) -> tuple[Any, Any]:
-    """The product for weights of `bits` (0: dense), on one thread and on all."""
+def _per_head(kind: int, how: int) -> tuple[Any, Any]:
+    """The product for codes of a kind (0: dense), on one thread and on all."""
+    bits = _simd.width(kind)
     if bits:
 
         @njit
@@ -277,7 +280,7 @@ def _per_head(bits: int) -> tuple[Any, Any]:
             for i in range(n):
                 codes = raw(w, (row + i) * K * bits // 8)
                 s, b = raw(groups, 4 * i * per_row), raw(groups, 4 * (groups.shape[1] + i * per_row))
-                _simd.dense_codes(codes, s, b, floats(out, i * K), K, gs, bits, FLOAT32)
+                _simd.dense_codes(codes, s, b, floats(out, i * K), K, gs, kind, FLOAT32, how)
 
         @njit
         def one_row(by_rows, w, scales, biases, form, gs, row, n, K, groups, x, y):
@@ -289,18 +292,18 @@ def _per_head(bits: int) -> tuple[Any, Any]:
                 for i in range(0, n, STRIP):
                     s, b = floats(groups, i * per_row), floats(groups, groups.shape[1] + i * per_row)
                     codes, m = raw(w, (row + i) * stride), min(STRIP, n - i)
-                    _add_coded_rows(codes, stride, s, b, per_row, forward(x, i), m, y, K, gs, i, bits)
+                    _add_coded_rows(codes, stride, s, b, per_row, forward(x, i), m, y, K, gs, i, kind, how)
                 return True
             for i in range(0, n, 4):
                 s, b = floats(groups, i * per_row), floats(groups, groups.shape[1] + i * per_row)
                 codes, target = raw(w, (row + i) * stride), forward(y, i)
                 if n - i >= 4:
-                    _simd.coded_dots(codes, stride, s, b, per_row, x, target, K, gs, bits, 4)
+                    _simd.coded_dots(codes, stride, s, b, per_row, x, target, K, gs, kind, 4, how)
                 else:
                     for j in range(n - i):
                         s, b = forward(s, j * per_row), forward(b, j * per_row)
                         codes = raw(w, (row + i + j) * stride)
-                        _simd.coded_dots(codes, stride, s, b, per_row, x, forward(target, j), K, gs, bits, 1)
+                        _simd.coded_dots(codes, stride, s, b, per_row, x, forward(target, j), K, gs, kind, 1, how)
             return True
 
     else:
@@ -379,15 +382,16 @@ def _multiply(w: Any, x: np.ndarray, out: np.ndarray, by_rows: bool, first: int,
     if isinstance(w, QuantizedTensor):
         packed = w.packed.reshape(-1).view(np.uint8)
         packed.flags.writeable = False
-        bits, weights, packing = w.bits, (packed, words(w.scales), words(w.biases)), (w.group_size, fmt(w.scales))
+        scales, biases = (w.scales, w.biases) if w.mode == "affine" else (float_scales(w),) * 2
+        kind, weights, packing = kind_of(w), (packed, words(scales), words(biases)), (w.group_size, fmt(scales))
     else:
-        bits, weights, packing = 0, (_NO_BYTES, words(w), _NO_WORDS), (K, fmt(w))
+        kind, weights, packing = 0, (_NO_BYTES, words(w), _NO_WORDS), (K, fmt(w))
     per_head = w.shape[0] // H if w.ndim == 2 else w.shape[1]
     X = n if by_rows else K
     x_heads = x.size // (T * X)
     shape = (T, H, x_heads, per_head, first, n, K, *packing)
     arguments = (np.zeros(1, np.int64), by_rows, *weights, shape, words(x), fmt(x), writable_words(out))
-    work, work_all = _per_head(bits)
+    work, work_all = _per_head(kind, chosen(None))
     if T * H * K * n <= _FEW:
         work(*arguments)
     else:

@@ -15,7 +15,9 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu._formats import frozen
+from penstock.backends.cpu._math import silu32
 from penstock.backends.cpu._route import moe_combine_residual
+from penstock.backends.cpu._simd import width as width_of
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import njit
 from penstock.backends.cpu.linear import (
@@ -143,9 +145,10 @@ WIDE = 64  # rows of a down projection that one task takes: 16 KB of each expert
 
 
 @functools.cache
-def token_block(up_bits: int, down_bits: int, how: int) -> Any:
-    """The kernel that takes one token through its chosen experts, int8, for two widths of codes."""
-    up_rows, down_rows = int8_one(up_bits, how), int8_one(down_bits, how)
+def token_block(up_kind: int, down_kind: int, how: int) -> Any:
+    """The kernel that takes one token through its chosen experts, int8, for two kinds of codes."""
+    up_rows, down_rows = int8_one(up_kind, how), int8_one(down_kind, how)
+    up_pairs, down_pairs = width_of(up_kind) == 4, width_of(down_kind) == 4
 
     # token_block  h[i] = act(gate_e · x) · (up_e · x), e = slot[i];  y = Σ_i weights[i] · (down_e · h[i]), in order
     # shapes       gate, up [S, N, ·], down [S, dim, ·] as in Stack, up rows from `offset` on; xq, xp int8 [1, K] with
@@ -155,26 +158,27 @@ def token_block(up_bits: int, down_bits: int, how: int) -> Any:
     # limits       instructions of `how`
     @njit(parallel=True)
     def block(
-        gate, gate_s, gate_b, up, up_s, up_b, offset, down, down_s, down_b, kind, up_gs, down_gs,
+        gate, gate_s, gate_b, up, up_s, up_b, offset, down, down_s, down_b, form, down_form, up_gs, down_gs,
+        down_offset,
         slot, weights, xq, xp, delta, total, gelu, h, hq, hp, h_delta, h_total, y,
     ):  # fmt: skip
         k, width = h.shape
         xt, ht = np.empty((1, 512), np.int8), np.empty((k, 512), np.int8)
-        pair_tail(xq, up_bits == 4, xt)
+        pair_tail(xq, up_pairs, xt)
         strips = (width + STRIP - 1) // STRIP
         for i in prange(k * strips):
             e, first = i // strips, i % strips * STRIP
             rows = min(STRIP, width - first)
             g, u = np.empty(rows, np.float32), np.empty(rows, np.float32)
-            up_rows(gate, gate_s, gate_b, kind, up_gs, slot[e] * gate.shape[1] + first, xp, xt, delta, total, 0, g)
+            up_rows(gate, gate_s, gate_b, form, up_gs, slot[e] * gate.shape[1] + first, xp, xt, delta, total, 0, g)
             at_up = slot[e] * up.shape[1] + offset + first
-            up_rows(up, up_s, up_b, kind, up_gs, at_up, xp, xt, delta, total, 0, u)
+            up_rows(up, up_s, up_b, form, up_gs, at_up, xp, xt, delta, total, 0, u)
             gated_row(g, u, gelu, h[e, first : first + rows])
         for e in range(k):
-            int8_row(h[e], down_gs, hq[e], h_delta[e], h_total[e])
-        if down_bits == 4:
+            int8_row(h[e], down_gs, down_offset, hq[e], h_delta[e], h_total[e])
+        if down_pairs:
             pair_rows(hq, hp)
-        pair_tail(hq, down_bits == 4, ht)
+        pair_tail(hq, down_pairs, ht)
         dim = y.size
         for i in prange((dim + WIDE - 1) // WIDE):
             first = i * WIDE
@@ -183,7 +187,7 @@ def token_block(up_bits: int, down_bits: int, how: int) -> Any:
             part[:] = 0
             for e in range(k):
                 at_row = slot[e] * dim + first
-                down_rows(down, down_s, down_b, kind, down_gs, at_row, hp, ht, h_delta, h_total, e, one)
+                down_rows(down, down_s, down_b, down_form, down_gs, at_row, hp, ht, h_delta, h_total, e, one)
                 w = weights[e]
                 for j in range(rows):
                     part[j] += w * one[j]
@@ -202,12 +206,12 @@ def _one_token(
     h, hq = np.empty((k, width), np.float32), np.empty((2, k, width), np.int8)
     sums, y = np.empty((2, k, width // down.gs), np.float32), np.empty(down.rows, np.float32)
     run(
-        token_block(gate.bits, down.bits, how),
+        token_block(gate.kind, down.kind, how),
         gate.codes, gate.scales, gate.biases, up.codes, up.scales, up.biases, 0 if up_w is not None else width,
-        down.codes, down.scales, down.biases, gate.fmt, gate.gs, down.gs,
+        down.codes, down.scales, down.biases, gate.fmt, down.fmt, gate.gs, down.gs, down.offset,
         slots.astype(np.int64), frozen(weights.reshape(-1)), rows.xq, rows.paired, rows.delta, rows.total,
         act == "gelu_tanh",
-        h, hq[0], hq[1 if down.bits == 4 else 0], sums[0], sums[1], y,
+        h, hq[0], hq[1 if width_of(down.kind) == 4 else 0], sums[0], sums[1], y,
     )  # fmt: skip
     return y
 
@@ -227,8 +231,8 @@ def _fits_one_launch(x: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activat
         activations == "int8"
         and x.size == x.shape[-1]
         and x.dtype == np.float32
-        and all(isinstance(w, QuantizedTensor) and w.dtype == gate_w.dtype for w in weights)
-        and (up_w is None or (up_w.bits, up_w.group_size) == (gate_w.bits, gate_w.group_size))
+        and all(isinstance(w, QuantizedTensor) and w.format.integers and w.global_scale is None for w in weights)
+        and (up_w is None or up_w.key[1:] == gate_w.key[1:])
     )
 
 
@@ -263,6 +267,53 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
         return
     pairs = pairs_of(slots, ids.size // ids.shape[-1])
     _sum(_mlp(x, ids.shape[-1], pairs, gate_w, up_w, down_w, act, activations, variant), pairs, weights, out)
+
+
+# clamped   h[p, j] = g · σ(alpha · g) · (u + 1), g = min(gate[p, j] + gate_bias[e, j], limit), u = up[p, j] +
+#           up_bias[e, j] between −limit and limit
+# shapes    gate, up, h float32 [P, N], h may be gate; biases float32 [E, N]; expert int64 [P]: e of each row
+# threads   prange over rows in the parallel form; a row belongs to one thread
+# bytes     20 · P · N
+# limits    none
+@njit
+def _clamped_row(gate, up, gate_bias, up_bias, limit, alpha, h):
+    for j in range(h.size):
+        g = min(gate[j] + gate_bias[j], limit)
+        u = min(max(up[j] + up_bias[j], -limit), limit)
+        h[j] = silu32(alpha * g) / alpha * (u + np.float32(1))
+
+
+@njit
+def _clamped(gate, up, gate_bias, up_bias, expert, limit, alpha, h):
+    for p in range(h.shape[0]):
+        _clamped_row(gate[p], up[p], gate_bias[expert[p]], up_bias[expert[p]], limit, alpha, h[p])
+
+
+@njit(parallel=True)
+def _clamped_parallel(gate, up, gate_bias, up_bias, expert, limit, alpha, h):
+    for p in prange(h.shape[0]):
+        _clamped_row(gate[p], up[p], gate_bias[expert[p]], up_bias[expert[p]], limit, alpha, h[p])
+
+
+@kernel(ops.moe_biased_forward, device="cpu", variants=tuple(VARIANTS), composed=True)
+def moe_biased_forward(
+    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, *, out,
+    variant,
+):  # fmt: skip
+    if out.size == 0:
+        return
+    k = ids.shape[-1]
+    pairs = pairs_of(places(ids, slot_of).reshape(-1), ids.size // k)
+    chosen = ids.reshape(-1).astype(np.int64)
+    expert = chosen if pairs.order is None else chosen[pairs.order]
+    stacks = [stack_of(gate_w), stack_of(up_w)]
+    gate, up = (np.empty((pairs.count, w.rows), np.float32) for w in stacks)
+    shared_products(float_rows(x), stacks, pairs.groups, lambda a: pairs.gather(a, k), [gate, up], activations, variant)
+    biases = (frozen(gate_bias), frozen(up_bias), expert, np.float32(limit), np.float32(alpha))
+    by_size(_clamped, _clamped_parallel, gate.size, gate, up, *biases, gate)
+    each = _down(float_rows(_rounded(gate, x.dtype)), pairs, down_w, activations, variant)
+    each += down_bias[expert]
+    _sum(each, pairs, weights, out)
 
 
 @kernel(ops.moe_shared_forward, device="cpu", variants=tuple(VARIANTS), composed=True)

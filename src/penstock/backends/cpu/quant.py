@@ -23,7 +23,7 @@ from penstock.backends.cpu._formats import writable as bits_of
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import njit
 from penstock.dtypes import dtype_name
-from penstock.quant import QuantizedTensor
+from penstock.quant import QuantizedTensor, group_scales, levels
 
 _CHUNK = 128  # groups a thread takes at once: 4 to 16 thousand weights, enough to hide the two scratch arrays
 
@@ -35,10 +35,15 @@ def quantize_into(array: np.ndarray, out: QuantizedTensor) -> int:
     not finite or spans more than float32 holds; nothing in `out` is defined then.
     """
     assert array.flags.c_contiguous
-    assert (array.shape, dtype_name(array.dtype)) == (out.shape, out.dtype)
+    assert array.shape == out.shape
+    assert out.mode != "affine" or dtype_name(array.dtype) == out.dtype
     if array.size == 0:
         return -1
     weights = readable(array).reshape(-1, out.group_size)
+    if out.mode != "affine":
+        top = np.float32(448 if out.mode == "mxfp8" else 6)
+        rest = (out.bits, out.mode == "nvfp4", top, _words(out), out.scales.reshape(-1))
+        return int(run(_quantize_floats, weights, fmt(array), *rest))
     packed, scales, biases = _words(out), bits_of(out.scales).reshape(-1), bits_of(out.biases).reshape(-1)
     return int(run(_quantize, weights, out.bits, fmt(out.scales), packed, scales, biases))
 
@@ -53,6 +58,11 @@ def dequantize_into(w: QuantizedTensor, out: np.ndarray) -> None:
     if out.size == 0:
         return
     values, out_fmt = bits_of(out).reshape(-1, w.group_size), fmt(out)
+    if w.mode != "affine":
+        with np.errstate(over="ignore"):
+            numbers = readable(group_scales(w)).reshape(-1)
+        run(_dequantize_floats, readable(_words(w)), numbers, readable(levels(w.mode)), w.bits, out_fmt, values)
+        return
     packed, scales, biases = readable(_words(w)), readable(w.scales).reshape(-1), readable(w.biases).reshape(-1)
     run(_dequantize, packed, scales, biases, w.bits, fmt(w.scales), out_fmt, values)
 
@@ -84,7 +94,11 @@ def _quantize(weights, bits, fmt, packed, scales, biases):
 
 @njit
 def plain(lo, hi, n):
-    """Scale and bias of a group from lo to hi with codes 0 … n: the edge further from 0 is met exactly."""
+    """Scale and bias of a group from lo to hi with codes 0 … n: the edge further from 0 is met exactly; of two codes
+    both edges are.
+    """
+    if n == np.float32(1):
+        return max(hi - lo, np.float32(1e-7)), lo
     low_edge = abs(lo) > abs(hi)
     s = max((hi - lo) / n, np.float32(1e-7))
     s = s if low_edge else -s
@@ -109,6 +123,11 @@ def _quantize_chunk(weights, bits, fmt, packed, scales, biases, start, stop):
         span = hi - lo
         if not np.isfinite(span):  # an infinity or NaN in the group is lo or hi
             return g
+        if bits == 1 and lo == zero:  # of 0 and -0 the first one
+            at = 0
+            while w[at] != zero:
+                at += 1
+            lo = w[at]
         s, b = plain(lo, hi, n)
         for j in range(gs):
             q = np.rint((w[j] - b) / s)
@@ -118,6 +137,124 @@ def _quantize_chunk(weights, bits, fmt, packed, scales, biases, start, stop):
         scales[g] = rounded(s, fmt)
         biases[g] = rounded(b, fmt)
     return -1
+
+
+# quantize_floats  per group: scale and codes as penstock.quant.quantize defines them for modes that are not affine
+# shapes    weights [groups, gs] bits of a format, packed uint8 [groups, gs * bits / 8], scales uint8 [groups]; top: the
+#           largest float of the codes
+# threads   prange over chunks of groups; a group belongs to one thread
+# bytes     groups * gs * itemsize in, groups * (gs * bits / 8 + 1) out, each once
+# limits    bits 4 or 8; no fast-math: quotients are IEEE float32, rounded to the weights' format
+@njit(parallel=True)
+def _quantize_floats(weights, fmt, bits, small_scales, top, packed, scales):
+    """Returns the first group that is not finite, or -1."""
+    groups = weights.shape[0]
+    chunks = (groups + _CHUNK - 1) // _CHUNK
+    unfit = np.empty(chunks, np.int64)
+    for c in prange(chunks):
+        stop = min(groups, (c + 1) * _CHUNK)
+        unfit[c] = _quantize_floats_chunk(weights, fmt, bits, small_scales, top, packed, scales, c * _CHUNK, stop)
+    for c in range(chunks):
+        if unfit[c] >= 0:
+            return unfit[c]
+    return -1
+
+
+@njit
+def _quantize_floats_chunk(weights, fmt, bits, small_scales, top, packed, scales, start, stop):
+    gs = weights.shape[1]
+    pattern = np.empty(gs, np.int32)
+    w = pattern.view(np.float32)
+    for g in range(start, stop):
+        _load(weights[g], fmt, pattern)
+        most = np.int32(0)
+        for j in range(gs):
+            most = max(most, np.int32(pattern[j] & np.int32(0x7FFFFFFF)))  # |w| orders as its bits do
+        if most >= np.int32(0x7F800000):
+            return g
+        m = widened(rounded(number(most) / top, fmt), fmt)
+        if small_scales:
+            code = _e4m3_code(m)
+            factor = _e4m3_value(code)
+        else:
+            exponent = _exponent_above(m)
+            code = np.uint8((exponent + 127) & 255)
+            factor = np.float32(2.0**exponent)
+        scales[g] = code
+        row = packed[g]
+        for i in range(row.size):
+            row[i] = 0
+        for j in range(gs):
+            ratio = widened(rounded(w[j] / factor, fmt), fmt) if factor != np.float32(0) else np.float32(0)
+            if bits == 8:
+                row[j] = _e4m3_code(ratio)
+            else:
+                row[j >> 1] |= np.uint8(_e2m1_code(ratio) << (4 * (j & 1)))
+    return -1
+
+
+@njit
+def _exponent_above(m):
+    """The smallest e with 2**e >= m, 0 for m = 0."""
+    bits = pattern_of(m)
+    if bits == 0:
+        return 0
+    if bits < 0x00800000:  # subnormal: bits * 2**-149
+        e = -149
+        while (1 << (e + 149)) < bits:
+            e += 1
+        return e
+    e = (bits >> 23) - 127
+    return e + 1 if bits & 0x007FFFFF else e
+
+
+@njit
+def _e4m3_code(x):
+    """The nearest E4M3 number, ties to even, at most 448 in magnitude."""
+    bits = pattern_of(x)
+    sign = np.int32((bits >> np.int32(24)) & np.int32(0x80))
+    bits &= np.int32(0x7FFFFFFF)
+    if bits < np.int32(0x3C800000):  # below 2**-6: multiples of 2**-9
+        code = np.int32(np.rint(number(bits) * np.float32(512)))
+    else:
+        bits = min(bits, np.int32(0x43E00000))  # 448
+        code = ((bits + np.int32(0x7FFFF) + ((bits >> np.int32(20)) & np.int32(1))) >> np.int32(20)) - np.int32(960)
+    return np.uint8(sign | code)
+
+
+@njit
+def _e4m3_value(code):
+    magnitude = np.int32(code & 0x7F)
+    if magnitude < 8:
+        return np.float32(magnitude) * np.float32(2.0**-9)
+    return number(np.int32((magnitude + np.int32(960)) << np.int32(20)))
+
+
+@njit
+def _e2m1_code(x):
+    """The nearest E2M1 number, the one nearer to 0 in a tie; far beyond 6 differences in float32 decide."""
+    a = abs(x)
+    if a > np.float32(1 << 20):
+        return _nearest_e2m1(x)
+    if a <= np.float32(0.25):
+        return 0
+    if a <= np.float32(1.75):
+        code = 1 if a <= np.float32(0.75) else 2 if a <= np.float32(1.25) else 3
+    else:
+        code = 4 if a <= np.float32(2.5) else 5 if a <= np.float32(3.5) else 6 if a <= np.float32(5) else 7
+    return code + 8 if x < 0 else code
+
+
+@njit
+def _nearest_e2m1(x):
+    best, least = 0, abs(x)
+    for code in range(16):
+        e, m = (code >> 1) & 3, code & 1
+        level = np.float32(0.5 * m) if e == 0 else np.float32((1 + 0.5 * m) * 2.0 ** (e - 1))
+        gap = abs(np.float32(x - (-level if code & 8 else level)))
+        if gap < least:
+            best, least = code, gap
+    return best
 
 
 # dequantize  value = code * scale + bias, product and sum rounded in float32, or in the half that scales and out share
@@ -156,6 +293,23 @@ def _dequantize_chunk(packed, scales, biases, bits, fmt, out_fmt, out, start, st
         else:
             for j in range(gs):
                 row[j] = rounded(np.float32(codes[j]) * s + b, out_fmt)
+
+
+# dequantize_floats  value = levels[code] * scale, rounded once to out's format
+# shapes      packed uint8 [groups, gs * bits / 8]; scales [groups], levels [2**bits] and out [groups, gs]: bits of
+#             float32, of out's format
+# threads     prange over chunks of groups, each written by one thread
+# bytes       groups * (gs * bits / 8 + 4) in, groups * gs * itemsize out, each once
+# limits      bits 4 or 8
+@njit(parallel=True)
+def _dequantize_floats(packed, scales, levels, bits, out_fmt, out):
+    groups, gs = out.shape
+    for c in prange((groups + _CHUNK - 1) // _CHUNK):
+        for g in range(c * _CHUNK, min(groups, (c + 1) * _CHUNK)):
+            s, row = number(scales[g]), packed[g]
+            for j in range(gs):
+                code = row[j] if bits == 8 else (row[j >> 1] >> (4 * (j & 1))) & 15
+                out[g, j] = rounded(number(levels[code]) * s, out_fmt)
 
 
 @njit

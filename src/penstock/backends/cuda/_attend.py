@@ -185,6 +185,7 @@ def attend(
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool] | None = None,
     gate: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Launch the attention of these keys and, if the positions were split, what puts the parts together.
 
@@ -192,7 +193,8 @@ def attend(
     the keys if it has arrays of its own (with v = k: latents). steps: T may be any number, so `deterministic` forbids
     to look at it. state: instead of writing `out`, merge into float32 (running max, denominator, accumulator, first),
     with the weights of the values in float32 as well. gate: like out, which is multiplied by its sigmoid. starts: of
-    sequences whose run is one row, which is where starts says; T is 1, and rows of other runs stay as they are.
+    sequences whose run is one row, which is where starts says; T is 1, and rows of other runs stay as they are. sinks
+    [H]: scores of heads without a value.
     """
     B, T, H, heads, WV = sizes
     if scale < 0:
@@ -211,7 +213,7 @@ def attend(
         stats = torch.empty(B * T * H * splits * 2, dtype=torch.float32, device=q.device)
     table = q if cache.table is None else cache.table
     second = (q if q2 is None else q2, k, k if k2 is None else k2)
-    arrays = Arrays(q, *second, v, table, None if split else gate, part, stats, starts)
+    arrays = Arrays(q, *second, v, table, None if split else gate, part, stats, starts, sinks)
     model = Heads(heads, cache.page, scale * math.log2(math.e) or 1e-30)  # 0 · −inf is not −inf
     rows = (cache.entries, cache.pages, cache.capacity)
     grid, options = (B * tiles * splits * heads * -(-WV // BV),), {"num_warps": warps, "num_stages": stages}
@@ -258,6 +260,7 @@ def attend_runs(
     gate: torch.Tensor | None = None,
     longest: int | None = None,
     up_to: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The attention of the runs of sequences: `attend` of those of ANSWER_ROWS, tiles of the rows of all others.
 
@@ -268,9 +271,9 @@ def attend_runs(
     few = 0 if longest is not None and longest < ANSWER_ROWS else ANSWER_ROWS
     if few and B:
         sizes = (B, 1, *heads)
-        attend(q, q2, k, k2, v, out, cache, lengths, -1, scale, window, sizes, gate=gate, starts=starts)
+        attend(q, q2, k, k2, v, out, cache, lengths, -1, scale, window, sizes, gate=gate, starts=starts, sinks=sinks)
     limits = (few, _ANY if longest is None else longest, _ANY if up_to is None else up_to)
-    attend_tiles(q, q2, k, k2, v, out, cache, lengths, starts, scale, window, heads, gate, limits, len(q))
+    attend_tiles(q, q2, k, k2, v, out, cache, lengths, starts, scale, window, heads, gate, limits, len(q), sinks)
 
 
 def attend_tiles(
@@ -289,6 +292,7 @@ def attend_tiles(
     gate: torch.Tensor | None,
     limits: tuple[int, int, int],
     rows: int,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """One launch of `ragged`: limits are its above, longest and up_to; rows where those of no sequence end."""
     if scale < 0:
@@ -306,7 +310,7 @@ def attend_tiles(
     B = len(lengths)
     tiles = len(q) * C.GROUP // M + B + 1
     table = q if cache.table is None else cache.table
-    arrays = Arrays(q, q if q2 is None else q2, k, k if k2 is None else k2, v, table, gate, out, out, starts)
+    arrays = Arrays(q, q if q2 is None else q2, k, k if k2 is None else k2, v, table, gate, out, out, starts, sinks)
     model = Heads(Hkv, cache.page, scale * math.log2(math.e) or 1e-30)
     ragged_kernel[(tiles * Hkv * -(-WV // BV),)](
         arrays, lengths, rows, B, *limits, cache.entries, cache.pages, cache.capacity, window or 0, tiles, 1, model,

@@ -20,7 +20,7 @@ WHOLE, LATENT, EXPANDED = (tl.constexpr(n) for n in range(3))
 
 # Arrays of a launch. gate: None or like out; out and stats: with SPLIT of every split, else out twice; starts: None, or
 # where the runs of the sequences start (ops/ragged.py).
-Arrays = namedtuple("Arrays", "q q2 k k2 v table gate out stats starts")
+Arrays = namedtuple("Arrays", "q q2 k k2 v table gate out stats starts sinks")
 # Numbers of a model: key-value heads, rows of a page, factor of the scores in powers of two.
 Heads = namedtuple("Heads", "heads page scale")
 # What a kernel is compiled for: widths W of a key, W2 of its second part and WV of a value, each up to a power of two
@@ -231,8 +231,21 @@ def _attend_tiles(view, begin, end, step, entry, acc, top, total, h, C: tl.const
 
 
 @triton.jit
-def _attend_view(view, entry, begin, earliest, latest, splits, h, C: tl.constexpr):
-    """Sum, maximum and denominator of every row over all tiles of its split."""
+def _sinks_of(a, p, C: tl.constexpr):
+    """Maximum and denominator that rows begin with: with sinks, in the first split, those of one score, no value."""
+    top = tl.full([C.M], float("-inf"), tl.float32)
+    total = tl.zeros([C.M], tl.float32)
+    if a.sinks is not None:
+        head = p.head * C.GROUP + (p.tile * C.M + tl.arange(0, C.M)) % C.GROUP
+        first = p.split == 0
+        top = tl.where(first, tl.load(a.sinks + head) * 1.4426950408889634, top)  # in powers of two
+        total = tl.where(first, 1.0, total)
+    return top, total
+
+
+@triton.jit
+def _attend_view(view, entry, begin, earliest, latest, splits, top, total, h, C: tl.constexpr):
+    """Sum, maximum and denominator of every row over all tiles of its split, from the given ones on."""
     step = splits * C.N
     left = begin
     right = begin
@@ -243,8 +256,6 @@ def _attend_view(view, entry, begin, earliest, latest, splits, h, C: tl.constexp
         right = tl.maximum(tl.minimum(earliest + 1, view.high), 0) // C.N * C.N
         right = left + tl.cdiv(tl.maximum(right - left, 0), step) * step
     acc = tl.zeros([C.M, C.BV], tl.float32)
-    top = tl.full([C.M], float("-inf"), tl.float32)
-    total = tl.zeros([C.M], tl.float32)
     if C.WINDOWED and C.LAYOUT == PAGE_PER_TILE:
         entry = tl.load(view.table + tl.minimum(begin // h.page, view.entries - 1))
     if C.WINDOWED and not C.ONE:
@@ -311,5 +322,6 @@ def attend_rows(a, p, number, T, entries, pages, capacity, shift, window, splits
         if begin >= high:
             _store_nothing(a, p, T, splits, h, C)
             return
-    acc, top, total = _attend_view(view, entry, begin, earliest, latest, splits, h, C)
+    top, total = _sinks_of(a, p, C)
+    acc, top, total = _attend_view(view, entry, begin, earliest, latest, splits, top, total, h, C)
     _store_rows(a, p, acc, top, total, T, splits, h, C)

@@ -4,7 +4,8 @@ Weights are the large operand of matrix products of 16 rows with 8 columns. Code
 in bfloat16; activations become one bfloat16 (bfloat16 itself), two (float16) or three (float32), also exactly; products
 are summed in float32. The columns hold groups × tokens: a column sums one group of the weight for one token and is then
 multiplied by the group's scale. The order of K inside a tile is free, so it is the order in which codes lie in the
-registers that loaded them: no weight passes through shared memory.
+registers that loaded them: no weight passes through shared memory. Codes that are floats (`_floats`) are exact in
+bfloat16 as well.
 
 A lane loads 1 to 4 words (2, 4 and 8 bits) or 32 codes (3, 5 and 6 bits) of a row and shares the row with 3 others: a
 tile is what the 4 have. Tensors are [S, R, …]: S warps, each with its own block of K, and R rows. Which lane holds what
@@ -16,6 +17,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda._floats import float_tile, global_factor, is_float, scale_of, width
 from penstock.backends.cuda._launch import WIDENED, sigmoid
 from penstock.backends.cuda._rows import rounded
 
@@ -42,7 +44,7 @@ def is_stream(bits):
 @triton.constexpr_function
 def lane_words(bits, gs, tokens):
     """Words that a lane loads at once: 4, or fewer where the groups of a tile and tokens would not fit in 8 columns."""
-    words = 4
+    words, bits = 4, width(bits)
     while words > 1 and tokens * (words * 128 // bits) > 8 * gs:
         words //= 2
     return words
@@ -51,7 +53,7 @@ def lane_words(bits, gs, tokens):
 @triton.constexpr_function
 def tile_codes(bits, gs, tokens):
     """Codes of one row in a tile: those of 4 lanes."""
-    return 128 if is_stream(bits) else lane_words(bits, gs, tokens) * 128 // bits
+    return 128 if is_stream(bits) else lane_words(bits, gs, tokens) * 128 // width(bits)
 
 
 @triton.constexpr_function
@@ -180,13 +182,13 @@ def _load_words(a, base, common, block, first, n, C: tl.constexpr):
     BLOCK: tl.constexpr = block_codes(BITS, C.GS, C.TP)
     TILES: tl.constexpr = BLOCK // tile_codes(BITS, C.GS, C.TP)
     HALF: tl.constexpr = C.ROWS // 8 if a.up[0] is None else C.ROWS // 16
-    ROW: tl.constexpr = C.G * (C.GS * BITS // 32)
+    ROW: tl.constexpr = C.G * C.GS * width(BITS) // 32
     L: tl.constexpr = BITS if is_stream(BITS) else lane_words(BITS, C.GS, C.TP)
     m = tl.arange(0, C.ROWS // 8)
     row = first + tl.arange(0, 8)[:, None, None] + 8 * (m % HALF)
     rows = _rows(a, 0, base[:, None], common[:, None], n.up_row, row, m, ROW, HALF)
     live = (row < n.N) & (base >= 0)[:, None]
-    start = block[:, None] * (BLOCK * BITS // 32) + tl.arange(0, 4)[:, None, None, None] * L
+    start = block[:, None] * (BLOCK * width(BITS) // 32) + tl.arange(0, 4)[:, None, None, None] * L
     words = ()
     for t in tl.static_range(TILES):
         at = start + t * (4 * L)
@@ -217,7 +219,13 @@ def _load_scales(a, PART: tl.constexpr, base, common, block, first, n, C: tl.con
     base, common = base[:, None, None, None], common[:, None, None, None]
     at = _rows(a, PART, base, common, n.up_row, row, m, C.G, HALF)
     live = (row < n.N) & (group < C.G) & (base >= 0)
-    scale = tl.load(at + group, mask=live, other=0.0).to(tl.float32)
+    scale = scale_of(tl.load(at + group, mask=live, other=0), C.BITS)
+    if is_float(C.BITS) and a.w[2] is not None:
+        slot = tl.maximum(base, 0) // n.matrix
+        which = a.w[2] + slot
+        if a.up[2] is not None:
+            which = tl.where(m < HALF, which, a.up[2] + slot)
+        scale *= global_factor(which, 0, live)
     scale = tl.broadcast_to(scale, (4, 8, C.S, C.ROWS // 8, COLS // 8, 2))
     return scale.permute(2, 3, 1, 4, 0, 5).reshape(C.S, C.ROWS, COLS)
 
@@ -256,7 +264,9 @@ def _in_order(
     if is_stream(BITS):
         x = x.reshape(4, 8, S, COLS // 8, 2, 2, 2, 2, 2).permute(2, 8, 7, 6, 0, 5, 4, 3, 1)
     else:
-        x = x.reshape(4, 8, S, COLS // 8, lane_words(BITS, GS, TP), 2, 8 // BITS, 2).permute(2, 4, 6, 0, 7, 5, 3, 1)
+        x = x.reshape(4, 8, S, COLS // 8, lane_words(BITS, GS, TP), 2, 8 // width(BITS), 2).permute(
+            2, 4, 6, 0, 7, 5, 3, 1
+        )
     return x.reshape(S, tile_codes(BITS, GS, TP), COLS)
 
 
@@ -273,6 +283,13 @@ def _multiplied(
         x1, rest = _cut(rest)
         if WIDE:
             x2, rest = _cut(rest)
+    if is_float(BITS):
+        PER_TILE: tl.constexpr = TP * max(1, tile_codes(BITS, GS, TP) // GS)
+        own_tile = (tl.arange(0, columns(BITS, GS, TP)) // PER_TILE)[None, None, :]
+        made = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
+        for t in tl.static_range(len(words)):
+            made = tl.where(own_tile == t, _dots(float_tile(words[t], BITS, S, R), x0, x1, x2, late), made)
+        return made * scale
     # A code in the upper bits of the mantissa of 2^BITS makes 2^BITS + code (of 8 bits 16 + the lower half and 256 + 16
     # times the upper), which the sum of x takes away again. Activations in parts want codes around 0 for the sake of
     # their last bits: from 128 + code a centre is taken, an instruction more per pair.
@@ -355,7 +372,8 @@ def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr):
         block = at % BLOCKS
         words += _load_words(a, base, is_common, block, first, n, C)
         scales += (_load_scales(a, 1, base, is_common, block, first, n, C),)
-        biases += (_load_scales(a, 2, base, is_common, block, first, n, C),)
+        if not is_float(C.BITS):
+            biases += (_load_scales(a, 2, base, is_common, block, first, n, C),)
         bases += (base,)
     return bases, words, scales, biases
 
@@ -420,7 +438,9 @@ def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n,
         for t in tl.static_range(1, len(words)):
             guard |= words[t]
         for u in tl.static_range(U):
-            late |= scales[u].to(tl.int32, bitcast=True) | biases[u].to(tl.int32, bitcast=True)
+            late |= scales[u].to(tl.int32, bitcast=True)
+            if not is_float(BITS):
+                late |= biases[u].to(tl.int32, bitcast=True)
             x_guard |= xs[u]
         x_guard = tl.xor_sum(x_guard, 4, keep_dims=True)
     magic = (guard & nothing) | magic
@@ -436,7 +456,8 @@ def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n,
             norm = _in_order(norms[u], a.norm.dtype.element_ty, BITS, GS, TP, C.S).to(tl.float32)
             part = rounded(part.to(tl.float32) * by * norm, C.NORMED)
         mine = words[u * EACH : (u + 1) * EACH]
-        part = _multiplied(mine, scales[u], biases[u], part, magic, late, BITS, GS, TP, C.ROWS, C.S)
+        bias = None if is_float(BITS) else biases[u]
+        part = _multiplied(mine, scales[u], bias, part, magic, late, BITS, GS, TP, C.ROWS, C.S)
         if a.weights is not None:
             q = (pair + _block_of(start + u * C.S, C.S) // BLOCKS).to(tl.int32)
             part *= factor_of(a.weights, a.score, q, bases[u] >= 0, C.SHARED_EVERY)[:, None, None]

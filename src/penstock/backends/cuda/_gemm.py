@@ -15,10 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda._floats import (
+    float_values,
+    global_factor,
+    is_float,
+    kernel_arrays,
+    kind_of,
+    scale_of,
+    width,
+)
 from penstock.backends.cuda._launch import INTERPRETED, TL_DTYPES, compiled_for, multiprocessors, shared_memory
 from penstock.backends.cuda._tuning import GEMM, GEMM_DENSE, GEMM_ORDERED, GEMM_PART, GEMM_SPLIT, GEMM_WIDE
 from penstock.ops.op import deterministic
-from penstock.quant import QuantizedTensor
+from penstock.quant import GLOBAL_UNIT, QuantizedTensor
 
 # A use of the sum in every step makes Triton wait for the tensor cores before the registers that hold the weight tile
 # are written again; without one it leaves up to three of four products unfinished.
@@ -34,6 +43,7 @@ Constants = namedtuple("Constants", "K BITS GS WORDS PAIRS ORDERED DTYPE BM BN B
 @triton.constexpr_function
 def units(bits: int) -> int:
     """Codes per unit: those of a word where a word holds whole codes, else 32."""
+    bits = width(bits)
     return 32 // bits if bits in (2, 4, 8) else 32
 
 
@@ -65,7 +75,7 @@ def load_scales(ptr, start, k, C: tl.constexpr):
         if C.K % C.BK == 0:
             s = tl.load(at)
         else:
-            s = tl.load(at, mask=g[None, :] < C.K // C.GS, other=0.0)
+            s = tl.load(at, mask=g[None, :] < C.K // C.GS, other=0)
     return s
 
 
@@ -144,9 +154,10 @@ def load_codes(ptr, start, k, C: tl.constexpr):
 
     PAIRS: without the last axis, both halves in the halves of a word, with other codes in the bits above each.
     """
-    MASK: tl.constexpr = (1 << C.BITS) - 1
-    if 32 % C.BITS == 0:
-        VPW: tl.constexpr = 32 // C.BITS
+    BITS: tl.constexpr = width(C.BITS)
+    MASK: tl.constexpr = (1 << BITS) - 1
+    if 32 % BITS == 0:
+        VPW: tl.constexpr = 32 // BITS
         w = k // VPW + tl.arange(0, C.BK // VPW)
         at = ptr + start[:, None] + w[None, :]
         if C.K % C.BK == 0:
@@ -154,7 +165,7 @@ def load_codes(ptr, start, k, C: tl.constexpr):
         else:
             words = tl.load(at, mask=w[None, :] < C.K // VPW, other=0)
         words = tl.reshape(words.to(tl.uint32, bitcast=True), [C.BN, C.BK // (4 * VPW), 4])
-        j = tl.arange(0, VPW // 2) * C.BITS
+        j = tl.arange(0, VPW // 2) * BITS
         words = words[:, :, None, :] >> j[None, None, :, None]
         if C.PAIRS is not None:
             codes = words
@@ -183,6 +194,10 @@ def weight_tile(codes, s, b, C: tl.constexpr):
     VPW: tl.constexpr = units(C.BITS)
     TILE: tl.constexpr = [C.BN, C.BK]
     s = by_unit(s, C)
+    if is_float(C.BITS):
+        FLOATS: tl.constexpr = [C.BN, C.BK // (4 * VPW), VPW // 2, 4, 2]
+        s = tl.broadcast_to(scale_of(s, C.BITS)[:, :, :, :, None], FLOATS)
+        return tl.reshape(float_values(codes.to(tl.int32, bitcast=True), C.BITS) * s, TILE).to(C.DTYPE)
     b = by_unit(b, C)
     if C.PAIRS is not None:
         SHAPE: tl.constexpr = [C.BN, C.BK // (4 * VPW), VPW // 2, 4]
@@ -216,7 +231,7 @@ def accumulate(acc, a, x_start, x_live, w_start, s_start, b_start, first, last, 
         for k in range(first, last, C.BK):
             codes = load_codes(a.w[0], w_start, k, C)
             s = load_scales(a.w[1], s_start, k, C)
-            b = load_scales(a.w[2], b_start, k, C)
+            b = None if is_float(C.BITS) else load_scales(a.w[2], b_start, k, C)
             w = weight_tile(codes, s, b, C)
             # x last, next to the product that reads it: its way through shared memory is not cut by that of the scales
             x = load_tile(a.x, x_start, x_live, k, C).to(C.DTYPE)
@@ -231,7 +246,7 @@ def accumulate(acc, a, x_start, x_live, w_start, s_start, b_start, first, last, 
 @triton.jit
 def weight_starts(row, C: tl.constexpr):
     """Where rows of a weight start: in its codes or numbers, and in its scales and biases."""
-    return row * (C.K * C.BITS // 32 if C.BITS else C.K), row * (C.K // C.GS)
+    return row * (C.K * width(C.BITS) // 32 if C.BITS else C.K), row * (C.K // C.GS)
 
 
 # gemm      out[t, n] = Σ_k x[t, k] · W[n, k], W = code · scale + bias or dense, in parts of K that are added in order
@@ -251,6 +266,8 @@ def _gemm_kernel(a, T, N, PART: tl.constexpr, FOLD: tl.constexpr, C: tl.constexp
         start = (tl.program_id(1) + part) * PART
         acc = tl.zeros([C.BN, C.BM], tl.float32)
         total += accumulate(acc, a, m * C.K, m < T, w_start, s_start, s_start, start, min(start + PART, C.K), C)
+    if is_float(C.BITS) and a.w[2] is not None:
+        total *= global_factor(a.w[2], 0, None)
     at = a.out + (tl.program_id(1).to(tl.int64) * T + m[:, None]) * N + n[None, :]
     tl.store(at, tl.trans(total).to(a.out.dtype.element_ty), mask=(m[:, None] < T) & (n[None, :] < N))
 
@@ -347,13 +364,19 @@ def _pairs(bits: int, scales: torch.dtype, dtype: torch.dtype) -> str | None:
 
 def pairs_of(w: Any, dtype: torch.dtype) -> str | None:
     """The PTX that makes weights of two codes at a time, where both fit the mantissa and scales are of this dtype."""
-    return _pairs(w.bits, w.scales.dtype, dtype) if isinstance(w, QuantizedTensor) else None
+    return _pairs(kind_of(w), w.scales.dtype, dtype) if isinstance(w, QuantizedTensor) else None
 
 
 def words_fit(w: Any) -> bool:
     """True if half-precision scales and biases can be read by aligned words that end with the array."""
     s, b = w.scales, w.biases
-    return s.element_size() == 2 and s.numel() % 2 == 0 and s.data_ptr() % 4 == 0 and b.data_ptr() % 4 == 0
+    return (
+        w.mode == "affine"
+        and s.element_size() == 2
+        and s.numel() % 2 == 0
+        and s.data_ptr() % 4 == 0
+        and b.data_ptr() % 4 == 0
+    )
 
 
 def ordered(x: torch.Tensor, bits: int) -> torch.Tensor:
@@ -413,7 +436,7 @@ def _launch(
 ) -> None:
     (T, K), N = x.shape, w.shape[0]
     quantized = isinstance(w, QuantizedTensor)
-    arrays, bits, gs = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
+    arrays, bits, gs = (kernel_arrays(w), kind_of(w), w.group_size) if quantized else ((w, w, w), 0, 1)
     dtype, order = dot_dtype(x, w, x if half else out), ordering(T, K, bits)
     wide = plainly(dtype, bits, order)
     gpu = (multiprocessors(x), shared_memory(x))
@@ -435,10 +458,39 @@ def _launch(
 def dense_copy(w: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight made dense in this dtype, in new memory."""
     made = torch.empty(w.shape, dtype=dtype, device=w.packed.device)
+    if w.mode != "affine":
+        _dense_floats(w, made)
+        return made
     unit = units(w.bits)
     count, step = made.numel() // unit, 2048 // unit
     _dense_kernel[(triton.cdiv(count, step),)](*w.arrays, made, count, w.bits, w.group_size, step)
     return made
+
+
+# dense_floats  out[i] = float(code[i]) · scale[i // GS] in float32, rounded to out's dtype
+# shapes    the weight's words end to end: packed [words], scales flat; out [words, codes of a word]
+# grid      (words / WORDS,)
+# bytes     packed and scales once, out once
+# limits    no global scale
+@triton.jit(do_not_specialize=["count"])
+def _dense_floats_kernel(w_ptr, s_ptr, out_ptr, count, BITS: tl.constexpr, GS: tl.constexpr, WORDS: tl.constexpr):
+    PER: tl.constexpr = 32 // width(BITS)
+    u = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    live = u < count
+    s = scale_of(tl.load(s_ptr + u * PER // GS, mask=live, other=0), BITS)
+    word = tl.load(w_ptr + u, mask=live, other=0)
+    j = tl.arange(0, PER)[None, :]
+    code = (word[:, None] >> (j * width(BITS))) & ((1 << width(BITS)) - 1)
+    y = (float_values(code, BITS) * s[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + u[:, None] * PER + j, y, mask=live[:, None])
+
+
+def _dense_floats(w: QuantizedTensor, made: torch.Tensor) -> None:
+    count = w.packed.numel()
+    grid = (triton.cdiv(count, 256),)
+    _dense_floats_kernel[grid](w.packed, w.scales, made, count, kind_of(w), w.group_size, 256)
+    if w.global_scale is not None:
+        made *= (w.global_scale / float(GLOBAL_UNIT))[..., None, None].to(made.dtype)
 
 
 def _dense_pays(T: int, N: int) -> bool:

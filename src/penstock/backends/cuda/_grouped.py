@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda._floats import global_factor, is_float, kernel_arrays, kind_of
 from penstock.backends.cuda._gemm import (
     Constants,
     accumulate,
@@ -116,6 +117,11 @@ def _tile(a, up, slot, first, end, N, rows, n, G: tl.constexpr, BM: tl.constexpr
         b_start += is_up * up[2]
     acc = tl.zeros([C.BN, BM], tl.float32)
     acc = accumulate(acc, a, (pair // G.SHARE).to(tl.int64) * C.K, live, w_start, s_start, b_start, 0, C.K, C)
+    if is_float(C.BITS) and a.w[2] is not None:
+        which = slot + tl.zeros([C.BN], tl.int64)
+        if G.ACT is not None:
+            which += (tl.arange(0, C.BN) // WIDTH).to(tl.int64) * up[2]
+        acc *= global_factor(a.w[2], which, None)[:, None]
     if G.ACT is not None:
         gate, above = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, BM]), [1, 2, 0]))
         acc = activation(gate, G.ACT) * above
@@ -194,6 +200,11 @@ def group_pairs(
     return Plan(order, tiles, rows)
 
 
+def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> int:
+    """Elements from one array to another of its dtype."""
+    return 0 if one is None or other is None else (other.data_ptr() - one.data_ptr()) // one.element_size()
+
+
 def _grouped(
     x: torch.Tensor, w: Any, up: Any, plan: Plan, pairs_per_x: int, act: str | None, out: torch.Tensor,
     is_ordered: bool = False, out_unit: int = 0,
@@ -202,18 +213,18 @@ def _grouped(
     S, rows, K = w.shape
     N, NT = out.shape[-1], plan.tiles.numel() // 3
     quantized = isinstance(w, QuantizedTensor)
-    arrays, bits, gs = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
+    arrays, bits, gs = (kernel_arrays(w), kind_of(w), w.group_size) if quantized else ((w, w, w), 0, 1)
     dtype = dot_dtype(x, w, x)
     words = quantized and words_fit(w)
     apart = (0, 0, 0)
     if up is not None:
         if quantized and up.key != w.key:
             raise BackendError(f"expert_gate_up: up_w is {up!r}, expected the format of gate_w ({w!r}) on cuda")
-        others = up.arrays if quantized else (up, up, up)
-        apart = tuple((b.data_ptr() - a.data_ptr()) // a.element_size() for a, b in zip(arrays, others, strict=True))
+        others = kernel_arrays(up) if quantized else (up, up, up)
+        apart = tuple(_apart(a, b) for a, b in zip(arrays, others, strict=True))
         words = words and words_fit(up)
     elif act is not None:
-        apart = tuple(N * a.shape[-1] for a in arrays)
+        apart = tuple(0 if a is None or a.ndim == 1 else N * a.shape[-1] for a in arrays)
     if not is_ordered and ordering(x.shape[0], K, bits):
         x, is_ordered = ordered(x, bits), True
     plain, even = plainly(dtype, bits, is_ordered), K % (2 * gs) == 0
@@ -224,6 +235,12 @@ def _grouped(
     _grouped_kernel[(NT * triton.cdiv(N, BN // 2 if act else BN),)](
         a, *apart, NT, N, S, rows, G=compiled_for(G), C=compiled_for(C), num_warps=warps, num_stages=stages
     )
+
+
+def grouped_product(x: torch.Tensor, w: Any, plan: Plan, pairs_per_x: int, out: torch.Tensor) -> None:
+    """out [P, N] = w[e] · x[p // pairs_per_x] for the pairs of a plan."""
+    assert x.is_contiguous() and out.is_contiguous()
+    _grouped(x, w, None, plan, pairs_per_x, None, out)
 
 
 def grouped_gate_up(
@@ -272,7 +289,7 @@ def grouped_mlp(
     if ids.numel() == 0:
         return
     h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-    unit = units(down_w.bits) if isinstance(down_w, QuantizedTensor) and between is None else 0
+    unit = units(kind_of(down_w)) if isinstance(down_w, QuantizedTensor) and between is None else 0
     if unit and (4 * unit > 32 or h.shape[-1] % (4 * unit)):  # a tile is 32 columns wide or more
         unit = 0
     plan = group_pairs(ids, gate_w.shape[0], slot_of, leave=leave)

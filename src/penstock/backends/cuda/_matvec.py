@@ -24,6 +24,7 @@ from penstock.backends.cuda._codes import (
     row_rinv,
     tile_codes,
 )
+from penstock.backends.cuda._floats import kernel_arrays, kind_of
 from penstock.backends.cuda._launch import (
     INTERPRETED,
     TL_DTYPES,
@@ -245,16 +246,17 @@ NO_WEIGHT = (None, None, None)
 
 
 def weight_parts(w: Any) -> tuple[tuple[Any, Any, Any], int, int, int]:
-    """Arrays, bits, group size and groups per row of a weight; a dense one has bits 0 and groups of 1."""
+    """Arrays, kind of codes, group size and groups per row of a weight; a dense one has kind 0 and groups of 1."""
     if isinstance(w, QuantizedTensor):
-        return w.arrays, w.bits, w.group_size, w.scales.shape[-1]
+        return kernel_arrays(w), kind_of(w), w.group_size, w.scales.shape[-1]
     assert w.is_contiguous()
     return (w, None, None), 0, 1, w.shape[-1]
 
 
 def same_codes(*weights: QuantizedTensor) -> bool:
     """Whether one launch can read these weights: one width of codes, one group size, scales of one dtype."""
-    return len({(w.bits, w.group_size, w.shape[-1], w.scales.dtype) for w in weights}) == 1
+    formats = {(*w.format, w.shape[-1], w.scales.dtype) for w in weights}
+    return len(formats) == 1 and (len(weights) == 1 or all(w.global_scale is None for w in weights))
 
 
 _read: weakref.WeakSet[QuantizedTensor] = weakref.WeakSet()
@@ -337,7 +339,7 @@ def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
 
 def passes_over(dtype: torch.dtype, w: Any) -> int:
     """Rows of activations of this dtype per pass over w."""
-    return _most_tokens(w.bits, w.group_size, dtype) if isinstance(w, QuantizedTensor) else _tuning.MATVEC_TOKENS
+    return _most_tokens(kind_of(w), w.group_size, dtype) if isinstance(w, QuantizedTensor) else _tuning.MATVEC_TOKENS
 
 
 def matvec(

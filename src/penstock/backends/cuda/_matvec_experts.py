@@ -6,6 +6,7 @@ import torch
 
 from penstock.backends.cuda._activations import gated
 from penstock.backends.cuda._matvec import launch, weight_parts
+from penstock.quant import QuantizedTensor
 
 
 def expert_rows(
@@ -22,6 +23,13 @@ def expert_rows(
     launch(x, experts, out, N, pairs=pairs, pairs_per_x=pairs_per_x, ids=ids, slot_of=slot_of, stack=stack)
 
 
+def _alike(gate_w: Any, up_w: Any) -> bool:
+    """Whether one launch reads both."""
+    if isinstance(gate_w, QuantizedTensor) and isinstance(up_w, QuantizedTensor):
+        return weight_parts(gate_w)[1:] == weight_parts(up_w)[1:] and gate_w.global_scale is None is up_w.global_scale
+    return weight_parts(gate_w)[3:] == weight_parts(up_w)[3:]
+
+
 def expert_gate_up_rows(
     x: torch.Tensor,
     gate_w: Any,
@@ -36,7 +44,7 @@ def expert_gate_up_rows(
     All chosen experts of a token in one launch; 0 for an expert that is not there.
     """
     T, k, N = out.shape
-    if up_w is not None and weight_parts(gate_w)[3:] != weight_parts(up_w)[3:]:  # one kernel reads one format
+    if up_w is not None and not _alike(gate_w, up_w):  # one kernel reads one format
         gate, up = (torch.empty((T * k, N), dtype=torch.float32, device=x.device) for _ in range(2))
         expert_rows(x, gate_w, ids, slot_of, k, gate)
         expert_rows(x, up_w, ids, slot_of, k, up)

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._attend_tile import dot
+from penstock.backends.cuda._floats import is_float, kernel_arrays, kind_of
+from penstock.backends.cuda._floats import width as bits_of
 from penstock.backends.cuda._gemm import dense_copy, in_full
 from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda._matvec import batched_matvec
-from penstock.backends.cuda._quant import code_at, dequantized
+from penstock.backends.cuda._quant import code_at, dequantized, float_weights
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import PER_HEAD_COPY
 from penstock.ops.op import deterministic
@@ -39,6 +41,10 @@ def _weights(
     if BITS == 0:
         w = tl.load(w_ptr + row[:, None] * width + column[None, :], mask=ok, other=0.0)
         w = rounded(w.to(tl.float32), dtype)
+    elif is_float(BITS):
+        code = code_at(w_ptr + row[:, None] * (width * bits_of(BITS) // 32), column[None, :], ok, BITS)
+        group = row[:, None] * (width // GS) + (column // GS)[None, :]
+        w = float_weights(code, tl.load(scales_ptr + group, mask=ok, other=0), None, BITS, dtype)
     elif BITS == 2 or BITS == 4 or BITS == 8:  # scale and bias once for each word
         PER: tl.constexpr = 32 // BITS
         word = start // PER + tl.arange(0, COLUMNS // PER)
@@ -181,7 +187,7 @@ _FP_MAGIC = 0x41804180  # two bfloat16 numbers 16
 
 def _turns(x: torch.Tensor, w: Any, N: int) -> bool:
     """Whether `turned` takes this product."""
-    fits = isinstance(w, QuantizedTensor) and w.bits == 4 and w.group_size % 64 == 0 and N % 64 == 0
+    fits = isinstance(w, QuantizedTensor) and kind_of(w) == 4 and w.group_size % 64 == 0 and N % 64 == 0
     return fits and len(x) <= 4 and x.dtype is not torch.float32 and x.shape[-1] <= 256
 
 
@@ -216,7 +222,7 @@ def per_head(
                 **pdl_options(),
             )  # fmt: skip
             return
-    arrays, bits, group = (w.arrays, w.bits, w.group_size) if quantized else ((w, w, w), 0, 1)
+    arrays, bits, group = (kernel_arrays(w), kind_of(w), w.group_size) if quantized else ((w, w, w), 0, 1)
     few = T <= 16 and not deterministic()
     exact = x.dtype is torch.float32
     MT, BN, BK, warps = (16, 32, 32, 4) if exact else _few_tile(K, turned) if few else (128, 128, 64, 8)
@@ -238,7 +244,7 @@ def _rows_of_heads(w: QuantizedTensor, H: int, first: int) -> QuantizedTensor:
     if found is None:
         P = w.shape[0] // H
         heads, rows = (1, P - first) if H == 1 else (H - 1, P)
-        cut = (array[first : first + heads * rows].view(heads, rows, -1) for array in w.arrays)
+        cut = (array[first : first + heads * rows].view(heads, rows, -1) for array in w.parts)
         found = known[H, first] = w.with_arrays(*cut)
     return found
 

@@ -61,7 +61,8 @@ def _fetch(f, program, programs, LANES: tl.constexpr, PDL: tl.constexpr):
         prefetch_l2(f.w, f.nbytes, program, programs, LANES)
         if f.scales is not None:
             prefetch_l2(f.scales, f.scale_bytes, program, programs, LANES)
-            prefetch_l2(f.biases, f.scale_bytes, program, programs, LANES)
+            if f.biases is not None:
+                prefetch_l2(f.biases, f.scale_bytes, program, programs, LANES)
     wait_for_previous(PDL)
 
 
@@ -168,7 +169,8 @@ def _fetched(w: Any, programs: int) -> Fetched:
     """What programs fetch of a weight: as much of its scales and biases as of its codes."""
     if w is None or programs == 0 or not pdl_options()["PDL"]:
         return _NOTHING
-    (codes, scales, biases), _, _, _ = weight_parts(w)
+    (codes, scales, _), _, _, _ = weight_parts(w)
+    biases = w.biases if isinstance(w, QuantizedTensor) else None
     share = min(1.0, _tuning.ROUTER_FETCH_BYTES / codes.nbytes)
     nbytes = [int(share * part.nbytes) // FETCHED.value * FETCHED.value for part in (codes, scales) if part is not None]
     if not all(nbytes) or any(part.data_ptr() % 16 for part in (codes, scales, biases) if part is not None):
@@ -207,7 +209,7 @@ def _launch(
 
 def _rows_of(w: Any, part: slice) -> Any:
     """Rows of a weight, on its memory."""
-    return w.with_arrays(*(a[part] for a in w.arrays)) if isinstance(w, QuantizedTensor) else w[part]
+    return w.rows(part) if isinstance(w, QuantizedTensor) else w[part]
 
 
 def _logits(

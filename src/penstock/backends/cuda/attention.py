@@ -30,16 +30,17 @@ def attention_decode(q, k_cache, v_cache, seq_len, scale, window, slots, *, out)
 
 
 @kernel(ops.attention_paged, device="cuda")
-def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, starts, *, out):
+def attention_paged(q, k_pages, v_pages, block_table, lengths, scale, window, gate, starts, sinks, *, out):
     if q.shape[0] == 0:
         return
     heads, width = _value_width(q, k_pages, v_pages, 2)
     if starts is not None:
         cache, sizes = cache_of(k_pages, None, block_table), (q.shape[1], heads, width)
-        attend_runs(q, None, k_pages, None, v_pages, out, cache, lengths, starts, scale, window, sizes, gate)
+        call = (q, None, k_pages, None, v_pages, out, cache, lengths, starts, scale, window, sizes)
+        attend_runs(*call, gate, sinks=sinks)
         return
     cache, sizes = cache_of(k_pages, None, block_table), (q.shape[0], 1, q.shape[1], heads, width)
-    attend(q, None, k_pages, None, v_pages, out, cache, lengths, -1, scale, window, sizes, gate=gate)
+    attend(q, None, k_pages, None, v_pages, out, cache, lengths, -1, scale, window, sizes, gate=gate, sinks=sinks)
 
 
 @kernel(ops.attention_prefill, device="cuda")

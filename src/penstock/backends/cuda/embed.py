@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 
 from penstock import ops
+from penstock.backends.cuda._floats import is_float, kernel_arrays, kind_of, width
 from penstock.backends.cuda._launch import pdl_options, wait_for_previous
-from penstock.backends.cuda._quant import code_at, dequantized, unpack
+from penstock.backends.cuda._quant import code_at, dequantized, float_weights, unpack
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import EMBED_COLUMNS
 from penstock.ops.op import kernel
@@ -34,7 +35,7 @@ def _gather_kernel(ids_ptr, table_ptr, out_ptr, vocab, dim, BLOCK: tl.constexpr,
 # shapes    ids int32 [T]; packed int32 [vocab, dim * BITS / 32], scales, biases [vocab, dim / gs]; out [T, dim]
 # grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a row, 32 of them (BITS words) under one scale
 # bytes     T rows of the table in, T * dim of out
-# limits    gs a multiple of 32
+# limits    gs a multiple of 32, except for codes that are floats; those have no global scale
 @triton.jit
 def _gather_quantized_kernel(
     ids_ptr, packed_ptr, scales_ptr, biases_ptr, out_ptr, vocab, dim,
@@ -46,17 +47,22 @@ def _gather_quantized_kernel(
     part = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     index = tl.load(ids_ptr + row).to(tl.int64)
     there = part < tl.where((index >= 0) & (index < vocab), dim // 32, 0)
-    group = index * (dim // GROUP) + part // (GROUP // 32)
-    scale = tl.load(scales_ptr + group, mask=there, other=0.0)
-    bias = tl.load(biases_ptr + group, mask=there, other=0.0)
     column = part[:, None] * 32 + tl.arange(0, 32)[None, :]
-    words = packed_ptr + index * (dim // 32 * BITS)
-    if BITS == 2 or BITS == 4 or BITS == 8:
-        word = part[:, None] * BITS + tl.arange(0, BITS)[None, :]
+    words = packed_ptr + index * (dim // 32 * width(BITS))
+    if 32 % width(BITS) == 0:
+        word = part[:, None] * width(BITS) + tl.arange(0, width(BITS))[None, :]
         code = unpack(tl.load(words + word, mask=there[:, None], other=0), BITS)
     else:
         code = code_at(words, column, there[:, None], BITS)
-    y = dequantized(code, scale[:, None], bias[:, None], tl.float32)
+    if is_float(BITS):
+        at = index * (dim // GROUP) + column // GROUP
+        scale = tl.load(scales_ptr + at, mask=there[:, None], other=0)
+        y = float_weights(code, scale, None, BITS, tl.float32)
+    else:
+        group = index * (dim // GROUP) + part // (GROUP // 32)
+        scale = tl.load(scales_ptr + group, mask=there, other=0.0)
+        bias = tl.load(biases_ptr + group, mask=there, other=0.0)
+        y = dequantized(code, scale[:, None], bias[:, None], tl.float32)
     tl.store(out_ptr + row * dim + column, rounded(y, out_ptr.dtype.element_ty), mask=column < dim)
 
 
@@ -84,6 +90,6 @@ def quantized_embedding(
         return
     grid, block, warps = _sizes(out)
     _gather_quantized_kernel[grid](
-        token_ids, *table.arrays, out, *table.shape,
-        BITS=table.bits, GROUP=table.group_size, BLOCK=block, num_warps=warps, **pdl_options(),
+        token_ids, *kernel_arrays(table), out, *table.shape,
+        BITS=kind_of(table), GROUP=table.group_size, BLOCK=block, num_warps=warps, **pdl_options(),
     )  # fmt: skip

@@ -12,10 +12,11 @@ from penstock import ops
 from penstock.backends.cuda import _tuning
 from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._few_rows import few_rows, refused, takes
+from penstock.backends.cuda._floats import global_factor, is_float, kernel_arrays, kind_of, width
 from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._matvec import matvec, same_codes
 from penstock.backends.cuda._matvec_experts import expert_rows
-from penstock.backends.cuda._quant import code_at, dequantized
+from penstock.backends.cuda._quant import code_at, dequantized, float_weights
 from penstock.backends.cuda._tuning import FEW_EXACT, FEW_MOST, FEW_NARROW, MATVEC_EXACT, MATVEC_TOKENS
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
@@ -26,22 +27,27 @@ VARIANTS = ("matvec", "tiles")
 CODED = ("matvec", "lanes", "tiles")  # of quantized weights
 
 
-# dequantize  out[g, j] = code[g, j] * scale[g] + bias[g] in out's dtype
-# shapes      packed words, groups [groups, gs] of all rows one after the other; scale, bias [groups]
+# dequantize  out[g, j] = code[g, j] * scale[g] + bias[g] in out's dtype, or float(code[g, j]) * scale[g]
+# shapes      packed words, groups [groups, gs] of all rows one after the other; scale, bias [groups]; of floats b is a
+#             global scale for every `per_expert` groups, or None
 # grid        (ceil(groups / ROWS),): a program has ROWS groups, which are adjacent in every array
 # bytes       packed, scales and biases in, out written once
 # limits      none
 @triton.jit
 def _dequantize_kernel(
-    w_ptr, s_ptr, b_ptr, y_ptr, groups, BITS: tl.constexpr, GS: tl.constexpr, ROWS: tl.constexpr
+    w_ptr, s_ptr, b_ptr, y_ptr, groups, per_expert, BITS: tl.constexpr, GS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < groups
     j = tl.arange(0, GS)[None, :]
-    code = code_at(w_ptr + (row * (GS * BITS // 32))[:, None], j, live[:, None], BITS)
-    scale = tl.load(s_ptr + row, mask=live, other=0.0)[:, None]
-    bias = tl.load(b_ptr + row, mask=live, other=0.0)[:, None]
-    y = dequantized(code, scale, bias, y_ptr.dtype.element_ty)
+    code = code_at(w_ptr + (row * (GS * width(BITS) // 32))[:, None], j, live[:, None], BITS)
+    scale = tl.load(s_ptr + row, mask=live, other=0)[:, None]
+    if is_float(BITS):
+        factor = None if b_ptr is None else global_factor(b_ptr, row // per_expert, live)[:, None]
+        y = float_weights(code, scale, factor, BITS, y_ptr.dtype.element_ty)
+    else:
+        bias = tl.load(b_ptr + row, mask=live, other=0.0)[:, None]
+        y = dequantized(code, scale, bias, y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * GS + j, y, mask=live[:, None])
 
 
@@ -49,9 +55,9 @@ def _dequantize_kernel(
 def dequantize(w, dtype, *, out):
     groups = w.scales.numel()
     if groups:
-        rows = 4096 // w.group_size
+        rows, each = 4096 // w.group_size, w.scales.shape[-1] * w.scales.shape[-2]
         _dequantize_kernel[(triton.cdiv(groups, rows),)](
-            *w.arrays, out, groups, BITS=w.bits, GS=w.group_size, ROWS=rows
+            *kernel_arrays(w), out, groups, each, BITS=kind_of(w), GS=w.group_size, ROWS=rows
         )
 
 
@@ -131,7 +137,7 @@ def bf16_matmul(x, w, dtype, *, out, variant):
 
 @kernel(ops.quantized_matmul, device="cuda", variants=CODED)
 def quantized_matmul(x, w, activations, dtype, *, out, variant):
-    if activations == "int8":
+    if _rounds(activations, w):
         x = round_activations(x, w.group_size)
     product(x, w, out, variant)
 
@@ -140,18 +146,19 @@ def gate_up(x, gate_w, up_w, act: str, activations: str, out: torch.Tensor, vari
     """out = act(gate_w · x) · (up_w · x)."""
     if out.numel() == 0:
         return
-    if activations == "int8":
+    if _rounds(activations, gate_w):
         x = round_activations(x, gate_w.group_size)
     x, y = flat_rows(x), flat_rows(out)
     if _by_lanes(x, (gate_w, up_w), variant):
         few_rows(x, gate_w, y, up=up_w, act=act)
         return
-    if _few(x, variant):
+    if _few(x, variant) and gate_w.global_scale is None is up_w.global_scale:
         matvec(x, gate_w, y, up_w, act)
         return
     gate, up = (torch.empty(y.shape, dtype=torch.float32, device=y.device) for _ in range(2))
-    product(x, gate_w, gate, "tiles", half=True)
-    product(x, up_w, up, "tiles", half=True)
+    how = "matvec" if _few(x, variant) else "tiles"
+    product(x, gate_w, gate, how, half=True)
+    product(x, up_w, up, how, half=True)
     gated(gate, up, act, y)
 
 
@@ -167,7 +174,7 @@ def fused_gate_up_geglu(x, gate_w, up_w, activations, *, out, variant):
 
 def _rounds(activations: str, w: Any) -> bool:
     """Whether a product with w reads its activations rounded to 8 bits."""
-    return activations == "int8" and isinstance(w, QuantizedTensor)
+    return activations == "int8" and isinstance(w, QuantizedTensor) and w.format.integers
 
 
 @kernel(ops.norm_matmul, device="cuda", variants=CODED)
@@ -225,7 +232,7 @@ def expert_matmul(x, experts, ids, slot_of, activations, *, out):
         return
     sequence = isinstance(experts, list | tuple)
     first = experts[0] if sequence else experts
-    if activations == "int8" and isinstance(first, QuantizedTensor):
+    if _rounds(activations, first):
         x = round_activations(x, first.group_size)
     N = out.shape[-1]
     rows, y = flat_rows(x), out.view(-1, N)

@@ -16,12 +16,13 @@ import penstock.backends.cuda._router  # noqa: F401  (these register the routers
 from penstock import ops
 from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._few_rows import expert_products, expert_tiles, refused, takes
-from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up, grouped_mlp
+from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up, grouped_mlp, grouped_product
 from penstock.backends.cuda._launch import flat_rows, pdl_options, sigmoid, wait_for_previous
 from penstock.backends.cuda._matvec import same_codes
 from penstock.backends.cuda._matvec_experts import (
     expert_down_sum_rows,
     expert_gate_up_rows,
+    expert_rows,
     mixed_down,
     mixed_down_sum,
     mixed_gate_up,
@@ -66,6 +67,8 @@ def _by_lanes(variant: str | None, x: torch.Tensor, stacks: list[Any], ids: torc
 
 def _rounded(op: str, rows: torch.Tensor, stacks: list[Any], activations: str) -> torch.Tensor:
     """Activations as a quantized product reads them: rounded to 8 bits per group for "int8"."""
+    if all(isinstance(w, QuantizedTensor) and not w.format.integers for w in stacks):
+        return rows
     sizes = {w.group_size for w in stacks if isinstance(w, QuantizedTensor)}
     if activations == "float32" or not sizes:
         return rows
@@ -185,6 +188,90 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
     sum_of_chosen(expert_out.view(*ids.shape, y.shape[1]), weights, ids, slot_of, y)
 
 
+# clamped   h[p] = g · σ(alpha · g) · (u + 1), g = min(gate[p] + gate_bias[e], limit), u = up[p] + up_bias[e] between
+#           −limit and limit, e = ids[p]; 0 for id −1
+# shapes    gate, up float32 [P, N], h [P, N] of any float; biases float32 [E, N]; ids int32 [P]
+# grid      (P, ceil(N / BLOCK)): a program has BLOCK columns of a pair
+# bytes     gate, up and h once, biases from L2
+# limits    none
+@triton.jit
+def _clamped_kernel(
+    gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, ids_ptr, h_ptr, experts, N, limit, alpha, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    pair = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < N
+    e = tl.load(ids_ptr + pair).to(tl.int64)
+    known = column < tl.where((e >= 0) & (e < experts), N, 0)
+    gate = tl.load(gate_ptr + pair * N + column, mask=known, other=0.0)
+    up = tl.load(up_ptr + pair * N + column, mask=known, other=0.0)
+    g = tl.minimum(gate + tl.load(gate_bias_ptr + e * N + column, mask=known, other=0.0), limit)
+    u = up + tl.load(up_bias_ptr + e * N + column, mask=known, other=0.0)
+    u = tl.minimum(tl.maximum(u, -limit), limit)
+    h = tl.where(known, g * sigmoid(alpha * g) * (u + 1.0), 0.0)
+    tl.store(h_ptr + pair * N + column, rounded(h, h_ptr.dtype.element_ty), mask=live)
+
+
+# add_bias  y[p] += bias[ids[p]]; nothing for id −1
+# shapes    y float32 [P, N], bias float32 [E, N], ids int32 [P]
+# grid      (P, ceil(N / BLOCK))
+# bytes     y twice, bias from L2
+# limits    none
+@triton.jit
+def _add_bias_kernel(y_ptr, bias_ptr, ids_ptr, experts, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
+    pair = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.load(ids_ptr + pair).to(tl.int64)
+    known = column < tl.where((e >= 0) & (e < experts), N, 0)
+    at = y_ptr + pair * N + column
+    y = tl.load(at, mask=known, other=0.0) + tl.load(bias_ptr + e * N + column, mask=known, other=0.0)
+    tl.store(at, y, mask=known)
+
+
+def _pair_products(x, stacks: list[Any], ids, slot_of, per_x: int, plan) -> list[torch.Tensor]:
+    """float32 [pairs, N] of each stack: the product of x [pairs / per_x, K] with the expert of every pair."""
+    made = []
+    for w in stacks:
+        y = torch.empty((ids.numel(), w.shape[-2]), dtype=torch.float32, device=x.device)
+        if plan is not None:
+            grouped_product(x, w, plan, per_x, y)
+        else:
+            for start in range(0, len(y), _PAIRS // per_x * per_x):
+                part = slice(start, min(len(y), start + _PAIRS // per_x * per_x))
+                rows = x[part.start // per_x : -(-part.stop // per_x)]
+                expert_rows(rows, w, ids.view(-1)[part], slot_of, per_x, y[part])
+        made.append(y)
+    return made
+
+
+@kernel(ops.moe_biased_forward, device="cuda", variants=VARIANTS, composed=True)
+def moe_biased_forward(
+    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, *, out,
+    variant,
+):  # fmt: skip
+    if out.numel() == 0:
+        return
+    name = "moe_biased_forward"
+    x, ids, weights, y = map(flat_rows, (x, ids, weights, out))
+    plan = _plan(variant, ids, gate_w, slot_of)
+    rows = _rounded(name, x, [gate_w, up_w], activations)
+    gate, up = _pair_products(rows, [gate_w, up_w], ids, slot_of, ids.shape[1], plan)
+    h = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
+    block = min(1024, triton.next_power_of_2(gate.shape[1]))
+    _clamped_kernel[(ids.numel(), triton.cdiv(gate.shape[1], block))](
+        gate, up, gate_bias, up_bias, ids, h, len(gate_bias), gate.shape[1], limit, alpha, BLOCK=block, **pdl_options()
+    )
+    (each,) = _pair_products(_rounded(name, h, [down_w], activations), [down_w], ids, slot_of, 1, plan)
+    block = min(1024, triton.next_power_of_2(each.shape[1]))
+    _add_bias_kernel[(ids.numel(), triton.cdiv(each.shape[1], block))](
+        each, down_bias, ids, len(down_bias), each.shape[1], BLOCK=block, **pdl_options()
+    )
+    sum_of_chosen(each.view(*ids.shape, -1), weights, ids, slot_of, y)
+
+
 def expert_room(pairs: tuple[int, int], experts: int, x: torch.Tensor, block: bool) -> torch.Tensor | None:
     """See `ExpertMemory.expert_room`: rows of the dtype that products have where all experts are present."""
     if _by_rows(None, *pairs, experts):
@@ -262,7 +349,7 @@ def _halves(w: Any) -> tuple[Any, Any]:
     """Gate and up rows of one weight, on its memory."""
     half = w.shape[0] // 2
     if isinstance(w, QuantizedTensor):
-        return w.with_arrays(*(a[:half] for a in w.arrays)), w.with_arrays(*(a[half:] for a in w.arrays))
+        return w.rows(slice(half)), w.rows(slice(half, None))
     return w[:half], w[half:]
 
 

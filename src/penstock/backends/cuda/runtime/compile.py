@@ -64,7 +64,7 @@ def _signature(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return value.func, _signature(value.args), tuple(value.keywords), _signature(tuple(value.keywords.values()))
     if isinstance(value, QuantizedTensor):
-        return value.bits, value.group_size, _signature(tuple(value.arrays))
+        return value.format, _signature(tuple(value.arrays))
     if isinstance(value, tuple | list):
         return tuple(map(_signature, value))
     return value if value is None or isinstance(value, bool | int | float | str) else id(value)

@@ -1,0 +1,51 @@
+"""Quantized tensors: their formats, their packing, and how numbers become codes and codes numbers.
+
+A row of K weights is cut into groups of `group_size`; each weight is a code of `bits` bits, each group has a scale. In
+mode "affine" codes are unsigned numbers, groups have a bias too, and weight = code * scale + bias; in the others codes
+are small floats, and weight = float * scale. The layouts are those of MLX checkpoints. Axis letters: E experts, N
+output features (rows), K input features, gs group size.
+"""
+
+from penstock.quant.arrays import fault_of, is_torch, to_torch
+from penstock.quant.blobs import ExpertBlobs
+from penstock.quant.codes import pack_codes, unpack_codes
+from penstock.quant.formats import (
+    BITS,
+    E4M3,
+    GLOBAL_UNIT,
+    GROUP_SIZES,
+    MODES,
+    Format,
+    check_format,
+    levels,
+    resolve,
+    scale_values,
+)
+from penstock.quant.rounding import quantize, quantize_reference
+from penstock.quant.tensor import Quantized, QuantizedTensor
+from penstock.quant.values import dequantize, group_scales
+
+__all__ = [
+    "BITS",
+    "E4M3",
+    "GLOBAL_UNIT",
+    "GROUP_SIZES",
+    "MODES",
+    "ExpertBlobs",
+    "Format",
+    "Quantized",
+    "QuantizedTensor",
+    "check_format",
+    "dequantize",
+    "fault_of",
+    "group_scales",
+    "is_torch",
+    "levels",
+    "pack_codes",
+    "quantize",
+    "quantize_reference",
+    "resolve",
+    "scale_values",
+    "to_torch",
+    "unpack_codes",
+]

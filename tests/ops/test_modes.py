@@ -1,0 +1,54 @@
+"""Ops with weights of small floats, and of 1 bit: CPU kernels against definitions, definitions against mlx."""
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import ops
+from penstock.errors import BackendError
+from penstock.quant import dequantize
+from tests.ops.common import EPS, assert_close, normal
+from tests.ops.modes import FLOAT_MODES, KINDS, calls, weight
+
+
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cpu_kernels_equal_definitions(kind, activations, rng):
+    for op, arguments in calls(rng, kind, "float32", activations):
+        with penstock.backend("reference"):
+            want = op(**arguments)
+        assert_close(f"{op.name} y", op(**arguments), want, 4e-6, max(np.abs(want).max(), 1e-3))
+
+
+@pytest.mark.parametrize("variant", ["avx2", "portable"])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_every_instruction_set_gives_the_same_int8_product(kind, variant, rng):
+    w, x = weight(rng, kind, 17, 608), normal(rng, 5, 608)
+    want = ops.quantized_matmul(x, w, activations="int8")
+    with penstock.backend("cpu", variant=variant):
+        try:
+            got = ops.quantized_matmul(x, w, activations="int8")
+        except BackendError:
+            pytest.skip(f"{variant} does not run here")
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", FLOAT_MODES)
+def test_quantized_matmul_multiplies_what_dequantize_gives(kind, rng):
+    w, x = weight(rng, kind, 9, 96), normal(rng, 3, 96)
+    with penstock.backend("reference"):
+        got = ops.quantized_matmul(x, w)
+        rounded = ops.quantized_matmul(x, w, activations="int8")
+    assert_close("y", got, x.astype(np.float64) @ dequantize(w).astype(np.float64).T, EPS["float32"])
+    assert np.array_equal(rounded, got) == (kind == "mxfp8")
+    assert_close("y", rounded, got, 0.02)
+
+
+@pytest.mark.parametrize("kind", FLOAT_MODES)
+def test_quantized_matmul_agrees_with_mlx(kind, rng):
+    mx = pytest.importorskip("mlx.core")
+    mx.set_default_device(mx.cpu)
+    w, x = weight(rng, kind, 64, 128), normal(rng, 3, 128)
+    arrays = mx.array(w.packed), mx.array(w.scales)
+    want = mx.quantized_matmul(mx.array(x), *arrays, mode=kind, group_size=w.group_size, bits=w.bits)
+    assert_close("y", ops.quantized_matmul(x, w), np.array(want), 4e-6)
