@@ -24,7 +24,7 @@ def logits(folder: Path, tokens: list[int], **options: Any) -> np.ndarray:
 
 
 def test_nvfp4_model_agrees_with_mlx_lm_wherever_its_experts_are(tmp_path: Path) -> None:
-    """Also with global scales on its experts: those that change nothing, as scales are what they were."""
+    """Also with global scales on its experts: those that change nothing, and those that differ from one to the next."""
     made, scaled = tmp_path / "made", tmp_path / "scaled"
     convert(write(tmp_path / "source", "qwen3_moe"), made, Options(quantize=True, q_mode="nvfp4"))
     tokens = some_tokens(12)
@@ -37,12 +37,13 @@ def test_nvfp4_model_agrees_with_mlx_lm_wherever_its_experts_are(tmp_path: Path)
         (scaled / file.name).write_bytes(file.read_bytes())
     tensors = load_file(made / "model.safetensors")
     experts = [name.removesuffix(".scales") for name in tensors if "switch_mlp" in name and name.endswith(".scales")]
-    factors = {f"{path}.global_scale": np.full(len(tensors[f"{path}.scales"]), 2688, np.float32) for path in experts}
-    save_file(tensors | factors, scaled / "model.safetensors")
     (scaled / "model.safetensors.index.json").unlink()
-    found = logits(scaled, tokens)
-    assert error(found, want) < 5e-6
-    np.testing.assert_array_equal(logits(scaled, tokens, expert_cache="50%"), found)
+    for step in (0, 100):
+        rising = {path: 2688 + step * np.arange(len(tensors[f"{path}.scales"]), dtype=np.float32) for path in experts}
+        save_file(tensors | {f"{path}.global_scale": a for path, a in rising.items()}, scaled / "model.safetensors")
+        found = logits(scaled, tokens)
+        assert (error(found, want) < 5e-6) is (step == 0)
+        np.testing.assert_array_equal(logits(scaled, tokens, expert_cache="50%"), found)
 
 
 @pytest.mark.parametrize("kind", [*FLOAT_MODES, "nvfp4 with global scales"])

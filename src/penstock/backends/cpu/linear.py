@@ -103,7 +103,7 @@ class Stack:
     gs: int
     fmt: int
     K: int
-    factors: np.ndarray | None = None  # [S], of products
+    global_scale: np.ndarray | None = None  # [S], the tensor's own: slots are filled with other experts
 
     @property
     def rounds(self) -> bool:
@@ -137,7 +137,7 @@ def stack_of(w: QuantizedTensor | np.ndarray) -> Stack:
     if stack is None:
         parts, kind = [_bytes(array) for array in w.parts], kind_of(w)
         form = _simd.SCALES[kind] if kind in _simd.SCALES else fmt(w.scales)
-        factors = None if w.global_scale is None else (w.global_scale / GLOBAL_UNIT).reshape(-1)
+        factors = None if w.global_scale is None else w.global_scale.reshape(-1)
         stack = Stack(parts[0], parts[1], parts[-1], kind, w.group_size, form, w.shape[-1], factors)
         _stacks[w] = stack
     return stack
@@ -851,10 +851,10 @@ def quantized_product(x: Bytes, w: Stack, groups: Groups, y: np.ndarray, how: in
 
 
 def _scale_groups(w: Stack, groups: Groups, y: np.ndarray) -> None:
-    """Multiply the products with each weight of a stack by its factor, where there are any."""
-    if w.factors is not None:
+    """Multiply the products with each weight of a stack by what its global scale stands for, where there is one."""
+    if w.global_scale is not None:
         for slot, lo, hi in zip(groups.slot, groups.lo, groups.hi, strict=True):
-            y[lo:hi] *= w.factors[slot]
+            y[lo:hi] *= w.global_scale[slot] / np.float32(GLOBAL_UNIT)
 
 
 def _launch(kernels: tuple[Any, Any], w: Stack, groups: Groups, args: tuple[Any, ...]) -> None:
@@ -872,7 +872,7 @@ def product_into(x: np.ndarray, w: Any, out: np.ndarray, activations: str, varia
     flat = y.reshape(len(rows), out.shape[-1])
     stack = stack_of(w)
     few = activations == "int8" and stack.rounds and 0 < len(rows) <= FEW and stack.codes.nbytes >= SMALL
-    if few and stack.factors is None and (how := chosen(variant)) != PORTABLE:
+    if few and stack.global_scale is None and (how := chosen(variant)) != PORTABLE:
         arrays = (stack.codes, stack.scales, stack.biases)
         run(int8_few(stack.kind, how), *arrays, stack.fmt, stack.gs, stack.offset, rows, flat)
     else:
