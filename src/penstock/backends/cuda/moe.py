@@ -198,8 +198,8 @@ def expert_room(pairs: tuple[int, int], experts: int, x: torch.Tensor, block: bo
 
 # combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * sigmoid(scores[t]), slots in order;
 #           without scores shared is added as it is
-# shapes    h, shared (each or None), out [T, dim], experts [T, k, dim] of any float; weights float32 [T, k], None: 1; scores
-#           [T] of any float; out may be h, shared or the experts if k = 1
+# shapes    h, shared (each or None), out [T, dim], experts [T, k, dim] of any float; weights float32 [T, k], None: 1;
+#           scores [T] of any float; out may be h, shared or the experts if k = 1
 # grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a token
 # bytes     (k + 3) * T * dim * itemsize, each once
 # limits    none
