@@ -1,5 +1,6 @@
 """docs/distributed.md: blocks marked as run are run as written, the others are parsed by what will read them."""
 
+import json
 import os
 import re
 import shlex
@@ -72,8 +73,8 @@ def test_links_lead_somewhere():
 
 @pytest.mark.slow
 def test_plan_says_what_the_page_says(capsys):
-    [command] = [line for line in COMMANDS if line.startswith("penstock plan")]
-    shown = call(capsys, *shlex.split(command)[1:])
+    first, second = (line for line in COMMANDS if line.startswith("penstock plan"))
+    shown = call(capsys, *shlex.split(first)[1:])
     assert shown.status == 0
     rows = {line.partition("  ")[0]: line.split() for line in shown.out.splitlines()}
     total = re.search(r"a rank holds (\d+) GiB of (\d+)", TEXT)
@@ -85,6 +86,23 @@ def test_plan_says_what_the_page_says(capsys):
     counts = re.findall(r"^all_reduce +(\d+)", shown.out, re.MULTILINE)
     assert sum(map(int, counts)) == int(sums[1])
     assert "the busiest rank has 2.56 on average" in shown.out and "2.56 on average" in TEXT
+    shown = call(capsys, *shlex.split(second)[1:])
+    assert shown.status == 0 and "says 0.551 ms of a token for 81 sums and a gather" in TEXT
+    assert (
+        "at most 1,302 tokens/s of one sequence; of its time 0.551 ms are sums" in shown.out
+        and "1,302 tokens/s" in TEXT
+    )
+
+
+def test_speeds_of_one_gpu_are_those_of_the_results():
+    found = json.loads((ROOT / "benchmarks" / "results" / "h200_ranks.json").read_text())
+    page = TEXT.partition("**On one H200**")[2].partition("### Which numbers")[0]
+    speeds = [line.split("|")[2:5] for line in page.splitlines() if line.startswith("| ") and "row" not in line[:9]]
+    shown = [float(cell.split()[0].replace(",", "")) for row in speeds for cell in row]
+    tests = [("tg64", 1), ("tg64", 32), ("pp512", 1)]
+    rows = {(row["variant"], row["test"], row["rows"]): row["tokens_per_second"] for row in found["rows"]}
+    variants = list(dict.fromkeys(row["variant"] for row in found["rows"]))
+    assert shown == pytest.approx([rows[name, *test] for name in variants for test in tests], rel=2e-4)
 
 
 def test_the_table_of_ranks_is_that_of_the_configs():

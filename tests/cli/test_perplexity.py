@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 import penstock
-from penstock.analysis.perplexity import evaluate, windows
+from penstock.analysis.perplexity import StoredLogits, evaluate, windows
 from penstock.api import LLM
 from penstock.cli.perplexity import encoded
 from penstock.engine.engine import Engine
@@ -112,6 +112,21 @@ def test_evaluate_compares_with_a_reference():
     assert found.rms_probability == pytest.approx((change**2).mean() ** 0.5, rel=1e-4)
 
 
+def test_a_reference_may_leave_its_logits_behind(monkeypatch):
+    rows = windows(demo().tokenizer.encode(TALE * 13), 300, count=2)  # two chunks, the second one ragged
+    with StoredLogits(demo().engine, rows) as stored:
+        found, want = (evaluate(demo("int8").engine, rows, other) for other in (stored, demo().engine))
+        assert found.divergence == want.divergence and found.perplexity == want.perplexity
+        assert found.seconds > stored.seconds > 0
+        with pytest.raises(InvalidArgument, match="logits of 2 windows are stored, expected 1"):
+            evaluate(demo().engine, rows[:1], stored)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
+    with pytest.raises(
+        InvalidArgument, match=r"1.05 MB are free, and logits of 2 windows take .*, expected fewer windows"
+    ):
+        StoredLogits(demo().engine, rows)
+
+
 def test_evaluate_finds_no_difference_of_a_model_from_itself():
     rows = windows(demo().tokenizer.encode(TALE * 2), 40, count=2)
     found = evaluate(demo().engine, rows, demo().engine).divergence
@@ -185,6 +200,7 @@ def small(tmp_path):
     return write_small_model(tmp_path / "small")
 
 
+TIMED = ("seconds", "tokens_per_second", "peak_memory")
 WAYS = ("--device", "reference", "--sequence-length", "12", "--num-samples", "2")
 
 
@@ -218,6 +234,25 @@ def test_perplexity_prints_the_reference_beside(capsys, small, tale):
     assert lines["Ratio"].strip().startswith("1.00000")
     assert "mean 0.000000 ± 0.000000, median 0.000000" in lines["KL divergence"]
     assert lines["Tokens"].strip() == "22 predicted in 2 windows of 12"
+
+
+def test_models_that_are_split_are_compared_one_after_the_other(capsys, small, tale, monkeypatch, tmp_path):
+    words = ("perplexity", small, "-f", tale, *WAYS, "--json", "--reference")
+    shown = [call(capsys, *words, small)]
+    monkeypatch.setattr("penstock.cli.perplexity._is_split", lambda chosen: True)
+    shown.append(call(capsys, *words, small))
+    want, found = ({**json.loads(one.out), **dict.fromkeys(TIMED)} for one in shown)
+    assert found == want and found["divergence"]["same_top"] == 1
+    wide = call(capsys, *words, str(write_model(tmp_path / "other", small_config())))
+    assert wide.status == 1 and "--reference: its vocabulary has 263 tokens, expected 4096 as the model's\n" in wide.err
+
+
+def test_a_reference_is_refused_under_torchrun(capsys, small, tale, monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name, value in zip(names, ("0", "2", "0", "2", "127.0.0.1", "29400"), strict=True):
+        monkeypatch.setenv(name, value)
+    shown = call(capsys, "perplexity", small, "-f", tale, *WAYS, "--reference", small)
+    assert shown.status == 2 and "--reference: the ranks of torchrun run one model, expected -tp N" in shown.err
 
 
 def test_perplexity_takes_the_command_line_of_mlx_lm(capsys, small, tale):

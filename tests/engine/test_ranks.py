@@ -15,7 +15,7 @@ from penstock.engine.hooks import Hooks
 from penstock.engine.ranks import Command, Follower, Leader, StepOf
 from penstock.engine.request import Request
 from penstock.engine.sampling import SamplingParams
-from penstock.errors import EngineDied
+from penstock.errors import EngineDied, NonFiniteLogits
 from penstock.models import family_of
 from penstock.models.split import Mesh
 from tests.engine.capturing import CapturingHost
@@ -85,7 +85,7 @@ class Ranks:
     def run(self, work: Any) -> Any:
         def one(rank: int) -> Any:
             mesh = Mesh(rank, self.threads.size)
-            source, device, group = Drawn(self._spelling), self.devices[rank], self.groups[rank]
+            source, device, group = self.source(rank), self.devices[rank], self.groups[rank]
             leader = self._leader(group) if rank == 0 else None
             options = {"leader": leader, **self._options}
             engine = self.engines[rank] = engine_of(self._raw, source, device, mesh, **options)
@@ -97,6 +97,9 @@ class Ranks:
                 leader.end()
 
         return self.threads.run(one)[0]
+
+    def source(self, rank: int) -> Drawn:
+        return Drawn(self._spelling)
 
     def _leader(self, group: Any) -> Leader:
         family = family_of(self._raw)
@@ -272,3 +275,43 @@ def test_waiting_for_a_step_ends_when_a_rank_has_failed():
             answers(llm)
 
     ranks.run(work)
+
+
+class Damaged(Drawn):
+    """One weight is NaN."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(SPELLING)
+        self.path = path
+
+    def weight(self, path: str, *shape: int) -> Any:
+        found = super().weight(path, *shape)
+        if not path.endswith(self.path):
+            return found
+        packed, scales, biases = found.arrays
+        return found.with_arrays(packed, np.full_like(scales, np.nan), biases)
+
+
+@pytest.mark.parametrize(
+    ("path", "damaged", "where"),
+    [
+        ("layers.1.mlp.shared_expert.down_proj", {1}, r"layer 1, mlp.shared.down \(quantized_matmul\) on rank 1"),
+        ("layers.1.mlp.gate", {0, 1}, r"layer 1, mlp.router \(quantized_matmul\)"),
+    ],
+    ids=["one", "all"],
+)
+def test_the_rank_layer_and_op_of_nonfinite_logits_are_named(path, damaged, where):
+    class Some(Ranks):
+        def source(self, rank: int) -> Drawn:
+            return Damaged(path) if rank in damaged else Drawn(SPELLING)
+
+    def ends(llm: LLM) -> None:
+        for _ in range(2):  # and the ranks go on together
+            handle = llm.scheduler.submit(Request(PROMPTS[1], SamplingParams(), 5, eos=frozenset()))
+            while not llm.scheduler.idle:
+                llm.scheduler.step()
+            with pytest.raises(NonFiniteLogits, match=rf"first in {where}$"):
+                handle.result(1)
+        assert llm.engine.caches.slots_used == 0
+
+    Some().run(ends)

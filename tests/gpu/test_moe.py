@@ -597,6 +597,16 @@ def test_moe_shared_forward_writes_over_the_residual(rng):
     close_enough(made["residual"].cpu().numpy(), want, 4e-6)
 
 
+@pytest.mark.parametrize("T, E", [(1, 3), (2, 4), (9, 3)], ids=["rows", "in-turn", "grouped"])
+def test_moe_shared_forward_without_a_residual_writes_over_x(T, E, rng):
+    call = whole_block(rng, T, E, 2, 32, 32) | {"residual": None, "norm_weight": normal(rng, 32)}
+    want = reference(ops.moe_shared_forward, **call)
+    made = {name: value if value is None else to_device(value) for name, value in call.items()}
+    with penstock.backend("cuda"):
+        ops.moe_shared_forward(**made, out=made["x"])
+    close_enough(made["x"].cpu().numpy(), want, 4e-6)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "T, E, dim, width", [(1, 32, 2048, 512), (2, 16, 2048, 512), (1, 9, 7168, 2048), (40, 16, 512, 256)]

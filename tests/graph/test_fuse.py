@@ -172,7 +172,9 @@ def gate_up_geglu(x: Value) -> Any:
     return [ops.geglu(gate, up)], [gate, up]
 
 
-def moe(h: Value, x: Value, ids: Value, w: Value, score: Any = None, act: str = "silu", own: str = "float32") -> Any:
+def moe(
+    h: Value | None, x: Value, ids: Value, w: Value, score: Any = None, act: str = "silu", own: str = "float32"
+) -> Any:
     routed = ops.moe_forward(x, ids, w, matrix(5, 64, DIM, seed=1), None, matrix(5, DIM, 32, seed=2), act=act)
     gate, up = (ops.quantized_matmul(x, matrix(96, DIM, seed=n), own) for n in (3, 4))
     y = ops.swiglu(gate, up)
@@ -444,6 +446,9 @@ CASES = {
         moe, ["moe_shared_forward"], two(**CHOSEN, score=Spec((T, 1), "float32")), IDS, devices=CUDA
     ),
     "moe_shared_forward without a score": Case(moe, ["moe_shared_forward"], two(**CHOSEN), IDS, devices=CUDA),
+    "moe_shared_forward without a residual": Case(
+        lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
+    ),
     "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS, devices=CUDA),
     "attention_prepare": Case(
         gated_heads,

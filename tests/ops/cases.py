@@ -687,6 +687,12 @@ def _moe_shared_forward_stream(rng, dtype, T, E, k, N, K):
     return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "residual": normal(rng, T, K)}
 
 
+# pairs one by one, in turn of their experts, sorted
+@case("moe_shared_forward", sizes={f"alone-{label}": size for label, size in MIXED.items()}, rel=4e-6, whole=True)
+def _moe_shared_forward_alone(rng, dtype, T, E, k, N, K):
+    return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "residual": None}
+
+
 @case("moe_shared_forward", sizes={"int8": (2, 4, 2, 32, 64)}, rel=4e-6, whole=True)
 def _moe_shared_forward_int8(rng, dtype, T, E, k, N, K):
     return {**_moe_shared_forward(rng, dtype, T, E, k, N, K), "activations": "int8"}
@@ -790,6 +796,16 @@ def _moe_combine_residual_stream(rng, dtype, T, k, dim):
 def _moe_combine_residual(rng, dtype, T, k, dim):
     rows = {name: normal(rng, T, dim, dtype=dtype) for name in ("h_mid", "shared_out")}
     return {**rows, **_weighted_sum(rng, dtype, T, k, dim), "shared_gate": normal(rng, T, 1)}
+
+
+@case("moe_combine_residual", sizes={"alone": (5, 3, 61), "alone-one": (1, 2, 7)})
+def _moe_combine_residual_alone(rng, dtype, T, k, dim):
+    return {**_moe_combine_residual(rng, dtype, T, k, dim), "h_mid": None}
+
+
+@case("moe_combine_residual", sizes={"sum-alone": (3, 37)})
+def _moe_combine_sum_alone(rng, dtype, T, dim):
+    return {**_moe_combine_sum(rng, dtype, T, dim), "h_mid": None, "shared_gate": normal(rng, T)}
 
 
 @case("moe_combine_residual", sizes={"sum": (5, 61)})

@@ -751,6 +751,9 @@ def test_moe_combine_residual_by_hand():
     np.testing.assert_array_equal(ops.moe_combine_residual(h, experts, weights, shared), [[19, 36]])
     none = ops.moe_combine_residual(h, experts[:, :0].copy(), weights[:, :0].copy(), shared)
     np.testing.assert_array_equal(none, [[11, 22]])  # no routed expert
+    np.testing.assert_array_equal(ops.moe_combine_residual(None, experts, weights, shared, 0.0), [[13, 24]])
+    alone = ops.moe_combine_residual(None, None, None, None, moe_sum=shared.astype("float16"))
+    assert alone.dtype == "float16" and alone.tolist() == [[10, 20]]
     for gate in (0.5, f32(0), f32(0, 1), None):
         assert ops.moe_combine_residual(f32(0, 2), f32(0, 2, 2), f32(0, 2), f32(0, 2), gate).shape == (0, 2)
 
@@ -989,6 +992,10 @@ WRONG = {
         ({"shared_gate": f32(5)}, ShapeError, r"shared_gate has shape \(5,\), expected \(4,\)"),
         ({"shared_gate": f16(4)}, DTypeError, "shared_gate has dtype float16, expected float32"),
         ({"h_mid": f32(4, 0)}, ShapeError, r"h_mid has shape \(4, 0\), expected a last axis of at"),
+        ({"h_mid": None, "expert_out": f32(2)}, ShapeError, r"expert_out has shape \(2,\), expected"),
+        ({"h_mid": None, "expert_out": f32(4, 2, 0)}, ShapeError, r"expert_out has shape \(4, 2, 0\), expected a last"),
+        ({"h_mid": None, "shared_out": f32(3, 5)}, ShapeError, r"shared_out has shape \(3, 5\), expected \(4, 5\)"),
+        ({"h_mid": None, "weights": f32(4, 3)}, ShapeError, r"weights has shape \(4, 3\), expected \(4, 2\)"),
     ],
     "moe_bucket_accumulate": [
         ({"token_idx": i32(3, 4)}, InvalidArgument, "token_idx has 4, expected 0 to 3"),

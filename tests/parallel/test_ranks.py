@@ -259,6 +259,21 @@ def test_a_made_up_model_is_measured_over_ranks():
 
 
 @pytest.mark.slow
+def test_two_split_models_are_compared_one_after_the_other(tmp_path):
+    text = tmp_path / "tale.txt"
+    text.write_text(f"{PROMPT} there was a king who had a fox and a hen. " * 10)
+    [demo] = (config.parent for config in Path(penstock.__file__).parent.glob("demo/*/config.json"))
+    common = ["perplexity", "--data-path", str(text), "-c", "24", "--chunks", "2", "--device", "cpu", "--json"]
+    found = []
+    for ranks in ([], ["-tp", "2"]):
+        out, err, status = run(*CLI, *common, "--reference", str(demo), *ranks)
+        assert status == 0, err
+        found.append(json.loads(out))
+    assert found[1]["perplexity"] == pytest.approx(found[0]["perplexity"], rel=1e-2)
+    assert found[1]["divergence"]["kl_max"] == 0 and found[1]["divergence"]["same_top"] == 1
+
+
+@pytest.mark.slow
 def test_ranks_stream_their_own_experts_where_one_alone_misses(one):
     """Of 16 experts a layer rank 0 has 6 and the others 5, for which alone there is room."""
     ids = np.random.default_rng(5).integers(0, one.config.vocab_size, 70).tolist()

@@ -1,20 +1,23 @@
 """Perplexity of a model on text, and how far its predictions are from those of a reference model.
 
 Text is cut into windows of equal length, and each is a request that is read from an empty context. Logits never lie in
-memory for more than a chunk of a window: 256 rows of a vocabulary of 250 000 tokens are a quarter of a gigabyte.
+memory for more than a chunk of a window: 256 rows of a vocabulary of 250 000 tokens are a quarter of a gigabyte. Those
+of a reference that cannot be loaded beside the model wait in a file (`StoredLogits`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import shutil
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.errors import BackendError, InvalidArgument
 from penstock.machine import usable_threads
 from penstock.text.tokenizer import Tokenizer
+from penstock.units import amount
 
 _BLOCK = 1 << 20  # bytes of logits that are looked at together: they stay in a core's cache
 
@@ -98,10 +102,11 @@ def windows(
 def evaluate(
     engine: Engine,
     rows: np.ndarray,
-    reference: Engine | None = None,
+    reference: Engine | StoredLogits | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> Evaluation:
-    """Perplexity over the windows `rows` [n, length], and the divergence from `reference` if there is one.
+    """Perplexity over the windows `rows` [n, length], and the divergence from `reference` if there is one: a model that
+    is there, or what one has left behind.
 
     In each window all tokens but the first are predicted from those before them. Both models read a window chunk by
     chunk, one after the other. `progress` is called after each window with the number of windows that are done and the
@@ -109,7 +114,7 @@ def evaluate(
     BackendError for logits that are not finite.
     """
     _check(engine, rows, reference)
-    engines = [engine] if reference is None else [engine, reference]
+    engines = [engine, reference] if isinstance(reference, Engine) else [engine]
     step = min(map(most_rows, engines))
     found: list[np.ndarray] = []
     total, start = 0.0, time.perf_counter()
@@ -118,6 +123,8 @@ def evaluate(
         for number, row in enumerate(rows):
             with contextlib.ExitStack() as stack:
                 reading = [_chunks(each, row[:-1], step) for each in schedulers]
+                if isinstance(reference, StoredLogits):
+                    reading.append(reference.chunks(number, step))
                 chunks = [stack.enter_context(contextlib.closing(each)) for each in reading]
                 for at, *logits in zip(range(1, len(row), step), *chunks, strict=True):
                     measured = _measured(threads, row[at : at + step], *logits)
@@ -130,7 +137,7 @@ def evaluate(
                     total += measured[0].sum()
             if progress is not None:
                 progress(number + 1, _exp(total / ((number + 1) * (len(row) - 1))))
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - start + (reference.seconds if isinstance(reference, StoredLogits) else 0.0)
     all_found = np.concatenate(found, axis=1)
     mean, error = _mean(all_found[0])
     perplexity = _exp(mean)
@@ -138,16 +145,69 @@ def evaluate(
     return Evaluation(perplexity, perplexity * error, all_found.shape[1], len(rows), rows.shape[1], seconds, divergence)
 
 
-def _check(engine: Engine, rows: np.ndarray, reference: Engine | None) -> None:
+class StoredLogits:
+    """Logits of an engine after all tokens of windows but their last: float32 [n, length − 1, vocab], in a temporary
+    file.
+
+    `progress` is called after each window. Raises InvalidArgument for windows that do not fit the model, and with the
+    bytes for a file that does not fit the disk.
+    """
+
+    def __init__(self, engine: Engine, rows: np.ndarray, progress: Callable[[], None] | None = None) -> None:
+        _check(engine, rows, None)
+        self.vocab, self.windows, self._per_window = engine.model.config.vocab_size, len(rows), rows.shape[1] - 1
+        folder = tempfile.gettempdir()
+        need, free = len(rows) * self._per_window * self._row_bytes, shutil.disk_usage(folder).free
+        if need > free:
+            raise InvalidArgument(
+                f"perplexity: {folder}: {amount(free)} are free, and logits of {len(rows)} windows take "
+                f"{amount(need)}, expected fewer windows or another TMPDIR"
+            )
+        start = time.perf_counter()
+        self._file = tempfile.TemporaryFile(prefix="penstock-")  # noqa: SIM115 (closed by `__exit__`)
+        try:
+            with _scheduler(engine) as scheduler:
+                for row in rows:
+                    for chunk in _chunks(scheduler, row[:-1], most_rows(engine)):
+                        self._file.write(np.ascontiguousarray(chunk, np.float32).data)
+                    if progress is not None:
+                        progress()
+        except BaseException:
+            self._file.close()
+            raise
+        self.seconds = time.perf_counter() - start
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    @property
+    def _row_bytes(self) -> int:
+        return 4 * self.vocab
+
+    def chunks(self, number: int, step: int) -> Generator[np.ndarray]:
+        """Those of a window, at most `step` rows at a time."""
+        self._file.seek(number * self._per_window * self._row_bytes)
+        for start in range(0, self._per_window, step):
+            count = min(step, self._per_window - start)
+            yield np.frombuffer(self._file.read(count * self._row_bytes), np.float32).reshape(count, self.vocab)
+
+
+def _check(engine: Engine, rows: np.ndarray, reference: Engine | StoredLogits | None) -> None:
     if rows.ndim != 2 or not len(rows) or rows.shape[1] < 2:
         raise InvalidArgument(f"perplexity: windows have shape {rows.shape}, expected [n, length] with two tokens each")
     for each in (engine, reference):
-        if each is not None and rows.shape[1] > each.max_context:
+        if isinstance(each, Engine) and rows.shape[1] > each.max_context:
             raise InvalidArgument(
                 f"perplexity: a window is {rows.shape[1]} tokens, expected at most {each.max_context} (the context)"
             )
+    if isinstance(reference, StoredLogits) and reference.windows != len(rows):
+        raise InvalidArgument(f"perplexity: logits of {reference.windows} windows are stored, expected {len(rows)}")
     if reference is not None:
-        own, other = (each.model.config.vocab_size for each in (engine, reference))
+        own = engine.model.config.vocab_size
+        other = reference.vocab if isinstance(reference, StoredLogits) else reference.model.config.vocab_size
         if own != other:
             raise InvalidArgument(f"perplexity: the reference has {other} tokens in its vocabulary, expected {own}")
 

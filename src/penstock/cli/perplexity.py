@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +18,8 @@ from penstock.errors import CheckpointError, InvalidArgument
 from penstock.units import amount
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from penstock.analysis.perplexity import Evaluation
     from penstock.api import LLM
     from penstock.text.tokenizer import Tokenizer
@@ -86,8 +90,9 @@ def perplexity(
     of -log p over all tokens but the first of each window, with its standard error.
 
     With --reference also the Kullback-Leibler divergence KL(reference | model) of the predictions, in nats, and the
-    share of predictions whose likeliest token is the same. Both models are loaded together; the reference has float32
-    states, whatever --state-dtype says.
+    share of predictions whose likeliest token is the same. Both models are loaded together, those that -tp splits one
+    after the other, with the logits of the reference in a temporary file; the reference has float32 states, whatever
+    --state-dtype says.
 
     \b
     Examples:
@@ -102,36 +107,105 @@ def perplexity(
         raise UsageError("--num-samples: is 0, expected at least 1, or -1 for the whole text")
     if reference is None and reference_device is not None:
         raise UsageError("--reference-device: expected together with --reference")
-    from penstock.analysis.perplexity import evaluate, windows
-
-    text = _read(data_path)
-    notify = None if as_json else note
-    llm = chosen.load_with(None, threads, notify)
-    tokens, prefix = encoded(llm.tokenizer, text)
-    llm.engine.token_array([*prefix, *tokens], f"{data_path}", llm.tokenizer)
-    _check_length(chosen.name, llm, sequence_length, len(prefix))
-    try:
-        rows = windows(tokens, sequence_length, None if num_samples < 0 else num_samples, prefix, seed)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{data_path}: {str(error).removeprefix('perplexity: ')}") from None
-    other = None
+    second = None
     if reference is not None:
         where = reference_device or chosen.device
         second = replace(chosen, model=reference, device=where, revision=None, state_dtype="float32")
+    given = _Text(data_path, _read(data_path), sequence_length, None if num_samples < 0 else num_samples, seed)
+    notify = None if as_json else note
+    if second is not None and _is_split(chosen):
+        found, bos, peak = _compare_in_turn(chosen, second, given, threads, notify)
+    else:
+        found, bos, peak = _measure(chosen, second, given, threads, notify)
+    about = {"model": chosen.name, "reference": reference, "data": str(data_path), "bos": bos}
+    _show(found, about, peak / 1e9, as_json)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text, and how it is cut into windows."""
+
+    path: Path
+    content: str
+    length: int
+    count: int | None
+    seed: int | None
+
+    def windows(self, tokens: list[int], prefix: list[int]) -> np.ndarray:
+        from penstock.analysis.perplexity import windows
+
+        try:
+            return windows(tokens, self.length, self.count, prefix, self.seed)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{self.path}: {str(error).removeprefix('perplexity: ')}") from None
+
+
+def _measure(
+    chosen: NamedModel,
+    second: NamedModel | None,
+    text: _Text,
+    threads: int | None,
+    notify: Callable[[str], None] | None,
+) -> tuple[Evaluation, bool, int]:
+    """The model alone, or with the reference beside it; whether windows have a BOS; peak memory in bytes."""
+    from penstock.analysis.perplexity import evaluate
+
+    llm = chosen.load_with(None, threads, notify)
+    tokens, prefix = encoded(llm.tokenizer, text.content)
+    llm.engine.token_array([*prefix, *tokens], f"{text.path}", llm.tokenizer)
+    _check_length(chosen.name, llm.max_context, text.length, len(prefix))
+    rows = text.windows(tokens, prefix)
+    other = None
+    if second is not None:
         other = second.load_with(None, threads, notify)
-        _check_length(second.name, other, sequence_length, len(prefix))
-        _check_alike(llm, other, text, tokens)
+        _check_length(second.name, other.max_context, text.length, len(prefix))
+        _check_alike(llm.config.vocab_size, other, text.content, tokens)
         if notify is not None and llm.engine.device.name == other.engine.device.name == "cpu":
             _remark_memory(llm, other)
     with progress_bar("windows", len(rows)) as advance:
-        found = evaluate(
-            llm.engine,
-            rows,
-            None if other is None else other.engine,
-            lambda done, value: advance(1, f"perplexity {value:.3f}"),
-        )
-    about = {"model": chosen.name, "reference": reference, "data": str(data_path), "bos": bool(prefix)}
-    _show(found, about, llm.stats().peak_memory / 1e9, as_json)
+        found = evaluate(llm.engine, rows, None if other is None else other.engine, _shown_by(advance))
+    return found, bool(prefix), llm.stats().peak_memory
+
+
+def _is_split(chosen: NamedModel) -> bool:
+    """Whether a model with these options has ranks. Raises UsageError for those of torchrun, which run one model."""
+    from penstock.parallel.launch import joined_by_torchrun
+
+    if joined_by_torchrun() is not None:
+        raise UsageError("--reference: the ranks of torchrun run one model, expected -tp N without torchrun")
+    return chosen.ranks > 1
+
+
+def _compare_in_turn(
+    chosen: NamedModel, second: NamedModel, text: _Text, threads: int | None, notify: Callable[[str], None] | None
+) -> tuple[Evaluation, bool, int]:
+    """As `_measure`, of two models that are split: a process has one at a time. The reference comes first, and all that
+    can be wrong with the model's vocabulary and windows is found before it is loaded.
+    """
+    from penstock.analysis.perplexity import StoredLogits, evaluate
+    from penstock.analysis.trace import outline_of
+    from penstock.server.model_info import read_tokenizer
+    from penstock.weights.resolve import resolve_model
+
+    files = resolve_model(chosen.model, revision=chosen.revision, offline=chosen.offline or None)
+    config = outline_of(files, None).config
+    tokens, prefix = encoded(read_tokenizer(files), text.content)
+    _check_length(chosen.name, config.max_positions, text.length, len(prefix))
+    rows = text.windows(tokens, prefix)
+    with contextlib.ExitStack() as stack:
+        with second.load_with(None, threads, notify) as other, progress_bar("reference", len(rows)) as advance:
+            _check_length(second.name, other.max_context, text.length, len(prefix))
+            _check_alike(config.vocab_size, other, text.content, tokens)
+            other.engine.token_array([*prefix, *tokens], f"{text.path}", other.tokenizer)
+            stored = stack.enter_context(StoredLogits(other.engine, rows, lambda: advance(1)))
+        with chosen.load_with(None, threads, notify) as llm, progress_bar("windows", len(rows)) as advance:
+            _check_length(chosen.name, llm.max_context, text.length, len(prefix))
+            found = evaluate(llm.engine, rows, stored, _shown_by(advance))
+            return found, bool(prefix), llm.stats().peak_memory
+
+
+def _shown_by(advance: Callable[..., None]) -> Callable[[int, float], None]:
+    return lambda done, value: advance(1, f"perplexity {value:.3f}")
 
 
 def _read(path: Path) -> str:
@@ -160,15 +234,15 @@ def encoded(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
     return tokenizer.encode(text, add_special_tokens=False), whole[:start]
 
 
-def _check_length(name: str, llm: LLM, length: int, before: int) -> None:
-    least, most = before + 2, llm.max_context
+def _check_length(name: str, most: int, length: int, before: int) -> None:
+    least = before + 2
     if not least <= length <= most:
         raise InvalidArgument(f"--sequence-length: is {length}, expected {least} to {most} (the context of {name})")
 
 
-def _check_alike(llm: LLM, other: LLM, text: str, tokens: list[int]) -> None:
-    """Both models read the same tokens. Raises InvalidArgument with the numbers that differ."""
-    own, theirs = llm.config.vocab_size, other.config.vocab_size
+def _check_alike(own: int, other: LLM, text: str, tokens: list[int]) -> None:
+    """The model, of `own` tokens, and the other read the same. Raises InvalidArgument with the numbers that differ."""
+    theirs = other.config.vocab_size
     if own != theirs:
         raise InvalidArgument(f"--reference: its vocabulary has {theirs} tokens, expected {own} as the model's")
     found, _ = encoded(other.tokenizer, text)

@@ -21,7 +21,7 @@ import numpy as np
 from penstock.engine.buckets import Bucket, BucketedSteps
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize, sequences_within, size_for_batches, size_for_load, size_within
-from penstock.engine.nonfinite import first_nonfinite
+from penstock.engine.nonfinite import NonFinite, first_nonfinite
 from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs
 from penstock.engine.request import RequestLimits, token_array
@@ -91,6 +91,12 @@ class LeadingRank(Protocol):
 
     def prepared_by_all(self) -> contextlib.AbstractContextManager[None]:
         """Around `Engine.prepare`, which all ranks run by themselves."""
+        ...
+
+    def nonfinite_of_all(
+        self, sequence: Sequence, token: int, own: Callable[[], NonFinite | None]
+    ) -> list[NonFinite | None]:
+        """What each rank finds in a step that appends this token to a sequence, the first with `own`."""
         ...
 
 
@@ -318,7 +324,7 @@ class Engine:
 
         As it was if that cannot be found: the token is not known, or the step cannot be run once more.
         """
-        if token is None or self.model.mesh is not None:
+        if token is None:
             return error
         try:
             with self.lock, self.device.running(self.deterministic):

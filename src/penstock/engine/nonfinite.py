@@ -1,17 +1,20 @@
 """Where NaN or infinity comes from: a sequence's last token once more, op by op, with a look at every result.
 
 The step runs unfused on a copy of the sequence, one position further: there what the sequence has read so far is as it
-was, and a weight that makes NaN makes it again.
+was, and a weight that makes NaN makes it again. Of a split model every rank runs it and looks at its own results: the
+first of all is the one with the fewest exchanges of ranks before it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock import ops
 from penstock.dtypes import FLOATS
 from penstock.engine.cache import Sequence
 from penstock.engine.steps import Run, step_arrays
@@ -23,6 +26,25 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
 
 _UNNAMED = ("whole", "parts")  # fields of joined weights
+_EXCHANGES = (ops.all_reduce, ops.all_gather)
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A result that is not finite: its layer, weight and op, the node that makes it, exchanges of ranks up to it."""
+
+    exchanges: int
+    node: int
+    where: str
+
+
+def first_of_ranks(found: Seq[NonFinite | None]) -> str | None:
+    """The first of what each rank has found, with its rank unless all have the same."""
+    given = [(one.exchanges, one.node, rank, one.where) for rank, one in enumerate(found) if one is not None]
+    if not given:
+        return None
+    *_, rank, where = min(given)
+    return where if len(set(found)) == 1 else f"{where} on rank {rank}"
 
 
 def first_nonfinite(engine: Engine, sequence: Sequence, token: int) -> str | None:
@@ -32,23 +54,6 @@ def first_nonfinite(engine: Engine, sequence: Sequence, token: int) -> str | Non
     """
     if engine.programs is None:
         return None
-    names = dict(_named(engine.model.weights))
-    found: list[str] = []
-    where = "the step"
-
-    def wrap(node: Node, kernel: Any) -> Any:
-        nonlocal where
-        own = next((names[id(arg)] for arg in node.args.values() if id(arg) in names), None)
-        where = own or where.partition(",")[0]  # an op without weights is of the layer before it
-        named = f"{where} ({node.op.name})"
-
-        def looking(*args: Any, **out: Any) -> None:
-            kernel(*args, **out)
-            if not found and any(not _finite(engine, array) for array in _arrays(out.get("out"))):
-                found.append(named)
-
-        return looking
-
     copy = engine.caches.open()
     try:
         snapshot = engine.caches.snapshot(sequence)
@@ -57,9 +62,39 @@ def first_nonfinite(engine: Engine, sequence: Sequence, token: int) -> str | Non
         finally:
             engine.caches.drop(snapshot)
         engine.caches.reserve(copy, 1)
-        _run(engine, Run(copy, np.array([token], np.int32)), wrap)
+        if engine.leader is not None:
+            return first_of_ranks(
+                engine.leader.nonfinite_of_all(copy, token, lambda: own_nonfinite(engine, copy, token))
+            )
+        found = own_nonfinite(engine, copy, token)
     finally:
         engine.caches.close(copy)
+    return None if found is None else found.where
+
+
+def own_nonfinite(engine: Engine, sequence: Sequence, token: int) -> NonFinite | None:
+    """What a step that appends this token to a sequence finds, of this rank's results. The sequence is spent."""
+    names = dict(_named(engine.model.weights))
+    found: list[NonFinite] = []
+    where = "the step"
+    nodes, exchanges = -1, 0
+
+    def wrap(node: Node, kernel: Any) -> Any:
+        nonlocal where, nodes, exchanges
+        nodes, exchanges = nodes + 1, exchanges + (node.op in _EXCHANGES)
+        own = next((names[id(arg)] for arg in node.args.values() if id(arg) in names), None)
+        where = own or where.partition(",")[0]  # an op without weights is of the layer before it
+        here = NonFinite(exchanges, nodes, f"{where} ({node.op.name})")
+
+        def looking(*args: Any, **out: Any) -> None:
+            kernel(*args, **out)
+            if not found and any(not _finite(engine, array) for array in _arrays(out.get("out"))):
+                found.append(here)
+
+        return looking
+
+    engine.caches.reserve(sequence, 1)
+    _run(engine, Run(sequence, np.array([token], np.int32)), wrap)
     return found[0] if found else None
 
 

@@ -27,6 +27,7 @@ from penstock.dtypes import dtype_name, numpy_dtype
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize
 from penstock.engine.engine import Engine
+from penstock.engine.nonfinite import NonFinite, own_nonfinite
 from penstock.engine.steps import Run, wants_hidden
 from penstock.errors import EngineDied
 from penstock.models.split import Split
@@ -125,6 +126,13 @@ class Prepare(_Command, frozen=True):
     pass
 
 
+class FindNonFinite(_Command, frozen=True):
+    """Which result of a step with this token is the first one that is not finite? Each rank answers for its own."""
+
+    sequence: int
+    token: int
+
+
 class End(_Command, frozen=True):
     pass
 
@@ -144,6 +152,7 @@ Command = (
     | Values
     | StepOf
     | Prepare
+    | FindNonFinite
     | End
 )
 
@@ -278,6 +287,25 @@ class Leader:
             self._kinds.add(kind)
             self._highest = highest(found[0] if found else None)
 
+    def nonfinite_of_all(
+        self, sequence: Sequence, token: int, own: Callable[[], NonFinite | None]
+    ) -> list[NonFinite | None]:
+        """What each rank finds in a step that appends this token to a sequence, the first with `own`.
+
+        As in `stepping`, what fails ends all.
+        """
+        with uninterrupted():
+            self.send(FindNonFinite(self._of[sequence], token))
+            try:
+                with self.group.stepping(True):
+                    found = own()
+                return _gathered(self.group, found)
+            except EngineDied:
+                raise
+            except BaseException as error:
+                self.group.fail(f"rank 0: a step failed: {type(error).__name__}: {error}")
+                raise
+
     def watched(self, step: PendingStep) -> PendingStep:
         """The step that was just launched; waiting for it ends with EngineDied if a rank fails or hangs."""
         return _Watched(self, step, self._first)
@@ -322,6 +350,12 @@ def _kind(runs: Seq[Run]) -> Any:
     """Steps of one kind need no kernels beyond each other's, nearly always."""
     tokens = sum(len(run.tokens) for run in runs)
     return tokens.bit_length(), len(runs).bit_length(), any(run.wanted != "none" for run in runs)
+
+
+def _gathered(group: RankGroup, own: NonFinite | None) -> list[NonFinite | None]:
+    """What all ranks have found."""
+    parts = group.gather_host(np.frombuffer(msgspec.msgpack.encode(own), np.uint8))
+    return [msgspec.msgpack.decode(part.tobytes(), type=NonFinite | None) for part in parts]
 
 
 def highest(logits: np.ndarray | None) -> list[int]:
@@ -494,6 +528,8 @@ class Follower:
             self._fill(things[command.sequence], command.length)
         elif isinstance(command, Prepare):
             engine.prepare()
+        elif isinstance(command, FindNonFinite):
+            self._find_nonfinite(things[command.sequence], command.token)
 
     def _step(self, command: StepOf) -> None:
         runs = [
@@ -511,6 +547,12 @@ class Follower:
             logits = self._engine.follow(runs)
         self._kinds.add(kind)
         self._highest = [] if wants_hidden(runs) else highest(logits)
+
+    def _find_nonfinite(self, sequence: Sequence, token: int) -> None:
+        engine, group = self._engine, self._group
+        with engine.lock, engine.device.running(engine.deterministic), group.stepping(True):
+            found = own_nonfinite(engine, sequence, token)
+        _gathered(group, found)
 
     def _fill(self, sequence: Sequence, length: int) -> None:
         engine = self._engine

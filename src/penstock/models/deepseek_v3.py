@@ -329,7 +329,7 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     # before the experts, which may still be on their way; a rank may have no part of it
     shared = None if w.shared is None or not w.shared.gate.shape[0] else mlp(step, x, w.shared)
     routed = experts(step, x, ids, weights, w.routed)
-    return add_blocks(step, h, x, shared, None, routed)
+    return add_blocks(step, h, shared, None, routed)
 
 
 # -- over ranks ------------------------------------------------------------------------------------------------------

@@ -48,13 +48,13 @@ def nothing(x: Array) -> Array:
     return ops.mul(x, 0.0)
 
 
-def add_blocks(step: Step, h: Array, x: Array, shared: Array | None, score: Array | None, routed: Array) -> Array:
+def add_blocks(step: Step, h: Array, shared: Array | None, score: Array | None, routed: Array) -> Array:
     """h + routed + σ(score) · shared; of a split model each rank has a part of both, and h is added to their sum."""
     if step.mesh is None:
         return ops.moe_combine_residual(h, None, None, shared, score, moe_sum=routed)
     own = routed
     if shared is not None:
-        own = ops.moe_combine_residual(nothing(x), None, None, shared, score, moe_sum=routed)
+        own = ops.moe_combine_residual(None, None, None, shared, score, moe_sum=routed)
     return ops.residual_add(h, ops.all_reduce(own))
 
 

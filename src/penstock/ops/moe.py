@@ -639,7 +639,7 @@ def _score(score: Spec | None, lead: tuple[int, ...], name: str) -> None:
 
 
 def _moe_shared_forward(
-    residual: Spec,
+    residual: Spec | None,
     x: Spec,
     ids: Spec,
     weights: Spec,
@@ -667,12 +667,12 @@ def _moe_shared_forward(
     check.floating(norm_weight=norm_weight)
     check.shape(x.shape[-1:], "last axis of x", norm_weight=norm_weight)
     check.eps(eps)
-    return residual
+    return y if residual is None else residual
 
 
 @op(infer=_moe_shared_forward, check=_check_call, alias=True)
 def moe_shared_forward(
-    residual: Array,
+    residual: Array | None,
     x: Array,
     ids: Array,
     weights: Array,
@@ -695,25 +695,37 @@ def moe_shared_forward(
     expert and shared are down(act(gate · x) · (up · x)), the inner product rounded to x's dtype; arguments as in
     `moe_forward`, the shared ones [I, K], [I, K] (None: shared_gate_w is [2I, K], gate rows first) and [dim, I];
     shared_score [T] or [T, 1] of any float, None: factor 1. With norm_weight [K] the block reads rms_norm(x,
-    norm_weight, eps). x [(T,) K] → [(T,) dim] in residual's dtype, rounded once. A row of ids −1 is its residual and
-    the shared expert.
+    norm_weight, eps). x [(T,) K] → [(T,) dim] in residual's dtype, rounded once; residual None: nothing is added, and
+    the result has x's dtype. A row of ids −1 is its residual and the shared expert.
     """
     x = x if norm_weight is None else rms_norm.body(x, norm_weight, eps)
     routed = _routed(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
-    y = residual.astype(np.float64) + routed
+    y = routed if residual is None else residual.astype(np.float64) + routed
     rows = x.reshape(-1, x.shape[-1])
     own = round_to(_gated(rows, shared_gate_w, shared_up_w, act, activations), x.dtype)
     shared = product(own, shared_down_w, activations).reshape(y.shape)
     if shared_score is not None:
         shared = shared * sigmoid(shared_score.astype(np.float64).reshape(*y.shape[:-1], 1))
-    return round_to(y + shared, residual.dtype)
+    return round_to(y + shared, x.dtype if residual is None else residual.dtype)
 
 
 # -- combination -----------------------------------------------------------------------------------------------------
 
 
+def _rows_of_sum(h_mid: Spec | None, expert_out: Spec | None, moe_sum: Spec | None) -> tuple[str, Spec]:
+    """The argument that says how many rows there are, and what the result is like: h_mid, or else what is summed."""
+    check.axes("[T, dim] or [dim]", 1, 2, h_mid=h_mid, moe_sum=moe_sum)
+    given = {"h_mid": h_mid, "moe_sum": moe_sum, "expert_out": expert_out}
+    name, found = next((name, spec) for name, spec in given.items() if spec is not None)
+    if found is expert_out:
+        check.axes("[T, k, dim] or [k, dim]", 2, 3, expert_out=expert_out)
+    if found.shape[-1] == 0:
+        raise ShapeError(f"{name} has shape {found.shape}, expected a last axis of at least 1")
+    return name, Spec((*found.shape[:-2], found.shape[-1]), found.dtype) if found is expert_out else found
+
+
 def _combined(
-    h_mid: Spec,
+    h_mid: Spec | None,
     expert_out: Spec | None,
     weights: Spec | None,
     shared_out: Spec | None,
@@ -721,32 +733,30 @@ def _combined(
     moe_sum: Spec | None,
 ) -> Spec:
     check.floating(h_mid=h_mid)
-    check.axes("[T, dim] or [dim]", 1, 2, h_mid=h_mid)
-    if h_mid.shape[-1] == 0:
-        raise ShapeError(f"h_mid has shape {h_mid.shape}, expected a last axis of at least 1")
     if (expert_out is None) == (moe_sum is None) or (weights is None) != (expert_out is None):
         raise InvalidArgument("expert_out with weights, or moe_sum, expected exactly one of the two")
     added = check.alike(expert_out=expert_out, shared_out=shared_out, moe_sum=moe_sum)
-    check.shape(h_mid.shape, "as h_mid", shared_out=shared_out, moe_sum=moe_sum)
-    lead = h_mid.shape[:-1]
+    name, total = _rows_of_sum(h_mid, expert_out, moe_sum)
+    check.shape(total.shape, f"as {name}", shared_out=shared_out, moe_sum=moe_sum)
+    lead = total.shape[:-1]
     if expert_out is not None and weights is not None:
         check.dtype("float32", weights=weights)
-        check.axes("[T, k, dim] or [k, dim]", h_mid.ndim + 1, expert_out=expert_out)
+        check.axes("[T, k, dim] or [k, dim]", total.ndim + 1, expert_out=expert_out)
         k = expert_out.shape[-2]
-        check.shape((*lead, k, h_mid.shape[-1]), "T, k, dim", expert_out=expert_out)
+        check.shape((*lead, k, total.shape[-1]), "T, k, dim", expert_out=expert_out)
         check.shape((*lead, k), "T, k", weights=weights)
     if shared_gate is not None and shared_out is None:
         raise InvalidArgument("shared_gate is given without shared_out, expected both")
     if isinstance(shared_gate, Spec):
-        if shared_gate.dtype not in ("float32", h_mid.dtype, added):
+        if shared_gate.dtype not in ("float32", total.dtype, added):
             check.dtype("float32", shared_gate=shared_gate)
         _score(shared_gate, lead, "shared_gate")
-    return h_mid
+    return total
 
 
 @op(infer=_combined, alias=True)
 def moe_combine_residual(
-    h_mid: Array,
+    h_mid: Array | None,
     expert_out: Array | None,
     weights: Array | None,
     shared_out: Array | None,
@@ -757,18 +767,19 @@ def moe_combine_residual(
 
     h_mid, shared_out, moe_sum [(T,) dim]; expert_out [(T,) k, dim] with weights float32 [(T,) k], k = 0 allowed;
     shared_gate one score before the sigmoid per token, None adds shared_out as it is; shared_out None: no shared
-    expert. What is added is of one float, h_mid of any; the result has h_mid's dtype.
+    expert. What is added is of one float, h_mid of any; the result has h_mid's dtype. h_mid None: nothing but the
+    experts, in their dtype.
     """
     if moe_sum is not None:  # one expert of weight 1
-        expert_out, weights = moe_sum[..., None, :], np.ones((*h_mid.shape[:-1], 1))
+        expert_out, weights = moe_sum[..., None, :], np.ones((*moe_sum.shape[:-1], 1))
     assert expert_out is not None and weights is not None
-    y = h_mid.astype(np.float64) + expert_sum(expert_out, weights)
+    y = expert_sum(expert_out, weights)
+    if h_mid is not None:
+        y = h_mid.astype(np.float64) + y
     if shared_out is not None:
-        gate = (
-            1.0 if shared_gate is None else sigmoid(np.resize(shared_gate, (*h_mid.shape[:-1], 1)).astype(np.float64))
-        )
+        gate = 1.0 if shared_gate is None else sigmoid(np.resize(shared_gate, (*y.shape[:-1], 1)).astype(np.float64))
         y = y + gate * shared_out.astype(np.float64)
-    return round_to(y, h_mid.dtype)
+    return round_to(y, expert_out.dtype if h_mid is None else h_mid.dtype)
 
 
 def _bucket(out_sum: Spec, bucket_out: Spec, token_idx: Spec, weights: Spec) -> None:

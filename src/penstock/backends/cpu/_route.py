@@ -396,7 +396,7 @@ def _normalize(weights, out):
 
 @kernel(ops.moe_combine_residual, device="cpu")
 def moe_combine_residual(
-    h_mid: np.ndarray,
+    h_mid: np.ndarray | None,
     expert_out: np.ndarray | None,
     weights: np.ndarray | None,
     shared_out: np.ndarray | None,
@@ -408,7 +408,7 @@ def moe_combine_residual(
     if out.size == 0:
         return
     added = expert_out if moe_sum is None else moe_sum
-    if added.dtype != h_mid.dtype:  # rows of one format in float32 copies
+    if added.dtype != out.dtype:  # rows of one format in float32 copies
         arrays = [None if a is None else np.array(a, np.float32) for a in (h_mid, expert_out, shared_out, moe_sum)]
         y = np.empty(out.shape, np.float32)
         moe_combine_residual(arrays[0], arrays[1], weights, arrays[2], shared_gate, arrays[3], out=y)
@@ -429,7 +429,7 @@ def moe_combine_residual(
 
 
 # combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * (1 or sigmoid(gate[t])), slots in order
-# shapes    rows of one format as bytes: h, out [T, dim], experts [T * k, dim], shared [T, dim] or no bytes; float32:
+# shapes    rows of one format as bytes: out [T, dim], experts [T * k, dim], h, shared [T, dim] or no bytes; float32:
 #           weights [T * k], gate [T] or [0]; out may be h, shared or the experts if k = 1
 # threads   prange over rows; a row belongs to one thread
 # bytes     (k + 3) * T * dim * itemsize, each once
@@ -451,8 +451,9 @@ def _combine_some(h, experts, weights, shared, gate, k, fmt, out, start, stop):
         for i in range(t * k, (t + 1) * k):
             load_bytes(experts[i], fmt, row)
             _add_scaled(total, row, weights[i])
-        load_bytes(h[t], fmt, row)
-        _add_scaled(total, row, np.float32(1))
+        if h.shape[1] > 0:
+            load_bytes(h[t], fmt, row)
+            _add_scaled(total, row, np.float32(1))
         if shared.shape[1] > 0:
             load_bytes(shared[t], fmt, row)
             _add_scaled(total, row, sigmoid32(gate[t]) if gate.size > 0 else np.float32(1))

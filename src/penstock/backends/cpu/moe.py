@@ -334,6 +334,6 @@ def moe_shared_forward(
     h = _gate_up(rows, 1, own, shared_gate_w, shared_up_w, act, activations, variant)
     product_into(_rounded(h, x.dtype), shared_down_w, shared.reshape(len(rows), -1), activations, variant)
     y = float_target(out)
-    wide = float_rows(residual).reshape(out.shape)
+    wide = None if residual is None else float_rows(residual).reshape(out.shape)
     moe_combine_residual(wide, None, None, shared, shared_score, routed, out=y)
     finish(y, out)

@@ -107,7 +107,7 @@ def mixed_down_sum(
     weights: torch.Tensor,
     score: torch.Tensor | None,
     slot_of: torch.Tensor | None,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """out [T, dim] = residual + Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) + σ(score[t]) · (common · h[t, k]).

@@ -285,8 +285,8 @@ def expert_room(pairs: tuple[int, int], experts: int, x: torch.Tensor, block: bo
 
 # combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * sigmoid(scores[t]), slots in order;
 #           without scores shared is added as it is
-# shapes    h, shared (or None), out [T, dim], experts [T, k, dim] of any float; weights float32 [T, k], None: 1; scores
-#           [T] of any float; out may be h, shared or the experts if k = 1
+# shapes    h, shared (each or None), out [T, dim], experts [T, k, dim] of any float; weights float32 [T, k], None: 1;
+#           scores [T] of any float; out may be h, shared or the experts if k = 1
 # grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a token
 # bytes     (k + 3) * T * dim * itemsize, each once
 # limits    none
@@ -299,12 +299,14 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < dim
-    h = tl.load(h_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    if h_ptr is not None:
+        h = tl.load(h_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
     for i in tl.range(K, num_stages=1, loop_unroll_factor=8):
         e = tl.load(experts_ptr + (row * K + i) * dim + column, mask=live, other=0.0).to(tl.float32)
         total += e if weights_ptr is None else e * tl.load(weights_ptr + row * K + i)
-    total += h
+    if h_ptr is not None:
+        total += h
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
         total += shared if scores_ptr is None else shared * sigmoid(tl.load(scores_ptr + row).to(tl.float32))
@@ -323,7 +325,7 @@ def _combine(h, experts, weights, shared, scores, out: torch.Tensor) -> None:
 
 @kernel(ops.moe_combine_residual, device="cuda")
 def moe_combine_residual(
-    h_mid: torch.Tensor,
+    h_mid: torch.Tensor | None,
     expert_out: torch.Tensor | None,
     weights: torch.Tensor | None,
     shared_out: torch.Tensor | None,
@@ -388,7 +390,8 @@ def moe_shared_forward(
 ):  # fmt: skip
     if out.numel() == 0:
         return
-    x, ids, weights, y, residual = map(flat_rows, (x, ids, weights, out, residual))
+    x, ids, weights, y = map(flat_rows, (x, ids, weights, out))
+    residual = None if residual is None else flat_rows(residual)
     own, own_up = _halves(shared_gate_w) if shared_up_w is None else (shared_gate_w, shared_up_w)
     T, k = ids.shape
     experts, count = [w for w in (gate_w, up_w, down_w) if w is not None], _count(gate_w, slot_of)
