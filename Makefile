@@ -10,6 +10,7 @@ PY   := $(VENV)/bin/python
 PIP  := $(PY) -m pip --disable-pip-version-check
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+export PYTHONDONTWRITEBYTECODE = # else each of hundreds of processes compiles all of penstock anew
 
 .PHONY: help demo test test-all lint bench clean
 
@@ -26,16 +27,25 @@ help:
 demo: $(VENV)/.core
 	@$(PY) -m penstock.demo
 
-test: lint
-	@$(PY) -m pytest -q -n 2 --dist worksteal $(TESTS)
+# Types are checked while the tests run; what pyright says comes after what pytest says, and each can fail the target.
+RUFF    = $(PY) -m ruff check --quiet --output-format=concise .
+PYRIGHT = $(PY) -m pyright --pythonpath $(PY)
+PYTEST  = $(PY) -m pytest -q -n 2 --dist worksteal
+BOTH    = said=$$(mktemp); trap 'rm -f "$$said"' EXIT; $(PYRIGHT) >"$$said" 2>&1 & types=$$!; failed=0; \
+          $(PYTEST) $(1) || failed=$$?; wait $$types || failed=$$?; cat "$$said"; exit $$failed
+
+test: $(VENV)/.dev
+	@$(RUFF)
+	@$(call BOTH,$(TESTS))
 	@$(PY) benchmarks/gpu_evidence.py check
 
-test-all: lint
-	@$(PY) -m pytest -q -n 2 --dist worksteal -m "not cuda" $(TESTS)
+test-all: $(VENV)/.dev
+	@$(RUFF)
+	@$(call BOTH,-m "not cuda" $(TESTS))
 
 lint: $(VENV)/.dev
-	@$(PY) -m ruff check --quiet --output-format=concise .
-	@$(PY) -m pyright --pythonpath $(PY)
+	@$(RUFF)
+	@$(PYRIGHT)
 
 bench: $(VENV)/.dev
 	@set -e; for script in $(wildcard benchmarks/bench_*.py); do echo "== $$script"; $(PY) $$script; done

@@ -10,6 +10,7 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # without a GPU its kernels run in Triton's interpreter
 
 import functools
+import gc
 import importlib.util
 import re
 import zlib
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 
 from penstock import kernel_cache
+
+gc.disable()  # until all tests are collected, see pytest_collection_finish
 
 hypothesis.settings.register_profile("penstock", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("penstock")
@@ -46,3 +49,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if collection_path.suffix != ".py" or importlib.util.find_spec("torch") is not None:
         return None
     return True if _IMPORTS_TORCH.search(collection_path.read_text()) else None
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: no later garbage collection looks through it again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries complain at the exit of objects that were never freed

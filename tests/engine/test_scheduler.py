@@ -632,13 +632,14 @@ def test_gpu_memory_utilization_is_refused_where_caches_grow(plain: LLM) -> None
 
 def test_requests_wait_for_pages_and_slots_of_fixed_caches(fixed: LLM) -> None:
     caches = fixed.engine.caches
-    want = [fixed.generate([n], max_tokens=600, logit_bias=LETTERS).tokens for n in range(5, 9)]
+    prompts = [some_tokens(520, seed=n) for n in range(4)]
+    want = [fixed.generate(prompt, max_tokens=90, logit_bias=LETTERS).tokens for prompt in prompts]
     memory = caches.size(4, {None: 8})  # of pages two such requests
     with scheduler(fixed, max_sequences=4, memory=memory, prefix_cache=False) as made:
         assert capacity(fixed) == (4, 8)
         version = caches.version
         with made.condition:
-            tickets = [made.submit(made.request([n], max_tokens=600, logit_bias=LETTERS)) for n in range(5, 9)]
+            tickets = [made.submit(made.request(prompt, max_tokens=90, logit_bias=LETTERS)) for prompt in prompts]
         until(lambda: tickets[1].state == "generating")
         assert made.metrics().running == 2 and caches.pools[None].capacity == 8
         assert [ticket.result(SECONDS).tokens for ticket in tickets] == want
@@ -648,7 +649,7 @@ def test_requests_wait_for_pages_and_slots_of_fixed_caches(fixed: LLM) -> None:
         fixed.generate([5], max_tokens=1)
     for session in sessions:
         session.close()
-    assert fixed.generate([5], max_tokens=1, logit_bias=LETTERS).tokens == want[0][:1]
+    assert fixed.generate(prompts[0], max_tokens=1, logit_bias=LETTERS).tokens == want[0][:1]
 
 
 def test_prefixes_are_stored_in_what_fixed_caches_leave(fixed: LLM) -> None:

@@ -41,8 +41,13 @@ def test_every_endpoint_does_what_its_description_says(place, case):
     case.call_and_validate(base_url=place.url, checks=CHECKED, timeout=60)
 
 
+@pytest.fixture(scope="module")
+def covered():
+    return loaded(coverage=True)
+
+
 @pytest.mark.slow
-@loaded(coverage=True).parametrize()
+@schemathesis.pytest.from_fixture("covered").parametrize()  # not at the top: it takes seconds to find all violations
 @settings
 def test_every_endpoint_refuses_what_its_description_does_not_have(place, case):
     case.call_and_validate(base_url=place.url, checks=CHECKED, timeout=60)
