@@ -35,6 +35,10 @@ FAMILIES = {
     "qwen2": "llama",
     "qwen3": "llama",
     "qwen3_moe": "llama",
+    "qwen2_moe": "llama",
+    "mixtral": "llama",
+    "glm4_moe": "llama",
+    "minimax_m2": "llama",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
-from penstock.models.config import Fields
+from penstock.models.config import Fields, expert_groups
 from penstock.models.family import Family, MlxRules, SplitHeads
 from penstock.models.layers import (
     ExpertStack,
@@ -94,16 +94,7 @@ def read_config(raw: dict) -> Config:
 
     count = fields.integer("n_routed_experts", 0, least=0)
     dense = fields.integer("first_k_dense_replace", 0, least=0) if count else layers
-    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
-    k = fields.integer("num_experts_per_tok", most=count) if count else 0
-    if count:
-        fields.require(count % groups == 0, f"n_routed_experts is {count}, expected a multiple of n_group ({groups})")
-        fields.require(top_groups <= groups, f"topk_group is {top_groups}, expected at most n_group ({groups})")
-        fields.require(
-            groups == 1 or count // groups >= 2, f"n_group is {groups}, expected two experts or more in each"
-        )
-        room = top_groups * (count // groups)
-        fields.require(k <= room, f"num_experts_per_tok is {k}, expected at most {room} (topk_group groups of experts)")
+    groups, top_groups, k = expert_groups(fields, count) if count else (1, 1, 0)
     expert_width = fields.integer("moe_intermediate_size") if count else 0
     return Config(
         model_type=fields.choice("model_type", MODEL_TYPES),
