@@ -341,6 +341,7 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "qwen3.8-27b": (26.9, 26.9),
         "glm-4.6": (355, 32),
         "glm-4.5-air": (106, 12),
+        "glm-4.7-flash": (30, 3),
         "minimax-m2": (230, 10),
         "mixtral-8x7b": (46.7, 12.9),
         "qwen1.5-moe-a2.7b": (14.3, 2.7),

@@ -33,6 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA["wide"],
     "deepseek_v3": deepseek_config(moe_intermediate_size=64, kv_lora_rank=64, q_lora_rank=64),
     "kimi_k2": deepseek_config(model_type="kimi_k2", num_hidden_layers=2, q_lora_rank=None),
+    "glm4_moe_lite": deepseek_config(
+        model_type="glm4_moe_lite", num_hidden_layers=2, n_group=1, topk_group=1, rope_scaling=None
+    ),
     "llama": llama_config("llama", attention_bias=True, mlp_bias=True),
     "mistral": llama_config("mistral", num_hidden_layers=2),
     "qwen2": llama_config("qwen2", num_hidden_layers=2, tie_word_embeddings=True),

@@ -355,6 +355,19 @@ def test_read_config_of_deepseek_v3_without_experts() -> None:
     assert (config.experts, config.dense_layers) == (0, 4)
 
 
+def test_read_config_of_glm_flash() -> None:
+    raw = deepseek.CONFIGS["flash"]
+    config = deepseek_v3.read_config(raw)
+    assert (config.dense_layers, config.routed_scale, config.scale) == (1, 1.7, 32**-0.5)
+    assert deepseek_v3.read_config(without(raw, "routed_scaling_factor")).routed_scale == 1.8
+    assert deepseek_v3.read_config(without(raw, "first_k_dense_replace")).dense_layers == 1
+    assert deepseek_v3.read_config(raw | {"mlp_layer_types": ["dense", "dense", "sparse"]}).dense_layers == 2
+    for kinds in (["sparse", "dense", "sparse"], ["dense", "sparse"], ["dense", "sparse", "other"]):
+        assert "mlp_layer_types has another order, expected 3" in refused(raw | {"mlp_layer_types": kinds})
+    assert " rope_theta is missing, expected a number above 0" in refused(without(raw, "rope_theta"))
+    assert " n_routed_experts is missing, expected an integer" in refused(without(raw, "n_routed_experts"))
+
+
 def test_read_config_of_kimi_k2_is_that_of_deepseek_v3() -> None:
     family = models.family_of({"model_type": "kimi_k2"})
     config = family.read_config(changed(DEEPSEEK, model_type="kimi_k2"))

@@ -30,6 +30,7 @@ FAMILIES = {
     "gemma4_text": "gemma4",
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
     "llama": "llama",
     "mistral": "llama",
     "qwen2": "llama",
