@@ -336,6 +336,8 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "qwen3-next-80b-a3b": (80, 3),
         "qwen3.5-397b-a17b": (397, 17),
         "gemma4-26b-a4b": (25.2, 3.8),
+        "gemma3-27b": (27, 27),
+        "gemma3-4b": (3.88, 3.88),
         "deepseek-v3": (671, 37),
         "llama-3.2-3b": (3.21, 3.21),
         "qwen3.8-27b": (26.9, 26.9),

@@ -19,6 +19,7 @@ from penstock import models
 from tests.models.common import BRANCH, dense_config, moe_config, next_config, write_model
 from tests.models.common import tensors as qwen_tensors
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
+from tests.models.test_gemma3 import CONFIGS as GEMMA3
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_llama import EXPERTS, GLM, MINIMAX
 from tests.models.test_llama import config_of as llama_config
@@ -28,6 +29,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": moe_config(moe_intermediate_size=64, shared_expert_intermediate_size=128),
     "qwen3_5": dense_config(intermediate_size=192, tie_word_embeddings=True),
     "qwen3_next": next_config(moe_intermediate_size=64, torch_dtype="bfloat16"),
+    "gemma3": GEMMA3["nested"],
+    "gemma3_text": GEMMA3["text"],
     "gemma4": GEMMA["moe"],
     "gemma4 inputs": GEMMA["inputs"],
     "gemma4_text": GEMMA["wide"],
@@ -96,7 +99,10 @@ def tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     if family.name == "qwen3_5":
         return qwen_tensors(config)
     nested = "text_config" in config
-    names = Names("model.language_model." if nested else "model.", joined=family.name == "gemma4")
+    if family.name == "gemma3" and nested:  # as released, which mlx-lm alone can read
+        names = Names("language_model.model.", "language_model.")
+    else:
+        names = Names("model.language_model." if nested else "model.", joined=family.name == "gemma4")
     family.read_weights(names, family.read_config(dict(config)))
     return names.found
 

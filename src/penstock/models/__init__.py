@@ -26,6 +26,8 @@ FAMILIES = {
     "qwen3_5": "qwen3_5",
     "qwen3_5_text": "qwen3_5",
     "qwen3_next": "qwen3_5",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
     "deepseek_v3": "deepseek_v3",
