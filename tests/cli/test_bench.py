@@ -338,9 +338,17 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "qwen3-next-80b-a3b": (80, 3),
         "qwen3.5-397b-a17b": (397, 17),
         "gemma4-26b-a4b": (25.2, 3.8),
+        "gemma3-27b": (27, 27),
+        "gemma3-4b": (3.88, 3.88),
         "deepseek-v3": (671, 37),
         "llama-3.2-3b": (3.21, 3.21),
         "qwen3.8-27b": (26.9, 26.9),
+        "glm-4.6": (355, 32),
+        "glm-4.5-air": (106, 12),
+        "glm-4.7-flash": (30, 3),
+        "minimax-m2": (230, 10),
+        "mixtral-8x7b": (46.7, 12.9),
+        "qwen1.5-moe-a2.7b": (14.3, 2.7),
     }[file.stem]
     assert 1 <= raw["layers"] < text["num_hidden_layers"]
     assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]
@@ -356,8 +364,9 @@ def count_parameters(c):
         for n in range(c["num_hidden_layers"])
     ]
     for n, kind in enumerate(kinds):
-        H, D, Hkv = c["num_attention_heads"], c.get("head_dim", 0), c["num_key_value_heads"]
-        if "moe_intermediate_size" not in c and "linear_num_key_heads" not in c:
+        H, Hkv = c["num_attention_heads"], c["num_key_value_heads"]
+        D = c.get("head_dim", dim // H)
+        if not {"moe_intermediate_size", "num_local_experts"} & c.keys() and "linear_num_key_heads" not in c:
             total += dim * D * (2 * H + 2 * Hkv) + 3 * dim * c["intermediate_size"]
             continue
         if "kv_lora_rank" in c:
@@ -373,15 +382,18 @@ def count_parameters(c):
             D, Hkv = (c["global_head_dim"], c["num_global_key_value_heads"]) if whole else (D, Hkv)
             total += dim * D * (2 * H + (1 if whole else 2) * Hkv)
         else:
-            total += dim * D * (3 * H + 2 * Hkv)  # q with its gate, o, k, v
-        if "moe_intermediate_size" not in c:
+            gate = "linear_num_key_heads" in c  # of q
+            total += dim * D * ((3 if gate else 2) * H + 2 * Hkv)
+        if not {"moe_intermediate_size", "num_local_experts"} & c.keys():
             total += 3 * dim * c["intermediate_size"]
             continue
-        expert = 3 * dim * c["moe_intermediate_size"]
+        expert = 3 * dim * (c.get("moe_intermediate_size") or c["intermediate_size"])
         if n < c.get("first_k_dense_replace", 0):
             total += 3 * dim * c["intermediate_size"]
         else:
-            total += c.get("num_experts", c.get("n_routed_experts")) * expert
+            total += (
+                next(c[key] for key in ("num_experts", "n_routed_experts", "num_local_experts") if key in c) * expert
+            )
             total += 3 * dim * c.get("shared_expert_intermediate_size", 0) + c.get("n_shared_experts", 0) * expert
             total += 3 * dim * c["intermediate_size"] if "global_head_dim" in c else 0
     return total + c["vocab_size"] * dim * (1 if c["tie_word_embeddings"] else 2)

@@ -19,8 +19,9 @@ from penstock import models
 from tests.models.common import BRANCH, dense_config, moe_config, next_config, write_model
 from tests.models.common import tensors as qwen_tensors
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
+from tests.models.test_gemma3 import CONFIGS as GEMMA3
 from tests.models.test_gemma4 import CONFIGS as GEMMA
-from tests.models.test_llama import EXPERTS
+from tests.models.test_llama import EXPERTS, GLM, MINIMAX
 from tests.models.test_llama import config_of as llama_config
 
 # Widths that are multiples of 64, so that matrices can be quantized, but for a few (96, 160, 24) that stay dense.
@@ -28,16 +29,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": moe_config(moe_intermediate_size=64, shared_expert_intermediate_size=128),
     "qwen3_5": dense_config(intermediate_size=192, tie_word_embeddings=True),
     "qwen3_next": next_config(moe_intermediate_size=64, torch_dtype="bfloat16"),
+    "gemma3": GEMMA3["nested"],
+    "gemma3_text": GEMMA3["text"],
     "gemma4": GEMMA["moe"],
     "gemma4 inputs": GEMMA["inputs"],
     "gemma4_text": GEMMA["wide"],
     "deepseek_v3": deepseek_config(moe_intermediate_size=64, kv_lora_rank=64, q_lora_rank=64),
     "kimi_k2": deepseek_config(model_type="kimi_k2", num_hidden_layers=2, q_lora_rank=None),
+    "glm4_moe_lite": deepseek_config(
+        model_type="glm4_moe_lite", num_hidden_layers=2, n_group=1, topk_group=1, rope_scaling=None
+    ),
     "llama": llama_config("llama", attention_bias=True, mlp_bias=True),
     "mistral": llama_config("mistral", num_hidden_layers=2),
     "qwen2": llama_config("qwen2", num_hidden_layers=2, tie_word_embeddings=True),
     "qwen3": llama_config("qwen3", num_hidden_layers=2, head_dim=24),
     "qwen3_moe": llama_config("qwen3_moe", **EXPERTS | {"num_hidden_layers": 2, "moe_intermediate_size": 64}),
+    "qwen2_moe": llama_config(
+        "qwen2_moe",
+        **EXPERTS | {"num_hidden_layers": 2, "moe_intermediate_size": 64, "head_dim": None},
+        shared_expert_intermediate_size=64,
+    ),
+    "mixtral": llama_config("mixtral", num_hidden_layers=2, num_local_experts=3, num_experts_per_tok=2),
+    "glm4_moe": llama_config("glm4_moe", **GLM | {"num_hidden_layers": 3, "moe_intermediate_size": 64}),
+    "minimax_m2": llama_config("minimax_m2", **MINIMAX | {"num_hidden_layers": 2, "intermediate_size": 64}),
 }
 _PLAIN = ("A_log", "dt_bias", "layer_scalar", "router.scale", "per_expert_scale", "e_score_correction_bias", ".bias")
 
@@ -85,7 +99,10 @@ def tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     if family.name == "qwen3_5":
         return qwen_tensors(config)
     nested = "text_config" in config
-    names = Names("model.language_model." if nested else "model.", joined=family.name == "gemma4")
+    if family.name == "gemma3" and nested:  # as released, which mlx-lm alone can read
+        names = Names("language_model.model.", "language_model.")
+    else:
+        names = Names("model.language_model." if nested else "model.", joined=family.name == "gemma4")
     family.read_weights(names, family.read_config(dict(config)))
     return names.found
 

@@ -18,6 +18,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4": GEMMA["moe"],
     "deepseek_v3": DEEPSEEK["v3"],
     "llama": LLAMA["moe"],
+    "glm4_moe": LLAMA["glm"],
+    "minimax_m2": LLAMA["minimax"],
 }
 
 

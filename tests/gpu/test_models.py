@@ -17,6 +17,7 @@ from tests.gpu.common import GPU
 from tests.models.common import VOCAB, error, moe_config, next_config, small_config, some_tokens
 from tests.models.made import decoded, in_pieces
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
+from tests.models.test_gemma3 import CONFIGS as GEMMA3
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_gemma4 import FULL, SLIDING
 from tests.models.test_gpt_oss import CONFIG as GPT_OSS
@@ -34,9 +35,11 @@ EVERY: dict[str, dict[str, Any]] = {
     "qwen3_5": moe_config(),
     "qwen3_next": next_config(),
     "gpt_oss": GPT_OSS | {"quantization": {"mode": "mxfp4"}},
+    "gemma3": GEMMA3["text"],
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
     **{f"llama-{n}": LLAMA[n] for n in ("tied", "biases", "window", "qwen2 window", "qwen3", "moe", "mixed moe")},
+    **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "mixtral window", "glm", "glm air", "minimax")},
 }
 
 

@@ -16,15 +16,18 @@ from penstock.models.step import Step
 from tests.models.common import error, moe_config, next_config, small_config, some_tokens
 from tests.models.made import decoded
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
+from tests.models.test_gemma3 import CONFIGS as GEMMA3
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_llama import CONFIGS as LLAMA
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": moe_config(),
     "qwen3_next": next_config(),
+    "gemma3": GEMMA3["text"],
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
     **{f"llama-{name}": LLAMA[name] for name in ("tied", "biases", "window", "qwen3", "moe", "mixed moe")},
+    **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "glm", "minimax")},
 }
 
 # Random models amplify the rounding that a fused op saves; int8 activations then round to other codes here and there.
@@ -115,7 +118,9 @@ def test_unfused_replays_give_the_bits_of_the_ops_one_by_one(name):
     np.testing.assert_array_equal(decoded(llm, tokens, 5), eager(llm, tokens, 5))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "gemma4-moe", "deepseek_v3-v3", "llama-moe", "llama-mixed moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "gemma4-moe", "deepseek_v3-v3", "llama-moe", "llama-mixed moe", "llama-glm"]
+)
 def test_rows_of_no_sequence_choose_no_expert(name, monkeypatch):
     """A step with rows behind its tokens, as programs of fixed sizes have: the others have the bits they have alone."""
     engine = load_random(CONFIGS[name], device="cpu", activations="int8", max_context=1024).engine

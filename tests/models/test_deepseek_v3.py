@@ -125,6 +125,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_parameters=YARN,
         rms_norm_eps=1e-4,
     ),
+    # GLM-4.7-Flash: values wider than keys, no groups of experts, no YaRN
+    "flash": config_of(
+        architectures=["Glm4MoeLiteForCausalLM"],
+        model_type="glm4_moe_lite",
+        num_hidden_layers=3,
+        qk_nope_head_dim=24,
+        v_head_dim=40,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        rope_scaling=None,
+        rope_theta=1e6,
+        partial_rotary_factor=1.0,
+    ),
     # no YaRN
     "default": config_of(
         rope_scaling=None, num_hidden_layers=2, n_routed_experts=8, topk_group=3, num_experts_per_tok=6

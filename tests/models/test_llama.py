@@ -1,4 +1,6 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE against transformers (Hugging Face files) and mlx-lm (converted files)."""
+"""Llama, Mistral, Qwen, Mixtral, GLM-4.5 and MiniMax-M2 against transformers (Hugging Face files) and mlx-lm
+(converted files).
+"""
 
 import dataclasses
 import functools
@@ -13,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from penstock import ops
 from penstock.models import llama
+from penstock.models.layers import add_blocks
+from penstock.models.rope import Rope
 from penstock.models.step import PAGE
 from tests.models.common import BRANCH, VOCAB, error
 from tests.models.made import (
@@ -73,6 +77,36 @@ EXPERTS = {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+GLM = {
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": False,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 9,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MINIMAX = {
+    "num_attention_heads": 6,
+    "head_dim": 24,
+    "rotary_dim": 10,
+    "intermediate_size": 32,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "attn_type_list": [1, 1, 1],
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     # SmolLM2: as many key heads as a third of the query heads, tied
@@ -114,6 +148,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "head_dim": 16,
         },
     ),
+    # Qwen1.5-MoE and Qwen2-57B: biases, a shared expert with a gate
+    "qwen2 moe": config_of(
+        "qwen2_moe",
+        **{key: EXPERTS[key] for key in EXPERTS if key != "head_dim"}
+        | {"num_hidden_layers": 3, "norm_topk_prob": False},
+        shared_expert_intermediate_size=96,
+        use_sliding_window=False,
+        sliding_window=32,
+        max_window_layers=1,
+    ),
+    "mixtral": config_of(
+        "mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None, rope_theta=1e6, intermediate_size=96
+    ),
+    "mixtral window": config_of(
+        "mixtral", num_local_experts=3, num_experts_per_tok=3, num_hidden_layers=2, sliding_window=60
+    ),
+    # GLM-4.5 and 4.6: half of each head turns, normed heads, two dense layers, groups of experts
+    "glm": config_of("glm4_moe", **GLM | {"n_group": 3, "topk_group": 2, "use_qk_norm": True}),
+    # GLM-4.5-Air: no norms of heads
+    "glm air": config_of("glm4_moe", **GLM | {"first_k_dense_replace": 1, "num_hidden_layers": 2}),
+    "minimax": config_of("minimax_m2", **MINIMAX),
     # all layers see the window, whatever max_window_layers says
     "moe window": config_of(
         "qwen3_moe",
@@ -124,6 +179,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
 }
 CONVERTED = ("tied", "llama3", "linear", "yarn", "biases", "mistral", "qwen2", "qwen3", "moe", "mixed moe")
+CONVERTED += ("qwen2 moe", "mixtral", "glm", "glm air", "minimax")
 LONGER = [name for name in CONFIGS if "window" in name] + ["tied", "qwen3 biases", "moe"]
 
 
@@ -134,6 +190,7 @@ def factors(name: str) -> dict[str, float]:
     return {
         "o_proj": branch,
         "down_proj": branch,
+        "w2": branch,
         "o_proj.bias": branch,
         "down_proj.bias": branch,
         "embed_tokens": size,
@@ -252,7 +309,7 @@ def test_decode_after_a_short_prompt_is_right(name: str, hf: Callable[[str], Cas
 
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])
-@pytest.mark.parametrize("name", ["biases", "qwen2", "qwen3", "mixed moe"])
+@pytest.mark.parametrize("name", ["biases", "qwen2", "qwen3", "mixed moe", "glm", "minimax"])
 def test_decode_of_several_gives_the_bits_of_each_alone(
     name: str, activations: str, mlx: Callable[[str], Case]
 ) -> None:
@@ -322,6 +379,18 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no biases": ("qwen2", {"ops": no_bias}),
     "no biases of the MLP": ("biases", {"ops": no_bias}),
     "no gain of YaRN": ("yarn", {"apply_rope": half}),
+    "no norm over all heads": (
+        "minimax",
+        {"ops": With(rms_norm=lambda x, w, eps, *dtype: x if w.size in (48, 144) else ops.rms_norm(x, w, eps, *dtype))},
+    ),
+    "no shared expert": (
+        "glm air",
+        {"add_blocks": lambda step, h, x, shared, *rest: add_blocks(step, h, x, None, *rest)},
+    ),
+    "shared expert without its gate": (
+        "qwen2 moe",
+        {"add_blocks": lambda step, h, x, shared, score, routed: add_blocks(step, h, x, shared, None, routed)},
+    ),
     "no renormalisation": ("moe", {"ops": With(moe_normalize_weights=lambda weights: weights)}),
 }
 
@@ -345,6 +414,12 @@ WRONG_CONFIG: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "window in the first layers": ("qwen2 window", lambda config: {"windows": (90, None, None)}),
     "weights renormalised": ("mixed moe", lambda config: {"renormalise": True}),
     "one expert less": ("moe", lambda config: {"top_k": 2}),
+    "all groups of experts": ("glm", lambda config: {"top_groups": 3}),
+    "experts not scaled": ("glm air", lambda config: {"routed_scale": 1.0}),
+    "scores of softmax": ("minimax", lambda config: {"sigmoid": False}),
+    "norms of GLM's heads left out": ("glm", lambda config: {"head_norms": False}),
+    "whole heads turn": ("glm", lambda config: {"rope": wide(config.head_dim)}),
+    "weights of Qwen2 renormalised": ("qwen2 moe", lambda config: {"renormalise": True}),
     "eps": ("tied", lambda config: {"norm_eps": 1e-4}),
     "plain table": ("llama3", lambda config: {"rope": plain(config.rope, 500.0)}),
     "plain table instead of linear": ("linear", lambda config: {"rope": plain(config.rope, 1e4)}),
@@ -353,6 +428,10 @@ WRONG_CONFIG: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 
 def plain(rope: Any, theta: float) -> Any:
     return dataclasses.replace(rope, inv_freq=ops.rope_inv_freq(rope.width, theta))
+
+
+def wide(width: int) -> Any:
+    return Rope(ops.rope_inv_freq(width, 1e4), width)
 
 
 @pytest.mark.parametrize("reading", WRONG_CONFIG)

@@ -33,6 +33,8 @@ def changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
 GEMMA, INPUTS = gemma.CONFIGS["moe"], gemma.CONFIGS["inputs"]
 DEEPSEEK = deepseek.CONFIGS["v3"]
 LLAMA, QWEN3_MOE = llamas.CONFIGS["llama3"], llamas.CONFIGS["moe"]
+GLM, MINIMAX, MIXTRAL = llamas.CONFIGS["glm"], llamas.CONFIGS["minimax"], llamas.CONFIGS["mixtral"]
+QWEN2_MOE = llamas.CONFIGS["qwen2 moe"]
 
 # of each config the keys whose value is an integer: those that must be there, and those that have a default
 REQUIRED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -70,6 +72,10 @@ REQUIRED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "llama": (LLAMA, ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "intermediate_size"]),
     "qwen3_moe": (QWEN3_MOE, ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]),
+    "qwen2_moe": (QWEN2_MOE, ["num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"]),
+    "mixtral": (MIXTRAL, ["num_local_experts", "num_experts_per_tok", "intermediate_size"]),
+    "glm4_moe": (GLM, ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size"]),
+    "minimax_m2": (MINIMAX, ["num_local_experts", "num_experts_per_tok", "intermediate_size"]),
 }
 OPTIONAL: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gemma4": (GEMMA, ["global_head_dim", "num_global_key_value_heads", "max_position_embeddings"]),
@@ -90,6 +96,8 @@ OPTIONAL: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mistral": (llamas.CONFIGS["window"], ["sliding_window"]),
     "qwen2": (llamas.CONFIGS["qwen2 window"], ["sliding_window", "max_window_layers"]),
     "qwen3_moe": (QWEN3_MOE, ["decoder_sparse_step"]),
+    "glm4_moe": (GLM, ["first_k_dense_replace", "n_shared_experts", "n_group", "topk_group"]),
+    "minimax_m2": (MINIMAX, ["rotary_dim"]),
 }
 MAY_BE_ZERO = {
     "hidden_size_per_layer_input",
@@ -142,6 +150,9 @@ def test_read_config_names_an_eps_that_is_none(name: str, value: Any) -> None:
         (LLAMA, "tie_word_embeddings"),
         (llamas.CONFIGS["qwen2"], "use_sliding_window"),
         (QWEN3_MOE, "norm_topk_prob"),
+        (QWEN2_MOE, "qkv_bias"),
+        (GLM, "use_qk_norm"),
+        (GLM, "norm_topk_prob"),
     ],
 )
 def test_read_config_names_a_boolean_that_is_none(config: dict[str, Any], key: str) -> None:
@@ -248,6 +259,33 @@ def test_read_config_of_llama_refuses(changes: dict[str, Any], words: str) -> No
 
 
 @pytest.mark.parametrize(
+    "config, changes, words",
+    [
+        (GLM, {"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),
+        (GLM, {"topk_method": "greedy"}, "topk_method is 'greedy', expected 'noaux_tc'"),
+        (GLM, {"n_group": 2}, "n_routed_experts is 9, expected a multiple of n_group (2)"),
+        (GLM, {"topk_group": 4}, "topk_group is 4, expected at most n_group (3)"),
+        (GLM, {"routed_scaling_factor": -1}, "routed_scaling_factor is -1, expected a number above 0"),
+        (GLM, {"partial_rotary_factor": 0.3}, "gives 7 rotary channels, expected an even number"),
+        (MINIMAX, {"head_dim": None}, "head_dim is None, expected an integer"),
+        (MINIMAX, {"rotary_dim": 26}, "rotary_dim is 26, expected an integer from 1 to 24"),
+        (MINIMAX, {"rotary_dim": 9}, "gives 9 rotary channels, expected an even number"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func is 'softmax', expected 'sigmoid'"),
+        (MINIMAX, {"use_qk_norm": False}, "use_qk_norm is False, expected True"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head', expected 'per_layer'"),
+        (MINIMAX, {"shared_intermediate_size": 64}, "shared_intermediate_size is 64, expected 0"),
+        (MINIMAX, {"attn_type_list": [1, 0, 1]}, "attn_type_list has other numbers, expected 1 in every layer"),
+        (MINIMAX, {"attention_bias": True}, "attention_bias is True, expected False"),
+        (MIXTRAL, {"num_experts_per_tok": 6}, "num_experts_per_tok is 6, expected an integer from 1 to 5"),
+        (QWEN2_MOE, {"use_sliding_window": True}, "use_sliding_window is True, expected False"),
+    ],
+    ids=str,
+)
+def test_read_config_of_other_experts_refuses(config: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    assert words in refused(changed(config, **changes))
+
+
+@pytest.mark.parametrize(
     "name, changes, words",
     [
         ("moe", {"num_experts_per_tok": 10}, "num_experts_per_tok is 10, expected an integer from 1 to 9"),
@@ -315,6 +353,19 @@ def test_read_config_of_deepseek_v3() -> None:
 def test_read_config_of_deepseek_v3_without_experts() -> None:
     config = deepseek_v3.read_config(without(DEEPSEEK, "n_routed_experts"))
     assert (config.experts, config.dense_layers) == (0, 4)
+
+
+def test_read_config_of_glm_flash() -> None:
+    raw = deepseek.CONFIGS["flash"]
+    config = deepseek_v3.read_config(raw)
+    assert (config.dense_layers, config.routed_scale, config.scale) == (1, 1.7, 32**-0.5)
+    assert deepseek_v3.read_config(without(raw, "routed_scaling_factor")).routed_scale == 1.8
+    assert deepseek_v3.read_config(without(raw, "first_k_dense_replace")).dense_layers == 1
+    assert deepseek_v3.read_config(raw | {"mlp_layer_types": ["dense", "dense", "sparse"]}).dense_layers == 2
+    for kinds in (["sparse", "dense", "sparse"], ["dense", "sparse"], ["dense", "sparse", "other"]):
+        assert "mlp_layer_types has another order, expected 3" in refused(raw | {"mlp_layer_types": kinds})
+    assert " rope_theta is missing, expected a number above 0" in refused(without(raw, "rope_theta"))
+    assert " n_routed_experts is missing, expected an integer" in refused(without(raw, "n_routed_experts"))
 
 
 def test_read_config_of_kimi_k2_is_that_of_deepseek_v3() -> None:

@@ -24,8 +24,9 @@ from penstock.models.split import Mesh, Part, SplitSource, share_heads, share_wi
 from penstock.ops.device import device_for
 from tests.models.common import dense_config, error, moe_config, next_config
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
+from tests.models.test_gemma3 import config_of as gemma3_config
 from tests.models.test_gemma4 import config_of as gemma_config
-from tests.models.test_llama import EXPERTS
+from tests.models.test_llama import EXPERTS, GLM, MINIMAX
 from tests.models.test_llama import config_of as llama_config
 from tests.models.test_source import resident
 from tests.parallel.threads import Threads
@@ -95,12 +96,17 @@ CASES = {
     "qwen-dense": (dense_config(), "stacked"),
     "qwen-next": (next_config(linear_num_value_heads=8), "each"),
     "gemma": (gemma_config(), "stacked"),
+    "gemma3": (gemma3_config(head_dim=32, final_logit_softcapping=30.0), "stacked"),
     "gemma-per-layer": (gemma_config(hidden_size_per_layer_input=32, num_kv_shared_layers=1), "joined"),
     "deepseek": (deepseek_config(v_head_dim=32), "stacked"),
     "deepseek-each": (deepseek_config(v_head_dim=32, q_lora_rank=None), "each"),
     "llama": (llama_config("llama"), "stacked"),
     "qwen2": (llama_config("qwen2"), "stacked"),
     "qwen3-moe": (llama_config("qwen3_moe", **EXPERTS | {"head_dim": 32}), "stacked"),
+    "qwen2-moe": (llama_config("qwen2_moe", **EXPERTS | {"head_dim": 32}, shared_expert_intermediate_size=96), "each"),
+    "mixtral": (llama_config("mixtral", num_local_experts=5, num_experts_per_tok=2, head_dim=32), "each"),
+    "glm": (llama_config("glm4_moe", **GLM | {"head_dim": 32, "num_hidden_layers": 3}), "joined"),
+    "minimax": (llama_config("minimax_m2", **MINIMAX | {"head_dim": 32, "num_attention_heads": 4}), "stacked"),
 }
 TOKENS = np.random.default_rng(0).integers(0, 200, 11).tolist()
 

@@ -16,7 +16,7 @@ from tests.models.test_deepseek_v3 import FACTORS as DEEPSEEK_FACTORS
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
 from tests.models.test_gemma4 import FACTORS as GEMMA_FACTORS
 from tests.models.test_gemma4 import config_of as gemma_config
-from tests.models.test_llama import EXPERTS
+from tests.models.test_llama import EXPERTS, MINIMAX
 from tests.models.test_llama import config_of as llama_config
 
 pytestmark = pytest.mark.slow
@@ -34,13 +34,23 @@ def released(folder, family):
         return make(folder, gemma_config(**wide), GEMMA_FACTORS | {"embed_tokens": 1.0}, count=40).folder
     if family == "deepseek":
         return make(folder, deepseek_config(v_head_dim=32), DEEPSEEK_FACTORS, count=40).folder
+    if family == "minimax":
+        config = llama_config("minimax_m2", **MINIMAX | {"head_dim": 32, **HEADS})
+        return make(folder, config, {"o_proj": 0.25, "down_proj": 0.25, "w2": 0.25}, count=40).folder
     config = llama_config("qwen3_moe", **EXPERTS | {"head_dim": 32, **HEADS})
     return make(folder, config, {"o_proj": 0.25, "down_proj": 0.25}, count=40).folder
 
 
 @pytest.mark.parametrize(
     ("family", "bits", "streamed"),
-    [("qwen", 4, "40%"), ("gemma", 8, "auto"), ("deepseek", 3, "40%"), ("llama", 2, "auto"), ("qwen", 6, "auto")],
+    [
+        ("qwen", 4, "40%"),
+        ("gemma", 8, "auto"),
+        ("deepseek", 3, "40%"),
+        ("llama", 2, "auto"),
+        ("qwen", 6, "auto"),
+        ("minimax", 4, "40%"),
+    ],
 )
 def test_four_ranks_give_the_logits_of_one(tmp_path, family, bits, streamed):
     folder = tmp_path / "quantized"

@@ -279,7 +279,7 @@ def test_a_model_cut_off_has_written_a_beginning(llm):
         grammar.accept(token)
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3.1"])
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3.1", "glm", "minimax"])
 def test_a_model_that_knows_no_calls_writes_one(llm, format):
     parameters = {
         "type": "object",
@@ -308,6 +308,12 @@ def call(format, name, arguments):
     if format == "qwen-xml":
         values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
         return f"{opening}\n<function={name}>\n{values}</function>\n{closing}"
+    if format == "glm":
+        values = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments)
+        return f"{opening}{name}\n{values}{closing}"
+    if format == "minimax":
+        values = "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in arguments)
+        return f'{opening}"{name}">\n{values}{closing}'
     if format == "gemma":
         return f"{opening}call:{name}{arguments}{closing}"
     separator = FORMATS[format].separator
@@ -318,10 +324,20 @@ def call(format, name, arguments):
 
 def whole(format, *calls):
     opening, closing = FORMATS[format].calls or ("", "")
-    return opening + ("\n" if format.startswith("qwen") else "").join(calls) + closing
+    line = "\n" if format.startswith("qwen") else FORMATS[format].between
+    inside = line if opening else ""
+    return opening + inside + line.join(calls) + inside + closing
 
 
-EMPTY = {"qwen": "{}", "qwen-xml": [], "gemma": "{}", "deepseek-v3": "{}", "deepseek-v3.1": "{}"}
+EMPTY = {
+    "qwen": "{}",
+    "qwen-xml": [],
+    "glm": [],
+    "minimax": [],
+    "gemma": "{}",
+    "deepseek-v3": "{}",
+    "deepseek-v3.1": "{}",
+}
 JSON_GOOD = [
     '{"city": "Köln", "where": {"x": 1}}',
     '{"days": 3, "city": "", "unit": "F", "where": {"x": -0.5, "ok": true}, "tags": ["a", "b"]}',
@@ -340,6 +356,8 @@ GEMMA_BAD = ['{city:<|"|>a<|"|>}', "{city:5", '{city:<|"|>a<|"|>,unit:<|"|>K', "
 CASES = {
     "qwen": (JSON_GOOD, JSON_BAD),
     "qwen-xml": (XML_GOOD, XML_BAD),
+    "glm": (XML_GOOD, XML_BAD),
+    "minimax": (XML_GOOD, XML_BAD),
     "gemma": (GEMMA_GOOD, GEMMA_BAD),
     "deepseek-v3": (JSON_GOOD, JSON_BAD),
     "deepseek-v3.1": (JSON_GOOD, JSON_BAD),

@@ -81,6 +81,18 @@ def written(format, content, reasoning, pairs):
         for name, arguments in pairs:
             values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in shown(arguments).items())
             text += f"\n<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+    elif format == "glm":
+        for name, arguments in pairs:
+            values = [f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in shown(arguments).items()]
+            text += f"\n<tool_call>{name}\n{''.join(values)}</tool_call>"
+    elif format == "minimax":
+        each = [
+            f'<invoke name="{name}">\n'
+            + "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in shown(arguments).items())
+            + "</invoke>\n"
+            for name, arguments in pairs
+        ]
+        text += f"\n<minimax:tool_call>\n{''.join(each)}</minimax:tool_call>" if pairs else ""
     elif format == "gemma":
         for name, arguments in pairs:
             text += f"<|tool_call>call:{name}{gemma(arguments)}<tool_call|>"
@@ -141,7 +153,7 @@ def test_parse_whole_begins_inside_the_reasoning_if_told(format):
     assert parsed(f"{closing}yes", format, in_reasoning=True) == Message("yes", None, [])
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3", "deepseek-v3.1"])
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3", "deepseek-v3.1", "glm", "minimax"])
 def test_parse_whole_takes_a_think_tag_inside_an_answer_for_text(format):
     assert parsed("The tag <think> is odd.", format) == Message("The tag <think> is odd.", None, [])
     assert parsed("a </think> b", format) == Message("a </think> b", None, [])
@@ -180,7 +192,7 @@ def test_parse_whole_ends_a_qwen_call_with_a_string_left_open():
     assert message.tool_calls[0].arguments == '{"a": "b}}\\n'
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml"])
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "glm"])
 def test_parse_whole_ends_the_reasoning_at_a_call_on_a_new_line(format):
     text = written(format, "", "", [("ping", {})])
     assert parsed(f"so{text}", format, in_reasoning=True) == Message(None, "so", calls(("ping", "{}")))
@@ -286,6 +298,42 @@ def test_parse_whole_reads_both_deepseek_forms(format, other):
     assert parsed(alone, format) == Message(None, None, calls(("ping", '{"a": "`"}')))
 
 
+GLM_CALL = "<tool_call>weather{}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "inner, want",
+    [
+        ("<arg_key>city</arg_key><arg_value>a <b> </arg_value> c</arg_value>", {"city": "a <b> </arg_value> c"}),
+        ("\n<arg_key> city </arg_key>\n\n<arg_value>\n5\n</arg_value>\n", {"city": "\n5\n"}),
+        ("<arg_key>days</arg_key><arg_value> 5 </arg_value>", {"days": 5}),
+        ("<arg_key>days</arg_key><arg_value>many</arg_value>", {"days": "many"}),
+        ('<arg_key>where</arg_key><arg_value>{"x": 1}</arg_value>', {"where": {"x": 1}}),
+        ("", {}),
+    ],
+)
+def test_parse_whole_reads_glm_values(inner, want):
+    (call,) = parsed(GLM_CALL.format(inner), "glm").tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("weather", want)
+
+
+def test_parse_whole_reads_a_glm_call_of_json():
+    text = '<tool_call>{"name": "ping", "arguments": {"a": 1}}</tool_call>'
+    assert parsed(text, "glm") == Message(None, None, calls(("ping", '{"a": 1}')))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<minimax:tool_call><invoke name="weather"><parameter name="days">5</parameter></invoke></minimax:tool_call>',
+        "<minimax:tool_call>\n<invoke name=weather>\n<parameter name='days'>5</parameter>\n</invoke>",
+        '<invoke name="weather"><parameter name="days">5</invoke>',
+    ],
+)
+def test_parse_whole_reads_minimax_calls_that_deviate(text):
+    assert parsed(text, "minimax") == Message(None, None, calls(("weather", '{"days": 5}')))
+
+
 # Malformed and cut
 
 
@@ -301,6 +349,12 @@ def test_parse_whole_reads_both_deepseek_forms(format, other):
         ("qwen", "<tool_call>[1]</tool_call>"),
         ("qwen-xml", "<tool_call><function=></function></tool_call>"),
         ("qwen-xml", "<tool_call>\n<function=pi"),
+        ("glm", "Use <tool_call> for calls."),
+        ("glm", "<tool_call>pi"),
+        ("glm", "<tool_call><arg_key>a</arg_key></tool_call>"),
+        ("minimax", "Use <minimax:tool_call> for calls."),
+        ("minimax", '<minimax:tool_call>\n<invoke name="pi'),
+        ("minimax", '<invoke name="">\n</invoke>'),
         ("gemma", "<|tool_call>ping{}<tool_call|>"),
         ("gemma", "<|tool_call>call:ping<tool_call|>"),
         ("gemma", "<|tool_call>call:"),
@@ -322,6 +376,12 @@ def test_parse_whole_leaves_what_is_no_call_as_content(format, text):
         ("qwen-xml", "<tool_call><function=ping><parameter=a>\nb", '{"a": "b', None),
         ("qwen-xml", "<tool_call><function=ping>{a}</function></tool_call>x", "{a}</function>", "x"),
         ("qwen-xml", "<tool_call><function=ping><parameter=a</tool_call>x", "<parameter=a", "x"),
+        ("glm", "<tool_call>ping\n<arg_key>a</arg_key>\n<arg_value>b", '{"a": "b', None),
+        ("glm", "<tool_call>ping<arg_key>a</tool_call>x", "<arg_key>a", "x"),
+        ("glm", "<tool_call>ping<arg_key>a</arg_key><arg_value>b</tool_call>x", '{"a": "b"}', "x"),
+        ("minimax", '<invoke name="ping"><parameter name="a">b', '{"a": "b', None),
+        ("minimax", '<invoke name="ping">{a}</invoke>x', "{a}", "x"),
+        ("minimax", '<invoke name="ping"><parameter name="a</invoke>x', '<parameter name="a', "x"),
         ("gemma", '<|tool_call>call:ping{a:<|"|>b', '{"a": "b', None),
         ("gemma", "<|tool_call>call:ping{a:1,b c}<tool_call|>x", '{"a": 1,b c}', "x"),
         ("gemma", "<|tool_call>call:ping{a:[1}<tool_call|>x", '{"a": [1}', "x"),
@@ -362,6 +422,8 @@ PIECES = {
     "plain": ["<think>", "a"],
     "qwen": ['{"name": "ping", "arguments": ', '{"arguments": ', '"name": "ping"', '{"a": "', '"}', "}", ",", "\\"],
     "qwen-xml": ["<function=weather>", "<function=", "<parameter=city>", "<parameter=days>", "</parameter>", "\n12\n"],
+    "glm": ["ping", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "city", "\n12\n"],
+    "minimax": ['"ping">', "ping>", '<parameter name="city">', "<parameter name=", "</parameter>", "12"],
     "gemma": ["thought\n", "call:ping{", "call:", "a:", "12", "[", "]", "{", "}", ",", '"'],
     "deepseek-v3": ["function", "ping", "\n```json\n", '{"a": "', '"}', "\n```", "{}"],
     "deepseek-v3.1": ["ping", '{"a": 1}', '"', "\\"],
@@ -566,6 +628,8 @@ def tokenizer(template=None, tokens=(), special=()):
         ("<tool_call>\\n{{ call.name }}", ("<tool_call>", "<think>"), "qwen"),
         ("no tools", ("<think>", "</think>"), "qwen"),
         ("<tool_call>\\n<function=x>\\n<parameter=y>", ("<tool_call>",), "qwen-xml"),
+        ("<tool_call>{name}\\n<arg_key>k</arg_key>\\n<arg_value>v", ("<tool_call>", "<think>"), "glm"),
+        ("toolcall = '<minimax:tool_call>'", ("<think>",), "minimax"),
         ("<|tool_call>call:", (), "gemma"),
         ("no tools", ("<|channel>", "<channel|>"), "gemma"),
         ("<｜tool▁sep｜>' + x + '\\n```json", ("<think>",), "deepseek-v3"),
@@ -585,6 +649,9 @@ def test_format_of_goes_by_template_and_tokens(template, tokens, want):
         ("qwen", "what is <think>?<|im_end|>\n", False),
         ("deepseek-v3.1", "<｜Assistant｜><think>", True),
         ("deepseek-v3.1", "<｜Assistant｜></think>", False),
+        ("glm", "<|assistant|><think>", True),
+        ("glm", "<|assistant|>\n<think></think>", False),
+        ("minimax", "]~b]ai\n<think>\n", True),
         ("gemma", "<|turn>model\n<|channel>thought\n", True),
         ("gemma", "<|turn>model\n<|channel>thought\n<channel|>", False),
         ("gemma", "<|turn>model\n", False),
@@ -609,7 +676,7 @@ def test_shown_tokens_become_text_although_they_are_special():
 def test_markers_have_one_bracket_and_none_begins_another():
     for format in FORMATS:
         for mark in markers(format):
-            assert mark.rindex("<") == 0 and mark[1] in "/|｜cfpt"
+            assert mark.rindex("<") == 0 and mark[1] in "/|｜cfimpt"
             assert [other for other in markers(format) if other.startswith(mark)] == [mark]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,8 @@ from penstock.weights.files import short
 PARTS = ("weight", "scales", "biases", "global_scale")  # of a quantized matrix
 
 _UNUSED = ("rotary_emb.inv_freq", "input_max", "input_min", "output_max", "output_min")  # buffers, not weights
-_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.((?:gate|up|down)_proj\.(?:weight|scales|biases))")
+_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.((?:gate|up|down)_proj|w[123])\.(weight|scales|biases)")
+_SPELLED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # parts of an expert, as Mixtral has them
 _JOINED = re.compile(r"(.+)\.experts\.(gate_up|down)_proj")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = "_scale_inv"
@@ -74,7 +75,7 @@ class Released(Checkpoint):
         if not isinstance(table, dict) or table.get("quant_method") != "fp8" or self.config.get("quantization"):
             return super()._read_formats(listing)
         found = table.get("weight_block_size")
-        if found != [BLOCK, BLOCK] or table.get("fmt", "e4m3") != "e4m3":
+        if found != [BLOCK, BLOCK] or table.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             where = f"{self._config_path}: quantization_config"
             raise CheckpointError(f"{where} has weight_block_size {short(found)}, expected E4M3 in [{BLOCK}, {BLOCK}]")
         return None
@@ -91,6 +92,7 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     read = family.read_config(config)
     prefix, head, layout = family.names(checkpoint, read)
     rules = family.mlx_rules(config, read)
+    family = replace(family, unquantized=(*family.unquantized, *rules.unquantized))
     tensors, formats = _opened(checkpoint, dense)
     names = _Names(rules.prefixes, prefix, head, len(family.caches(read)), checkpoint.path)
     tensors, formats = names.renamed(tensors, formats)
@@ -208,7 +210,8 @@ def _experts_stacked(tensors: Mapping[str, Rows], stack: str, where: str) -> dic
     single: dict[str, dict[int, Rows]] = {}
     for name, rows in tensors.items():
         if one := _EXPERT.fullmatch(name):
-            single.setdefault(f"{one[1]}.{stack}.{one[3]}", {})[int(one[2])] = rows
+            path = f"{one[1]}.{stack}.{_SPELLED.get(one[3], one[3])}"
+            single.setdefault(f"{path}.{one[4]}", {})[int(one[2])] = rows
         elif joined := _JOINED.fullmatch(name):
             base = f"{joined[1]}.{stack}"
             if joined[2] == "down":
@@ -236,7 +239,7 @@ def _experts_stacked(tensors: Mapping[str, Rows], stack: str, where: str) -> dic
 def _stacked_path(path: str, stack: str) -> str:
     """The path of a module, of an expert that of its stack."""
     one = _EXPERT.fullmatch(f"{path}.weight")
-    return path if one is None else f"{one[1]}.{stack}.{one[3]}".removesuffix(".weight")
+    return path if one is None else f"{one[1]}.{stack}.{_SPELLED.get(one[3], one[3])}"
 
 
 def _mlx_form(name: str, rows: Rows, rules: MlxRules) -> Rows:

@@ -26,16 +26,23 @@ FAMILIES = {
     "qwen3_5": "qwen3_5",
     "qwen3_5_text": "qwen3_5",
     "qwen3_next": "qwen3_5",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
     "gpt_oss": "gpt_oss",
+    "glm4_moe_lite": "deepseek_v3",
     "llama": "llama",
     "mistral": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
     "qwen3_moe": "llama",
+    "qwen2_moe": "llama",
+    "mixtral": "llama",
+    "glm4_moe": "llama",
+    "minimax_m2": "llama",
 }
 
 

@@ -135,6 +135,18 @@ def layer_types(
     return found
 
 
+def expert_groups(fields: Fields, count: int) -> tuple[int, int, int]:
+    """Groups of `count` experts, how many of them a token may choose from, and how many experts it chooses."""
+    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    k = fields.integer("num_experts_per_tok", most=count)
+    fields.require(count % groups == 0, f"n_routed_experts is {count}, expected a multiple of n_group ({groups})")
+    fields.require(top_groups <= groups, f"topk_group is {top_groups}, expected at most n_group ({groups})")
+    fields.require(groups == 1 or count // groups >= 2, f"n_group is {groups}, expected two experts or more in each")
+    room = top_groups * (count // groups)
+    fields.require(k <= room, f"num_experts_per_tok is {k}, expected at most {room} (topk_group groups of experts)")
+    return groups, top_groups, k
+
+
 def first_layers(raw: Mapping[str, Any], layers: int | Literal["all"] | None, where: str) -> tuple[dict[str, Any], str]:
     """A config.json with its first layers only, and a remark about it for the model's name.
 

@@ -1,9 +1,9 @@
 """DeepSeek-V3 and Cogito-V2: latent attention (MLA), group-limited sigmoid routing, a shared expert.
 
-model_type `deepseek_v3` and `kimi_k2`. The cache holds a latent [R] and a rotated key [rope] per position, shared by
-all heads. A few tokens attend in the latent space (absorbed); a long chunk of a prompt expands the cached latents to
-keys and values first. Axis letters: T tokens, H heads, R rank of the latent, nope and rope the two parts of a head's
-query.
+model_type `deepseek_v3`, `kimi_k2` and `glm4_moe_lite` (GLM-4.7-Flash). The cache holds a latent [R] and a rotated key
+[rope] per position, shared by all heads. A few tokens attend in the latent space (absorbed); a long chunk of a prompt
+expands the cached latents to keys and values first. Axis letters: T tokens, H heads, R rank of the latent, nope and
+rope the two parts of a head's query.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
-from penstock.models.config import Fields
+from penstock.models.config import Fields, expert_groups
 from penstock.models.family import Family, MlxRules, SplitHeads
 from penstock.models.layers import (
     ExpertStack,
@@ -42,7 +42,7 @@ from penstock.models.split import Mesh, Part, Split, mlp_parts, share_heads, sha
 from penstock.models.step import Layout, PagedKV, Step
 from penstock.ops.array import Array
 
-MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+MODEL_TYPES = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
 
 _INNER_EPS = 1e-6  # of the norms inside MLA, whatever rms_norm_eps says
 _EXPANDED_BYTES = 1 << 29  # keys and values that a chunk of a prompt may expand to
@@ -81,6 +81,8 @@ class Config:
 def read_config(raw: dict) -> Config:
     """The config of a text model. Raises CheckpointError for what is missing, inconsistent or not supported."""
     fields = Fields(raw, "config.json")
+    model_type = fields.choice("model_type", MODEL_TYPES)
+    flash = model_type == "glm4_moe_lite"  # whose defaults transformers and mlx-lm do not agree on
     fields.choice("hidden_act", ("silu",), "silu")
     fields.choice("attention_bias", (False,), False)
     fields.choice("scoring_func", ("sigmoid",), "sigmoid")
@@ -89,24 +91,20 @@ def read_config(raw: dict) -> Config:
     layers = fields.integer("num_hidden_layers", most=4096)
     nope, rope_dim = fields.integer("qk_nope_head_dim"), fields.integer("qk_rope_head_dim")
     max_positions = fields.integer("max_position_embeddings", 4096)
-    rope = read_rope(fields, rope_dim, max_positions, theta=10000.0)
+    rope = read_rope(fields, rope_dim, max_positions, theta=None if flash else 10000.0)
     fields.require(rope.width == rope_dim, "partial_rotary_factor is not 1, expected all of qk_rope_head_dim to turn")
 
-    count = fields.integer("n_routed_experts", 0, least=0)
-    dense = fields.integer("first_k_dense_replace", 0, least=0) if count else layers
-    groups, top_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
-    k = fields.integer("num_experts_per_tok", most=count) if count else 0
-    if count:
-        fields.require(count % groups == 0, f"n_routed_experts is {count}, expected a multiple of n_group ({groups})")
-        fields.require(top_groups <= groups, f"topk_group is {top_groups}, expected at most n_group ({groups})")
-        fields.require(
-            groups == 1 or count // groups >= 2, f"n_group is {groups}, expected two experts or more in each"
-        )
-        room = top_groups * (count // groups)
-        fields.require(k <= room, f"num_experts_per_tok is {k}, expected at most {room} (topk_group groups of experts)")
+    count = fields.integer("n_routed_experts") if flash else fields.integer("n_routed_experts", 0, least=0)
+    dense = fields.integer("first_k_dense_replace", int(flash), least=0) if count else layers
+    kinds = fields.items("mlp_layer_types", str, None) if flash else None
+    if kinds is not None:
+        dense = kinds.count("dense")
+        expected = ("dense",) * dense + ("sparse",) * (layers - dense)
+        fields.require(kinds == expected, f"mlp_layer_types has another order, expected {layers}: dense ones first")
+    groups, top_groups, k = expert_groups(fields, count) if count else (1, 1, 0)
     expert_width = fields.integer("moe_intermediate_size") if count else 0
     return Config(
-        model_type=fields.choice("model_type", MODEL_TYPES),
+        model_type=model_type,
         vocab_size=fields.integer("vocab_size"),
         max_positions=max_positions,
         dim=fields.integer("hidden_size"),
@@ -131,7 +129,7 @@ def read_config(raw: dict) -> Config:
         groups=groups,
         top_groups=top_groups,
         renormalise=fields.boolean("norm_topk_prob", True),
-        routed_scale=fields.number("routed_scaling_factor", 1.0, above=0),
+        routed_scale=fields.number("routed_scaling_factor", 1.8 if flash else 1.0, above=0),
     )
 
 

@@ -137,8 +137,18 @@ def read_head(source: Source, tied: bool, table: Weight, vocab: int, dim: int) -
     return table if tied and "lm_head" not in source else source.weight("lm_head", vocab, dim)
 
 
-def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, width: int) -> ExpertStack:
-    """Experts in any of three spellings: `stacked` (MLX), `gate_up_proj` (joined), or one module per expert."""
+def read_experts(
+    source: Source,
+    path: str,
+    stacked: str,
+    count: int,
+    dim: int,
+    width: int,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> ExpertStack:
+    """Experts in any of three spellings: `stacked` (MLX), `gate_up_proj` (joined), or one module per expert, whose
+    `parts` are gate, up and down.
+    """
     if f"{path}.{stacked}.gate_proj" in source:
         gate, up = (source.stack([f"{path}.{stacked}.{part}_proj"], count, width, dim) for part in ("gate", "up"))
         return ExpertStack(gate, up, source.stack([f"{path}.{stacked}.down_proj"], count, dim, width))
@@ -146,11 +156,11 @@ def read_experts(source: Source, path: str, stacked: str, count: int, dim: int, 
     if f"{base}.gate_up_proj" in source:
         joined = source.stack([f"{base}.gate_up_proj"], count, 2 * width, dim)
         return ExpertStack(joined, None, source.stack([f"{base}.down_proj"], count, dim, width))
-    if (last := f"{base}.{count - 1}.gate_proj") not in source:
-        source.stack([f"{base}.0.gate_proj", last], 2, width, dim)  # says so, before a list of all that are claimed
+    if (last := f"{base}.{count - 1}.{parts[0]}") not in source:
+        source.stack([f"{base}.0.{parts[0]}", last], 2, width, dim)  # says so, before a list of all that are claimed
     gate, up, down = (
-        source.stack([f"{base}.{e}.{part}_proj" for e in range(count)], count, *shape)
-        for part, shape in (("gate", (width, dim)), ("up", (width, dim)), ("down", (dim, width)))
+        source.stack([f"{base}.{e}.{part}" for e in range(count)], count, *shape)
+        for part, shape in zip(parts, ((width, dim), (width, dim), (dim, width)), strict=True)
     )
     return ExpertStack(gate, up, down)
 

@@ -1,22 +1,26 @@
 """Llama and its relatives: attention with rotary positions, a gated MLP or experts, nothing recurrent.
 
 model_type `llama` (Llama 2 and 3, SmolLM2), `mistral` (sliding window), `qwen2`, `qwen3` (normed heads), `qwen3_moe`
-(Qwen3-30B-A3B). Axis letters: T tokens, H query heads, Hkv key/value heads, D width of a head.
+(Qwen3-30B-A3B), `qwen2_moe` (a shared expert with a gate), `mixtral`, `glm4_moe` (GLM-4.5 to 4.7: sigmoid routing with
+a bias, a shared expert), `minimax_m2` (sigmoid routing, queries and keys normed over all heads). Axis letters: T
+tokens, H query heads, Hkv key/value heads, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from penstock import ops
-from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, GgufArchitecture, GgufNames
+from penstock.models.config import Fields, expert_groups, layer_types
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
+    add_blocks,
     adjacent,
     apply_rope,
     embed,
@@ -35,11 +39,17 @@ from penstock.models.layers import (
 )
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight
-from penstock.models.split import Mesh, Split, mlp_parts, share_heads, share_width, vocabulary_parts
+from penstock.models.split import Heads, Mesh, Split, mlp_parts, share_heads, share_width, vocabulary_parts
 from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "minimax_m2")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *_MOE)
+
+_WINDOWED = ("mistral", "mixtral")  # `sliding_window` counts for all layers
+_THETA = {"mixtral": 1e6, "minimax_m2": 5e6}  # where rope_theta is missing; of the others 10000
+_BLOCK = {"mixtral": "block_sparse_moe", "minimax_m2": "block_sparse_moe"}  # the module of experts; of the others mlp
+_SHARED = {"qwen2_moe": "shared_expert", "glm4_moe": "shared_experts"}  # the module of the shared expert
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class Config:
     head_dim: int
     rope: Rope
     head_norms: bool
+    joint_norms: Heads | None  # norms of q and k are over all heads: of those the ones that are here
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -65,6 +76,11 @@ class Config:
     top_k: int
     expert_width: int
     renormalise: bool
+    shared_width: int = 0
+    sigmoid: bool = False  # the router's scores, with a bias for the choice; else softmax
+    groups: int = 1
+    top_groups: int = 1
+    routed_scale: float = 1.0
 
 
 def read_config(raw: dict) -> Config:
@@ -78,16 +94,22 @@ def read_config(raw: dict) -> Config:
     dim = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else None)
     if head_dim is None:
+        if model_type == "minimax_m2":  # transformers and mlx-lm take different ones
+            raise fields.error("head_dim", "an integer")
         fields.require(dim % H == 0, f"head_dim is missing, expected it: hidden_size {dim} is no multiple of {H} heads")
         head_dim = dim // H
     fields.choice("hidden_act", ("silu",), "silu")
     fields.choice("pretraining_tp", (1,), 1)
     max_positions = fields.integer("max_position_embeddings", 1 << 15)
-    count_key = "num_local_experts" if "num_local_experts" in fields else "num_experts"  # as newer files spell it
-    count = fields.integer(count_key, least=0) if model_type == "qwen3_moe" else 0
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = {n for n in range(layers) if not count or (n + 1) % step or n in fields.items("mlp_only_layers", int, ())}
+    count, dense, more = _read_experts(fields, model_type, layers)
     attention_bias = fields.boolean("attention_bias", False)
+    if model_type in _BLOCK:
+        fields.choice("attention_bias", (False,), False)
+    inputs_biased = fields.boolean("qkv_bias", True) if model_type == "qwen2_moe" else model_type == "qwen2"
+    share = 0.5 if model_type == "glm4_moe" else 1.0
+    if model_type == "minimax_m2":
+        share = fields.integer("rotary_dim", head_dim, most=head_dim) / head_dim
+    width = "intermediate_size" if model_type in _BLOCK else "moe_intermediate_size"
     return Config(
         model_type=model_type,
         vocab_size=fields.integer("vocab_size"),
@@ -98,18 +120,72 @@ def read_config(raw: dict) -> Config:
         heads=H,
         kv_heads=Hkv,
         head_dim=head_dim,
-        rope=read_rope(fields, head_dim, max_positions, theta=10000.0),
-        head_norms=model_type in ("qwen3", "qwen3_moe"),
-        qkv_bias=attention_bias or model_type == "qwen2",
-        out_bias=attention_bias and model_type != "qwen2",
+        rope=read_rope(fields, head_dim, max_positions, theta=_THETA.get(model_type, 10000.0), share=share),
+        head_norms=model_type in ("qwen3", "qwen3_moe")
+        or (model_type == "glm4_moe" and fields.boolean("use_qk_norm", False)),
+        joint_norms=Heads(0, H, 0, Hkv, H, Hkv) if model_type == "minimax_m2" else None,
+        qkv_bias=inputs_biased or (attention_bias and model_type != "qwen2_moe"),
+        out_bias=attention_bias and model_type not in ("qwen2", "qwen2_moe", "glm4_moe"),
         mlp_bias=fields.boolean("mlp_bias", False),
         tied=fields.boolean("tie_word_embeddings", False),
         mlp_width=fields.integer("intermediate_size") if dense else 0,
         dense_layers=frozenset(dense),
         experts=count,
         top_k=fields.integer("num_experts_per_tok", most=count) if count else 0,
-        expert_width=fields.integer("moe_intermediate_size") if count else 0,
-        renormalise=fields.boolean("norm_topk_prob", False) if count else True,
+        expert_width=fields.integer(width) if count else 0,
+        **more,
+    )
+
+
+def _read_experts(fields: Fields, model_type: str, layers: int) -> tuple[int, set[int], dict[str, Any]]:
+    """How many experts there are, the layers without any, and the fields of Config about their choice."""
+    every = set(range(layers))
+    if model_type not in _MOE:
+        return 0, every, {"renormalise": True}
+    if model_type == "glm4_moe":
+        return _read_glm_experts(fields, layers)
+    local = "num_local_experts" in fields or model_type in _BLOCK  # Qwen's in newer files, too
+    count = fields.integer("num_local_experts" if local else "num_experts", least=int(model_type in _BLOCK))
+    if model_type in _BLOCK:
+        if model_type == "minimax_m2":
+            _check_minimax(fields, layers)
+        return count, set(), {"renormalise": True, "sigmoid": model_type == "minimax_m2"}
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = {n for n in every if not count or (n + 1) % step or n in fields.items("mlp_only_layers", int, ())}
+    more: dict[str, Any] = {"renormalise": fields.boolean("norm_topk_prob", False) if count else True}
+    if model_type == "qwen2_moe" and count:
+        more["shared_width"] = fields.integer("shared_expert_intermediate_size")
+    return count, dense, more
+
+
+def _check_minimax(fields: Fields, layers: int) -> None:
+    """Keys of MiniMax's configs that name other architectures than the one that was released."""
+    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
+    fields.choice("use_qk_norm", (True,), True)
+    fields.choice("qk_norm_type", ("per_layer",), "per_layer")
+    fields.choice("use_routing_bias", (True,), True)
+    fields.choice("shared_intermediate_size", (0,), 0)
+    kinds = fields.items("attn_type_list", int, (1,) * layers)
+    fields.require(set(kinds) <= {1}, "attn_type_list has other numbers, expected 1 in every layer (full attention)")
+
+
+def _read_glm_experts(fields: Fields, layers: int) -> tuple[int, set[int], dict[str, Any]]:
+    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
+    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    count = fields.integer("n_routed_experts")
+    groups, top_groups, _ = expert_groups(fields, count)
+    shared = fields.integer("n_shared_experts", 1, least=0)
+    return (
+        count,
+        set(range(min(layers, fields.integer("first_k_dense_replace", 1, least=0)))),
+        {
+            "renormalise": fields.boolean("norm_topk_prob", True),
+            "shared_width": fields.integer("moe_intermediate_size") * shared,
+            "sigmoid": True,
+            "groups": groups,
+            "top_groups": top_groups,
+            "routed_scale": fields.number("routed_scaling_factor", 1.0, above=0),
+        },
     )
 
 
@@ -118,7 +194,9 @@ def _windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, 
     experts, from a layer on or by list else.
     """
     window = fields.integer("sliding_window", None)
-    if model_type != "mistral" and not fields.boolean("use_sliding_window", False):
+    if model_type == "qwen2_moe":  # which layers would have one is told in two ways
+        fields.choice("use_sliding_window", (False,), False)
+    if model_type not in _WINDOWED and not fields.boolean("use_sliding_window", False):
         window = None
     if window is None:
         return (None,) * layers
@@ -153,7 +231,10 @@ class BiasedMlp:
 @dataclass(frozen=True)
 class Experts:
     router: Weight
+    bias: np.ndarray | None  # for the choice alone
     routed: ExpertStack
+    shared: Mlp | None
+    shared_gate: Weight | None  # [1, dim]
 
 
 @dataclass(frozen=True)
@@ -183,8 +264,7 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
     dim, path = config.dim, f"layers.{n}"
     block: Mlp | BiasedMlp | Experts
     if n not in config.dense_layers:
-        routed = read_experts(source, f"{path}.mlp", "switch_mlp", config.experts, dim, config.expert_width)
-        block = Experts(source.weight(f"{path}.mlp.gate", config.experts, dim), routed)
+        block = _experts(source, config, f"{path}.{_BLOCK.get(config.model_type, 'mlp')}")
     else:
         block = read_mlp(source, f"{path}.mlp", dim, config.mlp_width)
         if config.mlp_bias:
@@ -202,9 +282,26 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
     )
 
 
+def _experts(source: Source, config: Config, path: str) -> Experts:
+    count, dim, shared = config.experts, config.dim, _SHARED.get(config.model_type)
+    spelled = ("gate_proj", "up_proj", "down_proj") if path.endswith(".mlp") else ("w1", "w3", "w2")
+    bias = f"{path}.gate.e_score_correction_bias" if path.endswith(".mlp") else f"{path}.e_score_correction_bias"
+    return Experts(
+        source.weight(f"{path}.gate", count, dim),
+        source.vector(bias, count) if config.sigmoid else None,
+        read_experts(source, path, "switch_mlp", count, dim, config.expert_width, spelled),
+        read_mlp(source, f"{path}.{shared}", dim, config.shared_width) if shared and config.shared_width else None,
+        source.weight(f"{path}.shared_expert_gate", 1, dim) if config.model_type == "qwen2_moe" else None,
+    )
+
+
 def _attention(source: Source, config: Config, path: str) -> Attention:
     H, Hkv, D, dim = config.heads, config.kv_heads, config.head_dim, config.dim
-    parts = (("q", H * D), ("k", Hkv * D), ("v", Hkv * D))
+    parts = [("q", H * D), ("k", Hkv * D), ("v", Hkv * D)]
+    norms = [D, D] if config.head_norms else []
+    if config.joint_norms is not None:
+        norms = [config.joint_norms.whole * D, config.joint_norms.kv_whole * D]
+        parts = [("q", norms[0]), ("k", norms[1]), parts[2]]
     inputs = adjacent(*(source.weight(f"{path}{part}_proj", rows, dim) for part, rows in parts))
     biases = [source.vector(f"{path}{part}_proj.bias", rows) for part, rows in parts] if config.qkv_bias else []
     return Attention(
@@ -212,8 +309,8 @@ def _attention(source: Source, config: Config, path: str) -> Attention:
         source.weight(path + "o_proj", dim, H * D),
         tuple(biases),
         source.vector(path + "o_proj.bias", dim) if config.out_bias else None,
-        source.vector(path + "q_norm", D) if config.head_norms else None,
-        source.vector(path + "k_norm", D) if config.head_norms else None,
+        source.vector(path + "q_norm", norms[0]) if norms else None,
+        source.vector(path + "k_norm", norms[1]) if norms else None,
     )
 
 
@@ -232,7 +329,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
         x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
         h = ops.residual_add(h, attention(step, x, layer.attention, config, state, window))
         x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        h = ops.residual_add(h, feed_forward(step, x, layer.mlp, config))
+        h = feed_forward(step, h, x, layer.mlp, config)
     return h
 
 
@@ -253,8 +350,10 @@ def attention(
     q, k, v = (linear(step, x, part) for part in w.inputs)
     if w.input_biases:
         q, k, v = (ops.add(part, bias) for part, bias in zip((q, k, v), w.input_biases, strict=True))
+    if config.joint_norms is not None:
+        q, k = _jointly_normed(q, k, w, config, config.joint_norms)
     q, k, v = heads(q, config.heads), heads(k, config.kv_heads), heads(v, config.kv_heads)  # [T, H, D]
-    if w.q_norm is not None:
+    if config.head_norms:
         q, k = ops.rms_norm(q, w.q_norm, config.norm_eps), ops.rms_norm(k, w.k_norm, config.norm_eps)
     q, k = apply_rope(step, q, config.rope), apply_rope(step, k, config.rope)
     y = attend(step, cache, q, k, v, config.head_dim**-0.5, window)
@@ -262,21 +361,47 @@ def attention(
     return y if w.out_bias is None else ops.add(y, w.out_bias)
 
 
-def feed_forward(step: Step, x: Array, w: Mlp | BiasedMlp | Experts, config: Config) -> Array:
-    """The second half of a layer, x [T, dim] → [T, dim]."""
+def _jointly_normed(q: Array, k: Array, w: Attention, config: Config, own: Heads) -> tuple[Array, Array]:
+    """q and k of all heads, normed over all of them; of a split model then the columns of the heads that are here."""
+    q, k = ops.rms_norm(q, w.q_norm, config.norm_eps), ops.rms_norm(k, w.k_norm, config.norm_eps)
+    D = config.head_dim
+    if own.count < own.whole:
+        q = ops.columns(q, own.first * D, own.stop * D)
+    if own.kv_count < own.kv_whole:
+        k = ops.columns(k, own.kv_first * D, own.kv_stop * D)
+    return q, k
+
+
+def feed_forward(step: Step, h: Array, x: Array, w: Mlp | BiasedMlp | Experts, config: Config) -> Array:
+    """h + the second half of a layer of x, h and x [T, dim]."""
+    if isinstance(w, Experts):
+        return moe(step, h, x, w, config)
     if isinstance(w, Mlp):
-        return over_ranks(step, mlp(step, x, w))
-    if isinstance(w, BiasedMlp):
-        y = nothing(x)
-        if w.mlp.gate.shape[0]:
-            gate, up = linear(step, x, w.mlp.gate), linear(step, x, w.mlp.up)
-            y = linear(step, ops.swiglu(ops.add(gate, w.gate_bias), ops.add(up, w.up_bias)), w.mlp.down)
-        return ops.add(over_ranks(step, y), w.down_bias)
+        return ops.residual_add(h, over_ranks(step, mlp(step, x, w)))
+    y = nothing(x)
+    if w.mlp.gate.shape[0]:
+        gate, up = linear(step, x, w.mlp.gate), linear(step, x, w.mlp.up)
+        y = linear(step, ops.swiglu(ops.add(gate, w.gate_bias), ops.add(up, w.up_bias)), w.mlp.down)
+    return ops.residual_add(h, ops.add(over_ranks(step, y), w.down_bias))
+
+
+def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
+    """h + Σ chosen experts of x + shared expert of x, h and x [T, dim]."""
     logits = linear(step, x, w.router, "float32")
-    ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True, active=step.active)
-    if config.renormalise:
-        weights = ops.moe_normalize_weights(weights)
-    return over_ranks(step, experts(step, x, ids, weights, w.routed))
+    score = None if w.shared_gate is None else linear(step, x, w.shared_gate, "float32")
+    if config.sigmoid:
+        choice = (config.groups, config.top_groups, config.top_k, config.renormalise, config.routed_scale)
+        ids, weights = ops.moe_group_route(logits, w.bias, *choice, propagate_nan=True, active=step.active)
+    else:
+        ids, weights = ops.moe_softmax_topk(logits, config.top_k, propagate_nan=True, active=step.active)
+        if config.renormalise:
+            weights = ops.moe_normalize_weights(weights)
+    if w.shared is None:
+        return ops.residual_add(h, over_ranks(step, experts(step, x, ids, weights, w.routed)))
+    # before the experts, which may still be on their way; a rank may have no part of it
+    shared = mlp(step, x, w.shared) if w.shared.gate.shape[0] else None
+    routed = experts(step, x, ids, weights, w.routed)
+    return add_blocks(step, h, x, shared, None if shared is None else score, routed)
 
 
 # -- over ranks ------------------------------------------------------------------------------------------------------
@@ -284,16 +409,21 @@ def feed_forward(step: Step, x: Array, w: Mlp | BiasedMlp | Experts, config: Con
 
 def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
     """Heads, widths of MLPs, experts, vocabulary. Sums over ranks: the embedding, the output of attention before its
-    bias, and of each MLP or its experts before its bias.
+    bias, and of each MLP or its experts and shared expert before its bias. What makes queries and keys that are normed
+    over all heads is on every rank.
     """
     D = config.head_dim
-    own, dense = share_heads(mesh, config.heads, config.kv_heads, D, group), share_width(mesh, config.mlp_width, group)
+    own = share_heads(mesh, config.heads, config.kv_heads, D, group)
+    dense, shared = share_width(mesh, config.mlp_width, group), share_width(mesh, config.shared_width, group)
     parts = {
         **vocabulary_parts(mesh, config.vocab_size),
         **mlp_parts("mlp", dense, config.mlp_width),
+        **mlp_parts(f"mlp.{_SHARED.get(config.model_type, 'shared_expert')}", shared, config.shared_width),
         "self_attn.o_proj": own.columns(D),
     }
     for name, part in (("q", own.rows(D)), ("k", own.kv_rows(D)), ("v", own.kv_rows(D))):
+        if config.joint_norms is not None and name != "v":
+            continue
         parts |= {f"self_attn.{name}_proj": part, f"self_attn.{name}_proj.bias": part}
     width = None
     if mesh.experts_split and config.experts:
@@ -302,7 +432,9 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
         config,
         heads=own.count,
         kv_heads=own.kv_count,
+        joint_norms=config.joint_norms and own,
         mlp_width=dense[1] - dense[0],
+        shared_width=shared[1] - shared[0],
         expert_width=config.expert_width if width is None else width[1] - width[0],
     )
     span = own.kv_span(D)
@@ -340,6 +472,15 @@ _GGUF = GgufNames(
     },
 )
 
+
+def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
+    """mlx-lm keeps the biases of routers as they are, and GLM's routers dense."""
+    if not config.sigmoid:
+        return MlxRules()
+    dense = ("mlp.gate",) if config.model_type == "glm4_moe" else ()
+    return MlxRules(uncast=("e_score_correction_bias",), unquantized=dense)
+
+
 FAMILY = Family(
     name="llama",
     model_types=MODEL_TYPES,
@@ -352,13 +493,15 @@ FAMILY = Family(
     roles={
         "embedding": ("embed_tokens",),
         "head": ("lm_head",),
-        "experts": ("mlp.switch_mlp.*", "mlp.experts.*"),
-        "router": ("mlp.gate",),
+        "experts": ("*.switch_mlp.*", "*.experts.*"),
+        "shared expert": ("mlp.shared_expert.*", "mlp.shared_experts.*"),
+        "router": ("*.gate", "*.e_score_correction_bias", "mlp.shared_expert_gate"),
         "norms": ("*norm",),
         "attention": ("self_attn.*",),
         "dense MLP": ("mlp.*",),
     },
     skipped=("model.vision_tower.", "vision_tower.", "mtp."),
+    mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,
 )

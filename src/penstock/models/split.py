@@ -26,7 +26,7 @@ ConfigT = TypeVar("ConfigT")
 
 _IN_LAYER = re.compile(r"layers\.\d+\.(.+)")
 Index = slice | np.ndarray
-_NARROWING = ("o_proj", "out_proj", "down_proj")  # ends of the paths of matrices that are split by columns
+_NARROWING = ("o_proj", "out_proj", "down_proj", ".w2")  # ends of the paths of matrices that are split by columns
 GGUF_COLUMNS = 32  # of a block; those of K-quants are wider, and are cut into rows of 32 when they are read
 
 
@@ -267,7 +267,7 @@ class SplitSource:
         if name == "gate_up_proj":
             rows = np.arange(first, stop)
             part, own = Part(-2, np.concatenate([rows, whole + rows]), 2 * whole), (2 * whole, matrix[1])
-        elif name == "down_proj":
+        elif name in ("down_proj", "w2"):
             part, own = Part(-1, slice(first, stop), whole), (matrix[0], whole)
         else:
             part, own = Part(-2, slice(first, stop), whole), (whole, matrix[1])

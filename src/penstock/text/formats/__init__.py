@@ -13,6 +13,8 @@ from penstock.text.formats.base import ChatFormat, Parser
 from penstock.text.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1
 from penstock.text.formats.deltas import Message, call_id, gather
 from penstock.text.formats.gemma import GEMMA
+from penstock.text.formats.glm import GLM
+from penstock.text.formats.minimax import MINIMAX
 from penstock.text.formats.plain import PLAIN
 from penstock.text.formats.qwen import QWEN
 from penstock.text.formats.qwen_xml import QWEN_XML
@@ -20,7 +22,7 @@ from penstock.text.tokenizer import Tokenizer
 
 # by name; where several fit a model, it has the last one
 FORMATS: Mapping[str, ChatFormat] = {
-    format.name: format for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA)
+    format.name: format for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX)
 }
 
 
@@ -72,7 +74,7 @@ def shown_tokens(format: str, tools: bool) -> tuple[str, ...]:
     known = FORMATS[format]
     marks = known.reasoning or ()
     if tools:
-        marks += (known.call or ()) + (known.calls or ()) + (known.separator, known.quote)
+        marks += (known.call or ()) + (known.calls or ()) + (known.separator, known.quote) + known.inner
     return tuple(mark for mark in marks if mark)
 
 

@@ -25,7 +25,7 @@ from penstock.text.formats.reader import Reader, Step
 from penstock.text.lark import Lark, Tools, literal
 from penstock.text.tokenizer import Tokenizer
 
-NO_MARK = r"<(?=[^/|｜cfpt])"  # with what follows it, no marker begins
+NO_MARK = r"<(?=[^/|｜cfimpt])"  # with what follows it, no marker begins
 TEXT = re.compile(rf"(?:[^<]+|{NO_MARK})+")  # not for `_all`: what it takes depends on the piece
 SPACE = re.compile(r"\s+")
 NAME = re.compile(r"[^\s<>{}\"'`]+")  # of a tool
@@ -219,8 +219,9 @@ class ChatFormat:
     another one, and none begins as NO_MARK says.
 
     reasoning: what opens and closes it, and the label that stands behind the opening. call: what opens and closes a
-    tool call; calls: what opens and closes a list of them. separator: behind the name. quote: around strings. line:
-    inside the markers of a call and between calls. special: the markers of calls are special tokens, so they do not
+    tool call; calls: what opens and closes a list of them; inner: markers inside of a call. separator: behind the name.
+    quote: around strings. line: inside the markers of a call and between calls; between: between calls and inside the
+    markers of a list alone. special: the markers of calls are special tokens, so they do not
     occur in arguments. unopened: how a call begins whose opening a model forgot. arguments_as_text: chat templates take
     the arguments of earlier calls as JSON text, not as an object.
 
@@ -236,7 +237,9 @@ class ChatFormat:
     calls: tuple[str, str] | None = None
     separator: str = ""
     quote: str = ""
+    inner: tuple[str, ...] = ()
     line: str = ""
+    between: str = ""
     special: bool = True
     unopened: tuple[str, ...] = ()
     arguments_as_text: bool = False
@@ -266,7 +269,9 @@ class ChatFormat:
         each = " | ".join([self.write_call(lark, name, *tool) for name, tool in tools.items()])
         line = literal(self.line) if self.line else ""
         call = lark.rule("call", f"{opening} {line} ({each}) {line} {closing}")
-        calls = f"{call} ({line} {call})*" if parallel else call
+        between = literal(self.between) if self.between else line
+        calls = f"{call} ({between} {call})*" if parallel else call
         if self.calls is not None:
-            calls = f"{lark.mark(self.calls[0])} {calls} {lark.mark(self.calls[1])}"
+            inside = literal(self.between) if self.between else ""
+            calls = f"{lark.mark(self.calls[0])} {inside} {calls} {inside} {lark.mark(self.calls[1])}"
         return lark.rule("calls", calls)

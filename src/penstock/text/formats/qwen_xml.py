@@ -14,30 +14,23 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-from penstock.text.formats.arguments import escaped, properties_of, resolved, string_choices, typed
+from penstock.text.formats.arguments import escaped, properties_of, typed
 from penstock.text.formats.base import NAME, NO_MARK, SPACE, ChatFormat
 from penstock.text.formats.json_parser import JsonParser
 from penstock.text.formats.reader import Step
-from penstock.text.lark import ANY_TEXT, Lark, literal
+from penstock.text.formats.tags import write_value
+from penstock.text.lark import Lark, literal
 
 _PARAMETER = re.compile(r"[^<>\n]+")  # its name
 _LINE = re.compile(rf"(?:[^<\n]+|{NO_MARK})+")
 
 
 def _write_call(lark: Lark, name: str, parameters: Mapping[str, Any], strict: bool) -> str:
-    """Parameters in the order of the schema. Strings are free text, unless they are enumerated."""
-    end = literal("\n</parameter>\n")
+    """Parameters in the order of the schema."""
     parts = [literal(f"<function={name}>\n")]
     for key, schema, required in properties_of(name, parameters):
-        found = resolved(schema, parameters)
-        if choices := string_choices(found):
-            value = f"({' | '.join(map(literal, choices))}) {end}"
-        elif found.get("type") in ("integer", "number", "boolean", "null", "object", "array"):
-            definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-            value = f"{lark.json({**definitions, **found}, lenient=not strict)} {end}"
-        else:
-            value = lark.rule("text", ANY_TEXT, f"[suffix={end}]")
         begin = literal(f"<parameter={key}>\n")
+        value = write_value(lark, schema, parameters, strict, "\n</parameter>\n")
         parts.append(f"{begin} {value}" if required else f"({begin} {value})?")
     return " ".join([*parts, literal("</function>")])
 
