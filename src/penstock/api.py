@@ -33,9 +33,9 @@ from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
-from penstock.models.gguf import open_gguf
+from penstock.models.gguf import GgufModel, open_gguf
 from penstock.models.random import DeviceRandomSource, Maker, Random, RandomPart, Shapes
-from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, Source, left_over
+from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, FilesSource, Source, left_over
 from penstock.models.split import GGUF_COLUMNS, group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
@@ -653,7 +653,7 @@ def _read_folder(
 
 
 def _streamed_layers(
-    family: AnyFamily, source: CheckpointSource, config: ModelConfig, experts: ExpertOptions, device: Device, need: int
+    family: AnyFamily, source: FilesSource, config: ModelConfig, experts: ExpertOptions, device: Device, need: int
 ) -> list[Layer]:
     """The layers whose experts are to be streamed: asked for, or a model of which `need` bytes do not fit."""
     if not (experts.asked or (need > device.free_memory() and config.top_k and device.runs_programs)):
@@ -671,11 +671,15 @@ def _read_gguf(
     progress: Callable[[float], None] | None,
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
-    if experts.asked:
-        raise InvalidArgument(f"load: expert_cache is given for {path}, expected 'auto': GGUF files are not streamed")
     found = open_gguf(path)
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
+    if experts.asked:
+        if rank is not None:
+            raise InvalidArgument(f"load: expert_cache is given for {path} on several ranks, expected 'auto'")
+        model, notices = _stream_gguf(found, device, experts, options, progress)
+        notices += [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
+        return _with_files(model, device, found.file), tokenizer, notices
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
     if device.compiles_ahead and rank is None:
         compile_ahead.start(load, options)
@@ -688,6 +692,30 @@ def _read_gguf(
     model = model if rank is None else rank.part(model)
     notices = [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
     return _with_files(model, device, found.file), tokenizer, notices
+
+
+def _stream_gguf(
+    found: GgufModel,
+    device: Device,
+    experts: ExpertOptions,
+    options: dict[str, Any],
+    progress: Callable[[float], None] | None,
+) -> tuple[AnyModel, list[str]]:
+    """A model of a GGUF file whose experts are read when they are chosen."""
+    path, family, config = found.file.path, found.family, found.read_config()
+    caches = Caches(family.caches(config), options["dtype"], device)
+    beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
+    layers = _streamed_layers(family, found.source, config, experts, device, found.nbytes + beside)
+    away = owned_bytes(layers, None)
+    rest = max(0, (found.copied_nbytes if device.host_memory else found.nbytes - away)) + beside
+    budget = budget_of(experts, layers, rest, device, f"{path}")
+    slot_counts(layers, budget, config.top_k)
+    put = _putting(device, found.nbytes - away, progress)
+    weights = family.read_weights(FileBackedSource(found.source, put), config)
+    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint)
+    weights, streamed, notices = opened
+    weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
+    return Model(family, placed, weights, found.fingerprint, found.nbytes, streamed), notices
 
 
 def _with_files(model: AnyModel, device: Device, files: Checkpoint | GgufFile) -> AnyModel:
