@@ -188,15 +188,15 @@ def test_other_types_are_rounded_again_only_if_told(tmp_path: Path) -> None:
         "model.embed_tokens": Format(4, 32),
         "model.layers.1.mlp.down_proj": Format(4, 32),
     }
-    assert made.quantization("model.layers.0.mlp.down_proj") == FormatFormat(4, 32)
+    assert made.quantization("model.layers.0.mlp.down_proj") == Format(4, 32)
     want = gguf.quants.dequantize(GGUF(path, "output.weight"), gguf.GGMLQuantizationType.Q6_K)
     got = dequantize(made.tensor("lm_head"))  # type: ignore[arg-type]
     assert np.abs(got - want).max() <= 2.1 * np.abs(want).max() / 63  # about a step of 6-bit codes
     mlx_logits(tmp_path / "made", [1, 2])
 
     convert(path, tmp_path / "eight", Options(requantize=True, q_bits=8))
-    assert Checkpoint.open(tmp_path / "eight").quantization("lm_head") == FormatFormat(8, 32)
-    assert Checkpoint.open(tmp_path / "eight").quantization("model.layers.0.mlp.up_proj") == FormatFormat(4, 32)
+    assert Checkpoint.open(tmp_path / "eight").quantization("lm_head") == Format(8, 32)
+    assert Checkpoint.open(tmp_path / "eight").quantization("model.layers.0.mlp.up_proj") == Format(4, 32)
 
 
 def GGUF(path: Path, name: str) -> np.ndarray:
