@@ -29,17 +29,18 @@ from penstock.engine.request import Chunk, Completion, Request, Timings, make_re
 from penstock.engine.response import in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
-from penstock.errors import InvalidArgument, OutOfMemory
+from penstock.errors import BackendError, InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import GgufModel, open_gguf
 from penstock.models.random import DeviceRandomSource, Maker, Random, RandomPart, Shapes
 from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, FilesSource, Source, left_over
-from penstock.models.split import GGUF_COLUMNS, group_columns
+from penstock.models.split import group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
+from penstock.quant import BLOCK_TYPES
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
@@ -542,7 +543,7 @@ def _check_split(given: Mapping[str, Any], ranks: RankStart) -> None:
     found = resolve_model(given["path_or_hub_id"], revision=given["revision"], offline=given["offline"], quiet=True)
     if found.kind == "gguf":
         stored = open_gguf(found.path)
-        ranks.check(stored.family, stored.read_config(), GGUF_COLUMNS)
+        ranks.check(stored.family, stored.read_config(), stored.columns)
     else:
         checkpoint = Checkpoint.open(found.path)
         family = models.family_of(checkpoint.config)
@@ -672,6 +673,12 @@ def _read_gguf(
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     found = open_gguf(path)
+    blocks = next((name for name, info in found.file.tensors.items() if info.type in BLOCK_TYPES), None)
+    if blocks is not None and not device.host_memory:
+        raise BackendError(
+            f"{path}: tensor {blocks} is {found.file.tensors[blocks].type}, which has no kernels on {device.name}, "
+            f"expected device cpu, or an MLX folder made of it: penstock convert --requantize --model {path}"
+        )
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
     if experts.asked:
@@ -685,7 +692,7 @@ def _read_gguf(
         compile_ahead.start(load, options)
     source = found.source
     if rank is not None:
-        source, config = rank.split(found.family, source, config, GGUF_COLUMNS)
+        source, config = rank.split(found.family, source, config, found.columns)
     weights, placed = _weights(found.family, source, config, device, found.nbytes, progress)
     weights = weights if rank is None else rank.with_slots(weights, config, device)
     model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)

@@ -25,6 +25,7 @@ from penstock.experts.layout import ExpertFiles, stacked
 from penstock.models.config import Fields
 from penstock.models.family import AnyFamily, GgufArchitecture, ModelConfig
 from penstock.models.source import Weight, _taken
+from penstock.models.split import GGUF_COLUMNS
 from penstock.ops.array import Spec
 from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor
 from penstock.quant.gguf_blocks import GROUP
@@ -131,6 +132,12 @@ class GgufModel:
         for name, info in sorted(self.file.tensors.items()):
             digest.update(json.dumps([name, info.type, info.shape]).encode() + b"\n")
         return digest.hexdigest()
+
+    @property
+    def columns(self) -> int:
+        """Columns at whose multiples every matrix can be cut: whole blocks."""
+        types = {info.type for info in self.file.tensors.values()}
+        return max([GGUF_COLUMNS, *(BLOCK_TYPES[type].size for type in types if type in BLOCK_TYPES)])
 
     @property
     def nbytes(self) -> int:

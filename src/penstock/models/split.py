@@ -27,7 +27,7 @@ ConfigT = TypeVar("ConfigT")
 _IN_LAYER = re.compile(r"layers\.\d+\.(.+)")
 Index = slice | np.ndarray
 _NARROWING = ("o_proj", "out_proj", "down_proj")  # ends of the paths of matrices that are split by columns
-GGUF_COLUMNS = 32  # of a block; those of K-quants are wider, and are cut into rows of 32 when they are read
+GGUF_COLUMNS = 32  # of the smallest block
 
 
 @dataclass(frozen=True)
