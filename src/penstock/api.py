@@ -31,18 +31,19 @@ from penstock.engine.request import Chunk, Completion, Request, Timings, make_re
 from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
-from penstock.errors import InvalidArgument, NonFiniteLogits, OutOfMemory
+from penstock.errors import BackendError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
-from penstock.models.gguf import open_gguf
+from penstock.models.gguf import GgufModel, open_gguf
 from penstock.models.random import DeviceRandomSource, Maker, Random, RandomPart, Shapes
-from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, Source, left_over
-from penstock.models.split import GGUF_COLUMNS, group_columns
+from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, FilesSource, Source, left_over
+from penstock.models.split import group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
 from penstock.progress import in_notebook, notebook_bar
+from penstock.quant import BLOCK_TYPES
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
@@ -663,7 +664,7 @@ def _check_split(given: Mapping[str, Any], ranks: RankStart) -> None:
     found = resolve_model(given["path_or_hub_id"], revision=given["revision"], offline=given["offline"], quiet=True)
     if found.kind == "gguf":
         stored = open_gguf(found.path)
-        ranks.check(stored.family, stored.read_config(), GGUF_COLUMNS)
+        ranks.check(stored.family, stored.read_config(), stored.columns)
     else:
         checkpoint = Checkpoint.open(found.path)
         family = models.family_of(checkpoint.config)
@@ -780,7 +781,7 @@ def _read_folder(
 
 
 def _streamed_layers(
-    family: AnyFamily, source: CheckpointSource, config: ModelConfig, experts: ExpertOptions, device: Device, need: int
+    family: AnyFamily, source: FilesSource, config: ModelConfig, experts: ExpertOptions, device: Device, need: int
 ) -> list[Layer]:
     """The layers whose experts are to be streamed: asked for, or a model of which `need` bytes do not fit."""
     if not (experts.asked or (need > device.free_memory() and config.top_k and device.runs_programs)):
@@ -798,23 +799,57 @@ def _read_gguf(
     progress: Callable[[float], None] | None,
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
-    if experts.asked:
-        raise InvalidArgument(f"load: expert_cache is given for {path}, expected 'auto': GGUF files are not streamed")
     found = open_gguf(path)
+    blocks = next((name for name, info in found.file.tensors.items() if info.type in BLOCK_TYPES), None)
+    if blocks is not None and not device.host_memory:
+        raise BackendError(
+            f"{path}: tensor {blocks} is {found.file.tensors[blocks].type}, which has no kernels on {device.name}, "
+            f"expected device cpu, or an MLX folder made of it: penstock convert --requantize --model {path}"
+        )
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
+    if experts.asked:
+        if rank is not None:
+            raise InvalidArgument(f"load: expert_cache is given for {path} on several ranks, expected 'auto'")
+        model, notices = _stream_gguf(found, device, experts, options, progress)
+        notices += [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
+        return _with_files(model, device, found.file), tokenizer, notices
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
     if device.compiles_ahead and rank is None:
         compile_ahead.start(compile_ahead.missing_of, load, options)
     source = found.source
     if rank is not None:
-        source, config = rank.split(found.family, source, config, GGUF_COLUMNS)
+        source, config = rank.split(found.family, source, config, found.columns)
     weights, placed = _weights(found.family, source, config, device, found.nbytes, progress)
     weights = weights if rank is None else rank.with_slots(weights, config, device)
     model = Model(found.family, placed, weights, found.fingerprint, found.nbytes)
     model = model if rank is None else rank.part(model)
     notices = [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
     return _with_files(model, device, found.file), tokenizer, notices
+
+
+def _stream_gguf(
+    found: GgufModel,
+    device: Device,
+    experts: ExpertOptions,
+    options: dict[str, Any],
+    progress: Callable[[float], None] | None,
+) -> tuple[AnyModel, list[str]]:
+    """A model of a GGUF file whose experts are read when they are chosen."""
+    path, family, config = found.file.path, found.family, found.read_config()
+    caches = Caches(family.caches(config), options["dtype"], device)
+    beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
+    layers = _streamed_layers(family, found.source, config, experts, device, found.nbytes + beside)
+    away = owned_bytes(layers, None)
+    rest = max(0, (found.copied_nbytes if device.host_memory else found.nbytes - away)) + beside
+    budget = budget_of(experts, layers, rest, device, f"{path}")
+    slot_counts(layers, budget, config.top_k)
+    put = _putting(device, found.nbytes - away, progress)
+    weights = family.read_weights(FileBackedSource(found.source, put), config)
+    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint)
+    weights, streamed, notices = opened
+    weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
+    return Model(family, placed, weights, found.fingerprint, found.nbytes, streamed), notices
 
 
 def _with_files(model: AnyModel, device: Device, files: Checkpoint | GgufFile) -> AnyModel:

@@ -11,13 +11,12 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 import penstock
-from penstock.convert.gguf import _BLOCKS
 from penstock.convert.run import Options, convert
 from penstock.engine.engine import Engine, Model
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.gguf import open_gguf
 from penstock.ops.device import device_for
-from penstock.quant import Format, QuantizedTensor, dequantize
+from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.gguf import GgufFile
 from tests.convert.common import config_in, stored, tensors
@@ -100,7 +99,7 @@ def write(path: Path, name: str, type_name: str = "Q4_0", other: Mapping[str, st
         chosen = next((t for part, t in (other or {}).items() if key.startswith(part)), type_name)
         chosen = "F32" if array.ndim == 1 else chosen
         number = gguf.GGMLQuantizationType[chosen]
-        data = _random_blocks(array.shape, chosen) if chosen in _BLOCKS else gguf.quants.quantize(array, number)
+        data = _random_blocks(array.shape, chosen) if chosen in BLOCK_TYPES else gguf.quants.quantize(array, number)
         writer.add_tensor(key, data, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -177,14 +176,6 @@ def test_values_are_those_of_the_gguf_package(tmp_path: Path, type_name: str) ->
             np.testing.assert_array_equal(dequantize(got), want)
 
 
-@pytest.mark.parametrize("type_name", _BLOCKS)
-def test_other_types_are_decoded_as_the_gguf_package_does(type_name: str) -> None:
-    number, format = gguf.GGMLQuantizationType[type_name], _BLOCKS[type_name]
-    assert gguf.GGML_QUANT_SIZES[number][1] == format.nbytes
-    data = _random_blocks((7, 512), type_name).reshape(-1, format.nbytes)
-    np.testing.assert_array_equal(format.decode(data).reshape(len(data), -1), gguf.quants.dequantize(data, number))
-
-
 def test_other_types_are_rounded_again_only_if_told(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", "llama", other={"output": "Q6_K", "token_embd": "Q4_K", "blk.1.ffn_down": "Q3_K"})
     with pytest.raises(InvalidArgument, match=r"tensor token_embd.weight is Q4_K and 2 others, expected Q4_0, Q4_1"):
@@ -192,7 +183,11 @@ def test_other_types_are_rounded_again_only_if_told(tmp_path: Path) -> None:
     convert(path, tmp_path / "made", Options(requantize=True))
     made = Checkpoint.open(tmp_path / "made")
     found = {p: made.quantization(p) for p in ("lm_head", "model.embed_tokens", "model.layers.1.mlp.down_proj")}
-    assert found == {"lm_head": (6, 32), "model.embed_tokens": (4, 32), "model.layers.1.mlp.down_proj": (4, 32)}
+    assert found == {
+        "lm_head": Format(6, 32),
+        "model.embed_tokens": Format(4, 32),
+        "model.layers.1.mlp.down_proj": Format(4, 32),
+    }
     assert made.quantization("model.layers.0.mlp.down_proj") == Format(4, 32)
     want = gguf.quants.dequantize(GGUF(path, "output.weight"), gguf.GGMLQuantizationType.Q6_K)
     got = dequantize(made.tensor("lm_head"))  # type: ignore[arg-type]

@@ -25,7 +25,8 @@ from penstock.models.family import ROLES, AnyFamily, ModelConfig
 from penstock.models.quantization import FormatTable
 from penstock.models.source import left_over
 from penstock.models.step import Layout, PagedKV
-from penstock.quant import QuantizedTensor
+from penstock.quant import BLOCK_TYPES, QuantizedTensor
+from penstock.quant.gguf_blocks import GROUP
 from penstock.units import amount
 from penstock.weights import fp8
 from penstock.weights.checkpoint import Checkpoint
@@ -211,6 +212,8 @@ class FromGguf:
         file, name = self._gguf.file, self._gguf.source.asked(path, shape)
         nbytes, kind = file.loaded_nbytes(name), file.tensors[name].type
         dense = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(kind)
+        if kind in BLOCK_TYPES:
+            return TensorFormat(BLOCK_TYPES[kind].bits, GROUP, "float16", kind), nbytes
         return _dense(dense) if dense is not None else TensorFormat(8 if kind == "Q8_0" else 4, 32, "float16"), nbytes
 
 

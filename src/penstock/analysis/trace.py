@@ -242,7 +242,7 @@ def outline_of(found: ResolvedModel, layers: Layers) -> Outline:
     from penstock.models.gguf import open_gguf
     from penstock.models.random import Shapes
     from penstock.models.source import CheckpointSource, ShapeOnlySource
-    from penstock.models.split import GGUF_COLUMNS, group_columns
+    from penstock.models.split import group_columns
     from penstock.weights.checkpoint import Checkpoint
 
     name, raw = taken_layers(found, layers)
@@ -251,7 +251,7 @@ def outline_of(found: ResolvedModel, layers: Layers) -> Outline:
         return Outline(name, family, family.read_config(raw), shapes, shapes.group_size)
     if found.kind == "gguf":
         gguf = open_gguf(found.path)
-        return Outline(name, gguf.family, gguf.read_config(), ShapeOnlySource(gguf.source), GGUF_COLUMNS)
+        return Outline(name, gguf.family, gguf.read_config(), ShapeOnlySource(gguf.source), gguf.columns)
     checkpoint = Checkpoint.open(found.path)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)

@@ -26,7 +26,7 @@ from penstock.machine import usable_threads
 from penstock.models.family import AnyFamily, ModelConfig
 from penstock.models.gguf import GgufModel
 from penstock.models.source import left_over
-from penstock.quant import Format
+from penstock.quant import BLOCK_TYPES, Format
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.weights.checkpoint import INDEX, read_index, weight_files
@@ -175,8 +175,9 @@ class Numbers:
     @classmethod
     def of_gguf(cls, file: GgufFile) -> Numbers:
         """Dense tensors, and of the block formats that penstock runs their scales and biases."""
-        found, mapped = [], MappedFile(file.path)
+        found, opened = [], {path: MappedFile(path) for path in {file.path_of(name) for name in file.tensors}}
         for name, info in file.tensors.items():
+            mapped = opened[file.path_of(name)]
             if info.type in _EXPONENTS:
                 word, exponent = _EXPONENTS[info.type]
                 found.append(_Range(mapped, name, info.start, info.stop, np.dtype(word), (("", exponent),)))
@@ -184,6 +185,13 @@ class Numbers:
                 record = BLOCKS[info.type].record
                 halves = (part for part in record.names or () if part in ("scale", "bias"))
                 parts = tuple((part, _EXPONENTS["F16"][1]) for part in halves)
+                found.append(_Range(mapped, name, info.start, info.stop, record, parts))
+            elif info.type in BLOCK_TYPES and BLOCK_TYPES[info.type].halves:
+                known = BLOCK_TYPES[info.type]
+                names = [f"half {at}" for at in known.halves]
+                fields = {"names": names, "formats": ["<f2"] * len(names), "offsets": list(known.halves)}
+                record = np.dtype(fields | {"itemsize": known.nbytes})  # type: ignore[call-overload]
+                parts = tuple((half, _EXPONENTS["F16"][1]) for half in names)
                 found.append(_Range(mapped, name, info.start, info.stop, record, parts))
         return cls(found)
 

@@ -7,7 +7,7 @@ formats are dequantized, and what becomes of them is rounded again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,9 @@ from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models.gguf import ROPE_FACTORS, GgufModel
 from penstock.models.source import Weight
-from penstock.quant import Format
+from penstock.quant import BLOCK_TYPES, Format
 from penstock.weights.files import short
-from penstock.weights.gguf import SUPPORTED, GgufFile, reorder_nibbles
+from penstock.weights.gguf import GgufFile, reorder_nibbles
 
 if TYPE_CHECKING:
     from penstock.convert.run import Options
@@ -38,21 +38,13 @@ _EXACT = {"Q4_0": (18, 4, -8), "Q4_1": (20, 4, None), "Q8_0": (34, 8, -128)}
 _PARTS = Format(4, 32).parts
 
 
-class AnyGgufFile(GgufFile):
-    """A file of which the types that can only be dequantized are taken as well."""
-
-    def check_supported(self, name: str) -> None:
-        if self._info(name).type not in _BLOCKS:
-            super().check_supported(name)
-
-
 def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
     """The tensors of a file in mlx-lm's names, none of them read yet; options as in `run.Options`.
 
     Raises CheckpointError for a file that is damaged or of a model that is not supported, InvalidArgument for types
     that would have to be rounded again and were not allowed to.
     """
-    model = GgufModel(AnyGgufFile.open(path))
+    model = GgufModel(GgufFile.open(path))
     file, family = model.file, model.family
     read, name_of = model.read_config(), model.source.name
     rules = family.mlx_rules(model.config, read)
@@ -75,16 +67,18 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
         info = file.tensors[name]
         order = model.source.order(asked.removesuffix(".bias"), shape[0])
         if info.type in _DENSE:
-            rows = _taken(Stored(files, path, info.start, shape, _DENSE[info.type]), order, asked.endswith(".bias"))
+            stored = Stored(files, file.path_of(name), info.start, shape, _DENSE[info.type])
+            rows = _taken(stored, order, asked.endswith(".bias"))
             tensors[whole] = rows
             continue
-        raw = Stored(files, path, info.start, (*shape[:-1], info.nbytes // math.prod(shape[:-1])), np.dtype(np.uint8))
+        width = info.nbytes // math.prod(shape[:-1])
+        raw = Stored(files, file.path_of(name), info.start, (*shape[:-1], width), np.dtype(np.uint8))
         blocks = _taken(raw, order)
         if info.type not in _EXACT:
             tensors[whole] = Cast(_Decoded(blocks, info.type, shape), _HALF, name)
             if not options.quantize and not options.dequantize:
                 size = options.q_group_size or GROUP
-                bits = options.q_bits or _BLOCKS[info.type].bits
+                bits = options.q_bits or _KEPT[info.type]
                 rounded[target] = Format(bits, size if shape[-1] % size == 0 else GROUP)
             continue
         bits = _EXACT[info.type][1]
@@ -105,14 +99,14 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
 
 def _check_types(file: GgufFile, wanted: _Asked, options: Options) -> None:
     types = {name: file.tensors[name].type for name in map(wanted.source.name, wanted.shapes) if name in file}
-    lossy = [name for name, type in types.items() if type in _BLOCKS]
+    lossy = [name for name, type in types.items() if type in BLOCK_TYPES]
     if lossy and not (options.requantize or options.dequantize):
         more = f" and {len(lossy) - 1} others" if len(lossy) > 1 else ""
         raise InvalidArgument(
             f"{file.path}: tensor {lossy[0]} is {types[lossy[0]]}{more}, expected Q4_0, Q4_1, Q8_0 or floats, which "
             "lose nothing; requantize rounds the others again, dequantize makes all dense"
         )
-    quantized = [name for name, type in types.items() if type in _EXACT or type in _BLOCKS]
+    quantized = [name for name, type in types.items() if type in _EXACT or type in BLOCK_TYPES]
     if quantized and options.quantize and not options.requantize:
         raise InvalidArgument(
             f"{file.path}: tensor {quantized[0]} is {types[quantized[0]]} already, expected floats to quantize; "
@@ -281,123 +275,26 @@ class _Decoded:
         return np.dtype(np.float32)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        format = _BLOCKS[self.type]
+        known = BLOCK_TYPES[self.type]
         data = self.blocks.read(start, stop)
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when it is rounded
-            return format.decode(data.reshape(-1, format.nbytes)).reshape(stop - start, -1)
+            return known.values(data.reshape(-1, known.nbytes)).reshape(stop - start, -1)
 
 
-@dataclass(frozen=True)
-class _BlockFormat:
-    """A block format: bytes of a block, how its bytes [n, nbytes] become numbers, and bits that keep most of them."""
-
-    nbytes: int
-    decode: Callable[[np.ndarray], np.ndarray]
-    bits: int
-
-
-def _half(data: np.ndarray, start: int) -> np.ndarray:
-    """A float16 of each block as float32 [n, 1]."""
-    return np.ascontiguousarray(data[:, start : start + 2]).view("<f2").astype(np.float32)
-
-
-def _nibbles(data: np.ndarray) -> np.ndarray:
-    """Low halves, then high halves: [..., b] → [..., 2 b]."""
-    return np.concatenate([data & 15, data >> 4], axis=-1)
-
-
-def _fields(data: np.ndarray, bits: int) -> np.ndarray:
-    """Fields of a byte from the lowest on, those of one place together: [..., b] → [..., 8 / bits, b]."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return (data[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
-
-
-def _q5(data: np.ndarray, start: int) -> np.ndarray:
-    high = np.unpackbits(data[:, start : start + 4], axis=1, bitorder="little")
-    return (_nibbles(data[:, start + 4 :]) | (high << 4)).astype(np.float32)
-
-
-def _q5_0(data: np.ndarray) -> np.ndarray:
-    return (_q5(data, 2) - 16) * _half(data, 0)
-
-
-def _q5_1(data: np.ndarray) -> np.ndarray:
-    return _q5(data, 4) * _half(data, 0) + _half(data, 2)
-
-
-def _q2_k(data: np.ndarray) -> np.ndarray:
-    scales = data[:, :16].astype(np.uint8)
-    codes = _fields(data[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16).astype(np.float32)
-    d, least = _half(data, 80), _half(data, 82)
-    return codes * (d * (scales & 15))[..., None] - (least * (scales >> 4))[..., None]
-
-
-def _q3_k(data: np.ndarray) -> np.ndarray:
-    codes = _fields(data[:, 32:96].reshape(-1, 2, 32), 2)  # [n, 2, 4, 32]
-    high = _fields(data[:, :32], 1).reshape(-1, 2, 4, 32)
-    values = codes.astype(np.int8) - ((high ^ 1) << 2).astype(np.int8)
-    low = _nibbles(data[:, 96:104])
-    scales = (low | (_fields(data[:, 104:108], 2).reshape(-1, 16) << 4)).astype(np.int8) - np.int8(32)
-    return values.reshape(-1, 16, 16).astype(np.float32) * (_half(data, 108) * scales)[..., None]
-
-
-def _k_scales(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and minima of 8 groups, 6 bits each, from 12 bytes."""
-    first, second, third = data[:, :4], data[:, 4:8], data[:, 8:12]
-    scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=1)
-    least = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=1)
-    return scales.astype(np.float32), least.astype(np.float32)
-
-
-def _k_affine(data: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    scales, least = _k_scales(data[:, 4:16])
-    return codes.astype(np.float32) * (_half(data, 0) * scales)[..., None] - (_half(data, 2) * least)[..., None]
-
-
-def _q4_k(data: np.ndarray) -> np.ndarray:
-    return _k_affine(data, _fields(data[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32))
-
-
-def _q5_k(data: np.ndarray) -> np.ndarray:
-    codes = _fields(data[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return _k_affine(data, codes | (_fields(data[:, 16:48], 1) << 4))
-
-
-def _q6_k(data: np.ndarray) -> np.ndarray:
-    low = _fields(data[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 2, 4, 32)
-    high = _fields(data[:, 128:192].reshape(-1, 2, 32), 2)
-    values = (low | (high << 4)).astype(np.int8) - np.int8(32)
-    scales = _half(data, 208) * np.ascontiguousarray(data[:, 192:208]).view(np.int8)
-    return values.reshape(-1, 16, 16).astype(np.float32) * scales[..., None]
-
-
-_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-
-
-def _iq4_nl(data: np.ndarray) -> np.ndarray:
-    return _LEVELS[_nibbles(data[:, 2:])] * _half(data, 0)
-
-
-def _iq4_xs(data: np.ndarray) -> np.ndarray:
-    high = np.ascontiguousarray(data[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    low = _fields(data[:, 4:8], 4).swapaxes(1, 2).reshape(-1, 8)
-    scales = _half(data, 0) * ((low | (high << 4)).astype(np.float32) - 32)
-    return _LEVELS[_nibbles(data[:, 8:].reshape(-1, 8, 16))] * scales[..., None]
-
-
-# Two groups of 16 with scales of their own share one of 32: one bit more keeps what the smaller of them had.
-_BLOCKS = {
-    "Q5_0": _BlockFormat(22, _q5_0, 5),
-    "Q5_1": _BlockFormat(24, _q5_1, 5),
-    "Q2_K": _BlockFormat(84, _q2_k, 3),
-    "Q3_K": _BlockFormat(110, _q3_k, 4),
-    "Q4_K": _BlockFormat(144, _q4_k, 4),
-    "Q5_K": _BlockFormat(176, _q5_k, 5),
-    "Q6_K": _BlockFormat(210, _q6_k, 6),
-    "IQ4_NL": _BlockFormat(18, _iq4_nl, 5),
-    "IQ4_XS": _BlockFormat(136, _iq4_xs, 5),
+# Bits that keep most of a type's values. Two groups of 16 with scales of their own share one of 32: one bit more keeps
+# what the smaller of them had; so do levels that are not equally far apart.
+_KEPT = {
+    "Q5_0": 5,
+    "Q5_1": 5,
+    "Q2_K": 3,
+    "Q3_K": 4,
+    "Q4_K": 4,
+    "Q5_K": 5,
+    "Q6_K": 6,
+    "IQ4_NL": 5,
+    "IQ4_XS": 5,
+    "MXFP4": 5,
 }
-assert not _BLOCKS.keys() & {*SUPPORTED}
 
 
 # -- the tokenizer ---------------------------------------------------------------------------------------------------

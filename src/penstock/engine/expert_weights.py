@@ -18,9 +18,9 @@ from penstock.experts.streamed import Streamed
 from penstock.models import replaced
 from penstock.models.family import ConfigT, Family, WeightsT
 from penstock.models.layers import ExpertStack
-from penstock.models.source import CheckpointSource, FileBackedSource, outlined
+from penstock.models.source import FileBackedSource, FilesSource, outlined
 from penstock.ops.device import Device
-from penstock.quant import QuantizedTensor
+from penstock.quant import BLOCK_TYPES, GgufTensor, QuantizedTensor
 from penstock.units import parse_size, spelled
 
 _SHARE = 0.9  # of the free memory that experts may take with expert_cache 'auto'
@@ -53,7 +53,7 @@ class ExpertOptions:
         return self.cache != "auto" or self.host != "auto"
 
 
-def expert_layers(family: Family[ConfigT, WeightsT], source: CheckpointSource, config: ConfigT) -> list[Layer]:
+def expert_layers(family: Family[ConfigT, WeightsT], source: FilesSource, config: ConfigT) -> list[Layer]:
     """The layers of a checkpoint that have experts, in the order in which they run. No weight is read."""
     return _layers(family.read_weights(FileBackedSource(source, outlined), config))
 
@@ -165,4 +165,6 @@ def _with_slots(weights: WeightsT, store: Store, slot_of: Sequence[Any]) -> Weig
 def _weight(files: Any, arrays: Iterator[Any]) -> Any:
     if files.format is None:
         return next(arrays)
+    if files.format.mode in BLOCK_TYPES:
+        return GgufTensor(next(arrays), files.format.mode)
     return QuantizedTensor.of(files.format, [next(arrays) for _ in files.parts])

@@ -20,16 +20,21 @@ from typing import Any
 import numpy as np
 
 from penstock import models
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, InvalidArgument
+from penstock.experts.layout import ExpertFiles, stacked
 from penstock.models.config import Fields
 from penstock.models.family import AnyFamily, GgufArchitecture, ModelConfig
 from penstock.models.source import Weight, _taken
-from penstock.quant import QuantizedTensor
+from penstock.models.split import GGUF_COLUMNS
+from penstock.ops.array import Spec
+from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor
+from penstock.quant.gguf_blocks import GROUP
 from penstock.units import amount
 from penstock.weights.gguf import GgufFile
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 ROPE_FACTORS = "rope_freqs.weight"
+_DENSE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Keys that change what is computed, and the value that leaves it as it is.
 _NEUTRAL: dict[str, Any] = {
     "attention.scale": None,
@@ -129,6 +134,12 @@ class GgufModel:
         return digest.hexdigest()
 
     @property
+    def columns(self) -> int:
+        """Columns at whose multiples every matrix can be cut: whole blocks."""
+        types = {info.type for info in self.file.tensors.values()}
+        return max([GGUF_COLUMNS, *(BLOCK_TYPES[type].size for type in types if type in BLOCK_TYPES)])
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are used."""
         return sum(self.file.loaded_nbytes(name) for name in self.file.tensors)
@@ -210,6 +221,32 @@ class GgufSource:
         layer = _LAYER.fullmatch(paths[0])
         name = f"blk.{layer[1] if layer else 0}.ffn_gate_exps.weight"
         raise CheckpointError(f"{self.file.path}: has no tensor {name!r}, expected the experts of a layer as one stack")
+
+    def expert_files(self, paths: Sequence[str], *shape: int) -> ExpertFiles:
+        """`stack` without a look at the file: where its matrices lie, dense or in blocks."""
+        if len(paths) > 1:
+            self.stack(paths, *shape)
+        name = self.asked(paths[0], shape)
+        if name not in self.file:
+            raise CheckpointError(f"{self.file.path}: has no tensor {name!r}, expected the experts of a layer")
+        info, (count, rows, columns) = self.file.tensors[name], shape
+        if self.file.is_copied(name):
+            kinds = ", ".join(("F32", "F16", "BF16", *BLOCK_TYPES))
+            raise InvalidArgument(
+                f"{self.file.path}: tensor {name} is {info.type}, which is put into another order in memory; "
+                f"expected {kinds} for experts that are streamed"
+            )
+        if info.type in BLOCK_TYPES:
+            known = BLOCK_TYPES[info.type]
+            format = Format(known.bits, GROUP, info.type)
+            spec = Spec((rows, columns // known.size * known.nbytes), "uint8")
+        else:
+            format, spec = None, Spec((rows, columns), _DENSE[info.type])
+        return ExpertFiles(name, format, (stacked(self.file.path_of(name), info.start, count, spec),))
+
+    def mark_used(self, paths: Sequence[str]) -> None:
+        """Count these as asked for."""
+        self._used.update(map(self.name, paths))
 
     def factors(self, count: int) -> np.ndarray:
         """What the rotary frequencies are divided by, float64."""
@@ -311,10 +348,6 @@ class _Keys(Fields):
 def _check_kind(file: GgufFile) -> None:
     fields = Fields(file.metadata, str(file.path))
     fields.choice("general.type", ("model",), "model")
-    parts = fields.integer("split.count", 0, least=0)
-    fields.require(
-        parts < 2, f"is one of {parts} parts of a model, expected all in one: llama-gguf-split --merge joins them"
-    )
 
 
 def _numbers(file: GgufFile, arch: str) -> dict[str, Any]:

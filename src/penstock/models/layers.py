@@ -10,7 +10,7 @@ from penstock.models.rope import Rope
 from penstock.models.source import Source, Weight
 from penstock.models.step import STREAM, Step
 from penstock.ops.array import Array, concatenated
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 
 def linear(step: Step, x: Array, w: Weight, dtype: str | None = None) -> Array:
@@ -86,12 +86,12 @@ def flat(x: Array) -> Array:
 def adjacent(*weights: Weight) -> tuple[Weight, ...]:
     """Weights with one input as rows of one block (a copy), so that the graph can make one product of theirs.
 
-    Those that differ in bits, group size or dtype, or are dense, stay where they are.
+    Those that differ in bits, group size or dtype, are dense or blocks of a GGUF file, stay where they are.
     """
     quantized = [w for w in weights if isinstance(w, QuantizedTensor)]
     if len({(*w.key[1:], w.shape[1]) for w in quantized}) != 1 or len(quantized) < len(weights):
         return weights
-    if quantized[0].global_scale is not None:
+    if quantized[0].global_scale is not None or isinstance(quantized[0], GgufTensor):  # blocks stay in their file
         return weights
     blocks = [concatenated(arrays) for arrays in zip(*(w.arrays for w in quantized), strict=True)]
     ends = accumulate(w.shape[0] for w in quantized)

@@ -298,10 +298,16 @@ class DeviceSource:
         return self._put(self.source.stack(paths, *shape))
 
 
+class FilesSource(Source, Protocol):
+    """A source over files, which says where experts lie in them."""
+
+    def expert_files(self, paths: Sequence[str], *shape: int) -> ExpertFiles: ...
+
+
 class FileBackedSource(DeviceSource):
     """A checkpoint whose experts stay in its files: their stacks come as `ExpertFiles`."""
 
-    def __init__(self, source: CheckpointSource, put: Callable[[Any], Any]) -> None:
+    def __init__(self, source: FilesSource, put: Callable[[Any], Any]) -> None:
         super().__init__(source, put)
         self._stored = source
 

@@ -19,7 +19,7 @@ import numpy as np
 from penstock.errors import InvalidArgument
 from penstock.models.source import Weight
 from penstock.ops.collective import bounds
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
 
 ConfigT = TypeVar("ConfigT")
@@ -27,7 +27,7 @@ ConfigT = TypeVar("ConfigT")
 _IN_LAYER = re.compile(r"layers\.\d+\.(.+)")
 Index = slice | np.ndarray
 _NARROWING = ("o_proj", "out_proj", "down_proj", ".w2")  # ends of the paths of matrices that are split by columns
-GGUF_COLUMNS = 32  # of a block; those of K-quants are wider, and are cut into rows of 32 when they are read
+GGUF_COLUMNS = 32  # of the smallest block
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,12 @@ def taken(weight: Weight, part: Part) -> Weight:
         return weight.with_arrays(*(_along(array, part.axis + weight.ndim, part.index) for array in arrays))
     assert isinstance(part.index, slice)
     start, stop = part.index.start, part.index.stop
+    if isinstance(weight, GgufTensor):
+        size, nbytes = weight.block_type.size, weight.block_type.nbytes
+        if start % size or stop % size:
+            found = f"a weight has blocks of {size} columns ({weight.type})"
+            raise InvalidArgument(f"{found}, expected {start} and {stop} to be multiples")
+        return weight.with_arrays(_along(weight.packed, -1, slice(start // size * nbytes, stop // size * nbytes)))
     packed, *rest = weight.parts
     per_word, group, unit = 32 / weight.bits, weight.group_size, weight.format.unit
     if start % unit or stop % unit:

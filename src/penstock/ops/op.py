@@ -637,7 +637,7 @@ def _clear(array: np.ndarray, others: tuple[Any, ...], places: Iterable[int], ma
         if kind is np.ndarray:
             if np.may_share_memory(array, other):
                 return False
-        elif kind is not QuantizedTensor or not _clear(array, other.arrays, range(len(other.arrays))):
+        elif not issubclass(kind, QuantizedTensor) or not _clear(array, other.arrays, range(len(other.arrays))):
             return False
     return True
 

@@ -21,18 +21,22 @@ from penstock.quant.formats import (
     resolve,
     scale_values,
 )
+from penstock.quant.gguf_blocks import BLOCK_TYPES, BlockType, GgufTensor
 from penstock.quant.rounding import quantize, quantize_reference
 from penstock.quant.tensor import Quantized, QuantizedTensor
 from penstock.quant.values import dequantize, group_scales
 
 __all__ = [
     "BITS",
+    "BLOCK_TYPES",
     "E4M3",
     "GLOBAL_UNIT",
     "GROUP_SIZES",
     "MODES",
+    "BlockType",
     "ExpertBlobs",
     "Format",
+    "GgufTensor",
     "Quantized",
     "QuantizedTensor",
     "check_format",

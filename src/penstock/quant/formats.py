@@ -64,7 +64,7 @@ class Format(NamedTuple):
     @property
     def integers(self) -> bool:
         """Whether products round activations to 8 bits where that is asked for; else they are exact."""
-        return MODES[self.mode].integers
+        return self.mode not in MODES or MODES[self.mode].integers  # blocks of GGUF: integers, all of them
 
     def scale_dtype(self, weights: np.dtype) -> np.dtype:
         """The dtype of scales (and biases) of weights of some dtype."""

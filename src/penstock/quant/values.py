@@ -8,7 +8,7 @@ from penstock.dtypes import FLOATS, numpy_dtype, round_to
 from penstock.errors import DTypeError
 from penstock.quant.arrays import is_torch, to_torch
 from penstock.quant.codes import unpack_codes
-from penstock.quant.formats import GLOBAL_UNIT, levels, scale_values
+from penstock.quant.formats import GLOBAL_UNIT, MODES, levels, scale_values
 
 _BLOCK = 1 << 20  # weights handled at once: temporaries stay below 40 MB
 
@@ -22,6 +22,8 @@ def dequantize(w: Any, dtype: str = "float32") -> Any:
     """
     if dtype not in FLOATS:
         raise DTypeError(f"dequantize: dtype is {dtype!r}, expected one of {', '.join(FLOATS)}")
+    if w.mode not in MODES:  # blocks, which know themselves what they stand for
+        return w.dequantize(dtype)
     w.check()
     if is_torch(w.packed):
         return to_torch(dequantize(w.to("cpu"), dtype), "torch" if w.device == "cpu" else w.device)

@@ -4,9 +4,10 @@ A file is a magic, a version, two counts, key-value metadata, an entry per tenso
 multiple of the alignment. Versions 2 and 3, little-endian, are read. What is not exactly so is refused with
 CheckpointError, in arithmetic that cannot overflow.
 
-Weights come dense (F32, F16, BF16, as views of the file) or as blocks of 32 codes with a scale (Q4_0, Q4_1, Q8_0),
-which are groups of affine codes and become QuantizedTensor without loss. Other block formats are known by name and
-size, so that the layout of the file can be checked, but their tensors cannot be had.
+Weights come dense (F32, F16, BF16, as views of the file), as blocks of 32 codes with a scale (Q4_0, Q4_1, Q8_0),
+which are groups of affine codes and become QuantizedTensor without loss, or as other blocks (`quant.BLOCK_TYPES`),
+which become GgufTensor, views of the file too. Types beside these are known by name and size, so that the layout of
+the file can be checked, but their tensors cannot be had.
 """
 
 import math
@@ -20,7 +21,7 @@ import numpy as np
 
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError, InvalidArgument
-from penstock.quant import QuantizedTensor
+from penstock.quant import BLOCK_TYPES, GgufTensor, QuantizedTensor
 from penstock.weights.files import kind_of, short
 from penstock.weights.mapped import MappedFile
 
@@ -32,7 +33,7 @@ RANK_LIMIT = 4
 NAME_LIMIT = 64  # bytes of a tensor's name
 ALIGNMENTS = tuple(1 << n for n in range(3, 22))  # 8 bytes to 2 MB
 
-SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0")
+SUPPORTED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", *BLOCK_TYPES)
 
 # number: name, weights in a block, bytes of a block
 _TYPES: dict[int, tuple[str, int, int]] = {
@@ -104,6 +105,9 @@ BLOCKS = {
 _HALF_INFINITY = 0x7C00
 _STEP = 1 << 13  # blocks that are rearranged at once: their temporaries stay in the cache
 
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PARTS_LIMIT = 4096
+
 _MAGIC = b"GGUF"
 _OLD_MAGICS = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -158,11 +162,56 @@ class GgufFile:
         self.metadata = header.metadata(key_count)
         self.alignment = self._checked_alignment()
         self.tensors = self._checked_tensors(header.entries(tensor_count), header.position)
+        self._more: dict[str, GgufFile] = {}  # the other parts of a split model, by the names of their tensors
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "GgufFile":
-        """Read and check the header of a file; raises CheckpointError for anything that is not as it should be."""
-        return cls(Path(path))
+        """Read and check the header of a file; raises CheckpointError for anything that is not as it should be.
+
+        The first part of a split model (`NAME-00001-of-00003.gguf`) opens the others, too.
+        """
+        file = cls(Path(path))
+        file._join_parts()
+        return file
+
+    def _join_parts(self) -> None:
+        """Open the other parts of a split model, and take their tensors for this file's."""
+        count = self.metadata.get("split.count", 1)
+        if type(count) is not int or not 0 <= count <= _PARTS_LIMIT:
+            found = f"split.count is {short(count)}"
+            raise CheckpointError(f"{self.path}: {found}, expected the number of parts, at most {_PARTS_LIMIT}")
+        if count < 2:
+            return
+        spelled = _PART.fullmatch(self.path.name)
+        if spelled is None or int(spelled[2]) != 1 or int(spelled[3]) != count:
+            expected = f"the first one, named …-00001-of-{count:05}.gguf"
+            raise CheckpointError(f"{self.path}: is one of {count} parts of a model, expected {expected}")
+        for n in range(count):
+            part = self if n == 0 else GgufFile(self.path.with_name(f"{spelled[1]}-{n + 1:05}-of-{count:05}.gguf"))
+            if part.metadata.get("split.no") != n or part.metadata.get("split.count") != count:
+                found = f"says it is part {short(part.metadata.get('split.no'))} of {part.metadata.get('split.count')}"
+                raise CheckpointError(f"{part.path}: {found}, expected {n} of {count} by its name")
+            if n == 0:
+                continue
+            if twice := sorted(part.tensors.keys() & self.tensors.keys()):
+                part._refuse(twice[0], "is in an earlier part, too, expected each tensor once")
+            self.tensors |= part.tensors
+            self._more |= dict.fromkeys(part.tensors, part)
+        total = self.metadata.get("split.tensors.count", len(self.tensors))
+        if total != len(self.tensors):
+            found = f"{count} parts have {len(self.tensors)} tensors"
+            raise CheckpointError(f"{self.path}: {found}, expected {total} by split.tensors.count")
+
+    def path_of(self, name: str) -> Path:
+        """The file that a tensor lies in."""
+        return self._more[name].path if name in self._more else self.path
+
+    def _mapped(self, name: str) -> MappedFile:
+        return self._more[name]._file if name in self._more else self._file
+
+    @property
+    def _files(self) -> list[MappedFile]:
+        return [self._file, *{id(part): part._file for part in self._more.values()}.values()]
 
     def __repr__(self) -> str:
         return f"GgufFile({str(self.path)!r}, {len(self.tensors)} tensors, {self.size} bytes)"
@@ -189,21 +238,23 @@ class GgufFile:
 
     def check(self) -> None:
         """Raises CheckpointError for a file that was written to since it was opened."""
-        self._file.check()
+        for file in self._files:
+            file.check()
 
     def lease(self) -> bool:
         """See `MappedFile.lease`."""
-        return self._file.lease()
+        held = [file.lease() for file in self._files]
+        return all(held)
 
     def check_supported(self, name: str) -> None:
         """Raises CheckpointError, naming tensor and type, for one that `tensor` cannot give."""
         info = self._info(name)
         if info.type not in SUPPORTED:
-            hint = " (llama-quantize --pure writes one type alone)" if info.type.endswith("_K") else ""
-            self._refuse(name, f"has type {info.type}, expected one of {', '.join(SUPPORTED)}{hint}")
+            hint = "llama-quantize --allow-requantize writes the file again in one of these"
+            self._refuse(name, f"has type {info.type}, expected one of {', '.join(SUPPORTED)}: {hint}")
 
     def tensor(self, name: str) -> np.ndarray | QuantizedTensor:
-        """A tensor: a read-only view of the file if it is dense, else codes in memory of their own, groups of 32.
+        """A tensor: a read-only view of the file if it is dense or a GgufTensor, else codes in memory of their own.
 
         Equal to what the format says bit for bit in float32, but zeros are always positive: Q4_0 and Q8_0 have a bias
         of -8 and -128 scales, which float16 holds exactly; where it would overflow, scales and biases are float32.
@@ -212,15 +263,25 @@ class GgufFile:
         info = self._info(name)
         self.check_supported(name)
         if info.type in _DENSE:
-            return self._file.view(info.start, info.shape, _DENSE[info.type])
+            return self._mapped(name).view(info.start, info.shape, _DENSE[info.type])
         if len(info.shape) < 2 or 0 in info.shape[1:]:
             self._refuse(name, f"is {info.type} of shape {list(info.shape)}, expected rows of at least {_GROUP} codes")
-        return self._quantized(name, info)
+        return self._blocks(name, info) if info.type in BLOCK_TYPES else self._quantized(name, info)
+
+    def _blocks(self, name: str, info: TensorInfo) -> GgufTensor:
+        """Blocks as they lie in the file, after a look at the floats of each."""
+        known = BLOCK_TYPES[info.type]
+        shape = (*info.shape[:-1], info.shape[-1] // known.size * known.nbytes)
+        data = self._mapped(name).view(info.start, shape, np.dtype(np.uint8))
+        if (block := known.first_unsound(data.reshape(-1, known.nbytes))) >= 0:
+            found = f"has a scale that is not finite in block {block}"
+            self._refuse(name, f"{found}, expected finite numbers: damaged?")
+        return GgufTensor(data, info.type)
 
     def _quantized(self, name: str, info: TensorInfo) -> QuantizedTensor:
         format = BLOCKS[info.type]
         groups = (*info.shape[:-1], info.shape[-1] // _GROUP)
-        blocks = self._file.view(info.start, (math.prod(groups),), format.record)
+        blocks = self._mapped(name).view(info.start, (math.prod(groups),), format.record)
         scales = np.empty(len(blocks), np.float16)
         biases = np.zeros(len(blocks), np.float16)
         codes = np.empty((len(blocks), _GROUP * format.bits // 8), np.uint8)

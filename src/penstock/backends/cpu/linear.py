@@ -24,7 +24,7 @@ import numpy as np
 from numba import prange
 
 from penstock import ops
-from penstock.backends.cpu import _simd
+from penstock.backends.cpu import _block_rows, _blocks, _simd
 from penstock.backends.cpu._formats import (
     FLOAT32,
     fmt,
@@ -49,7 +49,7 @@ from penstock.errors import BackendError
 from penstock.ops import kernel
 from penstock.ops.check import bounds
 from penstock.ops.linear import slots_of
-from penstock.quant import E4M3, GLOBAL_UNIT, ExpertBlobs, QuantizedTensor, group_scales
+from penstock.quant import E4M3, GLOBAL_UNIT, ExpertBlobs, GgufTensor, QuantizedTensor, group_scales
 
 PORTABLE = 3
 VARIANTS = {"vnni": _simd.VNNI, "avx_vnni": _simd.VNNI256, "avx2": _simd.AVX2, "portable": PORTABLE}
@@ -106,6 +106,11 @@ class Stack:
     global_scale: np.ndarray | None = None  # [S], the tensor's own: slots are filled with other experts
 
     @property
+    def is_blocks(self) -> bool:
+        """Whether codes holds blocks of GGUF, which have their scales inside."""
+        return self.kind >= _blocks.FIRST
+
+    @property
     def rounds(self) -> bool:
         """Whether "int8" rounds what it is multiplied with."""
         return self.kind not in (0, _simd.MXFP8)
@@ -134,6 +139,9 @@ def stack_of(w: QuantizedTensor | np.ndarray) -> Stack:
     if not isinstance(w, QuantizedTensor):
         return Stack(_bytes(w), _NONE, _NONE, 0, 1, fmt(w), w.shape[-1])
     stack = _stacks.get(w)
+    if stack is None and isinstance(w, GgufTensor):
+        stack = Stack(_bytes(w.packed), _NONE, _NONE, kind_of(w), w.group_size, 0, w.shape[-1])
+        _stacks[w] = stack
     if stack is None:
         parts, kind = [_bytes(array) for array in w.parts], kind_of(w)
         form = _simd.SCALES[kind] if kind in _simd.SCALES else fmt(w.scales)
@@ -143,7 +151,7 @@ def stack_of(w: QuantizedTensor | np.ndarray) -> Stack:
     return stack
 
 
-_KINDS = {"mxfp4": _simd.MXFP4, "nvfp4": _simd.NVFP4, "mxfp8": _simd.MXFP8}
+_KINDS = {"mxfp4": _simd.MXFP4, "nvfp4": _simd.NVFP4, "mxfp8": _simd.MXFP8, **_blocks.KINDS}
 
 
 def kind_of(w: QuantizedTensor) -> int:
@@ -298,6 +306,8 @@ class Bytes:
 def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
     """float32 [P, K] as a product with w wants it."""
     P, K = x.shape
+    if w.is_blocks and K % _blocks.STEP:
+        return _padded_rows(x, w)
     xq = np.empty((P, K), np.int8)
     delta, total = np.empty((P, K // w.gs), np.float32), np.empty((P, K // w.gs), np.float32)
     by_size(_int8_rows, _int8_rows_parallel, x.size, x, w.gs, w.offset, xq, delta, total)
@@ -310,6 +320,17 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
         panelled = np.empty((P, K), np.int8)
         by_size(_panel_rows, _panel_rows_parallel, x.size, xq, panelled)
     return Bytes(xq, paired, panelled, delta, total)
+
+
+def _padded_rows(x: np.ndarray, w: Stack) -> Bytes:
+    """Rows that blocks of 32 meet, filled up to whole steps with zeros."""
+    (P, K), full = x.shape, _block_rows.padded(x.shape[1])
+    wide = np.zeros((P, full), np.float32)
+    wide[:, :K] = x
+    xq = np.empty((P, full), np.int8)
+    delta, total = np.empty((P, full // w.gs), np.float32), np.empty((P, full // w.gs), np.float32)
+    by_size(_int8_rows, _int8_rows_parallel, wide.size, wide, w.gs, w.offset, xq, delta, total)
+    return Bytes(xq, xq, xq, delta, total)
 
 
 # panel_rows  of each 8 bytes the even ones, then the odd ones, as `code_panel` has codes of 4 bits
@@ -461,6 +482,17 @@ def _scaled_sum(kind: int) -> Any:
 @functools.cache
 def int8_one(kind: int, how: int) -> Any:
     """The product of some rows of codes with one token, int8, as other kernels call it."""
+    if kind >= _blocks.FIRST:
+        dot = _block_rows.int8_dot(kind, False, how)
+
+        @njit
+        def block_rows(codes, scales, biases, form, gs, first, xp, xt, delta, total, t, out):
+            N = codes.shape[1]
+            for i in range(out.size):
+                row = codes[(first + i) // N, (first + i) % N]
+                out[i] = dot(row, xp[t], delta[t], total[t])
+
+        return block_rows
     bits, scaled = _simd.width(kind), _scaled_sum(kind)
 
     # int8_one  out[i] = row first + i of the weight · token t, for out.size rows
@@ -554,6 +586,8 @@ def _scale_panels(kind: int) -> Any:
 @functools.cache
 def int8_product(kind: int, how: int) -> tuple[Any, Any]:
     """Serial and parallel kernel of the grouped product with int8 activations, for one kind of codes."""
+    if kind >= _blocks.FIRST:
+        return _over_strips(_block_task(kind, how))
     scaled = _scaled_sum(kind)
     if how == PORTABLE:
 
@@ -633,6 +667,12 @@ def int8_product(kind: int, how: int) -> tuple[Any, Any]:
 
         task = panel_task
 
+    return _over_strips(task)
+
+
+def _over_strips(task: Any) -> tuple[Any, Any]:
+    """A task of `int8_product` for all strips of all groups: serial and parallel."""
+
     @njit
     def serial(codes, scales, biases, form, gs, slot, lo, hi, xq, xp, delta, total, y):
         strips = (codes.shape[1] + STRIP - 1) // STRIP
@@ -648,6 +688,68 @@ def int8_product(kind: int, how: int) -> tuple[Any, Any]:
             task(codes, scales, biases, form, gs, slot[g], first, xq, xp, delta, total, lo[g], hi[g], y)
 
     return serial, parallel
+
+
+def _block_task(kind: int, how: int) -> Any:
+    """The task of `int8_product` for a type of GGUF blocks."""
+    dot = _block_rows.int8_dot(kind, how == PORTABLE, how)
+
+    # block_task  y[t, n] = Σ_g (scale · delta) · Σ code·xq + bias · total for 16 rows n of blocks, one at a time
+    # shapes      codes uint8 [S, N, bytes of a row]; xq int8 [P, K], K whole steps of 256; delta, total [P, K / 16]
+    # threads     none: one task
+    # bytes       the strip once per token (it stays in cache), x stays in cache
+    # limits      instructions of `how`
+    @njit
+    def block_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+        for n in range(first, min(first + STRIP, codes.shape[1])):
+            for t in range(lo, hi):
+                y[t, n] = dot(codes[slot, n], xp[t], delta[t], total[t])
+
+    if how != _simd.VNNI:
+        return block_task
+    unpack = _block_rows.unpack(kind, how)
+
+    # block_panel  the same for many tokens: 16 rows as codes of 8 bits, then as in panel_task
+    # shapes       as above; c uint8 [16, K], s and b float32 [16, G] and the panels of them are scratch
+    # threads      none: one task
+    # bytes        the strip once; the panel (16 · K bytes, in L2) once per tile of tokens
+    # limits       AVX-512 VNNI
+    @njit
+    def block_panel(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+        if hi - lo <= FEW:
+            block_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y)
+            return
+        N, K, groups = codes.shape[1], xq.shape[1], delta.shape[1]
+        rows = min(STRIP, N - first)
+        c = np.empty((rows, K), np.uint8)
+        s, b = np.empty((rows, groups), np.float32), np.empty((rows, groups), np.float32)
+        for r in range(rows):
+            unpack(codes[slot, first + r], c[r], s[r], b[r])
+        panel = np.empty(K * STRIP, np.uint8)
+        ps, pb = np.empty((groups, STRIP), np.float32), np.empty((groups, STRIP), np.float32)
+        acc = np.empty(STRIP * 8 * STRIP, np.float32)
+        _simd.code_panel(at(c, 0), K, rows, at(panel, 0), K, 8)
+        for r in range(STRIP):
+            for g in range(groups):
+                ps[g, r], pb[g, r] = s[min(r, rows - 1), g], b[min(r, rows - 1), g]
+        t = lo
+        while t < hi:
+            x, d, sx, to = at(xq, t * K), at(delta, t * groups), at(total, t * groups), at(y, t * N + first)
+            p, q, w, a, ahead = at(ps, 0), at(pb, 0), at(panel, 0), at(acc, 0), at(panel, 0)
+            if hi - t >= 8:
+                _simd.panel_dots(w, p, q, x, d, sx, a, to, N, rows, K, gs, ahead, 8, 8)
+                t += 8
+            elif hi - t >= 4:
+                _simd.panel_dots(w, p, q, x, d, sx, a, to, N, rows, K, gs, ahead, 8, 4)
+                t += 4
+            elif hi - t >= 2:
+                _simd.panel_dots(w, p, q, x, d, sx, a, to, N, rows, K, gs, ahead, 8, 2)
+                t += 2
+            else:
+                _simd.panel_dots(w, p, q, x, d, sx, a, to, N, rows, K, gs, ahead, 8, 1)
+                t += 1
+
+    return block_panel
 
 
 # -- float32 ---------------------------------------------------------------------------------------------------------
@@ -680,7 +782,14 @@ def _plain_weights(codes, scales, biases, form, kind, gs, out):
 def float_product(kind: int, how: int) -> tuple[Any, Any]:
     """Serial and parallel kernel of the grouped product in float32; kind 0 stands for dense weights."""
     fixed = _simd.SCALES.get(kind, 0)
-    if how == PORTABLE:
+    if kind >= _blocks.FIRST:
+        widen = _block_rows.widen(kind, how == PORTABLE, how)
+
+        @njit
+        def widen_weight(codes, scales, biases, form, gs, slot, n, out):
+            widen(codes[slot, n], out)
+
+    elif how == PORTABLE:
 
         @njit
         def widen_weight(codes, scales, biases, form, gs, slot, n, out):
@@ -760,7 +869,31 @@ def float_product(kind: int, how: int) -> tuple[Any, Any]:
             t += tokens
 
     task = dense_task
-    if kind and how != PORTABLE:
+    if kind >= _blocks.FIRST and how != PORTABLE:
+        # blocks_task  the same for a few tokens: blocks become floats in registers, 2 rows at a time
+        # shapes       as above
+        # threads      none: one task
+        # bytes        the strip once per token, x in cache
+        # limits       K in whole steps of 256; others are made dense
+        @njit
+        def blocks_task(codes, scales, biases, form, gs, slot, first, strip, x, lo, hi, y):
+            N, K, stride = codes.shape[1], x.shape[1], codes.shape[2]
+            if hi - lo >= 4 or K % _blocks.STEP:
+                dense_task(codes, scales, biases, form, gs, slot, first, strip, x, lo, hi, y)
+                return
+            n, last, steps = first, min(first + strip, N), K // _blocks.STEP
+            while n < last:
+                c = at(codes, (slot * N + n) * stride)
+                for t in range(lo, hi):
+                    to, xs = at(y, t * N + n), at(x, t * K)
+                    if last - n >= 2:
+                        _blocks.block_float_dots(c, stride, xs, to, steps, kind, 2, how)
+                    else:
+                        _blocks.block_float_dots(c, stride, xs, to, steps, kind, 1, how)
+                n += 2 if last - n >= 2 else 1
+
+        task = blocks_task
+    elif kind and how != PORTABLE:
 
         @njit
         def widen_scales(scales, form, row, out):
@@ -872,7 +1005,7 @@ def product_into(x: np.ndarray, w: Any, out: np.ndarray, activations: str, varia
     flat = y.reshape(len(rows), out.shape[-1])
     stack = stack_of(w)
     few = activations == "int8" and stack.rounds and 0 < len(rows) <= FEW and stack.codes.nbytes >= SMALL
-    if few and stack.global_scale is None and (how := chosen(variant)) != PORTABLE:
+    if few and not stack.is_blocks and stack.global_scale is None and (how := chosen(variant)) != PORTABLE:
         arrays = (stack.codes, stack.scales, stack.biases)
         run(int8_few(stack.kind, how), *arrays, stack.fmt, stack.gs, stack.offset, rows, flat)
     else:

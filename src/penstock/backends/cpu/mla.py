@@ -43,7 +43,7 @@ from penstock.backends.cpu.quant import dequantize_into
 from penstock.backends.cpu.rope import rope
 from penstock.ops import kernel
 from penstock.ops.ragged import runs
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 _NOTHING, _ZERO = np.float32(-np.inf), np.float32(0)
 
@@ -375,7 +375,7 @@ def _multiply(w: Any, x: np.ndarray, out: np.ndarray, by_rows: bool, first: int,
     T = out.size // (H * out.shape[-1])
     if T == 0:
         return
-    if isinstance(w, QuantizedTensor) and numba.config.DISABLE_JIT:
+    if isinstance(w, GgufTensor) or (isinstance(w, QuantizedTensor) and numba.config.DISABLE_JIT):
         plain = np.empty(w.shape, np.float32)
         dequantize_into(w, plain)
         w = plain

@@ -14,6 +14,7 @@ import numpy as np
 from numba import prange
 
 from penstock import ops
+from penstock.backends.cpu._blocks import STEP
 from penstock.backends.cpu._formats import frozen
 from penstock.backends.cpu._math import silu32
 from penstock.backends.cpu._route import moe_combine_residual
@@ -47,7 +48,7 @@ from penstock.backends.cpu.linear import (
 from penstock.backends.cpu.norm import rms_norm
 from penstock.ops import kernel
 from penstock.ops.linear import counted, places, slots_of
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 
 # weighted  y[t] = Σ_i weights[t, i] · rows[place[t, i]], slots in order, those of place −1 left out
@@ -233,6 +234,7 @@ def _fits_one_launch(x: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activat
         and x.dtype == np.float32
         and all(isinstance(w, QuantizedTensor) and w.format.integers and w.global_scale is None for w in weights)
         and (up_w is None or up_w.key[1:] == gate_w.key[1:])
+        and not any(isinstance(w, GgufTensor) and w.shape[-1] % STEP for w in weights)  # rows that must be filled up
     )
 
 

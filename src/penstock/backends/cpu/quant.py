@@ -23,7 +23,7 @@ from penstock.backends.cpu._formats import writable as bits_of
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import njit
 from penstock.dtypes import dtype_name
-from penstock.quant import QuantizedTensor, group_scales, levels
+from penstock.quant import GgufTensor, QuantizedTensor, group_scales, levels
 
 _CHUNK = 128  # groups a thread takes at once: 4 to 16 thousand weights, enough to hide the two scratch arrays
 
@@ -56,6 +56,9 @@ def dequantize_into(w: QuantizedTensor, out: np.ndarray) -> None:
     assert out.flags.c_contiguous
     assert out.shape == w.shape
     if out.size == 0:
+        return
+    if isinstance(w, GgufTensor):
+        out[...] = w.dequantize(dtype_name(out.dtype))
         return
     values, out_fmt = bits_of(out).reshape(-1, w.group_size), fmt(out)
     if w.mode != "affine":
