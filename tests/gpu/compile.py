@@ -1,7 +1,7 @@
 """Compiles CUDA kernels on a machine without a GPU and shows what they need.
 
     python -m tests.gpu.compile norm            every kernel that the cases of a family (or of one op) launch
-    python -m tests.gpu.compile norm --arch 80  for another compute capability
+    python -m tests.gpu.compile norm --arch 80  for another compute capability, or for several one after the other
 
 `pretend(arch)` does the same for any program: inside it a launch compiles the kernel, records it and runs nothing.
 """
@@ -48,7 +48,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.target.arch  # a number of its own: Triton keeps what it compiled by device
 
     def set_current_device(self, device: int) -> None:
         pass
@@ -72,8 +72,11 @@ def _needs(cubin: bytes) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def pretend(arch: int = 90) -> Iterator[list[Compiled]]:
-    """Inside the block launches compile for a GPU of this compute capability; yields the list of what was compiled."""
+def pretend(arch: int = 90, needs: bool = True) -> Iterator[list[Compiled]]:
+    """Inside the block launches compile for a GPU of this compute capability; yields the list of what was compiled.
+
+    needs: with registers and stack, for which a tool is started for every kernel; else both are 0.
+    """
     if triton.knobs.runtime.interpret:
         raise SystemExit("compile: TRITON_INTERPRET is set, and interpreted kernels are not compiled: unset it")
     compiled: dict[int, Compiled] = {}
@@ -84,7 +87,7 @@ def pretend(arch: int = 90) -> Iterator[list[Compiled]]:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if id(kernel) not in compiled and not hasattr(kernel, "result"):  # it is not yet one where others compile it
             names = {n: kwargs[n] for n in self.arg_names if n in kwargs and n.isupper()}
-            registers, stack = _needs(kernel.asm["cubin"])
+            registers, stack = _needs(kernel.asm["cubin"]) if needs else (0, 0)
             constants = " ".join(f"{n}={v}" for n, v in names.items())
             meta = kernel.metadata
             made = Compiled(meta.name, constants, registers, stack, meta.shared, meta.num_warps, dict(kernel.asm))
@@ -102,9 +105,11 @@ def pretend(arch: int = 90) -> Iterator[list[Compiled]]:
         driver._active = before
 
 
-def compile_cases(names: list[str], arch: int, small: bool = True) -> tuple[list[Compiled], list[str]]:
-    """What calls of these families and ops launch, and what failed: those at the sizes of models, and the small ones of
-    tests/ops/cases.py.
+def compile_cases(
+    names: list[str], arch: int, small: bool = True, first: bool = False, needs: bool = True
+) -> tuple[list[Compiled], list[str]]:
+    """What calls of these families and ops launch, and what failed: those at the sizes of models (first: one of each
+    line of tests/gpu/model_sized.py), and the small ones of tests/ops/cases.py.
     """
     import penstock
     from penstock import ops
@@ -118,13 +123,17 @@ def compile_cases(names: list[str], arch: int, small: bool = True) -> tuple[list
         return (not names or bool({op.name, op.family} & set(names))) and op.kernel("cuda") is not None
 
     large = (call for call in CALLS if asked(call.op))
-    calls = [(f"{call.op} {given}", functools.partial(call.run, *given)) for call in large for given in call.arguments]
+    calls = [
+        (f"{call.op} {given}", functools.partial(call.run, *given))
+        for call in large
+        for given in call.arguments[: 1 if first else None]
+    ]
     for case in (case for case in CASES if small and asked(case.op)):
         for dtype in case.dtypes:
             arguments = {name: to_device(value) for name, value in case.arguments(dtype).items()}
             calls.append((f"{case} {dtype}", functools.partial(ops.REGISTRY[case.op], **arguments)))
     failed = []
-    with pretend(arch) as found, penstock.backend("cuda"):
+    with pretend(arch, needs) as found, penstock.backend("cuda"):
         for name, call in calls:
             try:
                 call()
@@ -134,7 +143,8 @@ def compile_cases(names: list[str], arch: int, small: bool = True) -> tuple[list
     over = [
         f"{made.name} {made.constants}: {made.shared} B shared, at most {room}" for made in found if made.shared > room
     ]
-    return found, [*failed, *over, *filter(None, map(_impatient, found))]
+    other = [f"{made.name}: not for sm_{arch}" for made in found if f".target sm_{arch}" not in made.asm["ptx"]]
+    return found, [*failed, *over, *other, *filter(None, map(_impatient, found))]
 
 
 def _impatient(made: Compiled) -> str:
@@ -146,17 +156,23 @@ def _impatient(made: Compiled) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*", help="families or ops; all if left out")
-    parser.add_argument("--arch", type=int, default=90)
+    parser.add_argument("--arch", type=int, nargs="+", default=[90])
     parser.add_argument("--large", action="store_true", help="only calls at the sizes of models")
+    parser.add_argument("--first", action="store_true", help="of those the first of each kind")
+    parser.add_argument("--brief", action="store_true", help="do not show what each kernel needs")
     args = parser.parse_args()
-    found, failed = compile_cases(args.names, args.arch, not args.large)
-    for made in found:
-        needs = f"{made.registers:4} registers {made.spilled:5} B stack {made.shared:7} B shared {made.warps:2} warps"
-        print(f"{needs}  {made.name} {made.constants}")
-    for line in failed:
-        print("FAILED", line, file=sys.stderr)
-    print(f"{len(found)} kernels compiled for sm_{args.arch}, {len(failed)} calls failed")
-    sys.exit(bool(failed))
+    wrong = 0
+    for arch in args.arch:
+        found, failed = compile_cases(args.names, arch, not args.large, args.first, not args.brief)
+        for made in [] if args.brief else found:
+            needs = f"{made.registers:4} registers {made.spilled:5} B stack"
+            needs = f"{needs} {made.shared:7} B shared {made.warps:2} warps"
+            print(f"{needs}  {made.name} {made.constants}")
+        for line in failed:
+            print("FAILED", line, file=sys.stderr)
+        print(f"{len(found)} kernels compiled for sm_{arch}, {len(failed)} calls failed")
+        wrong += len(failed)
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

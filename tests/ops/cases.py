@@ -1074,7 +1074,7 @@ def _attention_prepare(rng, dtype, T, H, Hkv, D, width, form):
     return {**call, "v": None if k_is_v else call["v"], **norms, **where, **pages, "rotary_dim": width, **form}
 
 
-@case("attention_prepare", sizes={"runs": (6, 2, 40, 12)})
+@case("attention_prepare", sizes={"runs": (2, 2, 40, 12)})
 def _attention_prepare_runs(rng, dtype, H, Hkv, D, width):
     at, T = _runs(rng, 25), sum(RUNS) + 2
     rows = {"q": 2 * H * D, "k": Hkv * D, "v": Hkv * D}
