@@ -124,12 +124,17 @@ def _rope(fields: Fields, kind: str, head_dim: int, max_positions: int) -> Rope:
 
 
 @dataclass(frozen=True)
-class Layer:
-    input_norm: np.ndarray
+class Attention:
     inputs: tuple[Weight, ...]  # q [H · D, dim], k and v [Hkv · D, dim]
     out: Weight
     q_norm: np.ndarray
     k_norm: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layer:
+    input_norm: np.ndarray
+    attention: Attention
     attention_norm: np.ndarray
     mlp_norm: np.ndarray
     mlp: Mlp
@@ -156,18 +161,25 @@ def _norm(source: Source, path: str, size: int) -> np.ndarray:
 
 
 def _layer(source: Source, config: Config, path: str) -> Layer:
-    dim, D, attn = config.dim, config.head_dim, path + "self_attn."
-    rows = {"q": config.heads * D, "k": config.kv_heads * D, "v": config.kv_heads * D}
+    dim = config.dim
     return Layer(
         _norm(source, path + "input_layernorm", dim),
-        adjacent(*(source.weight(f"{attn}{part}_proj", count, dim) for part, count in rows.items())),
-        source.weight(attn + "o_proj", dim, rows["q"]),
-        _norm(source, attn + "q_norm", D),
-        _norm(source, attn + "k_norm", D),
+        _attention(source, config, path + "self_attn."),
         _norm(source, path + "post_attention_layernorm", dim),
         _norm(source, path + "pre_feedforward_layernorm", dim),
         read_mlp(source, path + "mlp", dim, config.mlp_width),
         _norm(source, path + "post_feedforward_layernorm", dim),
+    )
+
+
+def _attention(source: Source, config: Config, path: str) -> Attention:
+    dim, D = config.dim, config.head_dim
+    rows = {"q": config.heads * D, "k": config.kv_heads * D, "v": config.kv_heads * D}
+    return Attention(
+        adjacent(*(source.weight(f"{path}{part}_proj", count, dim) for part, count in rows.items())),
+        source.weight(path + "o_proj", dim, rows["q"]),
+        _norm(source, path + "q_norm", D),
+        _norm(source, path + "k_norm", D),
     )
 
 
@@ -184,7 +196,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     eps = config.norm_eps
     h = ops.mul(embed(step, w.embed, vocab=config.vocab_size), config.embed_scale)
     for layer, window, state in zip(w.layers, config.windows, cache, strict=True):
-        x = attention(step, stream_norm(step, h, layer.input_norm, eps), layer, config, state, window)
+        x = attention(step, stream_norm(step, h, layer.input_norm, eps), layer.attention, config, state, window)
         h = ops.residual_add(h, ops.rms_norm(x, layer.attention_norm, eps))
         x = over_ranks(step, mlp(step, stream_norm(step, h, layer.mlp_norm, eps), layer.mlp, "gelu_tanh"))
         h = ops.residual_add(h, ops.rms_norm(x, layer.output_norm, eps))
@@ -202,7 +214,9 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return y if config.softcap is None else ops.softcap(y, config.softcap)
 
 
-def attention(step: Step, x: Array, w: Layer, config: Config, cache: tuple[Array, Array], window: int | None) -> Array:
+def attention(
+    step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array], window: int | None
+) -> Array:
     """Causal attention with normed heads. x [T, dim] → [T, dim]."""
     q, k, v = (linear(step, x, part) for part in w.inputs)
     q, k, v = heads(q, config.heads), heads(k, config.kv_heads), heads(v, config.kv_heads)  # [T, H, D]

@@ -401,7 +401,7 @@ def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
     # before the experts, which may still be on their way; a rank may have no part of it
     shared = mlp(step, x, w.shared) if w.shared.gate.shape[0] else None
     routed = experts(step, x, ids, weights, w.routed)
-    return add_blocks(step, h, x, shared, None if shared is None else score, routed)
+    return add_blocks(step, h, shared, None if shared is None else score, routed)
 
 
 # -- over ranks ------------------------------------------------------------------------------------------------------
