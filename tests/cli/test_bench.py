@@ -343,6 +343,7 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "deepseek-v3": (671, 37),
         "llama-3.2-3b": (3.21, 3.21),
         "qwen3.8-27b": (26.9, 26.9),
+        "gpt-oss-20b": (20.9, 3.6),
         "glm-4.6": (355, 32),
         "glm-4.5-air": (106, 12),
         "glm-4.7-flash": (30, 3),

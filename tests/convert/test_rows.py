@@ -24,7 +24,7 @@ from penstock.convert.rows import (
 )
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError
-from penstock.quant import dequantize, quantize
+from penstock.quant import Format, dequantize, quantize
 
 
 class Given:
@@ -111,8 +111,8 @@ def test_cast_refuses_what_does_not_fit(rng: np.random.Generator) -> None:
 
 def test_dequantized_rounds_as_the_scales_do(rng: np.random.Generator) -> None:
     made = quantize(numbers(rng, 2, 3, 64), 4, 32)
-    packed, scales, biases = map(Given, made.arrays)
-    check(Dequantized(packed, scales, biases, 4, 32), dequantize(made, "bfloat16"))
+    parts = tuple(map(Given, made.arrays))
+    check(Dequantized(parts, Format(4, 32), made.scales.dtype), dequantize(made, "bfloat16"))
 
 
 def test_whole_is_made_once_and_let_go(rng: np.random.Generator) -> None:

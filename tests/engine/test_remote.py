@@ -122,7 +122,7 @@ def test_a_request_that_was_dropped_is_not_paused_by_tokens_on_their_way(play):
     while len(engine.messages(channel.Submit)) < 2:
         engine.received += engine._next()
     assert [type(one) for one in engine.received[-2:]] == [channel.Cancel, channel.Submit]
-    engine.other.send(channel.End(message.id, 0, [1, 0.0, 0, 0.0, 0.0]))
+    engine.other.send(channel.End(message.id, 0, [1, 0.0, 0, 0.0, 0.0, 0.0]))
     eventually(lambda: len(scheduler._live) == 1)
     del handle
 
@@ -141,12 +141,12 @@ def test_requests_are_checked_here_and_their_tokens_come_with_their_numbers(play
     [message] = engine.messages(channel.Submit)
     assert (message.prompt, message.max_tokens, message.client) == ([5, 6, 7], 4, "someone")
     number = message.id
-    engine.other.send(channel.State(number, "prompt", 2, [1, 0.0, 0, 0.0, 0.25]))
+    engine.other.send(channel.State(number, "prompt", 2, [1, 0.0, 0, 0.0, 0.25, 0.0]))
     eventually(lambda: handle.state == "prompt")
     engine.other.send(
         channel.Tokens([number, number + 7], [9, 9], {}, {0: (-0.5, [(9, -0.5)])}),  # and one of an unknown request
         channel.Tokens([number], [11], {0: "length"}, {0: (-1.5, None)}),
-        channel.End(number, 2, [1, 0.5, 2, 0.75, 0.25]),
+        channel.End(number, 2, [1, 0.5, 2, 0.75, 0.25, 0.0]),
     )
     done = handle.result(5)
     assert done.tokens == [9, 11] and done.finish_reason == "length" and done.logprobs == [-0.5, -1.5]
@@ -173,7 +173,7 @@ def test_a_full_queue_is_refused_here_unless_another_client_has_more(play):
         handles[2].result(5)
     assert full.value.retry_after == 9
     for number in (1, 2):
-        engine.other.send(channel.State(number, "prompt", 0, [1, 0.0, 0, 0.0, 0.0]))
+        engine.other.send(channel.State(number, "prompt", 0, [1, 0.0, 0, 0.0, 0.0, 0.0]))
     eventually(lambda: handles[1].state == "prompt")
     with pytest.raises(QueueFull):  # those of a have begun
         scheduler.submit(scheduler.request([1]), "c")

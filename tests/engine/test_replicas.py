@@ -160,7 +160,7 @@ def test_a_replica_that_dies_takes_its_requests_along_and_no_others(play):
     replicas.submit(replicas.request(long_prompt(1))).cancel()  # though the first one had this beginning
     eventually(lambda: prompts(other) == [2, 1])
     number = other.messages(channel.Submit)[0].id
-    other.other.send(channel.Tokens([number], [9], {0: "length"}), channel.End(number, 0, [1, 0.0, 1, 0.0, 0.0]))
+    other.other.send(channel.Tokens([number], [9], {0: "length"}), channel.End(number, 0, [1, 0.0, 1, 0.0, 0.0, 0.0]))
     assert handles[1].result(5).tokens == [9]
     assert replicas.metrics().failed == 2
     again.set()

@@ -385,11 +385,11 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "no shared expert": (
         "glm air",
-        {"add_blocks": lambda step, h, x, shared, *rest: add_blocks(step, h, x, None, *rest)},
+        {"add_blocks": lambda step, h, shared, *rest: add_blocks(step, h, None, *rest)},
     ),
     "shared expert without its gate": (
         "qwen2 moe",
-        {"add_blocks": lambda step, h, x, shared, score, routed: add_blocks(step, h, x, shared, None, routed)},
+        {"add_blocks": lambda step, h, shared, score, routed: add_blocks(step, h, shared, None, routed)},
     ),
     "no renormalisation": ("moe", {"ops": With(moe_normalize_weights=lambda weights: weights)}),
 }

@@ -205,7 +205,7 @@ def test_resolve_takes_a_gguf_file_of_a_hub_model_by_its_type(hub, tmp_path, mon
     assert "BF16/a-BF16-00001-of-00002.gguf is a part" in refusal("owner/name:bf16", offline=offline)
     assert "no GGUF file of type 'Q4', expected one of those" in refusal("owner/name:Q4", offline=offline)
     before = len(hub.calls)
-    assert "GGUF type 'Q2_K_XL' cannot be run" in refusal("owner/name:Q2_K_XL", offline=offline)
+    assert "GGUF type 'IQ2_XS' cannot be run" in refusal("owner/name:IQ2_XS", offline=offline)
     assert "is a .gguf file, expected a folder" in refusal("owner/name:Q8_0", ("folder",), offline=offline)
     assert len(hub.calls) == before  # nothing was asked
     assert isinstance(find_model("owner/name:Q8_0"), HubModel)

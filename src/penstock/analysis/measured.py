@@ -6,9 +6,12 @@ with everything in memory, from files of `benchmarks/` that name machine and dat
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+from penstock import models
 from penstock.analysis.bandwidth import H200
+from penstock.weights.resolve import resolve_model
 
 
 @dataclass(frozen=True)
@@ -25,17 +28,18 @@ class MeasuredShare:
 _H200_ROWS = "on an H200, benchmarks/NOTES.md"
 _CPU = "on 2 cores of an AMD EPYC, benchmarks/results"
 
-# By device and family. An H200's are tokens/s by bytes of a token by GB/s of a copy: 690 by 1.672 GB by 4204.
+# By device and the shipped config of a family that was measured. An H200's are tokens/s by bytes of a token by GB/s of
+# a copy: 690 by 1.672 GB by 4204.
 SHARES = {
-    ("cuda", "qwen3_5"): MeasuredShare(0.27, f"Qwen3.6-35B-A3B {_H200_ROWS}"),
-    ("cuda", "gemma4"): MeasuredShare(0.26, f"Gemma 4 26B-A4B {_H200_ROWS}"),
-    ("cuda", "deepseek_v3"): MeasuredShare(
+    ("cuda", "qwen3.6-35b-a3b"): MeasuredShare(0.27, f"Qwen3.6-35B-A3B {_H200_ROWS}"),
+    ("cuda", "gemma4-26b-a4b"): MeasuredShare(0.26, f"Gemma 4 26B-A4B {_H200_ROWS}"),
+    ("cuda", "deepseek-v3"): MeasuredShare(
         0.52, "8 layers of DeepSeek-V3 on an H200, benchmarks/results/h200_deepseek.json"
     ),
-    ("cpu", "qwen3_5"): MeasuredShare(0.64, f"8 layers of Qwen3.6-35B-A3B {_CPU}/cpu_decode_qwen3.6.json"),
-    ("cpu", "gemma4"): MeasuredShare(0.53, f"6 layers of Gemma 4 26B-A4B {_CPU}/cpu_decode_gemma4.json"),
-    ("cpu", "deepseek_v3"): MeasuredShare(0.55, f"4 layers of DeepSeek-V3 {_CPU}/cpu_decode_deepseek.json"),
-    ("cpu", "llama"): MeasuredShare(0.55, "4 layers of Llama 3.2 3B on one core, peers_penstock_llama3.2.json"),
+    ("cpu", "qwen3.6-35b-a3b"): MeasuredShare(0.64, f"8 layers of Qwen3.6-35B-A3B {_CPU}/cpu_decode_qwen3.6.json"),
+    ("cpu", "gemma4-26b-a4b"): MeasuredShare(0.53, f"6 layers of Gemma 4 26B-A4B {_CPU}/cpu_decode_gemma4.json"),
+    ("cpu", "deepseek-v3"): MeasuredShare(0.55, f"4 layers of DeepSeek-V3 {_CPU}/cpu_decode_deepseek.json"),
+    ("cpu", "llama-3.2-3b"): MeasuredShare(0.55, "4 layers of Llama 3.2 3B on one core, peers_penstock_llama3.2.json"),
 }
 _ALIKE = 0.25  # a GPU whose memory's speed differs by more is another kind of GPU
 
@@ -48,4 +52,11 @@ def measured_share(device: str, family: str, bandwidth: float | None) -> Measure
     """What is known of a family's models on a device whose memory gives so many GB/s."""
     if device == "cuda" and (bandwidth is None or abs(bandwidth / H200 - 1) > _ALIKE):
         return None
-    return SHARES.get((device, family))
+    here = ((name, found) for (where, name), found in SHARES.items() if where == device)
+    return next((found for name, found in here if family_of(name) == family), None)
+
+
+@functools.cache
+def family_of(config: str) -> str:
+    """The family of a shipped config."""
+    return models.family_of(resolve_model(config, ["config"]).read_config()).name

@@ -594,6 +594,8 @@ def _moe_biased_forward(
     check.shape((E, y.shape[-1]), "experts, rows of down_w", down_bias=down_bias)
     if not limit > 0:
         raise InvalidArgument(f"limit is {limit}, expected a number above 0")
+    if not 1e-4 <= alpha <= 1e4:
+        raise InvalidArgument(f"alpha is {alpha}, expected a number from 1e-4 to 1e4")
     return y
 
 

@@ -92,8 +92,9 @@ def _check_type(id: str, type: str) -> None:
     """Refuse a type whose blocks cannot be read before gigabytes of it come."""
     from penstock.weights.gguf import KNOWN, SUPPORTED
 
-    base = _MIXES.sub("", type.upper())
-    if base in KNOWN and base not in SUPPORTED and type.upper() not in SUPPORTED:
+    name = type.upper()
+    base = name if name in KNOWN else _MIXES.sub("", name)
+    if base in KNOWN and base not in SUPPORTED:
         raise CheckpointError(f"{id}: GGUF type {short(type)} cannot be run, expected one of {', '.join(SUPPORTED)}")
 
 
