@@ -30,7 +30,7 @@ from penstock.backends.cuda._launch import (
     FETCHED,
     TL_DTYPES,
     compiled_for,
-    counter,
+    counters,
     flat_rows,
     multiprocessors,
     pdl_options,
@@ -185,7 +185,7 @@ def _launch(
     arrays, bits, gs, G = weight_parts(w)
     (T, K), N = x.shape, w.shape[0]
     how = (False, norm is not None, kind is not torch.bfloat16, multiprocessors(x))
-    TP, R, S, U, options = config(bits, gs, N, K, T, 1, 1, *how)
+    TP, R, S, U, options, _ = config(bits, gs, N, K, T, 1, 1, *how)
     nothing = (None,) * 6
     a = Arrays(arrays, NO_WEIGHT, NO_WEIGHT, NO_WEIGHT, x, norm, *nothing, logits)
     n = Sizes(N, N, 0, K, logits.shape[1], eps)
@@ -238,7 +238,7 @@ def _made_logits(
     if deterministic() or len(x) > min(_tuning.ROUTER_FUSED, passes_over(kind, w)):
         _logits(x, norm, w, eps, kind, normed, logits, scores)
         return logits
-    ended = counter(ids) if chooses is not None and len(x) <= _tuning.ROUTER_LAST else None
+    ended = counters(ids) if chooses is not None and len(x) <= _tuning.ROUTER_LAST else None
     made = Made(normed, scores, ended)
     if ended is None:
         _launch(x, norm, w, eps, kind, made, None, logits, None, fetch)
