@@ -114,6 +114,7 @@ class Rank:
             "weights": engine.model.fingerprint,
             "settings": settings | {"experts_split": self.mesh.experts_split, "columns": self._columns},
             "context": engine.max_context,
+            "answers": engine.most_sequences,
         }
         found = self._exchange(own)
         for rank, other in enumerate(found):
@@ -124,6 +125,9 @@ class Rank:
                         f"expected {_shown(found[0][key])}"
                     )
         engine.max_context = min(other["context"] for other in found)
+        if engine.programs is not None:
+            engine.programs.max_context = engine.max_context
+            engine.programs.most_of_ranks = min(other["answers"] for other in found)
 
     def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         found = [json.loads(one) for one in self.group.exchange("loaded", json.dumps(own).encode(), LOAD_SECONDS)]

@@ -108,15 +108,15 @@ class RankGroup:
         """
         return self.backend == "nccl"
 
-    def all_reduce(self, array: Any) -> None:
-        """Replace an array by its sum over all ranks."""
+    def all_reduce(self, array: Any, note: Any = None) -> None:
+        """Replace an array by its sum over all ranks, and a note with it: NCCL has one launch for both."""
+        given = [array] if note is None else [array, note]
         with self._reaching():
-            if self.backend != "gloo":
-                self._data.allreduce([array]).wait()
-                return
-            tensor = self._on_host(array)
-            self._data.allreduce([tensor]).wait()
-            self._back(array, tensor)
+            tensors = given if self.backend != "gloo" else [self._on_host(one) for one in given]
+            summed = self._data.allreduce if note is None else self._data.allreduce_coalesced
+            summed(tensors).wait()
+            for one, tensor in zip(given, tensors, strict=True):
+                self._back(one, tensor)
 
     def all_gather(self, parts: Any, array: Any) -> None:
         """Write the arrays of all ranks into parts [size, …]."""
