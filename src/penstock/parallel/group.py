@@ -113,8 +113,10 @@ class RankGroup:
         given = [array] if note is None else [array, note]
         with self._reaching():
             tensors = given if self.backend != "gloo" else [self._on_host(one) for one in given]
-            summed = self._data.allreduce if note is None else self._data.allreduce_coalesced
-            summed(tensors).wait()
+            if note is None:
+                _wait(self._data.allreduce(tensors, self._in_line("AllreduceOptions")))
+            else:
+                _wait(self._data.allreduce_coalesced(tensors, self._in_line("AllreduceCoalescedOptions")))
             for one, tensor in zip(given, tensors, strict=True):
                 self._back(one, tensor)
 
@@ -122,11 +124,22 @@ class RankGroup:
         """Write the arrays of all ranks into parts [size, …]."""
         with self._reaching():
             if self.backend != "gloo":
-                self._data._allgather_base(parts.reshape(-1), array.reshape(-1)).wait()
+                options = self._in_line("AllgatherOptions")
+                _wait(self._data._allgather_base(parts.reshape(-1), array.reshape(-1), options))
                 return
             found, own = self._on_host(parts), self._on_host(array)
             self._data._allgather_base(found.reshape(-1), own.reshape(-1)).wait()
             self._back(parts, found)
+
+    def _in_line(self, name: str) -> Any:
+        """Options by which NCCL launches on the stream of the kernels around it.
+
+        On a stream of its own, as torch has it otherwise, each collective of a captured graph is a fork and a join,
+        across which no kernel starts before the one before it has ended.
+        """
+        options = getattr(self._dist.distributed_c10d, name)()
+        options.asyncOp = False
+        return options
 
     def _on_host(self, array: Any) -> Any:
         """A tensor on the host with the memory of an array there, or a copy of one on a GPU."""
@@ -262,6 +275,11 @@ class RankGroup:
             self._abort()
         if threading.current_thread() is not self._watchdog:  # one that asks the store while the process ends aborts it
             self._watchdog.join(2.0)
+
+
+def _wait(work: Any) -> None:
+    if work is not None:  # else it is in line with what follows
+        work.wait()
 
 
 def _line(error: BaseException) -> str:
