@@ -142,7 +142,7 @@ class Rank:
         with contextlib.suppress(EngineDied, RuntimeError):
             kind = type(error).__name__ if isinstance(error, PenstockError) else "EngineDied"
             text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-            self.group._store.set(f"loaded/{self.mesh.rank}", json.dumps({"error": text, "kind": kind}).encode())
+            self.group.announce("loaded", json.dumps({"error": text, "kind": kind}).encode())
 
     def follow(self, engine: Engine) -> NoReturn:
         """Do what rank 0 says until it ends, then end this process."""

@@ -210,9 +210,13 @@ class RankGroup:
 
     # -- what is in the store ----------------------------------------------------------------------------------------
 
+    def announce(self, name: str, own: bytes) -> None:
+        """What this rank has to say under a name, for `exchange` of the others."""
+        self._store.set(f"{name}/{self.rank}", own)
+
     def exchange(self, name: str, own: bytes, seconds: float) -> list[bytes]:
         """What each rank has to say under a name, once all have said it. Raises EngineDied if one fails or is late."""
-        self._store.set(f"{name}/{self.rank}", own)
+        self.announce(name, own)
         end, found = time.monotonic() + seconds, []
         for rank in range(self.size):
             key = f"{name}/{rank}"
