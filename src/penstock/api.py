@@ -472,14 +472,23 @@ class LLM:
             self.add_timings([handle.timings])
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
-        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`."""
+        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`.
+
+        The text is as the model wrote it, with its reasoning and calls: `penstock.text.formats.parse_whole` takes it
+        apart.
+        """
         template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
-        return self.generate(self.chat_tokens(messages, **template), **options)
+        return self.generate(self.chat_tokens(messages, **template), **self._headers_shown() | options)
 
     def stream_chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
         """As `chat`, a Chunk per token."""
         template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
-        return self.stream(self.chat_tokens(messages, **template), **options)
+        return self.stream(self.chat_tokens(messages, **template), **self._headers_shown() | options)
+
+    def _headers_shown(self) -> dict[str, Any]:
+        from penstock.text.formats import headers_shown
+
+        return headers_shown(self.tokenizer)
 
     def chat_tokens(
         self,

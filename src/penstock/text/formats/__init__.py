@@ -14,6 +14,7 @@ from penstock.text.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1
 from penstock.text.formats.deltas import Message, call_id, gather
 from penstock.text.formats.gemma import GEMMA
 from penstock.text.formats.glm import GLM
+from penstock.text.formats.harmony import HARMONY
 from penstock.text.formats.minimax import MINIMAX
 from penstock.text.formats.plain import PLAIN
 from penstock.text.formats.qwen import QWEN
@@ -22,7 +23,7 @@ from penstock.text.tokenizer import Tokenizer
 
 # by name; where several fit a model, it has the last one
 FORMATS: Mapping[str, ChatFormat] = {
-    format.name: format for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX)
+    format.name: format for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX, HARMONY)
 }
 
 
@@ -71,16 +72,18 @@ def shown_tokens(format: str, tools: bool) -> tuple[str, ...]:
 
     tools: whether the request has any; without them only the markers of the reasoning are needed.
     """
-    known = FORMATS[format]
-    marks = known.reasoning or ()
-    if tools:
-        marks += (known.call or ()) + (known.calls or ()) + (known.separator, known.quote) + known.inner
-    return tuple(mark for mark in marks if mark)
+    return FORMATS[format].shown(tools)
+
+
+def headers_shown(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Options of a request whose text is shown as it is written: with its markers, where it means nothing without."""
+    known = FORMATS[format_of(tokenizer)]
+    return {"shown": known.shown(tools=True)} if known.headers else {}
 
 
 def with_arguments(messages: Sequence[Mapping[str, Any]], format: str) -> list[dict[str, Any]]:
     """Messages for a chat template: with the arguments of earlier calls, JSON text in requests, in the form that
-    templates of `format` take (an object, or text).
+    templates of `format` take (an object, or text), and whatever else these want (`ChatFormat.for_template`).
 
     Raises InvalidArgument for arguments that are no JSON object. Whatever else is wrong is left to the template.
     """
@@ -93,7 +96,7 @@ def with_arguments(messages: Sequence[Mapping[str, Any]], format: str) -> list[d
             calls = [_with_arguments(call, f"{where}[{i}]", keep_text) for i, call in enumerate(calls)]
             message = {**message, "tool_calls": calls}
         changed.append(message)
-    return changed
+    return FORMATS[format].for_template(changed)
 
 
 def _with_arguments(call: Any, where: str, keep_text: bool) -> Any:
