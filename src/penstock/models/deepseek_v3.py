@@ -16,7 +16,8 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, expert_groups
-from penstock.models.family import Family, MlxRules, SplitHeads
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules, SplitHeads
+from penstock.models.gguf_keys import GgufKeys, rope_scaling, sigmoid_experts, stem
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -377,6 +378,68 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     return MlxRules(split_heads={"kv_b_proj": latent}, uncast=("e_score_correction_bias",))
 
 
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """Older files have `kv_b_proj` in one piece, and the widths of heads as key_length and value_length."""
+    config, rank = stem(keys, "deepseek_v3"), keys.integer("attention.kv_lora_rank")
+    rope_dim = keys.integer("rope.dimension_count")
+    own = "attention.key_length_mla" in keys
+    keys.accept("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    width = keys.integer("attention.key_length_mla" if own else "attention.key_length")
+    keys.require(width > rope_dim, f"keys of {width} channels, expected more than rope.dimension_count ({rope_dim})")
+    scaling = rope_scaling(keys)
+    if scaling is not None and (gain := keys.number("rope.scaling.yarn_log_multiplier", 0.0)):
+        # The converter writes a tenth of mscale_all_dim. mscale is in no key: it is the same in all released models.
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * gain, 6))
+    if keys.integer("expert_count", 0, least=0):
+        config |= sigmoid_experts(keys)
+    return config | {
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "q_lora_rank": keys.integer("attention.q_lora_rank", None),
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": width - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": keys.integer("attention.value_length_mla" if own else "attention.value_length"),
+        "rope_scaling": scaling,
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={
+        "deepseek2": GgufArchitecture(
+            _of_gguf, copied=("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa")
+        )
+    },
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.embed_q": "attn_k_b",
+        "self_attn.unembed_out": "attn_v_b",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
+        "mlp.switch_mlp.up_proj": "ffn_up_exps",
+        "mlp.switch_mlp.down_proj": "ffn_down_exps",
+        "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+        **{
+            f"mlp.{block}{part}_proj": f"ffn_{part}{end}"
+            for block, end in (("", ""), ("shared_experts.", "_shexp"))
+            for part in ("gate", "up", "down")
+        },
+    },
+    tensors={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+)
+
 FAMILY = Family(
     name="deepseek_v3",
     model_types=MODEL_TYPES,
@@ -399,6 +462,7 @@ FAMILY = Family(
     skipped=("mtp.", "model.mtp."),
     unquantized=("mlp.gate",),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
     full_attention="latent attention (MLA)",
 )

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
+import numpy as np
+
+from penstock.models.gguf_keys import GgufKeys
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.split import Mesh, Split
 from penstock.models.step import Layout, Step
@@ -100,24 +103,33 @@ class MlxRules:
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """One architecture of GGUF: the model_type of config.json that it is, and what is special about its files."""
+    """One architecture of GGUF: what its metadata say, and how its files differ from those of mlx-lm."""
 
-    model_type: str
-    neighbours: bool = False  # q and k rotate neighbouring channels, not the two halves of a head
-    experts: bool = False
-    biased: bool = False  # q, k and v have biases, of which config.json says nothing
-    windowed: str | None = None  # the model_type of a file whose layers all have a sliding window
+    config: Callable[[GgufKeys], dict[str, Any]]
+    """The config.json that its metadata stand for."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Names that are not those of the family's table."""
+    rows: Callable[[Mapping[str, Any], str, int], np.ndarray | None] | None = None
+    """By config.json, module and number of rows where each row (or entry of a bias) comes from; None: as stored."""
+    values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
+    """What vectors are as released, by patterns of their paths: what the converter made of them, undone."""
+    copied: tuple[str, ...] = ()
+    """Modules whose rows the family itself puts into another order."""
+    own_factors: bool = False
+    """`rope_freqs` is read with the metadata; else it divides the table of frequencies."""
 
 
 @dataclass(frozen=True)
 class GgufNames:
     """The architectures of GGUF that a family runs, and GGUF's names of its modules by path.
 
-    Of a path in a layer what stands behind `layers.N.`, in the file behind `blk.N.`.
+    Of a path in a layer what stands behind `layers.N.`, in the file behind `blk.N.`. tensors: whole names of what is
+    no module's weight or bias.
     """
 
     architectures: Mapping[str, GgufArchitecture]
     modules: Mapping[str, str]
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
