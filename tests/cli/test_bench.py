@@ -350,6 +350,9 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "minimax-m2": (230, 10),
         "mixtral-8x7b": (46.7, 12.9),
         "qwen1.5-moe-a2.7b": (14.3, 2.7),
+        "ministral-3-3b": (3.43, 3.43),
+        "ministral-3-8b": (8.49, 8.49),
+        "ministral-3-14b": (13.5, 13.5),
     }[file.stem]
     assert 1 <= raw["layers"] < text["num_hidden_layers"]
     assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]

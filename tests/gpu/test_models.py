@@ -39,7 +39,10 @@ EVERY: dict[str, dict[str, Any]] = {
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
     **{f"llama-{n}": LLAMA[n] for n in ("tied", "biases", "window", "qwen2 window", "qwen3", "moe", "mixed moe")},
-    **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "mixtral window", "glm", "glm air", "minimax")},
+    **{
+        f"llama-{name}": LLAMA[name]
+        for name in ("qwen2 moe", "mixtral window", "glm", "glm air", "minimax", "ministral")
+    },
 }
 
 

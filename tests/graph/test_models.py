@@ -27,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
     **{f"llama-{name}": LLAMA[name] for name in ("tied", "biases", "window", "qwen3", "moe", "mixed moe")},
-    **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "glm", "minimax")},
+    **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "glm", "minimax", "ministral")},
 }
 
 # Random models amplify the rounding that a fused op saves; int8 activations then round to other codes here and there.

@@ -35,6 +35,7 @@ DEEPSEEK = deepseek.CONFIGS["v3"]
 LLAMA, QWEN3_MOE = llamas.CONFIGS["llama3"], llamas.CONFIGS["moe"]
 GLM, MINIMAX, MIXTRAL = llamas.CONFIGS["glm"], llamas.CONFIGS["minimax"], llamas.CONFIGS["mixtral"]
 QWEN2_MOE = llamas.CONFIGS["qwen2 moe"]
+MINISTRAL, SEEING = llamas.CONFIGS["ministral"], llamas.CONFIGS["ministral sees"]
 
 # of each config the keys whose value is an integer: those that must be there, and those that have a default
 REQUIRED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -76,6 +77,7 @@ REQUIRED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mixtral": (MIXTRAL, ["num_local_experts", "num_experts_per_tok", "intermediate_size"]),
     "glm4_moe": (GLM, ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size"]),
     "minimax_m2": (MINIMAX, ["num_local_experts", "num_experts_per_tok", "intermediate_size"]),
+    "mistral3": (SEEING, ["num_hidden_layers", "num_key_value_heads", "hidden_size", "vocab_size"]),
 }
 OPTIONAL: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gemma4": (GEMMA, ["global_head_dim", "num_global_key_value_heads", "max_position_embeddings"]),
@@ -408,6 +410,37 @@ def test_read_config_of_qwen3_moe_finds_its_dense_layers() -> None:
     spelled = without(QWEN3_MOE, "num_experts") | {"num_local_experts": 9}
     assert llama.read_config(spelled).experts == 9
     assert llama.read_config(changed(QWEN3_MOE, num_experts=0)).dense_layers == {0, 1, 2, 3}
+
+
+def test_read_config_of_ministral3_asks_for_what_readers_disagree_on() -> None:
+    def rope(**changes: Any) -> dict[str, Any]:
+        table = MINISTRAL["rope_parameters"] | changes
+        return MINISTRAL | {"rope_parameters": {key: value for key, value in table.items() if value is not None}}
+
+    assert llama.read_config(MINISTRAL).query_scale == (0.3, 48)
+    assert " rope_parameters is missing, expected an object" in refused(without(MINISTRAL, "rope_parameters"))
+    for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        assert f"rope_parameters: {key} is missing" in refused(rope(**{key: None}))
+    assert "llama_4_scaling_beta is 'x', expected a number" in refused(rope(llama_4_scaling_beta="x"))
+    assert " head_dim is missing, expected an integer" in refused(without(MINISTRAL, "head_dim"))
+    assert " num_key_value_heads is missing" in refused(without(MINISTRAL, "num_key_value_heads"))
+    assert " sliding_window is 64, expected null" in refused(MINISTRAL | {"sliding_window": 64})
+    assert "layer_types has 'sliding_attention', expected" in refused(MINISTRAL | {"layer_types": [SLIDING] * 3})
+    assert " attention_bias is True, expected False" in refused(MINISTRAL | {"attention_bias": True})
+
+
+def test_read_config_of_a_wrapper_is_that_of_its_text_model() -> None:
+    assert models.family_of(SEEING) is llama.FAMILY
+    assert llama.read_config(SEEING).model_type == "ministral3" and llama.read_config(SEEING).tied
+    assert llama.read_config(llamas.CONFIGS["mistral sees"]).model_type == "mistral"
+    untold = without(SEEING, "tie_word_embeddings")
+    config = llama.read_config(untold)
+    assert config.tied and not llama.read_config(untold | {"tie_word_embeddings": False}).tied
+    assert llama.FAMILY.mlx_rules(untold, config).config["text_config"]["tie_word_embeddings"] is True
+    assert " text_config is missing, expected an object" in refused({"model_type": "mistral3"})
+    assert "text_config: model_type is 'qwen3', expected one of 'mistral', 'ministral3'" in refused(
+        changed(SEEING, model_type="qwen3")
+    )
 
 
 @pytest.mark.parametrize(

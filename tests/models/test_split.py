@@ -26,7 +26,7 @@ from tests.models.common import dense_config, error, moe_config, next_config
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
 from tests.models.test_gemma3 import config_of as gemma3_config
 from tests.models.test_gemma4 import config_of as gemma_config
-from tests.models.test_llama import EXPERTS, GLM, MINIMAX
+from tests.models.test_llama import EXPERTS, GLM, MINIMAX, MINISTRAL, seeing
 from tests.models.test_llama import config_of as llama_config
 from tests.models.test_source import resident
 from tests.parallel.threads import Threads
@@ -107,6 +107,7 @@ CASES = {
     "mixtral": (llama_config("mixtral", num_local_experts=5, num_experts_per_tok=2, head_dim=32), "each"),
     "glm": (llama_config("glm4_moe", **GLM | {"head_dim": 32, "num_hidden_layers": 3}), "joined"),
     "minimax": (llama_config("minimax_m2", **MINIMAX | {"head_dim": 32, "num_attention_heads": 4}), "stacked"),
+    "ministral": (seeing(llama_config("ministral3", **MINISTRAL | {"head_dim": 32})), "stacked"),
 }
 TOKENS = np.random.default_rng(0).integers(0, 200, 11).tolist()
 

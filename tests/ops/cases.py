@@ -1114,6 +1114,13 @@ def _head_norm_rope(rng, dtype, T, H, D, width):
     return {"x": x, "weight": weight, "inv_freq": rope_inv_freq(width, 1e4), "start_pos": 17, "rotary_dim": width}
 
 
+@case("position_scale", sizes={"decode": (1, 4, 64), "ragged": (5, 3, 40), "wide": (33, 2, 1030), "empty": (0, 2, 8)})
+def _position_scale(rng, dtype, T, H, D):
+    at = rng.integers(0, 1 << 20, T).astype(np.int32)
+    at[:1] = 8191
+    return {"x": normal(rng, T, H, D, dtype=dtype), "positions": at, "beta": 0.1, "length": 8192}
+
+
 @case("rope_inv_freq", sizes={"plain": (64, 1e4)}, dtypes=F32, rel=0)
 def _rope_inv_freq(rng, dtype, dim, theta):
     return {"dim": dim, "theta": theta}
