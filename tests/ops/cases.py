@@ -1147,6 +1147,11 @@ def _conv1d_causal(rng, dtype, T, C, W):
     return {"x": normal(rng, T, C, dtype=dtype), "state": state, "weight": weight}
 
 
+@case("conv1d_causal", sizes={"plain": (5, 37, 3), "plain-long": (70, 33, 4)})
+def _conv1d_plain(rng, dtype, T, C, W):
+    return _conv1d_causal(rng, dtype, T, C, W) | {"act": "none"}
+
+
 @case("conv1d_causal", sizes={"slots": (3, 37, 4)})
 def _conv1d_causal_slots(rng, dtype, B, C, W):
     state, weight = normal(rng, 5, W - 1, C), normal(rng, C, W)
@@ -1163,6 +1168,16 @@ def _conv1d_causal_runs(rng, dtype, C, W):
     state, weight = normal(rng, 5, W, C, dtype=dtype), normal(rng, C, W)  # with room for a kept row
     where = {"slots": np.array([4, -1, 0, 2], np.int32), "starts": np.cumsum([0, *RUNS], dtype=np.int32)}
     return {"x": normal(rng, sum(RUNS) + 2, C, dtype=dtype), "state": state, "weight": weight, **where}
+
+
+@case("conv1d_causal", sizes={"plain-slots": (3, 37, 3)})
+def _conv1d_plain_slots(rng, dtype, B, C, W):
+    return _conv1d_causal_slots(rng, dtype, B, C, W) | {"act": "none"}
+
+
+@case("conv1d_causal", sizes={"plain-runs": (37, 3)})
+def _conv1d_plain_runs(rng, dtype, C, W):
+    return _conv1d_causal_runs(rng, dtype, C, W) | {"act": "none"}
 
 
 @case("conv1d_state_update", sizes=CONVS, rel=0)

@@ -93,9 +93,9 @@ def attend_only(
     return ops.attention_paged(q, *cache, table, step.lengths, scale, window, starts=step.starts, sinks=sinks)
 
 
-def convolve(step: Step, cache: tuple[Array, Array], x: Array, weight: Array) -> Array:
+def convolve(step: Step, cache: tuple[Array, Array], x: Array, weight: Array, act: str = "silu") -> Array:
     """Causal convolution of x [T, C] with what the sequence had before, whose last rows move on."""
-    y = ops.conv1d_causal(x, cache[0], weight, step.slots, step.starts)
+    y = ops.conv1d_causal(x, cache[0], weight, step.slots, step.starts, act)
     ops.conv1d_state_update(cache[0], x, step.slots, step.starts)
     return y
 
