@@ -495,6 +495,13 @@ def _moe_group_route(rng, dtype, T, E, G, keep, k):
     return {"logits": normal(rng, T, E), "bias": normal(rng, E, scale=0.1), **routing}
 
 
+@case("moe_group_route", sizes={"faint": (3, 9, 1, 1, 4)}, dtypes=F32)
+def _moe_group_route_faint(rng, dtype, T, E, G, keep, k):
+    """Scores so small that what is added to their sum counts."""
+    call = _moe_group_route(rng, dtype, T, E, G, keep, k)
+    return {**call, "logits": call["logits"] - 12, "norm_eps": 1e-6}
+
+
 INACTIVE = {"inactive": (5, 33, 3), "inactive-alone": (1, 8, 2)}
 
 
@@ -563,6 +570,11 @@ def _moe_norm_group_route(rng, dtype, T, E, G, keep, k, scores, K):
     del call["per_expert_scale"]
     routing = {"n_group": G, "topk_group": keep, "top_k": k, "routed_scaling_factor": 2.5, "propagate_nan": T > 1}
     return {**call, **routing, "bias": normal(rng, E, scale=0.1), "write_normed": True}
+
+
+@case("moe_norm_group_route", sizes={"faint": (1, 39, 1, 1, 3, 0, 64)}, rel=1e-5, whole=True)
+def _moe_norm_group_route_faint(rng, dtype, T, E, G, keep, k, scores, K):
+    return {**_moe_norm_group_route(rng, dtype, T, E, G, keep, k, scores, K), "norm_eps": 0.25}
 
 
 @case("moe_normalize_weights", sizes={"decode": (1, 8), "ragged": (5, 3), "empty": (0, 2)}, dtypes=F32)

@@ -43,6 +43,8 @@ FAMILIES = {
     "mixtral": "llama",
     "glm4_moe": "llama",
     "minimax_m2": "llama",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2",
     "ministral3": "llama",
     "mistral3": "llama",
 }
