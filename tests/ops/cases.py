@@ -495,6 +495,13 @@ def _moe_group_route(rng, dtype, T, E, G, keep, k):
     return {"logits": normal(rng, T, E), "bias": normal(rng, E, scale=0.1), **routing}
 
 
+@case("moe_group_route", sizes={"faint": (3, 9, 1, 1, 4)}, dtypes=F32)
+def _moe_group_route_faint(rng, dtype, T, E, G, keep, k):
+    """Scores so small that what is added to their sum counts."""
+    call = _moe_group_route(rng, dtype, T, E, G, keep, k)
+    return {**call, "logits": call["logits"] - 12, "norm_eps": 1e-6}
+
+
 INACTIVE = {"inactive": (5, 33, 3), "inactive-alone": (1, 8, 2)}
 
 
@@ -563,6 +570,11 @@ def _moe_norm_group_route(rng, dtype, T, E, G, keep, k, scores, K):
     del call["per_expert_scale"]
     routing = {"n_group": G, "topk_group": keep, "top_k": k, "routed_scaling_factor": 2.5, "propagate_nan": T > 1}
     return {**call, **routing, "bias": normal(rng, E, scale=0.1), "write_normed": True}
+
+
+@case("moe_norm_group_route", sizes={"faint": (1, 39, 1, 1, 3, 0, 64)}, rel=1e-5, whole=True)
+def _moe_norm_group_route_faint(rng, dtype, T, E, G, keep, k, scores, K):
+    return {**_moe_norm_group_route(rng, dtype, T, E, G, keep, k, scores, K), "norm_eps": 0.25}
 
 
 @case("moe_normalize_weights", sizes={"decode": (1, 8), "ragged": (5, 3), "empty": (0, 2)}, dtypes=F32)
@@ -1114,6 +1126,13 @@ def _head_norm_rope(rng, dtype, T, H, D, width):
     return {"x": x, "weight": weight, "inv_freq": rope_inv_freq(width, 1e4), "start_pos": 17, "rotary_dim": width}
 
 
+@case("position_scale", sizes={"decode": (1, 4, 64), "ragged": (5, 3, 40), "wide": (33, 2, 1030), "empty": (0, 2, 8)})
+def _position_scale(rng, dtype, T, H, D):
+    at = rng.integers(0, 1 << 20, T).astype(np.int32)
+    at[:1] = 8191
+    return {"x": normal(rng, T, H, D, dtype=dtype), "positions": at, "beta": 0.1, "length": 8192}
+
+
 @case("rope_inv_freq", sizes={"plain": (64, 1e4)}, dtypes=F32, rel=0)
 def _rope_inv_freq(rng, dtype, dim, theta):
     return {"dim": dim, "theta": theta}
@@ -1140,6 +1159,11 @@ def _conv1d_causal(rng, dtype, T, C, W):
     return {"x": normal(rng, T, C, dtype=dtype), "state": state, "weight": weight}
 
 
+@case("conv1d_causal", sizes={"plain": (5, 37, 3), "plain-long": (70, 33, 4)})
+def _conv1d_plain(rng, dtype, T, C, W):
+    return _conv1d_causal(rng, dtype, T, C, W) | {"act": "none"}
+
+
 @case("conv1d_causal", sizes={"slots": (3, 37, 4)})
 def _conv1d_causal_slots(rng, dtype, B, C, W):
     state, weight = normal(rng, 5, W - 1, C), normal(rng, C, W)
@@ -1156,6 +1180,16 @@ def _conv1d_causal_runs(rng, dtype, C, W):
     state, weight = normal(rng, 5, W, C, dtype=dtype), normal(rng, C, W)  # with room for a kept row
     where = {"slots": np.array([4, -1, 0, 2], np.int32), "starts": np.cumsum([0, *RUNS], dtype=np.int32)}
     return {"x": normal(rng, sum(RUNS) + 2, C, dtype=dtype), "state": state, "weight": weight, **where}
+
+
+@case("conv1d_causal", sizes={"plain-slots": (3, 37, 3)})
+def _conv1d_plain_slots(rng, dtype, B, C, W):
+    return _conv1d_causal_slots(rng, dtype, B, C, W) | {"act": "none"}
+
+
+@case("conv1d_causal", sizes={"plain-runs": (37, 3)})
+def _conv1d_plain_runs(rng, dtype, C, W):
+    return _conv1d_causal_runs(rng, dtype, C, W) | {"act": "none"}
 
 
 @case("conv1d_state_update", sizes=CONVS, rel=0)

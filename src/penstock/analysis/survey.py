@@ -347,7 +347,7 @@ def _looked_at(name: str, source: str, family: AnyFamily, config: ModelConfig, d
     tied = read.head is read.embed
     caches = tuple(family.caches(config))
     weights = tuple(replace(one, takes=_taken(one, config, tied)) for one in recorder.weights)
-    return Survey(name, source, config, weights, _kinds(weights, caches, family.full_attention), caches, tied)
+    return Survey(name, source, config, weights, _kinds(weights, caches, family), caches, tied)
 
 
 def _taken(weight: WeightInfo, config: ModelConfig, tied: bool) -> int | None:
@@ -360,7 +360,7 @@ def _taken(weight: WeightInfo, config: ModelConfig, tied: bool) -> int | None:
     return 1 if weight.role == "embedding" and not (tied and weight.path == "embed_tokens") else None
 
 
-def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attention: str) -> tuple[str, ...]:
+def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], family: AnyFamily) -> tuple[str, ...]:
     """What each layer does: how it mixes positions, and what follows."""
     roles: dict[int | None, set[str]] = defaultdict(set)
     for weight in weights:
@@ -368,11 +368,11 @@ def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attenti
     found = []
     for number, layout in enumerate(caches):
         if "linear attention" in roles[number]:
-            mixer = "linear attention"
+            mixer = family.linear_attention
         elif isinstance(layout, PagedKV) and layout.window is not None:
             mixer = f"sliding attention ({layout.window})"
         else:
-            mixer = full_attention
+            mixer = family.full_attention
         blocks = [block for role, block in (("dense MLP", "dense"), ("experts", "MoE")) if role in roles[number]]
         found.append(" + ".join([mixer, *blocks]))
     return tuple(found)

@@ -91,6 +91,7 @@ class MlxRules:
     offset_norms: tuple[str, ...] = ()  # tensors that released files hold less 1
     channels_last: tuple[str, ...] = ()  # convolutions [C, 1, W], in mlx-lm [C, W, 1]
     split_heads: Mapping[str, SplitHeads] = field(default_factory=dict)  # by the last part of a module's path
+    renamed: Mapping[str, str] = field(default_factory=dict)  # ends of paths that are others in mlx-lm
     uncast: tuple[str, ...] = ()  # tensors that keep their dtype, whatever the others become
     unquantized: tuple[str, ...] = ()  # ends of paths of matrices that mlx-lm cannot quantize in this model
     config: dict[str, Any] = field(default_factory=dict)  # keys of config.json that get another value
@@ -180,6 +181,8 @@ class Family(Generic[ConfigT, WeightsT]):
     """How the model is split over ranks, with the columns of its quantization groups. None: it runs on one."""
     full_attention: str = "full attention"
     """What a layer is called that attends to all positions."""
+    linear_attention: str = "linear attention"
+    """What a layer is called that keeps a state in their place."""
 
     def __repr__(self) -> str:
         return f"Family({self.name!r})"

@@ -86,7 +86,8 @@ def _conv_state(
     _slots(slots, x.shape[0], starts, keep)
 
 
-def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: Spec | None) -> Spec:
+def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: Spec | None, act: str) -> Spec:
+    check.one_of(("silu", "none"), act=act)
     check.floating(weight=weight)
     check.axes("[C, W]", 2, weight=weight)
     check.filled(0, weight=weight)
@@ -98,13 +99,13 @@ def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: S
 
 @op(infer=_convolved, check=lambda x, state, slots, starts: _check_runs(slots, state, starts, len(x)))
 def conv1d_causal(
-    x: Array, state: Array, weight: Array, slots: Array | None = None, starts: Array | None = None
+    x: Array, state: Array, weight: Array, slots: Array | None = None, starts: Array | None = None, act: str = "silu"
 ) -> Array:
     """silu(Σ_j seq[t + j] · weight[:, j]) per channel, seq = state followed by x: tap W − 1 meets the current token.
 
     x [T, C], state [W − 1, C], weight [C, W]; or x [B, C], state [S, W − 1, C], slots int32 [B], one step each → like
     x. With starts x [T, C] has the runs of B sequences. Slot −1: 0, and no state moves, here and below. Reads the state
-    only: `conv1d_state_update` moves it on.
+    only: `conv1d_state_update` moves it on. act "none": the sum itself.
     """
     taps = f64(weight).T  # [W, C]
     starts = with_runs(slots, starts)
@@ -119,7 +120,7 @@ def conv1d_causal(
     else:
         seq = np.concatenate([f64(state[slots]), f64(x)[:, None]], axis=1)  # [B, W, C]
         y = sum(seq[:, j] * taps[j] for j in range(len(taps)))
-    return round_to(silu(np.asarray(y)), x.dtype)
+    return round_to(silu(np.asarray(y)) if act == "silu" else np.asarray(y), x.dtype)
 
 
 def _updated(
