@@ -18,6 +18,7 @@ from tests.models.made import decoded
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
 from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_kimi_linear import CONFIGS as KIMI
 from tests.models.test_llama import CONFIGS as LLAMA
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -26,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3["text"],
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
+    "kimi_linear": KIMI["moe"],
     **{f"llama-{name}": LLAMA[name] for name in ("tied", "biases", "window", "qwen3", "moe", "mixed moe")},
     **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "glm", "minimax")},
 }
