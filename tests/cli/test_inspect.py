@@ -94,6 +94,12 @@ def test_inspect_counts_what_bench_counts(capsys):
             8.34e9,
             1.56e9,
         ),
+        (
+            "kimi-linear-48b-a3b",
+            {"linear attention + dense": 1, "linear attention + MoE": 19, "latent attention (MLA) + MoE": 7},
+            49.12e9,
+            3.107e9,
+        ),
         ("qwen3-next-80b-a3b", {"linear attention + MoE": 36, "full attention + MoE": 12}, 79.67e9, 3.56e9),
     ],
 )

@@ -189,6 +189,11 @@ def _gated_rms_norm(rng, dtype, rows, heads, dim):
     return {"values": values, "z": z, "weight": normal(rng, dim, dtype="bfloat16")}
 
 
+@case("gated_rms_norm", sizes={"sigmoid": (5, 3, 61)})
+def _gated_rms_norm_sigmoid(rng, dtype, rows, heads, dim):
+    return _gated_rms_norm(rng, dtype, rows, heads, dim) | {"act": "sigmoid"}
+
+
 @case("norm_add", "residual_norm", sizes=ROWS)
 def _norm_add(rng, dtype, rows, dim):
     residual, x = normal(rng, rows, dim, dtype=dtype), normal(rng, rows, dim, dtype=dtype)
@@ -1219,6 +1224,12 @@ def _gdn_decay_beta(rng, dtype, T, Hv):
     return {**rows, "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv, dtype="bfloat16")}
 
 
+@case("gdn_decay_beta", sizes={"channels": (5, 3, 7), "channels-many": (40, 4, 70), "channels-empty": (0, 2, 3)})
+def _gdn_decay_beta_channels(rng, dtype, T, Hv, D):
+    rows = {"alpha": normal(rng, T, Hv, D, dtype=dtype, scale=3), "beta": normal(rng, T, Hv, dtype=dtype, scale=3)}
+    return {**rows, "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv, D, dtype="bfloat16")}
+
+
 DELTAS = {
     "decode": (1, 2, 4, 64, 32),
     "ragged": (21, 2, 6, 20, 12),
@@ -1241,6 +1252,28 @@ def _gated_delta_net_chunkwise(rng, dtype, T, Hk, Hv, Dk, Dv):
     return {**call, "method": "chunkwise"}
 
 
+def by_channel(rng, call, g="g"):
+    """A call whose decays are of key channels."""
+    decays = rng.uniform(0.4, 1, (*call[g].shape, call["Dk"])).astype("float32")
+    decays[..., ::5] *= decays[..., ::5] > 0.6  # some channels forget all at once
+    return call | {g: decays}
+
+
+@case("gated_delta_net", sizes={f"channels-{label}": size for label, size in DELTAS.items()}, rel=2e-5, whole=True)
+def _gated_delta_net_channels(rng, dtype, T, Hk, Hv, Dk, Dv):
+    return by_channel(rng, _gated_delta_net(rng, dtype, T, Hk, Hv, Dk, Dv))
+
+
+@case(
+    "gated_delta_net",
+    sizes={"channels-chunkwise": (21, 2, 6, 20, 12), "channels-chunkwise-long": (130, 1, 2, 32, 64)},
+    rel=4e-5,
+    whole=True,
+)
+def _gated_delta_net_channels_chunkwise(rng, dtype, T, Hk, Hv, Dk, Dv):
+    return _gated_delta_net_channels(rng, dtype, T, Hk, Hv, Dk, Dv) | {"method": "chunkwise"}
+
+
 @case("gated_delta_net", sizes={"slots": (3, 2, 4, 16, 12)}, rel=2e-5, whole=True)
 def _gated_delta_net_slots(rng, dtype, B, Hk, Hv, Dk, Dv):
     state, slots = normal(rng, 5, Hv, Dv, Dk, scale=0.1), np.array([4, 0, 2], np.int32)
@@ -1260,6 +1293,19 @@ def _gated_delta_net_runs(rng, dtype, runs, Hk, Hv, Dk, Dv):
     return call | {"keep": np.array([0, 0, 0, 4], np.int32), "gates": normal(rng, 5, 4, 2, Hv)}
 
 
+@case(
+    "gated_delta_net",
+    sizes={"channels-slots": ((), 2, 4, 16, 12), "channels-runs": ((1, 0, 9, 4), 1, 2, 32, 12)},
+    rel=2e-5,
+    whole=True,
+)
+def _gated_delta_net_channels_of_sequences(rng, dtype, runs, Hk, Hv, Dk, Dv):
+    if not runs:
+        return by_channel(rng, _gated_delta_net_slots(rng, dtype, 3, Hk, Hv, Dk, Dv))
+    call = by_channel(rng, _gated_delta_net_runs(rng, dtype, runs, Hk, Hv, Dk, Dv))
+    return call | {"gates": normal(rng, 5, 4, Dk + 1, Hv)}
+
+
 @case("delta_commit", sizes={"two": (2, 4, 16, 12, 4, 3), "one": (1, 1, 8, 8, 2, 1)}, rel=2e-5, whole=True)
 def _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K):
     C = 2 * Hk * Dk + Hv * Dv
@@ -1275,6 +1321,12 @@ def _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K):
     }
 
 
+@case("delta_commit", sizes={"channels": (2, 4, 16, 12, 4, 3)}, rel=2e-5, whole=True)
+def _delta_commit_channels(rng, dtype, Hk, Hv, Dk, Dv, W, K):
+    gates = rng.uniform(0, 1, (5, K, Dk + 1, Hv)).astype("float32")
+    return _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K) | {"gates": gates}
+
+
 DELTA_STEPS = {"decode": (1, 2, 4, 64, 32, 4), "ragged": (3, 1, 3, 20, 12, 3), "empty": (0, 1, 1, 4, 4, 4)}
 
 
@@ -1287,6 +1339,12 @@ def _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W):
     weights = {"conv_weight": normal(rng, C, W, dtype="bfloat16"), "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv)}
     slots = np.array([4, 0, 2], np.int32)[:B]
     return {**call, **states, "slots": slots, **weights, "norm_weight": normal(rng, Dv), "Hk": Hk, "eps": 1e-5}
+
+
+@case("gated_delta_step", sizes={"channels": (3, 2, 4, 20, 12, 3)}, rel=2e-5, whole=True, dtypes=F32)
+def _gated_delta_step_channels(rng, dtype, B, Hk, Hv, Dk, Dv, W):
+    gates = {"alpha": normal(rng, B, Hv, Dk, dtype=dtype), "dt_bias": normal(rng, Hv, Dk), "act": "sigmoid"}
+    return _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W) | gates
 
 
 # -- mla -------------------------------------------------------------------------------------------------------------

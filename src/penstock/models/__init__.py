@@ -32,6 +32,7 @@ FAMILIES = {
     "gemma4_text": "gemma4",
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "kimi_linear": "kimi_linear",
     "gpt_oss": "gpt_oss",
     "glm4_moe_lite": "deepseek_v3",
     "llama": "llama",

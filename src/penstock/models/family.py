@@ -89,6 +89,7 @@ class MlxRules:
     nested: bool = False  # the text model is below `language_model.`
     expert_stack: str = "switch_mlp"  # the module of stacked experts, below the block that has them
     offset_norms: tuple[str, ...] = ()  # tensors that released files hold less 1
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of names and what stands there instead, one after the other
     channels_last: tuple[str, ...] = ()  # convolutions [C, 1, W], in mlx-lm [C, W, 1]
     split_heads: Mapping[str, SplitHeads] = field(default_factory=dict)  # by the last part of a module's path
     renamed: Mapping[str, str] = field(default_factory=dict)  # ends of paths that are others in mlx-lm
