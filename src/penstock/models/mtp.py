@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.models import family_of
 from penstock.models.config import Fields
 from penstock.models.family import HEAD_NORMS, AnyFamily, DraftHead, ModelConfig
 from penstock.models.layers import embed, head_logits, linear
@@ -309,6 +310,18 @@ def open_drafter(
         return _with_tables(flat, config, trunk)
     bare = not any(name.startswith("mtp.") for name in checkpoint.names)
     return _with_tables(_by_path(checkpoint, "", "mlx") if bare else _by_path(checkpoint, "mtp.", "hf"), config, trunk)
+
+
+def trunk_config(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The config.json of the trunk of a head alone. Raises CheckpointError for one of a kind that is not known."""
+    text = dict(Fields(raw, where).table("text_config").values)
+    family = family_of(text)
+    rules = rules_of(family, family.read_config(text))
+    if rules is None or rules.drafter(str(text.get("model_type"))) != raw.get("model_type"):
+        raise CheckpointError(
+            f"{where}: model_type is {short(raw.get('model_type'))}, expected the head of text_config"
+        )
+    return text
 
 
 def check_trunk(own: ModelConfig, trunk: ModelConfig, where: str) -> None:
