@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.gguf_keys import GgufKeys, base, rotation
 from penstock.models.layers import (
     ExpertStack,
@@ -308,17 +308,21 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
-        x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
-        if isinstance(layer.mixer, DeltaNet):
-            h = ops.residual_add(h, delta_net(step, x, layer.mixer, config, state))
-        else:
-            h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
-        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        if isinstance(layer.mlp, Mlp):
-            h = ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
-        else:
-            h = moe(step, h, x, layer.mlp, config)
+        h = decoder_layer(step, h, layer, config, state)
     return h
+
+
+def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: tuple[Array, Array]) -> Array:
+    """The residual stream h [T, dim] after one layer."""
+    x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
+    if isinstance(layer.mixer, DeltaNet):
+        h = ops.residual_add(h, delta_net(step, x, layer.mixer, config, state))
+    else:
+        h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
+    x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
+    if isinstance(layer.mlp, Mlp):
+        return ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
+    return moe(step, h, x, layer.mlp, config)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -562,6 +566,15 @@ _GGUF = GgufNames(
     tensors={"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"},
 )
 
+
+
+def _head_config(config: Config) -> Config:
+    """The head is one layer that attends, with experts if the trunk has any."""
+    return replace(
+        config, layer_types=("full_attention",), dense_layers=frozenset() if config.experts else frozenset((0,))
+    )
+
+
 FAMILY = Family(
     name="qwen3_5",
     model_types=MODEL_TYPES,
@@ -588,4 +601,14 @@ FAMILY = Family(
     mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,
+    draft_head=DraftHead(
+        model_types=MODEL_TYPES,
+        depth="mtp_num_hidden_layers",
+        spelling="mtp",
+        drafter=lambda model_type: "qwen3_5_mtp",
+        config=_head_config,
+        read_layer=lambda source, config: _layer(source, config, 0, "full_attention"),
+        read_norm=_offset,
+        layer=decoder_layer,
+    ),
 )
