@@ -38,7 +38,17 @@ from penstock.models.layers import (
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.split import Heads, Mesh, Part, Split, mlp_parts, share_heads, share_width, vocabulary_parts
-from penstock.models.step import Layout, PagedKV, RecurrentState, Step, attend, convolve, delta_rule
+from penstock.models.step import (
+    Cache,
+    Layout,
+    PagedKV,
+    RecurrentState,
+    Step,
+    attend,
+    commit_delta,
+    convolve,
+    delta_rule,
+)
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
@@ -298,7 +308,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
     return tuple(recurrent if kind == "linear_attention" else pages for kind in config.layer_types)
 
 
-def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
@@ -315,6 +325,13 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     return h
 
 
+def commit(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> None:
+    """Move recurrent states on by what was accepted of kept runs."""
+    for layer, state in zip(w.layers, cache, strict=True):
+        if isinstance(layer.mixer, DeltaNet):
+            commit_delta(step, state, layer.mixer.conv, config.key_heads)
+
+
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """The hidden state that the head reads, [T, dim]."""
     return stream_norm(step, h, w.norm, config.norm_eps)
@@ -325,7 +342,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
 
 
-def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Array, Array]) -> Array:
+def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: Cache) -> Array:
     """Gated DeltaNet: convolution, normalised q and k, the delta rule, a gated norm. x [T, dim] → [T, dim]."""
     Hk, Hv, Dk, Dv = config.key_heads, config.value_heads, config.key_dim, config.value_dim
     qkv, z, alpha, beta = (linear(step, x, part) for part in (w.qkv, w.z, w.a, w.b))
@@ -335,7 +352,7 @@ def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Ar
     return over_ranks(step, linear(step, flat(ops.gated_rms_norm(d, heads(z, Hv), w.norm, config.norm_eps)), w.out))
 
 
-def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+def attention(step: Step, x: Array, w: Attention, config: Config, cache: Cache) -> Array:
     """Softmax attention with normed heads, partial rotation and a gate on the output. x [T, dim] → [T, dim]."""
     eps = config.norm_eps
     q, k, v = (linear(step, x, part) for part in (w.q, w.k, w.v))
@@ -457,6 +474,7 @@ FAMILY = Family(
     read_weights=read_weights,
     caches=caches,
     forward=forward,
+    commit=commit,
     final_norm=final_norm,
     logits=logits,
     roles={
