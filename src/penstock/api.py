@@ -31,6 +31,7 @@ from penstock.engine.request import Chunk, Completion, Request, Timings, make_re
 from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
+from penstock.engine.speculate import MOST_DRAFTS, check_speculate
 from penstock.errors import BackendError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
@@ -601,6 +602,8 @@ def load(
     tensor_parallel_size: int = 1,
     expert_parallel: bool = True,
     step_timeout: float = STEP_SECONDS,
+    speculate: str = "auto",
+    num_draft_tokens: int | None = None,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
@@ -622,9 +625,12 @@ def load(
     tensor_parallel_size: ranks that the model is split over (docs/distributed.md): this process and others that it
     starts, on the GPUs or cores of this machine, or those that torchrun has started, of which all but the first stay in
     this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
-    one's width. step_timeout: seconds that a step may take before the ranks are ended. Raises CheckpointError,
-    InvalidArgument, OutOfMemory, BackendError, EngineDied.
+    one's width. step_timeout: seconds that a step may take before the ranks are ended. speculate: what drafts of the
+    next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "ngram" (what
+    followed the last tokens before) or "auto"; num_draft_tokens: how many a step verifies of a sequence at the most.
+    Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
+    check_speculate("load", speculate, num_draft_tokens)
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
     given = {
@@ -645,6 +651,8 @@ def load(
         "offline": offline,
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
+        "speculate": speculate,
+        "num_draft_tokens": num_draft_tokens,
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     with notebook_bar("loading") as shown:
@@ -707,7 +715,9 @@ def _load(
         notify(notice)
     leader = None if rank is None else rank.leader(model.family, states)
     context, deterministic = given["max_context"], given["deterministic"]
-    engine = _engine(model, where, dtype, states, activations, context, deterministic, f"{folder}", room, leader)
+    drafts = given["speculate"], given["num_draft_tokens"]
+    about = (dtype, states, activations, context, deterministic, f"{folder}", room, leader)
+    engine = _engine(model, where, *about, *drafts)
     spent = compile_progress.seconds()
     if where.compiles_ahead and rank is None:
         compile_ahead.compile_model(engine, load, options)
@@ -920,13 +930,16 @@ def load_random(
     tensor_parallel_size: int = 1,
     expert_parallel: bool = True,
     step_timeout: float = STEP_SECONDS,
+    speculate: str = "auto",
+    num_draft_tokens: int | None = None,
 ) -> LLM:
     """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks.
 
     on_device: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
     tensor_parallel_size, expert_parallel, step_timeout: as of `load`; each rank draws its own part, which is no part of
-    what one device would draw.
+    what one device would draw. speculate, num_draft_tokens: as of `load`.
     """
+    check_speculate("load", speculate, num_draft_tokens)
     given = {
         "config": dict(config),
         "device": device,
@@ -940,6 +953,8 @@ def load_random(
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
         "expert_cache": "auto",
+        "speculate": speculate,
+        "num_draft_tokens": num_draft_tokens,
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     if ranks is None:
@@ -978,7 +993,9 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
     model = model if rank is None else rank.part(model)
     leader = None if rank is None else rank.leader(family, states)
     context, deterministic = given["max_context"], given["deterministic"]
-    engine = _engine(model, where, dtype, states, activations, context, deterministic, "random weights", room, leader)
+    drafts = given["speculate"], given["num_draft_tokens"]
+    about = (dtype, states, activations, context, deterministic, "random weights", room, leader)
+    engine = _engine(model, where, *about, *drafts)
     return LLM(engine, None, None, (), None if rank is None or not rank.leads else rank.close)
 
 
@@ -1023,6 +1040,8 @@ def _engine(
     what: str,
     cache_memory: int | None,
     leader: LeadingRank | None = None,
+    speculate: str = "off",
+    num_draft_tokens: int | None = None,
 ) -> Engine:
     limit = model.config.max_positions
     if max_context is None:
@@ -1041,7 +1060,11 @@ def _engine(
         deterministic=deterministic,
         cache_memory=cache_memory,
         leader=leader,
+        drafts=0 if speculate == "off" else MOST_DRAFTS,
+        speculate=speculate,
+        num_draft_tokens=num_draft_tokens,
     )
+    engine.speculating()  # refuses what the model cannot do
     free = device.free_memory() - WORKING_BYTES
     if cache_memory is not None:
         if cache_memory > free:

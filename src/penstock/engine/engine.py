@@ -25,6 +25,7 @@ from penstock.engine.nonfinite import NonFinite, first_nonfinite
 from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs
 from penstock.engine.request import RequestLimits, token_array
+from penstock.engine.speculate import MOST_DRAFTS
 from penstock.engine.steps import (
     MOST_SEQUENCES,
     MOST_TOKENS,
@@ -118,7 +119,8 @@ class Engine:
 
     lock: held during a step, and by code that changes caches, weights or programs beside the methods here.
     cache_memory: bytes that the caches of all sequences may take, None for the rule of `allocate`. drafts: the most
-    that a step may verify of one sequence.
+    that a step may verify of one sequence. speculate: what the drafts of requests come from that do not say it, of
+    `SPECULATE`, and num_draft_tokens how many they have at the most.
     """
 
     def __init__(
@@ -135,6 +137,8 @@ class Engine:
         cache_memory: int | None = None,
         leader: LeadingRank | None = None,
         drafts: int = 0,
+        speculate: str = "off",
+        num_draft_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.leader = leader
@@ -168,8 +172,31 @@ class Engine:
             else None
         )
         self.lock = threading.RLock()
+        self.speculate, self.num_draft_tokens = speculate, num_draft_tokens
         self._damage: str | None = None  # what was found wrong with the files
         self._allocated = False
+
+    def speculating(self, kind: str | None = None, drafts: int | None = None) -> tuple[str, int]:
+        """What the drafts of a request come from, and how many a step may have of it; None: as `load` was told.
+
+        Raises InvalidArgument for what this model cannot do.
+        """
+        chosen = self.speculate if kind is None or kind == "auto" else kind
+        if chosen in ("auto", "off"):
+            return "off", 0
+        if self.device.samples_tokens:
+            raise InvalidArgument(f"speculate is {chosen!r}, expected 'off' or 'auto' on device {self.device.name!r}")
+        room = self.caches.room
+        if room is not None and room < 2:
+            raise InvalidArgument(
+                f"generate: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
+                "in its recurrent states (speculate='off')"
+            )
+        if chosen in ("mtp", "draft"):
+            need = "a head for drafts in its files" if chosen == "mtp" else "a draft_model"
+            raise InvalidArgument(f"generate: speculate is {chosen!r}, expected another: the model has not {need}")
+        most = drafts or self.num_draft_tokens or MOST_DRAFTS
+        return chosen, most if room is None else min(most, room - 1)
 
     @property
     def limits(self) -> RequestLimits:
