@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -83,6 +83,9 @@ class Stats:
     expert_bytes_read: int | None = None
     expert_bytes_copied: int | None = None
     expert_wait_seconds: float | None = None
+    draft_n: int = 0  # drafts that were verified
+    draft_n_accepted: int = 0
+    draft_places: list[list[int]] = field(default_factory=list)  # see `Timings`
 
     @property
     def prompt_tps(self) -> float:
@@ -105,13 +108,34 @@ class Stats:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generated_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"{self.about_compiling()}Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
+            f"{self.about_drafts()}{self.about_compiling()}"
+            f"Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
         )
 
     def about_compiling(self) -> str:
         """A line about the time for compiling, before a line break; nothing if there was none."""
         spent = f"{self.compile_seconds:.1f}"
         return "" if spent == "0.0" else f"Compiling: {spent} s, once on this machine\n"
+
+    def add_drafts(self, timings: Timings) -> None:
+        self.draft_n += timings.draft_n
+        self.draft_n_accepted += timings.draft_n_accepted
+        for place, counts in enumerate(timings.draft_places):
+            if place == len(self.draft_places):
+                self.draft_places.append([0, 0])
+            self.draft_places[place] = [sum(pair) for pair in zip(self.draft_places[place], counts, strict=True)]
+
+    def about_drafts(self) -> str:
+        """A line about drafts, before a line break; nothing if there were none."""
+        if not self.draft_n:
+            return ""
+        places = ", ".join(f"{accepted / max(1, tries):.0%}" for tries, accepted in self.draft_places)
+        return f"Drafts: {self.draft_n_accepted} of {self.draft_n} accepted, by place {places}\n"
+
+    def drafts(self) -> dict[str, Any]:
+        """What is known of drafts, as JSON shows it; nothing if there were none."""
+        names = ("draft_n", "draft_n_accepted", "draft_places") if self.draft_n else ()
+        return {name: getattr(self, name) for name in names}
 
     def experts(self) -> dict[str, Any] | None:
         """What is known of streamed experts, as JSON shows it."""
@@ -528,6 +552,7 @@ class LLM:
             self._stats.prompt_tokens += one.prompt_tokens
             self._stats.prompt_seconds += one.prompt_seconds
             self._stats.generated_tokens += one.generated_tokens
+            self._stats.add_drafts(one)
         self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
         self._stats.compile_seconds += max((one.compile_seconds for one in timings), default=0.0)
 
@@ -1064,7 +1089,7 @@ def _engine(
         speculate=speculate,
         num_draft_tokens=num_draft_tokens,
     )
-    engine.speculating()  # refuses what the model cannot do
+    engine.speculating(where="load")  # refuses what the model cannot do
     free = device.free_memory() - WORKING_BYTES
     if cache_memory is not None:
         if cache_memory > free:

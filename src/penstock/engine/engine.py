@@ -176,7 +176,9 @@ class Engine:
         self._damage: str | None = None  # what was found wrong with the files
         self._allocated = False
 
-    def speculating(self, kind: str | None = None, drafts: int | None = None) -> tuple[str, int]:
+    def speculating(
+        self, kind: str | None = None, drafts: int | None = None, where: str = "generate"
+    ) -> tuple[str, int]:
         """What the drafts of a request come from, and how many a step may have of it; None: as `load` was told.
 
         Raises InvalidArgument for what this model cannot do.
@@ -185,16 +187,17 @@ class Engine:
         if chosen in ("auto", "off"):
             return "off", 0
         if self.device.samples_tokens:
-            raise InvalidArgument(f"speculate is {chosen!r}, expected 'off' or 'auto' on device {self.device.name!r}")
+            found = f"{where}: speculate is {chosen!r}"
+            raise InvalidArgument(f"{found}, expected 'off' or 'auto' on device {self.device.name!r}")
         room = self.caches.room
         if room is not None and room < 2:
             raise InvalidArgument(
-                f"generate: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
+                f"{where}: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
                 "in its recurrent states (speculate='off')"
             )
         if chosen in ("mtp", "draft"):
             need = "a head for drafts in its files" if chosen == "mtp" else "a draft_model"
-            raise InvalidArgument(f"generate: speculate is {chosen!r}, expected another: the model has not {need}")
+            raise InvalidArgument(f"{where}: speculate is {chosen!r}, expected another: the model has not {need}")
         most = drafts or self.num_draft_tokens or MOST_DRAFTS
         return chosen, most if room is None else min(most, room - 1)
 
