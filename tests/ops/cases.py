@@ -1169,9 +1169,9 @@ def _conv1d_plain(rng, dtype, T, C, W):
     return _conv1d_causal(rng, dtype, T, C, W) | {"act": "none"}
 
 
-@case("conv1d_causal", sizes={"slots": (3, 37, 4)})
-def _conv1d_causal_slots(rng, dtype, B, C, W):
-    state, weight = normal(rng, 5, W - 1, C), normal(rng, C, W)
+@case("conv1d_causal", sizes={"slots": (3, 37, 4, 0), "slots-room": (3, 37, 4, 2)})
+def _conv1d_causal_slots(rng, dtype, B, C, W, room):
+    state, weight = normal(rng, 5, W - 1 + room, C), normal(rng, C, W)
     return {
         "x": normal(rng, B, C, dtype=dtype),
         "state": state,
@@ -1209,6 +1209,11 @@ def _conv1d_state_update_slots(rng, dtype, B, C, W):
         "x": normal(rng, B, C, dtype=dtype),
         "slots": np.array([4, 0, 2], np.int32),
     }
+
+
+@case("conv1d_state_update", sizes={"slots-room": (3, 37, 4)}, rel=0)
+def _conv1d_state_update_slots_with_room(rng, dtype, B, C, W):
+    return _conv1d_state_update_slots(rng, dtype, B, C, W) | {"state": normal(rng, 5, W + 1, C), "width": W}
 
 
 @case("conv1d_state_update", sizes={"runs": (37, 4)}, rel=0)
@@ -1327,15 +1332,21 @@ def _delta_commit_channels(rng, dtype, Hk, Hv, Dk, Dv, W, K):
     return _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K) | {"gates": gates}
 
 
-DELTA_STEPS = {"decode": (1, 2, 4, 64, 32, 4), "ragged": (3, 1, 3, 20, 12, 3), "empty": (0, 1, 1, 4, 4, 4)}
+DELTA_STEPS = {  # the last: room behind the rows of the convolution
+    "decode": (1, 2, 4, 64, 32, 4, 0),
+    "ragged": (3, 1, 3, 20, 12, 3, 0),
+    "room": (3, 1, 3, 20, 12, 3, 2),
+    "empty": (0, 1, 1, 4, 4, 4, 0),
+}
 
 
 @case("gated_delta_step", sizes=DELTA_STEPS, rel=2e-5, whole=True, dtypes=F32)
-def _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W):
+def _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W, room):
     C = 2 * Hk * Dk + Hv * Dv
     rows = {"qkv": (B, C), "z": (B, Hv, Dv), "alpha": (B, Hv), "beta": (B, Hv)}
     call = {name: normal(rng, *shape, dtype=dtype) for name, shape in rows.items()}
-    states = {"conv_state": normal(rng, 5, W - 1, C, dtype=dtype), "state": normal(rng, 5, Hv, Dv, Dk, scale=0.1)}
+    kept = normal(rng, 5, W - 1 + room, C, dtype=dtype)
+    states = {"conv_state": kept, "state": normal(rng, 5, Hv, Dv, Dk, scale=0.1)}
     weights = {"conv_weight": normal(rng, C, W, dtype="bfloat16"), "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv)}
     slots = np.array([4, 0, 2], np.int32)[:B]
     return {**call, **states, "slots": slots, **weights, "norm_weight": normal(rng, Dv), "Hk": Hk, "eps": 1e-5}
@@ -1344,7 +1355,7 @@ def _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W):
 @case("gated_delta_step", sizes={"channels": (3, 2, 4, 20, 12, 3)}, rel=2e-5, whole=True, dtypes=F32)
 def _gated_delta_step_channels(rng, dtype, B, Hk, Hv, Dk, Dv, W):
     gates = {"alpha": normal(rng, B, Hv, Dk, dtype=dtype), "dt_bias": normal(rng, Hv, Dk), "act": "sigmoid"}
-    return _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W) | gates
+    return _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W, 0) | gates
 
 
 # -- mla -------------------------------------------------------------------------------------------------------------

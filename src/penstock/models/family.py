@@ -18,7 +18,7 @@ import numpy as np
 from penstock.models.gguf_keys import GgufKeys
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.split import Mesh, Split
-from penstock.models.step import Layout, Step
+from penstock.models.step import Cache, Layout, Step
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
@@ -185,7 +185,7 @@ class Family(Generic[ConfigT, WeightsT]):
     """The weights, each asked for by path and shape."""
     caches: Callable[[ConfigT], tuple[Layout, ...]]
     """The cache of each layer."""
-    forward: Callable[[Step, WeightsT, ConfigT, Sequence[tuple[Array, Array]]], Array]
+    forward: Callable[[Step, WeightsT, ConfigT, Sequence[Cache]], Array]
     """The residual stream after the last layer, [T, dim]."""
     logits: Callable[[Step, Array, WeightsT, ConfigT], Array]
     """Logits of the next token by rows of the residual stream, float32 [T, vocab]."""
@@ -195,6 +195,8 @@ class Family(Generic[ConfigT, WeightsT]):
     final_norm: Callable[[Step, Array, WeightsT, ConfigT], Array] | None = None
     """The hidden state [T, dim] that the head reads by rows of the residual stream, for `LLM.embed`; None: it has no
     embeddings."""
+    commit: Callable[[Step, WeightsT, ConfigT, Sequence[Cache]], None] | None = None
+    """Moves recurrent states on by what was accepted of runs that were kept. None: it has no recurrent states."""
     names: Callable[[Checkpoint, ConfigT], tuple[str, str, str]] = text_names
     """Prefix of the text model's tensors in a checkpoint, prefix of `lm_head`, and the layout, "hf" or "mlx"."""
     skipped: tuple[str, ...] = ()

@@ -39,7 +39,17 @@ from penstock.models.layers import (
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.split import Heads, Mesh, Part, Split, mlp_parts, share_heads, share_width, vocabulary_parts
-from penstock.models.step import Layout, PagedKV, RecurrentState, Step, attend, convolve, delta_rule
+from penstock.models.step import (
+    Cache,
+    Layout,
+    PagedKV,
+    RecurrentState,
+    Step,
+    attend,
+    commit_delta,
+    convolve,
+    delta_rule,
+)
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
@@ -304,7 +314,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
     return tuple(recurrent if kind == "linear_attention" else pages for kind in config.layer_types)
 
 
-def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
@@ -312,7 +322,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     return h
 
 
-def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: tuple[Array, Array]) -> Array:
+def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: Cache) -> Array:
     """The residual stream h [T, dim] after one layer."""
     x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
     if isinstance(layer.mixer, DeltaNet):
@@ -325,6 +335,13 @@ def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: tup
     return moe(step, h, x, layer.mlp, config)
 
 
+def commit(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> None:
+    """Move recurrent states on by what was accepted of kept runs."""
+    for layer, state in zip(w.layers, cache, strict=True):
+        if isinstance(layer.mixer, DeltaNet):
+            commit_delta(step, state, layer.mixer.conv, config.key_heads)
+
+
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """The hidden state that the head reads, [T, dim]."""
     return stream_norm(step, h, w.norm, config.norm_eps)
@@ -335,7 +352,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
 
 
-def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Array, Array]) -> Array:
+def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: Cache) -> Array:
     """Gated DeltaNet: convolution, normalised q and k, the delta rule, a gated norm. x [T, dim] → [T, dim]."""
     Hk, Hv, Dk, Dv = config.key_heads, config.value_heads, config.key_dim, config.value_dim
     qkv, z, alpha, beta = (linear(step, x, part) for part in (w.qkv, w.z, w.a, w.b))
@@ -358,7 +375,7 @@ def tiled(y: Array, Hk: int, Hv: int, Dk: int) -> Array:
     return ops.beside(made, ops.columns(y, 2 * Hk * Dk, y.shape[1]))
 
 
-def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+def attention(step: Step, x: Array, w: Attention, config: Config, cache: Cache) -> Array:
     """Softmax attention with normed heads, partial rotation and a gate on the output. x [T, dim] → [T, dim]."""
     eps = config.norm_eps
     q, k, v = (linear(step, x, part) for part in (w.q, w.k, w.v))
@@ -567,7 +584,6 @@ _GGUF = GgufNames(
 )
 
 
-
 def _head_config(config: Config) -> Config:
     """The head is one layer that attends, with experts if the trunk has any."""
     return replace(
@@ -583,6 +599,7 @@ FAMILY = Family(
     read_weights=read_weights,
     caches=caches,
     forward=forward,
+    commit=commit,
     final_norm=final_norm,
     logits=logits,
     roles={

@@ -803,7 +803,7 @@ def gated_delta_step(
     Hv, Dv, Dk = state.shape[1:]
     y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(beta.shape, np.float32)
     conv1d_causal(qkv, conv_state, conv_weight, slots, out=y)
-    conv1d_state_update(conv_state, qkv, slots)
+    conv1d_state_update(conv_state, qkv, slots, width=conv_weight.shape[1])
     rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
     gdn_decay_beta(alpha, beta, A_log, dt_bias, out=(g, b))
     gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots, out=out)

@@ -55,7 +55,7 @@ def conv1d_state_update(
         if len(slots):
             move_runs_on(state, x, starts, slots, keep, width)
     else:
-        move_on(state, x, slots)
+        move_on(state, x, slots, width)
 
 
 # -- gates -----------------------------------------------------------------------------------------------------------
