@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda import _tuning
+from penstock.backends.cuda._blocks import code_bits
 from penstock.backends.cuda._codes import (
     FP_MAGIC,
     Arrays,
@@ -24,7 +25,7 @@ from penstock.backends.cuda._codes import (
     row_rinv,
     tile_codes,
 )
-from penstock.backends.cuda._floats import kernel_arrays, kind_of
+from penstock.backends.cuda._floats import groups_of, is_float, kernel_arrays, kind_of
 from penstock.backends.cuda._launch import (
     INTERPRETED,
     TL_DTYPES,
@@ -270,7 +271,7 @@ def config(
     blocks = slots * -(-K // block_codes(bits, gs, tokens))
     tiles = N * pairs * (1 + gated) / 16 / processors
     rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
-    narrow = bits in (2, 4) and not wide  # leaves registers for twice as much
+    narrow = code_bits(bits) in (2, 4) and not is_float(bits) and not wide  # leaves registers for twice as much
     busy, less, alone = _tuning.MATVEC_WARPS
     if tokens == 1 and narrow and not normed and (pairs > 1 if blocks <= busy else slots == 1):
         found = _long_rows(rows, blocks, tiles, gated, pairs * slots == 1)
@@ -310,20 +311,20 @@ def _long_rows(rows: int, blocks: int, tiles: float, gated: bool, alone: bool) -
     return None
 
 
-NO_WEIGHT = (None, None, None)
+NO_WEIGHT = (None,) * 5
 
 
-def weight_parts(w: Any) -> tuple[tuple[Any, Any, Any], int, int, int]:
+def weight_parts(w: Any) -> tuple[tuple[Any, ...], int, int, int]:
     """Arrays, kind of codes, group size and groups per row of a weight; a dense one has kind 0 and groups of 1."""
     if isinstance(w, QuantizedTensor):
-        return kernel_arrays(w), kind_of(w), w.group_size, w.scales.shape[-1]
+        return kernel_arrays(w), kind_of(w), groups_of(w), w.shape[-1] // groups_of(w)
     assert w.is_contiguous()
     return (w, None, None), 0, 1, w.shape[-1]
 
 
 def same_codes(*weights: QuantizedTensor) -> bool:
     """Whether one launch can read these weights: one width of codes, one group size, scales of one dtype."""
-    formats = {(*w.format, w.shape[-1], w.scales.dtype) for w in weights}
+    formats = {(*w.format, w.shape[-1], None if w.scales is None else w.scales.dtype) for w in weights}
     return len(formats) == 1 and (len(weights) == 1 or all(w.global_scale is None for w in weights))
 
 
@@ -415,7 +416,9 @@ def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
 
 def passes_over(dtype: torch.dtype, w: Any) -> int:
     """Rows of activations of this dtype per pass over w."""
-    return _most_tokens(kind_of(w), w.group_size, dtype) if isinstance(w, QuantizedTensor) else _tuning.MATVEC_TOKENS
+    if not isinstance(w, QuantizedTensor):
+        return _tuning.MATVEC_TOKENS
+    return _most_tokens(*weight_parts(w)[1:3], dtype)
 
 
 def matvec(

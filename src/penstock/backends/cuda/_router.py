@@ -44,7 +44,7 @@ from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.linear import product
 from penstock.backends.cuda.norm import rms_norm
 from penstock.ops.op import deterministic, kernel
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 # What the kernels write besides logits, each None where it is not asked for; counter: None, the router is another
 # launch.
@@ -167,9 +167,9 @@ def _router_dense_kernel(
 
 def _fetched(w: Any, programs: int) -> Fetched:
     """What programs fetch of a weight: as much of its scales and biases as of its codes."""
-    if w is None or programs == 0 or not pdl_options()["PDL"]:
+    if w is None or programs == 0 or not pdl_options()["PDL"] or isinstance(w, GgufTensor):
         return _NOTHING
-    (codes, scales, _), _, _, _ = weight_parts(w)
+    (codes, scales, *_), _, _, _ = weight_parts(w)
     biases = w.biases if isinstance(w, QuantizedTensor) else None
     share = min(1.0, _tuning.ROUTER_FETCH_BYTES / codes.nbytes)
     nbytes = [int(share * part.nbytes) // FETCHED.value * FETCHED.value for part in (codes, scales) if part is not None]
