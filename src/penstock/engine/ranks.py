@@ -67,6 +67,17 @@ class Truncate(_Command, frozen=True):
     length: int
 
 
+class Accept(_Command, frozen=True):
+    """Of the run of a sequence that the last step has kept so many tokens are its own."""
+
+    sequence: int
+    count: int
+
+
+class Settle(_Command, frozen=True):
+    sequence: int
+
+
 class Drop(_Command, frozen=True):
     snapshot: int
 
@@ -113,6 +124,7 @@ class RunOf(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes  # int32
     wanted: str
     prompt: bool
+    keep: bool
 
 
 class StepOf(_Command, frozen=True):
@@ -145,6 +157,8 @@ Command = (
     | TakeSnapshot
     | Rewind
     | Truncate
+    | Accept
+    | Settle
     | Drop
     | MakeRoom
     | Allocate
@@ -270,7 +284,7 @@ class Leader:
         What fails within it leaves the ranks apart, so it ends all.
         """
         parts = [
-            RunOf(self._of[run.sequence], run.sequence.length, run.tokens.tobytes(), run.wanted, run.prompt)
+            RunOf(self._of[run.sequence], run.sequence.length, run.tokens.tobytes(), run.wanted, run.prompt, run.keep)
             for run in runs
         ]
         kind = _kind(runs)
@@ -307,6 +321,10 @@ class Leader:
             except BaseException as error:
                 self.group.fail(f"rank 0: a step failed: {type(error).__name__}: {error}")
                 raise
+
+    def settle(self, sequence: Sequence) -> None:
+        """The recurrent states of all ranks are to hold what was accepted."""
+        self.send(Settle(self._of[sequence]))
 
     def watched(self, step: PendingStep) -> PendingStep:
         """The step that was just launched; waiting for it ends with EngineDied if a rank fails or hangs."""
@@ -419,6 +437,11 @@ class LedCaches(Caches):
         self._leader.send(Truncate(self._leader.number(sequence), length))
 
     @_whole
+    def accept(self, sequence: Sequence, count: int) -> None:
+        super().accept(sequence, count)
+        self._leader.send(Accept(self._leader.number(sequence), count))
+
+    @_whole
     def drop(self, snapshot: Snapshot) -> None:
         if not snapshot.closed:
             super().drop(snapshot)
@@ -527,6 +550,10 @@ class Follower:
             caches.rewind(things[command.sequence], things[command.snapshot])
         elif isinstance(command, Truncate):
             caches.truncate(things[command.sequence], command.length)
+        elif isinstance(command, Accept):
+            caches.accept(things[command.sequence], command.count)
+        elif isinstance(command, Settle):
+            engine.settle(things[command.sequence])
         elif isinstance(command, Drop):
             caches.drop(things.pop(command.snapshot))
         elif isinstance(command, MakeRoom):
@@ -547,7 +574,7 @@ class Follower:
 
     def _step(self, command: StepOf) -> None:
         runs = [
-            Run(self._things[run.sequence], np.frombuffer(run.tokens, np.int32), run.wanted, run.prompt)
+            Run(self._things[run.sequence], np.frombuffer(run.tokens, np.int32), run.wanted, run.prompt, run.keep)
             for run in command.runs
         ]
         self._agree("messages", self._received - 1, command.number)

@@ -16,7 +16,7 @@ from penstock.errors import BackendError, OutOfMemory
 from penstock.ops.array import Spec, numpy_view, shaped
 from penstock.ops.device import register_device
 from penstock.ops.op import backend
-from penstock.quant import GgufTensor, QuantizedTensor, to_torch
+from penstock.quant import GgufTensor, QuantizedTensor, in_planes, to_torch
 from penstock.units import amount
 
 
@@ -61,7 +61,7 @@ class CudaDevice:
     def to_device(self, value: Any) -> Any:
         with self._memory_errors():
             if isinstance(value, GgufTensor):
-                return value.to("cuda")  # which says why not
+                return in_planes(value, "torch" if self.interpreted else str(self.torch_device))
             if isinstance(value, QuantizedTensor):
                 return value.with_arrays(*map(self._tensor, value.arrays))
             return self._tensor(value)
