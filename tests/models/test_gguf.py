@@ -28,6 +28,7 @@ from penstock.quant import BLOCK_TYPES, GgufTensor, QuantizedTensor
 from penstock.weights.gguf import GgufFile
 from penstock.weights.mapped import is_mapped
 from tests.models.common import GGUF_ARCHITECTURES, GGUF_NAMES, VOCAB, error, some_tokens, write_tokenizer
+from tests.parallel.streamed import on_ranks
 from tests.weights.blocks import pack
 
 transformers.logging.set_verbosity_error()
@@ -317,6 +318,18 @@ def test_parts_of_a_model_are_one_and_experts_are_streamed_from_them(tmp_path, m
     write_file(paths[1], {"split.no": 1, "split.count": 2}, {"output_norm.weight": made["output_norm.weight"]})
     with pytest.raises(CheckpointError, match=r"is in an earlier part, too|parts have \d+ tensors, expected \d+"):
         open_gguf(paths[0])
+
+
+def test_ranks_stream_their_own_experts_from_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.api.gguf_tokenizer", lambda _: SimpleNamespace(vocab_size=1))
+    path, tokens = write(tmp_path / "x.gguf", "wide_moe", "IQ4_NL"), some_tokens(20)
+    options = {"device": "cpu", "activations": "float32"}
+    want = penstock.load(path, **options).logits(tokens)
+    got, engines, _ = on_ranks(path, [{"expert_cache": "60%", **options}] * 2, lambda llm: llm.logits(tokens))
+    assert error(got, want) < SHORT
+    counted = [engine.experts.store.counters for engine in engines]
+    owned = [len(engine.model.mesh.owned(7)) * len(engine.experts.slot_of) for engine in engines]
+    assert [one.reads > 0 for one in counted] == [True, True] and owned == [8, 6]
 
 
 def test_a_scale_that_is_not_finite_is_refused(tmp_path):
