@@ -86,9 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 512, "num_attention_heads": 6},
     "qwen35": BASE | DELTA | {"model_type": "qwen3_5_text", "intermediate_size": 512, "tie_word_embeddings": True},
     # as many key heads as value heads: nothing is put into another order
-    "qwen35 even": BASE
-    | DELTA
-    | {"model_type": "qwen3_5_text", "intermediate_size": 512, "linear_num_key_heads": 6},
+    "qwen35 even": BASE | DELTA | {"model_type": "qwen3_5_text", "intermediate_size": 512, "linear_num_key_heads": 6},
     "qwen3next": BASE
     | DELTA
     | EXPERTS
@@ -546,5 +544,8 @@ def write(path: Path, name: str, type_name: str = "F32", tensors: Any = None, **
         key = key.replace("__", ".")
         values[key if key.startswith(("general.", "tokenizer.", "split.")) else f"{arch}.{key}"] = value
     tensors = tensors_of(name) if tensors is None else tensors
-    held = {key: array if isinstance(array, tuple) else stored(array, type_name) for key, array in tensors.items()}
+    held = {
+        key: array if isinstance(array, tuple) else stored(array, "F32" if key.endswith(".bias") else type_name)
+        for key, array in tensors.items()
+    }
     return write_file(path, values, held)
