@@ -509,7 +509,8 @@ def _of_qwen2_moe(keys: GgufKeys) -> dict[str, Any]:
 def _of_glm(keys: GgufKeys) -> dict[str, Any]:
     keys.accept("rope.dimension_sections")  # of pictures
     return (
-        _attention_config(keys, "glm4_moe")
+        {"rope_scaling": None}
+        | _attention_config(keys, "glm4_moe")
         | sigmoid_experts(keys)
         | {
             "intermediate_size": keys.integer("feed_forward_length"),
@@ -529,6 +530,9 @@ def _of_minimax(keys: GgufKeys) -> dict[str, Any]:
         | turned
         | {
             "rotary_dim": keys.integer("rope.dimension_count", config["head_dim"]),
+            "shared_intermediate_size": 0,
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
             "num_local_experts": chosen["n_routed_experts"],
             "num_experts_per_tok": chosen["num_experts_per_tok"],
             "intermediate_size": chosen["moe_intermediate_size"],
