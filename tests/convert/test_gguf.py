@@ -320,7 +320,7 @@ def test_convert_requantizes_blocks_with_their_heads_in_order_and_says_what_it_c
     tensors = gguf_files.mixed(gguf_files.tensors_of("qwen35"))
     path, tokens = gguf_files.write(tmp_path / "x.gguf", "qwen35", tensors=tensors), some_tokens(20)
     convert(path, tmp_path / "made", Options(dequantize=True))
-    assert error(folder_logits(tmp_path / "made", tokens), gguf_logits(path, tokens)) < 2e-3  # float16
+    assert error(folder_logits(tmp_path / "made", tokens), gguf_logits(path, tokens)) < 5e-3  # float16
     other = gguf_files.write(tmp_path / "y.gguf", "qwen3next")
     with pytest.raises(InvalidArgument, match="y.gguf: is of qwen3next, expected the released files to convert"):
         convert(other, tmp_path / "no")

@@ -85,7 +85,7 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
             if info.type not in _EXACT:
                 decoded = _columns(_Decoded(blocks, info.type, shape), columns)
                 tensors[f"{target}.weight"] = Cast(decoded, _HALF, name)
-                if not options.quantize and not options.dequantize:
+                if not (options.quantize or options.dequantize or target.endswith(rules.unquantized)):
                     size = options.q_group_size or GROUP
                     bits = options.q_bits or _KEPT[info.type]
                     rounded[target] = Format(bits, size if shape[-1] % size == 0 else GROUP)
@@ -94,7 +94,8 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
                 blocks = _columns(blocks, _whole_blocks(columns, _EXACT[info.type][0], f"{path}: tensor {name}"))
             bits = _EXACT[info.type][1]
             parts = [_Codes(blocks, info.type, shape, part, f"{path}: tensor {name}") for part in _PARTS]
-            if options.dequantize or (options.requantize and options.quantize):
+            again = options.requantize and options.quantize
+            if options.dequantize or again or target.endswith(rules.unquantized):
                 tensors[f"{target}.weight"] = Dequantized(tuple(parts), Format(bits, GROUP), parts[1].dtype)
             else:
                 tensors |= {f"{target}.{part}": rows for part, rows in zip(_PARTS, parts, strict=True)}
