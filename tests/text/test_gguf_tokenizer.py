@@ -390,6 +390,17 @@ def test_eos_ids_are_those_of_the_file_and_ends_of_turns(tmp_path):
     assert gguf_tokenizer(write(tmp_path / "x.gguf", values)).eos_ids == frozenset()
 
 
+def test_eos_ids_of_harmony_are_not_the_end_of_a_message(tmp_path):
+    backend = trained("gpt-2")
+    marks = ["<|return|>", "<|call|>", "<|channel|>"]
+    assert "<|end|>" in SPECIAL
+    values = metadata(backend, "gpt-2", eos_token_id=backend.get_vocab_size())
+    values["tokens"] = [*values["tokens"][: backend.get_vocab_size()], *marks]
+    values["token_type"] = [*values["token_type"][: backend.get_vocab_size()], *[CONTROL] * len(marks)]
+    got = gguf_tokenizer(write(tmp_path / "x.gguf", values))
+    assert got.eos_ids == {got.backend.token_to_id(mark) for mark in marks[:2]}
+
+
 def test_unused_ids_have_no_text_and_types_may_be_absent(tmp_path):
     values = metadata(trained("gpt-2"), "gpt-2")
     got = gguf_tokenizer(write(tmp_path / "x.gguf", values))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, expert_groups
-from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules, SplitHeads
+from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules, SplitHeads
 from penstock.models.gguf_keys import GgufKeys, rope_scaling, sigmoid_experts, stem
 from penstock.models.layers import (
     ExpertStack,
@@ -137,6 +137,46 @@ def read_config(raw: dict) -> Config:
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
+class LatentConfig(Protocol):
+    """What latent attention takes from a config; rope None: nothing is rotated."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def q_rank(self) -> int | None: ...
+    @property
+    def kv_rank(self) -> int: ...
+    @property
+    def nope(self) -> int: ...
+    @property
+    def rope_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def rope(self) -> Rope | None: ...
+    @property
+    def interleaved(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+
+
+class RoutingConfig(Protocol):
+    """What the choice of experts takes from a config."""
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def renormalise(self) -> bool: ...
+    @property
+    def routed_scale(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class Attention:
     q_a: Weight  # [q_rank, dim], or q itself
@@ -196,13 +236,13 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
         )
     return Layer(
         source.vector(f"{path}.input_layernorm", dim),
-        _attention(source, config, f"{path}.self_attn."),
+        read_attention(source, config, f"{path}.self_attn."),
         source.vector(f"{path}.post_attention_layernorm", dim),
         block,
     )
 
 
-def _attention(source: Source, config: Config, path: str) -> Attention:
+def read_attention(source: Source, config: LatentConfig, path: str) -> Attention:
     H, R, dim = config.heads, config.kv_rank, config.dim
     width, vd = config.nope + config.rope_dim, config.value_dim
     per_head = np.concatenate([np.arange(config.nope), config.nope + _halves(config)])
@@ -226,7 +266,7 @@ def _attention(source: Source, config: Config, path: str) -> Attention:
     return Attention(first, kv_a, q_norm, q_b, kv_norm, key, value, out)
 
 
-def _halves(config: Config) -> np.ndarray:
+def _halves(config: LatentConfig) -> np.ndarray:
     """Order of rotary rows that turns neighbouring pairs (2i, 2i + 1) into pairs (i, i + rope/2)."""
     order = np.arange(config.rope_dim)
     return np.concatenate([order[::2], order[1::2]]) if config.interleaved else order
@@ -243,14 +283,18 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
-        x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
-        h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
-        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        if isinstance(layer.mlp, Mlp):
-            h = ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
-        else:
-            h = moe(step, h, x, layer.mlp, config)
+        h = decoder_layer(step, h, layer, config, state)
     return h
+
+
+def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: tuple[Array, Array]) -> Array:
+    """The residual stream h [T, dim] after one layer."""
+    x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
+    h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
+    x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
+    if isinstance(layer.mlp, Mlp):
+        return ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
+    return moe(step, h, x, layer.mlp, config)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -263,15 +307,16 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
 
 
-def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+def attention(step: Step, x: Array, w: Attention, config: LatentConfig, cache: tuple[Array, Array]) -> Array:
     """Latent attention. x [T, dim] → [T, dim]."""
     q, kv = linear(step, x, w.q_a), linear(step, x, w.kv_a)
     if w.q_b is not None:
         q = linear(step, ops.rms_norm(q, w.q_norm, _INNER_EPS), w.q_b)
     q_nope, q_pe, latent, k_pe = ops.mla_split_q_kv(heads(q, config.heads), kv, config.nope)
     latent = ops.rms_norm(latent, w.kv_norm, _INNER_EPS)
-    q_pe = apply_rope(step, q_pe, config.rope)
-    k_pe = flat(apply_rope(step, heads(k_pe, 1), config.rope))
+    if config.rope is not None:
+        q_pe = apply_rope(step, q_pe, config.rope)
+        k_pe = flat(apply_rope(step, heads(k_pe, 1), config.rope))
     table = step.tables[None]
     ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table, sequence=step.sequence)
     if step.starts is None:
@@ -288,14 +333,20 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
 
 
 def _latent(
-    q_nope: Array, q_pe: Array, w: Attention, config: Config, cache: tuple[Array, Array], lengths: Any, **more: Any
+    q_nope: Array,
+    q_pe: Array,
+    w: Attention,
+    config: LatentConfig,
+    cache: tuple[Array, Array],
+    lengths: Any,
+    **more: Any,
 ) -> Array:
     """Attention over the latents themselves → [T, H, value_dim]."""
     y = ops.mla_sdpa(ops.mla_q_prime(q_nope, w.key), q_pe, *cache, lengths, config.scale, **more)
     return ops.mla_out_per_head(y, w.key if w.value is None else w.value, config.nope if w.value is None else None)
 
 
-def _break_even(config: Config) -> int:
+def _break_even(config: LatentConfig) -> int:
     """Tokens up to which a run of them is cheaper over the latents than over keys and values expanded from them.
 
     Per position: expanding costs R · (nope + vd) multiplications per head once; a token then saves the difference
@@ -306,12 +357,12 @@ def _break_even(config: Config) -> int:
     return R * (nope + vd) // saved if saved > 0 else 1 << 30
 
 
-def _most_expanded(config: Config) -> int:
+def _most_expanded(config: LatentConfig) -> int:
     """Positions whose keys and values may be expanded at once."""
     return _EXPANDED_BYTES // (4 * config.heads * (config.nope + config.rope_dim + config.value_dim))
 
 
-def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
+def moe(step: Step, h: Array, x: Array, w: Experts, config: RoutingConfig) -> Array:
     """h + Σ chosen experts of x + shared expert of x, h and x [T, dim]."""
     scores = linear(step, x, w.router, "float32")
     ids, weights = ops.moe_group_route(
@@ -370,12 +421,15 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 # -- the family ------------------------------------------------------------------------------------------------------
 
 
-def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
+def latent_heads(config: LatentConfig) -> dict[str, SplitHeads]:
     """kv_b_proj is two in mlx-lm: what turns queries into the latent space, and what turns latents into values."""
     width = config.nope + config.value_dim
     parts = {"embed_q": (0, config.nope, True), "unembed_out": (config.nope, width, False)}
-    latent = SplitHeads(config.heads, (config.heads * width, config.kv_rank), parts)
-    return MlxRules(split_heads={"kv_b_proj": latent}, uncast=("e_score_correction_bias",))
+    return {"kv_b_proj": SplitHeads(config.heads, (config.heads * width, config.kv_rank), parts)}
+
+
+def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
+    return MlxRules(split_heads=latent_heads(config), uncast=("e_score_correction_bias",))
 
 
 def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
@@ -464,5 +518,16 @@ FAMILY = Family(
     mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,
+    draft_head=DraftHead(
+        model_types=MODEL_TYPES,
+        depth="num_nextn_predict_layers",
+        spelling="nextn",
+        drafter=lambda model_type: f"{model_type}_mtp",
+        config=lambda config: replace(config, layers=1, dense_layers=int(not config.experts)),
+        read_layer=lambda source, config: _layer(source, config, 0),
+        read_norm=lambda source, path, size: source.vector(path, size),
+        layer=decoder_layer,
+        sees_first=False,
+    ),
     full_attention="latent attention (MLA)",
 )

@@ -34,7 +34,7 @@ from penstock.models.layers import (
     stream_norm,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight
+from penstock.models.source import VISION, Source, Weight
 from penstock.models.split import Mesh, Split, mlp_parts, share_heads, share_width, vocabulary_parts
 from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
@@ -315,9 +315,7 @@ FAMILY = Family(
         "attention": ("self_attn.*",),
         "dense MLP": ("mlp.*",),
     },
-    skipped=tuple(
-        f"{prefix}{part}" for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")
-    ),
+    skipped=VISION,
     mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,

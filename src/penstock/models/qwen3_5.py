@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.gguf_keys import GgufKeys, base, rotation
 from penstock.models.layers import (
     ExpertStack,
@@ -39,7 +39,17 @@ from penstock.models.layers import (
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.split import Heads, Mesh, Part, Split, mlp_parts, share_heads, share_width, vocabulary_parts
-from penstock.models.step import Layout, PagedKV, RecurrentState, Step, attend, convolve, delta_rule
+from penstock.models.step import (
+    Cache,
+    Layout,
+    PagedKV,
+    RecurrentState,
+    Step,
+    attend,
+    commit_delta,
+    convolve,
+    delta_rule,
+)
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
@@ -304,21 +314,32 @@ def caches(config: Config) -> tuple[Layout, ...]:
     return tuple(recurrent if kind == "linear_attention" else pages for kind in config.layer_types)
 
 
-def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
-        x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
-        if isinstance(layer.mixer, DeltaNet):
-            h = ops.residual_add(h, delta_net(step, x, layer.mixer, config, state))
-        else:
-            h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
-        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        if isinstance(layer.mlp, Mlp):
-            h = ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
-        else:
-            h = moe(step, h, x, layer.mlp, config)
+        h = decoder_layer(step, h, layer, config, state)
     return h
+
+
+def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: Cache) -> Array:
+    """The residual stream h [T, dim] after one layer."""
+    x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
+    if isinstance(layer.mixer, DeltaNet):
+        h = ops.residual_add(h, delta_net(step, x, layer.mixer, config, state))
+    else:
+        h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
+    x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
+    if isinstance(layer.mlp, Mlp):
+        return ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
+    return moe(step, h, x, layer.mlp, config)
+
+
+def commit(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> None:
+    """Move recurrent states on by what was accepted of kept runs."""
+    for layer, state in zip(w.layers, cache, strict=True):
+        if isinstance(layer.mixer, DeltaNet):
+            commit_delta(step, state, layer.mixer.conv, config.key_heads)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -331,7 +352,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
 
 
-def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: tuple[Array, Array]) -> Array:
+def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: Cache) -> Array:
     """Gated DeltaNet: convolution, normalised q and k, the delta rule, a gated norm. x [T, dim] → [T, dim]."""
     Hk, Hv, Dk, Dv = config.key_heads, config.value_heads, config.key_dim, config.value_dim
     qkv, z, alpha, beta = (linear(step, x, part) for part in (w.qkv, w.z, w.a, w.b))
@@ -354,7 +375,7 @@ def tiled(y: Array, Hk: int, Hv: int, Dk: int) -> Array:
     return ops.beside(made, ops.columns(y, 2 * Hk * Dk, y.shape[1]))
 
 
-def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+def attention(step: Step, x: Array, w: Attention, config: Config, cache: Cache) -> Array:
     """Softmax attention with normed heads, partial rotation and a gate on the output. x [T, dim] → [T, dim]."""
     eps = config.norm_eps
     q, k, v = (linear(step, x, part) for part in (w.q, w.k, w.v))
@@ -578,6 +599,14 @@ _GGUF = GgufNames(
     tensors={"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"},
 )
 
+
+def _head_config(config: Config) -> Config:
+    """The head is one layer that attends, with experts if the trunk has any."""
+    return replace(
+        config, layer_types=("full_attention",), dense_layers=frozenset() if config.experts else frozenset((0,))
+    )
+
+
 FAMILY = Family(
     name="qwen3_5",
     model_types=MODEL_TYPES,
@@ -586,6 +615,7 @@ FAMILY = Family(
     read_weights=read_weights,
     caches=caches,
     forward=forward,
+    commit=commit,
     final_norm=final_norm,
     logits=logits,
     roles={
@@ -604,4 +634,14 @@ FAMILY = Family(
     mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,
+    draft_head=DraftHead(
+        model_types=MODEL_TYPES,
+        depth="mtp_num_hidden_layers",
+        spelling="mtp",
+        drafter=lambda model_type: "qwen3_5_mtp",
+        config=_head_config,
+        read_layer=lambda source, config: _layer(source, config, 0, "full_attention"),
+        read_norm=_offset,
+        layer=decoder_layer,
+    ),
 )

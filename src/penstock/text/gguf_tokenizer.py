@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from penstock.errors import CheckpointError
 from penstock.text.template import ChatTemplates
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import Tokenizer, harmony_ends
 from penstock.weights.files import short
 from penstock.weights.gguf import GgufFile
 
@@ -132,7 +132,7 @@ class _Reader:
         special = {f"{n}_token": tokens[i] for n, i in named.items() if n in ("bos", "eos") and i is not None}
         return Tokenizer(
             backend,
-            eos_ids=self._ends(named, control, vocab),
+            eos_ids=self._ends(named, control, vocab, harmony_ends(backend)),
             eos_id=named["eos"],
             bos_id=named["bos"],
             templates=self._templates(special),
@@ -257,8 +257,12 @@ class _Reader:
         pair = [*single, *(name.replace("$A", "$B") for name in single)]
         return processors.TemplateProcessing(single, pair, list(added.values()))
 
-    def _ends(self, named: dict[str, int | None], control: Sequence[str], vocab: dict[str, int]) -> set[int]:
+    def _ends(
+        self, named: dict[str, int | None], control: Sequence[str], vocab: dict[str, int], harmony: frozenset[int]
+    ) -> set[int]:
         ends = {named[name] for name in ("eos", "eot", "eom")} - {None}
+        if harmony:
+            return (ends | harmony) - {vocab.get("<|end|>")}  # type: ignore[return-value]
         if named["eot"] is None:
             marks = _ENDS_OF_HARMONY if "<|return|>" in control else _ENDS_OF_TURN
             ends |= {vocab[token] for token in control if token in marks}
