@@ -16,7 +16,7 @@ import numpy as np
 from penstock import ops
 from penstock.models.config import Fields, layer_types
 from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
-from penstock.models.gguf_keys import GgufKeys, base, rotation
+from penstock.models.gguf_keys import GgufKeys, base, logarithm, rotation
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -531,12 +531,6 @@ def _of_gguf(keys: GgufKeys, model_type: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _logarithm(decay: np.ndarray) -> np.ndarray:
-    """A_log of the −exp(A_log) that files have."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.log(-decay.astype(np.float64)).astype(np.float32)
-
-
 def _grouped(config: Mapping[str, Any], path: str, axis: int) -> np.ndarray | None:
     """Value heads in the order of mlx-lm's files: those of one key head together."""
     Hk, Hv = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -550,7 +544,7 @@ def _grouped(config: Mapping[str, Any], path: str, axis: int) -> np.ndarray | No
     return {"in_proj_z": values}.get(part, heads if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else None)
 
 
-_DECAY = {"linear_attn.A_log": _logarithm}
+_DECAY = {"linear_attn.A_log": logarithm}
 _GGUF = GgufNames(
     architectures={
         "qwen35moe": GgufArchitecture(lambda keys: _of_gguf(keys, "qwen3_5_moe_text"), values=_DECAY, written=_grouped),
