@@ -302,6 +302,7 @@ def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
         *(
             pytest.param(name, "Q8_0", marks=pytest.mark.slow)
             for name in ("qwen35", "gemma3", "gemma4 inputs", "deepseek2", "glm4moe", "minimax-m2", "qwen2moe")
+            + ("mistral3", "mistral3 small", "lfm2", "lfm2moe", "kimi-linear")
         ),
         pytest.param("qwen35moe", "F16", marks=pytest.mark.slow),
     ],
