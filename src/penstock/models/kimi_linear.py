@@ -422,6 +422,7 @@ def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
               for name, full in (("kda_layers", False), ("full_attn_layers", True))}  # fmt: skip
     return config | {
         "num_key_value_heads": H,
+        "head_dim": config["hidden_size"] // H,  # which mlx-lm asks for
         "model_max_length": config["max_position_embeddings"],
         "intermediate_size": keys.integer("feed_forward_length"),
         "q_lora_rank": keys.integer("attention.q_lora_rank", None),

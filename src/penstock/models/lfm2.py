@@ -389,7 +389,9 @@ def _of_gguf(keys: GgufKeys, model_type: str) -> dict[str, Any]:
         "intermediate_size": keys.integer("feed_forward_length"),
     }
     if model_type == "lfm2":
-        return config | {"block_ff_dim": config["intermediate_size"], "block_auto_adjust_ff_dim": False}
+        width, dim = config["intermediate_size"], config["hidden_size"]
+        config |= {"block_dim": dim, "block_ff_dim": width, "block_auto_adjust_ff_dim": False}
+        return config | {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}  # which mlx-lm asks for
     if keys.integer("expert_gating_func") != SIGMOID:
         raise keys.error("expert_gating_func", f"{SIGMOID} (sigmoid)")
     return config | {
