@@ -262,6 +262,21 @@ class GgufSource:
         rule = self.architecture.rows
         return None if rule is None else rule(self.config, path, rows)
 
+    def written_order(self, path: str, axis: int, size: int) -> np.ndarray | None:
+        """Where rows (axis 0) or columns (1) of a matrix come from in a file for mlx-lm; None if they stay."""
+        layer = _LAYER.fullmatch(path)
+        rule, inner = self.architecture.written, layer[2] if layer else path
+        if rule is not None and (order := rule(self.config, inner, axis)) is not None:
+            return order
+        return self.order(path.removesuffix(".bias"), size) if axis == 0 else None
+
+    def written(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A vector as a file for mlx-lm has it."""
+        values = self.vector(path, *shape)
+        rule, layer = self.architecture.written, _LAYER.fullmatch(path)
+        order = None if rule is None else rule(self.config, layer[2] if layer else path, 0)
+        return values if order is None else np.ascontiguousarray(values[order])
+
     def undo(self, path: str) -> Callable[[np.ndarray], np.ndarray] | None:
         """What makes of a vector in the file the one that was released; None: it is that one."""
         layer = _LAYER.fullmatch(path)
