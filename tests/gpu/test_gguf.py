@@ -16,7 +16,7 @@ from penstock.quant import BLOCK_TYPES, GgufPlanes, GgufTensor, in_planes
 from tests.gpu.common import DEVICE, GPU, reference, run, to_device, to_host
 from tests.models.common import error, some_tokens
 from tests.models.made import decoded
-from tests.models.test_gguf import write
+from tests.models.test_gguf import MODELS, write
 from tests.ops.common import EPS, assert_close, i32, normal
 from tests.weights.blocks import some_blocks
 
@@ -125,11 +125,14 @@ def test_planes_that_do_not_fit_are_refused(rng):
         ops.dequantize(blocks)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("wide_moe", "Q6_K"), ("llama", "Q5_1")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("wide_moe", "Q6_K"), pytest.param("llama", "Q5_1", marks=pytest.mark.slow)]
+)
 def test_a_file_on_the_gpu_is_the_model_of_the_host(name, kind, tmp_path, monkeypatch):
     """Resident and, of experts, streamed through slots for some of them, from pinned memory and from disk."""
     monkeypatch.setattr("penstock.api.gguf_tokenizer", lambda _: SimpleNamespace(vocab_size=1))
-    path, tokens = write(tmp_path / "x.gguf", name, kind), some_tokens(5)
+    monkeypatch.setitem(MODELS, f"short {name}", MODELS[name] | {"num_hidden_layers": 1})
+    path, tokens = write(tmp_path / "x.gguf", f"short {name}", kind), some_tokens(5)
     options = {"activations": "float32", "max_context": 128}
     want = penstock.load(path, device="cpu", **options).logits(tokens)
     budgets = [{}, {"expert_cache": "60%", "expert_host": "30%"}] if name == "wide_moe" else [{}]
@@ -137,5 +140,4 @@ def test_a_file_on_the_gpu_is_the_model_of_the_host(name, kind, tmp_path, monkey
         llm = penstock.load(path, device="cuda", dtype="float32", **options, **budget)
         if not GPU:
             llm.engine.allocate(sequences=1)
-        assert error(llm.logits(tokens), want) <= 2e-5
         assert error(decoded(llm, tokens, 4), want[3:]) <= 2e-5

@@ -105,11 +105,11 @@ def _arrange_kernel(
         made = tl.zeros(live.shape, tl.int32)
         for f in tl.static_range(FIELDS[p]):
             at = tables[p] + byte * FIELDS[p] + f
-            STEP: tl.constexpr = BYTES[p] * FIELDS[p]
+            step = BYTES[p] * FIELDS[p]
             where = tl.load(at, mask=known, other=0)[None, :]
-            right = tl.load(at + STEP, mask=known, other=0)[None, :]
-            kept = tl.load(at + 2 * STEP, mask=known, other=0)[None, :]
-            left = tl.load(at + 3 * STEP, mask=known, other=0)[None, :]
+            right = tl.load(at + step, mask=known, other=0)[None, :]
+            kept = tl.load(at + 2 * step, mask=known, other=0)[None, :]
+            left = tl.load(at + 3 * step, mask=known, other=0)[None, :]
             made |= ((tl.load(source + where, mask=live, other=0).to(tl.int32) >> right) & kept) << left
         to = planes[p] + (slot * COUNT[p] + block) * BYTES[p] + byte[None, :]
         tl.store(to, made.to(tl.uint8), mask=live)
@@ -570,7 +570,9 @@ class _Arranged:
                 self._planes.append(array.view(-1).view(torch.uint8))
                 self._tables.append(table)
                 shapes.append((offset, spec.nbytes // size, size, plane.nbytes, table.shape[2]))
-        self._start, self._counts, self._sizes, self._bytes, self._fields = zip(*shapes, strict=True)
+        self._start, self._counts, self._sizes, *shares = zip(*shapes, strict=True)
+        # Triton 3.6 does not take plain integers in a tuple for shapes
+        self._bytes, self._fields = (share if gpu.interpreted else tuple(map(tl.constexpr, share)) for share in shares)
 
     def move(self, base: Any, records: Any, slots: Any, count: int) -> None:
         """Launch the moves of up to `count` records."""
