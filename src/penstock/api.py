@@ -32,7 +32,7 @@ from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.speculate import MOST_DRAFTS, check_speculate
-from penstock.errors import BackendError, CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
+from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models import mtp
@@ -53,7 +53,6 @@ from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
 from penstock.progress import in_notebook, notebook_bar
-from penstock.quant import BLOCK_TYPES
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
@@ -919,12 +918,6 @@ def _read_gguf(
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     found = open_gguf(path)
-    blocks = next((name for name, info in found.file.tensors.items() if info.type in BLOCK_TYPES), None)
-    if blocks is not None and not device.host_memory:
-        raise BackendError(
-            f"{path}: tensor {blocks} is {found.file.tensors[blocks].type}, which has no kernels on {device.name}, "
-            f"expected device cpu, or an MLX folder made of it: penstock convert --requantize --model {path}"
-        )
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
     if experts.asked:
