@@ -9,6 +9,7 @@ from benchmarks.random_checkpoint import write
 from tests.models.common import moe_config, next_config
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_kimi_linear import CONFIGS as KIMI
 from tests.models.test_lfm2 import CONFIGS as LFM2
 from tests.models.test_llama import CONFIGS as LLAMA
 
@@ -23,6 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minimax_m2": LLAMA["minimax"],
     "mistral4": DEEPSEEK["mistral sees"],
     "lfm2_moe": LFM2["moe"],
+    "kimi_linear": KIMI["moe"],
 }
 
 

@@ -18,6 +18,7 @@ from tests.models.made import decoded
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
 from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_kimi_linear import CONFIGS as KIMI
 from tests.models.test_lfm2 import CONFIGS as LFM2
 from tests.models.test_llama import CONFIGS as LLAMA
 
@@ -28,6 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{f"lfm2-{name}": LFM2[name] for name in ("moe", "dense")},
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
+    "kimi_linear": KIMI["moe"],
     **{f"llama-{name}": LLAMA[name] for name in ("tied", "biases", "window", "qwen3", "moe", "mixed moe")},
     **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "glm", "minimax", "ministral")},
 }

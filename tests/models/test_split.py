@@ -27,6 +27,7 @@ from tests.models.test_deepseek_v3 import config_of as deepseek_config
 from tests.models.test_deepseek_v3 import mistral_config
 from tests.models.test_gemma3 import config_of as gemma3_config
 from tests.models.test_gemma4 import config_of as gemma_config
+from tests.models.test_kimi_linear import config_of as kimi_config
 from tests.models.test_lfm2 import CONFIGS as LFM2
 from tests.models.test_llama import EXPERTS, GLM, MINIMAX, MINISTRAL
 from tests.models.test_llama import config_of as llama_config
@@ -108,6 +109,8 @@ CASES = {
     "qwen2-moe": (llama_config("qwen2_moe", **EXPERTS | {"head_dim": 32}, shared_expert_intermediate_size=96), "each"),
     "mixtral": (llama_config("mixtral", num_local_experts=5, num_experts_per_tok=2, head_dim=32), "each"),
     "glm": (llama_config("glm4_moe", **GLM | {"head_dim": 32, "num_hidden_layers": 3}), "joined"),
+    "kimi": (kimi_config((2,), 3, v_head_dim=32, delta={"num_heads": 4}), "stacked"),
+    "kimi-each": (kimi_config((1,), 2, v_head_dim=32, delta={"num_heads": 4}), "each"),
     "minimax": (llama_config("minimax_m2", **MINIMAX | {"head_dim": 32, "num_attention_heads": 4}), "stacked"),
     "mistral4": (seeing(mistral_config(v_head_dim=32)), "joined"),
     "lfm2-moe": (LFM2["moe"], "stacked"),

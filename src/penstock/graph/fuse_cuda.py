@@ -66,7 +66,7 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
             weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]
             yield match.call(
                 ops.gated_delta_step,
-                *(*rows, *states, *weights, net["Hk"], node["eps"]),
+                *(*rows, *states, *weights, net["Hk"], node["eps"], node["act"]),
                 instead=(conv, moved, unit, gates, net, node),
                 makes=(node.out,),
             )

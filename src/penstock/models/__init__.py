@@ -32,6 +32,7 @@ FAMILIES = {
     "gemma4_text": "gemma4",
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "kimi_linear": "kimi_linear",
     "gpt_oss": "gpt_oss",
     "glm4_moe_lite": "deepseek_v3",
     "llama": "llama",
@@ -95,6 +96,10 @@ def family_of(config: dict[str, Any]) -> AnyFamily:
             _load(entry)
         if model_type in _registered:
             return _registered[model_type]
+    if isinstance(model_type, str) and model_type.endswith("_mtp"):
+        raise CheckpointError(
+            f"config.json: model_type is {model_type[:80]!r}, a head that drafts for another model, expected a model"
+        )
     found = "is missing" if model_type is None else f"is {str(model_type)[:80]!r}"
     raise CheckpointError(f"config.json: model_type {found}, expected one of {', '.join((*FAMILIES, *_registered))}")
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, expert_groups, layer_types, query_scale, text_part
-from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.gguf_keys import GgufKeys, base, halves, rotation, sigmoid_experts
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -335,11 +336,18 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, window, state in zip(w.layers, config.windows, cache, strict=True):
-        x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
-        h = ops.residual_add(h, attention(step, x, layer.attention, config, state, window))
-        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        h = feed_forward(step, h, x, layer.mlp, config)
+        h = decoder_layer(step, h, layer, config, state, window)
     return h
+
+
+def decoder_layer(
+    step: Step, h: Array, layer: Layer, config: Config, state: tuple[Array, Array], window: int | None = None
+) -> Array:
+    """The residual stream h [T, dim] after one layer."""
+    x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
+    h = ops.residual_add(h, attention(step, x, layer.attention, config, state, window))
+    x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
+    return feed_forward(step, h, x, layer.mlp, config)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -454,12 +462,119 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 
 # -- the family ------------------------------------------------------------------------------------------------------
 
+
+def _of_llama(keys: GgufKeys) -> dict[str, Any]:
+    """A window counts for all layers, as the first Mistral has it."""
+    window = _window(keys)
+    more = {} if window is None else {"sliding_window": window}
+    return _dense_config(keys, "llama" if window is None else "mistral") | more
+
+
+def _of_qwen(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    """Biases of q, k and v belong to Qwen2, and its config.json says nothing of them."""
+    if _window(keys) is not None:
+        raise keys.error("attention.sliding_window", "none: of the models in GGUF only those of llama may have one")
+    config = _dense_config(keys, model_type)
+    return config | {"attention_bias": False} if model_type == "qwen2" else config
+
+
+def _window(keys: GgufKeys) -> int | None:
+    window = keys.integer("attention.sliding_window", 0, least=0)
+    if not window or window >= keys.integer("context_length"):
+        return None
+    if "attention.sliding_window_pattern" in keys:
+        raise keys.error("attention.sliding_window", "none: not by layers")
+    return window
+
+
+def _attention_config(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    config = base(keys, model_type)
+    biased = {
+        "attention_bias": keys.has(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+        "mlp_bias": keys.has(r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+    }
+    return config | biased | rotation(keys, config["head_dim"])
+
+
+def _dense_config(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    config = _attention_config(keys, model_type)
+    if keys.integer("expert_count", 0, least=0):
+        raise keys.error("expert_count", "no experts")
+    return config | {"intermediate_size": keys.integer("feed_forward_length")}
+
+
+def _of_qwen3_moe(keys: GgufKeys) -> dict[str, Any]:
+    return _of_experts(keys, "qwen3_moe")
+
+
+def _of_experts(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    if _window(keys) is not None:
+        raise keys.error("attention.sliding_window", "none: of the models in GGUF only those of llama may have one")
+    return _attention_config(keys, model_type) | {
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", model_type == "qwen3_moe"),
+    }
+
+
+def _of_qwen2_moe(keys: GgufKeys) -> dict[str, Any]:
+    config = _of_experts(keys, "qwen2_moe")
+    width = keys.integer("expert_shared_feed_forward_length", None) or keys.integer("feed_forward_length")
+    return config | {"shared_expert_intermediate_size": width, "qkv_bias": config.pop("attention_bias")}
+
+
+def _of_glm(keys: GgufKeys) -> dict[str, Any]:
+    keys.accept("rope.dimension_sections")  # of pictures
+    return (
+        _attention_config(keys, "glm4_moe")
+        | sigmoid_experts(keys)
+        | {
+            "intermediate_size": keys.integer("feed_forward_length"),
+            "use_qk_norm": keys.has(r"blk\.\d+\.attn_q_norm\.weight"),
+        }
+    )
+
+
+def _of_minimax(keys: GgufKeys) -> dict[str, Any]:
+    config, chosen = base(keys, "minimax_m2"), sigmoid_experts(keys)
+    for key, value in (("n_shared_experts", 0), ("n_group", 1), ("first_k_dense_replace", 0)):
+        keys.require(chosen[key] == value, f"experts have {key} {chosen[key]}, expected {value}")
+    turned = rotation(keys, config["head_dim"])
+    turned.pop("partial_rotary_factor", None)
+    return (
+        config
+        | turned
+        | {
+            "rotary_dim": keys.integer("rope.dimension_count", config["head_dim"]),
+            "num_local_experts": chosen["n_routed_experts"],
+            "num_experts_per_tok": chosen["num_experts_per_tok"],
+            "intermediate_size": chosen["moe_intermediate_size"],
+        }
+    )
+
+
+_EXPERTS = {
+    f"{block}.{path}": name
+    for block in ("mlp", "block_sparse_moe")
+    for path, name in {
+        "gate": "ffn_gate_inp",
+        "switch_mlp.gate_proj": "ffn_gate_exps",
+        "switch_mlp.up_proj": "ffn_up_exps",
+        "switch_mlp.down_proj": "ffn_down_exps",
+        "experts.gate_up_proj": "ffn_gate_up_exps",
+        "experts.down_proj": "ffn_down_exps",
+    }.items()
+}
 _GGUF = GgufNames(
     architectures={
-        "llama": GgufArchitecture("llama", neighbours=True, windowed="mistral"),
-        "qwen2": GgufArchitecture("qwen2", biased=True),
-        "qwen3": GgufArchitecture("qwen3"),
-        "qwen3moe": GgufArchitecture("qwen3_moe", experts=True),
+        "llama": GgufArchitecture(_of_llama, rows=halves),
+        "qwen2": GgufArchitecture(lambda keys: _of_qwen(keys, "qwen2")),
+        "qwen3": GgufArchitecture(lambda keys: _of_qwen(keys, "qwen3")),
+        "qwen3moe": GgufArchitecture(_of_qwen3_moe),
+        "qwen2moe": GgufArchitecture(_of_qwen2_moe),
+        "glm4moe": GgufArchitecture(_of_glm, {"post_attention_layernorm": "post_attention_norm"}),
+        "minimax-m2": GgufArchitecture(_of_minimax),
     },
     modules={
         "embed_tokens": "token_embd",
@@ -476,10 +591,17 @@ _GGUF = GgufNames(
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
-        "mlp.gate": "ffn_gate_inp",
-        "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
-        "mlp.switch_mlp.up_proj": "ffn_up_exps",
-        "mlp.switch_mlp.down_proj": "ffn_down_exps",
+        **_EXPERTS,
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        **{
+            f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
+            for shared in ("shared_expert", "shared_experts")
+            for part in ("gate", "up", "down")
+        },
+    },
+    tensors={
+        "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     },
 )
 
@@ -521,4 +643,15 @@ FAMILY = Family(
     mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,
+    draft_head=DraftHead(
+        model_types=("glm4_moe",),
+        depth="num_nextn_predict_layers",
+        spelling="nextn",
+        drafter=lambda model_type: f"{model_type}_mtp",
+        config=lambda config: replace(config, windows=(None,), dense_layers=frozenset()),
+        read_layer=lambda source, config: _layer(source, config, 0),
+        read_norm=lambda source, path, size: source.vector(path, size),
+        layer=decoder_layer,
+        sees_first=False,
+    ),
 )

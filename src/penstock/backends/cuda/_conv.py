@@ -20,13 +20,14 @@ def _store(y_ptr, x, mask, SILU: tl.constexpr):
 
 # conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t];
 #          the sum itself without SILU, here and below
-# shapes   x, y [T, C]; state [W - 1, C] or [S, W - 1, C], float32 or x's dtype; weight [C, W] of any float; slots [T]
+# shapes   x, y [T, C]; state [W - 1, C] or [S, depth, C], depth >= W - 1, float32 or x's dtype; weight [C, W] of any
+#          float; slots [T]
 # grid     (blocks of tokens * blocks of channels,): one program owns a [TOKENS, CHANNELS] tile of y
 # bytes    2 * T * C * itemsize; all but one of the W reads of an element of x come from the first-level cache
 # limits   none; W is unrolled
 @triton.jit(do_not_specialize=["T"])
 def _conv1d_kernel(
-    x_ptr, state_ptr, weight_ptr, slots_ptr, y_ptr, T, C, slots, W: tl.constexpr, BY_SLOT: tl.constexpr,
+    x_ptr, state_ptr, weight_ptr, slots_ptr, y_ptr, T, C, slots, depth, W: tl.constexpr, BY_SLOT: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, CHANNELS)
@@ -44,7 +45,7 @@ def _conv1d_kernel(
         tap = tl.load(weight_ptr + c * W + j, mask=c < C, other=0.0).to(tl.float32)
         if BY_SLOT:
             if j < W - 1:
-                row = tl.load(state_ptr + (slot * (W - 1) + j) * C + c, mask=live, other=0.0).to(tl.float32)
+                row = tl.load(state_ptr + (slot * depth + j) * C + c, mask=live, other=0.0).to(tl.float32)
             else:
                 row = tl.load(x_ptr + t * C + c, mask=live, other=0.0).to(tl.float32)
         else:
@@ -119,19 +120,20 @@ def convolve(
     tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
     grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
     _conv1d_kernel[grid](
-        x, state, weight, slots, out, T, C, state.shape[0], W, slots is not None, tokens, channels, silu,
+        x, state, weight, slots, out, T, C, state.shape[0], state.shape[-2], W, slots is not None, tokens, channels,
+        silu,
         num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
 
 
 # conv1d_state_update  state <- the last W - 1 rows of state, x (of one row x[b] for state[slots[b]])
-# shapes               state [W - 1, C] or [S, W - 1, C], float32 or x's dtype; x [T, C]; slots [B]
+# shapes               state [W - 1, C] or [S, depth, C], depth >= W - 1, float32 or x's dtype; x [T, C]; slots [B]
 # grid                 (rows * blocks of channels,): one program moves on CHANNELS columns of a state, a thread its own
 # bytes                2 * (W - 1) * C * itemsize for each state
 # limits               none
 @triton.jit(do_not_specialize=["T"])
 def _conv1d_shift_kernel(
-    state_ptr, x_ptr, slots_ptr, T, C, slots, KEPT: tl.constexpr, BY_SLOT: tl.constexpr, CHANNELS: tl.constexpr
+    state_ptr, x_ptr, slots_ptr, T, C, slots, depth, KEPT: tl.constexpr, BY_SLOT: tl.constexpr, CHANNELS: tl.constexpr
 ):
     across = tl.cdiv(C, CHANNELS)
     row = (tl.program_id(0) // across).to(tl.int64)
@@ -140,7 +142,7 @@ def _conv1d_shift_kernel(
     if BY_SLOT:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         new, most = row * 0 + 1, tl.where((slot >= 0) & (slot < slots), C, 0)
-    state_ptr += slot * KEPT * C
+    state_ptr += slot * depth * C
     x_ptr += row * C
     # Row r becomes row r + new of state, x. In rising order a thread reads every row before it writes it.
     for r in range(KEPT):
@@ -275,12 +277,13 @@ def convolve_runs(
     )  # fmt: skip
 
 
-def move_on(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None) -> None:
+def move_on(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None, width: int | None = None) -> None:
     T, C = x.shape
+    kept = state.shape[-2] if width is None else width - 1
     channels = min(128, triton.next_power_of_2(C))
     grid = ((1 if slots is None else T) * triton.cdiv(C, channels),)
     _conv1d_shift_kernel[grid](
-        state, x, slots, T, C, state.shape[0], state.shape[-2], slots is not None, channels, num_warps=1
+        state, x, slots, T, C, state.shape[0], state.shape[-2], kept, slots is not None, channels, num_warps=1
     )
 
 
