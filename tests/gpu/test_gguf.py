@@ -24,7 +24,7 @@ def some(rng: np.random.Generator, kind: str, *shape: int) -> GgufTensor:
 
 
 def calls(rng: np.random.Generator, kind: str, dtype: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Ops with arguments: an odd number of blocks in a row, rows that fill no tile, few and many rows, absent experts."""
+    """Ops with arguments: an odd number of blocks in a row, rows that fill no tile, few and many rows, no expert."""
     wide = BLOCK_TYPES[kind].size == 256
     K = 768 if wide else 160
     yield ops.dequantize, {"w": some(rng, kind, 3, 5, K)}

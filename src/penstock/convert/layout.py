@@ -98,8 +98,6 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     tensors, formats = names.renamed(tensors, formats)
     tensors = _experts_stacked(tensors, rules.expert_stack, str(checkpoint.path))
     formats = {_stacked_path(path, rules.expert_stack): format for path, format in formats.items()}
-    tensors = {_respelled(name, rules.renamed): rows for name, rows in tensors.items()}
-    formats = {_respelled(path, rules.renamed): format for path, format in formats.items()}
     if layout == "hf":
         tensors = {name: _mlx_form(name, rows, rules) for name, rows in tensors.items()}
     tensors = dict(_heads_split(tensors, formats, rules.split_heads))
@@ -246,14 +244,6 @@ def _stacked_path(path: str, stack: str) -> str:
     """The path of a module, of an expert that of its stack."""
     one = _EXPERT.fullmatch(f"{path}.weight")
     return path if one is None else f"{one[1]}.{stack}.{_SPELLED.get(one[3], one[3])}"
-
-
-def _respelled(name: str, renamed: Mapping[str, str]) -> str:
-    """The name of a tensor, or a path, in mlx-lm's spelling."""
-    path, dot, part = name.rpartition(".")
-    path, rest = (path, dot + part) if part in PARTS else (name, "")
-    end = next((end for end in renamed if path.endswith(f".{end}")), None)
-    return name if end is None else path.removesuffix(end) + renamed[end] + rest
 
 
 def _mlx_form(name: str, rows: Rows, rules: MlxRules) -> Rows:

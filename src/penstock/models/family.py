@@ -93,7 +93,6 @@ class MlxRules:
     renamed: tuple[tuple[str, str], ...] = ()  # parts of names and what stands there instead, one after the other
     channels_last: tuple[str, ...] = ()  # convolutions [C, 1, W], in mlx-lm [C, W, 1]
     split_heads: Mapping[str, SplitHeads] = field(default_factory=dict)  # by the last part of a module's path
-    renamed: Mapping[str, str] = field(default_factory=dict)  # ends of paths that are others in mlx-lm
     uncast: tuple[str, ...] = ()  # tensors that keep their dtype, whatever the others become
     unquantized: tuple[str, ...] = ()  # ends of paths of matrices that mlx-lm cannot quantize in this model
     config: dict[str, Any] = field(default_factory=dict)  # keys of config.json that get another value

@@ -364,7 +364,7 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     """mlx-lm spells w1, w2 and w3 out where there are experts."""
     spelled = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"} if config.experts else {}
-    renamed = {f"feed_forward.{short}": f"feed_forward.{long}" for short, long in spelled.items()}
+    renamed = tuple((f".feed_forward.{short}", f".feed_forward.{long}") for short, long in spelled.items())
     return MlxRules(channels_last=("conv.conv.weight",), uncast=("expert_bias",), renamed=renamed)
 
 
