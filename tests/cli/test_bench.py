@@ -342,6 +342,8 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "gemma4-e4b": (7.46, 4.64),  # 8 with them
         "gemma3-27b": (27, 27),
         "gemma3-4b": (3.88, 3.88),
+        "gemma3n-e2b": (4.46, 2.44),  # 5.4 with the towers for pictures and sound
+        "gemma3n-e4b": (6.87, 4.52),  # 7.8 with them
         "deepseek-v3": (671, 37),
         "llama-3.2-3b": (3.21, 3.21),
         "qwen3.8-27b": (26.9, 26.9),
@@ -370,7 +372,10 @@ def count_with_inputs(c):
         own = n < layers - c["num_kv_shared_layers"]
         D = c.get("global_head_dim", c["head_dim"]) if kind == "full_attention" else c["head_dim"]
         wide = 2 if c.get("use_double_wide_mlp") and not own else 1
-        total += dim * D * (2 * H + 2 * Hkv * own) + 3 * dim * c["intermediate_size"] * wide + 2 * dim * P
+        width = c["intermediate_size"][n] if "altup_num_inputs" in c else c["intermediate_size"]
+        own |= "altup_num_inputs" in c  # where files have keys and values that are not used
+        total += dim * D * (2 * H + 2 * Hkv * own) + 3 * dim * width * wide + 2 * dim * (P + c.get("laurel_rank", 0))
+    total += 2 * (c.get("altup_num_inputs", 1) - 1) * dim**2
     return total + layers * P * (c["vocab_size_per_layer_input"] + dim)
 
 

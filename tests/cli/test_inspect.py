@@ -84,6 +84,8 @@ def test_inspect_counts_what_bench_counts(capsys):
             25.23e9,
             3.82e9,
         ),
+        ("gemma3n-e2b", {"sliding attention (512) + dense": 24, "full attention + dense": 6}, 4.46e9, 2.44e9),
+        ("gemma3n-e4b", {"sliding attention (512) + dense": 28, "full attention + dense": 7}, 6.87e9, 4.52e9),
         ("gemma4-e2b", {"sliding attention (512) + dense": 28, "full attention + dense": 7}, 4.63e9, 2.28e9),
         ("gemma4-e4b", {"sliding attention (512) + dense": 35, "full attention + dense": 7}, 7.46e9, 4.64e9),
         ("deepseek-v3", {"latent attention (MLA) + dense": 3, "latent attention (MLA) + MoE": 58}, 671.0e9, 36.6e9),

@@ -17,6 +17,7 @@ from tests.models.common import error, moe_config, next_config, small_config, so
 from tests.models.made import decoded
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
+from tests.models.test_gemma3n import CONFIGS as GEMMA3N
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_kimi_linear import CONFIGS as KIMI
 from tests.models.test_llama import CONFIGS as LLAMA
@@ -25,6 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": moe_config(),
     "qwen3_next": next_config(),
     "gemma3": GEMMA3["text"],
+    "gemma3n": GEMMA3N["text"],
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
     "kimi_linear": KIMI["moe"],
