@@ -355,6 +355,11 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "kimi-linear-48b-a3b": (49.1, 3),
         "mixtral-8x7b": (46.7, 12.9),
         "qwen1.5-moe-a2.7b": (14.3, 2.7),
+        "ministral-3-3b": (3.43, 3.43),
+        "ministral-3-8b": (8.49, 8.49),
+        "ministral-3-14b": (13.5, 13.5),
+        "lfm2-8b-a1b": (8.34, 1.5),
+        "lfm2-1.2b": (1.17, 1.17),
     }[file.stem]
     assert 1 <= raw["layers"] < text["num_hidden_layers"]
     assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]
@@ -391,6 +396,13 @@ def count_parameters(c):
     for n, kind in enumerate(kinds):
         H, Hkv = c["num_attention_heads"], c["num_key_value_heads"]
         D = c.get("head_dim", dim // H)
+        if "conv_L_cache" in c:
+            total += 4 * dim * dim if kind == "conv" else dim * D * (2 * H + 2 * Hkv)
+            if n < c.get("num_dense_layers", n + 1):
+                total += 3 * dim * (c["intermediate_size"] if "intermediate_size" in c else c["block_ff_dim"] * 2 // 3)
+            else:
+                total += c["num_experts"] * 3 * dim * c["moe_intermediate_size"]
+            continue
         if not {"moe_intermediate_size", "num_local_experts"} & c.keys() and "linear_num_key_heads" not in c:
             total += dim * D * (2 * H + 2 * Hkv) + 3 * dim * c["intermediate_size"]
             continue

@@ -70,7 +70,9 @@ def test_conv1d_causal_matches_torch(T, W, dtype, rng):
     want = np.zeros((0, 6))
     if T:
         taps = torch.from_numpy(weight.astype(np.float64))[:, None]
-        want = torch.nn.functional.silu(torch.nn.functional.conv1d(both, taps, groups=6))[0].T.numpy()
+        sums = torch.nn.functional.conv1d(both, taps, groups=6)
+        want = torch.nn.functional.silu(sums)[0].T.numpy()
+        assert_rounded(conv1d_causal(x, state, weight, act="none"), sums[0].T.numpy(), dtype)
     assert_rounded(conv1d_causal(x, state, weight), want, dtype)
     if dtype != "float32":
         assert_rounded(conv1d_causal(x, state.astype(np.float32), weight), want, dtype)  # a float32 state will do
@@ -83,6 +85,8 @@ def test_conv1d_causal_by_hand():
     np.testing.assert_array_equal(y, [[1234], [2345]])  # silu(1234) is 1234 in float32
     y = conv1d_causal(x, state, np.array([[0, 0, 0, -1]], "f4"))
     np.testing.assert_allclose(y, [[-4 / (1 + math.e**4)], [-5 / (1 + math.e**5)]], rtol=6e-8)
+    y = conv1d_causal(x, state, np.array([[0, 0, 100, -1]], "f4"), act="none")
+    np.testing.assert_array_equal(y, [[296], [395]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -469,6 +473,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
         ({"weight": zeros(5, 4)}, ShapeError, "weight has shape (5, 4), expected 6 rows (channels of x)"),
         ({"weight": zeros(6, 0)}, ShapeError, "weight has shape (6, 0), expected no empty axis"),
         ({"weight": zeros(6, 1, 4)}, ShapeError, "weight has shape (6, 1, 4), expected [C, W]"),
+        ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'none'"),
     ],
     "conv1d_causal slots": BAD_SLOTS,
     "conv1d_state_update": BAD_CONV,

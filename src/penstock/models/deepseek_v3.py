@@ -16,7 +16,8 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, expert_groups
-from penstock.models.family import Family, MlxRules, SplitHeads
+from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules, SplitHeads
+from penstock.models.gguf_keys import GgufKeys, rope_scaling, sigmoid_experts, stem
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -282,14 +283,18 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
-        x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
-        h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
-        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        if isinstance(layer.mlp, Mlp):
-            h = ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
-        else:
-            h = moe(step, h, x, layer.mlp, config)
+        h = decoder_layer(step, h, layer, config, state)
     return h
+
+
+def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: tuple[Array, Array]) -> Array:
+    """The residual stream h [T, dim] after one layer."""
+    x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
+    h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
+    x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
+    if isinstance(layer.mlp, Mlp):
+        return ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
+    return moe(step, h, x, layer.mlp, config)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -427,6 +432,68 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     return MlxRules(split_heads=latent_heads(config), uncast=("e_score_correction_bias",))
 
 
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """Older files have `kv_b_proj` in one piece, and the widths of heads as key_length and value_length."""
+    config, rank = stem(keys, "deepseek_v3"), keys.integer("attention.kv_lora_rank")
+    rope_dim = keys.integer("rope.dimension_count")
+    own = "attention.key_length_mla" in keys
+    keys.accept("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    width = keys.integer("attention.key_length_mla" if own else "attention.key_length")
+    keys.require(width > rope_dim, f"keys of {width} channels, expected more than rope.dimension_count ({rope_dim})")
+    scaling = rope_scaling(keys)
+    if scaling is not None and (gain := keys.number("rope.scaling.yarn_log_multiplier", 0.0)):
+        # The converter writes a tenth of mscale_all_dim. mscale is in no key: it is the same in all released models.
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * gain, 6))
+    if keys.integer("expert_count", 0, least=0):
+        config |= sigmoid_experts(keys)
+    return config | {
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "q_lora_rank": keys.integer("attention.q_lora_rank", None),
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": width - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": keys.integer("attention.value_length_mla" if own else "attention.value_length"),
+        "rope_scaling": scaling,
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={
+        "deepseek2": GgufArchitecture(
+            _of_gguf, copied=("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa")
+        )
+    },
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.embed_q": "attn_k_b",
+        "self_attn.unembed_out": "attn_v_b",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
+        "mlp.switch_mlp.up_proj": "ffn_up_exps",
+        "mlp.switch_mlp.down_proj": "ffn_down_exps",
+        "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+        **{
+            f"mlp.{block}{part}_proj": f"ffn_{part}{end}"
+            for block, end in (("", ""), ("shared_experts.", "_shexp"))
+            for part in ("gate", "up", "down")
+        },
+    },
+    tensors={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+)
+
 FAMILY = Family(
     name="deepseek_v3",
     model_types=MODEL_TYPES,
@@ -449,6 +516,18 @@ FAMILY = Family(
     skipped=("mtp.", "model.mtp."),
     unquantized=("mlp.gate",),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
+    draft_head=DraftHead(
+        model_types=MODEL_TYPES,
+        depth="num_nextn_predict_layers",
+        spelling="nextn",
+        drafter=lambda model_type: f"{model_type}_mtp",
+        config=lambda config: replace(config, layers=1, dense_layers=int(not config.experts)),
+        read_layer=lambda source, config: _layer(source, config, 0),
+        read_norm=lambda source, path, size: source.vector(path, size),
+        layer=decoder_layer,
+        sees_first=False,
+    ),
     full_attention="latent attention (MLA)",
 )

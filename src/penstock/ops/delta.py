@@ -85,12 +85,13 @@ def _conv_state(
     check.axes("[S, W - 1, C]" if lead else "[W - 1, C]", 2 + lead, state=state)
     if state.dtype not in ("float32", x.dtype):
         check.dtype(x.dtype, state=state)
-    taps = state.shape[lead] if width is None or (starts is not None and state.shape[lead] >= width) else width - 1
+    taps = state.shape[lead] if width is None or (lead and state.shape[lead] >= width) else width - 1
     check.shape((*state.shape[:lead], taps, x.shape[1]), "taps - 1 and channels", state=state)
     _slots(slots, x.shape[0], starts, keep)
 
 
-def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: Spec | None) -> Spec:
+def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: Spec | None, act: str) -> Spec:
+    check.one_of(("silu", "none"), act=act)
     check.floating(weight=weight)
     check.axes("[C, W]", 2, weight=weight)
     check.filled(0, weight=weight)
@@ -102,13 +103,13 @@ def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: S
 
 @op(infer=_convolved, check=lambda x, state, slots, starts: _check_runs(slots, state, starts, len(x)))
 def conv1d_causal(
-    x: Array, state: Array, weight: Array, slots: Array | None = None, starts: Array | None = None
+    x: Array, state: Array, weight: Array, slots: Array | None = None, starts: Array | None = None, act: str = "silu"
 ) -> Array:
     """silu(Σ_j seq[t + j] · weight[:, j]) per channel, seq = state followed by x: tap W − 1 meets the current token.
 
     x [T, C], state [W − 1, C], weight [C, W]; or x [B, C], state [S, W − 1, C], slots int32 [B], one step each → like
     x. With starts x [T, C] has the runs of B sequences. Slot −1: 0, and no state moves, here and below. Reads the state
-    only: `conv1d_state_update` moves it on.
+    only: `conv1d_state_update` moves it on. act "none": the sum itself.
     """
     taps = f64(weight).T  # [W, C]
     starts = with_runs(slots, starts)
@@ -121,17 +122,17 @@ def conv1d_causal(
         seq = np.concatenate([f64(state), f64(x)])
         y = sum(seq[j : j + len(x)] * taps[j] for j in range(len(taps)))
     else:
-        seq = np.concatenate([f64(state[slots]), f64(x)[:, None]], axis=1)  # [B, W, C]
+        seq = np.concatenate([f64(state[slots, : len(taps) - 1]), f64(x)[:, None]], axis=1)  # [B, W, C]
         y = sum(seq[:, j] * taps[j] for j in range(len(taps)))
-    return round_to(silu(np.asarray(y)), x.dtype)
+    return round_to(silu(np.asarray(y)) if act == "silu" else np.asarray(y), x.dtype)
 
 
 def _updated(
     state: Spec, x: Spec, slots: Spec | None, starts: Spec | None, keep: Spec | None, width: int | None
 ) -> None:
     _conv_state(state, x, slots, width, starts, keep)
-    if (keep is None) != (width is None):
-        raise InvalidArgument("keep and width (taps of the convolution) go together")
+    if keep is not None and width is None:
+        raise InvalidArgument("keep goes with width (taps of the convolution)")
 
 
 def _check_update(
@@ -153,11 +154,12 @@ def conv1d_state_update(
 ) -> None:
     """state ← the last W − 1 rows of state followed by x. Shapes as in `conv1d_causal`; run it after that op.
 
-    With keep int32 [B] and the width W of the convolution, runs that are kept go behind the first W − 1 rows instead.
+    With the width W of the convolution the state may have more rows, of which the first W − 1 count; with keep int32
+    [B] beside it, runs that are kept go behind these instead.
     """
     starts = with_runs(slots, starts)
+    rows = state.shape[-2] if width is None else width - 1
     if starts is not None and slots is not None:
-        rows = state.shape[1] if width is None else width - 1
         for b, slot, low, high in slotted_runs(starts, slots):
             new = x[low:high].astype(state.dtype)
             if keep is not None and keep[b]:
@@ -166,8 +168,8 @@ def conv1d_state_update(
                 state[slot, :rows] = np.concatenate([state[slot, :rows], new])[len(new) :]
     elif slots is None:
         state[...] = np.concatenate([state, x.astype(state.dtype)])[len(x) :]
-    elif state.shape[1]:
-        state[slots] = np.concatenate([state[slots, 1:], x.astype(state.dtype)[:, None]], axis=1)
+    elif rows:
+        state[slots, :rows] = np.concatenate([state[slots, 1:rows], x.astype(state.dtype)[:, None]], axis=1)
 
 
 # -- gates -----------------------------------------------------------------------------------------------------------
@@ -482,7 +484,8 @@ def _step(
     check.filled(0, conv_weight=conv_weight)
     W = conv_weight.shape[1]
     check.shape((C, W), "C, W", conv_weight=conv_weight)
-    check.shape((S, W - 1, C), "slots of state, W - 1, C", conv_state=conv_state)
+    rows = conv_state.shape[1] if len(conv_state.shape) == 3 and conv_state.shape[1] >= W else W - 1
+    check.shape((S, rows, C), "slots of state, W - 1, C", conv_state=conv_state)
     check.shape((Hv,), "Hv", A_log=A_log)
     check.shape((Hv, *by_channel), "Hv" + ", Dk" * len(by_channel), dt_bias=dt_bias)
     check.shape((Dv,), "Dv", norm_weight=norm_weight)
@@ -509,13 +512,14 @@ def gated_delta_step(
     """One token of B sequences through all of a layer between its projections → [B, Hv, Dv].
 
     conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta → gated_delta_net → gated_rms_norm(eps, act),
-    each rounded as on its own. qkv [B, 2 Hk Dk + Hv Dv], z [B, Hv, Dv], alpha, beta [B, Hv]; conv_state [S, W − 1, C]
-    and state [S, Hv, Dv, Dk], float32 or bfloat16, move on at slots int32 [B]; conv_weight [C, W], A_log, dt_bias
-    [Hv], norm_weight [Dv]. With decays of channels alpha [B, Hv, Dk] and dt_bias [Hv, Dk].
+    each rounded as on its own. qkv [B, 2 Hk Dk + Hv Dv], z [B, Hv, Dv], alpha, beta [B, Hv]; conv_state [S, W − 1, C],
+    or with room behind these rows, and state [S, Hv, Dv, Dk], float32 or bfloat16, move on at slots int32 [B];
+    conv_weight [C, W], A_log, dt_bias [Hv], norm_weight [Dv]. With decays of channels alpha [B, Hv, Dk] and dt_bias
+    [Hv, Dk].
     """
     Hv, Dv, Dk = state.shape[1:]
     y = conv1d_causal.body(qkv, conv_state, conv_weight, slots)
-    conv1d_state_update.body(conv_state, qkv, slots)
+    conv1d_state_update.body(conv_state, qkv, slots, width=conv_weight.shape[1])
     y = rms_norm_qk.body(y, Hk, Dk, Hk * Dk)
     g, b = gdn_decay_beta.body(alpha, beta, A_log, dt_bias)
     d = gated_delta_net.body(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots)

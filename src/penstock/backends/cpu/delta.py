@@ -86,6 +86,7 @@ def conv1d_causal(
     weight: np.ndarray,
     slots: np.ndarray | None = None,
     starts: np.ndarray | None = None,
+    act: str = "silu",
     *,
     out: np.ndarray,
 ) -> None:
@@ -94,38 +95,39 @@ def conv1d_causal(
         kept = weight.shape[1] - 1
         for rows, own in _parts(starts, slots, out):
             if isinstance(own, int):
-                conv1d_causal(x[rows], state[own, :kept], weight, out=out[rows])
+                conv1d_causal(x[rows], state[own, :kept], weight, act=act, out=out[rows])
             else:
-                conv1d_causal(x[rows], state, weight, own, out=out[rows])
+                conv1d_causal(x[rows], state, weight, own, act=act, out=out[rows])
         return
     if out.size == 0:
         return
     args = (bytes_in(x), bytes_in(state), frozen(weight.ravel().view(np.uint8)), _slots(slots), state.shape[-2])
-    args = (*args, fmt(x), fmt(state), fmt(weight), bytes_out(out))
+    args = (*args, fmt(x), fmt(state), fmt(weight), act == "silu", bytes_out(out))
     if out.size <= _SERIAL_CONV:
         _convolve_some(*args, 0, len(x), 0, x.shape[1])
     else:
         run(_convolve, *args)
 
 
-# conv1d    out[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
+# conv1d    out[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t];
+#           gated false: the sum itself
 # shapes    rows of any format as bytes: x, out [T, C], state [(S *) depth, C], its first W - 1 count; weight the bytes
 #           of [C, W]
 # threads   prange over blocks of rows and channels
 # bytes     2 * T * C * itemsize, the state and the weights once for each block of rows
 # limits    none
 @njit(parallel=True)
-def _convolve(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out):
+def _convolve(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, gated, out):
     T, C = x.shape[0], x.shape[1] // itemsize(x_fmt)
     across, down = (C + _CHANNELS - 1) // _CHANNELS, (T + _TOKENS - 1) // _TOKENS
     for task in prange(across * down):
         t, c = _TOKENS * (task // across), _CHANNELS * (task % across)
         tokens, channels = min(T, t + _TOKENS), min(C, c + _CHANNELS)
-        _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out, t, tokens, c, channels)
+        _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, gated, out, t, tokens, c, channels)
 
 
 @njit
-def _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out, t0, t1, c0, c1):
+def _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, gated, out, t0, t1, c0, c1):
     xs, ss, ws = itemsize(x_fmt), itemsize(state_fmt), itemsize(weight_fmt)
     C = x.shape[1] // xs
     W = weight.size // (C * ws)
@@ -155,9 +157,9 @@ def _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt,
             load_bytes(x[t, first * xs : (first + n) * xs], x_fmt, seen[(t + W - 1) % W])
             result = out[t, first * xs : (first + n) * xs]
             if x_fmt == FLOAT32:
-                _convolve_row(seen, taps, t, result.view(np.float32))
+                _convolve_row(seen, taps, t, gated, result.view(np.float32))
             else:
-                _convolve_row(seen, taps, t, y[:n])
+                _convolve_row(seen, taps, t, gated, y[:n])
                 store_bytes(y, x_fmt, result)
 
 
@@ -175,13 +177,18 @@ def _turn_taps(flat, taps, n):
 
 
 @njit(fastmath=FUSED_MULTIPLY_ADD)
-def _convolve_row(seen, taps, t, y):
+def _convolve_row(seen, taps, t, gated, y):
     W = taps.shape[0]
-    if W == 4:
+    if W == 4 and gated:
         r0, r1, r2, r3 = seen[t % 4], seen[(t + 1) % 4], seen[(t + 2) % 4], seen[(t + 3) % 4]
         t0, t1, t2, t3 = taps[0], taps[1], taps[2], taps[3]
         for c in range(y.size):
             y[c] = silu32(r0[c] * t0[c] + r1[c] * t1[c] + r2[c] * t2[c] + r3[c] * t3[c])
+    elif W == 3 and not gated:
+        r0, r1, r2 = seen[t % 3], seen[(t + 1) % 3], seen[(t + 2) % 3]
+        t0, t1, t2 = taps[0], taps[1], taps[2]
+        for c in range(y.size):
+            y[c] = r0[c] * t0[c] + r1[c] * t1[c] + r2[c] * t2[c]
     else:
         for c in range(y.size):
             y[c] = np.float32(0)
@@ -189,8 +196,9 @@ def _convolve_row(seen, taps, t, y):
             row, tap = seen[(t + j) % W], taps[j]
             for c in range(y.size):
                 y[c] += row[c] * tap[c]
-        for c in range(y.size):
-            y[c] = silu32(y[c])
+        if gated:
+            for c in range(y.size):
+                y[c] = silu32(y[c])
 
 
 @kernel(ops.conv1d_state_update, device="cpu")
@@ -795,7 +803,7 @@ def gated_delta_step(
     Hv, Dv, Dk = state.shape[1:]
     y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(beta.shape, np.float32)
     conv1d_causal(qkv, conv_state, conv_weight, slots, out=y)
-    conv1d_state_update(conv_state, qkv, slots)
+    conv1d_state_update(conv_state, qkv, slots, width=conv_weight.shape[1])
     rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
     gdn_decay_beta(alpha, beta, A_log, dt_bias, out=(g, b))
     gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots, out=out)

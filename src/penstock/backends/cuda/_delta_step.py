@@ -90,8 +90,8 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
 
 # mix      y = silu(conv1d(x)) of a row, its q and k heads divided by their lengths (q by sqrt(Dk) too); the rows kept
 #          for the convolution move on; g and b as in gdn_decay_beta
-# shapes   x, y [B, C], C = 2 Hk Dk + Hv Dv; kept [S, W - 1, C]; weight [C, W]; alpha, beta, g, b [B, Hv]; slots [B];
-#          where CHANNELS alpha, g [B, Hv, Dk]
+# shapes   x, y [B, C], C = 2 Hk Dk + Hv Dv; kept [S, depth, C], its first W - 1 rows; weight [C, W]; alpha, beta, g,
+#          b [B, Hv]; slots [B]; where CHANNELS alpha, g [B, Hv, Dk]
 # grid     (B, 2 Hk + Hv): one program owns a head of q, k or v; those of v have the gates of their head
 # bytes    B * C * (2 + 2 * (W - 1)) * itemsize and the weight
 # limits   a head is at most 16384 wide
@@ -100,7 +100,8 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["slots"])
 def _mix_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, y_ptr, g_ptr, b_ptr,
-    slots, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
+    slots, depth, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -115,7 +116,7 @@ def _mix_kernel(
         slot = tl.load(slots_ptr + row).to(tl.int64)
         if (slot >= 0) & (slot < slots):
             for j in tl.static_range(W - 1):
-                prefetch_lines(kept_ptr + (slot * (W - 1) + j) * C + first, wide, BLOCK)
+                prefetch_lines(kept_ptr + (slot * depth + j) * C + first, wide, BLOCK)
         gdc_wait()
         gdc_launch_dependents()
     c = first + i
@@ -132,7 +133,7 @@ def _mix_kernel(
     else:
         bias, alpha = tl.load(dt_bias_ptr + own).to(tl.float32), tl.load(alpha_ptr + at).to(tl.float32)
     x_ptr += row * C
-    kept_ptr += slot * (W - 1) * C
+    kept_ptr += slot * depth * C
     y = _convolved(x_ptr, kept_ptr, weight_ptr, c, live, moved, C, W)
     _shift(x_ptr, kept_ptr, c, moved, C, W)
     if part < Hk:
@@ -220,7 +221,7 @@ def _store_part(tile, S, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
 @triton.jit(do_not_specialize=["slots"])
 def _step_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, arrived_ptr, state_ptr,
-    z_ptr, norm_ptr, out_ptr, slots, unit_eps, eps,
+    z_ptr, norm_ptr, out_ptr, slots, depth, unit_eps, eps,
     Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, W: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, LINE: tl.constexpr,
     LOAD: tl.constexpr, STORE: tl.constexpr, PREFETCH: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
@@ -241,7 +242,7 @@ def _step_kernel(
             if (slot >= 0) & (slot < slots):
                 prefetch_lines(state_ptr + (slot * Hv + head) * Dv * Dk, Dv * Dk, PARTS * ROWS * DK)
                 for j in tl.static_range(W - 1):
-                    row_ptr = kept_ptr + (slot * (W - 1) + j) * C
+                    row_ptr = kept_ptr + (slot * depth + j) * C
                     prefetch_lines(row_ptr + key * Dk, Dk, DK)
                     prefetch_lines(row_ptr + (Hk + key) * Dk, Dk, DK)
                     prefetch_lines(row_ptr + v_first, Dv, PARTS * ROWS)
@@ -265,7 +266,7 @@ def _step_kernel(
     norm = tl.load(norm_ptr + value, mask=value < Dv, other=0.0).to(tl.float32)
 
     x_ptr += token * C
-    kept_ptr += slot * (W - 1) * C
+    kept_ptr += slot * depth * C
     i = tl.arange(0, DK)
     c = key * Dk + i
     last = slot >= 0
@@ -392,9 +393,9 @@ def mix(
     y = torch.empty_like(qkv)
     g, b = (qkv.new_empty(like.shape, dtype=torch.float32) for like in (alpha, beta))
     _mix_kernel[(B, 2 * Hk + Hv)](
-        qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, len(conv_state), Hk, Hv, Dk, Dv,
-        1e-6, W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), CHANNELS=alpha.ndim == 3, num_warps=1,
-        **pdl_options(),
+        qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, *conv_state.shape[:2], Hk, Hv, Dk,
+        Dv, 1e-6, W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), CHANNELS=alpha.ndim == 3,
+        num_warps=1, **pdl_options(),
     )  # fmt: skip
     return y, g, b
 
@@ -421,7 +422,7 @@ def step(
     load, store = DELTA_HINTS
     _step_kernel[(B * Hv,)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, arrived, state, z, norm_weight, out,
-        S, 1e-6, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, W=conv_weight.shape[1], **tile, LOAD=load, STORE=store,
-        PREFETCH=choice.prefetch, CHANNELS=alpha.ndim == 3, ACT=act, num_warps=warps, maxnreg=choice.registers,
-        **pdl_options(),
+        S, conv_state.shape[1], 1e-6, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, W=conv_weight.shape[1], **tile, LOAD=load,
+        STORE=store, PREFETCH=choice.prefetch, CHANNELS=alpha.ndim == 3, ACT=act, num_warps=warps,
+        maxnreg=choice.registers, **pdl_options(),
     )  # fmt: skip

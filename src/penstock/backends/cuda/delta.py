@@ -28,15 +28,16 @@ def conv1d_causal(
     weight: torch.Tensor,
     slots: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    act: str = "silu",
     *,
     out: torch.Tensor,
 ) -> None:
     if not x.numel():
         return
     if starts is not None and slots is not None:
-        convolve_runs(x, state, weight, starts, slots, out)
+        convolve_runs(x, state, weight, starts, slots, act == "silu", out)
     else:
-        convolve(x, state, weight, slots, out)
+        convolve(x, state, weight, slots, act == "silu", out)
 
 
 @kernel(ops.conv1d_state_update, device="cuda")
@@ -54,7 +55,7 @@ def conv1d_state_update(
         if len(slots):
             move_runs_on(state, x, starts, slots, keep, width)
     else:
-        move_on(state, x, slots)
+        move_on(state, x, slots, width)
 
 
 # -- gates -----------------------------------------------------------------------------------------------------------

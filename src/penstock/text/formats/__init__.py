@@ -14,6 +14,7 @@ from penstock.text.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1
 from penstock.text.formats.deltas import Message, call_id, gather
 from penstock.text.formats.gemma import GEMMA
 from penstock.text.formats.glm import GLM
+from penstock.text.formats.harmony import HARMONY
 from penstock.text.formats.kimi import KIMI
 from penstock.text.formats.minimax import MINIMAX
 from penstock.text.formats.plain import PLAIN
@@ -23,7 +24,8 @@ from penstock.text.tokenizer import Tokenizer
 
 # by name; where several fit a model, it has the last one
 FORMATS: Mapping[str, ChatFormat] = {
-    format.name: format for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX, KIMI)
+    format.name: format
+    for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX, KIMI, HARMONY)
 }
 
 
@@ -72,16 +74,19 @@ def shown_tokens(format: str, tools: bool) -> tuple[str, ...]:
 
     tools: whether the request has any; without them only the markers of the reasoning are needed.
     """
-    known = FORMATS[format]
-    marks = known.reasoning or ()
-    if tools:
-        marks += (known.call or ()) + (known.calls or ()) + (known.separator, known.quote) + known.inner
-    return tuple(mark for mark in marks if mark)
+    return FORMATS[format].shown(tools)
+
+
+def headers_shown(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Options of a request whose text is shown as it is written: with its markers, where it means nothing without."""
+    known = FORMATS[format_of(tokenizer)]
+    return {"shown": known.shown(tools=True)} if known.headers else {}
 
 
 def with_arguments(messages: Sequence[Mapping[str, Any]], format: str) -> list[dict[str, Any]]:
     """Messages for a chat template: with the arguments of earlier calls, JSON text in requests, in the form that
-    templates of `format` take (an object, or text), and with the ids that it has.
+    templates of `format` take (an object, or text), with the ids that it has, and whatever else these want
+    (`ChatFormat.for_template`).
 
     Raises InvalidArgument for arguments that are no JSON object. Whatever else is wrong is left to the template.
     """
@@ -95,7 +100,7 @@ def with_arguments(messages: Sequence[Mapping[str, Any]], format: str) -> list[d
             message = {**message, "tool_calls": calls}
         changed.append(message)
     call_ids = FORMATS[format].call_ids
-    return changed if call_ids is None else _with_ids(changed, call_ids)
+    return FORMATS[format].for_template(changed if call_ids is None else _with_ids(changed, call_ids))
 
 
 def _with_ids(messages: Sequence[Any], call_ids: Callable[[str, int], str]) -> list[Any]:
