@@ -317,7 +317,7 @@ def test_a_model_cut_off_has_written_a_beginning(llm):
         grammar.accept(token)
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3.1", "glm", "minimax", "harmony"])
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3.1", "glm", "minimax", "harmony", "kimi"])
 def test_a_model_that_knows_no_calls_writes_one(llm, format):
     parameters = {
         "type": "object",
@@ -358,6 +358,8 @@ def call(format, name, arguments):
     if format == "gemma":
         return f"{opening}call:{name}{arguments}{closing}"
     separator = FORMATS[format].separator
+    if format == "kimi":
+        return f"{opening}functions.{name}:0{separator}{arguments}{closing}"
     if format == "deepseek-v3":
         return f"{opening}function{separator}{name}\n```json\n{arguments}\n```{closing}"
     return f"{opening}{name}{separator}{arguments}{closing}"
@@ -377,6 +379,7 @@ EMPTY = {
     "qwen-xml": [],
     "glm": [],
     "minimax": [],
+    "kimi": "{}",
     "gemma": "{}",
     "deepseek-v3": "{}",
     "deepseek-v3.1": "{}",
@@ -402,6 +405,7 @@ CASES = {
     "qwen-xml": (XML_GOOD, XML_BAD),
     "glm": (XML_GOOD, XML_BAD),
     "minimax": (XML_GOOD, XML_BAD),
+    "kimi": (JSON_GOOD, JSON_BAD),
     "gemma": (GEMMA_GOOD, GEMMA_BAD),
     "deepseek-v3": (JSON_GOOD, JSON_BAD),
     "deepseek-v3.1": (JSON_GOOD, JSON_BAD),

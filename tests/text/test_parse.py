@@ -98,6 +98,10 @@ def written(format, content, reasoning, pairs):
     elif format == "gemma":
         for name, arguments in pairs:
             text += f"<|tool_call>call:{name}{gemma(arguments)}<tool_call|>"
+    elif format == "kimi" and pairs:
+        open, argue = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
+        each = [f"{open}{name}:{n}{argue}{json.dumps(a)}<|tool_call_end|>" for n, (name, a) in enumerate(pairs)]
+        text += f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
     elif format == "deepseek-v3" and pairs:
         each = [f"{call}function{separator}{n}\n```json\n{json.dumps(a)}\n```{end}" for n, a in pairs]
         text += begin + "\n".join(each) + finish
@@ -168,7 +172,7 @@ def test_parse_whole_begins_inside_the_reasoning_if_told(format):
     assert parsed(f"{closing}yes", format, in_reasoning=True) == Message("yes", None, [])
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3", "deepseek-v3.1", "glm", "minimax"])
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3", "deepseek-v3.1", "glm", "minimax", "kimi"])
 def test_parse_whole_takes_a_think_tag_inside_an_answer_for_text(format):
     assert parsed("The tag <think> is odd.", format) == Message("The tag <think> is odd.", None, [])
     assert parsed("a </think> b", format) == Message("a </think> b", None, [])
@@ -459,6 +463,8 @@ def test_parser_holds_no_more_than_a_header():
         ("minimax", "Use <minimax:tool_call> for calls."),
         ("minimax", '<minimax:tool_call>\n<invoke name="pi'),
         ("minimax", '<invoke name="">\n</invoke>'),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.pi"),
+        ("kimi", "<|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>none<|tool_call_end|>"),
         ("gemma", "<|tool_call>ping{}<tool_call|>"),
         ("gemma", "<|tool_call>call:ping<tool_call|>"),
         ("gemma", "<|tool_call>call:"),
@@ -486,6 +492,8 @@ def test_parse_whole_leaves_what_is_no_call_as_content(format, text):
         ("minimax", '<invoke name="ping"><parameter name="a">b', '{"a": "b', None),
         ("minimax", '<invoke name="ping">{a}</invoke>x', "{a}", "x"),
         ("minimax", '<invoke name="ping"><parameter name="a</invoke>x', '<parameter name="a', "x"),
+        ("kimi", '<|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>{"a": "b', '{"a": "b', None),
+        ("kimi", '<|tool_call_begin|>ping<|tool_call_argument_begin|>{"a": 1<|tool_call_end|>x', '{"a": 1', "x"),
         ("gemma", '<|tool_call>call:ping{a:<|"|>b', '{"a": "b', None),
         ("gemma", "<|tool_call>call:ping{a:1,b c}<tool_call|>x", '{"a": 1,b c}', "x"),
         ("gemma", "<|tool_call>call:ping{a:[1}<tool_call|>x", '{"a": [1}', "x"),
@@ -528,6 +536,7 @@ PIECES = {
     "qwen-xml": ["<function=weather>", "<function=", "<parameter=city>", "<parameter=days>", "</parameter>", "\n12\n"],
     "glm": ["ping", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "city", "\n12\n"],
     "minimax": ['"ping">', "ping>", '<parameter name="city">', "<parameter name=", "</parameter>", "12"],
+    "kimi": ["functions.", "ping", ":0", '{"a": "', '"}', "{}"],
     "gemma": ["thought\n", "call:ping{", "call:", "a:", "12", "[", "]", "{", "}", ",", '"'],
     "deepseek-v3": ["function", "ping", "\n```json\n", '{"a": "', '"}', "\n```", "{}"],
     "deepseek-v3.1": ["ping", '{"a": 1}', '"', "\\"],
@@ -750,6 +759,7 @@ def tokenizer(template=None, tokens=(), special=()):
         ("<tool_call>\\n<function=x>\\n<parameter=y>", ("<tool_call>",), "qwen-xml"),
         ("<tool_call>{name}\\n<arg_key>k</arg_key>\\n<arg_value>v", ("<tool_call>", "<think>"), "glm"),
         ("toolcall = '<minimax:tool_call>'", ("<think>",), "minimax"),
+        ("<|tool_calls_section_begin|>", ("<|tool_call_argument_begin|>", "<|tool_call_begin|>"), "kimi"),
         ("<|tool_call>call:", (), "gemma"),
         ("no tools", ("<|channel>", "<channel|>"), "gemma"),
         ("<｜tool▁sep｜>' + x + '\\n```json", ("<think>",), "deepseek-v3"),
@@ -775,6 +785,7 @@ def test_format_of_goes_by_template_and_tokens(template, tokens, want):
         ("glm", "<|assistant|><think>", True),
         ("glm", "<|assistant|>\n<think></think>", False),
         ("minimax", "]~b]ai\n<think>\n", True),
+        ("kimi", "<|im_assistant|>assistant<|im_middle|>", False),
         ("gemma", "<|turn>model\n<|channel>thought\n", True),
         ("gemma", "<|turn>model\n<|channel>thought\n<channel|>", False),
         ("gemma", "<|turn>model\n", False),
@@ -839,6 +850,29 @@ def test_with_arguments_gives_harmony_one_call_a_message():
     assert with_arguments([user, answer], "harmony")[1]["thinking"] == "done"
     alone = with_arguments([user, {"role": "assistant", "content": "", "tool_calls": made[:1]}, results[1]], "harmony")
     assert [m["role"] for m in alone] == ["user", "assistant", "tool"] and "thinking" not in alone[1]
+
+
+def test_with_arguments_gives_calls_the_ids_that_templates_of_kimi_write():
+    def call(id, name):
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    messages = [
+        {"role": "assistant", "tool_calls": [call("call_a", "f"), call("call_b", "g")]},
+        {"role": "tool", "tool_call_id": "call_b", "content": "2"},
+        {"role": "tool", "tool_call_id": "unknown", "content": "1"},
+        {"role": "assistant", "tool_calls": [call("call_c", "f")]},
+    ]
+    first, result, other, second = with_arguments(messages, "kimi")
+    assert first["tool_calls"] == [call("functions.f:0", "f"), call("functions.g:1", "g")]
+    assert (result["tool_call_id"], other) == ("functions.g:1", messages[2])
+    assert second["tool_calls"] == [call("functions.f:2", "f")]
+    assert messages[0]["tool_calls"][0]["id"] == "call_a"
+
+
+@pytest.mark.parametrize("name", ["functions.ping:0", "functions.ping", "ping:12", "ping", "functions.ping:"])
+def test_parse_whole_takes_names_of_kimi_with_and_without_what_makes_them_ids(name):
+    text = f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    assert parsed(text, "kimi").tool_calls == calls(("ping", "{}"))
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "5", 5, None, "[" * 100_000, '{"a": NaN}'])

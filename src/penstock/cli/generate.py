@@ -338,6 +338,7 @@ class _Answer:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {len(self.chunks)} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
+            f"{llm.stats().about_drafts()}"
             f"{llm.stats().about_compiling()}"
             f"Peak memory: {llm.stats().peak_memory / 1e9:.3f} GB{llm.stats().about_experts()}"
         )
@@ -361,6 +362,7 @@ class _Answer:
                 "generation_tps": self.generation_tps,
                 "compile_seconds": llm.stats().compile_seconds,
                 "peak_memory": llm.stats().peak_memory / 1e9,
+                **llm.stats().drafts(),
             },
             "seed": seed,
         }

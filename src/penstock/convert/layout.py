@@ -99,10 +99,12 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     rules = family.mlx_rules(config, read)
     family = replace(family, unquantized=(*family.unquantized, *rules.unquantized))
     tensors, formats = _opened(checkpoint, dense)
-    names = _Names(rules.prefixes, prefix, head, len(family.caches(read)), checkpoint.path)
+    names = _Names(rules, prefix, head, len(family.caches(read)), checkpoint.path)
     tensors, formats = names.renamed(tensors, formats)
     tensors = _experts_stacked(tensors, rules.expert_stack, str(checkpoint.path))
     formats = {_stacked_path(path, rules.expert_stack): format for path, format in formats.items()}
+    tensors = {_respelled(name, rules.renamed): rows for name, rows in tensors.items()}
+    formats = {_respelled(path, rules.renamed): format for path, format in formats.items()}
     if layout == "hf":
         tensors = {name: _mlx_form(name, rows, rules) for name, rows in tensors.items()}
     tensors = dict(_heads_split(tensors, formats, rules.split_heads))
@@ -207,9 +209,10 @@ def _block_scaled(checkpoint: Released, name: str, found: Mapping[str, Rows]) ->
 class _Names:
     """Names of the text model with mlx-lm's prefix, and those of the layers that predict further tokens."""
 
-    def __init__(self, target: tuple[str, str], prefix: str, head: str, layers: int, folder: Any) -> None:
+    def __init__(self, rules: MlxRules, prefix: str, head: str, layers: int, folder: Any) -> None:
         self.prefix, self.head, self.layers, self.folder = prefix, head, layers, folder
-        self.target, self.target_head = target
+        self.target, self.target_head = rules.prefixes
+        self.parts = rules.renamed
         self.dropped: list[str] = []
 
     def renamed(
@@ -235,7 +238,10 @@ class _Names:
         if found and start in ("", "model.", "language_model.", "model.language_model."):
             return f"{self.target_head}mtp.{rest}"
         if name.startswith(self.prefix):
-            return self.target + name.removeprefix(self.prefix)
+            name = self.target + name.removeprefix(self.prefix)
+            for part, other in self.parts:
+                name = name.replace(part, other)
+            return name
         return self.target_head + name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else None
 
     def predicts(self, name: str) -> bool:
@@ -279,6 +285,14 @@ def _stacked_path(path: str, stack: str) -> str:
     """The path of a module, of an expert that of its stack."""
     one = _EXPERT.fullmatch(f"{path}.weight")
     return path if one is None else f"{one[1]}.{stack}.{_SPELLED.get(one[3], one[3])}"
+
+
+def _respelled(name: str, renamed: Mapping[str, str]) -> str:
+    """The name of a tensor, or a path, in mlx-lm's spelling."""
+    path, dot, part = name.rpartition(".")
+    path, rest = (path, dot + part) if part in PARTS else (name, "")
+    end = next((end for end in renamed if path.endswith(f".{end}")), None)
+    return name if end is None else path.removesuffix(end) + renamed[end] + rest
 
 
 def _mlx_form(name: str, rows: Rows, rules: MlxRules) -> Rows:

@@ -34,7 +34,7 @@ from penstock.ops.elementwise import (
     swiglu,
     weighted_sum,
 )
-from penstock.ops.embed import embedding, quantized_embedding
+from penstock.ops.embed import embedding, ids_after_first, quantized_embedding
 from penstock.ops.linear import (
     bf16_matmul,
     dequantize,
@@ -90,7 +90,15 @@ from penstock.ops.norm import (
     rms_norm_triple,
 )
 from penstock.ops.op import REGISTRY, Op, backend, kernel, op
-from penstock.ops.rope import head_norm_rope, proportional_inv_freq, rope, rope_inv_freq, yarn_gain, yarn_inv_freq
+from penstock.ops.rope import (
+    head_norm_rope,
+    position_scale,
+    proportional_inv_freq,
+    rope,
+    rope_inv_freq,
+    yarn_gain,
+    yarn_inv_freq,
+)
 from penstock.ops.sampling import sample_tokens
 
 __all__ = [
@@ -131,6 +139,7 @@ __all__ = [
     "geglu",
     "gelu_tanh",
     "head_norm_rope",
+    "ids_after_first",
     "kernel",
     "kv_cache_append",
     "kv_pages_append",
@@ -166,6 +175,7 @@ __all__ = [
     "norm_matmul",
     "op",
     "part_ids",
+    "position_scale",
     "post_attn_triple_norm",
     "post_ff_norm2_endlayer",
     "proportional_inv_freq",

@@ -391,7 +391,7 @@ class Service:
         given = {name: getattr(request, name) for name in _SAMPLING if getattr(request, name) is not None}
         options = {**self.options.defaults, **given, "logprobs": logprobs, "stop": request.stop or ()}
         options["max_tokens"] = tokens if most is None else min(tokens, most)
-        for name in ("presence_penalty", "frequency_penalty", "repetition_context"):
+        for name in ("presence_penalty", "frequency_penalty", "repetition_context", "speculate", "num_draft_tokens"):
             if getattr(request, name) is not None:
                 options[name] = getattr(request, name)
         bias = dict(request.logit_bias or {})

@@ -224,7 +224,8 @@ class ChatFormat:
     markers of a list alone. special: the markers of calls are special tokens, so they do not
     occur in arguments. unopened: how a call begins whose opening a model forgot. arguments_as_text: chat templates take
     the arguments of earlier calls as JSON text, not as an object. headers: all text stands in messages with headers, so
-    that an answer means nothing without its markers.
+    that an answer means nothing without its markers. call_ids: the ids of earlier calls, which chat templates write, by
+    the name of the tool and the number of the call in the conversation.
 
     A model has this format if its chat template or its tokens have one of `signs` (where there are any), and its chat
     template has all of `template_signs`. write_call: the rule for what stands between the markers of a call, from a
@@ -245,6 +246,7 @@ class ChatFormat:
     unopened: tuple[str, ...] = ()
     arguments_as_text: bool = False
     headers: bool = False
+    call_ids: Callable[[str, int], str] | None = None
     signs: tuple[str, ...] = ()
     template_signs: tuple[str, ...] = ()
     write_call: Callable[[Lark, str, Mapping[str, Any], bool], str] | None = None
