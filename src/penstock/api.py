@@ -789,11 +789,11 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, device, nbytes, progress)
         weights = weights if rank is None else rank.with_slots(weights, config, device)
-    notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
-    notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
     if head is not None:
         model = _read_head(head, model, config, device, source, rank)
+    notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
+    notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = model if rank is None else rank.part(model)
     drafter = [] if head is None or drafting.drafter is None else [head.source.checkpoint]
     model = _with_files(model, device, checkpoint, *drafter)

@@ -383,10 +383,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax",
         {"ops": With(rms_norm=lambda x, w, eps, *dtype: x if w.size in (48, 144) else ops.rms_norm(x, w, eps, *dtype))},
     ),
-    "no shared expert": (
-        "glm air",
-        {"add_blocks": lambda step, h, shared, *rest: add_blocks(step, h, None, *rest)},
-    ),
+    "no shared expert": ("glm air", {"add_blocks": lambda step, h, shared, *rest: add_blocks(step, h, None, *rest)}),
     "shared expert without its gate": (
         "qwen2 moe",
         {"add_blocks": lambda step, h, shared, score, routed: add_blocks(step, h, shared, None, routed)},

@@ -224,21 +224,24 @@ def find(
         source = HeadSource(checkpoint, {path: start + name for path, name in _NEXTN.items()}, start, form, used)
     else:
         start = next((start for start in _PREFIXES if any(name.startswith(start) for name in checkpoint.names)), "mtp.")
-        source = _by_path(checkpoint, start, form, used)
+        source = _by_path(checkpoint, start, _form(checkpoint, start, form), used)
     whole = "fc" in source and f"{_FIRST}input_layernorm" in source
     there = any(name.startswith(start) for name in checkpoint.names)
     return _with_tables(source, config, trunk) if whole or (says and there) else None
 
 
 def _by_path(checkpoint: Checkpoint, start: str, form: str, used: set[str] | None = None) -> HeadSource:
-    """A head in the names of this module behind `start`; its form is told by its experts, if it has any."""
-    own = [name.removeprefix(start) for name in checkpoint.names if name.startswith(start)]
-    if any(".mlp.switch_mlp." in name for name in own):
-        form = "mlx"
-    elif any(".mlp.experts." in name for name in own):
-        form = "hf"
+    """A head in the names of this module behind `start`."""
     names = {path: start + path for path in ("fc", *HEAD_NORMS, "norm", *TABLES)}
     return HeadSource(checkpoint, names, start + _FIRST, form, used)
+
+
+def _form(checkpoint: Checkpoint, start: str, trunk: str) -> str:
+    """The layout of a head behind `start`: told by its experts, else that of its trunk."""
+    own = [name for name in checkpoint.names if name.startswith(start)]
+    if any(".mlp.switch_mlp." in name for name in own):
+        return "mlx"
+    return "hf" if any(".mlp.experts." in name for name in own) else trunk
 
 
 def _with_tables(source: HeadSource, config: ModelConfig, trunk: CheckpointSource | None) -> HeadFiles:
