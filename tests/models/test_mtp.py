@@ -16,13 +16,18 @@ from safetensors.numpy import load_file, save_file
 
 import penstock
 from penstock import models
+from penstock.analysis.survey import survey
+from penstock.analysis.verify import check_model
 from penstock.api import load_random
+from penstock.cli._output import progress_bar
+from penstock.convert.run import Options, convert
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models import mtp
 from penstock.models.family import AnyFamily
 from penstock.models.source import CheckpointSource
 from penstock.quant import QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.resolve import ANY, resolve_model
 from tests.models.common import VOCAB, dense_config, error, moe_config, next_config, some_tokens, tensors, write_model
 from tests.models.heads import Drafter, Made, head_inputs, make_head
 from tests.models.test_deepseek_v3 import config_of as deepseek
@@ -71,7 +76,7 @@ def random_head(name: str, device: str, **options: Any) -> tuple[mtp.Head, AnyFa
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_head_of_released_files_matches_transformers_layer(name: str, made: Callable[[str], Made]) -> None:
+def test_head_of_storedfiles_matches_transformers_layer(name: str, made: Callable[[str], Made]) -> None:
     case = made(name)
     head, family = case.read()
     stored = load_file(case.folder / "model.safetensors")
@@ -297,7 +302,7 @@ def as_drafter(folder: Path, source: Path, **changes: Any) -> Path:
 def test_drafter_folder_is_read_in_both_layouts(made: Callable[[str], Made], tmp_path: Path) -> None:
     source, config = made("moe").folder, FAMILIES["moe"][0]
     want = drafted(source, config).weights
-    released_names = as_drafter(tmp_path / "hf", source)
+    storednames = as_drafter(tmp_path / "hf", source)
     bare = as_drafter(tmp_path / "mlx", source)
     stored = {}
     for name, array in load_file(source / "model.safetensors").items():
@@ -311,7 +316,7 @@ def test_drafter_folder_is_read_in_both_layouts(made: Callable[[str], Made], tmp
         else:
             stored[name] = array.astype(np.float32) + 1 if name.endswith("norm.weight") or "norm_" in name else array
     save_file(stored, bare / "model.safetensors")
-    for folder in (released_names, bare):
+    for folder in (storednames, bare):
         found = drafted(folder, config).weights
         np.testing.assert_array_equal(found.norm, want.norm)
         np.testing.assert_array_equal(found.embedding_norm, want.embedding_norm)
@@ -401,3 +406,69 @@ def test_model_without_a_head_has_none(tmp_path: Path) -> None:
         assert not mtp.declared(family, family.read_config(raw), raw)
     with pytest.raises(CheckpointError, match="a head that drafts for another model, expected a model"):
         models.family_of({"model_type": "qwen3_5_mtp"})
+
+
+# -- conversion ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_convert_writes_the_head_alone_as_a_drafter(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    case, config = made(name), FAMILIES[name][0]
+    convert(case.folder, tmp_path / "dense", Options(mtp=True))
+    convert(case.folder, tmp_path / "four", Options(mtp=True, quantize=True, q_bits=4, q_group_size=32))
+    raw = json.loads((tmp_path / "four" / "config.json").read_text())
+    assert raw["model_type"] == {"deepseek": "deepseek_v3_mtp", "glm": "glm4_moe_mtp"}.get(name, "qwen3_5_mtp")
+    assert mtp.is_head(raw) and raw["quantization"]["bits"] == 4
+    names = set(load_file(tmp_path / "dense" / "model.safetensors"))
+    qwen = raw["model_type"] == "qwen3_5_mtp"
+    layer = "layers.0." if qwen else "model.mtp_block."
+    assert {"fc.weight", "norm.weight"} <= names if qwen else {"model.eh_proj.weight", "model.enorm.weight"} <= names
+    assert f"{layer}mlp.{'' if name == 'dense' else 'switch_mlp.'}down_proj.weight" in names
+    family = models.family_of(config)
+    tokens, hidden = some_tokens(12, seed=8), rows(12, 64)
+    want = Drafter(case.read()[0], family, "cpu")({0: (0, tokens)}, hidden)
+    rounded = 0.02 if qwen else SHORT  # 1 + norm is a bfloat16 number
+    for folder, bound in (("dense", rounded), ("four", 0.5)):
+        found = drafted(tmp_path / folder, config)
+        found = replace(found, weights=replace(found.weights, embed=case.embed, head=case.lm_head))
+        got = Drafter(found, family, "cpu")({0: (0, tokens)}, hidden)
+        assert error(got[0], want[0]) <= bound
+        assert error(got[1], want[1]) <= bound
+    checks, _ = check_model(tmp_path / "four", None, progress_bar)
+    assert [check.name for check in checks if check.problems] == []
+    seen = survey(resolve_model(str(tmp_path / "four"), ANY))
+    assert len(seen.layers) == 1 and seen.by_role().keys() >= {"attention", "norms"}
+
+
+def test_convert_keeps_a_head_that_is_in_another_form_than_its_trunk(
+    made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """A trunk that mlx-lm has converted, and the released head beside it."""
+    config = FAMILIES["moe"][0]
+    folder = whole(made("moe"), tmp_path / "released", config)
+    convert(folder, tmp_path / "trunk", Options(quantize=True, q_group_size=32))
+    shutil.copyfile(folder / "model-mtp.safetensors", tmp_path / "trunk" / "mtp.safetensors")
+    convert(folder, tmp_path / "both", Options(quantize=True, q_group_size=32, keep_mtp=True))
+    convert(tmp_path / "trunk", tmp_path / "again", Options(keep_mtp=True))
+    heads = [
+        penstock.load(tmp_path / name, device="cpu").engine.model.head
+        for name in ("released", "trunk", "both", "again")
+    ]
+    for head in heads[1:]:
+        assert head is not None and heads[0] is not None
+        for own, stored in (
+            (head.weights.norm, heads[0].weights.norm),
+            (head.weights.layer.mixer.k_norm, heads[0].weights.layer.mixer.k_norm),
+        ):
+            np.testing.assert_allclose(own, stored, rtol=2**-8)  # bfloat16, with its 1 added
+    kinds = [isinstance(head.weights.projection, QuantizedTensor) for head in heads if head is not None]
+    assert kinds == [False, False, True, False]
+
+
+def test_convert_refuses_a_head_that_is_not_there(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", moe_config())
+    with pytest.raises(CheckpointError, match="has no head that drafts"):
+        convert(folder, tmp_path / "made", Options(mtp=True))
+    for more in ({"keep_mtp": True}, {"calibrate": "text", "quantize": True}):
+        with pytest.raises(InvalidArgument, match="mtp is asked for with"):
+            Options(mtp=True, **more)

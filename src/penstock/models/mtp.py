@@ -44,6 +44,7 @@ _FLAT = {path: f"model.{name}" for path, name in _NEXTN.items()} | {
     "norm": "model.shared_head_norm",
     "lm_head": "lm_head",
 }
+_FLAT_LAYER = "model.mtp_block."
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 _COMPARED = 64  # rows of a table by which it is known to be the trunk's
 _NOT_COMPARED = ("model_type", "max_positions", "rope", "tied")  # of configs
@@ -181,6 +182,13 @@ class HeadSource(CheckpointSource):
             return self._layer + path.removeprefix(_FIRST)
         return self._names[path]
 
+    def path_of(self, name: str) -> str | None:
+        """The path of a module or tensor by its name in the files; None for one of something else."""
+        for path, own in self._names.items():
+            if name == own or name.startswith(f"{own}."):
+                return path + name.removeprefix(own)
+        return _FIRST + name.removeprefix(self._layer) if name.startswith(self._layer) else None
+
 
 @dataclass(frozen=True)
 class HeadFiles:
@@ -267,6 +275,23 @@ def _bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
 
 
+def drafter_name(rules: DraftHead[Any], path: str) -> str:
+    """The name in a folder with a head alone, as mlx-vlm writes it, of a path of this module."""
+    if rules.spelling == "mtp":
+        return path
+    return f"{_FLAT_LAYER}{path.removeprefix(_FIRST)}" if path.startswith(_FIRST) else _FLAT[path]
+
+
+def drafter_config(rules: DraftHead[Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a folder with a head alone, by that of its trunk's text model."""
+    return {
+        "model_type": rules.drafter(str(text["model_type"])),
+        "text_config": {**text, rules.depth: 1},
+        "block_size": 3 if rules.spelling == "mtp" else 2,
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
+    }
+
+
 def is_head(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a head alone, of a kind that is known or not."""
     model_type = raw.get("model_type")
@@ -309,7 +334,7 @@ def open_drafter(
     check_trunk(family.read_config(dict(text)), config, f"{where}: text_config")
     declared(family, config, text)
     if rules.spelling == "nextn":
-        flat = HeadSource(checkpoint, _FLAT, "model.mtp_block.", "mlx")
+        flat = HeadSource(checkpoint, _FLAT, _FLAT_LAYER, "mlx")
         return _with_tables(flat, config, trunk)
     bare = not any(name.startswith("mtp.") for name in checkpoint.names)
     return _with_tables(_by_path(checkpoint, "", "mlx") if bare else _by_path(checkpoint, "mtp.", "hf"), config, trunk)
