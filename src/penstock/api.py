@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -31,6 +31,7 @@ from penstock.engine.request import Chunk, Completion, Request, Timings, make_re
 from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
+from penstock.engine.speculate import MOST_DRAFTS, check_speculate
 from penstock.errors import BackendError, CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
@@ -91,6 +92,9 @@ class Stats:
     expert_bytes_read: int | None = None
     expert_bytes_copied: int | None = None
     expert_wait_seconds: float | None = None
+    draft_n: int = 0  # drafts that were verified
+    draft_n_accepted: int = 0
+    draft_places: list[list[int]] = field(default_factory=list)  # see `Timings`
 
     @property
     def prompt_tps(self) -> float:
@@ -113,13 +117,34 @@ class Stats:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generated_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"{self.about_compiling()}Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
+            f"{self.about_drafts()}{self.about_compiling()}"
+            f"Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
         )
 
     def about_compiling(self) -> str:
         """A line about the time for compiling, before a line break; nothing if there was none."""
         spent = f"{self.compile_seconds:.1f}"
         return "" if spent == "0.0" else f"Compiling: {spent} s, once on this machine\n"
+
+    def add_drafts(self, timings: Timings) -> None:
+        self.draft_n += timings.draft_n
+        self.draft_n_accepted += timings.draft_n_accepted
+        for place, counts in enumerate(timings.draft_places):
+            if place == len(self.draft_places):
+                self.draft_places.append([0, 0])
+            self.draft_places[place] = [sum(pair) for pair in zip(self.draft_places[place], counts, strict=True)]
+
+    def about_drafts(self) -> str:
+        """A line about drafts, before a line break; nothing if there were none."""
+        if not self.draft_n:
+            return ""
+        places = ", ".join(f"{accepted / max(1, tries):.0%}" for tries, accepted in self.draft_places)
+        return f"Drafts: {self.draft_n_accepted} of {self.draft_n} accepted, by place {places}\n"
+
+    def drafts(self) -> dict[str, Any]:
+        """What is known of drafts, as JSON shows it; nothing if there were none."""
+        names = ("draft_n", "draft_n_accepted", "draft_places") if self.draft_n else ()
+        return {name: getattr(self, name) for name in names}
 
     def experts(self) -> dict[str, Any] | None:
         """What is known of streamed experts, as JSON shows it."""
@@ -481,14 +506,23 @@ class LLM:
             self.add_timings([handle.timings])
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
-        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`."""
+        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`.
+
+        The text is as the model wrote it, with its reasoning and calls: `penstock.text.formats.parse_whole` takes it
+        apart.
+        """
         template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
-        return self.generate(self.chat_tokens(messages, **template), **options)
+        return self.generate(self.chat_tokens(messages, **template), **self._headers_shown() | options)
 
     def stream_chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
         """As `chat`, a Chunk per token."""
         template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
-        return self.stream(self.chat_tokens(messages, **template), **options)
+        return self.stream(self.chat_tokens(messages, **template), **self._headers_shown() | options)
+
+    def _headers_shown(self) -> dict[str, Any]:
+        from penstock.text.formats import headers_shown
+
+        return headers_shown(self.tokenizer)
 
     def chat_tokens(
         self,
@@ -536,6 +570,7 @@ class LLM:
             self._stats.prompt_tokens += one.prompt_tokens
             self._stats.prompt_seconds += one.prompt_seconds
             self._stats.generated_tokens += one.generated_tokens
+            self._stats.add_drafts(one)
         self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
         self._stats.compile_seconds += max((one.compile_seconds for one in timings), default=0.0)
 
@@ -610,6 +645,8 @@ def load(
     tensor_parallel_size: int = 1,
     expert_parallel: bool = True,
     step_timeout: float = STEP_SECONDS,
+    speculate: str = "auto",
+    num_draft_tokens: int | None = None,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
@@ -631,9 +668,12 @@ def load(
     tensor_parallel_size: ranks that the model is split over (docs/distributed.md): this process and others that it
     starts, on the GPUs or cores of this machine, or those that torchrun has started, of which all but the first stay in
     this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
-    one's width. step_timeout: seconds that a step may take before the ranks are ended. Raises CheckpointError,
-    InvalidArgument, OutOfMemory, BackendError, EngineDied.
+    one's width. step_timeout: seconds that a step may take before the ranks are ended. speculate: what drafts of the
+    next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "ngram" (what
+    followed the last tokens before) or "auto"; num_draft_tokens: how many a step verifies of a sequence at the most.
+    Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
+    check_speculate("load", speculate, num_draft_tokens)
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
     given = {
@@ -654,6 +694,8 @@ def load(
         "offline": offline,
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
+        "speculate": speculate,
+        "num_draft_tokens": num_draft_tokens,
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     with notebook_bar("loading") as shown:
@@ -722,7 +764,9 @@ def _load(
         notify(notice)
     leader = None if rank is None else rank.leader(model.family, states)
     context, deterministic = given["max_context"], given["deterministic"]
-    engine = _engine(model, where, dtype, states, activations, context, deterministic, f"{folder}", room, leader)
+    drafts = given["speculate"], given["num_draft_tokens"]
+    about = (dtype, states, activations, context, deterministic, f"{folder}", room, leader)
+    engine = _engine(model, where, *about, *drafts)
     spent = compile_progress.seconds()
     if where.compiles_ahead and rank is None:
         compile_ahead.compile_model(engine, load, options)
@@ -1004,13 +1048,16 @@ def load_random(
     tensor_parallel_size: int = 1,
     expert_parallel: bool = True,
     step_timeout: float = STEP_SECONDS,
+    speculate: str = "auto",
+    num_draft_tokens: int | None = None,
 ) -> LLM:
     """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks.
 
     on_device: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
     tensor_parallel_size, expert_parallel, step_timeout: as of `load`; each rank draws its own part, which is no part of
-    what one device would draw.
+    what one device would draw. speculate, num_draft_tokens: as of `load`.
     """
+    check_speculate("load", speculate, num_draft_tokens)
     given = {
         "config": dict(config),
         "device": device,
@@ -1024,6 +1071,8 @@ def load_random(
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
         "expert_cache": "auto",
+        "speculate": speculate,
+        "num_draft_tokens": num_draft_tokens,
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     if ranks is None:
@@ -1066,7 +1115,9 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
     model = model if rank is None else rank.part(model)
     leader = None if rank is None else rank.leader(family, states)
     context, deterministic = given["max_context"], given["deterministic"]
-    engine = _engine(model, where, dtype, states, activations, context, deterministic, "random weights", room, leader)
+    drafts = given["speculate"], given["num_draft_tokens"]
+    about = (dtype, states, activations, context, deterministic, "random weights", room, leader)
+    engine = _engine(model, where, *about, *drafts)
     return LLM(engine, None, None, (), None if rank is None or not rank.leads else rank.close)
 
 
@@ -1115,6 +1166,8 @@ def _engine(
     what: str,
     cache_memory: int | None,
     leader: LeadingRank | None = None,
+    speculate: str = "off",
+    num_draft_tokens: int | None = None,
 ) -> Engine:
     limit = model.config.max_positions
     if max_context is None:
@@ -1133,7 +1186,11 @@ def _engine(
         deterministic=deterministic,
         cache_memory=cache_memory,
         leader=leader,
+        drafts=0 if speculate == "off" else MOST_DRAFTS,
+        speculate=speculate,
+        num_draft_tokens=num_draft_tokens,
     )
+    engine.speculating(where="load")  # refuses what the model cannot do
     free = device.free_memory() - WORKING_BYTES
     if cache_memory is not None:
         if cache_memory > free:

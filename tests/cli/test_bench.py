@@ -348,8 +348,14 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "glm-4.5-air": (106, 12),
         "glm-4.7-flash": (30, 3),
         "minimax-m2": (230, 10),
+        "kimi-linear-48b-a3b": (49.1, 3),
         "mixtral-8x7b": (46.7, 12.9),
         "qwen1.5-moe-a2.7b": (14.3, 2.7),
+        "ministral-3-3b": (3.43, 3.43),
+        "ministral-3-8b": (8.49, 8.49),
+        "ministral-3-14b": (13.5, 13.5),
+        "lfm2-8b-a1b": (8.34, 1.5),
+        "lfm2-1.2b": (1.17, 1.17),
     }[file.stem]
     assert 1 <= raw["layers"] < text["num_hidden_layers"]
     assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]
@@ -367,12 +373,24 @@ def count_parameters(c):
     for n, kind in enumerate(kinds):
         H, Hkv = c["num_attention_heads"], c["num_key_value_heads"]
         D = c.get("head_dim", dim // H)
+        if "conv_L_cache" in c:
+            total += 4 * dim * dim if kind == "conv" else dim * D * (2 * H + 2 * Hkv)
+            if n < c.get("num_dense_layers", n + 1):
+                total += 3 * dim * (c["intermediate_size"] if "intermediate_size" in c else c["block_ff_dim"] * 2 // 3)
+            else:
+                total += c["num_experts"] * 3 * dim * c["moe_intermediate_size"]
+            continue
         if not {"moe_intermediate_size", "num_local_experts"} & c.keys() and "linear_num_key_heads" not in c:
             total += dim * D * (2 * H + 2 * Hkv) + 3 * dim * c["intermediate_size"]
             continue
-        if "kv_lora_rank" in c:
+        if n + 1 in c.get("linear_attn_config", {}).get("kda_layers", ()):
+            delta = c["linear_attn_config"]
+            D, own = delta["head_dim"], delta["num_heads"] * delta["head_dim"]
+            total += dim * (4 * own + 2 * D + delta["num_heads"]) + 2 * D * own
+        elif "kv_lora_rank" in c:
             nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-            total += dim * c["q_lora_rank"] + c["q_lora_rank"] * H * (nope + rope)
+            rank = c["q_lora_rank"]
+            total += dim * H * (nope + rope) if rank is None else rank * (dim + H * (nope + rope))
             total += dim * (c["kv_lora_rank"] + rope) + c["kv_lora_rank"] * H * (nope + v) + H * v * dim
         elif kind == "linear_attention":
             key = c["linear_num_key_heads"] * c["linear_key_head_dim"]
@@ -395,7 +413,8 @@ def count_parameters(c):
             total += (
                 next(c[key] for key in ("num_experts", "n_routed_experts", "num_local_experts") if key in c) * expert
             )
-            total += 3 * dim * c.get("shared_expert_intermediate_size", 0) + c.get("n_shared_experts", 0) * expert
+            shared = c.get("n_shared_experts", c.get("num_shared_experts", 0))
+            total += 3 * dim * c.get("shared_expert_intermediate_size", 0) + shared * expert
             total += 3 * dim * c["intermediate_size"] if "global_head_dim" in c else 0
     return total + c["vocab_size"] * dim * (1 if c["tie_word_embeddings"] else 2)
 

@@ -93,6 +93,18 @@ def test_inspect_counts_what_bench_counts(capsys):
         ("llama-3.2-3b", {"full attention + dense": 28}, 3.213e9, 3.213e9),
         ("glm-4.6", {"full attention + dense": 3, "full attention + MoE": 89}, 352.8e9, 32.86e9),
         ("minimax-m2", {"full attention + MoE": 62}, 228.7e9, 10.42e9),
+        (
+            "lfm2-8b-a1b",
+            {"short convolution + dense": 2, "full attention + MoE": 6, "short convolution + MoE": 16},
+            8.34e9,
+            1.56e9,
+        ),
+        (
+            "kimi-linear-48b-a3b",
+            {"linear attention + dense": 1, "linear attention + MoE": 19, "latent attention (MLA) + MoE": 7},
+            49.12e9,
+            3.107e9,
+        ),
         ("qwen3-next-80b-a3b", {"linear attention + MoE": 36, "full attention + MoE": 12}, 79.67e9, 3.56e9),
     ],
 )

@@ -21,7 +21,9 @@ from tests.models.common import tensors as qwen_tensors
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
 from tests.models.test_gemma4 import CONFIGS as GEMMA
-from tests.models.test_llama import EXPERTS, GLM, MINIMAX
+from tests.models.test_kimi_linear import config_of as kimi_config
+from tests.models.test_lfm2 import CONFIGS as LFM2
+from tests.models.test_llama import EXPERTS, GLM, MINIMAX, MINISTRAL, seeing
 from tests.models.test_llama import config_of as llama_config
 
 # Widths that are multiples of 64, so that matrices can be quantized, but for a few (96, 160, 24) that stay dense.
@@ -39,6 +41,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": deepseek_config(
         model_type="glm4_moe_lite", num_hidden_layers=2, n_group=1, topk_group=1, rope_scaling=None
     ),
+    "kimi_linear": kimi_config((2,), 3, moe_intermediate_size=64, kv_lora_rank=64, delta={"head_dim": 64}),
     "llama": llama_config("llama", attention_bias=True, mlp_bias=True),
     "mistral": llama_config("mistral", num_hidden_layers=2),
     "qwen2": llama_config("qwen2", num_hidden_layers=2, tie_word_embeddings=True),
@@ -52,8 +55,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": llama_config("mixtral", num_hidden_layers=2, num_local_experts=3, num_experts_per_tok=2),
     "glm4_moe": llama_config("glm4_moe", **GLM | {"num_hidden_layers": 3, "moe_intermediate_size": 64}),
     "minimax_m2": llama_config("minimax_m2", **MINIMAX | {"num_hidden_layers": 2, "intermediate_size": 64}),
+    "lfm2": LFM2["dense"],
+    "lfm2_moe": LFM2["moe"],
+    "ministral3": llama_config("ministral3", **MINISTRAL | {"num_hidden_layers": 2}),
+    "mistral3": seeing(llama_config("ministral3", **MINISTRAL, num_hidden_layers=2)),
 }
-_PLAIN = ("A_log", "dt_bias", "layer_scalar", "router.scale", "per_expert_scale", "e_score_correction_bias", ".bias")
+_PLAIN = (
+    "A_log",
+    "dt_bias",
+    "layer_scalar",
+    "router.scale",
+    "per_expert_scale",
+    "e_score_correction_bias",
+    "expert_bias",
+    ".bias",
+)
 
 
 class Names:
@@ -77,7 +93,7 @@ class Names:
             array += 1
         if path.endswith(("o_proj", "down_proj")):
             array *= BRANCH
-        kept = np.float32 if path.endswith("e_score_correction_bias") else ml_dtypes.bfloat16
+        kept = np.float32 if path.endswith(("e_score_correction_bias", "dt_bias", "A_log")) else ml_dtypes.bfloat16
         self.found[name] = array.astype(kept)
         return self.found[name]
 

@@ -83,6 +83,8 @@ def test_convert_of_kimi_makes_the_tensors_of_deepseek(source: Any, tmp_path: Pa
         ("mixtral", {"dtype": "float16"}),
         ("glm4_moe", {"dtype": "float16"}),
         ("minimax_m2", {"quantize": True, "q_bits": 3}),
+        ("kimi_linear", {"dtype": "float16"}),
+        ("kimi_linear", {"quantize": True, "q_group_size": 32}),
     ],
     ids=str,
 )

@@ -181,7 +181,7 @@ def _frequencies(model: GgufModel) -> dict[str, Any]:
 
 def _said_elsewhere(model: GgufModel) -> dict[str, Any]:
     """Keys that penstock does without and mlx-lm asks for."""
-    if not model.source.architecture.experts:
+    if "num_experts" not in model.config:
         return {}
     arch = model.file.metadata["general.architecture"]
     width = model.file.metadata.get(f"{arch}.feed_forward_length", model.config["moe_intermediate_size"])

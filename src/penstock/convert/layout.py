@@ -96,7 +96,7 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     rules = family.mlx_rules(config, read)
     family = replace(family, unquantized=(*family.unquantized, *rules.unquantized))
     tensors, formats = _opened(checkpoint, dense)
-    names = _Names(rules.prefixes, prefix, head, len(family.caches(read)), checkpoint.path)
+    names = _Names(rules, prefix, head, len(family.caches(read)), checkpoint.path)
     tensors, formats = names.renamed(tensors, formats)
     tensors = _experts_stacked(tensors, rules.expert_stack, str(checkpoint.path))
     formats = {_stacked_path(path, rules.expert_stack): format for path, format in formats.items()}
@@ -218,9 +218,10 @@ def _block_scaled(checkpoint: Released, name: str, found: Mapping[str, Rows]) ->
 class _Names:
     """Names of the text model with mlx-lm's prefix, and those of the layers that predict further tokens."""
 
-    def __init__(self, target: tuple[str, str], prefix: str, head: str, layers: int, folder: Any) -> None:
+    def __init__(self, rules: MlxRules, prefix: str, head: str, layers: int, folder: Any) -> None:
         self.prefix, self.head, self.layers, self.folder = prefix, head, layers, folder
-        self.target, self.target_head = target
+        self.target, self.target_head = rules.prefixes
+        self.parts = rules.renamed
         self.dropped: list[str] = []
 
     def renamed(
@@ -246,7 +247,10 @@ class _Names:
         if found and start in ("", "model.", "language_model.", "model.language_model."):
             return f"{self.target_head}mtp.{rest}"
         if name.startswith(self.prefix):
-            return self.target + name.removeprefix(self.prefix)
+            name = self.target + name.removeprefix(self.prefix)
+            for part, other in self.parts:
+                name = name.replace(part, other)
+            return name
         return self.target_head + name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else None
 
     def predicts(self, name: str) -> bool:

@@ -15,7 +15,8 @@ from penstock.engine.cache import Sequence
 from penstock.engine.engine import Engine
 from penstock.engine.response import Token
 from penstock.engine.sampling import mode_of, with_logprobs
-from penstock.engine.state import RequestState
+from penstock.engine.speculate import Proposal
+from penstock.engine.state import RequestState, Verification
 from penstock.engine.steps import CHAINED, Run
 from penstock.errors import NonFiniteLogits
 from penstock.models.step import PAGE
@@ -35,6 +36,7 @@ class Part:
     end: int
     prompt: bool
     draws: bool
+    drafts: Proposal | None = None  # behind the token of an answer
 
     @classmethod
     def of_prompt(cls, state: RequestState, end: int) -> Part:
@@ -45,6 +47,11 @@ class Part:
     def of_answer(cls, state: RequestState) -> Part:
         at = state.opened.length
         return cls(state, at, at + 1, False, at + 1 == state.prompt_end + state.drawn)
+
+    @property
+    def tokens(self) -> int:
+        """Of the step."""
+        return self.end - self.at + (0 if self.drafts is None else len(self.drafts.tokens))
 
     @property
     def all_rows(self) -> bool:
@@ -66,6 +73,8 @@ class Part:
             return Run(sequence, ids, wanted, True)
         number = self.at - state.prompt_end
         token = state.tokens[number] if number < len(state.tokens) else CHAINED - sequence.slot
+        if self.drafts is not None:
+            return Run(sequence, np.array((token, *self.drafts.tokens), np.int32), "all", keep=True)
         return Run(sequence, np.array((token,), np.int32), wanted)
 
 
@@ -160,12 +169,55 @@ class Execution:
             self.host_seconds += compile_progress.clock() - begin
         else:
             logits = engine.step(runs)
-            pairs = [] if logits is None else zip(drawing, logits, strict=True)
-            drawn = [(state, sampled(engine, state, row)) for state, row in pairs]
-        for state in drawing:
-            state.drawn += 1
+            drawn = [] if logits is None else self._drawn(parts, logits)
+        for part in parts:
+            if part.draws and part.drafts is None:
+                part.state.drawn += 1
         self.steps += 1
         return Launched(parts, [run.sequence for run in runs], drawn, begin)
+
+    def _drawn(self, parts: list[Part], logits: np.ndarray) -> Drawn:
+        """Tokens of a step by its logits, on the host."""
+        found: Drawn = []
+        row = 0
+        for part in parts:
+            if not part.draws:
+                continue
+            state, count = part.state, part.tokens if part.drafts is not None else 1
+            if part.drafts is None:
+                found.append((state, sampled(self._engine, state, logits[row], part.end)))
+            else:
+                own = logits[row : row + count] if state.owned else logits[row : row + count].copy()
+                state.verification = Verification(own, part.drafts.tokens, part.drafts.group)
+                state.timings.draft_n += len(part.drafts.tokens)
+                found += self.verify(state)
+            row += count
+        return found
+
+    def verify(self, state: RequestState) -> Drawn:
+        """The next tokens of a request whose drafts a step has computed: all up to the first that is no draft; of a
+        session one, since its sequence is to hold what was read alone.
+        """
+        found: Drawn = []
+        while (held := state.verification) is not None:
+            token = sampled(self._engine, state, held.logits[held.drawn], state.opened.length + 1 + held.drawn)
+            found.append((state, token))
+            same = not isinstance(token, Exception) and state.verified(token.id)
+            if not same or found[-1][1].finish_reason is not None:  # type: ignore[union-attr]
+                held.drawn += isinstance(token, Exception)
+                self.accept(state)
+            elif not state.owned:
+                break
+        return found
+
+    def accept(self, state: RequestState) -> None:
+        """No more tokens of a verification are drawn: the sequence holds those before the last one."""
+        held = state.verification
+        assert held is not None and state.speculation is not None
+        state.verification = None
+        self._engine.accept(state.opened, held.drawn)
+        state.drawn = len(state.tokens)
+        state.speculation.acceptance.record(held.group, len(held.drafts), held.met)
 
     def collect(self, step: Launched) -> Drawn:
         """Wait for a step; its tokens."""
@@ -182,7 +234,7 @@ class Execution:
         for (state, sequence, end), token, own in zip(drawing, tokens, logprobs, strict=False):
             row = next(logits) if state.hosted else None
             if state.sequence is sequence:
-                taken = self._taken(state, token, own, end) if row is None else sampled(self._engine, state, row)
+                taken = self._taken(state, token, own, end) if row is None else sampled(self._engine, state, row, end)
                 found.append((state, taken))
         self.host_seconds += compile_progress.clock() - begin
         return found
@@ -213,12 +265,13 @@ def most_rows(engine: Engine) -> int:
     return count
 
 
-def sampled(engine: Engine, state: RequestState, logits: np.ndarray) -> Token | Exception:
-    """The next token of a request, or why there is none; of logits that are not finite the layer where they begin."""
-    assert state.sequence is not None
+def sampled(engine: Engine, state: RequestState, logits: np.ndarray, position: int) -> Token | Exception:
+    """The token of a request at this position, or why there is none; of logits that are not finite the layer where they
+    begin.
+    """
     try:
-        return state.sample(logits, state.sequence.length)
+        return state.sample(logits, position)
     except NonFiniteLogits as error:
-        return engine.located(error, state.sequence, state.last)
+        return engine.located(error, state.opened, state.last)
     except Exception as error:
         return error

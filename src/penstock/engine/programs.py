@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from penstock import ops
 from penstock.engine.buckets import BucketedSteps
-from penstock.engine.cache import Caches
-from penstock.engine.steps import MOST_SEQUENCES, ExactSteps, ragged_step, step_shapes, table_names
+from penstock.engine.cache import Caches, Sequence
+from penstock.engine.steps import KEPT, MOST_SEQUENCES, ExactSteps, ragged_step, step_shapes, table_names
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import Streamed
-from penstock.graph import Graph, Wrap, trace
+from penstock.graph import Bound, Graph, Program, Wrap, trace
 from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
 from penstock.models.split import Mesh
-from penstock.models.step import STREAM, Step
+from penstock.models.step import STREAM, Cache, Step
 from penstock.ops.array import Spec, spec_of
 from penstock.units import amount
 
@@ -40,6 +43,7 @@ class Programs:
         mesh: Mesh | None = None,
     ) -> None:
         self.mesh = mesh
+        self.most_of_ranks = MOST_SEQUENCES  # the least `most_answers` of all ranks
         self.experts = experts  # streamed ones
         self.max_context = max_context
         self.family, self.config, self.weights = family, config, weights
@@ -48,11 +52,27 @@ class Programs:
         self.fused, self.batch_invariant = fused, batch_invariant  # see Program
         self.wrap: Wrap | None = None
         self.windows = table_names(caches.pools)
+        self._commits: dict[tuple[int, int], tuple[Bound, dict[str, Any]]] = {}
         self.steps: ExactSteps | BucketedSteps = BucketedSteps(self) if self.device.captures else ExactSteps(self)
 
     def unbind(self) -> None:
         """Let go of the caches' arrays, which others replace: programs are bound again when they are used."""
         self.steps.unbind()
+        self._commits = {}
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Move recurrent states on by the tokens that were accepted of kept runs."""
+        count, device = len(sequences), self.device
+        key = (count, self.caches.version)
+        if key not in self._commits:
+            program = Program(self.commit_graph(count), device.name, **self.options)
+            inputs = {name: device.zeros((count,), "int32") for name in ("slots", "accepted")}
+            arena = self.new_arena(program.arena_bytes)
+            self._commits[key] = program.bind(inputs | self.cache_arrays(), arena, self.wrap), inputs
+        bound, inputs = self._commits[key]
+        inputs["slots"][:] = device.to_device(np.array([one.slot for one in sequences], np.int32))
+        inputs["accepted"][:] = device.to_device(np.array([one.accepted for one in sequences], np.int32))
+        bound.run()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,18 +80,11 @@ class Programs:
         return {"fused": self.fused, "batch_invariant": self.batch_invariant}
 
     @property
-    def experts_by_host(self) -> bool:
-        """Whether the host brings streamed experts before each layer's run, in answers too: a rank that stopped a
-        captured step for one would leave the others waiting in it.
-        """
-        return self.mesh is not None
-
-    @property
     def most_answers(self) -> int:
-        """Sequences of a step of answers: on a device those whose experts fit, unless the host brings them."""
-        if self.experts is None or self.experts_by_host:
+        """Sequences of a step of answers: on a device those whose experts fit, on every rank of a split model."""
+        if self.experts is None:
             return MOST_SEQUENCES
-        return self.experts.store.most_tokens
+        return min(self.experts.store.most_tokens, self.most_of_ranks)
 
     def new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):
@@ -84,30 +97,56 @@ class Programs:
     # -- graphs ------------------------------------------------------------------------------------------------------
 
     def graph(
-        self, T: int, B: int, n: int, R: int = 0, decode: bool = False, padded: bool = False, hidden: bool = False
+        self,
+        T: int,
+        B: int,
+        n: int,
+        R: int = 0,
+        decode: bool = False,
+        padded: bool = False,
+        hidden: bool = False,
+        keeps: bool = False,
     ) -> Graph:
         """A step of T tokens of B sequences with block tables of n pages: the logits of R rows, or of none of them, and
         then the residual stream.
 
         decode: one token of each sequence. padded: some rows may be of no sequence. hidden: what the final norm makes
-        of the residual stream, in place of it.
+        of the residual stream, in place of it. keeps: some runs are kept, after what was accepted of those before has
+        moved the recurrent states on.
         """
         specs = {name: Spec(shape, "int32") for name, shape in step_shapes(T, B, R, n, self.windows.values()).items()}
         if decode:
             specs = {name: spec for name, spec in specs.items() if name not in ("sequence", "starts", "wanted")}
         if not R:
             specs.pop("wanted", None)
+        if keeps:
+            specs |= dict.fromkeys(KEPT, Spec((B,), "int32"))
 
         def fn(**given: Any) -> Any:
             active = given["slots" if decode else "sequence"] if padded else None
             options = {"activations": self.activations, "dtype": self.caches.dtype, "active": active, "mesh": self.mesh}
             step = ragged_step(given, self.windows, **options)
+            if keeps:
+                self._commit(step, given)
             h = self.family.forward(step, self.weights, self.config, self.cache_values(given))
             if hidden:
                 return self._hidden(step, h)
             return self._logits(step, h, given.get("wanted")) if R else h
 
         return trace(fn, specs | self.cache_specs())
+
+    def commit_graph(self, B: int) -> Graph:
+        """Moves the recurrent states of B sequences on by what was accepted of runs that were kept."""
+
+        def fn(slots: Any, accepted: Any, **given: Any) -> tuple[()]:
+            self._commit(Step(slots, slots, slots, slots, {}, accepted=accepted), given)
+            return ()
+
+        return trace(fn, dict.fromkeys(("slots", "accepted"), Spec((B,), "int32")) | self.cache_specs())
+
+    def _commit(self, step: Step, given: Mapping[str, Any]) -> None:
+        assert self.family.commit is not None
+        self.family.commit(step, self.weights, self.config, self.cache_values(given))
 
     def head_graph(self, T: int, R: int) -> Graph:
         """The logits of R rows of the residual stream of T rows."""
@@ -139,10 +178,15 @@ class Programs:
 
     def cache_arrays(self) -> dict[str, Any]:
         """Arrays of all caches by input name."""
-        return {f"cache{n}.{i}": array for n, pair in enumerate(self.caches.arrays) for i, array in enumerate(pair)}
+        layers = [(*pair, *self._gates(n)) for n, pair in enumerate(self.caches.arrays)]
+        return {f"cache{n}.{i}": array for n, arrays in enumerate(layers) for i, array in enumerate(arrays)}
+
+    def _gates(self, layer: int) -> tuple[Any, ...]:
+        return (self.caches.gates[layer],) if layer in self.caches.gates else ()
 
     def cache_specs(self) -> dict[str, Spec]:
         return {name: spec_of(array) for name, array in self.cache_arrays().items()}
 
-    def cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        return [(values[f"cache{n}.0"], values[f"cache{n}.1"]) for n in range(len(self.caches.layouts))]
+    def cache_values(self, values: Mapping[str, Any]) -> list[Cache]:
+        counts = [2 + len(self._gates(n)) for n in range(len(self.caches.layouts))]
+        return [tuple(values[f"cache{n}.{i}"] for i in range(count)) for n, count in enumerate(counts)]

@@ -44,7 +44,9 @@ from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
 from penstock.engine.sampling import Sampler
+from penstock.engine.speculate import Speculation, Speculator
 from penstock.engine.state import RequestState
+from penstock.engine.steps import MOST_LOGITS
 from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
 from penstock.text.tokenizer import Tokenizer
 
@@ -135,6 +137,7 @@ class Scheduler:
         self._admission = Admission(engine, self.memory, self._prefix)
         self._execution = Execution(engine)
         self._most_rows = most_rows(engine)
+        self._speculator = Speculator()
         self._record = llm.add_timings if record is None else record
 
         self.condition = threading.Condition()  # guards what follows
@@ -245,7 +248,19 @@ class Scheduler:
             state.context = context
         if continued is not None:
             state.sequence, state.logits, state.owned = continued.sequence, continued.logits, False
+        if request.max_tokens:
+            state.speculation = self._speculation(request, context)
         return state
+
+    def _speculation(self, request: Request, context: Seq[int]) -> Speculation | None:
+        """What a request drafts with: as it asks, else as the model was loaded. Raises InvalidArgument."""
+        kind, most = self._engine.speculating(request.speculate, request.num_draft_tokens)
+        if kind == "off":
+            return None
+        found = self._speculator.speculation(kind, most)
+        found.extend(context)
+        found.extend(request.prompt)
+        return found
 
     def metrics(self) -> SchedulerMetrics:
         caches, prefix = self._engine.caches, self._prefix
@@ -420,7 +435,10 @@ class Scheduler:
             self._changed = False
         self._reap()
         self._admit()
+        if self._verify_more():
+            return True
         parts, suspects = self._parts()
+        self._add_drafts(parts)
         groups = self._execution.groups(parts)
         chains = self.overlap and self._execution.overlaps
         overlap = chains and len(groups) == 1 and not suspects and not groups[0][0].all_rows
@@ -562,7 +580,7 @@ class Scheduler:
         state.end_prompt()
         state.queue.state = "generating"
         state.drawn += 1
-        self._deliver(state, sampled(self._engine, state, state.logits))
+        self._deliver(state, sampled(self._engine, state, state.logits, state.opened.length))
 
     def _found(self, state: RequestState) -> Entry | None:
         if self._prefix is None or not state.owned:
@@ -599,6 +617,8 @@ class Scheduler:
         for state in self._running:
             if state.paused is not None and (state.queue.state == "generating" or not state.owned):
                 continue
+            if state.verification is not None:
+                continue
             if state.queue.state == "generating":
                 if state.computed_tokens < len(state.tokens) or (chains and state.can_chain):
                     (suspects if state.suspect else parts).append(Part.of_answer(state))
@@ -608,6 +628,24 @@ class Scheduler:
                 prompts.append(state)
         room = self._execution.room(self.step_seconds, len(parts))
         return [*parts, *self._order.chunks(prompts, self._running, room, self._chunk)], suspects
+
+    def _verify_more(self) -> bool:
+        """Hand out the next token of sessions whose drafts have been computed and whose reader waits; whether any."""
+        waiting = [state for state in self._running if state.verification is not None and state.paused is None]
+        for state in waiting:
+            for _, token in self._execution.verify(state):
+                self._deliver(state, token)
+        return bool(waiting)
+
+    def _add_drafts(self, parts: list[Part]) -> None:
+        """Let answers verify drafts, as many as make their tokens come soonest."""
+        answers = [part for part in parts if not part.prompt]
+        if not any(part.state.speculation is not None and part.draws for part in answers):
+            return
+        room = min(MOST_LOGITS, self._engine.most_sequences) - len(answers)
+        wanted = [(part.state.speculation, part.state.draft_limit if part.draws else 0) for part in answers]
+        for part, drafts in zip(answers, self._speculator.drafts(wanted, max(0, room)), strict=True):
+            part.drafts = drafts
 
     def _chunk(self, state: RequestState, room: int) -> Part:
         """The next chunk of a prompt, behind what is stored of it: up to a multiple of the alignment, the first behind
@@ -706,15 +744,19 @@ class Scheduler:
         work = self._work
         prompt = sum(part.end - part.at for part in parts if part.prompt)
         answers = sum(not part.prompt for part in parts)
-        share = prompt / max(1, prompt + answers)
+        tokens = sum(part.tokens for part in parts if not part.prompt)
+        share = prompt / max(1, prompt + tokens)
         work.prompt_tokens += prompt
         work.prompt_seconds += share * seconds
         work.decode_seconds += (1 - share) * seconds
         work.decode_steps += answers > 0
         work.decode_rows += answers
+        work.draft_tokens += tokens - answers
         work.steps, work.host_seconds = self._execution.steps, self._execution.host_seconds
         if prompt and not parts[0].all_logits:  # which cost more, and what is done with them
-            self._execution.record(prompt + answers, seconds)
+            self._execution.record(prompt + tokens, seconds)
+        elif tokens and not prompt:
+            self._speculator.costs.record(tokens, seconds)
 
     def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""
@@ -753,6 +795,11 @@ class Scheduler:
     def _end(self, state: RequestState, error: Exception | None) -> None:
         """End a running request and give its memory back."""
         if state.sequence is not None:
+            if state.verification is not None:
+                self._execution.accept(state)
+            if state.speculation is not None:
+                self._speculator.recent.add(state.tokens)
+                self._work.accepted_tokens += state.timings.draft_n_accepted
             if state.owned:
                 self._engine.close(state.sequence)
             state.sequence = None

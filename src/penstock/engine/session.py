@@ -261,6 +261,7 @@ class Session:
         if self.logits is not None:
             arrays["logits"] = self.logits
         with engine.lock:
+            engine.settle(sequence)
             for n in range(len(engine.caches.layouts)):
                 for part, array in zip(("first", "second"), engine.caches.rows(sequence, n), strict=True):
                     arrays[f"layers.{n}.{part}"] = np.ascontiguousarray(array)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, expert_groups
-from penstock.models.family import DraftHead, Family, MlxRules, SplitHeads
+from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules, SplitHeads
+from penstock.models.gguf_keys import GgufKeys, rope_scaling, sigmoid_experts, stem
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -136,6 +137,46 @@ def read_config(raw: dict) -> Config:
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
+class LatentConfig(Protocol):
+    """What latent attention takes from a config; rope None: nothing is rotated."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def q_rank(self) -> int | None: ...
+    @property
+    def kv_rank(self) -> int: ...
+    @property
+    def nope(self) -> int: ...
+    @property
+    def rope_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def rope(self) -> Rope | None: ...
+    @property
+    def interleaved(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+
+
+class RoutingConfig(Protocol):
+    """What the choice of experts takes from a config."""
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def renormalise(self) -> bool: ...
+    @property
+    def routed_scale(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class Attention:
     q_a: Weight  # [q_rank, dim], or q itself
@@ -195,13 +236,13 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
         )
     return Layer(
         source.vector(f"{path}.input_layernorm", dim),
-        _attention(source, config, f"{path}.self_attn."),
+        read_attention(source, config, f"{path}.self_attn."),
         source.vector(f"{path}.post_attention_layernorm", dim),
         block,
     )
 
 
-def _attention(source: Source, config: Config, path: str) -> Attention:
+def read_attention(source: Source, config: LatentConfig, path: str) -> Attention:
     H, R, dim = config.heads, config.kv_rank, config.dim
     width, vd = config.nope + config.rope_dim, config.value_dim
     per_head = np.concatenate([np.arange(config.nope), config.nope + _halves(config)])
@@ -225,7 +266,7 @@ def _attention(source: Source, config: Config, path: str) -> Attention:
     return Attention(first, kv_a, q_norm, q_b, kv_norm, key, value, out)
 
 
-def _halves(config: Config) -> np.ndarray:
+def _halves(config: LatentConfig) -> np.ndarray:
     """Order of rotary rows that turns neighbouring pairs (2i, 2i + 1) into pairs (i, i + rope/2)."""
     order = np.arange(config.rope_dim)
     return np.concatenate([order[::2], order[1::2]]) if config.interleaved else order
@@ -266,15 +307,16 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
 
 
-def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+def attention(step: Step, x: Array, w: Attention, config: LatentConfig, cache: tuple[Array, Array]) -> Array:
     """Latent attention. x [T, dim] → [T, dim]."""
     q, kv = linear(step, x, w.q_a), linear(step, x, w.kv_a)
     if w.q_b is not None:
         q = linear(step, ops.rms_norm(q, w.q_norm, _INNER_EPS), w.q_b)
     q_nope, q_pe, latent, k_pe = ops.mla_split_q_kv(heads(q, config.heads), kv, config.nope)
     latent = ops.rms_norm(latent, w.kv_norm, _INNER_EPS)
-    q_pe = apply_rope(step, q_pe, config.rope)
-    k_pe = flat(apply_rope(step, heads(k_pe, 1), config.rope))
+    if config.rope is not None:
+        q_pe = apply_rope(step, q_pe, config.rope)
+        k_pe = flat(apply_rope(step, heads(k_pe, 1), config.rope))
     table = step.tables[None]
     ops.mla_cache_append(latent, k_pe, *cache, step.positions, block_table=table, sequence=step.sequence)
     if step.starts is None:
@@ -291,14 +333,20 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
 
 
 def _latent(
-    q_nope: Array, q_pe: Array, w: Attention, config: Config, cache: tuple[Array, Array], lengths: Any, **more: Any
+    q_nope: Array,
+    q_pe: Array,
+    w: Attention,
+    config: LatentConfig,
+    cache: tuple[Array, Array],
+    lengths: Any,
+    **more: Any,
 ) -> Array:
     """Attention over the latents themselves → [T, H, value_dim]."""
     y = ops.mla_sdpa(ops.mla_q_prime(q_nope, w.key), q_pe, *cache, lengths, config.scale, **more)
     return ops.mla_out_per_head(y, w.key if w.value is None else w.value, config.nope if w.value is None else None)
 
 
-def _break_even(config: Config) -> int:
+def _break_even(config: LatentConfig) -> int:
     """Tokens up to which a run of them is cheaper over the latents than over keys and values expanded from them.
 
     Per position: expanding costs R · (nope + vd) multiplications per head once; a token then saves the difference
@@ -309,12 +357,12 @@ def _break_even(config: Config) -> int:
     return R * (nope + vd) // saved if saved > 0 else 1 << 30
 
 
-def _most_expanded(config: Config) -> int:
+def _most_expanded(config: LatentConfig) -> int:
     """Positions whose keys and values may be expanded at once."""
     return _EXPANDED_BYTES // (4 * config.heads * (config.nope + config.rope_dim + config.value_dim))
 
 
-def moe(step: Step, h: Array, x: Array, w: Experts, config: Config) -> Array:
+def moe(step: Step, h: Array, x: Array, w: Experts, config: RoutingConfig) -> Array:
     """h + Σ chosen experts of x + shared expert of x, h and x [T, dim]."""
     scores = linear(step, x, w.router, "float32")
     ids, weights = ops.moe_group_route(
@@ -373,13 +421,78 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 # -- the family ------------------------------------------------------------------------------------------------------
 
 
-def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
+def latent_heads(config: LatentConfig) -> dict[str, SplitHeads]:
     """kv_b_proj is two in mlx-lm: what turns queries into the latent space, and what turns latents into values."""
     width = config.nope + config.value_dim
     parts = {"embed_q": (0, config.nope, True), "unembed_out": (config.nope, width, False)}
-    latent = SplitHeads(config.heads, (config.heads * width, config.kv_rank), parts)
-    return MlxRules(split_heads={"kv_b_proj": latent}, uncast=("e_score_correction_bias",))
+    return {"kv_b_proj": SplitHeads(config.heads, (config.heads * width, config.kv_rank), parts)}
 
+
+def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
+    return MlxRules(split_heads=latent_heads(config), uncast=("e_score_correction_bias",))
+
+
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """Older files have `kv_b_proj` in one piece, and the widths of heads as key_length and value_length."""
+    config, rank = stem(keys, "deepseek_v3"), keys.integer("attention.kv_lora_rank")
+    rope_dim = keys.integer("rope.dimension_count")
+    own = "attention.key_length_mla" in keys
+    keys.accept("attention.head_count_kv", "attention.key_length", "attention.value_length")
+    width = keys.integer("attention.key_length_mla" if own else "attention.key_length")
+    keys.require(width > rope_dim, f"keys of {width} channels, expected more than rope.dimension_count ({rope_dim})")
+    scaling = rope_scaling(keys)
+    if scaling is not None and (gain := keys.number("rope.scaling.yarn_log_multiplier", 0.0)):
+        # The converter writes a tenth of mscale_all_dim. mscale is in no key: it is the same in all released models.
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * gain, 6))
+    if keys.integer("expert_count", 0, least=0):
+        config |= sigmoid_experts(keys)
+    return config | {
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "q_lora_rank": keys.integer("attention.q_lora_rank", None),
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": width - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": keys.integer("attention.value_length_mla" if own else "attention.value_length"),
+        "rope_scaling": scaling,
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={
+        "deepseek2": GgufArchitecture(
+            _of_gguf, copied=("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa")
+        )
+    },
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.embed_q": "attn_k_b",
+        "self_attn.unembed_out": "attn_v_b",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
+        "mlp.switch_mlp.up_proj": "ffn_up_exps",
+        "mlp.switch_mlp.down_proj": "ffn_down_exps",
+        "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+        **{
+            f"mlp.{block}{part}_proj": f"ffn_{part}{end}"
+            for block, end in (("", ""), ("shared_experts.", "_shexp"))
+            for part in ("gate", "up", "down")
+        },
+    },
+    tensors={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+)
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -403,6 +516,7 @@ FAMILY = Family(
     skipped=("mtp.", "model.mtp."),
     unquantized=("mlp.gate",),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
     draft_head=DraftHead(
         model_types=MODEL_TYPES,

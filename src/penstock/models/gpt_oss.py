@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from penstock import ops
 from penstock.errors import InvalidArgument
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family
+from penstock.models.family import Family, GgufArchitecture, GgufNames
+from penstock.models.gguf_keys import GgufKeys, base, rotation, sliding
 from penstock.models.layers import (
     ExpertStack,
     adjacent,
@@ -243,6 +245,42 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 
 # -- the family ------------------------------------------------------------------------------------------------------
 
+
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """Of YaRN's `truncate` and the limit of SwiGLU files say nothing: the released models have one value each."""
+    config = base(keys, "gpt_oss")
+    turned = rotation(keys, config["head_dim"])
+    if "rope_scaling" in turned:
+        turned["rope_scaling"]["truncate"] = False
+    return config | turned | {
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "layer_types": sliding(keys, 2),
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={"gpt-oss": GgufArchitecture(_of_gguf)},
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.sinks": "attn_sinks",
+        "mlp.router": "ffn_gate_inp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+    },
+)
+
 FAMILY = Family(
     name="gpt_oss",
     model_types=("gpt_oss",),
@@ -259,5 +297,6 @@ FAMILY = Family(
         "norms": ("*norm",),
         "attention": ("self_attn.*",),
     },
+    gguf=_GGUF,
     split=split,
 )

@@ -25,6 +25,9 @@ from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
 
+VISION = tuple(
+    f"{prefix}{part}" for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")
+)  # how names of the parts of released files begin that see
 _PARTS = ("weight", "scales", "biases", "global_scale", "weight_scale_inv")
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 

@@ -90,7 +90,15 @@ from penstock.ops.norm import (
     rms_norm_triple,
 )
 from penstock.ops.op import REGISTRY, Op, backend, kernel, op
-from penstock.ops.rope import head_norm_rope, proportional_inv_freq, rope, rope_inv_freq, yarn_gain, yarn_inv_freq
+from penstock.ops.rope import (
+    head_norm_rope,
+    position_scale,
+    proportional_inv_freq,
+    rope,
+    rope_inv_freq,
+    yarn_gain,
+    yarn_inv_freq,
+)
 from penstock.ops.sampling import sample_tokens
 
 __all__ = [
@@ -167,6 +175,7 @@ __all__ = [
     "norm_matmul",
     "op",
     "part_ids",
+    "position_scale",
     "post_attn_triple_norm",
     "post_ff_norm2_endlayer",
     "proportional_inv_freq",

@@ -70,7 +70,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "adapters": (),
     "draft_model": (),
-    "num_draft_tokens": (3,),
     "chat_template": (),
     "documents": ([],),
     "background": (False,),
@@ -168,6 +167,10 @@ class Request(Strict):
     stop: TextOrTexts = None
     stop_token_ids: Items[Annotated[int, Field(ge=0, le=MAX_TOKENS)]] | None = Field(None, max_length=1024)
     ignore_eos: bool | None = None
+    speculate: Literal["off", "auto", "mtp", "ngram", "draft"] | None = Field(
+        None, description="What drafts of the next tokens come from; the answer is the same."
+    )
+    num_draft_tokens: int | None = Field(None, ge=1, le=7, description="Drafts of a step at the most.")
     chat_template_kwargs: Object | None = Field(None, description="Variables of the model's chat template.")
 
     CALLED: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "repetition_context"}

@@ -256,7 +256,7 @@ class Service:
         inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
         format = self._format if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
-        options = self._options(request, limit, logprobs, shown_tokens(format, bool(tools)))
+        options = self._options(request, limit, logprobs, shown_tokens(self._format, bool(tools)))
         requests = self._requests(scheduler, [ids], n, options, grammar)
         reads = FORMATS[format].reasoning is not None or (bool(tools) and FORMATS[format].call is not None)
         parsers = [parser_for(format, tools or None, in_reasoning=inside) if reads else None for _ in requests]
@@ -294,7 +294,8 @@ class Service:
             if name in (variables or {}):
                 param = "chat_template_kwargs"
                 raise ApiError(400, f"{param} has {name}, which is a field of its own", param=param)
-        merged = {**self.options.template_variables, **_effort(effort), **(variables or {})}
+        effort_variables = {} if effort is None else FORMATS[self._format].effort(effort)
+        merged = {**self.options.template_variables, **effort_variables, **(variables or {})}
         plain = with_arguments([message.plain() for message in messages], self._format)
         last = plain[-1]["content"].rstrip()
         if continued and (plain[-1]["role"] != "assistant" or not last):
@@ -390,7 +391,7 @@ class Service:
         given = {name: getattr(request, name) for name in _SAMPLING if getattr(request, name) is not None}
         options = {**self.options.defaults, **given, "logprobs": logprobs, "stop": request.stop or ()}
         options["max_tokens"] = tokens if most is None else min(tokens, most)
-        for name in ("presence_penalty", "frequency_penalty", "repetition_context"):
+        for name in ("presence_penalty", "frequency_penalty", "repetition_context", "speculate", "num_draft_tokens"):
             if getattr(request, name) is not None:
                 options[name] = getattr(request, name)
         bias = dict(request.logit_bias or {})
@@ -427,13 +428,6 @@ class Service:
                 copied = None if grammar is None else grammar.copy()
                 made.append(scheduler.request(ids, grammar=copied, **(options | own)))
         return made
-
-
-def _effort(effort: str | None) -> dict[str, Any]:
-    """Template variables for OpenAI's reasoning_effort."""
-    if effort is None:
-        return {}
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def response_format_of(request: schema.Generating) -> dict[str, Any] | None:
