@@ -86,9 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 512, "num_attention_heads": 6},
     "qwen35": BASE | DELTA | {"model_type": "qwen3_5_text", "intermediate_size": 512, "tie_word_embeddings": True},
     # as many key heads as value heads: nothing is put into another order
-    "qwen35 even": BASE
-    | DELTA
-    | {"model_type": "qwen3_5_text", "intermediate_size": 512, "linear_num_key_heads": 6},
+    "qwen35 even": BASE | DELTA | {"model_type": "qwen3_5_text", "intermediate_size": 512, "linear_num_key_heads": 6},
     "qwen3next": BASE
     | DELTA
     | EXPERTS

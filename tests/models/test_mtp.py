@@ -270,6 +270,34 @@ def test_head_beside_its_trunk_is_loaded(made: Callable[[str], Made], tmp_path: 
     assert streamed.head.weights.layer.mlp.routed.slot_of is None  # its experts are all there
 
 
+def test_head_of_a_drafter_folder_is_loaded_for_its_trunk(tmp_path: Path) -> None:
+    convert(DEMO, tmp_path / "drafter", Options(mtp=True))
+    shutil.copytree(DEMO, tmp_path / "trunk", ignore=shutil.ignore_patterns("mtp.safetensors"))
+    assert penstock.load(tmp_path / "trunk", device="cpu").engine.model.head is None
+    found = penstock.load(tmp_path / "trunk", device="cpu", draft_model=tmp_path / "drafter").engine.model
+    own = penstock.load(device="cpu").engine.model
+    assert found.head is not None and own.head is not None
+    for got, want in zip(walk(found.head), walk(own.head), strict=True):
+        np.testing.assert_array_equal(got, want)
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        assert found.check is not None
+        found.check()
+    for options, message in (({"draft_model": 3}, "draft_model is 3"), ({"speculate": "off"}, "speculate is 'off'")):
+        with pytest.raises(InvalidArgument, match=message):
+            penstock.load(tmp_path / "trunk", device="cpu", **{"draft_model": str(tmp_path / "drafter")} | options)
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        penstock.load(tmp_path / "trunk", device="cpu", draft_model=tmp_path / "drafter")
+
+
+def walk(head: mtp.Head) -> list[np.ndarray]:
+    """All arrays of a head."""
+    found: list[np.ndarray] = []
+    models.replaced(head.weights, np.ndarray, found.append)
+    models.replaced(head.weights, QuantizedTensor, lambda weight: found.extend(weight.arrays))
+    return found
+
+
 def test_head_that_is_cut_short_is_left_out_with_a_remark(made: Callable[[str], Made], tmp_path: Path) -> None:
     folder = whole(made("moe"), tmp_path / "model", FAMILIES["moe"][0])
     stored = load_file(folder / "model-mtp.safetensors")
