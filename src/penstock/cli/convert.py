@@ -88,7 +88,7 @@ def convert(
       penstock convert --model bf16-folder -q --quant-predicate mixed_3_6
       penstock convert --model bf16-folder -q --q-bits 3 --calibrate book.txt
       penstock convert --model qwen3-4bit -d --mlx-path qwen3-dense
-      penstock convert --model Qwen/Qwen3.6-35B-A3B --mtp -q --mlx-path qwen3.6-mtp-4bit
+      penstock convert --model bf16-folder -q --mtp --mlx-path drafter
       penstock convert --model llama-q4_0.gguf --mlx-path llama-4bit
     """
     from penstock.convert.run import Options
