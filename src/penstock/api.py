@@ -646,6 +646,7 @@ def load(
     step_timeout: float = STEP_SECONDS,
     speculate: str = "auto",
     num_draft_tokens: int | None = None,
+    draft_model: str | os.PathLike[str] | None = None,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
@@ -670,9 +671,12 @@ def load(
     one's width. step_timeout: seconds that a step may take before the ranks are ended. speculate: what drafts of the
     next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "ngram" (what
     followed the last tokens before) or "auto"; num_draft_tokens: how many a step verifies of a sequence at the most.
+    draft_model: a folder or hub id with the head that drafts, if the model's own files have none.
     Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
     check_speculate("load", speculate, num_draft_tokens)
+    if not isinstance(draft_model, str | os.PathLike | None):
+        raise InvalidArgument(f"load: draft_model is {draft_model!r}, expected a path, a hub id or None")
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
     given = {
@@ -695,6 +699,7 @@ def load(
         "state_dtype": state_dtype,
         "speculate": speculate,
         "num_draft_tokens": num_draft_tokens,
+        "draft_model": None if draft_model is None else os.fspath(draft_model),
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     with notebook_bar("loading") as shown:
@@ -749,13 +754,16 @@ def _load(
     folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
+    drafter = given["draft_model"]
+    if drafter is not None and (found.kind == "gguf" or given["speculate"] in ("off", "ngram")):
+        unused = f"{folder} is a GGUF file" if found.kind == "gguf" else f"speculate is {given['speculate']!r}"
+        raise InvalidArgument(f"load: draft_model is {drafter!r}, expected None: {unused}")
     if found.kind == "gguf":
         model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress, rank)
     else:
-        drafter = given.get("draft_model")
         if drafter is not None:
-            drafter = resolve_model(drafter, revision=None, offline=offline, quiet=quiet).path
-        drafting = _Drafting(given.get("speculate", "auto"), drafter)
+            drafter = resolve_model(drafter, ("folder",), offline=offline, quiet=quiet).path
+        drafting = _Drafting(given["speculate"], drafter)
         model, tokenizer, notices = _read_folder(
             folder, where, experts, options, progress, room, states, drafting, rank
         )
@@ -832,11 +840,11 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, device, nbytes, progress)
         weights = weights if rank is None else rank.with_slots(weights, config, device)
-    notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
-    notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
     if head is not None:
         model = _read_head(head, model, config, device, source, rank)
+    notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
+    notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = model if rank is None else rank.part(model)
     drafter = [] if head is None or drafting.drafter is None else [head.source.checkpoint]
     model = _with_files(model, device, checkpoint, *drafter)
@@ -1106,7 +1114,7 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
         fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
     head = None
-    if given.get("speculate", "auto") not in ("off", "ngram") and mtp.declared(family, read, config):
+    if given["speculate"] not in ("off", "ngram") and mtp.declared(family, read, config):
         made = mtp.read(DeviceSource(source, where.to_device), family, read, weights.embed, weights.head)
         head = models.placed(made, where.to_device)
     weights, head = (weights, head) if rank is None else rank.with_slots((weights, head), read, where)
