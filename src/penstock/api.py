@@ -32,14 +32,23 @@ from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.speculate import MOST_DRAFTS, check_speculate
-from penstock.errors import BackendError, InvalidArgument, NonFiniteLogits, OutOfMemory
+from penstock.errors import BackendError, CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
+from penstock.models import mtp
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import GgufModel, open_gguf
 from penstock.models.random import DeviceRandomSource, Maker, Random, RandomPart, Shapes
-from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, FilesSource, Source, left_over
-from penstock.models.split import group_columns
+from penstock.models.source import (
+    CheckpointSource,
+    DeviceSource,
+    FileBackedSource,
+    FilesSource,
+    ShapeOnlySource,
+    Source,
+    left_over,
+)
+from penstock.models.split import SplitSource, group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
@@ -735,7 +744,13 @@ def _load(
     if found.kind == "gguf":
         model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress, rank)
     else:
-        model, tokenizer, notices = _read_folder(folder, where, experts, options, progress, room, states, rank)
+        drafter = given.get("draft_model")
+        if drafter is not None:
+            drafter = resolve_model(drafter, revision=None, offline=offline, quiet=quiet).path
+        drafting = _Drafting(given.get("speculate", "auto"), drafter)
+        model, tokenizer, notices = _read_folder(
+            folder, where, experts, options, progress, room, states, drafting, rank
+        )
     for notice in notices:
         notify(notice)
     leader = None if rank is None else rank.leader(model.family, states)
@@ -770,6 +785,7 @@ def _read_folder(
     progress: Callable[[float], None] | None,
     cache_memory: int | None,
     state_dtype: str,
+    drafting: _Drafting,
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
@@ -777,6 +793,7 @@ def _read_folder(
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
     source = stored = CheckpointSource(checkpoint, *family.names(checkpoint, config))
+    head, notices = _find_head(drafting, family, config, stored)
     copied, share = _copied_bytes(checkpoint), 1
     if rank is not None:
         source, config = rank.split(family, stored, config, group_columns(checkpoint))
@@ -791,7 +808,6 @@ def _read_folder(
         _check_fits(f"{folder}", device, nbytes, copied // share)
     if device.compiles_ahead and rank is None:
         compile_ahead.start(compile_ahead.missing_of, load, options)
-    notices: list[str] = []
     streamed = None
     if streams:
         owned = None if rank is None else rank.mesh.owned(config.experts)
@@ -802,7 +818,8 @@ def _read_folder(
         put = _putting(device, nbytes - away, progress)
         weights = family.read_weights(FileBackedSource(source, put), config)
         opened = open_experts(weights, experts, budget, config.top_k, device, folder, checkpoint.fingerprint, owned)
-        weights, streamed, notices = opened
+        weights, streamed, remarks = opened
+        notices += remarks
         weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
     else:
         weights, placed = _weights(family, source, config, device, nbytes, progress)
@@ -810,9 +827,67 @@ def _read_folder(
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
     notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
+    if head is not None:
+        model = _read_head(head, model, config, device, source, rank)
     model = model if rank is None else rank.part(model)
-    model = _with_files(model, device, checkpoint)
+    drafter = [] if head is None or drafting.drafter is None else [head.source.checkpoint]
+    model = _with_files(model, device, checkpoint, *drafter)
     return model, tokenizer, notices
+
+
+@dataclass(frozen=True)
+class _Drafting:
+    """What is asked for of drafts; drafter: a folder with a head."""
+
+    speculate: str = "auto"
+    drafter: Path | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether there has to be a head."""
+        return self.speculate == "mtp" or self.drafter is not None
+
+
+def _find_head(
+    drafting: _Drafting, family: AnyFamily, config: ModelConfig, stored: CheckpointSource
+) -> tuple[mtp.HeadFiles | None, list[str]]:
+    """Where the head that drafts is, its shapes looked at, and remarks.
+
+    One of the trunk's own files that cannot be used is left out with a remark where nothing was asked for.
+    """
+    if drafting.speculate in ("off", "ngram"):
+        return None, []
+    used = set(stored.used)
+    try:
+        if drafting.drafter is None:
+            files = mtp.find(stored.checkpoint, family, config, stored)
+        else:
+            files = mtp.open_drafter(drafting.drafter, family, config, stored)
+        if files is not None:
+            none = np.empty((0, 0), np.float32)
+            files.read(family, config, none, none, ShapeOnlySource)
+        return files, []
+    except CheckpointError as error:
+        if drafting.asked:
+            raise
+        stored.used.intersection_update(used)
+        return None, [f"{error}; the head that drafts is not used"]
+
+
+def _read_head(
+    files: mtp.HeadFiles, model: AnyModel, config: ModelConfig, device: Device, split: Any, rank: Rank | None
+) -> AnyModel:
+    """The model with the head of these files. Its experts are held like those of a model that fits, whatever is
+    streamed. config: of the model, its arrays on the host; split: of a rank the source of the trunk's part.
+    """
+
+    def through(head: Source) -> Source:
+        own = head if rank is None else SplitSource(head, split.split, split.mesh)
+        return DeviceSource(own, device.to_device)
+
+    head = files.read(model.family, config, model.weights.embed, model.weights.head, through)
+    head = models.placed(head, device.to_device)
+    return replace(model, head=head if rank is None else rank.with_slots(head, config, device))
 
 
 def _streamed_layers(
@@ -887,11 +962,20 @@ def _stream_gguf(
     return Model(family, placed, weights, found.fingerprint, found.nbytes, streamed), notices
 
 
-def _with_files(model: AnyModel, device: Device, files: Checkpoint | GgufFile) -> AnyModel:
+def _with_files(model: AnyModel, device: Device, *files: Checkpoint | GgufFile) -> AnyModel:
     """A model that knows the files which its weights are mapped from; on a GPU none is."""
     if not device.host_memory:
         return model
-    return replace(model, from_files=model.nbytes, check=files.check, lease=files.lease)
+
+    def check() -> None:
+        for own in files:
+            own.check()
+
+    def lease() -> bool:
+        leased = [own.lease() for own in files]
+        return all(leased)
+
+    return replace(model, from_files=model.nbytes, check=check, lease=lease)
 
 
 def _putting(device: Device, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
@@ -1013,8 +1097,12 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
         source = RandomPart(drawn, split.split, rank.mesh)
         fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
-    weights = weights if rank is None else rank.with_slots(weights, read, where)
-    model = Model(family, placed, weights, fingerprint, models.bytes_of(weights))
+    head = None
+    if given.get("speculate", "auto") not in ("off", "ngram") and mtp.declared(family, read, config):
+        made = mtp.read(DeviceSource(source, where.to_device), family, read, weights.embed, weights.head)
+        head = models.placed(made, where.to_device)
+    weights, head = (weights, head) if rank is None else rank.with_slots((weights, head), read, where)
+    model = Model(family, placed, weights, fingerprint, models.bytes_of((weights, head)), head=head)
     model = model if rank is None else rank.part(model)
     leader = None if rank is None else rank.leader(family, states)
     context, deterministic = given["max_context"], given["deterministic"]
@@ -1027,7 +1115,11 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
 def random_nbytes(config: Mapping[str, Any]) -> int:
     """Bytes of the weights that `load_random` would make."""
     family = models.family_of(dict(config))
-    return models.bytes_of(family.read_weights(Shapes(config), family.read_config(dict(config))))
+    read, source = family.read_config(dict(config)), Shapes(config)
+    weights = family.read_weights(source, read)
+    drafts = mtp.declared(family, read, config)
+    head = mtp.read(source, family, read, weights.embed, weights.head) if drafts else None
+    return models.bytes_of((weights, head))
 
 
 def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:

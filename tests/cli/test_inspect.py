@@ -52,10 +52,15 @@ def test_inspect_counts_the_demo_model(capsys, unread):
     found = inspected(capsys)
     checkpoint = Checkpoint.open(DEMO)
     assert found["parameters"] == 25_898_288
-    assert found["bytes"] == checkpoint.nbytes
+    head = found["draft_head"]
+    assert (head["parameters"], head["bytes"]) == (2_905_728, checkpoint.nbytes - found["bytes"])
+    spans = [checkpoint.location(name)[1:] for name in checkpoint.names if ".mtp." in name]
+    assert sum(stop - start for start, stop in spans) == head["bytes"]
+    assert head["bytes_per_draft"] == head["active_bytes"] + 256 * 9 // 16 * 4097
+    assert head["cache_bytes_per_1000_tokens"] * 2 == found["cache_bytes_per_1000_tokens"] and not found["skipped"]
     assert found["layers"] == {"linear attention + MoE": 6, "full attention + MoE": 2}
     assert (found["experts"], found["top_k"], found["vocab_size"], found["context"]) == (16, 4, 4096, 2048)
-    assert (found["source"], found["files"], found["tied"]) == ("safetensors", 1, False)
+    assert (found["source"], found["files"], found["tied"]) == ("safetensors", 2, False)
     for key in ("parameters", "bytes", "active_bytes", "tensors"):
         assert sum(part[key] for part in found["parts"].values()) == pytest.approx(found[key], abs=len(ROLES))
         assert sum(part[key] for part in found["formats"]) == pytest.approx(found[key], abs=len(ROLES))
@@ -99,7 +104,8 @@ def test_inspect_knows_the_released_models_by_their_configs(capsys, name, kinds,
     assert found["source"] == "config" and found["tokenizer"] is None
     raw, _ = first_layers(resolve_model(name, ["config"]).read_config(), "all", name)
     if "quantization" in raw:
-        assert found["bytes"] == pytest.approx(api.random_nbytes(raw), rel=1e-3)
+        drafts = found["draft_head"]["bytes"] if found["draft_head"] else 0
+        assert found["bytes"] + drafts == pytest.approx(api.random_nbytes(raw), rel=1e-3)
     else:
         assert found["bytes"] == 2 * found["parameters"] and "taken as bfloat16" in found["notices"][0]
 

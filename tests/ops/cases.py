@@ -1501,6 +1501,12 @@ def _part_ids(rng, dtype, count, first, rows):
     return {"ids": rng.integers(-1, 23, count).astype(np.int32), "first": first, "count": rows}
 
 
+@case("ids_after_first", sizes={"one": (1,), "some": (37,), "many": (1500,), "empty": (0,)}, rel=0)
+def _ids_after_first(rng, dtype, count):
+    draw = lambda low, high: rng.integers(low, high, count).astype(np.int32)  # noqa: E731
+    return {"ids": draw(-1, 23), "positions": draw(0, 3)}
+
+
 @case("beside", sizes={"decode": (1, 64, 32), "ragged": (5, 61, 7), "bare": (3, 0, 5), "empty": (0, 7, 3)}, rel=0)
 def _beside(rng, dtype, rows, left, right):
     return {"a": normal(rng, rows, left, dtype=dtype), "b": normal(rng, rows, right, dtype=dtype)}

@@ -23,6 +23,7 @@ from penstock.analysis.survey import FromFiles, FromGguf, Headers, Recorder, che
 from penstock.analysis.weights import TensorFormat
 from penstock.errors import CheckpointError, PenstockError
 from penstock.machine import usable_threads
+from penstock.models import mtp
 from penstock.models.family import AnyFamily, ModelConfig
 from penstock.models.gguf import GgufModel
 from penstock.models.source import left_over
@@ -464,17 +465,39 @@ def _check_quantization(checkpoint: Headers, check: Check) -> None:
 
 def _check_shapes(checkpoint: Headers, check: Check) -> tuple[Any, list[str]]:
     """Every tensor that the family asks for is there in its shape. The family's config, and remarks."""
+    where = f"{checkpoint.path / 'config.json'}"
     try:
-        family = models.family_of(checkpoint.config)
-        config = family.read_config(checkpoint.config)
-        check_sizes(config, f"{checkpoint.path / 'config.json'}", checkpoint)
-        described = FromFiles(checkpoint, family, config)
+        alone = mtp.is_head(checkpoint.config)
+        raw = mtp.trunk_config(checkpoint.config, where) if alone else checkpoint.config
+        family = models.family_of(raw)
+        config = family.read_config(raw)
+        check_sizes(config, where, checkpoint)
+        if alone:
+            head = mtp.open_drafter(checkpoint.path, family, config, open_folder=lambda _: checkpoint)
+            check.about = f"a head that drafts for {config.model_type}"
+            _ask_head(family, config, head, check)
+            return config, [] if check.problems else left_over(head.source, (), 1).remarks
+        described = FromFiles.of(checkpoint, family, config)
     except PenstockError as error:
         check.problems.append(str(error))
         return None, []
     _ask(family, config, described, check)
+    try:
+        head = mtp.find(checkpoint, family, config, described.stored)
+        if head is not None:
+            check.about += ", and a head that drafts"
+            _ask_head(family, config, head, check)
+    except PenstockError as error:
+        check.problems.append(str(error))
     layers = len(family.caches(config))
     return config, [] if check.problems else left_over(described.stored, family.skipped, layers).remarks
+
+
+def _ask_head(family: AnyFamily, config: ModelConfig, head: mtp.HeadFiles, check: Check) -> None:
+    recorder = Recorder(_Forgiving(FromFiles(head.source), check.problems), family)
+    none = np.empty((0, 0), np.float32)
+    mtp.read(recorder, family, config, none, none)
+    check.about += f" with {len(recorder.weights):,} weights"
 
 
 def _ask(family: AnyFamily, config: ModelConfig, described: Any, check: Check) -> None:

@@ -39,6 +39,7 @@ from penstock.engine.steps import (
 from penstock.errors import CheckpointError, EngineDied, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
+from penstock.models.mtp import Head
 from penstock.models.split import Mesh, Split
 from penstock.models.step import PAGE, Cache, Layout, Step, with_room, with_state_dtype
 from penstock.ops.device import Device, PendingStep, device_for
@@ -68,6 +69,7 @@ class Model(Generic[ConfigT, WeightsT]):
     lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
     split: Split[Any] | None = None  # it is a rank's part: config and weights are that part's
     mesh: Mesh | None = None
+    head: Head | None = None  # drafts tokens; its experts are all in memory
 
 
 AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]

@@ -91,7 +91,7 @@ class Rank:
 
     def part(self, model: AnyModel) -> AnyModel:
         """The model as this rank has it."""
-        return replace(model, split=self._split, mesh=self.mesh, nbytes=bytes_of(model.weights))
+        return replace(model, split=self._split, mesh=self.mesh, nbytes=bytes_of((model.weights, model.head)))
 
     def leader(self, family: AnyFamily, state_dtype: str) -> Any:
         """What tells the other ranks, on rank 0."""

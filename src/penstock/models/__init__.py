@@ -87,6 +87,10 @@ def family_of(config: dict[str, Any]) -> AnyFamily:
             _load(entry)
         if model_type in _registered:
             return _registered[model_type]
+    if isinstance(model_type, str) and model_type.endswith("_mtp"):
+        raise CheckpointError(
+            f"config.json: model_type is {model_type[:80]!r}, a head that drafts for another model, expected a model"
+        )
     found = "is missing" if model_type is None else f"is {str(model_type)[:80]!r}"
     raise CheckpointError(f"config.json: model_type {found}, expected one of {', '.join((*FAMILIES, *_registered))}")
 

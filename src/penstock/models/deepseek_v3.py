@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, expert_groups
-from penstock.models.family import Family, MlxRules, SplitHeads
+from penstock.models.family import DraftHead, Family, MlxRules, SplitHeads
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -242,14 +242,18 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
-        x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
-        h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
-        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        if isinstance(layer.mlp, Mlp):
-            h = ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
-        else:
-            h = moe(step, h, x, layer.mlp, config)
+        h = decoder_layer(step, h, layer, config, state)
     return h
+
+
+def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: tuple[Array, Array]) -> Array:
+    """The residual stream h [T, dim] after one layer."""
+    x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
+    h = ops.residual_add(h, attention(step, x, layer.attention, config, state))
+    x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
+    if isinstance(layer.mlp, Mlp):
+        return ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
+    return moe(step, h, x, layer.mlp, config)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -400,5 +404,16 @@ FAMILY = Family(
     unquantized=("mlp.gate",),
     mlx_rules=mlx_rules,
     split=split,
+    draft_head=DraftHead(
+        model_types=MODEL_TYPES,
+        depth="num_nextn_predict_layers",
+        spelling="nextn",
+        drafter=lambda model_type: f"{model_type}_mtp",
+        config=lambda config: replace(config, layers=1, dense_layers=int(not config.experts)),
+        read_layer=lambda source, config: _layer(source, config, 0),
+        read_norm=lambda source, path, size: source.vector(path, size),
+        layer=decoder_layer,
+        sees_first=False,
+    ),
     full_attention="latent attention (MLA)",
 )

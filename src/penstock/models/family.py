@@ -34,6 +34,7 @@ Role = Literal[
 """What a weight is for."""
 ROLES: tuple[Role, ...] = get_args(Role)  # in the order in which they are shown
 
+HEAD_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")  # before the product of a head that drafts
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.(.+)")
 
 
@@ -124,6 +125,34 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 WeightsT = TypeVar("WeightsT", bound=ModelWeights)
 
 
+@dataclass(frozen=True)
+class DraftHead(Generic[ConfigT]):
+    """What a family says about the head that drafts the tokens after the next one (`models.mtp`).
+
+    Of a head with the hidden state h and the embedding e of the token after it, the layer of
+    fc · concat(norm e, norm h) is a decoder layer of the family, which is read and run by these functions.
+    """
+
+    model_types: tuple[str, ...]
+    """Models of the family that have one."""
+    depth: str
+    """The key of config.json that says how many layers it has."""
+    spelling: Literal["mtp", "nextn"]
+    """Names of its tensors: behind `mtp.`, or those of one more layer behind the last."""
+    drafter: Callable[[str], str]
+    """The model_type of a folder that has the head alone, by that of its trunk."""
+    config: Callable[[ConfigT], ConfigT]
+    """The config of a model whose only layer is the head's, by that of its trunk."""
+    read_layer: Callable[[Source, ConfigT], Any]
+    """The layer, its paths behind `layers.0.`."""
+    read_norm: Callable[..., Any]
+    """A norm's weight by source, path and size."""
+    layer: Callable[[Step, Array, Any, ConfigT, tuple[Array, Array]], Array]
+    """The residual stream [T, dim] after the layer."""
+    sees_first: bool = True
+    """Whether position 0 gets the embedding of its token; else 0."""
+
+
 def _as_released(raw: Mapping[str, Any], config: ModelConfig) -> MlxRules:
     return MlxRules()
 
@@ -168,6 +197,8 @@ class Family(Generic[ConfigT, WeightsT]):
     """None: it is not run from GGUF files."""
     split: Callable[[ConfigT, Mesh, int], Split[ConfigT]] | None = None
     """How the model is split over ranks, with the columns of its quantization groups. None: it runs on one."""
+    draft_head: DraftHead[ConfigT] | None = None
+    """None: no head that drafts is known."""
     full_attention: str = "full attention"
     """What a layer is called that attends to all positions."""
 
@@ -178,6 +209,8 @@ class Family(Generic[ConfigT, WeightsT]):
         """What the weight of a path is for. In layers any prefix may stand before `layers.N.`."""
         inner = _IN_LAYER.fullmatch(path)
         name = inner[1] if inner else path
+        if name in HEAD_NORMS:
+            return "norms"
         for role, patterns in self.roles.items():
             if any(fnmatchcase(name, pattern) for pattern in patterns):
                 return role

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, expert_groups, layer_types
-from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -326,11 +326,18 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, window, state in zip(w.layers, config.windows, cache, strict=True):
-        x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
-        h = ops.residual_add(h, attention(step, x, layer.attention, config, state, window))
-        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        h = feed_forward(step, h, x, layer.mlp, config)
+        h = decoder_layer(step, h, layer, config, state, window)
     return h
+
+
+def decoder_layer(
+    step: Step, h: Array, layer: Layer, config: Config, state: tuple[Array, Array], window: int | None = None
+) -> Array:
+    """The residual stream h [T, dim] after one layer."""
+    x = stream_norm(step, h, layer.attention_norm, config.norm_eps)
+    h = ops.residual_add(h, attention(step, x, layer.attention, config, state, window))
+    x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
+    return feed_forward(step, h, x, layer.mlp, config)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -504,4 +511,15 @@ FAMILY = Family(
     mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,
+    draft_head=DraftHead(
+        model_types=("glm4_moe",),
+        depth="num_nextn_predict_layers",
+        spelling="nextn",
+        drafter=lambda model_type: f"{model_type}_mtp",
+        config=lambda config: replace(config, windows=(None,), dense_layers=frozenset()),
+        read_layer=lambda source, config: _layer(source, config, 0),
+        read_norm=lambda source, path, size: source.vector(path, size),
+        layer=decoder_layer,
+        sees_first=False,
+    ),
 )

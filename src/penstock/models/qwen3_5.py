@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, MlxRules
+from penstock.models.family import DraftHead, Family, MlxRules
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -312,16 +312,7 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> A
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
-        x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
-        if isinstance(layer.mixer, DeltaNet):
-            h = ops.residual_add(h, delta_net(step, x, layer.mixer, config, state))
-        else:
-            h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
-        x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
-        if isinstance(layer.mlp, Mlp):
-            h = ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
-        else:
-            h = moe(step, h, x, layer.mlp, config)
+        h = decoder_layer(step, h, layer, config, state)
     return h
 
 
@@ -330,6 +321,19 @@ def commit(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> No
     for layer, state in zip(w.layers, cache, strict=True):
         if isinstance(layer.mixer, DeltaNet):
             commit_delta(step, state, layer.mixer.conv, config.key_heads)
+
+
+def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: Cache) -> Array:
+    """The residual stream h [T, dim] after one layer."""
+    x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
+    if isinstance(layer.mixer, DeltaNet):
+        h = ops.residual_add(h, delta_net(step, x, layer.mixer, config, state))
+    else:
+        h = ops.residual_add(h, attention(step, x, layer.mixer, config, state))
+    x = stream_norm(step, h, layer.mlp_norm, config.norm_eps)
+    if isinstance(layer.mlp, Mlp):
+        return ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
+    return moe(step, h, x, layer.mlp, config)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -466,6 +470,13 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     )
 
 
+def _head_config(config: Config) -> Config:
+    """The head is one layer that attends, with experts if the trunk has any."""
+    return replace(
+        config, layer_types=("full_attention",), dense_layers=frozenset() if config.experts else frozenset((0,))
+    )
+
+
 FAMILY = Family(
     name="qwen3_5",
     model_types=MODEL_TYPES,
@@ -492,4 +503,14 @@ FAMILY = Family(
     unquantized=(".conv1d",),
     mlx_rules=mlx_rules,
     split=split,
+    draft_head=DraftHead(
+        model_types=MODEL_TYPES,
+        depth="mtp_num_hidden_layers",
+        spelling="mtp",
+        drafter=lambda model_type: "qwen3_5_mtp",
+        config=_head_config,
+        read_layer=lambda source, config: _layer(source, config, 0, "full_attention"),
+        read_norm=_offset,
+        layer=decoder_layer,
+    ),
 )

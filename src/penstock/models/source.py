@@ -67,15 +67,18 @@ def text_names(checkpoint: Checkpoint, _config: object = None) -> tuple[str, str
 class CheckpointSource:
     """Weights of a checkpoint, each checked against the shape that the config implies.
 
-    prefix stands before every path in the file, head before `lm_head`.
+    prefix stands before every path in the file, head before `lm_head`. used: names that have been asked for, where
+    several sources share a checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, head: str, layout: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, head: str, layout: str, used: set[str] | None = None
+    ) -> None:
         self.checkpoint = checkpoint
         self.prefix = prefix
         self.head = head
         self.layout = layout
-        self._used: set[str] = set()
+        self.used: set[str] = set() if used is None else used
 
     def name_of(self, path: str) -> str:
         return (self.head if path == "lm_head" else self.prefix) + path
@@ -88,7 +91,7 @@ class CheckpointSource:
         name = self.name_of(path)
         tensor = self.checkpoint.tensor(name)
         self._check_shape(name, tuple(tensor.shape), shape)
-        self._used.update((name, *(f"{name}.{part}" for part in _PARTS)))
+        self.used.update((name, *(f"{name}.{part}" for part in _PARTS)))
         return tensor
 
     def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -153,7 +156,7 @@ class CheckpointSource:
         format, names = self.checkpoint.parts(name)
         *rows, last = self.checkpoint.shape(names[0])
         self._check_shape(name, (*rows, last if format is None else last * 32 // format.bits), shape)
-        self._used.update(names)
+        self.used.update(names)
         if format is None:
             self._floating(path, self.checkpoint.dtype(names[0]))
         parts = []
@@ -166,11 +169,11 @@ class CheckpointSource:
     def mark_used(self, paths: Sequence[str]) -> None:
         """Count these as asked for, though nothing of them is read: another rank has them."""
         for name in map(self.name_of, paths):
-            self._used.update((name, *(f"{name}.{part}" for part in _PARTS)))
+            self.used.update((name, *(f"{name}.{part}" for part in _PARTS)))
 
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""
-        return sorted(name for name in self.checkpoint.names if name not in self._used)
+        return sorted(name for name in self.checkpoint.names if name not in self.used)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from penstock.ops.elementwise import (
     swiglu,
     weighted_sum,
 )
-from penstock.ops.embed import embedding, quantized_embedding
+from penstock.ops.embed import embedding, ids_after_first, quantized_embedding
 from penstock.ops.linear import (
     bf16_matmul,
     dequantize,
@@ -131,6 +131,7 @@ __all__ = [
     "geglu",
     "gelu_tanh",
     "head_norm_rope",
+    "ids_after_first",
     "kernel",
     "kv_cache_append",
     "kv_pages_append",

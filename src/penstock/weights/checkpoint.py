@@ -27,6 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"(.*)-(\d{1,6})-of-(\d{1,6})\.safetensors")
+_HEAD = re.compile(r"(?:model[-_.])?mtp(?:[-_.].*)?\.safetensors")  # layers that predict further tokens
 _BESIDE = ("adapter", "consolidated", "optimizer")  # starts of names of safetensors files that are not the model
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _UNREADABLE = (*_PICKLED, ".npz", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -378,6 +379,7 @@ def weight_files(folder: Path, listing: list[str], notices: list[str]) -> tuple[
         else:  # some converters leave the index of the model they started from beside their own files
             notices.append(f"{index.path}: lists none of the files that are there; read without it: {', '.join(own)}")
             index = None
+    own += [name for name in there if _HEAD.fullmatch(name) and name not in own]
     if index is None and (shard := _missing_shard(own)):
         raise CheckpointError(f"{folder}: has no {shard}, expected all files of the set: an unfinished download?")
     if unread := sorted(set(there) - set(own)):
