@@ -12,6 +12,7 @@ import numpy as np
 from penstock import ops
 from penstock.engine.buckets import BucketedSteps
 from penstock.engine.cache import Caches, Sequence
+from penstock.engine.draft_head import HeadDrafter
 from penstock.engine.steps import KEPT, MOST_SEQUENCES, ExactSteps, ragged_step, step_shapes, table_names
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import Streamed
@@ -52,12 +53,15 @@ class Programs:
         self.wrap: Wrap | None = None
         self.windows = table_names(caches.pools)
         self._commits: dict[tuple[int, int], tuple[Bound, dict[str, Any]]] = {}
+        self.drafter: HeadDrafter | None = None  # by the model's own head
         self.steps: ExactSteps | BucketedSteps = BucketedSteps(self) if self.device.captures else ExactSteps(self)
 
     def unbind(self) -> None:
         """Let go of the caches' arrays, which others replace: programs are bound again when they are used."""
         self.steps.unbind()
         self._commits = {}
+        if self.drafter is not None:
+            self.drafter.unbind()
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Move recurrent states on by the tokens that were accepted of kept runs."""
@@ -112,13 +116,14 @@ class Programs:
         padded: bool = False,
         hidden: bool = False,
         keeps: bool = False,
+        also_hidden: bool = False,
     ) -> Graph:
         """A step of T tokens of B sequences with block tables of n pages: the logits of R rows, or of none of them, and
         then the residual stream.
 
         decode: one token of each sequence. padded: some rows may be of no sequence. hidden: what the final norm makes
         of the residual stream, in place of it. keeps: some runs are kept, after what was accepted of those before has
-        moved the recurrent states on.
+        moved the recurrent states on. also_hidden: that beside what it gives otherwise.
         """
         specs = {name: Spec(shape, "int32") for name, shape in step_shapes(T, B, R, n, self.windows.values()).items()}
         if decode:
@@ -137,7 +142,8 @@ class Programs:
             h = self.family.forward(step, self.weights, self.config, self.cache_values(given))
             if hidden:
                 return self._hidden(step, h)
-            return self._logits(step, h, given.get("wanted")) if R else h
+            found = self._logits(step, h, given.get("wanted")) if R else h
+            return (found, self._hidden(step, h)) if also_hidden else found
 
         return trace(fn, specs | self.cache_specs())
 
@@ -178,8 +184,12 @@ class Programs:
         assert self.family.final_norm is not None
         return self.family.final_norm(replace(step, dtype="float32"), rows, self.weights, self.config)
 
+    def rows_of(self, h: Any, wanted: Any) -> Any:
+        """The wanted rows of h, in its dtype."""
+        return ops.embedding(wanted, h)
+
     def _logits(self, step: Step, h: Any, wanted: Any) -> Any:
-        rows = h if wanted is None else ops.embedding(wanted, h)
+        rows = h if wanted is None else self.rows_of(h, wanted)
         return self.family.logits(step, rows, self.weights, self.config)
 
     def cache_arrays(self) -> dict[str, Any]:
@@ -194,5 +204,6 @@ class Programs:
         return {name: spec_of(array) for name, array in self.cache_arrays().items()}
 
     def cache_values(self, values: Mapping[str, Any]) -> list[Cache]:
-        counts = [2 + len(self._gates(n)) for n in range(len(self.caches.layouts))]
+        """Of the layers of the model, without that of a head."""
+        counts = [2 + len(self._gates(n)) for n in range(len(self.family.caches(self.config)))]
         return [tuple(values[f"cache{n}.{i}"] for i in range(count)) for n, count in enumerate(counts)]

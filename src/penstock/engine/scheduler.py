@@ -35,6 +35,7 @@ import numpy as np
 from penstock import compile_progress
 from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
+from penstock.engine.draft_head import Asked
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
 from penstock.engine.hooks import HookInterrupted
@@ -643,9 +644,29 @@ class Scheduler:
         if not any(part.state.speculation is not None and part.draws for part in answers):
             return
         room = min(MOST_LOGITS, self._engine.most_sequences) - len(answers)
-        wanted = [(part.state.speculation, part.state.draft_limit if part.draws else 0) for part in answers]
-        for part, drafts in zip(answers, self._speculator.drafts(wanted, max(0, room)), strict=True):
+        wanted = [(part.state.speculation, self._draft_limit(part)) for part in answers]
+        found = self._speculator.drafts(wanted, max(0, room), lambda counts: self._drafted(answers, counts))
+        for part, drafts in zip(answers, found, strict=True):
             part.drafts = drafts
+
+    def _drafted(self, answers: list[Part], counts: dict[int, int]) -> dict[int, list[int]]:
+        """What the model's own head drafts for answers by their numbers."""
+        asked = {}
+        for n, count in counts.items():
+            state = answers[n].state
+            mask = None if state.request.grammar is None else state.request.grammar.mask()
+            asked[n] = Asked(state.opened, state.tokens[-1], count, state.sampler, mask)
+        self._engine.draft(list(asked.values()))
+        return {n: one.drafts for n, one in asked.items()}
+
+    def _draft_limit(self, part: Part) -> int:
+        """Drafts that an answer may have."""
+        state, drafter = part.state, self._engine.drafter
+        if not part.draws or state.speculation is None:
+            return 0
+        if state.speculation.kind == "mtp" and (drafter is None or not drafter.ready(state.opened)):
+            return 0
+        return state.draft_limit
 
     def _chunk(self, state: RequestState, room: int) -> Part:
         """The next chunk of a prompt, behind what is stored of it: up to a multiple of the alignment, the first behind
