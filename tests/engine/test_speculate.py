@@ -10,10 +10,12 @@ import pytest
 import penstock
 from penstock.api import LLM
 from penstock.engine import speculate
+from penstock.engine.engine import Engine
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculate import Acceptance, Proposal, RecentAnswers, Speculation, StepCosts, TokenIndex, choose
 from penstock.engine.steps import Run
 from penstock.errors import DTypeError, InvalidArgument
+from tests.engine.capturing import CapturingHost
 from tests.models.common import VOCAB, small_config, some_tokens, write_model
 
 REPEATED = [7, 8, 9, 10, 11] * 6
@@ -140,6 +142,14 @@ def llm(folder: Path) -> LLM:
     return penstock.load(folder, device="cpu", max_context=700)
 
 
+@pytest.fixture(scope="module")
+def captured(llm: LLM) -> LLM:
+    """The same model on a device that captures programs and draws tokens."""
+    own = llm.engine
+    options = {"activations": own.activations, "max_context": 700, "drafts": 7, "speculate": "auto"}
+    return LLM(Engine(own.model, device=CapturingHost(), **options), llm.tokenizer, None, ())
+
+
 @pytest.mark.parametrize("start", [3, 254])
 def test_a_kept_run_counts_as_far_as_it_is_accepted(start: int, llm: LLM, rng: np.random.Generator) -> None:
     """To the bit as token by token, behind steps, snapshots, and commits outside of a step."""
@@ -236,8 +246,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("device", ["llm", "captured"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_text_is_the_same_with_drafts(name: str, llm: LLM, guessing: Callable[[list[list[int]]], None]) -> None:
+def test_the_text_is_the_same_with_drafts(
+    name: str, device: str, guessing: Callable[[list[list[int]]], None], request: pytest.FixtureRequest
+) -> None:
+    llm: LLM = request.getfixturevalue(device)
     prompts = [some_tokens(5), REPEATED, some_tokens(300, 2)]
     want = llm.generate(prompts, max_tokens=40, speculate="off", **OPTIONS[name])
     guessing([[*prompt, *done.tokens] for prompt, done in zip(prompts, want, strict=True)])
@@ -279,7 +293,11 @@ def test_answers_end_where_they_would_without_drafts(llm: LLM, guessing: Callabl
     assert llm.generate(whole, max_tokens=50, speculate="ngram").tokens == want and len(want) == 6
 
 
-def test_a_session_holds_what_was_read(llm: LLM, guessing: Callable[[list[list[int]]], None]) -> None:
+@pytest.mark.parametrize("device", ["llm", "captured"])
+def test_a_session_holds_what_was_read(
+    device: str, guessing: Callable[[list[list[int]]], None], request: pytest.FixtureRequest
+) -> None:
+    llm: LLM = request.getfixturevalue(device)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 2}
     text = llm.generate(REPEATED, max_tokens=24, speculate="off", **options).tokens
     guessing([[*REPEATED, *text]])

@@ -198,9 +198,6 @@ class Engine:
             chosen = "mtp"
         if chosen in ("auto", "off"):
             return "off", 0
-        if self.device.samples_tokens:
-            found = f"{where}: speculate is {chosen!r}"
-            raise InvalidArgument(f"{found}, expected 'off' or 'auto' on device {self.device.name!r}")
         room = self.caches.room
         if room is not None and room < 2:
             raise InvalidArgument(

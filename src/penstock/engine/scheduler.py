@@ -522,6 +522,7 @@ class Scheduler:
         """Close the sequence of a running request; it waits for another one, in which it is computed again."""
         self._engine.close(state.opened)
         state.sequence, state.queue.state = None, "waiting"
+        state.verification, state.verifying = None, False
         state.drawn = len(state.tokens)
         if state.sampler.edits is not None:
             state.sampler.edits.stale = True  # a device may have counted a token that nobody has read
@@ -618,10 +619,10 @@ class Scheduler:
         for state in self._running:
             if state.paused is not None and (state.queue.state == "generating" or not state.owned):
                 continue
-            if state.verification is not None:
+            if state.verification is not None or state.verifying:
                 continue
             if state.queue.state == "generating":
-                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain):
+                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain and not self._waits(state)):
                     (suspects if state.suspect else parts).append(Part.of_answer(state))
             elif state.suspect:
                 suspects.append(self._chunk(state, self._engine.most_tokens))
@@ -638,9 +639,16 @@ class Scheduler:
                 self._deliver(state, token)
         return bool(waiting)
 
+    def _waits(self, state: RequestState) -> bool:
+        """Whether a request sits out a step that is launched ahead: with its token known there may be drafts."""
+        speculation = state.speculation
+        return speculation is not None and self._speculator.wants(speculation)
+
     def _add_drafts(self, parts: list[Part]) -> None:
         """Let answers verify drafts, as many as make their tokens come soonest."""
         answers = [part for part in parts if not part.prompt]
+        if self._engine.device.captures and len(answers) < len(parts):  # there are no such sizes
+            return
         if not any(part.state.speculation is not None and part.draws for part in answers):
             return
         room = min(MOST_LOGITS, self._engine.most_sequences) - len(answers)

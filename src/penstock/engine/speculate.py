@@ -320,6 +320,16 @@ class Speculator:
     def speculation(self, kind: str, most: int) -> Speculation:
         return Speculation(kind, most, Acceptance(self.acceptance))
 
+    def wants(self, speculation: Speculation) -> bool:
+        """Whether one answer alone would take drafts behind what is known of it, or is to try some."""
+        if self._same + 1 >= PROBE:
+            return True
+        proposal = speculation.proposal(self.recent, speculation.most)
+        if proposal is None:
+            return False
+        each = 0.0 if proposal.tokens else self.seconds_each
+        return choose([proposal.chances], self.costs, MOST_DRAFTS, each)[0] > 0
+
     def drafts(
         self, answers: Sequence[tuple[Speculation | None, int]], room: int, draft: Draft
     ) -> list[Proposal | None]:
