@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.engine.runner import Call, Runner, SegmentedRunner, between_replays
-from penstock.engine.steps import KEPT, MOST_LOGITS, Run, kept_arrays, step_arrays, step_shapes, wants_hidden
+from penstock.engine.steps import KEPT, MOST_LOGITS, Run, kept_arrays, padded, step_arrays, step_shapes, wants_hidden
 from penstock.experts.streamed import EXPERT_OPS
 from penstock.graph import Graph, Program, SizedProgram, Wrap
 from penstock.graph.sizes import Sizes
@@ -164,7 +164,7 @@ class BucketedSteps:
         assert self._inputs is not None
         for start in range(0, len(wanted), MOST_LOGITS):
             rows = wanted[start : start + MOST_LOGITS]
-            self._inputs.send({"wanted": _padded(rows, MOST_LOGITS, -1)})
+            self._inputs.send({"wanted": padded(rows, MOST_LOGITS, -1)})
             self._inputs.unpack()
             yield self._logits(MOST_LOGITS, mode)[: len(rows)]
 
@@ -211,11 +211,11 @@ class BucketedSteps:
             if array.ndim == 2:
                 values[name] = array
             elif name == "starts":
-                values[name] = _padded(array, bucket.sequences + 1, array[-1])
+                values[name] = padded(array, bucket.sequences + 1, array[-1])
             elif name in sizes and name != "wanted":
-                values[name] = _padded(array, sizes[name][0], _PADS.get(name, 0))
+                values[name] = padded(array, sizes[name][0], _PADS.get(name, 0))
             elif len(array) <= room:
-                values[name] = _padded(array, room, _PADS.get(name, 0))
+                values[name] = padded(array, room, _PADS.get(name, 0))
         every = (bucket.answers or bucket.keeps) and len(arrays["wanted"]) == len(arrays["tokens"])
         if every and mode in _WHOLE and self._programs.experts is None:
             runner, mode = self._whole(bucket, mode), None
@@ -226,6 +226,8 @@ class BucketedSteps:
             runner.run()
         if mode is not None:
             self._logits(len(arrays["wanted"]), mode)
+        if self._programs.drafter is not None:
+            self._programs.drafter.observe(runs, self._hidden[: len(arrays["tokens"])])
         return arrays
 
     def _bucket(self, arrays: dict[str, np.ndarray]) -> Bucket:
@@ -519,11 +521,3 @@ def _spans(ends: Seq[int]) -> list[tuple[int, int]]:
 
 def _next(sizes: Seq[int], size: int) -> int:
     return next(one for one in sizes if one >= size)
-
-
-def _padded(array: np.ndarray, size: int, pad: int) -> np.ndarray:
-    if len(array) == size:
-        return array
-    found = np.full(size, pad, array.dtype)
-    found[: len(array)] = array
-    return found

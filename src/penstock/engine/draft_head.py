@@ -8,34 +8,37 @@ session) makes drafts worse, and changes no text.
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from penstock.engine.cache import PageTable, Sequence
-from penstock.engine.steps import MOST_TOKENS, Run, ragged_step, step_arrays, step_shapes, table_width
-from penstock.graph import Bound, Graph, SizedProgram, trace
+from penstock.engine.runner import Runner
+from penstock.engine.sampling import Sampler, mode_of
+from penstock.engine.steps import CHAINED, MOST_TOKENS, Run, padded, ragged_step, step_arrays, step_shapes, table_width
+from penstock.graph import Bound, Graph, Program, SizedProgram, trace
 from penstock.graph.sizes import Sizes
 from penstock.models import mtp
-from penstock.models.step import PAGE
-from penstock.ops.array import Spec
+from penstock.models.step import PAGE, STREAM
+from penstock.ops.array import Spec, spec_of
 
 if TYPE_CHECKING:
     from penstock.engine.programs import Programs
-    from penstock.engine.sampling import Sampler
 
 _MOST_ROWS = 256  # of answers that wait for a draft
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """Hidden rows [n, dim] of a sequence from a position on, and the tokens at these positions."""
+    """Hidden rows [n, dim] of a sequence from a position on, in parts, and the tokens at these positions."""
 
     start: int
-    rows: np.ndarray
+    rows: list[Any]
     tokens: list[int]
 
     @property
@@ -54,84 +57,136 @@ class _At:
 
 @dataclass(eq=False)
 class Asked:
-    """So many drafts are wanted behind the last token of a sequence, which has not been computed yet."""
+    """So many drafts are wanted behind the last token of an answer, which has not been computed yet.
+
+    answer: its tokens, the first of them at position `start`.
+    """
 
     sequence: Sequence
-    token: int
+    answer: Seq[int]
+    start: int
     count: int
     sampler: Sampler
     mask: np.ndarray | None = None  # of a grammar, for the first of them
     drafts: list[int] = field(default_factory=list)
 
 
+Rows = list[Any]
+"""Parts [n, dim] of arrays on the device, one behind the other."""
+
+
+class HeadRunner(Protocol):
+    """Runs a head on a device."""
+
+    def copy(self, hidden: Any) -> Any:
+        """Rows of a step of the trunk, which the next one writes over."""
+        ...
+
+    def fill(self, runs: Seq[Run], rows: Rows) -> None:
+        """Compute the head's entries for these runs; rows: what the trunk has left for their tokens."""
+        ...
+
+    def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
+        """The same, and draft what is asked for behind each run."""
+        ...
+
+    def unbind(self) -> None:
+        """Let go of the caches' arrays."""
+        ...
+
+
 class HeadDrafter:
-    """The head of one model on a device that binds programs to exact sizes."""
+    """What the head of one model has still to see of each sequence."""
 
-    def __init__(self, programs: Programs, head: mtp.Head) -> None:
-        self._programs, self.head = programs, head
+    def __init__(self, runner: HeadRunner) -> None:
+        self._runner = runner
         self._waiting: weakref.WeakKeyDictionary[Sequence, _Waiting] = weakref.WeakKeyDictionary()
-        self._kinds: dict[Any, SizedProgram] = {}
-        self._bound: dict[Any, tuple[Bound, dict[str, np.ndarray]]] = {}
-        self._arenas: dict[Any, Any] = {}
+        self.unbind = runner.unbind
 
-    # -- rows of the trunk -------------------------------------------------------------------------------------------
-
-    def observe(self, runs: Seq[Run], hidden: np.ndarray) -> None:
-        """The trunk has computed these runs, whose sequences are not longer yet; hidden [T, dim] after its final norm.
+    def observe(self, runs: Seq[Run], hidden: Any) -> None:
+        """The trunk has computed these runs, whose sequences are not longer yet; hidden [T, dim]: its rows, as the
+        runner takes them.
 
         Rows of prompts are computed now, but for the last one, whose next token is not known.
         """
-        filled: list[tuple[Run, np.ndarray]] = []
+        kept = self._runner.copy(hidden)
+        filled: list[tuple[Run, Rows]] = []
         first = 0
         for run in runs:
-            rows = hidden[first : first + len(run.tokens)]
+            rows = kept[first : first + len(run.tokens)]
             first += len(run.tokens)
+            if run.wanted in ("all", "hidden") and not run.keep:  # nothing is generated behind it
+                continue
             waiting = self._add(run, rows)
             if run.prompt or len(waiting.tokens) > _MOST_ROWS:
                 filled.append(self._fill(run.sequence, waiting))
         for part in _within(filled):
-            self._run([run for run, _ in part], np.concatenate([rows for _, rows in part]))
+            self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
 
-    def _add(self, run: Run, rows: np.ndarray) -> _Waiting:
-        at, tokens = run.sequence.length, run.tokens.tolist()
+    def _add(self, run: Run, rows: Any) -> _Waiting:
+        at, tokens = run.sequence.length, [int(token) for token in run.tokens]
         known = self._waiting.get(run.sequence)
         if known is not None and known.end == at:
-            known.rows, known.tokens = np.concatenate([known.rows, rows]), known.tokens + tokens
+            known.rows.append(rows)
+            known.tokens += tokens
         else:
-            known = self._waiting[run.sequence] = _Waiting(at, rows.copy(), tokens)
+            known = self._waiting[run.sequence] = _Waiting(at, [rows], tokens)
         return known
 
-    def _fill(self, sequence: Sequence, waiting: _Waiting) -> tuple[Run, np.ndarray]:
+    def _fill(self, sequence: Sequence, waiting: _Waiting) -> tuple[Run, Rows]:
         """A run of all rows but the last, which alone waits then."""
-        count = len(waiting.tokens) - 1
-        run = Run(_At(sequence.slot, sequence.tables, waiting.start), np.array(waiting.tokens[1:], np.int32), "none")  # type: ignore[arg-type]
-        rows, waiting.rows = waiting.rows[:count], waiting.rows[count:].copy()
-        waiting.start, waiting.tokens = waiting.start + count, waiting.tokens[count:]
-        return run, rows
+        run = Run(_at(sequence, waiting.start), np.array(waiting.tokens[1:], np.int32), "none")
+        last = waiting.rows[-1]
+        rows = [] if min(waiting.tokens) < 0 else [*waiting.rows[:-1], last[:-1]]  # else the host does not know them
+        waiting.start, waiting.rows, waiting.tokens = waiting.end - 1, [last[-1:]], waiting.tokens[-1:]
+        return run, [part for part in rows if len(part)]
 
     def accepted(self, sequence: Sequence, count: int) -> None:
         """Of a run that was kept behind `sequence.length` so many tokens count."""
         waiting = self._waiting.get(sequence)
-        if waiting is not None:
-            left = sequence.length + count - waiting.start
-            waiting.rows, waiting.tokens = waiting.rows[:left], waiting.tokens[:left]
+        if waiting is not None and waiting.rows:
+            over = waiting.end - sequence.length - count
+            waiting.tokens = waiting.tokens[: len(waiting.tokens) - over]
+            waiting.rows[-1] = waiting.rows[-1][: len(waiting.rows[-1]) - over]
 
     def ready(self, sequence: Sequence) -> bool:
         """Whether the hidden row before the next token is there."""
         waiting = self._waiting.get(sequence)
         return waiting is not None and bool(waiting.tokens) and waiting.end == sequence.length
 
-    # -- drafts ------------------------------------------------------------------------------------------------------
-
     def draft(self, asked: Seq[Asked]) -> None:
         """Draft for sequences that are `ready`; pages for their next positions are reserved."""
         runs, rows = [], []
         for one in asked:
             waiting = self._waiting[one.sequence]
-            tokens = np.array([*waiting.tokens[1:], one.token], np.int32)
-            runs.append(Run(_At(one.sequence.slot, one.sequence.tables, waiting.start), tokens))  # type: ignore[arg-type]
-            rows.append(waiting.rows)
-            waiting.start, waiting.rows, waiting.tokens = waiting.end, waiting.rows[:0], []
+            known = [
+                token if token >= 0 else one.answer[position - one.start]
+                for position, token in enumerate(waiting.tokens, waiting.start)
+            ]
+            runs.append(Run(_at(one.sequence, waiting.start), np.array([*known[1:], one.answer[-1]], np.int32)))
+            rows += waiting.rows
+            waiting.start, waiting.rows, waiting.tokens = waiting.end, [], []
+        self._runner.draft(asked, runs, rows)
+
+
+class ExactHead:
+    """A head on a device that binds programs to exact sizes; the host draws. Hidden rows are those after the trunk's
+    final norm, in host memory.
+    """
+
+    def __init__(self, programs: Programs, head: mtp.Head) -> None:
+        self._programs, self.head = programs, head
+        self._kinds: dict[Any, SizedProgram] = {}
+        self._bound: dict[Any, tuple[Bound, dict[str, np.ndarray]]] = {}
+        self._arenas: dict[Any, Any] = {}
+
+    def copy(self, hidden: Any) -> Any:
+        return hidden.copy()
+
+    def fill(self, runs: Seq[Run], rows: Rows) -> None:
+        self._run(runs, np.concatenate(rows))
+
+    def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
         left, hidden, place = list(asked), np.concatenate(rows), 0
         while left:
             recycled, logits = self._run(runs, hidden)
@@ -141,15 +196,7 @@ class HeadDrafter:
             place += 1
             going = [n for n, one in enumerate(left) if one.count > place]
             left, hidden = [left[n] for n in going], recycled[going]
-            runs = [
-                Run(
-                    _At(one.sequence.slot, one.sequence.tables, one.sequence.length - 1 + place),  # type: ignore[arg-type]
-                    np.array(one.drafts[-1:], np.int32),
-                )
-                for one in left
-            ]
-
-    # -- programs ----------------------------------------------------------------------------------------------------
+            runs = [_next_run(one, place, one.drafts[-1]) for one in left]
 
     def unbind(self) -> None:
         """Let go of the caches' arrays."""
@@ -227,16 +274,186 @@ class HeadDrafter:
         return trace(fn, specs)
 
 
-def _within(filled: list[tuple[Run, np.ndarray]]) -> list[list[tuple[Run, np.ndarray]]]:
+class CapturedHead:
+    """A head on a device that captures and draws: drafts follow each other there, and the host reads them at the end.
+    Hidden rows are those of the trunk's residual stream.
+    """
+
+    def __init__(self, programs: Programs, head: mtp.Head) -> None:
+        self._programs, self._device, self.head = programs, programs.device, head
+        self._version: int | None = None
+        self._runners: dict[Any, Runner] = {}
+        self._inputs: Any = None
+        self._sampler: Any = None
+        self._hidden: Any = None
+        self._recycled: Any = None
+
+    def copy(self, hidden: Any) -> Any:
+        (found,) = self._device.copies([hidden])
+        return found
+
+    def unbind(self) -> None:
+        self._version, self._runners = None, {}
+        self._inputs = self._sampler = self._hidden = self._recycled = None
+
+    def fill(self, runs: Seq[Run], rows: Rows) -> None:
+        self._ready()
+        values, T, B = self._values(runs)
+        self._bring(rows)
+        self._inputs.send(values)
+        self._runner("fill", T, B, None).run()
+
+    def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
+        self._ready()
+        mode = mode_of([one.sampler for one in asked]).partition("+")[0]
+        left, place, form = list(enumerate(asked)), 0, "first"
+        pending: list[tuple[list[Asked], Any]] = []
+        self._bring(rows)
+        came: list[int] = []
+        while left:
+            own = [one for _, one in left]
+            values, T, B = self._values(runs)
+            count = len(own)
+            values |= {
+                name: padded(value, B, 0)
+                for name, value in self._sampler.values([_plain(one.sampler.row) for one in own]).items()
+            }
+            at = np.array([one.sequence.length + 1 + place for one in own], np.int32)
+            values["draw_at"] = padded(at, B, -1)
+            values["draw_slots"] = padded(np.array([one.sequence.slot for one in own], np.int32), B, -1)
+            if form == "next":
+                values["from"] = padded(np.array(came, np.int32), B, -1)
+            self._inputs.send(values)
+            self._runner(form, T, B, mode).run()
+            pending.append((own, self._sampler.launched(count, mode)))
+            place, form = place + 1, "next"
+            came = [n for n, (_, one) in enumerate(left) if one.count > place]
+            left = [left[n] for n in came]
+            runs = [_next_run(one, place, CHAINED - one.sequence.slot) for _, one in left]
+        for own, drawn in pending:
+            for one, token in zip(own, drawn.tokens(), strict=False):
+                one.drafts.append(max(0, token))
+
+    def _ready(self) -> None:
+        """Have arrays for the caches that there are."""
+        caches, device = self._programs.caches, self._device
+        if self._version == caches.version:
+            return
+        self.unbind()
+        slots, pages = max(1, caches.slots), max(1, -(-self._programs.max_context // PAGE))
+        shapes = step_shapes(_SIZES[-1], slots, slots, pages, self._programs.windows.values()) | {"from": (slots,)}
+        self._inputs = device.step_inputs({name: (shape, "int32") for name, shape in shapes.items()}, slots)
+        self._sampler = device.sampler(self._inputs, self.head.rows)
+        dim = self._programs.config.dim
+        self._hidden = device.zeros((_SIZES[-1], dim), STREAM)
+        self._recycled = device.zeros((slots, dim), self._programs.caches.dtype)
+        self._version = caches.version
+
+    def _bring(self, rows: Rows) -> None:
+        first = 0
+        for part in rows:
+            self._hidden[first : first + len(part)] = part
+            first += len(part)
+
+    def _values(self, runs: Seq[Run]) -> tuple[dict[str, np.ndarray], int, int]:
+        """What a step reads, and its size: rows and sequences."""
+        arrays = step_arrays(runs, self._programs.windows, width=lambda pages: pages)
+        slots = max(1, self._programs.caches.slots)
+        B = next(size for size in (*(n for n in _SIZES if n < slots), slots) if size >= len(runs))
+        one = len(arrays["tokens"]) == len(runs)
+        T = B if one else next(size for size in _SIZES if size >= max(2, len(arrays["tokens"])) and size >= B)
+        sizes = step_shapes(T, B, B, 0, ())
+        values = {}
+        for name, array in arrays.items():
+            if array.ndim == 2:
+                values[name] = array
+            elif name == "starts":
+                values[name] = padded(array, B + 1, array[-1])
+            else:
+                values[name] = padded(array, sizes[name][0], 0 if name == "lengths" else -1)
+        return values, T, B
+
+    def _runner(self, form: str, T: int, B: int, mode: str | None) -> Runner:
+        key = (form, T, B, mode)
+        if key not in self._runners:
+            programs, device = self._programs, self._device
+            program = Program(self._graph(form, T, B), device.name, **programs.options)
+            given = self._inputs.on_device
+            pages = max(1, -(-programs.max_context // PAGE))
+            shapes = step_shapes(T, B, B, pages, programs.windows.values()) | {"from": (B,)}
+            inputs = {name: given[name][tuple(map(slice, shape))] for name, shape in shapes.items()}
+            inputs |= {"hidden": self._hidden[:T], "recycled": self._recycled}
+            inputs |= programs.cache_arrays()
+            bound = program.bind(inputs, programs.new_arena(program.arena_bytes), programs.wrap)
+            calls = [self._inputs.unpack, *bound.calls]
+            if mode is not None:
+                recycled, logits = bound.outputs
+                calls.append(functools.partial(device.copy_all, [self._recycled[:B]], [recycled]))
+                calls += self._sampler.calls(logits, mode)
+            runner = self._runners[key] = Runner(device, [calls])
+            device.compile(runner.calls)
+        return self._runners[key]
+
+    def _graph(self, form: str, T: int, B: int) -> Graph:
+        """fill: entries alone. first: drafts behind runs. next: behind the draft before, from row `from` of its h'."""
+        programs, head = self._programs, self.head
+        pages = max(1, -(-programs.max_context // PAGE))
+        specs = {
+            name: Spec(shape, "int32") for name, shape in step_shapes(T, B, B, pages, programs.windows.values()).items()
+        }
+        if form == "fill":
+            specs.pop("wanted")
+        if form == "next":
+            specs |= {"from": Spec((B,), "int32"), "recycled": spec_of(self._recycled)}
+        else:
+            specs["hidden"] = Spec((T, programs.config.dim), STREAM)
+        own = len(programs.caches.layouts) - 1
+        specs |= {name: spec for name, spec in programs.cache_specs().items() if name.startswith(f"cache{own}.")}
+
+        def fn(**given: Any) -> Any:
+            options = {"activations": programs.activations, "dtype": programs.caches.dtype, "mesh": programs.mesh}
+            step = ragged_step(given, programs.windows, active=given["sequence"], **options)
+            if form == "next":
+                hidden = programs.rows_of(given["recycled"], given["from"])
+            else:
+                hidden = programs.final_norm(step, given["hidden"])
+            h = mtp.forward(head, step, hidden, (given[f"cache{own}.0"], given[f"cache{own}.1"]))
+            if form == "fill":
+                return h
+            rows = programs.rows_of(h, given["wanted"])
+            return rows, mtp.logits(head, step, rows)
+
+        return trace(fn, specs)
+
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of rows, and of sequences
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """How a row is drawn, without its edits."""
+    return {name: value for name, value in row.items() if name != "edits"}
+
+
+def _at(sequence: Sequence, length: int) -> Any:
+    """A sequence of the head, which has so many positions."""
+    return _At(sequence.slot, sequence.tables, length)
+
+
+def _next_run(one: Asked, place: int, token: int) -> Run:
+    """The head's run behind the draft at the place before."""
+    return Run(_at(one.sequence, one.sequence.length - 1 + place), np.array([token], np.int32))
+
+
+def _within(filled: list[tuple[Run, Rows]]) -> list[list[tuple[Run, Rows]]]:
     """Runs in steps of no more than the most tokens; those without rows are left out."""
-    steps: list[list[tuple[Run, np.ndarray]]] = []
+    steps: list[list[tuple[Run, Rows]]] = []
     tokens = 0
     for run, rows in filled:
-        if not len(rows):
+        if not rows:
             continue
-        if not steps or tokens + len(rows) > MOST_TOKENS:
+        if not steps or tokens + len(run.tokens) > MOST_TOKENS:
             steps.append([])
             tokens = 0
         steps[-1].append((run, rows))
-        tokens += len(rows)
+        tokens += len(run.tokens)
     return steps

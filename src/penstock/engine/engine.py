@@ -21,7 +21,7 @@ import numpy as np
 from penstock.engine.buckets import Bucket, BucketedSteps
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize, sequences_within, size_for_batches, size_for_load, size_within
-from penstock.engine.draft_head import Asked, HeadDrafter
+from penstock.engine.draft_head import Asked, CapturedHead, ExactHead, HeadDrafter
 from penstock.engine.nonfinite import NonFinite, first_nonfinite
 from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs
@@ -157,7 +157,7 @@ class Engine:
         layouts = with_state_dtype(model.family.caches(model.config), state_dtype)
         if model.family.commit is not None:
             layouts = with_room(layouts, 1 + drafts if drafts else 0)
-        runs_head = self.device.runs_programs and not self.device.captures and leader is None and drafts > 0
+        runs_head = self.device.runs_programs and model.mesh is None and drafts > 0
         head = model.head if runs_head and model.family.final_norm is not None else None
         if head is not None:
             layouts = (*layouts, mtp.layout(head, model.family))
@@ -180,7 +180,8 @@ class Engine:
             else None
         )
         if self.programs is not None and head is not None:
-            self.programs.drafter = HeadDrafter(self.programs, head)
+            runner = CapturedHead if self.device.captures else ExactHead
+            self.programs.drafter = HeadDrafter(runner(self.programs, head))
         self.lock = threading.RLock()
         self.speculate, self.num_draft_tokens = speculate, num_draft_tokens
         self._damage: str | None = None  # what was found wrong with the files

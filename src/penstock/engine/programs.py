@@ -141,9 +141,9 @@ class Programs:
                 self._commit(step, given)
             h = self.family.forward(step, self.weights, self.config, self.cache_values(given))
             if hidden:
-                return self._hidden(step, h)
+                return self.final_norm(step, h)
             found = self._logits(step, h, given.get("wanted")) if R else h
-            return (found, self._hidden(step, h)) if also_hidden else found
+            return (found, self.final_norm(step, h)) if also_hidden else found
 
         return trace(fn, specs | self.cache_specs())
 
@@ -175,12 +175,13 @@ class Programs:
         """What the final norm makes of R rows of the residual stream of T rows, float32."""
 
         def fn(h: Any, wanted: Any) -> Any:
-            return self._hidden(Step(wanted, wanted, wanted, wanted, {}), ops.embedding(wanted, h))
+            return self.final_norm(Step(wanted, wanted, wanted, wanted, {}), ops.embedding(wanted, h))
 
         specs = {"h": Spec((T, self.config.dim), STREAM), "wanted": Spec((R,), "int32")}
         return trace(fn, specs)
 
-    def _hidden(self, step: Step, rows: Any) -> Any:
+    def final_norm(self, step: Step, rows: Any) -> Any:
+        """What the final norm makes of rows of the residual stream, float32."""
         assert self.family.final_norm is not None
         return self.family.final_norm(replace(step, dtype="float32"), rows, self.weights, self.config)
 

@@ -663,7 +663,7 @@ class Scheduler:
         for n, count in counts.items():
             state = answers[n].state
             mask = None if state.request.grammar is None else state.request.grammar.mask()
-            asked[n] = Asked(state.opened, state.tokens[-1], count, state.sampler, mask)
+            asked[n] = Asked(state.opened, state.tokens, state.prompt_end, count, state.sampler, mask)
         self._engine.draft(list(asked.values()))
         return {n: one.drafts for n, one in asked.items()}
 

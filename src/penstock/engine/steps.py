@@ -208,6 +208,15 @@ def step_arrays(
     return arrays
 
 
+def padded(array: np.ndarray, size: int, pad: int) -> np.ndarray:
+    """The array with as many numbers `pad` behind it as make it this long."""
+    if len(array) == size:
+        return array
+    found = np.full(size, pad, array.dtype)
+    found[: len(array)] = array
+    return found
+
+
 def kept_arrays(runs: Seq[Run]) -> dict[str, np.ndarray]:
     """What a step reads that keeps runs: the tokens of each that are kept, and those accepted of the run before."""
     keep = [len(run.tokens) if run.keep else 0 for run in runs]
