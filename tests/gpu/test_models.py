@@ -200,7 +200,7 @@ def test_cuda_model_generates_what_the_definitions_generate():
 
 
 # one family in the interpreter, which takes a minute for the others: the routers themselves are in test_moe.py
-@pytest.mark.parametrize("family", SMALL if GPU else ["llama"])
+@pytest.mark.parametrize("family", [name for name in SMALL if name != "gemma3n"] if GPU else ["llama"])
 def test_cuda_router_that_yields_nan_ends_in_nan_and_is_named(family):
     engine = made(SMALL[family], "cuda", dtype="float32").engine
     *_, layer = engine.model.weights.layers

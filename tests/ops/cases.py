@@ -939,7 +939,7 @@ def _attention_paged_sinks(rng, dtype, H, Hkv, D, Dv):
     return {**_attention_paged(rng, dtype, H, Hkv, D, Dv), "sinks": normal(rng, H, scale=3)}
 
 
-@case("moe_biased_forward", sizes={"one": (1, 4, 2, 64, 96), "many": (9, 5, 3, 64, 32)}, rel=8e-6)
+@case("moe_biased_forward", sizes={"one": (1, 4, 2, 64, 96), "many": (9, 5, 3, 64, 32)}, rel=8e-6, whole=True)
 def _moe_biased_forward(rng, dtype, T, E, k, K, N):
     stacks = {"gate_w": quantized(rng, E, N, K), "up_w": quantized(rng, E, N, K), "down_w": quantized(rng, E, K, N)}
     biases = {"gate_bias": normal(rng, E, N, scale=4), "up_bias": normal(rng, E, N, scale=4)}
@@ -1216,7 +1216,7 @@ def _conv1d_causal_runs(rng, dtype, C, W):
 
 @case("conv1d_causal", sizes={"plain-slots": (3, 37, 3)})
 def _conv1d_plain_slots(rng, dtype, B, C, W):
-    return _conv1d_causal_slots(rng, dtype, B, C, W) | {"act": "none"}
+    return _conv1d_causal_slots(rng, dtype, B, C, W, 0) | {"act": "none"}
 
 
 @case("conv1d_causal", sizes={"plain-runs": (37, 3)})
