@@ -49,8 +49,11 @@ def same(ours: Path, theirs: Path) -> None:
     assert sorted(sizes[0]["weight_map"]) == sorted(sizes[1]["weight_map"])
 
 
+ROUTED = ("qwen2_moe", "mixtral", "mistral4")
+
+
 # transformers has no Kimi K2; routers of the others have as few bits in mlx-lm as all else
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("kimi_k2", "qwen2_moe", "mixtral")])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in (*ROUTED, "kimi_k2")])
 def test_convert_makes_the_tensors_of_mlx_lm_in_4_bits(source: Any, tmp_path: Path, name: str) -> None:
     convert(source(name), tmp_path / "ours", Options(**FOUR))
     same(tmp_path / "ours", by_mlx_lm(source(name), tmp_path / "theirs", **FOUR))
@@ -83,9 +86,12 @@ def test_convert_of_kimi_makes_the_tensors_of_deepseek(source: Any, tmp_path: Pa
         ("gemma4", {"quantize": True, "q_mode": "nvfp4"}),
         ("qwen2_moe", {}),
         ("mixtral", {"dtype": "float16"}),
+        ("mistral4", {}),
         ("glm4_moe", {"dtype": "float16"}),
         ("minimax_m2", {"quantize": True, "q_bits": 3}),
         ("kimi_linear", {"dtype": "float16"}),
+        ("gemma3n", {}),
+        ("gemma3n", {"quantize": True, "q_group_size": 32, "dtype": "float16"}),
         ("kimi_linear", {"quantize": True, "q_group_size": 32}),
     ],
     ids=str,

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra `distributed` is not installed")
+pytest.importorskip("torch.distributed", reason="the extra `distributed` is not installed")
 pytest.importorskip("msgspec", reason="the extra `distributed` is not installed")
+
+import torch
 
 from penstock.engine import rank as ranks
 from penstock.engine.rank import Rank, rank_backend, rank_options, warn_of_cores

@@ -352,7 +352,7 @@ def _of_head(name: str, checkpoint: Headers) -> Survey:
     head = mtp.open_drafter(checkpoint.path, family, config, open_folder=lambda _: checkpoint)
     made = _with_head(Survey(name, "safetensors", config, (), (), (), config.tied), family, FromFiles(head.source))
     assert made.draft_cache is not None
-    kinds = _kinds(made.draft_head, [made.draft_cache], family.full_attention)
+    kinds = _kinds(made.draft_head, [made.draft_cache], family)
     more: dict[str, Any] = {"files": len(checkpoint.files), "file_bytes": sum(_size(f) for f in checkpoint.files)}
     notice = f"{checkpoint.path}: a head that drafts for a {config.model_type} of {len(family.caches(config))} layers"
     left = left_over(head.source, (), 1).remarks

@@ -403,9 +403,10 @@ def _of_folder(folder: Path, bar: ProgressBar) -> tuple[list[Check], list[str]]:
     headers, files = check_headers(folder)
     checks = [headers, check_index(folder, files), _numbers(Numbers.of_safetensors(files), bar)]
     notes: list[str] = []
-    config = None
+    config, alone = None, False
     try:
         checkpoint = Headers(folder)
+        alone = mtp.is_head(checkpoint.config)
     except CheckpointError as error:
         broken = any(check.problems for check in checks)
         checks.append(Check("model", "the files cannot be read together", [] if broken else [str(error)], broken))
@@ -416,6 +417,8 @@ def _of_folder(folder: Path, bar: ProgressBar) -> tuple[list[Check], list[str]]:
         _check_quantization(checkpoint, quantization)
         config, more = _check_shapes(checkpoint, shapes)
         notes += more
+    if alone and not (folder / "tokenizer.json").is_file():  # its trunk has one
+        return [*checks, *(Check(name, "its trunk's", skipped=True) for name in ("tokenizer", "template"))], notes
     return [*checks, *_tokenizer_checks(lambda: Tokenizer.from_folder(folder), f"{folder}", config)], notes
 
 

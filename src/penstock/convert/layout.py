@@ -32,6 +32,7 @@ from penstock.convert.rows import (
 )
 from penstock.dtypes import FLOATS, bfloat16, dtype_name
 from penstock.errors import CheckpointError
+from penstock.models import mtp
 from penstock.models.family import AnyFamily, MlxRules, SplitHeads
 from penstock.models.source import Weight
 from penstock.quant import Format
@@ -48,6 +49,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = "_scale_inv"
 _BLOCKS = "_blocks"
 _MXFP4 = Format(4, 32, "mxfp4")
+_HEAD = "mtp."  # before the paths of a head that drafts
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,12 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     tensors, formats = names.renamed(tensors, formats)
     tensors = _experts_stacked(tensors, rules.expert_stack, str(checkpoint.path))
     formats = {_stacked_path(path, rules.expert_stack): format for path, format in formats.items()}
-    tensors = {_respelled(name, rules.renamed): rows for name, rows in tensors.items()}
-    formats = {_respelled(path, rules.renamed): format for path, format in formats.items()}
-    if layout == "hf":
-        tensors = {name: _mlx_form(name, rows, rules) for name, rows in tensors.items()}
+    head = mtp.find(checkpoint, family, read) if keep_mtp else None
+    forms = {True: layout if head is None else head.source.layout, False: layout}
+    tensors = {
+        name: _mlx_form(name, rows, rules) if forms[names.predicts(name)] == "hf" else rows
+        for name, rows in tensors.items()
+    }
     tensors = dict(_heads_split(tensors, formats, rules.split_heads))
     extra = {name for name in tensors if names.predicts(name)}
     checked = Checked(tensors, formats, names.target, names.target_head, str(checkpoint.path))
@@ -126,6 +130,50 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
         frozenset(extra & kept),
         tuple(notices),
         partly=any(name.endswith(_BLOCKS) for name in checkpoint.names),
+    )
+
+
+def plan_head(checkpoint: Released, dense: bool = False) -> ConversionPlan:
+    """The folder of a head that drafts alone, as mlx-vlm writes it, of a model's files or of those of its head.
+
+    dense: what is quantized comes dequantized. Raises CheckpointError for a model without a head, and for one that is
+    incomplete or does not fit its config.
+    """
+    config, where = checkpoint.config, str(checkpoint.path)
+    family = models.family_of(config)
+    read = family.read_config(config)
+    rules, found = mtp.rules_of(family, read), mtp.find(checkpoint, family, read)
+    if rules is None or found is None:
+        raise CheckpointError(f"{where}: has no head that drafts (multi-token prediction), expected a model with one")
+    mlx, source = family.mlx_rules(config, read), found.source
+    tensors, formats = _opened(checkpoint, dense)
+    paths = {name: source.path_of(name) for name in tensors}
+    tensors = {path: tensors[name] for name, path in paths.items() if path is not None}
+    formats = {path: form for name, form in formats.items() if (path := source.path_of(name)) is not None}
+    tensors = _experts_stacked(tensors, mlx.expert_stack, where)
+    formats = {_stacked_path(path, mlx.expert_stack): format for path, format in formats.items()}
+    if source.layout == "hf":
+        tensors = {path: _mlx_form(_HEAD + path, rows, mlx) for path, rows in tensors.items()}
+    tensors = dict(_heads_split(tensors, formats, mlx.split_heads))
+    checked = Checked(tensors, formats, "", "", where)
+    mtp.read(checked, family, read, nothing((0, 0)), nothing((0, 0)))
+    own = checked.used | {f"{path}.{part}" for path in mtp.TABLES for part in PARTS}
+    tensors = {path: rows for path, rows in tensors.items() if path in own}
+
+    def named(path: str) -> str:
+        module, _, part = path.rpartition(".")
+        return f"{mtp.drafter_name(rules, module)}.{part}"
+
+    text = _config(config)
+    return ConversionPlan(
+        replace(family, unquantized=(*family.unquantized, *mlx.unquantized)),
+        mlx,
+        {named(path): rows for path, rows in tensors.items()},
+        {mtp.drafter_name(rules, path): form for path, form in formats.items() if f"{path}.weight" in tensors},
+        mtp.drafter_config(rules, text.get("text_config", text)),
+        1,
+        frozenset(),
+        tuple(checkpoint.notices),
     )
 
 
@@ -285,14 +333,6 @@ def _stacked_path(path: str, stack: str) -> str:
     """The path of a module, of an expert that of its stack."""
     one = _EXPERT.fullmatch(f"{path}.weight")
     return path if one is None else f"{one[1]}.{stack}.{_SPELLED.get(one[3], one[3])}"
-
-
-def _respelled(name: str, renamed: Mapping[str, str]) -> str:
-    """The name of a tensor, or a path, in mlx-lm's spelling."""
-    path, dot, part = name.rpartition(".")
-    path, rest = (path, dot + part) if part in PARTS else (name, "")
-    end = next((end for end in renamed if path.endswith(f".{end}")), None)
-    return name if end is None else path.removesuffix(end) + renamed[end] + rest
 
 
 def _mlx_form(name: str, rows: Rows, rules: MlxRules) -> Rows:
