@@ -77,6 +77,22 @@ def experts(T: int, bits: int = 4) -> Any:
     return ops.moe_forward(half(T, 512), ints(T, 2), torch.zeros(T, 2), *weights)
 
 
+def biased_experts(T: int, dim: int, width: int) -> Any:
+    """gpt-oss: experts in mxfp4 with biases."""
+    shapes = ((width, dim), (width, dim), (dim, width))
+    stacks = [
+        QuantizedTensor(ints(4, n, k // 8), torch.zeros(4, n, k // 32, dtype=torch.uint8), None, 4, 32, "mxfp4")
+        for n, k in shapes
+    ]
+    biases = [torch.zeros(4, n) for n, _ in shapes]
+    return ops.moe_biased_forward(half(T, dim), ints(T, 4), torch.zeros(T, 4), *stacks, *biases)
+
+
+def sinks(T: int) -> Any:
+    pages, rows = half(4, 256, 8 * 64), half(T, 64, 64)
+    return ops.attention_paged(rows, pages, pages, ints(T, 4), ints(T), 0.125, 128, sinks=torch.zeros(64))
+
+
 def router(T: int, E: int, K: int, groups: int = 0) -> Any:
     if groups:
         return ops.moe_norm_group_route(half(T, K), half(K), codes(E, K, bits=8), None, groups, groups // 2, 8)
@@ -113,6 +129,9 @@ CALLS = (
     Call("fused_gate_up_swiglu", lanes_gate_up, ((8, 12352), (16, 12352), (8, 1024), (16, 1024), (16, 1024, 8))),
     Call("moe_shared_forward", lanes_experts, ((8, 2048, 512), (64, 2048, 512, 2), (64, 2816, 704))),
     Call("moe_forward", experts, ((12,), (64,), (160,), (300,), (300, 8), (160, 3), (300, 6))),
+    Call("moe_biased_forward", biased_experts, ((1, 2880, 2880), (8, 2880, 2880), (300, 2880, 2880))),
+    Call("attention_paged", sinks, ((1,), (8,))),
+    Call("quantized_matmul", lanes, ((8, 5120, 2880, 8), (8, 2880, 4096, 8))),
     Call("moe_norm_route", router, ((1, 256, 2048), (8, 256, 2048))),
     Call("moe_norm_group_route", router, ((1, 256, 7168, 8),)),
     Call("gated_delta_net", chunks),
