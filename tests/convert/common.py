@@ -21,6 +21,7 @@ from tests.models.common import tensors as qwen_tensors
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
 from tests.models.test_deepseek_v3 import mistral_config
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
+from tests.models.test_gemma3n import config_of as gemma3n_config
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_kimi_linear import config_of as kimi_config
 from tests.models.test_lfm2 import CONFIGS as LFM2
@@ -34,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": next_config(moe_intermediate_size=64, torch_dtype="bfloat16"),
     "gemma3": GEMMA3["nested"],
     "gemma3_text": GEMMA3["text"],
+    "gemma3n": {"model_type": "gemma3n", "dtype": "bfloat16", "text_config": gemma3n_config()},
     "gemma4": GEMMA["moe"],
     "gemma4 inputs": GEMMA["inputs"],
     "gemma4_text": GEMMA["wide"],
@@ -65,6 +67,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 _PLAIN = (
     "A_log",
     "dt_bias",
+    "correct_output_scale",
     "layer_scalar",
     "router.scale",
     "per_expert_scale",
@@ -84,7 +87,9 @@ class Names:
         self.found: dict[str, np.ndarray] = {}
 
     def __contains__(self, path: str) -> bool:
-        return path.endswith("e_score_correction_bias") or (self._joined and path.endswith("gate_up_proj"))
+        if path.endswith(("e_score_correction_bias", "self_attn.k_proj")):
+            return True
+        return self._joined and path.endswith("gate_up_proj")
 
     def weight(self, path: str, *shape: int) -> np.ndarray:
         suffix = "" if path.endswith(_PLAIN) or (".experts." in path and self._joined) else ".weight"

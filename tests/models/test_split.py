@@ -26,6 +26,7 @@ from tests.models.common import dense_config, error, moe_config, next_config, se
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
 from tests.models.test_deepseek_v3 import mistral_config
 from tests.models.test_gemma3 import config_of as gemma3_config
+from tests.models.test_gemma3n import config_of as gemma3n_config
 from tests.models.test_gemma4 import config_of as gemma_config
 from tests.models.test_kimi_linear import config_of as kimi_config
 from tests.models.test_lfm2 import CONFIGS as LFM2
@@ -100,6 +101,7 @@ CASES = {
     "qwen-next": (next_config(linear_num_value_heads=8), "each"),
     "gemma": (gemma_config(), "stacked"),
     "gemma3": (gemma3_config(head_dim=32, final_logit_softcapping=30.0), "stacked"),
+    "gemma3n": (gemma3n_config(head_dim=32, num_key_value_heads=4), "stacked"),
     "gemma-per-layer": (gemma_config(hidden_size_per_layer_input=32, num_kv_shared_layers=1), "joined"),
     "deepseek": (deepseek_config(v_head_dim=32), "stacked"),
     "deepseek-each": (deepseek_config(v_head_dim=32, q_lora_rank=None), "each"),

@@ -28,6 +28,8 @@ FAMILIES = {
     "qwen3_next": "qwen3_5",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gemma3n": "gemma3n",
+    "gemma3n_text": "gemma3n",
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
     "deepseek_v3": "deepseek_v3",
