@@ -1338,6 +1338,12 @@ def _gated_delta_net_channels_of_sequences(rng, dtype, runs, Hk, Hv, Dk, Dv):
     return call | {"gates": normal(rng, 5, 4, Dk + 1, Hv)}
 
 
+@case("conv1d_commit", sizes={"three": (37, 4, 3), "two": (9, 3, 5)}, rel=0)
+def _conv1d_commit(rng, dtype, C, W, K):
+    where = {"slots": np.array([4, -1, 0, 2], np.int32), "accepted": np.array([K, 1, 0, 1], np.int32)}
+    return {"state": normal(rng, 5, W - 1 + K, C, dtype=dtype), **where, "width": W}
+
+
 @case("delta_commit", sizes={"two": (2, 4, 16, 12, 4, 3), "one": (1, 1, 8, 8, 2, 1)}, rel=2e-5, whole=True)
 def _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K):
     C = 2 * Hk * Dk + Hv * Dv

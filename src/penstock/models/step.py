@@ -136,6 +136,12 @@ def delta_rule(step: Step, cache: Cache, qkv: Array, g: Array, b: Array, Hk: int
     return ops.gated_delta_net(cache[1], qkv, g, b, Hk, Hv, Dk, Dv, **where)
 
 
+def commit_convolution(step: Step, cache: Cache, taps: int) -> None:
+    """Moves the rows of a convolution on by the accepted tokens of the run that was kept, where there is no state."""
+    assert step.accepted is not None
+    ops.conv1d_commit(cache[0], step.slots, step.accepted, taps)
+
+
 def commit_delta(step: Step, cache: Cache, conv_weight: Array, Hk: int) -> None:
     """Moves the state on by the accepted tokens of the run that was kept."""
     assert step.accepted is not None
