@@ -358,6 +358,8 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "ministral-3-3b": (3.43, 3.43),
         "ministral-3-8b": (8.49, 8.49),
         "ministral-3-14b": (13.5, 13.5),
+        "mistral-small-4": (119, 6.5),
+        "mistral-large-3": (673, 39),
         "lfm2-8b-a1b": (8.34, 1.5),
         "lfm2-1.2b": (1.17, 1.17),
     }[file.stem]

@@ -97,6 +97,7 @@ def test_inspect_counts_what_bench_counts(capsys):
         ("llama-3.2-3b", {"full attention + dense": 28}, 3.213e9, 3.213e9),
         ("glm-4.6", {"full attention + dense": 3, "full attention + MoE": 89}, 352.8e9, 32.86e9),
         ("minimax-m2", {"full attention + MoE": 62}, 228.7e9, 10.42e9),
+        ("mistral-small-4", {"latent attention (MLA) + MoE": 36}, 118.97e9, 6.096e9),
         (
             "lfm2-8b-a1b",
             {"short convolution + dense": 2, "full attention + MoE": 6, "short convolution + MoE": 16},

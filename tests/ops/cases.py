@@ -1218,7 +1218,7 @@ def _conv1d_causal_runs(rng, dtype, C, W):
 
 @case("conv1d_causal", sizes={"plain-slots": (3, 37, 3)})
 def _conv1d_plain_slots(rng, dtype, B, C, W):
-    return _conv1d_causal_slots(rng, dtype, B, C, W) | {"act": "none"}
+    return _conv1d_causal_slots(rng, dtype, B, C, W, 0) | {"act": "none"}
 
 
 @case("conv1d_causal", sizes={"plain-runs": (37, 3)})
