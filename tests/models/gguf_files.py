@@ -242,6 +242,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 512, "norm_topk_prob": False},
 }
 ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen35moe": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen35": gguf.MODEL_ARCH.QWEN35,
     "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
@@ -368,7 +369,7 @@ def _changed(config: Mapping[str, Any], path: str, array: np.ndarray) -> dict[st
         return {path: array + np.float32(1)}
     if "linear_attn." in path:
         return _delta_net(config, path, array)
-    if kind in ("ministral3", "mistral") and path.endswith(("q_proj", "k_proj")):
+    if kind in ("llama", "ministral3", "mistral") and path.endswith(("q_proj", "k_proj")):
         heads = config["num_attention_heads" if path.endswith("q_proj") else "num_key_value_heads"]
         return {path: array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)}
     if path.endswith("A_log"):

@@ -147,10 +147,10 @@ def test_what_is_copied_and_skipped_is_said(tmp_path: Path) -> None:
     assert model.nbytes == model.file.nbytes - (256 * 512 + 256) * 4
 
 
-def tokenizer_keys() -> dict[str, Any]:
+def tokenizer_keys(pre: str = "qwen35") -> dict[str, Any]:
     tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", *(f"[PAD{n}]" for n in range(258, VOCAB))]
     kinds = [3, *[1] * 257, *[5] * (VOCAB - 258)]
-    keys = {"model": "gpt2", "pre": "qwen35", "tokens": tokens, "token_type": kinds, "merges": ["a b"]}
+    keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": ["a b"]}
     return {f"tokenizer__ggml__{key}": value for key, value in (keys | {"eos_token_id": 0}).items()}
 
 
