@@ -96,10 +96,13 @@ class MlxRules:
     uncast: tuple[str, ...] = ()  # tensors that keep their dtype, whatever the others become
     unquantized: tuple[str, ...] = ()  # ends of paths of matrices that mlx-lm cannot quantize in this model
     config: dict[str, Any] = field(default_factory=dict)  # keys of config.json that get another value
+    within: bool = False  # the text model is below `model.language_model.`, its head beside that
 
     @property
     def prefixes(self) -> tuple[str, str]:
         """What stands before the names of the text model, and before its `lm_head`."""
+        if self.within:
+            return "model.language_model.", ""
         return ("language_model.model.", "language_model.") if self.nested else ("model.", "")
 
 

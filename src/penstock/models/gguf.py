@@ -194,13 +194,15 @@ class GgufSource:
                 f"{self.file.path}: tensor {name} is {info.type}, which is put into another order in memory; "
                 f"expected {kinds} for experts that are streamed"
             )
-        if info.type in BLOCK_TYPES:
-            known = BLOCK_TYPES[info.type]
-            format = Format(known.bits, GROUP, info.type)
+        blocks = info.type if info.type in BLOCK_TYPES else None
+        if blocks is not None:
+            known = BLOCK_TYPES[blocks]
+            format = Format(known.bits, GROUP, blocks)
             spec = Spec((rows, columns // known.size * known.nbytes), "uint8")
         else:
             format, spec = None, Spec((rows, columns), _DENSE[info.type])
-        return ExpertFiles(name, format, (stacked(self.file.path_of(name), info.start, count, spec),))
+        part = stacked(self.file.path_of(name), info.start, count, spec)
+        return ExpertFiles(name, format, (dataclasses.replace(part, blocks=blocks),))
 
     def mark_used(self, paths: Sequence[str]) -> None:
         """Count these as asked for."""
