@@ -72,7 +72,7 @@ def test_logits_of_blocks_are_those_of_their_numbers(tmp_path: Path, name: str) 
     assert error(of_file(model, tokens), of_file(dense, tokens)) < 3 * CLOSE
 
 
-STREAMED = ("qwen35moe", "gemma4", "deepseek2", "gpt-oss", "glm4moe", "minimax-m2")
+STREAMED = ("qwen35moe", "gemma4", "deepseek2", "gpt-oss", "glm4moe", "minimax-m2", "lfm2moe", "kimi-linear")
 
 
 @pytest.mark.parametrize("name", some(STREAMED, ("gemma4", "gpt-oss")))

@@ -171,7 +171,8 @@ class GgufSource:
         return values if undo is None else undo(values)
 
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
-        return _taken(self.weight(path, *shape), order)
+        weight = self.weight(path, *shape)
+        return weight if np.array_equal(order, np.arange(shape[0])) else _taken(weight, order)
 
     def stack(self, paths: Sequence[str], *shape: int) -> Weight:
         if len(paths) == 1:
