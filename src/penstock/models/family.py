@@ -134,12 +134,13 @@ class GgufNames:
     """The architectures of GGUF that a family runs, and GGUF's names of its modules by path.
 
     Of a path in a layer what stands behind `layers.N.`, in the file behind `blk.N.`. tensors: whole names of what is
-    no module's weight or bias.
+    no module's weight or bias. stacks: names of tensors whose matrices are modules with a number at their end.
     """
 
     architectures: Mapping[str, GgufArchitecture]
     modules: Mapping[str, str]
     tensors: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
 
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
