@@ -108,6 +108,15 @@ def test_two_ranks_have_whole_blocks_and_the_sum(tmp_path: Path, name: str) -> N
         assert error(found, want) < 5 * CLOSE
 
 
+@pytest.mark.parametrize("name", ["qwen35", "gemma3", "kimi-linear", "mistral3"])
+def test_logits_would_show_a_wrong_reading(tmp_path: Path, name: str) -> None:
+    """Value heads as if they were in the released order, norms with their 1, decays as stored, rows of q and k too."""
+    model = open_gguf(write(tmp_path / "x.gguf", name))
+    model.config.pop("linear_value_heads_tiled", None)
+    model.source.architecture = replace(model.source.architecture, values={"*A_log": np.negative}, rows=None)
+    assert error(of_file(model, some_tokens(60)), wanted(name, 60)) > 1e-3
+
+
 def test_experts_whose_gates_lie_beside_their_ups_are_read(tmp_path: Path) -> None:
     """What the converter's option fuse-gate-up-exps writes."""
     tensors = tensors_of("qwen35moe")
