@@ -156,7 +156,7 @@ class Engine:
         self.experts = model.experts
         layouts = with_state_dtype(model.family.caches(model.config), state_dtype)
         if model.family.commit is not None:
-            layouts = with_room(layouts, 1 + drafts if drafts else 0)
+            layouts = with_room(layouts, 1 + drafts if drafts and model.family.commits(model.config) else 0)
         runs_head = self.device.runs_programs and model.mesh is None and drafts > 0
         head = model.head if runs_head and model.family.final_norm is not None else None
         if head is not None:
@@ -199,7 +199,12 @@ class Engine:
             chosen = "mtp"
         if chosen in ("auto", "off"):
             return "off", 0
-        room = self.caches.room
+        room, family = self.caches.room, self.model.family
+        if family.commit is not None and not family.commits(self.model.config):
+            raise InvalidArgument(
+                f"{where}: speculate is {chosen!r}, expected 'off': states of this file's order of heads are not taken "
+                "back; penstock convert writes a folder in the other order"
+            )
         if room is not None and room < 2:
             raise InvalidArgument(
                 f"{where}: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "

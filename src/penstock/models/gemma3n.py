@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
+from penstock.errors import CheckpointError
 from penstock.models import gemma4
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, MlxRules
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.gemma3 import rope_of
 from penstock.models.gemma4 import Attention, Kind, PerLayer, PerLayerInputs, attention, per_layer_inputs
+from penstock.models.gguf_keys import GgufKeys, base, rope_scaling, sliding, vocab_size
 from penstock.models.layers import (
     Mlp,
     adjacent,
@@ -358,6 +360,75 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     return MlxRules(within=raw["model_type"] == "gemma3n", kept=unused)
 
 
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """The rank of LAuReL is told by its tensors; of the share of neurons that are 0 files have the quantile."""
+    config, layers = base(keys, "gemma3n_text"), keys.layers
+    left = "blk.0.laurel_l.weight"
+    if left not in keys.file:
+        raise CheckpointError(f"{keys.file.path}: has no tensor {left!r}, expected it by the metadata")
+    if keys.integer("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+        raise keys.error("rope.dimension_count", f"{config['head_dim']}, the length of keys")
+    key = "activation_sparsity_scale"
+    found = keys.values.get(key)
+    cuts: list[Any] = found if isinstance(found, list) else [found] * layers
+    keys.accept(key)
+    if len(cuts) != layers or any(not isinstance(cut, float) or math.isnan(cut) for cut in cuts):
+        raise keys.error(key, f"{layers} numbers, one per layer")
+    return config | {
+        "intermediate_size": list(keys.per_layer("feed_forward_length", int)),
+        "layer_types": sliding(keys, 5),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "num_kv_shared_layers": keys.integer("attention.shared_kv_layers", least=0, most=layers - 1),
+        "altup_num_inputs": keys.integer("altup.num_inputs"),
+        "altup_active_idx": keys.integer("altup.active_idx", least=0),
+        "altup_correct_scale": keys.has(r"blk\.\d+\.altup_correct_scale\.weight"),
+        "laurel_rank": keys.file.tensors[left].shape[0],
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": vocab_size(keys.file, "per_layer_token_embd.weight"),
+        "activation_sparsity_pattern": [NormalDist().cdf(cut) for cut in cuts],
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0, above=0),
+        "rope_scaling": rope_scaling(keys),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0) or None,
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={"gemma3n": GgufArchitecture(_of_gguf, unwritten="the matrices of its streams are one tensor")},
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "embed_tokens_per_layer": "per_layer_token_embd",
+        "per_layer_model_projection": "per_layer_model_proj",
+        "per_layer_projection_norm": "per_layer_proj_norm",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "altup.prediction_coefs": "altup_predict_coef",
+        "altup.correction_coefs": "altup_correct_coef",
+        "altup.modality_router": "altup_router",
+        "altup.router_norm": "altup_router_norm",
+        "altup.correct_output_scale": "altup_correct_scale",
+        "laurel.linear_left": "laurel_l",
+        "laurel.linear_right": "laurel_r",
+        "laurel.post_laurel_norm": "laurel_post_norm",
+    },
+    stacks={"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"},
+)
+
 FAMILY = Family(
     name="gemma3n",
     model_types=MODEL_TYPES,
@@ -380,5 +451,6 @@ FAMILY = Family(
         for part in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
     ),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
 )
