@@ -260,9 +260,10 @@ def _load_block_scales(a, base, common, block, first, n, C: tl.constexpr):
     if a.w[4] is not None:
         TOP: tl.constexpr = top_groups(BITS)
         at = _rows(a, 4, base, common, n.up_row, row, m, C.G // TOP, HALF)
-        if TOP > 1 and TOP % (COLS // C.TP) == 0:  # one for all columns
+        if TOP > 1 and TOP % (COLS // C.TP) == 0:  # one for all columns, which each of the lanes of a row loads
             which = (block * (COLS // C.TP) // TOP)[:, None, None, None]
-            top = tl.load(at + which, mask=(row < n.N) & (which < C.G // TOP) & (base >= 0), other=0)
+            lane = tl.arange(0, 4)[:, None, None, None, None, None] * 0
+            top = tl.load(at + which + lane, mask=(row < n.N) & (which < C.G // TOP) & (base >= 0), other=0)
         else:
             top = tl.load(at + group // TOP, mask=live, other=0)
     scale, bias = block_scales(sub, more, top, group, BITS)

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda import _tuning
-from penstock.backends.cuda._blocks import code_bits
+from penstock.backends.cuda._blocks import code_bits, is_blocks
 from penstock.backends.cuda._codes import (
     FP_MAGIC,
     Arrays,
@@ -213,6 +213,18 @@ def _coded(tokens: int, rows: int, warps: int, blocks: int = 1) -> Config:
     return Config(tokens, rows, warps, blocks, {"num_warps": warps, "num_stages": 1})
 
 
+def _blocks_config(
+    codes: int, tokens: int, blocks: int, tiles: float, rows: int, narrow: bool, wide: bool
+) -> Config:  # fmt: skip
+    """`config` for GGUF blocks, whose groups are short: a warp takes as many blocks at a time as make a long one."""
+    busy, less, _ = _tuning.MATVEC_WARPS
+    warps = min(busy if tiles >= _tuning.MATVEC_BUSY else less, triton.next_power_of_2(blocks))
+    ahead = 1 if wide else max(1, _tuning.MATVEC_BLOCK_CODES[tokens] // codes)
+    ahead = min(ahead, -(-blocks // warps))
+    once = blocks <= warps * ahead and tokens == 1
+    return _coded(tokens, 2 * rows if narrow and once and tiles >= _tuning.MATVEC_TWICE else rows, warps, ahead)
+
+
 @functools.cache
 def config(
     bits: int, gs: int, N: int, K: int, T: int, pairs: int, slots: int, gated: bool, normed: bool, wide: bool,
@@ -228,6 +240,8 @@ def config(
     rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
     narrow = code_bits(bits) in (2, 4) and not is_float(bits) and not wide  # leaves registers for twice as much
     busy, less, alone = _tuning.MATVEC_WARPS
+    if is_blocks(bits):
+        return _blocks_config(block_codes(bits, gs, tokens), tokens, blocks, tiles, rows, narrow, wide)
     if tiles >= _tuning.MATVEC_BUSY:
         warps = min(busy, triton.next_power_of_2(blocks))
         if tokens > 1:
