@@ -12,7 +12,7 @@ import weakref
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -31,14 +31,24 @@ from penstock.engine.request import Chunk, Completion, Request, Timings, make_re
 from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
-from penstock.errors import InvalidArgument, NonFiniteLogits, OutOfMemory
+from penstock.engine.speculate import MOST_DRAFTS, check_speculate
+from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
+from penstock.models import mtp
 from penstock.models.family import AnyFamily, ConfigT, Family, ModelConfig, WeightsT
 from penstock.models.gguf import GgufModel, open_gguf
 from penstock.models.random import DeviceRandomSource, Maker, Random, RandomPart, Shapes
-from penstock.models.source import CheckpointSource, DeviceSource, FileBackedSource, FilesSource, Source, left_over
-from penstock.models.split import group_columns
+from penstock.models.source import (
+    CheckpointSource,
+    DeviceSource,
+    FileBackedSource,
+    FilesSource,
+    ShapeOnlySource,
+    Source,
+    left_over,
+)
+from penstock.models.split import SplitSource, group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
@@ -81,6 +91,9 @@ class Stats:
     expert_bytes_read: int | None = None
     expert_bytes_copied: int | None = None
     expert_wait_seconds: float | None = None
+    draft_n: int = 0  # drafts that were verified
+    draft_n_accepted: int = 0
+    draft_places: list[list[int]] = field(default_factory=list)  # see `Timings`
 
     @property
     def prompt_tps(self) -> float:
@@ -103,13 +116,34 @@ class Stats:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {self.generated_tokens} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
-            f"{self.about_compiling()}Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
+            f"{self.about_drafts()}{self.about_compiling()}"
+            f"Peak memory: {self.peak_memory / 1e9:.3f} GB{self.about_experts()}"
         )
 
     def about_compiling(self) -> str:
         """A line about the time for compiling, before a line break; nothing if there was none."""
         spent = f"{self.compile_seconds:.1f}"
         return "" if spent == "0.0" else f"Compiling: {spent} s, once on this machine\n"
+
+    def add_drafts(self, timings: Timings) -> None:
+        self.draft_n += timings.draft_n
+        self.draft_n_accepted += timings.draft_n_accepted
+        for place, counts in enumerate(timings.draft_places):
+            if place == len(self.draft_places):
+                self.draft_places.append([0, 0])
+            self.draft_places[place] = [sum(pair) for pair in zip(self.draft_places[place], counts, strict=True)]
+
+    def about_drafts(self) -> str:
+        """A line about drafts, before a line break; nothing if there were none."""
+        if not self.draft_n:
+            return ""
+        places = ", ".join(f"{accepted / max(1, tries):.0%}" for tries, accepted in self.draft_places)
+        return f"Drafts: {self.draft_n_accepted} of {self.draft_n} accepted, by place {places}\n"
+
+    def drafts(self) -> dict[str, Any]:
+        """What is known of drafts, as JSON shows it; nothing if there were none."""
+        names = ("draft_n", "draft_n_accepted", "draft_places") if self.draft_n else ()
+        return {name: getattr(self, name) for name in names}
 
     def experts(self) -> dict[str, Any] | None:
         """What is known of streamed experts, as JSON shows it."""
@@ -471,14 +505,23 @@ class LLM:
             self.add_timings([handle.timings])
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
-        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`."""
+        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`.
+
+        The text is as the model wrote it, with its reasoning and calls: `penstock.text.formats.parse_whole` takes it
+        apart.
+        """
         template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
-        return self.generate(self.chat_tokens(messages, **template), **options)
+        return self.generate(self.chat_tokens(messages, **template), **self._headers_shown() | options)
 
     def stream_chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
         """As `chat`, a Chunk per token."""
         template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
-        return self.stream(self.chat_tokens(messages, **template), **options)
+        return self.stream(self.chat_tokens(messages, **template), **self._headers_shown() | options)
+
+    def _headers_shown(self) -> dict[str, Any]:
+        from penstock.text.formats import headers_shown
+
+        return headers_shown(self.tokenizer)
 
     def chat_tokens(
         self,
@@ -526,6 +569,7 @@ class LLM:
             self._stats.prompt_tokens += one.prompt_tokens
             self._stats.prompt_seconds += one.prompt_seconds
             self._stats.generated_tokens += one.generated_tokens
+            self._stats.add_drafts(one)
         self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
         self._stats.compile_seconds += max((one.compile_seconds for one in timings), default=0.0)
 
@@ -600,6 +644,9 @@ def load(
     tensor_parallel_size: int = 1,
     expert_parallel: bool = True,
     step_timeout: float = STEP_SECONDS,
+    speculate: str = "auto",
+    num_draft_tokens: int | None = None,
+    draft_model: str | os.PathLike[str] | None = None,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
@@ -621,9 +668,15 @@ def load(
     tensor_parallel_size: ranks that the model is split over (docs/distributed.md): this process and others that it
     starts, on the GPUs or cores of this machine, or those that torchrun has started, of which all but the first stay in
     this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
-    one's width. step_timeout: seconds that a step may take before the ranks are ended. Raises CheckpointError,
-    InvalidArgument, OutOfMemory, BackendError, EngineDied.
+    one's width. step_timeout: seconds that a step may take before the ranks are ended. speculate: what drafts of the
+    next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "ngram" (what
+    followed the last tokens before) or "auto"; num_draft_tokens: how many a step verifies of a sequence at the most.
+    draft_model: a folder or hub id with the head that drafts, if the model's own files have none.
+    Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
+    check_speculate("load", speculate, num_draft_tokens)
+    if not isinstance(draft_model, str | os.PathLike | None):
+        raise InvalidArgument(f"load: draft_model is {draft_model!r}, expected a path, a hub id or None")
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
     given = {
@@ -644,6 +697,9 @@ def load(
         "offline": offline,
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
+        "speculate": speculate,
+        "num_draft_tokens": num_draft_tokens,
+        "draft_model": None if draft_model is None else os.fspath(draft_model),
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     with notebook_bar("loading") as shown:
@@ -698,15 +754,26 @@ def _load(
     folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
+    drafter = given["draft_model"]
+    if drafter is not None and (found.kind == "gguf" or given["speculate"] in ("off", "ngram")):
+        unused = f"{folder} is a GGUF file" if found.kind == "gguf" else f"speculate is {given['speculate']!r}"
+        raise InvalidArgument(f"load: draft_model is {drafter!r}, expected None: {unused}")
     if found.kind == "gguf":
         model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress, rank)
     else:
-        model, tokenizer, notices = _read_folder(folder, where, experts, options, progress, room, states, rank)
+        if drafter is not None:
+            drafter = resolve_model(drafter, ("folder",), offline=offline, quiet=quiet).path
+        drafting = _Drafting(given["speculate"], drafter)
+        model, tokenizer, notices = _read_folder(
+            folder, where, experts, options, progress, room, states, drafting, rank
+        )
     for notice in notices:
         notify(notice)
     leader = None if rank is None else rank.leader(model.family, states)
     context, deterministic = given["max_context"], given["deterministic"]
-    engine = _engine(model, where, dtype, states, activations, context, deterministic, f"{folder}", room, leader)
+    drafts = given["speculate"], given["num_draft_tokens"]
+    about = (dtype, states, activations, context, deterministic, f"{folder}", room, leader)
+    engine = _engine(model, where, *about, *drafts)
     spent = compile_progress.seconds()
     if where.compiles_ahead and rank is None:
         compile_ahead.compile_model(engine, load, options)
@@ -734,6 +801,7 @@ def _read_folder(
     progress: Callable[[float], None] | None,
     cache_memory: int | None,
     state_dtype: str,
+    drafting: _Drafting,
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     checkpoint = Checkpoint.open(folder)
@@ -741,6 +809,7 @@ def _read_folder(
     config = family.read_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(folder)
     source = stored = CheckpointSource(checkpoint, *family.names(checkpoint, config))
+    head, notices = _find_head(drafting, family, config, stored)
     copied, share = _copied_bytes(checkpoint), 1
     if rank is not None:
         source, config = rank.split(family, stored, config, group_columns(checkpoint))
@@ -755,7 +824,6 @@ def _read_folder(
         _check_fits(f"{folder}", device, nbytes, copied // share)
     if device.compiles_ahead and rank is None:
         compile_ahead.start(compile_ahead.missing_of, load, options)
-    notices: list[str] = []
     streamed = None
     if streams:
         owned = None if rank is None else rank.mesh.owned(config.experts)
@@ -766,17 +834,76 @@ def _read_folder(
         put = _putting(device, nbytes - away, progress)
         weights = family.read_weights(FileBackedSource(source, put), config)
         opened = open_experts(weights, experts, budget, config.top_k, device, folder, checkpoint.fingerprint, owned)
-        weights, streamed, notices = opened
+        weights, streamed, remarks = opened
+        notices += remarks
         weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
     else:
         weights, placed = _weights(family, source, config, device, nbytes, progress)
         weights = weights if rank is None else rank.with_slots(weights, config, device)
+    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
+    if head is not None:
+        model = _read_head(head, model, config, device, source, rank)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
     notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
-    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
     model = model if rank is None else rank.part(model)
-    model = _with_files(model, device, checkpoint)
+    drafter = [] if head is None or drafting.drafter is None else [head.source.checkpoint]
+    model = _with_files(model, device, checkpoint, *drafter)
     return model, tokenizer, notices
+
+
+@dataclass(frozen=True)
+class _Drafting:
+    """What is asked for of drafts; drafter: a folder with a head."""
+
+    speculate: str = "auto"
+    drafter: Path | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether there has to be a head."""
+        return self.speculate == "mtp" or self.drafter is not None
+
+
+def _find_head(
+    drafting: _Drafting, family: AnyFamily, config: ModelConfig, stored: CheckpointSource
+) -> tuple[mtp.HeadFiles | None, list[str]]:
+    """Where the head that drafts is, its shapes looked at, and remarks.
+
+    One of the trunk's own files that cannot be used is left out with a remark where nothing was asked for.
+    """
+    if drafting.speculate in ("off", "ngram"):
+        return None, []
+    used = set(stored.used)
+    try:
+        if drafting.drafter is None:
+            files = mtp.find(stored.checkpoint, family, config, stored)
+        else:
+            files = mtp.open_drafter(drafting.drafter, family, config, stored)
+        if files is not None:
+            none = np.empty((0, 0), np.float32)
+            files.read(family, config, none, none, ShapeOnlySource)
+        return files, []
+    except CheckpointError as error:
+        if drafting.asked:
+            raise
+        stored.used.intersection_update(used)
+        return None, [f"{error}; the head that drafts is not used"]
+
+
+def _read_head(
+    files: mtp.HeadFiles, model: AnyModel, config: ModelConfig, device: Device, split: Any, rank: Rank | None
+) -> AnyModel:
+    """The model with the head of these files. Its experts are held like those of a model that fits, whatever is
+    streamed. config: of the model, its arrays on the host; split: of a rank the source of the trunk's part.
+    """
+
+    def through(head: Source) -> Source:
+        own = head if rank is None else SplitSource(head, split.split, split.mesh)
+        return DeviceSource(own, device.to_device)
+
+    head = files.read(model.family, config, model.weights.embed, model.weights.head, through)
+    head = models.placed(head, device.to_device)
+    return replace(model, head=head if rank is None else rank.with_slots(head, config, device))
 
 
 def _streamed_layers(
@@ -802,9 +929,7 @@ def _read_gguf(
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
     if experts.asked:
-        if rank is not None:
-            raise InvalidArgument(f"load: expert_cache is given for {path} on several ranks, expected 'auto'")
-        model, notices = _stream_gguf(found, device, experts, options, progress)
+        model, notices = _stream_gguf(found, device, experts, options, progress, rank)
         notices += [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
         return _with_files(model, device, found.file), tokenizer, notices
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
@@ -827,29 +952,46 @@ def _stream_gguf(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
+    rank: Rank | None = None,
 ) -> tuple[AnyModel, list[str]]:
-    """A model of a GGUF file whose experts are read when they are chosen."""
-    path, family, config = found.file.path, found.family, found.read_config()
+    """A model of a GGUF file whose experts are read when they are chosen, or a rank's part of it."""
+    path, family, config, source = found.file.path, found.family, found.read_config(), found.source
+    nbytes, copied, owned = found.nbytes, found.copied_nbytes, None
+    if rank is not None:
+        source, config = rank.split(family, source, config, found.columns)
+        nbytes = copied = nbytes // rank.size  # columns of a rank are copies
+        owned = rank.mesh.owned(config.experts)
     caches = Caches(family.caches(config), options["dtype"], device)
     beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
-    layers = _streamed_layers(family, found.source, config, experts, device, found.nbytes + beside)
-    away = owned_bytes(layers, None)
-    rest = max(0, (found.copied_nbytes if device.host_memory else found.nbytes - away)) + beside
-    budget = budget_of(experts, layers, rest, device, f"{path}")
-    slot_counts(layers, budget, config.top_k)
-    put = _putting(device, found.nbytes - away, progress)
-    weights = family.read_weights(FileBackedSource(found.source, put), config)
-    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint)
+    layers = _streamed_layers(family, source, config, experts, device, nbytes + beside)
+    away = owned_bytes(layers, owned)
+    whole = device.host_memory and rank is None  # of which nothing is copied but what has to be
+    rest = max(0, copied if whole else nbytes - away) + beside
+    budget = budget_of(experts, layers, rest, device, f"{path}", owned)
+    slot_counts(layers, budget, config.top_k, owned)
+    put = _putting(device, nbytes - away, progress)
+    weights = family.read_weights(FileBackedSource(source, put), config)
+    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint, owned)
     weights, streamed, notices = opened
     weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
-    return Model(family, placed, weights, found.fingerprint, found.nbytes, streamed), notices
+    model = Model(family, placed, weights, found.fingerprint, found.nbytes, streamed)
+    return model if rank is None else rank.part(model), notices
 
 
-def _with_files(model: AnyModel, device: Device, files: Checkpoint | GgufFile) -> AnyModel:
+def _with_files(model: AnyModel, device: Device, *files: Checkpoint | GgufFile) -> AnyModel:
     """A model that knows the files which its weights are mapped from; on a GPU none is."""
     if not device.host_memory:
         return model
-    return replace(model, from_files=model.nbytes, check=files.check, lease=files.lease)
+
+    def check() -> None:
+        for own in files:
+            own.check()
+
+    def lease() -> bool:
+        leased = [own.lease() for own in files]
+        return all(leased)
+
+    return replace(model, from_files=model.nbytes, check=check, lease=lease)
 
 
 def _putting(device: Device, nbytes: int, progress: Callable[[float], None] | None) -> Callable[[Any], Any]:
@@ -913,13 +1055,16 @@ def load_random(
     tensor_parallel_size: int = 1,
     expert_parallel: bool = True,
     step_timeout: float = STEP_SECONDS,
+    speculate: str = "auto",
+    num_draft_tokens: int | None = None,
 ) -> LLM:
     """A model of any config.json with made-up weights in memory (no tokenizer): for benchmarks.
 
     on_device: a GPU draws them itself, which is much quicker; else they depend on the seed alone, not on the device.
     tensor_parallel_size, expert_parallel, step_timeout: as of `load`; each rank draws its own part, which is no part of
-    what one device would draw.
+    what one device would draw. speculate, num_draft_tokens: as of `load`.
     """
+    check_speculate("load", speculate, num_draft_tokens)
     given = {
         "config": dict(config),
         "device": device,
@@ -933,6 +1078,8 @@ def load_random(
         "cache_memory": cache_memory,
         "state_dtype": state_dtype,
         "expert_cache": "auto",
+        "speculate": speculate,
+        "num_draft_tokens": num_draft_tokens,
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     if ranks is None:
@@ -966,19 +1113,29 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
         source = RandomPart(drawn, split.split, rank.mesh)
         fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
-    weights = weights if rank is None else rank.with_slots(weights, read, where)
-    model = Model(family, placed, weights, fingerprint, models.bytes_of(weights))
+    head = None
+    if given["speculate"] not in ("off", "ngram") and mtp.declared(family, read, config):
+        made = mtp.read(DeviceSource(source, where.to_device), family, read, weights.embed, weights.head)
+        head = models.placed(made, where.to_device)
+    weights, head = (weights, head) if rank is None else rank.with_slots((weights, head), read, where)
+    model = Model(family, placed, weights, fingerprint, models.bytes_of((weights, head)), head=head)
     model = model if rank is None else rank.part(model)
     leader = None if rank is None else rank.leader(family, states)
     context, deterministic = given["max_context"], given["deterministic"]
-    engine = _engine(model, where, dtype, states, activations, context, deterministic, "random weights", room, leader)
+    drafts = given["speculate"], given["num_draft_tokens"]
+    about = (dtype, states, activations, context, deterministic, "random weights", room, leader)
+    engine = _engine(model, where, *about, *drafts)
     return LLM(engine, None, None, (), None if rank is None or not rank.leads else rank.close)
 
 
 def random_nbytes(config: Mapping[str, Any]) -> int:
     """Bytes of the weights that `load_random` would make."""
     family = models.family_of(dict(config))
-    return models.bytes_of(family.read_weights(Shapes(config), family.read_config(dict(config))))
+    read, source = family.read_config(dict(config)), Shapes(config)
+    weights = family.read_weights(source, read)
+    drafts = mtp.declared(family, read, config)
+    head = mtp.read(source, family, read, weights.embed, weights.head) if drafts else None
+    return models.bytes_of((weights, head))
 
 
 def restore(path: str | os.PathLike[str], llm: LLM | None = None) -> Session:
@@ -1016,6 +1173,8 @@ def _engine(
     what: str,
     cache_memory: int | None,
     leader: LeadingRank | None = None,
+    speculate: str = "off",
+    num_draft_tokens: int | None = None,
 ) -> Engine:
     limit = model.config.max_positions
     if max_context is None:
@@ -1034,7 +1193,11 @@ def _engine(
         deterministic=deterministic,
         cache_memory=cache_memory,
         leader=leader,
+        drafts=0 if speculate == "off" else MOST_DRAFTS,
+        speculate=speculate,
+        num_draft_tokens=num_draft_tokens,
     )
+    engine.speculating(where="load")  # refuses what the model cannot do
     free = device.free_memory() - WORKING_BYTES
     if cache_memory is not None:
         if cache_memory > free:

@@ -52,10 +52,15 @@ def test_inspect_counts_the_demo_model(capsys, unread):
     found = inspected(capsys)
     checkpoint = Checkpoint.open(DEMO)
     assert found["parameters"] == 25_898_288
-    assert found["bytes"] == checkpoint.nbytes
+    head = found["draft_head"]
+    assert (head["parameters"], head["bytes"]) == (2_905_728, checkpoint.nbytes - found["bytes"])
+    spans = [checkpoint.location(name)[1:] for name in checkpoint.names if ".mtp." in name]
+    assert sum(stop - start for start, stop in spans) == head["bytes"]
+    assert head["bytes_per_draft"] == head["active_bytes"] + 256 * 9 // 16 * 4097
+    assert head["cache_bytes_per_1000_tokens"] * 2 == found["cache_bytes_per_1000_tokens"] and not found["skipped"]
     assert found["layers"] == {"linear attention + MoE": 6, "full attention + MoE": 2}
     assert (found["experts"], found["top_k"], found["vocab_size"], found["context"]) == (16, 4, 4096, 2048)
-    assert (found["source"], found["files"], found["tied"]) == ("safetensors", 1, False)
+    assert (found["source"], found["files"], found["tied"]) == ("safetensors", 2, False)
     for key in ("parameters", "bytes", "active_bytes", "tensors"):
         assert sum(part[key] for part in found["parts"].values()) == pytest.approx(found[key], abs=len(ROLES))
         assert sum(part[key] for part in found["formats"]) == pytest.approx(found[key], abs=len(ROLES))
@@ -84,10 +89,27 @@ def test_inspect_counts_what_bench_counts(capsys):
             25.23e9,
             3.82e9,
         ),
+        ("gemma3n-e2b", {"sliding attention (512) + dense": 24, "full attention + dense": 6}, 4.46e9, 2.44e9),
+        ("gemma3n-e4b", {"sliding attention (512) + dense": 28, "full attention + dense": 7}, 6.87e9, 4.52e9),
+        ("gemma4-e2b", {"sliding attention (512) + dense": 28, "full attention + dense": 7}, 4.63e9, 2.28e9),
+        ("gemma4-e4b", {"sliding attention (512) + dense": 35, "full attention + dense": 7}, 7.46e9, 4.64e9),
         ("deepseek-v3", {"latent attention (MLA) + dense": 3, "latent attention (MLA) + MoE": 58}, 671.0e9, 36.6e9),
         ("llama-3.2-3b", {"full attention + dense": 28}, 3.213e9, 3.213e9),
         ("glm-4.6", {"full attention + dense": 3, "full attention + MoE": 89}, 352.8e9, 32.86e9),
         ("minimax-m2", {"full attention + MoE": 62}, 228.7e9, 10.42e9),
+        ("mistral-small-4", {"latent attention (MLA) + MoE": 36}, 118.97e9, 6.096e9),
+        (
+            "lfm2-8b-a1b",
+            {"short convolution + dense": 2, "full attention + MoE": 6, "short convolution + MoE": 16},
+            8.34e9,
+            1.56e9,
+        ),
+        (
+            "kimi-linear-48b-a3b",
+            {"linear attention + dense": 1, "linear attention + MoE": 19, "latent attention (MLA) + MoE": 7},
+            49.12e9,
+            3.107e9,
+        ),
         ("qwen3-next-80b-a3b", {"linear attention + MoE": 36, "full attention + MoE": 12}, 79.67e9, 3.56e9),
     ],
 )
@@ -99,7 +121,8 @@ def test_inspect_knows_the_released_models_by_their_configs(capsys, name, kinds,
     assert found["source"] == "config" and found["tokenizer"] is None
     raw, _ = first_layers(resolve_model(name, ["config"]).read_config(), "all", name)
     if "quantization" in raw:
-        assert found["bytes"] == pytest.approx(api.random_nbytes(raw), rel=1e-3)
+        drafts = found["draft_head"]["bytes"] if found["draft_head"] else 0
+        assert found["bytes"] + drafts == pytest.approx(api.random_nbytes(raw), rel=1e-3)
     else:
         assert found["bytes"] == 2 * found["parameters"] and "taken as bfloat16" in found["notices"][0]
 

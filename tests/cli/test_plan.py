@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from penstock.analysis.ranks import ASSUMED_LINKS, busiest_rank
 from penstock.backends.cpu.device import CpuDevice
 from penstock.engine.cache import Caches
 from penstock.experts.simulate import Trace, simulate
+from penstock.models import mtp
 from penstock.models.source import CheckpointSource
 from penstock.models.split import Mesh, SplitSource
 from penstock.models.step import PagedKV, RecurrentState
@@ -54,7 +56,9 @@ def tiny(tmp_path):
 
 def test_plan_parts_are_the_bytes_of_the_loaded_weights(capsys, demo):
     found = planned(capsys, "--device", "cpu", "--device-memory", "8G")
-    assert sum(found["parts"].values()) == models.bytes_of(demo.engine.model.weights)
+    model = demo.engine.model
+    assert sum(found["parts"].values()) == models.bytes_of((model.weights, model.head))
+    assert sum(found["parts"].values()) - found["parts"]["draft head"] == models.bytes_of(model.weights)
     file = SafetensorsFile.open(DEMO / "model.safetensors")
     sizes = {name: file.array(name).nbytes for name in file.tensors}
     assert found["parts"]["experts"] == sum(size for name, size in sizes.items() if ".switch_mlp." in name)
@@ -108,7 +112,7 @@ def test_plan_at_the_least_memory_fits_and_below_does_not(capsys):
     assert not found["fits"] and found["predicted"] is None and found["flags"] == []
     shown = call(capsys, "plan", "--device", "cpu", "--device-memory", "200M", *MEASURED)
     assert shown.status == 0
-    assert shown.out.splitlines()[-1].startswith("Does not fit: needs at least 269.23 MiB, 200.00 MiB are there.")
+    assert shown.out.splitlines()[-1].startswith("Does not fit: needs at least 270.80 MiB, 200.00 MiB are there.")
     assert "shorter --max-context" not in shown.out
     longer = call(capsys, "plan", "--device", "cpu", "--device-memory", str(need - (1 << 20)), *MEASURED)
     assert longer.out.splitlines()[-1].endswith("A shorter --max-context would fit.")
@@ -147,7 +151,7 @@ def test_flag_is_rounded_down_but_not_below_the_least(nbytes, least, flag):
 def test_plan_predicts_bytes_over_bandwidth(capsys, demo):
     found = planned(capsys, "--device", "cpu", "--device-memory", "275M")
     chosen = 4 * sum(found["experts"]["bytes_each"])
-    parts = {name: size for name, size in found["parts"].items() if name not in ("experts", "embeddings")}
+    parts = {name: size for name, size in found["parts"].items() if name not in ("experts", "embeddings", "draft head")}
     warm, cold = found["predicted"]["warm"], found["predicted"]["cold"]
     row = found["parts"]["embeddings"] // demo.config.vocab_size
     every = sum(parts.values()) + row + chosen
@@ -310,7 +314,10 @@ def test_plan_of_ranks_has_the_bytes_that_the_largest_one_loads(capsys, experts)
         mesh = Mesh(rank, 3, experts == "off")
         split = family.split(config, mesh, 64)
         source = SplitSource(CheckpointSource(checkpoint, *family.names(checkpoint, config)), split, mesh)
-        loaded.append(family.read_weights(source, split.config))
+        weights = family.read_weights(source, split.config)
+        head = mtp.find(checkpoint, family, config)
+        part = functools.partial(SplitSource, split=split, mesh=mesh)
+        loaded.append((weights, head.read(family, split.config, weights.embed, weights.head, part)))
     sizes = [models.bytes_of(weights) for weights in loaded]
     slots = 16 * 4 if experts == "on" else 0  # int32 for each expert
     assert len(set(sizes)) > 1 and found["ranks"]["largest_rank"] == sizes.index(max(sizes))

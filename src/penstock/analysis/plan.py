@@ -16,7 +16,7 @@ from penstock.analysis.bandwidth import bandwidth_of
 from penstock.analysis.expert_routes import load_expert_routes
 from penstock.analysis.measured import MeasuredShare, measured_share
 from penstock.analysis.ranks import Link, PlannedRanks, busiest_rank, possible_sizes, sums_of, tracing_as
-from penstock.analysis.trace import Outline, Work, outline_of, outlined_programs
+from penstock.analysis.trace import Outline, Work, outline_of, outlined_head, outlined_programs
 from penstock.analysis.weights import distinct
 from penstock.backends.cuda.runtime.features import unusable
 from penstock.engine.buckets import BucketedSteps
@@ -164,6 +164,9 @@ def _outlined(outline: Outline, device: str, state_dtype: str, mesh: Mesh | None
             count = weight.shape[0]
             experts[weight.layer] += weight.nbytes // count
     layers = tuple(experts[layer] for layer in sorted(experts))
+    if (head := outlined_head(outline, programs)) is not None:
+        own = models.bytes_of((programs.weights, head)) - models.bytes_of(programs.weights)
+        parts["draft head"] = fields["draft head", "draft head"] = own
     parts = {part: nbytes for part, nbytes in parts.items() if nbytes}
     return _Outlined(programs, parts, dict(fields), count, layers, round(active))
 

@@ -20,10 +20,11 @@ import numpy as np
 from penstock.analysis.weights import Sum, TensorFormat, WeightInfo, layer_of
 from penstock.dtypes import FLOATS, ITEMSIZE, bfloat16
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError
+from penstock.models import mtp
 from penstock.models.config import Fields, first_layers
 from penstock.models.family import ROLES, AnyFamily, ModelConfig
 from penstock.models.quantization import FormatTable
-from penstock.models.source import left_over
+from penstock.models.source import CheckpointSource, left_over
 from penstock.models.step import Layout, PagedKV
 from penstock.quant import BLOCK_TYPES, QuantizedTensor
 from penstock.quant.gguf_blocks import GROUP
@@ -98,6 +99,8 @@ class Survey:
     skipped: tuple[Skipped, ...] = ()
     tokenizer: dict[str, Any] | None = None
     notices: tuple[str, ...] = ()
+    draft_head: tuple[WeightInfo, ...] = ()  # weights of the head that drafts, no part of the others
+    draft_cache: Layout | None = None  # its keys and values
 
     @property
     def total(self) -> Sum:
@@ -123,17 +126,30 @@ class Survey:
         sums = {format: Sum.of(weights) for format, weights in found.items()}
         return dict(sorted(sums.items(), key=lambda item: -item[1].nbytes))
 
+    def draft_bytes(self) -> float:
+        """Bytes that a draft reads: of the head, and of the trunk's tables."""
+        tables = (weight for weight in self.weights if weight.path in ("embed_tokens", "lm_head"))
+        return Sum.of([*self.draft_head, *tables]).active_bytes
+
     def cache_bytes(self, dtype: str) -> tuple[int, int]:
         """Bytes that a sequence takes per position, and besides: windows that are full, recurrent states."""
-        item, per_position, fixed = ITEMSIZE[dtype], 0, 0
-        for layout in self.caches:
-            if not isinstance(layout, PagedKV):
-                fixed += math.prod(layout.conv) * item + math.prod(layout.state) * ITEMSIZE[layout.dtype]
-            elif layout.window is None:
-                per_position += (layout.key_width + layout.value_width) * item
-            else:
-                fixed += (layout.key_width + layout.value_width) * item * layout.window
-        return per_position, fixed
+        return _cache_bytes(self.caches, dtype)
+
+    def draft_cache_bytes(self, dtype: str) -> int:
+        """Bytes that the head's own keys and values take per position."""
+        return 0 if self.draft_cache is None else _cache_bytes([self.draft_cache], dtype)[0]
+
+
+def _cache_bytes(layouts: Iterable[Layout], dtype: str) -> tuple[int, int]:
+    item, per_position, fixed = ITEMSIZE[dtype], 0, 0
+    for layout in layouts:
+        if not isinstance(layout, PagedKV):
+            fixed += math.prod(layout.conv) * item + math.prod(layout.state) * ITEMSIZE[layout.dtype]
+        elif layout.window is None:
+            per_position += (layout.key_width + layout.value_width) * item
+        else:
+            fixed += (layout.key_width + layout.value_width) * item * layout.window
+    return per_position, fixed
 
 
 def _without_scales(format: TensorFormat) -> TensorFormat:
@@ -172,11 +188,14 @@ class _Described(Protocol):
 class FromFiles:
     """Tensors of a checkpoint, none of which is read."""
 
-    def __init__(self, checkpoint: Headers, family: AnyFamily, config: ModelConfig) -> None:
-        from penstock.models.source import CheckpointSource
+    def __init__(self, stored: CheckpointSource) -> None:
+        self.stored = stored
+        self.layout = stored.layout
 
-        self.stored = CheckpointSource(checkpoint, *family.names(checkpoint, config))
-        self.layout = self.stored.layout
+    @classmethod
+    def of(cls, checkpoint: Headers, family: AnyFamily, config: ModelConfig) -> FromFiles:
+        """The tensors of the model itself."""
+        return cls(CheckpointSource(checkpoint, *family.names(checkpoint, config)))
 
     def __contains__(self, path: str) -> bool:
         return path in self.stored
@@ -295,20 +314,67 @@ def _of_folder(name: str, folder: Path) -> Survey:
     from penstock import models
 
     checkpoint = Headers(folder)
+    if mtp.is_head(checkpoint.config):
+        return _of_head(name, checkpoint)
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     check_sizes(config, f"{folder / 'config.json'}", checkpoint)
-    described = FromFiles(checkpoint, family, config)
-    found = _looked_at(name, "safetensors", family, config, described)
+    described = FromFiles.of(checkpoint, family, config)
+    found, remarks = _looked_at(name, "safetensors", family, config, described), []
+    used = set(described.stored.used)
+    try:
+        head = mtp.find(checkpoint, family, config, described.stored)
+        if head is not None:
+            found = _with_head(found, family, FromFiles(head.source))
+    except CheckpointError as error:
+        described.stored.used.intersection_update(used)
+        remarks.append(f"{error}; the head that drafts is not used")
     left = left_over(described.stored, family.skipped, len(found.layers))
     skipped = tuple(
         Skipped(what, len(names), sum(_span(checkpoint, name) for name in names)) for what, names in left.known.items()
     )
-    notices = [*checkpoint.notices, *left.remarks]
+    notices = [*checkpoint.notices, *remarks, *left.remarks]
     if copied := checkpoint.misaligned_nbytes:
         notices.append(f"{folder}: {amount(copied)} of tensors are not aligned and are copied when they are loaded")
     more: dict[str, Any] = {"files": len(checkpoint.files), "file_bytes": sum(_size(f) for f in checkpoint.files)}
     return replace(found, skipped=skipped, **more, **_with_tokenizer(folder, config, notices))
+
+
+def _of_head(name: str, checkpoint: Headers) -> Survey:
+    """A folder with a head that drafts alone: its one layer is the model."""
+    from penstock import models
+
+    where = f"{checkpoint.path / 'config.json'}"
+    text = mtp.trunk_config(checkpoint.config, where)
+    family = models.family_of(text)
+    config = family.read_config(text)
+    check_sizes(config, where, checkpoint)
+    head = mtp.open_drafter(checkpoint.path, family, config, open_folder=lambda _: checkpoint)
+    made = _with_head(Survey(name, "safetensors", config, (), (), (), config.tied), family, FromFiles(head.source))
+    assert made.draft_cache is not None
+    kinds = _kinds(made.draft_head, [made.draft_cache], family)
+    more: dict[str, Any] = {"files": len(checkpoint.files), "file_bytes": sum(_size(f) for f in checkpoint.files)}
+    notice = f"{checkpoint.path}: a head that drafts for a {config.model_type} of {len(family.caches(config))} layers"
+    left = left_over(head.source, (), 1).remarks
+    return replace(
+        made,
+        weights=made.draft_head,
+        layers=kinds,
+        caches=(made.draft_cache,),
+        draft_head=(),
+        draft_cache=None,
+        notices=(*checkpoint.notices, notice, *left),
+        **more,
+    )
+
+
+def _with_head(found: Survey, family: AnyFamily, described: _Described) -> Survey:
+    """A survey with the head that drafts."""
+    recorder, config = Recorder(described, family), found.config
+    none = np.empty((0, 0), np.float32)
+    head = mtp.read(recorder, family, config, none, none)
+    weights = tuple(replace(one, takes=_taken(one, config, False)) for one in recorder.weights)
+    return replace(found, draft_head=weights, draft_cache=mtp.layout(head, family))
 
 
 def _of_gguf(name: str, path: Path) -> Survey:
@@ -335,6 +401,8 @@ def _of_config(name: str, raw: dict[str, Any], where: str) -> Survey:
     config = family.read_config(raw)
     check_sizes(config, where)
     found = _looked_at(name, "config", family, config, described)
+    if mtp.declared(family, config, raw):
+        found = _with_head(found, family, described)
     notice = f"{where}: the sizes are those that it implies, there are no weights"
     if not described.quantized:
         notice += f"; it has no quantization: they are taken as {described.dtype}"
@@ -347,7 +415,7 @@ def _looked_at(name: str, source: str, family: AnyFamily, config: ModelConfig, d
     tied = read.head is read.embed
     caches = tuple(family.caches(config))
     weights = tuple(replace(one, takes=_taken(one, config, tied)) for one in recorder.weights)
-    return Survey(name, source, config, weights, _kinds(weights, caches, family.full_attention), caches, tied)
+    return Survey(name, source, config, weights, _kinds(weights, caches, family), caches, tied)
 
 
 def _taken(weight: WeightInfo, config: ModelConfig, tied: bool) -> int | None:
@@ -360,7 +428,7 @@ def _taken(weight: WeightInfo, config: ModelConfig, tied: bool) -> int | None:
     return 1 if weight.role == "embedding" and not (tied and weight.path == "embed_tokens") else None
 
 
-def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attention: str) -> tuple[str, ...]:
+def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], family: AnyFamily) -> tuple[str, ...]:
     """What each layer does: how it mixes positions, and what follows."""
     roles: dict[int | None, set[str]] = defaultdict(set)
     for weight in weights:
@@ -368,11 +436,11 @@ def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attenti
     found = []
     for number, layout in enumerate(caches):
         if "linear attention" in roles[number]:
-            mixer = "linear attention"
+            mixer = family.linear_attention
         elif isinstance(layout, PagedKV) and layout.window is not None:
             mixer = f"sliding attention ({layout.window})"
         else:
-            mixer = full_attention
+            mixer = family.full_attention
         blocks = [block for role, block in (("dense MLP", "dense"), ("experts", "MoE")) if role in roles[number]]
         found.append(" + ".join([mixer, *blocks]))
     return tuple(found)

@@ -22,10 +22,10 @@ from penstock.dtypes import ITEMSIZE, numpy_dtype
 from penstock.engine.cache import Caches
 from penstock.engine.programs import Programs
 from penstock.engine.steps import Run, step_arrays, table_width
-from penstock.errors import BackendError, InvalidArgument, OutOfMemory
+from penstock.errors import BackendError, CheckpointError, InvalidArgument, OutOfMemory
 from penstock.graph import Graph, Node, Plan, Program, Value, fuse, plan
 from penstock.graph.trace import nbytes
-from penstock.models import replaced
+from penstock.models import mtp, replaced
 from penstock.models.config import first_layers
 from penstock.models.layers import ExpertStack
 from penstock.models.split import SplitSource
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.engine.engine import Engine
     from penstock.models.family import AnyFamily
     from penstock.models.split import Mesh
+    from penstock.weights.checkpoint import Checkpoint
     from penstock.weights.resolve import ResolvedModel
 
 Layers = int | Literal["all"] | None  # of a config.json: the first so many, all if None
@@ -227,13 +228,16 @@ class TracedModel:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model of which nothing but shapes counts. columns: of its quantization groups."""
+    """A model of which nothing but shapes counts. columns: of its quantization groups. head: of the head that drafts,
+    None without one.
+    """
 
     name: str
     family: AnyFamily
     config: Any
     source: Any
     columns: int
+    head: Any = None
 
 
 def outline_of(found: ResolvedModel, layers: Layers) -> Outline:
@@ -248,7 +252,9 @@ def outline_of(found: ResolvedModel, layers: Layers) -> Outline:
     name, raw = taken_layers(found, layers)
     if raw is not None:
         family, shapes = models.family_of(raw), Shapes(raw)
-        return Outline(name, family, family.read_config(raw), shapes, shapes.group_size)
+        read = family.read_config(raw)
+        head = shapes if mtp.declared(family, read, raw) else None
+        return Outline(name, family, read, shapes, shapes.group_size, head)
     if found.kind == "gguf":
         gguf = open_gguf(found.path)
         return Outline(name, gguf.family, gguf.read_config(), ShapeOnlySource(gguf.source), gguf.columns)
@@ -256,7 +262,33 @@ def outline_of(found: ResolvedModel, layers: Layers) -> Outline:
     family = models.family_of(checkpoint.config)
     config = family.read_config(checkpoint.config)
     source = ShapeOnlySource(CheckpointSource(checkpoint, *family.names(checkpoint, config)))
-    return Outline(name, family, config, source, group_columns(checkpoint))
+    return Outline(name, family, config, source, group_columns(checkpoint), _head_of(checkpoint, family, config))
+
+
+def _head_of(checkpoint: Checkpoint, family: AnyFamily, config: Any) -> Any:
+    """The shapes of the head that drafts, None for one that cannot be used."""
+    from penstock.models.source import ShapeOnlySource
+
+    none = np.empty((0, 0), np.float32)
+    try:
+        found = mtp.find(checkpoint, family, config)
+        if found is None:
+            return None
+        found.read(family, config, none, none, ShapeOnlySource)
+        return ShapeOnlySource(found.source)
+    except CheckpointError:
+        return None
+
+
+def outlined_head(outline: Outline, programs: Programs) -> mtp.Head | None:
+    """The head that drafts beside these programs, of which nothing but the shapes counts."""
+    if outline.head is None:
+        return None
+    source, mesh, weights = outline.head, programs.mesh, programs.weights
+    if mesh is not None:
+        assert outline.family.split is not None
+        source = SplitSource(source, outline.family.split(outline.config, mesh, outline.columns), mesh)
+    return mtp.read(source, outline.family, programs.config, weights.embed, weights.head)
 
 
 def outlined(

@@ -23,6 +23,7 @@ from penstock.analysis.survey import FromFiles, FromGguf, Headers, Recorder, che
 from penstock.analysis.weights import TensorFormat
 from penstock.errors import CheckpointError, PenstockError
 from penstock.machine import usable_threads
+from penstock.models import mtp
 from penstock.models.family import AnyFamily, ModelConfig
 from penstock.models.gguf import GgufModel
 from penstock.models.source import left_over
@@ -237,6 +238,9 @@ def _small_floats(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Which small floats the scales, and perhaps the codes, of modules are that are not affine: it shows in shapes."""
     made: dict[str, str] = {}
     for name, info in tensors.items():
+        if name.endswith("_scales") and info.dtype == "U8" and f"{name.removesuffix('_scales')}_blocks" in tensors:
+            made[name] = _BYTE_SCALES[4][0]  # blocks of mxfp4
+            continue
         packed = tensors.get(f"{name.removesuffix('.scales')}.weight") if name.endswith(".scales") else None
         if packed is None or info.dtype != "U8" or packed.dtype != "U32" or not info.shape or not packed.shape:
             continue
@@ -399,9 +403,10 @@ def _of_folder(folder: Path, bar: ProgressBar) -> tuple[list[Check], list[str]]:
     headers, files = check_headers(folder)
     checks = [headers, check_index(folder, files), _numbers(Numbers.of_safetensors(files), bar)]
     notes: list[str] = []
-    config = None
+    config, alone = None, False
     try:
         checkpoint = Headers(folder)
+        alone = mtp.is_head(checkpoint.config)
     except CheckpointError as error:
         broken = any(check.problems for check in checks)
         checks.append(Check("model", "the files cannot be read together", [] if broken else [str(error)], broken))
@@ -412,6 +417,8 @@ def _of_folder(folder: Path, bar: ProgressBar) -> tuple[list[Check], list[str]]:
         _check_quantization(checkpoint, quantization)
         config, more = _check_shapes(checkpoint, shapes)
         notes += more
+    if alone and not (folder / "tokenizer.json").is_file():  # its trunk has one
+        return [*checks, *(Check(name, "its trunk's", skipped=True) for name in ("tokenizer", "template"))], notes
     return [*checks, *_tokenizer_checks(lambda: Tokenizer.from_folder(folder), f"{folder}", config)], notes
 
 
@@ -453,6 +460,12 @@ def _check_quantization(checkpoint: Headers, check: Check) -> None:
                 formats[format] = formats.get(format, 0) + 1
         except CheckpointError as error:
             check.problems.append(str(error))
+    for path in (name.removesuffix("_blocks") for name in checkpoint.names if name.endswith("_blocks")):
+        try:
+            format = checkpoint.tensor(path).format  # type: ignore[union-attr]
+            formats[format] = formats.get(format, 0) + 1
+        except CheckpointError as error:
+            check.problems.append(str(error))
     found = (
         f"{count:,} of {format.bits} bits in groups of {format.group_size}"
         if format.mode == "affine"
@@ -464,17 +477,39 @@ def _check_quantization(checkpoint: Headers, check: Check) -> None:
 
 def _check_shapes(checkpoint: Headers, check: Check) -> tuple[Any, list[str]]:
     """Every tensor that the family asks for is there in its shape. The family's config, and remarks."""
+    where = f"{checkpoint.path / 'config.json'}"
     try:
-        family = models.family_of(checkpoint.config)
-        config = family.read_config(checkpoint.config)
-        check_sizes(config, f"{checkpoint.path / 'config.json'}", checkpoint)
-        described = FromFiles(checkpoint, family, config)
+        alone = mtp.is_head(checkpoint.config)
+        raw = mtp.trunk_config(checkpoint.config, where) if alone else checkpoint.config
+        family = models.family_of(raw)
+        config = family.read_config(raw)
+        check_sizes(config, where, checkpoint)
+        if alone:
+            head = mtp.open_drafter(checkpoint.path, family, config, open_folder=lambda _: checkpoint)
+            check.about = f"a head that drafts for {config.model_type}"
+            _ask_head(family, config, head, check)
+            return config, [] if check.problems else left_over(head.source, (), 1).remarks
+        described = FromFiles.of(checkpoint, family, config)
     except PenstockError as error:
         check.problems.append(str(error))
         return None, []
     _ask(family, config, described, check)
+    try:
+        head = mtp.find(checkpoint, family, config, described.stored)
+        if head is not None:
+            check.about += ", and a head that drafts"
+            _ask_head(family, config, head, check)
+    except PenstockError as error:
+        check.problems.append(str(error))
     layers = len(family.caches(config))
     return config, [] if check.problems else left_over(described.stored, family.skipped, layers).remarks
+
+
+def _ask_head(family: AnyFamily, config: ModelConfig, head: mtp.HeadFiles, check: Check) -> None:
+    recorder = Recorder(_Forgiving(FromFiles(head.source), check.problems), family)
+    none = np.empty((0, 0), np.float32)
+    mtp.read(recorder, family, config, none, none)
+    check.about += f" with {len(recorder.weights):,} weights"
 
 
 def _ask(family: AnyFamily, config: ModelConfig, described: Any, check: Check) -> None:

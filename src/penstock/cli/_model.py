@@ -192,6 +192,7 @@ def model_option(*short: str) -> Any:
 
 MEMORY = "Memory and experts"  # panels of the help
 RANKS = "Several devices"
+DRAFTS = "Drafts"
 
 
 @dataclass(frozen=True)
@@ -276,6 +277,27 @@ class AnyModel:
         ),
     ] = False
 
+    speculate: Annotated[
+        Literal["off", "auto", "mtp", "ngram", "draft"],
+        typer.Option(
+            "--speculate",
+            rich_help_panel=DRAFTS,
+            help="What drafts of the next tokens come from; they make answers quicker, and change none.",
+        ),
+    ] = "auto"
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-draft-tokens",
+            "--spec-draft-n-max",
+            metavar="N",
+            min=1,
+            max=7,
+            rich_help_panel=DRAFTS,
+            help="Drafts of a step at the most.",
+        ),
+    ] = None
+
     tensor_parallel_size: Annotated[
         int | None,
         typer.Option(
@@ -348,6 +370,8 @@ class AnyModel:
             "expert_policy": self.expert_policy,
             "expert_file": self.expert_file,
             "expert_prefetch": self.expert_prefetch,
+            "speculate": self.speculate,
+            "num_draft_tokens": self.num_draft_tokens,
             "revision": self.revision,
             "offline": self.offline or None,
             **self.rank_arguments(),

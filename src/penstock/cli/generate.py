@@ -148,6 +148,13 @@ class GrammarOptions:
         return None
 
 
+def _shown(llm: "LLM", ignore_chat_template: bool) -> dict[str, Any]:
+    """Arguments of `LLM.stream` for an answer whose markers belong to its text."""
+    from penstock.text.formats import headers_shown
+
+    return {} if ignore_chat_template else headers_shown(llm.tokenizer)
+
+
 def _held_to(llm: "LLM", wanted: "dict[str, Any] | str | None") -> dict[str, Any]:
     """Arguments of `LLM.stream` for what `GrammarOptions.check` gives. Raises InvalidArgument."""
     if wanted is None:
@@ -263,6 +270,7 @@ def generate(
     tokens = encoded(llm, messages, prefill_response, chat, ignore_chat_template, part)
     arguments |= {"max_tokens": llm.max_context if max_tokens < 0 else max_tokens, "seed": seed, "logprobs": logprobs}
     arguments |= {"extra_eos": [_token_id(llm, token) for token in eos], **_held_to(llm, wanted)}
+    arguments |= _shown(llm, ignore_chat_template)
     if prompt_cache_file is None:
         cached, reading = 0, Reading(len(tokens))
         chunks = llm.stream(tokens, progress=reading, **arguments)
@@ -330,6 +338,7 @@ class _Answer:
         return (
             f"Prompt: {self.prompt_tokens} tokens, {self.prompt_tps:.3f} tokens-per-sec\n"
             f"Generation: {len(self.chunks)} tokens, {self.generation_tps:.3f} tokens-per-sec\n"
+            f"{llm.stats().about_drafts()}"
             f"{llm.stats().about_compiling()}"
             f"Peak memory: {llm.stats().peak_memory / 1e9:.3f} GB{llm.stats().about_experts()}"
         )
@@ -353,6 +362,7 @@ class _Answer:
                 "generation_tps": self.generation_tps,
                 "compile_seconds": llm.stats().compile_seconds,
                 "peak_memory": llm.stats().peak_memory / 1e9,
+                **llm.stats().drafts(),
             },
             "seed": seed,
         }

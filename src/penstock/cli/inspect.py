@@ -129,6 +129,13 @@ def described(found: Survey, machine: Machine) -> dict[str, Any]:
             }
             for format, value in found.by_format().items()
         ],
+        "draft_head": {
+            **sums(Sum.of(found.draft_head)),
+            "bytes_per_draft": round(found.draft_bytes()),
+            "cache_bytes_per_1000_tokens": 1000 * found.draft_cache_bytes(machine.dtype),
+        }
+        if found.draft_head
+        else None,
         "skipped": [{"what": part.what, "tensors": part.tensors, "bytes": part.nbytes} for part in found.skipped],
         "context": config.max_positions,
         "cache_dtype": machine.dtype,
@@ -183,6 +190,8 @@ def expected_share(found: Survey, machine: Machine) -> MeasuredShare | None:
 
 def facts(found: Survey, machine: Machine) -> list[tuple[str, str]]:
     """What is worth a line, for the terminal and for the page."""
+    from penstock.analysis.weights import Sum
+
     config, total = found.config, found.total
     rows = [("layers", ", ".join(f"{number} × {kind}" for kind, number in found.kinds.items()))]
     if getattr(config, "experts", 0):
@@ -198,6 +207,11 @@ def facts(found: Survey, machine: Machine) -> list[tuple[str, str]]:
     rows.append(("parameters", f"{count(total.parameters)}, {count(total.active_parameters)} active per token"))
     where = f" in {found.files} file{'s' * (found.files != 1)}" if found.files else ""
     rows.append(("weights", f"{amount(total.nbytes)}{where}, {bits:.2f} bits per weight"))
+    if found.draft_head:
+        drafts = Sum.of(found.draft_head)
+        own = f"{count(drafts.parameters)} parameters, {amount(drafts.nbytes)}"
+        cache = f"{amount(1000 * found.draft_cache_bytes(machine.dtype))} per 1000 tokens"
+        rows.append(("draft head", f"{own}; a draft reads {amount(found.draft_bytes())}; its cache takes {cache}"))
     rows += [("not run", f"{part.what}: {part.tensors} tensors, {amount(part.nbytes)}") for part in found.skipped]
     read = f"{amount(total.active_bytes)} per token"
     if (limit := machine.limit(total.active_bytes)) is not None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from penstock.dtypes import ITEMSIZE
 from penstock.errors import InvalidArgument, OutOfMemory
-from penstock.models.step import PAGE, Layout, PagedKV, empty
+from penstock.models.step import PAGE, Layout, PagedKV, RecurrentState, empty
 from penstock.ops.device import Device, device_for
 from penstock.units import amount
 
@@ -94,6 +94,7 @@ class Sequence:
     length: int = 0
     corrupt: bool = False  # a step stopped half-way: recurrent state may be ahead of `length`
     writable: int = 0  # positions below it are known to lie in pages that no snapshot holds
+    accepted: int = 0  # of a run that was kept, the tokens that its recurrent states do not hold yet, but `length` does
     closed: bool = field(default=False, repr=False)
 
 
@@ -121,6 +122,7 @@ class Caches:
         self.device = device or device_for("cpu")
         windows = {layout.window for layout in self.layouts if isinstance(layout, PagedKV)}
         self.pools = {window: PagePool(window) for window in sorted(windows, key=lambda w: -1 if w is None else w)}
+        self.gates: dict[int, Any] = {}  # of kept runs, by layers whose states have room for them
         self.arrays, self._reserved = self._first_arrays()
         self._slots = 0
         self._free_slots: list[int] = []
@@ -144,10 +146,24 @@ class Caches:
     ) -> list[tuple[Any, Any]]:
         """Arrays of all layers for so many slots, and pages per window."""
         zeros = zeros or self.device.zeros
+        self.gates = {n: zeros((slots, *layout.gates), "float32") for n, layout in self._with_room()}
         return [
             empty(layout, pages[layout.window] if isinstance(layout, PagedKV) else 0, slots, self.dtype, zeros)
             for layout in self.layouts
         ]
+
+    def _with_room(self) -> list[tuple[int, RecurrentState]]:
+        """Layers whose states have room for kept runs, by number."""
+        return [(n, one) for n, one in enumerate(self.layouts) if isinstance(one, RecurrentState) and one.room]
+
+    @property
+    def room(self) -> int | None:
+        """The most tokens of a run that can be kept until it is known how many count; None: any number."""
+        return min((layout.room for layout in self._recurrent), default=None)
+
+    @property
+    def _recurrent(self) -> list[RecurrentState]:
+        return [layout for layout in self.layouts if isinstance(layout, RecurrentState)]
 
     def allocate(self, slots: int, pages: Mapping[int | None, int]) -> None:
         """Give the arrays this size, all slots and pages free: only where the device has `fixed_caches`.
@@ -214,8 +230,13 @@ class Caches:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the recurrent state of one sequence in all layers."""
-        return sum(self._row_bytes(layout) for layout in self.layouts if not isinstance(layout, PagedKV))
+        """Bytes of the recurrent state of one sequence in all layers, with room for a kept run."""
+        return sum(map(self._row_bytes, self._recurrent))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a copy of it, which no run is kept for."""
+        return sum(self._row_bytes(replace(layout, room=0)) for layout in self._recurrent)
 
     @property
     def slots(self) -> int:
@@ -273,6 +294,11 @@ class Caches:
                 table.first = dead
                 table.changed()
 
+    def accept(self, sequence: Sequence, count: int) -> None:
+        """Of a run that was kept, the first `count` tokens are the sequence's; its recurrent states wait for them."""
+        sequence.accepted = count if self.gates else 0
+        self.advance(sequence, count)
+
     def snapshot(self, sequence: Sequence) -> Snapshot:
         state = self.device.copies(self._states(sequence.slot))  # before pages are held: it may raise OutOfMemory
         tables = {}
@@ -284,6 +310,7 @@ class Caches:
 
     def rewind(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Put a sequence (the snapshot's own or another one) into the state of the snapshot, which stays valid."""
+        sequence.accepted = 0
         for window, table in snapshot.tables.items():
             self.pools[window].hold(table.live)
         self._release(sequence.tables)
@@ -307,9 +334,10 @@ class Caches:
         sequence.length, sequence.writable = length, 0
 
     def _states(self, slot: int) -> list[Any]:
-        """The recurrent state of a slot, in all layers that have one."""
+        """The recurrent state of a slot, in all layers that have one; without the rows of a kept run."""
         layers = zip(self.layouts, self.arrays, strict=True)
-        return [array[slot] for layout, arrays in layers if not isinstance(layout, PagedKV) for array in arrays]
+        pairs = [(one, arrays) for one, arrays in layers if isinstance(one, RecurrentState)]
+        return [part for one, (conv, state) in pairs for part in (conv[slot][: one.conv[0]], state[slot])]
 
     def drop(self, snapshot: Snapshot) -> None:
         if not snapshot.closed:
@@ -326,20 +354,21 @@ class Caches:
         """Copies of what a layer keeps: the rows of its live positions, or its recurrent state."""
         layout, (first, second) = self.layouts[layer], self.arrays[layer]
         if not isinstance(layout, PagedKV):
-            return tuple(self.device.to_host(a[sequence.slot]) for a in (first, second))  # type: ignore[return-value]
+            rows = first[sequence.slot][: layout.conv[0]], second[sequence.slot]
+            return tuple(map(self.device.to_host, rows))  # type: ignore[return-value]
         table = sequence.tables[layout.window]
         count = sequence.length - table.first * PAGE
         kept = (a[table.live].reshape(len(table.live) * PAGE, a.shape[-1])[:count] for a in (first, second))
         return tuple(map(self.device.to_host, kept))  # type: ignore[return-value]
 
     def fill(self, sequence: Sequence, length: int, rows: Seq[tuple[np.ndarray, np.ndarray]]) -> None:
-        """The reverse of `rows` for all layers, into a sequence that has just been opened."""
+        """The reverse of `rows` for all layers, or the first of them, into a sequence that has just been opened."""
         self.reserve(sequence, length)
         self.advance(sequence, length)
-        for layout, arrays, kept in zip(self.layouts, self.arrays, rows, strict=True):
+        for layout, arrays, kept in zip(self.layouts, self.arrays, rows, strict=False):
             for array, values in zip(arrays, map(self.device.to_device, kept), strict=True):
                 if not isinstance(layout, PagedKV):
-                    array[sequence.slot] = values
+                    array[sequence.slot][: len(values)] = values
                     continue
                 table = sequence.tables[layout.window]
                 for i, page in enumerate(table.live):
@@ -420,9 +449,15 @@ class Caches:
             for new, array in zip(grown, self.arrays[n], strict=True):
                 new[: len(array)] = array
             self.arrays[n] = grown
+        for n, layout in self._with_room():
+            if n in layers:
+                gates = self.device.zeros((slots, *layout.gates), "float32")
+                gates[: len(self.gates[n])] = self.gates[n]
+                self.gates[n] = gates
 
     def _row_bytes(self, layout: Layout) -> int:
         """Bytes of one page, or of one slot, of a layer."""
         if isinstance(layout, PagedKV):
             return PAGE * (layout.key_width + layout.value_width) * ITEMSIZE[self.dtype]
-        return math.prod(layout.conv) * ITEMSIZE[self.dtype] + math.prod(layout.state) * ITEMSIZE[layout.dtype]
+        rows = math.prod(layout.conv_rows) * ITEMSIZE[self.dtype] + 4 * math.prod(layout.gates)
+        return rows + math.prod(layout.state) * ITEMSIZE[layout.dtype]

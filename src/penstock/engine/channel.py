@@ -56,6 +56,8 @@ class Submit(_Message):
     eos: list[int]
     client: str | None = None
     grammar: str | None = None
+    speculate: str | None = None
+    num_draft_tokens: int | None = None
 
 
 class Cancel(_Message):
@@ -172,19 +174,23 @@ def submit_message(number: int, request: Request, client: str | None) -> Submit:
     if params["logit_bias"] is not None:
         params["logit_bias"] = {int(token): float(bias) for token, bias in params["logit_bias"].items()}
     grammar = None if request.grammar is None else request.grammar.source
-    return Submit(number, request.prompt, params, request.max_tokens, sorted(request.eos), client, grammar)
+    drafts = request.speculate, request.num_draft_tokens
+    return Submit(number, request.prompt, params, request.max_tokens, sorted(request.eos), client, grammar, *drafts)
 
 
 def sampling_params_of(message: Submit) -> SamplingParams:
     return SamplingParams(**message.params)
 
 
+_NUMBERS = [field for field in dataclasses.fields(Timings) if field.name != "draft_places"]
+
+
 def timings_values(timings: Timings) -> list[float]:
-    return [getattr(timings, field.name) for field in dataclasses.fields(timings)]
+    return [getattr(timings, field.name) for field in _NUMBERS]
 
 
 def set_timings(timings: Timings, values: list[float]) -> None:
-    for field, value in zip(dataclasses.fields(timings), values, strict=True):
+    for field, value in zip(_NUMBERS, values, strict=False):
         setattr(timings, field.name, type(getattr(timings, field.name))(value))
 
 

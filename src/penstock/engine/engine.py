@@ -21,16 +21,29 @@ import numpy as np
 from penstock.engine.buckets import Bucket, BucketedSteps
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize, sequences_within, size_for_batches, size_for_load, size_within
+from penstock.engine.draft_head import Asked, CapturedHead, ExactHead, HeadDrafter
 from penstock.engine.nonfinite import NonFinite, first_nonfinite
 from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs
 from penstock.engine.request import RequestLimits, token_array
-from penstock.engine.steps import MOST_SEQUENCES, MOST_TOKENS, Run, ragged_step, step_arrays, table_names, wants_hidden
+from penstock.engine.speculate import MOST_DRAFTS
+from penstock.engine.steps import (
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    Run,
+    kept_arrays,
+    ragged_step,
+    step_arrays,
+    table_names,
+    wants_hidden,
+)
 from penstock.errors import CheckpointError, EngineDied, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
+from penstock.models import mtp
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
+from penstock.models.mtp import Head
 from penstock.models.split import Mesh, Split
-from penstock.models.step import PAGE, Layout, with_state_dtype
+from penstock.models.step import PAGE, Cache, Layout, Step, with_room, with_state_dtype
 from penstock.ops.device import Device, PendingStep, device_for
 from penstock.units import amount
 
@@ -58,6 +71,7 @@ class Model(Generic[ConfigT, WeightsT]):
     lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
     split: Split[Any] | None = None  # it is a rank's part: config and weights are that part's
     mesh: Mesh | None = None
+    head: Head | None = None  # drafts tokens; its experts are all in memory
 
 
 AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]
@@ -89,6 +103,10 @@ class LeadingRank(Protocol):
         """The step that was just launched; waiting for it ends with EngineDied if a rank fails or hangs."""
         ...
 
+    def settle(self, sequence: Sequence) -> None:
+        """The recurrent states of all ranks are to hold what was accepted."""
+        ...
+
     def prepared_by_all(self) -> contextlib.AbstractContextManager[None]:
         """Around `Engine.prepare`, which all ranks run by themselves."""
         ...
@@ -104,7 +122,9 @@ class Engine:
     """One model on one device with the caches of its sequences. Its methods may be called from several threads.
 
     lock: held during a step, and by code that changes caches, weights or programs beside the methods here.
-    cache_memory: bytes that the caches of all sequences may take, None for the rule of `allocate`.
+    cache_memory: bytes that the caches of all sequences may take, None for the rule of `allocate`. drafts: the most
+    that a step may verify of one sequence. speculate: what the drafts of requests come from that do not say it, of
+    `SPECULATE`, and num_draft_tokens how many they have at the most.
     """
 
     def __init__(
@@ -120,6 +140,9 @@ class Engine:
         fused: bool = True,
         cache_memory: int | None = None,
         leader: LeadingRank | None = None,
+        drafts: int = 0,
+        speculate: str = "off",
+        num_draft_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.leader = leader
@@ -132,6 +155,12 @@ class Engine:
         self.device = device or device_for("cpu")
         self.experts = model.experts
         layouts = with_state_dtype(model.family.caches(model.config), state_dtype)
+        if model.family.commit is not None:
+            layouts = with_room(layouts, 1 + drafts if drafts else 0)
+        runs_head = self.device.runs_programs and model.mesh is None and drafts > 0
+        head = model.head if runs_head and model.family.final_norm is not None else None
+        if head is not None:
+            layouts = (*layouts, mtp.layout(head, model.family))
         make = Caches if leader is None else leader.caches
         self.caches = make(layouts, dtype, self.device)
         self.programs = (
@@ -150,9 +179,37 @@ class Engine:
             if self.device.runs_programs
             else None
         )
+        if self.programs is not None and head is not None:
+            runner = CapturedHead if self.device.captures else ExactHead
+            self.programs.drafter = HeadDrafter(runner(self.programs, head))
         self.lock = threading.RLock()
+        self.speculate, self.num_draft_tokens = speculate, num_draft_tokens
         self._damage: str | None = None  # what was found wrong with the files
         self._allocated = False
+
+    def speculating(
+        self, kind: str | None = None, drafts: int | None = None, where: str = "generate"
+    ) -> tuple[str, int]:
+        """What the drafts of a request come from, and how many a step may have of it; None: as `load` was told.
+
+        Raises InvalidArgument for what this model cannot do.
+        """
+        chosen = self.speculate if kind is None or kind == "auto" else kind
+        if chosen == "auto" and self.drafter is not None:
+            chosen = "mtp"
+        if chosen in ("auto", "off"):
+            return "off", 0
+        room = self.caches.room
+        if room is not None and room < 2:
+            raise InvalidArgument(
+                f"{where}: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
+                "in its recurrent states (speculate='off')"
+            )
+        if chosen == "draft" or (chosen == "mtp" and self.drafter is None):
+            need = "a head for drafts in its files" if chosen == "mtp" else "a draft_model"
+            raise InvalidArgument(f"{where}: speculate is {chosen!r}, expected another: the model has not {need}")
+        most = drafts or self.num_draft_tokens or MOST_DRAFTS
+        return chosen, most if room is None else min(most, room - 1)
 
     @property
     def limits(self) -> RequestLimits:
@@ -256,6 +313,7 @@ class Engine:
     def snapshot(self, sequence: Sequence) -> Snapshot:
         with self.lock:
             self.check_room(sequence, 0)
+            self.settle(sequence)
             return self.caches.snapshot(sequence)
 
     def rewind(self, sequence: Sequence, snapshot: Snapshot) -> None:
@@ -329,6 +387,7 @@ class Engine:
         try:
             with self.lock, self.device.running(self.deterministic):
                 self._check_files()
+                self.settle(sequence)
                 where = first_nonfinite(self, sequence, token)
         except Exception as failure:  # whatever it is, the request ends with the error that it has
             _log.warning("the layer of non-finite logits cannot be found: %s", failure)
@@ -396,13 +455,14 @@ class Engine:
                 found += [] if logits is None or self.device.samples_tokens or wants_hidden(runs) else [logits]
             return logits
 
-    def follow(self, runs: Seq[Run]) -> np.ndarray | None:
+    def follow(self, runs: Seq[Run], check: Callable[[], None]) -> np.ndarray | None:
         """As `step`, on a rank that another one leads. Where the device samples tokens, logits are not read, and
-        nothing waits for the step.
+        nothing waits for the step. check: called when sequences have their pages, before anything runs.
         """
-        if not self.device.samples_tokens:
-            return self.step(runs)
         with self._stepping(runs):
+            check()
+            if not self.device.samples_tokens:
+                return self._run(runs)
             assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)
             self.programs.steps.follow(runs)
         return None
@@ -443,9 +503,64 @@ class Engine:
             for run in runs:
                 self.caches.reserve(run.sequence, len(run.tokens))  # may raise OutOfMemory, and no length has changed
             with mark_corrupt_on_error([run.sequence for run in runs]):
+                if not any(run.keep for run in runs):  # else the step does it
+                    self._commit([run.sequence for run in runs])
                 yield
                 for run in runs:
-                    self.caches.advance(run.sequence, len(run.tokens))
+                    run.sequence.accepted = 0
+                    if not run.keep:
+                        self.caches.advance(run.sequence, len(run.tokens))
+
+    def accept(self, sequence: Sequence, count: int) -> None:
+        """Of the run of a sequence that the last step has kept, the first `count` tokens are its own."""
+        with self.lock:
+            if self.drafter is not None:
+                self.drafter.accepted(sequence, count)
+            self.caches.accept(sequence, count)
+
+    @property
+    def drafter(self) -> HeadDrafter | None:
+        """The model's own head, where it drafts."""
+        return None if self.programs is None else self.programs.drafter
+
+    def draft(self, asked: Seq[Asked]) -> None:
+        """Have the model's own head draft tokens of sequences for which it is ready."""
+        assert self.drafter is not None
+        with self.lock, self.device.running(self.deterministic):
+            for one in asked:
+                self.caches.reserve(one.sequence, one.count)
+            self.drafter.draft(asked)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Have the recurrent states of a sequence hold all that was accepted."""
+        with self.lock:
+            if sequence.accepted and self.leader is not None:
+                self.leader.settle(sequence)
+            with mark_corrupt_on_error([sequence]):
+                self._commit([sequence])
+
+    def _commit(self, sequences: Seq[Sequence]) -> None:
+        behind = [sequence for sequence in sequences if sequence.accepted]
+        if not behind:
+            return
+        if self.programs is not None:
+            self.programs.commit(behind)
+        else:
+            arrays = {"slots": [one.slot for one in behind], "accepted": [one.accepted for one in behind]}
+            slots, accepted = (np.array(values, np.int32) for values in arrays.values())
+            self._commit_defined(Step(slots, slots, slots, slots, {}, accepted=accepted))
+        for sequence in behind:
+            sequence.accepted = 0
+
+    def _commit_defined(self, step: Step) -> None:
+        model = self.model
+        assert model.family.commit is not None
+        model.family.commit(step, model.weights, model.config, self._layer_caches())
+
+    def _layer_caches(self) -> list[Cache]:
+        gates = self.caches.gates
+        layers = self.caches.arrays[: len(self.model.family.caches(self.model.config))]
+        return [(*pair, gates[n]) if n in gates else pair for n, pair in enumerate(layers)]
 
     def prepare(self) -> None:
         """Have all programs compiled and captured, where the device captures, before the first request comes."""
@@ -480,8 +595,12 @@ class Engine:
         tables = table_names(self.caches.pools)
         arrays = step_arrays(runs, tables)
         options = {"activations": self.activations, "dtype": self.dtype, "mesh": self.model.mesh}
+        if self.caches.gates and any(run.keep for run in runs):
+            arrays |= kept_arrays(runs)
         step = ragged_step(arrays, tables, **options)
-        h = family.forward(step, weights, config, self.caches.arrays)
+        if step.accepted is not None:
+            self._commit_defined(step)
+        h = family.forward(step, weights, config, self._layer_caches())
         if wants_hidden(runs):
             assert family.final_norm is not None
             return family.final_norm(replace(step, dtype="float32"), h, weights, config)

@@ -24,6 +24,8 @@ class SchedulerMetrics:
     decode_seconds: float = 0.0  # and by those of answers
     decode_steps: int = 0  # steps with tokens of answers
     decode_rows: int = 0  # sum of the answers of all steps
+    draft_tokens: int = 0  # drafts that were verified
+    accepted_tokens: int = 0  # of them
     queue_seconds: float = 0.0  # sum over requests whose prompt was begun
     steps: int = 0
     host_seconds: float = 0.0  # of steps that a device runs: what launching them and handing tokens out takes
@@ -64,6 +66,8 @@ class Work:
     decode_seconds: float = 0.0
     decode_steps: int = 0
     decode_rows: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     queue_seconds: float = 0.0
     steps: int = 0
     host_seconds: float = 0.0

@@ -50,7 +50,7 @@ class PrefixCache:
         caches = engine.caches
         self.free_of_cost = all(isinstance(layout, PagedKV) and layout.window is None for layout in caches.layouts)
         self._page_bytes = {window: caches.page_bytes(window) for window in caches.pools}
-        self._state_bytes = caches.slot_bytes
+        self._state_bytes = caches.state_bytes
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the least recently used first
         self._pages: dict[int | None, Counter[int]] = {window: Counter() for window in caches.pools}
         self._seen: OrderedDict[bytes, None] = OrderedDict()

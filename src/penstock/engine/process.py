@@ -134,7 +134,9 @@ class EngineLoop:
             if message.grammar is not None:
                 grammar = grammar_of_source(message.grammar, self._tokenizer, self._vocab_size)
             params = sampling_params_of(message)
-            request = Request(message.prompt, params, message.max_tokens, frozenset(message.eos), grammar=grammar)
+            about = {"speculate": message.speculate, "num_draft_tokens": message.num_draft_tokens}
+            eos = frozenset(message.eos)
+            request = Request(message.prompt, params, message.max_tokens, eos, grammar=grammar, **about)
         except Exception as error:
             return _Prepared(message.id, None, message.client, error)
         return _Prepared(message.id, request, message.client)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from penstock import ops
 from penstock.engine.buckets import BucketedSteps
-from penstock.engine.cache import Caches
-from penstock.engine.steps import MOST_SEQUENCES, ExactSteps, ragged_step, step_shapes, table_names
+from penstock.engine.cache import Caches, Sequence
+from penstock.engine.draft_head import HeadDrafter
+from penstock.engine.steps import KEPT, MOST_SEQUENCES, ExactSteps, ragged_step, step_shapes, table_names
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import Streamed
-from penstock.graph import Graph, Wrap, trace
+from penstock.graph import Bound, Graph, Program, Wrap, trace
 from penstock.models.family import AnyFamily, ModelConfig, ModelWeights
 from penstock.models.split import Mesh
-from penstock.models.step import STREAM, Step
+from penstock.models.step import STREAM, Cache, Step
 from penstock.ops.array import Spec, spec_of
 from penstock.units import amount
 
@@ -40,6 +44,7 @@ class Programs:
         mesh: Mesh | None = None,
     ) -> None:
         self.mesh = mesh
+        self.most_of_ranks = MOST_SEQUENCES  # the least `most_answers` of all ranks
         self.experts = experts  # streamed ones
         self.max_context = max_context
         self.family, self.config, self.weights = family, config, weights
@@ -48,11 +53,30 @@ class Programs:
         self.fused, self.batch_invariant = fused, batch_invariant  # see Program
         self.wrap: Wrap | None = None
         self.windows = table_names(caches.pools)
+        self._commits: dict[tuple[int, int], tuple[Bound, dict[str, Any]]] = {}
+        self.drafter: HeadDrafter | None = None  # by the model's own head
         self.steps: ExactSteps | BucketedSteps = BucketedSteps(self) if self.device.captures else ExactSteps(self)
 
     def unbind(self) -> None:
         """Let go of the caches' arrays, which others replace: programs are bound again when they are used."""
         self.steps.unbind()
+        self._commits = {}
+        if self.drafter is not None:
+            self.drafter.unbind()
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Move recurrent states on by the tokens that were accepted of kept runs."""
+        count, device = len(sequences), self.device
+        key = (count, self.caches.version)
+        if key not in self._commits:
+            program = Program(self.commit_graph(count), device.name, **self.options)
+            inputs = {name: device.zeros((count,), "int32") for name in ("slots", "accepted")}
+            arena = self.new_arena(program.arena_bytes)
+            self._commits[key] = program.bind(inputs | self.cache_arrays(), arena, self.wrap), inputs
+        bound, inputs = self._commits[key]
+        inputs["slots"][:] = device.to_device(np.array([one.slot for one in sequences], np.int32))
+        inputs["accepted"][:] = device.to_device(np.array([one.accepted for one in sequences], np.int32))
+        bound.run()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,18 +84,11 @@ class Programs:
         return {"fused": self.fused, "batch_invariant": self.batch_invariant}
 
     @property
-    def experts_by_host(self) -> bool:
-        """Whether the host brings streamed experts before each layer's run, in answers too: a rank that stopped a
-        captured step for one would leave the others waiting in it.
-        """
-        return self.mesh is not None
-
-    @property
     def most_answers(self) -> int:
-        """Sequences of a step of answers: on a device those whose experts fit, unless the host brings them."""
-        if self.experts is None or self.experts_by_host:
+        """Sequences of a step of answers: on a device those whose experts fit, on every rank of a split model."""
+        if self.experts is None:
             return MOST_SEQUENCES
-        return self.experts.store.most_tokens
+        return min(self.experts.store.most_tokens, self.most_of_ranks)
 
     def new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):
@@ -84,30 +101,58 @@ class Programs:
     # -- graphs ------------------------------------------------------------------------------------------------------
 
     def graph(
-        self, T: int, B: int, n: int, R: int = 0, decode: bool = False, padded: bool = False, hidden: bool = False
+        self,
+        T: int,
+        B: int,
+        n: int,
+        R: int = 0,
+        decode: bool = False,
+        padded: bool = False,
+        hidden: bool = False,
+        keeps: bool = False,
+        also_hidden: bool = False,
     ) -> Graph:
         """A step of T tokens of B sequences with block tables of n pages: the logits of R rows, or of none of them, and
         then the residual stream.
 
         decode: one token of each sequence. padded: some rows may be of no sequence. hidden: what the final norm makes
-        of the residual stream, in place of it.
+        of the residual stream, in place of it. keeps: some runs are kept, after what was accepted of those before has
+        moved the recurrent states on. also_hidden: that beside what it gives otherwise.
         """
         specs = {name: Spec(shape, "int32") for name, shape in step_shapes(T, B, R, n, self.windows.values()).items()}
         if decode:
             specs = {name: spec for name, spec in specs.items() if name not in ("sequence", "starts", "wanted")}
         if not R:
             specs.pop("wanted", None)
+        if keeps:
+            specs |= dict.fromkeys(KEPT, Spec((B,), "int32"))
 
         def fn(**given: Any) -> Any:
             active = given["slots" if decode else "sequence"] if padded else None
             options = {"activations": self.activations, "dtype": self.caches.dtype, "active": active, "mesh": self.mesh}
             step = ragged_step(given, self.windows, **options)
+            if keeps:
+                self._commit(step, given)
             h = self.family.forward(step, self.weights, self.config, self.cache_values(given))
             if hidden:
-                return self._hidden(step, h)
-            return self._logits(step, h, given.get("wanted")) if R else h
+                return self.final_norm(step, h)
+            found = self._logits(step, h, given.get("wanted")) if R else h
+            return (found, self.final_norm(step, h)) if also_hidden else found
 
         return trace(fn, specs | self.cache_specs())
+
+    def commit_graph(self, B: int) -> Graph:
+        """Moves the recurrent states of B sequences on by what was accepted of runs that were kept."""
+
+        def fn(slots: Any, accepted: Any, **given: Any) -> tuple[()]:
+            self._commit(Step(slots, slots, slots, slots, {}, accepted=accepted), given)
+            return ()
+
+        return trace(fn, dict.fromkeys(("slots", "accepted"), Spec((B,), "int32")) | self.cache_specs())
+
+    def _commit(self, step: Step, given: Mapping[str, Any]) -> None:
+        assert self.family.commit is not None
+        self.family.commit(step, self.weights, self.config, self.cache_values(given))
 
     def head_graph(self, T: int, R: int) -> Graph:
         """The logits of R rows of the residual stream of T rows."""
@@ -124,25 +169,36 @@ class Programs:
         """What the final norm makes of R rows of the residual stream of T rows, float32."""
 
         def fn(h: Any, wanted: Any) -> Any:
-            return self._hidden(Step(wanted, wanted, wanted, wanted, {}), ops.embedding(wanted, h))
+            return self.final_norm(Step(wanted, wanted, wanted, wanted, {}), ops.embedding(wanted, h))
 
         specs = {"h": Spec((T, self.config.dim), STREAM), "wanted": Spec((R,), "int32")}
         return trace(fn, specs)
 
-    def _hidden(self, step: Step, rows: Any) -> Any:
+    def final_norm(self, step: Step, rows: Any) -> Any:
+        """What the final norm makes of rows of the residual stream, float32."""
         assert self.family.final_norm is not None
         return self.family.final_norm(replace(step, dtype="float32"), rows, self.weights, self.config)
 
+    def rows_of(self, h: Any, wanted: Any) -> Any:
+        """The wanted rows of h, in its dtype."""
+        return ops.embedding(wanted, h)
+
     def _logits(self, step: Step, h: Any, wanted: Any) -> Any:
-        rows = h if wanted is None else ops.embedding(wanted, h)
+        rows = h if wanted is None else self.rows_of(h, wanted)
         return self.family.logits(step, rows, self.weights, self.config)
 
     def cache_arrays(self) -> dict[str, Any]:
         """Arrays of all caches by input name."""
-        return {f"cache{n}.{i}": array for n, pair in enumerate(self.caches.arrays) for i, array in enumerate(pair)}
+        layers = [(*pair, *self._gates(n)) for n, pair in enumerate(self.caches.arrays)]
+        return {f"cache{n}.{i}": array for n, arrays in enumerate(layers) for i, array in enumerate(arrays)}
+
+    def _gates(self, layer: int) -> tuple[Any, ...]:
+        return (self.caches.gates[layer],) if layer in self.caches.gates else ()
 
     def cache_specs(self) -> dict[str, Spec]:
         return {name: spec_of(array) for name, array in self.cache_arrays().items()}
 
-    def cache_values(self, values: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        return [(values[f"cache{n}.0"], values[f"cache{n}.1"]) for n in range(len(self.caches.layouts))]
+    def cache_values(self, values: Mapping[str, Any]) -> list[Cache]:
+        """Of the layers of the model, without that of a head."""
+        counts = [2 + len(self._gates(n)) for n in range(len(self.family.caches(self.config)))]
+        return [tuple(values[f"cache{n}.{i}"] for i in range(count)) for n, count in enumerate(counts)]

@@ -2,16 +2,17 @@
 
 The scheduler, with all that depends on a clock, on free memory or on a callable, runs on rank 0 alone. Each change of
 the caches and each step is a message to the other ranks before its collectives run: which sequences, which tokens. A
-step's message also has what the ranks must agree on: how many messages there were, the lengths of its sequences, and
-the tokens that the last step's logits are highest for, where they are on the host. A rank that has others says so and
-ends all. Where the device samples tokens rank 0 alone draws: what it drew is in the next message, as the tokens of its
-runs, and the others leave their logits where they are.
+step's message also has what the ranks must agree on: how many messages there were, the lengths of its sequences, the
+tokens that the last step's logits are highest for, where they are on the host, and a hash of the step's plan, slots and
+pages included. A rank that has others says so and ends all. Where the device samples tokens rank 0 alone draws: what it
+drew is in the next message, as the tokens of its runs, and the others leave their logits where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import signal
 import threading
@@ -66,6 +67,17 @@ class Truncate(_Command, frozen=True):
     length: int
 
 
+class Accept(_Command, frozen=True):
+    """Of the run of a sequence that the last step has kept so many tokens are its own."""
+
+    sequence: int
+    count: int
+
+
+class Settle(_Command, frozen=True):
+    sequence: int
+
+
 class Drop(_Command, frozen=True):
     snapshot: int
 
@@ -112,14 +124,16 @@ class RunOf(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes  # int32
     wanted: str
     prompt: bool
+    keep: bool
 
 
 class StepOf(_Command, frozen=True):
-    """A step; number: of messages before it; highest: tokens of the last step's logits."""
+    """A step; number: of messages before it; highest: tokens of the last step's logits; plan: see `plan_hash`."""
 
     runs: list[RunOf]
     number: int
     highest: list[int]
+    plan: bytes
 
 
 class Prepare(_Command, frozen=True):
@@ -143,6 +157,8 @@ Command = (
     | TakeSnapshot
     | Rewind
     | Truncate
+    | Accept
+    | Settle
     | Drop
     | MakeRoom
     | Allocate
@@ -268,14 +284,14 @@ class Leader:
         What fails within it leaves the ranks apart, so it ends all.
         """
         parts = [
-            RunOf(self._of[run.sequence], run.sequence.length, run.tokens.tobytes(), run.wanted, run.prompt)
+            RunOf(self._of[run.sequence], run.sequence.length, run.tokens.tobytes(), run.wanted, run.prompt, run.keep)
             for run in runs
         ]
         kind = _kind(runs)
         found: list[Any] = []
         self._first = kind not in self._kinds
         with uninterrupted():
-            self.send(StepOf(parts, self._sent, self._highest))
+            self.send(StepOf(parts, self._sent, self._highest, plan_hash(runs)))
             try:
                 with self.group.stepping(self._first):
                     yield found
@@ -305,6 +321,10 @@ class Leader:
             except BaseException as error:
                 self.group.fail(f"rank 0: a step failed: {type(error).__name__}: {error}")
                 raise
+
+    def settle(self, sequence: Sequence) -> None:
+        """The recurrent states of all ranks are to hold what was accepted."""
+        self.send(Settle(self._of[sequence]))
 
     def watched(self, step: PendingStep) -> PendingStep:
         """The step that was just launched; waiting for it ends with EngineDied if a rank fails or hangs."""
@@ -350,6 +370,18 @@ def _kind(runs: Seq[Run]) -> Any:
     """Steps of one kind need no kernels beyond each other's, nearly always."""
     tokens = sum(len(run.tokens) for run in runs)
     return tokens.bit_length(), len(runs).bit_length(), any(run.wanted != "none" for run in runs)
+
+
+def plan_hash(runs: Seq[Run]) -> bytes:
+    """Of all that a step is made of: tokens, which results are wanted, and where the caches of its sequences are."""
+    found = hashlib.blake2b(digest_size=8)
+    for run in runs:
+        sequence = run.sequence
+        found.update(repr((sequence.slot, sequence.length, len(run.tokens), run.wanted, run.prompt, run.keep)).encode())
+        found.update(run.tokens.tobytes())
+        for table in sequence.tables.values():
+            found.update(table.array.tobytes())
+    return found.digest()
 
 
 def _gathered(group: RankGroup, own: NonFinite | None) -> list[NonFinite | None]:
@@ -403,6 +435,11 @@ class LedCaches(Caches):
     def truncate(self, sequence: Sequence, length: int) -> None:
         super().truncate(sequence, length)
         self._leader.send(Truncate(self._leader.number(sequence), length))
+
+    @_whole
+    def accept(self, sequence: Sequence, count: int) -> None:
+        super().accept(sequence, count)
+        self._leader.send(Accept(self._leader.number(sequence), count))
 
     @_whole
     def drop(self, snapshot: Snapshot) -> None:
@@ -513,6 +550,10 @@ class Follower:
             caches.rewind(things[command.sequence], things[command.snapshot])
         elif isinstance(command, Truncate):
             caches.truncate(things[command.sequence], command.length)
+        elif isinstance(command, Accept):
+            caches.accept(things[command.sequence], command.count)
+        elif isinstance(command, Settle):
+            engine.settle(things[command.sequence])
         elif isinstance(command, Drop):
             caches.drop(things.pop(command.snapshot))
         elif isinstance(command, MakeRoom):
@@ -533,20 +574,24 @@ class Follower:
 
     def _step(self, command: StepOf) -> None:
         runs = [
-            Run(self._things[run.sequence], np.frombuffer(run.tokens, np.int32), run.wanted, run.prompt)
+            Run(self._things[run.sequence], np.frombuffer(run.tokens, np.int32), run.wanted, run.prompt, run.keep)
             for run in command.runs
         ]
-        own = self._received - 1, [run.sequence.length for run in runs], self._highest
-        found = command.number, [run.length for run in command.runs], command.highest
-        for what, one, other in zip(("messages", "lengths", "tokens of the last step"), own, found, strict=True):
-            if one != other:
-                shown = f"{str(one)[:60]} here, {str(other)[:60]} on rank 0"
-                raise EngineDied(f"rank {self._group.rank}: the ranks have come apart in their {what}: {shown}")
+        self._agree("messages", self._received - 1, command.number)
+        self._agree("lengths", [run.sequence.length for run in runs], [run.length for run in command.runs])
+        self._agree("tokens of the last step", self._highest, command.highest)
         kind = _kind(runs)
         with self._group.stepping(kind not in self._kinds):
-            logits = self._engine.follow(runs)
+            logits = self._engine.follow(
+                runs, lambda: self._agree("slots and pages (hash)", plan_hash(runs).hex(), command.plan.hex())
+            )
         self._kinds.add(kind)
         self._highest = [] if wants_hidden(runs) else highest(logits)
+
+    def _agree(self, what: str, here: object, there: object) -> None:
+        if here != there:
+            shown = f"{str(here)[:60]} here, {str(there)[:60]} on rank 0"
+            raise EngineDied(f"rank {self._group.rank}: the ranks have come apart in their {what}: {shown}")
 
     def _find_nonfinite(self, sequence: Sequence, token: int) -> None:
         engine, group = self._engine, self._group

@@ -6,13 +6,14 @@ import numbers
 import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.engine.hooks import Hooks, make_hooks
 from penstock.engine.sampling import SamplingParams, check_vocabulary
+from penstock.engine.speculate import check_speculate
 from penstock.errors import InvalidArgument
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
@@ -45,6 +46,17 @@ class Timings:
     generation_seconds: float = 0.0
     queue_seconds: float = 0.0  # before the prompt was begun
     compile_seconds: float = 0.0  # once per machine, for kernels that it has not met before
+    draft_n: int = 0  # drafts that were verified
+    draft_n_accepted: int = 0
+    draft_places: list[list[int]] = field(default_factory=list)  # by place: how often one was looked at, and accepted
+
+    def count_draft(self, place: int, accepted: bool) -> None:
+        """The draft at this place, all those before it being right, was looked at."""
+        while len(self.draft_places) <= place:
+            self.draft_places.append([0, 0])
+        self.draft_places[place][0] += 1
+        self.draft_places[place][1] += accepted
+        self.draft_n_accepted += accepted
 
     @property
     def prompt_tps(self) -> float:
@@ -112,7 +124,8 @@ class Request:
 
     params have a seed. eos: ids that end the answer. stop: strings that end it, and are not part of it. shown: special
     tokens that become text all the same. grammar says before each token which ones are allowed. hooks: see `Hooks`; a
-    request that has some stays in its process. max_tokens 0: there is no answer, see `reading_request`.
+    request that has some stays in its process. max_tokens 0: there is no answer, see `reading_request`. speculate, and
+    num_draft_tokens: what drafts come from and how many a step verifies at the most; None: as the model was loaded.
     """
 
     prompt: list[int]
@@ -123,6 +136,8 @@ class Request:
     shown: tuple[str, ...] = ()
     grammar: Constraint | None = None
     hooks: Hooks | None = None
+    speculate: str | None = None
+    num_draft_tokens: int | None = None
 
 
 def make_request(
@@ -144,6 +159,8 @@ def make_request(
     options = dict(options)
     extra = options.pop("extra_eos", ())
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
+    speculate, drafts = options.pop("speculate", None), options.pop("num_draft_tokens", None)
+    check_speculate("generate", speculate, drafts)
     hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
     params = sampling_params(options)
     if hooks is not None and hooks.sampler is not None:
@@ -166,7 +183,8 @@ def make_request(
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
     shown, grammar = tuple(more.get("shown", ())), more.get("grammar")
-    return Request(ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
+    about = (ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
+    return Request(*about, speculate=speculate, num_draft_tokens=drafts)
 
 
 def reading_request(limits: RequestLimits, tokens: Seq[int]) -> Request:
@@ -227,6 +245,11 @@ class AnswerText:
         self._eos = request.eos
         self._stops = StopStrings(request.stop)
         self._detokenizer = tokenizer.detokenizer(shown=request.shown)
+
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the text."""
+        return self._stops.stopped
 
     def add(self, token: int, finish_reason: str | None) -> tuple[str, str | None]:
         """What became final with this token, and why the answer ends with it: as given, or for a stop string."""

@@ -35,6 +35,7 @@ import numpy as np
 from penstock import compile_progress
 from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
+from penstock.engine.draft_head import Asked
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
 from penstock.engine.hooks import HookInterrupted
@@ -44,7 +45,9 @@ from penstock.engine.prefix import Entry, PrefixCache
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
 from penstock.engine.sampling import Sampler
+from penstock.engine.speculate import Speculation, Speculator
 from penstock.engine.state import RequestState
+from penstock.engine.steps import MOST_LOGITS
 from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
 from penstock.text.tokenizer import Tokenizer
 
@@ -135,6 +138,7 @@ class Scheduler:
         self._admission = Admission(engine, self.memory, self._prefix)
         self._execution = Execution(engine)
         self._most_rows = most_rows(engine)
+        self._speculator = Speculator()
         self._record = llm.add_timings if record is None else record
 
         self.condition = threading.Condition()  # guards what follows
@@ -245,7 +249,19 @@ class Scheduler:
             state.context = context
         if continued is not None:
             state.sequence, state.logits, state.owned = continued.sequence, continued.logits, False
+        if request.max_tokens:
+            state.speculation = self._speculation(request, context)
         return state
+
+    def _speculation(self, request: Request, context: Seq[int]) -> Speculation | None:
+        """What a request drafts with: as it asks, else as the model was loaded. Raises InvalidArgument."""
+        kind, most = self._engine.speculating(request.speculate, request.num_draft_tokens)
+        if kind == "off":
+            return None
+        found = self._speculator.speculation(kind, most)
+        found.extend(context)
+        found.extend(request.prompt)
+        return found
 
     def metrics(self) -> SchedulerMetrics:
         caches, prefix = self._engine.caches, self._prefix
@@ -420,7 +436,10 @@ class Scheduler:
             self._changed = False
         self._reap()
         self._admit()
+        if self._verify_more():
+            return True
         parts, suspects = self._parts()
+        self._add_drafts(parts)
         groups = self._execution.groups(parts)
         chains = self.overlap and self._execution.overlaps
         overlap = chains and len(groups) == 1 and not suspects and not groups[0][0].all_rows
@@ -503,6 +522,7 @@ class Scheduler:
         """Close the sequence of a running request; it waits for another one, in which it is computed again."""
         self._engine.close(state.opened)
         state.sequence, state.queue.state = None, "waiting"
+        state.verification, state.verifying = None, False
         state.drawn = len(state.tokens)
         if state.sampler.edits is not None:
             state.sampler.edits.stale = True  # a device may have counted a token that nobody has read
@@ -562,7 +582,7 @@ class Scheduler:
         state.end_prompt()
         state.queue.state = "generating"
         state.drawn += 1
-        self._deliver(state, sampled(self._engine, state, state.logits))
+        self._deliver(state, sampled(self._engine, state, state.logits, state.opened.length))
 
     def _found(self, state: RequestState) -> Entry | None:
         if self._prefix is None or not state.owned:
@@ -599,8 +619,10 @@ class Scheduler:
         for state in self._running:
             if state.paused is not None and (state.queue.state == "generating" or not state.owned):
                 continue
+            if state.verification is not None or state.verifying:
+                continue
             if state.queue.state == "generating":
-                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain):
+                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain and not self._waits(state)):
                     (suspects if state.suspect else parts).append(Part.of_answer(state))
             elif state.suspect:
                 suspects.append(self._chunk(state, self._engine.most_tokens))
@@ -608,6 +630,51 @@ class Scheduler:
                 prompts.append(state)
         room = self._execution.room(self.step_seconds, len(parts))
         return [*parts, *self._order.chunks(prompts, self._running, room, self._chunk)], suspects
+
+    def _verify_more(self) -> bool:
+        """Hand out the next token of sessions whose drafts have been computed and whose reader waits; whether any."""
+        waiting = [state for state in self._running if state.verification is not None and state.paused is None]
+        for state in waiting:
+            for _, token in self._execution.verify(state):
+                self._deliver(state, token)
+        return bool(waiting)
+
+    def _waits(self, state: RequestState) -> bool:
+        """Whether a request sits out a step that is launched ahead: with its token known there may be drafts."""
+        speculation = state.speculation
+        return speculation is not None and self._speculator.wants(speculation)
+
+    def _add_drafts(self, parts: list[Part]) -> None:
+        """Let answers verify drafts, as many as make their tokens come soonest."""
+        answers = [part for part in parts if not part.prompt]
+        if self._engine.device.captures and len(answers) < len(parts):  # there are no such sizes
+            return
+        if not any(part.state.speculation is not None and part.draws for part in answers):
+            return
+        room = min(MOST_LOGITS, self._engine.most_sequences) - len(answers)
+        wanted = [(part.state.speculation, self._draft_limit(part)) for part in answers]
+        found = self._speculator.drafts(wanted, max(0, room), lambda counts: self._drafted(answers, counts))
+        for part, drafts in zip(answers, found, strict=True):
+            part.drafts = drafts
+
+    def _drafted(self, answers: list[Part], counts: dict[int, int]) -> dict[int, list[int]]:
+        """What the model's own head drafts for answers by their numbers."""
+        asked = {}
+        for n, count in counts.items():
+            state = answers[n].state
+            mask = None if state.request.grammar is None else state.request.grammar.mask()
+            asked[n] = Asked(state.opened, state.tokens, state.prompt_end, count, state.sampler, mask)
+        self._engine.draft(list(asked.values()))
+        return {n: one.drafts for n, one in asked.items()}
+
+    def _draft_limit(self, part: Part) -> int:
+        """Drafts that an answer may have."""
+        state, drafter = part.state, self._engine.drafter
+        if not part.draws or state.speculation is None:
+            return 0
+        if state.speculation.kind == "mtp" and (drafter is None or not drafter.ready(state.opened)):
+            return 0
+        return state.draft_limit
 
     def _chunk(self, state: RequestState, room: int) -> Part:
         """The next chunk of a prompt, behind what is stored of it: up to a multiple of the alignment, the first behind
@@ -706,15 +773,19 @@ class Scheduler:
         work = self._work
         prompt = sum(part.end - part.at for part in parts if part.prompt)
         answers = sum(not part.prompt for part in parts)
-        share = prompt / max(1, prompt + answers)
+        tokens = sum(part.tokens for part in parts if not part.prompt)
+        share = prompt / max(1, prompt + tokens)
         work.prompt_tokens += prompt
         work.prompt_seconds += share * seconds
         work.decode_seconds += (1 - share) * seconds
         work.decode_steps += answers > 0
         work.decode_rows += answers
+        work.draft_tokens += tokens - answers
         work.steps, work.host_seconds = self._execution.steps, self._execution.host_seconds
         if prompt and not parts[0].all_logits:  # which cost more, and what is done with them
-            self._execution.record(prompt + answers, seconds)
+            self._execution.record(prompt + tokens, seconds)
+        elif tokens and not prompt:
+            self._speculator.costs.record(tokens, seconds)
 
     def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""
@@ -753,6 +824,11 @@ class Scheduler:
     def _end(self, state: RequestState, error: Exception | None) -> None:
         """End a running request and give its memory back."""
         if state.sequence is not None:
+            if state.verification is not None:
+                self._execution.accept(state)
+            if state.speculation is not None:
+                self._speculator.recent.add(state.tokens)
+                self._work.accepted_tokens += state.timings.draft_n_accepted
             if state.owned:
                 self._engine.close(state.sequence)
             state.sequence = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,22 @@ from penstock.engine.hooks import TokenHistory
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, Token
 from penstock.engine.sampling import Sampled, Sampler, refuse_logits
+from penstock.engine.speculate import Group, Speculation
 from penstock.errors import InvalidArgument, NonFiniteLogits
+
+
+@dataclass(eq=False)
+class Verification:
+    """A run with n drafts that a step has kept: logits float32 [1 + n, vocab] after its tokens, or what a device has
+    drawn from them, tokens and their log-probabilities; and of how many of its rows the token has been taken.
+    """
+
+    drafts: list[int]
+    group: Group
+    logits: np.ndarray | None
+    tokens: Seq[tuple[int, Any]] = ()
+    drawn: int = 0
+    met: int = 0  # drafts that are the trunk's own tokens
 
 
 @dataclass(eq=False)
@@ -61,6 +77,9 @@ class RequestState:
     preempted: bool = False  # its sequence was closed because of that
     failures: int = 0  # steps with others that failed, since its last token
     history: TokenHistory | None = None  # of its hooks, from the first call on
+    speculation: Speculation | None = None
+    verification: Verification | None = None  # whose tokens have not all been drawn: of a session
+    verifying: bool = False  # a step with its drafts is under way
 
     def __post_init__(self) -> None:
         self.prompt_end = self.held + len(self.request.prompt)
@@ -106,6 +125,24 @@ class RequestState:
         return self.drawn < self.request.max_tokens and self.opened.length + 1 < self.max_context
 
     @property
+    def draft_limit(self) -> int:
+        """Drafts that its next run may have: none while tokens are computed again, nor beyond the answer's end."""
+        if self.speculation is None or self.suspect or self.computed_tokens + 1 != len(self.tokens):
+            return 0
+        left = min(self.request.max_tokens - len(self.tokens), self.max_context - self.opened.length)
+        return max(0, left - 1)
+
+    def verified(self, token: int) -> bool:
+        """The next token of its verification has been drawn: whether the draft at its place is that token."""
+        held = self.verification
+        assert held is not None
+        same = held.drawn < len(held.drafts) and held.drafts[held.drawn] == token
+        if held.drawn < len(held.drafts):
+            self.timings.count_draft(held.drawn, same)
+        held.drawn, held.met = held.drawn + 1, held.met + same
+        return same
+
+    @property
     def hosted(self) -> bool:
         """Whether its tokens are chosen on the host, whatever the device does."""
         return self.request.hooks is not None
@@ -144,6 +181,8 @@ class RequestState:
         """The token at `position` has been drawn: see whether the answer ends with it."""
         request, reason = self.request, None
         self.tokens.append(drawn.token)
+        if self.speculation is not None:
+            self.speculation.extend((drawn.token,))
         if drawn.token in request.eos:
             reason = "stop"
         else:

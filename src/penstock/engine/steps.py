@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.engine.programs import Programs
 
 CHAINED = -2
+KEPT = ("keep", "accepted")
 MOST_TOKENS = 512  # of a step
 MOST_SEQUENCES = MOST_LOGITS = 256
 _KEPT = 32  # bound programs of a kind, the latest used ones
@@ -29,13 +30,15 @@ class Run:
     """Tokens int32 [n] that a step appends to a sequence; `wanted`: logits after none of them, the last or all, or the
     hidden state of each after the final norm ("hidden": then of all runs of a step).
 
-    A token CHAINED − s stands for the one that the step before has drawn for the sequence in slot s.
+    A token CHAINED − s stands for the one that the step before has drawn for the sequence in slot s. keep: the sequence
+    is as it was until `Engine.accept` says how many of the tokens are its own.
     """
 
     sequence: Sequence
     tokens: np.ndarray
     wanted: str = "last"
     prompt: bool = False  # a chunk of a prompt, not of an answer
+    keep: bool = False
 
 
 class ExactSteps:
@@ -56,7 +59,7 @@ class ExactSteps:
 
     def working_bytes(self, sequences: int) -> int:
         """Memory that steps take beside weights and caches, at the most."""
-        return self._kind(MOST_TOKENS, "logits", False).arena_bytes
+        return self._kind(MOST_TOKENS, "logits", False, False).arena_bytes
 
     def run(self, runs: Seq[Run]) -> np.ndarray | None:
         """Run the step; logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0; or
@@ -70,28 +73,41 @@ class ExactSteps:
         T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
         pages = max((arrays[name].shape[1] for name in windows.values()), default=_LEAST_PAGES)
         sizes = {"T": T, "B": B, "R": max(R, 1), "n": pages}
-        bound, inputs = self._bind(sizes, output, any(run.prompt for run in runs))
+        bound, inputs = self._bind(sizes, output, any(run.prompt for run in runs), self._keeps(runs, arrays))
         for name, array in arrays.items():
             if array.size:
                 inputs[name][...] = array
-        (found,) = bound.run()
+        found, *hidden = bound.run()
+        drafter = self._programs.drafter
+        if drafter is not None and hidden:
+            drafter.observe(runs, self._programs.device.to_host(hidden[0]))
         return None if output == "stream" else self._programs.device.to_host(found)
+
+    def _keeps(self, runs: Seq[Run], arrays: dict[str, np.ndarray]) -> bool:
+        """Whether recurrent states wait for what is accepted; then the step reads what was of the runs before."""
+        if not any(run.keep for run in runs) or not self._programs.caches.gates:
+            return False
+        arrays |= kept_arrays(runs)
+        return True
 
     def unbind(self) -> None:
         """Let go of the caches' arrays."""
         self._bound = {}
 
-    def _bind(self, sizes: dict[str, int], output: str, prompt: bool) -> tuple[Bound, dict[str, np.ndarray]]:
+    def _bind(
+        self, sizes: dict[str, int], output: str, prompt: bool, keeps: bool
+    ) -> tuple[Bound, dict[str, np.ndarray]]:
         programs = self._programs
         prompt = prompt and programs.experts is not None
-        key = (tuple(sizes.values()), output, prompt, programs.caches.version)
+        key = (tuple(sizes.values()), output, prompt, keeps, programs.caches.version)
         kept = self._bound.pop(key, None)
         if kept is None:
-            program = self._kind(sizes["T"], output, prompt)
+            program = self._kind(sizes["T"], output, prompt, keeps)
             if self._arena is None or len(self._arena) < program.arena_bytes:
                 self._arena, self._bound = None, {}
                 self._arena = programs.new_arena(program.arena_bytes)
             shapes = step_shapes(**sizes, tables=programs.windows.values())
+            shapes |= dict.fromkeys(KEPT, (sizes["B"],)) if keeps else {}
             inputs = {name: self._buffer(name, shape) for name, shape in shapes.items()}
             wrap = programs.wrap
             if programs.experts is not None:
@@ -109,10 +125,10 @@ class ExactSteps:
             self._buffers[name], self._bound = np.zeros(2 * size, np.int32), {}
         return self._buffers[name][:size].reshape(shape)
 
-    def _kind(self, T: int, output: str, prompt: bool) -> SizedProgram:
+    def _kind(self, T: int, output: str, prompt: bool, keeps: bool) -> SizedProgram:
         programs, experts = self._programs, self._programs.experts
         one = T == 1
-        key = (one, output, prompt)
+        key = (one, output, prompt, keeps)
         if key not in self._kinds:
             most_pages = max(2 * _LEAST_PAGES, table_width(-(-2 * programs.max_context // PAGE)))
             least = {"T": 1 if one else 2, "B": 1, "R": 1, "n": _LEAST_PAGES}
@@ -123,7 +139,9 @@ class ExactSteps:
 
             def graph(sizes: Sizes) -> Graph:
                 rows, hidden = sizes["R"] if output == "logits" else 0, output == "hidden"
-                return programs.graph(sizes["T"], sizes["B"], sizes["n"], rows, decode=one, hidden=hidden)
+                size = (sizes["T"], sizes["B"], sizes["n"], rows)
+                also = programs.drafter is not None and not hidden
+                return programs.graph(*size, decode=one, hidden=hidden, keeps=keeps, also_hidden=also)
 
             self._kinds[key] = SizedProgram(graph, programs.device.name, least, most, more=ahead, **programs.options)
         return self._kinds[key]
@@ -190,11 +208,28 @@ def step_arrays(
     return arrays
 
 
+def padded(array: np.ndarray, size: int, pad: int) -> np.ndarray:
+    """The array with as many numbers `pad` behind it as make it this long."""
+    if len(array) == size:
+        return array
+    found = np.full(size, pad, array.dtype)
+    found[: len(array)] = array
+    return found
+
+
+def kept_arrays(runs: Seq[Run]) -> dict[str, np.ndarray]:
+    """What a step reads that keeps runs: the tokens of each that are kept, and those accepted of the run before."""
+    keep = [len(run.tokens) if run.keep else 0 for run in runs]
+    accepted = [run.sequence.accepted for run in runs]
+    return dict(zip(KEPT, (np.array(keep, np.int32), np.array(accepted, np.int32)), strict=True))
+
+
 def ragged_step(arrays: Mapping[str, Any], tables: Mapping[int | None, str], **more: Any) -> Step:
     """The step of these arrays, or of the values that stand for them in a trace. Without `starts`, and where there is
     one row, each row is a sequence by itself.
     """
     each = "starts" not in arrays or arrays["tokens"].shape[0] == 1
     names = ("tokens", "positions", "lengths", "slots", *(() if each else ("sequence", "starts")))
+    names += tuple(name for name in KEPT if name in arrays)
     given = {window: arrays[name] for window, name in tables.items()}
     return Step(tables=given, **{name: arrays[name] for name in names}, **more)

@@ -25,7 +25,13 @@ from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
 
-_PARTS = ("weight", "scales", "biases", "global_scale", "weight_scale_inv")
+VISION = tuple(
+    f"{prefix}{part}" for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")
+)  # how names of the parts of released files begin that see
+_PARTS = (
+    *(f".{part}" for part in ("weight", "scales", "biases", "global_scale", "weight_scale_inv")),
+    *("_blocks", "_scales"),
+)
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
@@ -67,28 +73,31 @@ def text_names(checkpoint: Checkpoint, _config: object = None) -> tuple[str, str
 class CheckpointSource:
     """Weights of a checkpoint, each checked against the shape that the config implies.
 
-    prefix stands before every path in the file, head before `lm_head`.
+    prefix stands before every path in the file, head before `lm_head`. used: names that have been asked for, where
+    several sources share a checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, head: str, layout: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, head: str, layout: str, used: set[str] | None = None
+    ) -> None:
         self.checkpoint = checkpoint
         self.prefix = prefix
         self.head = head
         self.layout = layout
-        self._used: set[str] = set()
+        self.used: set[str] = set() if used is None else used
 
     def name_of(self, path: str) -> str:
         return (self.head if path == "lm_head" else self.prefix) + path
 
     def __contains__(self, path: str) -> bool:
         name = self.name_of(path)
-        return name in self.checkpoint or f"{name}.weight" in self.checkpoint
+        return any(f"{name}{end}" in self.checkpoint for end in ("", ".weight", "_blocks"))
 
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
         name = self.name_of(path)
         tensor = self.checkpoint.tensor(name)
         self._check_shape(name, tuple(tensor.shape), shape)
-        self._used.update((name, *(f"{name}.{part}" for part in _PARTS)))
+        self.used.update((name, *(f"{name}{part}" for part in _PARTS)))
         return tensor
 
     def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -153,7 +162,7 @@ class CheckpointSource:
         format, names = self.checkpoint.parts(name)
         *rows, last = self.checkpoint.shape(names[0])
         self._check_shape(name, (*rows, last if format is None else last * 32 // format.bits), shape)
-        self._used.update(names)
+        self.used.update(names)
         if format is None:
             self._floating(path, self.checkpoint.dtype(names[0]))
         parts = []
@@ -166,11 +175,11 @@ class CheckpointSource:
     def mark_used(self, paths: Sequence[str]) -> None:
         """Count these as asked for, though nothing of them is read: another rank has them."""
         for name in map(self.name_of, paths):
-            self._used.update((name, *(f"{name}.{part}" for part in _PARTS)))
+            self.used.update((name, *(f"{name}{part}" for part in _PARTS)))
 
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""
-        return sorted(name for name in self.checkpoint.names if name not in self._used)
+        return sorted(name for name in self.checkpoint.names if name not in self.used)
 
 
 @dataclass(frozen=True)

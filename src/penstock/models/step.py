@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock import ops
 from penstock.errors import InvalidArgument
@@ -36,22 +37,44 @@ class PagedKV:
 class RecurrentState:
     """Cache of a linear-attention layer: last rows of the convolution [S, W − 1, C], the state [S, Hv, Dv, Dk].
 
-    dtype: of the state, whatever the activations are; the rows have theirs.
+    state: (0, 0, 0) where there is a convolution alone.
+
+    dtype: of the state, whatever the activations are; the rows have theirs. room: tokens of a run that can be kept
+    until it is known how many of them count; then there are as many rows more, and gates [S, room, 2, Hv].
     """
 
     conv: tuple[int, int]
     state: tuple[int, int, int]
     dtype: str = "float32"
+    room: int = 0
+
+    @property
+    def conv_rows(self) -> tuple[int, int]:
+        """Of a slot, with those of a kept run."""
+        return self.conv[0] + self.room, self.conv[1]
+
+    @property
+    def gates(self) -> tuple[int, int, int]:
+        """Of a slot: decay and strength of the tokens of a kept run."""
+        return self.room, 2, self.state[0]
 
 
 Layout = PagedKV | RecurrentState
 
+Cache = tuple[Any, ...]
+"""Arrays of one layer: two, and the gates of kept runs where a recurrent state has room for them."""
+
 
 def with_state_dtype(layouts: Sequence[Layout], dtype: str) -> tuple[Layout, ...]:
     """The layouts with recurrent states of this dtype. Raises InvalidArgument for another than float32 of no states."""
-    if dtype != "float32" and not any(isinstance(layout, RecurrentState) for layout in layouts):
+    if dtype != "float32" and not any(isinstance(layout, RecurrentState) and any(layout.state) for layout in layouts):
         raise InvalidArgument(f"load: state_dtype is {dtype!r}, expected 'auto': the model has no recurrent states")
     return tuple(replace(layout, dtype=dtype) if isinstance(layout, RecurrentState) else layout for layout in layouts)
+
+
+def with_room(layouts: Sequence[Layout], tokens: int) -> tuple[Layout, ...]:
+    """The layouts with room for kept runs of so many tokens."""
+    return tuple(replace(layout, room=tokens) if isinstance(layout, RecurrentState) else layout for layout in layouts)
 
 
 @dataclass(frozen=True)
@@ -59,7 +82,8 @@ class Step:
     """One call: tokens, positions int32 [T]; of each sequence its length with this step's tokens, its slot, int32 [B],
     and tables int32 [B, n] of its n pages per window. sequence int32 [T] and starts [B + 1] say which rows are whose;
     without them each row is of a sequence of its own. active int32 [T]: negative for a row of no sequence, which
-    chooses no expert; None: all rows are of one.
+    chooses no expert; None: all rows are of one. keep int32 [B]: 0, or the length of a run whose recurrent states wait
+    for `accepted` (see ops/delta.py); accepted int32 [B]: tokens that were accepted of the run kept before this step.
     """
 
     tokens: Array
@@ -70,6 +94,8 @@ class Step:
     sequence: Array | None = None
     starts: Array | None = None
     active: Array | None = None
+    keep: Array | None = None
+    accepted: Array | None = None
     activations: str = "float32"  # how quantized products round x
     dtype: str = "float32"  # of activations; the residual stream has STREAM
     mesh: Mesh | None = None  # the model is split over ranks
@@ -93,18 +119,28 @@ def attend_only(
     return ops.attention_paged(q, *cache, table, step.lengths, scale, window, starts=step.starts, sinks=sinks)
 
 
-def convolve(step: Step, cache: tuple[Array, Array], x: Array, weight: Array) -> Array:
-    """Causal convolution of x [T, C] with what the sequence had before, whose last rows move on."""
-    y = ops.conv1d_causal(x, cache[0], weight, step.slots, step.starts)
-    ops.conv1d_state_update(cache[0], x, step.slots, step.starts)
+def convolve(step: Step, cache: Cache, x: Array, weight: Array, act: str = "silu") -> Array:
+    """Causal convolution of x [T, C] with what the sequence had before, whose last rows move on; those of a kept run
+    go behind them.
+    """
+    y = ops.conv1d_causal(x, cache[0], weight, step.slots, step.starts, act)
+    room = len(cache) == 3  # for kept runs
+    ops.conv1d_state_update(cache[0], x, step.slots, step.starts, step.keep, weight.shape[1] if room else None)
     return y
 
 
-def delta_rule(
-    step: Step, cache: tuple[Array, Array], qkv: Array, g: Array, b: Array, Hk: int, Hv: int, Dk: int, Dv: int
-) -> Array:
-    """The gated delta rule from the sequence's state, which moves on → [T, Hv, Dv]."""
-    return ops.gated_delta_net(cache[1], qkv, g, b, Hk, Hv, Dk, Dv, slots=step.slots, starts=step.starts)
+def delta_rule(step: Step, cache: Cache, qkv: Array, g: Array, b: Array, Hk: int, Hv: int, Dk: int, Dv: int) -> Array:
+    """The gated delta rule from the sequence's state, which moves on unless the run is kept → [T, Hv, Dv]."""
+    gates = None if step.keep is None else cache[2]
+    where = {"slots": step.slots, "starts": step.starts, "keep": step.keep, "gates": gates}
+    return ops.gated_delta_net(cache[1], qkv, g, b, Hk, Hv, Dk, Dv, **where)
+
+
+def commit_delta(step: Step, cache: Cache, conv_weight: Array, Hk: int) -> None:
+    """Moves the state on by the accepted tokens of the run that was kept."""
+    assert step.accepted is not None
+    conv_state, state, gates = cache
+    ops.delta_commit(conv_state, state, gates, step.slots, step.accepted, conv_weight, Hk)
 
 
 def empty(
@@ -113,4 +149,4 @@ def empty(
     """Arrays of one layer's cache, made by `zeros`; dtype: of the activations."""
     if isinstance(layout, PagedKV):
         return zeros((pages, PAGE, layout.key_width), dtype), zeros((pages, PAGE, layout.value_width), dtype)
-    return zeros((slots, *layout.conv), dtype), zeros((slots, *layout.state), layout.dtype)
+    return zeros((slots, *layout.conv_rows), dtype), zeros((slots, *layout.state), layout.dtype)

@@ -1,5 +1,6 @@
 """Every op by name. An op's module is its family: its kernels are in the modules of the same name under backends/."""
 
+from penstock.ops.altup import altup_match, altup_mix, gaussian_topk
 from penstock.ops.array import Array, Spec, Symbol
 from penstock.ops.attention import (
     attention_decode,
@@ -34,7 +35,7 @@ from penstock.ops.elementwise import (
     swiglu,
     weighted_sum,
 )
-from penstock.ops.embed import embedding, quantized_embedding
+from penstock.ops.embed import embedding, ids_after_first, quantized_embedding
 from penstock.ops.linear import (
     bf16_matmul,
     dequantize,
@@ -90,7 +91,15 @@ from penstock.ops.norm import (
     rms_norm_triple,
 )
 from penstock.ops.op import REGISTRY, Op, backend, kernel, op
-from penstock.ops.rope import head_norm_rope, proportional_inv_freq, rope, rope_inv_freq, yarn_gain, yarn_inv_freq
+from penstock.ops.rope import (
+    head_norm_rope,
+    position_scale,
+    proportional_inv_freq,
+    rope,
+    rope_inv_freq,
+    yarn_gain,
+    yarn_inv_freq,
+)
 from penstock.ops.sampling import sample_tokens
 
 __all__ = [
@@ -102,6 +111,8 @@ __all__ = [
     "add",
     "all_gather",
     "all_reduce",
+    "altup_match",
+    "altup_mix",
     "attention_decode",
     "attention_paged",
     "attention_prefill",
@@ -127,10 +138,12 @@ __all__ = [
     "gated_delta_net",
     "gated_delta_step",
     "gated_rms_norm",
+    "gaussian_topk",
     "gdn_decay_beta",
     "geglu",
     "gelu_tanh",
     "head_norm_rope",
+    "ids_after_first",
     "kernel",
     "kv_cache_append",
     "kv_pages_append",
@@ -166,6 +179,7 @@ __all__ = [
     "norm_matmul",
     "op",
     "part_ids",
+    "position_scale",
     "post_attn_triple_norm",
     "post_ff_norm2_endlayer",
     "proportional_inv_freq",

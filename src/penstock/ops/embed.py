@@ -51,3 +51,15 @@ def quantized_embedding(token_ids: Array, table: QuantizedTensor, dtype: str | N
     rows = table.rows(np.maximum(token_ids.reshape(-1), 0))
     y = _no_token(token_ids, quant.dequantize(rows).reshape(*token_ids.shape, table.shape[1]))
     return y if dtype is None else round_to(y, numpy_dtype(dtype))
+
+
+def _beside_ids(ids: Spec, positions: Spec) -> Spec:
+    check.dtype("int32", ids=ids, positions=positions)
+    check.shape(ids.shape, "as ids", positions=positions)
+    return ids
+
+
+@op(infer=_beside_ids, alias=True)
+def ids_after_first(ids: Array, positions: Array) -> Array:
+    """ids int32 [T] with −1 (no token) where the position, int32 [T], is 0: heads of DeepSeek see no token there."""
+    return np.where(positions == 0, np.int32(-1), ids)

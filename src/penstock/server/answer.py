@@ -138,6 +138,8 @@ def timings(answers: Sequence[Answer]) -> dict[str, Any]:
     read_ms = 1e3 * sum(one.prompt_seconds for one in times)
     written_ms = 1e3 * max(one.generation_seconds for one in times)
     after_first = max(0, written - len(answers))  # a prompt pays for the first token of its answer
+    drafts = sum(one.draft_n for one in times)
+    accepted = sum(one.draft_n_accepted for one in times)
     return {
         "cache_n": cached,
         "prompt_n": read,
@@ -149,6 +151,7 @@ def timings(answers: Sequence[Answer]) -> dict[str, Any]:
         "predicted_per_token_ms": _ratio(written_ms, after_first),
         "predicted_per_second": _ratio(1e3 * after_first, written_ms),
         "queue_ms": 1e3 * max(one.queue_seconds for one in times),
+        **({"draft_n": drafts, "draft_n_accepted": accepted} if drafts else {}),
     }
 
 

@@ -65,6 +65,8 @@ class Metrics:
             "tokens_predicted": ("Tokens that were generated.", now.generated_tokens),
             "tokens_predicted_seconds": ("Seconds in decode steps.", now.decode_seconds),
             "n_decode": ("Decode steps.", now.decode_steps),
+            "draft_tokens": ("Drafts that were verified.", now.draft_tokens),
+            "draft_tokens_accepted": ("Drafts that were accepted, of requests that have ended.", now.accepted_tokens),
             "cached_tokens": ("Tokens of prompts that were found in the prefix cache.", now.cached_tokens),
             "prefix_hits": ("Requests that began with a stored prefix.", now.prefix_hits),
             "preemptions": ("Sequences closed for others because their reader lagged behind.", now.preemptions),

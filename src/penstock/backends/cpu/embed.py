@@ -41,6 +41,11 @@ def quantized_embedding(
     _gather(token_ids, packed, scales, biases, table.bits, table.group_size, fmt(table.scales), out)
 
 
+@kernel(ops.ids_after_first, device="cpu")
+def ids_after_first(ids: np.ndarray, positions: np.ndarray, *, out: np.ndarray) -> None:
+    np.copyto(out, np.where(positions == 0, np.int32(-1), ids))
+
+
 def _gather_floats(ids: np.ndarray, table: QuantizedTensor, out: np.ndarray) -> None:
     """Rows of a table that is not affine: copied as codes, then made dense."""
     if ids.size == 0:

@@ -11,20 +11,24 @@ from penstock.backends.cuda._tuning import CONV_DOWN
 
 
 @triton.jit
-def _store_silu(y_ptr, x, mask):
-    """x / (1 + exp(-x)): one division; exp overflows to infinity where the result is 0."""
-    tl.store(y_ptr, rounded(x / (1.0 + tl.exp(-x)), y_ptr.dtype.element_ty), mask=mask)
+def _store(y_ptr, x, mask, SILU: tl.constexpr):
+    """x, or x / (1 + exp(-x)): one division; exp overflows to infinity where the result is 0."""
+    if SILU:
+        x = x / (1.0 + tl.exp(-x))
+    tl.store(y_ptr, rounded(x, y_ptr.dtype.element_ty), mask=mask)
 
 
-# conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
-# shapes   x, y [T, C]; state [W - 1, C] or [S, W - 1, C], float32 or x's dtype; weight [C, W] of any float; slots [T]
+# conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t];
+#          the sum itself without SILU, here and below
+# shapes   x, y [T, C]; state [W - 1, C] or [S, depth, C], depth >= W - 1, float32 or x's dtype; weight [C, W] of any
+#          float; slots [T]
 # grid     (blocks of tokens * blocks of channels,): one program owns a [TOKENS, CHANNELS] tile of y
 # bytes    2 * T * C * itemsize; all but one of the W reads of an element of x come from the first-level cache
 # limits   none; W is unrolled
 @triton.jit(do_not_specialize=["T"])
 def _conv1d_kernel(
-    x_ptr, state_ptr, weight_ptr, slots_ptr, y_ptr, T, C, slots, W: tl.constexpr, BY_SLOT: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    x_ptr, state_ptr, weight_ptr, slots_ptr, y_ptr, T, C, slots, depth, W: tl.constexpr, BY_SLOT: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, CHANNELS)
     first = (tl.program_id(0) // across).to(tl.int64) * TOKENS
@@ -41,7 +45,7 @@ def _conv1d_kernel(
         tap = tl.load(weight_ptr + c * W + j, mask=c < C, other=0.0).to(tl.float32)
         if BY_SLOT:
             if j < W - 1:
-                row = tl.load(state_ptr + (slot * (W - 1) + j) * C + c, mask=live, other=0.0).to(tl.float32)
+                row = tl.load(state_ptr + (slot * depth + j) * C + c, mask=live, other=0.0).to(tl.float32)
             else:
                 row = tl.load(x_ptr + t * C + c, mask=live, other=0.0).to(tl.float32)
         else:
@@ -51,7 +55,7 @@ def _conv1d_kernel(
                 old = tl.load(state_ptr + (at + (W - 1)) * C + c, mask=inside & (at < 0), other=0.0)
                 row += old.to(tl.float32)
         total = tl.fma(row, tap, total)
-    _store_silu(y_ptr + t * C + c, tl.where(live, total, 0.0), inside)
+    _store(y_ptr + t * C + c, tl.where(live, total, 0.0), inside, SILU)
 
 
 @triton.jit
@@ -66,7 +70,9 @@ def _taps(a, b, c, d, w0, w1, w2, w3):
 # bytes             2 * T * C * itemsize, and three rows in TOKENS again
 # limits            TOKENS a multiple of 4
 @triton.jit(do_not_specialize=["T"])
-def _conv1d_down_kernel(x_ptr, state_ptr, weight_ptr, y_ptr, T, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+def _conv1d_down_kernel(
+    x_ptr, state_ptr, weight_ptr, y_ptr, T, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr
+):
     across = tl.cdiv(C, CHANNELS)
     first = (tl.program_id(0) // across).to(tl.int64) * TOKENS
     c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
@@ -92,40 +98,42 @@ def _conv1d_down_kernel(x_ptr, state_ptr, weight_ptr, y_ptr, T, C, TOKENS: tl.co
         x1 = tl.load(x_ptr + at + C, mask=c < tl.where(t + 1 < T, C, 0), other=0.0).to(tl.float32)
         x2 = tl.load(x_ptr + at + 2 * C, mask=c < tl.where(t + 2 < T, C, 0), other=0.0).to(tl.float32)
         x3 = tl.load(x_ptr + at + 3 * C, mask=c < tl.where(t + 3 < T, C, 0), other=0.0).to(tl.float32)
-        _store_silu(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < tl.where(t < T, C, 0))
-        _store_silu(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < tl.where(t + 1 < T, C, 0))
-        _store_silu(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < tl.where(t + 2 < T, C, 0))
-        _store_silu(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < tl.where(t + 3 < T, C, 0))
+        _store(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < tl.where(t < T, C, 0), SILU)
+        _store(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < tl.where(t + 1 < T, C, 0), SILU)
+        _store(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < tl.where(t + 2 < T, C, 0), SILU)
+        _store(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < tl.where(t + 3 < T, C, 0), SILU)
         p, q, r = x1, x2, x3
 
 
 def convolve(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor | None, out: torch.Tensor
-) -> None:
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor | None, silu: bool,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
     T, C = x.shape
     W = weight.shape[1]
     if slots is None and W == 4 and T >= 64:
         tokens, channels, warps = CONV_DOWN
         channels = min(channels, triton.next_power_of_2(C))
         grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
-        _conv1d_down_kernel[grid](x, state, weight, out, T, C, tokens, channels, num_warps=warps)
+        _conv1d_down_kernel[grid](x, state, weight, out, T, C, tokens, channels, silu, num_warps=warps)
         return
     tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
     grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
     _conv1d_kernel[grid](
-        x, state, weight, slots, out, T, C, state.shape[0], W, slots is not None, tokens, channels,
+        x, state, weight, slots, out, T, C, state.shape[0], state.shape[-2], W, slots is not None, tokens, channels,
+        silu,
         num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
 
 
 # conv1d_state_update  state <- the last W - 1 rows of state, x (of one row x[b] for state[slots[b]])
-# shapes               state [W - 1, C] or [S, W - 1, C], float32 or x's dtype; x [T, C]; slots [B]
+# shapes               state [W - 1, C] or [S, depth, C], depth >= W - 1, float32 or x's dtype; x [T, C]; slots [B]
 # grid                 (rows * blocks of channels,): one program moves on CHANNELS columns of a state, a thread its own
 # bytes                2 * (W - 1) * C * itemsize for each state
 # limits               none
 @triton.jit(do_not_specialize=["T"])
 def _conv1d_shift_kernel(
-    state_ptr, x_ptr, slots_ptr, T, C, slots, KEPT: tl.constexpr, BY_SLOT: tl.constexpr, CHANNELS: tl.constexpr
+    state_ptr, x_ptr, slots_ptr, T, C, slots, depth, KEPT: tl.constexpr, BY_SLOT: tl.constexpr, CHANNELS: tl.constexpr
 ):
     across = tl.cdiv(C, CHANNELS)
     row = (tl.program_id(0) // across).to(tl.int64)
@@ -134,7 +142,7 @@ def _conv1d_shift_kernel(
     if BY_SLOT:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         new, most = row * 0 + 1, tl.where((slot >= 0) & (slot < slots), C, 0)
-    state_ptr += slot * KEPT * C
+    state_ptr += slot * depth * C
     x_ptr += row * C
     # Row r becomes row r + new of state, x. In rising order a thread reads every row before it writes it.
     for r in range(KEPT):
@@ -153,7 +161,7 @@ def _conv1d_shift_kernel(
 @triton.jit(do_not_specialize=["T", "B", "slots"])
 def _conv1d_runs_kernel(
     x_ptr, state_ptr, weight_ptr, starts_ptr, slots_ptr, y_ptr, T, B, C, rows, slots, W: tl.constexpr,
-    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, CHANNELS)
     row = (tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)
@@ -173,7 +181,7 @@ def _conv1d_runs_kernel(
         new = tl.load(x_ptr + at * C + c, mask=live & (at >= first), other=0.0).to(tl.float32)
         old = tl.load(state_ptr + (slot * rows + before) * C + c, mask=live & (at < first), other=0.0).to(tl.float32)
         total = tl.fma(tl.where(at < first, old, new), tap, total)
-    _store_silu(y_ptr + t * C + c, tl.where(live, total, 0.0), inside)
+    _store(y_ptr + t * C + c, tl.where(live, total, 0.0), inside, SILU)
 
 
 @triton.jit
@@ -203,7 +211,7 @@ def _run_of(starts_ptr, slots_ptr, b, B, T, slots):
 @triton.jit(do_not_specialize=["T", "B", "slots"])
 def _conv1d_runs_down_kernel(
     x_ptr, state_ptr, weight_ptr, starts_ptr, slots_ptr, y_ptr, T, B, C, rows, slots,
-    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, CHANNELS)
     top = (tl.program_id(0) // across).to(tl.int64) * TOKENS
@@ -226,10 +234,10 @@ def _conv1d_runs_down_kernel(
             x1 = tl.load(x_ptr + at + C, mask=c < live, other=0.0).to(tl.float32)
             x2 = tl.load(x_ptr + at + 2 * C, mask=c < live, other=0.0).to(tl.float32)
             x3 = tl.load(x_ptr + at + 3 * C, mask=c < live, other=0.0).to(tl.float32)
-            _store_silu(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < C)
-            _store_silu(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < C)
-            _store_silu(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < C)
-            _store_silu(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < C)
+            _store(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < C, SILU)
+            _store(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < C, SILU)
+            _store(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < C, SILU)
+            _store(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < C, SILU)
             p, q, r = x1, x2, x3
         else:
             for i in range(4):
@@ -244,13 +252,13 @@ def _conv1d_runs_down_kernel(
                         q = _kept_row(state_ptr, x_ptr, row - 2, first, slot, rows, C, c, live)
                         r = _kept_row(state_ptr, x_ptr, row - 1, first, slot, rows, C, c, live)
                     x = tl.load(x_ptr + row * C + c, mask=c < live, other=0.0).to(tl.float32)
-                    _store_silu(y_ptr + row * C + c, _taps(p, q, r, x, w0, w1, w2, w3), c < C)
+                    _store(y_ptr + row * C + c, _taps(p, q, r, x, w0, w1, w2, w3), c < C, SILU)
                     p, q, r = q, r, x
 
 
 def convolve_runs(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor,
-    out: torch.Tensor,
+    silu: bool, out: torch.Tensor,
 ) -> None:  # fmt: skip
     T, C = x.shape
     if weight.shape[1] == 4 and T >= 64:
@@ -258,23 +266,24 @@ def convolve_runs(
         channels = min(channels, triton.next_power_of_2(C))
         _conv1d_runs_down_kernel[(triton.cdiv(T, tokens) * triton.cdiv(C, channels),)](
             x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0],
-            block_of(len(slots)), tokens, channels, num_warps=warps,
+            block_of(len(slots)), tokens, channels, silu, num_warps=warps,
         )  # fmt: skip
         return
     tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
     grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
     _conv1d_runs_kernel[grid](
         x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0], weight.shape[1],
-        block_of(len(slots)), tokens, channels, num_warps=1 if tokens == 1 else 4,
+        block_of(len(slots)), tokens, channels, silu, num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
 
 
-def move_on(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None) -> None:
+def move_on(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None, width: int | None = None) -> None:
     T, C = x.shape
+    kept = state.shape[-2] if width is None else width - 1
     channels = min(128, triton.next_power_of_2(C))
     grid = ((1 if slots is None else T) * triton.cdiv(C, channels),)
     _conv1d_shift_kernel[grid](
-        state, x, slots, T, C, state.shape[0], state.shape[-2], slots is not None, channels, num_warps=1
+        state, x, slots, T, C, state.shape[0], state.shape[-2], kept, slots is not None, channels, num_warps=1
     )
 
 
@@ -350,7 +359,7 @@ def _conv1d_commit_kernel(
             tap = tl.load(weight_ptr + c * W + j, mask=c < C, other=0.0).to(tl.float32)
             row = tl.load(state_ptr + (i + j) * C, mask=c < C, other=0.0).to(tl.float32)
             total = tl.fma(row, tap, total)
-        _store_silu(y_ptr + i * C, total, c < C)
+        _store(y_ptr + i * C, total, c < C, True)
     for r in range(W - 1):
         tl.store(state_ptr + r * C, tl.load(state_ptr + (r + count) * C, mask=c < C), mask=c < C)
 

@@ -33,7 +33,7 @@ from penstock.backends.cuda._launch import (
     INTERPRETED,
     activation,
     compiled_for,
-    counter,
+    counters,
     multiprocessors,
     pdl_options,
     wait_for_previous,
@@ -387,7 +387,7 @@ def expert_tiles(ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None, ex
     P, BM = T * every, tile_rows(T * k, experts)
     NT = P // BM + slots + 1
     made = torch.empty(P + 3 * NT + 2, dtype=torch.int32, device=ids.device)
-    count = counter(made)
+    count = counters(made)
     if count is None:
         count = torch.zeros(1, dtype=torch.int32, device=ids.device)
     block = max(64, min(1024, triton.next_power_of_2(P)))

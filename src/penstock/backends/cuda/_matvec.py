@@ -31,6 +31,7 @@ from penstock.backends.cuda._launch import (
     TL_DTYPES,
     activation,
     compiled_for,
+    counters,
     multiprocessors,
     pdl_options,
 )
@@ -83,20 +84,20 @@ def _in_turn(order_ptr, p, pairs, SHARED_EVERY: tl.constexpr):
 
 
 @triton.jit
-def _part_of(a, T, n, C: tl.constexpr):
+def _part_of(a, program, programs, T, n, C: tl.constexpr):
     """A program's pair, its first row and first token, and how many tokens there are from there on."""
     if C.MANY:
         passes = tl.cdiv(T, C.TP)
-        start = (tl.program_id(0) % passes).to(tl.int64) * C.TP
+        start = (program % passes).to(tl.int64) * C.TP
         p = start * 0
-        first = tl.program_id(0) // passes * C.R
+        first = program // passes * C.R
         T -= start.to(tl.int32)
     else:
         start = 0
-        p = (tl.program_id(0) // tl.cdiv(n.N, C.R)).to(tl.int64)
-        first = tl.program_id(0) % tl.cdiv(n.N, C.R) * C.R
+        p = (program // tl.cdiv(n.N, C.R)).to(tl.int64)
+        first = program % tl.cdiv(n.N, C.R) * C.R
         if a.order is not None:
-            p = _in_turn(a.order, p, tl.num_programs(0) // tl.cdiv(n.N, C.R), C.SHARED_EVERY)
+            p = _in_turn(a.order, p, programs // tl.cdiv(n.N, C.R), C.SHARED_EVERY)
     return p, first, start, T
 
 
@@ -119,6 +120,26 @@ def _arrived(a, x, p, at, ok, T, pairs_per_x, n, C: tl.constexpr):
     return rinv, residual
 
 
+@triton.jit
+def _last_of_parts(s, y, parts_at, N, C: tl.constexpr, PARTS: tl.constexpr):
+    """Keep this program's part y [R, TP] of a sum over K. The last of PARTS programs to do so gets the sum of all, in
+    the order of the parts, and True.
+    """
+    first, part = parts_at
+    at = (first + tl.arange(0, C.R)[:, None]) * C.TP + tl.arange(0, C.TP)[None, :]
+    stride = tl.cdiv(N, C.R) * (C.R * C.TP)
+    tl.store(s.parts + part * stride + at, y)
+    tl.debug_barrier()  # all threads have written before one of them says so
+    counter = s.counters + first // C.R
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        tl.store(counter, 0)  # for the next launch
+        y = tl.load(s.parts + at, cache_modifier=".cg")
+        for i in tl.static_range(1, PARTS):
+            y += tl.load(s.parts + i * stride + at, cache_modifier=".cg")
+    return y, last
+
+
 # codes     y[p, t] = residual[p, t] + sum_i weights[q] * (W[e] . x[q // pairs_per_x, t]), q = p * PAIRS_PER_ROW + i,
 #           e = expert of q (ids, slot_of) or q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not
 #           there. norm: x is rms_norm(x, norm), PAIRS_PER_ROW 1. SHARED_EVERY: the last of so many pairs is that of the
@@ -126,37 +147,47 @@ def _arrived(a, x, p, at, ok, T, pairs_per_x, n, C: tl.constexpr):
 #           PAIRS_PER_ROW 1
 # shapes    w, up: codes, scales, biases of rows of one format, `matrix` rows for each expert, those of up `up_row` rows
 #           further; common, common_up: those of one expert; x rows of K, x_step apart for tokens; norm [K];
-#           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one
-# grid      (ceil(N / R) * p,): a program has R rows for one p, its S warps take U blocks of (i, K) at a time; MANY: p
-#           is a part of the tokens, TP of them, and programs of the same rows are neighbours
+#           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one; s: float32 [PARTS, rows of
+#           all programs, TP] and a counter for each R rows, 0 before and after
+# grid      (ceil(N / R) * p * PARTS,): a program has R rows for one p, its S warps take U blocks of (i, K) at a time;
+#           MANY: p is a part of the tokens, TP of them, and programs of the same rows are neighbours. PARTS > 1 and one
+#           p: neighbours share K, and the last of them to end adds up their sums
 # bytes     the matrices that are named, once for all T tokens, with MANY once for TP; x stays in cache
-# limits    T <= TP <= 8 tokens without MANY; R a multiple of 16, with ACT of 8
+# limits    T <= TP <= 8 tokens without MANY; R a multiple of 16, with ACT of 8; PARTS > 1 without ACT
 #
 # PDL: the kernel starts while the one before it ends, asks for weights, and waits for that end before it reads x or
 # writes y. wait_first 1: weights or ids may be what the one before writes, so it waits before it reads anything.
 @triton.jit(do_not_specialize=["magic", "wait_first", "T", "known", "stack", "pairs_per_x"])
-def _matvec_codes_kernel(a, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
+def _matvec_codes_kernel(
+    a, s, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         wait_if(wait_first)
-    p, first, start, T = _part_of(a, T, n, C)
+    p, first, start, T = _part_of(a, tl.program_id(0) // PARTS, tl.num_programs(0) // PARTS, T, n, C)
     at, ok = _rows_of(p, first, start, T, n, C)
     x = a.x + start * n.x_step
     pair = p * C.PAIRS_PER_ROW
-    BLOCKS: tl.constexpr = triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
-    blocks = load_blocks(a, pair, 0, first, known, stack, n, C)
+    BLOCKS: tl.constexpr = C.PAIRS_PER_ROW * triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
+    STEP: tl.constexpr = C.S * C.U
+    EACH: tl.constexpr = triton.cdiv(triton.cdiv(BLOCKS, STEP), PARTS) * STEP
+    begin = tl.program_id(0) % PARTS * EACH
+    blocks = load_blocks(a, pair, begin, first, known, stack, n, C)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
-    total = multiplied_blocks(a, x, blocks, rinv, magic, pair, 0, T, pairs_per_x, n, C)
-    if C.PAIRS_PER_ROW * BLOCKS > C.S * C.U:
-        for block in range(C.S * C.U, C.PAIRS_PER_ROW * BLOCKS, C.S * C.U):
+    total = multiplied_blocks(a, x, blocks, rinv, magic, pair, begin, T, pairs_per_x, n, C)
+    if EACH > STEP:
+        for block in range(begin + STEP, begin + EACH, STEP):
             blocks = load_blocks(a, pair, block, first, known, stack, n, C)
             total += multiplied_blocks(a, x, blocks, rinv, magic, pair, block, T, pairs_per_x, n, C)
     y = columns_summed(total, C.S, C.ROWS, columns(C.BITS, C.GS, C.TP), C.TP)
     if C.ACT is not None:
         y, above = tl.split(y.reshape(2, C.R, C.TP).permute(1, 2, 0))
         y = activation(y, C.ACT) * above
+    if PARTS > 1:
+        y, last = _last_of_parts(s, y, (first, tl.program_id(0) % PARTS), n.N, C, PARTS)
+        ok = tl.where(last, ok, ok & False)
     if a.residual is not None:
         y += residual
     tl.store(a.y + at, rounded(y, a.y.dtype.element_ty), mask=ok)
@@ -172,7 +203,7 @@ def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PD
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    p, first, start, T = _part_of(a, T, n, C)
+    p, first, start, T = _part_of(a, tl.program_id(0), tl.num_programs(0), T, n, C)
     at, ok = _rows_of(p, first, start, T, n, C)
     x = a.x + start * n.x_step
     rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
@@ -198,31 +229,33 @@ def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PD
 
 
 class Config(NamedTuple):
-    """A launch: tokens, rows and warps of a program, blocks of a warp; more tokens than there are: shorter blocks."""
+    """A launch: tokens, rows and warps of a program, blocks of a warp; more tokens than there are: shorter blocks.
+
+    parts: programs that share K.
+    """
 
     TP: int
     R: int
     S: int
     U: int
     options: dict[str, int]
+    parts: int = 1
+
+
+class _Split(NamedTuple):
+    """What programs that share K need: see `codes`."""
+
+    parts: torch.Tensor | None
+    counters: torch.Tensor | None
+
+
+_WHOLE = _Split(None, None)
 
 
 @functools.cache
-def _coded(tokens: int, rows: int, warps: int, blocks: int = 1) -> Config:
+def _coded(tokens: int, rows: int, warps: int, blocks: int = 1, parts: int = 1) -> Config:
     """A launch for codes, by one warp per block of K."""
-    return Config(tokens, rows, warps, blocks, {"num_warps": warps, "num_stages": 1})
-
-
-def _blocks_config(
-    codes: int, tokens: int, blocks: int, tiles: float, rows: int, narrow: bool, wide: bool
-) -> Config:  # fmt: skip
-    """`config` for GGUF blocks, whose groups are short: a warp takes as many blocks at a time as make a long one."""
-    busy, less, _ = _tuning.MATVEC_WARPS
-    warps = min(busy if tiles >= _tuning.MATVEC_BUSY else less, triton.next_power_of_2(blocks))
-    ahead = 1 if wide else max(1, _tuning.MATVEC_BLOCK_CODES[tokens] // codes)
-    ahead = min(ahead, -(-blocks // warps))
-    once = blocks <= warps * ahead and tokens == 1
-    return _coded(tokens, 2 * rows if narrow and once and tiles >= _tuning.MATVEC_TWICE else rows, warps, ahead)
+    return Config(tokens, rows, warps, blocks, {"num_warps": warps, "num_stages": 1}, parts)
 
 
 @functools.cache
@@ -240,8 +273,15 @@ def config(
     rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
     narrow = code_bits(bits) in (2, 4) and not is_float(bits) and not wide  # leaves registers for twice as much
     busy, less, alone = _tuning.MATVEC_WARPS
-    if is_blocks(bits):
-        return _blocks_config(block_codes(bits, gs, tokens), tokens, blocks, tiles, rows, narrow, wide)
+    short = block_codes(bits, gs, tokens) if is_blocks(bits) else 0
+    whole = -(-blocks * short // 512) if short else blocks  # blocks of 512 codes
+    found = None
+    if tokens == 1 and (narrow or (short and not wide)) and not normed and (pairs > 1 if whole <= busy else slots == 1):
+        found = _long_rows(rows, whole, tiles, gated, pairs * slots == 1)
+    if short:
+        return _blocks_config(short, tokens, blocks, tiles, rows, narrow, wide, found)
+    if found is not None:
+        return found
     if tiles >= _tuning.MATVEC_BUSY:
         warps = min(busy, triton.next_power_of_2(blocks))
         if tokens > 1:
@@ -254,7 +294,44 @@ def config(
     if tiles <= 1 and blocks <= _tuning.MATVEC_SHORT and tokens < _tuning.MATVEC_TOKENS:
         tokens, blocks = 2 * tokens, 2 * blocks
     warps = min(alone if tiles <= 1 and slots > 1 and blocks <= alone else less, triton.next_power_of_2(blocks))
-    return _coded(tokens, rows, warps, 2 if blocks > warps and narrow else 1)
+    ahead = blocks > warps and narrow and (slots == 1 or tiles <= 1)
+    return _coded(tokens, rows, warps, 2 if ahead else 1)
+
+
+def _blocks_config(
+    codes: int, tokens: int, blocks: int, tiles: float, rows: int, narrow: bool, wide: bool, long: Config | None
+) -> Config:  # fmt: skip
+    """`config` for GGUF blocks, whose groups are short: a warp takes as many blocks at a time as make a long one.
+
+    long: the launch for as many long ones.
+    """
+    busy, less, _ = _tuning.MATVEC_WARPS
+    ahead = 1 if wide else max(1, _tuning.MATVEC_BLOCK_CODES[tokens] // codes)
+    if long is not None:  # more than 2 at a time, in a loop, take minutes to compile
+        return _coded(1, rows, long.S, min(ahead, 2), long.parts)
+    warps = min(busy if tiles >= _tuning.MATVEC_BUSY else less, triton.next_power_of_2(blocks))
+    ahead = min(ahead, -(-blocks // warps))
+    once = blocks <= warps * ahead and tokens == 1
+    ahead = ahead if once else min(ahead, 2)
+    return _coded(tokens, 2 * rows if narrow and once and tiles >= _tuning.MATVEC_TWICE else rows, warps, ahead)
+
+
+def _long_rows(rows: int, blocks: int, tiles: float, gated: bool, alone: bool) -> Config | None:
+    """The launch for one token where 4 warps would go round, or for gate and up of experts; None: as for short rows.
+
+    alone: a single matrix, whose K programs may share.
+    """
+    few, short, split, programs = _tuning.MATVEC_LONG
+    if alone and not gated and blocks >= split and tiles < few:
+        parts = max(1, min(blocks // 4, round(programs / tiles)))
+        return _coded(1, rows, 2, 1, parts)
+    if tiles >= few or (gated and tiles >= _tuning.MATVEC_BUSY):
+        return _coded(1, rows, 2, 1)
+    if tiles >= short and blocks <= split and blocks > 4:
+        return _coded(1, rows, 2, 3)
+    if 1 < tiles < short and 8 < blocks <= 16:
+        return _coded(1, rows, 4, -(-blocks // 4))
+    return None
 
 
 NO_WEIGHT = (None,) * 5
@@ -324,21 +401,29 @@ def launch(
     tokens, several = (passes_over(rounding, w) if ids is None else 1, 1) if deterministic() else (T, pairs)
     tokens = passes_over(rounding, w) if many else tokens
     how = (act is not None, norm is not None, rounding != torch.bfloat16, multiprocessors(x))
-    TP, R, S, U, options = config(bits, gs, N, G * gs, tokens, several, slots, *how)
+    TP, R, S, U, options, parts = config(bits, gs, N, G * gs, tokens, several, slots, *how)
     shared = (NO_WEIGHT if one is None else weight_parts(one)[0] for one in (common, common_up))
     a = Arrays(arrays, ups, *shared, x, norm, residual, ids, order, slot_of, weights, score, out)
     n = Sizes(N, w.shape[-2], N if up is None else 0, *steps, eps)
     rows, kind = R if act is None else 2 * R, None if norm is None else TL_DTYPES[rounding]
     C = Constants(G, bits, gs, TP, R, rows, S, U, slots, per_token, many, act, kind)
     run_time = (T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], pairs_per_x)
-    grid = (triton.cdiv(N, R) * pairs,)
+    grid = (triton.cdiv(N, R) * pairs * parts,)
     if bits == 0:
         _matvec_dense_kernel[grid](a, *run_time, n, C=compiled_for(C), **options, **pdl_options())
         return
     read = [is_new(one) for one in (w, up, common, common_up) if one is not None]
     wait_first = any(read) or (ids is not None and not old_ids)
+    split = _WHOLE
+    if parts > 1:
+        tiles = triton.cdiv(N, R)
+        ended = counters(out, tiles)
+        if ended is None:
+            grid, parts = (tiles,), 1
+        else:
+            split = _Split(torch.empty(parts * tiles * R * TP, dtype=torch.float32, device=x.device), ended)
     _matvec_codes_kernel[grid](
-        a, FP_MAGIC, int(wait_first), *run_time, n, C=compiled_for(C), **options, **pdl_options()
+        a, split, FP_MAGIC, int(wait_first), *run_time, n, C=compiled_for(C), PARTS=parts, **options, **pdl_options()
     )
 
 

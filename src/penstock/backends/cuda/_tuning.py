@@ -133,6 +133,14 @@ MATVEC_BLOCK_CODES = {1: 512, 2: 256, 4: 128, 8: 64}
 # With these numbers of blocks, warps and blocks of a warp where every program norms x: smaller ones of fewer warps.
 # [9216, 2048] 6.2 µs, with 32 rows and 4 warps 7.8.
 MATVEC_NORMED = {3: (2, 2), 4: (2, 2)}
+# One token and rows of more than 4 blocks of 512 codes, which took 4 or 8 warps in rounds of which the last was half
+# empty; gate and up of experts likewise. From so many tiles for each multiprocessor on 2 warps go round: [8192, 3072]
+# gated 12.4 → 9.5 µs, [248320, 5120] 218 → 194, [128256, 3072] 77 → 62, [262144, 2816] 153 → 119, experts of
+# DeepSeek-V3 81 → 75, of Gemma 4 at 8 tokens 92 → 78. From so many on (and below so many blocks) 2 warps with 3 blocks:
+# [5120, 3072] 5.5 → 4.5, [5120, 6144] 12.4 → 8.9; fewer, with up to 16 blocks, 4 warps: [3072, 8192] 8.5 → 6.2.
+# With so many blocks and few tiles programs share K, about so many for each multiprocessor: [5120, 17408] 29.9 → 19.3,
+# unshared at best 23.4.
+MATVEC_LONG = (5.0, 2.0, 24, 14)
 MATVEC_NORM = 0  # widest row that a product of one row norms for itself
 MATVEC_DENSE = (16, 8, 2, 4)  # dense weights: with so many rows for each multiprocessor 8 in a program, else 2; warps
 MATVEC_EXACT = (64, 1024)  # tokens up to which it takes a weight of so few rows that may not be rounded

@@ -10,7 +10,7 @@ from penstock.backends.cuda._floats import is_float, kernel_arrays, kind_of, wid
 from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda._quant import code_at, dequantized, float_weights, unpack
 from penstock.backends.cuda._rows import rounded
-from penstock.backends.cuda._tuning import EMBED_COLUMNS
+from penstock.backends.cuda._tuning import ELEMENTS, EMBED_COLUMNS
 from penstock.ops.op import kernel
 from penstock.quant import GgufTensor, QuantizedTensor
 
@@ -118,3 +118,24 @@ def quantized_embedding(
         token_ids, *kernel_arrays(table), out, *table.shape,
         BITS=kind_of(table), GROUP=table.group_size, BLOCK=block, num_warps=warps, **pdl_options(),
     )  # fmt: skip
+
+
+# ids_after_first  y[t] = -1 where positions[t] = 0, else ids[t]
+# shapes    ids, positions, y int32 [T]
+# grid      ceil(T / BLOCK)
+# bytes     12 * T
+# limits    none
+@triton.jit(do_not_specialize=["T"])
+def _after_first_kernel(ids_ptr, positions_ptr, out_ptr, T, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(ids_ptr + at, mask=at < T, other=-1)
+    position = tl.load(positions_ptr + at, mask=at < T, other=0)
+    tl.store(out_ptr + at, tl.where(position == 0, -1, own), mask=at < T)
+
+
+@kernel(ops.ids_after_first, device="cuda")
+def ids_after_first(ids, positions, *, out):
+    T = ids.numel()
+    if T:
+        _after_first_kernel[(triton.cdiv(T, ELEMENTS),)](ids, positions, out, T, BLOCK=ELEMENTS, **pdl_options())

@@ -204,10 +204,10 @@ class CudaDevice:
 
         return GpuTier(self, host, top_k)
 
-    def miss_detector(self, tier: Any, layers: int, width: int) -> Any:
+    def miss_detector(self, tier: Any, layers: int, width: int, sums: str | None = None) -> Any:
         from penstock.backends.cuda.runtime.experts import MissDetector
 
-        return MissDetector(self, tier, layers, width)
+        return MissDetector(self, tier, layers, width, sums)
 
     def expert_room(self, pairs: tuple[int, int], experts: int, x: Any, block: bool) -> Any:
         from penstock.backends.cuda.moe import expert_room

@@ -3,8 +3,9 @@
 An expert is read from disk into a record of pinned memory, and stays there as long as there is room. One launch moves
 the records that a layer needs into their slots, straight over the bus. In a decode step the device decides itself: an
 expert that is not in a slot takes that of the lowest score, as the policy on the host saw it a step ago, and comes from
-its record; a report to the host follows. Only what is on disk stops a step. Everything runs on the current stream,
-so a slot is written after what reads its old expert and before what reads its new one.
+its record; a report to the host follows. Only what is on disk stops a step, on all ranks of a split model, which learn
+of it with the layer's sum. Everything runs on the current stream, so a slot is written after what reads its old expert
+and before what reads its new one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.backends.cuda._rows import FOREIGN
 from penstock.errors import OutOfMemory
 from penstock.ops import linear
 from penstock.ops.array import numpy_view
+from penstock.ops.collective import communicator
 from penstock.ops.device import ExpertFormat
 from penstock.quant import BLOCK_TYPES, layout_in_planes
 from penstock.units import parse_size, spelled
@@ -123,7 +125,8 @@ def _arrange_kernel(
 #           score float32 [S], as the host saw it after `known`; used int32 [S]: when each slot was used last; clock
 #           int32 [2]: the time before this step, and known; n: of the layer in the step; rows (a state each, −1:
 #           inactive), positions, lengths int32; report int32 [1 + 2 · WIDTH]: flag, ids (−1 of inactive rows and of
-#           other ranks), slots that were given; to_slot int32, to_record int64 [WIDTH]: what to move
+#           other ranks), slots that were given; to_slot int32, to_record int64 [WIDTH]: what to move; with NOTED note
+#           [2] of any float: the flag, twice
 # grid      (1,)
 # bytes     8 · S where something is missing
 # limits    rows · K ≤ WIDTH; different experts of this rank ≤ S ≤ SLOTS; what was used since `known` scores above
@@ -131,8 +134,8 @@ def _arrange_kernel(
 @triton.jit
 def _resolve_kernel(
     ids_ptr, slot_of_ptr, record_ptr, key_ptr, score_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
-    report_ptr, to_slot_ptr, to_record_ptr, n, base, rows, experts, S, NOWHERE: tl.constexpr, K: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    report_ptr, to_slot_ptr, to_record_ptr, note_ptr, n, base, rows, experts, S, NOWHERE: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, NOTED: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     live = i < rows * K
@@ -145,6 +148,8 @@ def _resolve_kernel(
     away = known & (slot < 0)
     missing = tl.sum((away & (record == NOWHERE)).to(tl.int32)) > 0
     tl.store(report_ptr, missing.to(tl.int32))
+    if NOTED:
+        tl.store(note_ptr + tl.arange(0, 2), tl.zeros([2], tl.float32) + missing.to(tl.float32))
     tl.store(report_ptr + 1 + i, tl.where(active & (slot != FOREIGN), expert, -1), mask=live)
     given = tl.full([BLOCK], -1, tl.int32)
     now = tl.load(clock_ptr) + n + 1
@@ -182,16 +187,43 @@ def _resolve_kernel(
     tl.store(to_record_ptr + i, record, mask=live)
 
 
-class MissDetector:
-    """See `ops.device`. The kernel reports to pinned memory, so that detecting costs no copy."""
+# agree     found = note; where note[0] > 0, so that a rank stops, all rows become inactive
+# shapes    note [2] of any float, summed over ranks: those that stop at this layer, those that missed experts of it;
+#           found int32 [2]; rows, positions, lengths int32, as in resolve
+# grid      (1,)
+# bytes     12 · count where a rank stops
+# limits    none
+@triton.jit
+def _agree_kernel(note_ptr, found_ptr, rows_ptr, positions_ptr, lengths_ptr, count, BLOCK: tl.constexpr):
+    one = tl.arange(0, 2)
+    tl.store(found_ptr + one, tl.load(note_ptr + one).to(tl.int32))
+    if tl.load(note_ptr).to(tl.float32) > 0:
+        i = tl.arange(0, BLOCK)
+        none = tl.full([BLOCK], -1, tl.int32)
+        tl.store(rows_ptr + i, none, mask=i < count)
+        tl.store(positions_ptr + i, none, mask=i < count)
+        tl.store(lengths_ptr + i, tl.zeros([BLOCK], tl.int32), mask=i < count)
 
-    def __init__(self, gpu: Any, tier: GpuTier, layers: int, width: int) -> None:
+
+class MissDetector:
+    """See `ops.device`. The kernels report to pinned memory, so that detecting costs no copy."""
+
+    def __init__(self, gpu: Any, tier: GpuTier, layers: int, width: int, sums: str | None = None) -> None:
         self._tier, self._width = tier, width
         self._gpu, self.turn = gpu, 0
         self._reports = [gpu.pinned((layers, 1 + 2 * width), torch.int32) for _ in range(2)]
         self._hosts = [numpy_view(report) for report in self._reports]
         self._to_slot = torch.full((width,), -1, dtype=torch.int32, device=gpu.torch_device)
         self._to_record = torch.zeros(width, dtype=torch.int64, device=gpu.torch_device)
+        self.agreed: np.ndarray | None = None
+        self._notes: Any = None
+        if sums is not None:
+            self._found = gpu.pinned((layers, 2), torch.int32).fill_(1)  # of no step yet
+            self.agreed = numpy_view(self._found)
+            kind = getattr(torch, sums)
+            self._notes = torch.zeros((layers, 2), dtype=kind, device=gpu.torch_device)
+            # what a layer's note says once its experts are there: that none were missed, or that some were
+            self._resolved = torch.tensor([[0, 0], [0, 1]], dtype=kind, device=gpu.torch_device)
 
     @property
     def host(self) -> np.ndarray:
@@ -201,13 +233,26 @@ class MissDetector:
         (rows, k), tier, slots = ids.shape, self._tier, self._tier.slots_of[layer]
         _resolve_kernel[(1,)](
             ids, tier.table, tier.records, slots.key, slots.score, slots.used, tier.clock, inputs["slots"],
-            inputs["positions"], inputs["lengths"], self._reports[self.turn][n], self._to_slot, self._to_record, n,
+            inputs["positions"], inputs["lengths"], self._reports[self.turn][n], self._to_slot, self._to_record,
+            None if self._notes is None else self._notes[n], n,
             tier.bases[layer], rows, tier.bases[layer + 1] - tier.bases[layer], slots.count, _NOWHERE, K=k,
-            WIDTH=self._width,
-            BLOCK=triton.next_power_of_2(rows * k), SLOTS=triton.next_power_of_2(slots.count),
-            num_warps=4 if slots.count <= 2048 else 16,
+            WIDTH=self._width, BLOCK=triton.next_power_of_2(rows * k), SLOTS=triton.next_power_of_2(slots.count),
+            NOTED=self._notes is not None, num_warps=4 if slots.count <= 2048 else 16,
         )  # fmt: skip
         slots.move(self._to_record, self._to_slot, rows * k)
+
+    def agree(self, n: int, x: Any, inputs: Mapping[str, Any], out: Any) -> None:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        communicator().all_reduce(out, self._notes[n])
+        rows = len(inputs["slots"])
+        _agree_kernel[(1,)](
+            self._notes[n], self._found[n], inputs["slots"], inputs["positions"], inputs["lengths"], rows,
+            BLOCK=triton.next_power_of_2(rows), num_warps=1,
+        )  # fmt: skip
+
+    def resolve(self, n: int, missed: bool) -> None:
+        self._notes[n].copy_(self._resolved[int(missed)])
 
     def rank(self, behind: int) -> None:
         self._tier.rank(behind)

@@ -1,0 +1,385 @@
+"""Drafts of the next tokens, and how many of them a step verifies.
+
+A step may append drafts behind the last token of an answer. The trunk's own token is drawn after each of them, and a
+draft counts exactly if it is that token: the text is what it would be without drafts. What is drafted, and how many,
+decides about time alone.
+
+The gate compares what steps take (running means by their number of tokens) with what drafts bring (moving averages of
+how often they were accepted, by request and by what they come from), and takes as many as make tokens come soonest,
+none where that is best. Where it takes none it tries some in one step of `PROBE`, and the other way around.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from penstock import compile_progress
+from penstock.errors import DTypeError, InvalidArgument
+
+MOST_DRAFTS = 7  # of a sequence in a step, which then has eight tokens of it
+SPECULATE = ("off", "auto", "mtp", "ngram", "draft")
+PROBE = 64  # steps, of which one may try what is not expected to be best
+
+_BITS = 21  # of a token id in a key
+_SHORT, _LONG = 2, 4  # tokens of the ends of a text that are looked up
+_END = -1  # between texts
+_RECENT = 1 << 16  # tokens of answers that are remembered, at the least
+_SEEN = 32  # tokens up to which a match is measured
+_GAIN = 1.02  # what drafts have to bring at the least, as a factor
+
+
+def check_speculate(where: str, kind: object, drafts: object = None) -> None:
+    """Raises InvalidArgument or DTypeError for what `speculate` and `num_draft_tokens` cannot be; None: not given."""
+    if kind is not None and (not isinstance(kind, str) or kind not in SPECULATE):
+        raise InvalidArgument(f"{where}: speculate is {kind!r:.60}, expected one of {', '.join(SPECULATE)}")
+    if drafts is None:
+        return
+    if isinstance(drafts, bool) or not isinstance(drafts, int):
+        raise DTypeError(f"{where}: num_draft_tokens is {drafts!r:.60}, expected an integer")
+    if not 1 <= drafts <= MOST_DRAFTS:
+        raise InvalidArgument(
+            f"{where}: num_draft_tokens is {drafts}, expected 1 to {MOST_DRAFTS}: a step verifies no more of a sequence"
+        )
+
+
+# -- what was written before -----------------------------------------------------------------------------------------
+
+
+class TokenIndex:
+    """Texts of token ids, and where their last tokens have stood before."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._run = 0  # tokens of the last text
+        self._key = 0  # its last tokens
+        self._behind: dict[int, int] = {}  # where the token behind these two stood last
+        self._behind_long: dict[int, int] = {}  # and behind these four
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Go on with the last text."""
+        key, run, at = self._key, self._run, len(self.tokens)
+        for token in tokens:
+            if run >= _SHORT:
+                self._behind[key & _SHORT_KEY] = at
+            if run >= _LONG:
+                self._behind_long[key] = at
+            key = (key << _BITS | token) & _LONG_KEY
+            self.tokens.append(token)
+            at, run = at + 1, run + 1
+        self._key, self._run = key, run
+
+    def end(self) -> None:
+        """The next token begins another text."""
+        if self._run:
+            self.tokens.append(_END)
+        self._run = 0
+
+    def find(self, text: TokenIndex, least: int = _SHORT) -> tuple[int, int]:
+        """Where what follows the end of `text` (this index or another) may stand here, and how many tokens before it
+        are the same; (0, 0): nowhere.
+        """
+        at = self._behind_long.get(text._key) if text._run >= _LONG else None
+        if at is None and least <= _SHORT <= text._run:
+            at = self._behind.get(text._key & _SHORT_KEY)
+        if at is None:
+            return 0, 0
+        most, same = min(_SEEN, at, text._run), 0
+        while same < most and self.tokens[at - 1 - same] == text.tokens[-1 - same]:
+            same += 1
+        return at, same
+
+    def following(self, at: int, most: int) -> list[int]:
+        """Up to `most` tokens of a text from `at` on; behind the last one of all it goes on as they do."""
+        found = self.tokens[at : at + most]
+        if _END in found:
+            return found[: found.index(_END)]
+        while found and len(found) < most:
+            found.append(found[at + len(found) - len(self.tokens)])
+        return found
+
+
+_SHORT_KEY, _LONG_KEY = (1 << _SHORT * _BITS) - 1, (1 << _LONG * _BITS) - 1
+
+
+class RecentAnswers:
+    """Answers of all requests, the latest of them."""
+
+    def __init__(self) -> None:
+        self._index, self._next = TokenIndex(), TokenIndex()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """An answer has ended."""
+        for index in (self._index, self._next):
+            index.extend(tokens)
+            index.end()
+        if len(self._index.tokens) >= 2 * _RECENT:
+            self._index, self._next = self._next, TokenIndex()
+        elif len(self._index.tokens) < _RECENT:
+            self._next = TokenIndex()
+
+    def find(self, text: TokenIndex) -> tuple[list[int], int]:
+        """What followed the end of the text in one of them, and how many tokens before that are the same."""
+        at, same = self._index.find(text, _LONG)
+        return self._index.following(at, MOST_DRAFTS) if same else [], same
+
+
+# -- what is known of drafts and steps -------------------------------------------------------------------------------
+
+Group: TypeAlias = str
+"""Where drafts come from: they are accepted about as often as each other."""
+
+_EXPECTED: dict[Group, float] = {"ngram 2": 0.3, "ngram 4": 0.6, "ngram 8": 0.85, "mtp": 0.7, "draft": 0.6}
+
+
+class Acceptance:
+    """How often the draft at each place is accepted if those before it are: moving averages, at first those of
+    `others`, or what is usual.
+    """
+
+    def __init__(self, others: Acceptance | None = None) -> None:
+        self._others = others
+        self._tries: dict[Group, list[float]] = {}
+        self._hits: dict[Group, list[float]] = {}
+
+    def chance(self, group: Group, place: int) -> float:
+        tries, hits = self._counts(group)
+        before = self._others.chance(group, place) if self._others is not None else self._usual(group, place)
+        return (hits[place] + 2 * before) / (tries[place] + 2)
+
+    def _usual(self, group: Group, place: int) -> float:
+        """At a later place as at the one before it."""
+        return _EXPECTED[group] if place == 0 else self.chance(group, place - 1)
+
+    def chances(self, group: Group, count: int) -> list[float]:
+        """That the first one is accepted, the first two, …"""
+        found, share = [], 1.0
+        for place in range(count):
+            share *= self.chance(group, place)
+            found.append(share)
+        return found
+
+    def record(self, group: Group, drafts: int, accepted: int) -> None:
+        """So many of the drafts were accepted: those behind the first wrong one say nothing."""
+        tries, hits = self._counts(group)
+        for place in range(min(drafts, accepted + 1)):
+            tries[place] = 0.95 * tries[place] + 1
+            hits[place] = 0.95 * hits[place] + (place < accepted)
+        if self._others is not None:
+            self._others.record(group, drafts, accepted)
+
+    def _counts(self, group: Group) -> tuple[list[float], list[float]]:
+        if group not in self._tries:
+            self._tries[group], self._hits[group] = [0.0] * MOST_DRAFTS, [0.0] * MOST_DRAFTS
+        return self._tries[group], self._hits[group]
+
+
+class StepCosts:
+    """Seconds of steps of answers by their tokens: running means, between them straight lines."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._met: set[int] = set()
+
+    def record(self, tokens: int, seconds: float) -> None:
+        """The first step of a size, which is bound then, does not count; nor does most of what an interruption took."""
+        if tokens not in self._met:
+            self._met.add(tokens)
+            return
+        known = self._seconds.get(tokens)
+        if known is None:
+            self._seconds[tokens] = seconds
+        else:
+            self._seconds[tokens] = 0.9 * known + 0.1 * min(seconds, 2 * known)
+
+    def known(self, tokens: int) -> bool:
+        return tokens in self._seconds
+
+    def __call__(self, tokens: int) -> float:
+        known = self._seconds
+        if tokens in known or not known:
+            return known.get(tokens, 1.0 + _ROW * (tokens - 1))
+        below = max((n for n in known if n < tokens), default=None)
+        above = min((n for n in known if n > tokens), default=None)
+        if below is not None and above is not None:
+            share = (tokens - below) / (above - below)
+            return known[below] + share * (known[above] - known[below])
+        near = below if below is not None else above
+        assert near is not None
+        return known[near] * (1 + _ROW * (tokens - 1)) / (1 + _ROW * (near - 1))
+
+
+_ROW = 0.25  # what a token of a step costs more than none, as a share of a step of one, before any was measured
+
+
+Draft: TypeAlias = Callable[[dict[int, int]], dict[int, list[int]]]
+"""Tokens that a model drafts, by the number of an answer and how many are wanted for it."""
+
+
+@dataclass
+class Proposal:
+    """Drafts for one request: where they come from, and the tokens where these are known before how many are taken."""
+
+    group: Group
+    chances: list[float]  # that the first is accepted, the first two, …
+    tokens: list[int]
+
+
+def choose(chances: Sequence[Sequence[float]], cost: StepCosts, room: int, each: float = 0.0) -> list[int]:
+    """How many drafts to take of each answer, of which the first n are accepted with chances[i][n − 1].
+
+    room: tokens of the step beside one of each answer. each: seconds that drafting takes, for as many as the answer
+    with the most has. The most likely ones first, as many as make the most tokens in a second.
+    """
+    ranked = sorted(((-chance, place, i) for i, own in enumerate(chances) for place, chance in enumerate(own)))[:room]
+    answers = len(chances)
+    best, rate, gain, longest = 0, _GAIN * answers / cost(answers), float(answers), 0
+    for taken, (chance, place, _) in enumerate(ranked, 1):
+        gain, longest = gain - chance, max(longest, place + 1)
+        found = gain / (cost(answers + taken) + each * longest)
+        if found > rate:
+            best, rate = taken, found
+    counts = [0] * answers
+    for _, _, i in ranked[:best]:
+        counts[i] += 1
+    return counts
+
+
+# -- of one request --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Speculation:
+    """What a request drafts with, and how that has gone.
+
+    kind: of `SPECULATE`, but neither "off" nor "auto". most: drafts of a step.
+    """
+
+    kind: str
+    most: int
+    acceptance: Acceptance
+    text: TokenIndex = field(default_factory=TokenIndex)
+    _watched: tuple[Group, list[int]] | None = None  # drafts that were not taken
+    _met: int = 0  # how many of them have come true
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Tokens that have come, of the prompt or of the answer. Drafts that were not taken tell as much as others."""
+        tokens = list(tokens)
+        self.text.extend(tokens)
+        for token in tokens:
+            if self._watched is None:
+                break
+            group, drafts = self._watched
+            same = drafts[self._met] == token
+            self._met += same
+            if not same or self._met == len(drafts):
+                self.acceptance.record(group, len(drafts), self._met)
+                self._watched = None
+
+    def watch(self, proposal: Proposal) -> None:
+        """These drafts are not taken."""
+        if self._watched is None and proposal.tokens:
+            self._watched, self._met = (proposal.group, proposal.tokens), 0
+
+    def forget(self) -> None:
+        """Drafts are taken: those that were not are no longer looked at."""
+        self._watched = None
+
+    def proposal(self, recent: RecentAnswers, most: int) -> Proposal | None:
+        """What may be drafted, with the tokens where they are known already."""
+        if self.kind == "ngram":
+            return self.ngram(recent, most)
+        return Proposal(self.kind, self.acceptance.chances(self.kind, most), [])
+
+    def ngram(self, recent: RecentAnswers, most: int) -> Proposal | None:
+        """What followed the end of the text where it stood before: in the text itself, or in a recent answer."""
+        at, same = self.text.find(self.text)
+        tokens = self.text.following(at, most) if same else []
+        if same < 2 * _LONG:
+            others, longer = recent.find(self.text)
+            if longer > same:
+                tokens, same = others[:most], longer
+        if not tokens:
+            return None
+        group = "ngram 8" if same >= 2 * _LONG else "ngram 4" if same >= _LONG else "ngram 2"
+        return Proposal(group, self.acceptance.chances(group, len(tokens)), tokens)
+
+
+class Speculator:
+    """What all requests of a scheduler have in common: recent answers, how drafts fare, and what steps take."""
+
+    def __init__(self) -> None:
+        self.recent = RecentAnswers()
+        self.acceptance = Acceptance()
+        self.costs = StepCosts()
+        self.seconds_each = 0.0  # of a model, for one draft of all answers: a running mean
+        self._timed = False  # its programs have been made
+        self._same = 0  # steps since it last took drafts, or took none, as a try
+
+    def speculation(self, kind: str, most: int) -> Speculation:
+        return Speculation(kind, most, Acceptance(self.acceptance))
+
+    def wants(self, speculation: Speculation) -> bool:
+        """Whether one answer alone would take drafts behind what is known of it, or is to try some."""
+        if self._same + 1 >= PROBE:
+            return True
+        proposal = speculation.proposal(self.recent, speculation.most)
+        if proposal is None:
+            return False
+        each = 0.0 if proposal.tokens else self.seconds_each
+        return choose([proposal.chances], self.costs, MOST_DRAFTS, each)[0] > 0
+
+    def drafts(
+        self, answers: Sequence[tuple[Speculation | None, int]], room: int, draft: Draft
+    ) -> list[Proposal | None]:
+        """Drafts for each answer of a step, of which it may take so many; room: for all of them together.
+
+        draft: gives the drafts of a model, for answers by number and how many of them are wanted.
+        """
+        found: list[Proposal | None] = []
+        for speculation, most in answers:
+            most = 0 if speculation is None else min(most, speculation.most)
+            found.append(None if speculation is None or most < 1 else speculation.proposal(self.recent, most))
+        if not any(found):
+            return found
+        models = [n for n, one in enumerate(found) if one is not None and not one.tokens]
+        each = self.seconds_each if models else 0.0
+        counts = choose([[] if one is None else one.chances for one in found], self.costs, room, each)
+        counts = self._tried(counts, found, room)
+        for n, (proposal, (speculation, _)) in enumerate(zip(found, answers, strict=True)):
+            if proposal is None or speculation is None:
+                continue
+            if not counts[n]:
+                speculation.watch(proposal)
+                found[n] = None
+            elif proposal.tokens:
+                speculation.forget()
+                proposal.tokens = proposal.tokens[: counts[n]]
+        wanted = {n: counts[n] for n in models if counts[n]}
+        if wanted:
+            self._draft(wanted, found, draft)
+        return found
+
+    def _draft(self, wanted: dict[int, int], found: list[Proposal | None], draft: Draft) -> None:
+        begin = compile_progress.clock()
+        for n, tokens in draft(wanted).items():
+            proposal = found[n]
+            assert proposal is not None
+            proposal.tokens = tokens
+        each = (compile_progress.clock() - begin) / max(wanted.values())
+        if self._timed:
+            known = self.seconds_each
+            self.seconds_each = 0.9 * known + 0.1 * min(each, 2 * known) if known else each
+        self._timed = True
+
+    def _tried(self, counts: list[int], found: Sequence[Proposal | None], room: int) -> list[int]:
+        """The counts, or in one step of `PROBE` others, so that what is known of costs does not grow old."""
+        self._same += 1
+        if self._same < PROBE:
+            return counts
+        self._same = 0
+        if any(counts):
+            return [0] * len(counts)
+        likely = max((n for n, one in enumerate(found) if one is not None), key=lambda n: found[n].chances[0])  # type: ignore[union-attr]
+        return [min(2, room, len(one.chances)) if n == likely and one is not None else 0 for n, one in enumerate(found)]
