@@ -6,11 +6,12 @@ They are compiled, not run (`tests.gpu.compile`): a line for each kernel whose t
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import penstock
 from penstock import ops
-from penstock.quant import QuantizedTensor
+from penstock.quant import BLOCK_TYPES, GgufTensor, QuantizedTensor, in_planes
 
 
 class Call(NamedTuple):
@@ -72,6 +73,24 @@ def lanes_experts(T: int, dim: int, width: int, bits: int = 4, gs: int = 64, E: 
         )
 
 
+def blocks(kind: str, *shape: int) -> GgufTensor:
+    known, (*lead, K) = BLOCK_TYPES[kind], shape
+    return in_planes(GgufTensor(np.zeros((*lead, K // known.size * known.nbytes), np.uint8), kind), "torch")
+
+
+def blocks_product(T: int, kind: str, N: int = 2176, K: int = 1024) -> Any:
+    return ops.quantized_matmul(half(T, K), blocks(kind, N, K))
+
+
+def blocks_experts(T: int, kind: str) -> Any:
+    stacks = (blocks(kind, 4, n, k) for n, k in ((256, 512), (256, 512), (512, 256)))
+    return ops.moe_forward(half(T, 512), ints(T, 2), torch.zeros(T, 2), *stacks)
+
+
+def blocks_latent(kind: str) -> Any:
+    return ops.mla_q_prime(half(2, 16, 128), blocks(kind, 16 * 256, 512))
+
+
 def experts(T: int, bits: int = 4) -> Any:
     weights = (codes(4, n, k, bits=bits) for n, k in ((256, 512), (256, 512), (512, 256)))
     return ops.moe_forward(half(T, 512), ints(T, 2), torch.zeros(T, 2), *weights)
@@ -126,6 +145,11 @@ CALLS = (
     Call("quantized_matmul", lanes, ((300, 257, 2048, 8, 64, "float32"), (16, 257, 2048, 8, 32, "float32"))),
     Call("quantized_matmul", lanes, ((8, 12352, 2048, 2), (16, 12352, 2048, 2, 128), (16, 2112, 2816, 4, 128))),
     Call("quantized_matmul", lanes, ((8, 1025, 704), (16, 12352, 2048, 8))),
+    Call("quantized_matmul", blocks_product, tuple((T, kind) for T in (1, 8, 32, 300) for kind in BLOCK_TYPES)),
+    Call("moe_forward", blocks_experts, ((1, "Q6_K"), (64, "Q6_K"))),
+    Call("mla_q_prime", blocks_latent, (("Q4_K",),)),
+    Call("quantized_embedding", lambda: ops.quantized_embedding(ints(3), blocks("Q6_K", 64, 256), "bfloat16")),
+    Call("dequantize", lambda: ops.dequantize(blocks("Q6_K", 64, 256))),
     Call("fused_gate_up_swiglu", lanes_gate_up, ((8, 12352), (16, 12352), (8, 1024), (16, 1024), (16, 1024, 8))),
     Call("moe_shared_forward", lanes_experts, ((8, 2048, 512), (64, 2048, 512, 2), (64, 2816, 704))),
     Call("moe_forward", experts, ((12,), (64,), (160,), (300,), (300, 8), (160, 3), (300, 6))),
