@@ -32,7 +32,7 @@ from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.speculate import MOST_DRAFTS, check_speculate
-from penstock.errors import BackendError, CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
+from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models import mtp
@@ -53,7 +53,6 @@ from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
 from penstock.progress import in_notebook, notebook_bar
-from penstock.quant import BLOCK_TYPES
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
@@ -928,18 +927,10 @@ def _read_gguf(
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     found = open_gguf(path)
-    blocks = next((name for name, info in found.file.tensors.items() if info.type in BLOCK_TYPES), None)
-    if blocks is not None and not device.host_memory:
-        raise BackendError(
-            f"{path}: tensor {blocks} is {found.file.tensors[blocks].type}, which has no kernels on {device.name}, "
-            f"expected device cpu, or an MLX folder made of it: penstock convert --requantize --model {path}"
-        )
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
     if experts.asked:
-        if rank is not None:
-            raise InvalidArgument(f"load: expert_cache is given for {path} on several ranks, expected 'auto'")
-        model, notices = _stream_gguf(found, device, experts, options, progress)
+        model, notices = _stream_gguf(found, device, experts, options, progress, rank)
         notices += [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
         return _with_files(model, device, found.file), tokenizer, notices
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
@@ -962,22 +953,30 @@ def _stream_gguf(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
+    rank: Rank | None = None,
 ) -> tuple[AnyModel, list[str]]:
-    """A model of a GGUF file whose experts are read when they are chosen."""
-    path, family, config = found.file.path, found.family, found.read_config()
+    """A model of a GGUF file whose experts are read when they are chosen, or a rank's part of it."""
+    path, family, config, source = found.file.path, found.family, found.read_config(), found.source
+    nbytes, copied, owned = found.nbytes, found.copied_nbytes, None
+    if rank is not None:
+        source, config = rank.split(family, source, config, found.columns)
+        nbytes = copied = nbytes // rank.size  # columns of a rank are copies
+        owned = rank.mesh.owned(config.experts)
     caches = Caches(family.caches(config), options["dtype"], device)
     beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
-    layers = _streamed_layers(family, found.source, config, experts, device, found.nbytes + beside)
-    away = owned_bytes(layers, None)
-    rest = max(0, (found.copied_nbytes if device.host_memory else found.nbytes - away)) + beside
-    budget = budget_of(experts, layers, rest, device, f"{path}")
-    slot_counts(layers, budget, config.top_k)
-    put = _putting(device, found.nbytes - away, progress)
-    weights = family.read_weights(FileBackedSource(found.source, put), config)
-    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint)
+    layers = _streamed_layers(family, source, config, experts, device, nbytes + beside)
+    away = owned_bytes(layers, owned)
+    whole = device.host_memory and rank is None  # of which nothing is copied but what has to be
+    rest = max(0, copied if whole else nbytes - away) + beside
+    budget = budget_of(experts, layers, rest, device, f"{path}", owned)
+    slot_counts(layers, budget, config.top_k, owned)
+    put = _putting(device, nbytes - away, progress)
+    weights = family.read_weights(FileBackedSource(source, put), config)
+    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint, owned)
     weights, streamed, notices = opened
     weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
-    return Model(family, placed, weights, found.fingerprint, found.nbytes, streamed), notices
+    model = Model(family, placed, weights, found.fingerprint, found.nbytes, streamed)
+    return model if rank is None else rank.part(model), notices
 
 
 def _with_files(model: AnyModel, device: Device, *files: Checkpoint | GgufFile) -> AnyModel:

@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra `distributed` is not installed")
+pytest.importorskip("torch.distributed", reason="the extra `distributed` is not installed")
 pytest.importorskip("msgspec", reason="the extra `distributed` is not installed")
 
-from penstock.engine import rank as ranks  # noqa: E402
-from penstock.engine.rank import Rank, rank_backend, rank_options, warn_of_cores  # noqa: E402
-from penstock.errors import BackendError, CheckpointError, EngineDied, InvalidArgument  # noqa: E402
-from penstock.models.split import Mesh  # noqa: E402
-from penstock.parallel.group import RankGroup, torch_distributed  # noqa: E402
-from penstock.parallel.launch import RankOptions, Torchrun, join_torchrun  # noqa: E402
-from tests.parallel.threads import Threads  # noqa: E402
+import torch
+
+from penstock.engine import rank as ranks
+from penstock.engine.rank import Rank, rank_backend, rank_options, warn_of_cores
+from penstock.errors import BackendError, CheckpointError, EngineDied, InvalidArgument
+from penstock.models.split import Mesh
+from penstock.parallel.group import RankGroup, torch_distributed
+from penstock.parallel.launch import RankOptions, Torchrun, join_torchrun
+from tests.parallel.threads import Threads
 
 
 def engine(**changes: Any) -> Any:

@@ -1,5 +1,6 @@
 """Drafts: what they are taken from, how many are taken, and that the text is the same with and without them."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,17 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.api import LLM
+from penstock.api import LLM, load_random
 from penstock.engine import speculate
+from penstock.engine.engine import Engine
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculate import Acceptance, Proposal, RecentAnswers, Speculation, StepCosts, TokenIndex, choose
 from penstock.engine.steps import Run
 from penstock.errors import DTypeError, InvalidArgument
-from tests.models.common import VOCAB, small_config, some_tokens, write_model
+from penstock.text.tokenizer import Tokenizer
+from tests.engine.capturing import CapturingHost
+from tests.models.common import VOCAB, moe_config, small_config, some_tokens, write_model
+from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 
 REPEATED = [7, 8, 9, 10, 11] * 6
 
@@ -140,6 +145,14 @@ def llm(folder: Path) -> LLM:
     return penstock.load(folder, device="cpu", max_context=700)
 
 
+@pytest.fixture(scope="module")
+def captured(llm: LLM) -> LLM:
+    """The same model on a device that captures programs and draws tokens."""
+    own = llm.engine
+    options = {"activations": own.activations, "max_context": 700, "drafts": 7, "speculate": "auto"}
+    return LLM(Engine(own.model, device=CapturingHost(), **options), llm.tokenizer, None, ())
+
+
 @pytest.mark.parametrize("start", [3, 254])
 def test_a_kept_run_counts_as_far_as_it_is_accepted(start: int, llm: LLM, rng: np.random.Generator) -> None:
     """To the bit as token by token, behind steps, snapshots, and commits outside of a step."""
@@ -236,8 +249,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("device", ["llm", "captured"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_text_is_the_same_with_drafts(name: str, llm: LLM, guessing: Callable[[list[list[int]]], None]) -> None:
+def test_the_text_is_the_same_with_drafts(
+    name: str, device: str, guessing: Callable[[list[list[int]]], None], request: pytest.FixtureRequest
+) -> None:
+    llm: LLM = request.getfixturevalue(device)
     prompts = [some_tokens(5), REPEATED, some_tokens(300, 2)]
     want = llm.generate(prompts, max_tokens=40, speculate="off", **OPTIONS[name])
     guessing([[*prompt, *done.tokens] for prompt, done in zip(prompts, want, strict=True)])
@@ -279,7 +296,11 @@ def test_answers_end_where_they_would_without_drafts(llm: LLM, guessing: Callabl
     assert llm.generate(whole, max_tokens=50, speculate="ngram").tokens == want and len(want) == 6
 
 
-def test_a_session_holds_what_was_read(llm: LLM, guessing: Callable[[list[list[int]]], None]) -> None:
+@pytest.mark.parametrize("device", ["llm", "captured"])
+def test_a_session_holds_what_was_read(
+    device: str, guessing: Callable[[list[list[int]]], None], request: pytest.FixtureRequest
+) -> None:
+    llm: LLM = request.getfixturevalue(device)
     options: dict[str, Any] = {"temperature": 1.0, "seed": 2}
     text = llm.generate(REPEATED, max_tokens=24, speculate="off", **options).tokens
     guessing([[*REPEATED, *text]])
@@ -336,3 +357,64 @@ def test_what_cannot_be_drafted_is_refused(llm: LLM, folder: Path) -> None:
         penstock.load(folder, device="cpu", speculate=3)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="speculate is 'mtp', expected another: the model has not a head"):
         penstock.load(folder, device="cpu", speculate="mtp")
+
+
+# -- a model's own head ----------------------------------------------------------------------------------------------
+
+
+HEADS: dict[str, Any] = {
+    "qwen3_5": moe_config(mtp_num_hidden_layers=1),
+    "deepseek_v3": DEEPSEEK["v3"] | {"num_nextn_predict_layers": 1},
+}
+
+
+def with_head(family: str, captures: bool, tokenizer: Tokenizer) -> LLM:
+    """A random model with a random head."""
+    own = load_random(HEADS[family], device="cpu", max_context=700).engine
+    assert own.model.head is not None
+    options = {"activations": own.activations, "max_context": 700, "drafts": 7, "speculate": "auto"}
+    return LLM(Engine(own.model, device=CapturingHost() if captures else None, **options), tokenizer, None, ())
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("family", HEADS)
+def test_a_head_drafts_and_changes_no_text(family: str, captures: bool, llm: LLM, eager: None) -> None:
+    llm = with_head(family, captures, llm.tokenizer)
+    prompts = [some_tokens(5), [3, 4] * 10, some_tokens(300, 2)]
+    for options in ({}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.1}):
+        make = functools.partial(llm.generate, prompts, max_tokens=16, **options)
+        want = [done.tokens for done in make(speculate="off")]
+        for count in (1, 3):
+            found = make(speculate="mtp", num_draft_tokens=count)
+            assert [done.tokens for done in found] == want
+            assert all(done.timings.draft_n > 0 for done in found)
+        assert [done.tokens for done in make()] == want  # auto
+
+
+def test_captured_heads_draft_what_exact_ones_do(llm: LLM, eager: None) -> None:
+    """Also behind steps that were launched before the token of the last one was known."""
+    made = []
+    for captures in (False, True):
+        llm = with_head("qwen3_5", captures, llm.tokenizer)
+        drafted: list[list[int]] = []
+        draft = Engine.draft
+
+        def noted(self: Engine, asked: Any, draft: Any = draft, drafted: Any = drafted) -> None:
+            draft(self, asked)
+            drafted.extend(one.drafts for one in asked)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Engine, "draft", noted)
+            llm.generate(some_tokens(7), max_tokens=12, temperature=0.9, seed=4, num_draft_tokens=3)
+        made.append(drafted)
+    assert made[0] and made[0] == made[1]
+
+
+def test_the_demo_model_accepts_its_heads_drafts(eager: None) -> None:
+    """At temperature 0.8 too, since drafts are drawn with the noise of the token itself."""
+    llm = penstock.load(device="cpu")
+    tale = (Path(penstock.__file__).parent / "demo" / "tale.txt").read_text()
+    texts = [tale[start : start + 300] for start in range(0, 4000, 1000)]
+    found = [llm.generate(text, max_tokens=40, temperature=0.8, seed=7, num_draft_tokens=2).timings for text in texts]
+    tries, accepted = (sum(one.draft_places[0][i] for one in found) for i in (0, 1))
+    assert accepted >= 0.55 * tries > 20

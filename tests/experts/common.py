@@ -22,6 +22,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA["moe"],
     "glm4_moe": LLAMA["glm"],
     "minimax_m2": LLAMA["minimax"],
+    "mistral4": DEEPSEEK["mistral sees"],
     "lfm2_moe": LFM2["moe"],
     "kimi_linear": KIMI["moe"],
 }

@@ -1,6 +1,7 @@
 """CUDA kernels with weights in GGUF blocks, which they read as planes, against definitions."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -13,6 +14,9 @@ from penstock import ops
 from penstock.errors import BackendError, DTypeError, ShapeError
 from penstock.quant import BLOCK_TYPES, GgufPlanes, GgufTensor, in_planes
 from tests.gpu.common import DEVICE, GPU, reference, run, to_device, to_host
+from tests.models.common import error, some_tokens
+from tests.models.made import decoded
+from tests.models.test_gguf import MODELS, write
 from tests.ops.common import EPS, assert_close, i32, normal
 from tests.weights.blocks import some_blocks
 
@@ -24,7 +28,7 @@ def some(rng: np.random.Generator, kind: str, *shape: int) -> GgufTensor:
 
 
 def calls(rng: np.random.Generator, kind: str, dtype: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Ops with arguments: an odd number of blocks in a row, rows that fill no tile, few and many rows, no expert."""
+    """Ops with arguments: an odd number of blocks in a row, rows that fill no tile, few and many, absent experts."""
     wide = BLOCK_TYPES[kind].size == 256
     K = 768 if wide else 160
     yield ops.dequantize, {"w": some(rng, kind, 3, 5, K)}
@@ -107,15 +111,33 @@ def test_other_activations_and_ways(kind, rng):
 def test_planes_that_do_not_fit_are_refused(rng):
     planes = in_planes(some(rng, "Q6_K", 3, 256), "torch")
     low, high, sub, top = planes.arrays
-    for arrays, error, words in (
+    for arrays, kind, words in (
         ((low, high, sub), ShapeError, "3 arrays, expected 4 of Q6_K"),
         ((low, high[:2], sub, top), ShapeError, r"high has shape \(2, 16\), expected \(3, 16\)"),
         ((low, high, sub.view(torch.int8), top), DTypeError, "sub has dtype torch.int8, expected uint8"),
         ((low, high, sub, top.numpy()), DTypeError, "top is a ndarray"),
         ((low, high.t().contiguous().t(), sub, top), ShapeError, "high is not contiguous"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(kind, match=words):
             GgufPlanes(arrays, "Q6_K")
     blocks = planes.to("torch")
     with penstock.backend("cuda"), pytest.raises(BackendError, match="expected its planes on cuda"):
         ops.dequantize(blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("wide_moe", "Q6_K"), pytest.param("llama", "Q5_1", marks=pytest.mark.slow)]
+)
+def test_a_file_on_the_gpu_is_the_model_of_the_host(name, kind, tmp_path, monkeypatch):
+    """Resident and, of experts, streamed through slots for some of them, from pinned memory and from disk."""
+    monkeypatch.setattr("penstock.api.gguf_tokenizer", lambda _: SimpleNamespace(vocab_size=1))
+    monkeypatch.setitem(MODELS, f"short {name}", MODELS[name] | {"num_hidden_layers": 1})
+    path, tokens = write(tmp_path / "x.gguf", f"short {name}", kind), some_tokens(5)
+    options = {"activations": "float32", "max_context": 128}
+    want = penstock.load(path, device="cpu", **options).logits(tokens)
+    budgets = [{}, {"expert_cache": "60%", "expert_host": "30%"}] if name == "wide_moe" else [{}]
+    for budget in budgets:
+        llm = penstock.load(path, device="cuda", dtype="float32", **options, **budget)
+        if not GPU:
+            llm.engine.allocate(sequences=1)
+        assert error(decoded(llm, tokens, 4), want[3:]) <= 2e-5

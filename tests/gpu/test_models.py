@@ -18,6 +18,7 @@ from tests.models.common import VOCAB, error, moe_config, next_config, small_con
 from tests.models.made import decoded, in_pieces
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
+from tests.models.test_gemma3n import CONFIGS as GEMMA3N
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_gemma4 import FULL, SLIDING
 from tests.models.test_gpt_oss import CONFIG as GPT_OSS
@@ -33,6 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**DEEPSEEK["v3"], "num_hidden_layers": 2},
     "llama": {**LLAMA["moe"], "num_hidden_layers": 1},
     "kimi_linear": kimi_config((2,), 2),
+    "gemma3n": GEMMA3N["plain"],
     "gpt_oss": GPT_OSS | {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "quantization": {"mode": "mxfp4"}},
 }
 EVERY: dict[str, dict[str, Any]] = {
@@ -41,6 +43,7 @@ EVERY: dict[str, dict[str, Any]] = {
     "qwen3_next": next_config(),
     "gpt_oss": GPT_OSS | {"quantization": {"mode": "mxfp4"}},
     "gemma3": GEMMA3["text"],
+    **{f"gemma3n-{name}": config for name, config in GEMMA3N.items()},
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
     **{f"kimi_linear-{name}": config for name, config in KIMI.items()},

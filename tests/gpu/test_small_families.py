@@ -22,7 +22,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", ["lfm2", pytest.param("ministral", marks=pytest.mark.slow)])
 def test_small_model_matches_the_definitions(name):
     config, tokens = SMALL[name], some_tokens(200 if GPU else 6)
     want = made(config, "reference").logits(tokens)

@@ -178,6 +178,65 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_dim": 20,
         "num_hidden_layers": 2,
     },
+    "mistral3": BASE
+    | {
+        "model_type": "ministral3",
+        "intermediate_size": 512,
+        "rope_parameters": YARN
+        | {"rope_theta": 50000.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+        | {"original_max_position_embeddings": 16},
+    },
+    "mistral3 small": BASE | {"model_type": "mistral", "intermediate_size": 512, "sliding_window": None},
+    "lfm2moe": BASE
+    | {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 4,
+        "norm_eps": 1e-5,
+        "layer_types": ["conv", FULL, "conv", FULL],
+        "conv_L_cache": 3,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "num_dense_layers": 1,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
+    "lfm2": BASE
+    | {
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "layer_types": ["conv", FULL, "conv"],
+        "conv_L_cache": 4,
+        "intermediate_size": 512,
+        "block_ff_dim": 512,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": True,
+    },
+    "kimi-linear": BASE
+    | MLA
+    | {
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+        "moe_renormalize": True,
+        "linear_attn_config": {
+            "num_heads": 8,
+            "head_dim": 64,
+            "short_conv_kernel_size": 4,
+            "kda_layers": [1, 2, 4],
+            "full_attn_layers": [3],
+        },
+    },
     "qwen2moe": BASE
     | EXPERTS
     | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 512, "norm_topk_prob": False},
@@ -193,6 +252,10 @@ ARCHITECTURES = {
     "glm4moe": gguf.MODEL_ARCH.GLM4_MOE,
     "minimax-m2": gguf.MODEL_ARCH.MINIMAXM2,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
+    "lfm2moe": gguf.MODEL_ARCH.LFM2MOE,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "kimi-linear": gguf.MODEL_ARCH.KIMI_LINEAR,
 }
 
 
@@ -212,7 +275,7 @@ class Released:
         joined = self.config["model_type"].startswith("gemma4")
         if path.endswith(("experts.gate_up_proj", "switch_glu.gate_proj")):
             return path.endswith("gate_up_proj") == joined
-        if path.endswith("in_proj_qkv"):
+        if path.endswith(("in_proj_qkv", "block_sparse_moe.gate_proj")):
             return False
         if path == "lm_head":
             return not self.config["tie_word_embeddings"]
@@ -305,6 +368,15 @@ def _changed(config: Mapping[str, Any], path: str, array: np.ndarray) -> dict[st
         return {path: array + np.float32(1)}
     if "linear_attn." in path:
         return _delta_net(config, path, array)
+    if kind in ("ministral3", "mistral") and path.endswith(("q_proj", "k_proj")):
+        heads = config["num_attention_heads" if path.endswith("q_proj") else "num_key_value_heads"]
+        return {path: array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)}
+    if path.endswith("A_log"):
+        return {path: -np.exp(array)}
+    if path.endswith("_conv1d"):
+        return {path: array.reshape(1, array.shape[0], 1, array.shape[2])}
+    if path.endswith("conv.conv"):
+        return {path: array.squeeze(1)}
     if path.endswith("kv_b_proj"):
         heads = array.reshape(config["num_attention_heads"], -1, array.shape[1])
         k, v = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
@@ -320,14 +392,16 @@ def gguf_name(table: gguf.TensorNameMap, path: str) -> str:
         if path.endswith(end):
             return f"blk.{path.split('.')[1]}.{name}"
     suffix = ".weight"
-    path = path.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
+    path = path.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
+    path = path.replace("e_score_correction_bias", "e_score_correction.bias")
     if path.endswith(".bias"):
         path, suffix = path.removesuffix(".bias"), ".bias"
     path = path.replace("switch_mlp.", "experts.")
-    if "block_sparse_moe.experts" in path:
+    if "block_sparse_moe.experts" in path or "feed_forward.experts" in path:
         for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
             path = path.replace(old, new)
-    found = table.get_name(path if path == "lm_head" else f"model.{path}")
+    bare = path == "lm_head" or "feed_forward.experts" in path
+    found = table.get_name(path if bare else f"model.{path}")
     assert found is not None, path
     return found if path.endswith("A_log") else found + suffix
 
@@ -379,7 +453,7 @@ def metadata_of(name: str) -> dict[str, Any]:
     for key in ("num_experts", "n_routed_experts", "num_local_experts"):
         if key in config:
             keys["expert_count"] = config[key]
-    if (scaling := config.get("rope_scaling")) is not None:
+    if (scaling := config.get("rope_scaling") or config.get("rope_parameters")) is not None and "factor" in scaling:
         keys |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": scaling["factor"]}
         if scaling["rope_type"] == "yarn":
             keys["rope.scaling.original_context_length"] = scaling["original_max_position_embeddings"]
@@ -459,6 +533,41 @@ def _of_gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _of_lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
+    kv = config["num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [kv if kind == FULL else 0 for kind in config["layer_types"]],
+        "vocab_size": config["vocab_size"],
+        "shortconv.l_cache": config["conv_L_cache"],
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+        "attention.key_length": None,
+        "attention.value_length": None,
+    }
+
+
+def _of_kimi(config: Mapping[str, Any]) -> dict[str, Any]:
+    rank, rope, delta = config["kv_lora_rank"], config["qk_rope_head_dim"], config["linear_attn_config"]
+    return {
+        "attention.head_count_kv": [
+            int(n + 1 in delta["full_attn_layers"]) for n in range(config["num_hidden_layers"])
+        ],
+        "vocab_size": config["vocab_size"],
+        "ssm.conv_kernel": delta["short_conv_kernel_size"],
+        "kda.head_dim": delta["head_dim"],
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": rope,
+        "attention.key_length": rank + rope,
+        "attention.value_length": None,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
+        "attention.value_length_mla": config["v_head_dim"],
+        "expert_shared_count": config["num_shared_experts"],
+        "expert_used_count": config["num_experts_per_token"],
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_gating_func": 2,
+    }
+
+
 _MORE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "qwen35moe": _of_delta,
     "qwen35": _of_delta,
@@ -466,6 +575,20 @@ _MORE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gemma3": _of_gemma3,
     "gemma4": _of_gemma4,
     "deepseek2": _of_deepseek,
+    "mistral3": lambda config: {
+        "rope.dimension_count": config["head_dim"],
+        "vocab_size": config["vocab_size"],
+        **(
+            {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3}
+            if config["model_type"] == "ministral3"
+            else {}
+        ),
+    },
+    "lfm2": _of_lfm2,
+    "lfm2moe": lambda config: (
+        _of_lfm2(config) | {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2}
+    ),
+    "kimi-linear": _of_kimi,
     "gpt-oss": lambda config: {
         "attention.sliding_window": config["sliding_window"],
         "expert_feed_forward_length": config["intermediate_size"],
@@ -501,7 +624,7 @@ def mixed(tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, gguf
     """A mix of types: experts MXFP4 or Q4_K, down and values Q6_K, rows of less than 256 columns Q8_0."""
     made = {}
     for name, array in tensors.items():
-        if name == "rope_freqs.weight" or "conv1d" in name or "ffn_gate_inp" in name or name.endswith("bias"):
+        if _kept(name):
             kind = "F32"
         elif array.shape[-1] % 256:
             kind = "Q8_0"
@@ -536,6 +659,11 @@ def write_file(
     return path
 
 
+def _kept(name: str) -> bool:
+    """Biases, routers and convolutions stay float32 in every file."""
+    return name.endswith(".bias") or "ffn_gate_inp" in name or "conv" in name or name == "rope_freqs.weight"
+
+
 def write(path: Path, name: str, type_name: str = "F32", tensors: Any = None, **changes: Any) -> Path:
     """A model of MODELS as a file; `changes` replace keys of its architecture ("." as "__"), None removes one."""
     arch = name.split()[0]
@@ -544,5 +672,8 @@ def write(path: Path, name: str, type_name: str = "F32", tensors: Any = None, **
         key = key.replace("__", ".")
         values[key if key.startswith(("general.", "tokenizer.", "split.")) else f"{arch}.{key}"] = value
     tensors = tensors_of(name) if tensors is None else tensors
-    held = {key: array if isinstance(array, tuple) else stored(array, type_name) for key, array in tensors.items()}
+    held = {
+        key: array if isinstance(array, tuple) else stored(array, "F32" if _kept(key) else type_name)
+        for key, array in tensors.items()
+    }
     return write_file(path, values, held)

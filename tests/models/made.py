@@ -77,7 +77,11 @@ def torch_model(folder: Path, load: bool = False) -> Any:
     transformers.logging.set_verbosity_error()
     config = transformers.AutoConfig.from_pretrained(folder)
     nested = "text_config" in json.loads((folder / "config.json").read_text())
-    kind: Any = transformers.AutoModelForImageTextToText if nested else transformers.AutoModelForCausalLM
+    kind: Any = transformers.AutoModelForCausalLM
+    if (
+        nested or type(config) not in kind._model_mapping
+    ):  # where transformers has the text model of Mistral Small 4, too
+        kind = transformers.AutoModelForImageTextToText
     options = {"dtype": torch.float32, "experts_implementation": "eager"}  # which takes any width
     if load:
         model, about = kind.from_pretrained(folder, output_loading_info=True, **options)

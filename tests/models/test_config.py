@@ -297,6 +297,11 @@ def test_first_layers_shortens_nested_configs_and_leaves_its_argument():
     assert first_layers(raw, None, "x")[0]["text_config"]["layer_types"] == ["a"]
     assert first_layers(raw, "all", "x") == ({"text_config": raw["text_config"]}, "")
     assert json.dumps(raw) == kept
+    more = {"num_kv_shared_layers": 2, "intermediate_size": [8, 8, 16, 16]}
+    raw["text_config"] |= more
+    for count, shared in ((4, 2), (3, 1), (2, 0), (1, 0)):  # the last ones of all layers share
+        text = first_layers(raw, count, "x")[0]["text_config"]
+        assert (text["num_kv_shared_layers"], text["intermediate_size"]) == (shared, [8, 8, 16, 16][:count])
     for layers in (0, 5):
         with pytest.raises(InvalidArgument, match=f"x: layers is {layers}, expected 1 to 4"):
             first_layers(raw, layers, "x")

@@ -18,7 +18,7 @@ from penstock.models import llama
 from penstock.models.layers import add_blocks
 from penstock.models.rope import Rope
 from penstock.models.step import PAGE, attend
-from tests.models.common import BRANCH, VOCAB, error
+from tests.models.common import BRANCH, VOCAB, error, seeing
 from tests.models.made import (
     FOUR,
     LONG,
@@ -125,14 +125,6 @@ MINISTRAL = {
     },
     "sliding_window": None,
 }
-
-
-def seeing(text: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """config.json of a model that sees, around a text model: Mistral Small 3.1, Ministral 3, Mistral Small 4."""
-    vision = {"model_type": "pixtral", "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
-    vision |= {"intermediate_size": 24, "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
-    config = {"model_type": "mistral3", "text_config": text, "vision_config": vision, "image_token_index": 7}
-    return config | {"architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": False} | changes
 
 
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -37,6 +37,7 @@ LLAMA, QWEN3_MOE = llamas.CONFIGS["llama3"], llamas.CONFIGS["moe"]
 GLM, MINIMAX, MIXTRAL = llamas.CONFIGS["glm"], llamas.CONFIGS["minimax"], llamas.CONFIGS["mixtral"]
 QWEN2_MOE = llamas.CONFIGS["qwen2 moe"]
 LFM2, LFM2_MOE = lfms.CONFIGS["dense"], lfms.CONFIGS["moe"]
+MISTRAL4 = deepseek.CONFIGS["mistral"]
 MINISTRAL, SEEING = llamas.CONFIGS["ministral"], llamas.CONFIGS["ministral sees"]
 
 # of each config the keys whose value is an integer: those that must be there, and those that have a default
@@ -84,6 +85,7 @@ REQUIRED: dict[str, tuple[dict[str, Any], list[str]]] = {
         LFM2_MOE,
         ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size", "num_dense_layers"],
     ),
+    "mistral4": (MISTRAL4, ["num_experts_per_tok", "kv_lora_rank", "moe_intermediate_size"]),
     "mistral3": (SEEING, ["num_hidden_layers", "num_key_value_heads", "hidden_size", "vocab_size"]),
 }
 OPTIONAL: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -458,6 +460,25 @@ def test_read_config_of_ministral3_asks_for_what_readers_disagree_on() -> None:
     assert " sliding_window is 64, expected null" in refused(MINISTRAL | {"sliding_window": 64})
     assert "layer_types has 'sliding_attention', expected" in refused(MINISTRAL | {"layer_types": [SLIDING] * 3})
     assert " attention_bias is True, expected False" in refused(MINISTRAL | {"attention_bias": True})
+
+
+def test_read_config_of_mistral4() -> None:
+    def rope(**changes: Any) -> dict[str, Any]:
+        return MISTRAL4 | {"rope_parameters": MISTRAL4["rope_parameters"] | changes}
+
+    config = deepseek_v3.read_config(MISTRAL4)
+    assert (config.query_scale, config.softmax, config.rope.width) == ((0.3, 48), True, 8)
+    assert config.scale == pytest.approx(40**-0.5 * (0.1 * math.log(8) + 1) ** 2)
+    sees = deepseek.CONFIGS["mistral sees"]
+    assert models.family_of(sees) is deepseek_v3.FAMILY and deepseek_v3.read_config(sees).model_type == "mistral4"
+    assert "partial_rotary_factor is 0.5, expected 0.2 (qk_rope_head_dim of a head)" in refused(
+        rope(partial_rotary_factor=0.5)
+    )
+    assert "llama_4_scaling_beta is None, expected a number" in refused(rope(llama_4_scaling_beta=None))
+    assert " rope_theta is missing" in refused(rope(rope_theta=None))
+    assert " n_group is 2, expected 1" in refused(MISTRAL4 | {"n_group": 2})
+    for key in ("rope_parameters", "n_routed_experts", "n_shared_experts"):
+        assert f" {key} is missing, expected an" in refused(without(MISTRAL4, key))
 
 
 def test_read_config_of_a_wrapper_is_that_of_its_text_model() -> None:

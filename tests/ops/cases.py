@@ -1153,6 +1153,33 @@ def _proportional_inv_freq(rng, dtype, head_dim, theta, part):
     return {"head_dim": head_dim, "theta": theta, "partial_rotary_factor": part}
 
 
+# -- altup -----------------------------------------------------------------------------------------------------------
+
+
+@case("altup_mix", sizes={"decode": (1, 4, 520), "ragged": (5, 3, 61), "empty": (0, 2, 8)}, dtypes=F32)
+def _altup_mix(rng, dtype, T, P, D):
+    return {"first": normal(rng, T, D), "rest": normal(rng, T, P - 1, D), "coefs": normal(rng, T, P * P)}
+
+
+@case("altup_mix", sizes={"extra": (3, 4, 37), "extra-many": (70, 2, 600)}, whole=True)
+def _altup_mix_extra(rng, dtype, T, P, D):
+    call = _altup_mix(rng, "float32", T, P, D)
+    return call | {"coefs": normal(rng, T, P * (P + 1)), "extra": normal(rng, T, D, dtype=dtype)}
+
+
+@case("altup_match", sizes={"decode": (1, 2048), "ragged": (5, 61), "wide": (70, 4100), "empty": (0, 3)})
+def _altup_match(rng, dtype, T, D):
+    x = normal(rng, T, D, dtype=dtype, scale=3)
+    x[1:2] = 0.001  # whose mean square is too small to be divided by
+    return {"x": x, "like": normal(rng, T, D)}
+
+
+@case("gaussian_topk", sizes={"decode": (1, 96), "ragged": (5, 61), "wide": (70, 4100), "empty": (0, 3)}, whole=True)
+def _gaussian_topk(rng, dtype, T, N):
+    x = normal(rng, T, N, dtype=dtype, scale=2)
+    return {"x": x + np.ones(1, x.dtype), "factor": 1.0}
+
+
 # -- delta -----------------------------------------------------------------------------------------------------------
 
 CONVS = {"decode": (1, 64, 4), "ragged": (5, 37, 4), "short": (2, 9, 3), "empty": (0, 5, 4), "long": (70, 33, 4)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -138,19 +139,11 @@ class Detecting(CapturingHost):
 
 
 GIVEN: dict[str, Any] = {
+    **{name: parameter.default for name, parameter in inspect.signature(api.load).parameters.items()},
     "device": "cpu",
     "dtype": "float32",
     "activations": "float32",
     "max_context": 64,
-    "threads": None,
-    **{f"expert_{name}": "auto" for name in ("cache", "host", "io", "policy")},
-    "expert_file": None,
-    "expert_prefetch": False,
-    "deterministic": False,
-    "revision": None,
-    "offline": None,
-    "cache_memory": None,
-    "state_dtype": "auto",
 }
 
 

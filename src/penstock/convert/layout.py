@@ -21,10 +21,12 @@ from penstock.convert.rows import (
     Files,
     Half,
     Heads,
+    InTurns,
     PlusOne,
     Rows,
     Shaped,
     Stacked,
+    Words,
     describe,
     stored,
 )
@@ -45,6 +47,8 @@ _SPELLED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # parts of a
 _JOINED = re.compile(r"(.+)\.experts\.(gate_up|down)_proj")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = "_scale_inv"
+_BLOCKS = "_blocks"
+_MXFP4 = Format(4, 32, "mxfp4")
 _HEAD = "mtp."  # before the paths of a head that drafts
 
 
@@ -67,6 +71,7 @@ class ConversionPlan:
     extra: frozenset[str]
     notices: tuple[str, ...]
     rounded: Mapping[str, Format] = field(default_factory=dict)
+    partly: bool = False  # the released files are quantized in part: what is dense may be rounded beside it
 
 
 class Released(Checkpoint):
@@ -124,6 +129,7 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
         names.layers,
         frozenset(extra & kept),
         tuple(notices),
+        partly=any(name.endswith(_BLOCKS) for name in checkpoint.names),
     )
 
 
@@ -180,9 +186,15 @@ def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[st
         if name.endswith(f".weight{_SCALE}"):
             found[name.removesuffix(_SCALE)] = _block_scaled(checkpoint, name, found)
             del found[name]
+    in_blocks = _of_blocks(checkpoint, found)
+    for path in in_blocks:
+        if dense:
+            parts = found.pop(f"{path}.weight"), found.pop(f"{path}.scales")
+            found[f"{path}.weight"] = Dequantized(parts, _MXFP4, bfloat16)
+        else:
+            formats[path] = _MXFP4
     for name in list(found):
-        if name.endswith(".scales"):
-            path = name.removesuffix(".scales")
+        if name.endswith(".scales") and (path := name.removesuffix(".scales")) not in formats:
             checkpoint.tensor(path)  # checks its parts against each other and against config.json
             format = checkpoint.quantization(path)
             assert format is not None
@@ -196,9 +208,36 @@ def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[st
     for name, rows in found.items():
         if isinstance(rows, BlockScaled | Dequantized) or name.rpartition(".")[0] in formats:
             continue
-        if checkpoint.dtype(name).startswith("float8"):
+        if name in checkpoint and checkpoint.dtype(name).startswith("float8"):
             raise CheckpointError(f"{checkpoint.path}: tensor {short(name)} is FP8 without {short(name + _SCALE)}")
     return found, formats
+
+
+def _of_blocks(checkpoint: Released, found: dict[str, Rows]) -> list[str]:
+    """Experts of gpt-oss as it is released, in mlx-lm's names instead: words, scales and biases, with the rows of gate
+    and up apart. Returns the paths of their modules.
+    """
+    paths: list[str] = []
+    for name in [name for name in found if name.endswith(_BLOCKS)]:
+        path = name.removesuffix(_BLOCKS)
+        base, _, module = path.rpartition(".")
+        codes, scales = (found.pop(part) for part in checkpoint.mxfp4_blocks(path))
+        parts: dict[str, Rows] = {"weight": Words(codes), "scales": scales}
+        bias = found.pop(f"{path}_bias", None)
+        if module != "gate_up_proj":
+            paths.append(path)
+            found |= {f"{path}.{part}": rows for part, rows in parts.items()}
+            found |= {} if bias is None else {f"{path}.bias": bias}
+            continue
+        if codes.shape[1] % 2:
+            raise CheckpointError(f"{checkpoint.path}: {name} has {codes.shape[1]} rows, expected those of gate and up")
+        for second, part in enumerate(("gate_proj", "up_proj")):
+            paths.append(f"{base}.{part}")
+            found |= {f"{base}.{part}.{end}": InTurns(rows, bool(second)) for end, rows in parts.items()}
+            if bias is not None:
+                single = InTurns(Shaped(bias, (*bias.shape, 1)), bool(second))
+                found[f"{base}.{part}.bias"] = Shaped(single, single.shape[:-1])
+    return paths
 
 
 def _block_scaled(checkpoint: Released, name: str, found: Mapping[str, Rows]) -> Rows:

@@ -261,7 +261,7 @@ def _folder(path: Path, options: Options) -> _Opened:
         raise InvalidArgument(f"{path}: requantize is asked for without quantize (-q), expected both for a folder")
     released, dense = layout.Released(path), options.dequantize or options.requantize
     planned = layout.plan_head(released, dense) if options.mtp else layout.plan(released, options.keep_mtp, dense)
-    if planned.formats and options.quantize:
+    if planned.formats and options.quantize and not planned.partly:
         first, format = next(iter(planned.formats.items()))
         raise InvalidArgument(
             f"{path}: is quantized already ({first}: {format}), expected a dense model; "
@@ -395,7 +395,7 @@ class Job:
         if not self.formats:
             return {}
         if self.recipe is not None:
-            table = self.recipe.table(self.formats, self.planned.family)
+            table = self.recipe.table(self.formats, self.planned.family, self.planned.formats)
         else:
             sizes = {path: math.prod(self.planned.tensors[f"{path}.weight"].shape) for path in self.formats}
             table = table_of(self.formats, sizes)

@@ -1,10 +1,11 @@
 """Steps in a few fixed sizes, for a device that captures: any mix of tokens runs in the next larger one.
 
-There are two forms. Answers: one token of each of B sequences. Mixed: T tokens of up to as many sequences as there are.
-Rows beyond those of the step are of no sequence: they read nothing and change nothing. Everything that differs from
-step to step lies in arrays that all sizes share, so that no size is captured twice; the residual stream is written to
-one place, and the head reads the wanted rows of it: logits, and the tokens drawn from them, are programs of their own
-by the number of rows. Block tables have their full width.
+There are three forms. Answers: one token of each of B sequences. Verification: 2, 4 or 8 tokens of each of B sequences,
+of which the host says afterwards how many count. Mixed: T tokens of up to as many sequences as there are. Rows beyond
+those of the step are of no sequence: they read nothing and change nothing. Everything that differs from step to step
+lies in arrays that all sizes share, so that no size is captured twice; the residual stream is written to one place, and
+the head reads the wanted rows of it: logits, and the tokens drawn from them, are programs of their own by the number of
+rows. Block tables have their full width.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.engine.runner import Call, Runner, SegmentedRunner, between_replays
-from penstock.engine.steps import MOST_LOGITS, Run, step_arrays, step_shapes, wants_hidden
+from penstock.engine.steps import KEPT, MOST_LOGITS, Run, kept_arrays, padded, step_arrays, step_shapes, wants_hidden
 from penstock.experts.streamed import EXPERT_OPS
 from penstock.graph import Graph, Program, SizedProgram, Wrap
 from penstock.graph.sizes import Sizes
@@ -37,6 +38,8 @@ MIXED = (
     16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048, 2560,
     3200, 4096
 )  # fmt: skip
+VERIFIED = (2, 4, 8)  # tokens of each sequence
+_VERIFYING = (1, 2, 4, 8, 16, 32)  # sequences
 _SHORT = 4  # pages: a token of Qwen3.6-35B-A3B on an H200 takes 20 µs less than with a table of full width
 _FEW = 8  # rows up to which products take norms and sums in: see graph/fuse_cuda.py
 _HIDDEN = "hidden"  # in place of a mode: the head is the final norm alone
@@ -52,13 +55,14 @@ UNREAD = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 @dataclass(frozen=True)
 class Bucket:
     """A size of step: rows, sequences, and whether each row is of a sequence of its own; short: it is of one sequence
-    that has a few pages, so that attention need not share them out among many programs.
+    that has a few pages, so that attention need not share them out among many programs. keeps: runs are verified.
     """
 
     rows: int
     sequences: int
     answers: bool
     short: bool = False
+    keeps: bool = False
 
 
 class BucketedSteps:
@@ -104,14 +108,24 @@ class BucketedSteps:
             return Bucket(rows, rows, True, rows == 1 and pages <= _SHORT < self._pages)
         return Bucket(_next(self.mixed, tokens), self.sequences, False)
 
+    def verifying(self, tokens: int, sequences: int) -> Bucket:
+        """The size for the verification of so many tokens of so many sequences."""
+        most = self.sequences
+        for count in (*(size for size in _VERIFYING if size < most), most):
+            for each in VERIFIED:
+                if count >= sequences and count * each >= tokens:
+                    return Bucket(count * each, count, False, keeps=True)
+        return Bucket(_next(self.mixed, tokens), most, False, keeps=True)
+
     def tokens_within(self, seconds: float) -> int:
         """The most tokens of a step that is known to take no longer, at least those of the smallest size."""
-        return max((b.rows for b, took in self._seconds.items() if not b.answers and took <= seconds), default=MIXED[0])
+        known = [(b.rows, took) for b, took in self._seconds.items() if not b.answers and not b.keeps]
+        return max((rows for rows, took in known if took <= seconds), default=MIXED[0])
 
     @property
     def measured(self) -> bool:
         """Whether it is known how long steps take."""
-        return any(not bucket.answers for bucket in self._seconds)
+        return any(not bucket.answers and not bucket.keeps for bucket in self._seconds)
 
     def working_bytes(self, sequences: int) -> int:
         """Memory that steps take beside weights and caches, at the most."""
@@ -150,7 +164,7 @@ class BucketedSteps:
         assert self._inputs is not None
         for start in range(0, len(wanted), MOST_LOGITS):
             rows = wanted[start : start + MOST_LOGITS]
-            self._inputs.send({"wanted": _padded(rows, MOST_LOGITS, -1)})
+            self._inputs.send({"wanted": padded(rows, MOST_LOGITS, -1)})
             self._inputs.unpack()
             yield self._logits(MOST_LOGITS, mode)[: len(rows)]
 
@@ -166,9 +180,13 @@ class BucketedSteps:
         self._bind_anew()
         assert self._sampler is not None
         values = self._sampler.values(rows, masks)
-        drawing = [run for run in runs if run.wanted == "last"]
-        values["draw_at"] = np.array([run.sequence.length + len(run.tokens) for run in drawing], np.int32)
-        values["draw_slots"] = np.array([run.sequence.slot for run in drawing], np.int32)
+        drawn_at, slots = [], []
+        for run in runs:
+            count, end = 0 if run.wanted == "none" else len(run.tokens) if run.keep else 1, run.sequence.length
+            end += len(run.tokens)
+            drawn_at += range(end - count + 1, end + 1)
+            slots += [-1 if run.keep else run.sequence.slot] * count  # the host says which of the kept ones counts
+        values["draw_at"], values["draw_slots"] = np.array(drawn_at, np.int32), np.array(slots, np.int32)
         self._launch(runs, values, mode=mode)
         drawn, logits = self._sampler.launched(len(rows), mode), None
         if hosted:
@@ -182,20 +200,23 @@ class BucketedSteps:
         self._bind_anew()
         assert self._inputs is not None
         arrays = step_arrays(runs, self._programs.windows, width=lambda pages: pages)
+        if any(run.keep for run in runs):
+            bucket = bucket or self.verifying(len(arrays["tokens"]), len(runs))
+            arrays |= kept_arrays(runs) if self._programs.caches.gates else {}
         bucket = bucket or self._bucket(arrays)
-        sizes = step_shapes(bucket.rows, bucket.sequences, 0, 0, ())
+        sizes = step_shapes(bucket.rows, bucket.sequences, 0, 0, ()) | dict.fromkeys(KEPT, (bucket.sequences,))
         room = self._head_rows(max(1, min(len(arrays["wanted"]), MOST_LOGITS)))
         values = {}
         for name, array in (arrays | drawing).items():
             if array.ndim == 2:
                 values[name] = array
             elif name == "starts":
-                values[name] = _padded(array, bucket.sequences + 1, array[-1])
+                values[name] = padded(array, bucket.sequences + 1, array[-1])
             elif name in sizes and name != "wanted":
-                values[name] = _padded(array, sizes[name][0], _PADS.get(name, 0))
+                values[name] = padded(array, sizes[name][0], _PADS.get(name, 0))
             elif len(array) <= room:
-                values[name] = _padded(array, room, _PADS.get(name, 0))
-        every = bucket.answers and len(arrays["wanted"]) == len(runs)
+                values[name] = padded(array, room, _PADS.get(name, 0))
+        every = (bucket.answers or bucket.keeps) and len(arrays["wanted"]) == len(arrays["tokens"])
         if every and mode in _WHOLE and self._programs.experts is None:
             runner, mode = self._whole(bucket, mode), None
         else:
@@ -205,6 +226,8 @@ class BucketedSteps:
             runner.run()
         if mode is not None:
             self._logits(len(arrays["wanted"]), mode)
+        if self._programs.drafter is not None:
+            self._programs.drafter.observe(runs, self._hidden[: len(arrays["tokens"])])
         return arrays
 
     def _bucket(self, arrays: dict[str, np.ndarray]) -> Bucket:
@@ -213,7 +236,7 @@ class BucketedSteps:
 
     def _running(self, bucket: Bucket) -> contextlib.AbstractContextManager[Any]:
         """With `deterministic` a mixed step is one chunk of a prompt, whose cut does not depend on others."""
-        return self._device.running(self._programs.batch_invariant and bucket.answers)
+        return self._device.running(self._programs.batch_invariant and (bucket.answers or bucket.keeps))
 
     def _logits(self, rows: int, mode: str | None) -> Any:
         """Run the head over the wanted rows, and draw from its logits in this mode; the logits, or hidden states."""
@@ -222,8 +245,8 @@ class BucketedSteps:
         return logits
 
     def _head_rows(self, rows: int) -> int:
-        sizes = [*self.answers, MOST_LOGITS] if rows > self.answers[-1] else self.answers
-        return _next(sizes, rows)
+        verified = [size for size in _verified_sizes() if size > self.answers[-1]]
+        return _next([*self.answers, *verified, MOST_LOGITS], rows)
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -236,6 +259,7 @@ class BucketedSteps:
         programs, device, B = self._programs, self._device, self.sequences
         self._hidden = device.zeros((self.most_tokens, programs.config.dim), STREAM)
         shapes = step_shapes(self.most_tokens, B, max(B, MOST_LOGITS), self._pages, programs.windows.values())
+        shapes |= dict.fromkeys(KEPT, (B,))
         self._inputs = device.step_inputs({name: (shape, "int32") for name, shape in shapes.items()}, B)
         self._sampler = device.sampler(self._inputs, programs.config.vocab_size) if device.samples_tokens else None
         self._version = caches.version
@@ -282,6 +306,7 @@ class BucketedSteps:
         given = self._inputs.on_device
         pages = _SHORT if bucket.short else self._pages
         shapes = step_shapes(bucket.rows, bucket.sequences, 0, pages, programs.windows.values())
+        shapes |= dict.fromkeys(KEPT, (bucket.sequences,))
         wanted = {name: shape for name, shape in shapes.items() if name in kind.graph.inputs}
         inputs = {name: given[name][tuple(map(slice, shape))] for name, shape in wanted.items()}
         detector, wrap = None, programs.wrap
@@ -312,19 +337,23 @@ class BucketedSteps:
         """Sizes with the same nodes: one row, those up to which products are joined, and take norms in."""
         programs, rows = self._programs, bucket.rows
         joined = self._device.joins
-        if bucket.answers:
+        if bucket.keeps:
+            least, most = next(span for span in _spans((_FEW, joined, MIXED[-1])) if span[1] >= rows)
+            least = max(2, least)
+        elif bucket.answers:
             least, most = next(span for span in _spans((1, _FEW, joined, self.answers[-1])) if span[1] >= rows)
             most = min(most, self.answers[-1])
         else:
             least, most = (MIXED[0], joined) if rows <= joined else (joined + 1, MIXED[-1])
-        key = (most, bucket.short) if bucket.answers else (most, bucket.sequences)
+        key = (most, bucket.short) if bucket.answers else (most, bucket.sequences, bucket.keeps)
         if key not in self._kinds:
             B, n, answers = bucket.sequences, _SHORT if bucket.short else self._pages, bucket.answers
+            keeps = bucket.keeps and bool(programs.caches.gates)
 
             def graph(sizes: Sizes) -> Graph:
                 if answers:
                     return programs.graph(sizes["B"], sizes["B"], n, decode=True, padded=True)
-                return programs.graph(sizes["T"], B, n, padded=True)
+                return programs.graph(sizes["T"], B, n, padded=True, keeps=keeps)
 
             name = "B" if answers else "T"
             detecting = programs.experts is not None and answers
@@ -474,6 +503,13 @@ def _mixed_sizes(tokens: int) -> tuple[int, ...]:
     return MIXED[: MIXED.index(_next(MIXED, tokens)) + 1]
 
 
+@functools.cache
+def _verified_sizes() -> list[int]:
+    """Rows of steps that verify."""
+    found = {count * each for count in _VERIFYING for each in VERIFIED}
+    return sorted(size for size in found if size < MOST_LOGITS)
+
+
 def _spans(ends: Seq[int]) -> list[tuple[int, int]]:
     """From each end to the next: (1, 8), (9, 64), …"""
     found, start = [], 1
@@ -486,11 +522,3 @@ def _spans(ends: Seq[int]) -> list[tuple[int, int]]:
 
 def _next(sizes: Seq[int], size: int) -> int:
     return next(one for one in sizes if one >= size)
-
-
-def _padded(array: np.ndarray, size: int, pad: int) -> np.ndarray:
-    if len(array) == size:
-        return array
-    found = np.full(size, pad, array.dtype)
-    found[: len(array)] = array
-    return found

@@ -362,10 +362,10 @@ class Caches:
         return tuple(map(self.device.to_host, kept))  # type: ignore[return-value]
 
     def fill(self, sequence: Sequence, length: int, rows: Seq[tuple[np.ndarray, np.ndarray]]) -> None:
-        """The reverse of `rows` for all layers, into a sequence that has just been opened."""
+        """The reverse of `rows` for all layers, or the first of them, into a sequence that has just been opened."""
         self.reserve(sequence, length)
         self.advance(sequence, length)
-        for layout, arrays, kept in zip(self.layouts, self.arrays, rows, strict=True):
+        for layout, arrays, kept in zip(self.layouts, self.arrays, rows, strict=False):
             for array, values in zip(arrays, map(self.device.to_device, kept), strict=True):
                 if not isinstance(layout, PagedKV):
                     array[sequence.slot][: len(values)] = values

@@ -21,6 +21,7 @@ import numpy as np
 from penstock.engine.buckets import Bucket, BucketedSteps
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize, sequences_within, size_for_batches, size_for_load, size_within
+from penstock.engine.draft_head import Asked, CapturedHead, ExactHead, HeadDrafter
 from penstock.engine.nonfinite import NonFinite, first_nonfinite
 from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs
@@ -38,6 +39,7 @@ from penstock.engine.steps import (
 )
 from penstock.errors import CheckpointError, EngineDied, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
+from penstock.models import mtp
 from penstock.models.family import ConfigT, Family, ModelConfig, ModelWeights, WeightsT
 from penstock.models.mtp import Head
 from penstock.models.split import Mesh, Split
@@ -155,6 +157,10 @@ class Engine:
         layouts = with_state_dtype(model.family.caches(model.config), state_dtype)
         if model.family.commit is not None:
             layouts = with_room(layouts, 1 + drafts if drafts else 0)
+        runs_head = self.device.runs_programs and model.mesh is None and drafts > 0
+        head = model.head if runs_head and model.family.final_norm is not None else None
+        if head is not None:
+            layouts = (*layouts, mtp.layout(head, model.family))
         make = Caches if leader is None else leader.caches
         self.caches = make(layouts, dtype, self.device)
         self.programs = (
@@ -173,6 +179,9 @@ class Engine:
             if self.device.runs_programs
             else None
         )
+        if self.programs is not None and head is not None:
+            runner = CapturedHead if self.device.captures else ExactHead
+            self.programs.drafter = HeadDrafter(runner(self.programs, head))
         self.lock = threading.RLock()
         self.speculate, self.num_draft_tokens = speculate, num_draft_tokens
         self._damage: str | None = None  # what was found wrong with the files
@@ -186,18 +195,17 @@ class Engine:
         Raises InvalidArgument for what this model cannot do.
         """
         chosen = self.speculate if kind is None or kind == "auto" else kind
+        if chosen == "auto" and self.drafter is not None:
+            chosen = "mtp"
         if chosen in ("auto", "off"):
             return "off", 0
-        if self.device.samples_tokens:
-            found = f"{where}: speculate is {chosen!r}"
-            raise InvalidArgument(f"{found}, expected 'off' or 'auto' on device {self.device.name!r}")
         room = self.caches.room
         if room is not None and room < 2:
             raise InvalidArgument(
                 f"{where}: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
                 "in its recurrent states (speculate='off')"
             )
-        if chosen in ("mtp", "draft"):
+        if chosen == "draft" or (chosen == "mtp" and self.drafter is None):
             need = "a head for drafts in its files" if chosen == "mtp" else "a draft_model"
             raise InvalidArgument(f"{where}: speculate is {chosen!r}, expected another: the model has not {need}")
         most = drafts or self.num_draft_tokens or MOST_DRAFTS
@@ -506,7 +514,22 @@ class Engine:
     def accept(self, sequence: Sequence, count: int) -> None:
         """Of the run of a sequence that the last step has kept, the first `count` tokens are its own."""
         with self.lock:
+            if self.drafter is not None:
+                self.drafter.accepted(sequence, count)
             self.caches.accept(sequence, count)
+
+    @property
+    def drafter(self) -> HeadDrafter | None:
+        """The model's own head, where it drafts."""
+        return None if self.programs is None else self.programs.drafter
+
+    def draft(self, asked: Seq[Asked]) -> None:
+        """Have the model's own head draft tokens of sequences for which it is ready."""
+        assert self.drafter is not None
+        with self.lock, self.device.running(self.deterministic):
+            for one in asked:
+                self.caches.reserve(one.sequence, one.count)
+            self.drafter.draft(asked)
 
     def settle(self, sequence: Sequence) -> None:
         """Have the recurrent states of a sequence hold all that was accepted."""
@@ -536,7 +559,8 @@ class Engine:
 
     def _layer_caches(self) -> list[Cache]:
         gates = self.caches.gates
-        return [(*pair, gates[n]) if n in gates else pair for n, pair in enumerate(self.caches.arrays)]
+        layers = self.caches.arrays[: len(self.model.family.caches(self.model.config))]
+        return [(*pair, gates[n]) if n in gates else pair for n, pair in enumerate(layers)]
 
     def prepare(self) -> None:
         """Have all programs compiled and captured, where the device captures, before the first request comes."""

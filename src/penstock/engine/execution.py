@@ -54,6 +54,20 @@ class Part:
         return self.end - self.at + (0 if self.drafts is None else len(self.drafts.tokens))
 
     @property
+    def rows(self) -> range:
+        """Of the step's logits from which a token is drawn."""
+        return range(self.tokens if self.drafts is not None else 1)
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the host chooses its tokens, whatever the device does. What is allowed or likely after a draft may
+        depend on it.
+        """
+        state = self.state
+        depends = state.sampler.edits is not None or state.request.grammar is not None
+        return state.hosted or (self.drafts is not None and depends)
+
+    @property
     def all_rows(self) -> bool:
         """Whether something of each of its tokens is wanted: logits, or hidden states."""
         return self.prompt and self.state.rows is not None
@@ -150,7 +164,6 @@ class Execution:
         """Start a step. Where the device does not sample, it has been run when this returns."""
         begin = compile_progress.clock()
         engine, runs = self._engine, [part.run() for part in parts]
-        drawing = [part.state for part in parts if part.draws]
         drawn: PendingStep | Drawn
         if any(part.all_rows for part in parts):
             self.steps += 1
@@ -159,13 +172,17 @@ class Execution:
             ends = np.cumsum([len(run.tokens) for run in runs])
             return Launched(parts, [run.sequence for run in runs], [], begin, np.split(found, ends[:-1]))
         if engine.device.samples_tokens:
-            samplers = [state.sampler for state in drawing if not state.hosted]
-            grammars = [None if state.hosted else state.request.grammar for state in drawing]
+            drawing = [part for part in parts if part.draws]
+            samplers = [part.state.sampler for part in drawing if not part.hosted]
+            grammars = [None if part.hosted else part.state.request.grammar for part in drawing for _ in part.rows]
             masked = any(grammar is not None for grammar in grammars)
             masks = [None if grammar is None else grammar.mask() for grammar in grammars] if masked else []
-            rows = [UNREAD if state.hosted else state.sampler.row for state in drawing]
-            hosted = [row for row, state in enumerate(drawing) if state.hosted]
+            each = [part for part in drawing for _ in part.rows]
+            rows = [UNREAD if part.hosted else part.state.sampler.row for part in each]
+            hosted = [row for row, part in enumerate(each) if part.hosted]
             drawn = engine.launch(runs, rows, mode_of(samplers, masked), masks, hosted)
+            for part in drawing:
+                part.state.verifying = part.drafts is not None
             self.host_seconds += compile_progress.clock() - begin
         else:
             logits = engine.step(runs)
@@ -183,16 +200,20 @@ class Execution:
         for part in parts:
             if not part.draws:
                 continue
-            state, count = part.state, part.tokens if part.drafts is not None else 1
-            if part.drafts is None:
-                found.append((state, sampled(self._engine, state, logits[row], part.end)))
-            else:
-                own = logits[row : row + count] if state.owned else logits[row : row + count].copy()
-                state.verification = Verification(own, part.drafts.tokens, part.drafts.group)
-                state.timings.draft_n += len(part.drafts.tokens)
-                found += self.verify(state)
-            row += count
+            own = logits[row : row + len(part.rows)]
+            found += self._taken_by_host(part, own)
+            row += len(part.rows)
         return found
+
+    def _taken_by_host(self, part: Part, logits: np.ndarray) -> Drawn:
+        state = part.state
+        if part.drafts is None:
+            return [(state, sampled(self._engine, state, logits[0], part.end))]
+        state.timings.draft_n += len(part.drafts.tokens)
+        state.verification = Verification(
+            part.drafts.tokens, part.drafts.group, logits if state.owned else logits.copy()
+        )
+        return self.verify(state)
 
     def verify(self, state: RequestState) -> Drawn:
         """The next tokens of a request whose drafts a step has computed: all up to the first that is no draft; of a
@@ -200,7 +221,11 @@ class Execution:
         """
         found: Drawn = []
         while (held := state.verification) is not None:
-            token = sampled(self._engine, state, held.logits[held.drawn], state.opened.length + 1 + held.drawn)
+            position = state.opened.length + 1 + held.drawn
+            if held.logits is not None:
+                token = sampled(self._engine, state, held.logits[held.drawn], position)
+            else:
+                token = self._taken(state, *held.tokens[held.drawn], position)
             found.append((state, token))
             same = not isinstance(token, Exception) and state.verified(token.id)
             if not same or found[-1][1].finish_reason is not None:  # type: ignore[union-attr]
@@ -225,17 +250,28 @@ class Execution:
             return step.drawn
         tokens = step.drawn.tokens()
         begin = compile_progress.clock()
-        drawing = [(p.state, s, p.end) for p, s in zip(step.parts, step.sequences, strict=True) if p.draws]
-        hosted = any(state.hosted for state, _, _ in drawing)
-        wanted = any(state.sampler.params.logprobs is not None and not state.hosted for state, _, _ in drawing)
-        logits = iter(step.drawn.logits()) if hosted else iter(())
+        drawing = [(part, own) for part, own in zip(step.parts, step.sequences, strict=True) if part.draws]
+        wanted = any(part.state.sampler.params.logprobs is not None and not part.hosted for part, _ in drawing)
+        logits = step.drawn.logits() if any(part.hosted for part, _ in drawing) else None
         logprobs = zip(*step.drawn.logprobs(), strict=True) if wanted else itertools.repeat(None)
+        pairs = zip(tokens, logprobs, strict=False)
         found: Drawn = []
-        for (state, sequence, end), token, own in zip(drawing, tokens, logprobs, strict=False):
-            row = next(logits) if state.hosted else None
-            if state.sequence is sequence:
-                taken = self._taken(state, token, own, end) if row is None else sampled(self._engine, state, row, end)
-                found.append((state, taken))
+        row = 0
+        for part, sequence in drawing:
+            drawn = [next(pairs) for _ in part.rows]
+            state, own, row = part.state, row, row + len(part.rows) * part.hosted
+            if state.sequence is not sequence:
+                continue
+            state.verifying = False
+            if part.hosted:
+                assert logits is not None
+                found += self._taken_by_host(part, logits[own:row])
+            elif part.drafts is None:
+                found.append((state, self._taken(state, *drawn[0], part.end)))
+            else:
+                state.timings.draft_n += len(part.drafts.tokens)
+                state.verification = Verification(part.drafts.tokens, part.drafts.group, None, drawn)
+                found += self.verify(state)
         self.host_seconds += compile_progress.clock() - begin
         return found
 

@@ -12,6 +12,7 @@ import numpy as np
 from penstock import ops
 from penstock.engine.buckets import BucketedSteps
 from penstock.engine.cache import Caches, Sequence
+from penstock.engine.draft_head import HeadDrafter
 from penstock.engine.steps import KEPT, MOST_SEQUENCES, ExactSteps, ragged_step, step_shapes, table_names
 from penstock.errors import OutOfMemory
 from penstock.experts.streamed import Streamed
@@ -53,12 +54,15 @@ class Programs:
         self.wrap: Wrap | None = None
         self.windows = table_names(caches.pools)
         self._commits: dict[tuple[int, int], tuple[Bound, dict[str, Any]]] = {}
+        self.drafter: HeadDrafter | None = None  # by the model's own head
         self.steps: ExactSteps | BucketedSteps = BucketedSteps(self) if self.device.captures else ExactSteps(self)
 
     def unbind(self) -> None:
         """Let go of the caches' arrays, which others replace: programs are bound again when they are used."""
         self.steps.unbind()
         self._commits = {}
+        if self.drafter is not None:
+            self.drafter.unbind()
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Move recurrent states on by the tokens that were accepted of kept runs."""
@@ -106,13 +110,14 @@ class Programs:
         padded: bool = False,
         hidden: bool = False,
         keeps: bool = False,
+        also_hidden: bool = False,
     ) -> Graph:
         """A step of T tokens of B sequences with block tables of n pages: the logits of R rows, or of none of them, and
         then the residual stream.
 
         decode: one token of each sequence. padded: some rows may be of no sequence. hidden: what the final norm makes
         of the residual stream, in place of it. keeps: some runs are kept, after what was accepted of those before has
-        moved the recurrent states on.
+        moved the recurrent states on. also_hidden: that beside what it gives otherwise.
         """
         specs = {name: Spec(shape, "int32") for name, shape in step_shapes(T, B, R, n, self.windows.values()).items()}
         if decode:
@@ -130,8 +135,9 @@ class Programs:
                 self._commit(step, given)
             h = self.family.forward(step, self.weights, self.config, self.cache_values(given))
             if hidden:
-                return self._hidden(step, h)
-            return self._logits(step, h, given.get("wanted")) if R else h
+                return self.final_norm(step, h)
+            found = self._logits(step, h, given.get("wanted")) if R else h
+            return (found, self.final_norm(step, h)) if also_hidden else found
 
         return trace(fn, specs | self.cache_specs())
 
@@ -163,17 +169,22 @@ class Programs:
         """What the final norm makes of R rows of the residual stream of T rows, float32."""
 
         def fn(h: Any, wanted: Any) -> Any:
-            return self._hidden(Step(wanted, wanted, wanted, wanted, {}), ops.embedding(wanted, h))
+            return self.final_norm(Step(wanted, wanted, wanted, wanted, {}), ops.embedding(wanted, h))
 
         specs = {"h": Spec((T, self.config.dim), STREAM), "wanted": Spec((R,), "int32")}
         return trace(fn, specs)
 
-    def _hidden(self, step: Step, rows: Any) -> Any:
+    def final_norm(self, step: Step, rows: Any) -> Any:
+        """What the final norm makes of rows of the residual stream, float32."""
         assert self.family.final_norm is not None
         return self.family.final_norm(replace(step, dtype="float32"), rows, self.weights, self.config)
 
+    def rows_of(self, h: Any, wanted: Any) -> Any:
+        """The wanted rows of h, in its dtype."""
+        return ops.embedding(wanted, h)
+
     def _logits(self, step: Step, h: Any, wanted: Any) -> Any:
-        rows = h if wanted is None else ops.embedding(wanted, h)
+        rows = h if wanted is None else self.rows_of(h, wanted)
         return self.family.logits(step, rows, self.weights, self.config)
 
     def cache_arrays(self) -> dict[str, Any]:
@@ -188,5 +199,6 @@ class Programs:
         return {name: spec_of(array) for name, array in self.cache_arrays().items()}
 
     def cache_values(self, values: Mapping[str, Any]) -> list[Cache]:
-        counts = [2 + len(self._gates(n)) for n in range(len(self.caches.layouts))]
+        """Of the layers of the model, without that of a head."""
+        counts = [2 + len(self._gates(n)) for n in range(len(self.family.caches(self.config)))]
         return [tuple(values[f"cache{n}.{i}"] for i in range(count)) for n, count in enumerate(counts)]

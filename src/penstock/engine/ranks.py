@@ -377,7 +377,7 @@ def plan_hash(runs: Seq[Run]) -> bytes:
     found = hashlib.blake2b(digest_size=8)
     for run in runs:
         sequence = run.sequence
-        found.update(repr((sequence.slot, sequence.length, len(run.tokens), run.wanted, run.prompt)).encode())
+        found.update(repr((sequence.slot, sequence.length, len(run.tokens), run.wanted, run.prompt, run.keep)).encode())
         found.update(run.tokens.tobytes())
         for table in sequence.tables.values():
             found.update(table.array.tobytes())

@@ -145,6 +145,18 @@ class Sampler:
         self._chosen(token)
         return with_logprobs(self, token, None if n is None else [array[0] for array in more])
 
+    def draft(self, logits: np.ndarray, position: int, mask: np.ndarray | None = None) -> int:
+        """A guess at the token at `position` from another model's float32 logits of the first ids, drawn as the token
+        itself will be, with the same noise. Nothing is remembered. Of logits that are not finite it is the first id.
+        """
+        self._position[0] = position
+        words = None if mask is None else mask_words(mask, self.vocab_size)[: -(-len(logits) // 32)]
+        edits: tuple[Any, ...] = (None,) * 6
+        if words is not None and len(logits) % 32 == 0:
+            edits = (*edits[:4], _FIRST, np.ascontiguousarray(words)[None])
+        _choose(logits[None], *self._arguments, *edits, None, out=(self._token, None, None, None))
+        return max(0, int(self._token[0]))
+
     def sample_with(
         self, choose: Callable[[np.ndarray], int], logits: np.ndarray, position: int, mask: np.ndarray | None = None
     ) -> Sampled:

@@ -35,6 +35,7 @@ import numpy as np
 from penstock import compile_progress
 from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
+from penstock.engine.draft_head import Asked
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
 from penstock.engine.hooks import HookInterrupted
@@ -521,6 +522,7 @@ class Scheduler:
         """Close the sequence of a running request; it waits for another one, in which it is computed again."""
         self._engine.close(state.opened)
         state.sequence, state.queue.state = None, "waiting"
+        state.verification, state.verifying = None, False
         state.drawn = len(state.tokens)
         if state.sampler.edits is not None:
             state.sampler.edits.stale = True  # a device may have counted a token that nobody has read
@@ -617,10 +619,10 @@ class Scheduler:
         for state in self._running:
             if state.paused is not None and (state.queue.state == "generating" or not state.owned):
                 continue
-            if state.verification is not None:
+            if state.verification is not None or state.verifying:
                 continue
             if state.queue.state == "generating":
-                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain):
+                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain and not self._waits(state)):
                     (suspects if state.suspect else parts).append(Part.of_answer(state))
             elif state.suspect:
                 suspects.append(self._chunk(state, self._engine.most_tokens))
@@ -637,15 +639,42 @@ class Scheduler:
                 self._deliver(state, token)
         return bool(waiting)
 
+    def _waits(self, state: RequestState) -> bool:
+        """Whether a request sits out a step that is launched ahead: with its token known there may be drafts."""
+        speculation = state.speculation
+        return speculation is not None and self._speculator.wants(speculation)
+
     def _add_drafts(self, parts: list[Part]) -> None:
         """Let answers verify drafts, as many as make their tokens come soonest."""
         answers = [part for part in parts if not part.prompt]
+        if self._engine.device.captures and len(answers) < len(parts):  # there are no such sizes
+            return
         if not any(part.state.speculation is not None and part.draws for part in answers):
             return
         room = min(MOST_LOGITS, self._engine.most_sequences) - len(answers)
-        wanted = [(part.state.speculation, part.state.draft_limit if part.draws else 0) for part in answers]
-        for part, drafts in zip(answers, self._speculator.drafts(wanted, max(0, room)), strict=True):
+        wanted = [(part.state.speculation, self._draft_limit(part)) for part in answers]
+        found = self._speculator.drafts(wanted, max(0, room), lambda counts: self._drafted(answers, counts))
+        for part, drafts in zip(answers, found, strict=True):
             part.drafts = drafts
+
+    def _drafted(self, answers: list[Part], counts: dict[int, int]) -> dict[int, list[int]]:
+        """What the model's own head drafts for answers by their numbers."""
+        asked = {}
+        for n, count in counts.items():
+            state = answers[n].state
+            mask = None if state.request.grammar is None else state.request.grammar.mask()
+            asked[n] = Asked(state.opened, state.tokens, state.prompt_end, count, state.sampler, mask)
+        self._engine.draft(list(asked.values()))
+        return {n: one.drafts for n, one in asked.items()}
+
+    def _draft_limit(self, part: Part) -> int:
+        """Drafts that an answer may have."""
+        state, drafter = part.state, self._engine.drafter
+        if not part.draws or state.speculation is None:
+            return 0
+        if state.speculation.kind == "mtp" and (drafter is None or not drafter.ready(state.opened)):
+            return 0
+        return state.draft_limit
 
     def _chunk(self, state: RequestState, room: int) -> Part:
         """The next chunk of a prompt, behind what is stored of it: up to a multiple of the alignment, the first behind

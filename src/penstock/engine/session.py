@@ -262,7 +262,7 @@ class Session:
             arrays["logits"] = self.logits
         with engine.lock:
             engine.settle(sequence)
-            for n in range(len(engine.caches.layouts)):
+            for n in range(len(engine.model.family.caches(engine.model.config))):  # a head's is left out
                 for part, array in zip(("first", "second"), engine.caches.rows(sequence, n), strict=True):
                     arrays[f"layers.{n}.{part}"] = np.ascontiguousarray(array)
         about = {
@@ -357,7 +357,8 @@ def restore_into(
     wanted = {"tokens": ((arrays["tokens"].size,), "int32")} if "tokens" in arrays else {"tokens": ((0,), "int32")}
     if "logits" in arrays:
         wanted["logits"] = ((engine.model.config.vocab_size,), "float32")
-    for n, layout in enumerate(engine.caches.saved_layouts):
+    layers = len(engine.model.family.caches(engine.model.config))
+    for n, layout in enumerate(engine.caches.saved_layouts[:layers]):
         if isinstance(layout, PagedKV):
             dead = 0 if layout.window is None else max(0, length - layout.window + 1) // PAGE
             shapes = [((length - dead * PAGE, width), engine.dtype) for width in (layout.key_width, layout.value_width)]
@@ -376,9 +377,7 @@ def restore_into(
         engine.token_array(tokens)
     except InvalidArgument as error:
         raise CheckpointError(f"{path}: {error}") from None
-    rows = [
-        tuple(arrays[f"layers.{n}.{part}"] for part in ("first", "second")) for n in range(len(engine.caches.layouts))
-    ]
+    rows = [tuple(arrays[f"layers.{n}.{part}"] for part in ("first", "second")) for n in range(layers)]
     with engine.lock:
         engine.caches.fill(session._sequence, length, rows)  # type: ignore[arg-type]
     session.tokens = tokens

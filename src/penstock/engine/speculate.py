@@ -11,10 +11,11 @@ none where that is best. Where it takes none it tries some in one step of `PROBE
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from penstock import compile_progress
 from penstock.errors import DTypeError, InvalidArgument
 
 MOST_DRAFTS = 7  # of a sequence in a step, which then has eight tokens of it
@@ -212,6 +213,10 @@ class StepCosts:
 _ROW = 0.25  # what a token of a step costs more than none, as a share of a step of one, before any was measured
 
 
+Draft: TypeAlias = Callable[[dict[int, int]], dict[int, list[int]]]
+"""Tokens that a model drafts, by the number of an answer and how many are wanted for it."""
+
+
 @dataclass
 class Proposal:
     """Drafts for one request: where they come from, and the tokens where these are known before how many are taken."""
@@ -274,12 +279,18 @@ class Speculation:
 
     def watch(self, proposal: Proposal) -> None:
         """These drafts are not taken."""
-        if self._watched is None:
+        if self._watched is None and proposal.tokens:
             self._watched, self._met = (proposal.group, proposal.tokens), 0
 
     def forget(self) -> None:
         """Drafts are taken: those that were not are no longer looked at."""
         self._watched = None
+
+    def proposal(self, recent: RecentAnswers, most: int) -> Proposal | None:
+        """What may be drafted, with the tokens where they are known already."""
+        if self.kind == "ngram":
+            return self.ngram(recent, most)
+        return Proposal(self.kind, self.acceptance.chances(self.kind, most), [])
 
     def ngram(self, recent: RecentAnswers, most: int) -> Proposal | None:
         """What followed the end of the text where it stood before: in the text itself, or in a recent answer."""
@@ -302,31 +313,65 @@ class Speculator:
         self.recent = RecentAnswers()
         self.acceptance = Acceptance()
         self.costs = StepCosts()
+        self.seconds_each = 0.0  # of a model, for one draft of all answers: a running mean
+        self._timed = False  # its programs have been made
         self._same = 0  # steps since it last took drafts, or took none, as a try
 
     def speculation(self, kind: str, most: int) -> Speculation:
         return Speculation(kind, most, Acceptance(self.acceptance))
 
-    def drafts(self, answers: Sequence[tuple[Speculation | None, int]], room: int) -> list[Proposal | None]:
-        """Drafts for each answer of a step, of which it may take so many; room: for all of them together."""
+    def wants(self, speculation: Speculation) -> bool:
+        """Whether one answer alone would take drafts behind what is known of it, or is to try some."""
+        if self._same + 1 >= PROBE:
+            return True
+        proposal = speculation.proposal(self.recent, speculation.most)
+        if proposal is None:
+            return False
+        each = 0.0 if proposal.tokens else self.seconds_each
+        return choose([proposal.chances], self.costs, MOST_DRAFTS, each)[0] > 0
+
+    def drafts(
+        self, answers: Sequence[tuple[Speculation | None, int]], room: int, draft: Draft
+    ) -> list[Proposal | None]:
+        """Drafts for each answer of a step, of which it may take so many; room: for all of them together.
+
+        draft: gives the drafts of a model, for answers by number and how many of them are wanted.
+        """
         found: list[Proposal | None] = []
         for speculation, most in answers:
             most = 0 if speculation is None else min(most, speculation.most)
-            found.append(None if speculation is None or most < 1 else speculation.ngram(self.recent, most))
+            found.append(None if speculation is None or most < 1 else speculation.proposal(self.recent, most))
         if not any(found):
             return found
-        counts = choose([[] if one is None else one.chances for one in found], self.costs, room)
+        models = [n for n, one in enumerate(found) if one is not None and not one.tokens]
+        each = self.seconds_each if models else 0.0
+        counts = choose([[] if one is None else one.chances for one in found], self.costs, room, each)
         counts = self._tried(counts, found, room)
         for n, (proposal, (speculation, _)) in enumerate(zip(found, answers, strict=True)):
             if proposal is None or speculation is None:
                 continue
-            if counts[n]:
-                speculation.forget()
-                proposal.tokens = proposal.tokens[: counts[n]]
-            else:
+            if not counts[n]:
                 speculation.watch(proposal)
                 found[n] = None
+            elif proposal.tokens:
+                speculation.forget()
+                proposal.tokens = proposal.tokens[: counts[n]]
+        wanted = {n: counts[n] for n in models if counts[n]}
+        if wanted:
+            self._draft(wanted, found, draft)
         return found
+
+    def _draft(self, wanted: dict[int, int], found: list[Proposal | None], draft: Draft) -> None:
+        begin = compile_progress.clock()
+        for n, tokens in draft(wanted).items():
+            proposal = found[n]
+            assert proposal is not None
+            proposal.tokens = tokens
+        each = (compile_progress.clock() - begin) / max(wanted.values())
+        if self._timed:
+            known = self.seconds_each
+            self.seconds_each = 0.9 * known + 0.1 * min(each, 2 * known) if known else each
+        self._timed = True
 
     def _tried(self, counts: list[int], found: Sequence[Proposal | None], room: int) -> list[int]:
         """The counts, or in one step of `PROBE` others, so that what is known of costs does not grow old."""
@@ -337,4 +382,4 @@ class Speculator:
         if any(counts):
             return [0] * len(counts)
         likely = max((n for n, one in enumerate(found) if one is not None), key=lambda n: found[n].chances[0])  # type: ignore[union-attr]
-        return [min(2, room, len(one.tokens)) if n == likely and one is not None else 0 for n, one in enumerate(found)]
+        return [min(2, room, len(one.chances)) if n == likely and one is not None else 0 for n, one in enumerate(found)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,13 +22,14 @@ from penstock.errors import InvalidArgument, NonFiniteLogits
 
 @dataclass(eq=False)
 class Verification:
-    """A run with drafts that a step has kept: logits float32 [1 + n, vocab] after its tokens, the n drafts, and of how
-    many of its rows the token has been drawn.
+    """A run with n drafts that a step has kept: logits float32 [1 + n, vocab] after its tokens, or what a device has
+    drawn from them, tokens and their log-probabilities; and of how many of its rows the token has been taken.
     """
 
-    logits: np.ndarray
     drafts: list[int]
     group: Group
+    logits: np.ndarray | None
+    tokens: Seq[tuple[int, Any]] = ()
     drawn: int = 0
     met: int = 0  # drafts that are the trunk's own tokens
 
@@ -77,6 +79,7 @@ class RequestState:
     history: TokenHistory | None = None  # of its hooks, from the first call on
     speculation: Speculation | None = None
     verification: Verification | None = None  # whose tokens have not all been drawn: of a session
+    verifying: bool = False  # a step with its drafts is under way
 
     def __post_init__(self) -> None:
         self.prompt_end = self.held + len(self.request.prompt)

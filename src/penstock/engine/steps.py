@@ -77,7 +77,10 @@ class ExactSteps:
         for name, array in arrays.items():
             if array.size:
                 inputs[name][...] = array
-        (found,) = bound.run()
+        found, *hidden = bound.run()
+        drafter = self._programs.drafter
+        if drafter is not None and hidden:
+            drafter.observe(runs, self._programs.device.to_host(hidden[0]))
         return None if output == "stream" else self._programs.device.to_host(found)
 
     def _keeps(self, runs: Seq[Run], arrays: dict[str, np.ndarray]) -> bool:
@@ -137,7 +140,8 @@ class ExactSteps:
             def graph(sizes: Sizes) -> Graph:
                 rows, hidden = sizes["R"] if output == "logits" else 0, output == "hidden"
                 size = (sizes["T"], sizes["B"], sizes["n"], rows)
-                return programs.graph(*size, decode=one, hidden=hidden, keeps=keeps)
+                also = programs.drafter is not None and not hidden
+                return programs.graph(*size, decode=one, hidden=hidden, keeps=keeps, also_hidden=also)
 
             self._kinds[key] = SizedProgram(graph, programs.device.name, least, most, more=ahead, **programs.options)
         return self._kinds[key]
@@ -202,6 +206,15 @@ def step_arrays(
         for row, pages in zip(arrays[name], own, strict=True):
             row[: len(pages)] = pages
     return arrays
+
+
+def padded(array: np.ndarray, size: int, pad: int) -> np.ndarray:
+    """The array with as many numbers `pad` behind it as make it this long."""
+    if len(array) == size:
+        return array
+    found = np.full(size, pad, array.dtype)
+    found[: len(array)] = array
+    return found
 
 
 def kept_arrays(runs: Seq[Run]) -> dict[str, np.ndarray]:

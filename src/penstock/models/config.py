@@ -186,8 +186,11 @@ def first_layers(raw: Mapping[str, Any], layers: int | Literal["all"] | None, wh
     if not isinstance(whole, int) or isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= whole:
         raise InvalidArgument(f"{where}: layers is {count!r}, expected 1 to {whole} (num_hidden_layers) or all")
     text["num_hidden_layers"] = count
-    if isinstance(kinds := text.get("layer_types"), list):
-        text["layer_types"] = kinds[:count]
+    for key in ("layer_types", "mlp_layer_types", "intermediate_size", "activation_sparsity_pattern"):
+        if isinstance(each := text.get(key), list):
+            text[key] = each[:count]
+    if isinstance(shared := text.get("num_kv_shared_layers"), int):  # the last ones of all
+        text["num_kv_shared_layers"] = max(0, shared - (whole - count))
     if text is not config:
         config["text_config"] = text
     return config, f", {count} of {whole} layers" if count < whole else ""

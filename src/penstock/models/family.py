@@ -96,10 +96,13 @@ class MlxRules:
     uncast: tuple[str, ...] = ()  # tensors that keep their dtype, whatever the others become
     unquantized: tuple[str, ...] = ()  # ends of paths of matrices that mlx-lm cannot quantize in this model
     config: dict[str, Any] = field(default_factory=dict)  # keys of config.json that get another value
+    within: bool = False  # the text model is below `model.language_model.`, its head beside that
 
     @property
     def prefixes(self) -> tuple[str, str]:
         """What stands before the names of the text model, and before its `lm_head`."""
+        if self.within:
+            return "model.language_model.", ""
         return ("language_model.model.", "language_model.") if self.nested else ("model.", "")
 
 
@@ -115,6 +118,11 @@ class GgufArchitecture:
     """By config.json, module and number of rows where each row (or entry of a bias) comes from; None: as stored."""
     values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     """What vectors are as released, by patterns of their paths: what the converter made of them, undone."""
+    written: Callable[[Mapping[str, Any], str, int], np.ndarray | None] | None = None
+    """By config.json, module and axis (0 rows, 1 columns) where each comes from in mlx-lm's files, if the model runs in
+    another order."""
+    unwritten: str = ""
+    """Why no file for mlx-lm is made of it; empty: one is."""
     copied: tuple[str, ...] = ()
     """Modules whose rows the family itself puts into another order."""
     own_factors: bool = False

@@ -100,8 +100,8 @@ def read_config(raw: dict) -> Config:
         kv_heads=Hkv,
         head_dim=head_dim,
         scale=fields.number("query_pre_attn_scalar", 256.0, above=0) ** -0.5,
-        rope=_rope(fields, _FULL, head_dim, max_positions),
-        local_rope=_rope(fields, _SLIDING, head_dim, max_positions),
+        rope=rope_of(fields, _FULL, head_dim, max_positions),
+        local_rope=rope_of(fields, _SLIDING, head_dim, max_positions),
         embed_scale=float(np.float32(math.sqrt(dim)).astype(bfloat16)),
         mlp_width=fields.integer("intermediate_size"),
         tied=fields.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", True)),
@@ -109,7 +109,7 @@ def read_config(raw: dict) -> Config:
     )
 
 
-def _rope(fields: Fields, kind: str, head_dim: int, max_positions: int) -> Rope:
+def rope_of(fields: Fields, kind: str, head_dim: int, max_positions: int) -> Rope:
     """Older files have a theta for each kind of layer, and a scaling of the global ones alone."""
     tables = fields.table("rope_parameters", None)
     parameters = tables.table(kind, None) if tables is not None else None

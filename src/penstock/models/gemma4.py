@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -164,6 +164,27 @@ def _overridden(fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: in
     return found.pop()
 
 
+class SharedLayers(Protocol):
+    """What attention that shares keys and values, and per-layer inputs, take from a config; here and in Gemma 3n."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def layer_types(self) -> tuple[str, ...]: ...
+    @property
+    def kinds(self) -> Mapping[str, Kind]: ...
+    @property
+    def sources(self) -> tuple[int, ...]: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def per_layer_width(self) -> int: ...
+    @property
+    def per_layer_vocab(self) -> int: ...
+
+
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -223,32 +244,38 @@ class Weights:
 
 
 def read_weights(source: Source, config: Config) -> Weights:
-    dim, count, P = config.dim, len(config.layer_types), config.per_layer_width
+    dim, count = config.dim, len(config.layer_types)
     table = source.weight("embed_tokens", config.vocab_size, dim)
-    inputs = None
-    if P:
-        inputs = PerLayerInputs(
-            source.weight("embed_tokens_per_layer", config.per_layer_vocab, count * P),
-            source.weight("per_layer_model_projection", count * P, dim),
-            source.vector("per_layer_projection_norm", P),
-        )
+    inputs = read_inputs(source, config) if config.per_layer_width else None
     layers = tuple(_layer(source, config, n) for n in range(count))
     head = read_head(source, config.tied, table, config.vocab_size, dim)
     return Weights(table, inputs, layers, source.vector("norm", dim), head)
 
 
+def read_inputs(source: Source, config: SharedLayers) -> PerLayerInputs:
+    dim, width = config.dim, len(config.layer_types) * config.per_layer_width
+    return PerLayerInputs(
+        source.weight("embed_tokens_per_layer", config.per_layer_vocab, width),
+        source.weight("per_layer_model_projection", width, dim),
+        source.vector("per_layer_projection_norm", config.per_layer_width),
+    )
+
+
+def read_per_layer(source: Source, config: SharedLayers, path: str) -> PerLayer:
+    dim, P = config.dim, config.per_layer_width
+    return PerLayer(
+        source.weight(path + "per_layer_input_gate", P, dim),
+        source.weight(path + "per_layer_projection", dim, P),
+        source.vector(path + "post_per_layer_input_norm", dim),
+    )
+
+
 def _layer(source: Source, config: Config, n: int) -> Layer:
-    dim, P, path = config.dim, config.per_layer_width, f"layers.{n}."
-    per_layer = None
-    if P:
-        per_layer = PerLayer(
-            source.weight(path + "per_layer_input_gate", P, dim),
-            source.weight(path + "per_layer_projection", dim, P),
-            source.vector(path + "post_per_layer_input_norm", dim),
-        )
+    dim, path = config.dim, f"layers.{n}."
+    per_layer = read_per_layer(source, config, path) if config.per_layer_width else None
     return Layer(
         source.vector(path + "input_layernorm", dim),
-        _attention(source, config, n, path + "self_attn."),
+        read_attention(source, config, n, path + "self_attn."),
         source.vector(path + "post_attention_layernorm", dim),
         source.vector(path + "pre_feedforward_layernorm", dim),
         read_mlp(source, path + "mlp", dim, config.mlp_widths[n]),
@@ -259,7 +286,7 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
     )
 
 
-def _attention(source: Source, config: Config, n: int, path: str) -> Attention:
+def read_attention(source: Source, config: SharedLayers, n: int, path: str) -> Attention:
     kind, dim = config.kinds[config.layer_types[n]], config.dim
     rows = {"q": kind.heads * kind.head_dim}
     if config.sources[n] == n:
@@ -288,7 +315,7 @@ def _experts(source: Source, config: Config, path: str) -> Experts:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def caches(config: Config) -> tuple[Layout, ...]:
+def caches(config: SharedLayers) -> tuple[Layout, ...]:
     """One cache per layer; a layer that shares another's has an empty one."""
     layouts = []
     for n, name in enumerate(config.layer_types):
@@ -334,7 +361,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return y if config.softcap is None else ops.softcap(y, config.softcap)
 
 
-def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache: tuple[Array, Array]) -> Array:
+def attention(step: Step, x: Array, w: Attention, config: SharedLayers, n: int, cache: tuple[Array, Array]) -> Array:
     """Attention with normed heads and scale 1. Values are normed without a weight. x [T, dim] → [T, dim]."""
     kind, eps = config.kinds[config.layer_types[n]], config.norm_eps
     q, *kv = (linear(step, x, part) for part in w.inputs)
@@ -364,14 +391,20 @@ def both_over_ranks(step: Step, x: Array, y: Array) -> tuple[Array, Array]:
     return ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
 
 
-def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: Config) -> list[Array]:
-    """(normed projection of the embedding + row of the second table · √P) / √2, one [T, P] per layer."""
+def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: SharedLayers) -> list[Array]:
+    """(normed projection of the embedding + row of the second table · √P) / √2, one [T, P] per layer.
+
+    Tokens that the second table does not have (of pictures and sound) have 0 there.
+    """
     count, P = len(config.layer_types), config.per_layer_width
     T = h.shape[0]
     # eps belongs to the scaled projection: scaling by dim^(−1/2) inside the norm would divide it by dim
     projected = ops.mul(linear(step, stream_rows(step, h), w.projection), config.dim**-0.5).reshape(T, count, P)
     projected = ops.rms_norm(projected, w.norm, config.norm_eps)
-    rows = embed(step, w.table, step.dtype, config.per_layer_vocab)
+    known = step
+    if config.per_layer_vocab < config.vocab_size:
+        known = replace(step, tokens=ops.part_ids(step.tokens, 0, config.per_layer_vocab))
+    rows = embed(known, w.table, step.dtype, config.per_layer_vocab)
     rows = ops.mul(rows, math.sqrt(P)).reshape(T, count, P)
     both = ops.mul(ops.add(projected, rows), 2**-0.5)
     both = flat(both)

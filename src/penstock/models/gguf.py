@@ -194,13 +194,15 @@ class GgufSource:
                 f"{self.file.path}: tensor {name} is {info.type}, which is put into another order in memory; "
                 f"expected {kinds} for experts that are streamed"
             )
-        if info.type in BLOCK_TYPES:
-            known = BLOCK_TYPES[info.type]
-            format = Format(known.bits, GROUP, info.type)
+        blocks = info.type if info.type in BLOCK_TYPES else None
+        if blocks is not None:
+            known = BLOCK_TYPES[blocks]
+            format = Format(known.bits, GROUP, blocks)
             spec = Spec((rows, columns // known.size * known.nbytes), "uint8")
         else:
             format, spec = None, Spec((rows, columns), _DENSE[info.type])
-        return ExpertFiles(name, format, (stacked(self.file.path_of(name), info.start, count, spec),))
+        part = stacked(self.file.path_of(name), info.start, count, spec)
+        return ExpertFiles(name, format, (dataclasses.replace(part, blocks=blocks),))
 
     def mark_used(self, paths: Sequence[str]) -> None:
         """Count these as asked for."""
@@ -261,6 +263,21 @@ class GgufSource:
         """Where the rows of a matrix are to come from; None if they stay."""
         rule = self.architecture.rows
         return None if rule is None else rule(self.config, path, rows)
+
+    def written_order(self, path: str, axis: int, size: int) -> np.ndarray | None:
+        """Where rows (axis 0) or columns (1) of a matrix come from in a file for mlx-lm; None if they stay."""
+        layer = _LAYER.fullmatch(path)
+        rule, inner = self.architecture.written, layer[2] if layer else path
+        if rule is not None and (order := rule(self.config, inner, axis)) is not None:
+            return order
+        return self.order(path.removesuffix(".bias"), size) if axis == 0 else None
+
+    def written(self, path: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A vector as a file for mlx-lm has it."""
+        values = self.vector(path, *shape)
+        rule, layer = self.architecture.written, _LAYER.fullmatch(path)
+        order = None if rule is None else rule(self.config, layer[2] if layer else path, 0)
+        return values if order is None else np.ascontiguousarray(values[order])
 
     def undo(self, path: str) -> Callable[[np.ndarray], np.ndarray] | None:
         """What makes of a vector in the file the one that was released; None: it is that one."""

@@ -261,6 +261,12 @@ def less_one(vector: np.ndarray) -> np.ndarray:
     return vector - np.float32(1)
 
 
+def logarithm(decay: np.ndarray) -> np.ndarray:
+    """A_log of the −exp(A_log) that files have."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.log(-decay.astype(np.float64)).astype(np.float32)
+
+
 def halves(config: Mapping[str, Any], path: str, rows: int) -> np.ndarray | None:
     """Rows of q and k with neighbouring channels that turn together: into the order of two halves of a head."""
     if not path.endswith(("self_attn.q_proj", "self_attn.k_proj")):

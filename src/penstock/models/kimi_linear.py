@@ -16,7 +16,8 @@ import numpy as np
 from penstock import ops
 from penstock.models.config import Fields, layer_types
 from penstock.models.deepseek_v3 import Attention, Experts, attention, latent_heads, moe, read_attention
-from penstock.models.family import Family, MlxRules
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.gguf_keys import GgufKeys, logarithm, sigmoid_experts, stem
 from penstock.models.layers import (
     Mlp,
     adjacent,
@@ -409,6 +410,86 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
 
 _DELTA = ("k_proj", "v_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "A_log", "dt_bias", "*_conv*")
 
+
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """A layer without heads of keys is a delta layer, which has as many heads as the others."""
+    config, chosen = stem(keys, "kimi_linear"), sigmoid_experts(keys)
+    counts, H = keys.per_layer("attention.head_count_kv", int), config["num_attention_heads"]
+    rope_dim, width = keys.integer("rope.dimension_count"), keys.integer("attention.key_length_mla")
+    keys.require(width > rope_dim, f"keys of {width} channels, expected more than rope.dimension_count ({rope_dim})")
+    keys.accept("attention.key_length", "attention.value_length")
+    layers = {name: [n + 1 for n, count in enumerate(counts) if bool(count) == full]
+              for name, full in (("kda_layers", False), ("full_attn_layers", True))}  # fmt: skip
+    return config | {
+        "num_key_value_heads": H,
+        "head_dim": config["hidden_size"] // H,  # which mlx-lm asks for
+        "model_max_length": config["max_position_embeddings"],
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "q_lora_rank": keys.integer("attention.q_lora_rank", None),
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "qk_nope_head_dim": width - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": keys.integer("attention.value_length_mla"),
+        "mla_use_nope": True,
+        "linear_attn_config": layers | {
+            "num_heads": H,
+            "head_dim": keys.integer("kda.head_dim"),
+            "short_conv_kernel_size": keys.integer("ssm.conv_kernel"),
+        },
+        "num_experts": chosen["n_routed_experts"],
+        "num_experts_per_token": chosen["num_experts_per_tok"],
+        "num_shared_experts": chosen["n_shared_experts"],
+        "num_expert_group": chosen["n_group"],
+        "topk_group": chosen["topk_group"],
+        "moe_intermediate_size": chosen["moe_intermediate_size"],
+        "first_k_dense_replace": chosen["first_k_dense_replace"],
+        "moe_renormalize": keys.boolean("expert_weights_norm", True),
+        "moe_router_activation_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": chosen["routed_scaling_factor"],
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={"kimi-linear": GgufArchitecture(_of_gguf, values={"self_attn.A_log": logarithm})},
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.b_proj": "ssm_beta",
+        **{f"self_attn.{part}_proj": f"ssm_{part}" for part in ("f_a", "f_b", "g_a", "g_b")},
+        **{f"self_attn.{part}_conv.conv": f"ssm_conv1d_{part}" for part in _MIXED},
+        "self_attn.o_norm": "ssm_norm",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.kv_b_proj": "attn_kv_b",
+        "self_attn.embed_q": "attn_k_b",
+        "self_attn.unembed_out": "attn_v_b",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+        **{
+            f"mlp.{block}{part}_proj": f"ffn_{part}{end}"
+            for block, end in (("", ""), ("shared_experts.", "_shexp"), ("switch_mlp.", "_exps"))
+            for part in ("gate", "up", "down")
+        },
+    },
+    tensors={
+        "self_attn.A_log": "ssm_a",
+        "self_attn.dt_bias": "ssm_dt.bias",
+        "mlp.e_score_correction_bias": "exp_probs_b.bias",
+    },
+)
+
 FAMILY = Family(
     name="kimi_linear",
     model_types=MODEL_TYPES,
@@ -433,6 +514,7 @@ FAMILY = Family(
     skipped=("mtp.", "model.mtp."),
     unquantized=("_conv.conv",),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
     full_attention="latent attention (MLA)",
 )

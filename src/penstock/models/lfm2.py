@@ -14,7 +14,8 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, MlxRules
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.gguf_keys import SIGMOID, GgufKeys, rotation, stem
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -368,6 +369,74 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     return MlxRules(channels_last=("conv.conv.weight",), uncast=("expert_bias",), renamed=renamed)
 
 
+def _of_gguf(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    """A layer without heads of keys convolves. Of the choice of experts files say that it is by sigmoids, no more."""
+    config, counts = stem(keys, model_type), keys.per_layer("attention.head_count_kv", int)
+    attending = {count for count in counts if count}
+    keys.require(len(attending) == 1, f"attention.head_count_kv has {sorted(attending)}, expected one number and 0")
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    for key in ("attention.key_length", "attention.value_length"):
+        if keys.integer(key, head_dim) != head_dim:
+            raise keys.error(key, f"{head_dim}")
+    if rotation(keys, head_dim):
+        raise keys.error("rope.scaling.type", "all channels, at frequencies that are not scaled")
+    config |= {
+        "norm_eps": config.pop("rms_norm_eps"),
+        "num_key_value_heads": attending.pop(),
+        "layer_types": [_FULL if count else _CONV for count in counts],
+        "conv_L_cache": keys.integer("shortconv.l_cache"),
+        "conv_bias": False,
+        "intermediate_size": keys.integer("feed_forward_length"),
+    }
+    if model_type == "lfm2":
+        width, dim = config["intermediate_size"], config["hidden_size"]
+        config |= {"block_dim": dim, "block_ff_dim": width, "block_auto_adjust_ff_dim": False}
+        return config | {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}  # which mlx-lm asks for
+    if keys.integer("expert_gating_func") != SIGMOID:
+        raise keys.error("expert_gating_func", f"{SIGMOID} (sigmoid)")
+    return config | {
+        "num_dense_layers": keys.integer("leading_dense_block_count", 0, least=0),
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "use_expert_bias": keys.has(r"blk\.\d+\.exp_probs_b\.bias"),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", True),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={
+        "lfm2": GgufArchitecture(lambda keys: _of_gguf(keys, "lfm2")),
+        "lfm2moe": GgufArchitecture(lambda keys: _of_gguf(keys, "lfm2_moe")),
+    },
+    modules={
+        "embed_tokens": "token_embd",
+        "embedding_norm": "token_embd_norm",
+        "lm_head": "output",
+        "operator_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm",
+        "self_attn.k_layernorm": "attn_k_norm",
+        "conv.conv": "shortconv.conv",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj",
+        "feed_forward.gate": "ffn_gate_inp",
+        "feed_forward.experts.gate_up_proj": "ffn_gate_up_exps",
+        "feed_forward.experts.down_proj": "ffn_down_exps",
+        **{
+            f"feed_forward.{path}": f"ffn_{part}{end}"
+            for part, spelled in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+            for path, end in ((spelled, ""), (f"{part}_proj", ""), (f"switch_mlp.{part}_proj", "_exps"))
+        },
+    },
+    tensors={"feed_forward.expert_bias": "exp_probs_b.bias"},
+)
+
 FAMILY = Family(
     name="lfm2",
     model_types=MODEL_TYPES,
@@ -390,6 +459,7 @@ FAMILY = Family(
     },
     unquantized=("conv.conv",),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
     linear_attention="short convolution",
 )

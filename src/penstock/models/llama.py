@@ -478,6 +478,24 @@ def _of_qwen(keys: GgufKeys, model_type: str) -> dict[str, Any]:
     return config | {"attention_bias": False} if model_type == "qwen2" else config
 
 
+def _of_mistral3(keys: GgufKeys) -> dict[str, Any]:
+    """Ministral 3, and Mistral Small 3.1, whose queries do not grow with their position."""
+    window, beta = _window(keys), keys.number("attention.temperature_scale", 0.0)
+    if window is not None:
+        raise keys.error("attention.sliding_window", "none")
+    config = _dense_config(keys, "ministral3" if beta else "mistral")
+    scaling = config.pop("rope_scaling", None)
+    if scaling is not None and (gain := keys.number("rope.scaling.yarn_log_multiplier", 0.0)):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": gain}  # mscale is in no key, and 1 in all released models
+    if not beta:
+        return config | ({} if scaling is None else {"rope_scaling": scaling})
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise keys.error("rope.scaling.type", "'yarn', whose original_context_length is where queries begin to grow")
+    return config | {
+        "rope_parameters": scaling | {"rope_theta": config["rope_theta"], "llama_4_scaling_beta": beta}
+    }  # fmt: skip
+
+
 def _window(keys: GgufKeys) -> int | None:
     window = keys.integer("attention.sliding_window", 0, least=0)
     if not window or window >= keys.integer("context_length"):
@@ -527,7 +545,8 @@ def _of_qwen2_moe(keys: GgufKeys) -> dict[str, Any]:
 def _of_glm(keys: GgufKeys) -> dict[str, Any]:
     keys.accept("rope.dimension_sections")  # of pictures
     return (
-        _attention_config(keys, "glm4_moe")
+        {"rope_scaling": None}
+        | _attention_config(keys, "glm4_moe")
         | sigmoid_experts(keys)
         | {
             "intermediate_size": keys.integer("feed_forward_length"),
@@ -547,6 +566,9 @@ def _of_minimax(keys: GgufKeys) -> dict[str, Any]:
         | turned
         | {
             "rotary_dim": keys.integer("rope.dimension_count", config["head_dim"]),
+            "shared_intermediate_size": 0,
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
             "num_local_experts": chosen["n_routed_experts"],
             "num_experts_per_tok": chosen["num_experts_per_tok"],
             "intermediate_size": chosen["moe_intermediate_size"],
@@ -569,6 +591,7 @@ _EXPERTS = {
 _GGUF = GgufNames(
     architectures={
         "llama": GgufArchitecture(_of_llama, rows=halves),
+        "mistral3": GgufArchitecture(_of_mistral3, rows=halves),
         "qwen2": GgufArchitecture(lambda keys: _of_qwen(keys, "qwen2")),
         "qwen3": GgufArchitecture(lambda keys: _of_qwen(keys, "qwen3")),
         "qwen3moe": GgufArchitecture(_of_qwen3_moe),

@@ -16,7 +16,7 @@ import numpy as np
 from penstock import ops
 from penstock.models.config import Fields, layer_types
 from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
-from penstock.models.gguf_keys import GgufKeys, base, rotation
+from penstock.models.gguf_keys import GgufKeys, base, logarithm, rotation
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -505,8 +505,10 @@ def _of_gguf(keys: GgufKeys, model_type: str) -> dict[str, Any]:
     recurrent = tuple((n + 1) % interval != 0 for n in range(layers))
     if "attention.recurrent_layers" in keys:
         recurrent = keys.per_layer("attention.recurrent_layers", bool)
-    config |= turned | {
-        "partial_rotary_factor": turned.get("partial_rotary_factor", 1.0),
+    rope = {"rope_type": "default"} | turned.get("rope_scaling", {})
+    rope |= {"rope_theta": config["rope_theta"], "partial_rotary_factor": turned.get("partial_rotary_factor", 1.0)}
+    config |= {
+        "rope_parameters": rope,
         "layer_types": [_KINDS[0] if mixes else _KINDS[1] for mixes in recurrent],
         "linear_num_key_heads": keys.integer("ssm.group_count"),
         "linear_num_value_heads": heads,
@@ -529,20 +531,28 @@ def _of_gguf(keys: GgufKeys, model_type: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _logarithm(decay: np.ndarray) -> np.ndarray:
-    """A_log of the −exp(A_log) that files have."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.log(-decay.astype(np.float64)).astype(np.float32)
+def _grouped(config: Mapping[str, Any], path: str, axis: int) -> np.ndarray | None:
+    """Value heads in the order of mlx-lm's files: those of one key head together."""
+    Hk, Hv = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    Dk, Dv, part = config["linear_key_head_dim"], config["linear_value_head_dim"], path.removeprefix("linear_attn.")
+    heads = np.arange(Hv).reshape(Hv // Hk, Hk).T.reshape(-1)
+    values = (heads[:, None] * Dv + np.arange(Dv)).reshape(-1)
+    if axis == 1:
+        return values if part == "out_proj" else None
+    if part in ("in_proj_qkv", "conv1d"):
+        return np.concatenate([np.arange(2 * Hk * Dk), 2 * Hk * Dk + values])
+    return {"in_proj_z": values}.get(part, heads if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else None)
 
 
-_DECAY = {"linear_attn.A_log": _logarithm}
+_DECAY = {"linear_attn.A_log": logarithm}
 _GGUF = GgufNames(
     architectures={
-        "qwen35moe": GgufArchitecture(lambda keys: _of_gguf(keys, "qwen3_5_moe_text"), values=_DECAY),
-        "qwen35": GgufArchitecture(lambda keys: _of_gguf(keys, "qwen3_5_text"), values=_DECAY),
+        "qwen35moe": GgufArchitecture(lambda keys: _of_gguf(keys, "qwen3_5_moe_text"), values=_DECAY, written=_grouped),
+        "qwen35": GgufArchitecture(lambda keys: _of_gguf(keys, "qwen3_5_text"), values=_DECAY, written=_grouped),
         "qwen3next": GgufArchitecture(
             lambda keys: _of_gguf(keys, "qwen3_next"),
             values=_DECAY,
+            unwritten="its projections of q, k, v and z are two, which mlx-lm has as one",
             copied=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
         ),
     },

@@ -1,5 +1,6 @@
 """Every op by name. An op's module is its family: its kernels are in the modules of the same name under backends/."""
 
+from penstock.ops.altup import altup_match, altup_mix, gaussian_topk
 from penstock.ops.array import Array, Spec, Symbol
 from penstock.ops.attention import (
     attention_decode,
@@ -110,6 +111,8 @@ __all__ = [
     "add",
     "all_gather",
     "all_reduce",
+    "altup_match",
+    "altup_mix",
     "attention_decode",
     "attention_paged",
     "attention_prefill",
@@ -135,6 +138,7 @@ __all__ = [
     "gated_delta_net",
     "gated_delta_step",
     "gated_rms_norm",
+    "gaussian_topk",
     "gdn_decay_beta",
     "geglu",
     "gelu_tanh",

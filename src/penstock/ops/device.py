@@ -279,6 +279,11 @@ class ExpertFormat(Protocol):
     def specs(self) -> tuple[Spec, ...]: ...
 
     @property
+    def blocks(self) -> tuple[str | None, ...]:
+        """The types of those that are GGUF blocks; empty: none is."""
+        ...
+
+    @property
     def offsets(self) -> tuple[int, ...]: ...
 
     @property

@@ -54,7 +54,8 @@ class AnyScheduler(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """How a server answers. names: what the model is called, the first one is its id in /v1/models.
+    """How a server answers. names: what the model is called, the first one is its id in /v1/models; "*" among them:
+    whatever a request calls it.
 
     defaults: of the sampling options that a request leaves out. max_tokens: of an answer if the request sets none.
     template_variables: for every chat. split_reasoning: False leaves reasoning in the content.
@@ -214,13 +215,18 @@ class Service:
 
     @property
     def name(self) -> str:
-        return self.options.names[0]
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that /v1/models lists."""
+        return tuple(name for name in self.options.names if name != "*") or ("demo",)
 
     def check_model(self, name: str | None) -> None:
         """A model is only ever named; what a client sends is never looked for on disk or on the hub."""
-        if name is not None and name not in self.options.names:
+        if name is not None and name not in self.options.names and "*" not in self.options.names:
             shown = name if len(name) <= 80 else f"{name[:77]}..."
-            known = ", ".join(self.options.names)
+            known = ", ".join(self.names)
             raise ApiError(404, f"model is {shown!r}, expected {known}", param="model", code="model_not_found")
 
     # -- making requests ready; these run in threads -------------------------------------------------------------------

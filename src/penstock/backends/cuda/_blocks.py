@@ -102,9 +102,8 @@ def _half(bits):
 def block_scales(sub, more, top, group, BITS: tl.constexpr):
     """Scales and biases, float32, of groups from what `sub`, `more` and `top` have for them; None: no such plane.
 
-    Biases are None where there are none. Types with a center have it in their biases: exact, as it is a power of two.
+    A center is in the biases: exact, as it is a power of two. Biases of types with levels mean nothing.
     """
-    bias = None
     if is_type(BITS, "MXFP4"):
         byte = sub.to(tl.int32)
         bits = tl.where(byte < 2, 0x00200000 << tl.minimum(byte, 1), (byte - 1) << 23)
@@ -131,7 +130,7 @@ def block_scales(sub, more, top, group, BITS: tl.constexpr):
     else:
         byte = sub.to(tl.int32)
         scale = top.to(tl.float32) * ((byte ^ 128) - 128).to(tl.float32)
-    if not has_levels(BITS) and bias is None:
+    if not has_biases(BITS):
         bias = -_center(BITS) * scale
     return scale, bias
 

@@ -214,6 +214,9 @@ def _load_words(a, base, common, block, first, n, C: tl.constexpr):
     rows = _rows(a, 0, base[:, None], common[:, None], n.up_row, row, m, ROW, HALF)
     live = (row < n.N) & (base >= 0)[:, None]
     start = block[:, None] * (BLOCK * width(BITS) // 32) + tl.arange(0, 4)[:, None, None, None] * L
+    if high_bits(BITS) > 0:
+        HIGH_ROW: tl.constexpr = C.G * C.GS * high_bits(BITS) // 32
+        above = _rows(a, 1, base[:, None], common[:, None], n.up_row, row, m, HIGH_ROW, HALF)
     words = ()
     for t in tl.static_range(TILES):
         at = start + t * (4 * L)
@@ -225,8 +228,6 @@ def _load_words(a, base, common, block, first, n, C: tl.constexpr):
             at = at[:, :, :, :, None] + tl.arange(0, L)
             words += (tl.load(rows[:, :, :, None] + at, mask=ok[:, :, :, :, None], other=0),)
             if high_bits(BITS) > 0:
-                HIGH_ROW: tl.constexpr = C.G * C.GS * high_bits(BITS) // 32
-                above = _rows(a, 1, base[:, None], common[:, None], n.up_row, row, m, HIGH_ROW, HALF)
                 words += (load_high(above, start + t * (4 * L), ok, L, BITS),)
     return words
 
@@ -265,10 +266,7 @@ def _load_block_scales(a, base, common, block, first, n, C: tl.constexpr):
         else:
             top = tl.load(at + group // TOP, mask=live, other=0)
     scale, bias = block_scales(sub, more, top, group, BITS)
-    scale = _in_columns(scale, COLS, C)
-    if bias is not None:
-        bias = _in_columns(bias, COLS, C)
-    return scale, bias
+    return _in_columns(scale, COLS, C), _in_columns(bias, COLS, C)
 
 
 @triton.jit
@@ -358,19 +356,38 @@ def _multiplied(
         x1, rest = _cut(rest)
         if WIDE:
             x2, rest = _cut(rest)
-    if not has_biases(BITS):
-        PER_TILE: tl.constexpr = TP * max(1, tile_codes(BITS, GS, TP) // GS)
-        own_tile = (tl.arange(0, columns(BITS, GS, TP)) // PER_TILE)[None, None, :]
-        made = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
-        for t in tl.static_range(len(words)):
-            if is_type(BITS, "IQ4_NL", "IQ4_XS"):
-                tile = level_tile(words[t], BITS, S, R)
-            else:
-                tile = float_tile(words[t], BITS, S, R)
-            made = tl.where(own_tile == t, _dots(tile, x0, x1, x2, late), made)
-        if is_type(BITS, "MXFP4"):  # whose scales are half as large, so that the last one is finite
-            made *= 2.0
-        return made * scale
+    if has_biases(BITS):
+        y = _numbers_multiplied(words, scale, bias, x0, x1, x2, magic, late, BITS, GS, TP, R, S)
+    else:
+        y = _levels_multiplied(words, x0, x1, x2, late, BITS, GS, TP, R, S) * scale
+    return y
+
+
+@triton.jit
+def _levels_multiplied(
+    words, x0, x1, x2, late, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """`_multiplied` without scales, of codes that are floats or places in a table."""
+    PER_TILE: tl.constexpr = TP * max(1, tile_codes(BITS, GS, TP) // GS)
+    own_tile = (tl.arange(0, columns(BITS, GS, TP)) // PER_TILE)[None, None, :]
+    made = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
+    for t in tl.static_range(len(words)):
+        if is_type(BITS, "IQ4_NL", "IQ4_XS"):
+            tile = level_tile(words[t], BITS, S, R)
+        else:
+            tile = float_tile(words[t], BITS, S, R)
+        made = tl.where(own_tile == t, _dots(tile, x0, x1, x2, late), made)
+    if is_type(BITS, "MXFP4"):  # whose scales are half as large, so that the last one is finite
+        made *= 2.0
+    return made
+
+
+@triton.jit
+def _numbers_multiplied(
+    words, scale, bias, x0, x1, x2, magic, late, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """`_multiplied` of codes that are unsigned numbers."""
     # A code in the upper bits of the mantissa of 2^BITS makes 2^BITS + code (of 8 bits 16 + the lower half and 256 + 16
     # times the upper), which the sum of x takes away again. Activations in parts want codes around 0 for the sake of
     # their last bits: from 128 + code a centre is taken, an instruction more per pair.

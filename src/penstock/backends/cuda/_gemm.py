@@ -31,6 +31,7 @@ from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import (
     DENSE_BLOCKS,
     GEMM,
+    GEMM_BLOCKS,
     GEMM_DENSE,
     GEMM_ORDERED,
     GEMM_PART,
@@ -433,6 +434,13 @@ def stages_for(stages: int, bits: int, shared: int) -> int:
     return stages - 1 if bits in (3, 5, 6) and shared < 163 else stages
 
 
+def blocks_config(wide: bool) -> tuple[int, int, int, int]:
+    """BN, BK, warps and stages of tiles of GGUF blocks; wide: of float32."""
+    if INTERPRETED:  # which is slow by the operation: fewer of them
+        return 256, 256, 4, 1
+    return GEMM_WIDE if wide else GEMM_BLOCKS
+
+
 @functools.cache
 def _config(
     T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processors: int, shared: int
@@ -443,7 +451,7 @@ def _config(
     for a load of fewer elements than threads Triton finds no layout that leaves the weights where they are unpacked.
     """
     BM = 16 if T <= 16 else 32 if T <= 32 else 64 if T <= 64 or wide or fixed else 128
-    BN, BK, warps, stages = GEMM_WIDE if wide else GEMM[BM]
+    BN, BK, warps, stages = blocks_config(wide) if is_blocks(bits) else GEMM_WIDE if wide else GEMM[BM]
     BK = min(BK, 64) if fixed else BK
     BK = max(BK, 4 * units(bits)) if bits else BK
     tiles = triton.cdiv(N, BN) * (1 if fixed else triton.cdiv(T, BM))

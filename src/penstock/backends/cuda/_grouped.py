@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._activations import gated
+from penstock.backends.cuda._blocks import is_blocks
 from penstock.backends.cuda._floats import global_factor, groups_of, is_float, kernel_arrays, kind_of
 from penstock.backends.cuda._gemm import (
     Constants,
     accumulate,
+    blocks_config,
     dot_dtype,
     dot_order,
     ordered,
@@ -180,6 +182,9 @@ def _tile_rows(pairs: int, slots: int) -> int:
 def _config(rows: int, bits: int, wide: bool, even: bool, shared: int) -> tuple[int, ...]:
     """Rows of a short tile (0: none), BN, BK, warps, stages; even: groups of K come in pairs of 4 bytes and more."""
     tail, BN, BK, warps, stages = (0, *GEMM_WIDE) if wide else GROUPED[rows]
+    if is_blocks(bits):
+        BN, BK, warps, stages = blocks_config(wide)
+        return tail, BN, BK, warps, stages
     BK = BK if even else min(BK, 64)
     return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages_for(stages, bits, shared)
 

@@ -158,6 +158,7 @@ GEMM_PART = 512  # of K at least
 # that. Tiles and copy in µs: T = 64 20.6 and 34.3 for [12288, 2048], 11.8 and 15.3 for [2048, 4096]; T = 128 26.9 and
 # 36.1, 19.6 and 16.5; T = 256 37.5 and 40.3, 27.7 and 19.3; T = 4096 435 and 296, 191 and 93.
 GEMM_DENSE = ((65, 8192), (256, _ANY))
+GEMM_BLOCKS = (64, 64, 4, 3)  # BN, BK, warps, stages of tiles of GGUF blocks, of experts too
 DENSE_BLOCKS = (8, 256)  # rows and columns of GGUF blocks that a program makes dense
 
 # Tiles of pairs of one expert: rows of a short tile (0: none), BN, BK, warps, stages. Short tiles take what is left of

@@ -28,13 +28,16 @@ from penstock.ops import linear
 from penstock.ops.array import numpy_view
 from penstock.ops.collective import communicator
 from penstock.ops.device import ExpertFormat
+from penstock.quant import BLOCK_TYPES, layout_in_planes
 from penstock.units import parse_size, spelled
 
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
 _WAY = 512 << 20  # bytes of experts that may be on their way at once
 _AT_ONCE = 256  # and how many
+_ARRANGED = 16  # GGUF blocks that a program rearranges
 _SHARE = 0.6  # of the free host memory that is used unless `expert_host` says how much
 _RING = 8  # moves that may be under way
+_STAGED = 64 << 20  # bytes of experts in GGUF blocks that are rearranged at once
 _PREFETCHED = 16  # experts that are read before a step chooses them, at once
 _EPOCH = 1 << 30
 _NOWHERE = -(1 << 62)  # where the record is of an expert that has none; others may have negative places
@@ -62,6 +65,56 @@ def _move_kernel(
     for p in tl.static_range(PARTS):
         at = word - START[p]
         tl.store(slots[p] + slot * WORDS[p] + at, value, mask=(at >= 0) & (at < WORDS[p]))
+
+
+# stage     staged[i] = record[i], whole, for the records that have a slot
+# shapes    as those of `move`; staged int32 [n, WORDS]
+# grid      (n, ceil(WORDS / BLOCK))
+# bytes     2 · n · WORDS · 4; records may be in pinned host memory
+# limits    none
+@triton.jit
+def _stage_kernel(base_ptr, record_ptr, slot_ptr, staged_ptr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    if tl.load(slot_ptr + i) < 0:
+        return
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(base_ptr + tl.load(record_ptr + i) + word, mask=word < WORDS, other=0)
+    tl.store(staged_ptr + i * WORDS + word, value, mask=word < WORDS)
+
+
+# arrange   the planes of slot[i] = those of the blocks in staged[i] (`quant.gguf_planes`); nothing where slot[i] is −1
+# shapes    staged uint8 [n, NBYTES]; planes: uint8 views of the stacks; tables: for each plane the moves of its
+#           BYTES of a block, int32 [4, BYTES, FIELDS]. START, COUNT, SIZE: for each plane where its blocks start in a
+#           record, how many there are, and bytes of one
+# grid      (n, ceil(most blocks / BLOCKS)): a program has BLOCKS blocks of every plane
+# bytes     what the records have, once from memory, then F times from the caches
+# limits    none
+@triton.jit
+def _arrange_kernel(
+    staged_ptr, slot_ptr, planes, tables, NBYTES: tl.constexpr, START: tl.constexpr, COUNT: tl.constexpr,
+    SIZE: tl.constexpr, BYTES: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + i).to(tl.int64)
+    if slot < 0:
+        return
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    for p in tl.static_range(PLANES):
+        byte = tl.arange(0, triton.next_power_of_2(BYTES[p]))
+        known = byte < BYTES[p]
+        live = (block < COUNT[p]) & known[None, :]
+        source = staged_ptr + i * NBYTES + START[p] + block * SIZE[p]
+        made = tl.zeros(live.shape, tl.int32)
+        for f in tl.static_range(FIELDS[p]):
+            at = tables[p] + byte * FIELDS[p] + f
+            step = BYTES[p] * FIELDS[p]
+            where = tl.load(at, mask=known, other=0)[None, :]
+            right = tl.load(at + step, mask=known, other=0)[None, :]
+            kept = tl.load(at + 2 * step, mask=known, other=0)[None, :]
+            left = tl.load(at + 3 * step, mask=known, other=0)[None, :]
+            made |= ((tl.load(source + where, mask=live, other=0).to(tl.int32) >> right) & kept) << left
+        to = planes[p] + (slot * COUNT[p] + block) * BYTES[p] + byte[None, :]
+        tl.store(to, made.to(tl.uint8), mask=live)
 
 
 # resolve   slots for the experts that a layer chose and that have none: each takes the slot of the lowest score that
@@ -391,17 +444,21 @@ class DeviceSlots:
         self._format, self._tier, self._gpu = format, tier, gpu
         self._reader, self._counters = store.reader, store.counters
         self._most = records
+        blocks = format.blocks or (None,) * len(format.specs)
         with gpu._memory_errors():
-            self.arrays = tuple(
-                torch.zeros((count, *spec.shape), dtype=_DTYPES[spec.dtype], device=gpu.torch_device)
-                for spec in format.specs
-            )
+            made = [
+                _slot_arrays(spec, kind, count, gpu.torch_device)
+                for spec, kind in zip(format.specs, blocks, strict=True)
+            ]
+            self.arrays = tuple(array for part in made for array in part)
+            self._arranged = _Arranged(gpu, format, blocks, made, at_once) if any(blocks) else None
             self.key = torch.full((count,), -1, dtype=torch.int32, device=gpu.torch_device)
             self.score = torch.zeros(count, dtype=torch.float32, device=gpu.torch_device)
             self.used = torch.zeros(count, dtype=torch.int32, device=gpu.torch_device)
-        self._views = tuple(array.view(-1).view(torch.int32) for array in self.arrays)
-        self._sizes = tuple(spec.nbytes // 4 for spec in format.specs)
-        self._start = tuple(offset // 4 for offset in format.offsets)
+        plain = [n for n, kind in enumerate(blocks) if kind is None]
+        self._views = tuple(made[n][0].view(-1).view(torch.int32) for n in plain)
+        self._sizes = tuple(format.specs[n].nbytes // 4 for n in plain)
+        self._start = tuple(format.offsets[n] // 4 for n in plain)
         self._orders = [_Sent(gpu) for _ in range(_RING)]
         self._order = 0
         self._blocks: list[Any] = []
@@ -424,6 +481,10 @@ class DeviceSlots:
 
     def move(self, records: Any, slots: Any, count: int) -> None:
         """Launch a move of up to `count` records."""
+        if self._arranged is not None:
+            self._arranged.move(self._blocks[0], records, slots, count)
+        if not self._views:
+            return
         _move_kernel[(count, triton.cdiv(self._start[-1] + self._sizes[-1], 4096))](
             self._blocks[0], records, slots, self._views, START=self._start, WORDS=self._sizes,
             PARTS=len(self._sizes), BLOCK=4096, num_warps=8,
@@ -537,7 +598,62 @@ class DeviceSlots:
         self._bytes += [data[n * size : (n + 1) * size] for n in range(count)]
 
 
-_DTYPES = {"uint32": torch.int32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+class _Arranged:
+    """What brings those arrays of records that are GGUF blocks into the planes of slots, some records at a time."""
+
+    def __init__(self, gpu: Any, format: ExpertFormat, blocks: Sequence[str | None], made: Any, at_once: int) -> None:
+        self._nbytes = format.nbytes
+        self._count = max(1, min(at_once, _STAGED // format.nbytes))
+        self._staged = torch.empty((self._count, format.nbytes // 4), dtype=torch.int32, device=gpu.torch_device)
+        self._planes, self._tables, shapes = [], [], []
+        for spec, kind, offset, arrays in zip(format.specs, blocks, format.offsets, made, strict=True):
+            if kind is None:
+                continue
+            size = BLOCK_TYPES[kind].nbytes
+            for plane, array in zip(layout_in_planes(kind).planes, arrays, strict=True):
+                table = torch.from_numpy(np.stack(plane.moves)).to(gpu.torch_device)
+                self._planes.append(array.view(-1).view(torch.uint8))
+                self._tables.append(table)
+                shapes.append((offset, spec.nbytes // size, size, plane.nbytes, table.shape[2]))
+        self._start, self._counts, self._sizes, *shares = zip(*shapes, strict=True)
+        # Triton 3.6 does not take plain integers in a tuple for shapes
+        self._bytes, self._fields = (share if gpu.interpreted else tuple(map(tl.constexpr, share)) for share in shares)
+
+    def move(self, base: Any, records: Any, slots: Any, count: int) -> None:
+        """Launch the moves of up to `count` records."""
+        words, most = self._nbytes // 4, max(self._counts)
+        for start in range(0, count, self._count):
+            n, to = min(self._count, count - start), slots[start:]
+            _stage_kernel[(n, triton.cdiv(words, 4096))](
+                base, records[start:], to, self._staged, WORDS=words, BLOCK=4096, num_warps=8
+            )
+            _arrange_kernel[(n, triton.cdiv(most, _ARRANGED))](
+                self._staged.view(torch.uint8), to, tuple(self._planes), tuple(self._tables), NBYTES=self._nbytes,
+                START=self._start, COUNT=self._counts, SIZE=self._sizes, BYTES=self._bytes, FIELDS=self._fields,
+                PLANES=len(self._planes), BLOCKS=_ARRANGED, num_warps=4,
+            )  # fmt: skip
+
+
+def _slot_arrays(spec: Any, kind: str | None, count: int, device: Any) -> list[Any]:
+    """Memory for one array of `count` experts: itself, or the planes of its GGUF blocks."""
+    if kind is None:
+        return [torch.zeros((count, *spec.shape), dtype=_DTYPES[spec.dtype], device=device)]
+    rows, nbytes = spec.shape
+    blocks = nbytes // BLOCK_TYPES[kind].nbytes
+    return [
+        torch.zeros((count, rows, blocks * plane.entries), dtype=_DTYPES[plane.dtype], device=device)
+        for plane in layout_in_planes(kind).planes
+    ]
+
+
+_DTYPES = {
+    "uint32": torch.int32,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def _done() -> Future[None]:

@@ -1,0 +1,459 @@
+"""Drafts by a model's own head (`models/mtp.py`): its keys and values lie beside the trunk's, in the same pages.
+
+The head's entry for position t needs the trunk's hidden row t and the token t + 1. Rows of prompts are computed as soon
+as the tokens are known; those of answers wait until drafts are wanted, and are then computed together with the first
+one. A rejected draft leaves entries that the next rows write over. What is missing (the beginning of a restored
+session) makes drafts worse, and changes no text.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from penstock.engine.cache import PageTable, Sequence
+from penstock.engine.runner import Runner
+from penstock.engine.sampling import Sampler, mode_of
+from penstock.engine.steps import CHAINED, MOST_TOKENS, Run, padded, ragged_step, step_arrays, step_shapes, table_width
+from penstock.graph import Bound, Graph, Program, SizedProgram, trace
+from penstock.graph.sizes import Sizes
+from penstock.models import mtp
+from penstock.models.step import PAGE, STREAM
+from penstock.ops.array import Spec, spec_of
+
+if TYPE_CHECKING:
+    from penstock.engine.programs import Programs
+
+_MOST_ROWS = 256  # of answers that wait for a draft
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Hidden rows [n, dim] of a sequence from a position on, in parts, and the tokens at these positions."""
+
+    start: int
+    rows: list[Any]
+    tokens: list[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(eq=False)
+class _At:
+    """Where a run of the head goes: as a sequence that has so many positions."""
+
+    slot: int
+    tables: dict[int | None, PageTable]
+    length: int
+
+
+@dataclass(eq=False)
+class Asked:
+    """So many drafts are wanted behind the last token of an answer, which has not been computed yet.
+
+    answer: its tokens, the first of them at position `start`.
+    """
+
+    sequence: Sequence
+    answer: Seq[int]
+    start: int
+    count: int
+    sampler: Sampler
+    mask: np.ndarray | None = None  # of a grammar, for the first of them
+    drafts: list[int] = field(default_factory=list)
+
+
+Rows = list[Any]
+"""Parts [n, dim] of arrays on the device, one behind the other."""
+
+
+class HeadRunner(Protocol):
+    """Runs a head on a device."""
+
+    def copy(self, hidden: Any) -> Any:
+        """Rows of a step of the trunk, which the next one writes over."""
+        ...
+
+    def fill(self, runs: Seq[Run], rows: Rows) -> None:
+        """Compute the head's entries for these runs; rows: what the trunk has left for their tokens."""
+        ...
+
+    def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
+        """The same, and draft what is asked for behind each run."""
+        ...
+
+    def unbind(self) -> None:
+        """Let go of the caches' arrays."""
+        ...
+
+
+class HeadDrafter:
+    """What the head of one model has still to see of each sequence."""
+
+    def __init__(self, runner: HeadRunner) -> None:
+        self._runner = runner
+        self._waiting: weakref.WeakKeyDictionary[Sequence, _Waiting] = weakref.WeakKeyDictionary()
+        self.unbind = runner.unbind
+
+    def observe(self, runs: Seq[Run], hidden: Any) -> None:
+        """The trunk has computed these runs, whose sequences are not longer yet; hidden [T, dim]: its rows, as the
+        runner takes them.
+
+        Rows of prompts are computed now, but for the last one, whose next token is not known.
+        """
+        kept = self._runner.copy(hidden)
+        filled: list[tuple[Run, Rows]] = []
+        first = 0
+        for run in runs:
+            rows = kept[first : first + len(run.tokens)]
+            first += len(run.tokens)
+            if run.wanted in ("all", "hidden") and not run.keep:  # nothing is generated behind it
+                continue
+            waiting = self._add(run, rows)
+            if run.prompt or len(waiting.tokens) > _MOST_ROWS:
+                filled.append(self._fill(run.sequence, waiting))
+        for part in _within(filled):
+            self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
+
+    def _add(self, run: Run, rows: Any) -> _Waiting:
+        at, tokens = run.sequence.length, [int(token) for token in run.tokens]
+        known = self._waiting.get(run.sequence)
+        if known is not None and known.end == at:
+            known.rows.append(rows)
+            known.tokens += tokens
+        else:
+            known = self._waiting[run.sequence] = _Waiting(at, [rows], tokens)
+        return known
+
+    def _fill(self, sequence: Sequence, waiting: _Waiting) -> tuple[Run, Rows]:
+        """A run of all rows but the last, which alone waits then."""
+        run = Run(_at(sequence, waiting.start), np.array(waiting.tokens[1:], np.int32), "none")
+        last = waiting.rows[-1]
+        rows = [] if min(waiting.tokens) < 0 else [*waiting.rows[:-1], last[:-1]]  # else the host does not know them
+        waiting.start, waiting.rows, waiting.tokens = waiting.end - 1, [last[-1:]], waiting.tokens[-1:]
+        return run, [part for part in rows if len(part)]
+
+    def accepted(self, sequence: Sequence, count: int) -> None:
+        """Of a run that was kept behind `sequence.length` so many tokens count."""
+        waiting = self._waiting.get(sequence)
+        if waiting is not None and waiting.rows:
+            over = waiting.end - sequence.length - count
+            waiting.tokens = waiting.tokens[: len(waiting.tokens) - over]
+            waiting.rows[-1] = waiting.rows[-1][: len(waiting.rows[-1]) - over]
+
+    def ready(self, sequence: Sequence) -> bool:
+        """Whether the hidden row before the next token is there."""
+        waiting = self._waiting.get(sequence)
+        return waiting is not None and bool(waiting.tokens) and waiting.end == sequence.length
+
+    def draft(self, asked: Seq[Asked]) -> None:
+        """Draft for sequences that are `ready`; pages for their next positions are reserved."""
+        runs, rows = [], []
+        for one in asked:
+            waiting = self._waiting[one.sequence]
+            known = [
+                token if token >= 0 else one.answer[position - one.start]
+                for position, token in enumerate(waiting.tokens, waiting.start)
+            ]
+            runs.append(Run(_at(one.sequence, waiting.start), np.array([*known[1:], one.answer[-1]], np.int32)))
+            rows += waiting.rows
+            waiting.start, waiting.rows, waiting.tokens = waiting.end, [], []
+        self._runner.draft(asked, runs, rows)
+
+
+class ExactHead:
+    """A head on a device that binds programs to exact sizes; the host draws. Hidden rows are those after the trunk's
+    final norm, in host memory.
+    """
+
+    def __init__(self, programs: Programs, head: mtp.Head) -> None:
+        self._programs, self.head = programs, head
+        self._kinds: dict[Any, SizedProgram] = {}
+        self._bound: dict[Any, tuple[Bound, dict[str, np.ndarray]]] = {}
+        self._arenas: dict[Any, Any] = {}
+
+    def copy(self, hidden: Any) -> Any:
+        return hidden.copy()
+
+    def fill(self, runs: Seq[Run], rows: Rows) -> None:
+        self._run(runs, np.concatenate(rows))
+
+    def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
+        left, hidden, place = list(asked), np.concatenate(rows), 0
+        while left:
+            recycled, logits = self._run(runs, hidden)
+            for one, row in zip(left, logits, strict=True):
+                mask = one.mask if place == 0 else None
+                one.drafts.append(one.sampler.draft(row, one.sequence.length + 1 + place, mask))
+            place += 1
+            going = [n for n, one in enumerate(left) if one.count > place]
+            left, hidden = [left[n] for n in going], recycled[going]
+            runs = [_next_run(one, place, one.drafts[-1]) for one in left]
+
+    def unbind(self) -> None:
+        """Let go of the caches' arrays."""
+        self._bound = {}
+
+    def _run(self, runs: Seq[Run], hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A step of the head: its own hidden states [R, dim] and logits [R, rows] after the wanted tokens."""
+        programs = self._programs
+        arrays = step_arrays(runs, programs.windows)
+        T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
+        pages = max(arrays[name].shape[1] for name in programs.windows.values())
+        bound, inputs = self._bind({"T": T, "B": B, "R": max(1, R), "n": pages}, R > 0)
+        for name, array in (arrays | {"hidden": hidden}).items():
+            if array.size:
+                inputs[name][...] = array
+        found = bound.run()
+        if not R:
+            return hidden[:0], hidden[:0]
+        recycled, logits = map(programs.device.to_host, found)
+        return recycled.astype(np.float32), logits
+
+    def _bind(self, sizes: dict[str, int], drafts: bool) -> tuple[Bound, dict[str, np.ndarray]]:
+        programs = self._programs
+        key = (tuple(sizes.values()), drafts, programs.caches.version)
+        kept = self._bound.pop(key, None)
+        if kept is None:
+            program = self._kind(sizes["T"] == 1, drafts)
+            shapes = step_shapes(**sizes, tables=programs.windows.values())
+            inputs: dict[str, Any] = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+            inputs["hidden"] = np.zeros((sizes["T"], programs.config.dim), np.float32)
+            arena = self._arenas.setdefault(program, None)
+            if arena is None:
+                arena = self._arenas[program] = programs.new_arena(program.arena_bytes)
+            kept = program.bind(sizes, inputs | programs.cache_arrays(), arena, programs.wrap), inputs
+        self._bound[key] = kept
+        while len(self._bound) > 32:
+            del self._bound[next(iter(self._bound))]
+        return kept
+
+    def _kind(self, one: bool, drafts: bool) -> SizedProgram:
+        programs, key = self._programs, (one, drafts)
+        if key not in self._kinds:
+            most_pages = max(8, table_width(-(-2 * programs.max_context // PAGE)))
+            least = {"T": 1 if one else 2, "B": 1, "R": 1, "n": 4}
+            most = {"T": MOST_TOKENS, "B": 256, "R": 256, "n": most_pages}
+            if one:
+                most |= {"T": 1, "B": 1, "R": 1}
+
+            def graph(sizes: Sizes) -> Graph:
+                return self._graph(sizes["T"], sizes["B"], sizes["n"], sizes["R"] if drafts else 0)
+
+            self._kinds[key] = SizedProgram(graph, programs.device.name, least, most, **programs.options)
+        return self._kinds[key]
+
+    def _graph(self, T: int, B: int, n: int, R: int) -> Graph:
+        programs, head = self._programs, self.head
+        specs = {
+            name: Spec(shape, "int32") for name, shape in step_shapes(T, B, R, n, programs.windows.values()).items()
+        }
+        if not R:
+            specs.pop("wanted")
+        specs["hidden"] = Spec((T, programs.config.dim), "float32")
+        own = len(programs.caches.layouts) - 1
+        specs |= {name: spec for name, spec in programs.cache_specs().items() if name.startswith(f"cache{own}.")}
+
+        def fn(hidden: Any, **given: Any) -> Any:
+            options = {"activations": programs.activations, "dtype": programs.caches.dtype, "mesh": programs.mesh}
+            step = ragged_step(given, programs.windows, **options)
+            h = mtp.forward(head, step, hidden, (given[f"cache{own}.0"], given[f"cache{own}.1"]))
+            if not R:
+                return h
+            rows = programs.rows_of(h, given["wanted"])
+            return rows, mtp.logits(head, step, rows)
+
+        return trace(fn, specs)
+
+
+class CapturedHead:
+    """A head on a device that captures and draws: drafts follow each other there, and the host reads them at the end.
+    Hidden rows are those of the trunk's residual stream.
+    """
+
+    def __init__(self, programs: Programs, head: mtp.Head) -> None:
+        self._programs, self._device, self.head = programs, programs.device, head
+        self._version: int | None = None
+        self._runners: dict[Any, Runner] = {}
+        self._inputs: Any = None
+        self._sampler: Any = None
+        self._hidden: Any = None
+        self._recycled: Any = None
+
+    def copy(self, hidden: Any) -> Any:
+        (found,) = self._device.copies([hidden])
+        return found
+
+    def unbind(self) -> None:
+        self._version, self._runners = None, {}
+        self._inputs = self._sampler = self._hidden = self._recycled = None
+
+    def fill(self, runs: Seq[Run], rows: Rows) -> None:
+        self._ready()
+        values, T, B = self._values(runs)
+        self._bring(rows)
+        self._inputs.send(values)
+        self._runner("fill", T, B, None).run()
+
+    def draft(self, asked: Seq[Asked], runs: Seq[Run], rows: Rows) -> None:
+        self._ready()
+        mode = mode_of([one.sampler for one in asked]).partition("+")[0]
+        left, place, form = list(enumerate(asked)), 0, "first"
+        pending: list[tuple[list[Asked], Any]] = []
+        self._bring(rows)
+        came: list[int] = []
+        while left:
+            own = [one for _, one in left]
+            values, T, B = self._values(runs)
+            count = len(own)
+            values |= {
+                name: padded(value, B, 0)
+                for name, value in self._sampler.values([_plain(one.sampler.row) for one in own]).items()
+            }
+            at = np.array([one.sequence.length + 1 + place for one in own], np.int32)
+            values["draw_at"] = padded(at, B, -1)
+            values["draw_slots"] = padded(np.array([one.sequence.slot for one in own], np.int32), B, -1)
+            if form == "next":
+                values["from"] = padded(np.array(came, np.int32), B, -1)
+            self._inputs.send(values)
+            self._runner(form, T, B, mode).run()
+            pending.append((own, self._sampler.launched(count, mode)))
+            place, form = place + 1, "next"
+            came = [n for n, (_, one) in enumerate(left) if one.count > place]
+            left = [left[n] for n in came]
+            runs = [_next_run(one, place, CHAINED - one.sequence.slot) for _, one in left]
+        for own, drawn in pending:
+            for one, token in zip(own, drawn.tokens(), strict=False):
+                one.drafts.append(max(0, token))
+
+    def _ready(self) -> None:
+        """Have arrays for the caches that there are."""
+        caches, device = self._programs.caches, self._device
+        if self._version == caches.version:
+            return
+        self.unbind()
+        slots, pages = max(1, caches.slots), max(1, -(-self._programs.max_context // PAGE))
+        shapes = step_shapes(_SIZES[-1], slots, slots, pages, self._programs.windows.values()) | {"from": (slots,)}
+        self._inputs = device.step_inputs({name: (shape, "int32") for name, shape in shapes.items()}, slots)
+        self._sampler = device.sampler(self._inputs, self.head.rows)
+        dim = self._programs.config.dim
+        self._hidden = device.zeros((_SIZES[-1], dim), STREAM)
+        self._recycled = device.zeros((slots, dim), self._programs.caches.dtype)
+        self._version = caches.version
+
+    def _bring(self, rows: Rows) -> None:
+        first = 0
+        for part in rows:
+            self._hidden[first : first + len(part)] = part
+            first += len(part)
+
+    def _values(self, runs: Seq[Run]) -> tuple[dict[str, np.ndarray], int, int]:
+        """What a step reads, and its size: rows and sequences."""
+        arrays = step_arrays(runs, self._programs.windows, width=lambda pages: pages)
+        slots = max(1, self._programs.caches.slots)
+        B = next(size for size in (*(n for n in _SIZES if n < slots), slots) if size >= len(runs))
+        one = len(arrays["tokens"]) == len(runs)
+        T = B if one else next(size for size in _SIZES if size >= max(2, len(arrays["tokens"])) and size >= B)
+        sizes = step_shapes(T, B, B, 0, ())
+        values = {}
+        for name, array in arrays.items():
+            if array.ndim == 2:
+                values[name] = array
+            elif name == "starts":
+                values[name] = padded(array, B + 1, array[-1])
+            else:
+                values[name] = padded(array, sizes[name][0], 0 if name == "lengths" else -1)
+        return values, T, B
+
+    def _runner(self, form: str, T: int, B: int, mode: str | None) -> Runner:
+        key = (form, T, B, mode)
+        if key not in self._runners:
+            programs, device = self._programs, self._device
+            program = Program(self._graph(form, T, B), device.name, **programs.options)
+            given = self._inputs.on_device
+            pages = max(1, -(-programs.max_context // PAGE))
+            shapes = step_shapes(T, B, B, pages, programs.windows.values()) | {"from": (B,)}
+            inputs = {name: given[name][tuple(map(slice, shape))] for name, shape in shapes.items()}
+            inputs |= {"hidden": self._hidden[:T], "recycled": self._recycled}
+            inputs |= programs.cache_arrays()
+            bound = program.bind(inputs, programs.new_arena(program.arena_bytes), programs.wrap)
+            calls = [self._inputs.unpack, *bound.calls]
+            if mode is not None:
+                recycled, logits = bound.outputs
+                calls.append(functools.partial(device.copy_all, [self._recycled[:B]], [recycled]))
+                calls += self._sampler.calls(logits, mode)
+            runner = self._runners[key] = Runner(device, [calls])
+            device.compile(runner.calls)
+        return self._runners[key]
+
+    def _graph(self, form: str, T: int, B: int) -> Graph:
+        """fill: entries alone. first: drafts behind runs. next: behind the draft before, from row `from` of its h'."""
+        programs, head = self._programs, self.head
+        pages = max(1, -(-programs.max_context // PAGE))
+        specs = {
+            name: Spec(shape, "int32") for name, shape in step_shapes(T, B, B, pages, programs.windows.values()).items()
+        }
+        if form == "fill":
+            specs.pop("wanted")
+        if form == "next":
+            specs |= {"from": Spec((B,), "int32"), "recycled": spec_of(self._recycled)}
+        else:
+            specs["hidden"] = Spec((T, programs.config.dim), STREAM)
+        own = len(programs.caches.layouts) - 1
+        specs |= {name: spec for name, spec in programs.cache_specs().items() if name.startswith(f"cache{own}.")}
+
+        def fn(**given: Any) -> Any:
+            options = {"activations": programs.activations, "dtype": programs.caches.dtype, "mesh": programs.mesh}
+            step = ragged_step(given, programs.windows, active=given["sequence"], **options)
+            if form == "next":
+                hidden = programs.rows_of(given["recycled"], given["from"])
+            else:
+                hidden = programs.final_norm(step, given["hidden"])
+            h = mtp.forward(head, step, hidden, (given[f"cache{own}.0"], given[f"cache{own}.1"]))
+            if form == "fill":
+                return h
+            rows = programs.rows_of(h, given["wanted"])
+            return rows, mtp.logits(head, step, rows)
+
+        return trace(fn, specs)
+
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of rows, and of sequences
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """How a row is drawn, without its edits."""
+    return {name: value for name, value in row.items() if name != "edits"}
+
+
+def _at(sequence: Sequence, length: int) -> Any:
+    """A sequence of the head, which has so many positions."""
+    return _At(sequence.slot, sequence.tables, length)
+
+
+def _next_run(one: Asked, place: int, token: int) -> Run:
+    """The head's run behind the draft at the place before."""
+    return Run(_at(one.sequence, one.sequence.length - 1 + place), np.array([token], np.int32))
+
+
+def _within(filled: list[tuple[Run, Rows]]) -> list[list[tuple[Run, Rows]]]:
+    """Runs in steps of no more than the most tokens; those without rows are left out."""
+    steps: list[list[tuple[Run, Rows]]] = []
+    tokens = 0
+    for run, rows in filled:
+        if not rows:
+            continue
+        if not steps or tokens + len(run.tokens) > MOST_TOKENS:
+            steps.append([])
+            tokens = 0
+        steps[-1].append((run, rows))
+        tokens += len(run.tokens)
+    return steps
