@@ -32,6 +32,7 @@ from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import ANY, resolve_model
 from tests.models.common import VOCAB, dense_config, error, moe_config, next_config, some_tokens, tensors, write_model
 from tests.models.heads import Drafter, Made, head_inputs, make_head
+from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_deepseek_v3 import config_of as deepseek
 from tests.models.test_llama import CONFIGS as LLAMA
 from tests.models.test_split import CASES as SPLIT
@@ -48,6 +49,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": (dense_config(mtp_num_hidden_layers=1), dense_config(**ONE)),
     "next": (next_config(), next_config(**ONE)),
     "deepseek": (deepseek(num_nextn_predict_layers=1), deepseek(num_hidden_layers=1, first_k_dense_replace=0)),
+    "flash": (
+        DEEPSEEK["flash"] | {"num_nextn_predict_layers": 1},
+        {key: value for key, value in DEEPSEEK["flash"].items() if key != "mlp_layer_types"}
+        | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]},
+    ),
     "glm": (
         LLAMA["glm"] | {"num_nextn_predict_layers": 1},
         LLAMA["glm"] | {"num_hidden_layers": 1, "first_k_dense_replace": 0},
@@ -498,7 +504,11 @@ def test_convert_writes_the_head_alone_as_a_drafter(name: str, made: Callable[[s
     convert(case.folder, tmp_path / "dense", Options(mtp=True))
     convert(case.folder, tmp_path / "four", Options(mtp=True, quantize=True, q_bits=4, q_group_size=32))
     raw = json.loads((tmp_path / "four" / "config.json").read_text())
-    assert raw["model_type"] == {"deepseek": "deepseek_v3_mtp", "glm": "glm4_moe_mtp"}.get(name, "qwen3_5_mtp")
+    assert raw["model_type"] == {
+        "deepseek": "deepseek_v3_mtp",
+        "flash": "glm4_moe_lite_mtp",
+        "glm": "glm4_moe_mtp",
+    }.get(name, "qwen3_5_mtp")
     assert mtp.is_head(raw) and raw["quantization"]["bits"] == 4
     names = set(load_file(tmp_path / "dense" / "model.safetensors"))
     qwen = raw["model_type"] == "qwen3_5_mtp"
