@@ -65,7 +65,7 @@ class StandIn:
     def __init__(self, microseconds: float) -> None:
         self.nanoseconds = round(1000 * microseconds)
 
-    def all_reduce(self, array: torch.Tensor) -> None:
+    def all_reduce(self, array: torch.Tensor, note: torch.Tensor | None = None) -> None:
         _wait_kernel[(1,)](self.nanoseconds, num_warps=1)
 
     def all_gather(self, parts: torch.Tensor, array: torch.Tensor) -> None:
@@ -96,9 +96,9 @@ class Counting:
         self._given, self.rank, self.size, self.capturable = given, given.rank, given.size, given.capturable
         self.count = 0
 
-    def all_reduce(self, array: torch.Tensor) -> None:
+    def all_reduce(self, array: torch.Tensor, note: torch.Tensor | None = None) -> None:
         self.count += 1
-        self._given.all_reduce(array)
+        self._given.all_reduce(array, note)
 
     def all_gather(self, parts: torch.Tensor, array: torch.Tensor) -> None:
         self.count += 1

@@ -32,7 +32,7 @@ from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.speculate import MOST_DRAFTS, check_speculate
-from penstock.errors import BackendError, CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
+from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models import mtp
@@ -53,7 +53,6 @@ from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
 from penstock.progress import in_notebook, notebook_bar
-from penstock.quant import BLOCK_TYPES
 from penstock.text.gguf_tokenizer import gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
@@ -506,14 +505,23 @@ class LLM:
             self.add_timings([handle.timings])
 
     def chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Completion:
-        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`."""
+        """Answer a conversation: `messages` through the chat template (see `chat_tokens`), then as `generate`.
+
+        The text is as the model wrote it, with its reasoning and calls: `penstock.text.formats.parse_whole` takes it
+        apart.
+        """
         template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
-        return self.generate(self.chat_tokens(messages, **template), **options)
+        return self.generate(self.chat_tokens(messages, **template), **self._headers_shown() | options)
 
     def stream_chat(self, messages: Seq[Mapping[str, Any]], **options: Any) -> Iterator[Chunk]:
         """As `chat`, a Chunk per token."""
         template = {key: options.pop(key) for key in _TEMPLATE_OPTIONS if key in options}
-        return self.stream(self.chat_tokens(messages, **template), **options)
+        return self.stream(self.chat_tokens(messages, **template), **self._headers_shown() | options)
+
+    def _headers_shown(self) -> dict[str, Any]:
+        from penstock.text.formats import headers_shown
+
+        return headers_shown(self.tokenizer)
 
     def chat_tokens(
         self,
@@ -638,6 +646,7 @@ def load(
     step_timeout: float = STEP_SECONDS,
     speculate: str = "auto",
     num_draft_tokens: int | None = None,
+    draft_model: str | os.PathLike[str] | None = None,
 ) -> LLM:
     """Load a model: a folder, a .gguf file, a Hugging Face id, or None (or "demo") for the built-in demo model.
 
@@ -662,9 +671,12 @@ def load(
     one's width. step_timeout: seconds that a step may take before the ranks are ended. speculate: what drafts of the
     next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "ngram" (what
     followed the last tokens before) or "auto"; num_draft_tokens: how many a step verifies of a sequence at the most.
+    draft_model: a folder or hub id with the head that drafts, if the model's own files have none.
     Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
     check_speculate("load", speculate, num_draft_tokens)
+    if not isinstance(draft_model, str | os.PathLike | None):
+        raise InvalidArgument(f"load: draft_model is {draft_model!r}, expected a path, a hub id or None")
     if not isinstance(path_or_hub_id, str | os.PathLike | None):
         raise InvalidArgument(f"load: path_or_hub_id is {path_or_hub_id!r}, expected a path, a hub id or None")
     given = {
@@ -687,6 +699,7 @@ def load(
         "state_dtype": state_dtype,
         "speculate": speculate,
         "num_draft_tokens": num_draft_tokens,
+        "draft_model": None if draft_model is None else os.fspath(draft_model),
     }
     ranks = ranks_of(tensor_parallel_size, expert_parallel, step_timeout)
     with notebook_bar("loading") as shown:
@@ -741,13 +754,16 @@ def _load(
     folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
+    drafter = given["draft_model"]
+    if drafter is not None and (found.kind == "gguf" or given["speculate"] in ("off", "ngram")):
+        unused = f"{folder} is a GGUF file" if found.kind == "gguf" else f"speculate is {given['speculate']!r}"
+        raise InvalidArgument(f"load: draft_model is {drafter!r}, expected None: {unused}")
     if found.kind == "gguf":
         model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress, rank)
     else:
-        drafter = given.get("draft_model")
         if drafter is not None:
-            drafter = resolve_model(drafter, revision=None, offline=offline, quiet=quiet).path
-        drafting = _Drafting(given.get("speculate", "auto"), drafter)
+            drafter = resolve_model(drafter, ("folder",), offline=offline, quiet=quiet).path
+        drafting = _Drafting(given["speculate"], drafter)
         model, tokenizer, notices = _read_folder(
             folder, where, experts, options, progress, room, states, drafting, rank
         )
@@ -824,11 +840,11 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, device, nbytes, progress)
         weights = weights if rank is None else rank.with_slots(weights, config, device)
-    notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
-    notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
     if head is not None:
         model = _read_head(head, model, config, device, source, rank)
+    notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
+    notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = model if rank is None else rank.part(model)
     drafter = [] if head is None or drafting.drafter is None else [head.source.checkpoint]
     model = _with_files(model, device, checkpoint, *drafter)
@@ -910,18 +926,10 @@ def _read_gguf(
     rank: Rank | None = None,
 ) -> tuple[AnyModel, Tokenizer, list[str]]:
     found = open_gguf(path)
-    blocks = next((name for name, info in found.file.tensors.items() if info.type in BLOCK_TYPES), None)
-    if blocks is not None and not device.host_memory:
-        raise BackendError(
-            f"{path}: tensor {blocks} is {found.file.tensors[blocks].type}, which has no kernels on {device.name}, "
-            f"expected device cpu, or an MLX folder made of it: penstock convert --requantize --model {path}"
-        )
     config = found.read_config()
     tokenizer = gguf_tokenizer(found.file)
     if experts.asked:
-        if rank is not None:
-            raise InvalidArgument(f"load: expert_cache is given for {path} on several ranks, expected 'auto'")
-        model, notices = _stream_gguf(found, device, experts, options, progress)
+        model, notices = _stream_gguf(found, device, experts, options, progress, rank)
         notices += [*tokens_beyond(f"{path}", tokenizer, config.vocab_size), *found.notices]
         return _with_files(model, device, found.file), tokenizer, notices
     _check_fits(f"{path}", device, found.nbytes, found.copied_nbytes)
@@ -944,22 +952,30 @@ def _stream_gguf(
     experts: ExpertOptions,
     options: dict[str, Any],
     progress: Callable[[float], None] | None,
+    rank: Rank | None = None,
 ) -> tuple[AnyModel, list[str]]:
-    """A model of a GGUF file whose experts are read when they are chosen."""
-    path, family, config = found.file.path, found.family, found.read_config()
+    """A model of a GGUF file whose experts are read when they are chosen, or a rank's part of it."""
+    path, family, config, source = found.file.path, found.family, found.read_config(), found.source
+    nbytes, copied, owned = found.nbytes, found.copied_nbytes, None
+    if rank is not None:
+        source, config = rank.split(family, source, config, found.columns)
+        nbytes = copied = nbytes // rank.size  # columns of a rank are copies
+        owned = rank.mesh.owned(config.experts)
     caches = Caches(family.caches(config), options["dtype"], device)
     beside = WORKING_BYTES + caches.nbytes + caches.bytes_of(min(config.max_positions, _CONTEXT))
-    layers = _streamed_layers(family, found.source, config, experts, device, found.nbytes + beside)
-    away = owned_bytes(layers, None)
-    rest = max(0, (found.copied_nbytes if device.host_memory else found.nbytes - away)) + beside
-    budget = budget_of(experts, layers, rest, device, f"{path}")
-    slot_counts(layers, budget, config.top_k)
-    put = _putting(device, found.nbytes - away, progress)
-    weights = family.read_weights(FileBackedSource(found.source, put), config)
-    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint)
+    layers = _streamed_layers(family, source, config, experts, device, nbytes + beside)
+    away = owned_bytes(layers, owned)
+    whole = device.host_memory and rank is None  # of which nothing is copied but what has to be
+    rest = max(0, copied if whole else nbytes - away) + beside
+    budget = budget_of(experts, layers, rest, device, f"{path}", owned)
+    slot_counts(layers, budget, config.top_k, owned)
+    put = _putting(device, nbytes - away, progress)
+    weights = family.read_weights(FileBackedSource(source, put), config)
+    opened = open_experts(weights, experts, budget, config.top_k, device, path.parent, found.fingerprint, owned)
     weights, streamed, notices = opened
     weights, placed = models.placed(weights, device.to_device), models.placed(config, device.to_device)
-    return Model(family, placed, weights, found.fingerprint, found.nbytes, streamed), notices
+    model = Model(family, placed, weights, found.fingerprint, found.nbytes, streamed)
+    return model if rank is None else rank.part(model), notices
 
 
 def _with_files(model: AnyModel, device: Device, *files: Checkpoint | GgufFile) -> AnyModel:
@@ -1098,7 +1114,7 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
         fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
     head = None
-    if given.get("speculate", "auto") not in ("off", "ngram") and mtp.declared(family, read, config):
+    if given["speculate"] not in ("off", "ngram") and mtp.declared(family, read, config):
         made = mtp.read(DeviceSource(source, where.to_device), family, read, weights.embed, weights.head)
         head = models.placed(made, where.to_device)
     weights, head = (weights, head) if rank is None else rank.with_slots((weights, head), read, where)

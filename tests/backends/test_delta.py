@@ -107,7 +107,7 @@ def delta(rng, T, Hk=2, Hv=4, Dk=33, Dv=17, dtype="float32", low=0.7):
 def moved(device, arguments, **others):
     """Output and new state; the given state stays."""
     arguments = {**arguments, **others, "state": arguments["state"].copy()}
-    y = np.full((*arguments["g"].shape, arguments["Dv"]), np.nan, np.float32).astype(arguments["qkv"].dtype)
+    y = np.full((*arguments["b"].shape, arguments["Dv"]), np.nan, np.float32).astype(arguments["qkv"].dtype)
     return run_on(device, ops.gated_delta_net, **arguments, out=y), arguments["state"]
 
 
@@ -124,6 +124,42 @@ def check_delta(arguments, rel=2e-5, **others):
 def test_delta_of_every_length(method, rng):
     for T in [*range(1, 34), 127, 128, 129, 300]:
         check_delta(delta(rng, T), method=method)
+
+
+def by_channel(arguments, rng, low=0.0):
+    """The call with a decay for each key channel, some of them 0."""
+    g = rng.uniform(low, 1, (*arguments["b"].shape, arguments["Dk"])).astype(np.float32)
+    g[::7, :, ::3] = 0
+    return {**arguments, "g": g}
+
+
+@pytest.mark.parametrize("method", ["step", "chunkwise", "auto"])
+def test_delta_by_channel_of_every_length(method, rng):
+    for T in [*range(1, 20), 127, 129, 300]:
+        check_delta(by_channel(delta(rng, T), rng), method=method)
+
+
+@pytest.mark.parametrize("Dk, Dv, dtype", [(128, 128, "float32"), (1, 1, "float16"), (5, 33, "bfloat16")])
+def test_delta_by_channel_of_any_head_size(Dk, Dv, dtype, rng):
+    for T in (1, 5, 40):
+        check_delta(by_channel(delta(rng, T, Hk=1, Hv=3, Dk=Dk, Dv=Dv, dtype=dtype), rng, low=0.6))
+
+
+def test_delta_by_channel_in_pieces_equals_the_whole(rng):
+    """Steps anywhere; by slots the bits of single sequences."""
+    arguments = by_channel(delta(rng, 37, Hk=1, Hv=2, Dk=128, Dv=40), rng)
+    want, last = moved("cpu", arguments, method="step")
+    state = arguments["state"]
+    for start in range(0, 37, 9):
+        part = {name: arguments[name][start : start + 9].copy() for name in ("qkv", "g", "b")}
+        y, state = moved("cpu", {**arguments, **part, "state": state}, method="step")
+        assert_same_bits("y", y, want[start : start + 9])
+    assert_same_bits("state", state, last)
+    one = {name: arguments[name][:1] for name in ("qkv", "g", "b")}
+    states = np.stack([arguments["state"] * 2, arguments["state"]])
+    y, moved_on = moved("cpu", {**arguments, **one, "state": states}, slots=np.array([1], np.int32))
+    assert_same_bits("y", y, want[:1])
+    assert_same_bits("state", moved_on[0], states[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,6 +8,7 @@ from tests.backends import rows
 from tests.ops.common import DTYPES, assert_close, assert_same_bits, normal, run_on
 
 CASES = [case for case in rows.cases_of("rope") if case.label == "positions" or case.op == "head_norm_rope"]
+SCALES = [case for case in rows.cases_of("rope") if case.op == "position_scale" and case.label != "empty"]
 EPS = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 
@@ -79,13 +80,19 @@ def test_rows_do_not_depend_on_their_number(case, dtype, rng):
     rows.check_rows_alone(case, dtype, start_pos=rng.integers(0, 200_000, rows.MANY).astype(np.int32))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", SCALES, ids=str)
+def test_scaled_rows_do_not_depend_on_their_number(case):
+    for dtype in DTYPES:
+        rows.check_rows_alone(case, dtype)
+
+
+@pytest.mark.parametrize("case", [*CASES, *SCALES], ids=str)
 def test_threads_give_the_same_bits(case):
     for dtype in DTYPES:
         rows.check_threads(case, dtype)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *SCALES], ids=str)
 def test_outputs_may_lie_on_inputs(case):
     for dtype in DTYPES:
         for count in (1, 5, rows.MANY):
@@ -93,4 +100,5 @@ def test_outputs_may_lie_on_inputs(case):
 
 
 def test_kernels_run_uncompiled():
-    rows.check_uncompiled("rope", "head_norm_rope", "rope_inv_freq", "yarn_inv_freq", "proportional_inv_freq")
+    tables = ("rope_inv_freq", "yarn_inv_freq", "proportional_inv_freq")
+    rows.check_uncompiled("rope", "head_norm_rope", "position_scale", *tables)

@@ -338,8 +338,12 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "qwen3-next-80b-a3b": (80, 3),
         "qwen3.5-397b-a17b": (397, 17),
         "gemma4-26b-a4b": (25.2, 3.8),
+        "gemma4-e2b": (4.63, 2.28),  # 5.1 with the towers for pictures and sound
+        "gemma4-e4b": (7.46, 4.64),  # 8 with them
         "gemma3-27b": (27, 27),
         "gemma3-4b": (3.88, 3.88),
+        "gemma3n-e2b": (4.46, 2.44),  # 5.4 with the towers for pictures and sound
+        "gemma3n-e4b": (6.87, 4.52),  # 7.8 with them
         "deepseek-v3": (671, 37),
         "llama-3.2-3b": (3.21, 3.21),
         "qwen3.8-27b": (26.9, 26.9),
@@ -348,8 +352,16 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
         "glm-4.5-air": (106, 12),
         "glm-4.7-flash": (30, 3),
         "minimax-m2": (230, 10),
+        "kimi-linear-48b-a3b": (49.1, 3),
         "mixtral-8x7b": (46.7, 12.9),
         "qwen1.5-moe-a2.7b": (14.3, 2.7),
+        "ministral-3-3b": (3.43, 3.43),
+        "ministral-3-8b": (8.49, 8.49),
+        "ministral-3-14b": (13.5, 13.5),
+        "mistral-small-4": (119, 6.5),
+        "mistral-large-3": (673, 39),
+        "lfm2-8b-a1b": (8.34, 1.5),
+        "lfm2-1.2b": (1.17, 1.17),
     }[file.stem]
     assert 1 <= raw["layers"] < text["num_hidden_layers"]
     assert len(text.get("layer_types", [None] * text["num_hidden_layers"])) == text["num_hidden_layers"]
@@ -357,8 +369,27 @@ def test_shipped_configs_have_the_published_number_of_parameters(file):
     assert resolve_model(file.stem.upper(), ["config"]).path == file
 
 
+def count_with_inputs(c):
+    """Of a Gemma whose layers have inputs of their own, and share keys and values."""
+    dim, H, Hkv, P = (
+        c[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "hidden_size_per_layer_input")
+    )
+    layers, total = c["num_hidden_layers"], c["vocab_size"] * c["hidden_size"]
+    for n, kind in enumerate(c["layer_types"]):
+        own = n < layers - c["num_kv_shared_layers"]
+        D = c.get("global_head_dim", c["head_dim"]) if kind == "full_attention" else c["head_dim"]
+        wide = 2 if c.get("use_double_wide_mlp") and not own else 1
+        width = c["intermediate_size"][n] if "altup_num_inputs" in c else c["intermediate_size"]
+        own |= "altup_num_inputs" in c  # where files have keys and values that are not used
+        total += dim * D * (2 * H + 2 * Hkv * own) + 3 * dim * width * wide + 2 * dim * (P + c.get("laurel_rank", 0))
+    total += 2 * (c.get("altup_num_inputs", 1) - 1) * dim**2
+    return total + layers * P * (c["vocab_size_per_layer_input"] + dim)
+
+
 def count_parameters(c):
     """Of a text model, from the shapes of its matrices alone."""
+    if c.get("hidden_size_per_layer_input"):
+        return count_with_inputs(c)
     dim, total = c["hidden_size"], 0
     kinds = c.get("layer_types") or [
         "full_attention" if (n + 1) % c.get("full_attention_interval", 1) == 0 else "linear_attention"
@@ -367,12 +398,24 @@ def count_parameters(c):
     for n, kind in enumerate(kinds):
         H, Hkv = c["num_attention_heads"], c["num_key_value_heads"]
         D = c.get("head_dim", dim // H)
+        if "conv_L_cache" in c:
+            total += 4 * dim * dim if kind == "conv" else dim * D * (2 * H + 2 * Hkv)
+            if n < c.get("num_dense_layers", n + 1):
+                total += 3 * dim * (c["intermediate_size"] if "intermediate_size" in c else c["block_ff_dim"] * 2 // 3)
+            else:
+                total += c["num_experts"] * 3 * dim * c["moe_intermediate_size"]
+            continue
         if not {"moe_intermediate_size", "num_local_experts"} & c.keys() and "linear_num_key_heads" not in c:
             total += dim * D * (2 * H + 2 * Hkv) + 3 * dim * c["intermediate_size"]
             continue
-        if "kv_lora_rank" in c:
+        if n + 1 in c.get("linear_attn_config", {}).get("kda_layers", ()):
+            delta = c["linear_attn_config"]
+            D, own = delta["head_dim"], delta["num_heads"] * delta["head_dim"]
+            total += dim * (4 * own + 2 * D + delta["num_heads"]) + 2 * D * own
+        elif "kv_lora_rank" in c:
             nope, rope, v = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
-            total += dim * c["q_lora_rank"] + c["q_lora_rank"] * H * (nope + rope)
+            rank = c["q_lora_rank"]
+            total += dim * H * (nope + rope) if rank is None else rank * (dim + H * (nope + rope))
             total += dim * (c["kv_lora_rank"] + rope) + c["kv_lora_rank"] * H * (nope + v) + H * v * dim
         elif kind == "linear_attention":
             key = c["linear_num_key_heads"] * c["linear_key_head_dim"]
@@ -395,7 +438,8 @@ def count_parameters(c):
             total += (
                 next(c[key] for key in ("num_experts", "n_routed_experts", "num_local_experts") if key in c) * expert
             )
-            total += 3 * dim * c.get("shared_expert_intermediate_size", 0) + c.get("n_shared_experts", 0) * expert
+            shared = c.get("n_shared_experts", c.get("num_shared_experts", 0))
+            total += 3 * dim * c.get("shared_expert_intermediate_size", 0) + shared * expert
             total += 3 * dim * c["intermediate_size"] if "global_head_dim" in c else 0
     return total + c["vocab_size"] * dim * (1 if c["tie_word_embeddings"] else 2)
 

@@ -14,6 +14,7 @@ import pytest
 from penstock import api
 from penstock.cli import chat as verb
 from penstock.cli.chat import Conversation
+from penstock.engine.request import Chunk
 from tests.cli.common import call
 from tests.cli.model import write_small_model
 
@@ -226,6 +227,17 @@ def test_conversation_stopped_while_reading_forgets_the_message(llm):
     assert [m["content"] for m in conversation._messages] == ["hello", before]
     history = [user("hello"), said(before), user("go on")]
     assert answer(conversation, "go on") == llm.chat(history, max_tokens=4).text
+
+
+def test_answers_with_headers_are_shown_without_and_kept_without_their_reasoning(llm, monkeypatch):
+    """Of gpt-oss, whose templates refuse markers in messages."""
+    monkeypatch.setattr("penstock.text.formats.format_of", lambda _: "harmony")
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes. <|end|>"
+    kept = said("")
+    read = verb._WithHeaders(llm, kept)
+    shown = [read(Chunk(piece, 0)).text for piece in text] + [read(Chunk("", 0, "stop")).text]
+    assert "".join(shown) == "Hm.\n\nYes." and kept == said("Yes.")
+    assert verb._headers(llm)["shown"] and Conversation(llm, [], {})._shown == verb._headers(llm)
 
 
 def test_interrupts_only_leave_a_mark_until_the_third():

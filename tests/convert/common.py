@@ -16,12 +16,16 @@ import ml_dtypes
 import numpy as np
 
 from penstock import models
-from tests.models.common import BRANCH, dense_config, moe_config, next_config, write_model
+from tests.models.common import BRANCH, dense_config, moe_config, next_config, seeing, write_model
 from tests.models.common import tensors as qwen_tensors
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
+from tests.models.test_deepseek_v3 import mistral_config
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
+from tests.models.test_gemma3n import config_of as gemma3n_config
 from tests.models.test_gemma4 import CONFIGS as GEMMA
-from tests.models.test_llama import EXPERTS, GLM, MINIMAX
+from tests.models.test_kimi_linear import config_of as kimi_config
+from tests.models.test_lfm2 import CONFIGS as LFM2
+from tests.models.test_llama import EXPERTS, GLM, MINIMAX, MINISTRAL
 from tests.models.test_llama import config_of as llama_config
 
 # Widths that are multiples of 64, so that matrices can be quantized, but for a few (96, 160, 24) that stay dense.
@@ -31,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_next": next_config(moe_intermediate_size=64, torch_dtype="bfloat16"),
     "gemma3": GEMMA3["nested"],
     "gemma3_text": GEMMA3["text"],
+    "gemma3n": {"model_type": "gemma3n", "dtype": "bfloat16", "text_config": gemma3n_config()},
     "gemma4": GEMMA["moe"],
     "gemma4 inputs": GEMMA["inputs"],
     "gemma4_text": GEMMA["wide"],
@@ -39,6 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": deepseek_config(
         model_type="glm4_moe_lite", num_hidden_layers=2, n_group=1, topk_group=1, rope_scaling=None
     ),
+    "kimi_linear": kimi_config((2,), 3, moe_intermediate_size=64, kv_lora_rank=64, delta={"head_dim": 64}),
     "llama": llama_config("llama", attention_bias=True, mlp_bias=True),
     "mistral": llama_config("mistral", num_hidden_layers=2),
     "qwen2": llama_config("qwen2", num_hidden_layers=2, tie_word_embeddings=True),
@@ -52,8 +58,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": llama_config("mixtral", num_hidden_layers=2, num_local_experts=3, num_experts_per_tok=2),
     "glm4_moe": llama_config("glm4_moe", **GLM | {"num_hidden_layers": 3, "moe_intermediate_size": 64}),
     "minimax_m2": llama_config("minimax_m2", **MINIMAX | {"num_hidden_layers": 2, "intermediate_size": 64}),
+    "mistral4": seeing(mistral_config(num_hidden_layers=2, moe_intermediate_size=64, kv_lora_rank=64)),
+    "lfm2": LFM2["dense"],
+    "lfm2_moe": LFM2["moe"],
+    "ministral3": llama_config("ministral3", **MINISTRAL | {"num_hidden_layers": 2}),
+    "mistral3": seeing(llama_config("ministral3", **MINISTRAL, num_hidden_layers=2)),
 }
-_PLAIN = ("A_log", "dt_bias", "layer_scalar", "router.scale", "per_expert_scale", "e_score_correction_bias", ".bias")
+_PLAIN = (
+    "A_log",
+    "dt_bias",
+    "correct_output_scale",
+    "layer_scalar",
+    "router.scale",
+    "per_expert_scale",
+    "e_score_correction_bias",
+    "expert_bias",
+    ".bias",
+)
 
 
 class Names:
@@ -66,7 +87,9 @@ class Names:
         self.found: dict[str, np.ndarray] = {}
 
     def __contains__(self, path: str) -> bool:
-        return path.endswith("e_score_correction_bias") or (self._joined and path.endswith("gate_up_proj"))
+        if path.endswith(("e_score_correction_bias", "self_attn.k_proj")):
+            return True
+        return self._joined and path.endswith("gate_up_proj")
 
     def weight(self, path: str, *shape: int) -> np.ndarray:
         suffix = "" if path.endswith(_PLAIN) or (".experts." in path and self._joined) else ".weight"
@@ -77,7 +100,7 @@ class Names:
             array += 1
         if path.endswith(("o_proj", "down_proj")):
             array *= BRANCH
-        kept = np.float32 if path.endswith("e_score_correction_bias") else ml_dtypes.bfloat16
+        kept = np.float32 if path.endswith(("e_score_correction_bias", "dt_bias", "A_log")) else ml_dtypes.bfloat16
         self.found[name] = array.astype(kept)
         return self.found[name]
 

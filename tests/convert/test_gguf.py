@@ -20,6 +20,7 @@ from penstock.quant import BLOCK_TYPES, Format, QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.gguf import GgufFile
 from tests.convert.common import config_in, stored, tensors
+from tests.models import gguf_files
 from tests.models.common import GGUF_ARCHITECTURES, GGUF_NAMES, TEMPLATE, VOCAB, error, some_tokens, write_tokenizer
 from tests.models.made import mlx_logits
 from tests.models.test_llama import EXPERTS, config_of
@@ -292,3 +293,35 @@ def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
     ):
         convert(path, tmp_path / "made")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "type_name"),
+    [
+        *((name, "Q8_0") for name in ("qwen35moe", "gemma4", "gpt-oss")),
+        *(
+            pytest.param(name, "Q8_0", marks=pytest.mark.slow)
+            for name in gguf_files.MODELS
+            if name not in ("qwen35moe", "gemma4", "gpt-oss", "qwen3next")
+        ),
+        pytest.param("qwen35moe", "F16", marks=pytest.mark.slow),
+    ],
+)
+def test_convert_of_each_architecture_keeps_every_value(tmp_path: Path, name: str, type_name: str) -> None:
+    path, tokens = gguf_files.write(tmp_path / "x.gguf", name, type_name), some_tokens(20)
+    convert(path, tmp_path / "made")
+    got = folder_logits(tmp_path / "made", tokens)
+    # norms and decays are turned back and forth, sums over heads have another order
+    assert error(got, gguf_logits(path, tokens)) < 2e-6
+    if name not in ("gpt-oss", "deepseek2"):  # mlx-lm truncates YaRN's bounds, and has another eps inside of attention
+        assert error(mlx_logits(tmp_path / "made", tokens), got) < 2e-5
+
+
+def test_convert_requantizes_blocks_with_their_heads_in_order_and_says_what_it_cannot_write(tmp_path: Path) -> None:
+    tensors = gguf_files.mixed(gguf_files.tensors_of("qwen35"))
+    path, tokens = gguf_files.write(tmp_path / "x.gguf", "qwen35", tensors=tensors), some_tokens(20)
+    convert(path, tmp_path / "made", Options(dequantize=True))
+    assert error(folder_logits(tmp_path / "made", tokens), gguf_logits(path, tokens)) < 5e-3  # float16
+    other = gguf_files.write(tmp_path / "y.gguf", "qwen3next")
+    with pytest.raises(InvalidArgument, match="y.gguf: is of qwen3next, expected the released files to convert"):
+        convert(other, tmp_path / "no")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from penstock.weights.checkpoint import Checkpoint
 from tests.convert.common import CONFIGS, by_mlx_lm, config_in, stored, tensors, write
 from tests.models.common import error, some_tokens, write_model
 from tests.models.made import mlx_logits
+from tests.models.test_gpt_oss import CONFIG as GPT_OSS
 
 FOUR = {"quantize": True, "q_group_size": 32}
 
@@ -47,8 +49,11 @@ def same(ours: Path, theirs: Path) -> None:
     assert sorted(sizes[0]["weight_map"]) == sorted(sizes[1]["weight_map"])
 
 
+ROUTED = ("qwen2_moe", "mixtral", "mistral4")
+
+
 # transformers has no Kimi K2; routers of the others have as few bits in mlx-lm as all else
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("kimi_k2", "qwen2_moe", "mixtral")])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in (*ROUTED, "kimi_k2")])
 def test_convert_makes_the_tensors_of_mlx_lm_in_4_bits(source: Any, tmp_path: Path, name: str) -> None:
     convert(source(name), tmp_path / "ours", Options(**FOUR))
     same(tmp_path / "ours", by_mlx_lm(source(name), tmp_path / "theirs", **FOUR))
@@ -81,14 +86,36 @@ def test_convert_of_kimi_makes_the_tensors_of_deepseek(source: Any, tmp_path: Pa
         ("gemma4", {"quantize": True, "q_mode": "nvfp4"}),
         ("qwen2_moe", {}),
         ("mixtral", {"dtype": "float16"}),
+        ("mistral4", {}),
         ("glm4_moe", {"dtype": "float16"}),
         ("minimax_m2", {"quantize": True, "q_bits": 3}),
+        ("kimi_linear", {"dtype": "float16"}),
+        ("gemma3n", {}),
+        ("gemma3n", {"quantize": True, "q_group_size": 32, "dtype": "float16"}),
+        ("kimi_linear", {"quantize": True, "q_group_size": 32}),
     ],
     ids=str,
 )
 def test_convert_makes_the_tensors_of_mlx_lm(source: Any, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     convert(source(name), tmp_path / "ours", Options(**options))
     same(tmp_path / "ours", by_mlx_lm(source(name), tmp_path / "theirs", **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quantize": True, "q_bits": 8}, {"dequantize": True}, {"quantize": True, "dtype": "float16"}],
+    ids=str,
+)
+def test_convert_makes_the_tensors_of_mlx_lm_from_blocks_of_mxfp4(tmp_path: Path, options: dict[str, Any]) -> None:
+    """gpt-oss as it is released: experts stay as they are, and what is dense is quantized beside them."""
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "layer_types": None}
+    table = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = GPT_OSS | sizes | {"quantization_config": table, "torch_dtype": "bfloat16"}
+    config["rope_scaling"] = GPT_OSS["rope_scaling"] | {"truncate": True}  # as mlx-lm does, whatever is said
+    folder = write_model(tmp_path / "source", config, gpt_oss_in_blocks(config), shards=2)
+    convert(folder, tmp_path / "ours", Options(**options))
+    same(tmp_path / "ours", by_mlx_lm(folder, tmp_path / "theirs", **options))
+    assert typical_error(exact(tmp_path / "ours", [1, 2, 3]), mlx_logits(tmp_path / "theirs", [1, 2, 3])) < 5e-6
 
 
 @pytest.mark.parametrize("recipe", ["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"])
@@ -125,6 +152,34 @@ def test_convert_back_leaves_nothing_quantized(source: Any, tmp_path: Path) -> N
     want = mlx_logits(tmp_path / "quantized", tokens)
     assert typical_error(mlx_logits(tmp_path / "dense", tokens), want) < 5e-6
     assert typical_error(exact(tmp_path / "dense", tokens), want) < 5e-6
+
+
+def gpt_oss_in_blocks(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Small numbers for all tensors of its released files."""
+    rng, dim, width = np.random.default_rng(4), config["hidden_size"], config["intermediate_size"]
+    E, D, vocab = config["num_local_experts"], config["head_dim"], config["vocab_size"]
+    H, Hkv = config["num_attention_heads"] * D, config["num_key_value_heads"] * D
+
+    def drawn(*shape: int, mean: float = 0.0) -> np.ndarray:
+        return (mean + rng.standard_normal(shape) * shape[-1] ** -0.5).astype(ml_dtypes.bfloat16)
+
+    made = {"lm_head.weight": drawn(vocab, dim), "model.norm.weight": drawn(dim, mean=1.0)}
+    made["model.embed_tokens.weight"] = drawn(vocab, dim)
+    for n in range(config["num_hidden_layers"]):
+        path = f"model.layers.{n}."
+        for part, rows, columns in (("q", H, dim), ("k", Hkv, dim), ("v", Hkv, dim), ("o", dim, H)):
+            made[f"{path}self_attn.{part}_proj.weight"] = drawn(rows, columns)
+            made[f"{path}self_attn.{part}_proj.bias"] = drawn(rows)
+        made[f"{path}self_attn.sinks"] = drawn(H // D)
+        made[f"{path}mlp.router.weight"], made[f"{path}mlp.router.bias"] = drawn(E, dim), drawn(E)
+        for norm in ("input", "post_attention"):
+            made[f"{path}{norm}_layernorm.weight"] = drawn(dim, mean=1.0)
+        for part, rows, columns in (("gate_up", 2 * width, dim), ("down", dim, width)):
+            base = f"{path}mlp.experts.{part}_proj"
+            made[f"{base}_blocks"] = rng.integers(0, 256, (E, rows, columns // 32, 16), np.uint8)
+            made[f"{base}_scales"] = rng.integers(118, 123, (E, rows, columns // 32), np.uint8)
+            made[f"{base}_bias"] = drawn(E, rows)
+    return made
 
 
 def exact(folder: Path, tokens: list[int]) -> np.ndarray:

@@ -188,9 +188,9 @@ class Counting(Threads):
         super().__init__(size)
         self.exchanged: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
 
-    def all_reduce(self, array: Any) -> None:
+    def all_reduce(self, array: Any, note: Any = None) -> None:
         self.exchanged[self.rank].append(array.shape)
-        super().all_reduce(array)
+        super().all_reduce(array, note)
 
     def all_gather(self, parts: Any, array: Any) -> None:
         self.exchanged[self.rank].append(array.shape)
@@ -228,9 +228,9 @@ class ThroughHost(Counting):
         super().__init__(len(ranks.devices))
         self._devices = ranks.devices
 
-    def all_reduce(self, array: Any) -> None:
+    def all_reduce(self, array: Any, note: Any = None) -> None:
         assert not self._devices[self.rank].replaying
-        super().all_reduce(array)
+        super().all_reduce(array, note)
 
     def all_gather(self, parts: Any, array: Any) -> None:
         assert not self._devices[self.rank].replaying
@@ -245,17 +245,44 @@ def test_replays_are_cut_at_what_is_exchanged_through_the_host():
     assert all(device.captured > 3 for device in ranks.devices)  # there are replays between them
 
 
-def test_a_rank_whose_caches_have_another_length_ends_all():
+def _longer(llm: LLM, sequence: Any) -> None:
+    sequence.length += 1
+
+
+def _paged_otherwise(llm: LLM, sequence: Any) -> None:
+    table = sequence.tables[None]
+    table.ids[0] += 1
+    table.changed()
+
+
+def _told_more(llm: LLM, sequence: Any) -> None:
+    llm.engine.leader._sent += 1  # type: ignore[union-attr]
+
+
+def _read_other_tokens(llm: LLM, sequence: Any) -> None:
+    llm.engine.leader._highest = [7]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (_longer, r"lengths: \[3\] here, \[4\] on rank 0"),
+        (_paged_otherwise, r"slots and pages \(hash\): [0-9a-f]{16} here, [0-9a-f]{16} on rank 0"),
+        (_told_more, r"messages: \d+ here, \d+ on rank 0"),
+        (_read_other_tokens, r"tokens of the last step: \[\] here, \[7\] on rank 0"),
+    ],
+)
+def test_ranks_that_have_come_apart_end_and_say_in_what(change, where):
     ranks = Ranks()
 
     def work(llm: LLM) -> None:
         sequence = llm.engine.open()
         llm.engine.prefill(sequence, [1, 2, 3])
-        sequence.length += 1
+        change(llm, sequence)
         with pytest.raises(Exception, match=r"Broken|come apart"):
             llm.engine.decode([sequence], [4])
 
-    with pytest.raises(EngineDied, match=r"rank 1: the ranks have come apart in their lengths: \[3\] here, \[4\] on"):
+    with pytest.raises(EngineDied, match=rf"^rank 1: the ranks have come apart in their {where}"):
         ranks.run(work)
 
 

@@ -9,6 +9,8 @@ from benchmarks.random_checkpoint import write
 from tests.models.common import moe_config, next_config
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_kimi_linear import CONFIGS as KIMI
+from tests.models.test_lfm2 import CONFIGS as LFM2
 from tests.models.test_llama import CONFIGS as LLAMA
 
 VOCAB = 4096  # the demo model's tokenizer
@@ -20,6 +22,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA["moe"],
     "glm4_moe": LLAMA["glm"],
     "minimax_m2": LLAMA["minimax"],
+    "mistral4": DEEPSEEK["mistral sees"],
+    "lfm2_moe": LFM2["moe"],
+    "kimi_linear": KIMI["moe"],
 }
 
 

@@ -7,7 +7,7 @@ import torch
 
 import penstock
 from penstock.ops.array import numpy_view, torch_view
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor, in_planes
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -17,6 +17,8 @@ def to_device(value: Any) -> Any:
     """NumPy arrays as torch tensors on the device under test; scalars as they are."""
     if isinstance(value, np.ndarray):
         return torch_view(value).to(DEVICE)
+    if isinstance(value, GgufTensor):
+        return in_planes(value, "cuda" if GPU else "torch")
     if isinstance(value, QuantizedTensor):
         return value.to("cuda" if GPU else "torch")
     return [to_device(item) for item in value] if isinstance(value, list) else value

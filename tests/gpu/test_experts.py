@@ -1,6 +1,5 @@
 """Streamed experts on the GPU: the kernels that move and look for them, and models with every budget."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ import penstock
 from penstock.api import LLM
 from penstock.backends.cuda.runtime import experts
 from penstock.backends.cuda.runtime.device import CudaDevice
-from penstock.engine.engine import Engine
 from penstock.errors import CheckpointError
 from penstock.experts.layout import Format, Layer, stacked
 from penstock.experts.store import Store
-from penstock.models.split import Mesh
 from penstock.ops.array import Spec
+from penstock.ops.collective import communicator
 from tests.experts.common import CONFIGS, checkpoint
 from tests.gpu.test_steps import stepped
 from tests.models.common import error, small_config, some_tokens
+from tests.parallel.streamed import Turns, on_ranks
 
 SPECS = (Spec((6, 4), "uint32"), Spec((6, 2), "bfloat16"), Spec((3, 5), "float32"))
 
@@ -277,22 +276,67 @@ def test_cuda_streams_a_model(tmp_path: Path):
     assert llm.stats().expert_reads
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_learn_with_a_sum_that_one_of_them_stops(dtype: str):
+    """The second of three ranks misses an expert; what it sums, and what the others do, is theirs all the same."""
+    turns = Turns(3)
+
+    def work(rank: int) -> Any:
+        store, _, tier = made(5, "0%")
+        bring(store, 0, [1, 2])
+        gpu = tier._gpu
+        detector = gpu.miss_detector(tier, 2, 4, dtype)
+        assert detector.agreed.tolist() == [[1, 1]] * 2  # nothing is known to be there
+        chosen = torch.tensor([[1, 2], [2, 8 if rank == 1 else 1]], dtype=torch.int32, device=gpu.torch_device)
+        x = torch.tensor([[1.5, 2, 3], [rank, 5, 6]], dtype=getattr(torch, dtype), device=gpu.torch_device)
+        found = []
+        for resolved in (False, True):
+            inputs = {name: torch.tensor([4, 6], dtype=torch.int32, device=gpu.torch_device) for name in INPUTS}
+            if resolved:
+                if rank == 1:
+                    bring(store, 0, [8])
+                detector.resolve(1, missed=rank == 1)
+            else:
+                detector.detect(1, 0, chosen, inputs)
+                detector.wait()
+                assert detector.host[1, 0] == (rank == 1)
+            out = torch.full_like(x, float("nan"))
+            detector.agree(1, x, inputs, out)
+            detector.wait()
+            found.append((out.tolist(), detector.agreed[1].tolist(), *(inputs[name].tolist() for name in INPUTS)))
+        return found
+
+    total = [[4.5, 6.0, 9.0], [3.0, 15.0, 18.0]]
+    stopped, went_on = (total, [1, 1], [-1, -1], [-1, -1], [0, 0]), (total, [0, 1], [4, 6], [4, 6], [4, 6])
+    assert turns.run(work) == [[stopped, went_on]] * 3
+
+
 @pytest.mark.slow
-def test_cuda_streams_a_part_of_a_model_layer_by_layer(tmp_path: Path):
-    """A rank stops in no captured step: the host brings the experts of answers too, of more rows than slots allow."""
-    folder = checkpoint(tmp_path / "model", {**CONFIGS["llama"], "num_hidden_layers": 1})
-    options: dict[str, Any] = {"dtype": "float32", "max_context": 64}
+def test_cuda_streams_the_parts_of_a_model_of_which_one_alone_misses(tmp_path: Path):
+    """Two ranks in the interpreter, the second without room for its experts: both stop, and give the text of one."""
+    config = {**CONFIGS["llama"], "num_hidden_layers": 2, "head_dim": 32}
+    folder = checkpoint(tmp_path / "model", {**config, "quantization": {"bits": 4, "group_size": 32}})
     prompts = [[1, 2], [4]]
-    want = [out.tokens for out in loaded(folder, 2, **options).generate(prompts, max_tokens=2)]
-    whole = loaded(folder, 2, expert_cache="34%", expert_host="0%", **options).engine
-    part = replace(whole.model, mesh=Mesh(0, 1))
-    engine = Engine(part, activations=whole.activations, dtype="float32", max_context=64, device=whole.device)
-    engine.allocate(sequences=2)
-    llm = LLM(engine, penstock.load(folder, device="cpu").tokenizer, None, ())
-    assert whole.most_sequences < 2 <= engine.most_sequences
-    assert [out.tokens for out in llm.generate(prompts, max_tokens=2)] == want
-    assert llm.stats().expert_reads
-    assert engine.programs is not None and not any(r.captures for r in engine.programs.steps._runners.values())
+
+    def answers(llm: Any) -> list[list[int]]:
+        llm.engine.allocate(sequences=2)
+        return [out.tokens for _ in range(2) for out in llm.generate(prompts, max_tokens=6)]
+
+    want = answers(loaded(folder, 2, dtype="float32", max_context=64))
+    given = [{"device": "cuda", "expert_host": "0%", "expert_cache": cache} for cache in ("100%", "80%")]
+    resolved: list[tuple[int, bool]] = []
+    resolve = experts.MissDetector.resolve
+
+    def noted(self: Any, n: int, missed: bool) -> None:
+        resolved.append((communicator().rank, missed))
+        resolve(self, n, missed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts.MissDetector, "resolve", noted)
+        got, engines, turns = on_ranks(folder, given, answers)
+    assert got == want and turns.exchanged[0] == turns.exchanged[1]
+    assert (0, False) in resolved and (1, True) in resolved
+    assert all(any(r.captured for r in engine.programs.steps._runners.values()) for engine in engines)
 
 
 @pytest.mark.cuda

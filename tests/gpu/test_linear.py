@@ -6,6 +6,8 @@ import torch
 
 import penstock
 from penstock import ops
+from penstock.backends.cuda._launch import multiprocessors
+from penstock.backends.cuda._matvec import config
 from penstock.errors import PenstockError
 from penstock.quant import ExpertBlobs
 from tests.gpu.common import DEVICE, GPU, reference, run, to_device, to_host
@@ -50,6 +52,26 @@ def test_matvec_of_any_number_of_outputs(N, rng):
 def test_matvec_of_any_number_of_groups(bits, groups, rng):
     arguments = {"x": normal(rng, 1, 32 * groups), "w": quantized(rng, 5, 32 * groups, bits=bits)}
     close(run(ops.quantized_matmul, **arguments), reference(ops.quantized_matmul, **arguments))
+
+
+@pytest.mark.parametrize("K", [12288, 12864])
+def test_programs_that_share_a_long_row_add_up(K, rng):
+    """In the order of their parts, the same every time; the residual counts once, and may be what is written."""
+    N = 1500 if GPU else 70  # few rows for each multiprocessor
+    x, residual = normal(rng, 1, K, dtype="bfloat16"), normal(rng, 1, N)
+    w = quantized(rng, N, K, group_size=64)
+    assert config(4, 64, N, K, 1, 1, 1, False, False, False, multiprocessors(torch.empty(0, device=DEVICE))).parts > 1
+    want = reference(ops.matmul_add, residual=residual, x=x, w=w)
+    on = {"x": to_device(x), "w": to_device(w)}
+    made = []
+    for _ in range(3):  # counters are 0 again after each
+        out = to_device(residual.copy())
+        with penstock.backend("cuda"):
+            ops.matmul_add(residual=out, **on, out=out)
+        made.append(to_host(out))
+    close(made[0], want)
+    assert_same_bits("again", made[1], made[0])
+    assert_same_bits("again", made[2], made[0])
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])

@@ -18,9 +18,13 @@ from tests.models.common import VOCAB, error, moe_config, next_config, small_con
 from tests.models.made import decoded, in_pieces
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
+from tests.models.test_gemma3n import CONFIGS as GEMMA3N
 from tests.models.test_gemma4 import CONFIGS as GEMMA
 from tests.models.test_gemma4 import FULL, SLIDING
 from tests.models.test_gpt_oss import CONFIG as GPT_OSS
+from tests.models.test_kimi_linear import CONFIGS as KIMI
+from tests.models.test_kimi_linear import config_of as kimi_config
+from tests.models.test_lfm2 import CONFIGS as LFM2
 from tests.models.test_llama import CONFIGS as LLAMA
 
 # cut short for the interpreter, which takes milliseconds per program
@@ -29,17 +33,25 @@ SMALL: dict[str, dict[str, Any]] = {
     "gemma4": GEMMA["moe"]["text_config"] | {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]},
     "deepseek_v3": {**DEEPSEEK["v3"], "num_hidden_layers": 2},
     "llama": {**LLAMA["moe"], "num_hidden_layers": 1},
+    "kimi_linear": kimi_config((2,), 2),
+    "gemma3n": GEMMA3N["plain"],
     "gpt_oss": GPT_OSS | {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], "quantization": {"mode": "mxfp4"}},
 }
 EVERY: dict[str, dict[str, Any]] = {
+    **{f"lfm2-{name}": LFM2[name] for name in ("moe", "plain", "dense")},
     "qwen3_5": moe_config(),
     "qwen3_next": next_config(),
     "gpt_oss": GPT_OSS | {"quantization": {"mode": "mxfp4"}},
     "gemma3": GEMMA3["text"],
+    **{f"gemma3n-{name}": config for name, config in GEMMA3N.items()},
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
+    **{f"kimi_linear-{name}": config for name, config in KIMI.items()},
     **{f"llama-{n}": LLAMA[n] for n in ("tied", "biases", "window", "qwen2 window", "qwen3", "moe", "mixed moe")},
-    **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "mixtral window", "glm", "glm air", "minimax")},
+    **{
+        f"llama-{name}": LLAMA[name]
+        for name in ("qwen2 moe", "mixtral window", "glm", "glm air", "minimax", "ministral")
+    },
 }
 
 

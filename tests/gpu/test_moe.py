@@ -9,7 +9,7 @@ import torch
 import penstock
 from penstock import ops
 from penstock.backends.cuda import _tuning
-from penstock.backends.cuda._launch import counter
+from penstock.backends.cuda._launch import counters
 from penstock.errors import BackendError
 from tests.gpu.common import GPU, reference, run, to_device, to_host
 from tests.ops.common import assert_close, assert_same_bits, fenced, i32, normal, quantized
@@ -303,7 +303,7 @@ def test_moe_norm_route_leaves_its_counter_at_zero(rng):
                 each.fill_(-7)
             ops.moe_norm_route(**call, per_expert_scale=None, top_k=5, out=out)
             found.append([each.clone() for each in out])
-            ended = counter(out[1])
+            ended = counters(out[1])
             assert ended is not None and not ended.any()
     assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(again, found[0], strict=True))
 

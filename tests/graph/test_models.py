@@ -17,17 +17,23 @@ from tests.models.common import error, moe_config, next_config, small_config, so
 from tests.models.made import decoded
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
+from tests.models.test_gemma3n import CONFIGS as GEMMA3N
 from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_kimi_linear import CONFIGS as KIMI
+from tests.models.test_lfm2 import CONFIGS as LFM2
 from tests.models.test_llama import CONFIGS as LLAMA
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": moe_config(),
     "qwen3_next": next_config(),
     "gemma3": GEMMA3["text"],
+    "gemma3n": GEMMA3N["plain"],
+    **{f"lfm2-{name}": LFM2[name] for name in ("moe", "dense")},
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
+    "kimi_linear": KIMI["moe"],
     **{f"llama-{name}": LLAMA[name] for name in ("tied", "biases", "window", "qwen3", "moe", "mixed moe")},
-    **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "glm", "minimax")},
+    **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "glm", "minimax", "ministral")},
 }
 
 # Random models amplify the rounding that a fused op saves; int8 activations then round to other codes here and there.

@@ -115,6 +115,14 @@ def next_config(**changes: Any) -> dict[str, Any]:
     return {"architectures": ["Qwen3NextForCausalLM"], "rope_scaling": None, **config}
 
 
+def seeing(text: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """config.json of a model that sees, around a text model: Mistral Small 3.1, Ministral 3, Mistral Small 4."""
+    vision = {"model_type": "pixtral", "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    vision |= {"intermediate_size": 24, "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
+    config = {"model_type": "mistral3", "text_config": text, "vision_config": vision, "image_token_index": 7}
+    return config | {"architectures": ["Mistral3ForConditionalGeneration"], "tie_word_embeddings": False} | changes
+
+
 def kinds(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer of a text config."""
     interval, count = config.get("full_attention_interval", 4), config["num_hidden_layers"]

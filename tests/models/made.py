@@ -40,7 +40,7 @@ def values(name: str, shape: Sequence[int], factors: Mapping[str, float], seed: 
     end = name.removesuffix(".weight")
     if name.endswith(("per_expert_scale", "layer_scalar")):
         made = rng.uniform(0.6, 1.4, shape)
-    elif name.endswith("e_score_correction_bias"):
+    elif name.endswith(("e_score_correction_bias", "expert_bias")):
         made = 0.2 * drawn
     elif name.endswith(".bias"):
         made = 0.3 * drawn
@@ -50,7 +50,7 @@ def values(name: str, shape: Sequence[int], factors: Mapping[str, float], seed: 
         made = drawn
     elif end.endswith("router.proj"):
         made = 2 * drawn  # its input is short
-    elif end.endswith("mlp.gate"):
+    elif end.endswith(("mlp.gate", "feed_forward.gate")):
         made = 2 * shape[-1] ** -0.5 * drawn
     else:
         made = shape[-1] ** -0.5 * drawn
@@ -77,7 +77,11 @@ def torch_model(folder: Path, load: bool = False) -> Any:
     transformers.logging.set_verbosity_error()
     config = transformers.AutoConfig.from_pretrained(folder)
     nested = "text_config" in json.loads((folder / "config.json").read_text())
-    kind: Any = transformers.AutoModelForImageTextToText if nested else transformers.AutoModelForCausalLM
+    kind: Any = transformers.AutoModelForCausalLM
+    if (
+        nested or type(config) not in kind._model_mapping
+    ):  # where transformers has the text model of Mistral Small 4, too
+        kind = transformers.AutoModelForImageTextToText
     options = {"dtype": torch.float32, "experts_implementation": "eager"}  # which takes any width
     if load:
         model, about = kind.from_pretrained(folder, output_loading_info=True, **options)
@@ -97,7 +101,11 @@ def save(model: Any, folder: Path, config: Mapping[str, Any]) -> None:
     """The model in bfloat16, names and layout as transformers writes them, with `config` as it was given."""
     import torch
 
-    biases = {name: value.clone() for name, value in model.named_buffers() if name.endswith("correction_bias")}
+    biases = {
+        name: value.clone()
+        for name, value in model.named_buffers()
+        if name.endswith(("correction_bias", "expert_bias"))
+    }
     model.to(torch.bfloat16)
     for name, value in biases.items():  # float32 in the released files
         model.get_buffer(name).data = value

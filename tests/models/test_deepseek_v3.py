@@ -19,7 +19,7 @@ from penstock.models.layers import apply_rope
 from penstock.models.rope import Rope
 from penstock.ops.array import Array
 from penstock.quant import QuantizedTensor
-from tests.models.common import BRANCH, VOCAB, error
+from tests.models.common import BRANCH, VOCAB, error, seeing
 from tests.models.made import (
     FOUR,
     LONG,
@@ -92,6 +92,30 @@ def config_of(**changes: Any) -> dict[str, Any]:
 
 YARN = {"rope_type": "yarn", "rope_theta": 5e3, "factor": 8.0, "original_max_position_embeddings": 256}
 
+
+MISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+MISTRAL_ROPE |= {"original_max_position_embeddings": 48}
+
+
+def mistral_config(**changes: Any) -> dict[str, Any]:
+    """config.json of Mistral Small 4's text model, every size another one."""
+    left = ("scoring_func", "topk_method", "moe_layer_freq", "rope_theta", "rope_scaling", "num_nextn_predict_layers")
+    config = {key: value for key, value in config_of().items() if key not in left}
+    own = {
+        "architectures": ["Mistral4ForCausalLM"],
+        "model_type": "mistral4",
+        "num_hidden_layers": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "rope_interleave": True,
+        "rope_parameters": MISTRAL_ROPE,
+    }
+    return config | own | changes
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "v3": config_of(),
     # q in one piece, halves instead of neighbours turn, weights as they come, other gains, norms with another eps
@@ -138,6 +162,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_scaling=None,
         rope_theta=1e6,
         partial_rotary_factor=1.0,
+    ),
+    # Mistral Small 4: softmax routing, queries that grow with their position
+    "mistral": mistral_config(rope_parameters=MISTRAL_ROPE | {"partial_rotary_factor": 0.2}),
+    "mistral sees": seeing(
+        mistral_config(num_hidden_layers=2, norm_topk_prob=False, routed_scaling_factor=1.3, q_lora_rank=None)
     ),
     # no YaRN
     "default": config_of(
@@ -210,9 +239,12 @@ def test_logits_of_the_reference_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("expands", [True, False], ids=["expanded", "absorbed"])
-def test_logits_are_those_of_mlx(expands: bool, mlx: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["v3", "mistral", "mistral sees"])
+def test_logits_are_those_of_mlx(
+    name: str, expands: bool, mlx: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     forced(monkeypatch, expands)
-    case = mlx("v3")
+    case = mlx(name)
     assert error(load(case.folder).logits(case.tokens), case.want) <= SHORT
     assert error(load(case.folder, "reference").logits(case.tokens[:30]), case.want[:30]) <= SHORT
 
@@ -240,7 +272,7 @@ def test_both_forms_are_used_on_long_prompts() -> None:
 # -- in pieces, token by token, together -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["v3", "gain"])
+@pytest.mark.parametrize("name", ["v3", "gain", "mistral"])
 @pytest.mark.parametrize("cuts", [(1,), (3, 4, 5, 70, 255, 257), (77, 130, 513, 599)], ids=str)
 def test_prefill_in_any_pieces_is_right(cuts: tuple[int, ...], name: str, hf: Callable[[str], Case]) -> None:
     case = hf(name)
@@ -264,9 +296,18 @@ def test_decode_of_converted_files_is_right(mlx: Callable[[str], Case]) -> None:
     assert error(decoded(load(case.folder), case.tokens[:90], 60), case.want[59:90]) <= SHORT
 
 
-@pytest.mark.parametrize("activations", ["float32", "int8"])
-def test_decode_of_several_gives_the_bits_of_each_alone(activations: str, mlx: Callable[[str], Case]) -> None:
-    check_several(load(mlx("v3").folder, "cpu", activations), (1, 254, 303))
+@pytest.mark.parametrize("name, prompt, end", [("mistral", 0, 20), ("mistral", 90, 110), ("mistral sees", 512, 530)])
+def test_decode_of_mistral_token_by_token_is_right(name: str, prompt: int, end: int, hf: Callable[[str], Case]) -> None:
+    case = hf(name)
+    rows = decoded(load(case.folder), case.tokens[:end], prompt)
+    assert error(rows, case.want[max(0, prompt - 1) : end]) <= LONG
+
+
+@pytest.mark.parametrize("name, activations", [("v3", "float32"), ("v3", "int8"), ("mistral", "int8")])
+def test_decode_of_several_gives_the_bits_of_each_alone(
+    name: str, activations: str, mlx: Callable[[str], Case]
+) -> None:
+    check_several(load(mlx(name).folder, "cpu", activations), (1, 254, 303))
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -473,6 +514,12 @@ WRONG_CONFIG: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "no scale of the experts": ("v3", lambda config: {"routed_scale": 1.0}),
     "all groups": ("v3", lambda config: {"top_groups": 4}),
     "no gain on cos and sin": ("gain", lambda config: {"rope": dataclasses.replace(config.rope, mscale=1.0)}),
+    "queries of one size": ("mistral", lambda config: {"query_scale": None}),
+    "steps of queries elsewhere": ("mistral", lambda config: {"query_scale": (0.3, 49)}),
+    "sigmoid routing": ("mistral", lambda config: {"softmax": False}),
+    "no gain of Mistral's scores": ("mistral", lambda config: {"scale": 40**-0.5}),
+    "weights of Mistral renormalised": ("mistral sees", lambda config: {"renormalise": True}),
+    "no scale of Mistral's experts": ("mistral sees", lambda config: {"routed_scale": 1.0}),
     "neighbours turned": ("plain", lambda config: {"interleaved": True}),
 }
 

@@ -118,7 +118,16 @@ def test_a_family_says_what_it_is(family: Family[Any, Any]) -> None:
         ("minimax_m2", "layers.3.block_sparse_moe.e_score_correction_bias", "router"),
         ("minimax_m2", "layers.3.block_sparse_moe.experts.5.w2", "experts"),
         ("mixtral", "layers.3.block_sparse_moe.gate", "router"),
+        ("kimi_linear", "layers.3.block_sparse_moe.gate.e_score_correction_bias", "router"),
+        ("kimi_linear", "layers.3.mlp.e_score_correction_bias", "router"),
+        ("kimi_linear", "layers.3.block_sparse_moe.experts.5.w2", "experts"),
+        ("kimi_linear", "layers.3.self_attn.q_conv.conv", "linear attention"),
+        ("kimi_linear", "layers.3.self_attn.o_norm", "norms"),
         ("qwen2_moe", "layers.3.mlp.shared_expert_gate", "router"),
+        ("lfm2_moe", "layers.3.feed_forward.expert_bias", "router"),
+        ("lfm2_moe", "layers.3.feed_forward.experts.5.w2", "experts"),
+        ("lfm2_moe", "layers.0.self_attn.q_layernorm", "norms"),
+        ("lfm2", "layers.3.feed_forward.w2", "dense MLP"),
         ("gemma4", "embed_tokens_per_layer", "embedding"),
         ("gemma4", "layers.0.router.per_expert_scale", "router"),
         ("gemma4", "layers.0.post_feedforward_layernorm_1", "norms"),
@@ -133,12 +142,12 @@ def test_role_of_is_what_the_family_declares(kind: str, path: str, role: str) ->
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_weight_of_a_family_has_a_role(name: str) -> None:
-    """But for the per-layer inputs of Gemma, which are none of them."""
+    """But for the per-layer inputs of Gemma, its streams and the branch beside attention, which are none of them."""
     config = CONFIGS[name]
     family, asked = models.family_of(dict(config)), Names("", joined=name.startswith("gemma"))
     family.read_weights(asked, family.read_config(dict(config)))
     other = [path for path in asked.found if family.role_of(path.removesuffix(".weight")) == "other"]
-    assert all("per_layer" in path for path in other)
+    assert all(any(part in path for part in ("per_layer", "altup", "laurel")) for path in other)
 
 
 def test_rules_of_a_model_are_those_of_its_files() -> None:

@@ -18,6 +18,7 @@ from penstock.models import step as steps
 from penstock.models.layers import experts, linear
 from penstock.models.step import PAGE, Step
 from penstock.ops.array import Array
+from penstock.weights.resolve import resolve_model
 from tests.models.common import BRANCH, VOCAB, error
 from tests.models.made import (
     FOUR,
@@ -156,6 +157,29 @@ def mlx(hf: Callable[[str], Case]) -> Callable[[str], Case]:
         return converted(source, source.folder / "mlx", **FOUR)
 
     return case
+
+
+# -- E2B and E4B -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "shared"), [("gemma4-e2b", 15), ("gemma4-e4b", 24)])
+def test_small_models_of_the_shipped_configs_are_those_of_transformers_and_mlx(
+    name: str, shared: int, tmp_path: Path
+) -> None:
+    """Layers, their kinds and what they share as released; everything narrow, and the window short."""
+    text = resolve_model(name, ["config"]).read_config()["text_config"]
+    narrow = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "global_head_dim": 32, "sliding_window": 9}
+    inputs = {"hidden_size_per_layer_input": 32, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB}
+    config = config_of(**DENSE) | {"text_config": text | narrow | inputs}
+    read = gemma4.read_config(config)
+    assert read.sources[:shared] == tuple(range(shared)) and set(read.sources[shared:]) == {shared - 2, shared - 1}
+    assert read.mlp_widths == (32,) * shared + (64 if name == "gemma4-e2b" else 32,) * (len(read.sources) - shared)
+    case = make(tmp_path / "hf", config, FACTORS | {"embed_tokens": 64**-0.5}, count=40)
+    llm = load(case.folder)
+    assert error(llm.logits(case.tokens), case.want) <= SHORT
+    assert error(decoded(llm, case.tokens[:20], 5), case.want[4:20]) <= SHORT
+    mlx = converted(case, tmp_path / "mlx", 30, **FOUR)
+    assert error(load(mlx.folder).logits(mlx.tokens), mlx.want) <= SHORT
 
 
 # -- whole sequences -------------------------------------------------------------------------------------------------

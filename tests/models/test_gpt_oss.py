@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 import penstock
+from penstock.analysis.survey import survey
+from penstock.convert.run import convert
 from penstock.errors import CheckpointError
 from penstock.models import family_of
-from penstock.quant import dequantize
+from penstock.quant import QuantizedTensor, dequantize
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.resolve import resolve_model
+from tests.cli.common import call
 from tests.models.common import error, some_tokens, write_model
 from tests.models.made import SHORT, mlx_logits
 
@@ -121,31 +126,125 @@ def test_logits_agree_with_mlx_lm_wherever_the_experts_are(released: Any, tmp_pa
     np.testing.assert_array_equal(logits(folder, tokens, expert_cache="60%"), found)
 
 
-def test_logits_agree_with_transformers(released: Any) -> None:
+@pytest.fixture(scope="module")
+def in_blocks(released: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """The same model in the files of Hugging Face: experts in blocks of mxfp4, gate and up in turns, the rest dense."""
+    values = released[1]
+    stored = {name: array for name, array in values.items() if ".experts." not in name}
+    for n in range(CONFIG["num_hidden_layers"]):
+        path = f"model.layers.{n}.mlp.experts."
+        joined = {"down_proj": (values[f"{path}down_proj.weight"], values[f"{path}down_proj.bias"])}
+        gate, up = ([values[f"{path}{part}_proj.{end}"] for end in ("weight", "bias")] for part in ("gate", "up"))
+        pairs = [np.stack(both, 2).reshape(len(both[0]), -1, *both[0].shape[2:]) for both in zip(gate, up, strict=True)]
+        for part, (weight, bias) in (joined | {"gate_up_proj": tuple(pairs)}).items():
+            q = penstock.quantize(np.ascontiguousarray(weight), mode="mxfp4")
+            np.testing.assert_array_equal(dequantize(q), weight)
+            stored[f"{path}{part}_blocks"] = q.packed.view(np.uint8).reshape(*q.scales.shape, 16)
+            stored[f"{path}{part}_scales"] = q.scales
+            stored[f"{path}{part}_bias"] = bias
+    table = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    folder = tmp_path_factory.mktemp("gpt_oss") / "released"
+    return write_model(folder, CONFIG | {"quantization_config": table}, stored, shards=2), values
+
+
+@pytest.mark.parametrize("files", ["released", "in_blocks"])
+def test_logits_agree_with_transformers(files: str, request: pytest.FixtureRequest) -> None:
+    """Whose experts, in float32, come from its own reading of blocks where there are any."""
     torch = pytest.importorskip("torch")
     import transformers
+    from safetensors.numpy import load_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    folder, values = released
+    folder, values = request.getfixturevalue(files)
+    stored = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
     config = transformers.GptOssConfig(**{k: v for k, v in CONFIG.items() if k not in ("model_type", "architectures")})
     model = transformers.GptOssForCausalLM(config).float().eval()
-    state = {}
-    for name, array in values.items():
-        if ".experts." not in name:
-            state[name] = array
+    state = {name: torch.from_numpy(array) for name, array in values.items() if ".experts." not in name}
     for n in range(CONFIG["num_hidden_layers"]):
         path = f"model.layers.{n}.mlp.experts."
         gate, up = (values[f"{path}{part}_proj.weight"].transpose(0, 2, 1) for part in ("gate", "up"))
-        state[f"{path}gate_up_proj"] = np.stack([gate, up], -1).reshape(*gate.shape[:2], -1)
-        state[f"{path}gate_up_proj_bias"] = np.stack(
-            [values[f"{path}{part}_proj.bias"] for part in ("gate", "up")], -1
-        ).reshape(len(gate), -1)
-        state[f"{path}down_proj"] = values[f"{path}down_proj.weight"].transpose(0, 2, 1)
-        state[f"{path}down_proj_bias"] = values[f"{path}down_proj.bias"]
-    model.load_state_dict({name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in state.items()})
+        biases = [values[f"{path}{part}_proj.bias"] for part in ("gate", "up")]
+        made = {
+            "gate_up_proj": np.stack([gate, up], -1).reshape(*gate.shape[:2], -1),
+            "gate_up_proj_bias": np.stack(biases, -1).reshape(len(gate), -1),
+            "down_proj": values[f"{path}down_proj.weight"].transpose(0, 2, 1),
+            "down_proj_bias": values[f"{path}down_proj.bias"],
+        }
+        for part, array in made.items():
+            state[path + part] = torch.from_numpy(np.ascontiguousarray(array))
+            if f"{path}{part}_blocks" in stored:
+                both = (torch.from_numpy(stored[f"{path}{part}_{end}"]) for end in ("blocks", "scales"))
+                assert torch.equal(convert_moe_packed_tensors(*both).float(), state[path + part])
+    model.load_state_dict(state)
     tokens = some_tokens(40)
     with torch.no_grad():
         want = model(torch.tensor([tokens])).logits[0].numpy()
     assert error(logits(folder, tokens), want) <= SHORT
+
+
+def test_blocks_of_every_scale_are_what_transformers_reads(tmp_path: Path) -> None:
+    """Codes are not rounded again: the same bytes, as numbers those of transformers, but for the scale 255, which is
+    infinity here and in MLX."""
+    torch = pytest.importorskip("torch")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 256, (3, 85, 2, 16), np.uint8)
+    scales = np.arange(3 * 85 * 2, dtype=np.int64).reshape(3, 85, 2) % 255
+    folder = write_model(tmp_path / "m", CONFIG, {"x_blocks": codes, "x_scales": scales.astype(np.uint8)})
+    tensor = Checkpoint.open(folder).tensor("x")
+    assert isinstance(tensor, QuantizedTensor) and (tensor.shape, tensor.mode) == ((3, 85, 64), "mxfp4")
+    np.testing.assert_array_equal(tensor.packed.view(np.uint8).reshape(codes.shape), codes)
+    want = convert_moe_packed_tensors(torch.from_numpy(codes), torch.from_numpy(scales.astype(np.uint8)))
+    np.testing.assert_array_equal(dequantize(tensor), want.float().numpy().transpose(0, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_scales": None}, "tensor 'x_blocks' has no x_scales beside it, expected the scales of its blocks"),
+        (
+            {"x_scales": np.zeros((3, 4, 1), np.uint8)},
+            r"x_scales' is U8 \[3, 4, 1\], expected U8 \[3, 4, 2\], one for each",
+        ),
+        ({"x_scales": np.zeros((3, 4, 2), np.float32)}, r"x_scales' is F32 \[3, 4, 2\], expected U8"),
+        ({"x_blocks": np.zeros((3, 4, 2, 8), np.uint8)}, r"is U8 \[3, 4, 2, 8\], expected U8 \[E, N, K / 32, 16\]"),
+        ({"x_blocks": np.zeros((3, 4, 16), np.uint8)}, r"is U8 \[3, 4, 16\], expected U8 \[E, N, K / 32, 16\]"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    parts = {"x_blocks": np.zeros((3, 4, 2, 16), np.uint8), "x_scales": np.zeros((3, 4, 2), np.uint8)} | change
+    folder = write_model(tmp_path / "m", CONFIG, {name: array for name, array in parts.items() if array is not None})
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(folder).tensor("x")
+
+
+def test_released_files_are_streamed_after_a_conversion_only(in_blocks: Any, tmp_path: Path) -> None:
+    folder, _ = in_blocks
+    with pytest.raises(CheckpointError, match="in turns, which is not streamed, expected .*: penstock convert"):
+        penstock.load(folder, device="cpu", expert_cache="60%")
+    convert(folder, tmp_path / "made")
+    tokens = some_tokens(12)
+    np.testing.assert_array_equal(logits(tmp_path / "made", tokens, expert_cache="60%"), logits(folder, tokens))
+
+
+def test_released_files_are_known_without_reading_them(
+    in_blocks: Any, released: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes and roles; and `verify` finds a scale that is infinite."""
+    found, mlx = (survey(resolve_model(folder)) for folder, _ in (in_blocks, released))
+    experts, same = ({w.path: w.nbytes for w in one.weights if w.role == "experts"} for one in (found, mlx))
+    assert sum(experts.values()) == sum(same.values()) and not found.notices
+    good = call(capsys, "verify", str(in_blocks[0]))
+    assert good.status == 0 and "8 of mxfp4" in good.out
+    bad = shutil.copytree(in_blocks[0], tmp_path / "bad")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    path, start, _ = Checkpoint.open(bad).location(name)
+    with path.open("r+b") as file:
+        file.seek(start + 7)
+        file.write(b"\xff")
+    found = call(capsys, "verify", str(bad))
+    assert found.status == 1 and f"tensor '{name}' has 1 number not finite (the first is number 7)" in found.out
 
 
 def test_steps_give_what_one_step_gives(released: Any) -> None:

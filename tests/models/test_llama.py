@@ -17,8 +17,8 @@ from penstock import ops
 from penstock.models import llama
 from penstock.models.layers import add_blocks
 from penstock.models.rope import Rope
-from penstock.models.step import PAGE
-from tests.models.common import BRANCH, VOCAB, error
+from penstock.models.step import PAGE, attend
+from tests.models.common import BRANCH, VOCAB, error, seeing
 from tests.models.made import (
     FOUR,
     LONG,
@@ -108,6 +108,25 @@ MINIMAX = {
     "attn_type_list": [1, 1, 1],
 }
 
+MINISTRAL = {
+    "head_dim": 24,
+    "rope_theta": None,
+    "rope_parameters": {
+        "type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": 48,
+        "max_position_embeddings": 768,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    },
+    "sliding_window": None,
+}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     # SmolLM2: as many key heads as a third of the query heads, tied
     "tied": config_of(
@@ -169,6 +188,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     # GLM-4.5-Air: no norms of heads
     "glm air": config_of("glm4_moe", **GLM | {"first_k_dense_replace": 1, "num_hidden_layers": 2}),
     "minimax": config_of("minimax_m2", **MINIMAX),
+    # Ministral 3: the text model alone, tied with its vision tower, and Mistral Small 3.1
+    "ministral": config_of("ministral3", **MINISTRAL),
+    "ministral sees": seeing(
+        config_of("ministral3", **MINISTRAL, tie_word_embeddings=True, num_hidden_layers=2), tie_word_embeddings=True
+    ),
+    "mistral sees": seeing(config_of("mistral", sliding_window=None, num_hidden_layers=2, head_dim=20)),
     # all layers see the window, whatever max_window_layers says
     "moe window": config_of(
         "qwen3_moe",
@@ -179,13 +204,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
 }
 CONVERTED = ("tied", "llama3", "linear", "yarn", "biases", "mistral", "qwen2", "qwen3", "moe", "mixed moe")
-CONVERTED += ("qwen2 moe", "mixtral", "glm", "glm air", "minimax")
+CONVERTED += ("qwen2 moe", "mixtral", "glm", "glm air", "minimax", "ministral", "ministral sees", "mistral sees")
 LONGER = [name for name in CONFIGS if "window" in name] + ["tied", "qwen3 biases", "moe"]
 
 
 def factors(name: str) -> dict[str, float]:
     """Small residual branches; those of a tied model are in units of its table, which is also the head."""
-    size = CONFIGS[name]["hidden_size"] ** -0.5 if CONFIGS[name]["tie_word_embeddings"] else 1.0
+    text = CONFIGS[name].get("text_config", CONFIGS[name])
+    size = text["hidden_size"] ** -0.5 if text["tie_word_embeddings"] else 1.0
     branch = BRANCH * size
     return {
         "o_proj": branch,
@@ -266,7 +292,7 @@ def test_logits_with_int8_activations_point_the_same_way(name: str, mlx: Callabl
     check_cosines(load(case.folder, "cpu", "int8").logits(case.tokens), case.want)
 
 
-@pytest.mark.parametrize("name", ["tied", "llama3", "mixed moe"])
+@pytest.mark.parametrize("name", ["tied", "llama3", "mixed moe", "ministral"])
 def test_logits_of_a_config_that_transformers_saved_are_the_same(
     name: str, hf: Callable[[str], Case], tmp_path: Path
 ) -> None:
@@ -309,7 +335,7 @@ def test_decode_after_a_short_prompt_is_right(name: str, hf: Callable[[str], Cas
 
 
 @pytest.mark.parametrize("activations", ["float32", "int8"])
-@pytest.mark.parametrize("name", ["biases", "qwen2", "qwen3", "mixed moe", "glm", "minimax"])
+@pytest.mark.parametrize("name", ["biases", "qwen2", "qwen3", "mixed moe", "glm", "minimax", "ministral"])
 def test_decode_of_several_gives_the_bits_of_each_alone(
     name: str, activations: str, mlx: Callable[[str], Case]
 ) -> None:
@@ -367,6 +393,10 @@ def test_the_output_bias_of_qwen2_is_never_there(hf: Callable[[str], Case], tmp_
 no_bias = With(add=lambda x, y: x)
 
 
+def scaled(step, k):
+    return ops.position_scale(k, step.positions, 0.3, 48)
+
+
 def half(step, x, rope):
     return ops.rope(x, rope.inv_freq, step.positions, rope.width, 1.0)
 
@@ -379,14 +409,16 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "no biases": ("qwen2", {"ops": no_bias}),
     "no biases of the MLP": ("biases", {"ops": no_bias}),
     "no gain of YaRN": ("yarn", {"apply_rope": half}),
+    "queries of one size": ("ministral", {"ops": With(position_scale=lambda x, *_: x)}),
+    "queries and keys grow": (
+        "ministral",
+        {"attend": lambda step, cache, q, k, v, *rest: attend(step, cache, q, scaled(step, k), v, *rest)},
+    ),
     "no norm over all heads": (
         "minimax",
         {"ops": With(rms_norm=lambda x, w, eps, *dtype: x if w.size in (48, 144) else ops.rms_norm(x, w, eps, *dtype))},
     ),
-    "no shared expert": (
-        "glm air",
-        {"add_blocks": lambda step, h, shared, *rest: add_blocks(step, h, None, *rest)},
-    ),
+    "no shared expert": ("glm air", {"add_blocks": lambda step, h, shared, *rest: add_blocks(step, h, None, *rest)}),
     "shared expert without its gate": (
         "qwen2 moe",
         {"add_blocks": lambda step, h, shared, score, routed: add_blocks(step, h, shared, None, routed)},
@@ -420,6 +452,11 @@ WRONG_CONFIG: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "norms of GLM's heads left out": ("glm", lambda config: {"head_norms": False}),
     "whole heads turn": ("glm", lambda config: {"rope": wide(config.head_dim)}),
     "weights of Qwen2 renormalised": ("qwen2 moe", lambda config: {"renormalise": True}),
+    "steps of queries elsewhere": ("ministral", lambda config: {"query_scale": (0.3, 49)}),
+    "gain of YaRN in the scores": (
+        "ministral",
+        lambda config: {"rope": dataclasses.replace(config.rope, mscale=config.rope.score_gain**0.5)},
+    ),
     "eps": ("tied", lambda config: {"norm_eps": 1e-4}),
     "plain table": ("llama3", lambda config: {"rope": plain(config.rope, 500.0)}),
     "plain table instead of linear": ("linear", lambda config: {"rope": plain(config.rope, 1e4)}),

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from penstock import models
-from penstock.models import deepseek_v3, gemma4, llama
+from penstock.models import deepseek_v3, gemma4, lfm2, llama
 from tests.models import test_deepseek_v3 as deepseek
 from tests.models import test_gemma4 as gemma
+from tests.models import test_lfm2 as lfms
 from tests.models import test_llama as llamas
 from tests.models.test_config import BAD_INTEGERS, refused
 
@@ -35,6 +36,9 @@ DEEPSEEK = deepseek.CONFIGS["v3"]
 LLAMA, QWEN3_MOE = llamas.CONFIGS["llama3"], llamas.CONFIGS["moe"]
 GLM, MINIMAX, MIXTRAL = llamas.CONFIGS["glm"], llamas.CONFIGS["minimax"], llamas.CONFIGS["mixtral"]
 QWEN2_MOE = llamas.CONFIGS["qwen2 moe"]
+LFM2, LFM2_MOE = lfms.CONFIGS["dense"], lfms.CONFIGS["moe"]
+MISTRAL4 = deepseek.CONFIGS["mistral"]
+MINISTRAL, SEEING = llamas.CONFIGS["ministral"], llamas.CONFIGS["ministral sees"]
 
 # of each config the keys whose value is an integer: those that must be there, and those that have a default
 REQUIRED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -76,6 +80,13 @@ REQUIRED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "mixtral": (MIXTRAL, ["num_local_experts", "num_experts_per_tok", "intermediate_size"]),
     "glm4_moe": (GLM, ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size"]),
     "minimax_m2": (MINIMAX, ["num_local_experts", "num_experts_per_tok", "intermediate_size"]),
+    "lfm2": (LFM2, ["num_hidden_layers", "num_key_value_heads", "hidden_size", "vocab_size", "conv_L_cache"]),
+    "lfm2_moe": (
+        LFM2_MOE,
+        ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size", "num_dense_layers"],
+    ),
+    "mistral4": (MISTRAL4, ["num_experts_per_tok", "kv_lora_rank", "moe_intermediate_size"]),
+    "mistral3": (SEEING, ["num_hidden_layers", "num_key_value_heads", "hidden_size", "vocab_size"]),
 }
 OPTIONAL: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gemma4": (GEMMA, ["global_head_dim", "num_global_key_value_heads", "max_position_embeddings"]),
@@ -107,6 +118,7 @@ MAY_BE_ZERO = {
     "n_shared_experts",
     "max_window_layers",
     "num_experts",
+    "num_dense_layers",
 }
 
 
@@ -408,6 +420,79 @@ def test_read_config_of_qwen3_moe_finds_its_dense_layers() -> None:
     spelled = without(QWEN3_MOE, "num_experts") | {"num_local_experts": 9}
     assert llama.read_config(spelled).experts == 9
     assert llama.read_config(changed(QWEN3_MOE, num_experts=0)).dense_layers == {0, 1, 2, 3}
+
+
+def test_read_config_of_lfm2() -> None:
+    assert lfm2.read_config(LFM2).layer_types == ("conv", "full_attention", "conv", "full_attention", "conv")
+    assert lfm2.read_config(LFM2).mlp_width == 192  # 1.1 times two thirds of 250, up to a multiple of 32
+    assert lfm2.read_config(LFM2 | {"block_auto_adjust_ff_dim": False}).mlp_width == 250
+    assert not lfm2.read_config(LFM2 | {"tie_embedding": False}).tied and lfm2.read_config(LFM2_MOE).tied
+    assert lfm2.read_config(LFM2_MOE | {"num_dense_layers": 9}).dense_layers == 5
+    for config, changes, told in (
+        (LFM2, {"full_attn_idxs": None}, " layer_types is None, expected a list of 5 layer kinds"),
+        (LFM2, {"layer_types": ["conv"] * 5}, "full_attn_idxs has other layers than layer_types, expected the same"),
+        (LFM2, {"block_ffn_dim_multiplier": None}, " block_ffn_dim_multiplier is None, expected a number above 0"),
+        (LFM2, {"block_dim": 64}, " block_dim is 64, expected 128 (hidden_size)"),
+        (LFM2, {"head_dim": 64}, "hidden_size is 128, expected num_attention_heads (8) times the width of a head"),
+        (LFM2, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, " rope_type is 'yarn', expected 'default'"),
+        (LFM2_MOE, {"layer_types": ["mamba"] * 5}, "layer_types has 'mamba', expected 'conv', 'full_attention'"),
+        (LFM2_MOE, {"conv_bias": True}, " conv_bias is True, expected False"),
+        (LFM2_MOE, {"conv_L_cache": 1}, " conv_L_cache is 1, expected an integer from 2 to 64"),
+        (LFM2_MOE, {"norm_eps": 0}, " norm_eps is 0, expected a number above 0"),
+        (LFM2_MOE, {"use_expert_bias": None}, " use_expert_bias is None, expected true or false"),
+        (LFM2_MOE, {"norm_topk_prob": None}, " norm_topk_prob is None, expected true or false"),
+    ):
+        assert told in refused(config | changes)
+
+
+def test_read_config_of_ministral3_asks_for_what_readers_disagree_on() -> None:
+    def rope(**changes: Any) -> dict[str, Any]:
+        table = MINISTRAL["rope_parameters"] | changes
+        return MINISTRAL | {"rope_parameters": {key: value for key, value in table.items() if value is not None}}
+
+    assert llama.read_config(MINISTRAL).query_scale == (0.3, 48)
+    assert " rope_parameters is missing, expected an object" in refused(without(MINISTRAL, "rope_parameters"))
+    for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+        assert f"rope_parameters: {key} is missing" in refused(rope(**{key: None}))
+    assert "llama_4_scaling_beta is 'x', expected a number" in refused(rope(llama_4_scaling_beta="x"))
+    assert " head_dim is missing, expected an integer" in refused(without(MINISTRAL, "head_dim"))
+    assert " num_key_value_heads is missing" in refused(without(MINISTRAL, "num_key_value_heads"))
+    assert " sliding_window is 64, expected null" in refused(MINISTRAL | {"sliding_window": 64})
+    assert "layer_types has 'sliding_attention', expected" in refused(MINISTRAL | {"layer_types": [SLIDING] * 3})
+    assert " attention_bias is True, expected False" in refused(MINISTRAL | {"attention_bias": True})
+
+
+def test_read_config_of_mistral4() -> None:
+    def rope(**changes: Any) -> dict[str, Any]:
+        return MISTRAL4 | {"rope_parameters": MISTRAL4["rope_parameters"] | changes}
+
+    config = deepseek_v3.read_config(MISTRAL4)
+    assert (config.query_scale, config.softmax, config.rope.width) == ((0.3, 48), True, 8)
+    assert config.scale == pytest.approx(40**-0.5 * (0.1 * math.log(8) + 1) ** 2)
+    sees = deepseek.CONFIGS["mistral sees"]
+    assert models.family_of(sees) is deepseek_v3.FAMILY and deepseek_v3.read_config(sees).model_type == "mistral4"
+    assert "partial_rotary_factor is 0.5, expected 0.2 (qk_rope_head_dim of a head)" in refused(
+        rope(partial_rotary_factor=0.5)
+    )
+    assert "llama_4_scaling_beta is None, expected a number" in refused(rope(llama_4_scaling_beta=None))
+    assert " rope_theta is missing" in refused(rope(rope_theta=None))
+    assert " n_group is 2, expected 1" in refused(MISTRAL4 | {"n_group": 2})
+    for key in ("rope_parameters", "n_routed_experts", "n_shared_experts"):
+        assert f" {key} is missing, expected an" in refused(without(MISTRAL4, key))
+
+
+def test_read_config_of_a_wrapper_is_that_of_its_text_model() -> None:
+    assert models.family_of(SEEING) is llama.FAMILY
+    assert llama.read_config(SEEING).model_type == "ministral3" and llama.read_config(SEEING).tied
+    assert llama.read_config(llamas.CONFIGS["mistral sees"]).model_type == "mistral"
+    untold = without(SEEING, "tie_word_embeddings")
+    config = llama.read_config(untold)
+    assert config.tied and not llama.read_config(untold | {"tie_word_embeddings": False}).tied
+    assert llama.FAMILY.mlx_rules(untold, config).config["text_config"]["tie_word_embeddings"] is True
+    assert " text_config is missing, expected an object" in refused({"model_type": "mistral3"})
+    assert "text_config: model_type is 'qwen3', expected one of 'mistral', 'ministral3'" in refused(
+        changed(SEEING, model_type="qwen3")
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,15 @@ from penstock.models.random import Random, RandomPart, Shapes
 from penstock.models.source import ShapeOnlySource
 from penstock.models.split import Mesh, Part, SplitSource, share_heads, share_width, taken
 from penstock.ops.device import device_for
-from tests.models.common import dense_config, error, moe_config, next_config
+from tests.models.common import dense_config, error, moe_config, next_config, seeing
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
+from tests.models.test_deepseek_v3 import mistral_config
 from tests.models.test_gemma3 import config_of as gemma3_config
+from tests.models.test_gemma3n import config_of as gemma3n_config
 from tests.models.test_gemma4 import config_of as gemma_config
-from tests.models.test_llama import EXPERTS, GLM, MINIMAX
+from tests.models.test_kimi_linear import config_of as kimi_config
+from tests.models.test_lfm2 import CONFIGS as LFM2
+from tests.models.test_llama import EXPERTS, GLM, MINIMAX, MINISTRAL
 from tests.models.test_llama import config_of as llama_config
 from tests.models.test_source import resident
 from tests.parallel.threads import Threads
@@ -97,6 +101,7 @@ CASES = {
     "qwen-next": (next_config(linear_num_value_heads=8), "each"),
     "gemma": (gemma_config(), "stacked"),
     "gemma3": (gemma3_config(head_dim=32, final_logit_softcapping=30.0), "stacked"),
+    "gemma3n": (gemma3n_config(head_dim=32, num_key_value_heads=4), "stacked"),
     "gemma-per-layer": (gemma_config(hidden_size_per_layer_input=32, num_kv_shared_layers=1), "joined"),
     "deepseek": (deepseek_config(v_head_dim=32), "stacked"),
     "deepseek-each": (deepseek_config(v_head_dim=32, q_lora_rank=None), "each"),
@@ -106,7 +111,13 @@ CASES = {
     "qwen2-moe": (llama_config("qwen2_moe", **EXPERTS | {"head_dim": 32}, shared_expert_intermediate_size=96), "each"),
     "mixtral": (llama_config("mixtral", num_local_experts=5, num_experts_per_tok=2, head_dim=32), "each"),
     "glm": (llama_config("glm4_moe", **GLM | {"head_dim": 32, "num_hidden_layers": 3}), "joined"),
+    "kimi": (kimi_config((2,), 3, v_head_dim=32, delta={"num_heads": 4}), "stacked"),
+    "kimi-each": (kimi_config((1,), 2, v_head_dim=32, delta={"num_heads": 4}), "each"),
     "minimax": (llama_config("minimax_m2", **MINIMAX | {"head_dim": 32, "num_attention_heads": 4}), "stacked"),
+    "mistral4": (seeing(mistral_config(v_head_dim=32)), "joined"),
+    "lfm2-moe": (LFM2["moe"], "stacked"),
+    "lfm2": (LFM2["dense"] | {"num_attention_heads": 4, "num_key_value_heads": 4}, "each"),
+    "ministral": (seeing(llama_config("ministral3", **MINISTRAL | {"head_dim": 32})), "stacked"),
 }
 TOKENS = np.random.default_rng(0).integers(0, 200, 11).tolist()
 

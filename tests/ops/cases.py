@@ -189,6 +189,11 @@ def _gated_rms_norm(rng, dtype, rows, heads, dim):
     return {"values": values, "z": z, "weight": normal(rng, dim, dtype="bfloat16")}
 
 
+@case("gated_rms_norm", sizes={"sigmoid": (5, 3, 61)})
+def _gated_rms_norm_sigmoid(rng, dtype, rows, heads, dim):
+    return _gated_rms_norm(rng, dtype, rows, heads, dim) | {"act": "sigmoid"}
+
+
 @case("norm_add", "residual_norm", sizes=ROWS)
 def _norm_add(rng, dtype, rows, dim):
     residual, x = normal(rng, rows, dim, dtype=dtype), normal(rng, rows, dim, dtype=dtype)
@@ -495,6 +500,13 @@ def _moe_group_route(rng, dtype, T, E, G, keep, k):
     return {"logits": normal(rng, T, E), "bias": normal(rng, E, scale=0.1), **routing}
 
 
+@case("moe_group_route", sizes={"faint": (3, 9, 1, 1, 4)}, dtypes=F32)
+def _moe_group_route_faint(rng, dtype, T, E, G, keep, k):
+    """Scores so small that what is added to their sum counts."""
+    call = _moe_group_route(rng, dtype, T, E, G, keep, k)
+    return {**call, "logits": call["logits"] - 12, "norm_eps": 1e-6}
+
+
 INACTIVE = {"inactive": (5, 33, 3), "inactive-alone": (1, 8, 2)}
 
 
@@ -563,6 +575,11 @@ def _moe_norm_group_route(rng, dtype, T, E, G, keep, k, scores, K):
     del call["per_expert_scale"]
     routing = {"n_group": G, "topk_group": keep, "top_k": k, "routed_scaling_factor": 2.5, "propagate_nan": T > 1}
     return {**call, **routing, "bias": normal(rng, E, scale=0.1), "write_normed": True}
+
+
+@case("moe_norm_group_route", sizes={"faint": (1, 39, 1, 1, 3, 0, 64)}, rel=1e-5, whole=True)
+def _moe_norm_group_route_faint(rng, dtype, T, E, G, keep, k, scores, K):
+    return {**_moe_norm_group_route(rng, dtype, T, E, G, keep, k, scores, K), "norm_eps": 0.25}
 
 
 @case("moe_normalize_weights", sizes={"decode": (1, 8), "ragged": (5, 3), "empty": (0, 2)}, dtypes=F32)
@@ -1114,6 +1131,13 @@ def _head_norm_rope(rng, dtype, T, H, D, width):
     return {"x": x, "weight": weight, "inv_freq": rope_inv_freq(width, 1e4), "start_pos": 17, "rotary_dim": width}
 
 
+@case("position_scale", sizes={"decode": (1, 4, 64), "ragged": (5, 3, 40), "wide": (33, 2, 1030), "empty": (0, 2, 8)})
+def _position_scale(rng, dtype, T, H, D):
+    at = rng.integers(0, 1 << 20, T).astype(np.int32)
+    at[:1] = 8191
+    return {"x": normal(rng, T, H, D, dtype=dtype), "positions": at, "beta": 0.1, "length": 8192}
+
+
 @case("rope_inv_freq", sizes={"plain": (64, 1e4)}, dtypes=F32, rel=0)
 def _rope_inv_freq(rng, dtype, dim, theta):
     return {"dim": dim, "theta": theta}
@@ -1129,6 +1153,33 @@ def _proportional_inv_freq(rng, dtype, head_dim, theta, part):
     return {"head_dim": head_dim, "theta": theta, "partial_rotary_factor": part}
 
 
+# -- altup -----------------------------------------------------------------------------------------------------------
+
+
+@case("altup_mix", sizes={"decode": (1, 4, 520), "ragged": (5, 3, 61), "empty": (0, 2, 8)}, dtypes=F32)
+def _altup_mix(rng, dtype, T, P, D):
+    return {"first": normal(rng, T, D), "rest": normal(rng, T, P - 1, D), "coefs": normal(rng, T, P * P)}
+
+
+@case("altup_mix", sizes={"extra": (3, 4, 37), "extra-many": (70, 2, 600)}, whole=True)
+def _altup_mix_extra(rng, dtype, T, P, D):
+    call = _altup_mix(rng, "float32", T, P, D)
+    return call | {"coefs": normal(rng, T, P * (P + 1)), "extra": normal(rng, T, D, dtype=dtype)}
+
+
+@case("altup_match", sizes={"decode": (1, 2048), "ragged": (5, 61), "wide": (70, 4100), "empty": (0, 3)})
+def _altup_match(rng, dtype, T, D):
+    x = normal(rng, T, D, dtype=dtype, scale=3)
+    x[1:2] = 0.001  # whose mean square is too small to be divided by
+    return {"x": x, "like": normal(rng, T, D)}
+
+
+@case("gaussian_topk", sizes={"decode": (1, 96), "ragged": (5, 61), "wide": (70, 4100), "empty": (0, 3)}, whole=True)
+def _gaussian_topk(rng, dtype, T, N):
+    x = normal(rng, T, N, dtype=dtype, scale=2)
+    return {"x": x + np.ones(1, x.dtype), "factor": 1.0}
+
+
 # -- delta -----------------------------------------------------------------------------------------------------------
 
 CONVS = {"decode": (1, 64, 4), "ragged": (5, 37, 4), "short": (2, 9, 3), "empty": (0, 5, 4), "long": (70, 33, 4)}
@@ -1138,6 +1189,11 @@ CONVS = {"decode": (1, 64, 4), "ragged": (5, 37, 4), "short": (2, 9, 3), "empty"
 def _conv1d_causal(rng, dtype, T, C, W):
     state, weight = normal(rng, W - 1, C, dtype=dtype), normal(rng, C, W, dtype="bfloat16")
     return {"x": normal(rng, T, C, dtype=dtype), "state": state, "weight": weight}
+
+
+@case("conv1d_causal", sizes={"plain": (5, 37, 3), "plain-long": (70, 33, 4)})
+def _conv1d_plain(rng, dtype, T, C, W):
+    return _conv1d_causal(rng, dtype, T, C, W) | {"act": "none"}
 
 
 @case("conv1d_causal", sizes={"slots": (3, 37, 4, 0), "slots-room": (3, 37, 4, 2)})
@@ -1156,6 +1212,16 @@ def _conv1d_causal_runs(rng, dtype, C, W):
     state, weight = normal(rng, 5, W, C, dtype=dtype), normal(rng, C, W)  # with room for a kept row
     where = {"slots": np.array([4, -1, 0, 2], np.int32), "starts": np.cumsum([0, *RUNS], dtype=np.int32)}
     return {"x": normal(rng, sum(RUNS) + 2, C, dtype=dtype), "state": state, "weight": weight, **where}
+
+
+@case("conv1d_causal", sizes={"plain-slots": (3, 37, 3)})
+def _conv1d_plain_slots(rng, dtype, B, C, W):
+    return _conv1d_causal_slots(rng, dtype, B, C, W) | {"act": "none"}
+
+
+@case("conv1d_causal", sizes={"plain-runs": (37, 3)})
+def _conv1d_plain_runs(rng, dtype, C, W):
+    return _conv1d_causal_runs(rng, dtype, C, W) | {"act": "none"}
 
 
 @case("conv1d_state_update", sizes=CONVS, rel=0)
@@ -1190,6 +1256,12 @@ def _gdn_decay_beta(rng, dtype, T, Hv):
     return {**rows, "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv, dtype="bfloat16")}
 
 
+@case("gdn_decay_beta", sizes={"channels": (5, 3, 7), "channels-many": (40, 4, 70), "channels-empty": (0, 2, 3)})
+def _gdn_decay_beta_channels(rng, dtype, T, Hv, D):
+    rows = {"alpha": normal(rng, T, Hv, D, dtype=dtype, scale=3), "beta": normal(rng, T, Hv, dtype=dtype, scale=3)}
+    return {**rows, "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv, D, dtype="bfloat16")}
+
+
 DELTAS = {
     "decode": (1, 2, 4, 64, 32),
     "ragged": (21, 2, 6, 20, 12),
@@ -1212,6 +1284,28 @@ def _gated_delta_net_chunkwise(rng, dtype, T, Hk, Hv, Dk, Dv):
     return {**call, "method": "chunkwise"}
 
 
+def by_channel(rng, call, g="g"):
+    """A call whose decays are of key channels."""
+    decays = rng.uniform(0.4, 1, (*call[g].shape, call["Dk"])).astype("float32")
+    decays[..., ::5] *= decays[..., ::5] > 0.6  # some channels forget all at once
+    return call | {g: decays}
+
+
+@case("gated_delta_net", sizes={f"channels-{label}": size for label, size in DELTAS.items()}, rel=2e-5, whole=True)
+def _gated_delta_net_channels(rng, dtype, T, Hk, Hv, Dk, Dv):
+    return by_channel(rng, _gated_delta_net(rng, dtype, T, Hk, Hv, Dk, Dv))
+
+
+@case(
+    "gated_delta_net",
+    sizes={"channels-chunkwise": (21, 2, 6, 20, 12), "channels-chunkwise-long": (130, 1, 2, 32, 64)},
+    rel=4e-5,
+    whole=True,
+)
+def _gated_delta_net_channels_chunkwise(rng, dtype, T, Hk, Hv, Dk, Dv):
+    return _gated_delta_net_channels(rng, dtype, T, Hk, Hv, Dk, Dv) | {"method": "chunkwise"}
+
+
 @case("gated_delta_net", sizes={"slots": (3, 2, 4, 16, 12)}, rel=2e-5, whole=True)
 def _gated_delta_net_slots(rng, dtype, B, Hk, Hv, Dk, Dv):
     state, slots = normal(rng, 5, Hv, Dv, Dk, scale=0.1), np.array([4, 0, 2], np.int32)
@@ -1231,6 +1325,19 @@ def _gated_delta_net_runs(rng, dtype, runs, Hk, Hv, Dk, Dv):
     return call | {"keep": np.array([0, 0, 0, 4], np.int32), "gates": normal(rng, 5, 4, 2, Hv)}
 
 
+@case(
+    "gated_delta_net",
+    sizes={"channels-slots": ((), 2, 4, 16, 12), "channels-runs": ((1, 0, 9, 4), 1, 2, 32, 12)},
+    rel=2e-5,
+    whole=True,
+)
+def _gated_delta_net_channels_of_sequences(rng, dtype, runs, Hk, Hv, Dk, Dv):
+    if not runs:
+        return by_channel(rng, _gated_delta_net_slots(rng, dtype, 3, Hk, Hv, Dk, Dv))
+    call = by_channel(rng, _gated_delta_net_runs(rng, dtype, runs, Hk, Hv, Dk, Dv))
+    return call | {"gates": normal(rng, 5, 4, Dk + 1, Hv)}
+
+
 @case("delta_commit", sizes={"two": (2, 4, 16, 12, 4, 3), "one": (1, 1, 8, 8, 2, 1)}, rel=2e-5, whole=True)
 def _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K):
     C = 2 * Hk * Dk + Hv * Dv
@@ -1244,6 +1351,12 @@ def _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K):
         "conv_weight": normal(rng, C, W, dtype="bfloat16"),
         "Hk": Hk,
     }
+
+
+@case("delta_commit", sizes={"channels": (2, 4, 16, 12, 4, 3)}, rel=2e-5, whole=True)
+def _delta_commit_channels(rng, dtype, Hk, Hv, Dk, Dv, W, K):
+    gates = rng.uniform(0, 1, (5, K, Dk + 1, Hv)).astype("float32")
+    return _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K) | {"gates": gates}
 
 
 DELTA_STEPS = {  # the last: room behind the rows of the convolution
@@ -1264,6 +1377,12 @@ def _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W, room):
     weights = {"conv_weight": normal(rng, C, W, dtype="bfloat16"), "A_log": normal(rng, Hv), "dt_bias": normal(rng, Hv)}
     slots = np.array([4, 0, 2], np.int32)[:B]
     return {**call, **states, "slots": slots, **weights, "norm_weight": normal(rng, Dv), "Hk": Hk, "eps": 1e-5}
+
+
+@case("gated_delta_step", sizes={"channels": (3, 2, 4, 20, 12, 3)}, rel=2e-5, whole=True, dtypes=F32)
+def _gated_delta_step_channels(rng, dtype, B, Hk, Hv, Dk, Dv, W):
+    gates = {"alpha": normal(rng, B, Hv, Dk, dtype=dtype), "dt_bias": normal(rng, Hv, Dk), "act": "sigmoid"}
+    return _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W, 0) | gates
 
 
 # -- mla -------------------------------------------------------------------------------------------------------------

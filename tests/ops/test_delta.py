@@ -1,4 +1,4 @@
-"""Gated DeltaNet: convolution, gates and delta rule against torch, transformers and MLX, by hand, and cut in pieces."""
+"""Gated DeltaNet and Kimi Delta Attention against torch, transformers and MLX, by hand, and cut in pieces."""
 
 import copy
 import math
@@ -12,6 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.gated_delta import gated_delta_ops
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    chunk_kimi_delta_attention,
+    recurrent_kimi_delta_attention,
+)
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
 
 import penstock
@@ -66,7 +70,9 @@ def test_conv1d_causal_matches_torch(T, W, dtype, rng):
     want = np.zeros((0, 6))
     if T:
         taps = torch.from_numpy(weight.astype(np.float64))[:, None]
-        want = torch.nn.functional.silu(torch.nn.functional.conv1d(both, taps, groups=6))[0].T.numpy()
+        sums = torch.nn.functional.conv1d(both, taps, groups=6)
+        want = torch.nn.functional.silu(sums)[0].T.numpy()
+        assert_rounded(conv1d_causal(x, state, weight, act="none"), sums[0].T.numpy(), dtype)
     assert_rounded(conv1d_causal(x, state, weight), want, dtype)
     if dtype != "float32":
         assert_rounded(conv1d_causal(x, state.astype(np.float32), weight), want, dtype)  # a float32 state will do
@@ -79,6 +85,8 @@ def test_conv1d_causal_by_hand():
     np.testing.assert_array_equal(y, [[1234], [2345]])  # silu(1234) is 1234 in float32
     y = conv1d_causal(x, state, np.array([[0, 0, 0, -1]], "f4"))
     np.testing.assert_allclose(y, [[-4 / (1 + math.e**4)], [-5 / (1 + math.e**5)]], rtol=6e-8)
+    y = conv1d_causal(x, state, np.array([[0, 0, 100, -1]], "f4"), act="none")
+    np.testing.assert_array_equal(y, [[296], [395]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -223,6 +231,41 @@ def test_gated_delta_net_matches_mlx(Hk, Hv, Dk, Dv, rng):
     got, scale = gated_delta_net(state, qkv, g, b, Hk, Hv, Dk, Dv), np.abs(state).max()
     assert_close("y", got, want, 2e-6, scale)
     assert_close("state", state, last, 2e-6, scale)
+
+
+@pytest.mark.parametrize("method", ["step", "chunkwise"])
+def test_gated_delta_net_by_channel_matches_transformers_and_mlx(method, rng):
+    """transformers take ln g, and keep the transposed state."""
+    H, Dk, Dv = 3, 10, 7
+    qkv, _, b, state = tokens(rng, 21, H, H, Dk, Dv)
+    g = rng.uniform(0.05, 1, (21, H, Dk)).astype(np.float32)
+    q, k, v = parts(qkv, H, H, Dk, Dv)
+    inputs = [torch.from_numpy(x)[None] for x in (q * np.float32(Dk**0.5), k, v, np.log(g), b)]
+    start = torch.from_numpy(state.swapaxes(1, 2).copy())[None]
+    of_mlx = [mx.array(np.ascontiguousarray(x))[None] for x in (q, k, v, g, b, state)]
+    got, scale = gated_delta_net(state, qkv, g, b, H, H, Dk, Dv, method=method, chunk=8), np.abs(state).max()
+    for rule in (recurrent_kimi_delta_attention, chunk_kimi_delta_attention):
+        want, last = rule(*inputs, initial_state=start.clone(), output_final_state=True)
+        assert_close("y", got, want[0].numpy(), 4e-6, scale)
+        assert_close("state", state, last[0].swapaxes(1, 2).numpy(), 4e-6, scale)
+    mx.disable_compile()
+    want, last = (np.array(x)[0] for x in gated_delta_ops(*of_mlx))
+    mx.enable_compile()
+    assert_close("y", got, want, 2e-6, scale)
+    assert_close("state", state, last, 2e-6, scale)
+
+
+def test_equal_decays_of_channels_are_a_decay_of_the_head(rng):
+    qkv, g, b, state = tokens(rng, 21, 2, 4, 6, 5)
+    other, spread = state.copy(), np.repeat(g[..., None], 6, axis=2)
+    for method in ("step", "chunkwise"):
+        want = gated_delta_net(state, qkv, g, b, 2, 4, 6, 5, method=method)
+        assert_rounded(gated_delta_net(other, qkv, spread, b, 2, 4, 6, 5, method=method), want)
+    assert_rounded(other, state)
+    alpha, bias = normal(rng, 9, 4), normal(rng, 4)
+    one, _ = gdn_decay_beta(alpha, alpha, bias, bias)
+    many, _ = gdn_decay_beta(np.repeat(alpha[..., None], 3, axis=2), alpha, bias, np.repeat(bias[:, None], 3, axis=1))
+    np.testing.assert_array_equal(many, np.repeat(one[..., None], 3, axis=2))
 
 
 def test_rms_norm_qk_before_gated_delta_net_is_what_transformers_normalise(rng):
@@ -403,7 +446,12 @@ VALID: dict[str, dict[str, Any]] = {
     "gated_delta_net": RULE,
     "gated_delta_net slots": {**RULE, "state": zeros(7, 2, 9, 4), "slots": i32(6, 5, 4, 3, 0)},
     "gated_delta_step": STEP,
-}
+    "gdn_decay_beta by channel": {
+        "alpha": zeros(5, 2, 3), "beta": zeros(5, 2), "A_log": zeros(2), "dt_bias": zeros(2, 3)
+    },
+    "gated_delta_net by channel": {**RULE, "g": zeros(5, 2, 4)},
+    "gated_delta_step by channel": {**STEP, "alpha": zeros(2, 2, 4), "dt_bias": zeros(2, 4), "act": "sigmoid"},
+}  # fmt: skip
 BAD_CONV = [
     ({"x": zeros(6)}, ShapeError, "x has shape (6,), expected [T, C]"),
     ({"x": zeros(5, 0)}, ShapeError, "x has shape (5, 0), expected no empty axis but the first"),
@@ -425,6 +473,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
         ({"weight": zeros(5, 4)}, ShapeError, "weight has shape (5, 4), expected 6 rows (channels of x)"),
         ({"weight": zeros(6, 0)}, ShapeError, "weight has shape (6, 0), expected no empty axis"),
         ({"weight": zeros(6, 1, 4)}, ShapeError, "weight has shape (6, 1, 4), expected [C, W]"),
+        ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'none'"),
     ],
     "conv1d_causal slots": BAD_SLOTS,
     "conv1d_state_update": BAD_CONV,
@@ -467,6 +516,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
         ({"conv_weight": zeros(25, 4)}, ShapeError, "conv_weight has shape (25, 4), expected (26, 4) (C, W)"),
         ({"Hk": 3}, InvalidArgument, "Hk is 3, expected a divisor of 2 (Hv)"),
         ({"eps": -1.0}, InvalidArgument, "eps is -1.0, expected a finite number, 0 or more"),
+        ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'sigmoid'"),
+    ],
+    "gdn_decay_beta by channel": [
+        ({"alpha": zeros(5, 2, 3, 1)}, ShapeError, "alpha has shape (5, 2, 3, 1), expected [T, Hv] or [T, Hv, D]"),
+        ({"dt_bias": zeros(2)}, ShapeError, "dt_bias has shape (2,), expected (2, 3) (as alpha)"),
+        ({"A_log": zeros(2, 3)}, ShapeError, "A_log has shape (2, 3), expected (2,) (one per value head)"),
+    ],
+    "gated_delta_net by channel": [
+        ({"g": zeros(5, 2, 9)}, ShapeError, "g has shape (5, 2, 9), expected (5, 2, 4) (T, Hv, Dk)"),
+        ({"b": zeros(5, 2, 4)}, ShapeError, "b has shape (5, 2, 4), expected (5, 2) (T, Hv)"),
+    ],
+    "gated_delta_step by channel": [
+        ({"alpha": zeros(2, 2, 9)}, ShapeError, "alpha has shape (2, 2, 9), expected (2, 2, 4) (B, Hv, Dk)"),
+        ({"dt_bias": zeros(2)}, ShapeError, "dt_bias has shape (2,), expected (2, 4) (Hv, Dk)"),
     ],
 }
 

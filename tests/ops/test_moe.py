@@ -354,6 +354,7 @@ def test_moe_group_route_wrong_readings_differ():
     assert_close("weights", weights, [0.5 / 1.1, 0.6 / 1.1], 1e-6)  # the bias is not in the weights
     assert_close("scaled", ops.moe_group_route(logits, bias, 2, 1, 2, True, 16.0)[1], weights * 16, 1e-5)
     assert_close("not normed", ops.moe_group_route(logits, bias, 2, 1, 2, False)[1], [0.5, 0.6], 1e-6)
+    assert_close("eps", ops.moe_group_route(logits, bias, 2, 1, 2, norm_eps=0.9)[1], [0.25, 0.3], 1e-6)
     np.testing.assert_array_equal(ops.moe_group_route(logits, bias, 1, 1, 2)[0], [0, 5])  # one group is no group
     np.testing.assert_array_equal(ops.moe_group_route(logits, None, 2, 1, 2)[0], [0, 2])  # the bias chose
 
@@ -932,6 +933,7 @@ WRONG = {
         ({"top_k": 5}, InvalidArgument, "top_k is 5, expected at most 4"),
         ({"bias": f32(4)}, ShapeError, r"bias has shape \(4,\), expected \(8,\)"),
         ({"routed_scaling_factor": INF}, InvalidArgument, "routed_scaling_factor is inf, expected"),
+        ({"norm_eps": 0.0}, InvalidArgument, "norm_eps is 0.0, expected a positive finite number"),
     ],
     "moe_normalize_weights": [
         ({"weights": f16(3, 4)}, DTypeError, "weights has dtype float16, expected float32"),

@@ -19,7 +19,16 @@ import penstock
 from penstock import ops
 from penstock.dtypes import round_to
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
-from penstock.ops import head_norm_rope, proportional_inv_freq, rms_norm, rope, rope_inv_freq, yarn_gain, yarn_inv_freq
+from penstock.ops import (
+    head_norm_rope,
+    position_scale,
+    proportional_inv_freq,
+    rms_norm,
+    rope,
+    rope_inv_freq,
+    yarn_gain,
+    yarn_inv_freq,
+)
 from tests.ops.common import DTYPES, EPS, assert_close, assert_refused, assert_same_bits, i32, normal, zeros
 
 
@@ -311,6 +320,16 @@ def test_head_norm_rope_is_rms_norm_then_rope_with_one_rounding(weighted, dtype,
         assert not np.array_equal(two, rounded)
 
 
+def test_position_scale_by_hand():
+    """1 up to the length, then steps of the logarithm; as transformers has it for Llama 4 and Ministral 3."""
+    at = i32(0, 15, 16, 47, 48, 1600)
+    x = np.array([[1.0, -2.0, 4.0]] * len(at), np.float32)
+    got = position_scale(x, at, 0.5, 16)
+    want = [1, 1, 1 + 0.5 * np.log(2), 1 + 0.5 * np.log(3), 1 + 0.5 * np.log(4), 1 + 0.5 * np.log(101)]
+    np.testing.assert_allclose(got, x * np.array(want)[:, None], rtol=1e-7)
+    assert_same_bits("heads", position_scale(x.reshape(6, 3, 1), at, 0.5, 16), got.reshape(6, 3, 1))
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 TURN = {"x": zeros(3, 2, 8), "inv_freq": zeros(3), "rotary_dim": 6, "start_pos": 2}
@@ -322,6 +341,7 @@ VALID: dict[str, dict[str, Any]] = {
     "rope_inv_freq": {"dim": 8, "theta": 1e4},
     "proportional_inv_freq": {"head_dim": 8, "theta": 1e4, "partial_rotary_factor": 0.25},
     "yarn_inv_freq": YARN,
+    "position_scale": {"x": zeros(3, 2, 8), "positions": i32(0, 5, 9), "beta": 0.1, "length": 4},
 }
 TURNS: list[tuple[dict[str, Any], type, str]] = [
     ({"x": zeros(8)}, ShapeError, "x has shape (8,), expected [T, H, D] or [H, D]"),
@@ -372,6 +392,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
         ({"original_max_position": 0}, InvalidArgument, "original_max_position is 0, expected at least 1"),
         ({"beta_slow": 64.0}, InvalidArgument, "beta_slow is 64.0, expected more than 0 and at most beta_fast (32.0)"),
         ({"theta": 1.0}, InvalidArgument, "theta is 1, expected another number"),
+    ],
+    "position_scale": [
+        ({"x": zeros(8)}, ShapeError, "x has shape (8,), expected [T, N] or [T, H, D]"),
+        ({"positions": i32(0, 1)}, ShapeError, "positions has shape (2,), expected (3,) (one per token)"),
+        ({"positions": i32(0, 1, -1)}, InvalidArgument, "positions has -1, expected 0 to 2147483647"),
+        ({"positions": zeros(3)}, DTypeError, "positions has dtype float32, expected int32"),
+        ({"beta": float("nan")}, InvalidArgument, "beta is nan, expected a finite number"),
+        ({"length": 0}, InvalidArgument, "length is 0, expected at least 1"),
     ],
 }
 

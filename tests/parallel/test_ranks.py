@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,24 @@ def test_gloo_takes_the_interface_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(EngineDied, match="rank 0: the other ranks cannot be reached: .*nosuch0"):
         group()
+
+
+def test_a_note_travels_with_a_sum(tmp_path):
+    import torch
+
+    def work(rank: int) -> list[Any]:
+        group = RankGroup(torch_distributed().FileStore(str(tmp_path / "store"), 2), rank, 2, address="127.0.0.1")
+        given: list[tuple[Any, Any]] = [(np.full((3, 5), rank + 0.5, np.float32), np.array([0, rank], np.float32))]
+        given.append((torch.full((7,), 2 + rank, dtype=torch.bfloat16), torch.tensor([rank, 1], dtype=torch.bfloat16)))
+        for array, note in given:
+            group.all_reduce(array, note)
+        group.all_reduce(given[0][0])
+        group.close()
+        return [one.tolist() for pair in given for one in pair]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, range(2)))
+    assert found == [[[[4.0] * 5] * 3, [0, 1], [5.0] * 7, [1, 2]]] * 2
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,10 @@ class Threads:
         self._barrier.wait()
         return found
 
-    def all_reduce(self, array: Any) -> None:
+    def all_reduce(self, array: Any, note: Any = None) -> None:
         array[...] = sum(self._shared(array))
+        if note is not None:
+            note[...] = sum(self._shared(note))
 
     def all_gather(self, parts: Any, array: Any) -> None:
         for part, found in zip(parts, self._shared(array), strict=True):
@@ -91,11 +93,17 @@ class ThreadGroup:
     def gather_host(self, array: np.ndarray) -> list[np.ndarray]:
         return self._threads._shared(array)
 
+    def exchange(self, name: str, own: bytes, seconds: float) -> list[bytes]:
+        return [bytes(one) for one in self.gather_host(np.frombuffer(own, np.uint8))]
+
     def least(self, value: int) -> int:
         return min(int(one[0]) for one in self.gather_host(np.array([value])))
 
     def fail(self, cause: str) -> None:
         self.failure = self.failure or cause
+
+    def close(self) -> None:
+        pass
 
     @contextlib.contextmanager
     def stepping(self, first: bool) -> Iterator[None]:

@@ -285,6 +285,33 @@ def test_tool_calls_are_split_off_streamed_and_whole(quiet, monkeypatch):
     assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+HARMONY = (
+    "<|channel|>analysis<|message|>Rain?<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}'
+)
+
+
+def test_harmony_is_taken_apart_streamed_and_whole(quiet, monkeypatch):
+    with scripted(monkeypatch, quiet, HARMONY, "harmony"):
+        choice = quiet.chat(max_tokens=300, tools=TOOLS).json()["choices"][0]
+        events = quiet.events(max_tokens=300, tools=TOOLS)
+        cut = quiet.chat(max_tokens=12, tools=TOOLS).json()["choices"][0]
+        plain = quiet.chat(max_tokens=300).json()["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls" and message["content"] == "I look."
+    assert message["reasoning"] == message["reasoning_content"] == "Rain?"
+    (call,) = message["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    deltas = [event["choices"][0]["delta"] for event in events[:-1]]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Rain?"
+    assert "".join(delta.get("content", "") for delta in deltas) == "I look."
+    called = [one["function"] for delta in deltas for one in delta.get("tool_calls", ())]
+    assert called[0]["name"] == "weather" and "".join(one["arguments"] for one in called) == '{"city": "Oslo"}'
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert cut["finish_reason"] == "length" and "<|" not in (cut["message"]["content"] or "")
+    assert plain["message"]["content"] == 'I look.\n\n{"city": "Oslo"}' and plain["finish_reason"] == "stop"
+
+
 def test_one_tool_call_where_parallel_ones_are_not_wanted(quiet, monkeypatch):
     with scripted(monkeypatch, quiet, CALLS):
         fields = {"max_tokens": 200, "tools": TOOLS, "parallel_tool_calls": False}

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from penstock.errors import CheckpointError
-from penstock.text.gguf_tokenizer import CONTROL, NORMAL, PRE, UNUSED, USER_DEFINED, gguf_tokenizer
+from penstock.text.gguf_tokenizer import BYTE, CONTROL, NORMAL, PRE, UNKNOWN, UNUSED, USER_DEFINED, gguf_tokenizer
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.gguf import GgufFile
 
@@ -56,6 +56,28 @@ TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+KIMI = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def split(*patterns: str) -> Any:
@@ -77,15 +99,19 @@ PIPELINES: dict[str, Any] = {
     "starcoder": digits,
     "qwen2": lambda: split(LLAMA3.replace("{1,3}", "")),
     "tekken": lambda: split(TEKKEN),
+    "qwen35": lambda: split(QWEN35),
+    "gpt-4o": lambda: split(O200K),
+    "deepseek-v3": lambda: split(*DEEPSEEK3),
+    "kimi-k2": lambda: split(KIMI),
     "deepseek-coder": lambda: split(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
 }
 
 
 def trained(pre: str, bos: bool = False) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken", "kimi-k2")))
     backend.pre_tokenizer = PIPELINES[pre]()
     backend.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         backend.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
@@ -201,6 +227,132 @@ def test_a_word_that_is_a_token_needs_no_merges_where_the_kind_says_so(tmp_path)
         assert gguf_tokenizer(write(tmp_path / "x.gguf", values | {"pre": pre})).encode("word") == want
 
 
+def test_names_of_one_way_to_cut_words_are_alike():
+    for alike in (
+        ("llama-bpe", "lfm2", "llama3", "pixtral"),
+        ("gpt-4o", "minimax-m2", "llama4"),
+        ("glm4", "chatglm-bpe", "smaug-bpe"),
+        ("smollm", "starcoder"),
+        ("deepseek-v3", "joyai-llm"),
+    ):
+        assert len({PRE[name] for name in alike}) == 1
+    assert PRE["glm4"].patterns == PRE["llama-bpe"].patterns and not PRE["glm4"].ignore_merges
+
+
+# SentencePiece
+
+
+class Pieces(NamedTuple):
+    """A trained SentencePiece model, and what is read from a file with its metadata."""
+
+    model: Any
+    got: Tokenizer
+
+
+def pieces_metadata(model: Any, **more: Any) -> dict[str, Any]:
+    """What llama.cpp's converter writes of a model; the last two tokens are added ones."""
+    count = model.vocab_size()
+    kinds = [
+        UNKNOWN if model.is_unknown(n) else CONTROL if model.is_control(n) else BYTE if model.is_byte(n) else NORMAL
+        for n in range(count)
+    ]
+    return {
+        "model": "llama",
+        "pre": "default",
+        "tokens": [*(model.id_to_piece(n) for n in range(count)), "<|turn|>", "    "],
+        "scores": [*(model.get_score(n) for n in range(count)), -1000.0, -1000.0],
+        "token_type": [*kinds, CONTROL, USER_DEFINED],
+        "bos_token_id": model.bos_id(),
+        "eos_token_id": model.eos_id(),
+        **more,
+    }
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["llama", "gemma"])
+def pieces(request, tmp_path_factory) -> Pieces:
+    """With a space before the text, as Llama 2, and without one, as Gemma."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = tmp_path_factory.mktemp("pieces")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 3),
+        model_prefix=str(folder / "m"),
+        vocab_size=430,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.98,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=request.param,
+        split_digits=True,
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "m.model"))
+    values = pieces_metadata(model, add_space_prefix=None if request.param else False)
+    return Pieces(model, gguf_tokenizer(write(folder / "x.gguf", values)))
+
+
+def test_pieces_are_those_of_sentencepiece(pieces):
+    for text in [*TRICKY, *CORPUS, " ".join(TRICKY)]:
+        if "    " in text or "\0" in text or not text:  # an added token; SentencePiece ends at a NUL
+            continue
+        assert pieces.got.encode(text, add_special_tokens=False) == pieces.model.encode(text), text
+        assert pieces.got.encode(text) == [pieces.model.bos_id(), *pieces.model.encode(text)]
+        assert pieces.got.decode(pieces.model.encode(text)) == pieces.model.decode(pieces.model.encode(text))
+
+
+@settings(max_examples=60)
+@given(text=st.text("aB1 2\n\t'sS²é東<>/_.éthe ", min_size=1, max_size=40))
+def test_pieces_of_any_text_come_back(pieces, text):
+    assert pieces.got.decode(pieces.got.encode(text)) == text
+
+
+def test_added_tokens_are_found_before_pieces(pieces):
+    count = pieces.model.vocab_size()
+    ids = pieces.got.encode("a<|turn|>b    c", add_special_tokens=False)
+    assert ids == [*pieces.model.encode("a"), count, *pieces.model.encode("b"), count + 1, *pieces.model.encode("c")]
+
+
+def test_pieces_with_merges_are_those_of_the_pipeline(tmp_path):
+    """Gemma 4: as its tokenizer.json has it."""
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    named = [*special, *(f"<0x{n:02X}>" for n in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=named, limit_alphabet=60, show_progress=False)
+    backend.train_from_iterator(CORPUS * 2, trainer)
+    backend = tokenizers.Tokenizer.from_str(_without_added(backend, special))
+    vocab = sorted(backend.get_vocab(), key=backend.get_vocab().get)
+    kinds = {"<unk>": UNKNOWN} | dict.fromkeys(special[:3], CONTROL)
+    file = write(
+        tmp_path / "x.gguf",
+        {
+            "model": "gemma4",
+            "tokens": vocab,
+            "token_type": [kinds.get(token, BYTE if token.startswith("<0x") else NORMAL) for token in vocab],
+            "scores": [-1000.0] * len(vocab),
+            "merges": [" ".join(pair) for pair in json.loads(backend.to_str())["model"]["merges"]],
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "unknown_token_id": 3,
+            "add_space_prefix": False,
+            "add_bos_token": True,
+        },
+    )
+    got = gguf_tokenizer(file)
+    for text in [*TRICKY, *CORPUS]:
+        assert got.encode(text, add_special_tokens=False) == backend.encode(text).ids, text
+        assert got.decode(got.encode(text)) == text.replace("▁", " ")
+    assert got.encode("a")[0] == 2
+
+
+def _without_added(backend: tokenizers.Tokenizer, special: list[str]) -> str:
+    """Bytes are tokens of the model, and none that text is searched for."""
+    data = json.loads(backend.to_str())
+    data["added_tokens"] = [token for token in data["added_tokens"] if token["content"] in special]
+    return json.dumps(data)
+
+
 # special tokens
 
 
@@ -238,6 +390,17 @@ def test_eos_ids_are_those_of_the_file_and_ends_of_turns(tmp_path):
     assert gguf_tokenizer(write(tmp_path / "x.gguf", values)).eos_ids == frozenset()
 
 
+def test_eos_ids_of_harmony_are_not_the_end_of_a_message(tmp_path):
+    backend = trained("gpt-2")
+    marks = ["<|return|>", "<|call|>", "<|channel|>"]
+    assert "<|end|>" in SPECIAL
+    values = metadata(backend, "gpt-2", eos_token_id=backend.get_vocab_size())
+    values["tokens"] = [*values["tokens"][: backend.get_vocab_size()], *marks]
+    values["token_type"] = [*values["token_type"][: backend.get_vocab_size()], *[CONTROL] * len(marks)]
+    got = gguf_tokenizer(write(tmp_path / "x.gguf", values))
+    assert got.eos_ids == {got.backend.token_to_id(mark) for mark in marks[:2]}
+
+
 def test_unused_ids_have_no_text_and_types_may_be_absent(tmp_path):
     values = metadata(trained("gpt-2"), "gpt-2")
     got = gguf_tokenizer(write(tmp_path / "x.gguf", values))
@@ -270,7 +433,11 @@ def test_chat_template_is_that_of_the_file(tmp_path):
     ("changes", "expected"),
     [
         ({"model": None}, "tokenizer.ggml.model is missing"),
-        ({"model": "llama"}, r"tokenizer.ggml.model is 'llama', expected 'gpt2' \(byte-level BPE\)"),
+        ({"model": "bert"}, r"tokenizer.ggml.model is 'bert', expected 'gpt2' \(byte-level BPE\)"),
+        ({"model": "llama"}, r"tokenizer.ggml.scores is missing, expected \d+ numbers, one per token"),
+        ({"model": "llama", "scores": [1.0]}, "tokenizer.ggml.scores is an array of 1"),
+        ({"model": "gemma4", "merges": None}, "tokenizer.ggml.merges is missing"),
+        ({"model": "gemma4", "add_space_prefix": 1}, "add_space_prefix is 1, expected true or false"),
         ({"model": 3}, "tokenizer.ggml.model is 3"),
         ({"pre": "new-words"}, "tokenizer.ggml.pre is 'new-words', expected one of default, gpt-2, llama-bpe"),
         ({"pre": 3}, "tokenizer.ggml.pre is 3"),
@@ -295,7 +462,7 @@ def test_chat_template_is_that_of_the_file(tmp_path):
         ({"bos_token_id": None, "add_bos_token": True}, "bos_token_id is missing, expected a token: add_bos_token"),
         ({"add_bos_token": 1}, "add_bos_token is 1, expected true or false"),
     ],
-    ids=range(25),
+    ids=range(29),
 )
 def test_gguf_tokenizer_refuses_by_name(tmp_path, changes, expected):
     file = write(tmp_path / "x.gguf", metadata(trained("gpt-2"), "gpt-2") | changes)

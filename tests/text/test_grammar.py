@@ -39,13 +39,14 @@ TOOLS = [
 ]
 NAMED = {"type": "function", "function": {"name": "ping"}}
 CALLING = [name for name in FORMATS if name != "plain"]
+NEXT = "<|end|><|start|>assistant"  # between two messages of harmony
 
 
 def marks(format):
     return shown_tokens(format, tools=True)
 
 
-def byte_level(plain=(), special=(), end="<|end|>"):
+def byte_level(plain=(), special=(), end="<|endoftext|>"):
     """A tokenizer of single bytes, and of the tokens given."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: n for n, c in enumerate(alphabet)}, []))
@@ -214,7 +215,44 @@ def test_grammar_for_text_is_none(plain):
     assert grammar_for({"type": "text"}, plain) is None
 
 
-@pytest.mark.parametrize("format", CALLING)
+@pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
+def test_grammar_for_leaves_room_for_harmony_messages(special):
+    tokenizer = byte_level(special=marks("harmony")) if special else byte_level(plain=marks("harmony"))
+    own = grammar_for({"type": "json_object"}, tokenizer, format="harmony")
+    inside = grammar_for({"type": "json_object"}, tokenizer, format="harmony", in_reasoning=True)
+    final, thought = "<|channel|>final<|message|>", f"<|channel|>analysis<|message|>{{}} <b> hm{NEXT}"
+    for text in (final, f"{thought}{final}", f"{thought}{thought}<|channel|>final <|constrain|>json<|message|>", ""):
+        assert fits(own, tokenizer, f'{text}{{"a": 1}}'), text
+    for text in (
+        final,
+        f"<|channel|>analysis<|message|>{{}}{NEXT}",
+        thought,
+        f"<|channel|>commentary<|message|>a{NEXT}",
+    ):
+        assert not fits(own, tokenizer, f"{text}hm")
+    assert fits(inside, tokenizer, f'so{NEXT}{thought}{final}{{"a": 1}}')
+    assert not fits(inside, tokenizer, '{"a": 1}')
+
+
+def test_grammar_for_harmony_ends_where_its_tokens_do():
+    """<|call|> and <|return|> are end tokens: allowed behind a whole call, and nowhere else."""
+    tokenizer = byte_level(special=marks("harmony"))
+    ends = {tokenizer.backend.token_to_id(mark) for mark in ("<|call|>", "<|return|>")}
+    tokenizer.eos_ids |= ends
+    grammar = grammar_for_tools(TOOLS, "required", "harmony", tokenizer, parallel=False)
+    head = "<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{"
+    for count, token in enumerate(tokenizer.encode(head + "}"), 1):
+        assert ends.isdisjoint(allowed(grammar)), count
+        grammar.accept(token)
+    assert grammar.done and set(allowed(grammar)) == tokenizer.eos_ids
+    both = grammar_for({"type": "json_object"}, tokenizer, format="harmony", tools=TOOLS)
+    call = f"{head}}}"
+    assert fits(both, tokenizer, call) and fits(both, tokenizer, f"{call}{NEXT}{call}")
+    assert fits(both, tokenizer, "<|channel|>final<|message|>{}")
+    assert not fits(both, tokenizer, f"{call}{NEXT}<|channel|>final<|message|>{{}}")
+
+
+@pytest.mark.parametrize("format", [name for name in CALLING if name != "harmony"])
 @pytest.mark.parametrize("special", [True, False], ids=["special", "plain"])
 def test_grammar_for_leaves_room_for_reasoning(format, special):
     tokenizer = byte_level(special=marks(format)) if special else byte_level(plain=marks(format))
@@ -279,7 +317,7 @@ def test_a_model_cut_off_has_written_a_beginning(llm):
         grammar.accept(token)
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3.1", "glm", "minimax"])
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3.1", "glm", "minimax", "harmony", "kimi"])
 def test_a_model_that_knows_no_calls_writes_one(llm, format):
     parameters = {
         "type": "object",
@@ -289,6 +327,7 @@ def test_a_model_that_knows_no_calls_writes_one(llm, format):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     grammar = grammar_for_tools(tools, "required", format, llm.tokenizer, llm.config.vocab_size, parallel=False)
     begun = (FORMATS[format].calls or FORMATS[format].call)[0]  # else the model might reason without end
+    begun = "<|channel|>commentary" if format == "harmony" else begun
     for token in llm.tokenizer.encode(begun, add_special_tokens=False):
         grammar.accept(token)
     completion = llm.generate(f"Once{begun}", max_tokens=200, temperature=1.0, seed=3, grammar=grammar)
@@ -314,15 +353,21 @@ def call(format, name, arguments):
     if format == "minimax":
         values = "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in arguments)
         return f'{opening}"{name}">\n{values}{closing}'
+    if format == "harmony":
+        return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}"
     if format == "gemma":
         return f"{opening}call:{name}{arguments}{closing}"
     separator = FORMATS[format].separator
+    if format == "kimi":
+        return f"{opening}functions.{name}:0{separator}{arguments}{closing}"
     if format == "deepseek-v3":
         return f"{opening}function{separator}{name}\n```json\n{arguments}\n```{closing}"
     return f"{opening}{name}{separator}{arguments}{closing}"
 
 
 def whole(format, *calls):
+    if format == "harmony":
+        return NEXT.join(calls) + "<|call|>"
     opening, closing = FORMATS[format].calls or ("", "")
     line = "\n" if format.startswith("qwen") else FORMATS[format].between
     inside = line if opening else ""
@@ -334,9 +379,11 @@ EMPTY = {
     "qwen-xml": [],
     "glm": [],
     "minimax": [],
+    "kimi": "{}",
     "gemma": "{}",
     "deepseek-v3": "{}",
     "deepseek-v3.1": "{}",
+    "harmony": "{}",
 }
 JSON_GOOD = [
     '{"city": "Köln", "where": {"x": 1}}',
@@ -358,9 +405,11 @@ CASES = {
     "qwen-xml": (XML_GOOD, XML_BAD),
     "glm": (XML_GOOD, XML_BAD),
     "minimax": (XML_GOOD, XML_BAD),
+    "kimi": (JSON_GOOD, JSON_BAD),
     "gemma": (GEMMA_GOOD, GEMMA_BAD),
     "deepseek-v3": (JSON_GOOD, JSON_BAD),
     "deepseek-v3.1": (JSON_GOOD, JSON_BAD),
+    "harmony": (JSON_GOOD, JSON_BAD),
 }
 
 
@@ -382,9 +431,9 @@ def test_grammar_for_tools_takes_calls_of_the_tools(format, special):
     assert fits(grammar, tokenizer, whole(format, ping))
     assert not fits(grammar, tokenizer, whole(format, call(format, "pong", EMPTY[format])))
     assert not fits(grammar, tokenizer, "Hello.")
-    closing = FORMATS[format].reasoning[1]
+    closing = NEXT if format == "harmony" else f"{FORMATS[format].reasoning[1]}\n"
     inside = grammar_for_tools(TOOLS, "required", format, tokenizer, in_reasoning=True)
-    assert fits(inside, tokenizer, f"so{closing}\n{whole(format, ping)}")
+    assert fits(inside, tokenizer, f"so{closing}{whole(format, ping)}")
 
 
 @pytest.mark.parametrize("format", CALLING)

@@ -71,6 +71,8 @@ def calls(*pairs):
 def written(format, content, reasoning, pairs):
     """An answer as a model of that format writes it."""
     opening, closing = FORMATS[format].reasoning or ("", "")
+    if format == "harmony":
+        return harmony(content, reasoning, pairs)
     text = f"{opening}{FORMATS[format].label or chr(10)}{reasoning}\n{closing}" if reasoning else ""
     text += ("\n\n" if reasoning and opening == "<think>" else "") + content
     begin, call, separator, end, finish = DEEPSEEK
@@ -96,12 +98,28 @@ def written(format, content, reasoning, pairs):
     elif format == "gemma":
         for name, arguments in pairs:
             text += f"<|tool_call>call:{name}{gemma(arguments)}<tool_call|>"
+    elif format == "kimi" and pairs:
+        open, argue = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
+        each = [f"{open}{name}:{n}{argue}{json.dumps(a)}<|tool_call_end|>" for n, (name, a) in enumerate(pairs)]
+        text += f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
     elif format == "deepseek-v3" and pairs:
         each = [f"{call}function{separator}{n}\n```json\n{json.dumps(a)}\n```{end}" for n, a in pairs]
         text += begin + "\n".join(each) + finish
     elif pairs:
         text += begin + "".join(f"{call}{n}{separator}{json.dumps(a)}{end}" for n, a in pairs) + finish
     return text
+
+
+def harmony(content, reasoning, pairs):
+    """Messages one behind the other; where there are calls, the content is a preamble, and the recipient of every other
+    call stands before its channel."""
+    texts = [f"<|channel|>analysis<|message|>{reasoning}"] if reasoning else []
+    texts += [f"<|channel|>{'commentary' if pairs else 'final'}<|message|>{content}"] if content else []
+    for n, (name, arguments) in enumerate(pairs):
+        to, channel = f" to=functions.{name}", "<|channel|>commentary"
+        header = f"{to}{channel} json" if n % 2 else f"{channel}{to} <|constrain|>json"
+        texts.append(f"{header}<|message|>{json.dumps(arguments)}")
+    return "<|end|><|start|>assistant".join(texts) + ("<|call|>" if pairs else "")
 
 
 def shown(arguments):
@@ -117,6 +135,7 @@ def gemma(value):
 
 
 CALLING = [name for name in FORMATS if name != "plain"]
+MARKED = [name for name in CALLING if name != "harmony"]  # whose markers are text where they mark nothing
 
 
 # Each format
@@ -137,7 +156,7 @@ def test_parse_whole_leaves_a_plain_model_alone():
     assert parsed(text, "plain", in_reasoning=True) == Message(text, None, [])
 
 
-@pytest.mark.parametrize("format", CALLING)
+@pytest.mark.parametrize("format", MARKED)
 def test_parse_whole_leaves_calls_in_the_text_if_there_are_no_tools(format):
     text = written(format, "Hm.", "why", [("ping", {})])
     message = parsed(text, format, tools=None)
@@ -153,7 +172,7 @@ def test_parse_whole_begins_inside_the_reasoning_if_told(format):
     assert parsed(f"{closing}yes", format, in_reasoning=True) == Message("yes", None, [])
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3", "deepseek-v3.1", "glm", "minimax"])
+@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3", "deepseek-v3.1", "glm", "minimax", "kimi"])
 def test_parse_whole_takes_a_think_tag_inside_an_answer_for_text(format):
     assert parsed("The tag <think> is odd.", format) == Message("The tag <think> is odd.", None, [])
     assert parsed("a </think> b", format) == Message("a </think> b", None, [])
@@ -163,7 +182,7 @@ def test_parse_whole_takes_a_think_tag_inside_an_answer_for_text(format):
 def test_parse_whole_drops_the_end_of_a_reasoning_that_never_began(format):
     closing = FORMATS[format].reasoning[1]
     assert parsed(f"{closing}\n\nThree.", format) == Message("Three.", None, [])
-    assert parsed(f"{closing}{closing}", format) == Message(closing, None, [])
+    assert parsed(f"{closing}{closing}", format) == Message(closing if format in MARKED else "", None, [])
 
 
 @pytest.mark.parametrize(
@@ -334,6 +353,95 @@ def test_parse_whole_reads_minimax_calls_that_deviate(text):
     assert parsed(text, "minimax") == Message(None, None, calls(("weather", '{"days": 5}')))
 
 
+HARMONY_MARKS = shown_tokens("harmony", tools=False)
+THOUGHT, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        (
+            f"<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>{FINAL}c",
+            "a\n\nb|c",
+        ),
+        (f"<|channel|>commentary<|message|>Plan.<|end|>{FINAL}Done.<|return|>", "|Plan.\n\nDone."),
+        (f"<|channel|>analysis<|message|>a<|end|>\n{FINAL}b \n<|return|>", "a|b \n"),
+        (f"<|channel|>analysis<|message|>not ended {FINAL}b", "not ended|b"),
+        ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", "a|b"),
+        ("<|channel|>analysis<|message|>a<|end|>assistant<|channel|>final<|message|>b", "a|b"),
+        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)|"),
+        ("<|channel|>final <|constrain|>json<|message|>{}", "|{}"),
+        ("<|message|>no channel", "|no channel"),
+        ("<|start|>assistant<|message|>no channel", "|no channel"),
+        ("<|start|>user<|message|>Go on.<|end|>", "Go on.|"),
+        ("<|start|>functions.ping to=assistant<|channel|>commentary<|message|>pong<|end|>", "pong|"),
+        (f"<|channel|>?? <|end|>{FINAL}b", "??|b"),
+        (f"<|channel|>commentary?commentary?<|end|>{FINAL}b", "|?commentary?\n\nb"),
+        (f"<|channel|>commentary to=assistant<|channel|>analysis<|message|>a<|end|>{FINAL}b", "a|b"),
+        ("<|channel|>final The answer is 4.", "|The answer is 4."),
+        ("<|channel|>final<|message|>a<|message|>b<|constrain|>c", "|abc"),
+        ("The answer", "|The answer"),
+        (" to= is no header", "| to= is no header"),
+        ("to=functions.ping, then?", "|to=functions.ping, then?"),
+        ("assistant of yours", "|assistant of yours"),
+        ("\n- two", "|\n- two"),
+    ],
+)
+def test_parse_whole_reads_harmony_messages(text, want):
+    """Reasoning and content, of answers that keep to the format, and of slips that models make."""
+    reasoning, _, content = want.partition("|")
+    assert parsed(text, "harmony") == Message(content, reasoning or None, [])
+
+
+@pytest.mark.parametrize(
+    "text, name, arguments",
+    [
+        ("<|channel|>commentary to=functions.ping <|constrain|>json<|message|>{}", "ping", "{}"),
+        (" to=functions.ping<|channel|>commentary json<|message|> {} \n<|call|>", "ping", "{}"),
+        ("<|channel|>commentary to=functions.ping<|message|><|call|>", "ping", "{}"),
+        ("<|start|>assistant to=functions.ping<|channel|>analysis<|message|>{}<|call|>", "ping", "{}"),
+        ("to=functions.ping <|message|>{}<|call|>", "ping", "{}"),
+        ("<|channel|>commentary to=ping<|constrain|>json<|message|>{}<|end|>", "ping", "{}"),
+        ("<|channel|>commentary to=files.read json<|message|>{}<|call|>", "files.read", "{}"),
+        ("<|channel|>commentary to=functions.ping<|channel|>commentary<|message|>{}", "ping", "{}"),
+        ('<|channel|>commentary to=functions.ping json<|message|>{"a": "x\ny"}<|call|>', "ping", '{"a": "x\\ny"}'),
+        ('<|channel|>commentary to=functions.ping json<|message|>{"a": "\\"<\\\\"}', "ping", '{"a": "\\"<\\\\"}'),
+        ('<|channel|>commentary to=functions.ping json<|message|>{"a": "<|message|>"}', "ping", '{"a": "<|message|>"}'),
+        ("<|channel|>commentary to=functions.ping code<|message|>print(1)<|call|>", "ping", "print(1)"),
+    ],
+)
+def test_parse_whole_reads_harmony_calls_that_deviate(text, name, arguments):
+    assert parsed(text, "harmony") == Message(None, None, calls((name, arguments)))
+    again = f"{text}{'' if text.endswith('|>') else '<|end|>'}{FINAL}Done."
+    assert parsed(again, "harmony") == Message("Done.", None, calls((name, arguments)))
+
+
+def test_parse_whole_shows_harmony_calls_by_their_channel_if_there_are_no_tools():
+    text = written("harmony", "Hm.", "why", [("ping", {"a": 1})])
+    assert parsed(text, "harmony", tools=None) == Message('Hm.\n\n{"a": 1}', "why", [])
+    inner = "<|channel|>analysis to=python code<|message|>print(1)<|call|>"
+    assert parsed(inner, "harmony", tools=None) == Message("", "print(1)", [])
+
+
+def test_parser_cut_anywhere_in_harmony_shows_a_beginning_and_no_markers():
+    """Each beginning of an answer gives a beginning of what the whole one gives."""
+    text = written("harmony", "See: a < b.", "So\n\nwhat?", [("weather", {"city": "Bonn"}), ("ping", {})])
+    whole = parsed(text, "harmony")
+    for end in range(len(text)):
+        message = parsed(text[:end], "harmony")
+        seen = [message.reasoning_content or "", message.content or "", *(c.arguments for c in message.tool_calls)]
+        want = [whole.reasoning_content, whole.content, *(c.arguments for c in whole.tool_calls)]
+        assert all(full.startswith(part.rstrip("< \n")) for part, full in zip(seen, want, strict=False)), (end, seen)
+        assert not any("<|" in part for part in seen)
+        assert [c.name for c in message.tool_calls] == ["weather", "ping"][: len(message.tool_calls)]
+
+
+def test_parser_holds_no_more_than_a_header():
+    parser = parser_for("harmony", TOOLS)
+    assert not parser.feed("<|channel|>final" + " word" * 90)
+    assert parser.feed(" word" * 90)[0].text.startswith("word word")
+
+
 # Malformed and cut
 
 
@@ -355,6 +463,8 @@ def test_parse_whole_reads_minimax_calls_that_deviate(text):
         ("minimax", "Use <minimax:tool_call> for calls."),
         ("minimax", '<minimax:tool_call>\n<invoke name="pi'),
         ("minimax", '<invoke name="">\n</invoke>'),
+        ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.pi"),
+        ("kimi", "<|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>none<|tool_call_end|>"),
         ("gemma", "<|tool_call>ping{}<tool_call|>"),
         ("gemma", "<|tool_call>call:ping<tool_call|>"),
         ("gemma", "<|tool_call>call:"),
@@ -382,6 +492,8 @@ def test_parse_whole_leaves_what_is_no_call_as_content(format, text):
         ("minimax", '<invoke name="ping"><parameter name="a">b', '{"a": "b', None),
         ("minimax", '<invoke name="ping">{a}</invoke>x', "{a}", "x"),
         ("minimax", '<invoke name="ping"><parameter name="a</invoke>x', '<parameter name="a', "x"),
+        ("kimi", '<|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>{"a": "b', '{"a": "b', None),
+        ("kimi", '<|tool_call_begin|>ping<|tool_call_argument_begin|>{"a": 1<|tool_call_end|>x', '{"a": 1', "x"),
         ("gemma", '<|tool_call>call:ping{a:<|"|>b', '{"a": "b', None),
         ("gemma", "<|tool_call>call:ping{a:1,b c}<tool_call|>x", '{"a": 1,b c}', "x"),
         ("gemma", "<|tool_call>call:ping{a:[1}<tool_call|>x", '{"a": [1}', "x"),
@@ -424,10 +536,23 @@ PIECES = {
     "qwen-xml": ["<function=weather>", "<function=", "<parameter=city>", "<parameter=days>", "</parameter>", "\n12\n"],
     "glm": ["ping", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "city", "\n12\n"],
     "minimax": ['"ping">', "ping>", '<parameter name="city">', "<parameter name=", "</parameter>", "12"],
+    "kimi": ["functions.", "ping", ":0", '{"a": "', '"}', "{}"],
     "gemma": ["thought\n", "call:ping{", "call:", "a:", "12", "[", "]", "{", "}", ",", '"'],
     "deepseek-v3": ["function", "ping", "\n```json\n", '{"a": "', '"}', "\n```", "{}"],
     "deepseek-v3.1": ["ping", '{"a": 1}', '"', "\\"],
+    "harmony": [
+        "<|message|>",
+        "<|constrain|>",
+        "<|return|>",
+        "analysis",
+        "final",
+        "commentary",
+        "json",
+        '{"a": "',
+        '"}',
+    ],
 }
+PIECES["harmony"] += [" to=functions.ping", "to=", "assistant", "<|channel|>final<|message|>"]
 PIECES["qwen-xml"] += ["</function>", *PIECES["qwen"]]
 
 
@@ -470,7 +595,9 @@ def test_text_without_calls_is_neither_lost_nor_doubled(pair, inside, tools):
     format, text = pair
     parser = parser_for(format, TOOLS if tools else None, in_reasoning=inside)
     deltas = [*parser.feed(text), *parser.end()]
-    if not parser.calls:
+    if format == "harmony":  # headers are no text
+        assert not any(mark in delta.text for delta in deltas if isinstance(delta, Content) for mark in HARMONY_MARKS)
+    elif not parser.calls:
         out = "".join(delta.text for delta in deltas)
         label = FORMATS[format].label.strip()
         assert bare(out, format).replace(label, "") == bare(text, format).replace(label, "")
@@ -533,11 +660,13 @@ HOSTILE = [
     *["<", "<t", "<tool_call>", '<tool_call>{"arguments": [', '<tool_call>{"name": "ping", "arguments": {"a": "'],
     *["<think>", "</think>", " ", " \n", "\n<parameter=city>", "</parameter>\n", "</function>\n", "{", '"', "\\", ","],
     *["<|tool_call>call:ping{a:", '<|"|>', "call:ping{}", "<|channel>", "".join(DEEPSEEK[:3]), "x"],
+    *["<|start|>", "<|channel|>commentary to=ping", "<|message|>", "<|end|>", "to=", "assistant"],
 ]
 PREFIXES = [
     *["", "<tool_call><function=weather><parameter=city>", "<tool_call><function=weather><parameter=tags>"],
     *['<tool_call>{"name": "ping", "arguments": ', '<tool_call>{"arguments": ', "<|tool_call>call:ping{a:"],
     *['<|tool_call>call:ping{a:<|"|>', f'{DEEPSEEK[1]}ping{DEEPSEEK[2]}{{"a": "'],
+    *["<|channel|>analysis", '<|channel|>commentary to=ping<|message|>{"a": "'],
 ]
 
 
@@ -630,11 +759,15 @@ def tokenizer(template=None, tokens=(), special=()):
         ("<tool_call>\\n<function=x>\\n<parameter=y>", ("<tool_call>",), "qwen-xml"),
         ("<tool_call>{name}\\n<arg_key>k</arg_key>\\n<arg_value>v", ("<tool_call>", "<think>"), "glm"),
         ("toolcall = '<minimax:tool_call>'", ("<think>",), "minimax"),
+        ("<|tool_calls_section_begin|>", ("<|tool_call_argument_begin|>", "<|tool_call_begin|>"), "kimi"),
         ("<|tool_call>call:", (), "gemma"),
         ("no tools", ("<|channel>", "<channel|>"), "gemma"),
         ("<｜tool▁sep｜>' + x + '\\n```json", ("<think>",), "deepseek-v3"),
         ("<｜tool▁sep｜>", ("<think>",), "deepseek-v3.1"),
         ("<|tool_call> ```json", ("<｜tool▁sep｜>", "<think>"), "gemma"),
+        ("'<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>'", (), "harmony"),
+        ("'<|start|>' + message.role + '<|message|>'", ("<|channel|>", "<|call|>"), "harmony"),
+        ("'<|start|>' + message.role + '<|message|>'", (), "plain"),
     ],
 )
 def test_format_of_goes_by_template_and_tokens(template, tokens, want):
@@ -652,10 +785,14 @@ def test_format_of_goes_by_template_and_tokens(template, tokens, want):
         ("glm", "<|assistant|><think>", True),
         ("glm", "<|assistant|>\n<think></think>", False),
         ("minimax", "]~b]ai\n<think>\n", True),
+        ("kimi", "<|im_assistant|>assistant<|im_middle|>", False),
         ("gemma", "<|turn>model\n<|channel>thought\n", True),
         ("gemma", "<|turn>model\n<|channel>thought\n<channel|>", False),
         ("gemma", "<|turn>model\n", False),
         ("plain", "<think>", False),
+        ("harmony", "<|start|>assistant", False),
+        ("harmony", "<|start|>assistant<|channel|>analysis<|message|>", True),
+        ("harmony", "<|start|>assistant<|channel|>final<|message|>", False),
     ],
 )
 def test_in_reasoning_looks_at_the_end_of_the_prompt(format, prompt, want):
@@ -695,6 +832,47 @@ def test_with_arguments_gives_templates_what_they_take():
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert with_arguments(messages, "deepseek-v3.1")[1]["tool_calls"][0] == call
     assert with_arguments(changed, "deepseek-v3.1")[1]["tool_calls"][0] == call
+
+
+def test_with_arguments_gives_harmony_one_call_a_message():
+    """Each with its result behind it, and what was thought and said before the first of them as `thinking`."""
+    made = [{"id": f"c{n}", "type": "function", "function": {"name": f"f{n}", "arguments": "{}"}} for n in range(3)]
+    user = {"role": "user", "content": "x"}
+    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"r{n}"} for n in (2, 0, 9, 1)]
+    answer = {"role": "assistant", "content": "ok", "reasoning_content": "done"}
+    calling = {"role": "assistant", "content": "Plan.", "reasoning_content": "why", "tool_calls": made}
+    changed = with_arguments([user, calling, *results, answer, user], "harmony")
+    assert [m["content"] for m in changed] == ["x", "", "r0", "", "r1", "", "r2", "r9", "ok", "x"]
+    assert [m["tool_calls"][0]["function"]["name"] for m in changed if "tool_calls" in m] == ["f0", "f1", "f2"]
+    assert [(n, m["thinking"]) for n, m in enumerate(changed) if "thinking" in m] == [(1, "why\n\nPlan.")]
+    assert changed[1]["tool_calls"][0]["function"]["arguments"] == {}
+    # what the model goes on with keeps its thoughts
+    assert with_arguments([user, answer], "harmony")[1]["thinking"] == "done"
+    alone = with_arguments([user, {"role": "assistant", "content": "", "tool_calls": made[:1]}, results[1]], "harmony")
+    assert [m["role"] for m in alone] == ["user", "assistant", "tool"] and "thinking" not in alone[1]
+
+
+def test_with_arguments_gives_calls_the_ids_that_templates_of_kimi_write():
+    def call(id, name):
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    messages = [
+        {"role": "assistant", "tool_calls": [call("call_a", "f"), call("call_b", "g")]},
+        {"role": "tool", "tool_call_id": "call_b", "content": "2"},
+        {"role": "tool", "tool_call_id": "unknown", "content": "1"},
+        {"role": "assistant", "tool_calls": [call("call_c", "f")]},
+    ]
+    first, result, other, second = with_arguments(messages, "kimi")
+    assert first["tool_calls"] == [call("functions.f:0", "f"), call("functions.g:1", "g")]
+    assert (result["tool_call_id"], other) == ("functions.g:1", messages[2])
+    assert second["tool_calls"] == [call("functions.f:2", "f")]
+    assert messages[0]["tool_calls"][0]["id"] == "call_a"
+
+
+@pytest.mark.parametrize("name", ["functions.ping:0", "functions.ping", "ping:12", "ping", "functions.ping:"])
+def test_parse_whole_takes_names_of_kimi_with_and_without_what_makes_them_ids(name):
+    text = f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+    assert parsed(text, "kimi").tool_calls == calls(("ping", "{}"))
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "5", 5, None, "[" * 100_000, '{"a": NaN}'])

@@ -133,7 +133,7 @@ class _Stand:
     size: int
     capturable: bool = True
 
-    def all_reduce(self, array: object) -> None:
+    def all_reduce(self, array: object, note: object = None) -> None:
         raise NotImplementedError
 
     def all_gather(self, parts: object, array: object) -> None:

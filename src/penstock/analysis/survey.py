@@ -352,7 +352,7 @@ def _of_head(name: str, checkpoint: Headers) -> Survey:
     head = mtp.open_drafter(checkpoint.path, family, config, open_folder=lambda _: checkpoint)
     made = _with_head(Survey(name, "safetensors", config, (), (), (), config.tied), family, FromFiles(head.source))
     assert made.draft_cache is not None
-    kinds = _kinds(made.draft_head, [made.draft_cache], family.full_attention)
+    kinds = _kinds(made.draft_head, [made.draft_cache], family)
     more: dict[str, Any] = {"files": len(checkpoint.files), "file_bytes": sum(_size(f) for f in checkpoint.files)}
     notice = f"{checkpoint.path}: a head that drafts for a {config.model_type} of {len(family.caches(config))} layers"
     left = left_over(head.source, (), 1).remarks
@@ -415,7 +415,7 @@ def _looked_at(name: str, source: str, family: AnyFamily, config: ModelConfig, d
     tied = read.head is read.embed
     caches = tuple(family.caches(config))
     weights = tuple(replace(one, takes=_taken(one, config, tied)) for one in recorder.weights)
-    return Survey(name, source, config, weights, _kinds(weights, caches, family.full_attention), caches, tied)
+    return Survey(name, source, config, weights, _kinds(weights, caches, family), caches, tied)
 
 
 def _taken(weight: WeightInfo, config: ModelConfig, tied: bool) -> int | None:
@@ -428,7 +428,7 @@ def _taken(weight: WeightInfo, config: ModelConfig, tied: bool) -> int | None:
     return 1 if weight.role == "embedding" and not (tied and weight.path == "embed_tokens") else None
 
 
-def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attention: str) -> tuple[str, ...]:
+def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], family: AnyFamily) -> tuple[str, ...]:
     """What each layer does: how it mixes positions, and what follows."""
     roles: dict[int | None, set[str]] = defaultdict(set)
     for weight in weights:
@@ -436,11 +436,11 @@ def _kinds(weights: Sequence[WeightInfo], caches: Sequence[Layout], full_attenti
     found = []
     for number, layout in enumerate(caches):
         if "linear attention" in roles[number]:
-            mixer = "linear attention"
+            mixer = family.linear_attention
         elif isinstance(layout, PagedKV) and layout.window is not None:
             mixer = f"sliding attention ({layout.window})"
         else:
-            mixer = full_attention
+            mixer = family.full_attention
         blocks = [block for role, block in (("dense MLP", "dense"), ("experts", "MoE")) if role in roles[number]]
         found.append(" + ".join([mixer, *blocks]))
     return tuple(found)

@@ -238,6 +238,9 @@ def _small_floats(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Which small floats the scales, and perhaps the codes, of modules are that are not affine: it shows in shapes."""
     made: dict[str, str] = {}
     for name, info in tensors.items():
+        if name.endswith("_scales") and info.dtype == "U8" and f"{name.removesuffix('_scales')}_blocks" in tensors:
+            made[name] = _BYTE_SCALES[4][0]  # blocks of mxfp4
+            continue
         packed = tensors.get(f"{name.removesuffix('.scales')}.weight") if name.endswith(".scales") else None
         if packed is None or info.dtype != "U8" or packed.dtype != "U32" or not info.shape or not packed.shape:
             continue
@@ -400,9 +403,10 @@ def _of_folder(folder: Path, bar: ProgressBar) -> tuple[list[Check], list[str]]:
     headers, files = check_headers(folder)
     checks = [headers, check_index(folder, files), _numbers(Numbers.of_safetensors(files), bar)]
     notes: list[str] = []
-    config = None
+    config, alone = None, False
     try:
         checkpoint = Headers(folder)
+        alone = mtp.is_head(checkpoint.config)
     except CheckpointError as error:
         broken = any(check.problems for check in checks)
         checks.append(Check("model", "the files cannot be read together", [] if broken else [str(error)], broken))
@@ -413,6 +417,8 @@ def _of_folder(folder: Path, bar: ProgressBar) -> tuple[list[Check], list[str]]:
         _check_quantization(checkpoint, quantization)
         config, more = _check_shapes(checkpoint, shapes)
         notes += more
+    if alone and not (folder / "tokenizer.json").is_file():  # its trunk has one
+        return [*checks, *(Check(name, "its trunk's", skipped=True) for name in ("tokenizer", "template"))], notes
     return [*checks, *_tokenizer_checks(lambda: Tokenizer.from_folder(folder), f"{folder}", config)], notes
 
 
@@ -452,6 +458,12 @@ def _check_quantization(checkpoint: Headers, check: Check) -> None:
             if format is not None:
                 checkpoint.tensor(path)
                 formats[format] = formats.get(format, 0) + 1
+        except CheckpointError as error:
+            check.problems.append(str(error))
+    for path in (name.removesuffix("_blocks") for name in checkpoint.names if name.endswith("_blocks")):
+        try:
+            format = checkpoint.tensor(path).format  # type: ignore[union-attr]
+            formats[format] = formats.get(format, 0) + 1
         except CheckpointError as error:
             check.problems.append(str(error))
     found = (

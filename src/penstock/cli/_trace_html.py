@@ -14,7 +14,7 @@ _KINDS = {
     "experts": ("moe",),
     "attention": ("attention", "mla", "cache", "rope"),
     "linear attention": ("delta",),
-    "norms and sums": ("norm", "elementwise"),
+    "norms and sums": ("norm", "elementwise", "altup"),
     "the rest": (),
 }
 _COLOURS = {

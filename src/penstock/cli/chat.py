@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -212,6 +213,7 @@ class Conversation:
         self._first, self._options = first, options  # messages before the first, arguments of chat_tokens
         self._messages = list(first)
         self._session = llm.session()
+        self._shown = _headers(llm)
         self._system: SessionSnapshot | None = None
         self._stable: SessionSnapshot | None = None
         self._ready: SessionSnapshot | None = None
@@ -255,10 +257,14 @@ class Conversation:
         self._messages.append(said)
         seed = (arguments["seed"] + self._again) % 2**64
         self.full = False
-        chunks = self._session.stream((), **(arguments | {"seed": seed}))
+        read = _WithHeaders(self.llm, said) if self._shown else None
+        chunks = self._session.stream((), **(arguments | self._shown | {"seed": seed}))
         try:
             for chunk in chunks:
-                said["content"] += chunk.text
+                if read is None:
+                    said["content"] += chunk.text
+                else:
+                    chunk = read(chunk)
                 self.full = chunk.finish_reason == "length" and len(self._session) >= self.llm.max_context
                 yield chunk
         finally:
@@ -305,6 +311,36 @@ class Conversation:
             return 0
         pairs = zip(tokens, other, strict=False)
         return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(other)))
+
+
+def _headers(llm: "LLM") -> dict[str, Any]:
+    from penstock.text.formats import headers_shown
+
+    return headers_shown(llm.tokenizer)
+
+
+class _WithHeaders:
+    """An answer whose messages have headers: its texts are shown without these, an empty line between reasoning and
+    content, and only the content is kept, in `said`."""
+
+    def __init__(self, llm: "LLM", said: dict[str, Any]) -> None:
+        from penstock.text.formats import format_of, parser_for
+
+        self._said, self._parser, self._last = said, parser_for(format_of(llm.tokenizer)), None
+
+    def __call__(self, chunk: "Chunk") -> "Chunk":
+        from penstock.text.formats.deltas import Content, Reasoning
+
+        deltas = self._parser.feed(chunk.text)
+        if chunk.finish_reason is not None:
+            deltas += self._parser.end()
+        pieces = []
+        for delta in deltas:
+            assert isinstance(delta, Content | Reasoning)  # there are no tools
+            pieces += ["\n\n" if self._last not in (None, type(delta)) else "", delta.text]
+            self._last = type(delta)
+            self._said["content"] += delta.text if isinstance(delta, Content) else ""
+        return replace(chunk, text="".join(pieces))
 
 
 # --------------------------------------------------------------------------------------------------------------------

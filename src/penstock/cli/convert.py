@@ -65,6 +65,9 @@ def convert(
     keep_mtp: Annotated[
         bool, typer.Option("--keep-mtp", help="Keep the layers that predict further tokens, in mtp.safetensors.")
     ] = False,
+    mtp: Annotated[
+        bool, typer.Option("--mtp", help="Write the head that drafts alone, as a folder for --draft-model.")
+    ] = False,
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a hub model.")
     ] = None,
@@ -85,6 +88,7 @@ def convert(
       penstock convert --model bf16-folder -q --quant-predicate mixed_3_6
       penstock convert --model bf16-folder -q --q-bits 3 --calibrate book.txt
       penstock convert --model qwen3-4bit -d --mlx-path qwen3-dense
+      penstock convert --model bf16-folder -q --mtp --mlx-path drafter
       penstock convert --model llama-q4_0.gguf --mlx-path llama-4bit
     """
     from penstock.convert.run import Options
@@ -101,6 +105,7 @@ def convert(
             dequantize=dequantize,
             requantize=requantize,
             keep_mtp=keep_mtp,
+            mtp=mtp,
             calibrate=calibrate,
             calibrate_tokens=calibrate_tokens,
         )

@@ -148,6 +148,13 @@ class GrammarOptions:
         return None
 
 
+def _shown(llm: "LLM", ignore_chat_template: bool) -> dict[str, Any]:
+    """Arguments of `LLM.stream` for an answer whose markers belong to its text."""
+    from penstock.text.formats import headers_shown
+
+    return {} if ignore_chat_template else headers_shown(llm.tokenizer)
+
+
 def _held_to(llm: "LLM", wanted: "dict[str, Any] | str | None") -> dict[str, Any]:
     """Arguments of `LLM.stream` for what `GrammarOptions.check` gives. Raises InvalidArgument."""
     if wanted is None:
@@ -263,6 +270,7 @@ def generate(
     tokens = encoded(llm, messages, prefill_response, chat, ignore_chat_template, part)
     arguments |= {"max_tokens": llm.max_context if max_tokens < 0 else max_tokens, "seed": seed, "logprobs": logprobs}
     arguments |= {"extra_eos": [_token_id(llm, token) for token in eos], **_held_to(llm, wanted)}
+    arguments |= _shown(llm, ignore_chat_template)
     if prompt_cache_file is None:
         cached, reading = 0, Reading(len(tokens))
         chunks = llm.stream(tokens, progress=reading, **arguments)

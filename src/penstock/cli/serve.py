@@ -159,7 +159,9 @@ class AnswerOptions(TemplateText):
 
     alias: Annotated[
         list[str] | None,
-        typer.Option("--alias", "-a", "--served-model-name", metavar="NAME", help="What clients call the model."),
+        typer.Option(
+            "--alias", "-a", "--served-model-name", metavar="NAME", help="What clients call the model; *: anything."
+        ),
     ] = None
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=1, help="Of an answer, if the request sets none.")

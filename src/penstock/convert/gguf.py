@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.convert.layout import ConversionPlan, nothing
-from penstock.convert.rows import Cast, Dequantized, Files, Rows, Stored, Whole
+from penstock.convert.rows import Cast, Dequantized, Files, Half, Rows, Stored, Whole
 from penstock.dtypes import bfloat16
 from penstock.errors import CheckpointError, InvalidArgument
+from penstock.models.family import MlxRules
 from penstock.models.gguf import ROPE_FACTORS, GgufModel
 from penstock.models.source import Weight
 from penstock.quant import BLOCK_TYPES, Format
@@ -45,49 +47,59 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
     that would have to be rounded again and were not allowed to.
     """
     model = GgufModel(GgufFile.open(path))
-    file, family = model.file, model.family
+    file, family, architecture = model.file, model.family, model.source.architecture
+    if architecture.unwritten:
+        kind = file.metadata["general.architecture"]
+        raise InvalidArgument(f"{path}: is of {kind}, expected the released files to convert: {architecture.unwritten}")
     read, name_of = model.read_config(), model.source.name
     rules = family.mlx_rules(model.config, read)
     config = model.config | _frequencies(model) | _said_elsewhere(model) | rules.config
+    if architecture.written is not None:
+        config.pop("linear_value_heads_tiled", None)
     wanted = _Asked(model)
     family.read_weights(wanted, read)
     _check_types(file, wanted, options)
-    prefix, head = rules.prefixes
     tensors: dict[str, Rows] = {}
     formats: dict[str, Format] = {}
     rounded: dict[str, Format] = {}
     files = Files()
-    for asked, shape in wanted.shapes.items():
-        target = (head if asked == "lm_head" else prefix) + asked
-        whole = target if asked.endswith(".bias") else f"{target}.weight"
+    for asked, whole in wanted.shapes.items():
         name = name_of(asked)
         if name not in file:
-            tensors[whole] = Whole(shape, np.dtype(np.float32), lambda shape=shape: np.zeros(shape, np.float32))
+            tensors[_target(asked, rules)] = Whole(whole, np.dtype(np.float32), partial(np.zeros, whole, np.float32))
             continue
         info = file.tensors[name]
-        order = model.source.order(asked.removesuffix(".bias"), shape[0])
-        if info.type in _DENSE:
-            stored = Stored(files, file.path_of(name), info.start, shape, _DENSE[info.type])
-            rows = _taken(stored, order, asked.endswith(".bias"))
-            tensors[whole] = rows
+        if asked in wanted.vectors:
+            make = partial(model.source.written, asked, whole)
+            tensors[_target(asked, rules)] = Whole(whole, np.dtype(np.float32), make)
             continue
-        width = info.nbytes // math.prod(shape[:-1])
-        raw = Stored(files, file.path_of(name), info.start, (*shape[:-1], width), np.dtype(np.uint8))
-        blocks = _taken(raw, order)
-        if info.type not in _EXACT:
-            tensors[whole] = Cast(_Decoded(blocks, info.type, shape), _HALF, name)
-            if not options.quantize and not options.dequantize:
-                size = options.q_group_size or GROUP
-                bits = options.q_bits or _KEPT[info.type]
-                rounded[target] = Format(bits, size if shape[-1] % size == 0 else GROUP)
-            continue
-        bits = _EXACT[info.type][1]
-        parts = [_Codes(blocks, info.type, shape, part, f"{path}: tensor {name}") for part in _PARTS]
-        if options.dequantize or (options.requantize and options.quantize):
-            tensors[whole] = Dequantized(tuple(parts), Format(bits, GROUP), parts[1].dtype)
-        else:
-            tensors |= {f"{target}.{part}": rows for part, rows in zip(_PARTS, parts, strict=True)}
-            formats[target] = Format(bits, GROUP)
+        order, columns = model.source.written_order(asked, 0, whole[0]), model.source.written_order(asked, 1, whole[-1])
+        for target, shape, second in _parts(asked, whole, rules, wanted.joined):
+            if info.type in _DENSE:
+                dense = Stored(files, file.path_of(name), info.start, whole, _DENSE[info.type])
+                tensors[f"{target}.weight"] = _columns(_taken(_half(dense, second), order), columns)
+                continue
+            width = info.nbytes // math.prod(whole[:-1])
+            raw = Stored(files, file.path_of(name), info.start, (*whole[:-1], width), np.dtype(np.uint8))
+            blocks = _taken(_half(raw, second), order)
+            if info.type not in _EXACT:
+                decoded = _columns(_Decoded(blocks, info.type, shape), columns)
+                tensors[f"{target}.weight"] = Cast(decoded, _HALF, name)
+                if not (options.quantize or options.dequantize or target.endswith(rules.unquantized)):
+                    size = options.q_group_size or GROUP
+                    bits = options.q_bits or _KEPT[info.type]
+                    rounded[target] = Format(bits, size if shape[-1] % size == 0 else GROUP)
+                continue
+            if columns is not None:
+                blocks = _columns(blocks, _whole_blocks(columns, _EXACT[info.type][0], f"{path}: tensor {name}"))
+            bits = _EXACT[info.type][1]
+            parts = [_Codes(blocks, info.type, shape, part, f"{path}: tensor {name}") for part in _PARTS]
+            again = options.requantize and options.quantize
+            if options.dequantize or again or target.endswith(rules.unquantized):
+                tensors[f"{target}.weight"] = Dequantized(tuple(parts), Format(bits, GROUP), parts[1].dtype)
+            else:
+                tensors |= {f"{target}.{part}": rows for part, rows in zip(_PARTS, parts, strict=True)}
+                formats[target] = Format(bits, GROUP)
     unused = sorted(file.tensors.keys() - {ROPE_FACTORS, *map(name_of, wanted.shapes)})
     notices = list(file.notices)
     if unused:
@@ -95,6 +107,31 @@ def plan(path: Path, options: Options) -> tuple[ConversionPlan, GgufFile]:
         notices.append(f"{path}: {len(unused)} tensors are not part of the model and left out: {shown}")
     layers = model.config["num_hidden_layers"]
     return ConversionPlan(family, rules, tensors, formats, config, layers, frozenset(), tuple(notices), rounded), file
+
+
+# Ends of the paths of tensors that are not a module's weight.
+_PLAIN = ("_bias", ".bias", ".A_log", ".sinks", ".layer_scalar", ".scale", ".per_expert_scale")
+
+
+def _target(asked: str, rules: MlxRules) -> str:
+    """The name of a tensor in mlx-lm's files."""
+    prefix, head = rules.prefixes
+    name = (head if asked == "lm_head" else prefix) + asked
+    return name if name.endswith(_PLAIN) else f"{name}.weight"
+
+
+def _parts(
+    asked: str, shape: tuple[int, ...], rules: MlxRules, joined: bool
+) -> list[tuple[str, tuple[int, ...], bool | None]]:
+    """Modules of mlx-lm that a tensor is, their shapes, and which half of its rows; gates beside ups are two."""
+    name = _target(asked, rules).removesuffix(".weight")
+    stem, _, part = name.rpartition(".experts.")
+    if part == "gate_up_proj":
+        half = (shape[0], shape[1] // 2, shape[2])
+        return [(f"{stem}.{rules.expert_stack}.{one}_proj", half, one == "up") for one in ("gate", "up")]
+    if part == "down_proj" and joined:
+        return [(f"{stem}.{rules.expert_stack}.down_proj", shape, None)]
+    return [(name, shape, None)]
 
 
 def _check_types(file: GgufFile, wanted: _Asked, options: Options) -> None:
@@ -122,6 +159,12 @@ class _Asked:
     def __init__(self, model: GgufModel) -> None:
         self.file, self.source = model.file, model.source
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.vectors: set[str] = set()
+
+    @property
+    def joined(self) -> bool:
+        """Whether experts have their gates and ups in one tensor."""
+        return any(path.endswith(".experts.gate_up_proj") for path in self.shapes)
 
     def __contains__(self, path: str) -> bool:
         return path in self.source
@@ -130,13 +173,12 @@ class _Asked:
         file, name = self.file, self.source.name(path)
         if name not in file:
             raise CheckpointError(f"{file.path}: has no tensor {name!r}, expected it by the metadata")
-        if file.tensors[name].shape != shape:
-            found = f"has shape {file.tensors[name].shape}, expected {shape} by the metadata"
-            raise CheckpointError(f"{file.path}: tensor {name} {found}")
+        self.source.asked(path, shape)
         self.shapes[path] = shape
         return nothing(shape)
 
     def vector(self, path: str, *shape: int) -> np.ndarray:
+        self.vectors.add(path)
         if path.endswith(".bias") and path not in self:
             self.shapes[path] = shape
             return nothing(shape)
@@ -156,7 +198,7 @@ class _Asked:
 
 def _frequencies(model: GgufModel) -> dict[str, Any]:
     """rope_scaling for the factors of Llama 3.1, which config.json has as four numbers."""
-    if ROPE_FACTORS not in model.file:
+    if ROPE_FACTORS not in model.file or model.source.architecture.own_factors:
         return {}
     width = int(model.config["head_dim"] * model.config.get("partial_rotary_factor", 1.0))
     factors = model.source.factors(width // 2)
@@ -181,7 +223,7 @@ def _frequencies(model: GgufModel) -> dict[str, Any]:
 
 def _said_elsewhere(model: GgufModel) -> dict[str, Any]:
     """Keys that penstock does without and mlx-lm asks for."""
-    if not model.source.architecture.experts:
+    if "num_experts" not in model.config:
         return {}
     arch = model.file.metadata["general.architecture"]
     width = model.file.metadata.get(f"{arch}.feed_forward_length", model.config["moe_intermediate_size"])
@@ -212,12 +254,43 @@ class _Taken:
         return self.whole.read(first, last + 1)[chosen - first]
 
 
-def _taken(rows: Rows, order: np.ndarray | None, vector: bool = False) -> Rows:
-    if order is None:
-        return rows
-    if vector:  # a bias: its one row holds what the rows of the matrix make
-        return Whole(rows.shape, rows.dtype, lambda: rows.read(0, 1)[0][order])
-    return _Taken(rows, order)
+def _taken(rows: Rows, order: np.ndarray | None) -> Rows:
+    return rows if order is None else _Taken(rows, order)
+
+
+def _half(rows: Rows, second: bool | None) -> Rows:
+    return rows if second is None else Half(rows, second)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Columns in another order."""
+
+    whole: Rows
+    order: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.whole.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.ascontiguousarray(self.whole.read(start, stop)[:, self.order])
+
+
+def _columns(rows: Rows, order: np.ndarray | None) -> Rows:
+    return rows if order is None else _Columns(rows, order)
+
+
+def _whole_blocks(order: np.ndarray, nbytes: int, name: str) -> np.ndarray:
+    """The order of the bytes of a row whose blocks of GROUP columns, `nbytes` each, move whole."""
+    groups = order.reshape(-1, GROUP) if order.size % GROUP == 0 else order[:, None]
+    if order.size % GROUP or (groups != groups[:, :1] + np.arange(GROUP)).any() or (groups[:, 0] % GROUP).any():
+        raise InvalidArgument(f"{name} has blocks of {GROUP} columns, expected heads of a multiple of that")
+    return (groups[:, :1] // GROUP * nbytes + np.arange(nbytes)).reshape(-1)
 
 
 @dataclass(frozen=True)

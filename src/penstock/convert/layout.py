@@ -21,15 +21,18 @@ from penstock.convert.rows import (
     Files,
     Half,
     Heads,
+    InTurns,
     PlusOne,
     Rows,
     Shaped,
     Stacked,
+    Words,
     describe,
     stored,
 )
 from penstock.dtypes import FLOATS, bfloat16, dtype_name
 from penstock.errors import CheckpointError
+from penstock.models import mtp
 from penstock.models.family import AnyFamily, MlxRules, SplitHeads
 from penstock.models.source import Weight
 from penstock.quant import Format
@@ -44,6 +47,9 @@ _SPELLED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # parts of a
 _JOINED = re.compile(r"(.+)\.experts\.(gate_up|down)_proj")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SCALE = "_scale_inv"
+_BLOCKS = "_blocks"
+_MXFP4 = Format(4, 32, "mxfp4")
+_HEAD = "mtp."  # before the paths of a head that drafts
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class ConversionPlan:
     extra: frozenset[str]
     notices: tuple[str, ...]
     rounded: Mapping[str, Format] = field(default_factory=dict)
+    partly: bool = False  # the released files are quantized in part: what is dense may be rounded beside it
 
 
 class Released(Checkpoint):
@@ -94,12 +101,16 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     rules = family.mlx_rules(config, read)
     family = replace(family, unquantized=(*family.unquantized, *rules.unquantized))
     tensors, formats = _opened(checkpoint, dense)
-    names = _Names(rules.prefixes, prefix, head, len(family.caches(read)), checkpoint.path)
+    names = _Names(rules, prefix, head, len(family.caches(read)), checkpoint.path)
     tensors, formats = names.renamed(tensors, formats)
     tensors = _experts_stacked(tensors, rules.expert_stack, str(checkpoint.path))
     formats = {_stacked_path(path, rules.expert_stack): format for path, format in formats.items()}
-    if layout == "hf":
-        tensors = {name: _mlx_form(name, rows, rules) for name, rows in tensors.items()}
+    head = mtp.find(checkpoint, family, read) if keep_mtp else None
+    forms = {True: layout if head is None else head.source.layout, False: layout}
+    tensors = {
+        name: _mlx_form(name, rows, rules) if forms[names.predicts(name)] == "hf" else rows
+        for name, rows in tensors.items()
+    }
     tensors = dict(_heads_split(tensors, formats, rules.split_heads))
     extra = {name for name in tensors if names.predicts(name)}
     checked = Checked(tensors, formats, names.target, names.target_head, str(checkpoint.path))
@@ -118,6 +129,51 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
         names.layers,
         frozenset(extra & kept),
         tuple(notices),
+        partly=any(name.endswith(_BLOCKS) for name in checkpoint.names),
+    )
+
+
+def plan_head(checkpoint: Released, dense: bool = False) -> ConversionPlan:
+    """The folder of a head that drafts alone, as mlx-vlm writes it, of a model's files or of those of its head.
+
+    dense: what is quantized comes dequantized. Raises CheckpointError for a model without a head, and for one that is
+    incomplete or does not fit its config.
+    """
+    config, where = checkpoint.config, str(checkpoint.path)
+    family = models.family_of(config)
+    read = family.read_config(config)
+    rules, found = mtp.rules_of(family, read), mtp.find(checkpoint, family, read)
+    if rules is None or found is None:
+        raise CheckpointError(f"{where}: has no head that drafts (multi-token prediction), expected a model with one")
+    mlx, source = family.mlx_rules(config, read), found.source
+    tensors, formats = _opened(checkpoint, dense)
+    paths = {name: source.path_of(name) for name in tensors}
+    tensors = {path: tensors[name] for name, path in paths.items() if path is not None}
+    formats = {path: form for name, form in formats.items() if (path := source.path_of(name)) is not None}
+    tensors = _experts_stacked(tensors, mlx.expert_stack, where)
+    formats = {_stacked_path(path, mlx.expert_stack): format for path, format in formats.items()}
+    if source.layout == "hf":
+        tensors = {path: _mlx_form(_HEAD + path, rows, mlx) for path, rows in tensors.items()}
+    tensors = dict(_heads_split(tensors, formats, mlx.split_heads))
+    checked = Checked(tensors, formats, "", "", where)
+    mtp.read(checked, family, read, nothing((0, 0)), nothing((0, 0)))
+    own = checked.used | {f"{path}.{part}" for path in mtp.TABLES for part in PARTS}
+    tensors = {path: rows for path, rows in tensors.items() if path in own}
+
+    def named(path: str) -> str:
+        module, _, part = path.rpartition(".")
+        return f"{mtp.drafter_name(rules, module)}.{part}"
+
+    text = _config(config)
+    return ConversionPlan(
+        replace(family, unquantized=(*family.unquantized, *mlx.unquantized)),
+        mlx,
+        {named(path): rows for path, rows in tensors.items()},
+        {mtp.drafter_name(rules, path): form for path, form in formats.items() if f"{path}.weight" in tensors},
+        mtp.drafter_config(rules, text.get("text_config", text)),
+        1,
+        frozenset(),
+        tuple(checkpoint.notices),
     )
 
 
@@ -130,9 +186,15 @@ def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[st
         if name.endswith(f".weight{_SCALE}"):
             found[name.removesuffix(_SCALE)] = _block_scaled(checkpoint, name, found)
             del found[name]
+    in_blocks = _of_blocks(checkpoint, found)
+    for path in in_blocks:
+        if dense:
+            parts = found.pop(f"{path}.weight"), found.pop(f"{path}.scales")
+            found[f"{path}.weight"] = Dequantized(parts, _MXFP4, bfloat16)
+        else:
+            formats[path] = _MXFP4
     for name in list(found):
-        if name.endswith(".scales"):
-            path = name.removesuffix(".scales")
+        if name.endswith(".scales") and (path := name.removesuffix(".scales")) not in formats:
             checkpoint.tensor(path)  # checks its parts against each other and against config.json
             format = checkpoint.quantization(path)
             assert format is not None
@@ -146,9 +208,36 @@ def _opened(checkpoint: Released, dense: bool) -> tuple[dict[str, Rows], dict[st
     for name, rows in found.items():
         if isinstance(rows, BlockScaled | Dequantized) or name.rpartition(".")[0] in formats:
             continue
-        if checkpoint.dtype(name).startswith("float8"):
+        if name in checkpoint and checkpoint.dtype(name).startswith("float8"):
             raise CheckpointError(f"{checkpoint.path}: tensor {short(name)} is FP8 without {short(name + _SCALE)}")
     return found, formats
+
+
+def _of_blocks(checkpoint: Released, found: dict[str, Rows]) -> list[str]:
+    """Experts of gpt-oss as it is released, in mlx-lm's names instead: words, scales and biases, with the rows of gate
+    and up apart. Returns the paths of their modules.
+    """
+    paths: list[str] = []
+    for name in [name for name in found if name.endswith(_BLOCKS)]:
+        path = name.removesuffix(_BLOCKS)
+        base, _, module = path.rpartition(".")
+        codes, scales = (found.pop(part) for part in checkpoint.mxfp4_blocks(path))
+        parts: dict[str, Rows] = {"weight": Words(codes), "scales": scales}
+        bias = found.pop(f"{path}_bias", None)
+        if module != "gate_up_proj":
+            paths.append(path)
+            found |= {f"{path}.{part}": rows for part, rows in parts.items()}
+            found |= {} if bias is None else {f"{path}.bias": bias}
+            continue
+        if codes.shape[1] % 2:
+            raise CheckpointError(f"{checkpoint.path}: {name} has {codes.shape[1]} rows, expected those of gate and up")
+        for second, part in enumerate(("gate_proj", "up_proj")):
+            paths.append(f"{base}.{part}")
+            found |= {f"{base}.{part}.{end}": InTurns(rows, bool(second)) for end, rows in parts.items()}
+            if bias is not None:
+                single = InTurns(Shaped(bias, (*bias.shape, 1)), bool(second))
+                found[f"{base}.{part}.bias"] = Shaped(single, single.shape[:-1])
+    return paths
 
 
 def _block_scaled(checkpoint: Released, name: str, found: Mapping[str, Rows]) -> Rows:
@@ -168,9 +257,10 @@ def _block_scaled(checkpoint: Released, name: str, found: Mapping[str, Rows]) ->
 class _Names:
     """Names of the text model with mlx-lm's prefix, and those of the layers that predict further tokens."""
 
-    def __init__(self, target: tuple[str, str], prefix: str, head: str, layers: int, folder: Any) -> None:
+    def __init__(self, rules: MlxRules, prefix: str, head: str, layers: int, folder: Any) -> None:
         self.prefix, self.head, self.layers, self.folder = prefix, head, layers, folder
-        self.target, self.target_head = target
+        self.target, self.target_head = rules.prefixes
+        self.parts = rules.renamed
         self.dropped: list[str] = []
 
     def renamed(
@@ -196,7 +286,10 @@ class _Names:
         if found and start in ("", "model.", "language_model.", "model.language_model."):
             return f"{self.target_head}mtp.{rest}"
         if name.startswith(self.prefix):
-            return self.target + name.removeprefix(self.prefix)
+            name = self.target + name.removeprefix(self.prefix)
+            for part, other in self.parts:
+                name = name.replace(part, other)
+            return name
         return self.target_head + name.removeprefix(self.head) if name.startswith(f"{self.head}lm_head.") else None
 
     def predicts(self, name: str) -> bool:

@@ -52,13 +52,21 @@ class Recipe:
         """Patterns that fit none of the paths."""
         return [p for p in self.patterns if not any(fnmatch.fnmatchcase(path, p) for path in paths)]
 
-    def table(self, formats: Mapping[str, Format], family: AnyFamily) -> dict[str, Any]:
-        """What config.json says about the quantization of these modules."""
-        general = _spelled(self.general)
+    def table(
+        self, formats: Mapping[str, Format], family: AnyFamily, kept: Mapping[str, Format] | None = None
+    ) -> dict[str, Any]:
+        """What config.json says about the quantization of these modules. kept: those that came quantized, all alike;
+        their format is the general one then, and all others are listed.
+        """
+        if kept:
+            formats = {path: format for path, format in formats.items() if path not in kept}
+        general = _spelled(next(iter(kept.values()))) if kept else _spelled(self.general)
         made: dict[str, Any] = dict(general)
         for path, format in formats.items():
             entry = _spelled(format)
-            if self.mixed is not None or self.patterns:
+            if kept and family.role_of(path) != "router":
+                made[path] = entry
+            elif self.mixed is not None or self.patterns:
                 if self.mixed is not None or entry != general:
                     made[path] = entry
             elif family.role_of(path) == "router":

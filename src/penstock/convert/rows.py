@@ -165,6 +165,46 @@ class Half:
 
 
 @dataclass(frozen=True)
+class InTurns:
+    """Every other row of each matrix: [E, 2 N, K] → [E, N, K]."""
+
+    whole: Rows
+    second: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, rows, K = self.whole.shape
+        return (*lead, rows // 2, K)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.whole.dtype
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.ascontiguousarray(self.whole.read(2 * start, 2 * stop)[self.second :: 2])
+
+
+@dataclass(frozen=True)
+class Words:
+    """Blocks of bytes [E, N, G, 16] as rows of packed words [E, N, 4 G]."""
+
+    blocks: Rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, blocks, nbytes = self.blocks.shape
+        return (*lead, blocks * nbytes // 4)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.uint32)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        blocks = self.blocks.shape[-2]
+        return self.blocks.read(start * blocks, stop * blocks).reshape(stop - start, -1).view("<u4")
+
+
+@dataclass(frozen=True)
 class Heads:
     """A part of each head's rows: [H · width, K] → rows [first, last) of each head as [H, last − first, K].
 

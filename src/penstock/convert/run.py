@@ -57,9 +57,9 @@ class Options:
 
     q_mode None: affine. q_bits and q_group_size None: those of the mode, affine 4 and 64. quant_predicate: a mixed
     recipe or a JSON file (`recipe.read_recipe`). dtype of what is not quantized, None: what config.json says,
-    or as it is. keep_mtp: layers that predict further tokens stay, in a file of their own. requantize: what is
-    quantized already is rounded again. calibrate: a text file by which codes are chosen; calibrate_tokens of it are
-    looked at.
+    or as it is. keep_mtp: layers that predict further tokens stay, in a file of their own. mtp: the head that drafts
+    becomes a folder of its own, and nothing else. requantize: what is quantized already is rounded again. calibrate: a
+    text file by which codes are chosen; calibrate_tokens of it are looked at.
     """
 
     quantize: bool = False
@@ -70,6 +70,7 @@ class Options:
     dtype: str | None = None
     dequantize: bool = False
     keep_mtp: bool = False
+    mtp: bool = False
     requantize: bool = False
     calibrate: str | None = None
     calibrate_tokens: int | None = None
@@ -87,6 +88,9 @@ class Options:
         if self.calibrate_tokens is not None and (self.calibrate is None or self.calibrate_tokens < 1):
             found = f"calibrate_tokens is {self.calibrate_tokens!r}"
             raise InvalidArgument(f"convert: {found}, expected a number above 0, and a text to calibrate with")
+        for name in ("keep_mtp", "calibrate"):
+            if self.mtp and getattr(self, name):
+                raise InvalidArgument(f"convert: mtp is asked for with {name}, expected it without")
         if self.dtype is not None and self.dtype not in FLOATS:
             raise InvalidArgument(f"convert: dtype is {short(self.dtype)}, expected one of {', '.join(FLOATS)}")
         if self.q_mode not in (None, "affine"):
@@ -255,14 +259,15 @@ class _Opened:
 def _folder(path: Path, options: Options) -> _Opened:
     if options.requantize and not options.quantize:
         raise InvalidArgument(f"{path}: requantize is asked for without quantize (-q), expected both for a folder")
-    planned = layout.plan(layout.Released(path), options.keep_mtp, dense=options.dequantize or options.requantize)
-    if planned.formats and options.quantize:
+    released, dense = layout.Released(path), options.dequantize or options.requantize
+    planned = layout.plan_head(released, dense) if options.mtp else layout.plan(released, options.keep_mtp, dense)
+    if planned.formats and options.quantize and not planned.partly:
         first, format = next(iter(planned.formats.items()))
         raise InvalidArgument(
             f"{path}: is quantized already ({first}: {format}), expected a dense model; "
             "requantize rounds it again, dequantize makes it dense"
         )
-    notices = [*planned.notices, *_tokenizer_notices(path)]
+    notices = [*planned.notices, *([] if options.mtp else _tokenizer_notices(path))]
     others = [path / name for name in copied(path)]
     for other in others:
         os.close(open_regular(other))  # what cannot be read is found before anything is written
@@ -271,11 +276,14 @@ def _folder(path: Path, options: Options) -> _Opened:
         for other in others:
             workshop.copy(other)
 
-    planned = replace(planned, config=planned.config | _end_of_text(path), notices=tuple(notices))
+    more = {} if options.mtp else _end_of_text(path)
+    planned = replace(planned, config=planned.config | more, notices=tuple(notices))
     return _Opened(planned, write_others, lambda: Tokenizer.from_folder(path))
 
 
 def _gguf(path: Path, options: Options) -> _Opened:
+    if options.mtp:
+        raise InvalidArgument(f"{path}: mtp is asked for, expected a folder: heads of GGUF files are not read")
     planned, file = gguf.plan(path, options)
     settings, tokenizer, remarks = gguf.tokenizer_files(file)
     if planned.formats and options.dtype == "bfloat16":
@@ -387,7 +395,7 @@ class Job:
         if not self.formats:
             return {}
         if self.recipe is not None:
-            table = self.recipe.table(self.formats, self.planned.family)
+            table = self.recipe.table(self.formats, self.planned.family, self.planned.formats)
         else:
             sizes = {path: math.prod(self.planned.tensors[f"{path}.weight"].shape) for path in self.formats}
             table = table_of(self.formats, sizes)

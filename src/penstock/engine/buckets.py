@@ -269,11 +269,9 @@ class BucketedSteps:
         self._runners, self._wholes, self._heads, self._arenas, self._seconds = {}, {}, {}, {}, {}
         self._hidden = self._head_arena = self._inputs = self._sampler = self._version = None
 
-    @property
-    def _wrap(self) -> Wrap | None:
-        """Of kernels that are bound."""
-        wrap, mesh = self._programs.wrap, self._programs.mesh
-        return wrap if mesh is None or communicator().capturable else between_replays(wrap)
+    def _exchanging(self, wrap: Wrap | None) -> Wrap | None:
+        """The same wrap of kernels, which keeps those out of replays that cannot be captured."""
+        return wrap if self._programs.mesh is None or communicator().capturable else between_replays(wrap)
 
     @property
     def _pages(self) -> int:
@@ -311,18 +309,21 @@ class BucketedSteps:
         shapes |= dict.fromkeys(KEPT, (bucket.sequences,))
         wanted = {name: shape for name, shape in shapes.items() if name in kind.graph.inputs}
         inputs = {name: given[name][tuple(map(slice, shape))] for name, shape in wanted.items()}
-        detector, wrap = None, self._wrap
+        detector, wrap = None, programs.wrap
         if experts is not None:
             width = bucket.rows * programs.config.top_k
-            if not prompt and not programs.experts_by_host:
-                detector = device.miss_detector(experts.tier, len(experts.slot_of), width)
+            if not prompt:
+                sums = None if programs.mesh is None else experts.sums(kind.graph)[0].outs[0]
+                dtype = None if sums is None else sums.dtype
+                detector = device.miss_detector(experts.tier, len(experts.slot_of), width, dtype)
             if detector is None:
                 wrap = experts.wrap(kind.graph, prompt, wrap)
             else:
                 wrap = experts.detecting(kind.graph, detector, inputs, wrap)
         sizes = {"B": bucket.sequences} if bucket.answers else {"T": bucket.rows}
         outputs = [self._hidden[: bucket.rows]]
-        bound = kind.bind(sizes, inputs | programs.cache_arrays(), self._arenas[kind], wrap, outputs)
+        arrays = inputs | programs.cache_arrays()
+        bound = kind.bind(sizes, arrays, self._arenas[kind], self._exchanging(wrap), outputs)
         segments: list[list[Call]] = [list(segment) for segment in bound.segments]
         segments[0].insert(0, self._inputs.unpack)
         if experts is None:
@@ -355,7 +356,7 @@ class BucketedSteps:
                 return programs.graph(sizes["T"], B, n, padded=True, keeps=keeps)
 
             name = "B" if answers else "T"
-            detecting = programs.experts is not None and not programs.experts_by_host and answers
+            detecting = programs.experts is not None and answers
             cut = (lambda node: node.op in EXPERT_OPS) if detecting else None
             sizes = {name: least}, {name: most}
             self._kinds[key] = SizedProgram(graph, self._device.name, *sizes, cut=cut, **programs.options)
@@ -378,7 +379,7 @@ class BucketedSteps:
                 self._heads, self._wholes, self._head_arena = {}, {}, None
                 self._head_arena = programs.new_arena(need)
             inputs = {"h": self._hidden, "wanted": self._inputs.on_device["wanted"][:rows]}
-            bound = program.bind(inputs, self._head_arena, self._wrap)
+            bound = program.bind(inputs, self._head_arena, self._exchanging(programs.wrap))
             (logits,) = bound.outputs
             calls: list[Call] = list(bound.calls)
             if mode not in (None, _HIDDEN):

@@ -455,13 +455,14 @@ class Engine:
                 found += [] if logits is None or self.device.samples_tokens or wants_hidden(runs) else [logits]
             return logits
 
-    def follow(self, runs: Seq[Run]) -> np.ndarray | None:
+    def follow(self, runs: Seq[Run], check: Callable[[], None]) -> np.ndarray | None:
         """As `step`, on a rank that another one leads. Where the device samples tokens, logits are not read, and
-        nothing waits for the step.
+        nothing waits for the step. check: called when sequences have their pages, before anything runs.
         """
-        if not self.device.samples_tokens:
-            return self.step(runs)
         with self._stepping(runs):
+            check()
+            if not self.device.samples_tokens:
+                return self._run(runs)
             assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)
             self.programs.steps.follow(runs)
         return None

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.experts.layout import ExpertFiles, Layer
 from penstock.experts.packed import NAME as PACKED
@@ -20,7 +22,7 @@ from penstock.models.family import ConfigT, Family, WeightsT
 from penstock.models.layers import ExpertStack
 from penstock.models.source import FileBackedSource, FilesSource, outlined
 from penstock.ops.device import Device
-from penstock.quant import BLOCK_TYPES, GgufTensor, QuantizedTensor
+from penstock.quant import BLOCK_TYPES, GgufPlanes, GgufTensor, QuantizedTensor, layout_in_planes
 from penstock.units import parse_size, spelled
 
 _SHARE = 0.9  # of the free memory that experts may take with expert_cache 'auto'
@@ -166,5 +168,9 @@ def _weight(files: Any, arrays: Iterator[Any]) -> Any:
     if files.format is None:
         return next(arrays)
     if files.format.mode in BLOCK_TYPES:
-        return GgufTensor(next(arrays), files.format.mode)
+        first = next(arrays)
+        if isinstance(first, np.ndarray):
+            return GgufTensor(first, files.format.mode)
+        rest = layout_in_planes(files.format.mode).planes[1:]
+        return GgufPlanes([first, *(next(arrays) for _ in rest)], files.format.mode)
     return QuantizedTensor.of(files.format, [next(arrays) for _ in files.parts])

@@ -44,6 +44,7 @@ class Programs:
         mesh: Mesh | None = None,
     ) -> None:
         self.mesh = mesh
+        self.most_of_ranks = MOST_SEQUENCES  # the least `most_answers` of all ranks
         self.experts = experts  # streamed ones
         self.max_context = max_context
         self.family, self.config, self.weights = family, config, weights
@@ -83,18 +84,11 @@ class Programs:
         return {"fused": self.fused, "batch_invariant": self.batch_invariant}
 
     @property
-    def experts_by_host(self) -> bool:
-        """Whether the host brings streamed experts before each layer's run, in answers too: a rank that stopped a
-        captured step for one would leave the others waiting in it.
-        """
-        return self.mesh is not None
-
-    @property
     def most_answers(self) -> int:
-        """Sequences of a step of answers: on a device those whose experts fit, unless the host brings them."""
-        if self.experts is None or self.experts_by_host:
+        """Sequences of a step of answers: on a device those whose experts fit, on every rank of a split model."""
+        if self.experts is None:
             return MOST_SEQUENCES
-        return self.experts.store.most_tokens
+        return min(self.experts.store.most_tokens, self.most_of_ranks)
 
     def new_arena(self, nbytes: int) -> Any:
         if nbytes > (free := self.device.free_memory()):

@@ -114,6 +114,7 @@ class Rank:
             "weights": engine.model.fingerprint,
             "settings": settings | {"experts_split": self.mesh.experts_split, "columns": self._columns},
             "context": engine.max_context,
+            "answers": engine.most_sequences,
         }
         found = self._exchange(own)
         for rank, other in enumerate(found):
@@ -124,6 +125,9 @@ class Rank:
                         f"expected {_shown(found[0][key])}"
                     )
         engine.max_context = min(other["context"] for other in found)
+        if engine.programs is not None:
+            engine.programs.max_context = engine.max_context
+            engine.programs.most_of_ranks = min(other["answers"] for other in found)
 
     def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         found = [json.loads(one) for one in self.group.exchange("loaded", json.dumps(own).encode(), LOAD_SECONDS)]
@@ -138,7 +142,7 @@ class Rank:
         with contextlib.suppress(EngineDied, RuntimeError):
             kind = type(error).__name__ if isinstance(error, PenstockError) else "EngineDied"
             text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-            self.group._store.set(f"loaded/{self.mesh.rank}", json.dumps({"error": text, "kind": kind}).encode())
+            self.group.announce("loaded", json.dumps({"error": text, "kind": kind}).encode())
 
     def follow(self, engine: Engine) -> NoReturn:
         """Do what rank 0 says until it ends, then end this process."""

@@ -2,16 +2,17 @@
 
 The scheduler, with all that depends on a clock, on free memory or on a callable, runs on rank 0 alone. Each change of
 the caches and each step is a message to the other ranks before its collectives run: which sequences, which tokens. A
-step's message also has what the ranks must agree on: how many messages there were, the lengths of its sequences, and
-the tokens that the last step's logits are highest for, where they are on the host. A rank that has others says so and
-ends all. Where the device samples tokens rank 0 alone draws: what it drew is in the next message, as the tokens of its
-runs, and the others leave their logits where they are.
+step's message also has what the ranks must agree on: how many messages there were, the lengths of its sequences, the
+tokens that the last step's logits are highest for, where they are on the host, and a hash of the step's plan, slots and
+pages included. A rank that has others says so and ends all. Where the device samples tokens rank 0 alone draws: what it
+drew is in the next message, as the tokens of its runs, and the others leave their logits where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import signal
 import threading
@@ -127,11 +128,12 @@ class RunOf(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOf(_Command, frozen=True):
-    """A step; number: of messages before it; highest: tokens of the last step's logits."""
+    """A step; number: of messages before it; highest: tokens of the last step's logits; plan: see `plan_hash`."""
 
     runs: list[RunOf]
     number: int
     highest: list[int]
+    plan: bytes
 
 
 class Prepare(_Command, frozen=True):
@@ -289,7 +291,7 @@ class Leader:
         found: list[Any] = []
         self._first = kind not in self._kinds
         with uninterrupted():
-            self.send(StepOf(parts, self._sent, self._highest))
+            self.send(StepOf(parts, self._sent, self._highest, plan_hash(runs)))
             try:
                 with self.group.stepping(self._first):
                     yield found
@@ -368,6 +370,18 @@ def _kind(runs: Seq[Run]) -> Any:
     """Steps of one kind need no kernels beyond each other's, nearly always."""
     tokens = sum(len(run.tokens) for run in runs)
     return tokens.bit_length(), len(runs).bit_length(), any(run.wanted != "none" for run in runs)
+
+
+def plan_hash(runs: Seq[Run]) -> bytes:
+    """Of all that a step is made of: tokens, which results are wanted, and where the caches of its sequences are."""
+    found = hashlib.blake2b(digest_size=8)
+    for run in runs:
+        sequence = run.sequence
+        found.update(repr((sequence.slot, sequence.length, len(run.tokens), run.wanted, run.prompt, run.keep)).encode())
+        found.update(run.tokens.tobytes())
+        for table in sequence.tables.values():
+            found.update(table.array.tobytes())
+    return found.digest()
 
 
 def _gathered(group: RankGroup, own: NonFinite | None) -> list[NonFinite | None]:
@@ -563,17 +577,21 @@ class Follower:
             Run(self._things[run.sequence], np.frombuffer(run.tokens, np.int32), run.wanted, run.prompt, run.keep)
             for run in command.runs
         ]
-        own = self._received - 1, [run.sequence.length for run in runs], self._highest
-        found = command.number, [run.length for run in command.runs], command.highest
-        for what, one, other in zip(("messages", "lengths", "tokens of the last step"), own, found, strict=True):
-            if one != other:
-                shown = f"{str(one)[:60]} here, {str(other)[:60]} on rank 0"
-                raise EngineDied(f"rank {self._group.rank}: the ranks have come apart in their {what}: {shown}")
+        self._agree("messages", self._received - 1, command.number)
+        self._agree("lengths", [run.sequence.length for run in runs], [run.length for run in command.runs])
+        self._agree("tokens of the last step", self._highest, command.highest)
         kind = _kind(runs)
         with self._group.stepping(kind not in self._kinds):
-            logits = self._engine.follow(runs)
+            logits = self._engine.follow(
+                runs, lambda: self._agree("slots and pages (hash)", plan_hash(runs).hex(), command.plan.hex())
+            )
         self._kinds.add(kind)
         self._highest = [] if wants_hidden(runs) else highest(logits)
+
+    def _agree(self, what: str, here: object, there: object) -> None:
+        if here != there:
+            shown = f"{str(here)[:60]} here, {str(there)[:60]} on rank 0"
+            raise EngineDied(f"rank {self._group.rank}: the ranks have come apart in their {what}: {shown}")
 
     def _find_nonfinite(self, sequence: Sequence, token: int) -> None:
         engine, group = self._engine, self._group

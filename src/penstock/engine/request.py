@@ -250,6 +250,11 @@ class AnswerText:
         self._stops = StopStrings(request.stop)
         self._detokenizer = tokenizer.detokenizer(shown=request.shown)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that ended the text."""
+        return self._stops.stopped
+
     def add(self, token: int, finish_reason: str | None) -> tuple[str, str | None]:
         """What became final with this token, and why the answer ends with it: as given, or for a stop string."""
         text = ""

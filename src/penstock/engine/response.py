@@ -221,6 +221,11 @@ class ResponseHandle:
         return self._queue.timings
 
     @property
+    def stop_string(self) -> str | None:
+        """That of the request that ended the answer, None if none did."""
+        return None if self._text is None else self._text.stop_string
+
+    @property
     def ready(self) -> bool:
         """Whether the next chunk, or the end, is there."""
         return self.finish_reason is not None or self._queue.ready

@@ -95,6 +95,10 @@ class SegmentedRunner(Runner):
     first layer that needs it on it goes layer by layer, and so do the steps after one that needed much. Once nothing is
     on disk alone, `run` does not wait for the step. layers: of its expert nodes. resume: makes rows active again that
     the detector has made inactive.
+
+    Ranks of a split model stop at the same layer and go on from there together, since they agree with each layer's sum
+    on whether one of them misses experts. Layer by layer each fetches its own before the sum, where the others wait.
+    Which of both a step does follows from what was agreed on in the last one.
     """
 
     def __init__(
@@ -112,10 +116,13 @@ class SegmentedRunner(Runner):
         self._mostly_cached = False
 
     def run(self) -> None:
-        parts = self.segments
-        if self._streamed.fully_cached:
+        parts, agreed = self.segments, self._detector.agreed
+        if self._streamed.fully_cached and agreed is None:  # other ranks may still have to stop
             self._launch()
             return
+        if agreed is not None:
+            self._detector.wait()  # for the last step
+            self._mostly_cached = np.count_nonzero(agreed[:, 1]) <= _FEW_MISSES
         self._detector.turn = start = missed = 0
         if self._streamed.store.pending:
             self._streamed.apply_reports()
@@ -125,12 +132,16 @@ class SegmentedRunner(Runner):
             self._replay(-1, lambda: self.calls)
             self._streamed.apply_reports()
             self._detector.wait()
-            wrong = np.flatnonzero(self._detector.host[:, 0])
+            wrong = np.flatnonzero((self._detector.host if agreed is None else agreed)[:, 0])
             found = int(wrong[0]) if len(wrong) else len(self._layers)
-            self._keep_report(0, found)
+            own = len(wrong) > 0 and self._detector.host[found, 0] > 0
+            self._keep_report(0, found if own or not len(wrong) else found + 1)
             start, missed = found + 1, int(len(wrong) > 0)
-            if len(wrong):
+            if own:
                 self._fetch_and_resume(found)
+            elif len(wrong):
+                self._detector.resolve(found, missed=False)
+                self._resume()
         for n in range(start, len(parts)):
             self._replay(n, lambda n=n: parts[n])
             if n < len(self._layers):
@@ -161,6 +172,8 @@ class SegmentedRunner(Runner):
         store, layer = self._streamed.store, self._layers[n]
         store.request(layer, ids[ids >= 0])
         store.wait(layer, ids[ids >= 0])
+        if self._detector.agreed is not None:
+            self._detector.resolve(n, missed=True)
         self._resume()
 
     def _keep_report(self, start: int, stop: int) -> None:

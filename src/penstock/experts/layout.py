@@ -29,17 +29,24 @@ class Extent:
 
 @dataclass(frozen=True)
 class TensorExtents:
-    """One array of each expert of a layer, such as the scales of `gate`: its spec, and where each expert's lies."""
+    """One array of each expert of a layer, such as the scales of `gate`: its spec, and where each expert's lies.
+
+    blocks: the type of GGUF blocks that its bytes are; None: they are what the spec says.
+    """
 
     spec: Spec
     extents: Sequence[Extent]
+    blocks: str | None = None
 
 
 @dataclass(frozen=True)
 class Format:
-    """What the experts of several layers have in common: the arrays of one, in order. Alike ones share memory."""
+    """What the experts of several layers have in common: the arrays of one, in order, and the types of those that are
+    GGUF blocks (empty: none is). Alike ones share memory.
+    """
 
     specs: tuple[Spec, ...]
+    blocks: tuple[str | None, ...] = ()
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -76,7 +83,8 @@ class Layer:
 
     @cached_property
     def format(self) -> Format:
-        return Format(tuple(part.spec for part in self.parts))
+        blocks = tuple(part.blocks for part in self.parts)
+        return Format(tuple(part.spec for part in self.parts), blocks if any(blocks) else ())
 
     @property
     def count(self) -> int:

@@ -110,7 +110,12 @@ def open_packed(path: Path, layers: Sequence[Layer], fingerprint: str) -> list[L
     found = []
     for layer, start in zip(layers, header.starts, strict=True):
         places = zip(layer.parts, layer.format.offsets, strict=True)
-        parts = (stacked(path, start + offset, layer.count, part.spec, layer.format.step) for part, offset in places)
+        parts = (
+            dataclasses.replace(
+                stacked(path, start + offset, layer.count, part.spec, layer.format.step), blocks=part.blocks
+            )
+            for part, offset in places
+        )
         own, hashes = hashes[: layer.count * HASH], hashes[layer.count * HASH :]
         found.append(dataclasses.replace(layer, parts=tuple(parts), hashes=own))
     return found
@@ -232,7 +237,7 @@ def _described(layers: Sequence[Layer], fingerprint: str) -> _Header:
         sources.append((path.name, status.st_size, status.st_mtime_ns))
     if not sources:
         raise CheckpointError("the model has no experts to pack")
-    found = tuple((layer.name, layer.count, layer.format) for layer in layers)
+    found = tuple((layer.name, layer.count, Format(layer.format.specs)) for layer in layers)
     return _Header(fingerprint, tuple(sorted(sources)), found)
 
 

@@ -7,6 +7,7 @@ slots gets them in batches. A decode step on a GPU detects there what is absent:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import weakref
@@ -72,11 +73,16 @@ class Streamed:
         return wrap
 
     def detecting(self, graph: Graph, detector: MissDetector, inputs: Mapping[str, Any], inner: Wrap | None) -> Wrap:
-        """A wrap by which a decode program detects absent experts on the device, layer by layer in their order."""
+        """A wrap by which a decode program detects absent experts on the device, layer by layer in their order; of a
+        split model all ranks agree on them with each layer's sum.
+        """
         chosen = self.choices(graph)
         order = {layer: n for n, layer in enumerate(self.layers(graph))}
+        sums = {} if detector.agreed is None else {node: n for n, node in enumerate(self.sums(graph))}
 
         def wrap(node: Node, kernel: Any) -> Any:
+            if node in sums:
+                kernel = functools.partial(_agreeing, detector, sums[node], inputs)
             kernel = kernel if inner is None else inner(node, kernel)
             if node not in chosen:
                 return kernel
@@ -95,6 +101,15 @@ class Streamed:
     def layers(self, graph: Graph) -> list[int]:
         """The layers of a program that have experts, in its order."""
         return [self.layer_of(node) for node in graph.nodes if node.op in EXPERT_OPS]
+
+    def sums(self, graph: Graph) -> list[Node]:
+        """Of a split model the sum over ranks of each layer that has experts, the first behind them."""
+        found = []
+        for at, node in enumerate(graph.nodes):
+            if node.op in EXPERT_OPS:
+                after = itertools.takewhile(lambda other: not other.op.writes, graph.nodes[at + 1 :])
+                found.append(next(other for other in after if other.op is ops.all_reduce))
+        return found
 
     def choices(self, graph: Graph) -> dict[Node, tuple[int, int]]:
         """Nodes that choose experts: the layer they choose for, and which of their outputs the ids are."""
@@ -177,6 +192,11 @@ class Streamed:
 
 def _specs(node: Node) -> list[Spec | None]:
     return [None if out is None else out.spec for out in node.outs]
+
+
+def _agreeing(detector: MissDetector, n: int, inputs: Mapping[str, Any], x: Any, *, out: Any) -> None:
+    """The kernel of a layer's sum over ranks that says which of them miss experts."""
+    detector.agree(n, x, inputs, out)
 
 
 def _observed(kernel: Any, index: int, observe: Callable[[Any], None]) -> Any:

@@ -56,7 +56,7 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
     heads = (net["Hk"], net["Dk"], net["Hk"] * net["Dk"], None, 1e-6, "sum")
     if tuple(unit.args.values())[1:] != heads or not all(map(same, gates.outs, (net["g"], net["b"]))):
         return
-    if conv["starts"] is not None or net["starts"] is not None:
+    if conv["starts"] is not None or net["starts"] is not None or conv["act"] != "silu":
         return
     for moved in match.readers(conv["state"]):
         of = (conv["state"], conv["x"], conv["slots"], None)
@@ -66,7 +66,7 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
             weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]
             yield match.call(
                 ops.gated_delta_step,
-                *(*rows, *states, *weights, net["Hk"], node["eps"]),
+                *(*rows, *states, *weights, net["Hk"], node["eps"], node["act"]),
                 instead=(conv, moved, unit, gates, net, node),
                 makes=(node.out,),
             )

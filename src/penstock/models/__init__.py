@@ -28,10 +28,13 @@ FAMILIES = {
     "qwen3_next": "qwen3_5",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gemma3n": "gemma3n",
+    "gemma3n_text": "gemma3n",
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
     "deepseek_v3": "deepseek_v3",
     "kimi_k2": "deepseek_v3",
+    "kimi_linear": "kimi_linear",
     "gpt_oss": "gpt_oss",
     "glm4_moe_lite": "deepseek_v3",
     "llama": "llama",
@@ -43,7 +46,13 @@ FAMILIES = {
     "mixtral": "llama",
     "glm4_moe": "llama",
     "minimax_m2": "llama",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2",
+    "mistral4": "deepseek_v3",
+    "ministral3": "llama",
+    "mistral3": "llama",
 }
+WRAPPED = {"mistral3": ("mistral4",)}  # model_types of a text_config that are of another family
 
 
 T = TypeVar("T")
@@ -82,7 +91,9 @@ def family_of(config: dict[str, Any]) -> AnyFamily:
     model_type = config.get("model_type")
     if isinstance(model_type, str):
         if model_type in FAMILIES:
-            return _family(FAMILIES[model_type])
+            text = config.get("text_config")
+            inner = text.get("model_type", "") if isinstance(text, dict) else ""
+            return _family(FAMILIES[inner if inner in WRAPPED.get(model_type, ()) else model_type])
         if model_type not in _registered and (entry := plugins().get(model_type)) is not None:
             _load(entry)
         if model_type in _registered:

@@ -114,6 +114,28 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def text_part(raw: Any, known: Sequence[str], wrapper: str, nested: Sequence[str]) -> tuple[Fields, str]:
+    """The keys of a text model and its model_type: of config.json itself, one of `known`, or of the `text_config` of a
+    `wrapper` (a model that sees, too), one of `nested`.
+
+    A wrapper says of its text model whether the head is tied, where that does not.
+    """
+    top = Fields(raw, "config.json")
+    if top.values.get("model_type") != wrapper:
+        return top, top.choice("model_type", known)
+    fields = top.table("text_config")
+    if "tie_word_embeddings" not in fields and "tie_word_embeddings" in top:
+        tied = {"tie_word_embeddings": top.values["tie_word_embeddings"]}
+        fields = Fields({**fields.values, **tied}, fields.where)
+    return fields, fields.choice("model_type", nested, nested[0])
+
+
+def query_scale(fields: Fields) -> tuple[float, int]:
+    """How much queries grow with their position, and from which on: of `ops.position_scale`, by `rope_parameters`."""
+    table = fields.table("rope_parameters")
+    return table.number("llama_4_scaling_beta"), table.integer("original_max_position_embeddings")
+
+
 def layer_types(
     fields: Fields, layers: int, known: Sequence[str], interval: int | None = None, default: str | None = None
 ) -> tuple[str, ...]:
@@ -164,8 +186,11 @@ def first_layers(raw: Mapping[str, Any], layers: int | Literal["all"] | None, wh
     if not isinstance(whole, int) or isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= whole:
         raise InvalidArgument(f"{where}: layers is {count!r}, expected 1 to {whole} (num_hidden_layers) or all")
     text["num_hidden_layers"] = count
-    if isinstance(kinds := text.get("layer_types"), list):
-        text["layer_types"] = kinds[:count]
+    for key in ("layer_types", "mlp_layer_types", "intermediate_size", "activation_sparsity_pattern"):
+        if isinstance(each := text.get(key), list):
+            text[key] = each[:count]
+    if isinstance(shared := text.get("num_kv_shared_layers"), int):  # the last ones of all
+        text["num_kv_shared_layers"] = max(0, shared - (whole - count))
     if text is not config:
         config["text_config"] = text
     return config, f", {count} of {whole} layers" if count < whole else ""

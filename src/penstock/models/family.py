@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
+import numpy as np
+
+from penstock.models.gguf_keys import GgufKeys
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.split import Mesh, Split
 from penstock.models.step import Cache, Layout, Step
@@ -87,38 +90,56 @@ class MlxRules:
     nested: bool = False  # the text model is below `language_model.`
     expert_stack: str = "switch_mlp"  # the module of stacked experts, below the block that has them
     offset_norms: tuple[str, ...] = ()  # tensors that released files hold less 1
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of names and what stands there instead, one after the other
     channels_last: tuple[str, ...] = ()  # convolutions [C, 1, W], in mlx-lm [C, W, 1]
     split_heads: Mapping[str, SplitHeads] = field(default_factory=dict)  # by the last part of a module's path
     uncast: tuple[str, ...] = ()  # tensors that keep their dtype, whatever the others become
     unquantized: tuple[str, ...] = ()  # ends of paths of matrices that mlx-lm cannot quantize in this model
     config: dict[str, Any] = field(default_factory=dict)  # keys of config.json that get another value
+    within: bool = False  # the text model is below `model.language_model.`, its head beside that
 
     @property
     def prefixes(self) -> tuple[str, str]:
         """What stands before the names of the text model, and before its `lm_head`."""
+        if self.within:
+            return "model.language_model.", ""
         return ("language_model.model.", "language_model.") if self.nested else ("model.", "")
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """One architecture of GGUF: the model_type of config.json that it is, and what is special about its files."""
+    """One architecture of GGUF: what its metadata say, and how its files differ from those of mlx-lm."""
 
-    model_type: str
-    neighbours: bool = False  # q and k rotate neighbouring channels, not the two halves of a head
-    experts: bool = False
-    biased: bool = False  # q, k and v have biases, of which config.json says nothing
-    windowed: str | None = None  # the model_type of a file whose layers all have a sliding window
+    config: Callable[[GgufKeys], dict[str, Any]]
+    """The config.json that its metadata stand for."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Names that are not those of the family's table."""
+    rows: Callable[[Mapping[str, Any], str, int], np.ndarray | None] | None = None
+    """By config.json, module and number of rows where each row (or entry of a bias) comes from; None: as stored."""
+    values: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
+    """What vectors are as released, by patterns of their paths: what the converter made of them, undone."""
+    written: Callable[[Mapping[str, Any], str, int], np.ndarray | None] | None = None
+    """By config.json, module and axis (0 rows, 1 columns) where each comes from in mlx-lm's files, if the model runs in
+    another order."""
+    unwritten: str = ""
+    """Why no file for mlx-lm is made of it; empty: one is."""
+    copied: tuple[str, ...] = ()
+    """Modules whose rows the family itself puts into another order."""
+    own_factors: bool = False
+    """`rope_freqs` is read with the metadata; else it divides the table of frequencies."""
 
 
 @dataclass(frozen=True)
 class GgufNames:
     """The architectures of GGUF that a family runs, and GGUF's names of its modules by path.
 
-    Of a path in a layer what stands behind `layers.N.`, in the file behind `blk.N.`.
+    Of a path in a layer what stands behind `layers.N.`, in the file behind `blk.N.`. tensors: whole names of what is
+    no module's weight or bias.
     """
 
     architectures: Mapping[str, GgufArchitecture]
     modules: Mapping[str, str]
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
@@ -201,6 +222,8 @@ class Family(Generic[ConfigT, WeightsT]):
     """None: no head that drafts is known."""
     full_attention: str = "full attention"
     """What a layer is called that attends to all positions."""
+    linear_attention: str = "linear attention"
+    """What a layer is called that keeps a state in their place."""
 
     def __repr__(self) -> str:
         return f"Family({self.name!r})"

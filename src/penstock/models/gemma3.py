@@ -16,7 +16,8 @@ import numpy as np
 from penstock import ops
 from penstock.dtypes import bfloat16
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, MlxRules
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.gguf_keys import GgufKeys, base, less_one, rope_scaling, sliding
 from penstock.models.layers import (
     Mlp,
     adjacent,
@@ -33,7 +34,7 @@ from penstock.models.layers import (
     stream_norm,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight
+from penstock.models.source import VISION, Source, Weight
 from penstock.models.split import Mesh, Split, mlp_parts, share_heads, share_width, vocabulary_parts
 from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
@@ -99,8 +100,8 @@ def read_config(raw: dict) -> Config:
         kv_heads=Hkv,
         head_dim=head_dim,
         scale=fields.number("query_pre_attn_scalar", 256.0, above=0) ** -0.5,
-        rope=_rope(fields, _FULL, head_dim, max_positions),
-        local_rope=_rope(fields, _SLIDING, head_dim, max_positions),
+        rope=rope_of(fields, _FULL, head_dim, max_positions),
+        local_rope=rope_of(fields, _SLIDING, head_dim, max_positions),
         embed_scale=float(np.float32(math.sqrt(dim)).astype(bfloat16)),
         mlp_width=fields.integer("intermediate_size"),
         tied=fields.boolean("tie_word_embeddings", top.boolean("tie_word_embeddings", True)),
@@ -108,7 +109,7 @@ def read_config(raw: dict) -> Config:
     )
 
 
-def _rope(fields: Fields, kind: str, head_dim: int, max_positions: int) -> Rope:
+def rope_of(fields: Fields, kind: str, head_dim: int, max_positions: int) -> Rope:
     """Older files have a theta for each kind of layer, and a scaling of the global ones alone."""
     tables = fields.table("rope_parameters", None)
     parameters = tables.table(kind, None) if tables is not None else None
@@ -257,6 +258,47 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     return MlxRules(nested, config={"vocab_size": config.vocab_size} if nested else {})
 
 
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """The scale of scores is in no key: that of the 27B, which has 62 layers, is by hidden_size, of others by head."""
+    config = base(keys, "gemma3_text")
+    dim, heads = config["hidden_size"], config["num_attention_heads"]
+    window = keys.integer("attention.sliding_window", 0, least=0)
+    kinds = sliding(keys, 6) if window else [_FULL] * keys.layers
+    if keys.integer("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+        raise keys.error("rope.dimension_count", f"{config['head_dim']}, the length of keys")
+    return config | {
+        "query_pre_attn_scalar": dim // heads if keys.layers == 62 else config["head_dim"],
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "sliding_window": window or None,
+        "layer_types": kinds,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0, above=0),
+        "rope_scaling": rope_scaling(keys),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={"gemma3": GgufArchitecture(_of_gguf, values={"*norm": less_one})},
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    },
+)
+
 FAMILY = Family(
     name="gemma3",
     model_types=MODEL_TYPES,
@@ -273,9 +315,8 @@ FAMILY = Family(
         "attention": ("self_attn.*",),
         "dense MLP": ("mlp.*",),
     },
-    skipped=tuple(
-        f"{prefix}{part}" for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")
-    ),
+    skipped=VISION,
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
 )

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from penstock import ops
+from penstock.errors import CheckpointError
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, MlxRules
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.gguf_keys import GgufKeys, rope_scaling, share, sliding, stem, vocab_size
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -162,6 +164,27 @@ def _overridden(fields: Fields, kind: str, kinds_of: Sequence[str], kv_heads: in
     return found.pop()
 
 
+class SharedLayers(Protocol):
+    """What attention that shares keys and values, and per-layer inputs, take from a config; here and in Gemma 3n."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def layer_types(self) -> tuple[str, ...]: ...
+    @property
+    def kinds(self) -> Mapping[str, Kind]: ...
+    @property
+    def sources(self) -> tuple[int, ...]: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def per_layer_width(self) -> int: ...
+    @property
+    def per_layer_vocab(self) -> int: ...
+
+
 # -- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -221,32 +244,38 @@ class Weights:
 
 
 def read_weights(source: Source, config: Config) -> Weights:
-    dim, count, P = config.dim, len(config.layer_types), config.per_layer_width
+    dim, count = config.dim, len(config.layer_types)
     table = source.weight("embed_tokens", config.vocab_size, dim)
-    inputs = None
-    if P:
-        inputs = PerLayerInputs(
-            source.weight("embed_tokens_per_layer", config.per_layer_vocab, count * P),
-            source.weight("per_layer_model_projection", count * P, dim),
-            source.vector("per_layer_projection_norm", P),
-        )
+    inputs = read_inputs(source, config) if config.per_layer_width else None
     layers = tuple(_layer(source, config, n) for n in range(count))
     head = read_head(source, config.tied, table, config.vocab_size, dim)
     return Weights(table, inputs, layers, source.vector("norm", dim), head)
 
 
+def read_inputs(source: Source, config: SharedLayers) -> PerLayerInputs:
+    dim, width = config.dim, len(config.layer_types) * config.per_layer_width
+    return PerLayerInputs(
+        source.weight("embed_tokens_per_layer", config.per_layer_vocab, width),
+        source.weight("per_layer_model_projection", width, dim),
+        source.vector("per_layer_projection_norm", config.per_layer_width),
+    )
+
+
+def read_per_layer(source: Source, config: SharedLayers, path: str) -> PerLayer:
+    dim, P = config.dim, config.per_layer_width
+    return PerLayer(
+        source.weight(path + "per_layer_input_gate", P, dim),
+        source.weight(path + "per_layer_projection", dim, P),
+        source.vector(path + "post_per_layer_input_norm", dim),
+    )
+
+
 def _layer(source: Source, config: Config, n: int) -> Layer:
-    dim, P, path = config.dim, config.per_layer_width, f"layers.{n}."
-    per_layer = None
-    if P:
-        per_layer = PerLayer(
-            source.weight(path + "per_layer_input_gate", P, dim),
-            source.weight(path + "per_layer_projection", dim, P),
-            source.vector(path + "post_per_layer_input_norm", dim),
-        )
+    dim, path = config.dim, f"layers.{n}."
+    per_layer = read_per_layer(source, config, path) if config.per_layer_width else None
     return Layer(
         source.vector(path + "input_layernorm", dim),
-        _attention(source, config, n, path + "self_attn."),
+        read_attention(source, config, n, path + "self_attn."),
         source.vector(path + "post_attention_layernorm", dim),
         source.vector(path + "pre_feedforward_layernorm", dim),
         read_mlp(source, path + "mlp", dim, config.mlp_widths[n]),
@@ -257,7 +286,7 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
     )
 
 
-def _attention(source: Source, config: Config, n: int, path: str) -> Attention:
+def read_attention(source: Source, config: SharedLayers, n: int, path: str) -> Attention:
     kind, dim = config.kinds[config.layer_types[n]], config.dim
     rows = {"q": kind.heads * kind.head_dim}
     if config.sources[n] == n:
@@ -286,7 +315,7 @@ def _experts(source: Source, config: Config, path: str) -> Experts:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def caches(config: Config) -> tuple[Layout, ...]:
+def caches(config: SharedLayers) -> tuple[Layout, ...]:
     """One cache per layer; a layer that shares another's has an empty one."""
     layouts = []
     for n, name in enumerate(config.layer_types):
@@ -332,7 +361,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return y if config.softcap is None else ops.softcap(y, config.softcap)
 
 
-def attention(step: Step, x: Array, w: Attention, config: Config, n: int, cache: tuple[Array, Array]) -> Array:
+def attention(step: Step, x: Array, w: Attention, config: SharedLayers, n: int, cache: tuple[Array, Array]) -> Array:
     """Attention with normed heads and scale 1. Values are normed without a weight. x [T, dim] → [T, dim]."""
     kind, eps = config.kinds[config.layer_types[n]], config.norm_eps
     q, *kv = (linear(step, x, part) for part in w.inputs)
@@ -362,14 +391,20 @@ def both_over_ranks(step: Step, x: Array, y: Array) -> tuple[Array, Array]:
     return ops.columns(both, 0, dim), ops.columns(both, dim, 2 * dim)
 
 
-def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: Config) -> list[Array]:
-    """(normed projection of the embedding + row of the second table · √P) / √2, one [T, P] per layer."""
+def per_layer_inputs(step: Step, h: Array, w: PerLayerInputs, config: SharedLayers) -> list[Array]:
+    """(normed projection of the embedding + row of the second table · √P) / √2, one [T, P] per layer.
+
+    Tokens that the second table does not have (of pictures and sound) have 0 there.
+    """
     count, P = len(config.layer_types), config.per_layer_width
     T = h.shape[0]
     # eps belongs to the scaled projection: scaling by dim^(−1/2) inside the norm would divide it by dim
     projected = ops.mul(linear(step, stream_rows(step, h), w.projection), config.dim**-0.5).reshape(T, count, P)
     projected = ops.rms_norm(projected, w.norm, config.norm_eps)
-    rows = embed(step, w.table, step.dtype, config.per_layer_vocab)
+    known = step
+    if config.per_layer_vocab < config.vocab_size:
+        known = replace(step, tokens=ops.part_ids(step.tokens, 0, config.per_layer_vocab))
+    rows = embed(known, w.table, step.dtype, config.per_layer_vocab)
     rows = ops.mul(rows, math.sqrt(P)).reshape(T, count, P)
     both = ops.mul(ops.add(projected, rows), 2**-0.5)
     both = flat(both)
@@ -425,6 +460,133 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     return MlxRules(nested, "experts.switch_glu", config={"vocab_size": config.vocab_size} if nested else {})
 
 
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """Which global layers use their keys as values is told by the tensors, the share of their channels that turns by
+    `rope_freqs`: 1 for those, a huge number for the others.
+    """
+    config, kinds, layers = stem(keys, "gemma4_text"), sliding(keys, 6), keys.layers
+    wide, narrow = keys.integer("attention.key_length"), keys.integer("attention.key_length_swa")
+    for key, value in (
+        ("attention.value_length", wide),
+        ("rope.dimension_count", wide),
+        ("attention.value_length_swa", narrow),
+        ("rope.dimension_count_swa", narrow),
+    ):
+        if keys.integer(key, value) != value:
+            raise keys.error(key, f"{value}, the length of keys")
+    if (scaling := rope_scaling(keys)) is not None:
+        raise keys.error("rope.scaling.type", f"frequencies that are not scaled: {scaling['rope_type']}")
+    shared = keys.integer("attention.shared_kv_layers", 0, least=0, most=layers - 1)
+    P = keys.integer("embedding_length_per_layer_input", 0, least=0)
+    return config | _kv_of_gguf(keys, kinds[: layers - shared], wide, narrow) | _mlp_of_gguf(keys, shared) | {
+        "layer_types": kinds,
+        "head_dim": narrow,
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": P,
+        "vocab_size_per_layer_input": vocab_size(keys.file, "per_layer_token_embd.weight") if P else None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {
+            _SLIDING: {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0, above=0)},
+            _FULL: {
+                "rope_type": "proportional",
+                "rope_theta": config["rope_theta"],
+                "partial_rotary_factor": _turning(keys, wide) if _FULL in kinds else 1.0,
+            },
+        },
+    }  # fmt: skip
+
+
+def _kv_of_gguf(keys: GgufKeys, kinds: Sequence[str], wide: int, narrow: int) -> dict[str, Any]:
+    """Heads of keys and values of layers that have their own, those of a kind alike."""
+    counts = dict(zip(kinds, keys.per_layer("attention.head_count_kv", int), strict=False))
+    for n, (kind, count) in enumerate(zip(kinds, keys.per_layer("attention.head_count_kv", int), strict=False)):
+        keys.require(counts[kind] == count, f"attention.head_count_kv of layer {n} is {count}, expected {counts[kind]}")
+    full = [n for n, kind in enumerate(kinds) if kind == _FULL]
+    valued = {f"blk.{n}.attn_v.weight" in keys.file for n in full}
+    keys.require(len(valued) < 2, "some layers of full_attention have attn_v, expected all of them or none")
+    sliding_heads, full_heads = (counts.get(kind) or next(iter(counts.values())) for kind in (_SLIDING, _FULL))
+    config: dict[str, Any] = {
+        "num_key_value_heads": sliding_heads,
+        "attention_k_eq_v": valued == {False},
+        "global_head_dim": wide,
+    }
+    if valued == {False}:
+        return config | {"num_global_key_value_heads": full_heads}
+    if full_heads == sliding_heads:
+        return config
+    own = {"head_dim": wide, "num_key_value_heads": full_heads}
+    layers = [n for n, kind in enumerate(sliding(keys, 6)) if kind == _FULL]
+    return config | {"per_layer_config": {str(n): own for n in layers}}
+
+
+def _mlp_of_gguf(keys: GgufKeys, shared: int) -> dict[str, Any]:
+    widths, layers = keys.per_layer("feed_forward_length", int), keys.layers
+    twice = tuple(2 * widths[0] if n >= layers - shared else widths[0] for n in range(layers))
+    if widths not in ((widths[0],) * layers, twice):
+        raise keys.error("feed_forward_length", f"{widths[0]}, or twice that in the last {shared} layers")
+    config: dict[str, Any] = {"intermediate_size": widths[0], "use_double_wide_mlp": widths == twice and shared > 0}
+    count = keys.integer("expert_count", 0, least=0)
+    return config | {"enable_moe_block": count > 0} | {
+        "num_experts": count,
+        "top_k_experts": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+    } if count else config  # fmt: skip
+
+
+def _turning(keys: GgufKeys, head_dim: int) -> float:
+    name = "rope_freqs.weight"
+    where = f"{keys.file.path}: tensor {name}"
+    if name not in keys.file:
+        raise CheckpointError(f"{keys.file.path}: has no tensor {name!r}, expected it by the metadata")
+    factors = keys.file.tensor(name)
+    if not isinstance(factors, np.ndarray) or factors.shape != (head_dim // 2,):
+        raise CheckpointError(f"{where} has shape {factors.shape}, expected {head_dim // 2} numbers")
+    turned = int((factors == 1).sum())
+    if not turned or not (factors[:turned] == 1).all() or not (factors[turned:] >= 1e29).all():
+        raise CheckpointError(f"{where} has other numbers, expected 1 and, behind them, 1e30")
+    return share(2 * turned, head_dim)
+
+
+_GGUF = GgufNames(
+    architectures={"gemma4": GgufArchitecture(_of_gguf, own_factors=True)},
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "embed_tokens_per_layer": "per_layer_token_embd",
+        "per_layer_model_projection": "per_layer_model_proj",
+        "per_layer_projection_norm": "per_layer_proj_norm",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "layer_scalar": "layer_output_scale",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "router.proj": "ffn_gate_inp",
+        "experts.switch_glu.gate_proj": "ffn_gate_exps",
+        "experts.switch_glu.up_proj": "ffn_up_exps",
+        "experts.switch_glu.down_proj": "ffn_down_exps",
+        "experts.gate_up_proj": "ffn_gate_up_exps",
+        "experts.down_proj": "ffn_down_exps",
+    },
+    tensors={"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"},
+)
+
 FAMILY = Family(
     name="gemma4",
     model_types=MODEL_TYPES,
@@ -449,5 +611,6 @@ FAMILY = Family(
         for part in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.", "mtp.")
     ),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
 )

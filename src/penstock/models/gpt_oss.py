@@ -1,20 +1,23 @@
 """gpt-oss: attention with sinks, every other layer in a sliding window, and experts with biases and a clamped SwiGLU.
 
-model_type `gpt_oss` (gpt-oss-20b and -120b), in mlx-lm's layout (experts in mxfp4 or any other format). Axis letters: T
-tokens, H query heads, Hkv key/value heads, D width of a head.
+model_type `gpt_oss` (gpt-oss-20b and -120b), in mlx-lm's layout (experts in mxfp4 or any other format) or as released
+(blocks of mxfp4, rows of gate and up in turns). Axis letters: T tokens, H query heads, Hkv key/value heads, D width of
+a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from penstock import ops
 from penstock.errors import InvalidArgument
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family
+from penstock.models.family import Family, GgufArchitecture, GgufNames
+from penstock.models.gguf_keys import GgufKeys, base, rotation, sliding
 from penstock.models.layers import (
     ExpertStack,
     adjacent,
@@ -23,6 +26,7 @@ from penstock.models.layers import (
     flat,
     head_logits,
     heads,
+    in_turns,
     linear,
     nothing,
     over_ranks,
@@ -138,11 +142,7 @@ def read_weights(source: Source, config: Config) -> Weights:
 
 
 def _layer(source: Source, config: Config, path: str) -> Layer:
-    dim, E, width = config.dim, config.experts, config.expert_width
-    biases = [
-        source.vector(f"{path}.mlp.experts.{part}_proj.bias", E, size)
-        for part, size in (("gate", width), ("up", width), ("down", dim))
-    ]
+    dim, E = config.dim, config.experts
     return Layer(
         source.vector(f"{path}.input_layernorm", dim),
         _attention(source, config, f"{path}.self_attn."),
@@ -150,10 +150,24 @@ def _layer(source: Source, config: Config, path: str) -> Layer:
         Experts(
             source.weight(f"{path}.mlp.router", E, dim),
             source.vector(f"{path}.mlp.router.bias", E),
-            read_experts(source, f"{path}.mlp", "experts", E, dim, width),
-            *biases,
+            *_experts(source, config, f"{path}.mlp"),
         ),
     )
+
+
+def _experts(source: Source, config: Config, path: str) -> tuple[ExpertStack, np.ndarray, np.ndarray, np.ndarray]:
+    """The stacks of a layer, and the biases of gate, up and down."""
+    E, dim, width = config.experts, config.dim, config.expert_width
+    base = f"{path}.experts"
+    if f"{base}.gate_proj" in source or f"{base}.gate_up_proj" not in source:
+        biases = (("gate", width), ("up", width), ("down", dim))
+        gate, up, down = (source.vector(f"{base}.{part}_proj.bias", E, size) for part, size in biases)
+        return read_experts(source, path, "experts", E, dim, width), gate, up, down
+    down = source.stack([f"{base}.down_proj"], E, dim, width)
+    stack = ExpertStack(*in_turns(source.stack([f"{base}.gate_up_proj"], E, 2 * width, dim)), down)
+    gate_up = source.vector(f"{base}.gate_up_proj_bias", E, 2 * width)
+    gate, up = (np.ascontiguousarray(gate_up[:, first::2]) for first in (0, 1))
+    return stack, gate, up, source.vector(f"{base}.down_proj_bias", E, dim)
 
 
 def _attention(source: Source, config: Config, path: str) -> Attention:
@@ -243,6 +257,42 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 
 # -- the family ------------------------------------------------------------------------------------------------------
 
+
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """Of YaRN's `truncate` and the limit of SwiGLU files say nothing: the released models have one value each."""
+    config = base(keys, "gpt_oss")
+    turned = rotation(keys, config["head_dim"])
+    if "rope_scaling" in turned:
+        turned["rope_scaling"]["truncate"] = False
+    return config | turned | {
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "layer_types": sliding(keys, 2),
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={"gpt-oss": GgufArchitecture(_of_gguf)},
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.sinks": "attn_sinks",
+        "mlp.router": "ffn_gate_inp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+    },
+)
+
 FAMILY = Family(
     name="gpt_oss",
     model_types=("gpt_oss",),
@@ -259,5 +309,6 @@ FAMILY = Family(
         "norms": ("*norm",),
         "attention": ("self_attn.*",),
     },
+    gguf=_GGUF,
     split=split,
 )

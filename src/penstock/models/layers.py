@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from penstock import ops
 from penstock.models.rope import Rope
@@ -163,6 +166,21 @@ def read_experts(
         for part, shape in zip(parts, ((width, dim), (width, dim), (dim, width)), strict=True)
     )
     return ExpertStack(gate, up, down)
+
+
+def in_turns(stack: Weight) -> tuple[Weight, Weight]:
+    """Two stacks [E, N, K] out of one [E, 2 N, K] that has their rows in turns: copies, on its device."""
+
+    def every_other(array: Any, first: int) -> Any:
+        rows = array[:, first::2]
+        if not isinstance(rows, np.ndarray):
+            return rows.contiguous()
+        return rows if 0 in rows.strides else np.copy(rows)  # what only has a shape gets no memory
+
+    if isinstance(stack, QuantizedTensor):
+        first, second = (stack.with_arrays(*(every_other(part, n) for part in stack.parts)) for n in (0, 1))
+        return first, second
+    return every_other(stack, 0), every_other(stack, 1)
 
 
 def mlp(step: Step, x: Array, w: Mlp, act: str = "silu") -> Array:

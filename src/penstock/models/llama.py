@@ -1,6 +1,7 @@
 """Llama and its relatives: attention with rotary positions, a gated MLP or experts, nothing recurrent.
 
-model_type `llama` (Llama 2 and 3, SmolLM2), `mistral` (sliding window), `qwen2`, `qwen3` (normed heads), `qwen3_moe`
+model_type `llama` (Llama 2 and 3, SmolLM2), `mistral` (sliding window), `ministral3` (queries that grow with their
+position; `mistral3`: with a vision tower, the config under `text_config`), `qwen2`, `qwen3` (normed heads), `qwen3_moe`
 (Qwen3-30B-A3B), `qwen2_moe` (a shared expert with a gate), `mixtral`, `glm4_moe` (GLM-4.5 to 4.7: sigmoid routing with
 a bias, a shared expert), `minimax_m2` (sigmoid routing, queries and keys normed over all heads). Axis letters: T
 tokens, H query heads, Hkv key/value heads, D width of a head.
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
-from penstock.models.config import Fields, expert_groups, layer_types
+from penstock.models.config import Fields, expert_groups, layer_types, query_scale, text_part
 from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.gguf_keys import GgufKeys, base, halves, rotation, sigmoid_experts
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -38,13 +40,15 @@ from penstock.models.layers import (
     stream_norm,
 )
 from penstock.models.rope import Rope, read_rope
-from penstock.models.source import Source, Weight
+from penstock.models.source import VISION, Source, Weight
 from penstock.models.split import Heads, Mesh, Split, mlp_parts, share_heads, share_width, vocabulary_parts
 from penstock.models.step import Layout, PagedKV, Step, attend
 from penstock.ops.array import Array
 
 _MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "minimax_m2")
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *_MOE)
+_TEXT = ("llama", "mistral", "ministral3", "qwen2", "qwen3", *_MOE)
+_WRAPPER = "mistral3"
+MODEL_TYPES = (*_TEXT, _WRAPPER)
 
 _WINDOWED = ("mistral", "mixtral")  # `sliding_window` counts for all layers
 _THETA = {"mixtral": 1e6, "minimax_m2": 5e6}  # where rope_theta is missing; of the others 10000
@@ -76,6 +80,7 @@ class Config:
     top_k: int
     expert_width: int
     renormalise: bool
+    query_scale: tuple[float, int] | None = None  # beta and length of ops.position_scale
     shared_width: int = 0
     sigmoid: bool = False  # the router's scores, with a bias for the choice; else softmax
     groups: int = 1
@@ -85,16 +90,16 @@ class Config:
 
 def read_config(raw: dict) -> Config:
     """The config of a text model. Raises CheckpointError for what is missing, inconsistent or not supported."""
-    fields = Fields(raw, "config.json")
-    model_type = fields.choice("model_type", MODEL_TYPES)
+    fields, model_type = text_part(raw, _TEXT, _WRAPPER, ("mistral", "ministral3"))
+    scaled = model_type == "ministral3"
     layers = fields.integer("num_hidden_layers", most=4096)
     H = fields.integer("num_attention_heads")
-    Hkv = fields.integer("num_key_value_heads", H)
+    Hkv = fields.integer("num_key_value_heads") if scaled else fields.integer("num_key_value_heads", H)
     fields.require(H % Hkv == 0, f"num_attention_heads is {H}, expected a multiple of num_key_value_heads ({Hkv})")
     dim = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else None)
     if head_dim is None:
-        if model_type == "minimax_m2":  # transformers and mlx-lm take different ones
+        if model_type in ("minimax_m2", "ministral3"):  # transformers and mlx-lm take different ones
             raise fields.error("head_dim", "an integer")
         fields.require(dim % H == 0, f"head_dim is missing, expected it: hidden_size {dim} is no multiple of {H} heads")
         head_dim = dim // H
@@ -103,7 +108,7 @@ def read_config(raw: dict) -> Config:
     max_positions = fields.integer("max_position_embeddings", 1 << 15)
     count, dense, more = _read_experts(fields, model_type, layers)
     attention_bias = fields.boolean("attention_bias", False)
-    if model_type in _BLOCK:
+    if model_type in _BLOCK or scaled:
         fields.choice("attention_bias", (False,), False)
     inputs_biased = fields.boolean("qkv_bias", True) if model_type == "qwen2_moe" else model_type == "qwen2"
     share = 0.5 if model_type == "glm4_moe" else 1.0
@@ -133,6 +138,7 @@ def read_config(raw: dict) -> Config:
         experts=count,
         top_k=fields.integer("num_experts_per_tok", most=count) if count else 0,
         expert_width=fields.integer(width) if count else 0,
+        query_scale=query_scale(fields) if scaled else None,
         **more,
     )
 
@@ -194,6 +200,10 @@ def _windows(fields: Fields, model_type: str, layers: int) -> tuple[int | None, 
     experts, from a layer on or by list else.
     """
     window = fields.integer("sliding_window", None)
+    if model_type == "ministral3":  # transformers and mlx-lm have windows in different layers
+        if window is not None:
+            raise fields.error("sliding_window", "null")
+        return (None,) * len(layer_types(fields, layers, ("full_attention",), default="full_attention"))
     if model_type == "qwen2_moe":  # which layers would have one is told in two ways
         fields.choice("use_sliding_window", (False,), False)
     if model_type not in _WINDOWED and not fields.boolean("use_sliding_window", False):
@@ -359,6 +369,8 @@ def attention(
         q, k, v = (ops.add(part, bias) for part, bias in zip((q, k, v), w.input_biases, strict=True))
     if config.joint_norms is not None:
         q, k = _jointly_normed(q, k, w, config, config.joint_norms)
+    if config.query_scale is not None:
+        q = ops.position_scale(q, step.positions, *config.query_scale)
     q, k, v = heads(q, config.heads), heads(k, config.kv_heads), heads(v, config.kv_heads)  # [T, H, D]
     if config.head_norms:
         q, k = ops.rms_norm(q, w.q_norm, config.norm_eps), ops.rms_norm(k, w.k_norm, config.norm_eps)
@@ -450,12 +462,142 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 
 # -- the family ------------------------------------------------------------------------------------------------------
 
+
+def _of_llama(keys: GgufKeys) -> dict[str, Any]:
+    """A window counts for all layers, as the first Mistral has it."""
+    window = _window(keys)
+    more = {} if window is None else {"sliding_window": window}
+    return _dense_config(keys, "llama" if window is None else "mistral") | more
+
+
+def _of_qwen(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    """Biases of q, k and v belong to Qwen2, and its config.json says nothing of them."""
+    if _window(keys) is not None:
+        raise keys.error("attention.sliding_window", "none: of the models in GGUF only those of llama may have one")
+    config = _dense_config(keys, model_type)
+    return config | {"attention_bias": False} if model_type == "qwen2" else config
+
+
+def _of_mistral3(keys: GgufKeys) -> dict[str, Any]:
+    """Ministral 3, and Mistral Small 3.1, whose queries do not grow with their position."""
+    window, beta = _window(keys), keys.number("attention.temperature_scale", 0.0)
+    if window is not None:
+        raise keys.error("attention.sliding_window", "none")
+    config = _dense_config(keys, "ministral3" if beta else "mistral")
+    scaling = config.pop("rope_scaling", None)
+    if scaling is not None and (gain := keys.number("rope.scaling.yarn_log_multiplier", 0.0)):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": gain}  # mscale is in no key, and 1 in all released models
+    if not beta:
+        return config | ({} if scaling is None else {"rope_scaling": scaling})
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise keys.error("rope.scaling.type", "'yarn', whose original_context_length is where queries begin to grow")
+    return config | {
+        "rope_parameters": scaling | {"rope_theta": config["rope_theta"], "llama_4_scaling_beta": beta}
+    }  # fmt: skip
+
+
+def _window(keys: GgufKeys) -> int | None:
+    window = keys.integer("attention.sliding_window", 0, least=0)
+    if not window or window >= keys.integer("context_length"):
+        return None
+    if "attention.sliding_window_pattern" in keys:
+        raise keys.error("attention.sliding_window", "none: not by layers")
+    return window
+
+
+def _attention_config(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    config = base(keys, model_type)
+    biased = {
+        "attention_bias": keys.has(r"blk\.\d+\.attn_(q|k|v|output)\.bias"),
+        "mlp_bias": keys.has(r"blk\.\d+\.ffn_(gate|up|down)\.bias"),
+    }
+    return config | biased | rotation(keys, config["head_dim"])
+
+
+def _dense_config(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    config = _attention_config(keys, model_type)
+    if keys.integer("expert_count", 0, least=0):
+        raise keys.error("expert_count", "no experts")
+    return config | {"intermediate_size": keys.integer("feed_forward_length")}
+
+
+def _of_qwen3_moe(keys: GgufKeys) -> dict[str, Any]:
+    return _of_experts(keys, "qwen3_moe")
+
+
+def _of_experts(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    if _window(keys) is not None:
+        raise keys.error("attention.sliding_window", "none: of the models in GGUF only those of llama may have one")
+    return _attention_config(keys, model_type) | {
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", model_type == "qwen3_moe"),
+    }
+
+
+def _of_qwen2_moe(keys: GgufKeys) -> dict[str, Any]:
+    config = _of_experts(keys, "qwen2_moe")
+    width = keys.integer("expert_shared_feed_forward_length", None) or keys.integer("feed_forward_length")
+    return config | {"shared_expert_intermediate_size": width, "qkv_bias": config.pop("attention_bias")}
+
+
+def _of_glm(keys: GgufKeys) -> dict[str, Any]:
+    keys.accept("rope.dimension_sections")  # of pictures
+    return (
+        {"rope_scaling": None}
+        | _attention_config(keys, "glm4_moe")
+        | sigmoid_experts(keys)
+        | {
+            "intermediate_size": keys.integer("feed_forward_length"),
+            "use_qk_norm": keys.has(r"blk\.\d+\.attn_q_norm\.weight"),
+        }
+    )
+
+
+def _of_minimax(keys: GgufKeys) -> dict[str, Any]:
+    config, chosen = base(keys, "minimax_m2"), sigmoid_experts(keys)
+    for key, value in (("n_shared_experts", 0), ("n_group", 1), ("first_k_dense_replace", 0)):
+        keys.require(chosen[key] == value, f"experts have {key} {chosen[key]}, expected {value}")
+    turned = rotation(keys, config["head_dim"])
+    turned.pop("partial_rotary_factor", None)
+    return (
+        config
+        | turned
+        | {
+            "rotary_dim": keys.integer("rope.dimension_count", config["head_dim"]),
+            "shared_intermediate_size": 0,
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "num_local_experts": chosen["n_routed_experts"],
+            "num_experts_per_tok": chosen["num_experts_per_tok"],
+            "intermediate_size": chosen["moe_intermediate_size"],
+        }
+    )
+
+
+_EXPERTS = {
+    f"{block}.{path}": name
+    for block in ("mlp", "block_sparse_moe")
+    for path, name in {
+        "gate": "ffn_gate_inp",
+        "switch_mlp.gate_proj": "ffn_gate_exps",
+        "switch_mlp.up_proj": "ffn_up_exps",
+        "switch_mlp.down_proj": "ffn_down_exps",
+        "experts.gate_up_proj": "ffn_gate_up_exps",
+        "experts.down_proj": "ffn_down_exps",
+    }.items()
+}
 _GGUF = GgufNames(
     architectures={
-        "llama": GgufArchitecture("llama", neighbours=True, windowed="mistral"),
-        "qwen2": GgufArchitecture("qwen2", biased=True),
-        "qwen3": GgufArchitecture("qwen3"),
-        "qwen3moe": GgufArchitecture("qwen3_moe", experts=True),
+        "llama": GgufArchitecture(_of_llama, rows=halves),
+        "mistral3": GgufArchitecture(_of_mistral3, rows=halves),
+        "qwen2": GgufArchitecture(lambda keys: _of_qwen(keys, "qwen2")),
+        "qwen3": GgufArchitecture(lambda keys: _of_qwen(keys, "qwen3")),
+        "qwen3moe": GgufArchitecture(_of_qwen3_moe),
+        "qwen2moe": GgufArchitecture(_of_qwen2_moe),
+        "glm4moe": GgufArchitecture(_of_glm, {"post_attention_layernorm": "post_attention_norm"}),
+        "minimax-m2": GgufArchitecture(_of_minimax),
     },
     modules={
         "embed_tokens": "token_embd",
@@ -472,16 +614,29 @@ _GGUF = GgufNames(
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
-        "mlp.gate": "ffn_gate_inp",
-        "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
-        "mlp.switch_mlp.up_proj": "ffn_up_exps",
-        "mlp.switch_mlp.down_proj": "ffn_down_exps",
+        **_EXPERTS,
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        **{
+            f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
+            for shared in ("shared_expert", "shared_experts")
+            for part in ("gate", "up", "down")
+        },
+    },
+    tensors={
+        "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     },
 )
 
 
 def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
-    """mlx-lm keeps the biases of routers as they are, and GLM's routers dense."""
+    """mlx-lm keeps the biases of routers as they are, and GLM's routers dense; only `text_config` says that a head is
+    tied.
+    """
+    if raw["model_type"] == _WRAPPER:
+        text = raw["text_config"]
+        untold = config.tied and text.get("tie_word_embeddings") is None
+        return MlxRules(nested=True, config={"text_config": {**text, "tie_word_embeddings": True}} if untold else {})
     if not config.sigmoid:
         return MlxRules()
     dense = ("mlp.gate",) if config.model_type == "glm4_moe" else ()
@@ -507,7 +662,7 @@ FAMILY = Family(
         "attention": ("self_attn.*",),
         "dense MLP": ("mlp.*",),
     },
-    skipped=("model.vision_tower.", "vision_tower.", "mtp."),
+    skipped=(*VISION, "mtp."),
     mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,

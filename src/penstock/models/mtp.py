@@ -44,6 +44,7 @@ _FLAT = {path: f"model.{name}" for path, name in _NEXTN.items()} | {
     "norm": "model.shared_head_norm",
     "lm_head": "lm_head",
 }
+_FLAT_LAYER = "model.mtp_block."
 _ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 _COMPARED = 64  # rows of a table by which it is known to be the trunk's
 _NOT_COMPARED = ("model_type", "max_positions", "rope", "tied")  # of configs
@@ -181,6 +182,13 @@ class HeadSource(CheckpointSource):
             return self._layer + path.removeprefix(_FIRST)
         return self._names[path]
 
+    def path_of(self, name: str) -> str | None:
+        """The path of a module or tensor by its name in the files; None for one of something else."""
+        for path, own in self._names.items():
+            if name == own or name.startswith(f"{own}."):
+                return path + name.removeprefix(own)
+        return _FIRST + name.removeprefix(self._layer) if name.startswith(self._layer) else None
+
 
 @dataclass(frozen=True)
 class HeadFiles:
@@ -224,21 +232,24 @@ def find(
         source = HeadSource(checkpoint, {path: start + name for path, name in _NEXTN.items()}, start, form, used)
     else:
         start = next((start for start in _PREFIXES if any(name.startswith(start) for name in checkpoint.names)), "mtp.")
-        source = _by_path(checkpoint, start, form, used)
+        source = _by_path(checkpoint, start, _form(checkpoint, start, form), used)
     whole = "fc" in source and f"{_FIRST}input_layernorm" in source
     there = any(name.startswith(start) for name in checkpoint.names)
     return _with_tables(source, config, trunk) if whole or (says and there) else None
 
 
 def _by_path(checkpoint: Checkpoint, start: str, form: str, used: set[str] | None = None) -> HeadSource:
-    """A head in the names of this module behind `start`; its form is told by its experts, if it has any."""
-    own = [name.removeprefix(start) for name in checkpoint.names if name.startswith(start)]
-    if any(".mlp.switch_mlp." in name for name in own):
-        form = "mlx"
-    elif any(".mlp.experts." in name for name in own):
-        form = "hf"
+    """A head in the names of this module behind `start`."""
     names = {path: start + path for path in ("fc", *HEAD_NORMS, "norm", *TABLES)}
     return HeadSource(checkpoint, names, start + _FIRST, form, used)
+
+
+def _form(checkpoint: Checkpoint, start: str, trunk: str) -> str:
+    """The layout of a head behind `start`: told by its experts, else that of its trunk."""
+    own = [name for name in checkpoint.names if name.startswith(start)]
+    if any(".mlp.switch_mlp." in name for name in own):
+        return "mlx"
+    return "hf" if any(".mlp.experts." in name for name in own) else trunk
 
 
 def _with_tables(source: HeadSource, config: ModelConfig, trunk: CheckpointSource | None) -> HeadFiles:
@@ -262,6 +273,23 @@ def _alike(a: Weight, b: Weight) -> bool:
 
 def _bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(np.uint8)
+
+
+def drafter_name(rules: DraftHead[Any], path: str) -> str:
+    """The name in a folder with a head alone, as mlx-vlm writes it, of a path of this module."""
+    if rules.spelling == "mtp":
+        return path
+    return f"{_FLAT_LAYER}{path.removeprefix(_FIRST)}" if path.startswith(_FIRST) else _FLAT[path]
+
+
+def drafter_config(rules: DraftHead[Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a folder with a head alone, by that of its trunk's text model."""
+    return {
+        "model_type": rules.drafter(str(text["model_type"])),
+        "text_config": {**text, rules.depth: 1},
+        "block_size": 3 if rules.spelling == "mtp" else 2,
+        "tie_word_embeddings": bool(text.get("tie_word_embeddings", False)),
+    }
 
 
 def is_head(raw: Mapping[str, Any]) -> bool:
@@ -306,7 +334,7 @@ def open_drafter(
     check_trunk(family.read_config(dict(text)), config, f"{where}: text_config")
     declared(family, config, text)
     if rules.spelling == "nextn":
-        flat = HeadSource(checkpoint, _FLAT, "model.mtp_block.", "mlx")
+        flat = HeadSource(checkpoint, _FLAT, _FLAT_LAYER, "mlx")
         return _with_tables(flat, config, trunk)
     bare = not any(name.startswith("mtp.") for name in checkpoint.names)
     return _with_tables(_by_path(checkpoint, "", "mlx") if bare else _by_path(checkpoint, "mtp.", "hf"), config, trunk)

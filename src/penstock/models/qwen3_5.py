@@ -15,7 +15,8 @@ import numpy as np
 
 from penstock import ops
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import DraftHead, Family, MlxRules
+from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules
+from penstock.models.gguf_keys import GgufKeys, base, logarithm, rotation
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -82,6 +83,7 @@ class Config:
     expert_width: int
     shared_width: int
     renormalise: bool
+    tiled: bool = False  # value head j reads key head j mod key_heads, as in GGUF files; else those of one are together
 
     @property
     def conv_dim(self) -> int:
@@ -136,6 +138,7 @@ def read_config(raw: dict) -> Config:
         expert_width=fields.integer("moe_intermediate_size") if count else 0,
         shared_width=fields.integer("shared_expert_intermediate_size") if count else 0,
         renormalise=fields.boolean("norm_topk_prob", True),
+        tiled=fields.boolean("linear_value_heads_tiled", False) and Hk != Hv,
     )
 
 
@@ -279,7 +282,10 @@ def _delta_net(source: Source, config: Config, path: str) -> DeltaNet:
 
 
 def _joined_projections(source: Source, config: Config, path: str) -> tuple[Weight, Weight, Weight, Weight]:
-    """Qwen3-Next keeps q, k, v, z together, and b, a, key head by key head; rows are put into the order of Qwen3.5."""
+    """Qwen3-Next keeps q, k, v, z together, and b, a, key head by key head; rows are put into the order of Qwen3.5.
+
+    In GGUF files q, k, v and z are in that order already, and two.
+    """
     Hk, Hv, Dk, Dv, dim = config.key_heads, config.value_heads, config.key_dim, config.value_dim, config.dim
     per = Hv // Hk
     rows = np.arange(Hk * (2 * Dk + 2 * per * Dv)).reshape(Hk, 2 * Dk + 2 * per * Dv)
@@ -287,12 +293,12 @@ def _joined_projections(source: Source, config: Config, path: str) -> tuple[Weig
     gates = np.arange(2 * Hv).reshape(Hk, 2 * per)
     b, a = gates[:, :per].reshape(-1), gates[:, per:].reshape(-1)
     joined, pair = (path + "in_proj_qkvz", rows.size, dim), (path + "in_proj_ba", 2 * Hv, dim)
-    return (
-        source.rows(joined[0], np.concatenate([q, k, v]), *joined[1:]),
-        source.rows(joined[0], z, *joined[1:]),
-        source.rows(pair[0], b, *pair[1:]),
-        source.rows(pair[0], a, *pair[1:]),
-    )
+    beta, alpha = (source.rows(pair[0], part, *pair[1:]) for part in (b, a))
+    if path + "in_proj_qkv" in source:
+        qkv = source.weight(path + "in_proj_qkv", config.conv_dim, dim)
+        return qkv, source.weight(path + "in_proj_z", Hv * Dv, dim), beta, alpha
+    mixed = source.rows(joined[0], np.concatenate([q, k, v]), *joined[1:])
+    return mixed, source.rows(joined[0], z, *joined[1:]), beta, alpha
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -316,13 +322,6 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> A
     return h
 
 
-def commit(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> None:
-    """Move recurrent states on by what was accepted of kept runs."""
-    for layer, state in zip(w.layers, cache, strict=True):
-        if isinstance(layer.mixer, DeltaNet):
-            commit_delta(step, state, layer.mixer.conv, config.key_heads)
-
-
 def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: Cache) -> Array:
     """The residual stream h [T, dim] after one layer."""
     x = stream_norm(step, h, layer.mixer_norm, config.norm_eps)
@@ -334,6 +333,13 @@ def decoder_layer(step: Step, h: Array, layer: Layer, config: Config, state: Cac
     if isinstance(layer.mlp, Mlp):
         return ops.residual_add(h, over_ranks(step, mlp(step, x, layer.mlp)))
     return moe(step, h, x, layer.mlp, config)
+
+
+def commit(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> None:
+    """Move recurrent states on by what was accepted of kept runs."""
+    for layer, state in zip(w.layers, cache, strict=True):
+        if isinstance(layer.mixer, DeltaNet):
+            commit_delta(step, state, layer.mixer.conv, config.key_heads)
 
 
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
@@ -351,9 +357,22 @@ def delta_net(step: Step, x: Array, w: DeltaNet, config: Config, cache: Cache) -
     Hk, Hv, Dk, Dv = config.key_heads, config.value_heads, config.key_dim, config.value_dim
     qkv, z, alpha, beta = (linear(step, x, part) for part in (w.qkv, w.z, w.a, w.b))
     y = ops.rms_norm_qk(convolve(step, cache, qkv, w.conv), Hk, Dk, Hk * Dk)
+    if config.tiled and Hk < Hv:
+        y, Hk = tiled(y, Hk, Hv, Dk), Hv
     g, b = ops.gdn_decay_beta(alpha, beta, w.A_log, w.dt_bias)
     d = delta_rule(step, cache, y, g, b, Hk, Hv, Dk, Dv)  # [T, Hv, Dv]
     return over_ranks(step, linear(step, flat(ops.gated_rms_norm(d, heads(z, Hv), w.norm, config.norm_eps)), w.out))
+
+
+def tiled(y: Array, Hk: int, Hv: int, Dk: int) -> Array:
+    """q‖k‖v with heads of q and k for each of v: all of them in turn, and again. [T, (2 Hk + Hv) D] → [T, 3 Hv D]."""
+    made: Array | None = None
+    for start in (0, Hk * Dk):
+        for first in range(0, Hv, Hk):
+            part = ops.columns(y, start, start + min(Hk, Hv - first) * Dk)
+            made = part if made is None else ops.beside(made, part)
+    assert made is not None
+    return ops.beside(made, ops.columns(y, 2 * Hk * Dk, y.shape[1]))
 
 
 def attention(step: Step, x: Array, w: Attention, config: Config, cache: Cache) -> Array:
@@ -389,9 +408,15 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
     """
     D, Dk, Dv, Hk = config.head_dim, config.key_dim, config.value_dim, config.key_heads
     own = share_heads(mesh, config.heads, config.kv_heads, D, group)
-    delta = share_heads(mesh, config.value_heads, Hk, Dv, group, "value heads of DeltaNet")
+    delta = share_heads(
+        mesh, config.value_heads, config.value_heads if config.tiled else Hk, Dv, group, "value heads of DeltaNet"
+    )
+    read = np.arange(delta.kv_first, delta.kv_stop)
+    if config.tiled:  # from the key head that the first one reads on
+        read = (delta.first + np.arange(min(delta.count, Hk))) % Hk
     dense, shared = share_width(mesh, config.mlp_width, group), share_width(mesh, config.shared_width, group)
-    keys, values = np.arange(delta.kv_first * Dk, delta.kv_stop * Dk), np.arange(delta.first * Dv, delta.stop * Dv)
+    keys = (read[:, None] * Dk + np.arange(Dk)).reshape(-1)
+    values = np.arange(delta.first * Dv, delta.stop * Dv)
     mixed = np.concatenate([keys, Hk * Dk + keys, 2 * Hk * Dk + values])
     value_heads = Part(-2, slice(delta.first, delta.stop), config.value_heads)
     parts = {
@@ -409,7 +434,7 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
             (f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "A_log", "dt_bias")), value_heads
         ),
         "linear_attn.out_proj": delta.columns(Dv),
-        **_joined_parts(config, delta),
+        **({} if config.tiled else _joined_parts(config, delta)),
     }
     width = None
     if mesh.experts_split and config.experts:
@@ -418,7 +443,7 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
         config,
         heads=own.count,
         kv_heads=own.kv_count,
-        key_heads=delta.kv_count,
+        key_heads=len(read),
         value_heads=delta.count,
         mlp_width=dense[1] - dense[0],
         shared_width=shared[1] - shared[0],
@@ -470,6 +495,105 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
     )
 
 
+def _of_gguf(keys: GgufKeys, model_type: str) -> dict[str, Any]:
+    keys.accept("rope.dimension_sections")  # of pictures
+    config, layers = base(keys, model_type), keys.layers
+    turned = rotation(keys, config["head_dim"])
+    heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    keys.require(inner % heads == 0, f"ssm.inner_size is {inner}, expected a multiple of ssm.time_step_rank ({heads})")
+    interval = keys.integer("full_attention_interval", 4)
+    recurrent = tuple((n + 1) % interval != 0 for n in range(layers))
+    if "attention.recurrent_layers" in keys:
+        recurrent = keys.per_layer("attention.recurrent_layers", bool)
+    rope = {"rope_type": "default"} | turned.get("rope_scaling", {})
+    rope |= {"rope_theta": config["rope_theta"], "partial_rotary_factor": turned.get("partial_rotary_factor", 1.0)}
+    config |= {
+        "rope_parameters": rope,
+        "layer_types": [_KINDS[0] if mixes else _KINDS[1] for mixes in recurrent],
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "linear_value_heads_tiled": model_type != "qwen3_next",
+    }  # fmt: skip
+    if model_type == "qwen3_5_text":
+        return config | {"intermediate_size": keys.integer("feed_forward_length")}
+    count = keys.integer("expert_used_count")
+    width = keys.integer("expert_feed_forward_length", None)
+    shared = keys.integer("expert_shared_feed_forward_length", None)
+    return config | {
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": count,
+        "moe_intermediate_size": width or keys.integer("feed_forward_length") // count,
+        "shared_expert_intermediate_size": shared or keys.integer("feed_forward_length"),
+        "norm_topk_prob": keys.boolean("expert_weights_norm", True),
+    }  # fmt: skip
+
+
+def _grouped(config: Mapping[str, Any], path: str, axis: int) -> np.ndarray | None:
+    """Value heads in the order of mlx-lm's files: those of one key head together."""
+    Hk, Hv = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    Dk, Dv, part = config["linear_key_head_dim"], config["linear_value_head_dim"], path.removeprefix("linear_attn.")
+    heads = np.arange(Hv).reshape(Hv // Hk, Hk).T.reshape(-1)
+    values = (heads[:, None] * Dv + np.arange(Dv)).reshape(-1)
+    if axis == 1:
+        return values if part == "out_proj" else None
+    if part in ("in_proj_qkv", "conv1d"):
+        return np.concatenate([np.arange(2 * Hk * Dk), 2 * Hk * Dk + values])
+    return {"in_proj_z": values}.get(part, heads if part in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else None)
+
+
+_DECAY = {"linear_attn.A_log": logarithm}
+_GGUF = GgufNames(
+    architectures={
+        "qwen35moe": GgufArchitecture(lambda keys: _of_gguf(keys, "qwen3_5_moe_text"), values=_DECAY, written=_grouped),
+        "qwen35": GgufArchitecture(lambda keys: _of_gguf(keys, "qwen3_5_text"), values=_DECAY, written=_grouped),
+        "qwen3next": GgufArchitecture(
+            lambda keys: _of_gguf(keys, "qwen3_next"),
+            values=_DECAY,
+            unwritten="its projections of q, k, v and z are two, which mlx-lm has as one",
+            copied=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
+        ),
+    },
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "linear_attn.in_proj_qkvz": "ssm_in",
+        "linear_attn.in_proj_ba": "ssm_ba",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
+        "mlp.switch_mlp.up_proj": "ffn_up_exps",
+        "mlp.switch_mlp.down_proj": "ffn_down_exps",
+        "mlp.experts.gate_up_proj": "ffn_gate_up_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+        **{
+            f"mlp.{block}{part}_proj": f"ffn_{part}{end}"
+            for block, end in (("", ""), ("shared_expert.", "_shexp"))
+            for part in ("gate", "up", "down")
+        },
+    },
+    tensors={"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"},
+)
+
+
 def _head_config(config: Config) -> Config:
     """The head is one layer that attends, with experts if the trunk has any."""
     return replace(
@@ -502,6 +626,7 @@ FAMILY = Family(
     skipped=("model.visual.", "vision_tower.", "visual.", "mtp.", "model.mtp.", "language_model.mtp."),
     unquantized=(".conv1d",),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
     draft_head=DraftHead(
         model_types=MODEL_TYPES,

@@ -25,7 +25,13 @@ from penstock.weights.checkpoint import Checkpoint
 
 Weight = Array | QuantizedTensor
 
-_PARTS = ("weight", "scales", "biases", "global_scale", "weight_scale_inv")
+VISION = tuple(
+    f"{prefix}{part}" for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector.")
+)  # how names of the parts of released files begin that see
+_PARTS = (
+    *(f".{part}" for part in ("weight", "scales", "biases", "global_scale", "weight_scale_inv")),
+    *("_blocks", "_scales"),
+)
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
@@ -85,13 +91,13 @@ class CheckpointSource:
 
     def __contains__(self, path: str) -> bool:
         name = self.name_of(path)
-        return name in self.checkpoint or f"{name}.weight" in self.checkpoint
+        return any(f"{name}{end}" in self.checkpoint for end in ("", ".weight", "_blocks"))
 
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
         name = self.name_of(path)
         tensor = self.checkpoint.tensor(name)
         self._check_shape(name, tuple(tensor.shape), shape)
-        self.used.update((name, *(f"{name}.{part}" for part in _PARTS)))
+        self.used.update((name, *(f"{name}{part}" for part in _PARTS)))
         return tensor
 
     def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -169,7 +175,7 @@ class CheckpointSource:
     def mark_used(self, paths: Sequence[str]) -> None:
         """Count these as asked for, though nothing of them is read: another rank has them."""
         for name in map(self.name_of, paths):
-            self.used.update((name, *(f"{name}.{part}" for part in _PARTS)))
+            self.used.update((name, *(f"{name}{part}" for part in _PARTS)))
 
     def unused(self) -> list[str]:
         """Names of tensors that nothing asked for."""

@@ -37,6 +37,8 @@ class PagedKV:
 class RecurrentState:
     """Cache of a linear-attention layer: last rows of the convolution [S, W − 1, C], the state [S, Hv, Dv, Dk].
 
+    state: (0, 0, 0) where there is a convolution alone.
+
     dtype: of the state, whatever the activations are; the rows have theirs. room: tokens of a run that can be kept
     until it is known how many of them count; then there are as many rows more, and gates [S, room, 2, Hv].
     """
@@ -65,7 +67,7 @@ Cache = tuple[Any, ...]
 
 def with_state_dtype(layouts: Sequence[Layout], dtype: str) -> tuple[Layout, ...]:
     """The layouts with recurrent states of this dtype. Raises InvalidArgument for another than float32 of no states."""
-    if dtype != "float32" and not any(isinstance(layout, RecurrentState) for layout in layouts):
+    if dtype != "float32" and not any(isinstance(layout, RecurrentState) and any(layout.state) for layout in layouts):
         raise InvalidArgument(f"load: state_dtype is {dtype!r}, expected 'auto': the model has no recurrent states")
     return tuple(replace(layout, dtype=dtype) if isinstance(layout, RecurrentState) else layout for layout in layouts)
 
@@ -117,11 +119,11 @@ def attend_only(
     return ops.attention_paged(q, *cache, table, step.lengths, scale, window, starts=step.starts, sinks=sinks)
 
 
-def convolve(step: Step, cache: Cache, x: Array, weight: Array) -> Array:
+def convolve(step: Step, cache: Cache, x: Array, weight: Array, act: str = "silu") -> Array:
     """Causal convolution of x [T, C] with what the sequence had before, whose last rows move on; those of a kept run
     go behind them.
     """
-    y = ops.conv1d_causal(x, cache[0], weight, step.slots, step.starts)
+    y = ops.conv1d_causal(x, cache[0], weight, step.slots, step.starts, act)
     room = len(cache) == 3  # for kept runs
     ops.conv1d_state_update(cache[0], x, step.slots, step.starts, step.keep, weight.shape[1] if room else None)
     return y

@@ -1,5 +1,6 @@
 """Every op by name. An op's module is its family: its kernels are in the modules of the same name under backends/."""
 
+from penstock.ops.altup import altup_match, altup_mix, gaussian_topk
 from penstock.ops.array import Array, Spec, Symbol
 from penstock.ops.attention import (
     attention_decode,
@@ -90,7 +91,15 @@ from penstock.ops.norm import (
     rms_norm_triple,
 )
 from penstock.ops.op import REGISTRY, Op, backend, kernel, op
-from penstock.ops.rope import head_norm_rope, proportional_inv_freq, rope, rope_inv_freq, yarn_gain, yarn_inv_freq
+from penstock.ops.rope import (
+    head_norm_rope,
+    position_scale,
+    proportional_inv_freq,
+    rope,
+    rope_inv_freq,
+    yarn_gain,
+    yarn_inv_freq,
+)
 from penstock.ops.sampling import sample_tokens
 
 __all__ = [
@@ -102,6 +111,8 @@ __all__ = [
     "add",
     "all_gather",
     "all_reduce",
+    "altup_match",
+    "altup_mix",
     "attention_decode",
     "attention_paged",
     "attention_prefill",
@@ -127,6 +138,7 @@ __all__ = [
     "gated_delta_net",
     "gated_delta_step",
     "gated_rms_norm",
+    "gaussian_topk",
     "gdn_decay_beta",
     "geglu",
     "gelu_tanh",
@@ -167,6 +179,7 @@ __all__ = [
     "norm_matmul",
     "op",
     "part_ids",
+    "position_scale",
     "post_attn_triple_norm",
     "post_ff_norm2_endlayer",
     "proportional_inv_freq",

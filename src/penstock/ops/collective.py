@@ -31,8 +31,10 @@ class Communicator(Protocol):
         """Whether what it does to a GPU's arrays can be captured with the kernels around it, and replayed."""
         ...
 
-    def all_reduce(self, array: Any) -> None:
-        """Replace an array by its sum over all ranks: the same bytes on each."""
+    def all_reduce(self, array: Any, note: Any = None) -> None:
+        """Replace an array by its sum over all ranks: the same bytes on each. note: a small one of the same dtype that
+        travels with it, and is replaced likewise.
+        """
         ...
 
     def all_gather(self, parts: Any, array: Any) -> None:
@@ -45,7 +47,7 @@ class _Alone:
 
     rank, size, capturable = 0, 1, True
 
-    def all_reduce(self, array: Any) -> None:
+    def all_reduce(self, array: Any, note: Any = None) -> None:
         pass
 
     def all_gather(self, parts: Any, array: Any) -> None:
@@ -70,7 +72,7 @@ class _Silent:
     def capturable(self) -> bool:
         return self._given.capturable
 
-    def all_reduce(self, array: Any) -> None:
+    def all_reduce(self, array: Any, note: Any = None) -> None:
         pass
 
     def all_gather(self, parts: Any, array: Any) -> None:

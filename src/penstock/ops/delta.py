@@ -1,4 +1,4 @@
-"""Gated DeltaNet: causal convolution, decay gates, and the delta rule.
+"""Gated DeltaNet and Kimi Delta Attention: causal convolution, decay gates, and the delta rule.
 
 Around these ops a layer runs: projections → conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta →
 gated_delta_net → gated_rms_norm → output projection; `gated_delta_step` is all between the projections for one token.
@@ -9,9 +9,13 @@ ragged.py).
 States are float32, or bfloat16 for half the bytes. What the rule leaves is rounded to the nearest: after every token of
 the recurrence, after a chunk or several of the other form. A token's output is of the state before that.
 
+A head has one decay (Gated DeltaNet), or one for each of its Dk key channels (Kimi Delta Attention): g [T, Hv] or
+[T, Hv, Dk].
+
 A run may be *kept* instead of moving the state on: keep int32 [B] is 0 or the length of the run. Then the rows before
-the convolution go behind the W − 1 rows of conv_state, which has room for K of them, [S, W − 1 + K, C], and decay and
-strength into `gates` [S, K, 2, Hv]; `delta_commit` moves the state on by as many of them as were accepted.
+the convolution go behind the W − 1 rows of conv_state, which has room for K of them, [S, W − 1 + K, C], and decays and
+strength into `gates` [S, K, 2, Hv], with decays of channels [S, K, Dk + 1, Hv]; `delta_commit` moves the state on by as
+many of them as were accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
 from penstock.ops.elementwise import sigmoid, silu
-from penstock.ops.norm import f64, gated_rms_norm, rms_norm_qk
+from penstock.ops.norm import GATE_ACTS, f64, gated_rms_norm, rms_norm_qk
 from penstock.ops.op import op
 from penstock.ops.ragged import check_starts, runs, sequences, with_runs
 
@@ -86,7 +90,8 @@ def _conv_state(
     _slots(slots, x.shape[0], starts, keep)
 
 
-def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: Spec | None) -> Spec:
+def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: Spec | None, act: str) -> Spec:
+    check.one_of(("silu", "none"), act=act)
     check.floating(weight=weight)
     check.axes("[C, W]", 2, weight=weight)
     check.filled(0, weight=weight)
@@ -98,13 +103,13 @@ def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: S
 
 @op(infer=_convolved, check=lambda x, state, slots, starts: _check_runs(slots, state, starts, len(x)))
 def conv1d_causal(
-    x: Array, state: Array, weight: Array, slots: Array | None = None, starts: Array | None = None
+    x: Array, state: Array, weight: Array, slots: Array | None = None, starts: Array | None = None, act: str = "silu"
 ) -> Array:
     """silu(Σ_j seq[t + j] · weight[:, j]) per channel, seq = state followed by x: tap W − 1 meets the current token.
 
     x [T, C], state [W − 1, C], weight [C, W]; or x [B, C], state [S, W − 1, C], slots int32 [B], one step each → like
     x. With starts x [T, C] has the runs of B sequences. Slot −1: 0, and no state moves, here and below. Reads the state
-    only: `conv1d_state_update` moves it on.
+    only: `conv1d_state_update` moves it on. act "none": the sum itself.
     """
     taps = f64(weight).T  # [W, C]
     starts = with_runs(slots, starts)
@@ -119,7 +124,7 @@ def conv1d_causal(
     else:
         seq = np.concatenate([f64(state[slots, : len(taps) - 1]), f64(x)[:, None]], axis=1)  # [B, W, C]
         y = sum(seq[:, j] * taps[j] for j in range(len(taps)))
-    return round_to(silu(np.asarray(y)), x.dtype)
+    return round_to(silu(np.asarray(y)) if act == "silu" else np.asarray(y), x.dtype)
 
 
 def _updated(
@@ -173,12 +178,12 @@ def conv1d_state_update(
 def _gates(alpha: Spec, beta: Spec, A_log: Spec, dt_bias: Spec) -> tuple[Spec, Spec]:
     check.alike(alpha=alpha, beta=beta)
     check.floating(A_log=A_log, dt_bias=dt_bias)
-    check.axes("[T, Hv]", 2, alpha=alpha)
+    check.axes("[T, Hv] or [T, Hv, D]", 2, 3, alpha=alpha)
     check.filled(alpha=alpha)
-    check.shape(alpha.shape, "as alpha", beta=beta)
-    check.shape(alpha.shape[1:], "one per value head", A_log=A_log, dt_bias=dt_bias)
-    gate = Spec(alpha.shape, "float32")
-    return gate, gate
+    check.shape(alpha.shape[:2], "as alpha", beta=beta)
+    check.shape(alpha.shape[1:2], "one per value head", A_log=A_log)
+    check.shape(alpha.shape[1:], "one per value head" if len(alpha.shape) == 2 else "as alpha", dt_bias=dt_bias)
+    return Spec(alpha.shape, "float32"), Spec(beta.shape, "float32")
 
 
 @op(infer=_gates)
@@ -186,10 +191,11 @@ def gdn_decay_beta(alpha: Array, beta: Array, A_log: Array, dt_bias: Array) -> t
     """g = exp(−exp(A_log) · softplus(alpha + dt_bias)), b = sigmoid(beta): decay and write strength, both in [0, 1].
 
     alpha, beta [T, Hv], A_log, dt_bias [Hv] → two float32 [T, Hv]. softplus(z) = max(z, 0) + log1p(exp(−|z|)).
+    A decay for each of D channels: alpha and g [T, Hv, D], dt_bias [Hv, D].
     """
     z = f64(alpha) + f64(dt_bias)
     softplus = np.maximum(z, 0) + np.log1p(np.exp(-np.abs(z)))
-    g = np.exp(-np.exp(f64(A_log)) * softplus)
+    g = np.exp(-np.exp(f64(A_log)).reshape(-1, *[1] * (alpha.ndim - 2)) * softplus)
     return g.astype(np.float32), sigmoid(f64(beta)).astype(np.float32)
 
 
@@ -206,6 +212,11 @@ def split_heads(qkv: Array, Hk: int, Hv: int, Dk: int, Dv: int) -> tuple[Array, 
     return q, k, f64(qkv[:, 2 * keys :]).reshape(T, Hv, Dv)
 
 
+def _columns_of(g: Array) -> Array:
+    """Decays of a state's columns, [T, Hv, 1] or [T, Hv, Dk]."""
+    return g[..., None] if g.ndim == 2 else g
+
+
 def recurrence(
     S: Array, q: Array, k: Array, v: Array, g: Array, b: Array, kept: np.dtype | None = None
 ) -> tuple[Array, Array]:
@@ -214,9 +225,9 @@ def recurrence(
     `kept` rounds the state after each token, so that a sequence may be cut into calls anywhere without changing a bit;
     a token's output is of the state before it is rounded.
     """
-    y = np.empty(v.shape)
+    y, g = np.empty(v.shape), _columns_of(g)
     for t in range(len(q)):
-        S = g[t, :, None, None] * S
+        S = g[t][:, None, :] * S
         memory = np.einsum("hvk,hk->hv", S, k[t])
         S = S + ((v[t] - memory) * b[t, :, None])[:, :, None] * k[t][:, None, :]
         y[t] = np.einsum("hvk,hk->hv", S, q[t])
@@ -229,24 +240,32 @@ def chunkwise(
 ) -> tuple[Array, Array]:
     """The same by chunks of tokens: small matrix products and one triangular solve per chunk, float64.
 
-    With L the running sum of ln(max(g, 1e-30)) and Γ[l, i] = exp(L[l] − L[i]):
-        (I + A) U = R,  A[l, i] = b_l Γ[l, i] k_i·k_l (i < l),  R_l = b_l (v_l − γ_l S k_l)
-        y_l = γ_l S q_l + Σ_{i ≤ l} Γ[l, i] (k_i·q_l) U_i;   S ← γ_last S + Σ_i Γ[last, i] U_i ⊗ k_i
+    With L the running sum of ln(max(g, 1e-30)), γ_l = exp(L[l]) and Γ[l, i] = exp(L[l] − L[i]), numbers or one for each
+    channel of k:
+        (I + A) U = R,  A[l, i] = b_l (Γ[l, i] k_i)·k_l (i < l),  R_l = b_l (v_l − S (γ_l k_l))
+        y_l = S (γ_l q_l) + Σ_{i ≤ l} (Γ[l, i] k_i)·q_l U_i;   S ← γ_last S + Σ_i U_i ⊗ (Γ[last, i] k_i)
     """
-    y = np.empty(v.shape)
+    y, g = np.empty(v.shape), _columns_of(g)
     for start in range(0, len(q), chunk):
         rows = slice(start, min(start + chunk, len(q)))
         Q, K, V = (x[rows].swapaxes(0, 1) for x in (q, k, v))  # [Hv, c, ·]
-        L = np.cumsum(np.log(np.maximum(g[rows], 1e-30)), axis=0).T  # [Hv, c]
+        L = np.cumsum(np.log(np.maximum(g[rows], 1e-30)), axis=0).swapaxes(0, 1)  # [Hv, c, 1 or Dk]
         beta, c = b[rows].T[..., None], L.shape[1]
-        gamma, ratio = np.exp(L)[..., None], np.exp(np.minimum(L[:, :, None] - L[:, None, :], 0))
-        A = beta * ratio * np.tril(K @ K.swapaxes(1, 2), -1)
-        R = beta * (V - gamma * (K @ S.swapaxes(1, 2)))
+        gamma, ratio = np.exp(L), np.exp(np.minimum(L[:, :, None] - L[:, None], 0))  # ratio [Hv, c, c, 1 or Dk]
+        A = beta * np.tril(_decayed_products(K, K, ratio), -1)
+        R = beta * (V - (gamma * K) @ S.swapaxes(1, 2))
         U = np.linalg.solve(np.eye(c) + A, R)
-        y[rows] = (gamma * (Q @ S.swapaxes(1, 2)) + (ratio * np.tril(Q @ K.swapaxes(1, 2))) @ U).swapaxes(0, 1)
-        S = gamma[:, -1:] * S + (ratio[:, -1, :, None] * U).swapaxes(1, 2) @ K
+        y[rows] = ((gamma * Q) @ S.swapaxes(1, 2) + np.tril(_decayed_products(Q, K, ratio)) @ U).swapaxes(0, 1)
+        S = gamma[:, -1:] * S + U.swapaxes(1, 2) @ (ratio[:, -1] * K)
         S = S if kept is None else f64(round_to(S, kept))
     return y, S
+
+
+def _decayed_products(x: Array, k: Array, ratio: Array) -> Array:
+    """(ratio[h, l, i] k[h, i]) · x[h, l] → [Hv, c, c]; ratio has one number or one for each channel."""
+    if ratio.shape[-1] == 1:
+        return ratio[..., 0] * (x @ k.swapaxes(1, 2))
+    return np.einsum("hlk,hik,hlik->hli", x, k, ratio)
 
 
 def _state_dtype(state: Spec) -> None:
@@ -279,7 +298,9 @@ def _delta(
         raise InvalidArgument(f"Hv is {Hv}, expected a multiple of {Hk} (Hk)")
     check.axes("[T, 2 Hk Dk + Hv Dv]", 2, qkv=qkv)
     check.shape((qkv.shape[0], 2 * Hk * Dk + Hv * Dv), "T, 2 Hk Dk + Hv Dv", qkv=qkv)
-    check.shape((qkv.shape[0], Hv), "T, Hv", g=g, b=b)
+    by_channel = len(g.shape) == 3
+    check.shape((qkv.shape[0], Hv, Dk) if by_channel else (qkv.shape[0], Hv), "T, Hv" + ", Dk" * by_channel, g=g)
+    check.shape((qkv.shape[0], Hv), "T, Hv", b=b)
     _slots(slots, qkv.shape[0], starts, keep)
     if (keep is None) != (gates is None):
         raise InvalidArgument("keep and gates go together")
@@ -289,8 +310,13 @@ def _delta(
     check.shape((*lead, Hv, Dv, Dk), "Hv, Dv, Dk", state=state)
     check.axes("[S, K, 2, Hv]", 4, gates=gates)
     if gates is not None:
-        check.shape((state.shape[0], gates.shape[1], 2, Hv), "slots of state, K, 2, Hv", gates=gates)
+        _gates_shape(gates, gates.shape[1], state, Dk + 1 if by_channel else 2)
     return Spec((qkv.shape[0], Hv, Dv), qkv.dtype)
+
+
+def _gates_shape(gates: Spec, K: int, state: Spec, rows: int) -> None:
+    """Rows of a token are its decay, or decays of channels, and its strength."""
+    check.shape((state.shape[0], K, rows, state.shape[1]), f"slots of state, K, {rows}, Hv", gates=gates)
 
 
 def _check_delta(
@@ -322,10 +348,11 @@ def gated_delta_net(
 
         S ← g·S;  δ = (v − S·k)·b;  S ← S + δ ⊗ k;  y = S·q
     state [Hv, Dv, Dk], float32 or bfloat16, is moved on; qkv [T, 2 Hk Dk + Hv Dv] holds q | k | v; g, b float32 [T, Hv]
-    → [T, Hv, Dv]. method "step" or "sequential" is the recurrence, "chunkwise" its form by chunks of `chunk` tokens,
-    "auto" leaves the choice to the backend. With slots int32 [B], one step of B sequences whose states are
-    state[slots], [S, Hv, Dv, Dk]; with starts int32 [B + 1] their runs. Runs that are kept (keep int32 [B], see above)
-    leave the state as it is and put g and b into gates float32 [S, K, 2, Hv]; they are computed by the recurrence.
+    → [T, Hv, Dv]. With g [T, Hv, Dk] each key channel, a column of S, has a decay of its own. method "step" or
+    "sequential" is the recurrence, "chunkwise" its form by chunks of `chunk` tokens, "auto" leaves the choice to the
+    backend. With slots int32 [B], one step of B sequences whose states are state[slots], [S, Hv, Dv, Dk]; with starts
+    int32 [B + 1] their runs. Runs that are kept (keep int32 [B], see above) leave the state as it is and put g and b
+    into gates float32 [S, K, 2 or Dk + 1, Hv]; they are computed by the recurrence.
     """
     q, k, v = split_heads(qkv, Hk, Hv, Dk, Dv)
     decay, strength = f64(g), f64(b)
@@ -340,7 +367,8 @@ def gated_delta_net(
             else:
                 y[run], last = recurrence(*parts, state.dtype)
             if kept and gates is not None:
-                gates[slot, : high - low, 0], gates[slot, : high - low, 1] = g[run], b[run]
+                gates[slot, : high - low, :-1] = _columns_of(g[run]).swapaxes(1, 2)
+                gates[slot, : high - low, -1] = b[run]
             else:
                 state[slot] = last
         return round_to(y, qkv.dtype)
@@ -377,7 +405,7 @@ def _committed(
     K, C = gates.shape[1], 2 * Hk * Dk + Hv * Dv
     W = conv_weight.shape[1]
     check.shape((C, W), "C, W", conv_weight=conv_weight)
-    check.shape((S, K, 2, Hv), "slots of state, K, 2, Hv", gates=gates)
+    _gates_shape(gates, K, state, Dk + 1 if gates.shape[2] == Dk + 1 else 2)
     check.shape((S, W - 1 + K, C), "slots of state, W - 1 + K, C", conv_state=conv_state)
     check.axes("[B]", 1, slots=slots)
     check.shape(slots.shape, "as slots", accepted=accepted)
@@ -396,8 +424,8 @@ def delta_commit(
     """Moves states on by the first accepted[b] tokens of the runs that were kept at slots[b] (−1: none).
 
     conv_state [S, W − 1 + K, C] holds W − 1 rows and then the kept ones, gates float32 [S, K, 2, Hv] their decay and
-    strength. What conv1d_causal, conv1d_state_update, rms_norm_qk and gated_delta_net do with these tokens one by one,
-    each rounded to conv_state's dtype.
+    strength, or [S, K, Dk + 1, Hv] their decays by channel and strength. What conv1d_causal, conv1d_state_update,
+    rms_norm_qk and gated_delta_net do with these tokens one by one, each rounded to conv_state's dtype.
     """
     Hv, Dv, Dk = state.shape[1:]
     W = conv_weight.shape[1]
@@ -407,7 +435,7 @@ def delta_commit(
         rows = conv_state[slot]
         y = conv1d_causal.body(rows[W - 1 : W - 1 + count], rows[: W - 1], conv_weight)
         y = rms_norm_qk.body(y, Hk, Dk, Hk * Dk)
-        g, b = gates[slot, :count, 0], gates[slot, :count, 1]
+        g, b = gates[slot, :count, :-1].swapaxes(1, 2), gates[slot, :count, -1]
         gated_delta_net.body(state[slot], y, g, b, Hk, Hv, Dk, Dv, "step")
         rows[: W - 1] = rows[count : count + W - 1].copy()
 
@@ -429,8 +457,10 @@ def _step(
     norm_weight: Spec,
     Hk: int,
     eps: float,
+    act: str,
 ) -> Spec:
     check.alike(qkv=qkv, z=z, alpha=alpha, beta=beta)
+    check.one_of(GATE_ACTS, act=act)
     check.floating(conv_weight=conv_weight, A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
     _state_dtype(state)
     if conv_state.dtype not in ("float32", qkv.dtype):
@@ -446,7 +476,9 @@ def _step(
     B, C = qkv.shape[0], 2 * Hk * Dk + Hv * Dv
     check.shape((B, C), "B, 2 Hk Dk + Hv Dv", qkv=qkv)
     check.shape((B, Hv, Dv), "B, Hv, Dv", z=z)
-    check.shape((B, Hv), "B, Hv", alpha=alpha, beta=beta)
+    by_channel = (Dk,) if len(alpha.shape) == 3 else ()
+    check.shape((B, Hv, *by_channel), "B, Hv" + ", Dk" * len(by_channel), alpha=alpha)
+    check.shape((B, Hv), "B, Hv", beta=beta)
     _slots(slots, B)
     check.axes("[C, W]", 2, conv_weight=conv_weight)
     check.filled(0, conv_weight=conv_weight)
@@ -454,7 +486,8 @@ def _step(
     check.shape((C, W), "C, W", conv_weight=conv_weight)
     rows = conv_state.shape[1] if len(conv_state.shape) == 3 and conv_state.shape[1] >= W else W - 1
     check.shape((S, rows, C), "slots of state, W - 1, C", conv_state=conv_state)
-    check.shape((Hv,), "Hv", A_log=A_log, dt_bias=dt_bias)
+    check.shape((Hv,), "Hv", A_log=A_log)
+    check.shape((Hv, *by_channel), "Hv" + ", Dk" * len(by_channel), dt_bias=dt_bias)
     check.shape((Dv,), "Dv", norm_weight=norm_weight)
     return z
 
@@ -474,13 +507,15 @@ def gated_delta_step(
     norm_weight: Array,
     Hk: int,
     eps: float = 1e-6,
+    act: str = "silu",
 ) -> Array:
     """One token of B sequences through all of a layer between its projections → [B, Hv, Dv].
 
-    conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta → gated_delta_net → gated_rms_norm(eps), each
-    rounded as on its own. qkv [B, 2 Hk Dk + Hv Dv], z [B, Hv, Dv], alpha, beta [B, Hv]; conv_state [S, W − 1, C], or
-    with room behind these rows, and state [S, Hv, Dv, Dk], float32 or bfloat16, move on at slots int32 [B]; conv_weight
-    [C, W], A_log, dt_bias [Hv], norm_weight [Dv].
+    conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta → gated_delta_net → gated_rms_norm(eps, act),
+    each rounded as on its own. qkv [B, 2 Hk Dk + Hv Dv], z [B, Hv, Dv], alpha, beta [B, Hv]; conv_state [S, W − 1, C],
+    or with room behind these rows, and state [S, Hv, Dv, Dk], float32 or bfloat16, move on at slots int32 [B];
+    conv_weight [C, W], A_log, dt_bias [Hv], norm_weight [Dv]. With decays of channels alpha [B, Hv, Dk] and dt_bias
+    [Hv, Dk].
     """
     Hv, Dv, Dk = state.shape[1:]
     y = conv1d_causal.body(qkv, conv_state, conv_weight, slots)
@@ -488,4 +523,4 @@ def gated_delta_step(
     y = rms_norm_qk.body(y, Hk, Dk, Hk * Dk)
     g, b = gdn_decay_beta.body(alpha, beta, A_log, dt_bias)
     d = gated_delta_net.body(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots)
-    return gated_rms_norm.body(d, z, norm_weight, eps)
+    return gated_rms_norm.body(d, z, norm_weight, eps, act)

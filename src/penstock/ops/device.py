@@ -97,8 +97,25 @@ class MissDetector(Protocol):
 
     turn: int  # which of the two is written next, 0 or 1
 
+    @property
+    def agreed(self) -> np.ndarray | None:
+        """int32 [layers, 2], of a model that is split: the ranks that stopped at a layer, and those that missed experts
+        of it, as all of them know. None where there is one rank.
+        """
+        ...
+
     def detect(self, n: int, layer: int, ids: Any, inputs: Mapping[str, Any]) -> None:
         """Look for the ids of a layer, the n-th of the step; inputs: slots, positions and lengths of the rows."""
+        ...
+
+    def agree(self, n: int, x: Any, inputs: Mapping[str, Any], out: Any) -> None:
+        """Sum x over ranks into out; with it travels whether experts of the n-th layer are missing on one of them. If
+        so the rest of the step changes nothing on any rank: rows become inactive before a cache is written again.
+        """
+        ...
+
+    def resolve(self, n: int, missed: bool) -> None:
+        """What the n-th layer lacked is there now, if it lacked something: its sum may be made again."""
         ...
 
     def rank(self, behind: int) -> None:
@@ -262,6 +279,11 @@ class ExpertFormat(Protocol):
     def specs(self) -> tuple[Spec, ...]: ...
 
     @property
+    def blocks(self) -> tuple[str | None, ...]:
+        """The types of those that are GGUF blocks; empty: none is."""
+        ...
+
+    @property
     def offsets(self) -> tuple[int, ...]: ...
 
     @property
@@ -286,9 +308,9 @@ class ExpertMemory(Protocol):
         """Memory for streamed experts here; host: bytes of host memory behind it, or "auto". None: host memory."""
         ...
 
-    def miss_detector(self, tier: Any, layers: int, width: int) -> MissDetector | None:
+    def miss_detector(self, tier: Any, layers: int, width: int, sums: str | None = None) -> MissDetector | None:
         """What detects absent experts while a step runs, for `width` choices of each layer; None where the host takes
-        part in every layer anyway.
+        part in every layer anyway. sums: the dtype in which ranks sum the layers of a model that is split.
         """
         ...
 

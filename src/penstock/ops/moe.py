@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -136,8 +137,11 @@ def _group_route(
     routed_scaling_factor: float,
     propagate_nan: bool,
     active: Spec | None,
+    norm_eps: float,
 ) -> tuple[Spec, Spec]:
     result = _logits(logits, top_k, "top_k", active)
+    if not 0 < norm_eps < math.inf:
+        raise InvalidArgument(f"norm_eps is {norm_eps}, expected a positive finite number")
     experts = logits.shape[-1]
     check.floating(bias=bias)
     check.shape((experts,), "one per expert", bias=bias)
@@ -166,14 +170,15 @@ def moe_group_route(
     routed_scaling_factor: float = 1.0,
     propagate_nan: bool = False,
     active: Array | None = None,
+    norm_eps: float = 1e-20,
 ) -> tuple[Array, Array]:
     """DeepSeek-V3's router: sigmoid scores, a bias for the choice alone, groups of experts first.
 
     s = σ(logits), c = s + bias in float32; keep the topk_group groups of largest (sum of their two best c); ids = the
-    top_k largest c among those, ties to the lowest index; w = s[ids], divided by Σ w + 1e-20 if norm_topk_prob, times
-    routed_scaling_factor. logits float32 [(T,) E], bias [E] or None → ids int32, weights float32 [(T,) k]. A row with
-    NaN gives ids 0 and weights 0; with propagate_nan one whose logits or c are not all finite ids 0 and weights NaN;
-    active as in `moe_route`.
+    top_k largest c among those, ties to the lowest index; w = s[ids], divided by Σ w + norm_eps if norm_topk_prob,
+    times routed_scaling_factor. logits float32 [(T,) E], bias [E] or None → ids int32, weights float32 [(T,) k]. A row
+    with NaN gives ids 0 and weights 0; with propagate_nan one whose logits or c are not all finite ids 0 and weights
+    NaN; active as in `moe_route`.
     """
     experts = logits.shape[-1]
     s = sigmoid(logits.astype(np.float64)).astype(np.float32)
@@ -188,7 +193,7 @@ def moe_group_route(
     ids = _best(choice, top_k)
     weights = np.take_along_axis(s, ids, axis=-1).astype(np.float64)
     if norm_topk_prob:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + norm_eps)
     return _chosen(ids, weights * routed_scaling_factor, sound, propagate_nan, active, logits, scores)
 
 
@@ -289,10 +294,11 @@ def _norm_group_route(
     write_normed: bool,
     fetch: Any,
     dtype: str | None,
+    norm_eps: float,
 ) -> tuple[Spec | None, Spec, Spec, Spec | None]:
     normed, logits, more = _scored(x, norm_weight, w, scores, eps, write_normed, dtype)
     how = (n_group, topk_group, top_k, norm_topk_prob, routed_scaling_factor, propagate_nan)
-    return normed, *_group_route(logits, bias, *how, active), more
+    return normed, *_group_route(logits, bias, *how, active, norm_eps), more
 
 
 @op(infer=_norm_group_route)
@@ -313,11 +319,12 @@ def moe_norm_group_route(
     write_normed: bool = False,
     fetch: QuantizedTensor | Array | None = None,
     dtype: str | None = None,
+    norm_eps: float = 1e-20,
 ) -> tuple[Array | None, Array, Array, Array | None]:
     """`moe_group_route` with the norm and the product before it, as in `moe_norm_route`."""
     normed, logits, more = _scores_of(x, norm_weight, w, scores, eps, write_normed, dtype)
     how = (n_group, topk_group, top_k, norm_topk_prob, routed_scaling_factor, propagate_nan)
-    return normed, *moe_group_route.body(logits, bias, *how, active), more
+    return normed, *moe_group_route.body(logits, bias, *how, active, norm_eps), more
 
 
 def _normalized(weights: Spec) -> Spec:

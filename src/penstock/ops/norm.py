@@ -16,7 +16,7 @@ from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
-from penstock.ops.elementwise import expert_sum, silu
+from penstock.ops.elementwise import expert_sum, sigmoid, silu
 from penstock.ops.op import op
 
 
@@ -148,18 +148,22 @@ def rms_norm_qk(
     return y
 
 
-def _gated(values: Spec, z: Spec, weight: Spec, eps: float) -> Spec:
+GATE_ACTS = ("silu", "sigmoid")
+
+
+def _gated(values: Spec, z: Spec, weight: Spec, eps: float, act: str) -> Spec:
+    check.one_of(GATE_ACTS, act=act)
     check.axes("[T, Hv, Dv]", 3, values=values)
     return _rows(eps, {"weight": weight}, values=values, z=z)
 
 
 @op(infer=_gated, alias=True)
-def gated_rms_norm(values: Array, z: Array, weight: Array, eps: float = 1e-6) -> Array:
-    """values · rinv(values) · silu(z) · weight, per head: the norm sees values alone, before the gate.
+def gated_rms_norm(values: Array, z: Array, weight: Array, eps: float = 1e-6, act: str = "silu") -> Array:
+    """values · rinv(values) · act(z) · weight, per head: the norm sees values alone, before the gate.
 
-    values, z [T, Hv, Dv], weight [Dv].
+    values, z [T, Hv, Dv], weight [Dv]; act: "silu" or "sigmoid".
     """
-    return round_to(normed(f64(values), eps) * silu(f64(z)) * f64(weight), values.dtype)
+    return round_to(normed(f64(values), eps) * (silu if act == "silu" else sigmoid)(f64(z)) * f64(weight), values.dtype)
 
 
 def _added(residual: Spec, x: Spec, weight: Spec, eps: float) -> Spec:

@@ -1,4 +1,4 @@
-"""Rotary position embedding and its frequency tables."""
+"""Rotary position embedding, its frequency tables, and a scale by position."""
 
 from __future__ import annotations
 
@@ -234,3 +234,27 @@ def head_norm_rope(
     """
     y = normed(f64(x), eps, 1.0 if weight is None else weight)
     return round_to(rotate(y, inv_freq, _at(start_pos, None), rotary_dim, mscale, interleaved), x.dtype)
+
+
+# -- scale by position -----------------------------------------------------------------------------------------------
+
+
+def _position_scaled(x: Spec, positions: Spec, beta: float, length: int) -> Spec:
+    check.floating(x=x)
+    check.axes("[T, N] or [T, H, D]", 2, 3, x=x)
+    check.filled(x=x)
+    check.dtype("int32", positions=positions)
+    check.shape(x.shape[:1], "one per token", positions=positions)
+    check.finite(beta=beta)
+    check.positive(length=length)
+    return x
+
+
+@op(infer=_position_scaled, check=lambda positions: check.in_range("positions", positions, 0, 2**31), alias=True)
+def position_scale(x: Array, positions: Array, beta: float, length: int) -> Array:
+    """x[t] · (1 + beta · ln(1 + ⌊positions[t] / length⌋)): sharper attention far behind the first `length` positions.
+
+    x [T, N] or [T, H, D], queries; positions int32 [T]. `out=x` is allowed.
+    """
+    factor = 1 + beta * np.log1p((positions // length).astype(np.float64))
+    return round_to(f64(x) * factor.reshape(-1, *(1,) * (x.ndim - 1)), x.dtype)

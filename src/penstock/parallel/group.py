@@ -108,25 +108,38 @@ class RankGroup:
         """
         return self.backend == "nccl"
 
-    def all_reduce(self, array: Any) -> None:
-        """Replace an array by its sum over all ranks."""
+    def all_reduce(self, array: Any, note: Any = None) -> None:
+        """Replace an array by its sum over all ranks, and a note with it: NCCL has one launch for both."""
+        given = [array] if note is None else [array, note]
         with self._reaching():
-            if self.backend != "gloo":
-                self._data.allreduce([array]).wait()
-                return
-            tensor = self._on_host(array)
-            self._data.allreduce([tensor]).wait()
-            self._back(array, tensor)
+            tensors = given if self.backend != "gloo" else [self._on_host(one) for one in given]
+            if note is None:
+                _wait(self._data.allreduce(tensors, self._in_line("AllreduceOptions")))
+            else:
+                _wait(self._data.allreduce_coalesced(tensors, self._in_line("AllreduceCoalescedOptions")))
+            for one, tensor in zip(given, tensors, strict=True):
+                self._back(one, tensor)
 
     def all_gather(self, parts: Any, array: Any) -> None:
         """Write the arrays of all ranks into parts [size, …]."""
         with self._reaching():
             if self.backend != "gloo":
-                self._data._allgather_base(parts.reshape(-1), array.reshape(-1)).wait()
+                options = self._in_line("AllgatherOptions")
+                _wait(self._data._allgather_base(parts.reshape(-1), array.reshape(-1), options))
                 return
             found, own = self._on_host(parts), self._on_host(array)
             self._data._allgather_base(found.reshape(-1), own.reshape(-1)).wait()
             self._back(parts, found)
+
+    def _in_line(self, name: str) -> Any:
+        """Options by which NCCL launches on the stream of the kernels around it.
+
+        On a stream of its own, as torch has it otherwise, each collective of a captured graph is a fork and a join,
+        across which no kernel starts before the one before it has ended.
+        """
+        options = getattr(self._dist.distributed_c10d, name)()
+        options.asyncOp = False
+        return options
 
     def _on_host(self, array: Any) -> Any:
         """A tensor on the host with the memory of an array there, or a copy of one on a GPU."""
@@ -197,9 +210,13 @@ class RankGroup:
 
     # -- what is in the store ----------------------------------------------------------------------------------------
 
+    def announce(self, name: str, own: bytes) -> None:
+        """What this rank has to say under a name, for `exchange` of the others."""
+        self._store.set(f"{name}/{self.rank}", own)
+
     def exchange(self, name: str, own: bytes, seconds: float) -> list[bytes]:
         """What each rank has to say under a name, once all have said it. Raises EngineDied if one fails or is late."""
-        self._store.set(f"{name}/{self.rank}", own)
+        self.announce(name, own)
         end, found = time.monotonic() + seconds, []
         for rank in range(self.size):
             key = f"{name}/{rank}"
@@ -262,6 +279,11 @@ class RankGroup:
             self._abort()
         if threading.current_thread() is not self._watchdog:  # one that asks the store while the process ends aborts it
             self._watchdog.join(2.0)
+
+
+def _wait(work: Any) -> None:
+    if work is not None:  # else it is in line with what follows
+        work.wait()
 
 
 def _line(error: BaseException) -> str:

@@ -21,7 +21,8 @@ from penstock.quant.formats import (
     resolve,
     scale_values,
 )
-from penstock.quant.gguf_blocks import BLOCK_TYPES, BlockType, GgufTensor
+from penstock.quant.gguf_blocks import BLOCK_TYPES, BlockType, GgufPlanes, GgufTensor, in_planes
+from penstock.quant.gguf_planes import PLANES, Layout, Plane, layout_in_planes
 from penstock.quant.rounding import quantize, quantize_reference
 from penstock.quant.tensor import Quantized, QuantizedTensor
 from penstock.quant.values import dequantize, group_scales
@@ -33,17 +34,23 @@ __all__ = [
     "GLOBAL_UNIT",
     "GROUP_SIZES",
     "MODES",
+    "PLANES",
     "BlockType",
     "ExpertBlobs",
     "Format",
+    "GgufPlanes",
     "GgufTensor",
+    "Layout",
+    "Plane",
     "Quantized",
     "QuantizedTensor",
     "check_format",
     "dequantize",
     "fault_of",
     "group_scales",
+    "in_planes",
     "is_torch",
+    "layout_in_planes",
     "levels",
     "pack_codes",
     "quantize",

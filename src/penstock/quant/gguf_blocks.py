@@ -23,7 +23,7 @@ MXFP4   32       17     2^(byte - 128)                   none                   
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,10 +33,12 @@ from penstock.dtypes import FLOATS, numpy_dtype, round_to
 from penstock.errors import BackendError, DTypeError, InvalidArgument, ShapeError
 from penstock.quant.arrays import fault_of, is_torch, layout_of, to_numpy, to_torch
 from penstock.quant.formats import E2M1
+from penstock.quant.gguf_planes import PLANES, Layout, Moves, Plane, layout_in_planes, moved
 from penstock.quant.tensor import QuantizedTensor
 
 GROUP = 16  # weights that have a scale of their own, in every type
 _STEP = 1 << 20  # weights made dense at once
+_AT_ONCE = 64 << 20  # bytes of blocks that are rearranged at once
 
 
 class Decoded(NamedTuple):
@@ -84,7 +86,7 @@ class GgufTensor(QuantizedTensor):
 
     What `QuantizedTensor` says of shape, nbytes, indexing, `rows`, `to` and `dequantize` holds; there are no arrays of
     scales, `mode` is the type, and products round activations ("int8") in groups of 16. The array is NumPy's or
-    torch's on the host: a GPU has no kernels for these blocks yet. Raises InvalidArgument, DTypeError or ShapeError.
+    torch's on the host; `to("cuda")` rearranges it into GgufPlanes. Raises InvalidArgument, DTypeError or ShapeError.
     """
 
     def __init__(self, blocks: Any, type: str) -> None:
@@ -106,7 +108,10 @@ class GgufTensor(QuantizedTensor):
         if str(blocks.dtype).removeprefix("torch.") != "uint8":
             raise DTypeError(f"GgufTensor: blocks has dtype {blocks.dtype}, expected uint8")
         if is_torch(blocks) and blocks.device.type != "cpu":
-            raise _no_device(self.mode, str(blocks.device))
+            raise BackendError(
+                f"GgufTensor: {self.mode} blocks on {blocks.device}, expected them on the host: "
+                f"to({str(blocks.device)!r}) rearranges them for a GPU"
+            )
         shape = tuple(blocks.shape)
         if len(shape) < 2 or 0 in shape[1:] or shape[-1] % known.nbytes:
             expected = f"(..., N, a multiple of {known.nbytes} bytes), no axis empty but the first"
@@ -156,12 +161,12 @@ class GgufTensor(QuantizedTensor):
         return self.with_arrays(self.packed[index if isinstance(index, slice) else operator.index(index), ...])
 
     def to(self, device: str) -> "GgufTensor":
-        """As a NumPy array ("cpu") or a torch tensor ("torch") on the same memory. Raises BackendError for a GPU."""
+        """As a NumPy array ("cpu") or torch tensor ("torch") on the same memory; GgufPlanes for "cuda" and "cuda:n"."""
         if device == "cpu":
             return self if isinstance(self.packed, np.ndarray) else self.with_arrays(to_numpy(self.packed))
-        if device != "torch":
-            raise _no_device(self.mode, device)
-        return self.with_arrays(to_torch(self.packed, device))
+        if device == "torch":
+            return self.with_arrays(to_torch(self.packed, device))
+        return in_planes(self, device)
 
     def dequantize(self, dtype: str = "float32") -> Any:
         """The weights `[..., N, K]`, those of `gguf.dequantize` in float32, rounded once to another dtype."""
@@ -179,11 +184,120 @@ class GgufTensor(QuantizedTensor):
         return out.reshape(self.shape)
 
 
-def _no_device(type: str, device: str) -> BackendError:
-    return BackendError(
-        f"GgufTensor: {type} blocks have no kernels on {device}, expected device cpu, or the model converted: "
-        "penstock convert --requantize writes what a GPU runs"
+class GgufPlanes(GgufTensor):
+    """A weight `[..., N, K]` in the planes of a GGUF type: torch tensors on one device, as CUDA kernels read them.
+
+    `to("cpu")` gives a GgufTensor with the blocks that these came from. Raises InvalidArgument, DTypeError, ShapeError.
+    """
+
+    def __init__(self, arrays: Sequence[Any], type: str) -> None:
+        if type not in BLOCK_TYPES:
+            raise InvalidArgument(f"GgufPlanes: type is {type!r}, expected one of {', '.join(BLOCK_TYPES)}")
+        known, layout = BLOCK_TYPES[type], layout_in_planes(type)
+        fields = {"packed": arrays[0], "scales": None, "biases": None, "bits": known.bits, "group_size": GROUP}
+        for name, value in (fields | {"mode": type, "global_scale": None, "_planes": tuple(arrays)}).items():
+            object.__setattr__(self, name, value)
+        if len(arrays) != len(layout.planes):
+            raise ShapeError(f"GgufPlanes: {len(arrays)} arrays, expected {len(layout.planes)} of {type}")
+        *rows, words = (int(size) for size in arrays[0].shape)
+        blocks = words * 4 // layout.planes[0].nbytes
+        for plane, array in zip(layout.planes, arrays, strict=True):
+            _check_plane(plane, array, (*rows, blocks * plane.entries))
+        object.__setattr__(self, "_laid_out", tuple(map(layout_of, arrays)))
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        planes: tuple[Any, ...] = self.__dict__["_planes"]
+        return {plane.name: array for plane, array in zip(self.layout.planes, planes, strict=True)}
+
+    @property
+    def layout(self) -> Layout:
+        return layout_in_planes(self.mode)
+
+    @functools.cached_property
+    def by_name(self) -> tuple[Any, ...]:
+        """The arrays in the order of PLANES, None where a type has none."""
+        return tuple(self._fields.get(name) for name in PLANES)
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape (..., N, K)."""
+        *rows, words = (int(size) for size in self.packed.shape)
+        return (*rows, words * 32 // self.layout.low)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return sum(math.prod(array.shape) * array.element_size() for array in self.arrays)
+
+    def __repr__(self) -> str:
+        return f"GgufPlanes({self.shape}, {self.mode}, {self.device})"
+
+    def with_arrays(self, *arrays: Any) -> "GgufPlanes":
+        """The same type over other planes."""
+        return GgufPlanes(arrays, self.mode)
+
+    def __getitem__(self, index: int | slice) -> "GgufPlanes":
+        """See `QuantizedTensor`."""
+        if self.ndim == 2:
+            raise InvalidArgument(f"GgufPlanes: shape is {self.shape}, expected axes before N and K to index")
+        return self.with_arrays(*(array[index, ...] for array in self.arrays))
+
+    def to(self, device: str) -> GgufTensor:
+        """Blocks in a NumPy array ("cpu") or a torch tensor on the host ("torch"), or these planes on a GPU."""
+        if device not in ("cpu", "torch"):
+            return self.with_arrays(*(to_torch(array, device) for array in self.arrays))
+        self.check()
+        *rows, K = self.shape
+        known, parts = self.block_type, []
+        for plane, array in zip(self.layout.planes, self.arrays, strict=True):
+            raw = np.ascontiguousarray(to_numpy(array)).view(np.uint8)
+            parts.append(raw.reshape(-1, plane.nbytes))
+        blocks = np.ascontiguousarray(moved(np.concatenate(parts, axis=1), self.layout.restored))
+        made = GgufTensor(blocks.reshape(*rows, K // known.size * known.nbytes), self.mode)
+        return made if device == "cpu" else made.to(device)
+
+    def dequantize(self, dtype: str = "float32") -> Any:
+        """See `GgufTensor`; a tensor on the device of the planes."""
+        return to_torch(self.to("cpu").dequantize(dtype), "torch" if self.device == "cpu" else self.device)
+
+
+def _check_plane(plane: Plane, array: Any, shape: tuple[int, ...]) -> None:
+    what = f"GgufPlanes: {plane.name}"
+    if not is_torch(array):
+        raise DTypeError(f"{what} is a {type(array).__name__}, expected a torch tensor")
+    if fault := fault_of(array):
+        raise DTypeError(f"{what} is {fault}")
+    if str(array.dtype) != f"torch.{plane.dtype}":
+        raise DTypeError(f"{what} has dtype {array.dtype}, expected {plane.dtype}")
+    if tuple(array.shape) != shape or len(shape) < 2:
+        raise ShapeError(f"{what} has shape {tuple(array.shape)}, expected {shape}")
+    if not array.is_contiguous():
+        raise ShapeError(f"{what} is not contiguous, expected a C-contiguous tensor")
+
+
+def in_planes(w: GgufTensor, device: str) -> GgufPlanes:
+    """The planes of blocks, rearranged on a torch device: "torch" is the host, "cuda" or "cuda:n" a GPU."""
+    if isinstance(w, GgufPlanes):
+        return w.with_arrays(*(to_torch(array, device) for array in w.arrays))
+    w.check()
+    where = to_torch(np.empty(0, np.uint8), device).device
+    import torch
+
+    known, layout = w.block_type, layout_in_planes(w.mode)
+    *rows, nbytes = w.packed.shape
+    count = nbytes // known.nbytes * math.prod(rows)
+    blocks = w.packed.reshape(count, known.nbytes)
+    made = [torch.empty((count, plane.nbytes), dtype=torch.uint8, device=where) for plane in layout.planes]
+    tables = [[torch.from_numpy(table).to(where) for table in plane.moves] for plane in layout.planes]
+    step = max(1, _AT_ONCE // known.nbytes)
+    for start in range(0, count, step):
+        part = to_torch(blocks[start : start + step], "torch").to(where)
+        for to, table in zip(made, tables, strict=True):
+            to[start : start + step] = moved(part, Moves(*table))
+    arrays = (
+        to.view(getattr(torch, plane.dtype)).view(*rows, -1) for to, plane in zip(made, layout.planes, strict=True)
     )
+    return GgufPlanes(tuple(arrays), w.mode)
 
 
 # -- the types -------------------------------------------------------------------------------------------------------

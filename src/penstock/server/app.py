@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock._version import __version__
 from penstock.errors import TooManyTokens, no_panic
-from penstock.server import responses, schema
+from penstock.server import messages, responses, schema
 from penstock.server.answer import Answer
 from penstock.server.body import Bodies
 from penstock.server.chat import ChatShape, TextShape, failed
@@ -106,6 +106,8 @@ class Application:
             "/completions": self._completions,
             "/v1/responses": self._responses,
             "/responses": self._responses,
+            "/v1/messages": self._messages,
+            "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/apply-template": self._apply_template,
@@ -177,6 +179,42 @@ class Application:
             response_format=responses.response_format(asked),
             effort=asked.reasoning.effort if asked.reasoning is not None else None,
         )
+
+    async def _messages(self, request: Request) -> Any:
+        asked, work = await self._ready(request, schema.MessagesRequest, self._messages_work)
+        [answer] = self._submitted(request, work)
+        prompt = len(work.requests[0].prompt)
+        headers = messages.clamped(asked.max_tokens, prompt, self.service.llm.max_context)
+        shape = messages.MessagesShape(self.service.name, prompt)
+        if asked.stream:
+            options = self._options
+            events, ping = shape.events(answer), messages.PING
+            return EventStream(events, shape.failed, options.limits, options.ping_seconds, ping, headers)
+        return Json(await self._awaited(shape.whole(answer), request, [answer]), headers=headers)
+
+    def _messages_work(self, asked: schema.MessagesRequest) -> Work:
+        turns = messages.conversation(asked)
+        return self.service.chat(
+            asked,
+            turns,
+            limit=asked.max_tokens,
+            tools=messages.tools(asked),
+            choice=messages.tool_choice(asked),
+            parallel=messages.parallel(asked),
+            response_format=messages.response_format(asked),
+            effort=messages.effort(asked),
+            continued=messages.continued(turns),
+        )
+
+    async def _count_tokens(self, request: Request) -> Json:
+        def work(asked: schema.CountTokensRequest) -> dict[str, Any]:
+            self.service.check_model(asked.model)
+            turns, tools = messages.conversation(asked), messages.tools(asked)
+            more = {"effort": messages.effort(asked), "continued": messages.continued(turns)}
+            chat = self.service.prompt(turns, tools, asked.chat_template_kwargs, **more)
+            return {"input_tokens": len(self.service.llm.tokenizer.encode_chat(chat))}
+
+        return Json((await self._ready(request, schema.CountTokensRequest, work))[1])
 
     async def _ready(self, request: Request, model: type[_Model], prepare: Callable[[_Model], _T]) -> tuple[_Model, _T]:
         """A request read, checked and prepared in a thread."""
@@ -275,7 +313,7 @@ class Application:
         return Json(body, error.status, error.headers)
 
     async def _models(self, request: Request) -> Json:
-        return Json({"object": "list", "data": [self._model(name) for name in self._options.names]})
+        return Json({"object": "list", "data": [self._model(name) for name in self.service.names]})
 
     async def _one_model(self, request: Request) -> Json:
         name = request.path_params["name"]

@@ -52,6 +52,15 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The body of an error as Anthropic's API has it."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
     headers = {} if retry_after is None else {"retry-after": str(retry_after)}
     return ApiError(503, message, code=code, headers=headers)

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.body import Disconnected
-from penstock.server.errors import ApiError, as_api_error, dumps
+from penstock.server.errors import ApiError, anthropic_body, as_api_error, dumps
 from penstock.server.limits import Limits
 
 log = logging.getLogger("penstock.server")
@@ -193,7 +193,7 @@ class Guard:
                 await _answer(send_with_headers, 204, b"", {"allow": f"{allow}, OPTIONS"})
             else:
                 told = _unrouted(error, scope)
-                await _answer(send_with_headers, told.status, dumps(told.body), told.headers)
+                await _answer(send_with_headers, told.status, _refusal(told, path), told.headers)
         except Disconnected:
             status = status or 499  # it is not read; in the log as nginx writes it
         except Exception as error:
@@ -201,7 +201,7 @@ class Guard:
             if told.status == 500:
                 log.error("%s %s failed: %s", scope["method"], _shown(path), traced(error))
             if status == 0:
-                await _answer(send_with_headers, told.status, dumps(told.body), told.headers)
+                await _answer(send_with_headers, told.status, _refusal(told, path), told.headers)
         finally:
             seconds = time.perf_counter() - start
             self._count(path, status)
@@ -248,11 +248,16 @@ def _unrouted(error: HTTPException, scope: Scope) -> ApiError:
     return ApiError(status, f"there is no {path}", code="not_found", headers=error.headers)
 
 
+def _refusal(error: ApiError, path: str) -> bytes:
+    """The body of an error: on Anthropic's path in the shape of that API."""
+    return dumps(anthropic_body(error) if path.startswith("/v1/messages") else error.body)
+
+
 def _preflight(headers: Headers) -> dict[str, str]:
     asked = [name.strip() for name in headers.get("access-control-request-headers", "").split(",")]
     about = [
-        name for name in asked if name.lower().startswith("x-stainless-")
-    ]  # OpenAI's clients tell about themselves
+        name for name in asked if name.lower().startswith(("x-stainless-", "anthropic-"))
+    ]  # clients of OpenAI and Anthropic tell about themselves
     return {
         "access-control-allow-methods": "GET, HEAD, POST",
         "access-control-allow-headers": ", ".join(["authorization", "content-type", "x-api-key", *about]),

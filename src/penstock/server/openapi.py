@@ -69,6 +69,17 @@ _COMPLETION = _object(
     usage=_USAGE,
 )
 _RESPONSE = _object("id object created_at status output usage", object={"const": "response"}, output=_list({}))
+_ANTHROPIC = _object(
+    "id type role content model stop_reason usage",
+    type={"const": "message"},
+    content=_list({}),
+    usage=_object("input_tokens output_tokens", input_tokens=_INT, output_tokens=_INT),
+)
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {"type": {"const": "error"}, "error": _object("type message", type=_TEXT, message=_TEXT)},
+}
 _MODEL = _object("id object created owned_by", id=_TEXT, object={"const": "model"}, created=_INT)
 _EVENTS = {"text/event-stream": {"schema": {}}}
 
@@ -81,6 +92,12 @@ _POSTS: dict[str, tuple[str, type[BaseModel], dict[str, Any]]] = {
     "/v1/chat/completions": ("Answer a conversation.", schema.ChatRequest, _json(_CHAT) | _EVENTS),
     "/v1/completions": ("Continue a text.", schema.CompletionRequest, _json(_COMPLETION) | _EVENTS),
     "/v1/responses": ("Answer a conversation, in items.", schema.ResponsesRequest, _json(_RESPONSE) | _EVENTS),
+    "/v1/messages": ("Answer as Anthropic's API does.", schema.MessagesRequest, _json(_ANTHROPIC) | _EVENTS),
+    "/v1/messages/count_tokens": (
+        "Tokens of such a conversation.",
+        schema.CountTokensRequest,
+        _json(_object("input_tokens", input_tokens=_INT)),
+    ),
     "/tokenize": ("Text to token ids.", schema.TokenizeRequest, _json(_object("tokens", tokens=_list({})))),
     "/detokenize": ("Token ids to text.", schema.DetokenizeRequest, _json(_object("content", content=_TEXT))),
     "/apply-template": (
@@ -105,14 +122,15 @@ def described(metrics: bool = True) -> dict[str, Any]:
     references, definitions = models_json_schema(
         [(model, "validation") for model in named], ref_template="#/components/schemas/{model}"
     )
-    schemas = {**definitions.get("$defs", {}), "Error": _ERROR}
+    schemas = {**definitions.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}
     for model in named:
         if issubclass(model, schema.Request):
             _add_ignored(schemas[model.__name__])
     paths: dict[str, Any] = {}
     for path, (summary, model, content) in _POSTS.items():
         body = {"required": True, "content": _json(references[model, "validation"])}
-        paths[path] = {"post": _operation(summary, content) | {"requestBody": body}}
+        error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+        paths[path] = {"post": _operation(summary, content, error) | {"requestBody": body}}
     for path, (summary, content) in _GETS.items():
         if path != "/metrics" or metrics:
             paths[path] = {"get": _operation(summary, content)}
@@ -128,8 +146,8 @@ def described(metrics: bool = True) -> dict[str, Any]:
     }
 
 
-def _operation(summary: str, content: dict[str, Any]) -> dict[str, Any]:
-    error = _json({"$ref": "#/components/schemas/Error"})
+def _operation(summary: str, content: dict[str, Any], error_name: str = "Error") -> dict[str, Any]:
+    error = _json({"$ref": f"#/components/schemas/{error_name}"})
     refusals = {status: {"description": text, "content": error} for status, text in _REFUSALS.items()}
     return {"summary": summary, "responses": {"200": {"description": "Done.", "content": content}, **refusals}}
 

@@ -173,6 +173,7 @@ class Request(Strict):
     num_draft_tokens: int | None = Field(None, ge=1, le=7, description="Drafts of a step at the most.")
     chat_template_kwargs: Object | None = Field(None, description="Variables of the model's chat template.")
 
+    IGNORED: ClassVar[frozenset[str]] = IGNORED
     CALLED: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "repetition_context"}
 
     @model_validator(mode="before")
@@ -185,24 +186,17 @@ class Request(Strict):
                 kept[name] = value
             elif name in cls.CALLED:
                 kept.setdefault(cls.CALLED[name], value)
-            elif name in NEUTRAL:
+            elif name in NEUTRAL and name not in cls.IGNORED:
                 if value is not None and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
                     raise ApiError(400, _refused(name), param=name, code="unsupported_parameter")
-            elif name not in IGNORED:
+            elif name not in cls.IGNORED:
                 raise _unknown(name, known)
         return kept
 
     @field_validator("stop")
     @classmethod
     def _stops(cls, value: Any) -> list[str]:
-        stops = [value] if isinstance(value, str) else [] if value is None else value
-        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-            raise ValueError("is of a wrong type, expected a string or a list of strings")
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"has {len(stops)} strings, expected at most {MAX_STOPS}")
-        if not all(stops):
-            raise ValueError("has an empty string, expected at least one character")
-        return stops
+        return _stop_strings(value)
 
     @field_validator("logit_bias")
     @classmethod
@@ -221,6 +215,17 @@ class Request(Strict):
                 raise ValueError(f"[{key}] is {str(number)[:40]}, expected a number from -1e30 to 1e30")
             bias[int(key)] = float(number)
         return bias
+
+
+def _stop_strings(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("is of a wrong type, expected a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"has {len(stops)} strings, expected at most {MAX_STOPS}")
+    if not all(stops):
+        raise ValueError("has an empty string, expected at least one character")
+    return stops
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -558,6 +563,142 @@ class ResponsesRequest(Request):
             raise ApiError(400, "input is empty, expected text or a conversation", param="input", code="invalid_value")
         check_tools([tool.name for tool in self.tools or ()], self.tool_choice)
         return self
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Messages, as in Anthropic's API
+
+_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+
+
+class TextBlock(Open):
+    type: Literal["text"]
+    text: str
+
+
+class ResultPart(Open):
+    """A part of what a tool gave back. Only text is taken."""
+
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _text_only(self) -> ResultPart:
+        if self.type != "text" or self.text is None:
+            raise ValueError(f"is of type {self.type[:40]!r}, expected text: images and files are not supported")
+        return self
+
+
+class ContentBlock(Open):
+    """A part of a turn: text, thoughts, a call of a tool, or the result of one."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Object | None = None
+    tool_use_id: str | None = None
+    content: str | Annotated[Items[ResultPart], Field(max_length=MAX_PARTS)] | None = None
+    is_error: bool | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ContentBlock:
+        if self.type not in _BLOCKS:
+            known = ", ".join(_BLOCKS)
+            raise ValueError(f"is of type {self.type[:40]!r}, expected {known}: images and files are not supported")
+        needed = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
+        for name in needed.get(self.type, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"has no {name}, expected one in a block of type {self.type}")
+        return self
+
+
+class Turn(Open):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[Items[ContentBlock], Field(max_length=MAX_PARTS)]
+
+
+class MessagesTool(Open):
+    """A tool of the client's. Those that Anthropic runs itself are not here."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_schema: Object
+
+
+class MessagesToolChoice(Open):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> MessagesToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise ValueError("has no name, expected that of a tool")
+        return self
+
+
+class Thinking(Open):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Count | None = None
+
+
+class OutputFormat(Open):
+    type: Literal["json_schema"]
+    schema_: Object = Field(alias="schema")
+
+
+class OutputConfig(Open):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Prompted(Request):
+    """What /v1/messages and /v1/messages/count_tokens have in common."""
+
+    messages: Items[Turn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | Annotated[Items[TextBlock], Field(max_length=MAX_PARTS)] | None = None
+    tools: Items[MessagesTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+
+    IGNORED: ClassVar[frozenset[str]] = IGNORED | frozenset(
+        "context_management container inference_geo betas cache_control speed diagnostics user_profile_id "
+        "workspace_id anthropic_version".split()
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Prompted:
+        choice = self.tool_choice
+        named = choice if choice is not None and choice.type == "tool" else None
+        wanted = "required" if choice is not None and choice.type == "any" else named
+        check_tools([tool.name for tool in self.tools or ()], wanted)
+        return self
+
+
+class MessagesRequest(Prompted):
+    """/v1/messages."""
+
+    max_tokens: Count
+    stop_sequences: TextOrTexts = None
+
+    @field_validator("stop_sequences")
+    @classmethod
+    def _sequences(cls, value: Any) -> list[str]:
+        return _stop_strings(value)
+
+    @model_validator(mode="after")
+    def _stopped(self) -> MessagesRequest:
+        self.stop = [*(self.stop or ()), *(self.stop_sequences or ())]
+        return self
+
+
+class CountTokensRequest(Prompted):
+    """/v1/messages/count_tokens."""
 
 
 # --------------------------------------------------------------------------------------------------------------------

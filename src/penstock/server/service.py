@@ -54,7 +54,8 @@ class AnyScheduler(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """How a server answers. names: what the model is called, the first one is its id in /v1/models.
+    """How a server answers. names: what the model is called, the first one is its id in /v1/models; "*" among them:
+    whatever a request calls it.
 
     defaults: of the sampling options that a request leaves out. max_tokens: of an answer if the request sets none.
     template_variables: for every chat. split_reasoning: False leaves reasoning in the content.
@@ -214,13 +215,18 @@ class Service:
 
     @property
     def name(self) -> str:
-        return self.options.names[0]
+        return self.names[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that /v1/models lists."""
+        return tuple(name for name in self.options.names if name != "*") or ("demo",)
 
     def check_model(self, name: str | None) -> None:
         """A model is only ever named; what a client sends is never looked for on disk or on the hub."""
-        if name is not None and name not in self.options.names:
+        if name is not None and name not in self.options.names and "*" not in self.options.names:
             shown = name if len(name) <= 80 else f"{name[:77]}..."
-            known = ", ".join(self.options.names)
+            known = ", ".join(self.names)
             raise ApiError(404, f"model is {shown!r}, expected {known}", param="model", code="model_not_found")
 
     # -- making requests ready; these run in threads -------------------------------------------------------------------
@@ -256,7 +262,7 @@ class Service:
         inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
         format = self._format if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
-        options = self._options(request, limit, logprobs, shown_tokens(format, bool(tools)))
+        options = self._options(request, limit, logprobs, shown_tokens(self._format, bool(tools)))
         requests = self._requests(scheduler, [ids], n, options, grammar)
         reads = FORMATS[format].reasoning is not None or (bool(tools) and FORMATS[format].call is not None)
         parsers = [parser_for(format, tools or None, in_reasoning=inside) if reads else None for _ in requests]
@@ -294,7 +300,8 @@ class Service:
             if name in (variables or {}):
                 param = "chat_template_kwargs"
                 raise ApiError(400, f"{param} has {name}, which is a field of its own", param=param)
-        merged = {**self.options.template_variables, **_effort(effort), **(variables or {})}
+        effort_variables = {} if effort is None else FORMATS[self._format].effort(effort)
+        merged = {**self.options.template_variables, **effort_variables, **(variables or {})}
         plain = with_arguments([message.plain() for message in messages], self._format)
         last = plain[-1]["content"].rstrip()
         if continued and (plain[-1]["role"] != "assistant" or not last):
@@ -427,13 +434,6 @@ class Service:
                 copied = None if grammar is None else grammar.copy()
                 made.append(scheduler.request(ids, grammar=copied, **(options | own)))
         return made
-
-
-def _effort(effort: str | None) -> dict[str, Any]:
-    """Template variables for OpenAI's reasoning_effort."""
-    if effort is None:
-        return {}
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def response_format_of(request: schema.Generating) -> dict[str, Any] | None:

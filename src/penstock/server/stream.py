@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -58,14 +58,21 @@ class EventStream:
     """An ASGI response that sends events as they come, those that are ready together with one write.
 
     The requests are cancelled as soon as the client is gone or the answer has taken too long. `failed` turns an error
-    into a last event.
+    into a last event. ping: what keeps a silent stream alive.
     """
 
     def __init__(
-        self, events: Events, failed: Callable[[BaseException], bytes], limits: Limits, ping_seconds: float
+        self,
+        events: Events,
+        failed: Callable[[BaseException], bytes],
+        limits: Limits,
+        ping_seconds: float,
+        ping: bytes = _PING,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._events, self._failed, self._limits = events, failed, limits
-        self._ping = ping_seconds
+        self._ping, self._ping_event = ping_seconds, ping
+        self._headers = [*_HEADERS, *((name.encode(), text.encode()) for name, text in (headers or {}).items())]
         self._written = time.monotonic()
         self._writing = False
 
@@ -88,7 +95,7 @@ class EventStream:
                     await self._send(send, self._failed(_late(self._limits)), more=False)
                     return
                 if now - self._written > self._ping:
-                    await self._send(send, _PING)
+                    await self._send(send, self._ping_event)
             pump.result()
         finally:
             for answer in self._events.answers:
@@ -96,7 +103,7 @@ class EventStream:
             await _ended(pump, gone)
 
     async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         try:
             while True:
                 if data := self._events.read():

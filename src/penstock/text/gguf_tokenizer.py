@@ -1,7 +1,9 @@
-"""The tokenizer of a GGUF file: byte-level BPE from `tokenizer.ggml.*`, special tokens and chat template included.
+"""The tokenizer of a GGUF file from `tokenizer.ggml.*`, special tokens and chat template included.
 
-The file has tokens, their kinds and merges; how text is cut into words before merging it names only
-(`tokenizer.ggml.pre`). A name that is not known is refused: with another cut the model would read other tokens.
+Three kinds (`tokenizer.ggml.model`): `gpt2`, byte-level BPE, whose file has tokens and merges and names only how text
+is cut into words before merging (`tokenizer.ggml.pre`; a name that is not known is refused: with another cut the model
+would read other tokens); `llama`, SentencePiece, whose merges follow from the scores of tokens; `gemma4`, such tokens
+with merges of their own. Both of the latter write a space as ▁, and what is no token as bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +16,18 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from penstock.errors import CheckpointError
 from penstock.text.template import ChatTemplates
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import Tokenizer, harmony_ends
 from penstock.weights.files import short
 from penstock.weights.gguf import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 
 # Control tokens that end a turn, for files that do not say which one does.
-_ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<EOT>", "<|eom_id|>")
+_ENDS_OF_TURN = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"),
+    *("<|endoftext|>", "<EOT>", "<|eom_id|>"),
+)
+_ENDS_OF_HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>")  # where <|end|> ends one message of several
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,6 +39,25 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI_UPPER, _KIMI_LOWER = _UPPER.replace("]", _NOT_HAN), _LOWER.replace("]", _NOT_HAN)
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -50,24 +75,24 @@ class _Pre:
 _DEFAULT = _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
 _LLAMA_BPE = _Pre((_LLAMA3,), add_bos=True, ignore_merges=True)
 _DIGITS = _Pre((r"\p{N}", _GPT2))
+_NFC_QWEN2 = _Pre((_QWEN2,), normalizer=normalizers.NFC)
 PRE: dict[str, _Pre] = {
     "default": _DEFAULT,
     "gpt-2": _Pre((_GPT2,)),
-    "llama-bpe": _LLAMA_BPE,
-    "llama3": _LLAMA_BPE,
-    "llama-v3": _LLAMA_BPE,
-    "falcon3": _LLAMA_BPE,
-    "pixtral": _LLAMA_BPE,
-    "smaug-bpe": _Pre((_LLAMA3,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA_BPE),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Pre((_LLAMA3,))),
     "tekken": _Pre((_TEKKEN,), add_bos=True, ignore_merges=True),
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "codeshell": _DIGITS,
-    "qwen2": _Pre((_QWEN2,), normalizer=normalizers.NFC),
-    "deepseek-r1-qwen": _Pre((_QWEN2,), normalizer=normalizers.NFC),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "command-r", "exaone"), _DIGITS),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _NFC_QWEN2),
+    **dict.fromkeys(("stablelm2", "megrez", "hunyuan", "grok-2"), _Pre((_QWEN2,))),
+    "qwen35": _Pre((_QWEN35,), normalizer=normalizers.NFC),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Pre((_O200K,))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _Pre(_DEEPSEEK3)),
+    "kimi-k2": _Pre((_KIMI,), ignore_merges=True),
     "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
 }
+KINDS = ("gpt2", "llama", "gemma4")
+_SPACE = "▁"
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
@@ -86,24 +111,28 @@ class _Reader:
 
     def tokenizer(self) -> Tokenizer:
         kind = self._value("model", str, "the kind of tokenizer", required=True)
-        if kind != "gpt2":
-            raise self._error("model", "'gpt2' (byte-level BPE), the only kind that is supported")
-        pre = self._pre()
+        if kind not in KINDS:
+            raise self._error("model", f"'gpt2' (byte-level BPE), 'llama' (SentencePiece) or '{KINDS[2]}'")
+        pre = self._pre() if kind == "gpt2" else _Pre((), add_bos=True)
         tokens = self._value("tokens", list, "the vocabulary", required=True)
         types = self._types(len(tokens))
         vocab = self._vocab(tokens, types)
-        backend = self._backend(vocab, pre)
+        backend = self._backend(vocab, pre) if kind == "gpt2" else self._pieces(kind, tokens, types, vocab)
         control = [token for token, kind in zip(tokens, types, strict=True) if kind in (CONTROL, UNKNOWN)]
         defined = [token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED]
         backend.add_special_tokens([AddedToken(token, normalized=False) for token in control])
         backend.add_tokens([AddedToken(token, normalized=False) for token in defined])
         named = {name: self._token(f"{name}_token_id", tokens) for name in ("bos", "eos", "eot", "eom")}
+        if kind == "llama":  # SentencePiece's own, for files that do not say it
+            for name, number in (("bos", 1), ("eos", 2)):
+                if named[name] is None and number < len(tokens) and types[number] == CONTROL:
+                    named[name] = number
         if (processor := self._post_processor(tokens, named, pre)) is not None:
             backend.post_processor = processor
         special = {f"{n}_token": tokens[i] for n, i in named.items() if n in ("bos", "eos") and i is not None}
         return Tokenizer(
             backend,
-            eos_ids=self._ends(named, control, vocab),
+            eos_ids=self._ends(named, control, vocab, harmony_ends(backend)),
             eos_id=named["eos"],
             bos_id=named["bos"],
             templates=self._templates(special),
@@ -144,23 +173,67 @@ class _Reader:
             raise self._error("tokens", "a vocabulary")
         return vocab
 
-    def _backend(self, vocab: dict[str, int], pre: _Pre) -> tokenizers.Tokenizer:
+    def _listed_merges(self, vocab: dict[str, int]) -> list[tuple[str, str]]:
         merges: list[tuple[str, str]] = []
         for n, merge in enumerate(self._value("merges", list, "the merges of byte-pair encoding", required=True)):
-            cut = merge.find(" ", 1)  # a space is never part of a token, it is written as Ġ
+            cut = merge.find(" ", 1)  # a space is never part of a token, it is written as Ġ or ▁
             left, right = merge[:cut], merge[cut + 1 :]
             if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
                 found = f"merge {n} is {short(merge)}, expected two tokens that make a third one"
                 raise CheckpointError(f"{self.file.path}: tokenizer.ggml.merges: {found}")
             merges.append((left, right))
-        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        return merges
+
+    def _scored_merges(self, vocab: dict[str, int], types: Sequence[int]) -> list[tuple[str, str]]:
+        """What SentencePiece merges: two pieces that are a token together, those of a higher score first."""
+        scores = self._keys.get("tokenizer.ggml.scores")
+        if not isinstance(scores, np.ndarray) or scores.dtype.kind not in "fiu" or len(scores) != len(types):
+            raise self._error("scores", f"{len(types)} numbers, one per token")
+        if not np.isfinite(scores).all():
+            number = int(np.argmin(np.isfinite(scores)))
+            raise CheckpointError(f"{self.file.path}: tokenizer.ggml.scores: token {number} has {scores[number]}")
+        found: list[tuple[float, int, int, str, str]] = []
+        for token, number in vocab.items():
+            if types[number] not in (NORMAL, USER_DEFINED):
+                continue
+            for cut in range(1, len(token)):
+                left, right = token[:cut], token[cut:]
+                if left in vocab and right in vocab:
+                    found.append((-float(scores[number]), -cut, number, left, right))
+        return [(left, right) for *_, left, right in sorted(found)]
+
+    def _pieces(
+        self, kind: str, tokens: Sequence[str], types: Sequence[int], vocab: dict[str, int]
+    ) -> tokenizers.Tokenizer:
+        """Tokens with ▁ for a space; characters that are none of them become bytes, or the unknown token."""
+        merges = self._scored_merges(vocab, types) if kind == "llama" else self._listed_merges(vocab)
+        prefix = self._value("add_space_prefix", bool, "true or false")
+        prefix = kind == "llama" if prefix is None else prefix
+        number = self._token("unknown_token_id", tokens)
+        if number is None:
+            number = next((n for n, found in enumerate(types) if found == UNKNOWN), None)
+        unknown = None if number is None or tokens[number] not in vocab else tokens[number]
+        backend = self._bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        spaces = normalizers.Replace(" ", _SPACE)
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces  # type: ignore[assignment]
+        undone = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if prefix:
+            undone.append(decoders.Strip(" ", 1, 0))  # type: ignore[arg-type]
+        backend.decoder = decoders.Sequence(undone)  # type: ignore[assignment]
+        return backend
+
+    def _bpe(self, vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
         try:
-            backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre.ignore_merges))
+            return tokenizers.Tokenizer(models.BPE(vocab, merges, **options))
         except BaseException as error:  # bare Exception, and a BaseException where the library's Rust code panics
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             reason = " ".join(str(error).split())[:300]
             raise CheckpointError(f"{self.file.path}: tokenizer.ggml.tokens cannot be used: {reason}") from None
+
+    def _backend(self, vocab: dict[str, int], pre: _Pre) -> tokenizers.Tokenizer:
+        backend = self._bpe(vocab, self._listed_merges(vocab), ignore_merges=pre.ignore_merges)
+        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
         if pre.normalizer is not None:
             backend.normalizer = pre.normalizer()
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -184,10 +257,15 @@ class _Reader:
         pair = [*single, *(name.replace("$A", "$B") for name in single)]
         return processors.TemplateProcessing(single, pair, list(added.values()))
 
-    def _ends(self, named: dict[str, int | None], control: Sequence[str], vocab: dict[str, int]) -> set[int]:
+    def _ends(
+        self, named: dict[str, int | None], control: Sequence[str], vocab: dict[str, int], harmony: frozenset[int]
+    ) -> set[int]:
         ends = {named[name] for name in ("eos", "eot", "eom")} - {None}
+        if harmony:
+            return (ends | harmony) - {vocab.get("<|end|>")}  # type: ignore[return-value]
         if named["eot"] is None:
-            ends |= {vocab[token] for token in control if token in _ENDS_OF_TURN}
+            marks = _ENDS_OF_HARMONY if "<|return|>" in control else _ENDS_OF_TURN
+            ends |= {vocab[token] for token in control if token in marks}
         return ends  # type: ignore[return-value]
 
     def _templates(self, special: dict[str, str]) -> ChatTemplates | None:

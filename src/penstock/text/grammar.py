@@ -123,9 +123,11 @@ def grammar_for(
     answer = lark.json(schema, lenient=False)
     if len(lark.text(answer)) > _MANY or _is_costly(schema):
         _try_out("response_format", lark.text(answer))
+    calls = ""
     if tools and FORMATS[format].call is not None:
-        answer = f"({answer} | {_calls(lark, format, _named(tools), parallel)})"
-    return _made("response_format", lark.text(f"{_reasoning(lark, format, in_reasoning)} {answer}"), tokens)
+        calls = _calls(lark, format, _named(tools), parallel)
+    text = lark.text(FORMATS[format].write_answer(lark, in_reasoning, answer, calls))
+    return _made("response_format", text, tokens)
 
 
 def grammar_for_tools(
@@ -154,7 +156,7 @@ def grammar_for_tools(
     tokens = _prepared(tokenizer, vocab_size)
     lark = Lark(tokenizer, tokens)
     calls = _calls(lark, format, chosen, parallel)
-    return _made("tools", lark.text(f"{_reasoning(lark, format, in_reasoning)} {calls}"), tokens)
+    return _made("tools", lark.text(FORMATS[format].write_answer(lark, in_reasoning, calls=calls)), tokens)
 
 
 def grammar_of_source(source: str, tokenizer: Tokenizer, vocab_size: int | None = None) -> Grammar:
@@ -254,16 +256,6 @@ def _calls(lark: Lark, format: str, tools: Tools, parallel: bool) -> str:
         return FORMATS[format].write_calls(lark, tools, parallel)
     except RecursionError:
         raise InvalidArgument("tools have references that nest too deeply, expected a flatter schema") from None
-
-
-def _reasoning(lark: Lark, format: str, inside: bool) -> str:
-    """What may come before an answer: the rest of the reasoning, or one of the model's own."""
-    marks = FORMATS[format].reasoning
-    if marks is None:
-        return ""
-    space = lark.define("SPACE", r"/[ \n]{0,8}/")
-    rest = f"{lark.until(marks[1])} {space}"
-    return rest if inside else f"({lark.mark(marks[0])} {rest})?"
 
 
 def _made(what: str, text: str, tokens: Any) -> Grammar:

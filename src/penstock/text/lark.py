@@ -60,6 +60,10 @@ class Lark:
             return f"<[{number}]>"
         return literal(text)
 
+    def ends(self, text: str) -> bool:
+        """Whether a marker is a token that ends an answer: then it stands behind every grammar, and in none."""
+        return self._tokenizer.backend.token_to_id(text) in self._tokenizer.eos_ids
+
     def until(self, mark: str) -> str:
         """Any text up to a marker, and the marker."""
         written = self.mark(mark)

@@ -21,6 +21,7 @@ _OTHER_FORMATS = {
     "vocab.json": "vocab.json and merges.txt",
     "vocab.txt": "vocab.txt",
 }
+_HARMONY_ENDS = ("<|return|>", "<|call|>")  # of gpt-oss: folders without generation_config.json name the first alone
 _SHORT = 1 << 12  # characters: longer texts are encoded without the interpreter's lock, by a thread of the library
 _MAX_GAP = 1 << 16  # unused ids below the highest one: more would be a damaged file, and arrays are sized by vocab_size
 
@@ -115,7 +116,7 @@ class Tokenizer:
             templates=templates_in(folder, settings, named),
             source=str(folder / "tokenizer.json"),
         )
-        tokenizer.eos_ids = _eos_ids(tokenizer, named, config, generation, folder)
+        tokenizer.eos_ids = _eos_ids(tokenizer, named, config, generation, folder) | harmony_ends(backend)
         return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True, *, limit: int | None = None) -> list[int]:
@@ -480,6 +481,13 @@ def _eos_ids(
             f"{folder / 'tokenizer_config.json'}: eos_token is {_shown(eos)}, expected a token of the vocabulary"
         )
     return ids if tokenizer.eos_id is None else ids | {tokenizer.eos_id}
+
+
+def harmony_ends(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """The tokens that end an answer of gpt-oss, if these are its tokens: there <|end|> only ends a message."""
+    special = {token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+    known = "<|channel|>" in special and all(name in special for name in _HARMONY_ENDS)
+    return frozenset(special[name] for name in _HARMONY_ENDS) if known else frozenset()
 
 
 def _bos_id(

@@ -36,6 +36,8 @@ _SCALES = ("F32", "F16", "BF16")
 _FORMAT_KEYS = ("bits", "group_size", "mode")
 _GLOBAL = "global_scale"
 _SCALE_INV = "_scale_inv"  # behind the name of a matrix in block-scaled FP8
+_BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"  # behind the name of matrices in mxfp4, as gpt-oss is released
+_MXFP4 = Format(4, 32, "mxfp4")
 _CODE_KEYS = ("auto_map", "model_file")
 
 
@@ -198,12 +200,15 @@ class Checkpoint:
         return format
 
     def tensor(self, module_path: str) -> np.ndarray | QuantizedTensor:
-        """The weight of a module: quantized if `<path>.scales` exists, else the array `<path>.weight` or `<path>`.
+        """The weight of a module: quantized if `<path>.scales` or `<path>_blocks` exists, else the array
+        `<path>.weight` or `<path>`.
 
         Raises CheckpointError if there is none, and if its parts do not fit each other or the quantization table.
         """
         if f"{module_path}.weight{_SCALE_INV}" in self:
             return self._from_blocks(f"{module_path}.weight")
+        if f"{module_path}{_BLOCKS}" in self:
+            return self._of_mxfp4(*map(self.array, self.mxfp4_blocks(module_path)))
         format, names = self.parts(module_path)
         if format is None:
             return self.array(names[0])
@@ -216,6 +221,9 @@ class Checkpoint:
         """The format of a module's weight, and the tensors it is made of, as `QuantizedTensor.arrays` has them; None
         and one tensor if it is dense. Raises CheckpointError as `tensor` does; the files are not touched.
         """
+        if f"{module_path}{_BLOCKS}" in self:
+            found = "is mxfp4 with rows of gate and up in turns, which is not streamed"
+            self._refuse(f"{module_path}{_BLOCKS}", f"{found}, expected MLX's files of it: penstock convert")
         format = self.quantization(module_path)
         if format is not None:
             return format, self._quantized(module_path, format)
@@ -248,6 +256,27 @@ class Checkpoint:
         """codes uint8 [N, K], scales of blocks."""
         exact = fp8.as_mxfp8(codes, scales) if self._scales_are_powers else None
         return fp8.made_dense(codes, scales) if exact is None else exact
+
+    def mxfp4_blocks(self, module_path: str) -> tuple[str, str]:
+        """The tensors of a stack of matrices in mxfp4 as gpt-oss is released: codes uint8 [E, N, K / 32, 16], scales
+        uint8 [E, N, K / 32]. Raises CheckpointError for others.
+        """
+        names = f"{module_path}{_BLOCKS}", f"{module_path}{_BLOCK_SCALES}"
+        codes = self._info(names[0])
+        if codes.dtype != "U8" or len(codes.shape) != 4 or codes.shape[-1] != 16 or 0 in codes.shape:
+            self._refuse(names[0], f"is {codes.dtype} {list(codes.shape)}, expected U8 [E, N, K / 32, 16]")
+        if names[1] not in self:
+            self._refuse(names[0], f"has no {names[1]} beside it, expected the scales of its blocks")
+        scales = self._info(names[1])
+        if (scales.dtype, scales.shape) != ("U8", codes.shape[:-1]):
+            found = f"is {scales.dtype} {list(scales.shape)}"
+            self._refuse(names[1], f"{found}, expected U8 {list(codes.shape[:-1])}, one for each block")
+        return names
+
+    def _of_mxfp4(self, codes: np.ndarray, scales: np.ndarray) -> QuantizedTensor:
+        """The same bytes as MLX's words: on the memory of the file, where that is aligned."""
+        words = np.require(codes, requirements=["C"]).reshape(*codes.shape[:2], -1).view("<u4")
+        return QuantizedTensor(np.require(words, requirements=["A"]), scales, None, *_MXFP4)
 
     @property
     def _scales_are_powers(self) -> bool:
@@ -319,7 +348,10 @@ class Checkpoint:
             size = "as it is in mxfp8" if self._scales_are_powers else "in the memory of bfloat16"
             self._notices.append(f"{self._config_path}: FP8 is held {size}; penstock convert -q makes it small")
             return None
-        if (method := table.get("quant_method")) is not None:
+        method = table.get("quant_method")
+        if method == "mxfp4" and any(name.endswith(_BLOCKS) for name in self._file_of):
+            return None  # tensors in blocks are known by their names
+        if method is not None:
             raise CheckpointError(f"{where} has quant_method {short(method)}, expected MLX's affine quantization")
         general = _format(table, where, required=True)
         by_path: dict[str, Format | None] = {}

@@ -68,11 +68,12 @@ def moe_group_route(
     routed_scaling_factor: float = 1.0,
     propagate_nan: bool = False,
     active: np.ndarray | None = None,
+    norm_eps: float = 1e-20,
     *,
     out,
 ) -> None:
-    factor = float(routed_scaling_factor)
-    options = (_per_expert(bias), n_group, topk_group, norm_topk_prob, factor, propagate_nan)
+    factor, norm = float(routed_scaling_factor), float(norm_eps) if norm_topk_prob else -1.0
+    options = (_per_expert(bias), n_group, topk_group, norm, factor, propagate_nan)
     _route(_groups_rows, _groups_chunks, logits, options, active, out)
 
 
@@ -330,7 +331,7 @@ def _groups_rows(logits, bias, n_group, topk_group, norm, factor, nan, ids, weig
             total += np.float64(scores[ids[t, i]])
         for i in range(k):
             w = np.float64(scores[ids[t, i]])
-            weights[t, i] = np.float32((w / (total + 1e-20) if norm else w) * factor)
+            weights[t, i] = np.float32((w / (total + norm) if norm >= 0 else w) * factor)
 
 
 @njit(forceinline=True)

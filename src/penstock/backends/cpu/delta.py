@@ -4,7 +4,8 @@
 correction, so that a decode step moves the state through the cores once. `_lane_heads`, for many tokens, turns the
 state around: 32 value rows lie in the lanes of two vectors and one fused pass over Dk serves a token, at three
 multiply-adds per element of the state. That is what the chunkwise form needs as well, without its triangular solves
-and ratios of decays.
+and ratios of decays. A head has one decay, or one for each key channel: the latter are multiplied into the state as
+they come.
 """
 
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ def conv1d_causal(
     weight: np.ndarray,
     slots: np.ndarray | None = None,
     starts: np.ndarray | None = None,
+    act: str = "silu",
     *,
     out: np.ndarray,
 ) -> None:
@@ -93,38 +95,39 @@ def conv1d_causal(
         kept = weight.shape[1] - 1
         for rows, own in _parts(starts, slots, out):
             if isinstance(own, int):
-                conv1d_causal(x[rows], state[own, :kept], weight, out=out[rows])
+                conv1d_causal(x[rows], state[own, :kept], weight, act=act, out=out[rows])
             else:
-                conv1d_causal(x[rows], state, weight, own, out=out[rows])
+                conv1d_causal(x[rows], state, weight, own, act=act, out=out[rows])
         return
     if out.size == 0:
         return
     args = (bytes_in(x), bytes_in(state), frozen(weight.ravel().view(np.uint8)), _slots(slots), state.shape[-2])
-    args = (*args, fmt(x), fmt(state), fmt(weight), bytes_out(out))
+    args = (*args, fmt(x), fmt(state), fmt(weight), act == "silu", bytes_out(out))
     if out.size <= _SERIAL_CONV:
         _convolve_some(*args, 0, len(x), 0, x.shape[1])
     else:
         run(_convolve, *args)
 
 
-# conv1d    out[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
+# conv1d    out[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t];
+#           gated false: the sum itself
 # shapes    rows of any format as bytes: x, out [T, C], state [(S *) depth, C], its first W - 1 count; weight the bytes
 #           of [C, W]
 # threads   prange over blocks of rows and channels
 # bytes     2 * T * C * itemsize, the state and the weights once for each block of rows
 # limits    none
 @njit(parallel=True)
-def _convolve(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out):
+def _convolve(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, gated, out):
     T, C = x.shape[0], x.shape[1] // itemsize(x_fmt)
     across, down = (C + _CHANNELS - 1) // _CHANNELS, (T + _TOKENS - 1) // _TOKENS
     for task in prange(across * down):
         t, c = _TOKENS * (task // across), _CHANNELS * (task % across)
         tokens, channels = min(T, t + _TOKENS), min(C, c + _CHANNELS)
-        _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out, t, tokens, c, channels)
+        _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, gated, out, t, tokens, c, channels)
 
 
 @njit
-def _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, out, t0, t1, c0, c1):
+def _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt, gated, out, t0, t1, c0, c1):
     xs, ss, ws = itemsize(x_fmt), itemsize(state_fmt), itemsize(weight_fmt)
     C = x.shape[1] // xs
     W = weight.size // (C * ws)
@@ -154,9 +157,9 @@ def _convolve_some(x, state, weight, slots, depth, x_fmt, state_fmt, weight_fmt,
             load_bytes(x[t, first * xs : (first + n) * xs], x_fmt, seen[(t + W - 1) % W])
             result = out[t, first * xs : (first + n) * xs]
             if x_fmt == FLOAT32:
-                _convolve_row(seen, taps, t, result.view(np.float32))
+                _convolve_row(seen, taps, t, gated, result.view(np.float32))
             else:
-                _convolve_row(seen, taps, t, y[:n])
+                _convolve_row(seen, taps, t, gated, y[:n])
                 store_bytes(y, x_fmt, result)
 
 
@@ -174,13 +177,18 @@ def _turn_taps(flat, taps, n):
 
 
 @njit(fastmath=FUSED_MULTIPLY_ADD)
-def _convolve_row(seen, taps, t, y):
+def _convolve_row(seen, taps, t, gated, y):
     W = taps.shape[0]
-    if W == 4:
+    if W == 4 and gated:
         r0, r1, r2, r3 = seen[t % 4], seen[(t + 1) % 4], seen[(t + 2) % 4], seen[(t + 3) % 4]
         t0, t1, t2, t3 = taps[0], taps[1], taps[2], taps[3]
         for c in range(y.size):
             y[c] = silu32(r0[c] * t0[c] + r1[c] * t1[c] + r2[c] * t2[c] + r3[c] * t3[c])
+    elif W == 3 and not gated:
+        r0, r1, r2 = seen[t % 3], seen[(t + 1) % 3], seen[(t + 2) % 3]
+        t0, t1, t2 = taps[0], taps[1], taps[2]
+        for c in range(y.size):
+            y[c] = r0[c] * t0[c] + r1[c] * t1[c] + r2[c] * t2[c]
     else:
         for c in range(y.size):
             y[c] = np.float32(0)
@@ -188,8 +196,9 @@ def _convolve_row(seen, taps, t, y):
             row, tap = seen[(t + j) % W], taps[j]
             for c in range(y.size):
                 y[c] += row[c] * tap[c]
-        for c in range(y.size):
-            y[c] = silu32(y[c])
+        if gated:
+            for c in range(y.size):
+                y[c] = silu32(y[c])
 
 
 @kernel(ops.conv1d_state_update, device="cpu")
@@ -244,8 +253,17 @@ def _shift(x, slots, keep, depth, x_fmt, state_fmt, state):
 @kernel(ops.gdn_decay_beta, device="cpu")
 def gdn_decay_beta(alpha: np.ndarray, beta: np.ndarray, A_log: np.ndarray, dt_bias: np.ndarray, *, out) -> None:
     g, b = out
-    if g.size:
-        A_log, dt_bias = (frozen(v.astype(np.float32, copy=False)) for v in (A_log, dt_bias))
+    if not g.size:
+        return
+    A_log, dt_bias = (frozen(v.astype(np.float32, copy=False)) for v in (A_log, dt_bias))
+    if alpha.ndim == 3:
+        T, Hv, D = alpha.shape
+        rows = (bytes_in(alpha.reshape(T, Hv * D)), bytes_in(beta), A_log, dt_bias, fmt(alpha), g, b)
+        if g.size <= _SERIAL_DECAY:
+            _decay_some(*rows, 0, T)
+        else:
+            run(_decay_channels, *rows)
+    else:
         _decay_beta(bytes_in(alpha), bytes_in(beta), A_log, dt_bias, fmt(alpha), g, b)
 
 
@@ -273,6 +291,37 @@ def _decay_beta(alpha, beta, A_log, dt_bias, fmt, g, b):
         _sigmoid_row(x, strengths[first * Hv : stop * Hv])
 
 
+# decay     the same with a decay for each of D channels
+# shapes    alpha [T, Hv D], beta [T, Hv]: rows of one format as bytes; A_log [Hv], dt_bias [Hv, D], g [T, Hv, D],
+#           b [T, Hv] float32
+# threads   prange over tokens
+# bytes     T * Hv * (D + 1) * (itemsize + 4)
+# limits    none
+@njit(parallel=True)
+def _decay_channels(alpha, beta, A_log, dt_bias, fmt, g, b):
+    for t in prange(g.shape[0]):
+        _decay_some(alpha, beta, A_log, dt_bias, fmt, g, b, t, t + 1)
+
+
+@njit
+def _decay_some(alpha, beta, A_log, dt_bias, fmt, g, b, start, stop):
+    _, Hv, D = g.shape
+    width = D * itemsize(fmt)
+    x, strengths = np.empty(D, np.float32), np.empty(Hv, np.float32)
+    for t in range(start, stop):
+        for h in range(Hv):
+            load_bytes(alpha[t, h * width : (h + 1) * width], fmt, x)
+            _decay_head(x, -exp32(A_log[h]), dt_bias[h], g[t, h])
+        load_bytes(beta[t], fmt, strengths)
+        _sigmoid_row(strengths, b[t])
+
+
+@njit
+def _decay_head(x, rate, bias, out):
+    for i in range(out.size):
+        out[i] = exp32(rate * softplus32(x[i] + bias[i]))
+
+
 @njit
 def _decay_row(x, rate, bias, out):
     for i in range(out.size):
@@ -292,6 +341,7 @@ _SPAN = 128  # tokens whose q, k, v a task of `_lane_heads` holds at once
 _WIDTH = 32  # value rows in lanes
 _GATES = 10  # numbers for each pair of tokens
 _LANES_FROM = 8  # tokens from which turning the state around pays
+_SERIAL_DECAY = 1 << 13  # decays of channels up to which one thread is faster than waking the others
 _SERIAL_DELTA = 1 << 15  # elements of the state times tokens up to which one thread is faster than waking the others
 _SMALL, _LARGE = 2.0**-16, 2.0**16  # bounds of the decay that `_lane_heads` leaves out of its state
 
@@ -325,7 +375,8 @@ def gated_delta_net(
             if keep[n]:
                 own = slice(low, high)
                 gated_delta_net(state[slot].copy(), qkv[own], g[own], b[own], *sizes, "step", out=out[own])
-                gates[slot, : high - low, 0], gates[slot, : high - low, 1] = g[own], b[own]
+                gates[slot, : high - low, :-1] = g[own].reshape(high - low, Hv, -1).swapaxes(1, 2)
+                gates[slot, : high - low, -1] = b[own]
         return
     if starts is not None and slots is not None:
         for rows, own in _parts(starts, slots, out):
@@ -340,12 +391,14 @@ def gated_delta_net(
     heads = state.reshape(-1, Dv, Dk)
     rows = (bytes_in(qkv), frozen(g), frozen(b), Hk, fmt(qkv), bytes_out(out.reshape(T, Hv * Dv)))
     wide = method == "chunkwise" or (method == "auto" and T >= _LANES_FROM)
+    by_channel = g.ndim == 3
     if wide and slots is None and not numba.config.DISABLE_JIT:
-        run(_lane_heads, heads, *rows)
+        run(_lane_heads_by_channel if by_channel else _lane_heads, heads, *rows)
     elif T * Hv * Dv * Dk <= _SERIAL_DELTA:
-        _step_some(heads, _slots(slots), *rows, 0, (1 if slots is None else T) * Hv)
+        some = _step_some_by_channel if by_channel else _step_some
+        some(heads, _slots(slots), *rows, 0, (1 if slots is None else T) * Hv)
     else:
-        run(_step_heads, heads, _slots(slots), *rows)
+        run(_step_heads_by_channel if by_channel else _step_heads, heads, _slots(slots), *rows)
 
 
 # delta     for each token: S <- g S; d = (v - S k) b; S <- S + d k'; y = S q, from one read of S: y = g S q + d (k q)
@@ -413,6 +466,61 @@ def _step_block(S, q, k, v, gates, y, n):
             y[i, r] = decay * with_q + change * gates[i, 2]
 
 
+# delta     the same with a decay for each channel: y = S (g q) + d (k q), d = (v - S (g k)) b; S <- S diag(g) + d k'
+# shapes    as _step_heads, g [T, Hv, Dk]
+# threads   as _step_heads
+# bytes     as _step_heads, and g
+# limits    none
+@njit(parallel=True)
+def _step_heads_by_channel(state, slots, qkv, g, b, Hk, fmt, out):
+    for task in prange(slots.size * g.shape[1]):
+        _step_some_by_channel(state, slots, qkv, g, b, Hk, fmt, out, task, task + 1)
+
+
+@njit
+def _step_some_by_channel(state, slots, qkv, g, b, Hk, fmt, out, start, stop):
+    Hv, Dv, Dk = g.shape[1], state.shape[1], state.shape[2]
+    T = 1 if slots[0] >= 0 else g.shape[0]  # tokens of each sequence
+    n = min(T, _BLOCK)
+    q, k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
+    with_q, with_k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
+    v, y = np.empty((n, Dv), np.float32), np.empty((n, Dv), np.float32)
+    gates = np.empty((n, 2), np.float32)
+    for task in range(start, stop):
+        s, h = task // Hv, task % Hv
+        S = state[(slots[s] if slots[0] >= 0 else 0) * Hv + h]
+        for first in range(s * T, (s + 1) * T, _BLOCK):
+            n = min(_BLOCK, (s + 1) * T - first)
+            _load_heads(qkv, fmt, first, n, h, Hk, Hv, Dv, q, k, v)
+            for i in range(n):
+                gates[i, 0], gates[i, 1] = b[first + i, h], _dot(k[i], q[i])
+                _times(g[first + i, h], q[i], with_q[i])
+                _times(g[first + i, h], k[i], with_k[i])
+            _step_block_by_channel(S, g[first : first + n, h], with_q, with_k, k, v, gates, y, n)
+            store_block(y[:n], fmt, first, h * Dv, Dv, out)
+
+
+@njit
+def _times(a, b, out):
+    for j in range(out.size):
+        out[j] = a[j] * b[j]
+
+
+@njit(fastmath=SUM_IN_ANY_ORDER)
+def _step_block_by_channel(S, g, with_q, with_k, k, v, gates, y, n):
+    Dv, Dk = S.shape
+    for r in range(Dv):
+        for i in range(n):
+            known, read = np.float32(0), np.float32(0)
+            for j in range(Dk):
+                known += S[r, j] * with_k[i, j]
+                read += S[r, j] * with_q[i, j]
+            change = (v[i, r] - known) * gates[i, 0]
+            for j in range(Dk):
+                S[r, j] = g[i, j] * S[r, j] + change * k[i, j]
+            y[i, r] = read + change * gates[i, 1]
+
+
 # delta     the same for many tokens, with 32 rows of the state in lanes and two tokens at a time: S = c Z, c the
 #           product of the decays since Z was last scaled. From Z k of both tokens (found in the pass before) come their
 #           a = (v - c Z k) b / c; one pass over Z then does Z <- Z + a k' and c Z q for each, and Z k of the next two
@@ -454,7 +562,7 @@ def _lane_head(S, qkv, g, b, h, Hk, fmt, out):
         for p in range(panels):
             _lane_pass(
                 at(Z, p * Dk * _WIDTH), at(q, 0), at(k, 0), at(v, p * _WIDTH), at(gates, 0), at(y, p * _WIDTH),
-                pairs, Dk, width,
+                pairs, Dk, width, at(k, 0), at(gates, 0),
             )  # fmt: skip
         store_block(y[:n], fmt, first, h * Dv, Dv, out)
     last = np.float32(c)
@@ -485,21 +593,85 @@ def _lane_gates(g, b, first, n, h, k, c, gates):
     return c
 
 
+# delta     the same with a decay for each channel: of two tokens Z (g1 k1) and Z (g1 g2 k2), found in the pass before,
+#           give what is known of them; one pass over Z then does Z <- diag(g) Z + a k' and Z q for each
+# shapes    as _lane_heads, g [T, Hv, Dk]
+# threads   prange over heads
+# bytes     as _lane_heads, and g
+# limits    as _lane_heads
+@njit(parallel=True)
+def _lane_heads_by_channel(state, qkv, g, b, Hk, fmt, out):
+    for h in prange(state.shape[0]):
+        _lane_head_by_channel(state[h], qkv, g, b, h, Hk, fmt, out)
+
+
+@njit
+def _lane_head_by_channel(S, qkv, g, b, h, Hk, fmt, out):
+    T, Hv, Dk = g.shape
+    Dv = S.shape[0]
+    panels = (Dv + _WIDTH - 1) // _WIDTH
+    size, width = panels * Dk * _WIDTH, panels * _WIDTH
+    n = min(T + T % 2, _SPAN)
+    memory = np.zeros(size + 16, np.float32)
+    start = (-memory.ctypes.data % 64) // 4  # a vector of Z lies in one cache line
+    Z = memory[start : start + size].reshape((panels, Dk, _WIDTH))
+    q, k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
+    decays, keys = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
+    v, y = np.zeros((n, width), np.float32), np.empty((n, width), np.float32)
+    gates = np.ones((n // 2, _GATES), np.float32)
+    for r in range(Dv):
+        panel, lane = Z[r // _WIDTH], r % _WIDTH
+        for j in range(Dk):
+            panel[j, lane] = S[r, j]
+    for first in range(0, T, _SPAN):
+        n = min(_SPAN, T - first)
+        pairs = (n + 1) // 2
+        _load_heads(qkv, fmt, first, n, h, Hk, Hv, Dv, q, k, v)
+        decays[:n] = g[first : first + n, h]
+        if n % 2:  # a token that changes nothing
+            q[n, :], k[n, :], v[n, :], decays[n, :] = np.float32(0), np.float32(0), np.float32(0), np.float32(1)
+        _lane_gates_by_channel(b, first, n, h, k, decays, keys, gates)
+        for p in range(panels):
+            _lane_pass_by_channel(
+                at(Z, p * Dk * _WIDTH), at(q, 0), at(k, 0), at(v, p * _WIDTH), at(gates, 0), at(y, p * _WIDTH),
+                pairs, Dk, width, at(keys, 0), at(decays, 0),
+            )  # fmt: skip
+        store_block(y[:n], fmt, first, h * Dv, Dv, out)
+    for r in range(Dv):
+        panel, lane = Z[r // _WIDTH], r % _WIDTH
+        for j in range(Dk):
+            S[r, j] = panel[j, lane]
+
+
+@njit
+def _lane_gates_by_channel(b, first, n, h, k, decays, keys, gates):
+    """Fills gates and the keys that read Z before a pair of n tokens; what scales Z and c stay 1."""
+    for pair in range((n + 1) // 2):
+        one, two = 2 * pair, 2 * pair + 1
+        gates[pair, 6] = b[first + one, h]
+        gates[pair, 7] = b[first + two, h] if two < n else np.float32(0)
+        _times(decays[one], k[one], keys[one])
+        _times(decays[two], k[two], keys[two])
+        gates[pair, 8] = _dot(k[one], keys[two])
+        _times(decays[one], keys[two], keys[two])
+
+
 _FLOAT = types.CPointer(types.float32)
 
 
-@intrinsic
-def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
-    """Tokens two by two over one panel Z [Dk, 32]; q, k [2 pairs, Dk], v, y 32 columns of rows of `stride`.
+def _lane_code(by_channel):
+    """An intrinsic: tokens two by two over one panel Z [Dk, 32]; q, k [2 pairs, Dk], v, y 32 columns of rows of
+    `stride`.
 
     gates [pairs, _GATES], two each: what Z is scaled with first, c, the product of these, b / c; then the product of
-    the two k, and whether nothing is scaled.
+    the two k, and whether nothing is scaled. keys [2 pairs, Dk] read Z before a pair; by channel Z is scaled with
+    decays [2 pairs, Dk].
     """
-    sig = types.void(*[_FLOAT] * 6, types.int64, types.int64, types.int64)
+    sig = types.void(*[_FLOAT] * 6, types.int64, types.int64, types.int64, _FLOAT, _FLOAT)
 
     def codegen(context, builder, sig, args):
         code, b = _Code(builder), builder
-        Z, q, k, v, gates, y, pairs, Dk, stride = args
+        Z, q, k, v, gates, y, pairs, Dk, stride, keys, decays = args
         vectors = range(_WIDTH // 16)
         two = range(2)
         zero = [_const(V16F, 0.0)] * (2 * len(vectors))
@@ -525,7 +697,7 @@ def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
 
         def read(j, *sums):
             old = [code.load(place(j, i), V16F) for i in vectors]
-            return products(old, [spread(k, j), spread(k, b.add(j, Dk))], sums)
+            return products(old, [spread(keys, j), spread(keys, b.add(j, Dk))], sums)
 
         def pair(p, *z):
             mine = code.at(gates, b.mul(p, I64(_GATES)), F32)
@@ -535,8 +707,10 @@ def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
             this = [b.mul(b.add(b.mul(p, I64(2)), I64(n)), Dk) for n in two]
             more = b.icmp_signed("<", b.add(p, I64(1)), pairs)
             ahead = [b.select(more, b.add(row, b.mul(Dk, I64(2))), row) for row in this]
-            pieces = ((q, this), (k, this), (k, ahead))
-            q_rows, k_rows, next_rows = ([code.at(base, start, F32) for start in starts] for base, starts in pieces)
+            pieces = ((q, this), (k, this), (keys, ahead), (decays, this))
+            q_rows, k_rows, next_rows, decay_rows = (
+                [code.at(base, start, F32) for start in starts] for base, starts in pieces
+            )
             a = []
             for i in vectors:
                 value = [code.load(code.at(v, b.add(row, I64(16 * i)), F32), V16F) for row in rows]
@@ -546,13 +720,14 @@ def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
 
             def moved(scaled):
                 def element(j, *sums):
-                    keys, queries, nexts = ([spread(row, j) for row in rows] for rows in (k_rows, q_rows, next_rows))
+                    own, queries, nexts = ([spread(row, j) for row in rows] for rows in (k_rows, q_rows, next_rows))
+                    factor = [spread(row, j) for row in decay_rows] if by_channel else scale
                     read, found = list(sums[: len(zero)]), list(sums[len(zero) :])
                     new = [code.load(place(j, i), V16F) for i in vectors]
                     for n in two:
                         for i in vectors:
-                            old = b.fmul(new[i], scale[n]) if scaled else new[i]
-                            new[i] = b.call(fma, [a[i][n], keys[n], old])
+                            old = b.fmul(new[i], factor[n]) if scaled else new[i]
+                            new[i] = b.call(fma, [a[i][n], own[n], old])
                             read[2 * i + n] = b.call(fma, [new[i], queries[n], read[2 * i + n]])
                     for i in vectors:
                         code.store(new[i], place(j, i))
@@ -560,6 +735,12 @@ def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
 
                 return over_keys(element, zero + zero)
 
+            if by_channel:
+                sums = moved(True)
+                for i in vectors:
+                    for n in two:
+                        code.store(sums[2 * i + n], code.at(y, b.add(rows[n], I64(16 * i)), F32))
+                return sums[len(zero) :]
             plainly = b.fcmp_ordered("==", code.load(code.at(mine, 9, F32), F32), ir.Constant(F32, 1.0))
             with b.if_else(plainly) as (then, otherwise):
                 with then:
@@ -582,6 +763,16 @@ def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride):
     return sig, codegen
 
 
+@intrinsic
+def _lane_pass(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride, keys, decays):
+    return _lane_code(by_channel=False)
+
+
+@intrinsic
+def _lane_pass_by_channel(typingctx, Z, q, k, v, gates, y, pairs, Dk, stride, keys, decays):
+    return _lane_code(by_channel=True)
+
+
 @kernel(ops.delta_commit, device="cpu", composed=True)
 def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
     _check_state("delta_commit", state)
@@ -594,7 +785,8 @@ def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> 
         y = np.empty((count, rows.shape[1]), rows.dtype)
         conv1d_causal(rows[kept : kept + count], rows[:kept], conv_weight, out=y)
         rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
-        g, b = (np.ascontiguousarray(gates[slot, :count, part]) for part in (0, 1))
+        g, b = gates[slot, :count, :-1].swapaxes(1, 2), np.ascontiguousarray(gates[slot, :count, -1])
+        g = np.ascontiguousarray(g[..., 0] if g.shape[2] == 1 else g)
         ignored = np.empty((count, Hv, Dv), y.dtype)
         gated_delta_net(state[slot], y, g, b, Hk, Hv, Dk, Dv, "step", out=ignored)
         rows[:kept] = rows[count : count + kept].copy()
@@ -605,14 +797,14 @@ def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> 
 
 @kernel(ops.gated_delta_step, device="cpu", composed=True)
 def gated_delta_step(
-    qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, *, out
+    qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, act="silu", *, out
 ) -> None:
     _check_state("gated_delta_step", state)
     Hv, Dv, Dk = state.shape[1:]
-    y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(alpha.shape, np.float32)
+    y, g, b = np.empty_like(qkv), np.empty(alpha.shape, np.float32), np.empty(beta.shape, np.float32)
     conv1d_causal(qkv, conv_state, conv_weight, slots, out=y)
     conv1d_state_update(conv_state, qkv, slots, width=conv_weight.shape[1])
     rms_norm_qk(y, Hk, Dk, Hk * Dk, None, 1e-6, "sum", out=y)
     gdn_decay_beta(alpha, beta, A_log, dt_bias, out=(g, b))
     gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots, out=out)
-    gated_rms_norm(out, z, norm_weight, eps, out=out)
+    gated_rms_norm(out, z, norm_weight, eps, act, out=out)

@@ -123,7 +123,7 @@ class CpuDevice:
     def expert_tier(self, host: str, top_k: int) -> None:
         return None
 
-    def miss_detector(self, tier: Any, layers: int, width: int) -> None:
+    def miss_detector(self, tier: Any, layers: int, width: int, sums: str | None = None) -> None:
         return None
 
     def expert_room(self, pairs: tuple[int, int], experts: int, x: np.ndarray, block: bool) -> np.ndarray:

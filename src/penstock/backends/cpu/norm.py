@@ -13,14 +13,15 @@ from numba import prange
 from penstock import ops
 from penstock.backends.cpu import _threads
 from penstock.backends.cpu._formats import FLOAT32, fmt
-from penstock.backends.cpu._math import silu32
+from penstock.backends.cpu._math import sigmoid32, silu32
 from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.elementwise import NO_OUTPUT, NOTHING, SERIAL, expert_sum, flat, flat_out, load, slots, store
 from penstock.dtypes import round_to
 from penstock.ops.op import kernel
 
 PLAIN, ADDED, NORMED = range(3)  # how v comes from x: x, a + x, a + n(x, w_mid)
-ALONE, TIMES, GATED, PLUS, PLUS_NORMED = range(5)  # what happens to n(v, w): · b, · silu(b), + b, + n(b, w_mid)
+# what happens to n(v, w): nothing, · b, · silu(b), + b, + n(b, w_mid), · sigmoid(b)
+ALONE, TIMES, GATED, PLUS, PLUS_NORMED, SIGMOID = range(6)
 _AS_IS, _BY_NUMBER, _BY_VECTOR = range(3)  # s: nothing, one number, an array
 
 _BLOCK = 2048  # numbers of a block of rows, if rows are shorter than that
@@ -73,6 +74,10 @@ def scaled_rows(v, n, rinv, w, b, merge, y):
         for i in range(n):
             for j in range(v.shape[1]):
                 y[i, j] = v[i, j] * rinv[i] * w[j] * silu32(b[i, j])
+    elif merge == SIGMOID:
+        for i in range(n):
+            for j in range(v.shape[1]):
+                y[i, j] = v[i, j] * rinv[i] * w[j] * sigmoid32(b[i, j])
     else:
         for i in range(n):
             for j in range(v.shape[1]):
@@ -165,7 +170,7 @@ def _norm_blocks(program, x, slot_weights, a, b, fmt, vectors, fmts, factor, dim
 
 
 # norm      v = x or sum_i weights[i] * x[i];  v = v, a + v or a + n(v, w_mid);  mid = v
-#           y_k = n(v, w_k) · s, with n(v, w_k) alone, · b, · silu(b), + b or + n(b, w_mid);  n as in penstock.ops.norm
+#           y_k = n(v, w_k) · s, with n(v, w_k) alone, · b, · act(b), + b or + n(b, w_mid);  n as in penstock.ops.norm
 # shapes    x [rows, dim] or [rows, slots, dim]; a, b, mid, y_k [rows, dim]; w_k, w_mid, s [dim] of any format each, or
 #           s the number `factor`
 # threads   prange over chunks of rows; a row belongs to one thread and its sums have one order for each dim
@@ -270,8 +275,8 @@ def rms_norm_triple(x, wa, wb, wc, eps, dtype=None, *, out):
 
 
 @kernel(ops.gated_rms_norm, device="cpu")
-def gated_rms_norm(values, z, weight, eps, *, out):
-    _run(values, (weight,), eps, (out,), merge=GATED, b=z)
+def gated_rms_norm(values, z, weight, eps, act="silu", *, out):
+    _run(values, (weight,), eps, (out,), merge=GATED if act == "silu" else SIGMOID, b=z)
 
 
 @kernel(ops.norm_add, device="cpu")

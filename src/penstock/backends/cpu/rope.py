@@ -167,3 +167,43 @@ def rope(x, inv_freq, start_pos, rotary_dim, mscale, interleaved, positions, *, 
 @kernel(ops.head_norm_rope, device="cpu")
 def head_norm_rope(x, weight, inv_freq, start_pos, eps, rotary_dim, mscale, interleaved, *, out):
     _run(x, inv_freq, start_pos, mscale, interleaved, out, weight, eps)
+
+
+@njit
+def _scale_rows(x, fmt, positions, width, beta, length, out, start, stop):
+    """Tokens start … stop - 1 of `_scale_parallel`."""
+    v = np.empty(min(width, _BLOCK), np.float32)
+    for t in range(start, stop):
+        factor = np.float32(1 + beta * np.log1p(np.float64(max(positions[t], 0) // length)))
+        for i in range(0, width, _BLOCK):
+            n = min(_BLOCK, width - i)
+            load(x, fmt, t * width + i, v[:n])
+            for j in range(n):
+                v[j] *= factor
+            store(v[:n], fmt, out, t * width + i)
+
+
+# scale     out[t] = x[t] · (1 + beta · ln(1 + floor(positions[t] / length)))
+# shapes    x, out [T, width] flat, uint16 patterns; positions int32 [T]
+# threads   prange over chunks of tokens
+# bytes     2 * T * width * itemsize
+# limits    none
+@njit(parallel=True)
+def _scale_parallel(x, fmt, positions, width, beta, length, out):
+    T = positions.size
+    step = max(1, _BLOCK * _CHUNK // width)
+    for c in prange((T + step - 1) // step):
+        _scale_rows(x, fmt, positions, width, beta, length, out, c * step, min(T, (c + 1) * step))
+
+
+@kernel(ops.position_scale, device="cpu")
+def position_scale(x, positions, beta, length, *, out):
+    if x.size == 0:
+        return
+    at = positions.view()
+    at.setflags(False)
+    call = (flat(x), fmt(x), at, x.size // len(x), float(beta), int(length), flat_out(out))
+    if x.size <= SERIAL:
+        _scale_rows(*call, 0, len(x))
+    else:
+        _threads.run(_scale_parallel, *call)

@@ -29,9 +29,9 @@ SEGMENT = 4096  # tokens prepared at a time: 24 KB of scratch for each chunk and
 CHUNKS = 160  # of runs prepared at a time: enough for 2048 tokens however they are cut
 
 
-def takes_chunks(qkv: torch.Tensor, Dk: int) -> bool:
-    """Whether these kernels take the activations: of 16 bits, and their tiles fit in shared memory."""
-    return qkv.element_size() == 2 and Dk <= 128
+def takes_chunks(qkv: torch.Tensor, g: torch.Tensor, Dk: int) -> bool:
+    """Whether these kernels take the activations: of 16 bits, one decay of a head, and tiles fit in shared memory."""
+    return qkv.element_size() == 2 and g.ndim == 2 and Dk <= 128
 
 
 @triton.jit

@@ -17,6 +17,20 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda._blocks import (
+    block_scales,
+    code_bits,
+    has_levels,
+    high_bits,
+    high_pairs,
+    is_blocks,
+    is_type,
+    level_tile,
+    load_high,
+    more_groups,
+    sub_groups,
+    top_groups,
+)
 from penstock.backends.cuda._floats import float_tile, global_factor, is_float, scale_of, width
 from penstock.backends.cuda._launch import WIDENED, sigmoid
 from penstock.backends.cuda._rows import rounded
@@ -25,7 +39,7 @@ from penstock.backends.cuda._rows import rounded
 # kernels because one instruction cannot hold two constants, the mask and this: an OR less per pair of codes.
 FP_MAGIC = 0x43004300
 
-# Arrays of a launch. w, up, common, common_up: codes, scales, biases, each None where there are none.
+# Arrays of a launch. w, up, common, common_up: codes, scales, biases, or planes of blocks, None where there are none.
 Arrays = namedtuple("Arrays", "w up common common_up x norm residual ids order slot_of weights score y")
 # Numbers of a launch: N rows of a product, rows from one matrix to the next and from w to up, numbers from one token to
 # the next in x and y, eps of the norm.
@@ -68,6 +82,12 @@ def block_codes(bits, gs, tokens):
     return columns(bits, gs, tokens) // tokens * min(gs, tile_codes(bits, gs, tokens))
 
 
+@triton.constexpr_function
+def has_biases(bits):
+    """Whether scales come with biases: not those of codes that are floats or places in a table."""
+    return not is_float(bits) and not has_levels(bits)
+
+
 @triton.jit
 def _pairs_less(pair, OFFSET: tl.constexpr):
     """int32 [...] that hold two bfloat16 each → bfloat16 [..., 2] less OFFSET; no instruction but the subtraction."""
@@ -84,11 +104,12 @@ def _pairs_less(pair, OFFSET: tl.constexpr):
 @triton.jit
 def _tile(
     words, magic, BITS: tl.constexpr, SHIFT: tl.constexpr, UP: tl.constexpr, OFFSET: tl.constexpr, S: tl.constexpr,
-    R: tl.constexpr,
+    R: tl.constexpr, high=None, KIND: tl.constexpr = 0,
 ):  # fmt: skip
     """words and magic [4, 8, S, R / 8, L] → (magic | code · 2^UP) − OFFSET as bfloat16 [S, R, 8 L J]; None: codes 0.
 
     A word gives J pairs: code j of its lower half and code j of its upper half. Of 8-bit codes 4 bits, from SHIFT on.
+    high: words with the upper bits of these codes, of a KIND of blocks.
     """
     J: tl.constexpr = 16 // BITS
     L: tl.constexpr = magic.shape[4]
@@ -101,6 +122,8 @@ def _tile(
         else:
             word = word >> shift
         pair |= word & ((1 << min(BITS, 4)) - 1 << UP) * 0x10001
+        if high is not None:
+            pair |= high_pairs(high.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1), UP, KIND)
     a = _pairs_less(tl.broadcast_to(pair, (S, R, 4, L, J)), OFFSET)  # [S, R, lane, word, J, 2]
     return a.reshape(S, R, 4, L, J // 2, 2, 2).permute(0, 1, 3, 4, 2, 5, 6).reshape(S, R, 8 * L * J)
 
@@ -177,7 +200,9 @@ def _rows(a, PART: tl.constexpr, base, common, up_row, row, m, width, HALF: tl.c
 
 @triton.jit
 def _load_words(a, base, common, block, first, n, C: tl.constexpr):
-    """The words of a block as a tuple: for each tile [4, 8, S, R / 8, words of a lane], or BITS of [4, 8, S, R / 8]."""
+    """The words of a block as a tuple: for each tile [4, 8, S, R / 8, words of a lane], or BITS of [4, 8, S, R / 8].
+    Of blocks whose codes have upper bits two for each tile: `low`, then `high`.
+    """
     BITS: tl.constexpr = C.BITS
     BLOCK: tl.constexpr = block_codes(BITS, C.GS, C.TP)
     TILES: tl.constexpr = BLOCK // tile_codes(BITS, C.GS, C.TP)
@@ -189,6 +214,9 @@ def _load_words(a, base, common, block, first, n, C: tl.constexpr):
     rows = _rows(a, 0, base[:, None], common[:, None], n.up_row, row, m, ROW, HALF)
     live = (row < n.N) & (base >= 0)[:, None]
     start = block[:, None] * (BLOCK * width(BITS) // 32) + tl.arange(0, 4)[:, None, None, None] * L
+    if high_bits(BITS) > 0:
+        HIGH_ROW: tl.constexpr = C.G * C.GS * high_bits(BITS) // 32
+        above = _rows(a, 1, base[:, None], common[:, None], n.up_row, row, m, HIGH_ROW, HALF)
     words = ()
     for t in tl.static_range(TILES):
         at = start + t * (4 * L)
@@ -199,7 +227,53 @@ def _load_words(a, base, common, block, first, n, C: tl.constexpr):
         else:
             at = at[:, :, :, :, None] + tl.arange(0, L)
             words += (tl.load(rows[:, :, :, None] + at, mask=ok[:, :, :, :, None], other=0),)
+            if high_bits(BITS) > 0:
+                words += (load_high(above, start + t * (4 * L), ok, L, BITS),)
     return words
+
+
+@triton.jit
+def _load_block_scales(a, base, common, block, first, n, C: tl.constexpr):
+    """Scales and biases of a block in planes where the product has its columns, float32 [S, R, columns]."""
+    BITS: tl.constexpr = C.BITS
+    COLS: tl.constexpr = columns(BITS, C.GS, C.TP)
+    HALF: tl.constexpr = C.ROWS // 8 if a.up[0] is None else C.ROWS // 16
+    EACH: tl.constexpr = 2 if C.TP == 1 else 1
+    each = tl.arange(0, EACH)
+    if C.G % 2 == 1:
+        each = (each * 5) & 1
+    column = tl.arange(0, 4)[:, None, None, None, None, None] * 2 + 8 * tl.arange(0, COLS // 8)[:, None] + each
+    group = block[:, None, None, None] * (COLS // C.TP) + column // C.TP
+    m = tl.arange(0, C.ROWS // 8)[:, None, None]
+    row = first + tl.arange(0, 8)[:, None, None, None, None] + 8 * (m % HALF)
+    base, common = base[:, None, None, None], common[:, None, None, None]
+    live = (row < n.N) & (group < C.G) & (base >= 0)
+    sub, more, top = None, None, None
+    if a.w[2] is not None:
+        EVERY: tl.constexpr = sub_groups(BITS)
+        at = _rows(a, 2, base, common, n.up_row, row, m, C.G // EVERY, HALF)
+        sub = tl.load(at + group // EVERY, mask=live, other=0)
+    if a.w[3] is not None:
+        MORE: tl.constexpr = more_groups(BITS)
+        at = _rows(a, 3, base, common, n.up_row, row, m, C.G // MORE, HALF)
+        more = tl.load(at + group // MORE, mask=live, other=0)
+    if a.w[4] is not None:
+        TOP: tl.constexpr = top_groups(BITS)
+        at = _rows(a, 4, base, common, n.up_row, row, m, C.G // TOP, HALF)
+        if TOP > 1 and TOP % (COLS // C.TP) == 0:  # one for all columns
+            which = (block * (COLS // C.TP) // TOP)[:, None, None, None]
+            top = tl.load(at + which, mask=(row < n.N) & (which < C.G // TOP) & (base >= 0), other=0)
+        else:
+            top = tl.load(at + group // TOP, mask=live, other=0)
+    scale, bias = block_scales(sub, more, top, group, BITS)
+    return _in_columns(scale, COLS, C), _in_columns(bias, COLS, C)
+
+
+@triton.jit
+def _in_columns(scale, COLS: tl.constexpr, C: tl.constexpr):
+    """What broadcasts to [4, 8, S, R / 8, columns / 8, 2], where lanes loaded it, as [S, R, columns]."""
+    scale = tl.broadcast_to(scale, (4, 8, C.S, C.ROWS // 8, COLS // 8, 2))
+    return scale.permute(2, 3, 1, 4, 0, 5).reshape(C.S, C.ROWS, COLS)
 
 
 @triton.jit
@@ -226,8 +300,7 @@ def _load_scales(a, PART: tl.constexpr, base, common, block, first, n, C: tl.con
         if a.up[2] is not None:
             which = tl.where(m < HALF, which, a.up[2] + slot)
         scale *= global_factor(which, 0, live)
-    scale = tl.broadcast_to(scale, (4, 8, C.S, C.ROWS // 8, COLS // 8, 2))
-    return scale.permute(2, 3, 1, 4, 0, 5).reshape(C.S, C.ROWS, COLS)
+    return _in_columns(scale, COLS, C)
 
 
 @triton.jit
@@ -283,23 +356,49 @@ def _multiplied(
         x1, rest = _cut(rest)
         if WIDE:
             x2, rest = _cut(rest)
-    if is_float(BITS):
-        PER_TILE: tl.constexpr = TP * max(1, tile_codes(BITS, GS, TP) // GS)
-        own_tile = (tl.arange(0, columns(BITS, GS, TP)) // PER_TILE)[None, None, :]
-        made = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
-        for t in tl.static_range(len(words)):
-            made = tl.where(own_tile == t, _dots(float_tile(words[t], BITS, S, R), x0, x1, x2, late), made)
-        return made * scale
+    if has_biases(BITS):
+        y = _numbers_multiplied(words, scale, bias, x0, x1, x2, magic, late, BITS, GS, TP, R, S)
+    else:
+        y = _levels_multiplied(words, x0, x1, x2, late, BITS, GS, TP, R, S) * scale
+    return y
+
+
+@triton.jit
+def _levels_multiplied(
+    words, x0, x1, x2, late, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr, R: tl.constexpr, S: tl.constexpr
+):  # fmt: skip
+    """`_multiplied` without scales, of codes that are floats or places in a table."""
+    PER_TILE: tl.constexpr = TP * max(1, tile_codes(BITS, GS, TP) // GS)
+    own_tile = (tl.arange(0, columns(BITS, GS, TP)) // PER_TILE)[None, None, :]
+    made = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
+    for t in tl.static_range(len(words)):
+        if is_type(BITS, "IQ4_NL", "IQ4_XS"):
+            tile = level_tile(words[t], BITS, S, R)
+        else:
+            tile = float_tile(words[t], BITS, S, R)
+        made = tl.where(own_tile == t, _dots(tile, x0, x1, x2, late), made)
+    if is_type(BITS, "MXFP4"):  # whose scales are half as large, so that the last one is finite
+        made *= 2.0
+    return made
+
+
+@triton.jit
+def _numbers_multiplied(
+    words, scale, bias, x0, x1, x2, magic, late, BITS: tl.constexpr, GS: tl.constexpr, TP: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr,
+):  # fmt: skip
+    """`_multiplied` of codes that are unsigned numbers."""
     # A code in the upper bits of the mantissa of 2^BITS makes 2^BITS + code (of 8 bits 16 + the lower half and 256 + 16
     # times the upper), which the sum of x takes away again. Activations in parts want codes around 0 for the sake of
     # their last bits: from 128 + code a centre is taken, an instruction more per pair.
     PLAIN: tl.constexpr = x1 is None
-    HALF: tl.constexpr = 4 if BITS == 8 else BITS
+    WIDTH: tl.constexpr = code_bits(BITS)
+    HALF: tl.constexpr = 4 if WIDTH == 8 else WIDTH
     UP: tl.constexpr = 7 - HALF if PLAIN else 0
-    CENTRE: tl.constexpr = 1 << (BITS - 1) if BITS < 8 else 136  # of 8 bits 8 from each half
-    OFFSET: tl.constexpr = 0 if PLAIN else 128 + CENTRE if BITS < 8 else 136
+    CENTRE: tl.constexpr = 1 << (WIDTH - 1) if WIDTH < 8 else 136  # of 8 bits 8 from each half
+    OFFSET: tl.constexpr = 0 if PLAIN else 128 + CENTRE if WIDTH < 8 else 136
     UPPER: tl.constexpr = 0 if PLAIN else 2176
-    STEP: tl.constexpr = BITS if is_stream(BITS) else 1  # words of a tile in the tuple
+    STEP: tl.constexpr = BITS if is_stream(BITS) else 2 if high_bits(BITS) > 0 else 1  # words of a tile in the tuple
     if PLAIN:
         magic -= (7 - HALF) * 0x00800080
     zero = tl.zeros((S, R, columns(BITS, GS, TP)), tl.float32)
@@ -308,6 +407,10 @@ def _multiplied(
     for t in tl.static_range(len(words) // STEP):
         if is_stream(BITS):
             dot = _dots(_stream_tile(words[t * BITS : (t + 1) * BITS], magic, BITS, UP, OFFSET, S, R), x0, x1, x2, zero)
+        elif is_blocks(BITS):
+            high = words[t * STEP + 1] if high_bits(BITS) > 0 else None
+            tile = _tile(words[t * STEP], magic, width(BITS), 0, UP, OFFSET, S, R, high, BITS)
+            dot = _dots(tile, x0, x1, x2, zero)
         else:
             dot = _dots(_tile(words[t], magic, BITS, 0, UP, OFFSET, S, R), x0, x1, x2, zero)
         if BITS == 8:  # the upper halves, as 16 · (16 … 31), or 16 · (0 … 15) − 128
@@ -317,7 +420,7 @@ def _multiplied(
     if is_stream(BITS):
         ones = _stream_tile(None, magic, BITS, UP, 0 if PLAIN else 127, S, R)
     else:
-        ones = _tile(None, magic, BITS, 0, UP, 0 if PLAIN else 127, S, R)
+        ones = _tile(None, magic, width(BITS), 0, UP, 0 if PLAIN else 127, S, R)
     sums = _dots(ones, x0, x1, x2, late)
     if PLAIN:
         y = acc * scale + (bias * (1 / (1 << HALF)) - (17 if BITS == 8 else 1) * scale) * sums
@@ -371,9 +474,15 @@ def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr):
         base = slot * n.matrix
         block = at % BLOCKS
         words += _load_words(a, base, is_common, block, first, n, C)
-        scales += (_load_scales(a, 1, base, is_common, block, first, n, C),)
-        if not is_float(C.BITS):
-            biases += (_load_scales(a, 2, base, is_common, block, first, n, C),)
+        if is_blocks(C.BITS):
+            scale, bias = _load_block_scales(a, base, is_common, block, first, n, C)
+            scales += (scale,)
+            if has_biases(C.BITS):
+                biases += (bias,)
+        else:
+            scales += (_load_scales(a, 1, base, is_common, block, first, n, C),)
+            if has_biases(C.BITS):
+                biases += (_load_scales(a, 2, base, is_common, block, first, n, C),)
         bases += (base,)
     return bases, words, scales, biases
 
@@ -439,7 +548,7 @@ def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n,
             guard |= words[t]
         for u in tl.static_range(U):
             late |= scales[u].to(tl.int32, bitcast=True)
-            if not is_float(BITS):
+            if has_biases(BITS):
                 late |= biases[u].to(tl.int32, bitcast=True)
             x_guard |= xs[u]
         x_guard = tl.xor_sum(x_guard, 4, keep_dims=True)
@@ -456,7 +565,7 @@ def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n,
             norm = _in_order(norms[u], a.norm.dtype.element_ty, BITS, GS, TP, C.S).to(tl.float32)
             part = rounded(part.to(tl.float32) * by * norm, C.NORMED)
         mine = words[u * EACH : (u + 1) * EACH]
-        bias = None if is_float(BITS) else biases[u]
+        bias = biases[u] if has_biases(BITS) else None
         part = _multiplied(mine, scales[u], bias, part, magic, late, BITS, GS, TP, C.ROWS, C.S)
         if a.weights is not None:
             q = (pair + _block_of(start + u * C.S, C.S) // BLOCKS).to(tl.int32)

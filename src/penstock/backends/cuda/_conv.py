@@ -11,12 +11,15 @@ from penstock.backends.cuda._tuning import CONV_DOWN
 
 
 @triton.jit
-def _store_silu(y_ptr, x, mask):
-    """x / (1 + exp(-x)): one division; exp overflows to infinity where the result is 0."""
-    tl.store(y_ptr, rounded(x / (1.0 + tl.exp(-x)), y_ptr.dtype.element_ty), mask=mask)
+def _store(y_ptr, x, mask, SILU: tl.constexpr):
+    """x, or x / (1 + exp(-x)): one division; exp overflows to infinity where the result is 0."""
+    if SILU:
+        x = x / (1.0 + tl.exp(-x))
+    tl.store(y_ptr, rounded(x, y_ptr.dtype.element_ty), mask=mask)
 
 
-# conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t]
+# conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t];
+#          the sum itself without SILU, here and below
 # shapes   x, y [T, C]; state [W - 1, C] or [S, depth, C], depth >= W - 1, float32 or x's dtype; weight [C, W] of any
 #          float; slots [T]
 # grid     (blocks of tokens * blocks of channels,): one program owns a [TOKENS, CHANNELS] tile of y
@@ -25,7 +28,7 @@ def _store_silu(y_ptr, x, mask):
 @triton.jit(do_not_specialize=["T"])
 def _conv1d_kernel(
     x_ptr, state_ptr, weight_ptr, slots_ptr, y_ptr, T, C, slots, depth, W: tl.constexpr, BY_SLOT: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, CHANNELS)
     first = (tl.program_id(0) // across).to(tl.int64) * TOKENS
@@ -52,7 +55,7 @@ def _conv1d_kernel(
                 old = tl.load(state_ptr + (at + (W - 1)) * C + c, mask=inside & (at < 0), other=0.0)
                 row += old.to(tl.float32)
         total = tl.fma(row, tap, total)
-    _store_silu(y_ptr + t * C + c, tl.where(live, total, 0.0), inside)
+    _store(y_ptr + t * C + c, tl.where(live, total, 0.0), inside, SILU)
 
 
 @triton.jit
@@ -67,7 +70,9 @@ def _taps(a, b, c, d, w0, w1, w2, w3):
 # bytes             2 * T * C * itemsize, and three rows in TOKENS again
 # limits            TOKENS a multiple of 4
 @triton.jit(do_not_specialize=["T"])
-def _conv1d_down_kernel(x_ptr, state_ptr, weight_ptr, y_ptr, T, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+def _conv1d_down_kernel(
+    x_ptr, state_ptr, weight_ptr, y_ptr, T, C, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr
+):
     across = tl.cdiv(C, CHANNELS)
     first = (tl.program_id(0) // across).to(tl.int64) * TOKENS
     c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
@@ -93,28 +98,30 @@ def _conv1d_down_kernel(x_ptr, state_ptr, weight_ptr, y_ptr, T, C, TOKENS: tl.co
         x1 = tl.load(x_ptr + at + C, mask=c < tl.where(t + 1 < T, C, 0), other=0.0).to(tl.float32)
         x2 = tl.load(x_ptr + at + 2 * C, mask=c < tl.where(t + 2 < T, C, 0), other=0.0).to(tl.float32)
         x3 = tl.load(x_ptr + at + 3 * C, mask=c < tl.where(t + 3 < T, C, 0), other=0.0).to(tl.float32)
-        _store_silu(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < tl.where(t < T, C, 0))
-        _store_silu(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < tl.where(t + 1 < T, C, 0))
-        _store_silu(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < tl.where(t + 2 < T, C, 0))
-        _store_silu(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < tl.where(t + 3 < T, C, 0))
+        _store(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < tl.where(t < T, C, 0), SILU)
+        _store(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < tl.where(t + 1 < T, C, 0), SILU)
+        _store(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < tl.where(t + 2 < T, C, 0), SILU)
+        _store(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < tl.where(t + 3 < T, C, 0), SILU)
         p, q, r = x1, x2, x3
 
 
 def convolve(
-    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor | None, out: torch.Tensor
-) -> None:
+    x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, slots: torch.Tensor | None, silu: bool,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
     T, C = x.shape
     W = weight.shape[1]
     if slots is None and W == 4 and T >= 64:
         tokens, channels, warps = CONV_DOWN
         channels = min(channels, triton.next_power_of_2(C))
         grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
-        _conv1d_down_kernel[grid](x, state, weight, out, T, C, tokens, channels, num_warps=warps)
+        _conv1d_down_kernel[grid](x, state, weight, out, T, C, tokens, channels, silu, num_warps=warps)
         return
     tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
     grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
     _conv1d_kernel[grid](
         x, state, weight, slots, out, T, C, state.shape[0], state.shape[-2], W, slots is not None, tokens, channels,
+        silu,
         num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
 
@@ -154,7 +161,7 @@ def _conv1d_shift_kernel(
 @triton.jit(do_not_specialize=["T", "B", "slots"])
 def _conv1d_runs_kernel(
     x_ptr, state_ptr, weight_ptr, starts_ptr, slots_ptr, y_ptr, T, B, C, rows, slots, W: tl.constexpr,
-    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, CHANNELS)
     row = (tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)
@@ -174,7 +181,7 @@ def _conv1d_runs_kernel(
         new = tl.load(x_ptr + at * C + c, mask=live & (at >= first), other=0.0).to(tl.float32)
         old = tl.load(state_ptr + (slot * rows + before) * C + c, mask=live & (at < first), other=0.0).to(tl.float32)
         total = tl.fma(tl.where(at < first, old, new), tap, total)
-    _store_silu(y_ptr + t * C + c, tl.where(live, total, 0.0), inside)
+    _store(y_ptr + t * C + c, tl.where(live, total, 0.0), inside, SILU)
 
 
 @triton.jit
@@ -204,7 +211,7 @@ def _run_of(starts_ptr, slots_ptr, b, B, T, slots):
 @triton.jit(do_not_specialize=["T", "B", "slots"])
 def _conv1d_runs_down_kernel(
     x_ptr, state_ptr, weight_ptr, starts_ptr, slots_ptr, y_ptr, T, B, C, rows, slots,
-    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, CHANNELS)
     top = (tl.program_id(0) // across).to(tl.int64) * TOKENS
@@ -227,10 +234,10 @@ def _conv1d_runs_down_kernel(
             x1 = tl.load(x_ptr + at + C, mask=c < live, other=0.0).to(tl.float32)
             x2 = tl.load(x_ptr + at + 2 * C, mask=c < live, other=0.0).to(tl.float32)
             x3 = tl.load(x_ptr + at + 3 * C, mask=c < live, other=0.0).to(tl.float32)
-            _store_silu(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < C)
-            _store_silu(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < C)
-            _store_silu(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < C)
-            _store_silu(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < C)
+            _store(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < C, SILU)
+            _store(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < C, SILU)
+            _store(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < C, SILU)
+            _store(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < C, SILU)
             p, q, r = x1, x2, x3
         else:
             for i in range(4):
@@ -245,13 +252,13 @@ def _conv1d_runs_down_kernel(
                         q = _kept_row(state_ptr, x_ptr, row - 2, first, slot, rows, C, c, live)
                         r = _kept_row(state_ptr, x_ptr, row - 1, first, slot, rows, C, c, live)
                     x = tl.load(x_ptr + row * C + c, mask=c < live, other=0.0).to(tl.float32)
-                    _store_silu(y_ptr + row * C + c, _taps(p, q, r, x, w0, w1, w2, w3), c < C)
+                    _store(y_ptr + row * C + c, _taps(p, q, r, x, w0, w1, w2, w3), c < C, SILU)
                     p, q, r = q, r, x
 
 
 def convolve_runs(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor,
-    out: torch.Tensor,
+    silu: bool, out: torch.Tensor,
 ) -> None:  # fmt: skip
     T, C = x.shape
     if weight.shape[1] == 4 and T >= 64:
@@ -259,14 +266,14 @@ def convolve_runs(
         channels = min(channels, triton.next_power_of_2(C))
         _conv1d_runs_down_kernel[(triton.cdiv(T, tokens) * triton.cdiv(C, channels),)](
             x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0],
-            block_of(len(slots)), tokens, channels, num_warps=warps,
+            block_of(len(slots)), tokens, channels, silu, num_warps=warps,
         )  # fmt: skip
         return
     tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
     grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
     _conv1d_runs_kernel[grid](
         x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0], weight.shape[1],
-        block_of(len(slots)), tokens, channels, num_warps=1 if tokens == 1 else 4,
+        block_of(len(slots)), tokens, channels, silu, num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
 
 
@@ -352,7 +359,7 @@ def _conv1d_commit_kernel(
             tap = tl.load(weight_ptr + c * W + j, mask=c < C, other=0.0).to(tl.float32)
             row = tl.load(state_ptr + (i + j) * C, mask=c < C, other=0.0).to(tl.float32)
             total = tl.fma(row, tap, total)
-        _store_silu(y_ptr + i * C, total, c < C)
+        _store(y_ptr + i * C, total, c < C, True)
     for r in range(W - 1):
         tl.store(state_ptr + r * C, tl.load(state_ptr + (r + count) * C, mask=c < C), mask=c < C)
 

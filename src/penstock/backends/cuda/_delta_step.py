@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._launch import pdl_options, prefetch_lines, sigmoid, silu
-from penstock.backends.cuda._recurrence import moved_on, token_of
+from penstock.backends.cuda._recurrence import gates_of, moved_on, token_of
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import DELTA_HINTS, DELTA_STEP, DeltaStep
 from penstock.ops.op import deterministic
@@ -91,7 +91,7 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
 # mix      y = silu(conv1d(x)) of a row, its q and k heads divided by their lengths (q by sqrt(Dk) too); the rows kept
 #          for the convolution move on; g and b as in gdn_decay_beta
 # shapes   x, y [B, C], C = 2 Hk Dk + Hv Dv; kept [S, depth, C], its first W - 1 rows; weight [C, W]; alpha, beta, g,
-#          b [B, Hv]; slots [B]
+#          b [B, Hv]; slots [B]; where CHANNELS alpha, g [B, Hv, Dk]
 # grid     (B, 2 Hk + Hv): one program owns a head of q, k or v; those of v have the gates of their head
 # bytes    B * C * (2 + 2 * (W - 1)) * itemsize and the weight
 # limits   a head is at most 16384 wide
@@ -100,7 +100,8 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["slots"])
 def _mix_kernel(
     x_ptr, kept_ptr, weight_ptr, alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, slots_ptr, y_ptr, g_ptr, b_ptr,
-    slots, depth, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    slots, depth, Hk, Hv, Dk, Dv, eps, W: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -125,8 +126,12 @@ def _mix_kernel(
     moved = i < tl.where(active, wide, 0)
     own = tl.maximum(head, 0)
     at = row * Hv + own
-    A, bias = tl.load(A_log_ptr + own).to(tl.float32), tl.load(dt_bias_ptr + own).to(tl.float32)
-    alpha, beta = tl.load(alpha_ptr + at).to(tl.float32), tl.load(beta_ptr + at).to(tl.float32)
+    A, beta = tl.load(A_log_ptr + own).to(tl.float32), tl.load(beta_ptr + at).to(tl.float32)
+    if CHANNELS:
+        bias = tl.load(dt_bias_ptr + own * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
+        alpha = tl.load(alpha_ptr + at * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
+    else:
+        bias, alpha = tl.load(dt_bias_ptr + own).to(tl.float32), tl.load(alpha_ptr + at).to(tl.float32)
     x_ptr += row * C
     kept_ptr += slot * depth * C
     y = _convolved(x_ptr, kept_ptr, weight_ptr, c, live, moved, C, W)
@@ -137,7 +142,10 @@ def _mix_kernel(
         y = _unit(y, eps, dtype)
     tl.store(y_ptr + row * C + c, rounded(tl.where(active, y, 0.0), dtype), mask=live)
     if head >= 0:
-        tl.store(g_ptr + at, decay(alpha, A, bias))
+        if CHANNELS:
+            tl.store(g_ptr + at * Dk + i, decay(alpha, A, bias), mask=i < Dk)
+        else:
+            tl.store(g_ptr + at, decay(alpha, A, bias))
         tl.store(b_ptr + at, sigmoid(beta))
 
 
@@ -145,12 +153,24 @@ def _mix_kernel(
 
 
 @triton.jit
-def _advance(S, q, k, kq, v, g, b):
+def _gate(z, ACT: tl.constexpr):
+    if ACT == "sigmoid":
+        y = sigmoid(z)
+    else:
+        y = silu(z)
+    return y
+
+
+@triton.jit
+def _advance(S, q, k, kq, v, g, b, CHANNELS: tl.constexpr):
     """The state [WIDE, ROWS, LINE] after a token and its output; y = S q as g (S q) + d (k.q) of the old S.
 
     A line has 128 bytes of a row and a warp 4 rows in 8 lanes each: a sum over columns takes 3 shuffles for 4 rows. k.q
     comes from elsewhere: by itself the product here would get another layout, and the state with it.
     """
+    if CHANNELS:
+        S *= g
+        g = 1.0
     known = tl.sum(tl.sum(S * k, axis=0), axis=1)
     read = tl.sum(tl.sum(S * q, axis=0), axis=1)
     d = (v - g * known) * b
@@ -187,7 +207,7 @@ def _store_part(tile, S, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
 
 
 # step      silu(conv1d(x)) of a head's channels, q and k divided by their lengths, g and b (as `mix`), `recurrence` of
-#           one token and, of its y rounded, out = y * rinv(y) * silu(z) * norm
+#           one token and, of its y rounded, out = y * rinv(y) * act(z) * norm
 # shapes    as in `mix` and `recurrence`; z, out [B, Hv, Dv]; norm [Dv]; arrived int32 [S, Hk], 0 before and after
 # grid      (B * Hv,): one program owns the state of a head, PARTS * ROWS value rows, ROWS at a time and the next ones
 #           under way
@@ -204,7 +224,8 @@ def _step_kernel(
     z_ptr, norm_ptr, out_ptr, slots, depth, unit_eps, eps,
     Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, W: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, LINE: tl.constexpr,
-    LOAD: tl.constexpr, STORE: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    LOAD: tl.constexpr, STORE: tl.constexpr, PREFETCH: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = out_ptr.dtype.element_ty
     DK: tl.constexpr = WIDE * LINE
@@ -249,10 +270,14 @@ def _step_kernel(
     i = tl.arange(0, DK)
     c = key * Dk + i
     last = slot >= 0
-    g = decay(
-        tl.load(alpha_ptr + at).to(tl.float32), tl.load(A_log_ptr + head).to(tl.float32),
-        tl.load(dt_bias_ptr + head).to(tl.float32),
-    )  # fmt: skip
+    A = tl.load(A_log_ptr + head).to(tl.float32)
+    if CHANNELS:
+        alpha = tl.load(alpha_ptr + at * Dk + i, mask=i < Dk, other=0.0).to(tl.float32)
+        g = decay(alpha, A, tl.load(dt_bias_ptr + head * Dk + i, mask=i < Dk, other=0.0).to(tl.float32))
+        g = tl.reshape(g, (WIDE, LINE))[:, None, :]
+    else:
+        alpha = tl.load(alpha_ptr + at).to(tl.float32)
+        g = decay(alpha, A, tl.load(dt_bias_ptr + head).to(tl.float32))
     b = sigmoid(tl.load(beta_ptr + at).to(tl.float32))
     q = _convolved(x_ptr, kept_ptr, weight_ptr, c, i < Dk, i < Dk, C, W)
     k = _convolved(x_ptr, kept_ptr, weight_ptr, Hk * Dk + c, i < Dk, i < Dk, C, W)
@@ -270,14 +295,14 @@ def _step_kernel(
         if part + 1 < PARTS:
             inside = (rows + (part + 1) * ROWS < Dv) & (cols < Dk)
             S_next = _load_part(tile + (part + 1) * ROWS * Dk, inside, EXACT, LOAD)
-        S, y = _advance(S.to(tl.float32), q, k, kq, _row(v, part), g, b)
+        S, y = _advance(S.to(tl.float32), q, k, kq, _row(v, part), g, b, CHANNELS)
         inside = (rows + part * ROWS < Dv) & (cols < Dk)
         _store_part(tile + part * ROWS * Dk, S, inside, EXACT, STORE)
         y = rounded(y, kind).to(tl.float32)
         y_all = tl.where(tl.arange(0, PARTS)[:, None] == part, y[None, :], y_all)
         S = S_next
     length = tl.sum(tl.sum(y_all * y_all, axis=1), axis=0)
-    y_all *= tl.rsqrt(length / Dv + eps) * silu(z) * norm
+    y_all *= tl.rsqrt(length / Dv + eps) * _gate(z, ACT) * norm
     tl.store(out_ptr + at * Dv + value, rounded(y_all, kind), mask=value < Dv)
     # Behind the sum above: all rows kept of v have been read.
     row = tl.arange(0, PARTS * ROWS)
@@ -289,7 +314,7 @@ def _step_kernel(
             tl.store(arrived_ptr + slot * Hk + key, 0)
 
 
-# head      `recurrence` of one token behind `mix` and, of its y rounded, out = y * rinv(y) * silu(z) * norm
+# head      `recurrence` of one token behind `mix` and, of its y rounded, out = y * rinv(y) * act(z) * norm
 # shapes    as in `recurrence`; z, out [B, Hv, Dv]; norm [Dv]
 # grid      (B, Hv): one program owns the state of a head
 # bytes     2 * B * Hv * Dv * Dk * itemsize for the state, read and written once
@@ -300,7 +325,8 @@ def _step_kernel(
 @triton.jit
 def _head_kernel(
     state_ptr, qkv_ptr, g_ptr, b_ptr, z_ptr, norm_ptr, slots_ptr, out_ptr, slots, Hk, Hv, Dk, Dv, eps,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -318,11 +344,12 @@ def _head_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    q, k, v, g, b = token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-    S, y = moved_on(S, q, k, v, g, b, state_ptr.dtype.element_ty)
+    q, k, v = token_of(qkv_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+    g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, CHANNELS)
+    S, y = moved_on(S, q, k, v, g, b, state_ptr.dtype.element_ty, CHANNELS)
     tl.store(tile, rounded(S, state_ptr.dtype.element_ty), mask=moved)
     y = rounded(y, kind).to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y, axis=0) / Dv + eps) * silu(z) * weight
+    y *= tl.rsqrt(tl.sum(y * y, axis=0) / Dv + eps) * _gate(z, ACT) * weight
     tl.store(out_ptr + at, rounded(tl.where(active, y, 0.0), kind), mask=rows < Dv)
 
 
@@ -361,20 +388,22 @@ def takes_steps(Dk: int, Dv: int) -> bool:
 def mix(
     qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk: int, Hv: int, Dk: int, Dv: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y [B, C] in qkv's dtype, g and b float32 [B, Hv]; the rows kept in conv_state move on."""
+    """y [B, C] in qkv's dtype, g like alpha and b [B, Hv], float32; the rows kept in conv_state move on."""
     B = len(qkv)
     y = torch.empty_like(qkv)
-    g, b = (qkv.new_empty((B, Hv), dtype=torch.float32) for _ in range(2))
+    g, b = (qkv.new_empty(like.shape, dtype=torch.float32) for like in (alpha, beta))
     _mix_kernel[(B, 2 * Hk + Hv)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, y, g, b, *conv_state.shape[:2], Hk, Hv, Dk,
-        Dv, 1e-6, W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), num_warps=1, **pdl_options(),
+        Dv, 1e-6, W=conv_weight.shape[1], BLOCK=triton.next_power_of_2(max(Dk, Dv)), CHANNELS=alpha.ndim == 3,
+        num_warps=1, **pdl_options(),
     )  # fmt: skip
     return y, g, b
 
 
 def step(
-    qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk: int, eps: float, out
-) -> None:
+    qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk: int, eps: float,
+    act: str, out,
+) -> None:  # fmt: skip
     """`gated_delta_step` where `takes_steps`."""
     B, (S, Hv, Dv, Dk) = len(qkv), state.shape
     choice = _choice(B)
@@ -383,7 +412,7 @@ def step(
         rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, 32))
         _head_kernel[(B, Hv)](
             state, y, g, b, z, norm_weight, slots, out, S, Hk, Hv, Dk, Dv, eps, GROUP=Hv // Hk, ROWS=rows, WIDE=wide,
-            num_warps=max(1, min(8, rows * wide // 64)), **pdl_options(),
+            CHANNELS=alpha.ndim == 3, ACT=act, num_warps=max(1, min(8, rows * wide // 64)), **pdl_options(),
         )  # fmt: skip
         return
     found = _tile(Dk, Dv, state.element_size(), choice.parts, choice.warps)
@@ -394,5 +423,6 @@ def step(
     _step_kernel[(B * Hv,)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, arrived, state, z, norm_weight, out,
         S, conv_state.shape[1], 1e-6, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, W=conv_weight.shape[1], **tile, LOAD=load,
-        STORE=store, PREFETCH=choice.prefetch, num_warps=warps, maxnreg=choice.registers, **pdl_options(),
+        STORE=store, PREFETCH=choice.prefetch, CHANNELS=alpha.ndim == 3, ACT=act, num_warps=warps,
+        maxnreg=choice.registers, **pdl_options(),
     )  # fmt: skip

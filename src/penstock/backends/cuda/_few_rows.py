@@ -32,7 +32,7 @@ from penstock.backends.cuda._launch import (
     INTERPRETED,
     activation,
     compiled_for,
-    counter,
+    counters,
     multiprocessors,
     pdl_options,
     wait_for_previous,
@@ -42,7 +42,7 @@ from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import FEW_GROUPS, FEW_PROGRAMS, FEW_ROWS, FEW_TILES, FEW_WORDS, FewRows
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
-from penstock.quant import QuantizedTensor
+from penstock.quant import MODES, QuantizedTensor
 
 # Arrays of a launch. w, up, common, common_up: codes, scales and biases, each None where there are none.
 _Arrays = namedtuple("_Arrays", "w up common common_up x residual order tiles weights score y")
@@ -289,7 +289,9 @@ class Launch(NamedTuple):
 
 def _fits(w: Any) -> bool:
     """Whether lanes can read this weight: whole words of a group for each, scales of 16 bits, rows that are aligned."""
-    if not isinstance(w, QuantizedTensor) or w.bits not in MAGIC or w.scales.element_size() != 2:
+    if not isinstance(w, QuantizedTensor) or w.mode not in MODES:
+        return False
+    if w.bits not in MAGIC or w.scales.element_size() != 2:
         return False
     words, groups = lane_words(w.bits, w.group_size), w.scales.shape[-1]
     least = 2 * min(8, groups & -groups)  # bytes of scales that one load may take
@@ -374,7 +376,7 @@ def expert_tiles(ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None, ex
     P, BM = T * every, tile_rows(T * k, experts)
     NT = P // BM + slots + 1
     made = torch.empty(P + 3 * NT + 2, dtype=torch.int32, device=ids.device)
-    count = counter(made)
+    count = counters(made)
     if count is None:
         count = torch.zeros(1, dtype=torch.int32, device=ids.device)
     block = max(64, min(1024, triton.next_power_of_2(P)))

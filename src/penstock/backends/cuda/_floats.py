@@ -1,7 +1,7 @@
 """Codes and scales that are small floats (mxfp4, nvfp4, mxfp8), for kernels that also read affine ones.
 
 A kernel is compiled for a kind of codes, BITS: the bits of unsigned numbers, or one of the numbers below, whose lower 4
-bits are the bits of a code.
+bits are the bits of a code. Those from 256 on are blocks of GGUF (`_blocks`).
 """
 
 from typing import Any
@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._launch import WIDENED
-from penstock.quant import GLOBAL_UNIT, QuantizedTensor
+from penstock.errors import BackendError
+from penstock.quant import BLOCK_TYPES, GLOBAL_UNIT, GgufPlanes, GgufTensor, QuantizedTensor, layout_in_planes
 
 MXFP4, NVFP4, MXFP8 = 20, 36, 40
-_KINDS = {"mxfp4": MXFP4, "nvfp4": NVFP4, "mxfp8": MXFP8}
+BLOCK_KINDS = {name: 256 + 16 * i + layout_in_planes(name).low for i, name in enumerate(BLOCK_TYPES)}
+_KINDS = {"mxfp4": MXFP4, "nvfp4": NVFP4, "mxfp8": MXFP8} | BLOCK_KINDS
 _UNIT = tl.constexpr(float(GLOBAL_UNIT))
 
 
@@ -22,8 +24,19 @@ def kind_of(w: QuantizedTensor) -> int:
     return _KINDS.get(w.mode, w.bits)
 
 
-def kernel_arrays(w: QuantizedTensor) -> tuple[Any, Any, Any]:
-    """What kernels read: codes, scales, and biases (affine), a global scale, or None."""
+def groups_of(w: QuantizedTensor) -> int:
+    """Weights that share a scale."""
+    return w.layout.group if isinstance(w, GgufPlanes) else w.group_size
+
+
+def kernel_arrays(w: QuantizedTensor) -> tuple[Any, ...]:
+    """What kernels read: codes, scales, and biases (affine), a global scale, or None; of blocks their planes low, high,
+    sub, more and top, None where there are none.
+    """
+    if isinstance(w, GgufPlanes):
+        return w.by_name
+    if isinstance(w, GgufTensor):
+        raise BackendError(f"a product: a weight is {w!r}, expected its planes on cuda: to('cuda') makes them")
     return w.packed, w.scales, w.biases if w.mode == "affine" else w.global_scale
 
 
@@ -35,7 +48,7 @@ def width(kind):
 
 @triton.constexpr_function
 def is_float(kind):
-    return kind > 15
+    return 15 < kind < 256
 
 
 @triton.jit

@@ -15,9 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda._blocks import block_tile, is_blocks
 from penstock.backends.cuda._floats import (
     float_values,
     global_factor,
+    groups_of,
     is_float,
     kernel_arrays,
     kind_of,
@@ -25,15 +27,25 @@ from penstock.backends.cuda._floats import (
     width,
 )
 from penstock.backends.cuda._launch import INTERPRETED, TL_DTYPES, compiled_for, multiprocessors, shared_memory
-from penstock.backends.cuda._tuning import GEMM, GEMM_DENSE, GEMM_ORDERED, GEMM_PART, GEMM_SPLIT, GEMM_WIDE
+from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._tuning import (
+    DENSE_BLOCKS,
+    GEMM,
+    GEMM_BLOCKS,
+    GEMM_DENSE,
+    GEMM_ORDERED,
+    GEMM_PART,
+    GEMM_SPLIT,
+    GEMM_WIDE,
+)
 from penstock.ops.op import deterministic
-from penstock.quant import GLOBAL_UNIT, QuantizedTensor
+from penstock.quant import GLOBAL_UNIT, MODES, GgufTensor, QuantizedTensor
 
 # A use of the sum in every step makes Triton wait for the tensor cores before the registers that hold the weight tile
 # are written again; without one it leaves up to three of four products unfinished.
 _SETTLE = tl.constexpr(not INTERPRETED)
 
-# Arrays of a product; w: codes, scales and biases of its weight, or three times the dense one.
+# Arrays of a product; w: codes, scales and biases of its weight, its planes, or three times the dense one.
 _Arrays = namedtuple("_Arrays", "x w out")
 # What tiles of a product are compiled for: rows of K codes of BITS (0: dense) in groups of GS, BN of them by BK of K at
 # a time, BM rows of x; ORDERED: x is in dot order; DTYPE: of the operands; WORDS: `words_fit`; PAIRS: `pairs_of`.
@@ -227,6 +239,11 @@ def accumulate(acc, a, x_start, x_live, w_start, s_start, b_start, first, last, 
             w = load_tile(a.w[0], w_start, None, k, C).to(C.DTYPE)
             x = load_tile(a.x, x_start, x_live, k, C).to(C.DTYPE)
             acc = tl.dot(w, tl.trans(x), acc, input_precision="tf32x3")
+    elif is_blocks(C.BITS):
+        for k in range(first, last, C.BK):
+            w = rounded(block_tile(a.w, w_start, w_start >= 0, k, C.K, C.BN, C.BK, C.BITS), C.DTYPE)
+            x = load_tile(a.x, x_start, x_live, k, C).to(C.DTYPE)
+            acc = tl.dot(w, tl.trans(x), acc, input_precision="tf32x3")
     else:
         for k in range(first, last, C.BK):
             codes = load_codes(a.w[0], w_start, k, C)
@@ -245,8 +262,12 @@ def accumulate(acc, a, x_start, x_live, w_start, s_start, b_start, first, last, 
 
 @triton.jit
 def weight_starts(row, C: tl.constexpr):
-    """Where rows of a weight start: in its codes or numbers, and in its scales and biases."""
-    return row * (C.K * width(C.BITS) // 32 if C.BITS else C.K), row * (C.K // C.GS)
+    """Where rows of a weight start: in its codes or numbers, and in its scales and biases; of blocks the rows."""
+    if is_blocks(C.BITS):
+        starts = row, row
+    else:
+        starts = row * (C.K * width(C.BITS) // 32 if C.BITS else C.K), row * (C.K // C.GS)
+    return starts
 
 
 # gemm      out[t, n] = Σ_k x[t, k] · W[n, k], W = code · scale + bias or dense, in parts of K that are added in order
@@ -364,7 +385,9 @@ def _pairs(bits: int, scales: torch.dtype, dtype: torch.dtype) -> str | None:
 
 def pairs_of(w: Any, dtype: torch.dtype) -> str | None:
     """The PTX that makes weights of two codes at a time, where both fit the mantissa and scales are of this dtype."""
-    return _pairs(kind_of(w), w.scales.dtype, dtype) if isinstance(w, QuantizedTensor) else None
+    if not isinstance(w, QuantizedTensor) or w.mode not in MODES:
+        return None
+    return _pairs(kind_of(w), w.scales.dtype, dtype)
 
 
 def words_fit(w: Any) -> bool:
@@ -391,7 +414,7 @@ def ordered(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def ordering(T: int, K: int, bits: int) -> bool:
     """Whether x goes in dot order by a copy: many rows, or codes whose unpacking needs shared memory beside x."""
-    return bits > 0 and (T > GEMM_ORDERED or bits in (3, 5, 6)) and K % (4 * units(bits)) == 0
+    return 0 < bits < 256 and (T > GEMM_ORDERED or bits in (3, 5, 6)) and K % (4 * units(bits)) == 0
 
 
 def plainly(dtype: torch.dtype, bits: int, is_ordered: bool) -> bool:
@@ -411,6 +434,13 @@ def stages_for(stages: int, bits: int, shared: int) -> int:
     return stages - 1 if bits in (3, 5, 6) and shared < 163 else stages
 
 
+def blocks_config(wide: bool) -> tuple[int, int, int, int]:
+    """BN, BK, warps and stages of tiles of GGUF blocks; wide: of float32."""
+    if INTERPRETED:  # which is slow by the operation: fewer of them
+        return 256, 256, 4, 1
+    return GEMM_WIDE if wide else GEMM_BLOCKS
+
+
 @functools.cache
 def _config(
     T: int, N: int, K: int, bits: int, wide: bool, fixed: bool, processors: int, shared: int
@@ -421,7 +451,7 @@ def _config(
     for a load of fewer elements than threads Triton finds no layout that leaves the weights where they are unpacked.
     """
     BM = 16 if T <= 16 else 32 if T <= 32 else 64 if T <= 64 or wide or fixed else 128
-    BN, BK, warps, stages = GEMM_WIDE if wide else GEMM[BM]
+    BN, BK, warps, stages = blocks_config(wide) if is_blocks(bits) else GEMM_WIDE if wide else GEMM[BM]
     BK = min(BK, 64) if fixed else BK
     BK = max(BK, 4 * units(bits)) if bits else BK
     tiles = triton.cdiv(N, BN) * (1 if fixed else triton.cdiv(T, BM))
@@ -436,7 +466,7 @@ def _launch(
 ) -> None:
     (T, K), N = x.shape, w.shape[0]
     quantized = isinstance(w, QuantizedTensor)
-    arrays, bits, gs = (kernel_arrays(w), kind_of(w), w.group_size) if quantized else ((w, w, w), 0, 1)
+    arrays, bits, gs = (kernel_arrays(w), kind_of(w), groups_of(w)) if quantized else ((w, w, w), 0, 1)
     dtype, order = dot_dtype(x, w, x if half else out), ordering(T, K, bits)
     wide = plainly(dtype, bits, order)
     gpu = (multiprocessors(x), shared_memory(x))
@@ -458,6 +488,9 @@ def _launch(
 def dense_copy(w: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     """The weight made dense in this dtype, in new memory."""
     made = torch.empty(w.shape, dtype=dtype, device=w.packed.device)
+    if isinstance(w, GgufTensor):
+        dense_blocks(w, made)
+        return made
     if w.mode != "affine":
         _dense_floats(w, made)
         return made
@@ -465,6 +498,29 @@ def dense_copy(w: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
     count, step = made.numel() // unit, 2048 // unit
     _dense_kernel[(triton.cdiv(count, step),)](*w.arrays, made, count, w.bits, w.group_size, step)
     return made
+
+
+# dense_blocks  out[r, k] = the weight of the planes w, in float32, rounded to out's dtype
+# shapes    planes of [R, K] weights; out [R, K]
+# grid      (ceil(R / ROWS), ceil(K / COLUMNS))
+# bytes     planes once, out once
+# limits    none
+@triton.jit(do_not_specialize=["R"])
+def _dense_blocks_kernel(w, out_ptr, R, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(1) * COLUMNS
+    y = block_tile(w, row, row < R, start, K, ROWS, COLUMNS, BITS)
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    at = out_ptr + row[:, None] * K + column
+    tl.store(at, rounded(y, out_ptr.dtype.element_ty), mask=(row < R)[:, None] & (column < K))
+
+
+def dense_blocks(w: GgufTensor, made: torch.Tensor) -> None:
+    """Write the weights of planes in made's dtype."""
+    K, R = w.shape[-1], made.numel() // w.shape[-1]
+    rows, columns = DENSE_BLOCKS
+    grid = (triton.cdiv(R, rows), triton.cdiv(K, columns))
+    _dense_blocks_kernel[grid](kernel_arrays(w), made, R, K, rows, columns, kind_of(w))
 
 
 # dense_floats  out[i] = float(code[i]) · scale[i // GS] in float32, rounded to out's dtype

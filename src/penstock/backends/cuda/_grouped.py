@@ -15,10 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.backends.cuda._floats import global_factor, is_float, kernel_arrays, kind_of
+from penstock.backends.cuda._activations import gated
+from penstock.backends.cuda._blocks import is_blocks
+from penstock.backends.cuda._floats import global_factor, groups_of, is_float, kernel_arrays, kind_of
 from penstock.backends.cuda._gemm import (
     Constants,
     accumulate,
+    blocks_config,
     dot_dtype,
     dot_order,
     ordered,
@@ -35,7 +38,7 @@ from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS
 from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.errors import BackendError
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 # Arrays of a product: as those of `_gemm`, and a plan.
 _Arrays = namedtuple("_Arrays", "x w out order tiles")
@@ -179,6 +182,9 @@ def _tile_rows(pairs: int, slots: int) -> int:
 def _config(rows: int, bits: int, wide: bool, even: bool, shared: int) -> tuple[int, ...]:
     """Rows of a short tile (0: none), BN, BK, warps, stages; even: groups of K come in pairs of 4 bytes and more."""
     tail, BN, BK, warps, stages = (0, *GEMM_WIDE) if wide else GROUPED[rows]
+    if is_blocks(bits):
+        BN, BK, warps, stages = blocks_config(wide)
+        return tail, BN, BK, warps, stages
     BK = BK if even else min(BK, 64)
     return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages_for(stages, bits, shared)
 
@@ -213,7 +219,7 @@ def _grouped(
     S, rows, K = w.shape
     N, NT = out.shape[-1], plan.tiles.numel() // 3
     quantized = isinstance(w, QuantizedTensor)
-    arrays, bits, gs = (kernel_arrays(w), kind_of(w), w.group_size) if quantized else ((w, w, w), 0, 1)
+    arrays, bits, gs = (kernel_arrays(w), kind_of(w), groups_of(w)) if quantized else ((w, w, w), 0, 1)
     dtype = dot_dtype(x, w, x)
     words = quantized and words_fit(w)
     apart = (0, 0, 0)
@@ -255,7 +261,23 @@ def grouped_gate_up(
     if ids.numel() == 0:
         return
     plan = plan or group_pairs(ids, gate_w.shape[0], slot_of)
+    if isinstance(gate_w, GgufTensor) or isinstance(up_w, GgufTensor):
+        _apart_gate_up(x, gate_w, up_w, plan, ids.shape[1], act, out)
+        return
     _grouped(x, gate_w, up_w, plan, ids.shape[1], act, out, out_unit=out_unit)
+
+
+def _apart_gate_up(
+    x: torch.Tensor, gate_w: Any, up_w: Any, plan: Plan, pairs_per_x: int, act: str, out: torch.Tensor
+) -> None:
+    """`grouped_gate_up` by a product for each weight: of blocks, which may be of different types."""
+    (*_, N), P = out.shape, plan.order.numel()
+    stacks = [gate_w] if up_w is None else [gate_w, up_w]
+    made = [torch.empty((P, w.shape[1]), dtype=torch.float32, device=x.device) for w in stacks]
+    for w, y in zip(stacks, made, strict=True):
+        _grouped(x, w, None, plan, pairs_per_x, None, y)
+    gate, up = made if up_w is not None else (part.contiguous() for part in made[0].split(N, dim=1))
+    gated(gate, up, act, out)
 
 
 def _grouped_down(h: torch.Tensor, down_w: Any, plan: Plan, each: torch.Tensor, is_ordered: bool) -> None:
@@ -289,7 +311,8 @@ def grouped_mlp(
     if ids.numel() == 0:
         return
     h = torch.empty((*ids.shape, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-    unit = units(kind_of(down_w)) if isinstance(down_w, QuantizedTensor) and between is None else 0
+    coded = isinstance(down_w, QuantizedTensor) and not isinstance(down_w, GgufTensor)
+    unit = units(kind_of(down_w)) if coded and between is None and not isinstance(gate_w, GgufTensor) else 0
     if unit and (4 * unit > 32 or h.shape[-1] % (4 * unit)):  # a tile is 32 columns wide or more
         unit = 0
     plan = group_pairs(ids, gate_w.shape[0], slot_of, leave=leave)

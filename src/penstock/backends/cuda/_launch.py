@@ -111,36 +111,38 @@ def prefetch_lines(ptr, numbers, MOST: tl.constexpr):
     )
 
 
-_COUNTERS = 1024  # made at a time
-_free_counters: dict[torch.device, list[torch.Tensor]] = {}
-_counter_of: dict[tuple[torch.device, int], torch.Tensor] = {}
+_COUNTERS = 1 << 16  # made at a time
+_free_counters: dict[torch.device, torch.Tensor] = {}
+_counters_of: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 
 
 def reserve_counters(device: torch.device) -> None:
     """Make counters for the calls that are captured next, where none can be made."""
-    free = _free_counters.setdefault(device, [])
-    if len(free) < _COUNTERS // 2:
-        # 16 bytes each: kernels are compiled for addresses that are multiples of it, or for any
-        free.extend(torch.zeros((_COUNTERS, 4), dtype=torch.int32, device=device))
+    free = _free_counters.get(device)
+    if free is None or len(free) < _COUNTERS // 2:
+        _free_counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
 
-def counter(out: torch.Tensor) -> torch.Tensor | None:
-    """An int32 in device memory that is 0 between launches, by which programs of a launch that writes `out` find out
-    which of them is the last, and which that one sets to 0 again. Launches that may run at once write to different
-    arrays, so they have different counters. None if it would have to be made while a graph is captured.
+def counters(out: torch.Tensor, count: int = 1) -> torch.Tensor | None:
+    """`count` int32 in device memory that are 0 between launches, by which programs of a launch that writes `out` find
+    out which of them is the last, and which that one sets to 0 again. Launches that may run at once write to different
+    arrays, so they have different counters. None if they would have to be made while a graph is captured.
     """
-    key = out.device, out.data_ptr()
-    found = _counter_of.get(key)
+    key = out.device, out.data_ptr(), count
+    found = _counters_of.get(key)
     if found is None:
+        need = -(-count // 4) * 4  # 16 bytes: kernels are compiled for addresses that are multiples of it, or for any
         free = _free_counters.get(out.device)
-        if not free:
-            if out.is_cuda and torch.cuda.is_current_stream_capturing():
+        if free is None or len(free) < need:
+            if need > _COUNTERS or (out.is_cuda and torch.cuda.is_current_stream_capturing()):
                 return None
+            _free_counters.pop(out.device, None)
             reserve_counters(out.device)
             free = _free_counters[out.device]
-        found = _counter_of[key] = free.pop()
+        found, _free_counters[out.device] = free[:count], free[need:]
+        _counters_of[key] = found
     return found
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda import _tuning
+from penstock.backends.cuda._blocks import code_bits
 from penstock.backends.cuda._codes import (
     FP_MAGIC,
     Arrays,
@@ -24,12 +25,13 @@ from penstock.backends.cuda._codes import (
     row_rinv,
     tile_codes,
 )
-from penstock.backends.cuda._floats import kernel_arrays, kind_of
+from penstock.backends.cuda._floats import groups_of, is_float, kernel_arrays, kind_of
 from penstock.backends.cuda._launch import (
     INTERPRETED,
     TL_DTYPES,
     activation,
     compiled_for,
+    counters,
     multiprocessors,
     pdl_options,
 )
@@ -82,20 +84,20 @@ def _in_turn(order_ptr, p, pairs, SHARED_EVERY: tl.constexpr):
 
 
 @triton.jit
-def _part_of(a, T, n, C: tl.constexpr):
+def _part_of(a, program, programs, T, n, C: tl.constexpr):
     """A program's pair, its first row and first token, and how many tokens there are from there on."""
     if C.MANY:
         passes = tl.cdiv(T, C.TP)
-        start = (tl.program_id(0) % passes).to(tl.int64) * C.TP
+        start = (program % passes).to(tl.int64) * C.TP
         p = start * 0
-        first = tl.program_id(0) // passes * C.R
+        first = program // passes * C.R
         T -= start.to(tl.int32)
     else:
         start = 0
-        p = (tl.program_id(0) // tl.cdiv(n.N, C.R)).to(tl.int64)
-        first = tl.program_id(0) % tl.cdiv(n.N, C.R) * C.R
+        p = (program // tl.cdiv(n.N, C.R)).to(tl.int64)
+        first = program % tl.cdiv(n.N, C.R) * C.R
         if a.order is not None:
-            p = _in_turn(a.order, p, tl.num_programs(0) // tl.cdiv(n.N, C.R), C.SHARED_EVERY)
+            p = _in_turn(a.order, p, programs // tl.cdiv(n.N, C.R), C.SHARED_EVERY)
     return p, first, start, T
 
 
@@ -118,6 +120,26 @@ def _arrived(a, x, p, at, ok, T, pairs_per_x, n, C: tl.constexpr):
     return rinv, residual
 
 
+@triton.jit
+def _last_of_parts(s, y, parts_at, N, C: tl.constexpr, PARTS: tl.constexpr):
+    """Keep this program's part y [R, TP] of a sum over K. The last of PARTS programs to do so gets the sum of all, in
+    the order of the parts, and True.
+    """
+    first, part = parts_at
+    at = (first + tl.arange(0, C.R)[:, None]) * C.TP + tl.arange(0, C.TP)[None, :]
+    stride = tl.cdiv(N, C.R) * (C.R * C.TP)
+    tl.store(s.parts + part * stride + at, y)
+    tl.debug_barrier()  # all threads have written before one of them says so
+    counter = s.counters + first // C.R
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        tl.store(counter, 0)  # for the next launch
+        y = tl.load(s.parts + at, cache_modifier=".cg")
+        for i in tl.static_range(1, PARTS):
+            y += tl.load(s.parts + i * stride + at, cache_modifier=".cg")
+    return y, last
+
+
 # codes     y[p, t] = residual[p, t] + sum_i weights[q] * (W[e] . x[q // pairs_per_x, t]), q = p * PAIRS_PER_ROW + i,
 #           e = expert of q (ids, slot_of) or q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not
 #           there. norm: x is rms_norm(x, norm), PAIRS_PER_ROW 1. SHARED_EVERY: the last of so many pairs is that of the
@@ -125,37 +147,47 @@ def _arrived(a, x, p, at, ok, T, pairs_per_x, n, C: tl.constexpr):
 #           PAIRS_PER_ROW 1
 # shapes    w, up: codes, scales, biases of rows of one format, `matrix` rows for each expert, those of up `up_row` rows
 #           further; common, common_up: those of one expert; x rows of K, x_step apart for tokens; norm [K];
-#           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one
-# grid      (ceil(N / R) * p,): a program has R rows for one p, its S warps take U blocks of (i, K) at a time; MANY: p
-#           is a part of the tokens, TP of them, and programs of the same rows are neighbours
+#           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one; s: float32 [PARTS, rows of
+#           all programs, TP] and a counter for each R rows, 0 before and after
+# grid      (ceil(N / R) * p * PARTS,): a program has R rows for one p, its S warps take U blocks of (i, K) at a time;
+#           MANY: p is a part of the tokens, TP of them, and programs of the same rows are neighbours. PARTS > 1 and one
+#           p: neighbours share K, and the last of them to end adds up their sums
 # bytes     the matrices that are named, once for all T tokens, with MANY once for TP; x stays in cache
-# limits    T <= TP <= 8 tokens without MANY; R a multiple of 16, with ACT of 8
+# limits    T <= TP <= 8 tokens without MANY; R a multiple of 16, with ACT of 8; PARTS > 1 without ACT
 #
 # PDL: the kernel starts while the one before it ends, asks for weights, and waits for that end before it reads x or
 # writes y. wait_first 1: weights or ids may be what the one before writes, so it waits before it reads anything.
 @triton.jit(do_not_specialize=["magic", "wait_first", "T", "known", "stack", "pairs_per_x"])
-def _matvec_codes_kernel(a, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PDL: tl.constexpr):
+def _matvec_codes_kernel(
+    a, s, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         wait_if(wait_first)
-    p, first, start, T = _part_of(a, T, n, C)
+    p, first, start, T = _part_of(a, tl.program_id(0) // PARTS, tl.num_programs(0) // PARTS, T, n, C)
     at, ok = _rows_of(p, first, start, T, n, C)
     x = a.x + start * n.x_step
     pair = p * C.PAIRS_PER_ROW
-    BLOCKS: tl.constexpr = triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
-    blocks = load_blocks(a, pair, 0, first, known, stack, n, C)
+    BLOCKS: tl.constexpr = C.PAIRS_PER_ROW * triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
+    STEP: tl.constexpr = C.S * C.U
+    EACH: tl.constexpr = triton.cdiv(triton.cdiv(BLOCKS, STEP), PARTS) * STEP
+    begin = tl.program_id(0) % PARTS * EACH
+    blocks = load_blocks(a, pair, begin, first, known, stack, n, C)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
-    total = multiplied_blocks(a, x, blocks, rinv, magic, pair, 0, T, pairs_per_x, n, C)
-    if C.PAIRS_PER_ROW * BLOCKS > C.S * C.U:
-        for block in range(C.S * C.U, C.PAIRS_PER_ROW * BLOCKS, C.S * C.U):
+    total = multiplied_blocks(a, x, blocks, rinv, magic, pair, begin, T, pairs_per_x, n, C)
+    if EACH > STEP:
+        for block in range(begin + STEP, begin + EACH, STEP):
             blocks = load_blocks(a, pair, block, first, known, stack, n, C)
             total += multiplied_blocks(a, x, blocks, rinv, magic, pair, block, T, pairs_per_x, n, C)
     y = columns_summed(total, C.S, C.ROWS, columns(C.BITS, C.GS, C.TP), C.TP)
     if C.ACT is not None:
         y, above = tl.split(y.reshape(2, C.R, C.TP).permute(1, 2, 0))
         y = activation(y, C.ACT) * above
+    if PARTS > 1:
+        y, last = _last_of_parts(s, y, (first, tl.program_id(0) % PARTS), n.N, C, PARTS)
+        ok = tl.where(last, ok, ok & False)
     if a.residual is not None:
         y += residual
     tl.store(a.y + at, rounded(y, a.y.dtype.element_ty), mask=ok)
@@ -171,7 +203,7 @@ def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PD
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    p, first, start, T = _part_of(a, T, n, C)
+    p, first, start, T = _part_of(a, tl.program_id(0), tl.num_programs(0), T, n, C)
     at, ok = _rows_of(p, first, start, T, n, C)
     x = a.x + start * n.x_step
     rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
@@ -197,19 +229,33 @@ def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PD
 
 
 class Config(NamedTuple):
-    """A launch: tokens, rows and warps of a program, blocks of a warp; more tokens than there are: shorter blocks."""
+    """A launch: tokens, rows and warps of a program, blocks of a warp; more tokens than there are: shorter blocks.
+
+    parts: programs that share K.
+    """
 
     TP: int
     R: int
     S: int
     U: int
     options: dict[str, int]
+    parts: int = 1
+
+
+class _Split(NamedTuple):
+    """What programs that share K need: see `codes`."""
+
+    parts: torch.Tensor | None
+    counters: torch.Tensor | None
+
+
+_WHOLE = _Split(None, None)
 
 
 @functools.cache
-def _coded(tokens: int, rows: int, warps: int, blocks: int = 1) -> Config:
+def _coded(tokens: int, rows: int, warps: int, blocks: int = 1, parts: int = 1) -> Config:
     """A launch for codes, by one warp per block of K."""
-    return Config(tokens, rows, warps, blocks, {"num_warps": warps, "num_stages": 1})
+    return Config(tokens, rows, warps, blocks, {"num_warps": warps, "num_stages": 1}, parts)
 
 
 @functools.cache
@@ -225,8 +271,12 @@ def config(
     blocks = slots * -(-K // block_codes(bits, gs, tokens))
     tiles = N * pairs * (1 + gated) / 16 / processors
     rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
-    narrow = bits in (2, 4) and not wide  # leaves registers for twice as much
+    narrow = code_bits(bits) in (2, 4) and not is_float(bits) and not wide  # leaves registers for twice as much
     busy, less, alone = _tuning.MATVEC_WARPS
+    if tokens == 1 and narrow and not normed and (pairs > 1 if blocks <= busy else slots == 1):
+        found = _long_rows(rows, blocks, tiles, gated, pairs * slots == 1)
+        if found is not None:
+            return found
     if tiles >= _tuning.MATVEC_BUSY:
         warps = min(busy, triton.next_power_of_2(blocks))
         if tokens > 1:
@@ -239,23 +289,42 @@ def config(
     if tiles <= 1 and blocks <= _tuning.MATVEC_SHORT and tokens < _tuning.MATVEC_TOKENS:
         tokens, blocks = 2 * tokens, 2 * blocks
     warps = min(alone if tiles <= 1 and slots > 1 and blocks <= alone else less, triton.next_power_of_2(blocks))
-    return _coded(tokens, rows, warps, 2 if blocks > warps and narrow else 1)
+    ahead = blocks > warps and narrow and (slots == 1 or tiles <= 1)
+    return _coded(tokens, rows, warps, 2 if ahead else 1)
 
 
-NO_WEIGHT = (None, None, None)
+def _long_rows(rows: int, blocks: int, tiles: float, gated: bool, alone: bool) -> Config | None:
+    """The launch for one token where 4 warps would go round, or for gate and up of experts; None: as for short rows.
+
+    alone: a single matrix, whose K programs may share.
+    """
+    few, short, split, programs = _tuning.MATVEC_LONG
+    if alone and not gated and blocks >= split and tiles < few:
+        parts = max(1, min(blocks // 4, round(programs / tiles)))
+        return _coded(1, rows, 2, 1, parts)
+    if tiles >= few or (gated and tiles >= _tuning.MATVEC_BUSY):
+        return _coded(1, rows, 2, 1)
+    if tiles >= short and blocks <= split and blocks > 4:
+        return _coded(1, rows, 2, 3)
+    if 1 < tiles < short and 8 < blocks <= 16:
+        return _coded(1, rows, 4, -(-blocks // 4))
+    return None
 
 
-def weight_parts(w: Any) -> tuple[tuple[Any, Any, Any], int, int, int]:
+NO_WEIGHT = (None,) * 5
+
+
+def weight_parts(w: Any) -> tuple[tuple[Any, ...], int, int, int]:
     """Arrays, kind of codes, group size and groups per row of a weight; a dense one has kind 0 and groups of 1."""
     if isinstance(w, QuantizedTensor):
-        return kernel_arrays(w), kind_of(w), w.group_size, w.scales.shape[-1]
+        return kernel_arrays(w), kind_of(w), groups_of(w), w.shape[-1] // groups_of(w)
     assert w.is_contiguous()
     return (w, None, None), 0, 1, w.shape[-1]
 
 
 def same_codes(*weights: QuantizedTensor) -> bool:
     """Whether one launch can read these weights: one width of codes, one group size, scales of one dtype."""
-    formats = {(*w.format, w.shape[-1], w.scales.dtype) for w in weights}
+    formats = {(*w.format, w.shape[-1], None if w.scales is None else w.scales.dtype) for w in weights}
     return len(formats) == 1 and (len(weights) == 1 or all(w.global_scale is None for w in weights))
 
 
@@ -309,21 +378,29 @@ def launch(
     tokens, several = (passes_over(rounding, w) if ids is None else 1, 1) if deterministic() else (T, pairs)
     tokens = passes_over(rounding, w) if many else tokens
     how = (act is not None, norm is not None, rounding != torch.bfloat16, multiprocessors(x))
-    TP, R, S, U, options = config(bits, gs, N, G * gs, tokens, several, slots, *how)
+    TP, R, S, U, options, parts = config(bits, gs, N, G * gs, tokens, several, slots, *how)
     shared = (NO_WEIGHT if one is None else weight_parts(one)[0] for one in (common, common_up))
     a = Arrays(arrays, ups, *shared, x, norm, residual, ids, order, slot_of, weights, score, out)
     n = Sizes(N, w.shape[-2], N if up is None else 0, *steps, eps)
     rows, kind = R if act is None else 2 * R, None if norm is None else TL_DTYPES[rounding]
     C = Constants(G, bits, gs, TP, R, rows, S, U, slots, per_token, many, act, kind)
     run_time = (T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], pairs_per_x)
-    grid = (triton.cdiv(N, R) * pairs,)
+    grid = (triton.cdiv(N, R) * pairs * parts,)
     if bits == 0:
         _matvec_dense_kernel[grid](a, *run_time, n, C=compiled_for(C), **options, **pdl_options())
         return
     read = [is_new(one) for one in (w, up, common, common_up) if one is not None]
     wait_first = any(read) or (ids is not None and not old_ids)
+    split = _WHOLE
+    if parts > 1:
+        tiles = triton.cdiv(N, R)
+        ended = counters(out, tiles)
+        if ended is None:
+            grid, parts = (tiles,), 1
+        else:
+            split = _Split(torch.empty(parts * tiles * R * TP, dtype=torch.float32, device=x.device), ended)
     _matvec_codes_kernel[grid](
-        a, FP_MAGIC, int(wait_first), *run_time, n, C=compiled_for(C), **options, **pdl_options()
+        a, split, FP_MAGIC, int(wait_first), *run_time, n, C=compiled_for(C), PARTS=parts, **options, **pdl_options()
     )
 
 
@@ -339,7 +416,9 @@ def _most_tokens(bits: int, gs: int, dtype: torch.dtype) -> int:
 
 def passes_over(dtype: torch.dtype, w: Any) -> int:
     """Rows of activations of this dtype per pass over w."""
-    return _most_tokens(kind_of(w), w.group_size, dtype) if isinstance(w, QuantizedTensor) else _tuning.MATVEC_TOKENS
+    if not isinstance(w, QuantizedTensor):
+        return _tuning.MATVEC_TOKENS
+    return _most_tokens(*weight_parts(w)[1:3], dtype)
 
 
 def matvec(

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._attend_tile import dot
-from penstock.backends.cuda._floats import is_float, kernel_arrays, kind_of
+from penstock.backends.cuda._blocks import block_tile, is_blocks
+from penstock.backends.cuda._floats import groups_of, is_float, kernel_arrays, kind_of
 from penstock.backends.cuda._floats import width as bits_of
 from penstock.backends.cuda._gemm import dense_copy, in_full
 from penstock.backends.cuda._launch import pdl_options, wait_for_previous
@@ -18,7 +19,7 @@ from penstock.backends.cuda._quant import code_at, dequantized, float_weights
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import PER_HEAD_COPY
 from penstock.ops.op import deterministic
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 
 @triton.jit
@@ -41,6 +42,8 @@ def _weights(
     if BITS == 0:
         w = tl.load(w_ptr + row[:, None] * width + column[None, :], mask=ok, other=0.0)
         w = rounded(w.to(tl.float32), dtype)
+    elif is_blocks(BITS):
+        w = rounded(block_tile(w_ptr, row.to(tl.int64), row_ok, start, width, row.shape[0], COLUMNS, BITS), dtype)
     elif is_float(BITS):
         code = code_at(w_ptr + row[:, None] * (width * bits_of(BITS) // 32), column[None, :], ok, BITS)
         group = row[:, None] * (width // GS) + (column // GS)[None, :]
@@ -222,7 +225,9 @@ def per_head(
                 **pdl_options(),
             )  # fmt: skip
             return
-    arrays, bits, group = (kernel_arrays(w), kind_of(w), w.group_size) if quantized else ((w, w, w), 0, 1)
+    arrays, bits, group = (kernel_arrays(w), kind_of(w), groups_of(w)) if quantized else ((w, w, w), 0, 1)
+    if isinstance(w, GgufTensor):
+        arrays = (arrays, None, None)
     few = T <= 16 and not deterministic()
     exact = x.dtype is torch.float32
     MT, BN, BK, warps = (16, 32, 32, 4) if exact else _few_tile(K, turned) if few else (128, 128, 64, 8)

@@ -24,21 +24,34 @@ def _recurrence_tile(Dk: int, Dv: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP: tl.constexpr):
-    """q, k for every row, v, g and b of a token and value head."""
+def token_of(qkv_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP: tl.constexpr):
+    """q, k for every row and v of a token and value head."""
     q_ptr = qkv_ptr + token * (2 * Hk * Dk + Hv * Dv) + head // GROUP * Dk + cols
     q = tl.load(q_ptr, mask=cols < Dk, other=0.0).to(tl.float32)
     k = tl.load(q_ptr + Hk * Dk, mask=cols < Dk, other=0.0).to(tl.float32)
     v_ptr = qkv_ptr + token * (2 * Hk * Dk + Hv * Dv) + (2 * Hk * Dk + head * Dv) + rows
     v = tl.load(v_ptr, mask=rows < Dv, other=0.0).to(tl.float32)
-    return q, k, v, tl.load(g_ptr + token * Hv + head), tl.load(b_ptr + token * Hv + head)
+    return q, k, v
 
 
 @triton.jit
-def moved_on(S, q, k, v, g, b, dtype: tl.constexpr):
+def gates_of(g_ptr, b_ptr, at, cols, Hv, Dk, CHANNELS: tl.constexpr):
+    """g, of each column of the state where CHANNELS, and b of a token and value head, at = token * Hv + head."""
+    if CHANNELS:
+        g = tl.load(g_ptr + at * Dk + cols, mask=cols < Dk, other=1.0)
+    else:
+        g = tl.load(g_ptr + at)
+    return g, tl.load(b_ptr + at)
+
+
+@triton.jit
+def moved_on(S, q, k, v, g, b, dtype: tl.constexpr, CHANNELS: tl.constexpr):
     """The state [ROWS, WIDE, 32] after a token, rounded to `dtype`, and its output; y = S q as g (S q) + d (k.q) of the
     old S.
     """
+    if CHANNELS:
+        S *= g
+        g = 1.0
     known = tl.sum(tl.sum(S * k, axis=1), axis=1)
     read = tl.sum(tl.sum(S * q, axis=1), axis=1)
     d = (v - g * known) * b
@@ -47,8 +60,8 @@ def moved_on(S, q, k, v, g, b, dtype: tl.constexpr):
 
 
 # recurrence  S <- g*S;  d = (v - S k)*b;  S <- S + d k^T;  y = S q, for each token
-# shapes      qkv [T, 2 Hk Dk + Hv Dv] = q | k | v; g, b float32 [T, Hv]; state [(S,) Hv, Dv, Dk], float32 or bfloat16,
-#             rounded to that after each token; y [T, Hv, Dv]
+# shapes      qkv [T, 2 Hk Dk + Hv Dv] = q | k | v; g, b float32 [T, Hv], g where CHANNELS [T, Hv, Dk]; state [(S,) Hv,
+#             Dv, Dk], float32 or bfloat16, rounded to that after each token; y [T, Hv, Dv]
 # grid        (rows, Hv, blocks of Dv): one program owns ROWS value rows of a state; rows = B with slots (one token
 #             each), else 1 (T tokens in turn)
 # bytes       2 * rows * Hv * Dv * Dk * itemsize for the state, read and written once; the tokens' q | k | v | y besides
@@ -57,6 +70,7 @@ def moved_on(S, q, k, v, g, b, dtype: tl.constexpr):
 def _recurrence_kernel(
     state_ptr, qkv_ptr, g_ptr, b_ptr, slots_ptr, y_ptr, tokens, slots, Hk, Hv, Dk, Dv,
     BY_SLOT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = state_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -71,11 +85,12 @@ def _recurrence_kernel(
     tile = state_ptr + (head * Dv + rows[:, None, None]).to(tl.int64) * Dk + cols
     if BY_SLOT:
         slot = tl.load(slots_ptr + token).to(tl.int64)
-        q, k, v, g, b = token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+        q, k, v = token_of(qkv_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+        g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, CHANNELS)
         active = (slot >= 0) & (slot < slots)
         moved = (rows[:, None, None] < tl.where(active, Dv, 0)) & (cols < Dk)
         tile += slot * Hv * Dv * Dk
-        S, y = moved_on(tl.load(tile, mask=moved, other=0.0).to(tl.float32), q, k, v, g, b, dtype)
+        S, y = moved_on(tl.load(tile, mask=moved, other=0.0).to(tl.float32), q, k, v, g, b, dtype, CHANNELS)
         y = tl.where(active, y, 0.0)
         tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
     else:
@@ -83,8 +98,9 @@ def _recurrence_kernel(
         S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
         for t in tl.range(tokens, num_stages=AHEAD):
             token = tl.cast(t, tl.int64)
-            q, k, v, g, b = token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-            S, y = moved_on(S, q, k, v, g, b, dtype)
+            q, k, v = token_of(qkv_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+            g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, CHANNELS)
+            S, y = moved_on(S, q, k, v, g, b, dtype, CHANNELS)
             tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
     tl.store(tile, rounded(S, dtype), mask=moved)
 
@@ -99,7 +115,7 @@ def recur(
     states, tokens = (1, T) if slots is None else (T, 1)
     _recurrence_kernel[(states, Hv, triton.cdiv(Dv, rows))](
         state, qkv, g, b, slots, out, tokens, state.shape[0], Hk, Hv, Dk, Dv, slots is not None, Hv // Hk, rows, wide,
-        DELTA_AHEAD, num_warps=warps,
+        DELTA_AHEAD, g.ndim == 3, num_warps=warps,
     )  # fmt: skip
 
 
@@ -109,7 +125,8 @@ def recur(
 # runs        `recurrence` over the run of each sequence (ops/ragged.py) from state[slots[n]], which moves on; of a run
 #             that is kept, keep[n] != 0, the state stays and g and b go to gates[slots[n]]. Runs that chunks take
 #             (`by_chunks`) are left as they are; rows of no sequence and of one without a slot are 0
-# shapes      as in `recurrence`; starts int32 [B + 1], slots, keep int32 [B], gates float32 [S, room, 2, Hv]
+# shapes      as in `recurrence`; starts int32 [B + 1], slots, keep int32 [B], gates float32 [S, room, 2, Hv], where
+#             CHANNELS [S, room, Dk + 1, Hv]
 # grid        (programs, Hv, blocks of Dv): one program owns ROWS value rows of every programs-th sequence
 # bytes       as in `recurrence`, those of kept runs without the writing
 # limits      as in `recurrence`; gates beyond their room are not written
@@ -117,7 +134,7 @@ def recur(
 def _recurrence_runs_kernel(
     state_ptr, qkv_ptr, g_ptr, b_ptr, starts_ptr, slots_ptr, keep_ptr, gates_ptr, y_ptr,
     T, B, slots, room, longest, programs, Hk, Hv, Dk, Dv,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = state_ptr.dtype.element_ty
     head = tl.program_id(1)
@@ -145,8 +162,9 @@ def _recurrence_runs_kernel(
             S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
             for t in tl.range(first, end, num_stages=AHEAD):
                 token = tl.cast(t, tl.int64)
-                q, k, v, g, b = token_of(qkv_ptr, g_ptr, b_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-                S, y = moved_on(S, q, k, v, g, b, dtype)
+                q, k, v = token_of(qkv_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+                g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, CHANNELS)
+                S, y = moved_on(S, q, k, v, g, b, dtype, CHANNELS)
                 tl.store(y_ptr + token * Hv * Dv, y.to(y_ptr.dtype.element_ty), mask=some)
             if kept == 0:
                 tl.store(tile, rounded(S, dtype), mask=moved)
@@ -155,9 +173,15 @@ def _recurrence_runs_kernel(
                 if tl.program_id(2) == 0:
                     for i in range(count):
                         at = (first + i).to(tl.int64) * Hv + head
-                        gate_ptr = gates_ptr + (slot * room + i) * 2 * Hv + head
-                        tl.store(gate_ptr, tl.load(g_ptr + at))
-                        tl.store(gate_ptr + Hv, tl.load(b_ptr + at))
+                        if CHANNELS:
+                            gate_ptr = gates_ptr + (slot * room + i) * (Dk + 1) * Hv + head
+                            c = tl.arange(0, 32 * WIDE)
+                            tl.store(gate_ptr + c * Hv, tl.load(g_ptr + at * Dk + c, mask=c < Dk), mask=c < Dk)
+                            tl.store(gate_ptr + Dk * Hv, tl.load(b_ptr + at))
+                        else:
+                            gate_ptr = gates_ptr + (slot * room + i) * 2 * Hv + head
+                            tl.store(gate_ptr, tl.load(g_ptr + at))
+                            tl.store(gate_ptr + Hv, tl.load(b_ptr + at))
 
 
 def recur_runs(
@@ -172,20 +196,20 @@ def recur_runs(
     _recurrence_runs_kernel[(programs, Hv, triton.cdiv(Dv, rows))](
         state, qkv, g, b, starts, slots, keep, gates, out, len(qkv), B, state.shape[0],
         0 if gates is None else gates.shape[1], longest, programs, Hk, Hv, Dk, Dv, Hv // Hk, rows, wide, DELTA_AHEAD,
-        num_warps=warps,
+        g.ndim == 3, num_warps=warps,
     )  # fmt: skip
 
 
 # commit      `recurrence` over the first accepted[n] of the tokens that were kept at slots[n], without the outputs
-# shapes      qkv [B, room, 2 Hk Dk + Hv Dv]; gates float32 [S, room, 2, Hv]; state [S, Hv, Dv, Dk]; slots,
-#             accepted int32 [B]
+# shapes      qkv [B, room, 2 Hk Dk + Hv Dv]; gates float32 [S, room, 2, Hv], where CHANNELS [S, room, Dk + 1, Hv];
+#             state [S, Hv, Dv, Dk]; slots, accepted int32 [B]
 # grid        (B, Hv, blocks of Dv): one program owns ROWS value rows of a state
 # bytes       2 * B * Hv * Dv * Dk * itemsize for the states, and the tokens' k | v
 # limits      as in `recurrence`
 @triton.jit(do_not_specialize=["slots"])
 def _commit_kernel(
     state_ptr, qkv_ptr, gates_ptr, slots_ptr, accepted_ptr, slots, room, Hk, Hv, Dk, Dv,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     head = tl.program_id(1)
@@ -198,15 +222,19 @@ def _commit_kernel(
     moved = (rows[:, None, None] < Dv) & (cols < Dk)
     tile = state_ptr + ((slot * Hv + head) * Dv + rows[:, None, None]) * Dk + cols
     qkv_ptr += n.to(tl.int64) * room * (2 * Hk * Dk + Hv * Dv)
-    gates_ptr += slot * room * 2 * Hv
+    each = Dk + 1 if CHANNELS else 2  # rows of a token
+    gates_ptr += slot * room * each * Hv + head
     S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
     for t in tl.range(count, num_stages=AHEAD):
         token = tl.cast(t, tl.int64)
-        gate_ptr = gates_ptr + token * Hv  # token_of adds as much again: a token has g and b there
-        q, k, v, g, b = token_of(
-            qkv_ptr, gate_ptr, gate_ptr + Hv, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP
-        )  # fmt: skip
-        S, _ = moved_on(S, q, k, v, g, b, state_ptr.dtype.element_ty)
+        gate_ptr = gates_ptr + token * each * Hv
+        q, k, v = token_of(qkv_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+        if CHANNELS:
+            g = tl.load(gate_ptr + cols * Hv, mask=cols < Dk, other=1.0)
+        else:
+            g = tl.load(gate_ptr)
+        b = tl.load(gate_ptr + (each - 1) * Hv)
+        S, _ = moved_on(S, q, k, v, g, b, state_ptr.dtype.element_ty, CHANNELS)
     tl.store(tile, rounded(S, state_ptr.dtype.element_ty), mask=moved)
 
 
@@ -218,5 +246,5 @@ def commit_states(
     rows, wide, warps = _recurrence_tile(Dk, Dv)
     _commit_kernel[(len(slots), Hv, triton.cdiv(Dv, rows))](
         state, qkv, gates, slots, accepted, state.shape[0], gates.shape[1], Hk, Hv, Dk, Dv, Hv // Hk, rows, wide,
-        DELTA_AHEAD, num_warps=warps,
+        DELTA_AHEAD, gates.shape[2] > 2, num_warps=warps,
     )  # fmt: skip

@@ -236,12 +236,13 @@ def _keep_groups(keys, live, place, topk_group, BLOCK_G: tl.constexpr):
 def _sigmoids_of(logits, chosen, factor, NORM: tl.constexpr):
     """Weights of `group_route` for the logits of the chosen experts."""
     weights = tl.where(chosen, _sigmoid64(logits), 0.0).to(tl.float64)
-    if NORM:
-        weights = weights / (tl.sum(weights) + 1e-20)
+    if NORM >= 0:
+        weights = weights / (tl.sum(weights) + NORM)
     return (weights * factor).to(tl.float32)
 
 
-# group_route s = sigmoid(logits), c = s + bias; the k largest c of the best groups; w = s, / sum if NORM, * factor
+# group_route s = sigmoid(logits), c = s + bias; the k largest c of the best groups; w = s, / (sum + NORM) if that
+#           is not negative, * factor
 # shapes    logits float32 [T, n_group * size]; bias of any float or None; active int32 [T] or None: all; ids int32,
 #           weights float32 [T, k]
 # grid      (T,): a program, one warp up to 1024 experts, has one token; BLOCK_* powers of two >= what they hold
@@ -310,7 +311,7 @@ def choose(logits, r, row, C: tl.constexpr):
     _store(row, C.K, ids, weights, sound, r.active, r.ids, r.weights, C.NAN, C.BLOCK_K)
 
 
-def router(E: int, k: int, groups: int, topk_group: int, norm: bool, nan: bool) -> Router | None:
+def router(E: int, k: int, groups: int, topk_group: int, norm: float, nan: bool) -> Router | None:
     """The constants of `choose` for these sizes, None where a kernel of its own is faster: many experts or choices."""
     block_k = triton.next_power_of_2(k)
     if groups > 1:
@@ -396,6 +397,7 @@ def moe_group_route(
     routed_scaling_factor: float = 1.0,
     propagate_nan: bool = False,
     active: torch.Tensor | None = None,
+    norm_eps: float = 1e-20,
     *,
     out,
 ) -> None:
@@ -407,7 +409,7 @@ def moe_group_route(
     _, warps = _block("moe_group_route", E, groups * width)
     _group_route_kernel[(rows,)](
         logits, bias, active, ids, weights, n_group, E // n_group, topk_group, top_k, float(routed_scaling_factor),
-        NORM=norm_topk_prob, NAN=propagate_nan, BLOCK_G=groups, BLOCK_S=width,
+        NORM=float(norm_eps) if norm_topk_prob else -1.0, NAN=propagate_nan, BLOCK_G=groups, BLOCK_S=width,
         BLOCK_K=triton.next_power_of_2(top_k), num_warps=warps, **pdl_options(),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ from penstock.backends.cuda._launch import (
     FETCHED,
     TL_DTYPES,
     compiled_for,
-    counter,
+    counters,
     flat_rows,
     multiprocessors,
     pdl_options,
@@ -44,7 +44,7 @@ from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda.linear import product
 from penstock.backends.cuda.norm import rms_norm
 from penstock.ops.op import deterministic, kernel
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 # What the kernels write besides logits, each None where it is not asked for; counter: None, the router is another
 # launch.
@@ -167,9 +167,9 @@ def _router_dense_kernel(
 
 def _fetched(w: Any, programs: int) -> Fetched:
     """What programs fetch of a weight: as much of its scales and biases as of its codes."""
-    if w is None or programs == 0 or not pdl_options()["PDL"]:
+    if w is None or programs == 0 or not pdl_options()["PDL"] or isinstance(w, GgufTensor):
         return _NOTHING
-    (codes, scales, _), _, _, _ = weight_parts(w)
+    (codes, scales, *_), _, _, _ = weight_parts(w)
     biases = w.biases if isinstance(w, QuantizedTensor) else None
     share = min(1.0, _tuning.ROUTER_FETCH_BYTES / codes.nbytes)
     nbytes = [int(share * part.nbytes) // FETCHED.value * FETCHED.value for part in (codes, scales) if part is not None]
@@ -185,7 +185,7 @@ def _launch(
     arrays, bits, gs, G = weight_parts(w)
     (T, K), N = x.shape, w.shape[0]
     how = (False, norm is not None, kind is not torch.bfloat16, multiprocessors(x))
-    TP, R, S, U, options = config(bits, gs, N, K, T, 1, 1, *how)
+    TP, R, S, U, options, _ = config(bits, gs, N, K, T, 1, 1, *how)
     nothing = (None,) * 6
     a = Arrays(arrays, NO_WEIGHT, NO_WEIGHT, NO_WEIGHT, x, norm, *nothing, logits)
     n = Sizes(N, N, 0, K, logits.shape[1], eps)
@@ -238,7 +238,7 @@ def _made_logits(
     if deterministic() or len(x) > min(_tuning.ROUTER_FUSED, passes_over(kind, w)):
         _logits(x, norm, w, eps, kind, normed, logits, scores)
         return logits
-    ended = counter(ids) if chooses is not None and len(x) <= _tuning.ROUTER_LAST else None
+    ended = counters(ids) if chooses is not None and len(x) <= _tuning.ROUTER_LAST else None
     made = Made(normed, scores, ended)
     if ended is None:
         _launch(x, norm, w, eps, kind, made, None, logits, None, fetch)
@@ -253,7 +253,7 @@ def moe_norm_route(
 ):  # fmt: skip
     if x.numel() == 0:
         return
-    chooses = router(w.shape[0] - scores, top_k, 0, 0, False, propagate_nan)
+    chooses = router(w.shape[0] - scores, top_k, 0, 0, -1.0, propagate_nan)
     logits = _made_logits(x, norm_weight, w, per_expert_scale, 1.0, eps, active, chooses, fetch, dtype, out)
     if logits is not None:
         moe_route(logits, per_expert_scale, top_k, propagate_nan, active, out=out[1:3])
@@ -262,13 +262,13 @@ def moe_norm_route(
 @kernel(ops.moe_norm_group_route, device="cuda")
 def moe_norm_group_route(
     x, norm_weight, w, bias, n_group, topk_group, top_k, norm_topk_prob, routed_scaling_factor, scores, eps,
-    propagate_nan, active, write_normed, fetch, dtype, *, out,
+    propagate_nan, active, write_normed, fetch, dtype, norm_eps, *, out,
 ):  # fmt: skip
     if x.numel() == 0:
         return
-    factor = float(routed_scaling_factor)
-    chooses = router(w.shape[0] - scores, top_k, n_group, topk_group, norm_topk_prob, propagate_nan)
+    factor, norm = float(routed_scaling_factor), float(norm_eps) if norm_topk_prob else -1.0
+    chooses = router(w.shape[0] - scores, top_k, n_group, topk_group, norm, propagate_nan)
     logits = _made_logits(x, norm_weight, w, bias, factor, eps, active, chooses, fetch, dtype, out)
     if logits is not None:
         how = (n_group, topk_group, top_k, norm_topk_prob, factor, propagate_nan)
-        moe_group_route(logits, bias, *how, active, out=out[1:3])
+        moe_group_route(logits, bias, *how, active, norm_eps, out=out[1:3])

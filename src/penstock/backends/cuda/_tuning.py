@@ -131,6 +131,14 @@ MATVEC_AHEAD = {1: 1, 2: 2, 4: 2, 8: 4}  # blocks of a warp at a time by tokens:
 # With these numbers of blocks, warps and blocks of a warp where every program norms x: smaller ones of fewer warps.
 # [9216, 2048] 6.2 µs, with 32 rows and 4 warps 7.8.
 MATVEC_NORMED = {3: (2, 2), 4: (2, 2)}
+# One token and rows of more than 4 blocks of 512 codes, which took 4 or 8 warps in rounds of which the last was half
+# empty; gate and up of experts likewise. From so many tiles for each multiprocessor on 2 warps go round: [8192, 3072]
+# gated 12.4 → 9.5 µs, [248320, 5120] 218 → 194, [128256, 3072] 77 → 62, [262144, 2816] 153 → 119, experts of
+# DeepSeek-V3 81 → 75, of Gemma 4 at 8 tokens 92 → 78. From so many on (and below so many blocks) 2 warps with 3 blocks:
+# [5120, 3072] 5.5 → 4.5, [5120, 6144] 12.4 → 8.9; fewer, with up to 16 blocks, 4 warps: [3072, 8192] 8.5 → 6.2.
+# With so many blocks and few tiles programs share K, about so many for each multiprocessor: [5120, 17408] 29.9 → 19.3,
+# unshared at best 23.4.
+MATVEC_LONG = (5.0, 2.0, 24, 14)
 MATVEC_NORM = 0  # widest row that a product of one row norms for itself
 MATVEC_DENSE = (16, 8, 2, 4)  # dense weights: with so many rows for each multiprocessor 8 in a program, else 2; warps
 MATVEC_EXACT = (64, 1024)  # tokens up to which it takes a weight of so few rows that may not be rounded
@@ -150,6 +158,8 @@ GEMM_PART = 512  # of K at least
 # that. Tiles and copy in µs: T = 64 20.6 and 34.3 for [12288, 2048], 11.8 and 15.3 for [2048, 4096]; T = 128 26.9 and
 # 36.1, 19.6 and 16.5; T = 256 37.5 and 40.3, 27.7 and 19.3; T = 4096 435 and 296, 191 and 93.
 GEMM_DENSE = ((65, 8192), (256, _ANY))
+GEMM_BLOCKS = (64, 64, 4, 3)  # BN, BK, warps, stages of tiles of GGUF blocks, of experts too
+DENSE_BLOCKS = (8, 256)  # rows and columns of GGUF blocks that a program makes dense
 
 # Tiles of pairs of one expert: rows of a short tile (0: none), BN, BK, warps, stages. Short tiles take what is left of
 # an expert beyond whole ones: 1129 → 699 µs at 128 rows and pairs per expert.

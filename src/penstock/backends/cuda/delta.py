@@ -28,15 +28,16 @@ def conv1d_causal(
     weight: torch.Tensor,
     slots: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
+    act: str = "silu",
     *,
     out: torch.Tensor,
 ) -> None:
     if not x.numel():
         return
     if starts is not None and slots is not None:
-        convolve_runs(x, state, weight, starts, slots, out)
+        convolve_runs(x, state, weight, starts, slots, act == "silu", out)
     else:
-        convolve(x, state, weight, slots, out)
+        convolve(x, state, weight, slots, act == "silu", out)
 
 
 @kernel(ops.conv1d_state_update, device="cuda")
@@ -61,21 +62,25 @@ def conv1d_state_update(
 
 
 # gdn_decay_beta  g = exp(-exp(A_log) * softplus(alpha + dt_bias)), b = sigmoid(beta)
-# shapes          alpha, beta [T, Hv]; A_log, dt_bias [Hv], any float; g, b float32 [T, Hv]
+# shapes          alpha [T, Hv, D], beta [T, Hv]; A_log [Hv], dt_bias [Hv, D], any float; g [T, Hv, D],
+#                 b [T, Hv] float32; D = 1 for one decay of a head
 # grid            (blocks of elements,)
-# bytes           T * Hv * (2 * itemsize + 8)
+# bytes           T * Hv * (D + 1) * (itemsize + 4)
 # limits          none
 @triton.jit(do_not_specialize=["n"])
-def _gates_kernel(alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, g_ptr, b_ptr, n, Hv, BLOCK: tl.constexpr):
+def _gates_kernel(
+    alpha_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, g_ptr, b_ptr, n, Hv, D: tl.constexpr, BLOCK: tl.constexpr
+):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = i < n
-    head = i % Hv
+    first = live & (i % D == 0)  # of a head
+    channel = i % (Hv * D)
     alpha = tl.load(alpha_ptr + i, mask=live, other=0.0).to(tl.float32)
-    beta = tl.load(beta_ptr + i, mask=live, other=0.0).to(tl.float32)
-    A = tl.load(A_log_ptr + head, mask=live, other=0.0).to(tl.float32)
-    bias = tl.load(dt_bias_ptr + head, mask=live, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + i // D, mask=first, other=0.0).to(tl.float32)
+    A = tl.load(A_log_ptr + channel // D, mask=live, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias_ptr + channel, mask=live, other=0.0).to(tl.float32)
     tl.store(g_ptr + i, decay(alpha, A, bias), mask=live)
-    tl.store(b_ptr + i, sigmoid(beta), mask=live)
+    tl.store(b_ptr + i // D, sigmoid(beta), mask=first)
 
 
 @kernel(ops.gdn_decay_beta, device="cuda")
@@ -91,7 +96,8 @@ def gdn_decay_beta(
     if n:
         block = 128
         grid = (triton.cdiv(n, block),)
-        _gates_kernel[grid](alpha, beta, A_log, dt_bias, *out, n, alpha.shape[1], block, num_warps=1)
+        D = 1 if alpha.ndim == 2 else alpha.shape[2]
+        _gates_kernel[grid](alpha, beta, A_log, dt_bias, *out, n, alpha.shape[1], D, block, num_warps=1)
 
 
 # -- delta rule ------------------------------------------------------------------------------------------------------
@@ -130,13 +136,13 @@ def gated_delta_net(
     if starts is not None and slots is not None:
         by_steps = method in ("step", "sequential") if variant is None else variant == "step"
         all_chunks = method == "chunkwise" if variant is None else variant == "chunks"
-        longest = _ANY if by_steps or not takes_chunks(qkv, Dk) else 0 if all_chunks else DELTA_STEPS
+        longest = _ANY if by_steps or not takes_chunks(qkv, g, Dk) else 0 if all_chunks else DELTA_STEPS
         recur_runs(state, qkv, g, b, starts, slots, keep, gates, longest, out, Hk, Hv, Dk, Dv)
         if longest < T:
             delta_chunks_of_runs(state, qkv, g, b, starts, slots, keep, longest, out, Hk, Hv, Dk, Dv)
         return
     many = method == "chunkwise" or (method == "auto" and (T > DELTA_STEPS or deterministic()))
-    if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, Dk):
+    if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, g, Dk):
         delta_chunks(state, qkv, g, b, out, Hk, Hv, Dk, Dv)
     else:
         recur(state, qkv, g, b, slots, out, Hk, Hv, Dk, Dv)
@@ -160,14 +166,15 @@ def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> 
 
 @kernel(ops.gated_delta_step, device="cuda")
 def gated_delta_step(
-    qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, *, out
+    qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, act="silu", *, out
 ) -> None:
     if not len(qkv):
         return
     Hv, Dv, Dk = state.shape[1:]
     if takes_steps(Dk, Dv):
-        step(qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk, eps, out)
+        weights = (conv_weight, A_log, dt_bias, norm_weight)
+        step(qkv, z, alpha, beta, conv_state, state, slots, *weights, Hk, eps, act, out)
         return
     y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
     recur(state, y, g, b, slots, out, Hk, Hv, Dk, Dv)
-    ops.gated_rms_norm(out, z, norm_weight, eps, out=out)
+    ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)

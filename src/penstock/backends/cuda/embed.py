@@ -5,13 +5,14 @@ import triton
 import triton.language as tl
 
 from penstock import ops
+from penstock.backends.cuda._blocks import block_tile
 from penstock.backends.cuda._floats import is_float, kernel_arrays, kind_of, width
 from penstock.backends.cuda._launch import pdl_options, wait_for_previous
 from penstock.backends.cuda._quant import code_at, dequantized, float_weights, unpack
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import ELEMENTS, EMBED_COLUMNS
 from penstock.ops.op import kernel
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 
 # gather    out[t] = table[ids[t]] rounded to out's dtype; zeros for an id outside of the table
@@ -66,6 +67,24 @@ def _gather_quantized_kernel(
     tl.store(out_ptr + row * dim + column, rounded(y, out_ptr.dtype.element_ty), mask=column < dim)
 
 
+# gather_blocks  out[t] = the weights of row ids[t] of planes, in float32, rounded to out's dtype; zeros as above
+# shapes    ids int32 [T]; planes of [vocab, dim] weights; out [T, dim]
+# grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a row
+# bytes     T rows of the table in, T * dim of out
+# limits    none
+@triton.jit
+def _gather_blocks_kernel(
+    ids_ptr, table, out_ptr, vocab, dim, BITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.load(ids_ptr + row + tl.zeros([1], tl.int64)).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    y = block_tile(table, index, (index >= 0) & (index < vocab), start, dim, 1, BLOCK, BITS)
+    column = start + tl.arange(0, BLOCK)[None, :]
+    tl.store(out_ptr + row * dim + column, rounded(y, out_ptr.dtype.element_ty), mask=column < dim)
+
+
 def _sizes(out: torch.Tensor) -> tuple[tuple[int, int], int, int]:
     """Grid, block and warps for the rows of `out`."""
     dim = out.shape[-1]
@@ -89,6 +108,12 @@ def quantized_embedding(
     if out.numel() == 0:
         return
     grid, block, warps = _sizes(out)
+    if isinstance(table, GgufTensor):
+        _gather_blocks_kernel[grid](
+            token_ids, kernel_arrays(table), out, *table.shape,
+            BITS=kind_of(table), BLOCK=block, num_warps=warps, **pdl_options(),
+        )  # fmt: skip
+        return
     _gather_quantized_kernel[grid](
         token_ids, *kernel_arrays(table), out, *table.shape,
         BITS=kind_of(table), GROUP=table.group_size, BLOCK=block, num_warps=warps, **pdl_options(),

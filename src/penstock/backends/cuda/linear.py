@@ -13,6 +13,7 @@ from penstock.backends.cuda import _tuning
 from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._few_rows import few_rows, refused, takes
 from penstock.backends.cuda._floats import global_factor, is_float, kernel_arrays, kind_of, width
+from penstock.backends.cuda._gemm import dense_blocks, dense_gemm, quantized_gemm
 from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._matvec import matvec, same_codes
 from penstock.backends.cuda._matvec_experts import expert_rows
@@ -21,7 +22,7 @@ from penstock.backends.cuda._tuning import FEW_EXACT, FEW_MOST, FEW_NARROW, MATV
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
-from penstock.quant import ExpertBlobs, QuantizedTensor
+from penstock.quant import ExpertBlobs, GgufTensor, QuantizedTensor
 
 VARIANTS = ("matvec", "tiles")
 CODED = ("matvec", "lanes", "tiles")  # of quantized weights
@@ -53,6 +54,10 @@ def _dequantize_kernel(
 
 @kernel(ops.dequantize, device="cuda")
 def dequantize(w, dtype, *, out):
+    if isinstance(w, GgufTensor):
+        if out.numel():
+            dense_blocks(w, out)
+        return
     groups = w.scales.numel()
     if groups:
         rows, each = 4096 // w.group_size, w.scales.shape[-1] * w.scales.shape[-2]
@@ -113,8 +118,6 @@ def product(
     if _few(x, variant, _exact(x.dtype, w, out) and not half):
         matvec(x, w, out, residual=residual)
         return
-    from penstock.backends.cuda._gemm import dense_gemm, quantized_gemm
-
     if isinstance(w, QuantizedTensor):
         quantized_gemm(x, w, out, half, residual)
     elif residual is None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from penstock import ops
-from penstock.backends.cuda._launch import pdl_options, prefetch_lines, silu, wait_for_previous
+from penstock.backends.cuda._launch import pdl_options, prefetch_lines, sigmoid, silu, wait_for_previous
 from penstock.backends.cuda._rows import Tile, expert_sum, rinv, rounded, tile, vector
 from penstock.backends.cuda._tuning import COPIED_COLUMNS, QK_NUMBERS, ROW_PAIRS, TRIPLE_THREAD
 from penstock.ops.op import kernel
@@ -33,7 +33,7 @@ def _pair(share: Tile, rows: int) -> Tile:
 
 
 # norm      v = x, or Σ_i slots[i]·x[i], plus before; y = (n(v, w) ∘ after) · scalar, ∘ after one of: nothing, · after,
-#           · silu(after), + after, + n(after, w_after); sum = v. Pointers that are None leave their part out
+#           · act(after), + after, + n(after, w_after); sum = v. Pointers that are None leave their part out
 # shapes    x [rows, dim], with K > 0 [rows, K, dim] and slots float32 [rows, K]; before, after, sum, y [rows, dim],
 #           each of a float of its own; w, w_after [dim]; scalar a number, one element (STEP 0) or [dim] (STEP 1)
 # grid      (ceil(rows / R),): a program owns R whole rows
@@ -87,8 +87,10 @@ def _norm_kernel(
     else:
         factor = number
     y = v * rinv(v, dim, eps)
-    if AFTER == "gate":
+    if AFTER == "silu":
         y *= silu(after)
+    if AFTER == "sigmoid":
+        y *= sigmoid(after)
     if w_ptr is not None:
         y *= w
     if AFTER == "mul":
@@ -162,8 +164,8 @@ def rms_norm_mul(x, norm_weight, scale, eps, *, out):
 
 
 @kernel(ops.gated_rms_norm, device="cuda")
-def gated_rms_norm(values, z, weight, eps, *, out):
-    _norm("gated_rms_norm", values, weight, eps, out, after=z, how="gate")
+def gated_rms_norm(values, z, weight, eps, act="silu", *, out):
+    _norm("gated_rms_norm", values, weight, eps, out, after=z, how=act)
 
 
 @kernel(ops.norm_add, device="cuda")

@@ -214,3 +214,30 @@ def rope(x, inv_freq, start_pos, rotary_dim, mscale, interleaved, positions, *, 
 @kernel(ops.head_norm_rope, device="cuda")
 def head_norm_rope(x, weight, inv_freq, start_pos, eps, rotary_dim, mscale, interleaved, *, out):
     _rope("head_norm_rope", x, inv_freq, start_pos, mscale, interleaved, out, weight, eps)
+
+
+# scale     y[t] = x[t] · (1 + beta · ln(1 + floor(positions[t] / length))); rows of a negative position as they are
+# shapes    x, y [T, width]; positions int32 [T]
+# grid      (T, ceil(width / BLOCK)): BLOCK columns of a row
+# bytes     2 · itemsize · T · width
+# limits    width ≤ 65535 · BLOCK; y may be x
+@triton.jit(do_not_specialize=["length"])
+def _position_scale_kernel(x_ptr, positions_ptr, y_ptr, width, beta, length, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.maximum(tl.load(positions_ptr + row), 0)
+    factor = 1.0 + beta * tl.log(1.0 + (at // length).to(tl.float32))
+    x = tl.load(x_ptr + row * width + col, mask=col < width, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * width + col, rounded(x * factor, y_ptr.dtype.element_ty), mask=col < width)
+
+
+@kernel(ops.position_scale, device="cuda")
+def position_scale(x, positions, beta, length, *, out):
+    if x.numel():
+        width = x.numel() // len(x)
+        block = min(1024, triton.next_power_of_2(width))
+        grid = (len(x), triton.cdiv(width, block))
+        _position_scale_kernel[grid](
+            x, positions, out, width, float(beta), int(length), BLOCK=block, num_warps=4, **pdl_options()
+        )

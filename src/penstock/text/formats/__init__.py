@@ -14,6 +14,8 @@ from penstock.text.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1
 from penstock.text.formats.deltas import Message, call_id, gather
 from penstock.text.formats.gemma import GEMMA
 from penstock.text.formats.glm import GLM
+from penstock.text.formats.harmony import HARMONY
+from penstock.text.formats.kimi import KIMI
 from penstock.text.formats.minimax import MINIMAX
 from penstock.text.formats.plain import PLAIN
 from penstock.text.formats.qwen import QWEN
@@ -22,7 +24,8 @@ from penstock.text.tokenizer import Tokenizer
 
 # by name; where several fit a model, it has the last one
 FORMATS: Mapping[str, ChatFormat] = {
-    format.name: format for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX)
+    format.name: format
+    for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX, KIMI, HARMONY)
 }
 
 
@@ -71,16 +74,19 @@ def shown_tokens(format: str, tools: bool) -> tuple[str, ...]:
 
     tools: whether the request has any; without them only the markers of the reasoning are needed.
     """
-    known = FORMATS[format]
-    marks = known.reasoning or ()
-    if tools:
-        marks += (known.call or ()) + (known.calls or ()) + (known.separator, known.quote) + known.inner
-    return tuple(mark for mark in marks if mark)
+    return FORMATS[format].shown(tools)
+
+
+def headers_shown(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Options of a request whose text is shown as it is written: with its markers, where it means nothing without."""
+    known = FORMATS[format_of(tokenizer)]
+    return {"shown": known.shown(tools=True)} if known.headers else {}
 
 
 def with_arguments(messages: Sequence[Mapping[str, Any]], format: str) -> list[dict[str, Any]]:
     """Messages for a chat template: with the arguments of earlier calls, JSON text in requests, in the form that
-    templates of `format` take (an object, or text).
+    templates of `format` take (an object, or text), with the ids that it has, and whatever else these want
+    (`ChatFormat.for_template`).
 
     Raises InvalidArgument for arguments that are no JSON object. Whatever else is wrong is left to the template.
     """
@@ -92,6 +98,28 @@ def with_arguments(messages: Sequence[Mapping[str, Any]], format: str) -> list[d
             where = f"messages[{n}].tool_calls"
             calls = [_with_arguments(call, f"{where}[{i}]", keep_text) for i, call in enumerate(calls)]
             message = {**message, "tool_calls": calls}
+        changed.append(message)
+    call_ids = FORMATS[format].call_ids
+    return FORMATS[format].for_template(changed if call_ids is None else _with_ids(changed, call_ids))
+
+
+def _with_ids(messages: Sequence[Any], call_ids: Callable[[str, int], str]) -> list[Any]:
+    """Messages whose calls, and the results of them, have the ids that a format gives calls."""
+    changed, ids, number = [], {}, 0
+    for message in messages:
+        if isinstance(message, Mapping):
+            calls = []
+            for call in message.get("tool_calls") or ():
+                function = call.get("function") if isinstance(call, Mapping) else None
+                if isinstance(function, Mapping):
+                    made = call_ids(str(function.get("name")), number)
+                    ids[str(call.get("id"))], call = made, {**call, "id": made}
+                    number += 1
+                calls.append(call)
+            if calls:
+                message = {**message, "tool_calls": calls}
+            if (answered := ids.get(str(message.get("tool_call_id")))) and "tool_call_id" in message:
+                message = {**message, "tool_call_id": answered}
         changed.append(message)
     return changed
 

@@ -223,7 +223,9 @@ class ChatFormat:
     quote: around strings. line: inside the markers of a call and between calls; between: between calls and inside the
     markers of a list alone. special: the markers of calls are special tokens, so they do not
     occur in arguments. unopened: how a call begins whose opening a model forgot. arguments_as_text: chat templates take
-    the arguments of earlier calls as JSON text, not as an object.
+    the arguments of earlier calls as JSON text, not as an object. headers: all text stands in messages with headers, so
+    that an answer means nothing without its markers. call_ids: the ids of earlier calls, which chat templates write, by
+    the name of the tool and the number of the call in the conversation.
 
     A model has this format if its chat template or its tokens have one of `signs` (where there are any), and its chat
     template has all of `template_signs`. write_call: the rule for what stands between the markers of a call, from a
@@ -243,6 +245,8 @@ class ChatFormat:
     special: bool = True
     unopened: tuple[str, ...] = ()
     arguments_as_text: bool = False
+    headers: bool = False
+    call_ids: Callable[[str, int], str] | None = None
     signs: tuple[str, ...] = ()
     template_signs: tuple[str, ...] = ()
     write_call: Callable[[Lark, str, Mapping[str, Any], bool], str] | None = None
@@ -254,17 +258,50 @@ class ChatFormat:
         known = not self.signs or any(sign in template or token(sign) is not None for sign in self.signs)
         return known and all(sign in template for sign in self.template_signs)
 
-    def write_calls(self, lark: Lark, tools: Tools, parallel: bool) -> str:
-        """The rule for a call of one of the tools, or for several calls, as models of this format write them.
+    def shown(self, tools: bool) -> tuple[str, ...]:
+        """Tokens that the parser has to see, as text, also where the tokenizer calls them special.
 
-        Raises InvalidArgument for names that the format cannot write.
+        tools: whether the request has any; without them only the markers of the reasoning are needed.
         """
-        assert self.call is not None and self.write_call is not None
+        marks = self.reasoning or ()
+        if tools:
+            marks += (self.call or ()) + (self.calls or ()) + (self.separator, self.quote) + self.inner
+        return tuple(mark for mark in marks if mark)
+
+    def effort(self, effort: str) -> dict[str, Any]:
+        """Template variables for OpenAI's reasoning_effort."""
+        return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+    def for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages of earlier turns as chat templates of this format take them."""
+        return [dict(message) for message in messages]
+
+    def write_answer(self, lark: Lark, inside: bool, json: str = "", calls: str = "") -> str:
+        """The rule for a whole answer: JSON or calls, whichever is given, behind the rest of a reasoning that the
+        answer begins `inside` of, or behind one of the model's own.
+        """
+        answer = f"({json} | {calls})" if json and calls else json or calls
+        if self.reasoning is None:
+            return answer
+        space = lark.define("SPACE", r"/[ \n]{0,8}/")
+        rest = f"{lark.until(self.reasoning[1])} {space}"
+        return f"{rest} {answer}" if inside else f"({lark.mark(self.reasoning[0])} {rest})? {answer}"
+
+    def check_names(self, tools: Tools) -> None:
+        """Raises InvalidArgument for names that the format cannot write."""
         for name in tools:
             if len(name) > 256 or not NAME.fullmatch(name):
                 raise InvalidArgument(
                     f"a tool is named {name!r:.60}, expected a name without spaces, brackets and quotes"
                 )
+
+    def write_calls(self, lark: Lark, tools: Tools, parallel: bool) -> str:
+        """The rule for a call of one of the tools, or for several calls, as models of this format write them.
+
+        Raises InvalidArgument as `check_names`.
+        """
+        assert self.call is not None and self.write_call is not None
+        self.check_names(tools)
         opening, closing = (lark.mark(mark) for mark in self.call)
         each = " | ".join([self.write_call(lark, name, *tool) for name, tool in tools.items()])
         line = literal(self.line) if self.line else ""

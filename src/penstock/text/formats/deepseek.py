@@ -33,16 +33,21 @@ def _write_fenced_call(lark: Lark, name: str, parameters: Mapping[str, Any], str
 class DeepSeekParser(JsonParser):
     """Reads calls with and without a code block, whichever of both formats the model has."""
 
+    def _name_of(self, written: str) -> str:
+        """The name of a tool, as a call has it."""
+        return written
+
     def _read_call(self, mark: str, known: bool) -> Step[None]:
         """A list of calls: name, separator and JSON, or "function", separator, name and JSON between fences."""
-        if mark == _CALLS[0]:
+        lists = self._format.calls or ("", "")
+        if mark == lists[0]:
             yield from self._all(SPACE)
             mark = yield from self._word(self._open)
         while mark == self._open:
             yield from self._all(SPACE)
             name = yield from self._all(NAME)
             yield from self._all(SPACE)
-            if not (yield from self._word(_SEPARATOR)):
+            if not (yield from self._word(self._format.separator)):
                 return
             yield from self._all(SPACE)
             second = yield from self._all(NAME)
@@ -50,7 +55,7 @@ class DeepSeekParser(JsonParser):
             if (yield from self._word("```")):
                 yield from self._word("json")
                 yield from self._all(SPACE)
-            name = second or name
+            name = self._name_of(second or name)
             if not name or (yield from self._peek()) != "{":
                 return
             self._begin(name)
@@ -63,7 +68,7 @@ class DeepSeekParser(JsonParser):
                 yield from self._finish(_SPACE_FENCE)
             yield from self._all(SPACE)
             self._raw = []
-            mark = yield from self._word(self._open, _CALLS[1])
+            mark = yield from self._word(self._open, lists[1])
             if mark != self._open:
                 self._raw = None
 

@@ -16,7 +16,7 @@ from penstock.errors import BackendError, OutOfMemory
 from penstock.ops.array import Spec, numpy_view, shaped
 from penstock.ops.device import register_device
 from penstock.ops.op import backend
-from penstock.quant import GgufTensor, QuantizedTensor, to_torch
+from penstock.quant import GgufTensor, QuantizedTensor, in_planes, to_torch
 from penstock.units import amount
 
 
@@ -61,7 +61,7 @@ class CudaDevice:
     def to_device(self, value: Any) -> Any:
         with self._memory_errors():
             if isinstance(value, GgufTensor):
-                return value.to("cuda")  # which says why not
+                return in_planes(value, "torch" if self.interpreted else str(self.torch_device))
             if isinstance(value, QuantizedTensor):
                 return value.with_arrays(*map(self._tensor, value.arrays))
             return self._tensor(value)
@@ -204,10 +204,10 @@ class CudaDevice:
 
         return GpuTier(self, host, top_k)
 
-    def miss_detector(self, tier: Any, layers: int, width: int) -> Any:
+    def miss_detector(self, tier: Any, layers: int, width: int, sums: str | None = None) -> Any:
         from penstock.backends.cuda.runtime.experts import MissDetector
 
-        return MissDetector(self, tier, layers, width)
+        return MissDetector(self, tier, layers, width, sums)
 
     def expert_room(self, pairs: tuple[int, int], experts: int, x: Any, block: bool) -> Any:
         from penstock.backends.cuda.moe import expert_room

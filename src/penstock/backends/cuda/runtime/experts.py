@@ -3,8 +3,9 @@
 An expert is read from disk into a record of pinned memory, and stays there as long as there is room. One launch moves
 the records that a layer needs into their slots, straight over the bus. In a decode step the device decides itself: an
 expert that is not in a slot takes that of the lowest score, as the policy on the host saw it a step ago, and comes from
-its record; a report to the host follows. Only what is on disk stops a step. Everything runs on the current stream,
-so a slot is written after what reads its old expert and before what reads its new one.
+its record; a report to the host follows. Only what is on disk stops a step, on all ranks of a split model, which learn
+of it with the layer's sum. Everything runs on the current stream, so a slot is written after what reads its old expert
+and before what reads its new one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from penstock.backends.cuda._rows import FOREIGN
 from penstock.errors import OutOfMemory
 from penstock.ops import linear
 from penstock.ops.array import numpy_view
+from penstock.ops.collective import communicator
 from penstock.ops.device import ExpertFormat
+from penstock.quant import BLOCK_TYPES, layout_in_planes
 from penstock.units import parse_size, spelled
 
 _BLOCK = 256 << 20  # bytes of pinned memory that are taken at a time
 _WAY = 512 << 20  # bytes of experts that may be on their way at once
 _AT_ONCE = 256  # and how many
+_ARRANGED = 16  # GGUF blocks that a program rearranges
 _SHARE = 0.6  # of the free host memory that is used unless `expert_host` says how much
 _RING = 8  # moves that may be under way
+_STAGED = 64 << 20  # bytes of experts in GGUF blocks that are rearranged at once
 _PREFETCHED = 16  # experts that are read before a step chooses them, at once
 _EPOCH = 1 << 30
 _NOWHERE = -(1 << 62)  # where the record is of an expert that has none; others may have negative places
@@ -62,6 +67,56 @@ def _move_kernel(
         tl.store(slots[p] + slot * WORDS[p] + at, value, mask=(at >= 0) & (at < WORDS[p]))
 
 
+# stage     staged[i] = record[i], whole, for the records that have a slot
+# shapes    as those of `move`; staged int32 [n, WORDS]
+# grid      (n, ceil(WORDS / BLOCK))
+# bytes     2 · n · WORDS · 4; records may be in pinned host memory
+# limits    none
+@triton.jit
+def _stage_kernel(base_ptr, record_ptr, slot_ptr, staged_ptr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    if tl.load(slot_ptr + i) < 0:
+        return
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(base_ptr + tl.load(record_ptr + i) + word, mask=word < WORDS, other=0)
+    tl.store(staged_ptr + i * WORDS + word, value, mask=word < WORDS)
+
+
+# arrange   the planes of slot[i] = those of the blocks in staged[i] (`quant.gguf_planes`); nothing where slot[i] is −1
+# shapes    staged uint8 [n, NBYTES]; planes: uint8 views of the stacks; tables: for each plane the moves of its
+#           BYTES of a block, int32 [4, BYTES, FIELDS]. START, COUNT, SIZE: for each plane where its blocks start in a
+#           record, how many there are, and bytes of one
+# grid      (n, ceil(most blocks / BLOCKS)): a program has BLOCKS blocks of every plane
+# bytes     what the records have, once from memory, then F times from the caches
+# limits    none
+@triton.jit
+def _arrange_kernel(
+    staged_ptr, slot_ptr, planes, tables, NBYTES: tl.constexpr, START: tl.constexpr, COUNT: tl.constexpr,
+    SIZE: tl.constexpr, BYTES: tl.constexpr, FIELDS: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + i).to(tl.int64)
+    if slot < 0:
+        return
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
+    for p in tl.static_range(PLANES):
+        byte = tl.arange(0, triton.next_power_of_2(BYTES[p]))
+        known = byte < BYTES[p]
+        live = (block < COUNT[p]) & known[None, :]
+        source = staged_ptr + i * NBYTES + START[p] + block * SIZE[p]
+        made = tl.zeros(live.shape, tl.int32)
+        for f in tl.static_range(FIELDS[p]):
+            at = tables[p] + byte * FIELDS[p] + f
+            step = BYTES[p] * FIELDS[p]
+            where = tl.load(at, mask=known, other=0)[None, :]
+            right = tl.load(at + step, mask=known, other=0)[None, :]
+            kept = tl.load(at + 2 * step, mask=known, other=0)[None, :]
+            left = tl.load(at + 3 * step, mask=known, other=0)[None, :]
+            made |= ((tl.load(source + where, mask=live, other=0).to(tl.int32) >> right) & kept) << left
+        to = planes[p] + (slot * COUNT[p] + block) * BYTES[p] + byte[None, :]
+        tl.store(to, made.to(tl.uint8), mask=live)
+
+
 # resolve   slots for the experts that a layer chose and that have none: each takes the slot of the lowest score that
 #           its layer does not use. report[0] = 1 if one of them has no record either: then nothing changes, and all
 #           rows become inactive, so that what follows in the step changes nothing
@@ -70,7 +125,8 @@ def _move_kernel(
 #           score float32 [S], as the host saw it after `known`; used int32 [S]: when each slot was used last; clock
 #           int32 [2]: the time before this step, and known; n: of the layer in the step; rows (a state each, −1:
 #           inactive), positions, lengths int32; report int32 [1 + 2 · WIDTH]: flag, ids (−1 of inactive rows and of
-#           other ranks), slots that were given; to_slot int32, to_record int64 [WIDTH]: what to move
+#           other ranks), slots that were given; to_slot int32, to_record int64 [WIDTH]: what to move; with NOTED note
+#           [2] of any float: the flag, twice
 # grid      (1,)
 # bytes     8 · S where something is missing
 # limits    rows · K ≤ WIDTH; different experts of this rank ≤ S ≤ SLOTS; what was used since `known` scores above
@@ -78,8 +134,8 @@ def _move_kernel(
 @triton.jit
 def _resolve_kernel(
     ids_ptr, slot_of_ptr, record_ptr, key_ptr, score_ptr, used_ptr, clock_ptr, rows_ptr, positions_ptr, lengths_ptr,
-    report_ptr, to_slot_ptr, to_record_ptr, n, base, rows, experts, S, NOWHERE: tl.constexpr, K: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    report_ptr, to_slot_ptr, to_record_ptr, note_ptr, n, base, rows, experts, S, NOWHERE: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, NOTED: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     live = i < rows * K
@@ -92,6 +148,8 @@ def _resolve_kernel(
     away = known & (slot < 0)
     missing = tl.sum((away & (record == NOWHERE)).to(tl.int32)) > 0
     tl.store(report_ptr, missing.to(tl.int32))
+    if NOTED:
+        tl.store(note_ptr + tl.arange(0, 2), tl.zeros([2], tl.float32) + missing.to(tl.float32))
     tl.store(report_ptr + 1 + i, tl.where(active & (slot != FOREIGN), expert, -1), mask=live)
     given = tl.full([BLOCK], -1, tl.int32)
     now = tl.load(clock_ptr) + n + 1
@@ -129,16 +187,43 @@ def _resolve_kernel(
     tl.store(to_record_ptr + i, record, mask=live)
 
 
-class MissDetector:
-    """See `ops.device`. The kernel reports to pinned memory, so that detecting costs no copy."""
+# agree     found = note; where note[0] > 0, so that a rank stops, all rows become inactive
+# shapes    note [2] of any float, summed over ranks: those that stop at this layer, those that missed experts of it;
+#           found int32 [2]; rows, positions, lengths int32, as in resolve
+# grid      (1,)
+# bytes     12 · count where a rank stops
+# limits    none
+@triton.jit
+def _agree_kernel(note_ptr, found_ptr, rows_ptr, positions_ptr, lengths_ptr, count, BLOCK: tl.constexpr):
+    one = tl.arange(0, 2)
+    tl.store(found_ptr + one, tl.load(note_ptr + one).to(tl.int32))
+    if tl.load(note_ptr).to(tl.float32) > 0:
+        i = tl.arange(0, BLOCK)
+        none = tl.full([BLOCK], -1, tl.int32)
+        tl.store(rows_ptr + i, none, mask=i < count)
+        tl.store(positions_ptr + i, none, mask=i < count)
+        tl.store(lengths_ptr + i, tl.zeros([BLOCK], tl.int32), mask=i < count)
 
-    def __init__(self, gpu: Any, tier: GpuTier, layers: int, width: int) -> None:
+
+class MissDetector:
+    """See `ops.device`. The kernels report to pinned memory, so that detecting costs no copy."""
+
+    def __init__(self, gpu: Any, tier: GpuTier, layers: int, width: int, sums: str | None = None) -> None:
         self._tier, self._width = tier, width
         self._gpu, self.turn = gpu, 0
         self._reports = [gpu.pinned((layers, 1 + 2 * width), torch.int32) for _ in range(2)]
         self._hosts = [numpy_view(report) for report in self._reports]
         self._to_slot = torch.full((width,), -1, dtype=torch.int32, device=gpu.torch_device)
         self._to_record = torch.zeros(width, dtype=torch.int64, device=gpu.torch_device)
+        self.agreed: np.ndarray | None = None
+        self._notes: Any = None
+        if sums is not None:
+            self._found = gpu.pinned((layers, 2), torch.int32).fill_(1)  # of no step yet
+            self.agreed = numpy_view(self._found)
+            kind = getattr(torch, sums)
+            self._notes = torch.zeros((layers, 2), dtype=kind, device=gpu.torch_device)
+            # what a layer's note says once its experts are there: that none were missed, or that some were
+            self._resolved = torch.tensor([[0, 0], [0, 1]], dtype=kind, device=gpu.torch_device)
 
     @property
     def host(self) -> np.ndarray:
@@ -148,13 +233,26 @@ class MissDetector:
         (rows, k), tier, slots = ids.shape, self._tier, self._tier.slots_of[layer]
         _resolve_kernel[(1,)](
             ids, tier.table, tier.records, slots.key, slots.score, slots.used, tier.clock, inputs["slots"],
-            inputs["positions"], inputs["lengths"], self._reports[self.turn][n], self._to_slot, self._to_record, n,
+            inputs["positions"], inputs["lengths"], self._reports[self.turn][n], self._to_slot, self._to_record,
+            None if self._notes is None else self._notes[n], n,
             tier.bases[layer], rows, tier.bases[layer + 1] - tier.bases[layer], slots.count, _NOWHERE, K=k,
-            WIDTH=self._width,
-            BLOCK=triton.next_power_of_2(rows * k), SLOTS=triton.next_power_of_2(slots.count),
-            num_warps=4 if slots.count <= 2048 else 16,
+            WIDTH=self._width, BLOCK=triton.next_power_of_2(rows * k), SLOTS=triton.next_power_of_2(slots.count),
+            NOTED=self._notes is not None, num_warps=4 if slots.count <= 2048 else 16,
         )  # fmt: skip
         slots.move(self._to_record, self._to_slot, rows * k)
+
+    def agree(self, n: int, x: Any, inputs: Mapping[str, Any], out: Any) -> None:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        communicator().all_reduce(out, self._notes[n])
+        rows = len(inputs["slots"])
+        _agree_kernel[(1,)](
+            self._notes[n], self._found[n], inputs["slots"], inputs["positions"], inputs["lengths"], rows,
+            BLOCK=triton.next_power_of_2(rows), num_warps=1,
+        )  # fmt: skip
+
+    def resolve(self, n: int, missed: bool) -> None:
+        self._notes[n].copy_(self._resolved[int(missed)])
 
     def rank(self, behind: int) -> None:
         self._tier.rank(behind)
@@ -346,17 +444,21 @@ class DeviceSlots:
         self._format, self._tier, self._gpu = format, tier, gpu
         self._reader, self._counters = store.reader, store.counters
         self._most = records
+        blocks = format.blocks or (None,) * len(format.specs)
         with gpu._memory_errors():
-            self.arrays = tuple(
-                torch.zeros((count, *spec.shape), dtype=_DTYPES[spec.dtype], device=gpu.torch_device)
-                for spec in format.specs
-            )
+            made = [
+                _slot_arrays(spec, kind, count, gpu.torch_device)
+                for spec, kind in zip(format.specs, blocks, strict=True)
+            ]
+            self.arrays = tuple(array for part in made for array in part)
+            self._arranged = _Arranged(gpu, format, blocks, made, at_once) if any(blocks) else None
             self.key = torch.full((count,), -1, dtype=torch.int32, device=gpu.torch_device)
             self.score = torch.zeros(count, dtype=torch.float32, device=gpu.torch_device)
             self.used = torch.zeros(count, dtype=torch.int32, device=gpu.torch_device)
-        self._views = tuple(array.view(-1).view(torch.int32) for array in self.arrays)
-        self._sizes = tuple(spec.nbytes // 4 for spec in format.specs)
-        self._start = tuple(offset // 4 for offset in format.offsets)
+        plain = [n for n, kind in enumerate(blocks) if kind is None]
+        self._views = tuple(made[n][0].view(-1).view(torch.int32) for n in plain)
+        self._sizes = tuple(format.specs[n].nbytes // 4 for n in plain)
+        self._start = tuple(format.offsets[n] // 4 for n in plain)
         self._orders = [_Sent(gpu) for _ in range(_RING)]
         self._order = 0
         self._blocks: list[Any] = []
@@ -379,6 +481,10 @@ class DeviceSlots:
 
     def move(self, records: Any, slots: Any, count: int) -> None:
         """Launch a move of up to `count` records."""
+        if self._arranged is not None:
+            self._arranged.move(self._blocks[0], records, slots, count)
+        if not self._views:
+            return
         _move_kernel[(count, triton.cdiv(self._start[-1] + self._sizes[-1], 4096))](
             self._blocks[0], records, slots, self._views, START=self._start, WORDS=self._sizes,
             PARTS=len(self._sizes), BLOCK=4096, num_warps=8,
@@ -492,7 +598,62 @@ class DeviceSlots:
         self._bytes += [data[n * size : (n + 1) * size] for n in range(count)]
 
 
-_DTYPES = {"uint32": torch.int32, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+class _Arranged:
+    """What brings those arrays of records that are GGUF blocks into the planes of slots, some records at a time."""
+
+    def __init__(self, gpu: Any, format: ExpertFormat, blocks: Sequence[str | None], made: Any, at_once: int) -> None:
+        self._nbytes = format.nbytes
+        self._count = max(1, min(at_once, _STAGED // format.nbytes))
+        self._staged = torch.empty((self._count, format.nbytes // 4), dtype=torch.int32, device=gpu.torch_device)
+        self._planes, self._tables, shapes = [], [], []
+        for spec, kind, offset, arrays in zip(format.specs, blocks, format.offsets, made, strict=True):
+            if kind is None:
+                continue
+            size = BLOCK_TYPES[kind].nbytes
+            for plane, array in zip(layout_in_planes(kind).planes, arrays, strict=True):
+                table = torch.from_numpy(np.stack(plane.moves)).to(gpu.torch_device)
+                self._planes.append(array.view(-1).view(torch.uint8))
+                self._tables.append(table)
+                shapes.append((offset, spec.nbytes // size, size, plane.nbytes, table.shape[2]))
+        self._start, self._counts, self._sizes, *shares = zip(*shapes, strict=True)
+        # Triton 3.6 does not take plain integers in a tuple for shapes
+        self._bytes, self._fields = (share if gpu.interpreted else tuple(map(tl.constexpr, share)) for share in shares)
+
+    def move(self, base: Any, records: Any, slots: Any, count: int) -> None:
+        """Launch the moves of up to `count` records."""
+        words, most = self._nbytes // 4, max(self._counts)
+        for start in range(0, count, self._count):
+            n, to = min(self._count, count - start), slots[start:]
+            _stage_kernel[(n, triton.cdiv(words, 4096))](
+                base, records[start:], to, self._staged, WORDS=words, BLOCK=4096, num_warps=8
+            )
+            _arrange_kernel[(n, triton.cdiv(most, _ARRANGED))](
+                self._staged.view(torch.uint8), to, tuple(self._planes), tuple(self._tables), NBYTES=self._nbytes,
+                START=self._start, COUNT=self._counts, SIZE=self._sizes, BYTES=self._bytes, FIELDS=self._fields,
+                PLANES=len(self._planes), BLOCKS=_ARRANGED, num_warps=4,
+            )  # fmt: skip
+
+
+def _slot_arrays(spec: Any, kind: str | None, count: int, device: Any) -> list[Any]:
+    """Memory for one array of `count` experts: itself, or the planes of its GGUF blocks."""
+    if kind is None:
+        return [torch.zeros((count, *spec.shape), dtype=_DTYPES[spec.dtype], device=device)]
+    rows, nbytes = spec.shape
+    blocks = nbytes // BLOCK_TYPES[kind].nbytes
+    return [
+        torch.zeros((count, rows, blocks * plane.entries), dtype=_DTYPES[plane.dtype], device=device)
+        for plane in layout_in_planes(kind).planes
+    ]
+
+
+_DTYPES = {
+    "uint32": torch.int32,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def _done() -> Future[None]:
