@@ -21,6 +21,7 @@ from penstock import compile_progress
 from penstock.errors import DTypeError, InvalidArgument
 
 MOST_DRAFTS = 7  # of a sequence in a step, which then has eight tokens of it
+COPIED_TOKENS = 7  # of a run behind a copy of recurrent states: more are computed in chunks, with other bits
 SPECULATE = ("off", "auto", "mtp", "ngram", "draft")
 PROBE = 64  # steps, of which one may try what is not expected to be best
 
