@@ -524,10 +524,10 @@ class Engine:
         with self.lock:
             if self.drafter is not None:
                 self.drafter.accepted(sequence, count)
-            states, tokens = self._copied.pop(sequence, (None, ()))
-            if count < len(tokens):
-                self.caches.put_states(sequence, states)
-                self.step([Run(sequence, tokens[:count], "none")])
+            copied = self._copied.pop(sequence, None)
+            if copied is not None and count < len(copied[1]):
+                self.caches.put_states(sequence, copied[0])
+                self.step([Run(sequence, copied[1][:count], "none")])
             else:
                 self.caches.accept(sequence, count)
 
