@@ -43,22 +43,21 @@ def seconds(scheduler: Scheduler, prompt: list[int], count: int, seed: int, **dr
     return spent / got, (after.draft_tokens - before.draft_tokens) / steps
 
 
-def swept(
-    scheduler: Scheduler, prompt: list[int], count: int, rounds: int
-) -> dict[str, dict[float, tuple[float, float]]]:
+def swept(llm: LLM, prompt: list[int], count: int, rounds: int) -> dict[str, dict[float, tuple[float, float]]]:
     """By form and acceptance: speed as a ratio, and drafts per step."""
     found: dict[str, dict[float, tuple[float, float]]] = {}
     for form, fixed in FORMS.items():
         for accepted in ACCEPTED:
             drafting = {"speculate": "mtp", "acceptance": (accepted,) * 7, "num_draft_tokens": fixed or 3}
             drafting["fixed_drafts"] = fixed is not None
-            seconds(scheduler, prompt, 16, 0, **drafting)
             ratios, taken = [], []
-            for n in range(rounds):
-                plain, _ = seconds(scheduler, prompt, count, n, speculate="off")
-                own, drafts = seconds(scheduler, prompt, count, n, **drafting)
-                ratios.append(plain / own)
-                taken.append(drafts)
+            with Scheduler(llm, max_sequences=1, prefix_cache=False) as scheduler:  # the gate has to learn anew
+                seconds(scheduler, prompt, 2 * count, 0, **drafting)
+                for n in range(rounds):
+                    plain, _ = seconds(scheduler, prompt, count, n, speculate="off")
+                    own, drafts = seconds(scheduler, prompt, count, n, **drafting)
+                    ratios.append(plain / own)
+                    taken.append(drafts)
             found.setdefault(form, {})[accepted] = statistics.median(ratios), statistics.median(taken)
             speed, drafts = found[form][accepted]
             print(f"{form:>9}  accepted {accepted:4.2f}  {speed:5.2f} x  {drafts:4.2f} drafts a step", flush=True)
@@ -136,8 +135,7 @@ def main() -> None:
     prompts = [list(range(5 + n, 45 + n)) for n in range(4)]
     if options.random is None:
         check(llm, prompts)
-    with Scheduler(llm, max_sequences=1, prefix_cache=False) as scheduler:
-        found = swept(scheduler, prompts[0], options.tokens, options.rounds)
+    found = swept(llm, prompts[0], options.tokens, options.rounds)
     ngram = repeated(llm, options.rounds) if options.random is None else None
     if ngram is not None:
         print(f"repeated text, n-gram drafts: {ngram:.2f} x")
