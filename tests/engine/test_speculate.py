@@ -399,7 +399,7 @@ def with_head(family: str, captures: bool, tokenizer: Tokenizer) -> LLM:
     """A random model with a random head."""
     own = load_random(HEADS[family], device="cpu", max_context=700).engine
     assert own.model.head is not None
-    options = {"activations": own.activations, "max_context": 700, "drafts": 7, "speculate": "auto"}
+    options = {"activations": own.activations, "max_context": 700, "drafts": 7, "speculate": "mtp"}
     return LLM(Engine(own.model, device=CapturingHost() if captures else None, **options), tokenizer, None, ())
 
 
@@ -445,3 +445,18 @@ def test_the_demo_model_accepts_its_heads_drafts(eager: None) -> None:
     found = [llm.generate(text, max_tokens=40, temperature=0.8, seed=7, num_draft_tokens=2).timings for text in texts]
     tries, accepted = (sum(one.draft_places[0][i] for one in found) for i in (0, 1))
     assert accepted >= 0.55 * tries > 20
+
+
+@pytest.mark.slow
+def test_a_thousand_texts_are_the_same() -> None:
+    """Prompts, seeds and temperatures on the demo model, with its head and with n-grams, many at a time."""
+    llm = penstock.load(device="cpu")
+    tale = (Path(penstock.__file__).parent / "demo" / "tale.txt").read_text()
+    starts = np.random.default_rng(0).integers(0, len(tale) - 400, 250).tolist()
+    for number, temperature in enumerate((0.0, 0.5, 0.8, 1.2)):
+        for first in range(0, len(starts), 25):
+            prompts = [tale[start : start + 40 + start % 350] for start in starts[first : first + 25]]
+            options = {"max_tokens": 24, "temperature": temperature, "seed": 1000 * number + first}
+            want = [done.tokens for done in llm.generate(prompts, speculate="off", **options)]
+            for kind in ("mtp", "ngram"):
+                assert [done.tokens for done in llm.generate(prompts, speculate=kind, **options)] == want

@@ -218,7 +218,7 @@ class Drafting:
         if speculate not in SPECULATE and not (number and 1 <= int(speculate[:3]) <= MOST_DRAFTS):
             raise UsageError(f"--speculate: is {speculate!r}, expected 1 to {MOST_DRAFTS} or {', '.join(SPECULATE)}")
         if acceptance is None:
-            return cls("auto", int(speculate)) if number else cls(speculate)
+            return cls("mtp", int(speculate)) if number else cls(speculate)
         if speculate == "off":
             raise UsageError("--acceptance: expected together with --speculate N, auto, mtp or ngram")
         try:
@@ -227,7 +227,7 @@ class Drafting:
             chances = (-1.0,)
         if not all(0 <= chance <= 1 for chance in chances):
             raise UsageError(f"--acceptance: is {acceptance!r}, expected numbers from 0 to 1 such as 0.85,0.75,0.65")
-        return cls("auto" if number else speculate, int(speculate) if number else None, chances)
+        return cls("mtp" if number else speculate, int(speculate) if number else None, chances)
 
     def of_request(self) -> dict[str, Any]:
         """Fields of a request."""
