@@ -669,8 +669,9 @@ def load(
     starts, on the GPUs or cores of this machine, or those that torchrun has started, of which all but the first stay in
     this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
     one's width. step_timeout: seconds that a step may take before the ranks are ended. speculate: what drafts of the
-    next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "ngram" (what
-    followed the last tokens before) or "auto"; num_draft_tokens: how many a step verifies of a sequence at the most.
+    next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "mtp" (the
+    model's own head), "ngram" (what followed the last tokens before) or "auto" (the head, if there is one and it pays);
+    num_draft_tokens: how many a step verifies of a sequence at the most.
     draft_model: a folder or hub id with the head that drafts, if the model's own files have none.
     Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
