@@ -206,8 +206,6 @@ def read_weights(source: Source, config: Config) -> Weights:
 
 def _layer(source: Source, config: Config, n: int) -> Layer:
     dim, path = config.dim, f"layers.{n}."
-    if config.sources[n] != n and path + "self_attn.k_proj" in source:
-        _read_unused(source, config, n, path + "self_attn.")
     return Layer(
         _altup(source, config, n, path + "altup."),
         Laurel(
@@ -225,16 +223,8 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
     )
 
 
-def _read_unused(source: Source, config: Config, n: int, path: str) -> None:
-    """Released files, and mlx-lm's, have keys and values in layers that share those of others: they are let go."""
-    kind = config.kinds[config.layer_types[n]]
-    for part in ("k", "v"):
-        source.weight(f"{path}{part}_proj", kind.kv_heads * kind.head_dim, config.dim)
-    source.vector(path + "k_norm", kind.head_dim)
-
-
 def _altup(source: Source, config: Config, n: int, path: str) -> AltUp:
-    """Prediction and correction as factors of `altup_mix`, linear in the P scores of the router.
+    """Prediction and correction as factors of `altup_mix`, linear in tanh of the router's P scores.
 
     Predicted: stream q plus Σ_p of p times a factor; behind a layer all streams but the first have got an extra one
     more. Corrected: prediction q plus (extra − prediction 0) times 1 + a factor.
@@ -282,7 +272,8 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     rest = rest.reshape(h.shape[0], P - 1, dim)
     extra = None  # is still to be added to all streams but the first
     for n, layer in enumerate(w.layers):
-        h, rest = ops.altup_mix(h, rest, predicted(step, h, layer.altup, config), extra)
+        w_up = layer.altup
+        h, rest = ops.altup_mix(h, rest, scores(step, h, w_up, config), w_up.predict, w_up.predict_bias, extra)
         x = stream_norm(step, h, layer.input_norm, eps)
         y = ops.rms_norm(
             attention(step, x, layer.attention, config, n, cache[config.sources[n]]), layer.attention_norm, eps
@@ -292,8 +283,8 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
         y = ops.mul(ops.residual_add(ops.residual_add(h, y), laurel), 2**-0.5)
         x = feed_forward(step, stream_norm(step, y, layer.mlp_norm, eps), layer.mlp, config.cuts[n])
         y = ops.residual_add(y, ops.rms_norm(x, layer.output_norm, eps))
-        h, rest = ops.altup_mix(h, rest, corrected(step, y, layer.altup, config), y)
-        scaled = h if layer.altup.scale is None else ops.mul(h, layer.altup.scale)
+        h, rest = ops.altup_mix(h, rest, scores(step, y, w_up, config), w_up.correct, w_up.correct_bias, y)
+        scaled = h if w_up.scale is None else ops.mul(h, w_up.scale)
         x = ops.geglu(linear(step, stream_rows(step, scaled), layer.per_layer.gate), inputs[n])
         extra = ops.rms_norm(linear(step, x, layer.per_layer.out), layer.per_layer.norm, eps)
     total, streams = h, flat(rest)
@@ -304,19 +295,9 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     return ops.mul(total, 1 / P)
 
 
-def predicted(step: Step, h: Array, w: AltUp, config: Config) -> Array:
-    """Factors of the streams before a layer."""
-    return ops.add(ops.matmul(scores(step, h, w, config), w.predict), w.predict_bias)
-
-
-def corrected(step: Step, y: Array, w: AltUp, config: Config) -> Array:
-    """Factors of the predictions and of what a layer found, y."""
-    return ops.add(ops.matmul(scores(step, y, w, config), w.correct), w.correct_bias)
-
-
 def scores(step: Step, h: Array, w: AltUp, config: Config) -> Array:
-    """tanh of the router's products, float32 [T, P]."""
-    return ops.softcap(linear(step, stream_norm(step, h, w.router_norm, config.norm_eps), w.router, "float32"), 1.0)
+    """The router's products, float32 [T, P]."""
+    return linear(step, stream_norm(step, h, w.router_norm, config.norm_eps), w.router, "float32")
 
 
 def feed_forward(step: Step, x: Array, w: Mlp, cut: float | None) -> Array:
@@ -372,8 +353,11 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 
 
 def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
-    """mlx-lm keeps the names of the released files; it has no model of `gemma3n_text`."""
-    return MlxRules(within=raw["model_type"] == "gemma3n")
+    """mlx-lm keeps the names of the released files, and the keys and values of layers that share those of others; it
+    has no model of `gemma3n_text`.
+    """
+    unused = tuple(f"self_attn.{part}" for part in ("k_proj", "v_proj", "k_norm"))
+    return MlxRules(within=raw["model_type"] == "gemma3n", kept=unused)
 
 
 def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
