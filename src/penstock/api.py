@@ -669,8 +669,9 @@ def load(
     starts, on the GPUs or cores of this machine, or those that torchrun has started, of which all but the first stay in
     this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
     one's width. step_timeout: seconds that a step may take before the ranks are ended. speculate: what drafts of the
-    next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "ngram" (what
-    followed the last tokens before) or "auto"; num_draft_tokens: how many a step verifies of a sequence at the most.
+    next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "mtp" (the
+    model's own head), "ngram" (what followed the last tokens before) or "auto" (the head, if there is one and it pays);
+    num_draft_tokens: how many a step verifies of a sequence at the most.
     draft_model: a folder or hub id with the head that drafts, if the model's own files have none.
     Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
@@ -817,7 +818,8 @@ def _read_folder(
     caches = Caches(with_state_dtype(family.caches(config), state_dtype), options["dtype"], device)
     states = caches.bytes_of(min(config.max_positions, _CONTEXT)) if cache_memory is None else cache_memory
     beside = WORKING_BYTES + caches.nbytes + states
-    nbytes = checkpoint.nbytes // share
+    drafter = 0 if head is None or drafting.drafter is None else head.nbytes
+    nbytes = (checkpoint.nbytes + drafter) // share
     layers = _streamed_layers(family, source, config, experts, device, nbytes + beside)
     streams = bool(layers) or experts.asked
     if not streams:
@@ -840,14 +842,14 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, device, nbytes, progress)
         weights = weights if rank is None else rank.with_slots(weights, config, device)
-    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
+    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes + drafter, streamed)
     if head is not None:
         model = _read_head(head, model, config, device, source, rank)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
     notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = model if rank is None else rank.part(model)
-    drafter = [] if head is None or drafting.drafter is None else [head.source.checkpoint]
-    model = _with_files(model, device, checkpoint, *drafter)
+    files = [checkpoint] if head is None or drafting.drafter is None else [checkpoint, head.source.checkpoint]
+    model = _with_files(model, device, *files)
     return model, tokenizer, notices
 
 

@@ -15,6 +15,7 @@ from penstock.engine.hooks import Hooks
 from penstock.engine.ranks import Command, Follower, Leader, StepOf
 from penstock.engine.request import Request
 from penstock.engine.sampling import SamplingParams
+from penstock.engine.speculate import Proposal, Speculation, StepCosts
 from penstock.errors import EngineDied, NonFiniteLogits
 from penstock.models import family_of
 from penstock.models.split import Mesh
@@ -125,6 +126,36 @@ def test_tokens_are_drawn_on_rank_0_and_travel_to_the_others():
     assert ranks.devices[1].copied == []  # the rank that follows reads nothing
     assert all(step.highest == [] for step in ranks.steps)
     assert all(np.frombuffer(run.tokens, np.int32).min() >= 0 for step in ranks.steps for run in step.runs)
+
+
+def test_drafts_are_verified_by_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    """Rank 0 says how many tokens count; the states of the others wait for it."""
+    rng = np.random.default_rng(0)
+    prompts = [[7, 8, 9, 10] * 4, list(range(20, 31))]
+
+    def wrote(llm: LLM, kind: str) -> list[list[int]]:
+        params = SamplingParams(temperature=0.6, seed=3)
+        handles = [
+            llm.scheduler.submit(Request(prompt, params, 14, eos=frozenset(), speculate=kind)) for prompt in prompts
+        ]
+        while not llm.scheduler.idle:
+            llm.scheduler.step()
+        return [handle.result(1).tokens for handle in handles]
+
+    want = Ranks(drafts=7, speculate="auto").run(lambda llm: wrote(llm, "off"))
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, want, strict=True)]
+
+    def guessed(self: Speculation, recent: Any, most: int) -> Proposal | None:
+        known = self.text.tokens
+        drafts = next(text for text in texts if text[: len(known)] == known)[len(known) : len(known) + 3]
+        drafts = [token if rng.random() < 0.7 else 5 for token in drafts]
+        return Proposal("ngram 4", [0.9**n for n in range(1, len(drafts) + 1)], drafts) if drafts else None
+
+    monkeypatch.setattr(Speculation, "ngram", guessed)
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, tokens: 1.0)
+    ranks = Ranks(drafts=7, speculate="auto")
+    assert ranks.run(lambda llm: wrote(llm, "ngram")) == want
+    assert any(run.keep for step in ranks.steps for run in step.runs)
 
 
 def test_hooks_are_called_on_rank_0_alone():

@@ -20,6 +20,10 @@ from penstock.text.tokenizer import Tokenizer
 from tests.engine.capturing import CapturingHost
 from tests.models.common import VOCAB, moe_config, small_config, some_tokens, write_model
 from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
+from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_kimi_linear import CONFIGS as KIMI
+from tests.models.test_lfm2 import CONFIGS as LFM2
+from tests.models.test_llama import CONFIGS as LLAMA
 
 REPEATED = [7, 8, 9, 10, 11] * 6
 
@@ -219,7 +223,7 @@ def guessing(monkeypatch: pytest.MonkeyPatch, eager: None) -> Callable[[list[lis
             known = self.text.tokens
             text = next((one for one in texts if one[: len(known)] == known), [])
             drafts = text[len(known) : len(known) + most]
-            drafts = [token if rng.random() < 0.8 else int(rng.integers(0, VOCAB)) for token in drafts]
+            drafts = [token if rng.random() < 0.8 else int(rng.integers(0, 100)) for token in drafts]
             return Proposal("ngram 4", [0.9**n for n in range(1, len(drafts) + 1)], drafts) if drafts else None
 
         monkeypatch.setattr(Speculation, "ngram", ngram)
@@ -341,6 +345,29 @@ def test_metrics_count_drafts(llm: LLM, eager: None) -> None:
     assert metrics.draft_tokens == done.timings.draft_n and metrics.accepted_tokens == done.timings.draft_n_accepted
 
 
+FAMILIES: dict[str, Any] = {
+    "gemma4": GEMMA["moe"],
+    "deepseek_v3": DEEPSEEK["v3"],
+    "llama": LLAMA["window"],
+    "lfm2": next(iter(LFM2.values())),
+    "kimi_linear": next(iter(KIMI.values())),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_families_have_the_same_text(family: str, llm: LLM, guessing: Callable[[list[list[int]]], None]) -> None:
+    """Windows, latent attention, and recurrent states that are copied."""
+    llm = LLM(load_random(FAMILIES[family], device="cpu", max_context=400).engine, llm.tokenizer, None, ())
+    vocab = llm.config.vocab_size
+    prompts = [[token % vocab for token in prompt] for prompt in (REPEATED, some_tokens(290, 2))]
+    make = functools.partial(llm.generate, prompts, max_tokens=24, temperature=0.7, seed=2)
+    want = [done.tokens for done in make(speculate="off")]
+    guessing([[*prompt, *tokens] for prompt, tokens in zip(prompts, want, strict=True)])
+    found = make(speculate="ngram")
+    assert [done.tokens for done in found] == want
+    assert all(0 < done.timings.draft_n_accepted < done.timings.draft_n for done in found if len(done.tokens) > 8)
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -372,7 +399,7 @@ def with_head(family: str, captures: bool, tokenizer: Tokenizer) -> LLM:
     """A random model with a random head."""
     own = load_random(HEADS[family], device="cpu", max_context=700).engine
     assert own.model.head is not None
-    options = {"activations": own.activations, "max_context": 700, "drafts": 7, "speculate": "auto"}
+    options = {"activations": own.activations, "max_context": 700, "drafts": 7, "speculate": "mtp"}
     return LLM(Engine(own.model, device=CapturingHost() if captures else None, **options), tokenizer, None, ())
 
 
@@ -418,3 +445,18 @@ def test_the_demo_model_accepts_its_heads_drafts(eager: None) -> None:
     found = [llm.generate(text, max_tokens=40, temperature=0.8, seed=7, num_draft_tokens=2).timings for text in texts]
     tries, accepted = (sum(one.draft_places[0][i] for one in found) for i in (0, 1))
     assert accepted >= 0.55 * tries > 20
+
+
+@pytest.mark.slow
+def test_a_thousand_texts_are_the_same() -> None:
+    """Prompts, seeds and temperatures on the demo model, with its head and with n-grams, many at a time."""
+    llm = penstock.load(device="cpu")
+    tale = (Path(penstock.__file__).parent / "demo" / "tale.txt").read_text()
+    starts = np.random.default_rng(0).integers(0, len(tale) - 400, 250).tolist()
+    for number, temperature in enumerate((0.0, 0.5, 0.8, 1.2)):
+        for first in range(0, len(starts), 25):
+            prompts = [tale[start : start + 40 + start % 350] for start in starts[first : first + 25]]
+            options = {"max_tokens": 24, "temperature": temperature, "seed": 1000 * number + first}
+            want = [done.tokens for done in llm.generate(prompts, speculate="off", **options)]
+            for kind in ("mtp", "ngram"):
+                assert [done.tokens for done in llm.generate(prompts, speculate=kind, **options)] == want

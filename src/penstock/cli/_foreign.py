@@ -75,7 +75,6 @@ def without(options: Iterable[Foreign], *names: str) -> tuple[Foreign, ...]:
     return tuple(option for option in options if not set(names) & set(option.names))
 
 
-_SPECULATIVE = "--speculate ngram drafts without a second model"
 _ADAPTERS = "mlx_lm fuse makes one folder of a model and its adapter, and penstock loads that"
 _CACHES = "-c and --memory bound what caches take"
 _EXPERTS = "--expert-cache SIZE|NN% says how many experts the GPU holds, --expert-host SIZE the host behind it"
@@ -94,7 +93,6 @@ LOADING: tuple[Foreign, ...] = (
     CHUNKS,
     refused("--adapter-path --lora --lora-scaled", _ADAPTERS),
     refused_flag("--pipeline", "-tp N splits a model over N devices"),
-    refused("--draft-model --model-draft -md", _SPECULATIVE),
     refused("--spec-type --speculative-config", "--speculate says what drafts come from"),
     refused_flag("--quantize-activations -qa", "--activations int8 rounds them in quantized products, as a CPU does"),
     refused("--kv-bits", _CACHES),

@@ -297,6 +297,17 @@ class AnyModel:
             help="Drafts of a step at the most.",
         ),
     ] = None
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-model",
+            "--model-draft",
+            "-md",
+            metavar="M",
+            rich_help_panel=DRAFTS,
+            help="Folder or hub id with the model's head for drafts.",
+        ),
+    ] = None
 
     tensor_parallel_size: Annotated[
         int | None,
@@ -372,6 +383,7 @@ class AnyModel:
             "expert_prefetch": self.expert_prefetch,
             "speculate": self.speculate,
             "num_draft_tokens": self.num_draft_tokens,
+            "draft_model": self.draft_model,
             "revision": self.revision,
             "offline": self.offline or None,
             **self.rank_arguments(),

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from penstock import compile_progress
 from penstock.cli._foreign import LOADING, refused, taken
-from penstock.cli._model import NamedModel, UsageError, complete_config, note, resolved, verb
+from penstock.cli._model import DRAFTS, NamedModel, UsageError, complete_config, note, resolved, verb
 from penstock.cli._output import print_json
 from penstock.errors import InvalidArgument, OutOfMemory
 from penstock.units import amount
@@ -46,9 +46,24 @@ _FOREIGN = (
 )
 
 
+@dataclass(frozen=True)
+class BenchModel(NamedModel):
+    """The same with a number of drafts."""
+
+    speculate: Annotated[  # type: ignore[assignment]
+        str,
+        typer.Option(
+            "--speculate",
+            metavar="N|KIND",
+            rich_help_panel=DRAFTS,
+            help="N drafts in every step, or off, auto, mtp, ngram: as many as the gate takes.",
+        ),
+    ] = "off"
+
+
 @verb(_FOREIGN)
 def bench(
-    model: NamedModel,
+    model: BenchModel,
     random: Annotated[
         str | None,
         typer.Option(
@@ -88,6 +103,15 @@ def bench(
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", "--num-trials", metavar="N", min=1, help="Of every measurement.")
     ] = 5,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            "--acceptance",
+            metavar="P,P",
+            rich_help_panel=DRAFTS,
+            help="With --speculate: draft i counts with this probability if those before it do, whatever it is.",
+        ),
+    ] = None,
     output: Annotated[
         Literal["md", "json", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the output.")
     ] = "md",
@@ -106,7 +130,10 @@ def bench(
       penstock bench --random qwen3.6-35b-a3b --layers 8 -p 512 -n 128 -d 0,4096
       penstock bench --random gemma4-26b-a4b --device cuda -n 128 -b 1,32
       penstock bench -m ./my-model -p 0 -n 64 -b 1-8*2 -o json
+      penstock bench --random qwen3.6-35b-a3b -p 0 --speculate 3 --acceptance 0.85,0.75,0.65
     """
+    drafting = Drafting.of(model.speculate, acceptance)
+    model = replace(model, speculate=drafting.kind)
     if random is None:
         model.follow()
     if model.model is not None and random is not None:
@@ -129,11 +156,12 @@ def bench(
         check_room(name, llm.engine.device, llm.engine.caches, [(test.batch, test.positions) for test in tests])
     else:
         name, llm = _made_up(model, random, layers, tests, counts[0])
+    drafting.check(llm.engine)
     llm.engine.allocate_for([(test.batch, test.positions) for test in tests])
     printer = _PRINTERS[output](name, llm.engine.device.name, any(test.batch > 1 for test in tests))
     for count in counts:
         with _threads(llm.engine.device, count) as used:
-            for row in measured(llm, name, tests, repetitions, used):
+            for row in measured(llm, name, tests, repetitions, used, drafting):
                 printer.row(row)
     printer.end()
 
@@ -171,6 +199,46 @@ class Test:
         """Of each of its sequences: with the first token of an answer, which is not measured, and those ahead."""
         before = self.depth + self.prompt or 1
         return before + (self.generation and self.generation + 1 + (_SLACK if self.batch > 1 else 0))
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What the requests of a measurement draft with. count: of every step; None: as many as the gate takes."""
+
+    kind: str = "off"
+    count: int | None = None
+    acceptance: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, speculate: str, acceptance: str | None) -> "Drafting":
+        """By the options. Raises UsageError."""
+        from penstock.engine.speculate import MOST_DRAFTS, SPECULATE
+
+        number = speculate.isascii() and speculate.isdigit()
+        if speculate not in SPECULATE and not (number and 1 <= int(speculate[:3]) <= MOST_DRAFTS):
+            raise UsageError(f"--speculate: is {speculate!r}, expected 1 to {MOST_DRAFTS} or {', '.join(SPECULATE)}")
+        if acceptance is None:
+            return cls("mtp", int(speculate)) if number else cls(speculate)
+        if speculate == "off":
+            raise UsageError("--acceptance: expected together with --speculate N, auto, mtp or ngram")
+        try:
+            chances = tuple(float(part) for part in acceptance.split(","))
+        except ValueError:
+            chances = (-1.0,)
+        if not all(0 <= chance <= 1 for chance in chances):
+            raise UsageError(f"--acceptance: is {acceptance!r}, expected numbers from 0 to 1 such as 0.85,0.75,0.65")
+        return cls("mtp" if number else speculate, int(speculate) if number else None, chances)
+
+    def of_request(self) -> dict[str, Any]:
+        """Fields of a request."""
+        fixed = {"num_draft_tokens": self.count, "fixed_drafts": self.count is not None}
+        return {"speculate": self.kind, "acceptance": self.acceptance, **fixed}
+
+    def check(self, engine: "Engine") -> None:
+        """Raise InvalidArgument where drafts are wanted and nothing drafts."""
+        wanted = self.count is not None or self.acceptance is not None
+        if wanted and engine.speculating(self.kind)[0] == "off":
+            raise InvalidArgument("--speculate: the model has no head that drafts, expected ngram or off")
 
 
 def planned(
@@ -250,7 +318,9 @@ class Row:
     compile_seconds: float  # of that, and on the CPU: for kernels that this machine had not compiled before
 
 
-def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads: int) -> Iterator[Row]:
+def measured(
+    llm: "LLM", name: str, tests: list[Test], repetitions: int, threads: int, drafting: "Drafting | None" = None
+) -> Iterator[Row]:
     """Run the tests one after the other, all as requests of one scheduler. Raises InvalidArgument for large batches."""
     from penstock.analysis.bandwidth import bandwidth_meter
     from penstock.engine.scheduler import Scheduler
@@ -265,7 +335,8 @@ def measured(llm: "LLM", name: str, tests: list[Test], repetitions: int, threads
         for number, test in enumerate(tests):
             if test.writes and bandwidth is None:
                 bandwidth = stack.enter_context(bandwidth_meter(engine.device, threads))
-            with _shown(f"{number + 1}: {test.name}") as progress, Requests(engine, scheduler, test, rng) as requests:
+            own = Requests(engine, scheduler, test, rng, drafting or Drafting())
+            with _shown(f"{number + 1}: {test.name}") as progress, own as requests:
                 times = _timed(requests, repetitions, bandwidth if test.writes else None, progress)
             times.compiled, loaded = times.compiled + loaded, 0.0
             if engine.device.samples_tokens:
@@ -322,8 +393,10 @@ class Requests:
     that has read the tokens before, as a session does.
     """
 
-    def __init__(self, engine: "Engine", scheduler: "Scheduler", test: Test, rng: np.random.Generator) -> None:
-        self.engine, self.test = engine, test
+    def __init__(
+        self, engine: "Engine", scheduler: "Scheduler", test: Test, rng: np.random.Generator, drafting: Drafting
+    ) -> None:
+        self.engine, self.test, self._drafting = engine, test, drafting
         self._scheduler, self._rng = scheduler, rng
         self._before: tuple[Sequence, Snapshot] | None = None  # a prompt at a depth
 
@@ -374,7 +447,7 @@ class Requests:
 
         ids = self._rng.integers(0, self.engine.model.config.vocab_size, prompt).tolist()
         params = SamplingParams(temperature=0.0 if most == 1 else 1.0, seed=int(self._rng.integers(1 << 32)))
-        return Request(ids, params, most, eos=frozenset())
+        return Request(ids, params, most, eos=frozenset(), **self._drafting.of_request())
 
     def _read_prompts(self, handles: "list[ResponseHandle]") -> None:
         """Run steps until each has its first token, and take it. Raises OutOfMemory if they cannot run together."""
@@ -548,6 +621,7 @@ def _made_up(
             progress=add,
             on_device=True,
             cache_memory=model.memory,
+            speculate=model.speculate,
             **model.rank_arguments(),
         )
     return name, llm

@@ -318,6 +318,14 @@ class Caches:
         sequence.length, sequence.corrupt, sequence.writable = snapshot.length, False, 0
         self.device.copy_all(self._states(sequence.slot), snapshot.state)
 
+    def copied_states(self, sequence: Sequence) -> list[Any]:
+        """Copies of its recurrent states."""
+        return self.device.copies(self._states(sequence.slot))
+
+    def put_states(self, sequence: Sequence, states: list[Any]) -> None:
+        """Give it the recurrent states that were copied."""
+        self.device.copy_all(self._states(sequence.slot), states)
+
     def can_truncate(self, sequence: Sequence) -> bool:
         """Whether all positions of a sequence are still there: no recurrent state, nothing behind a window."""
         paged = all(isinstance(layout, PagedKV) for layout in self.layouts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from penstock.engine.nonfinite import NonFinite, first_nonfinite
 from penstock.engine.options import WORKING_BYTES
 from penstock.engine.programs import Programs
 from penstock.engine.request import RequestLimits, token_array
-from penstock.engine.speculate import MOST_DRAFTS
+from penstock.engine.speculate import COPIED_TOKENS, MOST_DRAFTS
 from penstock.engine.steps import (
     MOST_SEQUENCES,
     MOST_TOKENS,
@@ -156,8 +157,9 @@ class Engine:
         self.experts = model.experts
         layouts = with_state_dtype(model.family.caches(model.config), state_dtype)
         if model.family.commit is not None:
-            layouts = with_room(layouts, 1 + drafts if drafts else 0)
-        runs_head = self.device.runs_programs and model.mesh is None and drafts > 0
+            layouts = with_room(layouts, 1 + drafts if drafts and model.family.commits(model.config) else 0)
+        asked = speculate == "mtp" or (speculate == "auto" and not self.device.captures)  # on a GPU by name alone yet
+        runs_head = self.device.runs_programs and model.mesh is None and drafts > 0 and asked
         head = model.head if runs_head and model.family.final_norm is not None else None
         if head is not None:
             layouts = (*layouts, mtp.layout(head, model.family))
@@ -184,6 +186,8 @@ class Engine:
             self.programs.drafter = HeadDrafter(runner(self.programs, head))
         self.lock = threading.RLock()
         self.speculate, self.num_draft_tokens = speculate, num_draft_tokens
+        self._drafts = drafts
+        self._copied: weakref.WeakKeyDictionary[Sequence, tuple[list[Any], np.ndarray]] = weakref.WeakKeyDictionary()
         self._damage: str | None = None  # what was found wrong with the files
         self._allocated = False
 
@@ -200,6 +204,8 @@ class Engine:
         if chosen in ("auto", "off"):
             return "off", 0
         room = self.caches.room
+        if self._copies_states and self._drafts and self.leader is None:
+            room = COPIED_TOKENS
         if room is not None and room < 2:
             raise InvalidArgument(
                 f"{where}: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
@@ -505,6 +511,9 @@ class Engine:
             with mark_corrupt_on_error([run.sequence for run in runs]):
                 if not any(run.keep for run in runs):  # else the step does it
                     self._commit([run.sequence for run in runs])
+                for run in runs if self._copies_states else ():
+                    if run.keep:
+                        self._copied[run.sequence] = self.caches.copied_states(run.sequence), run.tokens
                 yield
                 for run in runs:
                     run.sequence.accepted = 0
@@ -516,7 +525,19 @@ class Engine:
         with self.lock:
             if self.drafter is not None:
                 self.drafter.accepted(sequence, count)
-            self.caches.accept(sequence, count)
+            copied = self._copied.pop(sequence, None)
+            if copied is not None and count < len(copied[1]):
+                self.caches.put_states(sequence, copied[0])
+                self.step([Run(sequence, copied[1][:count], "none")])
+            else:
+                self.caches.accept(sequence, count)
+
+    @property
+    def _copies_states(self) -> bool:
+        """Whether recurrent states are copied before runs that are kept, and tokens that count computed again: the
+        family does not say how to commit them.
+        """
+        return self.caches.room == 0
 
     @property
     def drafter(self) -> HeadDrafter | None:

@@ -226,6 +226,8 @@ class Execution:
                 token = sampled(self._engine, state, held.logits[held.drawn], position)
             else:
                 token = self._taken(state, *held.tokens[held.drawn], position)
+            if state.request.acceptance is not None and isinstance(token, Token):
+                token = state.made_up(token, position)
             found.append((state, token))
             same = not isinstance(token, Exception) and state.verified(token.id)
             if not same or found[-1][1].finish_reason is not None:  # type: ignore[union-attr]

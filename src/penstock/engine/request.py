@@ -126,6 +126,8 @@ class Request:
     tokens that become text all the same. grammar says before each token which ones are allowed. hooks: see `Hooks`; a
     request that has some stays in its process. max_tokens 0: there is no answer, see `reading_request`. speculate, and
     num_draft_tokens: what drafts come from and how many a step verifies at the most; None: as the model was loaded.
+    acceptance, for benchmarks: the draft at place i counts with this probability if those before it do, whatever the
+    token is, drawn by seed and position; and with fixed_drafts every step verifies num_draft_tokens.
     """
 
     prompt: list[int]
@@ -138,6 +140,8 @@ class Request:
     hooks: Hooks | None = None
     speculate: str | None = None
     num_draft_tokens: int | None = None
+    acceptance: tuple[float, ...] | None = None
+    fixed_drafts: bool = False
 
 
 def make_request(

@@ -258,7 +258,7 @@ class Scheduler:
         kind, most = self._engine.speculating(request.speculate, request.num_draft_tokens)
         if kind == "off":
             return None
-        found = self._speculator.speculation(kind, most)
+        found = self._speculator.speculation(kind, most, request.fixed_drafts)
         found.extend(context)
         found.extend(request.prompt)
         return found

@@ -15,10 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+
 from penstock import compile_progress
 from penstock.errors import DTypeError, InvalidArgument
 
 MOST_DRAFTS = 7  # of a sequence in a step, which then has eight tokens of it
+COPIED_TOKENS = 7  # of a run behind a copy of recurrent states: more are computed in chunks, with other bits
 SPECULATE = ("off", "auto", "mtp", "ngram", "draft")
 PROBE = 64  # steps, of which one may try what is not expected to be best
 
@@ -246,6 +249,14 @@ def choose(chances: Sequence[Sequence[float]], cost: StepCosts, room: int, each:
     return counts
 
 
+def accepts(acceptance: Sequence[float], place: int, seed: int, position: int) -> bool:
+    """Whether a draft counts by a made-up acceptance."""
+    if place >= len(acceptance):
+        return False
+    drawn = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
+    return bool(drawn < acceptance[place])
+
+
 # -- of one request --------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +270,7 @@ class Speculation:
     kind: str
     most: int
     acceptance: Acceptance
+    fixed: bool = False  # every step has as many drafts as it can
     text: TokenIndex = field(default_factory=TokenIndex)
     _watched: tuple[Group, list[int]] | None = None  # drafts that were not taken
     _met: int = 0  # how many of them have come true
@@ -317,12 +329,12 @@ class Speculator:
         self._timed = False  # its programs have been made
         self._same = 0  # steps since it last took drafts, or took none, as a try
 
-    def speculation(self, kind: str, most: int) -> Speculation:
-        return Speculation(kind, most, Acceptance(self.acceptance))
+    def speculation(self, kind: str, most: int, fixed: bool = False) -> Speculation:
+        return Speculation(kind, most, Acceptance(self.acceptance), fixed)
 
     def wants(self, speculation: Speculation) -> bool:
         """Whether one answer alone would take drafts behind what is known of it, or is to try some."""
-        if self._same + 1 >= PROBE:
+        if speculation.fixed or self._same + 1 >= PROBE:
             return True
         proposal = speculation.proposal(self.recent, speculation.most)
         if proposal is None:
@@ -347,6 +359,10 @@ class Speculator:
         each = self.seconds_each if models else 0.0
         counts = choose([[] if one is None else one.chances for one in found], self.costs, room, each)
         counts = self._tried(counts, found, room)
+        for n, (speculation, _) in enumerate(answers):
+            proposal = found[n]
+            if speculation is not None and speculation.fixed and proposal is not None:
+                counts[n] = len(proposal.chances)
         for n, (proposal, (speculation, _)) in enumerate(zip(found, answers, strict=True)):
             if proposal is None or speculation is None:
                 continue

@@ -16,7 +16,7 @@ from penstock.engine.hooks import TokenHistory
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, Token
 from penstock.engine.sampling import Sampled, Sampler, refuse_logits
-from penstock.engine.speculate import Group, Speculation
+from penstock.engine.speculate import Group, Speculation, accepts
 from penstock.errors import InvalidArgument, NonFiniteLogits
 
 
@@ -131,6 +131,20 @@ class RequestState:
             return 0
         left = min(self.request.max_tokens - len(self.tokens), self.max_context - self.opened.length)
         return max(0, left - 1)
+
+    def made_up(self, token: Token, position: int) -> Token:
+        """For benchmarks: the draft in place of the token, or one that it is not, as `Request.acceptance` says."""
+        held, request = self.verification, self.request
+        assert held is not None and request.acceptance is not None
+        if held.drawn >= len(held.drafts):
+            return token
+        draft = held.drafts[held.drawn]
+        if accepts(request.acceptance, held.drawn, self.sampler.seed, position):
+            chosen = draft
+        else:
+            chosen = token.id if token.id != draft else (draft + 1) % self.sampler.vocab_size
+        self.tokens[-1] = chosen
+        return token._replace(id=chosen)
 
     def verified(self, token: int) -> bool:
         """The next token of its verification has been drawn: whether the draft at its place is that token."""

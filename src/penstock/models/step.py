@@ -40,13 +40,15 @@ class RecurrentState:
     state: (0, 0, 0) where there is a convolution alone.
 
     dtype: of the state, whatever the activations are; the rows have theirs. room: tokens of a run that can be kept
-    until it is known how many of them count; then there are as many rows more, and gates [S, room, 2, Hv].
+    until it is known how many of them count; then there are as many rows more, and gates [S, room, decays + 1, Hv].
+    decays: of a head, one or one for each of its Dk channels.
     """
 
     conv: tuple[int, int]
     state: tuple[int, int, int]
     dtype: str = "float32"
     room: int = 0
+    decays: int = 1
 
     @property
     def conv_rows(self) -> tuple[int, int]:
@@ -55,8 +57,8 @@ class RecurrentState:
 
     @property
     def gates(self) -> tuple[int, int, int]:
-        """Of a slot: decay and strength of the tokens of a kept run."""
-        return self.room, 2, self.state[0]
+        """Of a slot: decays and strength of the tokens of a kept run."""
+        return self.room, self.decays + 1, self.state[0]
 
 
 Layout = PagedKV | RecurrentState

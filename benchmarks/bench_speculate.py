@@ -1,0 +1,161 @@
+"""Speed with drafts over how many of them are accepted, as ratios to the same model without.
+
+    python benchmarks/bench_speculate.py [--model M | --random CONFIG] [--device cpu|cuda] [--json FILE] [--svg FILE]
+
+First the texts with and without drafts are compared. Then answers with a made-up acceptance are timed, each beside one
+without drafts, so that both see the same machine: 1, 2 and 3 drafts in every step, and as many as the gate takes. The
+head and the verification run as they would. Last, texts that repeat themselves with n-gram drafts. Medians of ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import penstock
+from penstock.api import LLM, load_random
+from penstock.engine.request import Request
+from penstock.engine.sampling import SamplingParams
+from penstock.engine.scheduler import Scheduler
+from penstock.weights.resolve import resolve_model
+
+ACCEPTED = (0.0, 0.1, 0.3, 0.5, 0.7, 0.85, 1.0)
+FORMS: dict[str, int | None] = {"1 draft": 1, "2 drafts": 2, "3 drafts": 3, "gate": None}
+COLOURS = ("#9467bd", "#1f77b4", "#2ca02c", "#d62728")
+REPEATED = 'item = {"name": "apple", "count": 3, "price": 1.5}\n' * 6
+
+
+def seconds(scheduler: Scheduler, prompt: list[int], count: int, seed: int, **drafting: Any) -> tuple[float, float]:
+    """Per token of an answer behind its first one, and drafts per step that were verified."""
+    params = SamplingParams(temperature=1.0, seed=seed)
+    handle = scheduler.submit(Request(prompt, params, count + 1, frozenset(), **drafting))
+    next(handle)
+    begin, got, before = time.perf_counter(), 0, scheduler.metrics()
+    for _ in handle:
+        got += 1
+    spent, after = time.perf_counter() - begin, scheduler.metrics()
+    steps = max(1, after.decode_steps - before.decode_steps)
+    return spent / got, (after.draft_tokens - before.draft_tokens) / steps
+
+
+def swept(llm: LLM, prompt: list[int], count: int, rounds: int) -> dict[str, dict[float, tuple[float, float]]]:
+    """By form and acceptance: speed as a ratio, and drafts per step."""
+    found: dict[str, dict[float, tuple[float, float]]] = {}
+    for form, fixed in FORMS.items():
+        for accepted in ACCEPTED:
+            drafting = {"speculate": "mtp", "acceptance": (accepted,) * 7, "num_draft_tokens": fixed or 3}
+            drafting["fixed_drafts"] = fixed is not None
+            ratios, taken = [], []
+            with Scheduler(llm, max_sequences=1, prefix_cache=False) as scheduler:  # the gate has to learn anew
+                seconds(scheduler, prompt, 2 * count, 0, **drafting)
+                for n in range(rounds):
+                    plain, _ = seconds(scheduler, prompt, count, n, speculate="off")
+                    own, drafts = seconds(scheduler, prompt, count, n, **drafting)
+                    ratios.append(plain / own)
+                    taken.append(drafts)
+            found.setdefault(form, {})[accepted] = statistics.median(ratios), statistics.median(taken)
+            speed, drafts = found[form][accepted]
+            print(f"{form:>9}  accepted {accepted:4.2f}  {speed:5.2f} x  {drafts:4.2f} drafts a step", flush=True)
+    return found
+
+
+def repeated(llm: LLM, rounds: int) -> float:
+    """Of a text that repeats itself, with n-gram drafts."""
+    ratios = []
+    for _ in range(rounds):
+        times = []
+        for kind in ("off", "ngram"):
+            done = llm.generate(REPEATED, max_tokens=96, speculate=kind)
+            times.append(done.timings.generation_seconds / max(1, len(done.tokens) - 1))
+        ratios.append(times[0] / times[1])
+    return statistics.median(ratios)
+
+
+def check(llm: LLM, prompts: list[list[int]]) -> None:
+    for n, prompt in enumerate(prompts):
+        for temperature in (0.0, 0.8):
+            texts = [
+                llm.generate(prompt, max_tokens=24, temperature=temperature, seed=n, speculate=kind).tokens
+                for kind in ("off", "mtp", "ngram")
+            ]
+            assert texts[0] == texts[1] == texts[2], f"another text with drafts: prompt {n}, {temperature}"
+
+
+def plotted(found: dict[str, dict[float, tuple[float, float]]]) -> str:
+    """An SVG of speed over acceptance."""
+    width, height, left, top = 560, 340, 56, 20
+    most = max(2.0, *(speed for points in found.values() for speed, _ in points.values())) * 1.05
+
+    def at(accepted: float, speed: float) -> str:
+        return f"{left + accepted * (width - left - 110):.1f},{top + (1 - speed / most) * (height - top - 44):.1f}"
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="12">'
+    ]
+    lines.append('<rect width="100%" height="100%" fill="white"/>')
+    for n in range(int(most * 2) + 1):
+        (x1, y), (x2, _) = (at(share, n / 2).split(",") for share in (0, 1))
+        lines.append(f'<path d="M{x1},{y}H{x2}" stroke="{"#555" if n == 2 else "#ddd"}"/>')
+        lines.append(f'<text x="{left - 8}" y="{float(y) + 4}" text-anchor="end">{n / 2:g} x</text>')
+    for accepted in ACCEPTED:
+        x = at(accepted, 0).split(",")[0]
+        lines.append(f'<text x="{x}" y="{height - 26}" text-anchor="middle">{accepted:g}</text>')
+    lines.append(
+        f'<text x="{left + 190}" y="{height - 6}" text-anchor="middle">chance of a draft to be accepted</text>'
+    )
+    for (form, points), colour in zip(found.items(), COLOURS, strict=True):
+        path = " ".join(at(accepted, speed) for accepted, (speed, _) in points.items())
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        x, y = map(float, at(1, points[1.0][0]).split(","))
+        lines.append(f'<text x="{x + 8}" y="{y + 4}" fill="{colour}">{form}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--random")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json")
+    parser.add_argument("--svg")
+    options = parser.parse_args()
+    if options.random is not None:
+        raw = resolve_model(options.random, ("config",), files="config").read_config()
+        llm = load_random(raw, device=options.device, max_context=2048, on_device=True)
+    else:
+        llm = penstock.load(options.model, device=options.device, max_context=1024)
+    prompts = [list(range(5 + n, 45 + n)) for n in range(4)]
+    if options.random is None:
+        check(llm, prompts)
+    found = swept(llm, prompts[0], options.tokens, options.rounds)
+    ngram = repeated(llm, options.rounds) if options.random is None else None
+    if ngram is not None:
+        print(f"repeated text, n-gram drafts: {ngram:.2f} x")
+    if options.svg:
+        Path(options.svg).write_text(plotted(found))
+    if options.json:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        rows = [
+            {"form": form, "accepted": accepted, "speed": speed, "drafts_per_step": drafts}
+            for form, points in found.items()
+            for accepted, (speed, drafts) in points.items()
+        ]
+        about = {
+            "commit": commit,
+            "date": time.strftime("%Y-%m-%d"),
+            "model": options.random or options.model or "demo",
+        }
+        about |= {"device": options.device, "rows": rows, "ngram_repeated": ngram}
+        Path(options.json).write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
