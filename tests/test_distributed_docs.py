@@ -71,6 +71,12 @@ def test_links_lead_somewhere():
     assert all((ROOT / "docs" / target).exists() for target in re.findall(r"\]\((?!https?:|#)([^)#]+)\)", TEXT))
 
 
+def said(out: str, speed: str, sums: str) -> bool:
+    """Whether `plan` predicts this speed and this time of its sums, whatever it expects of them."""
+    found = re.search(r"at most ([\d,]+) tokens/s of one sequence(?:, expected [^;]*)?; of its time (.*)", out)
+    return found is not None and found[1] == speed and found[2].startswith(sums)
+
+
 @pytest.mark.slow
 def test_plan_says_what_the_page_says(capsys):
     first, second = (line for line in COMMANDS if line.startswith("penstock plan"))
@@ -82,16 +88,13 @@ def test_plan_says_what_the_page_says(capsys):
     sums = re.search(
         r"that (\d+) sums and a gather take ([\d.]+) ms of a token, and that there are at most (\d+)", TEXT
     )
-    assert sums and f"at most {sums[3]} tokens/s of one sequence; of its time {float(sums[2]):.2f}" in shown.out
+    assert sums and said(shown.out, sums[3], f"{float(sums[2]):.2f}")
     counts = re.findall(r"^all_reduce +(\d+)", shown.out, re.MULTILINE)
     assert sum(map(int, counts)) == int(sums[1])
     assert "the busiest rank has 2.56 on average" in shown.out and "2.56 on average" in TEXT
     shown = call(capsys, *shlex.split(second)[1:])
     assert shown.status == 0 and "says 0.551 ms of a token for 81 sums and a gather" in TEXT
-    assert (
-        "at most 1,302 tokens/s of one sequence; of its time 0.551 ms are sums" in shown.out
-        and "1,302 tokens/s" in TEXT
-    )
+    assert said(shown.out, "1,302", "0.551 ms are sums") and "1,302 tokens/s" in TEXT
 
 
 def test_speeds_of_one_gpu_are_those_of_the_results():

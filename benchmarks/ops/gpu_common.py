@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from penstock.quant import QuantizedTensor
+from penstock.quant import BLOCK_TYPES, MODES, GgufPlanes, Plane, QuantizedTensor, layout_in_planes
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the folder above, where these scripts are not started
 from gpu_evidence import evidence
@@ -99,6 +99,37 @@ def random_weight(*shape: int, bits: int = 4, gs: int = 64) -> QuantizedTensor:
     packed = torch.randint(-(2**31), 2**31 - 1, (*lead, K * bits // 32), dtype=torch.int32, device="cuda")
     scales = ((torch.rand(*lead, K // gs, device="cuda") + 0.5) * (3 * K**-0.5 / 2**bits)).bfloat16()
     return QuantizedTensor(packed, scales, (-scales.float() * 2 ** (bits - 1)).bfloat16(), bits, gs)
+
+
+def weight_of(format: str, *shape: int) -> QuantizedTensor:
+    """Random codes and scales in a format ("4 bits", "mxfp4", "Q4_K"), made on the GPU."""
+    *lead, K = shape
+    if format in BLOCK_TYPES:
+        blocks = K // BLOCK_TYPES[format].size
+        planes = layout_in_planes(format).planes
+        return GgufPlanes([_plane(plane, format, *lead, blocks * plane.entries) for plane in planes], format)
+    if format not in MODES:
+        return random_weight(*shape, bits=int(format.split()[0]))
+    mode = MODES[format]
+    bits, gs = mode.default_bits, mode.default_group_size
+    packed = torch.randint(-(2**31), 2**31 - 1, (*lead, K * bits // 32), dtype=torch.int32, device="cuda")
+    if bits == 8:
+        packed &= 0x77777777  # no NaN
+    low, high = (40, 60) if format == "nvfp4" else (118, 124)
+    scales = torch.randint(low, high, (*lead, K // gs), dtype=torch.uint8, device="cuda")
+    return QuantizedTensor(packed, scales, None, bits, gs, format)
+
+
+def _plane(plane: Plane, format: str, *shape: int) -> torch.Tensor:
+    """A plane of GGUF blocks with any bits, floats of a moderate size."""
+    if plane.name == "top":
+        halves = 2 if plane.dtype == "int32" else 1
+        floats = ((torch.rand(*shape, halves, device="cuda") + 0.5) * 1e-3).half()
+        return floats.view(torch.int32)[..., 0].contiguous() if halves == 2 else floats[..., 0].contiguous()
+    if plane.dtype == "uint8":
+        low, high = (118, 124) if format == "MXFP4" else (0, 256)
+        return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+    return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

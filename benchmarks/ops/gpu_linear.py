@@ -1,18 +1,30 @@
 """Products of few tokens with quantized weights on a GPU, as a decode step makes them: checked, then timed.
 
     python -m benchmarks.ops.gpu_linear [--json FILE]
+    python -m benchmarks.ops.gpu_linear --formats [Q4_K,Q6_K]    every format, or these, beside affine 4 bits
 
 Weights of 4 bits in groups of 64 unless the line says otherwise, bfloat16 scales and activations, float32 results.
 Bytes are codes, scales and biases, each once; every call reads another matrix, so that none is in the L2 cache.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.ops.gpu_common import check, compile_ahead, finish, parser, random_weight, row, seconds, sets_of
+from benchmarks.ops.gpu_common import (
+    check,
+    compile_ahead,
+    finish,
+    parser,
+    random_weight,
+    row,
+    seconds,
+    sets_of,
+    weight_of,
+)
 from penstock import ops
-from penstock.quant import QuantizedTensor
+from penstock.quant import BLOCK_TYPES, QuantizedTensor
 
 EXACT = 2e-6  # relative error with a float32 result: exact products, float32 sums
 QWEN, GEMMA, DEEPSEEK = "Qwen3.6-35B-A3B", "Gemma 4 26B-A4B", "DeepSeek-V3"
@@ -34,6 +46,11 @@ EXPERTS = {  # dim, width of an expert, experts, chosen and shared ones
 }
 
 
+FORMATS = ("4 bits", "8 bits", "mxfp4", "mxfp8", "nvfp4", *BLOCK_TYPES)
+SHAPES = ((12288, 2048), (2048, 4096), (17408, 5120))  # N, K
+TOKENS = (1, 4, 8)
+
+
 def first_rows(w: QuantizedTensor, rows: int = 4096) -> torch.Tensor:
     return ops.dequantize(w.with_arrays(*(a[:rows] for a in w.arrays))).double()
 
@@ -48,6 +65,27 @@ def product_row(model: str, N: int, K: int, T: int, bits: int, dtype: str) -> di
     took = seconds([lambda w=w: ops.quantized_matmul(x, w, dtype="float32", out=out) for w in weights])
     shape = f"{model} [{N}, {K}] T = {T}" + (f", {dtype}" if dtype != "bfloat16" else "")
     return row(f"quantized_matmul, {bits} bits", shape, took, one.nbytes, error=error)
+
+
+def format_row(format: str, N: int, K: int, T: int) -> dict[str, Any]:
+    one = weight_of(format, N, K)
+    weights = [one, *(weight_of(format, N, K) for _ in range(sets_of(one.nbytes) - 1))]
+    x = torch.randn(T, K, device="cuda").bfloat16()
+    got = ops.quantized_matmul(x, one, dtype="float32")[:, :4096]
+    error = check(f"[{N}, {K}] {format} T = {T}", got, x.double() @ first_rows(one).T, 1e-5)
+    out = torch.empty(T, N, device="cuda", dtype=torch.bfloat16)
+    took = seconds([lambda w=w: ops.quantized_matmul(x, w, out=out) for w in weights])
+    return row(f"quantized_matmul, {format}", f"[{N}, {K}] T = {T}", took, one.nbytes, error=error)
+
+
+def format_rows(formats: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each format, shape and number of tokens, with its share of the bandwidth over that of 4 bits."""
+    rows = []
+    for N, K in SHAPES:
+        for T in TOKENS:
+            found = [format_row(format, N, K, T) for format in formats]
+            rows += [one | {"of 4 bits": one["TB/s"] / found[0]["TB/s"]} for one in found]
+    return rows
 
 
 def stream_row(N: int, K: int, T: int, dtype: str) -> dict[str, Any]:
@@ -94,6 +132,12 @@ def expert_row(model: str, T: int = 1) -> dict[str, Any]:
 
 def compiled(kind: str, *sizes: Any) -> None:
     """Runs a kernel once: several at a time, before anything is timed."""
+    if kind == "format":
+        format, N, K, T = sizes
+        x, w = torch.randn(T, K, device="cuda").bfloat16(), weight_of(format, N, K)
+        for dtype in ("float32", None):
+            ops.quantized_matmul(x, w, dtype=dtype)
+        return
     if kind == "product":
         _, N, K, T, bits, dtype = sizes
         x, w = torch.randn(T, K, device="cuda").to(getattr(torch, dtype)), random_weight(N, K, bits=bits)
@@ -106,7 +150,15 @@ def compiled(kind: str, *sizes: Any) -> None:
 
 
 def main() -> None:
-    args = parser(__doc__.split("\n", 1)[0]).parse_args()
+    reader = parser(__doc__.split("\n", 1)[0])
+    reader.add_argument("--formats", nargs="?", const=",".join(FORMATS), help="these formats alone, or all of them")
+    args = reader.parse_args()
+    if args.formats:
+        formats = ["4 bits", *(format for format in args.formats.split(",") if format != "4 bits")]
+        sizes = [("format", format, N, K, T) for format in formats for N, K in SHAPES for T in TOKENS]
+        compile_ahead(compiled, sizes, 15)
+        finish("Formats", format_rows(formats), args.json)
+        return
     compile_ahead(compiled, [("product", *sizes) for sizes in PRODUCTS] + [("experts", model) for model in EXPERTS], 15)
     rows = [product_row(*sizes) for sizes in PRODUCTS]
     rows += [dense_row(256, 7168, 1), dense_row(12288, 2048, 1)]

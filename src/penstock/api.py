@@ -818,7 +818,8 @@ def _read_folder(
     caches = Caches(with_state_dtype(family.caches(config), state_dtype), options["dtype"], device)
     states = caches.bytes_of(min(config.max_positions, _CONTEXT)) if cache_memory is None else cache_memory
     beside = WORKING_BYTES + caches.nbytes + states
-    nbytes = checkpoint.nbytes // share
+    drafter = 0 if head is None or drafting.drafter is None else head.nbytes
+    nbytes = (checkpoint.nbytes + drafter) // share
     layers = _streamed_layers(family, source, config, experts, device, nbytes + beside)
     streams = bool(layers) or experts.asked
     if not streams:
@@ -841,14 +842,14 @@ def _read_folder(
     else:
         weights, placed = _weights(family, source, config, device, nbytes, progress)
         weights = weights if rank is None else rank.with_slots(weights, config, device)
-    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes, streamed)
+    model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes + drafter, streamed)
     if head is not None:
         model = _read_head(head, model, config, device, source, rank)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
     notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = model if rank is None else rank.part(model)
-    drafter = [] if head is None or drafting.drafter is None else [head.source.checkpoint]
-    model = _with_files(model, device, checkpoint, *drafter)
+    files = [checkpoint] if head is None or drafting.drafter is None else [checkpoint, head.source.checkpoint]
+    model = _with_files(model, device, *files)
     return model, tokenizer, notices
 
 

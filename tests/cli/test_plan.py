@@ -112,7 +112,7 @@ def test_plan_at_the_least_memory_fits_and_below_does_not(capsys):
     assert not found["fits"] and found["predicted"] is None and found["flags"] == []
     shown = call(capsys, "plan", "--device", "cpu", "--device-memory", "200M", *MEASURED)
     assert shown.status == 0
-    assert shown.out.splitlines()[-1].startswith("Does not fit: needs at least 270.80 MiB, 200.00 MiB are there.")
+    assert shown.out.splitlines()[-1].startswith("Does not fit: needs at least 272.99 MiB, 200.00 MiB are there.")
     assert "shorter --max-context" not in shown.out
     longer = call(capsys, "plan", "--device", "cpu", "--device-memory", str(need - (1 << 20)), *MEASURED)
     assert longer.out.splitlines()[-1].endswith("A shorter --max-context would fit.")

@@ -87,9 +87,7 @@ class Names:
         self.found: dict[str, np.ndarray] = {}
 
     def __contains__(self, path: str) -> bool:
-        if path.endswith(("e_score_correction_bias", "self_attn.k_proj")):
-            return True
-        return self._joined and path.endswith("gate_up_proj")
+        return path.endswith("e_score_correction_bias") or (self._joined and path.endswith("gate_up_proj"))
 
     def weight(self, path: str, *shape: int) -> np.ndarray:
         suffix = "" if path.endswith(_PLAIN) or (".experts." in path and self._joined) else ".weight"
@@ -127,6 +125,12 @@ def tensors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     else:
         names = Names("model.language_model." if nested else "model.", joined=family.name == "gemma4")
     family.read_weights(names, family.read_config(dict(config)))
+    if family.name == "gemma3n":  # whose files have keys and values in layers that share others'
+        text = config["text_config"]
+        for n in range(text["num_hidden_layers"] - text["num_kv_shared_layers"], text["num_hidden_layers"]):
+            for part in ("k_proj", "v_proj", "k_norm"):
+                like = names.found[f"model.language_model.layers.0.self_attn.{part}.weight"]
+                names.weight(f"layers.{n}.self_attn.{part}", *like.shape)
     return names.found
 
 

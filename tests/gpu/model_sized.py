@@ -6,11 +6,12 @@ They are compiled, not run (`tests.gpu.compile`): a line for each kernel whose t
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import penstock
 from penstock import ops
-from penstock.quant import QuantizedTensor
+from penstock.quant import BLOCK_TYPES, GgufTensor, QuantizedTensor, in_planes
 
 
 class Call(NamedTuple):
@@ -72,9 +73,43 @@ def lanes_experts(T: int, dim: int, width: int, bits: int = 4, gs: int = 64, E: 
         )
 
 
+def blocks(kind: str, *shape: int) -> GgufTensor:
+    known, (*lead, K) = BLOCK_TYPES[kind], shape
+    return in_planes(GgufTensor(np.zeros((*lead, K // known.size * known.nbytes), np.uint8), kind), "torch")
+
+
+def blocks_product(T: int, kind: str, N: int = 2176, K: int = 1024) -> Any:
+    return ops.quantized_matmul(half(T, K), blocks(kind, N, K))
+
+
+def blocks_experts(T: int, kind: str) -> Any:
+    stacks = (blocks(kind, 4, n, k) for n, k in ((256, 512), (256, 512), (512, 256)))
+    return ops.moe_forward(half(T, 512), ints(T, 2), torch.zeros(T, 2), *stacks)
+
+
+def blocks_latent(kind: str) -> Any:
+    return ops.mla_q_prime(half(2, 16, 128), blocks(kind, 16 * 256, 512))
+
+
 def experts(T: int, bits: int = 4) -> Any:
     weights = (codes(4, n, k, bits=bits) for n, k in ((256, 512), (256, 512), (512, 256)))
     return ops.moe_forward(half(T, 512), ints(T, 2), torch.zeros(T, 2), *weights)
+
+
+def biased_experts(T: int, dim: int, width: int) -> Any:
+    """gpt-oss: experts in mxfp4 with biases."""
+    shapes = ((width, dim), (width, dim), (dim, width))
+    stacks = [
+        QuantizedTensor(ints(4, n, k // 8), torch.zeros(4, n, k // 32, dtype=torch.uint8), None, 4, 32, "mxfp4")
+        for n, k in shapes
+    ]
+    biases = [torch.zeros(4, n) for n, _ in shapes]
+    return ops.moe_biased_forward(half(T, dim), ints(T, 4), torch.zeros(T, 4), *stacks, *biases)
+
+
+def sinks(T: int) -> Any:
+    pages, rows = half(4, 256, 8 * 64), half(T, 64, 64)
+    return ops.attention_paged(rows, pages, pages, ints(T, 4), ints(T), 0.125, 128, sinks=torch.zeros(64))
 
 
 def router(T: int, E: int, K: int, groups: int = 0) -> Any:
@@ -110,9 +145,17 @@ CALLS = (
     Call("quantized_matmul", lanes, ((300, 257, 2048, 8, 64, "float32"), (16, 257, 2048, 8, 32, "float32"))),
     Call("quantized_matmul", lanes, ((8, 12352, 2048, 2), (16, 12352, 2048, 2, 128), (16, 2112, 2816, 4, 128))),
     Call("quantized_matmul", lanes, ((8, 1025, 704), (16, 12352, 2048, 8))),
+    Call("quantized_matmul", blocks_product, tuple((T, kind) for T in (1, 8, 32, 300) for kind in BLOCK_TYPES)),
+    Call("moe_forward", blocks_experts, ((1, "Q6_K"), (64, "Q6_K"))),
+    Call("mla_q_prime", blocks_latent, (("Q4_K",),)),
+    Call("quantized_embedding", lambda: ops.quantized_embedding(ints(3), blocks("Q6_K", 64, 256), "bfloat16")),
+    Call("dequantize", lambda: ops.dequantize(blocks("Q6_K", 64, 256))),
     Call("fused_gate_up_swiglu", lanes_gate_up, ((8, 12352), (16, 12352), (8, 1024), (16, 1024), (16, 1024, 8))),
     Call("moe_shared_forward", lanes_experts, ((8, 2048, 512), (64, 2048, 512, 2), (64, 2816, 704))),
     Call("moe_forward", experts, ((12,), (64,), (160,), (300,), (300, 8), (160, 3), (300, 6))),
+    Call("moe_biased_forward", biased_experts, ((1, 2880, 2880), (8, 2880, 2880), (300, 2880, 2880))),
+    Call("attention_paged", sinks, ((1,), (8,))),
+    Call("quantized_matmul", lanes, ((8, 5120, 2880, 8), (8, 2880, 4096, 8))),
     Call("moe_norm_route", router, ((1, 256, 2048), (8, 256, 2048))),
     Call("moe_norm_group_route", router, ((1, 256, 7168, 8),)),
     Call("gated_delta_net", chunks),

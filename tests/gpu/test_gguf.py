@@ -63,6 +63,21 @@ def test_kernels_equal_definitions(kind, rng):
             assert_close(f"{op.name} y", got, want, 4e-6 + 4 * EPS[dtype], size)
 
 
+def test_lanes_take_q4_k(rng):
+    """Rows that end in a tile, more tokens than one tile of them has, gate and up; other types are refused by name."""
+    for T, N, K in ((3, 37, 768), (11, 70, 256)):
+        x, w, up = normal(rng, T, K, dtype="bfloat16"), some(rng, "Q4_K", N, K), some(rng, "Q4_K", N, K)
+        want = reference(ops.quantized_matmul, x=x, w=w, dtype="float32")
+        got = run(ops.quantized_matmul, variant="lanes", x=x, w=w, dtype="float32")
+        assert_close("y", got, want, 4e-6, np.abs(want).max())
+        want = reference(ops.fused_gate_up_swiglu, x=x, gate_w=w, up_w=up).astype(np.float32)
+        got = run(ops.fused_gate_up_swiglu, variant="lanes", x=x, gate_w=w, up_w=up).astype(np.float32)
+        assert_close("h", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
+    x = normal(rng, 3, 256, dtype="bfloat16")
+    with pytest.raises(BackendError, match="variant 'lanes': .*GgufPlanes.*expected bfloat16 rows and Q4_K"):
+        run(ops.quantized_matmul, variant="lanes", x=x, w=some(rng, "Q6_K", 5, 256))
+
+
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_planes_are_the_blocks_bit_for_bit(kind, rng):
     """Any bytes, infinite and NaN scales among them: the same weights, and the same blocks on the way back."""

@@ -4,9 +4,11 @@ Names come from the gguf package's own table. What the converter does to tensors
 once more, from its side: from released files to GGUF.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -127,6 +129,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB,
         "intermediate_size": 256,
     },
+    "gemma3n": BASE
+    | {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 5,
+        "intermediate_size": [512] * 5,
+        "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+        "sliding_window": 20,
+        "num_kv_shared_layers": 2,
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "laurel_rank": 64,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": VOCAB,
+        "activation_sparsity_pattern": [0.95, 0.9, 0.0, 0.0, 0.0],
+        "rope_local_base_freq": 10000.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
     "deepseek2": BASE
     | SIGMOID
     | MLA
@@ -242,10 +263,12 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 512, "norm_topk_prob": False},
 }
 ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen35moe": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen35": gguf.MODEL_ARCH.QWEN35,
     "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "gemma3n": gguf.MODEL_ARCH.GEMMA3N,
     "gemma4": gguf.MODEL_ARCH.GEMMA4,
     "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
     "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
@@ -292,7 +315,7 @@ class Released:
             elif path.endswith(("bias", "sinks")):
                 made = 0.3 * drawn
             elif path.endswith(("norm", "router.scale")) or "layernorm" in path:
-                less = self.config["model_type"].startswith(("qwen3_5", "qwen3_next", "gemma3"))
+                less = self.config["model_type"].startswith(("qwen3_5", "qwen3_next", "gemma3_"))
                 made = (0 if less and not path.endswith("linear_attn.norm") else 1) + 0.2 * drawn
             else:
                 small = path.endswith(("o_proj", "out_proj", "down_proj"))
@@ -363,12 +386,12 @@ def _delta_net(config: Mapping[str, Any], path: str, array: np.ndarray) -> dict[
 def _changed(config: Mapping[str, Any], path: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """One released tensor as the converter's: by paths, whose last part may be a suffix of its own."""
     kind = config["model_type"]
-    less = kind.startswith(("qwen3_5", "qwen3_next", "gemma3"))
+    less = kind.startswith(("qwen3_5", "qwen3_next", "gemma3_"))
     if less and path.endswith("norm") and not path.endswith("linear_attn.norm"):
         return {path: array + np.float32(1)}
     if "linear_attn." in path:
         return _delta_net(config, path, array)
-    if kind in ("ministral3", "mistral") and path.endswith(("q_proj", "k_proj")):
+    if kind in ("llama", "ministral3", "mistral") and path.endswith(("q_proj", "k_proj")):
         heads = config["num_attention_heads" if path.endswith("q_proj") else "num_key_value_heads"]
         return {path: array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)}
     if path.endswith("A_log"):
@@ -388,6 +411,9 @@ def _changed(config: Mapping[str, Any], path: str, array: np.ndarray) -> dict[st
 def gguf_name(table: gguf.TensorNameMap, path: str) -> str:
     """The name in the file of what is at a path of the model."""
     special = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    if path.startswith("altup_"):
+        stem, number = path.rsplit(".", 1)
+        return f"{table.get_name(f'model.{stem}')}.{number}.weight"
     for end, name in special.items():
         if path.endswith(end):
             return f"blk.{path.split('.')[1]}.{name}"
@@ -414,6 +440,9 @@ def tensors_of(name: str, weights: Mapping[str, np.ndarray] | None = None) -> di
     for path, array in (released(name) if weights is None else weights).items():
         for changed, values in _changed(config, path, array).items():
             made[gguf_name(table, changed)] = np.ascontiguousarray(values)
+    for part in ("altup_proj", "altup_unembd_proj"):
+        if each := [made.pop(f"{part}.{n}.weight") for n in range(3) if f"{part}.{n}.weight" in made]:
+            made[f"{part}.weight"] = np.stack(each)
     if config["model_type"] == "gemma4_text":
         wide, share = config["global_head_dim"], config["rope_parameters"][FULL]["partial_rotary_factor"]
         turned = int(wide * share / 2)
@@ -573,6 +602,21 @@ _MORE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "qwen35": _of_delta,
     "qwen3next": _of_delta,
     "gemma3": _of_gemma3,
+    "gemma3n": lambda config: (
+        _of_gemma3(config)
+        | {
+            "feed_forward_length": config["intermediate_size"],
+            "attention.sliding_window_pattern": [kind == SLIDING for kind in config["layer_types"]],
+            "attention.shared_kv_layers": config["num_kv_shared_layers"],
+            "altup.active_idx": config["altup_active_idx"],
+            "altup.num_inputs": config["altup_num_inputs"],
+            "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "final_logit_softcapping": config["final_logit_softcapping"],
+            "activation_sparsity_scale": [
+                NormalDist().inv_cdf(share) if share else -math.inf for share in config["activation_sparsity_pattern"]
+            ],
+        }
+    ),
     "gemma4": _of_gemma4,
     "deepseek2": _of_deepseek,
     "mistral3": lambda config: {

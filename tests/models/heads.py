@@ -15,6 +15,7 @@ from penstock.engine.steps import ragged_step
 from penstock.graph import Program, trace
 from penstock.models import mtp
 from penstock.models.family import AnyFamily
+from penstock.models.split import Mesh
 from penstock.models.step import empty
 from penstock.ops.array import spec_of
 from penstock.ops.device import device_for
@@ -27,8 +28,16 @@ NEXTN = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden"
 class Drafter:
     """A head on a device with a cache for some sequences of up to a page each."""
 
-    def __init__(self, head: mtp.Head, family: AnyFamily, device: str, sequences: int = 1, fused: bool = True) -> None:
-        self.head, self.family, self.name, self.fused = head, family, device, fused
+    def __init__(
+        self,
+        head: mtp.Head,
+        family: AnyFamily,
+        device: str,
+        sequences: int = 1,
+        fused: bool = True,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.head, self.family, self.name, self.fused, self.mesh = head, family, device, fused, mesh
         self.device = device_for(device)
         self.cache = empty(mtp.layout(head, family), sequences, sequences, "float32", self.device.zeros)
 
@@ -61,7 +70,7 @@ class Drafter:
         return tuple(np.array(self.device.to_host(array)) for array in found)
 
     def _run(self, **given: Any) -> tuple[Any, Any]:
-        step = ragged_step(given, TABLES)
+        step = ragged_step(given, TABLES, mesh=self.mesh)
         h = mtp.forward(self.head, step, given["hidden"], (given["keys"], given["values"]))
         return h, mtp.logits(self.head, step, h)
 

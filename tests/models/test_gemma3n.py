@@ -186,10 +186,19 @@ WRONG: dict[str, Callable[[Any], dict[str, Any]]] = {
     "the first layer of a kind is shared": lambda config: {"sources": (0, 1, 2, 3, 0, 1, 0)},
     "no soft cap": lambda config: {"softcap": None},
 }
+
+
+def _without_tanh(first: Any, rest: Any, scores: Any, *more: Any) -> Any:
+    return ops.altup_mix(first, rest, np.arctanh(np.clip(scores, -0.999, 0.999)), *more)
+
+
 WRONG_OPS: dict[str, dict[str, Any]] = {
-    "streams as they are": {"altup_mix": lambda first, rest, coefs, extra=None: (first, rest)},
+    "streams as they are": {"altup_mix": lambda first, rest, *more: (first, rest)},
+    "extra stream left out": {
+        "altup_mix": lambda *given: ops.altup_mix(*given[:5], 0 * given[5] if given[5] is not None else None)
+    },
     "streams not scaled": {"altup_match": lambda x, like: x},
-    "scores without tanh": {"softcap": lambda x, cap: x if cap == 1 else ops.softcap(x, cap)},
+    "scores without tanh": {"altup_mix": _without_tanh},
 }
 
 

@@ -15,7 +15,7 @@ from tokenizers import pre_tokenizers
 import penstock
 from penstock.cli.main import run
 from penstock.engine.engine import Engine, Model
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models import family_of, replaced
 from penstock.models.gguf import GgufModel, GgufSource, open_gguf
 from penstock.models.layers import ExpertStack
@@ -72,7 +72,7 @@ def test_logits_of_blocks_are_those_of_their_numbers(tmp_path: Path, name: str) 
     assert error(of_file(model, tokens), of_file(dense, tokens)) < 3 * CLOSE
 
 
-STREAMED = ("qwen35moe", "gemma4", "deepseek2", "gpt-oss", "glm4moe", "minimax-m2")
+STREAMED = ("qwen35moe", "gemma4", "deepseek2", "gpt-oss", "glm4moe", "minimax-m2", "lfm2moe", "kimi-linear")
 
 
 @pytest.mark.parametrize("name", some(STREAMED, ("gemma4", "gpt-oss")))
@@ -106,6 +106,15 @@ def test_two_ranks_have_whole_blocks_and_the_sum(tmp_path: Path, name: str) -> N
 
     for found in Threads(2).run(work):
         assert error(found, want) < 5 * CLOSE
+
+
+@pytest.mark.parametrize("name", ["qwen35", "gemma3", "kimi-linear", "mistral3"])
+def test_logits_would_show_a_wrong_reading(tmp_path: Path, name: str) -> None:
+    """Value heads as if they were in the released order, norms with their 1, decays as stored, rows of q and k too."""
+    model = open_gguf(write(tmp_path / "x.gguf", name))
+    model.config.pop("linear_value_heads_tiled", None)
+    model.source.architecture = replace(model.source.architecture, values={"*A_log": np.negative}, rows=None)
+    assert error(of_file(model, some_tokens(60)), wanted(name, 60)) > 1e-3
 
 
 def test_experts_whose_gates_lie_beside_their_ups_are_read(tmp_path: Path) -> None:
@@ -147,10 +156,10 @@ def test_what_is_copied_and_skipped_is_said(tmp_path: Path) -> None:
     assert model.nbytes == model.file.nbytes - (256 * 512 + 256) * 4
 
 
-def tokenizer_keys() -> dict[str, Any]:
+def tokenizer_keys(pre: str = "qwen35") -> dict[str, Any]:
     tokens = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", *(f"[PAD{n}]" for n in range(258, VOCAB))]
     kinds = [3, *[1] * 257, *[5] * (VOCAB - 258)]
-    keys = {"model": "gpt2", "pre": "qwen35", "tokens": tokens, "token_type": kinds, "merges": ["a b"]}
+    keys = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": kinds, "merges": ["a b"]}
     return {f"tokenizer__ggml__{key}": value for key, value in (keys | {"eos_token_id": 0}).items()}
 
 
@@ -162,6 +171,14 @@ def test_generate_inspect_and_verify_take_a_file(tmp_path: Path, capsys: pytest.
     assert run(["inspect", str(path)]) == 0
     assert "MXFP4" in capsys.readouterr().out
     assert run(["verify", str(path)]) == 0
+
+
+def test_drafts_are_refused_where_value_heads_are_in_the_order_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.gguf", "qwen35", **tokenizer_keys())
+    with pytest.raises(InvalidArgument, match="speculate is 'ngram', expected 'off': states of this file's order"):
+        penstock.load(path, device="cpu", speculate="ngram")
+    with penstock.load(path, device="cpu", speculate="auto") as llm:
+        assert llm.generate("cab", max_tokens=2).tokens
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

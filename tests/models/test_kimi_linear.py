@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from penstock import ops
+from penstock.engine.steps import Run
 from penstock.models import deepseek_v3, kimi_linear
 from penstock.models.step import PagedKV, RecurrentState
 from tests.models.common import BRANCH, VOCAB, error
@@ -171,6 +172,28 @@ def test_decode_of_several_gives_the_bits_of_each_alone(mlx: Callable[[str], Cas
     check_several(load(mlx("four").folder), (1, 69, 303))
 
 
+def test_a_kept_run_counts_as_far_as_it_is_accepted(mlx: Callable[[str], Case]) -> None:
+    """Decays of channels are kept, too: to the bit as token by token."""
+    case = mlx("four")
+    engine, tokens = load(case.folder).engine, case.tokens[:24]
+    plain, kept = engine.open(), engine.open()
+    for sequence in (plain, kept):
+        engine.prefill(sequence, tokens[:9])
+    want = [engine.decode([plain], [token])[0] for token in tokens[9:]]
+    for at, accepted, drafts in ((9, 3, 5), (12, 1, 4), (13, 5, 5), (18, 1, 2), (19, 5, 5)):
+        wrong = [token ^ 1 for token in tokens[at + accepted : at + drafts]]
+        run = Run(kept, np.array([*tokens[at : at + accepted], *wrong], np.int32), "all", keep=True)
+        found = engine.step([run])
+        engine.accept(kept, accepted)
+        assert found is not None
+        np.testing.assert_array_equal(found[:accepted], want[at - 9 : at - 9 + accepted])
+    engine.settle(kept)
+    for one, other in zip(engine.caches.rows(plain, 0), engine.caches.rows(kept, 0), strict=True):
+        np.testing.assert_array_equal(one, other)
+    engine.close(plain)
+    engine.close(kept)
+
+
 def _one_decay(alpha: Any, beta: Any, A_log: Any, dt_bias: Any) -> Any:
     g, b = ops.gdn_decay_beta(alpha, beta, A_log, dt_bias)
     return np.repeat(g.mean(axis=2, keepdims=True), g.shape[2], axis=2), b
@@ -228,7 +251,7 @@ def test_read_config_takes_the_lists_and_the_keys_of_transformers() -> None:
     config = kimi_linear.read_config(config_of())
     assert config.layer_types == ("linear_attention", "full_attention") * 2
     kinds = kimi_linear.caches(config)
-    assert kinds[0] == RecurrentState((3, 288), (3, 32, 32)) and kinds[1] == PagedKV(96, 16)
+    assert kinds[0] == RecurrentState((3, 288), (3, 32, 32), decays=32) and kinds[1] == PagedKV(96, 16)
     keys = {"linear_num_heads": 3, "linear_head_dim": 32, "linear_conv_kernel_dim": 4}
     other = config_of(
         linear_attn_config="left out", layer_types=list(config.layer_types), mlp_layer_types=["dense"] + 3 * ["sparse"]

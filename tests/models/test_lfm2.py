@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import penstock
@@ -14,6 +15,7 @@ from penstock import ops
 from penstock.errors import InvalidArgument
 from penstock.models import lfm2
 from penstock.models.step import convolve, with_state_dtype
+from tests.engine.test_speculate import test_a_kept_run_counts_as_far_as_it_is_accepted as check_kept_runs
 from tests.models.common import BRANCH, VOCAB, error, some_tokens
 from tests.models.made import (
     FOUR,
@@ -182,6 +184,15 @@ def test_sequences_in_one_step_get_what_each_gets_alone(mlx: Callable[[str], Cas
     prompts = [some_tokens(n, seed=n) for n in (1, 2, 5, 130, 300)]
     alone = [llm.generate(prompt, max_tokens=6).tokens for prompt in prompts]
     assert [answer.tokens for answer in llm.generate(prompts, max_tokens=6)] == alone
+
+
+def test_kept_runs_count_as_far_as_they_are_accepted(mlx: Callable[[str], Case]) -> None:
+    """Drafts: convolutions move on by the accepted tokens alone, to the bit; and change no text."""
+    llm = load(mlx("moe").folder)
+    check_kept_runs(254, llm, np.random.default_rng(0))
+    repeated = [7, 8, 9, 10, 11] * 6
+    want = llm.generate(repeated, max_tokens=24, speculate="off").tokens
+    assert llm.generate(repeated, max_tokens=24, speculate="ngram").tokens == want
 
 
 def test_a_session_is_saved_and_restored(mlx: Callable[[str], Case], tmp_path: Path) -> None:

@@ -24,14 +24,20 @@ from penstock.convert.run import Options, convert
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.models import mtp
 from penstock.models.family import AnyFamily
+from penstock.models.layers import ExpertStack
 from penstock.models.source import CheckpointSource
+from penstock.models.split import Mesh, SplitSource
 from penstock.quant import QuantizedTensor, dequantize
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import ANY, resolve_model
 from tests.models.common import VOCAB, dense_config, error, moe_config, next_config, some_tokens, tensors, write_model
 from tests.models.heads import Drafter, Made, head_inputs, make_head
+from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_deepseek_v3 import config_of as deepseek
 from tests.models.test_llama import CONFIGS as LLAMA
+from tests.models.test_split import CASES as SPLIT
+from tests.models.test_split import Drawn
+from tests.parallel.threads import Threads
 
 DEMO = Path(penstock.__file__).parent / "demo" / "model"
 TRAINED = "TRAINED_MODELS"  # a folder with trained trunks, and their heads in folders that end with -mtp
@@ -43,6 +49,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": (dense_config(mtp_num_hidden_layers=1), dense_config(**ONE)),
     "next": (next_config(), next_config(**ONE)),
     "deepseek": (deepseek(num_nextn_predict_layers=1), deepseek(num_hidden_layers=1, first_k_dense_replace=0)),
+    "flash": (
+        DEEPSEEK["flash"] | {"num_nextn_predict_layers": 1},
+        {key: value for key, value in DEEPSEEK["flash"].items() if key != "mlp_layer_types"}
+        | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]},
+    ),
     "glm": (
         LLAMA["glm"] | {"num_nextn_predict_layers": 1},
         LLAMA["glm"] | {"num_hidden_layers": 1, "first_k_dense_replace": 0},
@@ -76,7 +87,7 @@ def random_head(name: str, device: str, **options: Any) -> tuple[mtp.Head, AnyFa
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_head_of_storedfiles_matches_transformers_layer(name: str, made: Callable[[str], Made]) -> None:
+def test_head_of_released_files_matches_transformers_layer(name: str, made: Callable[[str], Made]) -> None:
     case = made(name)
     head, family = case.read()
     stored = load_file(case.folder / "model.safetensors")
@@ -139,6 +150,33 @@ def test_fewer_rows_draft_the_best_of_their_tokens() -> None:
     for count in (0, VOCAB + 1):
         with pytest.raises(InvalidArgument, match=f"rows is {count}, expected 1 to {VOCAB}"):
             mtp.with_rows(head, count)
+
+
+@pytest.mark.parametrize("name", ["qwen", "deepseek", "glm"])
+@pytest.mark.parametrize("experts_split", [False, True])
+def test_the_parts_of_a_head_on_all_ranks_are_the_whole(name: str, experts_split: bool) -> None:
+    raw = SPLIT[name][0]
+    family = models.family_of(raw)
+    config, source = family.read_config(raw), Drawn()
+    tables = [source.weight(path, config.vocab_size, config.dim) for path in mtp.TABLES]
+    tokens, hidden = some_tokens(7), rows(7, config.dim)
+    want = Drafter(mtp.read(source, family, config, *tables), family, "reference")({0: (0, tokens)}, hidden)
+
+    def work(rank: int) -> tuple[np.ndarray, ...]:
+        mesh = Mesh(rank, 2, experts_split)
+        assert family.split is not None
+        split = family.split(config, mesh, 32)
+        part = SplitSource(source, split, mesh)
+        first, stop = mesh.share(config.vocab_size)
+        own = [part.weight(path, stop - first, config.dim) for path in mtp.TABLES]
+        head = mtp.read(part, family, split.config, *own)
+        if not experts_split:
+            head = models.replaced(head, ExpertStack, lambda one: replace(one, slot_of=mesh.slot_of(config.experts)))
+        return Drafter(head, family, "reference", mesh=mesh)({0: (0, tokens)}, hidden)
+
+    for found in Threads(2).run(work):
+        for got, expected in zip(found, want, strict=True):
+            assert error(got, expected) <= SHORT
 
 
 # -- trained heads ---------------------------------------------------------------------------------------------------
@@ -276,7 +314,7 @@ def test_head_of_a_drafter_folder_is_loaded_for_its_trunk(tmp_path: Path) -> Non
     assert penstock.load(tmp_path / "trunk", device="cpu").engine.model.head is None
     found = penstock.load(tmp_path / "trunk", device="cpu", draft_model=tmp_path / "drafter").engine.model
     own = penstock.load(device="cpu").engine.model
-    assert found.head is not None and own.head is not None
+    assert found.head is not None and own.head is not None and found.nbytes == own.nbytes
     for got, want in zip(walk(found.head), walk(own.head), strict=True):
         np.testing.assert_array_equal(got, want)
     (tmp_path / "drafter" / "model.safetensors").write_bytes(b"")
@@ -330,7 +368,7 @@ def as_drafter(folder: Path, source: Path, **changes: Any) -> Path:
 def test_drafter_folder_is_read_in_both_layouts(made: Callable[[str], Made], tmp_path: Path) -> None:
     source, config = made("moe").folder, FAMILIES["moe"][0]
     want = drafted(source, config).weights
-    storednames = as_drafter(tmp_path / "hf", source)
+    released_names = as_drafter(tmp_path / "hf", source)
     bare = as_drafter(tmp_path / "mlx", source)
     stored = {}
     for name, array in load_file(source / "model.safetensors").items():
@@ -344,7 +382,7 @@ def test_drafter_folder_is_read_in_both_layouts(made: Callable[[str], Made], tmp
         else:
             stored[name] = array.astype(np.float32) + 1 if name.endswith("norm.weight") or "norm_" in name else array
     save_file(stored, bare / "model.safetensors")
-    for folder in (storednames, bare):
+    for folder in (released_names, bare):
         found = drafted(folder, config).weights
         np.testing.assert_array_equal(found.norm, want.norm)
         np.testing.assert_array_equal(found.embedding_norm, want.embedding_norm)
@@ -402,6 +440,27 @@ def test_head_that_lacks_a_tensor_or_has_another_shape_is_refused_by_name(
             drafted(folder, FAMILIES[name][0])
 
 
+def test_head_in_fp8_is_read_as_its_numbers(made: Callable[[str], Made], tmp_path: Path) -> None:
+    folder = tmp_path / "fp8"
+    shutil.copytree(made("next").folder, folder)
+    stored = load_file(folder / "model.safetensors")
+    scaled: dict[str, np.ndarray] = {}
+    for tensor, array in stored.items():
+        if array.ndim == 2 and ".layers.0." in tensor and ".gate." not in tensor:
+            scaled[tensor] = (array.astype(np.float32) * 8).astype(ml_dtypes.float8_e4m3fn)
+            blocks = [-(-size // 128) for size in array.shape]
+            scaled[f"{tensor}_scale_inv"] = np.full(blocks, 0.125, np.float32)
+    save_file(stored | scaled, folder / "model.safetensors")
+    config = FAMILIES["next"][0]
+    table = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": table}))
+    found = drafted(folder, config).weights
+    want = scaled["mtp.layers.0.self_attn.o_proj.weight"].astype(np.float32) / 8
+    np.testing.assert_array_equal(found.layer.mixer.out.astype(np.float32), want)
+    np.testing.assert_array_equal(found.projection, stored["mtp.fc.weight"])
+    assert found.layer.mlp.routed.down.shape[0] == 7
+
+
 def test_head_with_tables_of_its_own_reads_them_only_if_they_differ(
     made: Callable[[str], Made], tmp_path: Path
 ) -> None:
@@ -445,7 +504,11 @@ def test_convert_writes_the_head_alone_as_a_drafter(name: str, made: Callable[[s
     convert(case.folder, tmp_path / "dense", Options(mtp=True))
     convert(case.folder, tmp_path / "four", Options(mtp=True, quantize=True, q_bits=4, q_group_size=32))
     raw = json.loads((tmp_path / "four" / "config.json").read_text())
-    assert raw["model_type"] == {"deepseek": "deepseek_v3_mtp", "glm": "glm4_moe_mtp"}.get(name, "qwen3_5_mtp")
+    assert raw["model_type"] == {
+        "deepseek": "deepseek_v3_mtp",
+        "flash": "glm4_moe_lite_mtp",
+        "glm": "glm4_moe_mtp",
+    }.get(name, "qwen3_5_mtp")
     assert mtp.is_head(raw) and raw["quantization"]["bits"] == 4
     names = set(load_file(tmp_path / "dense" / "model.safetensors"))
     qwen = raw["model_type"] == "qwen3_5_mtp"

@@ -939,7 +939,7 @@ def _attention_paged_sinks(rng, dtype, H, Hkv, D, Dv):
     return {**_attention_paged(rng, dtype, H, Hkv, D, Dv), "sinks": normal(rng, H, scale=3)}
 
 
-@case("moe_biased_forward", sizes={"one": (1, 4, 2, 64, 96), "many": (9, 5, 3, 64, 32)}, rel=8e-6)
+@case("moe_biased_forward", sizes={"one": (1, 4, 2, 64, 96), "many": (9, 5, 3, 64, 32)}, rel=8e-6, whole=True)
 def _moe_biased_forward(rng, dtype, T, E, k, K, N):
     stacks = {"gate_w": quantized(rng, E, N, K), "up_w": quantized(rng, E, N, K), "down_w": quantized(rng, E, K, N)}
     biases = {"gate_bias": normal(rng, E, N, scale=4), "up_bias": normal(rng, E, N, scale=4)}
@@ -1156,15 +1156,17 @@ def _proportional_inv_freq(rng, dtype, head_dim, theta, part):
 # -- altup -----------------------------------------------------------------------------------------------------------
 
 
-@case("altup_mix", sizes={"decode": (1, 4, 520), "ragged": (5, 3, 61), "empty": (0, 2, 8)}, dtypes=F32)
+@case("altup_mix", sizes={"decode": (1, 4, 520), "ragged": (5, 3, 61), "empty": (0, 2, 8)}, dtypes=F32, whole=True)
 def _altup_mix(rng, dtype, T, P, D):
-    return {"first": normal(rng, T, D), "rest": normal(rng, T, P - 1, D), "coefs": normal(rng, T, P * P)}
+    streams = {"first": normal(rng, T, D), "rest": normal(rng, T, P - 1, D)}
+    return streams | {"scores": normal(rng, T, P), "weight": normal(rng, P * P, P), "bias": normal(rng, P * P)}
 
 
 @case("altup_mix", sizes={"extra": (3, 4, 37), "extra-many": (70, 2, 600)}, whole=True)
 def _altup_mix_extra(rng, dtype, T, P, D):
     call = _altup_mix(rng, "float32", T, P, D)
-    return call | {"coefs": normal(rng, T, P * (P + 1)), "extra": normal(rng, T, D, dtype=dtype)}
+    factors = {"weight": normal(rng, P * (P + 1), P), "bias": normal(rng, P * (P + 1))}
+    return call | factors | {"extra": normal(rng, T, D, dtype=dtype)}
 
 
 @case("altup_match", sizes={"decode": (1, 2048), "ragged": (5, 61), "wide": (70, 4100), "empty": (0, 3)})
@@ -1216,7 +1218,7 @@ def _conv1d_causal_runs(rng, dtype, C, W):
 
 @case("conv1d_causal", sizes={"plain-slots": (3, 37, 3)})
 def _conv1d_plain_slots(rng, dtype, B, C, W):
-    return _conv1d_causal_slots(rng, dtype, B, C, W) | {"act": "none"}
+    return _conv1d_causal_slots(rng, dtype, B, C, W, 0) | {"act": "none"}
 
 
 @case("conv1d_causal", sizes={"plain-runs": (37, 3)})
@@ -1336,6 +1338,12 @@ def _gated_delta_net_channels_of_sequences(rng, dtype, runs, Hk, Hv, Dk, Dv):
         return by_channel(rng, _gated_delta_net_slots(rng, dtype, 3, Hk, Hv, Dk, Dv))
     call = by_channel(rng, _gated_delta_net_runs(rng, dtype, runs, Hk, Hv, Dk, Dv))
     return call | {"gates": normal(rng, 5, 4, Dk + 1, Hv)}
+
+
+@case("conv1d_commit", sizes={"three": (37, 4, 3), "two": (9, 3, 5)}, rel=0)
+def _conv1d_commit(rng, dtype, C, W, K):
+    where = {"slots": np.array([4, -1, 0, 2], np.int32), "accepted": np.array([K, 1, 0, 1], np.int32)}
+    return {"state": normal(rng, 5, W - 1 + K, C, dtype=dtype), **where, "width": W}
 
 
 @case("delta_commit", sizes={"two": (2, 4, 16, 12, 4, 3), "one": (1, 1, 8, 8, 2, 1)}, rel=2e-5, whole=True)

@@ -68,3 +68,19 @@ def calls(rng: np.random.Generator, kind: str, dtype: str, activations: str) -> 
             ops.moe_shared_forward,
             {"residual": normal(rng, T, K, dtype=dtype), **routing, **stacks, **shared, **rounding},
         )
+    if kind == "mxfp4":
+        yield from _gpt_oss(rng, dtype, rounding)
+
+
+def _gpt_oss(rng: np.random.Generator, dtype: str, rounding: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Experts with biases, and products as wide as those of its released sizes: 2880 is no multiple of 128."""
+    E, dim, width = 3, 2880, 96
+    shapes = {"gate": (width, dim), "up": (width, dim), "down": (dim, width)}
+    stacks = {f"{part}_w": quantized(rng, E, *shape, mode="mxfp4") for part, shape in shapes.items()}
+    biases = {f"{part}_bias": normal(rng, E, shape[0]) for part, shape in shapes.items()}
+    for T in (1, 9):
+        x = normal(rng, T, dim, dtype=dtype)
+        yield ops.quantized_matmul, {"x": x, "w": quantized(rng, 21, dim, bits=8, group_size=64), **rounding}
+        ids = np.stack([rng.permutation(E)[:2] for _ in range(T)]).astype(np.int32)
+        routing = {"x": x, "ids": ids, "weights": rng.random((T, 2), np.float32)}
+        yield ops.moe_biased_forward, {**routing, **stacks, **biases, **rounding}

@@ -18,11 +18,13 @@ def definition():
 
 def test_altup_mix_by_hand():
     first, rest = np.array([[1, 2]], np.float32), np.array([[[10, 20]]], np.float32)
-    extra = np.array([[100, 200]], np.float32)
-    y, others = ops.altup_mix(first, rest, np.array([[1, 0, 3, 4]], np.float32))
-    np.testing.assert_array_equal(y, [[1, 2]])
-    np.testing.assert_array_equal(others, [[[43, 86]]])
-    y, others = ops.altup_mix(first, rest, np.array([[0, 1, 2, -1, 0, 0.5]], np.float32), extra)
+    scores, extra = np.arctanh(np.array([[0.5, -0.25]])).astype(np.float32), np.array([[100, 200]], np.float32)
+    weight, bias = np.array([[2, 0], [0, 4], [0, 0], [2, 4]], np.float32), np.array([0, 1, 3, 4], np.float32)
+    y, others = ops.altup_mix(first, rest, scores, weight, bias)  # factors 1, 0, 3, 4
+    np.testing.assert_allclose(y, [[1, 2]], rtol=1e-6)
+    np.testing.assert_allclose(others, [[[43, 86]]], rtol=1e-6)
+    bias = np.array([0, 1, 2, -1, 0, 0.5], np.float32)
+    y, others = ops.altup_mix(first, rest, scores, np.zeros((6, 2), np.float32), bias, extra)
     np.testing.assert_array_equal(y, [[210, 420]])
     np.testing.assert_array_equal(others, [[[49, 98]]])
 
@@ -46,7 +48,7 @@ def test_gaussian_topk_matches_torch(rng):
     assert 0.02 < np.mean(y > 0) < 0.08
 
 
-MIX = {"first": zeros(5, 6), "rest": zeros(5, 2, 6), "coefs": zeros(5, 9)}
+MIX = {"first": zeros(5, 6), "rest": zeros(5, 2, 6), "scores": zeros(5, 3), "weight": zeros(9, 3), "bias": zeros(9)}
 
 
 @pytest.mark.parametrize(
@@ -54,13 +56,8 @@ MIX = {"first": zeros(5, 6), "rest": zeros(5, 2, 6), "coefs": zeros(5, 9)}
     [
         ("altup_mix", MIX, {"rest": zeros(5, 2, 5)}, ShapeError, "rest has shape (5, 2, 5), expected (5, 2, 6)"),
         ("altup_mix", MIX, {"rest": zeros(5, 12)}, ShapeError, "rest has shape (5, 12), expected [T, P - 1, D]"),
-        (
-            "altup_mix",
-            MIX,
-            {"extra": zeros(5, 6)},
-            ShapeError,
-            "coefs has shape (5, 9), expected (5, 12) (T, 3 streams",
-        ),
+        ("altup_mix", MIX, {"extra": zeros(5, 6)}, ShapeError, "weight has shape (9, 3), expected (12, 3) (4 factors"),
+        ("altup_mix", MIX, {"scores": zeros(5, 2)}, ShapeError, "scores has shape (5, 2), expected (5, 3) (one per st"),
         ("altup_mix", MIX, {"first": zeros(5, 6, dtype="float16")}, DTypeError, "first has dtype float16, expected"),
         (
             "altup_match",

@@ -89,6 +89,19 @@ def test_conv1d_causal_by_hand():
     np.testing.assert_array_equal(y, [[296], [395]])
 
 
+def test_conv1d_commit_moves_on_by_what_was_accepted(rng):
+    """As if the accepted rows had come one by one, whatever else was kept."""
+    for count in range(4):
+        state, x = normal(rng, 3, 5, 6), normal(rng, 3, 6)
+        want = state[1, :2].copy()
+        kept = {"starts": i32(0, 3), "keep": i32(3), "width": 3}
+        conv1d_state_update(state, x, i32(1), **kept)
+        ops.conv1d_commit(state, i32(1), i32(count), 3)
+        for row in x[:count]:
+            conv1d_state_update(want, row[None])
+        assert_same_bits(f"{count} accepted", state[1, :2], want)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 17])
 def test_conv1d_in_chunks_equals_whole(chunk, dtype, rng):
@@ -441,6 +454,7 @@ VALID: dict[str, dict[str, Any]] = {
     "conv1d_causal": {**CONV, "weight": zeros(6, 4)},
     "conv1d_causal slots": {**CONV_SLOTS, "weight": zeros(6, 4)},
     "conv1d_state_update": CONV,
+    "conv1d_commit": {"state": zeros(4, 5, 6), "slots": i32(3, 1), "accepted": i32(2, 0), "width": 4},
     "conv1d_state_update slots": CONV_SLOTS,
     "gdn_decay_beta": {"alpha": zeros(5, 2), "beta": zeros(5, 2), "A_log": zeros(2), "dt_bias": zeros(2)},
     "gated_delta_net": RULE,
@@ -477,6 +491,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
     ],
     "conv1d_causal slots": BAD_SLOTS,
     "conv1d_state_update": BAD_CONV,
+    "conv1d_commit": [
+        ({"state": zeros(4, 6)}, ShapeError, "state has shape (4, 6), expected [S, W - 1 + K, C]"),
+        ({"width": 7}, ShapeError, "state has shape (4, 5, 6), expected at least 6 rows (width - 1)"),
+        ({"slots": i32(3, 4)}, InvalidArgument, "slots has 4, expected -1 to 3 (4 slots)"),
+        ({"accepted": i32(3, 0)}, InvalidArgument, "accepted has 3, expected 0 to 2 (2 rows can be kept)"),
+        ({"accepted": i32(1)}, ShapeError, "accepted has shape (1,), expected (2,) (as slots)"),
+    ],
     "conv1d_state_update slots": BAD_SLOTS,
     "gdn_decay_beta": [
         ({"beta": zeros(4, 2)}, ShapeError, "beta has shape (4, 2), expected (5, 2) (as alpha)"),

@@ -6,7 +6,7 @@ import pytest
 import penstock
 from penstock import ops
 from penstock.errors import BackendError
-from penstock.quant import dequantize
+from penstock.quant import QuantizedTensor, dequantize
 from tests.ops.common import EPS, assert_close, normal
 from tests.ops.modes import FLOAT_MODES, KINDS, calls, weight
 
@@ -31,6 +31,27 @@ def test_every_instruction_set_gives_the_same_int8_product(kind, variant, rng):
         except BackendError:
             pytest.skip(f"{variant} does not run here")
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("variant", [None, "avx2", "portable"])
+def test_mxfp8_gives_a_row_the_same_bits_alone_and_among_others(variant, rng):
+    """All codes, NaN too, and scales of any size: alone it is multiplied in registers, among others made dense."""
+    codes = np.arange(18 * 352, dtype=np.uint32).astype(np.uint8).reshape(18, 352)
+    codes[:9][(codes[:9] & 0x7F) == 0x7F] = 0  # half of the rows have no NaN
+    scales = rng.integers(90, 134, (18, 11), np.uint8)
+    scales[2, 4], scales[6:9] = 150, rng.integers(0, 9, (3, 11), np.uint8)  # a row of large, three of tiny ones
+    w, x = QuantizedTensor(codes.view(np.uint32), scales, None, 8, 32, "mxfp8"), normal(rng, 6, 352)
+    with penstock.backend("cpu", variant=variant):
+        try:
+            many = ops.quantized_matmul(x, w)
+        except BackendError:
+            pytest.skip(f"{variant} does not run here")
+        alone = np.concatenate([ops.quantized_matmul(x[t : t + 1], w) for t in range(len(x))])
+    np.testing.assert_array_equal(alone, many)
+    assert np.isnan(many[:, 9:]).all() and np.isfinite(many[:, :9]).all()
+    with penstock.backend("reference"):
+        want = ops.quantized_matmul(x, w)[:, :9]
+    np.testing.assert_allclose(many[:, :9] / np.abs(want).max(0), want / np.abs(want).max(0), atol=4e-6)
 
 
 @pytest.mark.parametrize("kind", FLOAT_MODES)

@@ -14,8 +14,11 @@ from tests.models.common import error, moe_config, some_tokens, write_model
 from tests.models.made import make
 from tests.models.test_deepseek_v3 import FACTORS as DEEPSEEK_FACTORS
 from tests.models.test_deepseek_v3 import config_of as deepseek_config
+from tests.models.test_deepseek_v3 import mistral_config
 from tests.models.test_gemma4 import FACTORS as GEMMA_FACTORS
 from tests.models.test_gemma4 import config_of as gemma_config
+from tests.models.test_lfm2 import CONFIGS as LFM2
+from tests.models.test_lfm2 import FACTORS as LFM2_FACTORS
 from tests.models.test_llama import EXPERTS, MINIMAX
 from tests.models.test_llama import config_of as llama_config
 
@@ -34,6 +37,11 @@ def released(folder, family):
         return make(folder, gemma_config(**wide), GEMMA_FACTORS | {"embed_tokens": 1.0}, count=40).folder
     if family == "deepseek":
         return make(folder, deepseek_config(v_head_dim=32), DEEPSEEK_FACTORS, count=40).folder
+    if family == "mistral":
+        return make(folder, mistral_config(v_head_dim=32, num_hidden_layers=4), DEEPSEEK_FACTORS, count=40).folder
+    if family == "lfm2":
+        config = LFM2["moe"] | {"num_attention_heads": 4, "num_key_value_heads": 2}
+        return make(folder, config, LFM2_FACTORS, count=40).folder
     if family == "minimax":
         config = llama_config("minimax_m2", **MINIMAX | {"head_dim": 32, **HEADS})
         return make(folder, config, {"o_proj": 0.25, "down_proj": 0.25, "w2": 0.25}, count=40).folder
@@ -50,6 +58,8 @@ def released(folder, family):
         ("llama", 2, "auto"),
         ("qwen", 6, "auto"),
         ("minimax", 4, "40%"),
+        ("mistral", 4, "40%"),
+        ("lfm2", 4, "40%"),
     ],
 )
 def test_four_ranks_give_the_logits_of_one(tmp_path, family, bits, streamed):

@@ -180,8 +180,7 @@ def test_an_answer_goes_on_with_the_last_message(place, llm):
     turns = [*PROMPT, {"role": "assistant", "content": "Once upon"}]
     answer = place.client.post(PATH, json=ASKED | {"messages": turns}).json()
     chat = place.client.post(
-        "/v1/chat/completions",
-        json={"messages": turns, "max_tokens": 8, "continue_final_message": True},
+        "/v1/chat/completions", json={"messages": turns, "max_tokens": 8, "continue_final_message": True}
     )
     assert answer["content"][0]["text"] == chat.json()["choices"][0]["message"]["content"]
 
@@ -201,9 +200,10 @@ def test_what_is_refused_has_the_shape_of_this_api(place):
     assert "expected demo" in refused(post(model="claude"), 404, "not_found_error")
     assert "POST" not in refused(place.client.get(PATH), 405)
     assert refused(place.client.post(f"{PATH}/batches", json={}), 404, "not_found_error")
-    assert "error" in place.client.post("/v1/chat/completions", json={}).json() and "type" not in place.client.post(
-        "/v1/chat/completions", json={}
-    ).json()
+    assert (
+        "error" in place.client.post("/v1/chat/completions", json={}).json()
+        and "type" not in place.client.post("/v1/chat/completions", json={}).json()
+    )
 
 
 def test_keys_come_in_either_header_and_the_model_has_any_name(llm):

@@ -317,7 +317,7 @@ def test_a_model_cut_off_has_written_a_beginning(llm):
         grammar.accept(token)
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3.1", "glm", "minimax", "harmony", "kimi"])
+@pytest.mark.parametrize("format", [name for name in CALLING if name not in ("deepseek-v3", "gemma")])
 def test_a_model_that_knows_no_calls_writes_one(llm, format):
     parameters = {
         "type": "object",
@@ -360,6 +360,8 @@ def call(format, name, arguments):
     separator = FORMATS[format].separator
     if format == "kimi":
         return f"{opening}functions.{name}:0{separator}{arguments}{closing}"
+    if format == "lfm2":
+        return f"{name}({arguments})"
     if format == "deepseek-v3":
         return f"{opening}function{separator}{name}\n```json\n{arguments}\n```{closing}"
     return f"{opening}{name}{separator}{arguments}{closing}"
@@ -368,6 +370,8 @@ def call(format, name, arguments):
 def whole(format, *calls):
     if format == "harmony":
         return NEXT.join(calls) + "<|call|>"
+    if format == "lfm2":
+        return f"<|tool_call_start|>[{', '.join(calls)}]<|tool_call_end|>"
     opening, closing = FORMATS[format].calls or ("", "")
     line = "\n" if format.startswith("qwen") else FORMATS[format].between
     inside = line if opening else ""
@@ -380,6 +384,8 @@ EMPTY = {
     "glm": [],
     "minimax": [],
     "kimi": "{}",
+    "mistral": "{}",
+    "lfm2": "",
     "gemma": "{}",
     "deepseek-v3": "{}",
     "deepseek-v3.1": "{}",
@@ -400,12 +406,19 @@ GEMMA_GOOD = [
     '{city:<|"|><|"|>,days:3,tags:[<|"|>a<|"|>,<|"|>b<|"|>],unit:<|"|>F<|"|>,where:{ok:true,x:-0.5}}',
 ]
 GEMMA_BAD = ['{city:<|"|>a<|"|>}', "{city:5", '{city:<|"|>a<|"|>,unit:<|"|>K', "{where:", "{,"]
+PYTHON_GOOD = [
+    'city="Köln", where={"x": 1}',
+    'days=3, city="", unit="F", where={"x": -0.5, "ok": true}, tags=["a", "b"]',
+]
+PYTHON_BAD = ['city="a"', "city=5", 'city="a", unit="K"', "other=1", "city=Bonn"]
 CASES = {
     "qwen": (JSON_GOOD, JSON_BAD),
     "qwen-xml": (XML_GOOD, XML_BAD),
     "glm": (XML_GOOD, XML_BAD),
     "minimax": (XML_GOOD, XML_BAD),
     "kimi": (JSON_GOOD, JSON_BAD),
+    "mistral": (JSON_GOOD, JSON_BAD),
+    "lfm2": (PYTHON_GOOD, PYTHON_BAD),
     "gemma": (GEMMA_GOOD, GEMMA_BAD),
     "deepseek-v3": (JSON_GOOD, JSON_BAD),
     "deepseek-v3.1": (JSON_GOOD, JSON_BAD),

@@ -102,6 +102,11 @@ def written(format, content, reasoning, pairs):
         open, argue = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>"
         each = [f"{open}{name}:{n}{argue}{json.dumps(a)}<|tool_call_end|>" for n, (name, a) in enumerate(pairs)]
         text += f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+    elif format == "mistral":
+        text += "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in pairs)
+    elif format == "lfm2" and pairs:
+        each = [f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in pairs]
+        text += f"<|tool_call_start|>[{', '.join(each)}]<|tool_call_end|>"
     elif format == "deepseek-v3" and pairs:
         each = [f"{call}function{separator}{n}\n```json\n{json.dumps(a)}\n```{end}" for n, a in pairs]
         text += begin + "\n".join(each) + finish
@@ -172,7 +177,7 @@ def test_parse_whole_begins_inside_the_reasoning_if_told(format):
     assert parsed(f"{closing}yes", format, in_reasoning=True) == Message("yes", None, [])
 
 
-@pytest.mark.parametrize("format", ["qwen", "qwen-xml", "deepseek-v3", "deepseek-v3.1", "glm", "minimax", "kimi"])
+@pytest.mark.parametrize("format", [name for name in MARKED if FORMATS[name].reasoning[0] == "<think>"])
 def test_parse_whole_takes_a_think_tag_inside_an_answer_for_text(format):
     assert parsed("The tag <think> is odd.", format) == Message("The tag <think> is odd.", None, [])
     assert parsed("a </think> b", format) == Message("a </think> b", None, [])
@@ -315,6 +320,60 @@ def test_parse_whole_reads_both_deepseek_forms(format, other):
     assert parsed(text, format) == Message(None, None, calls(("ping", '{"a": "`"}')))
     alone = text.removeprefix(DEEPSEEK[0]).removesuffix(DEEPSEEK[4])
     assert parsed(alone, format) == Message(None, None, calls(("ping", '{"a": "`"}')))
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ('[TOOL_CALLS]ping[CALL_ID]abcdef123[ARGS]{"a": "[ARGS]"}', [("ping", '{"a": "[ARGS]"}')]),
+        ('[TOOL_CALLS] [{"name": "ping", "arguments": {"a": 1}, "id": "x"}]', [("ping", '{"a": 1}')]),
+        ('[TOOL_CALLS][{"name": "ping"}, {"name": "pong", "arguments": {}}]\n', [("ping", "{}"), ("pong", "{}")]),
+        ("[TOOL_CALLS]ping [ARGS] {}\n[TOOL_CALLS]ping[ARGS]{}", [("ping", "{}"), ("ping", "{}")]),
+    ],
+    ids=["id", "list", "lists", "loose"],
+)
+def test_parse_whole_reads_mistral_calls_of_all_ages(text, want):
+    assert parsed(text, "mistral") == Message(None, None, calls(*want))
+
+
+def test_parse_whole_leaves_brackets_of_an_answer_alone():
+    text = "a [list] [T] [/INST] [TOOL] of [ARGS] [1, 2]"
+    assert parsed(text, "mistral") == Message(text, None, [])
+    assert parsed("[THINK]so [1][/THINK]\n[2]", "mistral") == Message("[2]", "so [1]", [])
+
+
+LFM2_CALL = "<|tool_call_start|>[ping({})]<|tool_call_end|>"
+
+
+@pytest.mark.parametrize(
+    "inner, want",
+    [
+        ('a=\'x\', b="it\'s", c=""', {"a": "x", "b": "it's", "c": ""}),
+        (r"""a='\'\\\n\x41\u00e9\U0001F642\q'""", {"a": "'\\\nAé🙂\\q"}),
+        (r"a='\ud83d\ude42'", {"a": "🙂"}),
+        ("a=True, b=None, c=false, d=-1.5e3", {"a": True, "b": None, "c": False, "d": -1500.0}),
+        ("e=.5, f=1_000, g=nan", {"e": 0.5, "f": 1000.0, "g": "nan"}),
+        ("a={'': 1, '<b\\'>': 2}", {"a": {"": 1, "<b'>": 2}}),
+        ("a=[1, 'b', [], {'c': (2, 3)}], d={}", {"a": [1, "b", [], {"c": [2, 3]}], "d": {}}),
+        ("a={\"b\": [true, null], 'c': 1, 2: 3,}, ", {"a": {"b": [True, None], "c": 1, "2": 3}}),
+        (" a = New York , b = 007", {"a": "New York", "b": 7.0}),
+        ("a='x\ny<b>)]'", {"a": "x\ny<b>)]"}),
+        ("", {}),
+    ],
+    ids="quotes escapes pair words numbers keys nested json bare line none".split(),
+)
+def test_parse_whole_turns_python_values_into_json(inner, want):
+    message = parsed(LFM2_CALL.replace("{}", inner), "lfm2")
+    assert message.content is None and len(message.tool_calls) == 1
+    assert json.loads(message.tool_calls[0].arguments) == want
+
+
+def test_parse_whole_reads_lfm2_calls_that_deviate():
+    two = calls(("ping", "{}"), ("ping", '{"a": 1}'))
+    for inner in ("[ping(), ping(a=1)]", "[ ping( ),\nping( a = 1 ,) ]", "ping(), ping(a=1)"):
+        assert parsed(f"<|tool_call_start|>{inner}<|tool_call_end|>ok", "lfm2") == Message("ok", None, two)
+    text = '<|tool_call_start|>[{"name": "ping", "arguments": {}}, {"name": "ping", "arguments": {"a": 1}}]'
+    assert parsed(f"{text}<|tool_call_end|>\nok", "lfm2") == Message("ok", None, two)
 
 
 GLM_CALL = "<tool_call>weather{}</tool_call>"
@@ -465,6 +524,15 @@ def test_parser_holds_no_more_than_a_header():
         ("minimax", '<invoke name="">\n</invoke>'),
         ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.pi"),
         ("kimi", "<|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>none<|tool_call_end|>"),
+        ("mistral", "Use [TOOL_CALLS] for calls."),
+        ("mistral", "[TOOL_CALLS]ping[ARG"),
+        ("mistral", "[TOOL_CALLS]ping[ARGS]none"),
+        ("mistral", "[TOOL_CALLS][1, 2] [TOOL] [/THINK"),
+        ("mistral", '[TOOL_CALLS][{"arguments": {}}]'),
+        ("lfm2", "Use <|tool_call_start|> for calls."),
+        ("lfm2", "<|tool_call_start|>[ping"),
+        ("lfm2", "<|tool_call_start|>[ping]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[(a=1)]<|tool_call_end|>"),
         ("gemma", "<|tool_call>ping{}<tool_call|>"),
         ("gemma", "<|tool_call>call:ping<tool_call|>"),
         ("gemma", "<|tool_call>call:"),
@@ -494,6 +562,13 @@ def test_parse_whole_leaves_what_is_no_call_as_content(format, text):
         ("minimax", '<invoke name="ping"><parameter name="a</invoke>x', '<parameter name="a', "x"),
         ("kimi", '<|tool_call_begin|>functions.ping:0<|tool_call_argument_begin|>{"a": "b', '{"a": "b', None),
         ("kimi", '<|tool_call_begin|>ping<|tool_call_argument_begin|>{"a": 1<|tool_call_end|>x', '{"a": 1', "x"),
+        ("mistral", '[TOOL_CALLS]ping[ARGS]{"a": "b', '{"a": "b', None),
+        ("mistral", '[TOOL_CALLS]ping[ARGS]{"a": } x', '{"a": }', "x"),
+        ("lfm2", "<|tool_call_start|>[ping(a='b", '{"a": "b', None),
+        ("lfm2", "<|tool_call_start|>[ping(a=1, 2)]<|tool_call_end|>x", '{"a": 1, 2)]', "x"),
+        ("lfm2", "<|tool_call_start|>[ping(a=[1)]<|tool_call_end|>x", '{"a": [1)]', "x"),
+        ("lfm2", "<|tool_call_start|>[ping(a=1<|tool_call_end|>x", '{"a": 1', "x"),
+        ("lfm2", "<|tool_call_start|>[ping(a='b<|tool_call_end|>x", '{"a": "b', "x"),
         ("gemma", '<|tool_call>call:ping{a:<|"|>b', '{"a": "b', None),
         ("gemma", "<|tool_call>call:ping{a:1,b c}<tool_call|>x", '{"a": 1,b c}', "x"),
         ("gemma", "<|tool_call>call:ping{a:[1}<tool_call|>x", '{"a": [1}', "x"),
@@ -537,6 +612,8 @@ PIECES = {
     "glm": ["ping", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "city", "\n12\n"],
     "minimax": ['"ping">', "ping>", '<parameter name="city">', "<parameter name=", "</parameter>", "12"],
     "kimi": ["functions.", "ping", ":0", '{"a": "', '"}', "{}"],
+    "mistral": ["ping", "[CALL_ID]", "[", "[{", '"name": "ping"', '"arguments": ', '{"a": "', '"}', "{}", "]", ","],
+    "lfm2": ["[", "ping(", "ping", "a=", "'", '"', "\\", "12", "{", "}", ")", "]", ", ", ": ", '{"name": "ping"}'],
     "gemma": ["thought\n", "call:ping{", "call:", "a:", "12", "[", "]", "{", "}", ",", '"'],
     "deepseek-v3": ["function", "ping", "\n```json\n", '{"a": "', '"}', "\n```", "{}"],
     "deepseek-v3.1": ["ping", '{"a": 1}', '"', "\\"],
@@ -661,12 +738,14 @@ HOSTILE = [
     *["<think>", "</think>", " ", " \n", "\n<parameter=city>", "</parameter>\n", "</function>\n", "{", '"', "\\", ","],
     *["<|tool_call>call:ping{a:", '<|"|>', "call:ping{}", "<|channel>", "".join(DEEPSEEK[:3]), "x"],
     *["<|start|>", "<|channel|>commentary to=ping", "<|message|>", "<|end|>", "to=", "assistant"],
+    *["[", "[T", "[TOOL_CALLS]", "[TOOL_CALLS]ping", '[TOOL_CALLS][{"name": "ping"}, ', "<|tool_call_start|>[ping(a="],
 ]
 PREFIXES = [
     *["", "<tool_call><function=weather><parameter=city>", "<tool_call><function=weather><parameter=tags>"],
     *['<tool_call>{"name": "ping", "arguments": ', '<tool_call>{"arguments": ', "<|tool_call>call:ping{a:"],
     *['<|tool_call>call:ping{a:<|"|>', f'{DEEPSEEK[1]}ping{DEEPSEEK[2]}{{"a": "'],
     *["<|channel|>analysis", '<|channel|>commentary to=ping<|message|>{"a": "'],
+    *['[TOOL_CALLS]ping[ARGS]{"a": ', "<|tool_call_start|>[ping(a='", "<|tool_call_start|>[ping(a=["],
 ]
 
 
@@ -760,6 +839,10 @@ def tokenizer(template=None, tokens=(), special=()):
         ("<tool_call>{name}\\n<arg_key>k</arg_key>\\n<arg_value>v", ("<tool_call>", "<think>"), "glm"),
         ("toolcall = '<minimax:tool_call>'", ("<think>",), "minimax"),
         ("<|tool_calls_section_begin|>", ("<|tool_call_argument_begin|>", "<|tool_call_begin|>"), "kimi"),
+        ("no calls", ("[TOOL_CALLS]", "[ARGS]", "[THINK]"), "mistral"),
+        ("'[TOOL_CALLS]' + name + '[ARGS]' + arguments", (), "mistral"),
+        ("[TOOL_CALLS] [{", ("[TOOL_CALLS]",), "plain"),
+        ("no calls", ("<|tool_call_start|>", "<think>"), "lfm2"),
         ("<|tool_call>call:", (), "gemma"),
         ("no tools", ("<|channel>", "<channel|>"), "gemma"),
         ("<｜tool▁sep｜>' + x + '\\n```json", ("<think>",), "deepseek-v3"),
@@ -786,6 +869,8 @@ def test_format_of_goes_by_template_and_tokens(template, tokens, want):
         ("glm", "<|assistant|>\n<think></think>", False),
         ("minimax", "]~b]ai\n<think>\n", True),
         ("kimi", "<|im_assistant|>assistant<|im_middle|>", False),
+        ("mistral", "[/INST][THINK]", True),
+        ("mistral", "[/INST]", False),
         ("gemma", "<|turn>model\n<|channel>thought\n", True),
         ("gemma", "<|turn>model\n<|channel>thought\n<channel|>", False),
         ("gemma", "<|turn>model\n", False),
@@ -813,7 +898,8 @@ def test_shown_tokens_become_text_although_they_are_special():
 def test_markers_have_one_bracket_and_none_begins_another():
     for format in FORMATS:
         for mark in markers(format):
-            assert mark.rindex("<") == 0 and mark[1] in "/|｜cfimpt"
+            assert mark[0] == ("[" if format == "mistral" else "<") and mark.rindex(mark[0]) == 0
+            assert not FORMATS[format].parser.text.match(mark)
             assert [other for other in markers(format) if other.startswith(mark)] == [mark]
 
 
@@ -850,6 +936,15 @@ def test_with_arguments_gives_harmony_one_call_a_message():
     assert with_arguments([user, answer], "harmony")[1]["thinking"] == "done"
     alone = with_arguments([user, {"role": "assistant", "content": "", "tool_calls": made[:1]}, results[1]], "harmony")
     assert [m["role"] for m in alone] == ["user", "assistant", "tool"] and "thinking" not in alone[1]
+
+
+def test_mistral_has_short_ids_and_two_efforts():
+    call = {"id": "call_abc", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_abc"}]
+    first, result = with_arguments(messages, "mistral")
+    assert first["tool_calls"][0]["id"] == result["tool_call_id"] == "000000000"
+    efforts = [FORMATS["mistral"].effort(effort)["reasoning_effort"] for effort in ("none", "minimal", "low", "high")]
+    assert efforts == ["none", "none", "high", "high"]
 
 
 def test_with_arguments_gives_calls_the_ids_that_templates_of_kimi_write():

@@ -25,6 +25,7 @@ from penstock.engine.expert_weights import expert_layers
 from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
 from penstock.engine.programs import Programs
 from penstock.engine.rank import RankStart
+from penstock.engine.speculate import MOST_DRAFTS
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.packed import NAME, open_packed
 from penstock.experts.policy import AUTO
@@ -32,9 +33,10 @@ from penstock.experts.reader import ExpertReader
 from penstock.experts.simulate import Trace, simulate
 from penstock.graph import Program, fuse
 from penstock.machine import available_memory
+from penstock.models import mtp
 from penstock.models.source import CheckpointSource
 from penstock.models.split import Mesh
-from penstock.models.step import PAGE
+from penstock.models.step import PAGE, with_room
 from penstock.ops.device import device_for, device_type
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.resolve import ResolvedModel
@@ -126,7 +128,7 @@ def subject_of(
         files=None if found.kind == "config" else found.path,
     )
     if ranks is None:
-        return replace(model, arena=_arena(whole.programs, device))
+        return replace(model, caches=_with_drafts(whole), arena=_arena(whole.programs, device))
     ranks.check(outline.family, outline.config, outline.columns)
     meshes = [Mesh(rank, ranks.size, ranks.experts_split) for rank in range(ranks.size)]
     return _split(model, whole, [_outlined(outline, device, state_dtype, mesh) for mesh in meshes], outline, device)
@@ -142,6 +144,7 @@ class _Outlined:
     experts: int
     layers: tuple[int, ...]
     active: int
+    head: mtp.Head | None
 
     @property
     def all_parts(self) -> dict[str, int]:
@@ -168,7 +171,16 @@ def _outlined(outline: Outline, device: str, state_dtype: str, mesh: Mesh | None
         own = models.bytes_of((programs.weights, head)) - models.bytes_of(programs.weights)
         parts["draft head"] = fields["draft head", "draft head"] = own
     parts = {part: nbytes for part, nbytes in parts.items() if nbytes}
-    return _Outlined(programs, parts, dict(fields), count, layers, round(active))
+    return _Outlined(programs, parts, dict(fields), count, layers, round(active), head)
+
+
+def _with_drafts(whole: _Outlined) -> Caches:
+    """Caches as `load` makes them: recurrent states with room for drafts, and those of the head."""
+    caches, family, head = whole.programs.caches, whole.programs.family, whole.head
+    layouts = caches.layouts if family.commit is None else with_room(caches.layouts, 1 + MOST_DRAFTS)
+    if head is not None:
+        layouts = (*layouts, mtp.layout(head, family))
+    return Caches(layouts, caches.dtype, caches.device)
 
 
 def _arena(programs: Programs, device: str) -> int:

@@ -115,7 +115,11 @@ def plan(checkpoint: Released, keep_mtp: bool = False, dense: bool = False) -> C
     extra = {name for name in tensors if names.predicts(name)}
     checked = Checked(tensors, formats, names.target, names.target_head, str(checkpoint.path))
     family.read_weights(checked, read)
-    kept = {name for name in tensors if name in checked.used or (keep_mtp and name in extra)}
+    kept = {
+        name
+        for name in tensors
+        if name in checked.used or name.rpartition(".")[0].endswith(rules.kept) or (keep_mtp and name in extra)
+    }
     tied = read.tied and f"{names.target_head}lm_head.weight" in tensors
     if tied:
         kept -= {f"{names.target_head}lm_head.{part}" for part in PARTS}

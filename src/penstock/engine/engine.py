@@ -157,7 +157,7 @@ class Engine:
         self.experts = model.experts
         layouts = with_state_dtype(model.family.caches(model.config), state_dtype)
         if model.family.commit is not None:
-            layouts = with_room(layouts, 1 + drafts if drafts else 0)
+            layouts = with_room(layouts, 1 + drafts if drafts and model.family.commits(model.config) else 0)
         asked = speculate == "mtp" or (speculate == "auto" and not self.device.captures)  # on a GPU by name alone yet
         runs_head = self.device.runs_programs and model.mesh is None and drafts > 0 and asked
         head = model.head if runs_head and model.family.final_norm is not None else None

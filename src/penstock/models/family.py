@@ -97,6 +97,7 @@ class MlxRules:
     unquantized: tuple[str, ...] = ()  # ends of paths of matrices that mlx-lm cannot quantize in this model
     config: dict[str, Any] = field(default_factory=dict)  # keys of config.json that get another value
     within: bool = False  # the text model is below `model.language_model.`, its head beside that
+    kept: tuple[str, ...] = ()  # ends of paths of modules that are written although the model does not use them
 
     @property
     def prefixes(self) -> tuple[str, str]:
@@ -134,12 +135,13 @@ class GgufNames:
     """The architectures of GGUF that a family runs, and GGUF's names of its modules by path.
 
     Of a path in a layer what stands behind `layers.N.`, in the file behind `blk.N.`. tensors: whole names of what is
-    no module's weight or bias.
+    no module's weight or bias. stacks: names of tensors whose matrices are modules with a number at their end.
     """
 
     architectures: Mapping[str, GgufArchitecture]
     modules: Mapping[str, str]
     tensors: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
 
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
@@ -178,6 +180,10 @@ def _as_released(raw: Mapping[str, Any], config: ModelConfig) -> MlxRules:
     return MlxRules()
 
 
+def _whatever(config: ModelConfig) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Family(Generic[ConfigT, WeightsT]):
     """A family whose configs are ConfigT and whose weights are WeightsT."""
@@ -204,6 +210,8 @@ class Family(Generic[ConfigT, WeightsT]):
     embeddings."""
     commit: Callable[[Step, WeightsT, ConfigT, Sequence[Cache]], None] | None = None
     """Moves recurrent states on by what was accepted of runs that were kept. None: it has no recurrent states."""
+    commits: Callable[[ConfigT], bool] = _whatever
+    """Whether a model of a config can take drafts back that it has read; asked where there is `commit`."""
     names: Callable[[Checkpoint, ConfigT], tuple[str, str, str]] = text_names
     """Prefix of the text model's tensors in a checkpoint, prefix of `lm_head`, and the layout, "hf" or "mlx"."""
     skipped: tuple[str, ...] = ()

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
+from penstock.errors import CheckpointError
 from penstock.models import gemma4
 from penstock.models.config import Fields, layer_types
-from penstock.models.family import Family, MlxRules
+from penstock.models.family import Family, GgufArchitecture, GgufNames, MlxRules
 from penstock.models.gemma3 import rope_of
 from penstock.models.gemma4 import Attention, Kind, PerLayer, PerLayerInputs, attention, per_layer_inputs
+from penstock.models.gguf_keys import GgufKeys, base, rope_scaling, sliding, vocab_size
 from penstock.models.layers import (
     Mlp,
     adjacent,
@@ -204,8 +206,6 @@ def read_weights(source: Source, config: Config) -> Weights:
 
 def _layer(source: Source, config: Config, n: int) -> Layer:
     dim, path = config.dim, f"layers.{n}."
-    if config.sources[n] != n and path + "self_attn.k_proj" in source:
-        _read_unused(source, config, n, path + "self_attn.")
     return Layer(
         _altup(source, config, n, path + "altup."),
         Laurel(
@@ -223,16 +223,8 @@ def _layer(source: Source, config: Config, n: int) -> Layer:
     )
 
 
-def _read_unused(source: Source, config: Config, n: int, path: str) -> None:
-    """Released files, and mlx-lm's, have keys and values in layers that share those of others: they are let go."""
-    kind = config.kinds[config.layer_types[n]]
-    for part in ("k", "v"):
-        source.weight(f"{path}{part}_proj", kind.kv_heads * kind.head_dim, config.dim)
-    source.vector(path + "k_norm", kind.head_dim)
-
-
 def _altup(source: Source, config: Config, n: int, path: str) -> AltUp:
-    """Prediction and correction as factors of `altup_mix`, linear in the P scores of the router.
+    """Prediction and correction as factors of `altup_mix`, linear in tanh of the router's P scores.
 
     Predicted: stream q plus Σ_p of p times a factor; behind a layer all streams but the first have got an extra one
     more. Corrected: prediction q plus (extra − prediction 0) times 1 + a factor.
@@ -280,7 +272,8 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     rest = rest.reshape(h.shape[0], P - 1, dim)
     extra = None  # is still to be added to all streams but the first
     for n, layer in enumerate(w.layers):
-        h, rest = ops.altup_mix(h, rest, predicted(step, h, layer.altup, config), extra)
+        w_up = layer.altup
+        h, rest = ops.altup_mix(h, rest, scores(step, h, w_up, config), w_up.predict, w_up.predict_bias, extra)
         x = stream_norm(step, h, layer.input_norm, eps)
         y = ops.rms_norm(
             attention(step, x, layer.attention, config, n, cache[config.sources[n]]), layer.attention_norm, eps
@@ -290,8 +283,8 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
         y = ops.mul(ops.residual_add(ops.residual_add(h, y), laurel), 2**-0.5)
         x = feed_forward(step, stream_norm(step, y, layer.mlp_norm, eps), layer.mlp, config.cuts[n])
         y = ops.residual_add(y, ops.rms_norm(x, layer.output_norm, eps))
-        h, rest = ops.altup_mix(h, rest, corrected(step, y, layer.altup, config), y)
-        scaled = h if layer.altup.scale is None else ops.mul(h, layer.altup.scale)
+        h, rest = ops.altup_mix(h, rest, scores(step, y, w_up, config), w_up.correct, w_up.correct_bias, y)
+        scaled = h if w_up.scale is None else ops.mul(h, w_up.scale)
         x = ops.geglu(linear(step, stream_rows(step, scaled), layer.per_layer.gate), inputs[n])
         extra = ops.rms_norm(linear(step, x, layer.per_layer.out), layer.per_layer.norm, eps)
     total, streams = h, flat(rest)
@@ -302,19 +295,9 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     return ops.mul(total, 1 / P)
 
 
-def predicted(step: Step, h: Array, w: AltUp, config: Config) -> Array:
-    """Factors of the streams before a layer."""
-    return ops.add(ops.matmul(scores(step, h, w, config), w.predict), w.predict_bias)
-
-
-def corrected(step: Step, y: Array, w: AltUp, config: Config) -> Array:
-    """Factors of the predictions and of what a layer found, y."""
-    return ops.add(ops.matmul(scores(step, y, w, config), w.correct), w.correct_bias)
-
-
 def scores(step: Step, h: Array, w: AltUp, config: Config) -> Array:
-    """tanh of the router's products, float32 [T, P]."""
-    return ops.softcap(linear(step, stream_norm(step, h, w.router_norm, config.norm_eps), w.router, "float32"), 1.0)
+    """The router's products, float32 [T, P]."""
+    return linear(step, stream_norm(step, h, w.router_norm, config.norm_eps), w.router, "float32")
 
 
 def feed_forward(step: Step, x: Array, w: Mlp, cut: float | None) -> Array:
@@ -370,9 +353,81 @@ def split(config: Config, mesh: Mesh, group: int) -> Split[Config]:
 
 
 def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
-    """mlx-lm keeps the names of the released files; it has no model of `gemma3n_text`."""
-    return MlxRules(within=raw["model_type"] == "gemma3n")
+    """mlx-lm keeps the names of the released files, and the keys and values of layers that share those of others; it
+    has no model of `gemma3n_text`.
+    """
+    unused = tuple(f"self_attn.{part}" for part in ("k_proj", "v_proj", "k_norm"))
+    return MlxRules(within=raw["model_type"] == "gemma3n", kept=unused)
 
+
+def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
+    """The rank of LAuReL is told by its tensors; of the share of neurons that are 0 files have the quantile."""
+    config, layers = base(keys, "gemma3n_text"), keys.layers
+    left = "blk.0.laurel_l.weight"
+    if left not in keys.file:
+        raise CheckpointError(f"{keys.file.path}: has no tensor {left!r}, expected it by the metadata")
+    if keys.integer("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+        raise keys.error("rope.dimension_count", f"{config['head_dim']}, the length of keys")
+    key = "activation_sparsity_scale"
+    found = keys.values.get(key)
+    cuts: list[Any] = found if isinstance(found, list) else [found] * layers
+    keys.accept(key)
+    if len(cuts) != layers or any(not isinstance(cut, float) or math.isnan(cut) for cut in cuts):
+        raise keys.error(key, f"{layers} numbers, one per layer")
+    return config | {
+        "intermediate_size": list(keys.per_layer("feed_forward_length", int)),
+        "layer_types": sliding(keys, 5),
+        "sliding_window": keys.integer("attention.sliding_window"),
+        "num_kv_shared_layers": keys.integer("attention.shared_kv_layers", least=0, most=layers - 1),
+        "altup_num_inputs": keys.integer("altup.num_inputs"),
+        "altup_active_idx": keys.integer("altup.active_idx", least=0),
+        "altup_correct_scale": keys.has(r"blk\.\d+\.altup_correct_scale\.weight"),
+        "laurel_rank": keys.file.tensors[left].shape[0],
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": vocab_size(keys.file, "per_layer_token_embd.weight"),
+        "activation_sparsity_pattern": [NormalDist().cdf(cut) for cut in cuts],
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0, above=0),
+        "rope_scaling": rope_scaling(keys),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0) or None,
+    }  # fmt: skip
+
+
+_GGUF = GgufNames(
+    architectures={"gemma3n": GgufArchitecture(_of_gguf, unwritten="the matrices of its streams are one tensor")},
+    modules={
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "embed_tokens_per_layer": "per_layer_token_embd",
+        "per_layer_model_projection": "per_layer_model_proj",
+        "per_layer_projection_norm": "per_layer_proj_norm",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "altup.prediction_coefs": "altup_predict_coef",
+        "altup.correction_coefs": "altup_correct_coef",
+        "altup.modality_router": "altup_router",
+        "altup.router_norm": "altup_router_norm",
+        "altup.correct_output_scale": "altup_correct_scale",
+        "laurel.linear_left": "laurel_l",
+        "laurel.linear_right": "laurel_r",
+        "laurel.post_laurel_norm": "laurel_post_norm",
+    },
+    stacks={"altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj"},
+)
 
 FAMILY = Family(
     name="gemma3n",
@@ -396,5 +451,6 @@ FAMILY = Family(
         for part in ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
     ),
     mlx_rules=mlx_rules,
+    gguf=_GGUF,
     split=split,
 )

@@ -136,7 +136,7 @@ class GgufSource:
         assert names is not None, "read_metadata knows no others"
         self.architecture = names.architectures[file.metadata["general.architecture"]]
         self._modules = {**names.modules, **self.architecture.modules}
-        self._tensors = names.tensors
+        self._tensors, self._stacks = names.tensors, names.stacks
         self._paths = {name: path for path, name in self._modules.items()}
         self._further = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers", 0)
         self._used: set[str] = {ROPE_FACTORS} if self.architecture.own_factors else set()
@@ -147,8 +147,15 @@ class GgufSource:
         inner, block = (layer[2], f"blk.{layer[1]}.") if layer else (path, "")
         if inner in self._tensors:
             return block + self._tensors[inner]
+        if (one := self._one_of_stack(path)) is not None:
+            return f"{self._stacks[one[0]]}.weight"
         module, suffix = (inner.removesuffix(".bias"), ".bias") if inner.endswith(".bias") else (inner, ".weight")
         return block + self._modules.get(module, module) + suffix
+
+    def _one_of_stack(self, path: str) -> tuple[str, int] | None:
+        """The stack that a path is a matrix of, and which."""
+        stem, _, number = path.rpartition(".")
+        return (stem, int(number)) if stem in self._stacks and number.isdecimal() else None
 
     def __contains__(self, path: str) -> bool:
         return self.name(path) in self.file
@@ -171,7 +178,8 @@ class GgufSource:
         return values if undo is None else undo(values)
 
     def rows(self, path: str, order: np.ndarray, *shape: int) -> Weight:
-        return _taken(self.weight(path, *shape), order)
+        weight = self.weight(path, *shape)
+        return weight if np.array_equal(order, np.arange(shape[0])) else _taken(weight, order)
 
     def stack(self, paths: Sequence[str], *shape: int) -> Weight:
         if len(paths) == 1:
@@ -242,6 +250,8 @@ class GgufSource:
 
     def _tensor(self, path: str, shape: tuple[int, ...]) -> Weight:
         tensor = self.file.tensor(self.asked(path, shape))
+        if (one := self._one_of_stack(path)) is not None:
+            return tensor[one[1]]
         return tensor if isinstance(tensor, QuantizedTensor) else tensor.reshape(shape)
 
     def asked(self, path: str, shape: tuple[int, ...]) -> str:
@@ -252,6 +262,8 @@ class GgufSource:
         name = self.name(path)
         if name in self.file:
             info = self.file.tensors[name]
+            if (one := self._one_of_stack(path)) is not None and info.shape[:1] > (one[1],):
+                info = info._replace(shape=info.shape[1:])
             own, wanted = (info.shape, shape) if info.type not in _DENSE else (_filled(info.shape), _filled(shape))
             if own != wanted:
                 found = f"has shape {info.shape}, expected {shape} by the metadata"

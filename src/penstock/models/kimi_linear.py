@@ -35,7 +35,7 @@ from penstock.models.layers import (
 )
 from penstock.models.source import Source, Weight
 from penstock.models.split import Heads, Mesh, Part, Split, mlp_parts, share_heads, share_width, vocabulary_parts
-from penstock.models.step import Layout, PagedKV, RecurrentState, Step, convolve, delta_rule
+from penstock.models.step import Cache, Layout, PagedKV, RecurrentState, Step, commit_delta, convolve, delta_rule
 from penstock.ops.array import Array, concatenated
 from penstock.quant import GgufTensor, QuantizedTensor
 from penstock.weights.checkpoint import Checkpoint
@@ -296,11 +296,11 @@ def caches(config: Config) -> tuple[Layout, ...]:
     """One cache per layer."""
     H, D = config.delta_heads.count, config.delta_dim
     pages = PagedKV(config.kv_rank, config.rope_dim)
-    recurrent = RecurrentState((config.conv_width - 1, 3 * H * D), (H, D, D))
+    recurrent = RecurrentState((config.conv_width - 1, 3 * H * D), (H, D, D), decays=D)
     return tuple(recurrent if kind == "linear_attention" else pages for kind in config.layer_types)
 
 
-def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
@@ -317,6 +317,13 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     return h
 
 
+def commit(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> None:
+    """Move recurrent states on by what was accepted of kept runs."""
+    for layer, state in zip(w.layers, cache, strict=True):
+        if isinstance(layer.mixer, DeltaAttention):
+            commit_delta(step, state, layer.mixer.conv, config.delta_heads.count)
+
+
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """The hidden state that the head reads, [T, dim]."""
     return stream_norm(step, h, w.norm, config.norm_eps)
@@ -327,7 +334,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
 
 
-def delta_attention(step: Step, x: Array, w: DeltaAttention, config: Config, cache: tuple[Array, Array]) -> Array:
+def delta_attention(step: Step, x: Array, w: DeltaAttention, config: Config, cache: Cache) -> Array:
     """Convolution, normalised q and k, the delta rule with decays of channels, a gated norm. x [T, dim] → [T, dim]."""
     H, D = config.delta_heads.count, config.delta_dim
     mixed, *rest = (linear(step, x, part) for part in w.mixed)
@@ -500,6 +507,7 @@ FAMILY = Family(
     forward=forward,
     final_norm=final_norm,
     logits=logits,
+    commit=commit,
     roles={
         "embedding": ("embed_tokens",),
         "head": ("lm_head",),

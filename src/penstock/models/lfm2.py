@@ -36,7 +36,7 @@ from penstock.models.layers import (
 from penstock.models.rope import Rope, read_rope
 from penstock.models.source import Source, Weight, text_names
 from penstock.models.split import Mesh, Part, Split, mlp_parts, share_heads, share_width, vocabulary_parts
-from penstock.models.step import Layout, PagedKV, RecurrentState, Step, attend, convolve
+from penstock.models.step import Cache, Layout, PagedKV, RecurrentState, Step, attend, commit_convolution, convolve
 from penstock.ops.array import Array
 from penstock.weights.checkpoint import Checkpoint
 
@@ -266,7 +266,7 @@ def caches(config: Config) -> tuple[Layout, ...]:
     return tuple(attending if kind == _FULL else convolving for kind in config.layer_types)
 
 
-def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array, Array]]) -> Array:
+def forward(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> Array:
     """The residual stream after the last layer, [T, dim]; `logits` multiplies its rows with the head."""
     h = embed(step, w.embed, vocab=config.vocab_size)
     for layer, state in zip(w.layers, cache, strict=True):
@@ -282,6 +282,13 @@ def forward(step: Step, w: Weights, config: Config, cache: Sequence[tuple[Array,
     return h
 
 
+def commit(step: Step, w: Weights, config: Config, cache: Sequence[Cache]) -> None:
+    """Move the rows of convolutions on by what was accepted of kept runs."""
+    for layer, state in zip(w.layers, cache, strict=True):
+        if isinstance(layer.mixer, Convolution):
+            commit_convolution(step, state, config.taps)
+
+
 def final_norm(step: Step, h: Array, w: Weights, config: Config) -> Array:
     """The hidden state that the head reads, [T, dim]."""
     return stream_norm(step, h, w.norm, config.norm_eps)
@@ -292,7 +299,7 @@ def logits(step: Step, h: Array, w: Weights, config: Config) -> Array:
     return head_logits(step, final_norm(step, h, w, config), w.head, config.vocab_size)
 
 
-def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[Array, Array]) -> Array:
+def attention(step: Step, x: Array, w: Attention, config: Config, cache: Cache) -> Array:
     """Causal attention with normed heads. x [T, dim] → [T, dim]."""
     q, k, v = (linear(step, x, part) for part in w.inputs)
     q, k, v = heads(q, config.heads), heads(k, config.kv_heads), heads(v, config.kv_heads)  # [T, H, D]
@@ -301,7 +308,7 @@ def attention(step: Step, x: Array, w: Attention, config: Config, cache: tuple[A
     return over_ranks(step, linear(step, flat(attend(step, cache, q, k, v, config.head_dim**-0.5)), w.out))
 
 
-def convolution(step: Step, x: Array, w: Convolution, cache: tuple[Array, Array]) -> Array:
+def convolution(step: Step, x: Array, w: Convolution, cache: Cache) -> Array:
     """C ⊙ (a short causal convolution of B ⊙ x), where B, C and x are projections. x [T, dim] → [T, dim]."""
     C = w.taps.shape[0]
     before, behind, rows = ops.split_columns(linear(step, x, w.inputs), C, C, C)
@@ -461,5 +468,6 @@ FAMILY = Family(
     mlx_rules=mlx_rules,
     gguf=_GGUF,
     split=split,
+    commit=commit,
     linear_attention="short convolution",
 )

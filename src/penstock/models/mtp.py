@@ -209,9 +209,11 @@ class HeadFiles:
         return read(through(self.source), family, config, embed, head, self.tables)
 
     @property
-    def names(self) -> list[str]:
-        """Of its tensors, once they have been read."""
-        return [name for name in self.source.checkpoint.names if name in self.source.used]
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        checkpoint = self.source.checkpoint
+        own = (checkpoint.location(name) for name in checkpoint.names if self.source.path_of(name) is not None)
+        return sum(stop - start for _, start, stop in own)
 
 
 def find(

@@ -610,6 +610,7 @@ FAMILY = Family(
     caches=caches,
     forward=forward,
     commit=commit,
+    commits=lambda config: not config.tiled,
     final_norm=final_norm,
     logits=logits,
     roles={

@@ -40,13 +40,15 @@ class RecurrentState:
     state: (0, 0, 0) where there is a convolution alone.
 
     dtype: of the state, whatever the activations are; the rows have theirs. room: tokens of a run that can be kept
-    until it is known how many of them count; then there are as many rows more, and gates [S, room, 2, Hv].
+    until it is known how many of them count; then there are as many rows more, and gates [S, room, decays + 1, Hv].
+    decays: of a head, one or one for each of its Dk channels.
     """
 
     conv: tuple[int, int]
     state: tuple[int, int, int]
     dtype: str = "float32"
     room: int = 0
+    decays: int = 1
 
     @property
     def conv_rows(self) -> tuple[int, int]:
@@ -55,8 +57,8 @@ class RecurrentState:
 
     @property
     def gates(self) -> tuple[int, int, int]:
-        """Of a slot: decay and strength of the tokens of a kept run."""
-        return self.room, 2, self.state[0]
+        """Of a slot: decays and strength of the tokens of a kept run."""
+        return self.room, self.decays + 1, self.state[0]
 
 
 Layout = PagedKV | RecurrentState
@@ -134,6 +136,12 @@ def delta_rule(step: Step, cache: Cache, qkv: Array, g: Array, b: Array, Hk: int
     gates = None if step.keep is None else cache[2]
     where = {"slots": step.slots, "starts": step.starts, "keep": step.keep, "gates": gates}
     return ops.gated_delta_net(cache[1], qkv, g, b, Hk, Hv, Dk, Dv, **where)
+
+
+def commit_convolution(step: Step, cache: Cache, taps: int) -> None:
+    """Moves the rows of a convolution on by the accepted tokens of the run that was kept, where there is no state."""
+    assert step.accepted is not None
+    ops.conv1d_commit(cache[0], step.slots, step.accepted, taps)
 
 
 def commit_delta(step: Step, cache: Cache, conv_weight: Array, Hk: int) -> None:

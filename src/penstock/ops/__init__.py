@@ -16,6 +16,7 @@ from penstock.ops.cache import kv_cache_append, kv_pages_append, mla_cache_appen
 from penstock.ops.collective import all_gather, all_reduce, beside, part_ids
 from penstock.ops.delta import (
     conv1d_causal,
+    conv1d_commit,
     conv1d_state_update,
     delta_commit,
     gated_delta_net,
@@ -125,6 +126,7 @@ __all__ = [
     "bf16_matmul",
     "columns",
     "conv1d_causal",
+    "conv1d_commit",
     "conv1d_state_update",
     "delta_commit",
     "dequantize",

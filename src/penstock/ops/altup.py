@@ -17,8 +17,8 @@ from penstock.ops.op import op
 LEAST = 1e-5  # of a mean square that is divided by
 
 
-def _mixed(first: Spec, rest: Spec, coefs: Spec, extra: Spec | None) -> tuple[Spec, Spec]:
-    check.dtype("float32", first=first, rest=rest, coefs=coefs)
+def _mixed(first: Spec, rest: Spec, scores: Spec, weight: Spec, bias: Spec, extra: Spec | None) -> tuple[Spec, Spec]:
+    check.dtype("float32", first=first, rest=rest, scores=scores, weight=weight, bias=bias)
     check.floating(extra=extra)
     check.axes("[T, D]", 2, first=first)
     check.axes("[T, P - 1, D]", 3, rest=rest)
@@ -28,20 +28,26 @@ def _mixed(first: Spec, rest: Spec, coefs: Spec, extra: Spec | None) -> tuple[Sp
     N = P if extra is None else P + 1
     check.shape((T, P - 1, D), "T, P - 1, D of first", rest=rest)
     check.shape((T, D), "as first", extra=extra)
-    check.shape((T, P * N), f"T, {P} streams of {N} factors each", coefs=coefs)
+    check.shape((T, P), "one per stream", scores=scores)
+    check.shape((P * N, P), f"{N} factors of {P} streams each, P", weight=weight)
+    check.shape((P * N,), f"{N} factors of {P} streams each", bias=bias)
     return first, rest
 
 
 @op(infer=_mixed)
-def altup_mix(first: Array, rest: Array, coefs: Array, extra: Array | None = None) -> tuple[Array, Array]:
-    """Streams y_q = Σ_p coefs[q, p] · s_p of each token, s = first, rest and extra (if there is one), P as many again.
+def altup_mix(
+    first: Array, rest: Array, scores: Array, weight: Array, bias: Array, extra: Array | None = None
+) -> tuple[Array, Array]:
+    """Streams y_q = Σ_p c[q, p] · s_p of each token, s = first, rest and extra (if there is one), P as many again.
 
-    first [T, D], rest [T, P − 1, D], float32; extra [T, D], any float; coefs float32 [T, P · N], N = P or P + 1 factors
-    of each new stream → like first and rest.
+    The factors c = weight · tanh(scores) + bias are of the token. first [T, D], rest [T, P − 1, D], scores [T, P],
+    weight [P · N, P], bias [P · N], N = P or P + 1, all float32; extra [T, D], any float → like first and rest.
     """
     parts = [f64(first)[:, None], f64(rest)] + ([] if extra is None else [f64(extra)[:, None]])
     streams = np.concatenate(parts, axis=1)
-    factors = f64(coefs).reshape(len(first), rest.shape[1] + 1, streams.shape[1])
+    factors = (np.tanh(f64(scores)) @ f64(weight).T + f64(bias)).reshape(
+        len(first), rest.shape[1] + 1, streams.shape[1]
+    )
     y = (factors @ streams).astype(np.float32)
     return np.ascontiguousarray(y[:, 0]), np.ascontiguousarray(y[:, 1:])
 

@@ -172,6 +172,33 @@ def conv1d_state_update(
         state[slots, :rows] = np.concatenate([state[slots, 1:rows], x.astype(state.dtype)[:, None]], axis=1)
 
 
+def _conv_committed(state: Spec, slots: Spec, accepted: Spec, width: int) -> None:
+    check.floating(state=state)
+    check.dtype("int32", slots=slots, accepted=accepted)
+    check.axes("[S, W - 1 + K, C]", 3, state=state)
+    check.positive(width=width)
+    if state.shape[1] < width - 1:
+        raise ShapeError(f"state has shape {state.shape}, expected at least {width - 1} rows (width - 1)")
+    check.axes("[B]", 1, slots=slots)
+    check.shape(slots.shape, "as slots", accepted=accepted)
+
+
+def _check_conv_commit(state: Array, slots: Array, accepted: Array, width: int) -> None:
+    _check_slots(slots, state)
+    room = state.shape[1] - width + 1
+    check.in_range("accepted", accepted, 0, room + 1, f"{room} rows can be kept")
+
+
+@op(infer=_conv_committed, check=_check_conv_commit, writes=("state",))
+def conv1d_commit(state: Array, slots: Array, accepted: Array, width: int) -> None:
+    """Moves the rows of convolutions of W = width taps on by the first accepted[b] that were kept at slots[b] (−1:
+    none): what conv1d_state_update does with these rows. state [S, W − 1 + K, C]; `delta_commit` does it with all else.
+    """
+    for slot, count in zip(slots.tolist(), accepted.tolist(), strict=True):
+        if slot >= 0:
+            state[slot, : width - 1] = state[slot, count : count + width - 1].copy()
+
+
 # -- gates -----------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ MAX_MESSAGE = 1 << 30
 _HEAD = 4096  # bytes of a message that travel with its length
 _FOREVER = 365 * 86400.0
 _POLL = 0.25
+_LAST_SECONDS = 10.0  # for the watchdog's question to the store to be answered, which takes seconds on a busy machine
 _FAILED = "failed"
 
 
@@ -278,7 +279,7 @@ class RankGroup:
             self._closed.set()
             self._abort()
         if threading.current_thread() is not self._watchdog:  # one that asks the store while the process ends aborts it
-            self._watchdog.join(2.0)
+            self._watchdog.join(_LAST_SECONDS)
 
 
 def _wait(work: Any) -> None:

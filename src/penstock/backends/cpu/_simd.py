@@ -245,6 +245,38 @@ class _Code:
         nan = b.icmp_unsigned("==", magnitude, _const(V16I, 0x7F))
         return b.bitcast(b.select(nan, _const(V16I, 0x7FC00000), pattern), V16F)
 
+    def e4m3_patterns(self, codes: ir.Value) -> list[ir.Value]:
+        """64 E4M3 codes as 4 vectors of floats: their bits in the places of a float32, so that they are numbers times
+        2^-120, subnormal ones too; NaN is 480.
+
+        Words of codes change places first, so that bytes and halves are unpacked inside of blocks of four lanes.
+        """
+        b, halves = self.b, ir.VectorType(I16, 32)
+        words = b.bitcast(codes, V16I)
+        placed = b.bitcast(self.shuffle(words, words, [4 * (i % 4) + i // 4 for i in range(LANES)]), V64B)
+        found = []
+        for side in (0, 8):
+            order = [64 if i % 2 == 0 else 16 * (i // 16) + side + i % 16 // 2 for i in range(64)]
+            high = b.bitcast(self.shuffle(placed, _const(V64B, 0), order), halves)
+            high = b.and_(b.ashr(high, _const(halves, 4)), _const(halves, 0x87F0))
+            for part in (0, 4):
+                lanes = [32 if i % 2 == 0 else 8 * (i // 8) + part + i % 8 // 2 for i in range(32)]
+                found.append(b.bitcast(self.shuffle(high, _const(halves, 0), lanes), V16F))
+        return found
+
+    def all_below(self, values: ir.Value, count: ir.Value, bound: float) -> ir.Value:
+        """Whether all of `count` floats are; NaN is not."""
+        b, bools = self.b, ir.VectorType(ir.IntType(1), LANES)
+
+        def step(i, good, mask=None):
+            return [b.and_(good, b.fcmp_ordered("<", self.floats(values, i, FLOAT32, mask), _const(V16F, bound)))]
+
+        whole = b.and_(count, I64(-LANES))
+        (good,) = self.loop(0, whole, LANES, step, _const(bools, 1))
+        rest = b.sub(count, whole)
+        (good,) = self.last(rest, [good], lambda: step(whole, good, self.below(rest)))
+        return b.icmp_unsigned("==", b.bitcast(good, I16), I16(0xFFFF))
+
     def weight(self, numbers: ir.Value, scale: ir.Value, bias: ir.Value | None) -> ir.Value:
         product = self.b.fmul(numbers, scale)
         return product if bias is None else self.b.fadd(product, bias)
@@ -781,8 +813,11 @@ def coded_dots(typingctx, codes, stride, scales, biases, groups, x, y, K, gs, ki
         fma = code.function("llvm.fma.v16f32", V16F, V16F, V16F, V16F)
         starts = [code.at(codes, b.mul(I64(r), stride), I8) for r in range(R)]
         group_of = code.divider(gs)
+        ahead = b.mul(I64(R), stride)  # to the rows that come next
 
         def chunk(k, *acc, half=False):
+            for start in starts:
+                code.prefetch(code.at(start, b.add(ahead, b.lshr(b.mul(k, I64(width(kind))), I64(3))), I8))
             acc, parts = list(acc), [code.signed(start, k, kind, half, how) for start in starts]
             per_group = 16 if kind == NVFP4 else 32
             for block in range(0, 32 if half else 64, per_group):
@@ -799,8 +834,33 @@ def coded_dots(typingctx, codes, stride, scales, biases, groups, x, y, K, gs, ki
                         acc[r] = b.call(fma, [code.weight(q, s, bias), each, acc[r]])
             return acc
 
-        whole = b.and_(K, I64(-64))
-        acc = code.loop(0, whole, 64, chunk, *[_const(V16F, 0.0)] * R)
+        def patterned(k, *carried):
+            """`chunk` of E4M3 whose scales are below 2^16: weights are the same products, of other powers of two."""
+            acc, tops = list(carried[:R]), list(carried[R:])
+            for r, start in enumerate(starts):
+                code.prefetch(code.at(start, b.add(k, ahead), I8))
+                raw = code.load(code.at(start, k, I8), V64B)
+                tops[r] = b.call(largest, [tops[r], b.and_(raw, _const(V64B, 0x7F))])
+                for i, number in enumerate(code.e4m3_patterns(raw)):
+                    if i % 2 == 0:
+                        place = b.add(b.mul(I64(r), groups), group_of(b.add(k, I64(16 * i))))
+                        s = b.fmul(code.splat(code.load(code.at(scales, place, F32), F32)), _const(V16F, 2.0**112))
+                    each = code.floats(x, b.add(k, I64(16 * i)), FLOAT32)
+                    acc[r] = b.call(fma, [b.fmul(number, s), each, acc[r]])
+            return [*acc, *tops]
+
+        whole, zeros = b.and_(K, I64(-64)), [_const(V16F, 0.0)] * R
+        if kind != MXFP8 or how != VNNI:
+            acc = code.loop(0, whole, 64, chunk, *zeros)
+        else:
+            largest = code.function("llvm.umax.v64i8", V64B, V64B, V64B)
+            few = code.all_below(scales, b.mul(I64(R), groups), 2.0**16)
+            fast = code.loop(0, b.select(few, whole, I64(0)), 64, patterned, *zeros, *[_const(V64B, 0)] * R)
+            acc = code.loop(b.select(few, whole, I64(0)), whole, 64, chunk, *fast[:R])
+            for r, top in enumerate(fast[R:]):  # the largest code is NaN, and so is all that it is added to
+                nan = b.icmp_unsigned("==", top, _const(V64B, 0x7F))
+                found = b.icmp_unsigned("!=", b.bitcast(nan, I64), I64(0))
+                acc[r] = b.select(found, _const(V16F, float("nan")), acc[r])
         acc = code.loop(whole, K, 64, lambda k, *acc: chunk(k, *acc, half=True), *acc)
         for r in range(R):
             code.store(code.lane_sum(acc[r]), code.at(y, r, F32))

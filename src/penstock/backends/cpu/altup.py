@@ -5,6 +5,7 @@ from numba import prange
 
 from penstock import ops
 from penstock.backends.cpu._formats import fmt, frozen
+from penstock.backends.cpu._math import tanh32
 from penstock.backends.cpu._rows import bytes_in, bytes_out, itemsize, load_bytes, store_bytes
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
@@ -16,45 +17,48 @@ _LEAST = np.float32(LEAST)
 
 
 @kernel(ops.altup_mix, device="cpu")
-def altup_mix(first, rest, coefs, extra=None, *, out):
+def altup_mix(first, rest, scores, weight, bias, extra=None, *, out):
     if not first.size:
         return
-    T = len(first)
-    width = coefs.shape[1] // (rest.shape[1] + 1)
-    args = (frozen(first), frozen(rest), bytes_in(extra), frozen(coefs), fmt(first if extra is None else extra))
-    args = (*args, width, out[0], out[1])
+    factors = tuple(frozen(array) for array in (scores, weight, bias))
+    args = (frozen(first), frozen(rest), *factors, bytes_in(extra), fmt(first if extra is None else extra), *out)
     if rest.size <= _SERIAL:
-        _mix_some(*args, 0, T)
+        _mix_some(*args, 0, len(first))
     else:
         run(_mix, *args)
 
 
-# mix       y[q] = sum_p coefs[q, p] s[p], s = first, rest, extra; p in order
-# shapes    first, y0 [T, D], rest, y [T, P - 1, D], coefs [T, P N] float32; extra [T, D] of any format as bytes
+# mix       y[q] = sum_p c[q, p] s[p], c = weight tanh(scores) + bias, s = first, rest, extra; p in order
+# shapes    first, y0 [T, D], rest, y [T, P - 1, D], scores [T, P], weight [P N, P], bias [P N] float32; extra [T, D] of
+#           any format as bytes
 # threads   prange over tokens; a token belongs to one thread
 # bytes     T * D * (2 P * 4 + itemsize), each once
 # limits    none
 @njit(parallel=True)
-def _mix(first, rest, extra, coefs, extra_fmt, width, y0, y):
+def _mix(first, rest, scores, weight, bias, extra, extra_fmt, y0, y):
     for t in prange(first.shape[0]):
-        _mix_some(first, rest, extra, coefs, extra_fmt, width, y0, y, t, t + 1)
+        _mix_some(first, rest, scores, weight, bias, extra, extra_fmt, y0, y, t, t + 1)
 
 
 @njit
-def _mix_some(first, rest, extra, coefs, extra_fmt, width, y0, y, start, stop):
+def _mix_some(first, rest, scores, weight, bias, extra, extra_fmt, y0, y, start, stop):
     P, D = rest.shape[1] + 1, first.shape[1]
-    last = np.empty(D, np.float32)
+    width = bias.size // P
+    last, c = np.empty(D, np.float32), np.empty(bias.size, np.float32)
     for t in range(start, stop):
+        for i in range(bias.size):
+            c[i] = bias[i]
+            for k in range(P):
+                c[i] += weight[i, k] * tanh32(scores[t, k])
         if width > P:
             load_bytes(extra[t], extra_fmt, last)
         for q in range(P):
-            c = coefs[t, q * width : (q + 1) * width]
             row = y0[t] if q == 0 else y[t, q - 1]
-            _times(c[0], first[t], row)
+            _times(c[q * width], first[t], row)
             for p in range(1, P):
-                _add_times(c[p], rest[t, p - 1], row)
+                _add_times(c[q * width + p], rest[t, p - 1], row)
             if width > P:
-                _add_times(c[P], last, row)
+                _add_times(c[q * width + P], last, row)
 
 
 @njit

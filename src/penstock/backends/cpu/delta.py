@@ -247,6 +247,11 @@ def _shift(x, slots, keep, depth, x_fmt, state_fmt, state):
                 load_bytes(x[s + source], x_fmt, row.view(np.float32))
 
 
+@kernel(ops.conv1d_commit, device="cpu")
+def conv1d_commit(state: np.ndarray, slots: np.ndarray, accepted: np.ndarray, width: int) -> None:
+    ops.conv1d_commit.body(state, slots, accepted, width)  # a few rows, which NumPy copies
+
+
 # -- gates -----------------------------------------------------------------------------------------------------------
 
 

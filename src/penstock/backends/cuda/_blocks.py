@@ -176,9 +176,17 @@ def load_high(rows, at, ok, L: tl.constexpr, BITS: tl.constexpr):
     return words
 
 
+@triton.constexpr_function
+def _masked_or(mask):
+    """$1 & mask | $2 in one instruction: the compiler makes two of it where $2 is such a sum, too."""
+    return f"lop3.b32 $0, $1, {mask:#x}, $2, 0xEA;"
+
+
 @triton.jit
-def high_pairs(words, UP: tl.constexpr, BITS: tl.constexpr):
-    """words [S, R, 4, L, 1] of `high`, one for each of `low` → upper bits of pairs, UP bits up, [S, R, 4, L, J]."""
+def with_high(pairs, words, UP: tl.constexpr, BITS: tl.constexpr):
+    """pairs [S, R, 4, L, J] of lower bits, UP bits up, with the upper ones of words [S, R, 4, L, 1] of `high`, one for
+    each of `low`.
+    """
     HIGH: tl.constexpr = high_bits(BITS)
     LOW: tl.constexpr = width(BITS)
     J: tl.constexpr = 16 // LOW
@@ -186,7 +194,14 @@ def high_pairs(words, UP: tl.constexpr, BITS: tl.constexpr):
     place = tl.arange(0, L)[:, None] % min(L, high_run(BITS)) * (J * HIGH) + HIGH * tl.arange(0, J)[None, :]
     shift = place - (UP + LOW)
     words = tl.where(shift < 0, words << tl.maximum(-shift, 0), words >> tl.maximum(shift, 0))
-    return words & ((1 << HIGH) - 1 << (UP + LOW)) * 0x10001
+    MASK: tl.constexpr = ((1 << HIGH) - 1 << (UP + LOW)) * 0x10001
+    if WIDENED:
+        pairs |= words & MASK
+    else:
+        pairs = tl.inline_asm_elementwise(
+            _masked_or(MASK), "=r,r,r", [words, pairs], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return pairs
 
 
 @triton.jit

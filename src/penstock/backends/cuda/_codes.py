@@ -22,7 +22,6 @@ from penstock.backends.cuda._blocks import (
     code_bits,
     has_levels,
     high_bits,
-    high_pairs,
     is_blocks,
     is_type,
     level_tile,
@@ -30,6 +29,7 @@ from penstock.backends.cuda._blocks import (
     more_groups,
     sub_groups,
     top_groups,
+    with_high,
 )
 from penstock.backends.cuda._floats import float_tile, global_factor, is_float, scale_of, width
 from penstock.backends.cuda._launch import WIDENED, sigmoid
@@ -123,7 +123,7 @@ def _tile(
             word = word >> shift
         pair |= word & ((1 << min(BITS, 4)) - 1 << UP) * 0x10001
         if high is not None:
-            pair |= high_pairs(high.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1), UP, KIND)
+            pair = with_high(pair, high.permute(2, 3, 1, 0, 4).reshape(S, R, 4, L, 1), UP, KIND)
     a = _pairs_less(tl.broadcast_to(pair, (S, R, 4, L, J)), OFFSET)  # [S, R, lane, word, J, 2]
     return a.reshape(S, R, 4, L, J // 2, 2, 2).permute(0, 1, 3, 4, 2, 5, 6).reshape(S, R, 8 * L * J)
 
@@ -260,9 +260,10 @@ def _load_block_scales(a, base, common, block, first, n, C: tl.constexpr):
     if a.w[4] is not None:
         TOP: tl.constexpr = top_groups(BITS)
         at = _rows(a, 4, base, common, n.up_row, row, m, C.G // TOP, HALF)
-        if TOP > 1 and TOP % (COLS // C.TP) == 0:  # one for all columns
+        if TOP > 1 and TOP % (COLS // C.TP) == 0:  # one for all columns, which each of the lanes of a row loads
             which = (block * (COLS // C.TP) // TOP)[:, None, None, None]
-            top = tl.load(at + which, mask=(row < n.N) & (which < C.G // TOP) & (base >= 0), other=0)
+            lane = tl.arange(0, 4)[:, None, None, None, None, None] * 0
+            top = tl.load(at + which + lane, mask=(row < n.N) & (which < C.G // TOP) & (base >= 0), other=0)
         else:
             top = tl.load(at + group // TOP, mask=live, other=0)
     scale, bias = block_scales(sub, more, top, group, BITS)

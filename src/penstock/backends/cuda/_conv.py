@@ -334,6 +334,35 @@ def move_runs_on(
     )
 
 
+# commit of kept rows  rows 0 .. KEPT - 1 of state[slots[b]] <- rows accepted[b] .. accepted[b] + KEPT - 1
+# shapes               state [slots, rows, C]; slots, accepted int32 [B]
+# grid                 (B * blocks of channels,): one program moves CHANNELS columns of a state, a thread its own
+# bytes                2 * KEPT * C * itemsize for each state that moves
+# limits               none; more than there is room for is as much as there is
+@triton.jit(do_not_specialize=["slots"])
+def _conv1d_commit_kept_kernel(
+    state_ptr, slots_ptr, accepted_ptr, C, rows, slots, KEPT: tl.constexpr, CHANNELS: tl.constexpr
+):
+    across = tl.cdiv(C, CHANNELS)
+    b = tl.program_id(0) // across
+    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    count = tl.minimum(tl.load(accepted_ptr + b), rows - KEPT)
+    if (count <= 0) | (slot < 0) | (slot >= slots):
+        return
+    state_ptr += slot * rows * C + c
+    for r in range(KEPT):  # in rising order a thread reads every row before it writes it
+        tl.store(state_ptr + r * C, tl.load(state_ptr + (r + count) * C, mask=c < C), mask=c < C)
+
+
+def commit_kept(state: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, width: int) -> None:
+    _, rows, C = state.shape
+    channels = min(128, triton.next_power_of_2(C))
+    _conv1d_commit_kept_kernel[(len(slots) * triton.cdiv(C, channels),)](
+        state, slots, accepted, C, rows, state.shape[0], width - 1, channels, num_warps=1
+    )
+
+
 # commit of rows  y[b, i] = silu(conv1d) of row i of those kept at slots[b], i < accepted[b]; then the first W - 1 rows
 #                 of the state <- those from accepted[b] on
 # shapes          state [slots, rows, C], rows = W - 1 + K; weight [C, W]; slots, accepted int32 [B]; y [B, K, C]

@@ -420,9 +420,10 @@ def step(
     tile, warps = found
     arrived = _arrivals(conv_state.data_ptr(), S, Hk, conv_state.device) if Hv > Hk else None
     load, store = DELTA_HINTS
+    registers = max(choice.registers, 160) if alpha.ndim == 3 else choice.registers  # decays would spill 176 bytes
     _step_kernel[(B * Hv,)](
         qkv, conv_state, conv_weight, alpha, beta, A_log, dt_bias, slots, arrived, state, z, norm_weight, out,
         S, conv_state.shape[1], 1e-6, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv, W=conv_weight.shape[1], **tile, LOAD=load,
         STORE=store, PREFETCH=choice.prefetch, CHANNELS=alpha.ndim == 3, ACT=act, num_warps=warps,
-        maxnreg=choice.registers, **pdl_options(),
+        maxnreg=registers, **pdl_options(),
     )  # fmt: skip

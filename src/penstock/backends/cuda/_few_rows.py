@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import factor_of, place_of
+from penstock.backends.cuda._floats import groups_of
 from penstock.backends.cuda._lanes import (
     MAGIC,
     Constants,
@@ -42,7 +43,7 @@ from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import FEW_GROUPS, FEW_PROGRAMS, FEW_ROWS, FEW_TILES, FEW_WORDS, FewRows
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
-from penstock.quant import MODES, QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 # Arrays of a launch. w, up, common, common_up: codes, scales and biases, each None where there are none.
 _Arrays = namedtuple("_Arrays", "w up common common_up x residual order tiles weights score y")
@@ -50,10 +51,15 @@ _Arrays = namedtuple("_Arrays", "w up common common_up x residual order tiles we
 
 @triton.jit
 def _start(arrays, row, q, C: tl.constexpr):
-    """Addresses of the codes, scales and biases of a lane's first row in a weight."""
+    """Addresses of the codes, scales and biases of a lane's first row in a weight, or of its planes."""
     GROUPS: tl.constexpr = C.K // C.GS * 2
     codes = arrays[0].to(tl.int64) + row * (C.K * C.BITS // 8) + codes_offset(q, C)
-    return codes, arrays[1].to(tl.int64) + row * GROUPS, arrays[2].to(tl.int64) + row * GROUPS
+    if C.BLOCKS:
+        sub, more = arrays[1].to(tl.int64) + row * (C.K // 32), arrays[2].to(tl.int64) + row * (C.K // 64)
+        starts = codes, sub, more, arrays[3].to(tl.int64) + row * (C.K // 64)
+    else:
+        starts = codes, arrays[1].to(tl.int64) + row * GROUPS, arrays[2].to(tl.int64) + row * GROUPS
+    return starts
 
 
 @triton.jit
@@ -289,7 +295,9 @@ class Launch(NamedTuple):
 
 def _fits(w: Any) -> bool:
     """Whether lanes can read this weight: whole words of a group for each, scales of 16 bits, rows that are aligned."""
-    if not isinstance(w, QuantizedTensor) or w.mode not in MODES:
+    if isinstance(w, GgufTensor):
+        return w.mode == "Q4_K" and all(array.data_ptr() % 16 == 0 for array in w.arrays)
+    if not isinstance(w, QuantizedTensor):
         return False
     if w.bits not in MAGIC or w.scales.element_size() != 2:
         return False
@@ -313,7 +321,7 @@ def takes(x: torch.Tensor, *weights: Any) -> bool:
 def refused(x: torch.Tensor, *weights: Any) -> BackendError:
     """What is raised where lanes are asked for by name and cannot take these products."""
     given = ", ".join(repr(w) if isinstance(w, QuantizedTensor) else f"dense {w.dtype}" for w in weights)
-    taken = "bfloat16 rows and codes of 2, 4 or 8 bits of one format, 16 to 64 bytes of a group, 16-bit scales"
+    taken = "bfloat16 rows and Q4_K, or codes of 2, 4 or 8 bits of one format, 16 to 64 bytes of a group, 16-bit scales"
     return BackendError(f"variant 'lanes': x has {x.dtype} rows, weights are {given}, expected {taken} on cuda")
 
 
@@ -324,10 +332,12 @@ def _groups(K: int, bits: int, gs: int, most: int) -> int:
 
 
 @functools.cache
-def _dense_launch(T: int, N: int, K: int, bits: int, gs: int, gated: bool, processors: int) -> Launch:
+def _dense_launch(
+    T: int, N: int, K: int, bits: int, gs: int, gated: bool, processors: int, blocks: bool = False
+) -> Launch:  # fmt: skip
     row: FewRows = next(row for row in FEW_ROWS if row.tokens >= T and row.rows * processors <= N)
-    P = _groups(K, bits, gs, row.groups)
-    U = row.ahead * max(1, row.groups // P)
+    P = 4 if blocks else _groups(K, bits, gs, row.groups)
+    U = row.ahead * max(1, row.groups // (2 if blocks else P))  # groups of blocks are half as long
     U = max(1, min(U, -(-(K // gs // P) // row.parts)))
     return Launch(max(2, row.tiles) if gated else row.tiles, row.token_tiles, row.parts, row.across, P, U, False)
 
@@ -340,7 +350,7 @@ def _rows(how: Launch, act: str | None) -> int:
 def _constants(how: Launch, w: QuantizedTensor, N: int, act: str | None, grouped: bool, every: int) -> Constants:
     K, even = w.shape[-1], N % _rows(how, act) == 0
     fixed = (how.MT, how.NT, how.S, how.V, how.P, how.U, act, even, how.AHEAD, grouped, every)
-    return Constants(K, w.bits, w.group_size, *fixed)
+    return Constants(K, w.bits, groups_of(w), *fixed, isinstance(w, GgufTensor))
 
 
 def few_rows(
@@ -352,7 +362,8 @@ def few_rows(
     out may be residual.
     """
     (T, K), N = x.shape, w.shape[0]
-    how = _dense_launch(T, N, K, w.bits, w.group_size, up is not None, multiprocessors(x))
+    gpu = (multiprocessors(x), isinstance(w, GgufTensor))
+    how = _dense_launch(T, N, K, w.bits, groups_of(w), up is not None, *gpu)
     C = _constants(how, w, N, act, False, 0)
     ups = NO_WEIGHT if up is None else up.arrays
     a = _Arrays(w.arrays, ups, NO_WEIGHT, NO_WEIGHT, x, residual, None, None, None, None, out)

@@ -209,12 +209,11 @@ def weight_tile(codes, s, b, C: tl.constexpr):
     if is_float(C.BITS):
         FLOATS: tl.constexpr = [C.BN, C.BK // (4 * VPW), VPW // 2, 4, 2]
         s = tl.broadcast_to(scale_of(s, C.BITS)[:, :, :, :, None], FLOATS)
-        return tl.reshape(float_values(codes.to(tl.int32, bitcast=True), C.BITS) * s, TILE).to(C.DTYPE)
-    b = by_unit(b, C)
-    if C.PAIRS is not None:
+        w = tl.reshape(float_values(codes.to(tl.int32, bitcast=True), C.BITS) * s, TILE).to(C.DTYPE)
+    elif C.PAIRS is not None:
         SHAPE: tl.constexpr = [C.BN, C.BK // (4 * VPW), VPW // 2, 4]
         s = _twice(s, SHAPE)
-        b = _twice(b, SHAPE)
+        b = _twice(by_unit(b, C), SHAPE)
         w = tl.inline_asm_elementwise(C.PAIRS, "=r,r,r,r", [codes, s, b], dtype=tl.uint32, is_pure=True, pack=1)
         low = w.to(tl.uint16).to(C.DTYPE, bitcast=True)
         w = tl.reshape(tl.join(low, (w >> 16).to(tl.uint16).to(C.DTYPE, bitcast=True)), TILE)
@@ -222,7 +221,7 @@ def weight_tile(codes, s, b, C: tl.constexpr):
         SHAPE: tl.constexpr = [C.BN, C.BK // (4 * VPW), VPW // 2, 4, 2]
         w = tl.reshape((codes | 0x4B000000).to(tl.float32, bitcast=True), TILE) - 8388608.0
         s = tl.reshape(tl.broadcast_to(s[:, :, :, :, None], SHAPE), TILE)
-        b = tl.reshape(tl.broadcast_to(b[:, :, :, :, None], SHAPE), TILE)
+        b = tl.reshape(tl.broadcast_to(by_unit(b, C)[:, :, :, :, None], SHAPE), TILE)
         w = (w * s.to(tl.float32) + b.to(tl.float32)).to(C.DTYPE)
     return w
 

@@ -28,8 +28,8 @@ from penstock.backends.cuda._launch import INTERPRETED, WIDENED
 # What a product is compiled for: rows of K codes of BITS in groups of GS. A warp has MT times 16 rows and NT times 8
 # tokens; S warps share K and V the rows of a program. P groups have their scales in one load, U of these are loaded at
 # a time. ACT: the second half of the MT tiles is of up rows. EVEN: rows end with a program's. AHEAD: x is loaded one
-# step ahead, too. SHARED_EVERY, GROUPED: see `_few_rows`.
-Constants = namedtuple("Constants", "K BITS GS MT NT S V P U ACT EVEN AHEAD GROUPED SHARED_EVERY")
+# step ahead, too. SHARED_EVERY, GROUPED: see `_few_rows`. BLOCKS: weights are planes of Q4_K, P is 4.
+Constants = namedtuple("Constants", "K BITS GS MT NT S V P U ACT EVEN AHEAD GROUPED SHARED_EVERY BLOCKS")
 
 MAGIC = {2: 0x40804080, 4: 0x41804180, 8: 0x41804180}  # 2^BITS (of 8 bits 16) in both halves of a word
 
@@ -60,8 +60,10 @@ def x_parts(bits, gs):
 
 @triton.constexpr_function
 def paired(C):
-    """Whether a lane loads its words of two groups at once: of experts, where most of the time is their weights'."""
-    return C.GROUPED and C.P % 2 == 0 and lane_words(C.BITS, C.GS) <= 2
+    """Whether a lane loads its words of two groups at once: of experts, where most of the time is their weights', and
+    of blocks, whose groups are half a sector of 32 bytes.
+    """
+    return (C.GROUPED or C.BLOCKS) and C.P % 2 == 0 and lane_words(C.BITS, C.GS) <= 2
 
 
 @triton.constexpr_function
@@ -365,13 +367,26 @@ def _products(words, xs, magic, C: tl.constexpr):
 
 
 @triton.jit
+def _block_scale(sub, more, top, p: tl.constexpr):
+    """Scale and bias of the p-th of four groups of Q4_K from their entries of the planes."""
+    byte, upper = sub >> (8 * p), more >> (4 * p)
+    scale = _number((top,), 0, tl.float16) * (byte & 63).to(tl.float32)
+    return scale, -(_number((top,), 1, tl.float16) * (((byte >> 6) & 3) | ((upper & 15) << 2)).to(tl.float32))
+
+
+@triton.jit
 def _add_tile(total, words, scales, biases, xs, sums, magic, p: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
     """total + the products of 16 rows and a group, the p-th of those whose scales these are."""
     OFFSET: tl.constexpr = 272.0 if C.BITS == 8 else float(1 << C.BITS)
     HALF: tl.constexpr = max(1, C.P // 2)
     product = _products(words, xs, magic, C)
-    s0, s1 = _number(scales[:HALF], p, KIND), _number(scales[HALF:], p, KIND)
-    b0, b1 = _number(biases[:HALF], p, KIND) - OFFSET * s0, _number(biases[HALF:], p, KIND) - OFFSET * s1
+    if C.BLOCKS:
+        s0, b0 = _block_scale(scales[0], biases[0], biases[1], p)
+        s1, b1 = _block_scale(scales[1], biases[2], biases[3], p)
+    else:
+        s0, s1 = _number(scales[:HALF], p, KIND), _number(scales[HALF:], p, KIND)
+        b0, b1 = _number(biases[:HALF], p, KIND), _number(biases[HALF:], p, KIND)
+    b0, b1 = b0 - OFFSET * s0, b1 - OFFSET * s1
     new = ()
     for t in tl.static_range(C.NT):
         new += (
@@ -390,8 +405,9 @@ def _add_tile(total, words, scales, biases, xs, sums, magic, p: tl.constexpr, KI
 def load_block(starts, back, block, C: tl.constexpr):
     """Words, scales and biases of U blocks, every S-th from `block` on, for the rows of a lane.
 
-    starts: addresses of the codes, scales and biases of a lane's first row, for each weight (gate, up). back: how many
-    rows before its place a row is to be read, where rows end before the program's.
+    starts: addresses of the codes, scales and biases of a lane's first row, for each weight (gate, up), of blocks those
+    of low, sub, more and top: then entries of sub are scales, those of more and top biases. back: how many rows before
+    its place a row is to be read, where rows end before the program's.
     """
     WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
     ROW: tl.constexpr = C.K * C.BITS // 8
@@ -404,15 +420,20 @@ def load_block(starts, back, block, C: tl.constexpr):
         at = at.to(tl.int64)
         for weight in tl.static_range(C.MT // row_tiles(C)):
             w = starts[weight][0] + at * (C.P * 16 * WORDS)
-            s = starts[weight][1] + at * (2 * C.P)
-            b = starts[weight][2] + at * (2 * C.P)
+            s = starts[weight][1] + at * (C.P if C.BLOCKS else 2 * C.P)
+            b = starts[weight][2] + at * (C.P // 2 if C.BLOCKS else 2 * C.P)
             for m in tl.static_range(2 * row_tiles(C)):
                 row = m * 8
                 if not C.EVEN:
                     row = row - back[m]
                 words += _load_codes(w + row * ROW, C)
-                scales += _load(s + row * GROUPS, 2 * C.P, "")
-                biases += _load(b + row * GROUPS, 2 * C.P, "")
+                if C.BLOCKS:
+                    top = starts[weight][3] + at // 2 * 4
+                    scales += _load(s + row * (C.K // 32), 4, "")
+                    biases += _load(b + row * (C.K // 64), 2, "") + _load(top + row * (C.K // 64), 4, "")
+                else:
+                    scales += _load(s + row * GROUPS, 2 * C.P, "")
+                    biases += _load(b + row * GROUPS, 2 * C.P, "")
     return words, scales, biases
 
 
@@ -439,7 +460,13 @@ def _first_word(u, m, p, C):
 @triton.constexpr_function
 def _scale_words(C):
     """Words that hold the scales of a row tile's two rows in a block."""
-    return 2 * max(1, C.P // 2)
+    return 2 if C.BLOCKS else 2 * max(1, C.P // 2)
+
+
+@triton.constexpr_function
+def _bias_words(C):
+    """Words that hold their biases."""
+    return 4 if C.BLOCKS else 2 * max(1, C.P // 2)
 
 
 @triton.jit
@@ -450,6 +477,7 @@ def add_blocks(total, loaded, xs, magic, KIND: tl.constexpr, C: tl.constexpr):
     WORDS: tl.constexpr = word_parts(C.BITS, C.GS)
     PARTS: tl.constexpr = x_parts(C.BITS, C.GS)
     EACH: tl.constexpr = _scale_words(C)
+    BIASES: tl.constexpr = _bias_words(C)
     for u in tl.static_range(C.U):
         for p in tl.static_range(C.P):
             mine = xs[(u * C.P + p) * C.NT * PARTS : (u * C.P + p + 1) * C.NT * PARTS]
@@ -463,7 +491,7 @@ def add_blocks(total, loaded, xs, magic, KIND: tl.constexpr, C: tl.constexpr):
                     words[_first_word(u, m, p, C) : _first_word(u, m, p, C) + WORDS]
                     + words[_first_word(u, m, p + C.P, C) : _first_word(u, m, p + C.P, C) + WORDS],
                     scales[(u * C.MT + m) * EACH : (u * C.MT + m + 1) * EACH],
-                    biases[(u * C.MT + m) * EACH : (u * C.MT + m + 1) * EACH],
+                    biases[(u * C.MT + m) * BIASES : (u * C.MT + m + 1) * BIASES],
                     mine, sums, magic, p, KIND, C,
                 )  # fmt: skip
             total = new

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda import _tuning
-from penstock.backends.cuda._blocks import code_bits
+from penstock.backends.cuda._blocks import code_bits, is_blocks
 from penstock.backends.cuda._codes import (
     FP_MAGIC,
     Arrays,
@@ -273,10 +273,15 @@ def config(
     rows = (8 if gated else 16) * (8 if INTERPRETED else 1)  # the interpreter is slow by the program, not by its size
     narrow = code_bits(bits) in (2, 4) and not is_float(bits) and not wide  # leaves registers for twice as much
     busy, less, alone = _tuning.MATVEC_WARPS
-    if tokens == 1 and narrow and not normed and (pairs > 1 if blocks <= busy else slots == 1):
-        found = _long_rows(rows, blocks, tiles, gated, pairs * slots == 1)
-        if found is not None:
-            return found
+    short = block_codes(bits, gs, tokens) if is_blocks(bits) else 0
+    whole = -(-blocks * short // 512) if short else blocks  # blocks of 512 codes
+    found = None
+    if tokens == 1 and (narrow or (short and not wide)) and not normed and (pairs > 1 if whole <= busy else slots == 1):
+        found = _long_rows(rows, whole, tiles, gated, pairs * slots == 1)
+    if short:
+        return _blocks_config(short, tokens, blocks, tiles, rows, narrow, wide, found)
+    if found is not None:
+        return found
     if tiles >= _tuning.MATVEC_BUSY:
         warps = min(busy, triton.next_power_of_2(blocks))
         if tokens > 1:
@@ -291,6 +296,24 @@ def config(
     warps = min(alone if tiles <= 1 and slots > 1 and blocks <= alone else less, triton.next_power_of_2(blocks))
     ahead = blocks > warps and narrow and (slots == 1 or tiles <= 1)
     return _coded(tokens, rows, warps, 2 if ahead else 1)
+
+
+def _blocks_config(
+    codes: int, tokens: int, blocks: int, tiles: float, rows: int, narrow: bool, wide: bool, long: Config | None
+) -> Config:  # fmt: skip
+    """`config` for GGUF blocks, whose groups are short: a warp takes as many blocks at a time as make a long one.
+
+    long: the launch for as many long ones.
+    """
+    busy, less, _ = _tuning.MATVEC_WARPS
+    ahead = 1 if wide else max(1, _tuning.MATVEC_BLOCK_CODES[tokens] // codes)
+    if long is not None:  # more than 2 at a time, in a loop, take minutes to compile
+        return _coded(1, rows, long.S, min(ahead, 2), long.parts)
+    warps = min(busy if tiles >= _tuning.MATVEC_BUSY else less, triton.next_power_of_2(blocks))
+    ahead = min(ahead, -(-blocks // warps))
+    once = blocks <= warps * ahead and tokens == 1
+    ahead = ahead if once else min(ahead, 2)
+    return _coded(tokens, 2 * rows if narrow and once and tiles >= _tuning.MATVEC_TWICE else rows, warps, ahead)
 
 
 def _long_rows(rows: int, blocks: int, tiles: float, gated: bool, alone: bool) -> Config | None:

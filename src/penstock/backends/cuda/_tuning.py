@@ -128,6 +128,8 @@ MATVEC_TWICE, MATVEC_BLOCKS = 5.5, 16
 # several experts. Up to so many blocks, such a tile takes twice as many that are half as long.
 MATVEC_WARPS, MATVEC_SHORT = (4, 8, 16), 4
 MATVEC_AHEAD = {1: 1, 2: 2, 4: 2, 8: 4}  # blocks of a warp at a time by tokens: with several, blocks are short
+# Of GGUF blocks, codes of a row that a warp takes at a time, by tokens. Unmeasured: as many bytes as with 4 bits.
+MATVEC_BLOCK_CODES = {1: 512, 2: 256, 4: 128, 8: 64}
 # With these numbers of blocks, warps and blocks of a warp where every program norms x: smaller ones of fewer warps.
 # [9216, 2048] 6.2 µs, with 32 rows and 4 warps 7.8.
 MATVEC_NORMED = {3: (2, 2), 4: (2, 2)}

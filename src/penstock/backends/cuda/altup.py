@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from penstock import ops
-from penstock.backends.cuda._launch import pdl_options, wait_for_previous
+from penstock.backends.cuda._launch import pdl_options, tanh, wait_for_previous
 from penstock.backends.cuda._rows import rounded
 from penstock.ops.altup import LEAST
 from penstock.ops.op import kernel
@@ -13,31 +13,38 @@ _COLUMNS = 512  # of a program of the mix
 _BLOCK = 4096  # columns that a program of a row takes at a time
 
 
-# mix       y[q] = sum_p coefs[q, p] s[p], s = first, rest, extra; p in order
-# shapes    first, y0 [T, D], rest, y [T, P - 1, D], coefs [T, P N] float32; extra [T, D] of any float, or None
+# mix       y[q] = sum_p c[q, p] s[p], c = weight tanh(scores) + bias, s = first, rest, extra; p in order
+# shapes    first, y0 [T, D], rest, y [T, P - 1, D], scores [T, P], weight [P N, P], bias [P N] float32; extra [T, D] of
+#           any float, or None
 # grid      (T, ceil(D / COLUMNS)): COLUMNS columns of a token
-# bytes     T * D * (2 P * 4 + itemsize) but for what comes from L2: each program reads its columns P times
+# bytes     T * D * (2 P * 4 + itemsize) but for what comes from L1: each program reads its columns P times
 # limits    D <= 65535 * COLUMNS
 @triton.jit
 def _mix_kernel(
-    first_ptr, rest_ptr, coefs_ptr, extra_ptr, y0_ptr, y_ptr, D, P: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
+    first_ptr, rest_ptr, scores_ptr, weight_ptr, bias_ptr, extra_ptr, y0_ptr, y_ptr, D,
+    P: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     t = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     live = col < D
+    k = tl.arange(0, WIDE)
     N: tl.constexpr = P if extra_ptr is None else P + 1
-    coefs_ptr += t * P * N
+    score = tanh(tl.load(scores_ptr + t * P + k, mask=k < P, other=0.0))
     rest_ptr += t * (P - 1) * D + col
     y_ptr += t * (P - 1) * D + col
     for q in tl.static_range(P):
-        total = tl.load(coefs_ptr + q * N) * tl.load(first_ptr + t * D + col, mask=live, other=0.0)
-        for p in tl.static_range(1, P):
-            total += tl.load(coefs_ptr + q * N + p) * tl.load(rest_ptr + (p - 1) * D, mask=live, other=0.0)
-        if extra_ptr is not None:
-            extra = tl.load(extra_ptr + t * D + col, mask=live, other=0.0).to(tl.float32)
-            total += tl.load(coefs_ptr + q * N + P) * extra
+        total = tl.zeros((COLUMNS,), tl.float32)
+        for p in tl.static_range(N):
+            at = q * N + p
+            c = tl.sum(tl.load(weight_ptr + at * P + k, mask=k < P, other=0.0) * score, axis=0) + tl.load(bias_ptr + at)
+            if p == 0:
+                s = tl.load(first_ptr + t * D + col, mask=live, other=0.0)
+            elif p < P:
+                s = tl.load(rest_ptr + (p - 1) * D, mask=live, other=0.0)
+            else:
+                s = tl.load(extra_ptr + t * D + col, mask=live, other=0.0).to(tl.float32)
+            total += c * s
         if q == 0:
             tl.store(y0_ptr + t * D + col, total, mask=live)
         else:
@@ -45,12 +52,14 @@ def _mix_kernel(
 
 
 @kernel(ops.altup_mix, device="cuda")
-def altup_mix(first, rest, coefs, extra=None, *, out):
+def altup_mix(first, rest, scores, weight, bias, extra=None, *, out):
     if first.numel():
         T, D = first.shape
-        grid = (T, triton.cdiv(D, _COLUMNS))
         P = rest.shape[1] + 1
-        _mix_kernel[grid](first, rest, coefs, extra, *out, D, P=P, COLUMNS=_COLUMNS, num_warps=4, **pdl_options())
+        _mix_kernel[(T, triton.cdiv(D, _COLUMNS))](
+            first, rest, scores, weight, bias, extra, *out, D, P=P, WIDE=triton.next_power_of_2(P), COLUMNS=_COLUMNS,
+            num_warps=4, **pdl_options(),
+        )  # fmt: skip
 
 
 @triton.jit

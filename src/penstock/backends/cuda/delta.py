@@ -11,7 +11,7 @@ import triton.language as tl
 
 from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, delta_chunks_of_runs, takes_chunks
-from penstock.backends.cuda._conv import commit_rows, convolve, convolve_runs, move_on, move_runs_on
+from penstock.backends.cuda._conv import commit_kept, commit_rows, convolve, convolve_runs, move_on, move_runs_on
 from penstock.backends.cuda._delta_step import decay, mix, step, takes_steps
 from penstock.backends.cuda._launch import sigmoid
 from penstock.backends.cuda._recurrence import commit_states, recur, recur_runs
@@ -56,6 +56,12 @@ def conv1d_state_update(
             move_runs_on(state, x, starts, slots, keep, width)
     else:
         move_on(state, x, slots, width)
+
+
+@kernel(ops.conv1d_commit, device="cuda")
+def conv1d_commit(state: torch.Tensor, slots: torch.Tensor, accepted: torch.Tensor, width: int) -> None:
+    if len(slots) and state.numel():
+        commit_kept(state, slots, accepted, width)
 
 
 # -- gates -----------------------------------------------------------------------------------------------------------

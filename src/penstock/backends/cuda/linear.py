@@ -13,7 +13,7 @@ from penstock.backends.cuda import _tuning
 from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._few_rows import few_rows, refused, takes
 from penstock.backends.cuda._floats import global_factor, is_float, kernel_arrays, kind_of, width
-from penstock.backends.cuda._gemm import dense_blocks, dense_gemm, quantized_gemm
+from penstock.backends.cuda._gemm import dense_blocks
 from penstock.backends.cuda._launch import flat_rows
 from penstock.backends.cuda._matvec import matvec, same_codes
 from penstock.backends.cuda._matvec_experts import expert_rows
@@ -118,6 +118,8 @@ def product(
     if _few(x, variant, _exact(x.dtype, w, out) and not half):
         matvec(x, w, out, residual=residual)
         return
+    from penstock.backends.cuda._gemm import dense_gemm, quantized_gemm
+
     if isinstance(w, QuantizedTensor):
         quantized_gemm(x, w, out, half, residual)
     elif residual is None:

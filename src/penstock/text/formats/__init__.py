@@ -16,7 +16,9 @@ from penstock.text.formats.gemma import GEMMA
 from penstock.text.formats.glm import GLM
 from penstock.text.formats.harmony import HARMONY
 from penstock.text.formats.kimi import KIMI
+from penstock.text.formats.lfm2 import LFM2
 from penstock.text.formats.minimax import MINIMAX
+from penstock.text.formats.mistral import MISTRAL
 from penstock.text.formats.plain import PLAIN
 from penstock.text.formats.qwen import QWEN
 from penstock.text.formats.qwen_xml import QWEN_XML
@@ -25,7 +27,7 @@ from penstock.text.tokenizer import Tokenizer
 # by name; where several fit a model, it has the last one
 FORMATS: Mapping[str, ChatFormat] = {
     format.name: format
-    for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX, KIMI, HARMONY)
+    for format in (PLAIN, QWEN, QWEN_XML, DEEPSEEK_V3_1, DEEPSEEK_V3, GEMMA, GLM, MINIMAX, KIMI, LFM2, MISTRAL, HARMONY)
 }
 
 

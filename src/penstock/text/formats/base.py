@@ -41,8 +41,10 @@ class Parser(Reader):
     with calls has a subclass, whose `_read_call` reads them.
 
     How a text is cut into pieces changes where the texts of deltas are cut, and nothing else. `calls` counts the calls
-    that began, `complete` those that came to their end.
+    that began, `complete` those that came to their end. text: what no marker of a format begins with.
     """
+
+    text = TEXT
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class Parser(Reader):
         if not marks:
             self._release(kind)
             self._emit(kind(""), (yield from self._some(_ANY)))
-        elif text := (yield from self._some(TEXT)):
+        elif text := (yield from self._some(self.text)):
             self._write(kind, text)
         elif mark := (yield from self._word(*marks)):
             return mark
@@ -215,8 +217,8 @@ class Parser(Reader):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How models of one kind write reasoning and tool calls. No marker has a < behind its first character or begins
-    another one, and none begins as NO_MARK says.
+    """How models of one kind write reasoning and tool calls. Markers begin with a bracket, which they do not have
+    again; none begins another one, or as the parser's `text` says.
 
     reasoning: what opens and closes it, and the label that stands behind the opening. call: what opens and closes a
     tool call; calls: what opens and closes a list of them; inner: markers inside of a call. separator: behind the name.
