@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from penstock.engine.hooks import Hooks, make_hooks
+from penstock.engine.reading import Reading
 from penstock.engine.sampling import SamplingParams, check_vocabulary
 from penstock.engine.speculate import check_speculate
 from penstock.errors import InvalidArgument
@@ -124,8 +125,9 @@ class Request:
 
     params have a seed. eos: ids that end the answer. stop: strings that end it, and are not part of it. shown: special
     tokens that become text all the same. grammar says before each token which ones are allowed. hooks: see `Hooks`; a
-    request that has some stays in its process. max_tokens 0: there is no answer, see `reading_request`. speculate, and
-    num_draft_tokens: what drafts come from and how many a step verifies at the most; None: as the model was loaded.
+    request that has some stays in its process. max_tokens 0: there is no answer, see `reading_request`. reading: what
+    is wanted of the prompt. speculate, and num_draft_tokens: what drafts come from and how many a step verifies at the
+    most; None: as the model was loaded.
     acceptance, for benchmarks: the draft at place i counts with this probability if those before it do, whatever the
     token is, drawn by seed and position; and with fixed_drafts every step verifies num_draft_tokens.
     """
@@ -142,6 +144,7 @@ class Request:
     num_draft_tokens: int | None = None
     acceptance: tuple[float, ...] | None = None
     fixed_drafts: bool = False
+    reading: Reading | None = None
 
 
 def make_request(
@@ -191,8 +194,10 @@ def make_request(
     return Request(*about, speculate=speculate, num_draft_tokens=drafts)
 
 
-def reading_request(limits: RequestLimits, tokens: Seq[int]) -> Request:
-    """A request that ends with its prompt: for `Scheduler.submit` with `rows`. Raises InvalidArgument."""
+def reading_request(limits: RequestLimits, tokens: Seq[int], reading: Reading | None = None) -> Request:
+    """A request that ends with its prompt: with a reading, or for `Scheduler.submit` with `rows`. Raises
+    InvalidArgument.
+    """
     ids: list[int] = token_array(tokens, limits.vocab_size).tolist()
     if not ids:
         raise InvalidArgument("tokens is empty, expected at least one")
@@ -201,7 +206,7 @@ def reading_request(limits: RequestLimits, tokens: Seq[int]) -> Request:
             f"context: 0 positions are filled and {len(ids)} more were given, "
             f"expected at most {limits.max_context} in all (max_context)"
         )
-    return Request(ids, SamplingParams(seed=0), 0, frozenset())
+    return Request(ids, SamplingParams(seed=0), 0, frozenset(), reading=reading)
 
 
 def _check_alone(params: SamplingParams) -> None:

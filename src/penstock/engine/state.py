@@ -60,6 +60,7 @@ class RequestState:
     progress: Callable[[int], None] | None = None
     rows: Callable[[np.ndarray], None] | None = None
     hidden: bool = False
+    rows_end: int = 0  # positions whose rows were handed out: no second time where a prompt is computed again
 
     prompt_end: int = 0  # positions of the sequence with the prompt
     tokens: list[int] = field(default_factory=list)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from penstock.engine.metrics import SchedulerMetrics
+from penstock.engine.reading import Reading
 from penstock.engine.remote import RemoteScheduler
 from penstock.engine.replicas import Replicas
-from penstock.engine.request import token_array
+from penstock.engine.request import RequestLimits, reading_request, token_array
 from penstock.engine.response import ResponseHandle
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.thread import SchedulerThread
@@ -59,7 +60,8 @@ class Options:
 
     defaults: of the sampling options that a request leaves out. max_tokens: of an answer if the request sets none.
     template_variables: for every chat. split_reasoning: False leaves reasoning in the content.
-    allow_special_in_messages: control tokens that messages spell out reach the model as such.
+    allow_special_in_messages: control tokens that messages spell out reach the model as such. pooling: of embeddings
+    (see `LLM.embed`).
     """
 
     names: tuple[str, ...] = ("demo",)
@@ -68,6 +70,7 @@ class Options:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     split_reasoning: bool = True
     allow_special_in_messages: bool = False
+    pooling: str = "mean"
     ping_seconds: float = 30.0
     parallel: int | None = None
     prefix_cache: bool = True
@@ -286,6 +289,24 @@ class Service:
         requests = self._requests(scheduler, prompts, request.n or 1, options, grammar)
         return Work(requests, [None] * len(requests))
 
+    def embeddings(self, request: schema.EmbeddingRequest) -> list[Request]:
+        """One request for each text, which ends with it."""
+        self.check_model(request.model)
+        llm, context = self.llm, self.llm.max_context
+        limits, reading = RequestLimits(context, llm.config.vocab_size), Reading(self.options.pooling)
+        made = []
+        for n, text in enumerate(request.input):
+            param = "input" if len(request.input) == 1 else f"input[{n}]"
+            with too_long(param, f"more than {context} tokens, the context"):
+                ids = llm.tokenizer.encode(text, limit=context) if isinstance(text, str) else text
+                if len(ids) > context:
+                    raise TooManyTokens(param)
+            if not ids:
+                raise ApiError(400, f"{param} has no tokens, expected at least one", param=param, code="invalid_value")
+            self._check_ids(ids, param)
+            made.append(reading_request(limits, ids, reading))
+        return made
+
     def prompt(
         self,
         messages: Sequence[schema.Message],
@@ -382,11 +403,8 @@ class Service:
     def _room(self, param: str) -> Iterator[int]:
         """The most tokens that a prompt may have; TooManyTokens becomes an ApiError about the field."""
         limit = self.llm.max_context
-        try:
+        with too_long(param, f"{limit} tokens or more, the context, expected fewer to leave room for an answer"):
             yield limit - 1
-        except TooManyTokens:
-            message = f"{param} has {limit} tokens or more, the context, expected fewer to leave room for an answer"
-            raise ApiError(400, message, param=param, code="context_length_exceeded") from None
 
     def _options(
         self, request: schema.Request, limit: int | None, logprobs: int | None, shown: Sequence[str]
@@ -434,6 +452,15 @@ class Service:
                 copied = None if grammar is None else grammar.copy()
                 made.append(scheduler.request(ids, grammar=copied, **(options | own)))
         return made
+
+
+@contextlib.contextmanager
+def too_long(param: str, found: str) -> Iterator[None]:
+    """TooManyTokens becomes an ApiError about the field, which has what was `found`."""
+    try:
+        yield
+    except TooManyTokens:
+        raise ApiError(400, f"{param} has {found}", param=param, code="context_length_exceeded") from None
 
 
 def response_format_of(request: schema.Generating) -> dict[str, Any] | None:
