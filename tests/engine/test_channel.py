@@ -19,7 +19,7 @@ FROM_FRONT = [
     channel.Start({"path_or_hub_id": None, "threads": 3}, {"queue": 7, "read_timeout": 1.5}),
     channel.Submit(1, [5, 0, 70_000], {"temperature": 0.5, "seed": 2**64 - 1, "logit_bias": {3: -1e30}}, 9, [2, 4]),
     channel.Submit(2, [], {}, 1, [], "key 3", 'start: "a"'),
-    channel.Submit(3, [7], {}, 0, [], reading=Reading("mean")),
+    channel.Submit(3, [7], {}, 0, [], reading=Reading("logprobs", 5)),
     channel.Cancel(3, True),
     channel.Pause(4),
     channel.Resume(5),

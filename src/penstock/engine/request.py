@@ -166,6 +166,7 @@ def make_request(
     options = dict(options)
     extra = options.pop("extra_eos", ())
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
+    reading = options.pop("reading", None)
     speculate, drafts = options.pop("speculate", None), options.pop("num_draft_tokens", None)
     check_speculate("generate", speculate, drafts)
     hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
@@ -174,11 +175,14 @@ def make_request(
         _check_alone(params)
     given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     ids: list[int] = token_array(given, limits.vocab_size, tokenizer=tokenizer).tolist()
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < 1:
-        raise InvalidArgument(f"max_tokens is {max_tokens!r}, expected an integer of at least 1")
+    least = 1 if reading is None else 0
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < least:
+        raise InvalidArgument(f"max_tokens is {max_tokens!r}, expected an integer of at least {least}")
+    if reading is not None and not 0 <= reading.top <= limits.vocab_size:
+        raise InvalidArgument(f"reading: top is {reading.top}, expected 0 to {limits.vocab_size}, the vocabulary")
     if not ids and not continues:
         raise InvalidArgument("prompt has no tokens, expected at least one")
-    if start + len(ids) >= limits.max_context:
+    if start + len(ids) >= limits.max_context + (max_tokens == 0):
         raise InvalidArgument(
             f"prompt has {start + len(ids)} tokens, expected fewer than {limits.max_context} "
             "(max_context), to leave room for an answer"
@@ -191,7 +195,7 @@ def make_request(
     eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
     shown, grammar = tuple(more.get("shown", ())), more.get("grammar")
     about = (ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
-    return Request(*about, speculate=speculate, num_draft_tokens=drafts)
+    return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading)
 
 
 def reading_request(limits: RequestLimits, tokens: Seq[int], reading: Reading | None = None) -> Request:

@@ -194,18 +194,19 @@ class Scheduler:
         [n, vocab], a chunk at a time and in order; the request has no tokens, and ends with what `rows` raises. hidden:
         rows gets the hidden states after the final norm, float32 [n, dim], in place of logits.
         """
-        reads = rows is not None or request.reading is not None
-        if reads != (request.max_tokens == 0) or (rows is not None and continued is not None):
+        reading = request.reading
+        reads = rows is not None or reading is not None
+        only_reads = rows is not None or (reading is not None and reading.hidden)
+        if (not reads and not request.max_tokens) or (only_reads and request.max_tokens) or (reads and continued):
             raise InvalidArgument(
                 f"submit: max_tokens is {request.max_tokens} with{'out' * (not reads)} rows, "
                 "expected 0 with rows and no session, or at least 1 without"
             )
-        if request.reading is not None and request.reading.hidden:
+        if reading is not None and reading.hidden:
             self._check_hidden()
         state = self._state(request, client, buffer, progress, continued)
-        if request.reading is not None:
-            rows = Reader(request.reading, len(request.prompt), state.queue.pieces).add
-            hidden = request.reading.hidden
+        if reading is not None:
+            rows, hidden = Reader(reading, request.prompt, state.queue.pieces).add, reading.hidden
         if rows is not None:
             state.rows, state.hidden, state.digests = rows, hidden, []  # a stored prefix has no logits
         with self.condition:
@@ -225,7 +226,7 @@ class Scheduler:
             self._retry = True
             self._wake()
         cancel = functools.partial(self._cancel, state)
-        tokenizer = self._llm.text_tokenizer if rows is None else None  # it has no answer
+        tokenizer = self._llm.text_tokenizer if request.max_tokens else None  # it has no answer
         return ResponseHandle(request, state.queue, tokenizer, cancel, self, state.held)
 
     def _check_hidden(self) -> None:
@@ -780,7 +781,11 @@ class Scheduler:
             if state.sequence is sequence:
                 self._end(state, error)
             return
-        if rows is not None and part.end == state.prompt_end and state.sequence is sequence:
+        if rows is None or part.end < state.prompt_end or state.sequence is not sequence:
+            return
+        if state.request.max_tokens:
+            state.rows = None  # what is computed again is not read again
+        else:
             state.finish_reason = state.queue.finish_reason = "length"
             self._end(state, None)
 

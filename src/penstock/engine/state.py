@@ -41,8 +41,7 @@ class RequestState:
     owned: the sequence ends with the request; one of a session does not, and is moved on only while its reader waits,
     so that it holds no token that the session does not know. held: positions it had before the prompt, context: their
     tokens. logits: those after them, for an empty prompt. progress: called with the number of tokens of each chunk of
-    the prompt, rows with the logits after each of these tokens (hidden: with their hidden states); with rows the
-    request ends with its prompt.
+    the prompt, rows with the logits after each of these tokens (hidden: with their hidden states), once.
     """
 
     request: Request

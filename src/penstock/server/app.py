@@ -245,8 +245,9 @@ class Application:
 
     def _submitted(self, request: Request, work: Work) -> list[Answer]:
         handles = self.service.submit(work, request.state.client)
-        pairs = zip(handles, work.parsers, strict=True)
-        answers = [Answer(n, handle, parser, self._texts, work.one_call) for n, (handle, parser) in enumerate(pairs)]
+        asked = work.asked_of_prompts or [None] * len(handles)
+        each = enumerate(zip(handles, work.parsers, asked, strict=True))
+        answers = [Answer(n, handle, parser, self._texts, work.one_call, of) for n, (handle, parser, of) in each]
         request.state.note.append(lambda: _tokens(answers))
         return answers
 

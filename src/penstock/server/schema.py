@@ -452,7 +452,22 @@ class CompletionRequest(Generating):
     """/v1/completions."""
 
     prompt: Annotated[Any, _texts_schema(MAX_PROMPTS)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
+        None, description="0 goes with echo or prompt_logprobs."
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = Field(None, description="The prompt in front of the answer, with its logprobs.")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Log probabilities of the prompt, as in vLLM.")
+
+    @model_validator(mode="after")
+    def _reads(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            message = "max_tokens is 0, expected at least 1 without echo: true and prompt_logprobs"
+            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs does not go with stream: true; echo and logprobs do"
+            raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+        return self
 
     @field_validator("prompt")
     @classmethod
