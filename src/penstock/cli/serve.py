@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "msgspec")
 _LEVELS = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+_FORMATS = Literal["text", "json"]
 _OWN = ("--gpu-memory-utilization", "--jinja", "--reasoning-format", "--reasoning-budget")  # options of this verb
 _BY_MODEL = "the model's chat template tells the format of calls and reasoning"
 _BY_REQUEST = "requests set it"
@@ -389,6 +389,9 @@ def serve(
             rich_help_panel=_PAGES,
         ),
     ] = True,
+    log_format: Annotated[
+        _FORMATS, typer.Option("--log-format", help="json: each line an object, for programs.", rich_help_panel=_PAGES)
+    ] = "text",
 ) -> None:
     """Serve a model over HTTP: OpenAI's endpoints and a page to chat on.
 
@@ -411,12 +414,14 @@ def serve(
     from penstock.server.engine_start import engine_starter
     from penstock.server.guard import Access, hosts_of, is_loopback
     from penstock.server.limits import Limits
+    from penstock.server.logs import start_log
     from penstock.server.model_info import RemoteModel, info_of, read_tokenizer
     from penstock.server.run import bind
     from penstock.server.run import serve as run
     from penstock.server.service import Options
     from penstock.weights.resolve import resolve_model
 
+    say = note if log_format == "text" else _say_in_log
     keys, hosts = address.keys(), _split(address.allowed_hosts)
     if not keys and not address.insecure and not is_loopback(address.host):
         raise UsageError(
@@ -429,7 +434,7 @@ def serve(
     replicas = load.replicas(model.device, model.threads, ranks)
     starter = None
     if replicas or load.in_two_processes(model.device, ranks):
-        starter = engine_starter(arguments, note, replicas)
+        starter = engine_starter(arguments, say, replicas)
     options = Options(
         names=_names(model, answers.alias or []),
         defaults=answers.defaults(),
@@ -456,14 +461,14 @@ def serve(
     access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=hosts_of(address.host, hosts))
     bound = bind(address.host, address.port)
     url = _url(address.host, bound.getsockname()[1])
-    _start_log(log_level, log_requests)
+    start_log(log_level, log_requests, log_format)
     _raise_file_limit()
     start = time.monotonic()
 
     def listening() -> None:
-        note(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
+        say(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
         if any(one.cpus for one in replicas) and len(replicas) > (cores := physical_cores()):
-            note(f"penstock: warning: --data-parallel-size: is {len(replicas)}, more than the {cores} cores here")
+            say(f"penstock: warning: --data-parallel-size: is {len(replicas)}, more than the {cores} cores here")
 
     def prepared(tokenizer: "Tokenizer") -> "Mapping[str, Any]":
         """Get templates ready; the model's own defaults of sampling."""
@@ -478,13 +483,13 @@ def serve(
             found = resolve_model(model.model, revision=model.revision, offline=model.offline or None)
             tokenizer = read_tokenizer(found)
             return RemoteModel(tokenizer), prepared(tokenizer)
-        llm = model.load(note, progress)
-        note(protect(llm.engine))
+        llm = model.load(say, progress)
+        say(protect(llm.engine))
         return llm, prepared(llm.tokenizer)
 
     def ready(service: "Service") -> None:
         if service.failure is not None:
-            note(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
+            say(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
             return
         assert service.loaded is not None
         info = info_of(service.loaded[0])
@@ -493,13 +498,13 @@ def serve(
             where = f"{info.device}, in {len(replicas)} processes"
         if ranks > 1:
             where += f" of {ranks} ranks each" if replicas else f", split over {ranks} ranks"
-        note(
+        say(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(info.weight_bytes)} of "
             f"weights, context of {info.max_context} tokens, {where}"
         )
-        note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
+        say(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
         if webui:
-            note(f"  In a browser:   {url}")
+            say(f"  In a browser:   {url}")
 
     service = run(loader, options, access, bound, listening, ready, starter)
     if service.failure is not None:
@@ -550,17 +555,9 @@ def _compile_template(tokenizer: "Tokenizer") -> None:
         note(f"penstock: warning: no chat will be answered: {error}")
 
 
-def _start_log(level: str, requests: bool) -> None:
-    """Our lines and uvicorn's errors, on stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    rank = logging.getLevelNamesMapping().__getitem__
-    own = level if requests else max(level, "WARNING", key=rank)
-    for name, least in (("penstock.server", own), ("uvicorn.error", "ERROR")):
-        logger = logging.getLogger(name)
-        logger.setLevel(least)
-        logger.addHandler(handler)
-        logger.propagate = False
+def _say_in_log(text: str) -> None:
+    """What `note` prints, as a line of the log."""
+    logging.getLogger("penstock.start").info("%s", text.strip())
 
 
 def _raise_file_limit() -> None:

@@ -306,7 +306,7 @@ class Application:
         if service.ready and not service.closing:
             return Json({"status": "ok", "progress": 1.0, "model": service.name, **replicas})
         error = service.unavailable()
-        status = "shutting down" if service.closing else "error" if service.failure is not None else "loading"
+        status = "draining" if service.closing else "error" if service.failure is not None else "loading"
         if error.code == "engine_died":
             status = "restarting"
         body = {"status": status, "progress": service.progress, **replicas, **error.body}
@@ -356,7 +356,11 @@ async def _page_file(name: str, kind: str, request: Request) -> Response:
     return Response((_PAGE / name).read_bytes(), media_type=kind, headers=headers)
 
 
-def _tokens(answers: list[Answer]) -> str:
+def _tokens(answers: list[Answer]) -> dict[str, int]:
+    """Numbers of a request for the log."""
     counted = [answer.handle.usage for answer in answers]
-    read, cached = counted[0].prompt_tokens, counted[0].cached_tokens
-    return f", {read} tokens in ({cached} cached), {sum(one.completion_tokens for one in counted)} out"
+    return {
+        "prompt_tokens": counted[0].prompt_tokens,
+        "cached_tokens": counted[0].cached_tokens,
+        "completion_tokens": sum(one.completion_tokens for one in counted),
+    }

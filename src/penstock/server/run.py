@@ -79,13 +79,14 @@ class Server(uvicorn.Server):
         self._listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen no more; requests under way may still finish, within the limit."""
+        """Requests under way may still finish, within the limit. Meanwhile others are turned away and /health says
+        `draining`, so that a balancer sends its clients elsewhere; then nothing listens any more.
+        """
         deadline = self._service.options.limits.shutdown_seconds
         if self._service.failure is None:
             log.info("ending: answers under way have %g s; a second Ctrl-C ends at once", deadline)
-        closing = asyncio.get_running_loop().run_in_executor(None, self._service.close, deadline)
+        await asyncio.get_running_loop().run_in_executor(None, self._service.close, deadline)
         await super().shutdown(sockets)
-        await closing
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
