@@ -31,6 +31,9 @@ from penstock.settings import Settings, is_blank
 from penstock.units import amount, parse_size
 
 if TYPE_CHECKING:
+    import socket
+    import ssl
+
     from penstock.engine.resources import Resources
     from penstock.server.model_info import ServedModel
     from penstock.server.service import Service
@@ -59,8 +62,6 @@ _FOREIGN = (
     refused("--grammar --grammar-file --json-schema --json-schema-file -j -jf", f"{_BY_REQUEST} (response_format)"),
     refused("--system-prompt -sys", _BY_REQUEST),
     refused("--override-generation-config", "--temp, --top-p, --top-k and --min-p set defaults"),
-    refused("--ssl-key-file --ssl-cert-file --ssl-keyfile --ssl-certfile", "a proxy in front speaks TLS"),
-    refused("--uds", "--host and --port name an address"),
     refused_flag("--props --slots", "/props can be read, and nothing of the server be changed"),
     refused("--slot-save-path", "penstock cache_prompt writes what generate --prompt-cache-file reads"),
     refused("--cache-reuse", "beginnings that prompts share are computed once", silent="0"),
@@ -90,6 +91,16 @@ def byte_size(text: str) -> int:
     return int(digits) * units[unit]
 
 
+def file_mode(text: str) -> int:
+    """Rights of a file as chmod takes them: 600, 0660."""
+    if (
+        not (text.isascii() and text.isdigit() and len(text) <= 4 and set(text) <= set("01234567"))
+        or int(text, 8) > 0o777
+    ):
+        raise typer.BadParameter(f"{text!r} is no mode such as 600 or 660")
+    return int(text, 8)
+
+
 @dataclass(frozen=True)
 class AddressOptions:
     """Where the server listens, and which clients it takes."""
@@ -98,6 +109,19 @@ class AddressOptions:
 
     host: Annotated[str, typer.Option("--host", metavar="H", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8080
+    uds: Annotated[
+        str | None, typer.Option("--uds", metavar="PATH", help="A Unix socket to listen on, instead of a port.")
+    ] = None
+    uds_mode: Annotated[
+        int, typer.Option("--uds-mode", metavar="MODE", parser=file_mode, help="Who may connect there: 660, 600.")
+    ] = "600"  # type: ignore[assignment]  # the parser makes it a number
+    ssl_certfile: Annotated[
+        str | None,
+        typer.Option("--ssl-certfile", "--ssl-cert-file", metavar="FILE", help="Speak TLS with this certificate."),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, typer.Option("--ssl-keyfile", "--ssl-key-file", metavar="FILE", help="Its key, both in PEM.")
+    ] = None
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,6 +142,43 @@ class AddressOptions:
         str | None,
         typer.Option("--allowed-hosts", metavar="LIST", help="More names it goes by, behind a proxy: a list, or *."),
     ] = None
+
+    def tls(self) -> "ssl.SSLContext | None":
+        """What TLS needs, where it is asked for. Raises UsageError or InvalidArgument."""
+        from penstock.server.listen import tls_context
+
+        if self.ssl_certfile is None and self.ssl_keyfile is not None:
+            raise UsageError("--ssl-keyfile: expected --ssl-certfile with it")
+        return None if self.ssl_certfile is None else tls_context(self.ssl_certfile, self.ssl_keyfile)
+
+    def check(self, keys: tuple[str, ...]) -> None:
+        """Raises UsageError for two addresses, and for one that others can reach without a key."""
+        from penstock.server.guard import is_loopback
+
+        if self.uds is not None:
+            if (self.host, self.port) != (AddressOptions.host, AddressOptions.port):
+                raise UsageError("--uds: expected without --host and --port")
+        elif not keys and not self.insecure and not is_loopback(self.host):
+            raise UsageError(
+                f"--host: {self.host} can be reached from other machines, expected --api-key with it (or --insecure)"
+            )
+
+    def hosts(self) -> frozenset[str] | None:
+        """Names that clients may use: over a Unix socket any, where pages of other sites cannot reach it."""
+        from penstock.server.guard import hosts_of
+
+        return hosts_of(self.host if self.uds is None else "", _split(self.allowed_hosts))
+
+    def listen(self) -> "tuple[socket.socket, str]":
+        """The socket, and the address for people. Raises PenstockError."""
+        from penstock.server.listen import bind_unix
+        from penstock.server.run import bind
+
+        if self.uds is not None:
+            return bind_unix(self.uds, self.uds_mode), f"unix:{self.uds}"
+        bound = bind(self.host, self.port)
+        url = _url(self.host, bound.getsockname()[1])
+        return bound, url if self.ssl_certfile is None else url.replace("http:", "https:", 1)
 
     def keys(self) -> tuple[str, ...]:
         """All keys. A blank one is refused: the server was meant to be locked. Raises UsageError or InvalidArgument,
@@ -412,21 +473,18 @@ def serve(
     from penstock.engine.protect import protect
     from penstock.machine import physical_cores
     from penstock.server.engine_start import engine_starter
-    from penstock.server.guard import Access, hosts_of, is_loopback
+    from penstock.server.guard import Access
     from penstock.server.limits import Limits
     from penstock.server.logs import start_log
     from penstock.server.model_info import RemoteModel, info_of, read_tokenizer
-    from penstock.server.run import bind
     from penstock.server.run import serve as run
     from penstock.server.service import Options
     from penstock.weights.resolve import resolve_model
 
     say = note if log_format == "text" else _say_in_log
-    keys, hosts = address.keys(), _split(address.allowed_hosts)
-    if not keys and not address.insecure and not is_loopback(address.host):
-        raise UsageError(
-            f"--host: {address.host} can be reached from other machines, expected --api-key with it (or --insecure)"
-        )
+    keys = address.keys()
+    address.check(keys)
+    tls = address.tls()
     load.check_memory(model.memory)
     template, own = answers.template(), answers.own_defaults()
     arguments = {"path_or_hub_id": model.model, **model.load_arguments(model.max_context or None, model.threads)}
@@ -458,9 +516,8 @@ def serve(
             tokens=load.max_answer,
         ),
     )
-    access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=hosts_of(address.host, hosts))
-    bound = bind(address.host, address.port)
-    url = _url(address.host, bound.getsockname()[1])
+    access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=address.hosts())
+    bound, url = address.listen()
     start_log(log_level, log_requests, log_format)
     _raise_file_limit()
     start = time.monotonic()
@@ -502,11 +559,13 @@ def serve(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(info.weight_bytes)} of "
             f"weights, context of {info.max_context} tokens, {where}"
         )
+        if address.uds is not None:
+            return
         say(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
         if webui:
             say(f"  In a browser:   {url}")
 
-    service = run(loader, options, access, bound, listening, ready, starter)
+    service = run(loader, options, access, bound, listening, ready, starter, tls)
     if service.failure is not None:
         raise typer.Exit(1)
 
