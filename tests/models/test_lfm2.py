@@ -15,7 +15,6 @@ from penstock import ops
 from penstock.errors import InvalidArgument
 from penstock.models import lfm2
 from penstock.models.step import convolve, with_state_dtype
-from tests.engine.test_speculate import test_a_kept_run_counts_as_far_as_it_is_accepted as check_kept_runs
 from tests.models.common import BRANCH, VOCAB, error, some_tokens
 from tests.models.made import (
     FOUR,
@@ -188,6 +187,8 @@ def test_sequences_in_one_step_get_what_each_gets_alone(mlx: Callable[[str], Cas
 
 def test_kept_runs_count_as_far_as_they_are_accepted(mlx: Callable[[str], Case]) -> None:
     """Drafts: convolutions move on by the accepted tokens alone, to the bit; and change no text."""
+    from tests.engine.test_speculate import test_a_kept_run_counts_as_far_as_it_is_accepted as check_kept_runs
+
     llm = load(mlx("moe").folder)
     check_kept_runs(254, llm, np.random.default_rng(0))
     repeated = [7, 8, 9, 10, 11] * 6

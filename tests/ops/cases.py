@@ -1216,9 +1216,9 @@ def _conv1d_causal_runs(rng, dtype, C, W):
     return {"x": normal(rng, sum(RUNS) + 2, C, dtype=dtype), "state": state, "weight": weight, **where}
 
 
-@case("conv1d_causal", sizes={"plain-slots": (3, 37, 3)})
-def _conv1d_plain_slots(rng, dtype, B, C, W):
-    return _conv1d_causal_slots(rng, dtype, B, C, W, 0) | {"act": "none"}
+@case("conv1d_causal", sizes={"plain-slots": (3, 37, 3, 0), "plain-slots-room": (3, 37, 3, 2)})
+def _conv1d_plain_slots(rng, dtype, B, C, W, room):
+    return _conv1d_causal_slots(rng, dtype, B, C, W, room) | {"act": "none"}
 
 
 @case("conv1d_causal", sizes={"plain-runs": (37, 3)})

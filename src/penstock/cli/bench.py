@@ -335,7 +335,7 @@ def measured(
         for number, test in enumerate(tests):
             if test.writes and bandwidth is None:
                 bandwidth = stack.enter_context(bandwidth_meter(engine.device, threads))
-            own = Requests(engine, scheduler, test, rng, drafting or Drafting())
+            own = Requests(engine, scheduler, test, rng, drafting)
             with _shown(f"{number + 1}: {test.name}") as progress, own as requests:
                 times = _timed(requests, repetitions, bandwidth if test.writes else None, progress)
             times.compiled, loaded = times.compiled + loaded, 0.0
@@ -394,9 +394,14 @@ class Requests:
     """
 
     def __init__(
-        self, engine: "Engine", scheduler: "Scheduler", test: Test, rng: np.random.Generator, drafting: Drafting
+        self,
+        engine: "Engine",
+        scheduler: "Scheduler",
+        test: Test,
+        rng: np.random.Generator,
+        drafting: Drafting | None = None,
     ) -> None:
-        self.engine, self.test, self._drafting = engine, test, drafting
+        self.engine, self.test, self._drafting = engine, test, drafting or Drafting()
         self._scheduler, self._rng = scheduler, rng
         self._before: tuple[Sequence, Snapshot] | None = None  # a prompt at a depth
 

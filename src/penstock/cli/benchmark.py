@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli._foreign import LOADING, refused
 from penstock.cli._model import NamedModel, note, rate, verb
-from penstock.cli.bench import AHEAD, PREPARING, Requests, Test, Times, check_batch, check_room
+from penstock.cli.bench import AHEAD, PREPARING, Drafting, Requests, Test, Times, check_batch, check_room
 
 if TYPE_CHECKING:
     from penstock.api import LLM
@@ -66,7 +66,7 @@ def measure(llm: "LLM", test: Test, trials: int, delay: int) -> None:
         Scheduler(
             llm, max_sequences=size, queue=0, prefix_cache=False, buffer=AHEAD, read_timeout=math.inf
         ) as scheduler,
-        Requests(llm.engine, scheduler, test, np.random.default_rng(0)) as requests,
+        Requests(llm.engine, scheduler, test, np.random.default_rng(0), Drafting()) as requests,
     ):
         print("Running warmup..", flush=True)
         for _ in range(PREPARING if llm.engine.device.samples_tokens else 1):
