@@ -3,15 +3,17 @@
 import importlib.util
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
 from penstock._version import __version__
+from penstock.cli._config import read_config
 from penstock.cli._foreign import BATCH, LOADING, SAMPLING, refused, refused_flag, taken, taken_flag, without
 from penstock.cli._model import (
     ALLOW_SPECIAL,
@@ -109,6 +111,9 @@ class AddressOptions:
 
     host: Annotated[str, typer.Option("--host", metavar="H", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8080
+    root_path: Annotated[
+        str, typer.Option("--root-path", metavar="PATH", help="Below which a proxy has the server, such as /llm.")
+    ] = ""
     uds: Annotated[
         str | None, typer.Option("--uds", metavar="PATH", help="A Unix socket to listen on, instead of a port.")
     ] = None
@@ -179,6 +184,13 @@ class AddressOptions:
         bound = bind(self.host, self.port)
         url = _url(self.host, bound.getsockname()[1])
         return bound, url if self.ssl_certfile is None else url.replace("http:", "https:", 1)
+
+    def prefix(self) -> str:
+        """The path below which a proxy has the server, without a slash at its end. Raises UsageError."""
+        found = self.root_path.rstrip("/")
+        if found and not re.fullmatch(r"(/[\w.~-]+)+", found, re.ASCII):
+            raise UsageError(f"--root-path: is {self.root_path!r}, expected a path such as /llm")
+        return found
 
     def keys(self) -> tuple[str, ...]:
         """All keys. A blank one is refused: the server was meant to be locked. Raises UsageError or InvalidArgument,
@@ -422,6 +434,16 @@ class ServeModel(ModelOptions):
 def serve(
     *,
     argument: Annotated[str | None, MODEL] = None,
+    file_model: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            is_eager=True,
+            callback=read_config,
+            help="Options from a TOML file; flags and variables go before it.",
+        ),
+    ] = None,
     model: ServeModel,
     address: AddressOptions,
     answers: AnswerOptions,
@@ -468,6 +490,8 @@ def serve(
       PENSTOCK_API_KEY=secret penstock serve --host 0.0.0.0 --port 8000
     """
     model = model.given(argument)
+    if file_model is not None and model.model is None:
+        model = replace(model, model=file_model)
     model.follow()
     _check_installed()
     from penstock.engine.protect import protect
@@ -507,6 +531,7 @@ def serve(
         gpu_memory_utilization=load.gpu_memory_utilization,
         page=webui,
         metrics=metrics,
+        root_path=address.prefix(),
         limits=Limits(
             body=load.max_body,
             request_seconds=load.timeout,

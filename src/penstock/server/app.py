@@ -79,6 +79,13 @@ class Application:
         self._app = Guard(router, access, self._options.limits, self.metrics.count)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = self._options.root_path
+        if root and scope["type"] == "http":
+            if scope["path"] == root:  # names on the page are relative to the folder
+                await Response(status_code=307, headers={"location": f"{root}/"})(scope, receive, send)
+                return
+            if scope["path"].startswith(f"{root}/"):
+                scope = {**scope, "path": scope["path"][len(root) :]}
         scope["app"] = self  # then the router raises what it cannot route
         await self._app(scope, receive, send)
 
@@ -348,7 +355,7 @@ class Application:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Json:
-        return Json(described(bool(self._options.metrics)))
+        return Json(described(bool(self._options.metrics), self._options.root_path))
 
 
 async def _page_file(name: str, kind: str, request: Request) -> Response:
