@@ -68,6 +68,11 @@ def is_blank(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     return text is not None and not text.strip()
 
 
+def is_given(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the variable of a setting says something; False for a name that is no setting."""
+    return name in {f.name for f in fields(Settings)} and bool(environ.get(PREFIX + name.upper()))
+
+
 def without_secrets(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for processes that need no keys."""
     secret = {variable(f) for f in fields(Settings) if f.metadata["secret"]}

@@ -1,12 +1,17 @@
 """Who may come in: keys, origins, hosts; and what goes out with every answer."""
 
+import json
 import logging
+import re
+import time
+from datetime import datetime
 
 import pytest
 from starlette.datastructures import Headers
 
 from penstock.server.guard import Access, client_of, host_name, hosts_of, is_loopback
-from tests.server.common import CHAT, PROMPT, error_of, serving
+from penstock.server.logs import JsonLines, TextLines
+from tests.server.common import CHAT, PROMPT, error_of, serving, wait_for
 
 KEYS = ("first-key", "zweiter Schlüssel 🔑")
 
@@ -172,6 +177,39 @@ def test_the_log_has_no_prompts_and_no_keys(locked, caplog):
     )
     assert f"POST {CHAT} 200" in lines and "GET /v1/models 401" in lines and "tokens in" in lines
     assert "secret" not in lines and "first-key" not in lines
+
+
+def server_records(caplog):
+    """Written when an answer is complete, which its reader may know a little earlier."""
+    return [record for record in caplog.records if record.name == "penstock.server"]
+
+
+@pytest.mark.parametrize("given", ["a", "Run-7_b.2", "x" * 64])
+def test_a_request_id_of_the_client_is_kept_in_answer_and_log(locked, caplog, given):
+    with caplog.at_level(logging.INFO):
+        headers = {"x-request-id": given}
+        response = locked.client.post(
+            CHAT, json={"messages": PROMPT, "max_tokens": 2}, headers=bearer(KEYS[0]) | headers
+        )
+        assert response.headers["x-request-id"] == given
+        assert locked.client.get("/v1/models", headers=headers).headers["x-request-id"] == given
+        wait_for(lambda: len(server_records(caplog)) == 2)
+    answered, refused = server_records(caplog)
+    assert answered.getMessage().startswith(f"{given} key 0 POST {CHAT} 200 ")
+    assert refused.getMessage().startswith(f"{given} 127.0.0.1 GET /v1/models 401 ")
+    fields = json.loads(JsonLines().format(answered))
+    wanted = {"request_id": given, "client": "key 0", "method": "POST", "path": CHAT, "status": 200, "level": "info"}
+    assert wanted.items() <= fields.items() and fields["completion_tokens"] == 2 and fields["prompt_tokens"] > 2
+    assert abs(datetime.fromisoformat(fields["time"]).timestamp() - time.time()) < 60
+    assert TextLines().format(answered) == f"{fields['time']} {answered.getMessage()}"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 65, "a\tb", "a/b", "é".encode(), 'a"b'])
+def test_other_request_ids_are_replaced(place, caplog, given):
+    with caplog.at_level(logging.INFO):
+        found = place.client.get("/v1/models", headers={"x-request-id": given}).headers["x-request-id"]
+        wait_for(lambda: server_records(caplog))
+    assert re.fullmatch(r"req_[0-9a-f]{24}", found) and found in caplog.text
 
 
 def test_what_fails_unexpectedly_is_in_the_log_and_not_in_the_answer(place, caplog, monkeypatch):

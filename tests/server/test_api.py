@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.server.schema import IGNORED, NEUTRAL
 from penstock.server.service import Options
 from tests.server.common import CHAT, PROMPT, error_of, scripted, serving
@@ -434,6 +435,20 @@ def test_metrics_have_the_names_that_routers_read(quiet):
     assert first > grown["request_queue_time_seconds_sum"] > 0
     assert grown["prefix_cache_queries_total"] == prompt
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+
+
+def test_metrics_tell_the_build_and_the_model_and_have_histograms_of_our_own_names(quiet):
+    quiet.chat(max_tokens=2)
+    lines = quiet.client.get("/metrics").text.splitlines()
+    build, model = (
+        [line for line in lines if line.startswith(f"penstock:{name}_info{{")] for name in ("build", "model")
+    )
+    assert len(build) == len(model) == 1 and build[0].endswith(" 1.0") and model[0].endswith(" 1.0")
+    assert f'version="{penstock.__version__}"' in build[0]
+    assert re.search(r'device="cpu".*model_name="demo".*parameters="\d+".*quantization="4-bit"', model[0])
+    ours = [line.removeprefix("penstock:") for line in lines if re.match(r"penstock:\w+_(bucket|count|sum)\{", line)]
+    theirs = [line.removeprefix("vllm:") for line in lines if re.match(r"vllm:\w+_(bucket|count|sum)\{", line)]
+    assert ours == theirs and len(ours) == 4 * (25 + 2)
 
 
 def test_other_paths_and_methods_have_the_error_shape(quiet):

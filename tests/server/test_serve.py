@@ -1,6 +1,7 @@
 """penstock serve as a program."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -82,18 +83,32 @@ def test_serve_answers_logs_and_finishes_what_it_began(tmp_path):
         assert names == ["fox", "demo"]
         settings = httpx.get(f"{server.url}/props").json()["default_generation_settings"]
         assert settings["params"] == {"max_tokens": 512, "temperature": 0.8, "top_p": 1.0}  # the demo model's, and ours
-        with httpx.stream("POST", server.url + CHAT, json=LONG | {"max_tokens": 200}, timeout=60) as response:
+        with httpx.stream("POST", server.url + CHAT, json=LONG | {"max_tokens": 400}, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+            assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
+            refused = httpx.post(server.url + CHAT, json={"messages": PROMPT})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
             assert "data: [DONE]" in list(lines)
         assert server.end() == 0
     text = "\n".join(server.lines)
     assert server.lines[0].startswith(f"penstock {penstock.__version__} listens on {server.url}")
     assert "were copied into memory" in text  # so that changes of its files do not matter
     assert "fox is ready after" in text and "context of 2048 tokens" in text and f"In a browser:   {server.url}" in text
-    assert f"POST {CHAT} 200" in text and "tokens in" in text
+    assert re.search(rf"^20\d\d-\d\d-\d\dT\S+ req_\w+ 127.0.0.1 POST {CHAT} 200 .* tokens in", text, re.MULTILINE)
     assert "Traceback" not in text and "story" not in text  # no word of the prompt
+
+
+def test_with_a_json_log_every_line_is_an_object():
+    with started("--log-format", "json") as server:
+        httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine"})
+        assert server.end(signal.SIGTERM) == 0
+    lines = [json.loads(line) for line in server.lines]
+    assert all({"time", "level", "message"} <= set(line) for line in lines)
+    assert "listens on" in lines[0]["message"] and any("is ready after" in line["message"] for line in lines)
+    assert [line["path"] for line in lines if line.get("request_id") == "mine"] == ["/v1/models"]
 
 
 def test_a_second_ctrl_c_ends_at_once():
@@ -142,7 +157,11 @@ def unserved(monkeypatch):
         (("--speculate", "eagle"), "--speculate"),
         (("--num-draft-tokens", "8"), "--num-draft-tokens"),
         (("--adapter-path", "x"), "--adapter-path: not supported"),
-        (("--ssl-key-file", "x"), "--ssl-key-file: not supported"),
+        (("--ssl-key-file", "x"), "--ssl-keyfile: expected --ssl-certfile with it"),
+        (("--uds", "x", "--host", "::1"), "--uds: expected without --host and --port"),
+        (("--uds", "x", "--uds-mode", "888"), "'888' is no mode"),
+        (("--uds", "x", "--uds-mode", "4600"), "'4600' is no mode"),
+        (("--host", "0.0.0.0", "--ssl-certfile", "x"), "--host: 0.0.0.0 can be reached from other machines"),
         (("--kv-bits", "4"), "--kv-bits: not supported"),
         (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization: is 0, expected above 0 and at most 1"),
         (("--gpu-memory-utilization", "nan"), "--gpu-memory-utilization: is nan, expected above 0"),

@@ -3,16 +3,17 @@
 import importlib.util
 import json
 import logging
-import sys
+import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
 from penstock._version import __version__
+from penstock.cli._config import read_config
 from penstock.cli._foreign import BATCH, LOADING, SAMPLING, refused, refused_flag, taken, taken_flag, without
 from penstock.cli._model import (
     ALLOW_SPECIAL,
@@ -32,6 +33,9 @@ from penstock.settings import Settings, is_blank
 from penstock.units import amount, parse_size
 
 if TYPE_CHECKING:
+    import socket
+    import ssl
+
     from penstock.engine.resources import Resources
     from penstock.server.model_info import ServedModel
     from penstock.server.service import Service
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client", "msgspec")
 _LEVELS = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+_FORMATS = Literal["text", "json"]
 _OWN = ("--gpu-memory-utilization", "--jinja", "--reasoning-format", "--reasoning-budget")  # options of this verb
 _BY_MODEL = "the model's chat template tells the format of calls and reasoning"
 _BY_REQUEST = "requests set it"
@@ -59,8 +64,6 @@ _FOREIGN = (
     refused("--grammar --grammar-file --json-schema --json-schema-file -j -jf", f"{_BY_REQUEST} (response_format)"),
     refused("--system-prompt -sys", _BY_REQUEST),
     refused("--override-generation-config", "--temp, --top-p, --top-k and --min-p set defaults"),
-    refused("--ssl-key-file --ssl-cert-file --ssl-keyfile --ssl-certfile", "a proxy in front speaks TLS"),
-    refused("--uds", "--host and --port name an address"),
     refused_flag("--props --slots", "/props can be read, and nothing of the server be changed"),
     refused("--slot-save-path", "penstock cache_prompt writes what generate --prompt-cache-file reads"),
     refused("--cache-reuse", "beginnings that prompts share are computed once", silent="0"),
@@ -91,6 +94,16 @@ def byte_size(text: str) -> int:
     return int(digits) * units[unit]
 
 
+def file_mode(text: str) -> int:
+    """Rights of a file as chmod takes them: 600, 0660."""
+    if (
+        not (text.isascii() and text.isdigit() and len(text) <= 4 and set(text) <= set("01234567"))
+        or int(text, 8) > 0o777
+    ):
+        raise typer.BadParameter(f"{text!r} is no mode such as 600 or 660")
+    return int(text, 8)
+
+
 @dataclass(frozen=True)
 class AddressOptions:
     """Where the server listens, and which clients it takes."""
@@ -99,6 +112,22 @@ class AddressOptions:
 
     host: Annotated[str, typer.Option("--host", metavar="H", help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8080
+    root_path: Annotated[
+        str, typer.Option("--root-path", metavar="PATH", help="Below which a proxy has the server, such as /llm.")
+    ] = ""
+    uds: Annotated[
+        str | None, typer.Option("--uds", metavar="PATH", help="A Unix socket to listen on, instead of a port.")
+    ] = None
+    uds_mode: Annotated[
+        int, typer.Option("--uds-mode", metavar="MODE", parser=file_mode, help="Who may connect there: 660, 600.")
+    ] = "600"  # type: ignore[assignment]  # the parser makes it a number
+    ssl_certfile: Annotated[
+        str | None,
+        typer.Option("--ssl-certfile", "--ssl-cert-file", metavar="FILE", help="Speak TLS with this certificate."),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, typer.Option("--ssl-keyfile", "--ssl-key-file", metavar="FILE", help="Its key, both in PEM.")
+    ] = None
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -119,6 +148,50 @@ class AddressOptions:
         str | None,
         typer.Option("--allowed-hosts", metavar="LIST", help="More names it goes by, behind a proxy: a list, or *."),
     ] = None
+
+    def tls(self) -> "ssl.SSLContext | None":
+        """What TLS needs, where it is asked for. Raises UsageError or InvalidArgument."""
+        from penstock.server.listen import tls_context
+
+        if self.ssl_certfile is None and self.ssl_keyfile is not None:
+            raise UsageError("--ssl-keyfile: expected --ssl-certfile with it")
+        return None if self.ssl_certfile is None else tls_context(self.ssl_certfile, self.ssl_keyfile)
+
+    def check(self, keys: tuple[str, ...]) -> None:
+        """Raises UsageError for two addresses, and for one that others can reach without a key."""
+        from penstock.server.guard import is_loopback
+
+        if self.uds is not None:
+            if (self.host, self.port) != (AddressOptions.host, AddressOptions.port):
+                raise UsageError("--uds: expected without --host and --port")
+        elif not keys and not self.insecure and not is_loopback(self.host):
+            raise UsageError(
+                f"--host: {self.host} can be reached from other machines, expected --api-key with it (or --insecure)"
+            )
+
+    def hosts(self) -> frozenset[str] | None:
+        """Names that clients may use: over a Unix socket any, where pages of other sites cannot reach it."""
+        from penstock.server.guard import hosts_of
+
+        return hosts_of(self.host if self.uds is None else "", _split(self.allowed_hosts))
+
+    def listen(self) -> "tuple[socket.socket, str]":
+        """The socket, and the address for people. Raises PenstockError."""
+        from penstock.server.listen import bind_unix
+        from penstock.server.run import bind
+
+        if self.uds is not None:
+            return bind_unix(self.uds, self.uds_mode), f"unix:{self.uds}"
+        bound = bind(self.host, self.port)
+        url = _url(self.host, bound.getsockname()[1])
+        return bound, url if self.ssl_certfile is None else url.replace("http:", "https:", 1)
+
+    def prefix(self) -> str:
+        """The path below which a proxy has the server, without a slash at its end. Raises UsageError."""
+        found = self.root_path.rstrip("/")
+        if found and not re.fullmatch(r"(/[\w.~-]+)+", found, re.ASCII):
+            raise UsageError(f"--root-path: is {self.root_path!r}, expected a path such as /llm")
+        return found
 
     def keys(self) -> tuple[str, ...]:
         """All keys. A blank one is refused: the server was meant to be locked. Raises UsageError or InvalidArgument,
@@ -367,6 +440,16 @@ class ServeModel(ModelOptions):
 def serve(
     *,
     argument: Annotated[str | None, MODEL] = None,
+    file_model: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            is_eager=True,
+            callback=read_config,
+            help="Options from a TOML file; flags and variables go before it.",
+        ),
+    ] = None,
     model: ServeModel,
     address: AddressOptions,
     answers: AnswerOptions,
@@ -395,6 +478,9 @@ def serve(
             rich_help_panel=_PAGES,
         ),
     ] = True,
+    log_format: Annotated[
+        _FORMATS, typer.Option("--log-format", help="json: each line an object, for programs.", rich_help_panel=_PAGES)
+    ] = "text",
 ) -> None:
     """Serve a model over HTTP: OpenAI's endpoints and a page to chat on.
 
@@ -410,24 +496,25 @@ def serve(
       PENSTOCK_API_KEY=secret penstock serve --host 0.0.0.0 --port 8000
     """
     model = model.given(argument)
+    if file_model is not None and model.model is None:
+        model = replace(model, model=file_model)
     model.follow()
     _check_installed()
     from penstock.engine.protect import protect
     from penstock.machine import physical_cores
     from penstock.server.engine_start import engine_starter
-    from penstock.server.guard import Access, hosts_of, is_loopback
+    from penstock.server.guard import Access
     from penstock.server.limits import Limits
+    from penstock.server.logs import start_log
     from penstock.server.model_info import RemoteModel, info_of, read_tokenizer
-    from penstock.server.run import bind
     from penstock.server.run import serve as run
     from penstock.server.service import Options
     from penstock.weights.resolve import resolve_model
 
-    keys, hosts = address.keys(), _split(address.allowed_hosts)
-    if not keys and not address.insecure and not is_loopback(address.host):
-        raise UsageError(
-            f"--host: {address.host} can be reached from other machines, expected --api-key with it (or --insecure)"
-        )
+    say = note if log_format == "text" else _say_in_log
+    keys = address.keys()
+    address.check(keys)
+    tls = address.tls()
     load.check_memory(model.memory)
     template, own = answers.template(), answers.own_defaults()
     arguments = {"path_or_hub_id": model.model, **model.load_arguments(model.max_context or None, model.threads)}
@@ -435,7 +522,7 @@ def serve(
     replicas = load.replicas(model.device, model.threads, ranks)
     starter = None
     if replicas or load.in_two_processes(model.device, ranks):
-        starter = engine_starter(arguments, note, replicas)
+        starter = engine_starter(arguments, say, replicas)
     options = Options(
         names=_names(model, answers.alias or []),
         defaults=answers.defaults(),
@@ -451,6 +538,7 @@ def serve(
         gpu_memory_utilization=load.gpu_memory_utilization,
         page=webui,
         metrics=metrics,
+        root_path=address.prefix(),
         limits=Limits(
             body=load.max_body,
             request_seconds=load.timeout,
@@ -460,17 +548,16 @@ def serve(
             tokens=load.max_answer,
         ),
     )
-    access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=hosts_of(address.host, hosts))
-    bound = bind(address.host, address.port)
-    url = _url(address.host, bound.getsockname()[1])
-    _start_log(log_level, log_requests)
+    access = Access(keys=keys, origins=tuple(_split(address.allowed_origins)), hosts=address.hosts())
+    bound, url = address.listen()
+    start_log(log_level, log_requests, log_format)
     _raise_file_limit()
     start = time.monotonic()
 
     def listening() -> None:
-        note(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
+        say(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
         if any(one.cpus for one in replicas) and len(replicas) > (cores := physical_cores()):
-            note(f"penstock: warning: --data-parallel-size: is {len(replicas)}, more than the {cores} cores here")
+            say(f"penstock: warning: --data-parallel-size: is {len(replicas)}, more than the {cores} cores here")
 
     def prepared(tokenizer: "Tokenizer") -> "Mapping[str, Any]":
         """Get templates ready; the model's own defaults of sampling."""
@@ -485,13 +572,13 @@ def serve(
             found = resolve_model(model.model, revision=model.revision, offline=model.offline or None)
             tokenizer = read_tokenizer(found)
             return RemoteModel(tokenizer), prepared(tokenizer)
-        llm = model.load(note, progress)
-        note(protect(llm.engine))
+        llm = model.load(say, progress)
+        say(protect(llm.engine))
         return llm, prepared(llm.tokenizer)
 
     def ready(service: "Service") -> None:
         if service.failure is not None:
-            note(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
+            say(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
             return
         assert service.loaded is not None
         info = info_of(service.loaded[0])
@@ -500,15 +587,17 @@ def serve(
             where = f"{info.device}, in {len(replicas)} processes"
         if ranks > 1:
             where += f" of {ranks} ranks each" if replicas else f", split over {ranks} ranks"
-        note(
+        say(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(info.weight_bytes)} of "
             f"weights, context of {info.max_context} tokens, {where}"
         )
-        note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
+        if address.uds is not None:
+            return
+        say(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
         if webui:
-            note(f"  In a browser:   {url}")
+            say(f"  In a browser:   {url}")
 
-    service = run(loader, options, access, bound, listening, ready, starter)
+    service = run(loader, options, access, bound, listening, ready, starter, tls)
     if service.failure is not None:
         raise typer.Exit(1)
 
@@ -557,17 +646,9 @@ def _compile_template(tokenizer: "Tokenizer") -> None:
         note(f"penstock: warning: no chat will be answered: {error}")
 
 
-def _start_log(level: str, requests: bool) -> None:
-    """Our lines and uvicorn's errors, on stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    rank = logging.getLevelNamesMapping().__getitem__
-    own = level if requests else max(level, "WARNING", key=rank)
-    for name, least in (("penstock.server", own), ("uvicorn.error", "ERROR")):
-        logger = logging.getLogger(name)
-        logger.setLevel(least)
-        logger.addHandler(handler)
-        logger.propagate = False
+def _say_in_log(text: str) -> None:
+    """What `note` prints, as a line of the log."""
+    logging.getLogger("penstock.start").info("%s", text.strip())
 
 
 def _raise_file_limit() -> None:

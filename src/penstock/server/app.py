@@ -80,6 +80,13 @@ class Application:
         self._app = Guard(router, access, self._options.limits, self.metrics.count)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        root = self._options.root_path
+        if root and scope["type"] == "http":
+            if scope["path"] == root:  # names on the page are relative to the folder
+                await Response(status_code=307, headers={"location": f"{root}/"})(scope, receive, send)
+                return
+            if scope["path"].startswith(f"{root}/"):
+                scope = {**scope, "path": scope["path"][len(root) :]}
         scope["app"] = self  # then the router raises what it cannot route
         await self._app(scope, receive, send)
 
@@ -321,7 +328,7 @@ class Application:
         if service.ready and not service.closing:
             return Json({"status": "ok", "progress": 1.0, "model": service.name, **replicas})
         error = service.unavailable()
-        status = "shutting down" if service.closing else "error" if service.failure is not None else "loading"
+        status = "draining" if service.closing else "error" if service.failure is not None else "loading"
         if error.code == "engine_died":
             status = "restarting"
         body = {"status": status, "progress": service.progress, **replicas, **error.body}
@@ -363,7 +370,7 @@ class Application:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
     async def _openapi(self, request: Request) -> Json:
-        return Json(described(bool(self._options.metrics)))
+        return Json(described(bool(self._options.metrics), self._options.root_path))
 
 
 async def _page_file(name: str, kind: str, request: Request) -> Response:
@@ -371,7 +378,11 @@ async def _page_file(name: str, kind: str, request: Request) -> Response:
     return Response((_PAGE / name).read_bytes(), media_type=kind, headers=headers)
 
 
-def _tokens(answers: list[Answer]) -> str:
+def _tokens(answers: list[Answer]) -> dict[str, int]:
+    """Numbers of a request for the log."""
     counted = [answer.handle.usage for answer in answers]
-    read, cached = counted[0].prompt_tokens, counted[0].cached_tokens
-    return f", {read} tokens in ({cached} cached), {sum(one.completion_tokens for one in counted)} out"
+    return {
+        "prompt_tokens": counted[0].prompt_tokens,
+        "cached_tokens": counted[0].cached_tokens,
+        "completion_tokens": sum(one.completion_tokens for one in counted),
+    }

@@ -1,6 +1,7 @@
 """What stands before every endpoint: which hosts, origins and keys may come in, headers that go out, errors, the log.
 
-The log has method, path, status, tokens and seconds. It never has a query, a header or anything of a body.
+The log has request id, client, method, path, status, seconds and tokens. It never has a query, a header other than a
+well-formed x-request-id, or anything of a body.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -92,6 +94,15 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
+_REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+def request_id(headers: Headers) -> str:
+    """The client's own where it can stand in a log as it is, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9_-]+(?:\.[a-z0-9_-]+)*\.?))(?::[0-9]{0,5})?", re.ASCII)
 
 
@@ -156,8 +167,8 @@ class Guard:
         headers, path, start = Headers(scope=scope), scope["path"], time.perf_counter()
         origin, status = headers.get("origin"), 0
         allowed = origin is not None and self._access.allows(origin, headers)
-        mark = f"req_{secrets.token_hex(12)}"
-        notes: list[Callable[[], str]] = []  # what an endpoint wants to have in the line of the log
+        mark, client = request_id(headers), client_of(None, scope.get("client"))
+        notes: list[Callable[[], dict[str, int]]] = []  # numbers that an endpoint wants to have in the line of the log
         scope.setdefault("state", {})["note"] = notes
 
         async def send_with_headers(message: Message) -> None:
@@ -185,7 +196,7 @@ class Guard:
                 await _answer(send_with_headers, 204, b"", _preflight(headers))
             else:
                 key = None if path in PUBLIC else self._access.check_key(headers)
-                scope["state"]["client"] = client_of(key, scope.get("client"))
+                scope["state"]["client"] = client = client_of(key, scope.get("client"))
                 await self._app(scope, receive, send_with_headers)
         except HTTPException as error:
             allow = (error.headers or {}).get("Allow")
@@ -199,15 +210,21 @@ class Guard:
         except Exception as error:
             told = as_api_error(error)
             if told.status == 500:
-                log.error("%s %s failed: %s", scope["method"], _shown(path), traced(error))
+                found = mark, client, scope["method"], _shown(path), traced(error)
+                fields = {"request_id": mark, "client": client}
+                log.error("%s %s %s %s failed: %s", *found, extra={"fields": fields})
             if status == 0:
                 await _answer(send_with_headers, told.status, _refusal(told, path), told.headers)
         finally:
             seconds = time.perf_counter() - start
             self._count(path, status)
             level = logging.DEBUG if path in _OFTEN and status < 400 else logging.INFO
-            more = "".join(note() for note in notes)
-            log.log(level, "%s %s %d %.3f s%s", scope["method"], _shown(path), status, seconds, more)
+            if log.isEnabledFor(level):
+                line = {"request_id": mark, "client": client, "method": scope["method"], "path": _shown(path)}
+                line |= {"status": status, "seconds": round(seconds, 6)}
+                for note in notes:
+                    line |= note()
+                log.log(level, "%s", _line(line), extra={"fields": line})
 
     def _check_head(self, scope: Scope) -> None:
         """What h11 lets through: other versions, a length that is said in two ways, and a head that is large but came
@@ -260,9 +277,19 @@ def _preflight(headers: Headers) -> dict[str, str]:
     ]  # clients of OpenAI and Anthropic tell about themselves
     return {
         "access-control-allow-methods": "GET, HEAD, POST",
-        "access-control-allow-headers": ", ".join(["authorization", "content-type", "x-api-key", *about]),
+        "access-control-allow-headers": ", ".join(
+            ["authorization", "content-type", "x-api-key", "x-request-id", *about]
+        ),
         "access-control-max-age": "600",
     }
+
+
+def _line(found: dict[str, Any]) -> str:
+    """A request for people to read."""
+    text = "{request_id} {client} {method} {path} {status} {seconds:.3f} s".format(**found)
+    if "prompt_tokens" not in found:
+        return text
+    return text + ", {prompt_tokens} tokens in ({cached_tokens} cached), {completion_tokens} out".format(**found)
 
 
 def _shown(path: str) -> str:

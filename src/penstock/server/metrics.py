@@ -5,6 +5,8 @@ Names are llama.cpp's; beside them stand those of vLLM that routers and dashboar
 
 from __future__ import annotations
 
+import functools
+import platform
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -14,9 +16,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from penstock._version import __version__
 from penstock.engine.metrics import SchedulerMetrics
 from penstock.engine.replicas import Replicas
 from penstock.machine import available_memory
+from penstock.server.model_info import info_of
 from penstock.server.service import Service
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -49,6 +53,8 @@ class Metrics:
         for (path, status), count in sorted(self._requests.items()):
             requests.add_metric((path, str(status)), count)
         yield requests
+        about = {"version": __version__, "python": platform.python_version()}
+        yield _labelled(GaugeMetricFamily, "penstock:build_info", "1, what runs is in the labels.", about, 1)
         yield GaugeMetricFamily("penstock:up_seconds", "Since the server started.", time.time() - self._started)
         yield GaugeMetricFamily("penstock:load_progress", "Of the model, 1 when it is ready.", self._service.progress)
         yield GaugeMetricFamily(
@@ -58,6 +64,9 @@ class Metrics:
         if loaded is None:
             return
         llm, scheduler = loaded
+        yield _labelled(
+            GaugeMetricFamily, "penstock:model_info", "1, the model is in the labels.", self._model_labels, 1
+        )
         now, stats = scheduler.metrics(), llm.stats()
         counters = {
             "prompt_tokens": ("Tokens of prompts that were computed.", now.prompt_tokens),
@@ -105,6 +114,21 @@ class Metrics:
         if self._service.replicas is not None:
             yield from _replicas(self._service.replicas)
         yield from _as_vllm(self._service, now)
+        for prefix in ("penstock", "vllm"):
+            yield from _latencies(self._service, prefix)
+
+    @functools.cached_property
+    def _model_labels(self) -> dict[str, str]:
+        """Of the loaded model; its sizes are found by a walk through the weights, so only once."""
+        loaded = self._service.loaded
+        assert loaded is not None
+        info = info_of(loaded[0])
+        return {
+            "model_name": self._service.name,
+            "quantization": info.quantization or "none",
+            "device": info.device,
+            "parameters": str(info.parameters),
+        }
 
 
 def _experts(stats: Any) -> Iterable[Metric]:
@@ -145,7 +169,6 @@ def _replicas(replicas: Replicas) -> Iterable[Metric]:
 
 def _as_vllm(service: Service, now: SchedulerMetrics) -> Iterable[Metric]:
     """What routers and dashboards for vLLM read; of all replicas together."""
-    labels = ("model_name",)
     looked_up = now.prompt_tokens + now.cached_tokens if service.options.prefix_cache else 0
     families: list[tuple[Any, str, str, float]] = [
         (GaugeMetricFamily, "num_requests_running", "Requests that are running.", now.running),
@@ -155,9 +178,11 @@ def _as_vllm(service: Service, now: SchedulerMetrics) -> Iterable[Metric]:
         (CounterMetricFamily, "prefix_cache_hits", "Tokens of prompts that were found.", now.cached_tokens),
     ]
     for kind, name, text, value in families:
-        family = kind(f"vllm:{name}", text, labels=labels)
-        family.add_metric((service.name,), value)
-        yield family
+        yield _labelled(kind, f"vllm:{name}", text, {"model_name": service.name}, value)
+
+
+def _latencies(service: Service, prefix: str) -> Iterable[Metric]:
+    """How long requests took: the same histograms under both prefixes."""
     found = service.latencies
     for name, text, histogram in (
         ("time_to_first_token_seconds", "From submission.", found.first_token),
@@ -165,9 +190,16 @@ def _as_vllm(service: Service, now: SchedulerMetrics) -> Iterable[Metric]:
         ("e2e_request_latency_seconds", "From submission to the last token.", found.whole),
         ("request_queue_time_seconds", "Before the prompt was begun.", found.queue),
     ):
-        made = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
+        made = HistogramMetricFamily(f"{prefix}:{name}", text, labels=("model_name",))
         made.add_metric((service.name,), histogram.buckets(), histogram.sum)
         yield made
+
+
+def _labelled(kind: Any, name: str, text: str, labels: dict[str, str], value: float) -> Metric:
+    """A family with one sample."""
+    family = kind(name, text, labels=tuple(labels))
+    family.add_metric(tuple(labels.values()), value)
+    return family
 
 
 def _rate(count: float, per: float) -> float:

@@ -124,8 +124,8 @@ _GETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def described(metrics: bool = True) -> dict[str, Any]:
-    """The OpenAPI description."""
+def described(metrics: bool = True, root_path: str = "") -> dict[str, Any]:
+    """The OpenAPI description; of a server that a proxy has below `root_path`."""
     models = {model for _, model, _ in _POSTS.values()}
     named = sorted(models, key=lambda model: model.__name__)
     references, definitions = models_json_schema(
@@ -149,6 +149,7 @@ def described(metrics: bool = True) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "penstock", "version": __version__},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],

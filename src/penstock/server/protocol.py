@@ -67,8 +67,11 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNREAD)
-        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNREAD)
+        made = transport.get_extra_info("socket")
+        if made.family == socket.AF_UNIX:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
+        elif hasattr(socket, "TCP_NOTSENT_LOWAT"):  # Linux and macOS
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNREAD)
         if len(self.connections) > self.limits.connections:
             message = f"there are {self.limits.connections} connections already"
             self._refuse(unavailable(message, "too_many_connections", retry_after=1))
@@ -102,9 +105,9 @@ class _Protocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. It may have gone, or have closed its half and wait for the answer to a request
-        that is here in whole; a write shows which: one that is gone resets the connection.
+        that is here in whole; a write shows which: one that is gone resets the connection. TLS has no such halves.
         """
-        if not self._in_whole():
+        if not self._in_whole() or self.transport.get_extra_info("sslcontext") is not None:
             return False
         if not self._half_closed:
             self._half_closed = True

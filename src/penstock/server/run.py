@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ import uvicorn
 from penstock.errors import PenstockError
 from penstock.server.app import Application
 from penstock.server.guard import Access
+from penstock.server.listen import removed_at_end
 from penstock.server.protocol import protocol_of
 from penstock.server.service import AnyScheduler, Options, Service
 
@@ -55,9 +57,15 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn with our limits. The first signal ends it in order, the second one at once."""
 
-    def __init__(self, service: Service, access: Access, listening: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        access: Access,
+        listening: Callable[[], None] = lambda: None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         limits = service.options.limits
-        self._service, self._listening = service, listening
+        self._service, self._listening, self._tls = service, listening, tls
         super().__init__(
             uvicorn.Config(
                 Application(service, access),
@@ -75,17 +83,19 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.ssl = self._tls
         await super().startup(sockets)
         self._listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen no more; requests under way may still finish, within the limit."""
+        """Requests under way may still finish, within the limit. Meanwhile others are turned away and /health says
+        `draining`, so that a balancer sends its clients elsewhere; then nothing listens any more.
+        """
         deadline = self._service.options.limits.shutdown_seconds
         if self._service.failure is None:
             log.info("ending: answers under way have %g s; a second Ctrl-C ends at once", deadline)
-        closing = asyncio.get_running_loop().run_in_executor(None, self._service.close, deadline)
+        await asyncio.get_running_loop().run_in_executor(None, self._service.close, deadline)
         await super().shutdown(sockets)
-        await closing
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if self.should_exit:
@@ -101,6 +111,7 @@ def serve(
     listening: Callable[[], None],
     ready: Callable[[Service], None],
     make_scheduler: Callable[..., AnyScheduler] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Service:
     """Serve until a signal comes. `listening` is called when requests and signals are taken; the model is loaded
     meanwhile, and `ready` is called when it is there or has failed: then /health says why.
@@ -119,9 +130,10 @@ def serve(
         listening()
         loading.start()
 
-    server = Server(service, access, started)
+    server = Server(service, access, started, tls)
     service.stop = lambda: setattr(server, "should_exit", True)
-    server.run(sockets=[bound])
+    with removed_at_end(bound):
+        server.run(sockets=[bound])
     if loading.is_alive():  # it cannot be interrupted, and must not run while the interpreter is taken down
         sys.stdout.flush()
         sys.stderr.flush()
@@ -130,14 +142,23 @@ def serve(
 
 
 @contextlib.contextmanager
-def background(service: Service, access: Access, port: int = 0) -> Iterator[str]:
-    """A server in a thread of this process, for tests and measurements: its address, while the block runs."""
-    bound = bind("127.0.0.1", port)
-    server = Server(service, access)
+def background(
+    service: Service,
+    access: Access,
+    port: int = 0,
+    bound: socket.socket | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Iterator[str]:
+    """A server in a thread of this process, for tests and measurements: its address, while the block runs; on a
+    Unix socket only the rest of an address is of use.
+    """
+    bound = bind("127.0.0.1", port) if bound is None else bound
+    server = Server(service, access, tls=tls)
+    scheme, where = "http" if tls is None else "https", bound.getsockname()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, name="penstock-server", daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        yield f"{scheme}://localhost" if isinstance(where, str) else f"{scheme}://127.0.0.1:{where[1]}"
     finally:
         server.should_exit = True
         thread.join()

@@ -79,6 +79,7 @@ class Options:
     gpu_memory_utilization: float | None = None
     page: bool = True
     metrics: bool = True
+    root_path: str = ""  # below which a proxy has the server; taken off where the proxy left it
     limits: Limits = field(default_factory=Limits)
 
 
