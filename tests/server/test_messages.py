@@ -143,6 +143,7 @@ AGENT: dict[str, Any] = {  # the form of a coding agent's request
 def test_the_requests_of_coding_agents_become_conversations(place, monkeypatch):
     seen: list[Any] = []
     real = place.service.llm.tokenizer.chat_text
+    monkeypatch.setattr(place.service, "_format", "qwen")
     monkeypatch.setattr(
         type(place.service.llm.tokenizer), "chat_text", lambda self, *given: (seen.append(given), real(*given))[1]
     )

@@ -174,15 +174,29 @@ def test_forced_tool(client, place, monkeypatch):
     parameters["additionalProperties"] = False
     tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
     asked = ASKED | {"max_tokens": 100, "tools": tools, "parallel_tool_calls": False}
-    monkeypatch.setattr(place.service, "_format", "qwen")
-    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
-        found = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
-        assert found.finish_reason == "tool_calls" and len(found.message.tool_calls) == 1
-        assert json.loads(found.message.tool_calls[0].function.arguments)["far"] in (True, False)
-    monkeypatch.undo()
-    with pytest.raises(openai.BadRequestError) as refused:  # the demo model itself has no way to write calls
+    for format in ("qwen", "plain"):  # the latter is the demo model's own, whose template has no place for tools
+        monkeypatch.setattr(place.service, "_format", format)
+        for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+            found = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
+            assert found.finish_reason == "tool_calls" and len(found.message.tool_calls) == 1
+            assert json.loads(found.message.tool_calls[0].function.arguments)["far"] in (True, False)
+    monkeypatch.setattr("penstock.server.service.lacks_tools", lambda tokenizer: False)
+    with pytest.raises(openai.BadRequestError) as refused:  # tools in a form of the template's that is not known
         client.chat.completions.create(**asked, tool_choice="required")
     assert refused.value.param == "tool_choice"
+
+
+def test_a_template_without_tools_has_calls_and_results(client, place, monkeypatch):
+    with scripted(monkeypatch, place, CALLS, "plain"):
+        asked = ASKED | {"max_tokens": 200, "tools": TOOLS}
+        found = client.chat.completions.create(**asked).choices[0]
+    assert found.finish_reason == "tool_calls" and found.message.tool_calls[0].function.name == "weather"
+    calls = [call.model_dump() for call in found.message.tool_calls]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "It rains."} for call in calls]
+    turns = [*PROMPT, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+    prompt = place.client.post("/apply-template", json={"messages": turns, "tools": TOOLS}).json()["prompt"]
+    assert prompt.count("<tool_response>\nIt rains.") == len(calls) and '"name": "weather"' in prompt
+    assert client.chat.completions.create(**ASKED | {"messages": turns, "tools": TOOLS}).choices[0].message.content
 
 
 def test_a_format_leaves_calls_of_tools_open(client, place, monkeypatch):

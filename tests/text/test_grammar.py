@@ -175,7 +175,20 @@ def test_copy_goes_its_own_way(plain):
 def test_white_space_in_json_is_bounded(plain):
     grammar = grammar_for({"type": "json_object"}, plain)
     assert fits(grammar, plain, '{\n        "a": {\n            "b": [1, 2]\n        }\n}')
-    assert not fits(grammar, plain, "{" + " " * 41 + "}")
+    assert fits(grammar, plain, '{"a":1,\r\n\t\t"b" : [ ]}')
+    for space in ("  ", "\t", "\n\n", " \n", "\n" + " " * 21):
+        assert not fits(grammar, plain, "{" + space + "}"), space
+
+
+def test_greedy_json_of_a_small_model_ends():
+    """It likes white space best, wherever it may write some."""
+    llm = penstock.load()
+    inner = {"type": "object", "properties": {"e": {"enum": ["x", "y"]}}, "required": ["e"]}
+    properties = {"a": {"type": "string", "maxLength": 12}, "b": {"type": "boolean"}, "c": {"type": "null"}, "d": inner}
+    closed = {"additionalProperties": False}
+    schema = {"type": "object", "properties": {**properties, "d": inner | closed}, "required": list("abcd")} | closed
+    answer = llm.chat([{"role": "user", "content": "hello"}], max_tokens=100, response_format=schema_format(schema))
+    assert answer.finish_reason == "stop" and list(json.loads(answer.text)) == list("abcd")
 
 
 # What a response_format means

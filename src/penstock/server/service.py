@@ -30,6 +30,8 @@ from penstock.server.model_info import ServedModel
 from penstock.text.control_tokens import ChatText
 from penstock.text.formats import FORMATS, format_of, in_reasoning, parser_for, shown_tokens, with_arguments
 from penstock.text.formats.base import Parser
+from penstock.text.generic_tools import FORMAT as GENERIC_TOOLS
+from penstock.text.generic_tools import lacks_tools, with_tools
 from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
 
 if TYPE_CHECKING:
@@ -266,9 +268,10 @@ class Service:
             ids = tokenizer.encode_chat(chat, limit=most)
         self._check_ids(ids, "messages")
         inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
-        format = self._format if self.options.split_reasoning or tools else "plain"
+        own = GENERIC_TOOLS if tools and self._generic_tools else self._format
+        format = own if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
-        options = self._options(request, limit, logprobs, shown_tokens(self._format, bool(tools)))
+        options = self._options(request, limit, logprobs, shown_tokens(own, bool(tools)))
         requests = self._requests(scheduler, [ids], n, options, grammar)
         reads = FORMATS[format].reasoning is not None or (bool(tools) and FORMATS[format].call is not None)
         parsers = [parser_for(format, tools or None, in_reasoning=inside) if reads else None for _ in requests]
@@ -341,6 +344,8 @@ class Service:
         effort_variables = {} if effort is None else FORMATS[self._format].effort(effort)
         merged = {**self.options.template_variables, **effort_variables, **(variables or {})}
         plain = with_arguments([message.plain() for message in messages], self._format)
+        if self._generic_tools:
+            plain, tools = with_tools(plain, tools, self.llm.tokenizer.chat_template or ""), []
         last = plain[-1]["content"].rstrip()
         if continued and (plain[-1]["role"] != "assistant" or not last):
             raise ApiError(400, "continue_final_message needs a last message of the assistant", param="messages")
@@ -359,6 +364,11 @@ class Service:
         if not found:
             raise ApiError(400, "the chat template does not show the last message as it is", param="messages")
         return replace(chat, marked=before + last)
+
+    @property
+    def _generic_tools(self) -> bool:
+        """Whether tools are written for the model in a form that is not its template's."""
+        return self._format == "plain" and lacks_tools(self.llm.tokenizer)
 
     def submit(self, work: Work, client: str) -> list[ResponseHandle]:
         """All answers of a client's request, or none. Raises QueueFull."""

@@ -10,7 +10,8 @@ _JSON_OPTIONS = {
     "item_separator": ",",
     "key_separator": ":",
     "whitespace_flexible": True,
-    "whitespace_pattern": r"[ \n\r\t]{0,40}",  # indents, but no model that writes nothing else
+    # as JSON is written in one line or indented: a model that likes white space would write nothing else
+    "whitespace_pattern": r" ?|\r?\n[ \t]{0,20}",
     "coerce_one_of": False,
 }
 ANY_TEXT = "/(?s:.*)/"
