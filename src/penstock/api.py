@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -27,12 +26,13 @@ from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_laye
 from penstock.engine.hooks import LogitsProcessor, TokenSampler
 from penstock.engine.options import WORKING_BYTES, resolve_options, resolve_state_dtype
 from penstock.engine.rank import Rank, RankStart, following, ranks_of, warn_of_cores
+from penstock.engine.reading import Reading, check_pooling
 from penstock.engine.request import Chunk, Completion, Request, Timings, make_request, reading_request
 from penstock.engine.response import ResponseHandle, in_order_of_arrival
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.session import Session, read_about, restore_into
 from penstock.engine.speculate import MOST_DRAFTS, check_speculate
-from penstock.errors import CheckpointError, InvalidArgument, NonFiniteLogits, OutOfMemory
+from penstock.errors import CheckpointError, InvalidArgument, OutOfMemory
 from penstock.experts.layout import Layer
 from penstock.experts.store import owned_bytes, slot_counts
 from penstock.models import mtp
@@ -298,23 +298,21 @@ class LLM:
             self.add_timings([handle.timings])
         return found
 
-    def embed(self, texts: str | Seq[int] | Seq[str] | Seq[Seq[int]]) -> np.ndarray:
+    def embed(self, texts: str | Seq[int] | Seq[str] | Seq[Seq[int]], pooling: str = "mean") -> np.ndarray:
         """Embedding of a text, float32 [dim]; of a list of texts (or of lists of token ids) float32 [n, dim].
 
-        The mean over the tokens of the hidden state after the final norm, divided by its Euclidean length: the product
-        of two is their cosine. Text is encoded as the tokenizer says. Texts of a list are computed together; on the CPU
-        no bit depends on the others. Raises InvalidArgument for a text without tokens or longer than the context.
+        The mean over the tokens of the hidden state after the final norm (pooling "last": that of the last token),
+        divided by its Euclidean length: the product of two is their cosine. Text is encoded as the tokenizer says.
+        Texts of a list are computed together; on the CPU no bit depends on the others. Raises InvalidArgument for a
+        text without tokens or longer than the context.
         """
-        if self.engine.model.family.final_norm is None:
-            raise InvalidArgument(f"embed: {self.config.model_type} has no final_norm, expected a family with one")
+        check_pooling(pooling)
         one = _one(texts, "embed: texts")
         requests = [
-            self._embedding_request(text, "texts" if one else f"texts[{n}]")
+            self._embedding_request(text, "texts" if one else f"texts[{n}]", Reading(pooling))
             for n, text in enumerate([texts] if one else texts)
         ]
-        means = [_Mean(self.config.dim) for _ in requests]
-        submit = functools.partial(self.scheduler.submit, hidden=True)
-        handles = [submit(request, rows=mean.add) for request, mean in zip(requests, means, strict=True)]
+        handles = [self.scheduler.submit(request) for request in requests]
         try:
             with notebook_bar("reading", after=1.0) as report:
                 for n, handle in enumerate(handles):
@@ -324,16 +322,16 @@ class LLM:
             for handle in handles:
                 handle.cancel()
             self.add_timings([handle.timings for handle in handles])
-        found = np.array([mean.direction() for mean in means], np.float32).reshape(len(means), self.config.dim)
+        found = np.array([handle.pieces[0][0] for handle in handles], np.float32).reshape(-1, self.config.dim)
         return found[0] if one else found
 
-    def _embedding_request(self, text: Any, name: str) -> Request:
+    def _embedding_request(self, text: Any, name: str, reading: Reading) -> Request:
         ids = self.tokenizer.encode(text) if isinstance(text, str) else text
         found = self.engine.token_array(ids, f"embed: {name}", self._tokenizer)
         if not 0 < len(found) <= self.max_context:
             limit = f"1 to {self.max_context} (max_context)"
             raise InvalidArgument(f"embed: {name} has {len(found) or 'no'} tokens, expected {limit}")
-        return reading_request(self.engine.limits, found.tolist())
+        return reading_request(self.engine.limits, found.tolist(), reading)
 
     @overload
     def generate(
@@ -572,25 +570,6 @@ class LLM:
             self._stats.add_drafts(one)
         self._stats.generation_seconds += max((one.generation_seconds for one in timings), default=0.0)
         self._stats.compile_seconds += max((one.compile_seconds for one in timings), default=0.0)
-
-
-class _Mean:
-    """The mean of hidden states that come in chunks."""
-
-    def __init__(self, dim: int) -> None:
-        self._sum, self._count = np.zeros(dim), 0
-
-    def add(self, rows: np.ndarray) -> None:
-        self._sum += rows.sum(axis=0, dtype=np.float64)
-        self._count += len(rows)
-
-    def direction(self) -> np.ndarray:
-        """Divided by its length. Raises NonFiniteLogits."""
-        mean = self._sum / self._count
-        length = np.linalg.norm(mean)
-        if not np.isfinite(length):
-            raise NonFiniteLogits("embed: the model produced hidden states that are not finite")
-        return mean / length if length else mean
 
 
 def _not_counted(timings: Seq[Timings]) -> None:

@@ -10,6 +10,7 @@ pytest.importorskip("msgspec", reason="the extra `server` is not installed")
 
 from penstock.engine import channel
 from penstock.engine.channel import ChannelError, Connection
+from penstock.engine.reading import Reading
 from penstock.engine.request import Request, Timings
 from penstock.engine.sampling import SamplingParams
 from penstock.errors import CheckpointError, EngineDied, QueueFull
@@ -18,6 +19,7 @@ FROM_FRONT = [
     channel.Start({"path_or_hub_id": None, "threads": 3}, {"queue": 7, "read_timeout": 1.5}),
     channel.Submit(1, [5, 0, 70_000], {"temperature": 0.5, "seed": 2**64 - 1, "logit_bias": {3: -1e30}}, 9, [2, 4]),
     channel.Submit(2, [], {}, 1, [], "key 3", 'start: "a"'),
+    channel.Submit(3, [7], {}, 0, [], reading=Reading("logprobs", 5)),
     channel.Cancel(3, True),
     channel.Pause(4),
     channel.Resume(5),
@@ -27,6 +29,7 @@ FROM_FRONT = [
 FROM_ENGINE = [
     channel.Tokens([1, 2, 1], [10, 11, 12], {1: "stop"}, {2: (-0.5, [(12, -0.5), (3, -1.25)]), 0: (-1.0, None)}),
     channel.Tokens([], []),
+    channel.Read(1, [b"\0\1\2\3", b""]),
     channel.State(1, "prompt", 64, [1, 0.5, 0, 0.0, 0.25]),
     channel.End(2, 0, [1, 2.0, 3, 4.0, 5.0]),
     channel.Failed(3, "QueueFull", "full", 4),

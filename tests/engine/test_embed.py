@@ -78,7 +78,9 @@ def test_embeddings_are_the_same_alone_and_in_a_batch(llm: LLM) -> None:
     else:
         np.testing.assert_array_equal(found, alone)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
-    np.testing.assert_allclose(found[2], embedding_of(hidden_of(llm, texts[2])), atol=1e-6)
+    rows = hidden_of(llm, texts[2])
+    np.testing.assert_allclose(found[2], embedding_of(rows), atol=1e-6)
+    np.testing.assert_allclose(llm.embed(texts[2], pooling="last"), embedding_of(rows[-1:]), atol=1e-6)
     nothing_is_held(llm)
 
 
@@ -112,6 +114,11 @@ def test_texts_that_are_refused(texts: Any, words: str, loaded: LLM) -> None:
     with pytest.raises(InvalidArgument, match=words):
         llm.embed(texts)
     assert llm.scheduler.idle
+
+
+def test_a_pooling_that_there_is_not(loaded: LLM) -> None:
+    with pytest.raises(InvalidArgument, match="pooling is 'max', expected mean or last"):
+        loaded.embed("abc", pooling="max")
 
 
 def test_a_hidden_state_that_is_not_finite_is_refused(loaded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from penstock.api import LLM
 from penstock.backends.cpu.device import CpuDevice
 from penstock.engine import execution
 from penstock.engine.engine import Engine
+from penstock.engine.reading import Reading
 from penstock.engine.request import RequestLimits, reading_request
 from penstock.engine.scheduler import Continued, Scheduler
 from penstock.engine.steps import Run
@@ -175,3 +176,45 @@ def test_reading_requests_are_refused_with_reasons(plain: LLM) -> None:
         with pytest.raises(OutOfMemory, match="^request: 1 positions"):
             made.submit(reading_request(limits, [1]), rows=print)
     plain.engine.close(sequence)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_log_probabilities_of_a_prompt_and_the_answer_behind_it(llm: LLM, kind: int) -> None:
+    """Of prompts in chunks and of one token; the answer is the one of a request that reads nothing."""
+    prompts = [some_tokens(length, seed=length) for length in (1, 7, 600, 257)]
+    options = {"max_tokens": 6, **KINDS[kind]}
+    want = [llm.generate(prompt, **options) for prompt in prompts]
+    with scheduler(llm, max_sequences=3) as made:
+        asked = [made.request(prompt, reading=Reading("logprobs", 3), **options) for prompt in prompts]
+        handles = [made.submit(one) for one in asked]
+        for handle, prompt, answer in zip(handles, prompts, want, strict=True):
+            same(handle.result(SECONDS), answer)
+            assert handle.usage.cached_tokens == 0
+            logprobs, ranks, ids, values = (np.concatenate(arrays) for arrays in zip(*handle.pieces, strict=True))
+            rows = log_softmax(alone(llm.engine, prompt))[:-1]
+            own = rows[np.arange(len(rows)), prompt[1:]]
+            np.testing.assert_allclose(logprobs, own, atol=1e-5)
+            np.testing.assert_array_equal(ranks, 1 + (rows > own[:, None]).sum(axis=1))
+            np.testing.assert_allclose(values, -np.sort(-rows, axis=1)[:, :3], atol=1e-5)
+            np.testing.assert_allclose(np.take_along_axis(rows, ids.astype(np.int64), 1), values, atol=1e-5)
+        assert made.metrics().prefix_entries == 0
+
+
+def test_a_prompt_that_fills_the_context_is_read_where_no_answer_is_wanted(plain: LLM) -> None:
+    llm = with_device(plain, CpuDevice(), 64)
+    with scheduler(llm) as made:
+        tokens = some_tokens(64)
+        handle = made.submit(made.request(tokens, max_tokens=0, reading=Reading("logprobs")))
+        assert handle.result(SECONDS).finish_reason == "length" and sum(len(piece[0]) for piece in handle.pieces) == 63
+        with pytest.raises(InvalidArgument, match="prompt has 64 tokens"):
+            made.request(tokens, max_tokens=1, reading=Reading("logprobs"))
+        with pytest.raises(InvalidArgument, match="top is 100000, expected 0 to"):
+            made.request(tokens, max_tokens=0, reading=Reading("logprobs", 100000))
+        with pytest.raises(InvalidArgument, match="at least 1"):
+            made.request([1], max_tokens=0)

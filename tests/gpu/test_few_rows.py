@@ -200,7 +200,7 @@ def test_lanes_are_chosen_by_rows_and_results(T, N, dtype, taken, rng, monkeypat
     asked = []
     monkeypatch.setattr(linear, "few_rows", lambda *_: asked.append("lanes"))
     monkeypatch.setattr(linear, "matvec", lambda *_, **__: asked.append("matvec"))
-    monkeypatch.setattr(linear, "quantized_gemm", lambda *_: asked.append("tiles"))
+    monkeypatch.setattr("penstock.backends.cuda._gemm.quantized_gemm", lambda *_: asked.append("tiles"))
     x, w = normal(rng, T, 32, dtype="bfloat16"), quantized(rng, N, 32)
     run(ops.quantized_matmul, x=x, w=w, dtype=dtype)
     with penstock.backend("cuda", deterministic=True):

@@ -57,7 +57,7 @@ def test_matvec_of_any_number_of_groups(bits, groups, rng):
 @pytest.mark.parametrize("K", [12288, 12864])
 def test_programs_that_share_a_long_row_add_up(K, rng):
     """In the order of their parts, the same every time; the residual counts once, and may be what is written."""
-    N = 1500 if GPU else 70  # few rows for each multiprocessor
+    N = 5000 if GPU else 70  # two to three tiles of rows for each multiprocessor
     x, residual = normal(rng, 1, K, dtype="bfloat16"), normal(rng, 1, N)
     w = quantized(rng, N, K, group_size=64)
     assert config(4, 64, N, K, 1, 1, 1, False, False, False, multiprocessors(torch.empty(0, device=DEVICE))).parts > 1

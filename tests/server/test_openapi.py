@@ -58,6 +58,6 @@ def test_the_description_names_every_endpoint():
     paths = set(described()["paths"])
     routed = {route.path for route in application._routes()}
     public = {"/", "/app.js", "/style.css", "/icon.svg", "/openapi.json"}
-    doubles = {"/models", "/chat/completions", "/completions", "/responses", "/v1/health"}
+    doubles = {"/models", "/chat/completions", "/completions", "/embeddings", "/responses", "/v1/health"}
     assert routed - public - doubles == {path.replace("{model}", "{name:path}") for path in paths}
     assert "/metrics" not in described(metrics=False)["paths"]

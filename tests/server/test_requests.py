@@ -206,7 +206,10 @@ def test_wrong_prompts_are_refused(place, prompt):
 
 def test_completions_refuse_what_they_cannot_do(place, llm):
     for fields in (
-        {"echo": True},
+        {"echo": 1},
+        {"max_tokens": 0},
+        {"prompt_logprobs": 1, "stream": True},
+        {"prompt_logprobs": 21},
         {"suffix": "x"},
         {"best_of": 2},
         {"logprobs": 21},

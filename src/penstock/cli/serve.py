@@ -71,7 +71,8 @@ _FOREIGN = (
     refused("--ctx-checkpoints -ctxcp", "--prompt-cache-bytes bounds the shared beginnings of prompts"),
     refused("--models-dir --models-preset --models-max", "one server serves one model"),
     refused("--sleep-idle-seconds", "the model stays loaded", silent="-1"),
-    refused_flag("--embedding --embeddings --reranking", "text alone is answered"),
+    taken_flag("--embedding --embeddings", "/v1/embeddings is there, beside the others"),
+    refused_flag("--reranking", "text alone is answered"),
     refused("--task --runner", "text alone is answered", silent="auto generate"),
     refused("--limit-mm-per-prompt", "only text is read"),
     refused_flag("--trust-request-chat-template", "--chat-template-file sets the template"),
@@ -275,6 +276,11 @@ class AnswerOptions(TemplateText):
     reasoning_budget: Annotated[
         int, typer.Option("--reasoning-budget", min=-1, max=0, help="0: no reasoning, where the template can do that.")
     ] = -1
+
+    pooling: Annotated[
+        Literal["mean", "last"],
+        typer.Option("--pooling", help="Embeddings: the mean over a text's tokens, or its last token."),
+    ] = "mean"
 
     def defaults(self) -> dict[str, Any]:
         """Sampling options that were given."""
@@ -524,6 +530,7 @@ def serve(
         template_variables=answers.variables(),
         split_reasoning=answers.reasoning_format != "none",
         allow_special_in_messages=answers.allow_special_in_messages,
+        pooling=answers.pooling,
         ping_seconds=load.sse_ping_interval,
         parallel=load.parallel,
         prefix_cache=load.cache_prompt if load.prefix_caching is None else load.prefix_caching,

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from penstock import errors
+from penstock.engine.reading import Reading
 from penstock.engine.request import Request, Timings
 from penstock.engine.sampling import SamplingParams
 from penstock.errors import InvalidArgument, PenstockError, QueueFull
@@ -58,6 +59,7 @@ class Submit(_Message):
     grammar: str | None = None
     speculate: str | None = None
     num_draft_tokens: int | None = None
+    reading: Reading | None = None
 
 
 class Cancel(_Message):
@@ -96,6 +98,13 @@ class Tokens(_Message):
     tokens: list[int]
     reasons: dict[int, str] = {}
     logprobs: dict[int, tuple[float, list[tuple[int, float]] | None]] = {}
+
+
+class Read(_Message):
+    """What the reading of a request has found: a piece, the bytes of its arrays."""
+
+    id: int
+    arrays: list[bytes]
 
 
 class State(_Message):
@@ -160,7 +169,7 @@ class Metrics(_Message):
 
 
 FromFront = Start | Submit | Cancel | Pause | Resume | Close
-FromEngine = Tokens | State | End | Failed | Progress | Ready | NotLoaded | Damaged | Metrics
+FromEngine = Tokens | Read | State | End | Failed | Progress | Ready | NotLoaded | Damaged | Metrics
 Message = FromFront | FromEngine
 
 
@@ -175,7 +184,8 @@ def submit_message(number: int, request: Request, client: str | None) -> Submit:
         params["logit_bias"] = {int(token): float(bias) for token, bias in params["logit_bias"].items()}
     grammar = None if request.grammar is None else request.grammar.source
     drafts = request.speculate, request.num_draft_tokens
-    return Submit(number, request.prompt, params, request.max_tokens, sorted(request.eos), client, grammar, *drafts)
+    about = (request.prompt, params, request.max_tokens, sorted(request.eos), client, grammar, *drafts)
+    return Submit(number, *about, request.reading)
 
 
 def sampling_params_of(message: Submit) -> SamplingParams:

@@ -170,7 +170,8 @@ class Execution:
             found = engine.step(runs)
             assert found is not None
             ends = np.cumsum([len(run.tokens) for run in runs])
-            return Launched(parts, [run.sequence for run in runs], [], begin, np.split(found, ends[:-1]))
+            rows = np.split(found, ends[:-1])
+            return Launched(parts, [run.sequence for run in runs], self._after(parts, rows), begin, rows)
         if engine.device.samples_tokens:
             drawing = [part for part in parts if part.draws]
             samplers = [part.state.sampler for part in drawing if not part.hosted]
@@ -192,6 +193,16 @@ class Execution:
                 part.state.drawn += 1
         self.steps += 1
         return Launched(parts, [run.sequence for run in runs], drawn, begin)
+
+    def _after(self, parts: list[Part], rows: list[np.ndarray]) -> Drawn:
+        """First tokens of answers to prompts whose logits were all wanted: by the last of them, on the host."""
+        found: Drawn = []
+        for part, logits in zip(parts, rows, strict=True):
+            state = part.state
+            if part.all_logits and part.end == state.prompt_end and state.request.max_tokens and not state.drawn:
+                found.append((state, sampled(self._engine, state, logits[-1], part.end)))
+                state.drawn += 1
+        return found
 
     def _drawn(self, parts: list[Part], logits: np.ndarray) -> Drawn:
         """Tokens of a step by its logits, on the host."""

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from penstock.engine.channel import (
     Cancel,
     ChannelError,
@@ -21,6 +23,7 @@ from penstock.engine.channel import (
     Message,
     Metrics,
     Pause,
+    Read,
     Resume,
     State,
     Submit,
@@ -134,7 +137,8 @@ class EngineLoop:
             if message.grammar is not None:
                 grammar = grammar_of_source(message.grammar, self._tokenizer, self._vocab_size)
             params = sampling_params_of(message)
-            about = {"speculate": message.speculate, "num_draft_tokens": message.num_draft_tokens}
+            about: dict[str, Any] = {"speculate": message.speculate, "num_draft_tokens": message.num_draft_tokens}
+            about["reading"] = message.reading
             eos = frozenset(message.eos)
             request = Request(message.prompt, params, message.max_tokens, eos, grammar=grammar, **about)
         except Exception as error:
@@ -170,6 +174,8 @@ class EngineLoop:
             if state != live.state and state != "done":
                 live.state = state
                 out.append(State(number, state, handle.usage.cached_tokens, timings_values(handle.timings)))
+            out += (Read(number, _bytes(piece)) for piece in handle.pieces)
+            handle.pieces.clear()
             if not live.paused and (end := self._take(number, handle, state, tokens)) is not None:
                 ends.append(end)
                 del self._live[number]
@@ -205,3 +211,7 @@ class EngineLoop:
         if found != self._metrics or self._live:  # a sign of life, as long as there are requests
             self._metrics = found
             out.append(found)
+
+
+def _bytes(piece: tuple[np.ndarray, ...]) -> list[bytes]:
+    return [np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in piece]

@@ -31,6 +31,7 @@ from penstock.engine.channel import (
     NotLoaded,
     Pause,
     Progress,
+    Read,
     Ready,
     Resume,
     Start,
@@ -271,6 +272,8 @@ class RemoteScheduler:
     def _take(self, message: FromEngine, engine: _Engine, batch: TokenBatch) -> None:
         if isinstance(message, Tokens):
             self._put(message, batch)
+        elif isinstance(message, Read):
+            self._add_piece(message)
         elif isinstance(message, State):
             if (live := self._live.get(message.id)) is not None:
                 live.begun = True
@@ -294,6 +297,14 @@ class RemoteScheduler:
         else:
             engine.answer = message
             engine.ready.set()
+
+    def _add_piece(self, message: Read) -> None:
+        live = self._live.get(message.id)
+        if live is not None and live.request.reading is not None:
+            try:
+                live.queue.pieces.append(live.request.reading.piece(message.arrays))
+            except ValueError as error:
+                raise ChannelError(f"channel: not what a reading finds: {error}") from None
 
     def _put(self, message: Tokens, batch: TokenBatch) -> None:
         reasons, logprobs = message.reasons, message.logprobs

@@ -204,11 +204,13 @@ class Replicas:
 
     def submit(self, request: Request, client: str | None = None) -> ResponseHandle:
         """Hand a request in. Raises as `RemoteScheduler.submit`, when no replica takes it."""
-        digests, left = block_digests(request.prompt), self.available
+        digests, length, left = block_digests(request.prompt), len(request.prompt), self.available
+        if request.reading is not None:  # it stores no prefix, and uses none
+            digests, length = [], 0
         error: Exception = EngineDied(self.unavailable or "no replica takes requests")
         refused = False
         while left:
-            choice = self._choose(digests, len(request.prompt), left)
+            choice = self._choose(digests, length, left)
             try:
                 handle = self.schedulers[choice.number].submit(request, client)
             except (QueueFull, EngineDied) as raised:

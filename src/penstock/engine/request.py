@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from penstock.engine.hooks import Hooks, make_hooks
+from penstock.engine.reading import Reading
 from penstock.engine.sampling import SamplingParams, check_vocabulary
 from penstock.engine.speculate import check_speculate
 from penstock.errors import InvalidArgument
@@ -124,8 +125,9 @@ class Request:
 
     params have a seed. eos: ids that end the answer. stop: strings that end it, and are not part of it. shown: special
     tokens that become text all the same. grammar says before each token which ones are allowed. hooks: see `Hooks`; a
-    request that has some stays in its process. max_tokens 0: there is no answer, see `reading_request`. speculate, and
-    num_draft_tokens: what drafts come from and how many a step verifies at the most; None: as the model was loaded.
+    request that has some stays in its process. max_tokens 0: there is no answer, see `reading_request`. reading: what
+    is wanted of the prompt. speculate, and num_draft_tokens: what drafts come from and how many a step verifies at the
+    most; None: as the model was loaded.
     acceptance, for benchmarks: the draft at place i counts with this probability if those before it do, whatever the
     token is, drawn by seed and position; and with fixed_drafts every step verifies num_draft_tokens.
     """
@@ -142,6 +144,7 @@ class Request:
     num_draft_tokens: int | None = None
     acceptance: tuple[float, ...] | None = None
     fixed_drafts: bool = False
+    reading: Reading | None = None
 
 
 def make_request(
@@ -163,6 +166,7 @@ def make_request(
     options = dict(options)
     extra = options.pop("extra_eos", ())
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
+    reading = options.pop("reading", None)
     speculate, drafts = options.pop("speculate", None), options.pop("num_draft_tokens", None)
     check_speculate("generate", speculate, drafts)
     hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
@@ -171,11 +175,14 @@ def make_request(
         _check_alone(params)
     given = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     ids: list[int] = token_array(given, limits.vocab_size, tokenizer=tokenizer).tolist()
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < 1:
-        raise InvalidArgument(f"max_tokens is {max_tokens!r}, expected an integer of at least 1")
+    least = 1 if reading is None else 0
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < least:
+        raise InvalidArgument(f"max_tokens is {max_tokens!r}, expected an integer of at least {least}")
+    if reading is not None and not 0 <= reading.top <= limits.vocab_size:
+        raise InvalidArgument(f"reading: top is {reading.top}, expected 0 to {limits.vocab_size}, the vocabulary")
     if not ids and not continues:
         raise InvalidArgument("prompt has no tokens, expected at least one")
-    if start + len(ids) >= limits.max_context:
+    if start + len(ids) >= limits.max_context + (max_tokens == 0):
         raise InvalidArgument(
             f"prompt has {start + len(ids)} tokens, expected fewer than {limits.max_context} "
             "(max_context), to leave room for an answer"
@@ -188,11 +195,13 @@ def make_request(
     eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
     shown, grammar = tuple(more.get("shown", ())), more.get("grammar")
     about = (ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
-    return Request(*about, speculate=speculate, num_draft_tokens=drafts)
+    return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading)
 
 
-def reading_request(limits: RequestLimits, tokens: Seq[int]) -> Request:
-    """A request that ends with its prompt: for `Scheduler.submit` with `rows`. Raises InvalidArgument."""
+def reading_request(limits: RequestLimits, tokens: Seq[int], reading: Reading | None = None) -> Request:
+    """A request that ends with its prompt: with a reading, or for `Scheduler.submit` with `rows`. Raises
+    InvalidArgument.
+    """
     ids: list[int] = token_array(tokens, limits.vocab_size).tolist()
     if not ids:
         raise InvalidArgument("tokens is empty, expected at least one")
@@ -201,7 +210,7 @@ def reading_request(limits: RequestLimits, tokens: Seq[int]) -> Request:
             f"context: 0 positions are filled and {len(ids)} more were given, "
             f"expected at most {limits.max_context} in all (max_context)"
         )
-    return Request(ids, SamplingParams(seed=0), 0, frozenset())
+    return Request(ids, SamplingParams(seed=0), 0, frozenset(), reading=reading)
 
 
 def _check_alone(params: SamplingParams) -> None:

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from penstock.engine.request import AnswerText, Chunk, Completion, Request, Timings, Usage
 from penstock.text.tokenizer import Tokenizer
 
@@ -62,6 +64,7 @@ class ChunkQueue:
         self.reused = 0  # tokens of the prompt whose state was found in a prefix cache
         self.timings = timings
         self.finish_reason: str | None = None  # of a request that ends without a token
+        self.pieces: list[tuple[np.ndarray, ...]] = []  # what its reading has found so far
         self.cancelled = False  # the reader wants no more
         self.complete = False  # since it has all it wants
         self.reading = False  # it waits for a token
@@ -219,6 +222,11 @@ class ResponseHandle:
     def timings(self) -> Timings:
         """Seconds so far, with `queue_seconds`."""
         return self._queue.timings
+
+    @property
+    def pieces(self) -> list[tuple[np.ndarray, ...]]:
+        """What the request's reading has found so far."""
+        return self._queue.pieces
 
     @property
     def stop_string(self) -> str | None:

@@ -42,6 +42,7 @@ from penstock.engine.hooks import HookInterrupted
 from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.order import Order
 from penstock.engine.prefix import Entry, PrefixCache
+from penstock.engine.reading import Reader
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
 from penstock.engine.sampling import Sampler
@@ -193,12 +194,19 @@ class Scheduler:
         [n, vocab], a chunk at a time and in order; the request has no tokens, and ends with what `rows` raises. hidden:
         rows gets the hidden states after the final norm, float32 [n, dim], in place of logits.
         """
-        if (rows is None) != (request.max_tokens > 0) or (rows is not None and continued is not None):
+        reading = request.reading
+        reads = rows is not None or reading is not None
+        only_reads = rows is not None or (reading is not None and reading.hidden)
+        if (not reads and not request.max_tokens) or (only_reads and request.max_tokens) or (reads and continued):
             raise InvalidArgument(
-                f"submit: max_tokens is {request.max_tokens} with{'out' * (rows is None)} rows, "
+                f"submit: max_tokens is {request.max_tokens} with{'out' * (not reads)} rows, "
                 "expected 0 with rows and no session, or at least 1 without"
             )
+        if reading is not None and reading.hidden:
+            self._check_hidden()
         state = self._state(request, client, buffer, progress, continued)
+        if reading is not None:
+            rows, hidden = Reader(reading, request.prompt, state.queue.pieces).add, reading.hidden
         if rows is not None:
             state.rows, state.hidden, state.digests = rows, hidden, []  # a stored prefix has no logits
         with self.condition:
@@ -218,8 +226,14 @@ class Scheduler:
             self._retry = True
             self._wake()
         cancel = functools.partial(self._cancel, state)
-        tokenizer = self._llm.text_tokenizer if rows is None else None  # it has no answer
+        tokenizer = self._llm.text_tokenizer if request.max_tokens else None  # it has no answer
         return ResponseHandle(request, state.queue, tokenizer, cancel, self, state.held)
+
+    def _check_hidden(self) -> None:
+        model = self._engine.model
+        if model.family.final_norm is None:
+            kind = model.config.model_type
+            raise InvalidArgument(f"embed: {kind} has no final_norm, expected a family with one")
 
     def _state(
         self,
@@ -757,14 +771,21 @@ class Scheduler:
             state.end_prompt()
         try:
             if state.rows is not None and rows is not None:
-                state.rows(rows)
+                fresh = rows[max(0, state.rows_end - part.at) :]
+                state.rows_end = max(state.rows_end, part.end)
+                if len(fresh):
+                    state.rows(fresh)
             if state.progress is not None:
                 state.progress(part.end - part.at)
         except Exception as error:
             if state.sequence is sequence:
                 self._end(state, error)
             return
-        if rows is not None and part.end == state.prompt_end and state.sequence is sequence:
+        if rows is None or part.end < state.prompt_end or state.sequence is not sequence:
+            return
+        if state.request.max_tokens:
+            state.rows = None  # what is computed again is not read again
+        else:
             state.finish_reason = state.queue.finish_reason = "length"
             self._end(state, None)
 

@@ -41,8 +41,7 @@ class RequestState:
     owned: the sequence ends with the request; one of a session does not, and is moved on only while its reader waits,
     so that it holds no token that the session does not know. held: positions it had before the prompt, context: their
     tokens. logits: those after them, for an empty prompt. progress: called with the number of tokens of each chunk of
-    the prompt, rows with the logits after each of these tokens (hidden: with their hidden states); with rows the
-    request ends with its prompt.
+    the prompt, rows with the logits after each of these tokens (hidden: with their hidden states), once.
     """
 
     request: Request
@@ -60,6 +59,7 @@ class RequestState:
     progress: Callable[[int], None] | None = None
     rows: Callable[[np.ndarray], None] | None = None
     hidden: bool = False
+    rows_end: int = 0  # positions whose rows were handed out: no second time where a prompt is computed again
 
     prompt_end: int = 0  # positions of the sequence with the prompt
     tokens: list[int] = field(default_factory=list)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from penstock.text.formats.base import Parser
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 from penstock.text.token_texts import TokenTexts
 
+_LEAST = -9999.0  # log probability of what cannot be: JSON has no infinity
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -19,13 +22,24 @@ class Logprob:
 
     text: str
     bytes: list[int]
-    logprob: float
-    top: list[Logprob]
+    logprob: float | None  # None: nothing stands before it
+    top: list[Logprob] | None
 
     def as_dict(self, top: bool = True) -> dict[str, Any]:
         """As OpenAI writes it."""
         made: dict[str, Any] = {"token": self.text, "logprob": self.logprob, "bytes": self.bytes}
-        return made | {"top_logprobs": [other.as_dict(top=False) for other in self.top]} if top else made
+        return made | {"top_logprobs": [other.as_dict(top=False) for other in self.top or ()]} if top else made
+
+
+@dataclass(frozen=True)
+class AskedOfPrompt:
+    """What an answer has of its prompt. echo: its text, in front of the answer's. logprobs: log probabilities in front
+    of the answer's, with so many of the likeliest tokens. prompt_logprobs: those as vLLM writes them.
+    """
+
+    echo: str | None
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 class AnswerChunk(NamedTuple):
@@ -40,13 +54,20 @@ class Answer:
     """The answer of one handle, read piece by piece. Without a parser all text is content."""
 
     def __init__(
-        self, index: int, handle: ResponseHandle, parser: Parser | None, texts: TokenTexts, one_call: bool = False
+        self,
+        index: int,
+        handle: ResponseHandle,
+        parser: Parser | None,
+        texts: TokenTexts,
+        one_call: bool = False,
+        of_prompt: AskedOfPrompt | None = None,
     ) -> None:
         self.index, self.handle = index, handle
         self.ended = False  # no piece is left to be read
         self.reasoning_tokens = 0
         self._parser, self._texts, self._one_call = parser, texts, one_call
         self._thinking = False
+        self._of_prompt, self._prompt_shown = of_prompt, of_prompt is None
 
     def read(self) -> list[AnswerChunk]:
         """The pieces that are there, without waiting. Raises what the request failed with, after those before it."""
@@ -59,6 +80,9 @@ class Answer:
 
     def _pieces(self, chunks: Sequence[Chunk]) -> list[AnswerChunk]:
         pieces: list[AnswerChunk] = []
+        if not self._prompt_shown and (chunks or self.handle.ended):
+            self._prompt_shown = True
+            pieces = self._prompt_pieces()
         for chunk in chunks:
             pieces.append(self._taken(chunk))
             if pieces[-1].finish_reason is not None:
@@ -70,7 +94,8 @@ class Answer:
 
     def _taken(self, chunk: Chunk) -> AnswerChunk:
         logprob = None
-        if chunk.logprob is not None and chunk.token not in self.handle.request.eos:
+        echoes = self._of_prompt is not None and self._of_prompt.logprobs is not None
+        if chunk.logprob is not None and (echoes or chunk.token not in self.handle.request.eos):
             logprob = self._logprob(chunk)
         parser = self._parser
         if parser is None:
@@ -86,6 +111,52 @@ class Answer:
             self._thinking = isinstance(deltas[-1], Reasoning)
         self.reasoning_tokens += self._thinking
         return AnswerChunk(deltas, logprob, finish)
+
+    def _prompt_pieces(self) -> list[AnswerChunk]:
+        """What the prompt brings before the answer: its text, and a piece for each token where they are counted."""
+        asked, request = self._of_prompt, self.handle.request
+        assert asked is not None
+        pieces = [AnswerChunk([Content(asked.echo)])] if asked.echo else []
+        if asked.logprobs is not None:
+            pieces += [AnswerChunk([], entry) for entry in self._prompt_entries(asked.logprobs)]
+        if request.max_tokens == 0:
+            pieces.append(AnswerChunk([], None, "length"))
+        return pieces
+
+    def _prompt_entries(self, top: int) -> list[Logprob]:
+        entries = [Logprob(*self._shown(self.handle.request.prompt[0]), None, None)]
+        for token, logprob, _, likeliest in self._prompt_rows(top):
+            others = [Logprob(*self._shown(other), value, []) for other, value, _ in likeliest]
+            entries.append(Logprob(*self._shown(token), logprob, others))
+        return entries
+
+    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        """Of each token of the prompt by ids, as vLLM writes them; None where they were not asked for."""
+        if self._of_prompt is None or (top := self._of_prompt.prompt_logprobs) is None:
+            return None
+        found: list[dict[str, Any] | None] = [None]
+        for *_, likeliest in self._prompt_rows(top):
+            found.append(
+                {
+                    str(token): {"logprob": value, "rank": rank, "decoded_token": self._texts.text_of(token)}
+                    for token, value, rank in likeliest
+                }
+            )
+        return found
+
+    def _prompt_rows(self, top: int) -> Iterator[tuple[int, float, int, list[tuple[int, float, int]]]]:
+        """Of each token but the first: itself, its log probability, its rank; and the same of the `top` likeliest, and
+        of itself if it is not among them.
+        """
+        tokens = iter(self.handle.request.prompt[1:])
+        for logprobs, ranks, ids, values in self.handle.pieces:
+            for row, token in enumerate(itertools.islice(tokens, len(logprobs))):
+                own = (token, max(_LEAST, float(logprobs[row])), int(ranks[row]))
+                best = zip(ids[row, :top].tolist(), values[row, :top].tolist(), strict=True)
+                likeliest = [(other, max(_LEAST, value), rank) for rank, (other, value) in enumerate(best, 1)]
+                if token not in ids[row, :top]:
+                    likeliest.append(own)
+                yield *own, likeliest
 
     def _logprob(self, chunk: Chunk) -> Logprob:
         assert chunk.logprob is not None

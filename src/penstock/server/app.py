@@ -18,8 +18,9 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from penstock._version import __version__
+from penstock.engine.response import ResponseHandle
 from penstock.errors import TooManyTokens, no_panic
-from penstock.server import messages, responses, schema
+from penstock.server import embeddings, messages, responses, schema
 from penstock.server.answer import Answer
 from penstock.server.body import Bodies
 from penstock.server.chat import ChatShape, TextShape, failed
@@ -111,6 +112,8 @@ class Application:
             "/chat/completions": self._chat,
             "/v1/completions": self._completions,
             "/completions": self._completions,
+            "/v1/embeddings": self._embeddings,
+            "/embeddings": self._embeddings,
             "/v1/responses": self._responses,
             "/responses": self._responses,
             "/v1/messages": self._messages,
@@ -213,6 +216,17 @@ class Application:
             continued=messages.continued(turns),
         )
 
+    async def _embeddings(self, request: Request) -> Response:
+        asked, requests = await self._ready(request, schema.EmbeddingRequest, self.service.embeddings)
+        count = sum(len(one.prompt) for one in requests)
+        request.state.note.append(lambda: f", {count} tokens in")
+        handles: list[ResponseHandle] = []
+        work = embeddings.vectors(requests, self.service.scheduler, request.state.client, handles)
+        found = await awaited(work, request.receive, handles, self._options.limits)
+        write = functools.partial(embeddings.body, found, asked.encoding_format, self.service.name, count)
+        body = await asyncio.get_running_loop().run_in_executor(self._threads, write)
+        return Response(body, media_type=Json.media_type)
+
     async def _count_tokens(self, request: Request) -> Json:
         def work(asked: schema.CountTokensRequest) -> dict[str, Any]:
             self.service.check_model(asked.model)
@@ -238,8 +252,9 @@ class Application:
 
     def _submitted(self, request: Request, work: Work) -> list[Answer]:
         handles = self.service.submit(work, request.state.client)
-        pairs = zip(handles, work.parsers, strict=True)
-        answers = [Answer(n, handle, parser, self._texts, work.one_call) for n, (handle, parser) in enumerate(pairs)]
+        asked = work.asked_of_prompts or [None] * len(handles)
+        each = enumerate(zip(handles, work.parsers, asked, strict=True))
+        answers = [Answer(n, handle, parser, self._texts, work.one_call, of) for n, (handle, parser, of) in each]
         request.state.note.append(lambda: _tokens(answers))
         return answers
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from penstock.server.answer import Answer, AnswerChunk, timings, usage
+from penstock.server.answer import Answer, AnswerChunk, Logprob, timings, usage
 from penstock.server.errors import as_api_error, dumps
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Reasoning, gather
 
@@ -128,7 +128,9 @@ class TextShape(ChatShape):
     def _choice(self, answer: Answer, pieces: Sequence[AnswerChunk]) -> dict[str, Any]:
         reason = pieces[-1].finish_reason if pieces else "stop"
         logprobs = self._table(answer.index, pieces) if self._logprobs else None
-        return {"index": answer.index, "text": _text(pieces), "logprobs": logprobs, "finish_reason": reason}
+        made = {"index": answer.index, "text": _text(pieces), "logprobs": logprobs, "finish_reason": reason}
+        of_prompt = answer.prompt_logprobs()
+        return made if of_prompt is None else made | {"prompt_logprobs": of_prompt}
 
     def _table(self, index: int, pieces: Sequence[AnswerChunk]) -> dict[str, Any]:
         """Log probabilities as the older endpoint writes them; offsets count the characters of the tokens' texts."""
@@ -140,9 +142,14 @@ class TextShape(ChatShape):
         return {
             "tokens": [entry.text for entry in known],
             "token_logprobs": [entry.logprob for entry in known],
-            "top_logprobs": [{other.text: other.logprob for other in entry.top} for entry in known],
+            "top_logprobs": [_by_text(entry.top) for entry in known],
             "text_offset": offsets,
         }
+
+
+def _by_text(top: Sequence[Logprob] | None) -> dict[str, float | None] | None:
+    """Of tokens with one text the likeliest."""
+    return None if top is None else {other.text: other.logprob for other in reversed(top)}
 
 
 class ChatEvents:

@@ -68,6 +68,14 @@ _COMPLETION = _object(
     choices=_list(_object("index text finish_reason", index=_INT, text=_TEXT, finish_reason=_REASON)),
     usage=_USAGE,
 )
+_VECTOR = {"anyOf": [_list({"type": "number"}), _TEXT]}
+_EMBEDDINGS = _object(
+    "object data model usage",
+    object={"const": "list"},
+    data=_list(_object("object index embedding", object={"const": "embedding"}, index=_INT, embedding=_VECTOR)),
+    model=_TEXT,
+    usage=_object("prompt_tokens total_tokens", prompt_tokens=_INT, total_tokens=_INT),
+)
 _RESPONSE = _object("id object created_at status output usage", object={"const": "response"}, output=_list({}))
 _ANTHROPIC = _object(
     "id type role content model stop_reason usage",
@@ -91,6 +99,7 @@ def _json(answer: dict[str, Any]) -> dict[str, Any]:
 _POSTS: dict[str, tuple[str, type[BaseModel], dict[str, Any]]] = {
     "/v1/chat/completions": ("Answer a conversation.", schema.ChatRequest, _json(_CHAT) | _EVENTS),
     "/v1/completions": ("Continue a text.", schema.CompletionRequest, _json(_COMPLETION) | _EVENTS),
+    "/v1/embeddings": ("Embed texts.", schema.EmbeddingRequest, _json(_EMBEDDINGS)),
     "/v1/responses": ("Answer a conversation, in items.", schema.ResponsesRequest, _json(_RESPONSE) | _EVENTS),
     "/v1/messages": ("Answer as Anthropic's API does.", schema.MessagesRequest, _json(_ANTHROPIC) | _EVENTS),
     "/v1/messages/count_tokens": (

@@ -19,6 +19,7 @@ from penstock.text.stop import MAX_STOPS
 MAX_TOKENS = 2**31 - 1
 MAX_TOOLS = 128
 MAX_PROMPTS = 128
+MAX_INPUTS = 2048  # texts to embed
 MAX_MESSAGES = 20_000
 MAX_PARTS = 20_000  # of a message
 MAX_CALLS = 1024  # of a message
@@ -109,6 +110,17 @@ TextOrTexts = Annotated[
         }
     ),
 ]
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_IDS}
+
+
+def _texts_schema(most: int) -> WithJsonSchema:
+    text = {"type": "string", "minLength": 1}
+    several = [{"type": "array", "items": one, "minItems": 1, "maxItems": most} for one in (text, _IDS)]
+    return WithJsonSchema(
+        {"description": "Text, token ids, or a list of either.", "anyOf": [text, several[0], _IDS, several[1]]}
+    )
 
 
 class Strict(BaseModel):
@@ -439,52 +451,73 @@ def check_tools(names: list[str], choice: Any) -> None:
 class CompletionRequest(Generating):
     """/v1/completions."""
 
-    prompt: Annotated[
-        Any,
-        WithJsonSchema(
-            {
-                "description": "Text, token ids, or a list of either.",
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 128},
-                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_IDS},
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "array",
-                            "items": {"type": "integer", "minimum": 0},
-                            "minItems": 1,
-                            "maxItems": MAX_IDS,
-                        },
-                        "minItems": 1,
-                        "maxItems": 128,
-                    },
-                ],
-            }
-        ),
-    ]
+    prompt: Annotated[Any, _texts_schema(MAX_PROMPTS)]
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = Field(
+        None, description="0 goes with echo or prompt_logprobs."
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = Field(None, description="The prompt in front of the answer, with its logprobs.")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Log probabilities of the prompt, as in vLLM.")
+
+    @model_validator(mode="after")
+    def _reads(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            message = "max_tokens is 0, expected at least 1 without echo: true and prompt_logprobs"
+            raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        if self.stream and self.prompt_logprobs is not None:
+            message = "prompt_logprobs does not go with stream: true; echo and logprobs do"
+            raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
+        return self
 
     @field_validator("prompt")
     @classmethod
     def _prompts(cls, value: Any) -> list[str | list[int]]:
-        """Always a list of prompts."""
-        if isinstance(value, str) or _is_ids(value):
-            value = [value]
-        if not isinstance(value, list) or not value:
-            raise ValueError("is of a wrong type or empty, expected text, token ids or a list of either")
-        if len(value) > MAX_PROMPTS:
-            raise ValueError(f"has {len(value)} prompts, expected at most {MAX_PROMPTS}")
-        for n, item in enumerate(value):
-            if not (isinstance(item, str) or _is_ids(item)):
-                raise ValueError(f"[{n}] is of a wrong type or empty, expected text or token ids")
-            if isinstance(item, list) and len(item) > MAX_IDS:
-                raise ValueError(f"[{n}] has {len(item)} token ids, expected at most {MAX_IDS}")
-        return value
+        return _texts_or_ids(value, MAX_PROMPTS)
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+def _texts_or_ids(value: Any, most: int) -> list[str | list[int]]:
+    """Always a list of prompts."""
+    if isinstance(value, str) or _is_ids(value):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("is of a wrong type or empty, expected text, token ids or a list of either")
+    if len(value) > most:
+        raise ValueError(f"has {len(value)} prompts, expected at most {most}")
+    for n, item in enumerate(value):
+        if not (isinstance(item, str) or _is_ids(item)):
+            raise ValueError(f"[{n}] is of a wrong type or empty, expected text or token ids")
+        if isinstance(item, list) and len(item) > MAX_IDS:
+            raise ValueError(f"[{n}] has {len(item)} token ids, expected at most {MAX_IDS}")
+    return value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Embeddings
+
+
+class EmbeddingRequest(Strict):
+    """/v1/embeddings."""
+
+    model: str | None = Field(None, description="A name that /v1/models lists; the loaded model if left out.")
+    input: Annotated[Any, _texts_schema(MAX_INPUTS)]
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: little-endian float32.")
+    dimensions: None = Field(None, description="Embeddings have the width of the model.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if data.get("dimensions") is not None:
+            raise ApiError(400, _refused("dimensions"), param="dimensions", code="unsupported_parameter")
+        return {name: value for name, value in data.items() if name not in IGNORED}
+
+    @field_validator("input")
+    @classmethod
+    def _inputs(cls, value: Any) -> list[str | list[int]]:
+        return _texts_or_ids(value, MAX_INPUTS)
 
 
 # --------------------------------------------------------------------------------------------------------------------

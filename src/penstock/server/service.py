@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from penstock.engine.metrics import SchedulerMetrics
+from penstock.engine.reading import Reading
 from penstock.engine.remote import RemoteScheduler
 from penstock.engine.replicas import Replicas
-from penstock.engine.request import token_array
+from penstock.engine.request import RequestLimits, reading_request, token_array
 from penstock.engine.response import ResponseHandle
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.thread import SchedulerThread
 from penstock.errors import CheckpointError, InvalidArgument, PenstockError, TooManyTokens
 from penstock.server import schema
+from penstock.server.answer import AskedOfPrompt
 from penstock.server.errors import ApiError, as_api_error, one_line, unavailable
 from penstock.server.latency import Latencies
 from penstock.server.limits import Limits
@@ -59,7 +61,8 @@ class Options:
 
     defaults: of the sampling options that a request leaves out. max_tokens: of an answer if the request sets none.
     template_variables: for every chat. split_reasoning: False leaves reasoning in the content.
-    allow_special_in_messages: control tokens that messages spell out reach the model as such.
+    allow_special_in_messages: control tokens that messages spell out reach the model as such. pooling: of embeddings
+    (see `LLM.embed`).
     """
 
     names: tuple[str, ...] = ("demo",)
@@ -68,6 +71,7 @@ class Options:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     split_reasoning: bool = True
     allow_special_in_messages: bool = False
+    pooling: str = "mean"
     ping_seconds: float = 30.0
     parallel: int | None = None
     prefix_cache: bool = True
@@ -86,6 +90,7 @@ class Work:
     requests: list[Request]
     parsers: list[Parser | None]
     one_call: bool = False  # end after the first tool call
+    asked_of_prompts: list[AskedOfPrompt | None] | None = None  # by answer
 
 
 class Service:
@@ -276,7 +281,7 @@ class Service:
         prompts: list[list[int]] = []
         for n, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt[{n}]"
-            with self._room(param) as most:
+            with self._room(param, request.max_tokens != 0) as most:
                 ids = llm.tokenizer.encode(prompt, limit=most) if isinstance(prompt, str) else prompt
                 if len(ids) > most:
                     raise TooManyTokens(f"{param} has {len(ids)} tokens, expected at most {most}")
@@ -284,8 +289,40 @@ class Service:
             prompts.append(ids)
         grammar = self._grammar(response_format_of(request))
         options = self._options(request, request.max_tokens, request.logprobs, ())
-        requests = self._requests(scheduler, prompts, request.n or 1, options, grammar)
-        return Work(requests, [None] * len(requests))
+        reading = _reading(request)
+        if reading is not None:
+            options["reading"] = reading
+        n = request.n or 1
+        requests = self._requests(scheduler, prompts, n, options, grammar)
+        asked = [self._asked_of(request, given, ids) for given, ids in zip(request.prompt, prompts, strict=True)]
+        return Work(requests, [None] * len(requests), asked_of_prompts=[one for one in asked for _ in range(n)])
+
+    def _asked_of(self, request: schema.CompletionRequest, given: Any, ids: list[int]) -> AskedOfPrompt | None:
+        if not request.echo and _reading(request) is None:
+            return None
+        text = None
+        if request.echo:
+            whole = self.llm.tokenizer.decode
+            text = given if isinstance(given, str) else whole(ids, skip_special_tokens=False)
+        return AskedOfPrompt(text, request.logprobs if request.echo else None, request.prompt_logprobs)
+
+    def embeddings(self, request: schema.EmbeddingRequest) -> list[Request]:
+        """One request for each text, which ends with it."""
+        self.check_model(request.model)
+        llm, context = self.llm, self.llm.max_context
+        limits, reading = RequestLimits(context, llm.config.vocab_size), Reading(self.options.pooling)
+        made = []
+        for n, text in enumerate(request.input):
+            param = "input" if len(request.input) == 1 else f"input[{n}]"
+            with too_long(param, f"more than {context} tokens, the context"):
+                ids = llm.tokenizer.encode(text, limit=context) if isinstance(text, str) else text
+                if len(ids) > context:
+                    raise TooManyTokens(param)
+            if not ids:
+                raise ApiError(400, f"{param} has no tokens, expected at least one", param=param, code="invalid_value")
+            self._check_ids(ids, param)
+            made.append(reading_request(limits, ids, reading))
+        return made
 
     def prompt(
         self,
@@ -380,14 +417,13 @@ class Service:
             raise ApiError(400, one_line(error), param=param, code="invalid_value") from None
 
     @contextlib.contextmanager
-    def _room(self, param: str) -> Iterator[int]:
-        """The most tokens that a prompt may have; TooManyTokens becomes an ApiError about the field."""
-        limit = self.llm.max_context
-        try:
+    def _room(self, param: str, answers: bool = True) -> Iterator[int]:
+        """The most tokens that a prompt may have, with room for an answer if there is to be one; TooManyTokens becomes
+        an ApiError about the field.
+        """
+        limit = self.llm.max_context + (not answers)
+        with too_long(param, f"{limit} tokens or more, the context, expected fewer to leave room for an answer"):
             yield limit - 1
-        except TooManyTokens:
-            message = f"{param} has {limit} tokens or more, the context, expected fewer to leave room for an answer"
-            raise ApiError(400, message, param=param, code="context_length_exceeded") from None
 
     def _options(
         self, request: schema.Request, limit: int | None, logprobs: int | None, shown: Sequence[str]
@@ -435,6 +471,22 @@ class Service:
                 copied = None if grammar is None else grammar.copy()
                 made.append(scheduler.request(ids, grammar=copied, **(options | own)))
         return made
+
+
+def _reading(request: schema.CompletionRequest) -> Reading | None:
+    """What has to be known of the prompts; also where they are all there is to compute."""
+    tops = [request.logprobs if request.echo else None, request.prompt_logprobs, 0 if request.max_tokens == 0 else None]
+    known = [top for top in tops if top is not None]
+    return Reading("logprobs", max(known)) if known else None
+
+
+@contextlib.contextmanager
+def too_long(param: str, found: str) -> Iterator[None]:
+    """TooManyTokens becomes an ApiError about the field, which has what was `found`."""
+    try:
+        yield
+    except TooManyTokens:
+        raise ApiError(400, f"{param} has {found}", param=param, code="context_length_exceeded") from None
 
 
 def response_format_of(request: schema.Generating) -> dict[str, Any] | None:

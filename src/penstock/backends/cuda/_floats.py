@@ -88,7 +88,7 @@ def global_factor(ptr, at, mask):
         factor = tl.load(ptr + at)
     else:
         factor = tl.load(ptr + at, mask=mask, other=0.0)
-    return factor / _UNIT
+    return tl.div_rn(factor, _UNIT)  # as NumPy divides: `/` may be off in the last bit
 
 
 @triton.jit

@@ -322,7 +322,7 @@ def _long_rows(rows: int, blocks: int, tiles: float, gated: bool, alone: bool) -
     alone: a single matrix, whose K programs may share.
     """
     few, short, split, programs = _tuning.MATVEC_LONG
-    if alone and not gated and blocks >= split and tiles < few:
+    if alone and not gated and blocks >= split and short <= tiles < 1.5 * short:
         parts = max(1, min(blocks // 4, round(programs / tiles)))
         return _coded(1, rows, 2, 1, parts)
     if tiles >= few or (gated and tiles >= _tuning.MATVEC_BUSY):
