@@ -119,6 +119,7 @@ def test_the_socket_of_another_server_is_left(tmp_path):
 def test_tls_answers_from_1_2_on(service, pems, names):
     certificate, key = (str(pems / name) if name is not None else None for name in names)
     assert certificate is not None
+    assert tls_context(certificate, key).minimum_version == ssl.TLSVersion.TLSv1_2
     trusted = ssl.create_default_context(cafile=str(pems / "right.pem"))
     with background(service, Access(), tls=tls_context(certificate, key)) as url:
         assert url.startswith("https://")
