@@ -603,7 +603,7 @@ FAMILY = Family(
         "router": ("router.*",),
         "norms": ("*norm", "*norm_?", "layer_scalar"),
         "attention": ("self_attn.*",),
-        "dense MLP": ("mlp.*",),
+        "dense MLP": ("mlp.*", "per_layer_*"),  # with what brings a layer's own input in
     },
     skipped=tuple(
         f"{prefix}{part}"
