@@ -95,8 +95,11 @@ def read_config(name: str, layers: str | None) -> tuple[str, dict[str, Any]]:
         stop(f"--layers: is {count}, expected 1 to {whole} or all", 2)
     count = int(count)
     text["num_hidden_layers"] = count
-    if "layer_types" in text:
-        text["layer_types"] = text["layer_types"][:count]
+    for key in ("layer_types", "mlp_layer_types", "intermediate_size", "activation_sparsity_pattern"):
+        if isinstance(text.get(key), list):
+            text[key] = text[key][:count]
+    if "num_kv_shared_layers" in text:  # the last ones of all
+        text["num_kv_shared_layers"] = max(0, text["num_kv_shared_layers"] - (whole - count))
     return stem + (f", {count} of {whole} layers" if count < whole else ""), config
 
 

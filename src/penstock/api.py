@@ -824,6 +824,8 @@ def _read_folder(
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes + drafter, streamed)
     if head is not None:
         model = _read_head(head, model, config, device, source, rank)
+    if progress is not None:
+        progress(1.0)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
     notices += [*checkpoint.notices, *left_over(stored, family.skipped, len(family.caches(config))).remarks]
     model = model if rank is None else rank.part(model)
@@ -852,7 +854,7 @@ def _find_head(
 
     One of the trunk's own files that cannot be used is left out with a remark where nothing was asked for.
     """
-    if drafting.speculate in ("off", "ngram"):
+    if not _may_draft(drafting.speculate):
         return None, []
     used = set(stored.used)
     try:
@@ -1082,7 +1084,8 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
     where = device_for(name)
     family = models.family_of(dict(config))
     read = family.read_config(dict(config))
-    need, free = random_nbytes(config) // (1 if rank is None else rank.size) + WORKING_BYTES, where.free_memory()
+    need = random_nbytes(config, given["speculate"]) // (1 if rank is None else rank.size) + WORKING_BYTES
+    free = where.free_memory()
     if need > free:
         raise OutOfMemory(f"random weights: need {amount(need)} of {where.memory_name}, {amount(free)} are free")
     drawn = source = Random(config, seed, progress)
@@ -1095,7 +1098,7 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
         fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
     head = None
-    if given["speculate"] not in ("off", "ngram") and mtp.declared(family, read, config):
+    if _may_draft(given["speculate"]) and mtp.declared(family, read, config):
         made = mtp.read(DeviceSource(source, where.to_device), family, read, weights.embed, weights.head)
         head = models.placed(made, where.to_device)
     weights, head = (weights, head) if rank is None else rank.with_slots((weights, head), read, where)
@@ -1109,12 +1112,17 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
     return LLM(engine, None, None, (), None if rank is None or not rank.leads else rank.close)
 
 
-def random_nbytes(config: Mapping[str, Any]) -> int:
+def _may_draft(speculate: str) -> bool:
+    """Whether a model's own head is loaded."""
+    return speculate not in ("off", "ngram")
+
+
+def random_nbytes(config: Mapping[str, Any], speculate: str = "auto") -> int:
     """Bytes of the weights that `load_random` would make."""
     family = models.family_of(dict(config))
     read, source = family.read_config(dict(config)), Shapes(config)
     weights = family.read_weights(source, read)
-    drafts = mtp.declared(family, read, config)
+    drafts = _may_draft(speculate) and mtp.declared(family, read, config)
     head = mtp.read(source, family, read, weights.embed, weights.head) if drafts else None
     return models.bytes_of((weights, head))
 

@@ -97,7 +97,7 @@ def here(place, monkeypatch):
         assert resolve_model(model, revision=options["revision"], offline=True).path.exists()
         return llm
 
-    def serve(loader, options, access, bound, listening, ready, starter):
+    def serve(loader, options, access, bound, listening, ready, starter, tls):
         listening()
         loader(lambda share: None)
         return SimpleNamespace(failure=None)
@@ -106,7 +106,7 @@ def here(place, monkeypatch):
     monkeypatch.setattr("penstock.server.run.bind", lambda *_: SimpleNamespace(getsockname=lambda: ("", 8080)))
     monkeypatch.setattr("penstock.server.run.serve", serve)
     monkeypatch.setattr("penstock.engine.protect.protect", lambda engine: "protected")
-    monkeypatch.setattr("penstock.cli.serve._start_log", lambda *_: None)
+    monkeypatch.setattr("penstock.server.logs.start_log", lambda *_: None)
     yield
     llm.tokenizer.templates = templates
 

@@ -34,7 +34,7 @@ def test_compile_says_what_it_did_and_that_nothing_was_left(capsys, monkeypatch,
 @pytest.mark.parametrize(
     "arguments, why",
     [
-        (["nosuch"], "FAMILY: is 'nosuch', expected one of deepseek_v3, gemma3, gemma4, gpt_oss, llama, qwen3_5"),
+        (["nosuch"], "FAMILY: is 'nosuch', expected one of deepseek_v3, gemma3, gemma3n, gemma4, gpt_oss, kimi_linear"),
         (["llama", "--model", "x"], "--model: expected without FAMILY"),
     ],
     ids=["family", "both"],

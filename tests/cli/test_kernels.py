@@ -102,7 +102,7 @@ def test_kernels_of_one_op_shows_its_definition(capsys):
     [
         (("rms_nrom",), "kernels: there is no op 'rms_nrom'; did you mean rms_norm"),
         (("qqqq",), "kernels: there is no op 'qqqq'; penstock kernels lists them"),
-        (("--family", "nrm"), "kernels: family is 'nrm', expected one of attention, cache, collective, delta"),
+        (("--family", "nrm"), "kernels: family is 'nrm', expected one of altup, attention, cache, collective"),
         (("rope", "--family", "norm"), "kernels: op 'rope' is of family 'rope', not 'norm'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Which matrices get how many bits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from penstock.quant import Format
 from penstock.weights.checkpoint import Checkpoint
 from tests.convert.common import write
 from tests.models.made import mlx_logits
+from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 
 
 def of(recipe: Recipe, path: str, *shape: int, model_type: str = "qwen3_moe") -> Format | None:
-    return recipe.format(path, shape, models.family_of({"model_type": model_type}), 8)
+    family = models.family_of({"model_type": model_type})
+    if model_type == "deepseek_v3":
+        more = family.mlx_rules(DEEPSEEK["v3"], family.read_config(DEEPSEEK["v3"])).unquantized
+        family = replace(family, unquantized=(*family.unquantized, *more))
+    return recipe.format(path, shape, family, 8)
 
 
 def written(folder: Path, table: Any) -> str:

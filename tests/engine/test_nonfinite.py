@@ -49,7 +49,8 @@ def ends(llm: LLM) -> None:
         llm.generate(TOKENS, max_tokens=3)
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "glm4_moe"])  # whose second layer has no router
+# those left out have no router in their second layer
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("glm4_moe", "lfm2_moe")])
 def test_a_router_that_yields_nan_or_inf_ends_the_request(name, folder_of):
     folder = folder_of(name)
     for value in (np.nan, np.inf, -np.inf):

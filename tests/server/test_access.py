@@ -1,16 +1,19 @@
 """Who may come in: keys, origins, hosts; and what goes out with every answer."""
 
+import contextlib
 import json
 import logging
 import re
+import sys
 import time
 from datetime import datetime
 
 import pytest
 from starlette.datastructures import Headers
 
+from penstock.cli._model import note
 from penstock.server.guard import Access, client_of, host_name, hosts_of, is_loopback
-from penstock.server.logs import JsonLines, TextLines
+from penstock.server.logs import JsonLines, LogStream, TextLines
 from tests.server.common import CHAT, PROMPT, error_of, serving, wait_for
 
 KEYS = ("first-key", "zweiter Schlüssel 🔑")
@@ -210,6 +213,15 @@ def test_other_request_ids_are_replaced(place, caplog, given):
         found = place.client.get("/v1/models", headers={"x-request-id": given}).headers["x-request-id"]
         wait_for(lambda: server_records(caplog))
     assert re.fullmatch(r"req_[0-9a-f]{24}", found) and found in caplog.text
+
+
+def test_whatever_is_printed_becomes_lines_of_a_json_log(caplog):
+    with caplog.at_level(logging.INFO), contextlib.redirect_stderr(LogStream()):
+        print("one\n\n  two", file=sys.stderr)
+        print("thr", end="", file=sys.stderr)
+        print("ee", file=sys.stderr)
+        note("a remark " * 30)
+    assert [record.getMessage() for record in caplog.records] == ["one", "two", "three", ("a remark " * 30).strip()]
 
 
 def test_what_fails_unexpectedly_is_in_the_log_and_not_in_the_answer(place, caplog, monkeypatch):

@@ -93,7 +93,8 @@ def test_copied_weights_do_not_need_their_file(folder):
 
 def test_what_does_not_fit_is_leased_and_a_writer_ends_the_service(folder):
     llm = load(folder)
-    dense = _mapped_bytes(llm.engine.model.weights, experts=False)
+    model = llm.engine.model
+    dense = _mapped_bytes((model.weights, model.head), experts=False)
     said = protect(llm.engine, room=dense)
     assert "were copied into memory" in said and "are mapped, with" in said
     assert _mapped_bytes(llm.engine.model.weights, experts=False) == 0

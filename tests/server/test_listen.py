@@ -2,10 +2,12 @@
 
 import contextlib
 import shutil
+import signal
 import socket
 import ssl
 import stat
 import subprocess
+import sys
 
 import httpx
 import pytest
@@ -16,7 +18,7 @@ from penstock.server.listen import bind_unix, removed_at_end, tls_context
 from penstock.server.run import background
 from penstock.server.service import Options, Service
 from tests.cli.common import call
-from tests.server.common import CHAT, PROMPT
+from tests.server.common import CHAT, PROMPT, wait_for
 
 SHORT = {"messages": PROMPT, "max_tokens": 3}
 
@@ -59,6 +61,25 @@ def test_a_unix_socket_answers_and_is_for_its_owner_alone(service, tmp_path):
             bind_unix(str(path), 0o600)
 
 
+def test_the_program_listens_on_a_unix_socket_and_removes_it(tmp_path):
+    path = tmp_path / "server.sock"
+    command = [sys.executable, "-m", "penstock", "serve", "--uds", str(path), "--uds-mode", "660"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert f"listens on unix:{path} and loads demo" in process.stderr.readline()
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o660
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any.name") as client:
+            assert client.get("/health").json()["status"] in ("loading", "ok")
+            wait_for(lambda: client.get("/health").status_code == 200, 240)
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=60)
+        assert process.returncode == 0 and "demo is ready" in rest and not path.exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_stale_socket_is_replaced_and_other_files_are_not(tmp_path):
     path = tmp_path / "server.sock"
     with bind_unix(str(path), 0o600):
@@ -98,6 +119,7 @@ def test_the_socket_of_another_server_is_left(tmp_path):
 def test_tls_answers_from_1_2_on(service, pems, names):
     certificate, key = (str(pems / name) if name is not None else None for name in names)
     assert certificate is not None
+    assert tls_context(certificate, key).minimum_version == ssl.TLSVersion.TLSv1_2
     trusted = ssl.create_default_context(cafile=str(pems / "right.pem"))
     with background(service, Access(), tls=tls_context(certificate, key)) as url:
         assert url.startswith("https://")

@@ -130,7 +130,7 @@ def bench(
       penstock bench --random qwen3.6-35b-a3b --layers 8 -p 512 -n 128 -d 0,4096
       penstock bench --random gemma4-26b-a4b --device cuda -n 128 -b 1,32
       penstock bench -m ./my-model -p 0 -n 64 -b 1-8*2 -o json
-      penstock bench --random qwen3.6-35b-a3b -p 0 --speculate 3 --acceptance 0.85,0.75,0.65
+      penstock bench --random qwen3.6-35b-a3b -p 0 --speculate 2 --acceptance .8
     """
     drafting = Drafting.of(model.speculate, acceptance)
     model = replace(model, speculate=drafting.kind)
@@ -596,12 +596,12 @@ def _made_up(
     device, dtype, _ = resolve_options(model.device, model.dtype, model.activations, threads)
     where = device_for(device)
     if count is None and not where.host_memory:
-        whole = api.random_nbytes(first_layers(given, "all", str(path))[0]) // model.ranks
+        whole = api.random_nbytes(first_layers(given, "all", str(path))[0], model.speculate) // model.ranks
         count = "all" if whole <= 0.9 * where.free_memory() else None
     raw, shown = first_layers(given, count, str(path))
     name = found.name + shown
     family = models.family_of(raw)
-    read, need = family.read_config(raw), api.random_nbytes(raw) // model.ranks
+    read, need = family.read_config(raw), api.random_nbytes(raw, model.speculate) // model.ranks
     if model.ranks > 1 and family.split is not None:
         read = family.split(read, Mesh(0, model.ranks), Random(raw).group_size).config
     batches = [(test.batch, test.positions) for test in tests]

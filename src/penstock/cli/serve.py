@@ -1,8 +1,8 @@
 """penstock serve: an HTTP server with OpenAI's endpoints and a page to chat on."""
 
+import contextlib
 import importlib.util
 import json
-import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -505,13 +505,12 @@ def serve(
     from penstock.server.engine_start import engine_starter
     from penstock.server.guard import Access
     from penstock.server.limits import Limits
-    from penstock.server.logs import start_log
+    from penstock.server.logs import LogStream, start_log
     from penstock.server.model_info import RemoteModel, info_of, read_tokenizer
     from penstock.server.run import serve as run
     from penstock.server.service import Options
     from penstock.weights.resolve import resolve_model
 
-    say = note if log_format == "text" else _say_in_log
     keys = address.keys()
     address.check(keys)
     tls = address.tls()
@@ -522,7 +521,7 @@ def serve(
     replicas = load.replicas(model.device, model.threads, ranks)
     starter = None
     if replicas or load.in_two_processes(model.device, ranks):
-        starter = engine_starter(arguments, say, replicas)
+        starter = engine_starter(arguments, note, replicas)
     options = Options(
         names=_names(model, answers.alias or []),
         defaults=answers.defaults(),
@@ -555,9 +554,9 @@ def serve(
     start = time.monotonic()
 
     def listening() -> None:
-        say(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
+        note(f"penstock {__version__} listens on {url} and loads {model.name}; Ctrl-C ends it")
         if any(one.cpus for one in replicas) and len(replicas) > (cores := physical_cores()):
-            say(f"penstock: warning: --data-parallel-size: is {len(replicas)}, more than the {cores} cores here")
+            note(f"penstock: warning: --data-parallel-size: is {len(replicas)}, more than the {cores} cores here")
 
     def prepared(tokenizer: "Tokenizer") -> "Mapping[str, Any]":
         """Get templates ready; the model's own defaults of sampling."""
@@ -572,13 +571,13 @@ def serve(
             found = resolve_model(model.model, revision=model.revision, offline=model.offline or None)
             tokenizer = read_tokenizer(found)
             return RemoteModel(tokenizer), prepared(tokenizer)
-        llm = model.load(say, progress)
-        say(protect(llm.engine))
+        llm = model.load(note, progress)
+        note(protect(llm.engine))
         return llm, prepared(llm.tokenizer)
 
     def ready(service: "Service") -> None:
         if service.failure is not None:
-            say(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
+            note(f"penstock: error: {service.failure} (/health says so too; Ctrl-C ends the server)")
             return
         assert service.loaded is not None
         info = info_of(service.loaded[0])
@@ -587,17 +586,18 @@ def serve(
             where = f"{info.device}, in {len(replicas)} processes"
         if ranks > 1:
             where += f" of {ranks} ranks each" if replicas else f", split over {ranks} ranks"
-        say(
+        note(
             f"{service.name} is ready after {time.monotonic() - start:.1f} s: {amount(info.weight_bytes)} of "
             f"weights, context of {info.max_context} tokens, {where}"
         )
         if address.uds is not None:
             return
-        say(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
+        note(f"  OpenAI clients: base URL {url}/v1{', with a key' if keys else ''}")
         if webui:
-            say(f"  In a browser:   {url}")
+            note(f"  In a browser:   {url}")
 
-    service = run(loader, options, access, bound, listening, ready, starter, tls)
+    with contextlib.redirect_stderr(LogStream()) if log_format == "json" else contextlib.nullcontext():
+        service = run(loader, options, access, bound, listening, ready, starter, tls)
     if service.failure is not None:
         raise typer.Exit(1)
 
@@ -644,11 +644,6 @@ def _compile_template(tokenizer: "Tokenizer") -> None:
         tokenizer.compile_chat_template()
     except PenstockError as error:
         note(f"penstock: warning: no chat will be answered: {error}")
-
-
-def _say_in_log(text: str) -> None:
-    """What `note` prints, as a line of the log."""
-    logging.getLogger("penstock.start").info("%s", text.strip())
 
 
 def _raise_file_limit() -> None:

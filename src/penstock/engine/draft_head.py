@@ -78,6 +78,8 @@ Rows = list[Any]
 class HeadRunner(Protocol):
     """Runs a head on a device."""
 
+    head: mtp.Head
+
     def copy(self, hidden: Any) -> Any:
         """Rows of a step of the trunk, which the next one writes over."""
         ...
@@ -102,6 +104,10 @@ class HeadDrafter:
         self._runner = runner
         self._waiting: weakref.WeakKeyDictionary[Sequence, _Waiting] = weakref.WeakKeyDictionary()
         self.unbind = runner.unbind
+
+    def replace_head(self, head: mtp.Head) -> None:
+        """The same head with its weights elsewhere in memory, before the first step."""
+        self._runner.head = head
 
     def observe(self, runs: Seq[Run], hidden: Any) -> None:
         """The trunk has computed these runs, whose sequences are not longer yet; hidden [T, dim]: its rows, as the

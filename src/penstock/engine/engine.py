@@ -218,6 +218,11 @@ class Engine:
         return chosen, most if room is None else min(most, room - 1)
 
     @property
+    def layers(self) -> int:
+        """Of the model, without those of a head that drafts."""
+        return len(self.model.family.caches(self.model.config))
+
+    @property
     def limits(self) -> RequestLimits:
         return RequestLimits(self.max_context, self.model.config.vocab_size)
 
@@ -548,6 +553,7 @@ class Engine:
         """Have the model's own head draft tokens of sequences for which it is ready."""
         assert self.drafter is not None
         with self.lock, self.device.running(self.deterministic):
+            self._check_files()
             for one in asked:
                 self.caches.reserve(one.sequence, one.count)
             self.drafter.draft(asked)
@@ -580,7 +586,7 @@ class Engine:
 
     def _layer_caches(self) -> list[Cache]:
         gates = self.caches.gates
-        layers = self.caches.arrays[: len(self.model.family.caches(self.model.config))]
+        layers = self.caches.arrays[: self.layers]
         return [(*pair, gates[n]) if n in gates else pair for n, pair in enumerate(layers)]
 
     def prepare(self) -> None:
@@ -642,6 +648,8 @@ class Engine:
             self.model = model
             if self.programs is not None:
                 self.programs.weights = model.weights
+                if self.programs.drafter is not None and model.head is not None:
+                    self.programs.drafter.replace_head(model.head)
 
     @property
     def reads_files(self) -> bool:

@@ -33,13 +33,14 @@ def protect(engine: Engine, room: int | None = None) -> str:
         room = min(free // 2, free - engine.caches.bytes_of(engine.max_context) - _WORKING)
     if model.check is None:
         return "weights: none is in a mapped file"
-    dense = _mapped_bytes(model.weights, experts=False)
-    whole = dense + (_mapped_bytes(model.weights, experts=True) if model.experts is None else 0)  # slots are no files
+    held = model.weights, model.head
+    dense = _mapped_bytes(held, experts=False)
+    whole = dense + (_mapped_bytes(held, experts=True) if model.experts is None else 0)  # slots are no files
     copied = next((count for count in (whole, dense) if count <= room), 0)
     start = time.perf_counter()
     if copied or not whole:
-        weights = _copied(model.weights, experts=copied > dense)
-        model = replace(model, weights=weights, from_files=model.from_files - copied)
+        weights, head = _copied(held, experts=copied > dense)
+        model = replace(model, weights=weights, head=head, from_files=model.from_files - copied)
         if copied == whole:
             model = replace(model, from_files=model.from_files if model.experts else 0, check=None)
         engine.replace_model(model)

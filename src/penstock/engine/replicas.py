@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -187,6 +188,9 @@ class Replicas:
             for name, value in scheduler.stats.items():
                 if value is None or name in _SAME_EVERYWHERE:
                     found.setdefault(name, value)
+                elif isinstance(value, list):  # counts by place; one replica may have seen more places
+                    pairs = itertools.zip_longest(found.get(name) or [], value, fillvalue=(0, 0))
+                    found[name] = [[sum(both) for both in zip(*pair, strict=True)] for pair in pairs]
                 else:
                     found[name] = (found.get(name) or 0) + value
         return found

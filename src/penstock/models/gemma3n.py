@@ -443,7 +443,7 @@ FAMILY = Family(
         "head": ("lm_head",),
         "norms": ("*norm", "altup.correct_output_scale"),
         "attention": ("self_attn.*",),
-        "dense MLP": ("mlp.*",),
+        "dense MLP": ("mlp.*", "altup*", "laurel.*", "per_layer_*"),  # with what stands around the MLP
     },
     skipped=tuple(
         f"{prefix}{part}"

@@ -256,5 +256,5 @@ def position_scale(x: Array, positions: Array, beta: float, length: int) -> Arra
 
     x [T, N] or [T, H, D], queries; positions int32 [T]. `out=x` is allowed.
     """
-    factor = 1 + beta * np.log1p((positions // length).astype(np.float64))
+    factor = 1 + beta * np.log1p((positions.astype(np.int64) // length).astype(np.float64))
     return round_to(f64(x) * factor.reshape(-1, *(1,) * (x.ndim - 1)), x.dtype)

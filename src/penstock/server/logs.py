@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import logging
 import sys
+import threading
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
@@ -27,6 +29,28 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line | getattr(record, "fields", {}))
+
+
+class LogStream(io.TextIOBase):
+    """A stderr whose lines become lines of the log: remarks, warnings, progress of compilation."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        own = self._of_thread
+        if not getattr(own, "writing", False):  # what the log says when it cannot write has nowhere to go
+            own.writing = True
+            try:
+                *lines, own.rest = (getattr(own, "rest", "") + text).split("\n")
+                for line in filter(None, map(str.strip, lines)):
+                    logging.getLogger("penstock.start").info("%s", line)
+            finally:
+                own.writing = False
+        return len(text)
 
 
 def _date(record: logging.LogRecord) -> str:

@@ -77,7 +77,6 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=round(limits.idle_seconds),
-                timeout_graceful_shutdown=round(limits.shutdown_seconds) + 5,
                 h11_max_incomplete_event_size=limits.headers,
             )
         )
@@ -94,7 +93,10 @@ class Server(uvicorn.Server):
         deadline = self._service.options.limits.shutdown_seconds
         if self._service.failure is None:
             log.info("ending: answers under way have %g s; a second Ctrl-C ends at once", deadline)
-        await asyncio.get_running_loop().run_in_executor(None, self._service.close, deadline)
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        await loop.run_in_executor(None, self._service.close, deadline)
+        self.config.timeout_graceful_shutdown = 5 + round(max(0.0, begin + deadline - loop.time()))  # to write the rest
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: Any) -> None:

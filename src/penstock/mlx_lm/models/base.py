@@ -38,7 +38,7 @@ class Model:
     @property
     def layers(self) -> range:
         """Numbers of the layers: `len(model.layers)` is how many there are."""
-        return range(len(self.llm.engine.caches.layouts))
+        return range(self.llm.engine.layers)
 
     def make_cache(self) -> PromptCache:
         return make_prompt_cache(self)

@@ -71,7 +71,7 @@ class PromptCache(Sequence[LayerCache]):
     @classmethod
     def of_session(cls, session: Session) -> PromptCache:
         """A cache that holds a session."""
-        made = cls(len(session.engine.caches.layouts))
+        made = cls(session.engine.layers)
         made._session = session
         return made
 
@@ -160,7 +160,7 @@ def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> PromptCache
     if not isinstance(llm, LLM):
         raise DTypeError(f"model is a {type(model).__name__}, expected what penstock.mlx_lm.load returned")
     size = None if max_kv_size is None else integer(max_kv_size, "max_kv_size", 1)
-    made = PromptCache(len(llm.engine.caches.layouts), size)
+    made = PromptCache(llm.engine.layers, size)
     made.session_of(llm)
     return made
 
