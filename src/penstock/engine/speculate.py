@@ -24,6 +24,7 @@ MOST_DRAFTS = 7  # of a sequence in a step, which then has eight tokens of it
 COPIED_TOKENS = 7  # of a run behind a copy of recurrent states: more are computed in chunks, with other bits
 SPECULATE = ("off", "auto", "mtp", "ngram", "draft")
 PROBE = 64  # steps, of which one may try what is not expected to be best
+_RARELY = 16 * PROBE  # where drafts did not pay time after time
 
 _BITS = 21  # of a token id in a key
 _SHORT, _LONG = 2, 4  # tokens of the ends of a text that are looked up
@@ -328,13 +329,14 @@ class Speculator:
         self.seconds_each = 0.0  # of a model, for one draft of all answers: a running mean
         self._timed = False  # its programs have been made
         self._same = 0  # steps since it last took drafts, or took none, as a try
+        self._every = PROBE  # steps to the next try
 
     def speculation(self, kind: str, most: int, fixed: bool = False) -> Speculation:
         return Speculation(kind, most, Acceptance(self.acceptance), fixed)
 
     def wants(self, speculation: Speculation) -> bool:
         """Whether one answer alone would take drafts behind what is known of it, or is to try some."""
-        if speculation.fixed or self._same + 1 >= PROBE:
+        if speculation.fixed or self._same + 1 >= self._every:
             return True
         proposal = speculation.proposal(self.recent, speculation.most)
         if proposal is None:
@@ -390,12 +392,17 @@ class Speculator:
         self._timed = True
 
     def _tried(self, counts: list[int], found: Sequence[Proposal | None], room: int) -> list[int]:
-        """The counts, or in one step of `PROBE` others, so that what is known of costs does not grow old."""
+        """The counts, or in one step of `PROBE` others, so that what is known of costs does not grow old; where drafts
+        did not pay, ever more rarely: a head has to read all that it has not seen before it drafts.
+        """
         self._same += 1
-        if self._same < PROBE:
+        if any(counts):
+            self._every = PROBE
+        if self._same < self._every:
             return counts
         self._same = 0
         if any(counts):
             return [0] * len(counts)
+        self._every = min(2 * self._every, _RARELY)
         likely = max((n for n, one in enumerate(found) if one is not None), key=lambda n: found[n].chances[0])  # type: ignore[union-attr]
         return [min(2, room, len(one.chances)) if n == likely and one is not None else 0 for n, one in enumerate(found)]
