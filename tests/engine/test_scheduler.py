@@ -697,7 +697,7 @@ def test_load_has_caches_of_the_size_that_is_asked_for(monkeypatch: pytest.Monke
         load_random(config, device="cpu", cache_memory="4000000GB")
     room = caches.bytes_of(1 << 13)
     monkeypatch.setattr(cpu_device, "available_memory", lambda: (256 << 20) + 2 * room - 1)
-    monkeypatch.setattr("penstock.api.random_nbytes", lambda config: 0)
+    monkeypatch.setattr("penstock.api.random_nbytes", lambda config, speculate: 0)
     assert load_random(config, device="cpu").max_context == 1 << 12  # a long one takes at most half
     assert load_random(config, device="cpu", max_context=1 << 13).max_context == 1 << 13
 

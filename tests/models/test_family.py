@@ -132,7 +132,7 @@ def test_a_family_says_what_it_is(family: Family[Any, Any]) -> None:
         ("gemma4", "layers.0.router.per_expert_scale", "router"),
         ("gemma4", "layers.0.post_feedforward_layernorm_1", "norms"),
         ("gemma4", "layers.0.experts.switch_glu.down_proj", "experts"),
-        ("gemma4", "layers.0.per_layer_projection", "other"),
+        ("gemma4", "layers.0.per_layer_projection", "dense MLP"),
         ("gemma4", "layers.0.no_such_thing", "other"),
     ],
 )

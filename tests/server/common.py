@@ -48,11 +48,15 @@ class Place:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def send(self, data: bytes) -> bytes:
-        """What comes back for raw bytes, until the server closes the connection."""
-        with self.socket() as made, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            made.sendall(data)
-            return received(made)
-        return b""
+        """What comes back for raw bytes until the server closes, which it may do before all are sent."""
+        parts: list[bytes] = []
+        with self.socket() as made:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                made.sendall(data)
+            with contextlib.suppress(ConnectionResetError):
+                while part := made.recv(65536):
+                    parts.append(part)
+        return b"".join(parts)
 
     def settled(self) -> None:
         """Wait until no request is left and nothing is held but stored prefixes."""

@@ -219,7 +219,7 @@ class Application:
     async def _embeddings(self, request: Request) -> Response:
         asked, requests = await self._ready(request, schema.EmbeddingRequest, self.service.embeddings)
         count = sum(len(one.prompt) for one in requests)
-        request.state.note.append(lambda: f", {count} tokens in")
+        request.state.note.append(lambda: {"prompt_tokens": count, "cached_tokens": 0, "completion_tokens": 0})
         handles: list[ResponseHandle] = []
         work = embeddings.vectors(requests, self.service.scheduler, request.state.client, handles)
         found = await awaited(work, request.receive, handles, self._options.limits)
