@@ -139,7 +139,7 @@ MATVEC_NORMED = {3: (2, 2), 4: (2, 2)}
 # DeepSeek-V3 81 → 75, of Gemma 4 at 8 tokens 92 → 78. From so many on (and below so many blocks) 2 warps with 3 blocks:
 # [5120, 3072] 5.5 → 4.5, [5120, 6144] 12.4 → 8.9; fewer, with up to 16 blocks, 4 warps: [3072, 8192] 8.5 → 6.2.
 # With so many blocks and two to three tiles programs share K, about so many for each multiprocessor: [5120, 17408] 29.9
-# → 19.3, unshared at best 23.4. (DeepSeek's [7168, 16384] was no faster.)
+# → 19.3, unshared at best 23.4. (Above three it is unmeasured alone.)
 MATVEC_LONG = (5.0, 2.0, 24, 14)
 MATVEC_NORM = 0  # widest row that a product of one row norms for itself
 MATVEC_DENSE = (16, 8, 2, 4)  # dense weights: with so many rows for each multiprocessor 8 in a program, else 2; warps
