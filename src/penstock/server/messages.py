@@ -9,6 +9,7 @@ from typing import Any
 from penstock.server.answer import Answer, AnswerChunk
 from penstock.server.errors import anthropic_body, as_api_error, dumps
 from penstock.server.schema import ContentBlock, Message, Prompted, Turn
+from penstock.server.stream import AnswerEvents
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -133,8 +134,8 @@ class MessagesShape:
             self.take(piece, answer)
         return self.body
 
-    def events(self, answer: Answer) -> MessagesEvents:
-        return MessagesEvents(self, answer, _event("message_start", message=self.body) + PING)
+    def events(self, answer: Answer) -> AnswerEvents:
+        return AnswerEvents(self.take, answer, _event("message_start", message=self.body) + PING)
 
     def failed(self, error: BaseException) -> bytes:
         """The last event of a message that cannot go on."""
@@ -194,22 +195,6 @@ class MessagesShape:
     @property
     def _index(self) -> int:
         return len(self.body["content"]) - 1
-
-
-class MessagesEvents:
-    """The events of a message, as they come."""
-
-    def __init__(self, shape: MessagesShape, answer: Answer, opening: bytes) -> None:
-        self.answers = [answer]
-        self._shape, self._answer, self._opening = shape, answer, opening
-
-    @property
-    def done(self) -> bool:
-        return self._answer.ended and not self._opening
-
-    def read(self) -> bytes:
-        opening, self._opening = self._opening, b""
-        return opening or b"".join(self._shape.take(piece, self._answer) for piece in self._answer.read())
 
 
 def _usage(prompt: int, cached: int, written: int) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.server.answer import Answer, AnswerChunk, usage
 from penstock.server.errors import ApiError, as_api_error, dumps
 from penstock.server.schema import Message, ResponsesRequest
+from penstock.server.stream import AnswerEvents
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Delta, Reasoning
 
 
@@ -107,9 +108,9 @@ class ResponsesShape:
             self.take(piece, answer)
         return self.body
 
-    def events(self, answer: Answer) -> ResponsesEvents:
+    def events(self, answer: Answer) -> AnswerEvents:
         opening = self._event("response.created", response=self.body)
-        return ResponsesEvents(self, answer, opening + self._event("response.in_progress", response=self.body))
+        return AnswerEvents(self.take, answer, opening + self._event("response.in_progress", response=self.body))
 
     def failed(self, error: BaseException) -> bytes:
         """The last events of a response that cannot go on."""
@@ -209,22 +210,6 @@ class ResponsesShape:
         data = dumps({"type": kind, "sequence_number": self._number, **values})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-
-
-class ResponsesEvents:
-    """The events of a response, as they come."""
-
-    def __init__(self, shape: ResponsesShape, answer: Answer, opening: bytes) -> None:
-        self.answers = [answer]
-        self._shape, self._answer, self._opening = shape, answer, opening
-
-    @property
-    def done(self) -> bool:
-        return self._answer.ended and not self._opening
-
-    def read(self) -> bytes:
-        opening, self._opening = self._opening, b""
-        return opening or b"".join(self._shape.take(piece, self._answer) for piece in self._answer.read())
 
 
 def _id(prefix: str) -> str:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.response import ResponseHandle, wait_any
-from penstock.server.answer import Answer
+from penstock.server.answer import Answer, AnswerChunk
 from penstock.server.body import Disconnected
 from penstock.server.errors import ApiError
 from penstock.server.limits import Limits
@@ -38,6 +38,22 @@ class Events(Protocol):
     def read(self) -> bytes:
         """Those that are ready, b"" if none are. Raises what ended an answer, once the events before it were read."""
         ...
+
+
+class AnswerEvents:
+    """The events of one answer, as they come: those of its beginning, then what `take` makes of each piece."""
+
+    def __init__(self, take: Callable[[AnswerChunk, Answer], bytes], answer: Answer, opening: bytes) -> None:
+        self.answers = [answer]
+        self._take, self._answer, self._opening = take, answer, opening
+
+    @property
+    def done(self) -> bool:
+        return self._answer.ended and not self._opening
+
+    def read(self) -> bytes:
+        opening, self._opening = self._opening, b""
+        return opening or b"".join(self._take(piece, self._answer) for piece in self._answer.read())
 
 
 async def awaited(work: Awaitable[_T], receive: Receive, handles: Sequence[ResponseHandle], limits: Limits) -> _T:
