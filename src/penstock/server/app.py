@@ -269,6 +269,7 @@ class Application:
             "n_params": info.parameters,
             "size": info.weight_bytes,
             "quantization": info.quantization,
+            "expert_layers": info.expert_layers,
         }
 
     # -- tokens and templates ----------------------------------------------------------------------------------------

@@ -455,6 +455,8 @@ class Service:
             bias |= {token: -1e30 for token in self.llm.tokenizer.eos_ids if token < vocab}
         if bias:
             options["logit_bias"] = bias
+        if isinstance(request, schema.Generating) and request.expert_heat:
+            options["expert_heat"] = True
         if request.stop_token_ids:
             options["extra_eos"] = request.stop_token_ids
         if shown:

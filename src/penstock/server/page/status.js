@@ -56,7 +56,7 @@ async function connected() {
     const { data } = await (await call("v1/models")).json();
     learn(await (await call("props")).json());
     const model = data[0];
-    const { n_params: count, n_ctx: context, expert_heat: heat } = model.meta ?? {};
+    const { n_params: count, n_ctx: context, expert_layers: layers } = model.meta ?? {};
     $("loading").hidden = true;
     $("model-name").textContent = model.id;
     $("dot").className = "dot ok";
@@ -64,7 +64,7 @@ async function connected() {
     $("model").title = [model.id, about].filter(Boolean).join(": ");
     $("about-model").textContent = $("model").title;
     document.title = `${model.id} · penstock`;
-    state.heat = heat === true;
+    state.heat = layers?.length > 0;
     state.ready = true;
     state.changed();
     measure();
