@@ -226,6 +226,25 @@ def test_a_cut_answer_is_continued_in_place(page, llm):
     expect(page.get_by_role("button", name="Continue")).to_be_hidden()
 
 
+def test_a_cut_reasoning_is_continued_in_place(page):
+    page.route("**/v1/chat/completions", lambda route: told(route, [{"reasoning_content": "First, "}], reason="length"))
+    say(page, "Why?")
+    expect(page.locator("details.thought div")).to_have_text("First,")
+    page.unroute("**/v1/chat/completions")
+    asked = []
+
+    def answer(route):
+        asked.append(json.loads(route.request.post_data))
+        told(route, [{"reasoning_content": " this."}, {"content": "So that."}])
+
+    page.route("**/v1/chat/completions", answer)
+    page.get_by_role("button", name="Continue").click()
+    done(page, "So that.")
+    expect(page.locator("details.thought div")).to_have_text("First, this.")
+    begun = {"role": "assistant", "content": "", "reasoning_content": "First,"}
+    assert asked[0]["continue_final_message"] is True and asked[0]["messages"][-1] == begun
+
+
 def test_text_files_are_attached_shown_and_sent_as_text(page, tmp_path):
     (tmp_path / "notes.md").write_text("# Notes\n```js\n1\n```\n")
     (tmp_path / "a.py").write_text("print(1)\n")

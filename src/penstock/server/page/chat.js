@@ -95,7 +95,7 @@ function footParts(message, live) {
     if (!running() && !current.children(message.id).length) parts.push(action("Answer", ICONS.again, () => state.ready && answerTo(message)));
   } else {
     parts.push(action("Answer again", ICONS.again, () => again(message)));
-    if (message.cut && message.content && message === shownPath().at(-1)) {
+    if (message.cut && (message.content || message.reasoning) && message === shownPath().at(-1)) {
       const more = el("button", "more", "Continue");
       more.type = "button";
       more.title = "Go on with this answer";
@@ -173,7 +173,7 @@ function request(conversation, answer, continued) {
   const path = [];
   for (let at = continued ? answer : conversation.messages.get(answer.parent); at; at = conversation.messages.get(at.parent)) path.unshift(at);
   const messages = path
-    .filter((m) => m.role === "user" || m.content)
+    .filter((m) => m.role === "user" || m.content || (continued && m === answer))
     .map((m) => (m.role === "user" ? { role: "user", content: withFiles(m.content, m.files) } : { role: "assistant", content: m.content }));
   if (continued && answer.reasoning) messages.at(-1).reasoning_content = answer.reasoning;
   if (settings.system.trim()) messages.unshift({ role: "system", content: settings.system });
@@ -325,7 +325,8 @@ function again(answer) {
 
 function proceed(answer) {
   if (running() || !state.ready) return;
-  answer.content = answer.content.trimEnd(); // as the server begins
+  if (answer.content) answer.content = answer.content.trimEnd(); // as the server begins
+  else answer.reasoning = answer.reasoning.trimEnd();
   ask(current, answer, true);
 }
 
