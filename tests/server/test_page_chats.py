@@ -31,10 +31,6 @@ def done(page: Page, text: str) -> None:
     expect(page.locator(".message.assistant .numbers").last).to_contain_text("tokens")
 
 
-def titles(page: Page) -> list[str]:
-    return page.locator("#conversations .open").all_inner_texts()
-
-
 def row(page: Page, title: str):
     return page.locator("#conversations li").filter(has_text=title)
 
@@ -129,7 +125,10 @@ def test_export_and_import_bring_everything_to_another_browser(three, browser, p
     other.locator("#toast button").click()
     expect(other.locator(".message.assistant .branches")).to_contain_text("2/2")
     assert other.evaluate(COUNT) == 7
-    for name, why in (("bad.json", "conversation 1"), ("other.json", "no export")):
+    data["conversations"] = [data["conversations"][0] | {"id": "another"}]
+    (tmp_path / "foreign.json").write_text(json.dumps(data))
+    wrong = {"bad.json": "conversation 1", "other.json": "no export", "foreign.json": "messages of another"}
+    for name, why in wrong.items():
         other.locator("#import-file").set_input_files(tmp_path / name)
         expect(other.locator("#toast")).to_contain_text(f"{name} cannot be imported: ")
         expect(other.locator("#toast")).to_contain_text(why)
@@ -199,6 +198,38 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(page, place):
     row(page, "a fox").locator(".open").click()
     expect(page.locator(".message.assistant .numbers")).to_contain_text("60 tokens")
     place.settled()
+
+
+def test_what_was_written_and_not_sent_is_not_lost(page):
+    answering(page, "Yes.")
+    say(page, "First")
+    done(page, "Yes.")
+    page.locator("#input").fill("A draft here")
+    page.locator(".message.user").hover()
+    page.locator("[aria-label='Edit and send again']").click()
+    expect(page.locator("#input")).to_have_value("First")
+    page.locator("#editing-cancel").click()
+    expect(page.locator("#input")).to_have_value("A draft here")
+    page.locator("#new").click()
+    page.locator("#input").fill("Another there")
+    row(page, "First").locator(".open").click()
+    expect(page.locator("#input")).to_have_value("A draft here")
+    page.locator("#new").click()
+    expect(page.locator("#input")).to_have_value("Another there")
+
+
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page, place):
+    page.evaluate("localStorage.setItem('penstock.settings', JSON.stringify({max_tokens: 1900}))")
+    page.reload()
+    expect(page.locator("#dot")).to_have_class("dot ok")
+    say(page, "Tell me a very long story.")
+    expect(page.locator(".message.assistant .body")).to_contain_text(" ")
+    row(page, "long story").get_by_role("button", name="Delete").click()
+    place.settled()
+    expect(page.locator("#conversations .open")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#no-conversations")).to_be_visible()
+    assert page.evaluate(COUNT) == 0
 
 
 def test_a_cut_answer_is_continued_in_place(page, llm):
@@ -323,7 +354,8 @@ def test_settings_are_sent_where_they_are_set(page):
     [
         ("{% if enable_thinking %}a{% endif %}", {"chat_template_kwargs": {"enable_thinking": False}}),
         ("{{ thinking and 1 }}", {"chat_template_kwargs": {"thinking": False}}),
-        ("{{ reasoning_effort }}", {"reasoning_effort": "low"}),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "minimal"}),
+        ("{% if message.thinking %}{{ x['thinking'] }}{% endif %}", {}),
         ("thinking enable_thinking {{ messages }}", {}),
     ],
 )

@@ -3,7 +3,7 @@
 
 import { $, action, announce, copied, el, ICONS } from "./dom.js";
 import { attached, chip, setAttached, withFiles } from "./files.js";
-import { packed, strip } from "./heat.js";
+import { added, strip } from "./heat.js";
 import { render } from "./markdown.js";
 import { asJson, call, events } from "./server.js";
 import { options, settings } from "./settings.js";
@@ -14,11 +14,13 @@ import { Conversation } from "./tree.js";
 const SAVED_EVERY = 2000; // milliseconds of an answer that may be lost with the page
 
 export let current = new Conversation();
+let blank = current; // the next new one
 let editing = null; // the message that is being written anew
+let setAside = null; // what was written before that
 const runs = new Map(); // by conversation: the answer under way and its AbortController
 const drafts = new Map(); // by conversation: what was written and not sent
 
-export const changes = { listed: () => {} }; // called when the list of conversations may look different
+export const changes = { listed: () => {} }; // called with a conversation that may look different in the list
 
 export const running = (id = current.id) => runs.get(id) ?? null;
 
@@ -151,15 +153,33 @@ $("down").addEventListener("click", () => {
 // Which conversation
 
 export function open(conversation) {
-  drafts.set(current.id, { text: $("input").value, files: attached, editing });
+  drafts.set(current.id, { ...written(), editing, setAside });
   current = conversation;
-  const draft = drafts.get(conversation.id) ?? { text: "", files: [], editing: null };
-  editing = draft.editing && conversation.messages.get(draft.editing.id) ? draft.editing : null;
-  $("input").value = draft.text;
-  setAttached(draft.files);
+  const draft = drafts.get(conversation.id) ?? { text: "", files: [], editing: null, setAside: null };
+  editing = conversation.messages.get(draft.editing?.id) ?? null;
+  setAside = editing ? draft.setAside : null;
+  write(draft);
   show();
+  changes.listed(conversation);
+}
+
+// A conversation without messages; what was written there and not sent is there again.
+export function openBlank() {
+  if (blank.messages.size) blank = new Conversation();
+  if (current !== blank) open(blank);
+}
+
+const written = () => ({ text: $("input").value, files: attached });
+
+function write({ text, files }) {
+  $("input").value = text;
+  setAttached(files);
   grow();
-  changes.listed();
+}
+
+// Not on touch screens, where a keyboard would come with it.
+export function focusInput() {
+  if (matchMedia("(hover: hover)").matches) $("input").focus();
 }
 
 // A conversation that is in the middle of an answer is the one that is being written to.
@@ -197,7 +217,7 @@ async function ask(conversation, answer, continued = false) {
     if (runs.get(conversation.id) !== run) return;
     if (count > 1) answer.numbers = `${((1000 * (count - 1)) / (performance.now() - first)).toFixed(1)} tokens/s`;
     redraw(answer);
-    if (performance.now() - saved > SAVED_EVERY) {
+    if (performance.now() - saved > SAVED_EVERY && !conversation.deleted) {
       saved = performance.now();
       store.save(conversation.about, [{ ...answer, cut: "interrupted" }]);
     }
@@ -212,7 +232,7 @@ async function ask(conversation, answer, continued = false) {
     following = true;
     show();
   }
-  changes.listed();
+  changes.listed(conversation);
 
   try {
     const response = await call("v1/chat/completions", { ...asJson(request(conversation, answer, continued)), signal: run.controller.signal });
@@ -235,12 +255,12 @@ async function ask(conversation, answer, continued = false) {
         requestAnimationFrame(draw);
       }
     }
-    if (counts?.length) answer.heat = packed(counts);
+    if (counts?.length) answer.heat = added(continued ? answer.heat : null, counts);
     announce("The answer is complete.");
   } catch (error) {
     answer.cut = "stopped";
     if (error.name === "AbortError") answer.numbers = `stopped${answer.numbers ? `, ${answer.numbers}` : ""}`;
-    else if (error.status === 401) unanswered(conversation, answer);
+    else if (error.status === 401) unanswered(conversation, answer, continued);
     else if (error instanceof TypeError) {
       answer.error = "The server cannot be reached. Is it running?";
       reachable(false);
@@ -248,11 +268,11 @@ async function ask(conversation, answer, continued = false) {
   }
   runs.delete(conversation.id);
   conversation.about.updated = Date.now();
-  await store.save(conversation.about, conversation.messages.has(answer.id) ? [answer] : []);
   redraw(answer);
   busy();
-  changes.listed();
+  changes.listed(conversation);
   measure();
+  if (!conversation.deleted) await store.save(conversation.about, conversation.messages.has(answer.id) ? [answer] : []);
 }
 
 function redraw(answer) {
@@ -263,20 +283,16 @@ function redraw(answer) {
 }
 
 // The answer never was: the message goes back to where it was written, and a key is asked for.
-function unanswered(conversation, answer) {
+function unanswered(conversation, answer, continued) {
+  askKey();
+  if (continued) return;
   const asked = conversation.messages.get(answer.parent);
   const gone = [answer, ...(conversation.siblings({ parent: asked.id }).length > 1 ? [] : [asked])];
   gone.forEach((message) => conversation.remove(message));
   store.removeMessages(gone.map((message) => message.id));
-  if (conversation === current) {
-    show();
-    if (gone.includes(asked)) {
-      $("input").value = asked.content;
-      setAttached(asked.files ?? []);
-    }
-    grow();
-  }
-  askKey();
+  if (conversation !== current) return;
+  show();
+  if (gone.includes(asked)) write({ text: asked.content, files: asked.files ?? [] });
 }
 
 function numbers(event, waited, cut) {
@@ -295,11 +311,8 @@ export function send() {
   if (running() || !(text || attached.length) || !state.ready) return;
   const parent = editing ? editing.parent : current.path().at(-1)?.id ?? "";
   const message = current.add("user", parent, { content: text, ...(attached.length ? { files: attached } : {}) });
-  editing = null;
-  $("input").value = "";
-  setAttached([]);
+  endEditing();
   answerTo(message);
-  grow();
 }
 
 function answerTo(message) {
@@ -333,23 +346,24 @@ function proceed(answer) {
 // Write a message anew, with what follows it set aside until it is sent or left as it was.
 function edit(message) {
   if (running()) return;
+  if (!editing) setAside = written();
   editing = message;
-  $("input").value = message.content;
-  setAttached(message.files ?? []);
+  write({ text: message.content, files: message.files ?? [] });
   show();
-  grow();
   $("input").focus();
 }
 
+// What was written before is there again.
+function endEditing() {
+  write((editing && setAside) || { text: "", files: [] });
+  editing = setAside = null;
+}
+
 export function leaveEditing() {
-  if (!editing) return false;
-  editing = null;
-  $("input").value = "";
-  setAttached([]);
+  if (!editing) return;
+  endEditing();
   show();
-  grow();
   $("input").focus();
-  return true;
 }
 $("editing-cancel").addEventListener("click", leaveEditing);
 

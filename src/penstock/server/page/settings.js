@@ -30,7 +30,7 @@ export function options() {
   if (settings.json) body.response_format = { type: "json_object" };
   if (settings.thinking !== "auto" && switches) {
     const on = settings.thinking === "on";
-    if (switches === "reasoning_effort") body.reasoning_effort = on ? "high" : "low";
+    if (switches === "reasoning_effort") body.reasoning_effort = on ? "high" : "minimal";
     else body.chat_template_kwargs = { [switches]: on };
   }
   return body;
@@ -40,7 +40,7 @@ export function options() {
 export function learn(props) {
   known = props.default_generation_settings?.params ?? {};
   const template = props.chat_template ?? "";
-  switches = ["enable_thinking", "reasoning_effort", "thinking"].find((name) => new RegExp(`\\{[%{][^}]*\\b${name}\\b`).test(template)) ?? null;
+  switches = ["enable_thinking", "reasoning_effort", "thinking"].find((name) => new RegExp(`\\{[%{][^}]*(?<![.\\w'"])${name}\\b`).test(template)) ?? null;
   $("row-thinking").hidden = switches === null;
   $("set-thinking").querySelector("[value=off]").textContent = switches === "reasoning_effort" ? "little" : "off";
   $("set-thinking").querySelector("[value=on]").textContent = switches === "reasoning_effort" ? "much" : "on";

@@ -1,6 +1,6 @@
 // The list of conversations: open, rename, delete, search, export, import.
 
-import { changes, current, open, opened, running } from "./chat.js";
+import { changes, current, focusInput, open, openBlank, opened, running } from "./chat.js";
 import { $, action, announce, el, ICONS, toast } from "./dom.js";
 import { kept, store } from "./store.js";
 import { Conversation, exported, imported } from "./tree.js";
@@ -13,17 +13,18 @@ let renaming = null;
 async function refresh() {
   const stored = await store.list();
   const known = new Map(stored.map((about) => [about.id, about]));
-  for (const about of listed) if (store._gone || store._unsaved.has(about.id)) known.set(about.id, about);
+  for (const about of listed) if (store.gone || store.unsaved.has(about.id)) known.set(about.id, about);
   if (current.messages.size) known.set(current.id, current.about);
   listed = [...known.values()].sort((a, b) => b.updated - a.updated);
   show();
 }
 
 function show() {
+  if ($("conversations").querySelector("input")) return; // a name is being written
   const shown = listed.filter((about) => found === null || found.has(about.id));
   const focused = document.activeElement?.closest?.("#conversations li")?.dataset.id;
   $("conversations").replaceChildren(...shown.map(row));
-  if (focused && !renaming) $("conversations").querySelector(`[data-id="${focused}"] .open`)?.focus();
+  if (focused) $("conversations").querySelector(`[data-id="${focused}"] .open`)?.focus();
   $("no-conversations").hidden = shown.length > 0;
   $("no-conversations").textContent = found === null ? "Conversations are kept here, in this browser." : "Nothing was found.";
 }
@@ -74,14 +75,14 @@ async function choose(id) {
   if (id !== current.id) open(conversation);
   kept.write("current", id);
   close();
-  $("input").focus();
+  focusInput();
 }
 
 export function fresh() {
-  if (current.messages.size) open(new Conversation());
+  openBlank();
   kept.write("current", "");
   close();
-  $("input").focus();
+  focusInput();
 }
 
 function rename(id) {
@@ -97,6 +98,7 @@ function nameField(about) {
   const end = (keep) => {
     if (renaming !== about.id) return;
     renaming = null;
+    field.remove();
     const title = field.value.trim();
     if (keep && title && title !== about.title) {
       Object.assign(about, { title, named: true });
@@ -118,18 +120,20 @@ function nameField(about) {
 async function remove(id) {
   const conversation = await read(id);
   if (!conversation) return;
+  conversation.deleted = true; // an answer under way does not bring it back
   running(id)?.controller.abort();
   const held = await store.remove(id);
   for (const message of held) if (!conversation.messages.has(message.id)) conversation.messages.set(message.id, message);
   listed = listed.filter((about) => about.id !== id);
   if (id === current.id) {
-    open(new Conversation());
+    openBlank();
     kept.write("current", "");
   }
   show();
   $("search").focus();
   const name = conversation.about.title || "Untitled";
   toast(`“${name}” was deleted.`, "Undo", async () => {
+    conversation.deleted = false;
     await store.save(conversation.about, [...conversation.messages.values()]);
     listed = [...listed, conversation.about];
     open(conversation);
@@ -182,7 +186,13 @@ async function importFile(file) {
     toast(`${file.name} cannot be imported: ${error.message}.`, "OK", () => {});
     return;
   }
+  const owners = new Map((await store.allMessages()).map((message) => [message.id, message.conversation]));
   for (const given of conversations) {
+    const foreign = [...given.messages.keys()].some((id) => (owners.get(id) ?? given.id) !== given.id);
+    if (foreign) {
+      toast(`${file.name} cannot be imported: it has messages of another conversation.`, "OK", () => {});
+      return;
+    }
     const here = await read(given.id); // what is here stays, and what is new comes to it
     if (here) {
       const news = [...given.messages.values()].filter((message) => !here.messages.has(message.id));
@@ -255,10 +265,12 @@ store.trouble = (text) => {
   $("notice-text").textContent = text ?? "";
 };
 store.elsewhere = refresh;
-changes.listed = () => {
-  if (!current.messages.size) return show();
-  if (!listed.some((about) => about.id === current.id)) kept.write("current", current.id);
-  listed = [current.about, ...listed.filter((about) => about.id !== current.id)].sort((a, b) => b.updated - a.updated);
+changes.listed = (conversation) => {
+  const { id, about, messages, deleted } = conversation;
+  if (messages.size && !deleted) {
+    if (conversation === current && !listed.some((one) => one.id === id)) kept.write("current", id);
+    listed = [about, ...listed.filter((one) => one.id !== id)].sort((a, b) => b.updated - a.updated);
+  }
   show();
 };
 
@@ -272,7 +284,7 @@ export async function start() {
     let parent = "";
     for (const { role, content, reasoning, numbers } of old) parent = conversation.add(role, parent, { content, reasoning, numbers }).id;
     await store.save(conversation.about, [...conversation.messages.values()]);
-    if (!store._unsaved.size && !store._gone) kept.forget("messages");
+    if (!store.unsaved.size && !store.gone) kept.forget("messages");
     kept.write("current", conversation.id);
     open(conversation);
     await refresh();
@@ -281,5 +293,5 @@ export async function start() {
   const last = kept.read("current", "");
   const conversation = last ? await read(last) : null;
   if (conversation?.messages.size) open(conversation);
-  else open(new Conversation());
+  else openBlank();
 }

@@ -67,32 +67,32 @@ export const store = {
   trouble: () => {},
   // Called when another tab has changed something.
   elsewhere: () => {},
-  _unsaved: new Map(),
-  _gone: null, // why there is no storage at all
+  unsaved: new Map(), // records that could not be written yet
+  gone: null, // why there is no storage at all
 
   async list() {
     try {
       return await transaction("readonly", (conversations) => settled(conversations.getAll()));
     } catch (error) {
-      this._gone = "This browser lets the page keep nothing: conversations end with the page. Export what matters.";
-      this.trouble(this._gone, error);
+      this.gone = "This browser lets the page keep nothing: conversations end with the page. Export what matters.";
+      this.trouble(this.gone, error);
       return [];
     }
   },
 
   messages(id) {
-    return this._gone ? [] : transaction("readonly", (_, messages) => settled(messages.index("conversation").getAll(id)));
+    return this.gone ? [] : transaction("readonly", (_, messages) => settled(messages.index("conversation").getAll(id)));
   },
 
   allMessages() {
-    return this._gone ? [] : transaction("readonly", (_, messages) => settled(messages.getAll()));
+    return this.gone ? [] : transaction("readonly", (_, messages) => settled(messages.getAll()));
   },
 
   // Write a conversation's record and some of its messages. What cannot be written now is tried again with the next.
   async save(about, messages = []) {
-    if (this._gone) return;
-    for (const record of [about, ...messages]) this._unsaved.set(record.id, record);
-    const writing = [...this._unsaved.values()];
+    if (this.gone) return;
+    for (const record of [about, ...messages]) this.unsaved.set(record.id, record);
+    const writing = [...this.unsaved.values()];
     try {
       await transaction("readwrite", (conversations, stored) => {
         for (const record of writing) (record.conversation ? stored : conversations).put(record);
@@ -103,16 +103,16 @@ export const store = {
       this.trouble(`${why}: what is new here is lost when the page is closed. Export it, or delete other conversations.`);
       return;
     }
-    for (const record of writing) if (this._unsaved.get(record.id) === record) this._unsaved.delete(record.id);
+    for (const record of writing) if (this.unsaved.get(record.id) === record) this.unsaved.delete(record.id);
     this.trouble(null);
     this._tell();
   },
 
   // Delete a conversation; returns its messages, so that it can be brought back.
   async remove(id) {
-    const held = [...this._unsaved.values()].filter((record) => record.conversation === id);
-    for (const record of [{ id }, ...held]) this._unsaved.delete(record.id);
-    if (this._gone) return held;
+    const held = [...this.unsaved.values()].filter((record) => record.conversation === id);
+    for (const record of [{ id }, ...held]) this.unsaved.delete(record.id);
+    if (this.gone) return held;
     const found = await transaction("readwrite", async (conversations, messages) => {
       const all = await settled(messages.index("conversation").getAll(id));
       conversations.delete(id);
@@ -124,8 +124,8 @@ export const store = {
   },
 
   async removeMessages(ids) {
-    for (const id of ids) this._unsaved.delete(id);
-    if (!this._gone) await transaction("readwrite", (_, messages) => ids.forEach((id) => messages.delete(id)));
+    for (const id of ids) this.unsaved.delete(id);
+    if (!this.gone) await transaction("readwrite", (_, messages) => ids.forEach((id) => messages.delete(id)));
   },
 
   _channel: typeof BroadcastChannel === "undefined" ? null : new BroadcastChannel("penstock"),

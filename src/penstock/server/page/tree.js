@@ -68,7 +68,7 @@ const FORMAT = "penstock-conversations";
 
 export const exported = (conversations) =>
   JSON.stringify(
-    { format: FORMAT, version: 1, conversations: conversations.map(({ about, messages }) => ({ ...about, messages: [...messages.values()] })) },
+    { format: FORMAT, version: 1, conversations: conversations.map(({ about, messages }) => ({ ...about, messages: [...messages.values()].map(({ heat, ...message }) => message) })) },
     null,
     1,
   );
