@@ -349,29 +349,37 @@ def test_settings_are_sent_where_they_are_set(page):
     expect(page.locator("#set-json")).not_to_be_checked()
 
 
-@pytest.mark.parametrize(
-    "template, sent",
-    [
-        ("{% if enable_thinking %}a{% endif %}", {"chat_template_kwargs": {"enable_thinking": False}}),
-        ("{{ thinking and 1 }}", {"chat_template_kwargs": {"thinking": False}}),
-        ("{{ reasoning_effort }}", {"reasoning_effort": "minimal"}),
-        ("{% if message.thinking %}{{ x['thinking'] }}{% endif %}", {}),
-        ("thinking enable_thinking {{ messages }}", {}),
-    ],
-)
-def test_thinking_is_switched_where_the_template_knows_it(page, place, template, sent):
+TEMPLATES = {
+    "{% if enable_thinking %}a{% endif %}": {"chat_template_kwargs": {"enable_thinking": False}},
+    "{{ thinking and 1 }}": {"chat_template_kwargs": {"thinking": False}},
+    "{{ reasoning_effort }}": {"reasoning_effort": "minimal"},
+    "{% if message.thinking %}{{ x['thinking'] }}{% endif %}": {},
+    "thinking enable_thinking {{ messages }}": {},
+}
+
+
+def test_thinking_is_switched_where_the_template_knows_it(page, place):
+    template = next(iter(TEMPLATES))
     props = place.client.get("/props").json() | {"chat_template": template}
     page.route("**/props", lambda route: route.fulfill(json=props))
-    page.evaluate("localStorage.setItem('penstock.settings', JSON.stringify({thinking: 'off'}))")
     page.reload()
     expect(page.locator("#dot")).to_have_class("dot ok")
     page.locator("#open-settings").click()
-    expect(page.locator("#set-thinking")).to_be_visible(visible=bool(sent))
+    page.locator("#set-thinking").select_option("off")
     page.keyboard.press("Escape")
     asked = answering(page, "Yes.")
     say(page, "Now")
     done(page, "Yes.")
-    assert {name: asked[-1][name] for name in ("chat_template_kwargs", "reasoning_effort") if name in asked[-1]} == sent
+    assert asked[-1]["chat_template_kwargs"] == TEMPLATES[template]["chat_template_kwargs"]
+    found = page.evaluate(
+        """async (templates) => { const { learn, options } = await import("./settings.js");
+        return templates.map((chat_template) => {
+          learn({ chat_template });
+          return [options(), document.getElementById("row-thinking").hidden];
+        }); }""",
+        list(TEMPLATES),
+    )
+    assert found == [[sent, not sent] for sent in TEMPLATES.values()]
 
 
 def test_the_experts_of_an_answer_are_drawn(page, place):

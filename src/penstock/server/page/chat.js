@@ -39,6 +39,8 @@ export function show(end = true) {
   items = new Map();
   list.replaceChildren(...path.map(shown));
   $("welcome").hidden = path.length > 0 || editing !== null;
+  $("title").hidden = !$("welcome").hidden;
+  $("title").textContent = current.about.title;
   $("editing").hidden = editing === null;
   busy();
   if (end) toEnd(true);
