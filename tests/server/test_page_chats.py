@@ -143,6 +143,9 @@ def test_a_full_storage_is_said_and_what_was_written_is_kept_when_there_is_room(
     say(page, "First")
     done(page, "One.")  # it is here all the same
     expect(page.locator("#notice")).to_contain_text("The browser's storage is full")
+    page.locator("#new").click()
+    row(page, "First").locator(".open").click()  # and still when one comes back to it
+    done(page, "One.")
     session.send("Storage.overrideQuotaForOrigin", {"origin": place.url})
     say(page, "Second")
     done(page, "Two.")
@@ -150,6 +153,53 @@ def test_a_full_storage_is_said_and_what_was_written_is_kept_when_there_is_room(
     page.reload()
     expect(page.locator(".message.user .body")).to_have_text(["First", "Second"])
     expect(page.locator(".message.assistant .body")).to_have_text(["One.", "Two."])
+
+
+def test_without_storage_conversations_live_as_long_as_the_page(browser, place):
+    page = browser.new_page()
+    page.add_init_script("Object.defineProperty(window, 'indexedDB', { get() { throw new Error('not here'); } })")
+    page.goto(place.url)
+    expect(page.locator("#dot")).to_have_class("dot ok")
+    expect(page.locator("#notice")).to_contain_text("lets the page keep nothing")
+    answering(page, "One.", "Two.")
+    say(page, "First")
+    done(page, "One.")
+    page.locator("#new").click()
+    say(page, "Second")
+    done(page, "Two.")
+    row(page, "First").locator(".open").click()
+    done(page, "One.")
+    page.locator("#search").fill("two")
+    expect(page.locator("#conversations .open")).to_have_text(["Second"])
+    page.locator("#search").fill("")
+    row(page, "First").get_by_role("button", name="Delete").click()
+    page.locator("#toast button").click()
+    done(page, "One.")
+    page.close()
+
+
+def test_two_tabs_show_one_list_and_both_keep_what_they_write(page, place):
+    answering(page, "One.")
+    say(page, "First")
+    done(page, "One.")
+    other = page.context.new_page()
+    other.goto(place.url)
+    expect(other.locator("#dot")).to_have_class("dot ok")
+    expect(other.locator(".message.user .body")).to_have_text("First")
+    for tab, text in ((page, "Of one"), (other, "Of the other")):
+        answering(tab, "Yes.")
+        say(tab, text)
+        done(tab, "Yes.")
+    other.locator("#new").click()
+    say(other, "Elsewhere")
+    done(other, "Yes.")
+    expect(page.locator("#conversations .open")).to_have_text(["Elsewhere", "First"])
+    other.close()
+    page.reload()  # as two versions of what follows
+    expect(page.locator(".message.user .branches")).to_contain_text("2/2")
+    expect(page.locator(".message.user .body")).to_have_text(["First", "Of the other"])
+    page.locator(".message.user [aria-label='Version before']").click()
+    expect(page.locator(".message.user .body")).to_have_text(["First", "Of one"])
 
 
 def test_editing_and_answering_again_keep_what_was_there(page):

@@ -43,4 +43,4 @@ for (const idea of $("ideas").children) {
 
 state.changed = allow;
 grow();
-start().then(connect);
+start().finally(connect);

@@ -10,10 +10,15 @@ let listed = []; // records of conversations, the newest first
 let found = null; // ids that the search has found; null: no search
 let renaming = null;
 
+// What is looked at: in this tab when it is loaded again, and in the next one that is opened.
+function remember(id) {
+  sessionStorage.setItem("penstock.current", id);
+  kept.write("current", id);
+}
+
 async function refresh() {
   const stored = await store.list();
   const known = new Map(stored.map((about) => [about.id, about]));
-  for (const about of listed) if (store.gone || store.unsaved.has(about.id)) known.set(about.id, about);
   if (current.messages.size) known.set(current.id, current.about);
   listed = [...known.values()].sort((a, b) => b.updated - a.updated);
   show();
@@ -73,14 +78,14 @@ async function choose(id) {
   const conversation = await read(id);
   if (!conversation) return;
   if (id !== current.id) open(conversation);
-  kept.write("current", id);
+  remember(id);
   close();
   focusInput();
 }
 
 export function fresh() {
   openBlank();
-  kept.write("current", "");
+  remember("");
   close();
   focusInput();
 }
@@ -127,7 +132,7 @@ async function remove(id) {
   listed = listed.filter((about) => about.id !== id);
   if (id === current.id) {
     openBlank();
-    kept.write("current", "");
+    remember("");
   }
   show();
   $("search").focus();
@@ -137,7 +142,7 @@ async function remove(id) {
     await store.save(conversation.about, [...conversation.messages.values()]);
     listed = [...listed, conversation.about];
     open(conversation);
-    kept.write("current", id);
+    remember(id);
     await refresh();
     announce(`${name} is back`);
   });
@@ -268,7 +273,7 @@ store.elsewhere = refresh;
 changes.listed = (conversation) => {
   const { id, about, messages, deleted } = conversation;
   if (messages.size && !deleted) {
-    if (conversation === current && !listed.some((one) => one.id === id)) kept.write("current", id);
+    if (conversation === current && !listed.some((one) => one.id === id)) remember(id);
     listed = [about, ...listed.filter((one) => one.id !== id)].sort((a, b) => b.updated - a.updated);
   }
   show();
@@ -284,13 +289,13 @@ export async function start() {
     let parent = "";
     for (const { role, content, reasoning, numbers } of old) parent = conversation.add(role, parent, { content, reasoning, numbers }).id;
     await store.save(conversation.about, [...conversation.messages.values()]);
-    if (!store.unsaved.size && !store.gone) kept.forget("messages");
-    kept.write("current", conversation.id);
+    if (!store.unsaved.size) kept.forget("messages");
+    remember(conversation.id);
     open(conversation);
     await refresh();
     return;
   }
-  const last = kept.read("current", "");
+  const last = sessionStorage.getItem("penstock.current") ?? kept.read("current", "");
   const conversation = last ? await read(last) : null;
   if (conversation?.messages.size) open(conversation);
   else openBlank();

@@ -71,27 +71,36 @@ export const store = {
   gone: null, // why there is no storage at all
 
   async list() {
+    let found = [];
     try {
-      return await transaction("readonly", (conversations) => settled(conversations.getAll()));
-    } catch (error) {
+      if (!this.gone) found = await transaction("readonly", (conversations) => settled(conversations.getAll()));
+    } catch {
       this.gone = "This browser lets the page keep nothing: conversations end with the page. Export what matters.";
-      this.trouble(this.gone, error);
-      return [];
+      this.trouble(this.gone);
     }
+    return this._with(found, (record) => !record.conversation);
   },
 
-  messages(id) {
-    return this.gone ? [] : transaction("readonly", (_, messages) => settled(messages.index("conversation").getAll(id)));
+  async messages(id) {
+    const found = this.gone ? [] : await transaction("readonly", (_, messages) => settled(messages.index("conversation").getAll(id)));
+    return this._with(found, (record) => record.conversation === id);
   },
 
-  allMessages() {
-    return this.gone ? [] : transaction("readonly", (_, messages) => settled(messages.getAll()));
+  async allMessages() {
+    const found = this.gone ? [] : await transaction("readonly", (_, messages) => settled(messages.getAll()));
+    return this._with(found, (record) => Boolean(record.conversation));
+  },
+
+  // Records with those that are not written yet.
+  _with(found, belongs) {
+    const held = [...this.unsaved.values()].filter(belongs);
+    return [...new Map([...found, ...held].map((record) => [record.id, record])).values()];
   },
 
   // Write a conversation's record and some of its messages. What cannot be written now is tried again with the next.
   async save(about, messages = []) {
-    if (this.gone) return;
     for (const record of [about, ...messages]) this.unsaved.set(record.id, record);
+    if (this.gone) return;
     const writing = [...this.unsaved.values()];
     try {
       await transaction("readwrite", (conversations, stored) => {
@@ -110,7 +119,7 @@ export const store = {
 
   // Delete a conversation; returns its messages, so that it can be brought back.
   async remove(id) {
-    const held = [...this.unsaved.values()].filter((record) => record.conversation === id);
+    const held = this._with([], (record) => record.conversation === id);
     for (const record of [{ id }, ...held]) this.unsaved.delete(record.id);
     if (this.gone) return held;
     const found = await transaction("readwrite", async (conversations, messages) => {
