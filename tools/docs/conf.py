@@ -21,6 +21,7 @@ exclude_patterns = [".*", "build", "src", "tests", "dist"]
 myst_heading_anchors = 4
 nitpicky = True
 smartquotes = False
+highlight_language = "text"
 
 html_theme = "furo"
 html_title = f"penstock {release}"
@@ -28,6 +29,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 html_show_search_summary = False  # it fetches pages, which a browser does not do from files
 html_favicon = "../../src/penstock/server/page/icon.svg"
 html_theme_options = {"footer_icons": [], "navigation_with_keys": True}
