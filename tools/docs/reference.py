@@ -55,7 +55,8 @@ def escaped(text: str) -> str:
 def prose(text: str | None, width: int = WIDTH, names: Iterable[str] = ()) -> str:
     """A docstring as Markdown: blank lines part paragraphs, indented lines are code, and a line that ends although the
     next word would easily have fitted ends there on the page, too. Other pages are linked, and those of `names` that no
-    one can take for a word of the text, since they have an underscore or a colon behind them, are code.
+    one can take for a word of the text, since they have an underscore, or a colon, a shape or a dtype behind them, are
+    code.
     """
     done: list[str] = []
     code: list[str] = []
@@ -77,9 +78,8 @@ def prose(text: str | None, width: int = WIDTH, names: Iterable[str] = ()) -> st
 def _with_code(line: str, names: Iterable[str]) -> str:
     """A line with names of parameters in backticks, where it has none."""
     for name in names:
-        if "_" in name or f"{name}:" in line:
-            end = r"(?![\w`])" if "_" in name else "(?=:)"
-            line = re.sub(rf"(?<![\w`.'\"]){re.escape(name)}{end}", f"`{name}`", line)
+        end = r"(?![\w`])" if "_" in name else r"(?=:| \[| (?:int|uint|float|bfloat)\d)"
+        line = re.sub(rf"(?<![\w`.'\"]){re.escape(name)}{end}", f"`{name}`", line)
     return line
 
 
