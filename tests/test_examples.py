@@ -13,6 +13,7 @@ import venv
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 import penstock
@@ -165,3 +166,32 @@ def test_langchain(langchain, address):
     assert done.returncode == 0, done.stderr
     for method in ("json_schema", "function_calling"):
         assert re.search(rf"^{method} {{'name': '(fox|crow|wolf)', 'age': [1-9]}}$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_lm_eval_chooses_as_logits_do(address, tmp_path):
+    """The task of examples/lm-eval: lm-eval's accuracy is that of `llm.logits` on the same texts."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    yaml = pytest.importorskip("yaml")
+    root = EXAMPLES.parent
+    task = yaml.safe_load((EXAMPLES / "lm-eval" / "tales.yaml").read_text())
+    lines = (root / task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
+    llm = penstock.load()
+    right = 0
+    for row in map(json.loads, lines):
+        begin = llm.tokenizer.encode(row["begin"])
+        scores = []
+        for end in row["ends"]:
+            ids = llm.tokenizer.encode(row["begin"] + end)
+            rows = llm.logits(ids).astype(float)
+            rows -= np.logaddexp.reduce(rows, axis=-1, keepdims=True)
+            scores.append(sum(rows[place - 1, ids[place]] for place in range(len(begin), len(ids))))
+        right += int(np.argmax(scores)) == row["right"]
+    model = f"model=demo,base_url={address}/completions,tokenizer=src/penstock/demo/model,num_concurrent=2"
+    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", model]
+    command += ["--tasks", "tales", "--include_path", "examples/lm-eval", "--output_path", str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    [file] = tmp_path.rglob("results_*.json")
+    assert json.loads(file.read_text())["results"]["tales"]["acc,none"] == pytest.approx(right / len(lines))
