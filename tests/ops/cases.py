@@ -1610,6 +1610,45 @@ def _sample_tokens(rng, dtype, B, V, mode, S=0, M=0, logprobs=None):
     }
 
 
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def _ahead(rng, S, D, B):
+    """Rows of `ahead`, some with fewer drafts than there is room for, and slots, one of them −1 where there are some."""
+    ahead = rng.integers(0, 50, (S, 3 + D)).astype(np.int32)
+    ahead[:, 1] = rng.integers(0, D + 2, S)
+    ahead[rng.random(S) < 0.4, 3 + D // 2 :] = -1
+    slots = rng.permutation(S)[:B].astype(np.int32)
+    slots[1:2] = -1
+    return {"ahead": ahead, "slots": slots}
+
+
+DRAFTED = {"one": (1, 3, 1, 3), "some": (7, 5, 5, 2), "most": (9, 7, 3, 7), "other": (4, 3, 4, 1)}  # S, D, B, k
+
+
+@case("draft_rows", sizes=DRAFTED | {"empty": (2, 3, 0, 2)}, rel=0, dtypes=("float32",))
+def _draft_rows(rng, dtype, S, D, B, k):
+    known = rng.integers(0, 40, (B, 3)).astype(np.int32)
+    known[::2, 0] = -1
+    return _ahead(rng, S, D, B) | {"known": known, "drafts": k}
+
+
+@case("accept_drafts", sizes=DRAFTED, rel=0, dtypes=("float32",))
+def _accept_drafts(rng, dtype, S, D, B, k):
+    tokens = rng.integers(-1, 4, B * (1 + k)).astype(np.int32)
+    drawn = np.where(rng.random(len(tokens)) < 0.7, np.roll(tokens, -1), rng.integers(-2, 4, len(tokens)))
+    positions = (rng.integers(0, 90, (B, 1)) + np.arange(1 + k)).astype(np.int32).reshape(-1)
+    chance = rng.uniform(-1, 1, (B, D)).astype(np.float32)
+    given = {"drawn": drawn.astype(np.int32), **_ahead(rng, S, D, B), "tokens": tokens, "positions": positions}
+    return given | {"seed": rng.integers(-(2**63), 2**63 - 1, B), "chance": chance, "vocab": 4}
+
+
+@case("chain_draft", sizes=DRAFTED | {"empty": (2, 3, 0, 2)}, rel=0, dtypes=("float32",))
+def _chain_draft(rng, dtype, S, D, B, k):
+    drawn = rng.integers(-2, 60, B).astype(np.int32)
+    return {"drawn": drawn, **_ahead(rng, S, D, B), "place": k - 1}
+
+
 # -- collective: of one rank, see test_collective.py for several -----------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from penstock.ops.delta import (
     gated_delta_step,
     gdn_decay_beta,
 )
+from penstock.ops.drafts import accept_drafts, chain_draft, draft_rows
 from penstock.ops.elementwise import (
     add,
     columns,
@@ -109,6 +110,7 @@ __all__ = [
     "Op",
     "Spec",
     "Symbol",
+    "accept_drafts",
     "add",
     "all_gather",
     "all_reduce",
@@ -124,12 +126,14 @@ __all__ = [
     "backend",
     "beside",
     "bf16_matmul",
+    "chain_draft",
     "columns",
     "conv1d_causal",
     "conv1d_commit",
     "conv1d_state_update",
     "delta_commit",
     "dequantize",
+    "draft_rows",
     "embedding",
     "expert_down_sum",
     "expert_gate_up",
