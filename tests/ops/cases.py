@@ -1614,7 +1614,7 @@ def _sample_tokens(rng, dtype, B, V, mode, S=0, M=0, logprobs=None):
 
 
 def _ahead(rng, S, D, B):
-    """Rows of `ahead`, some with fewer drafts than there is room for, and slots, one of them −1 where there are some."""
+    """Rows of `ahead`, some with fewer drafts than there is room for, and slots, the second of them −1."""
     ahead = rng.integers(0, 50, (S, 3 + D)).astype(np.int32)
     ahead[:, 1] = rng.integers(0, D + 2, S)
     ahead[rng.random(S) < 0.4, 3 + D // 2 :] = -1

@@ -114,7 +114,7 @@ def accept_drafts(
     Gives sequence int32 [B (1 + k)], b for each row that counts and −1 for others; wanted int32 [B], the last row that
     counts, and at int32 [B], the position that is drafted behind it; −1 for a slot of −1.
     chance float32 [B, D], for benchmarks: where chance[b, j] is not negative, the draft at place j counts with it
-    (`made_up` by seed int64 [B]), whatever was drawn, and if it does not a token of the `vocab` is drawn that it is not.
+    (`made_up` by seed int64 [B]), whatever was drawn, and if it does not a token of the `vocab` is drawn that differs.
     """
     B = len(slots)
     n = len(drawn) // B

@@ -13,8 +13,8 @@ _LENGTH, _ACCEPTED, _TOKEN = tl.constexpr(LENGTH), tl.constexpr(ACCEPTED), tl.co
 _DRAFTS = tl.constexpr(DRAFTS)
 
 
-# draft_rows  of sequence b: its token and N − 1 drafts, their positions and those behind them; its length with them, and
-#             what was accepted of the run before
+# draft_rows  of sequence b: its token and N − 1 drafts, their positions and those behind them; its length with them,
+#             and what was accepted of the run before
 # shapes      ahead int32 [S, width]; slots int32 [B]; known int32 [B, 3]; tokens, positions, at int32 [B * N]; lengths,
 #             accepted int32 [B]
 # grid        (1,): a lane for each sequence
@@ -39,7 +39,8 @@ def _rows_kernel(
     accepted = tl.where(
         told, tl.load(told_ptr + _ACCEPTED, mask=told, other=0), tl.load(own + _ACCEPTED, mask=own_known, other=0)
     )
-    token = tl.where(told, tl.load(told_ptr + _TOKEN, mask=told, other=0), tl.load(own + _TOKEN, mask=own_known, other=-1))
+    token = tl.load(own + _TOKEN, mask=own_known, other=-1)
+    token = tl.where(told, tl.load(told_ptr + _TOKEN, mask=told, other=0), token)
     for j in tl.static_range(N):
         if j > 0:
             token = tl.load(own + _DRAFTS + j - 1, mask=own_known, other=-1)
