@@ -568,6 +568,15 @@ class Engine:
         """Whether the device verifies, accepts and drafts by itself, and the host reads tokens afterwards."""
         return self.drafter is not None and self.can_chain and self.experts is None and not self._copies_states
 
+    def has_room_ahead(self, sequence: Sequence, drafts: int, under_way: bool = False) -> bool:
+        """Whether `launch_ahead` may be called for a sequence: its pages, which may end behind max_context, have room
+        for what may come, and the head has all before it. under_way: a step that ends before will see to that.
+        """
+        assert self.drafter is not None
+        most = -(-self.max_context // PAGE) * PAGE
+        known = under_way or sequence.drafted is not None or self.drafter.knows(sequence)
+        return known and sequence.length + sequence.ahead + 1 + 2 * drafts <= most
+
     def launch_ahead(
         self, runs: Seq[AheadRun], drafts: int, rows: Seq[Mapping[str, Any]], mode: str
     ) -> PendingStep:
@@ -577,7 +586,8 @@ class Engine:
         """
         each = 1 + drafts
         for run in runs:
-            self.check_room(run.sequence, run.sequence.ahead + each + drafts)
+            self.check_room(run.sequence, 0)
+            assert self.has_room_ahead(run.sequence, drafts)
         with self.lock, self.device.running(self.deterministic):
             self._check_files()
             assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)

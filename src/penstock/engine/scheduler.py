@@ -487,8 +487,8 @@ class Scheduler:
         return True
 
     def _draft_parts(self) -> list[Part] | None:
-        """What the next step has of each request, if the device is to accept drafts by itself; empty: it is not, since
-        drafts do not pay; None: some requests need the host, or have no head's drafts.
+        """What the next step has of each request, if the device is to accept drafts by itself; empty: there are to be
+        none, since they do not pay or there is no room; None: some requests need the host, or have no head's drafts.
         """
         if not self._engine.drafts_ahead:
             return None
@@ -509,13 +509,10 @@ class Scheduler:
         drafts = self._gate.drafts([state.speculation for state in states if state.speculation is not None])
         if not drafts:
             return []
-        drafter = self._engine.drafter
         for state in states:
-            sequence, each = state.opened, 1 + drafts
-            known = sequence.drafted is not None or state.drawn > len(state.tokens)
-            known = known or (drafter is not None and drafter.knows(sequence))
-            if not known or sequence.length + sequence.ahead + each + drafts > self._engine.max_context:
-                return None
+            under_way = state.drawn > len(state.tokens)  # it is looked at again with its token known
+            if not self._engine.has_room_ahead(state.opened, drafts, under_way):
+                return []
         return [Part.ahead_of(state, drafts) for state in states]
 
     def _reap(self) -> None:
