@@ -1367,6 +1367,41 @@ def _delta_commit_channels(rng, dtype, Hk, Hv, Dk, Dv, W, K):
     return _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K) | {"gates": gates}
 
 
+RUNS_KEPT = {  # runs, of which those of 4 and less are kept where `kept` says so; the last: room
+    "runs": ((3, 0, 1, 4), (3, 0, 0, 4), 2, 4, 16, 12, 4, 5),
+    "one": ((2,), (2,), 1, 1, 8, 8, 2, 2),
+    "odd": ((1, 3, 2), (1, 3, 0), 1, 3, 20, 12, 3, 3),
+    "long": ((11, 2), (0, 2), 1, 2, 32, 16, 4, 8),
+    "wide": ((4, 4, 4), (4, 4, 4), 2, 4, 128, 128, 4, 8),
+}
+
+
+@case("gated_delta_verify", sizes=RUNS_KEPT, rel=2e-5, whole=True, dtypes=F32)
+def _gated_delta_verify(rng, dtype, runs, kept, Hk, Hv, Dk, Dv, W, K):
+    T, B, C = sum(runs) + 1, len(runs), 2 * Hk * Dk + Hv * Dv  # a row of no sequence
+    slots = np.array([4, 1, 0, 2], np.int32)[:B]
+    slots[1:2] = -1 if B == 3 else slots[1:2]
+    gates = np.stack([rng.uniform(0.7, 1, (5, K, Hv)), rng.uniform(0, 1, (5, K, Hv))], axis=2).astype("float32")
+    return {
+        "qkv": normal(rng, T, C, dtype=dtype),
+        "z": normal(rng, T, Hv, Dv, dtype=dtype),
+        "alpha": normal(rng, T, Hv, dtype=dtype),
+        "beta": normal(rng, T, Hv, dtype=dtype),
+        "conv_state": normal(rng, 5, W - 1 + K, C, dtype=dtype),
+        "state": normal(rng, 5, Hv, Dv, Dk, scale=0.1),
+        "gates": gates,
+        "slots": slots,
+        "starts": np.cumsum([0, *runs], dtype=np.int32),
+        "keep": np.array(kept, np.int32),
+        "accepted": np.array([K, 1, 0, 2], np.int32)[:B],
+        "conv_weight": normal(rng, C, W, dtype="bfloat16"),
+        "A_log": normal(rng, Hv),
+        "dt_bias": normal(rng, Hv, dtype="bfloat16"),
+        "norm_weight": normal(rng, Dv, dtype="bfloat16"),
+        "Hk": Hk,
+    }
+
+
 DELTA_STEPS = {  # the last: room behind the rows of the convolution
     "decode": (1, 2, 4, 64, 32, 4, 0),
     "ragged": (3, 1, 3, 20, 12, 3, 0),

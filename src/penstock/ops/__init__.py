@@ -21,6 +21,7 @@ from penstock.ops.delta import (
     delta_commit,
     gated_delta_net,
     gated_delta_step,
+    gated_delta_verify,
     gdn_decay_beta,
 )
 from penstock.ops.drafts import accept_drafts, chain_draft, draft_rows
@@ -143,6 +144,7 @@ __all__ = [
     "fused_gate_up_swiglu",
     "gated_delta_net",
     "gated_delta_step",
+    "gated_delta_verify",
     "gated_rms_norm",
     "gaussian_topk",
     "gdn_decay_beta",
