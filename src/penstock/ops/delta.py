@@ -581,7 +581,7 @@ def _verify(
     _committed(conv_state, state, gates, slots, accepted, conv_weight, Hk)
     if conv_state.dtype not in ("float32", qkv.dtype):
         check.dtype(qkv.dtype, conv_state=conv_state)
-    Hv, Dv, Dk = state.shape[1:]
+    Hv, Dv, _ = state.shape[1:]
     _gates_shape(gates, gates.shape[1], state, 2)
     T, C = qkv.shape[0], conv_weight.shape[0]
     check.shape((T, C), "T, 2 Hk Dk + Hv Dv", qkv=qkv)

@@ -57,7 +57,7 @@ def _unit_rows(y, scale, eps, dtype: tl.constexpr):
 # shapes       x, y [T, C], C = 2 Hk Dk + Hv Dv; kept [S, W - 1 + K, C]; weight [C, W]; alpha, beta, g, b [T, Hv];
 #              old [B, K, C] in kept's dtype; starts int32 [B + 1] or None: a row each; slots, keep, accepted int32 [B],
 #              the last two None: 0
-# grid         (B, 2 Hk + Hv): one program owns a head of q, k or v of a sequence; those of v have the gates of their head
+# grid         (B, 2 Hk + Hv): one program owns a head of q, k or v of a sequence; those of v have the gates of it
 # bytes        (T + B (W - 1)) * C * itemsize three times, and the weight
 # limits       a head is at most 16384 wide
 #
@@ -148,8 +148,8 @@ def _loaded(y_ptr, at, i, rows, live, key, head, Hk, Dk, Dv, WIDE: tl.constexpr,
 
 
 # verify    `recurrence` over the accepted tokens behind `mix of runs`, after which the state is written; then over the
-#           run, of whose y rounded out = y * rinv(y) * act(z) * norm. The gates of a kept run go to gates[slots[n]], and
-#           the state stays as it was before it; else it moves on
+#           run, of whose y rounded out = y * rinv(y) * act(z) * norm. The gates of a kept run go to gates[slots[n]],
+#           and the state stays as it was before it; else it moves on
 # shapes    as in `mix of runs`; gates float32 [S, K, 2, Hv]; state [S, Hv, Dv, Dk]; z, out [T, Hv, Dv]; norm [Dv]
 # grid      (B + 1, Hv): one program owns the state of a head; those of B rows of no sequence, which are 0
 # bytes     B * Hv * Dv * Dk * itemsize for the state, read once and, where it moves, written
@@ -243,7 +243,8 @@ def verify(
     )  # fmt: skip
     line = min(128 // state.element_size(), max(32, triton.next_power_of_2(Dk)))
     rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, line))
+    warps = max(1, min(8, rows * wide * line // 2048))
     _verify_kernel[(B + 1, Hv)](
         state, y, g, b, old, gates, z, norm_weight, *where, out, T, B, S, K, eps, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv,
-        ROWS=rows, WIDE=wide, LINE=line, ROOM=room, ACT=act, num_warps=max(1, min(8, rows * wide * line // 2048)), **pdl,
+        ROWS=rows, WIDE=wide, LINE=line, ROOM=room, ACT=act, num_warps=warps, **pdl,
     )  # fmt: skip

@@ -158,11 +158,18 @@ def gated_delta_net(
 
 @kernel(ops.delta_commit, device="cuda")
 def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
-    """The convolution of the kept rows, which moves on; rms_norm_qk of what it gives; the recurrence."""
+    """Runs of no rows behind what was accepted; or the convolution of the kept rows, which moves on, rms_norm_qk of
+    what it gives, the recurrence.
+    """
     (B,), K, C = slots.shape, gates.shape[1], conv_state.shape[2]
     if not B or not K:
         return
-    Dk = state.shape[3]
+    Hv, Dv, Dk = state.shape[1:]
+    if takes_steps(Dk, Dv) and gates.shape[2] == 2:
+        none, rows = conv_state.new_empty((0, Hv)), conv_state.new_empty((0, C))
+        runs, unread = (gates, slots, slots.new_zeros(B + 1), None, accepted), conv_weight
+        verify(rows, none, none, none, conv_state, state, *runs, conv_weight, *(unread,) * 3, Hk, 0.0, "silu", rows)
+        return
     rows = conv_state.new_zeros((B * K, C))  # those that are not accepted are normed, and not read
     commit_rows(conv_state, conv_weight, slots, accepted, rows.view(B, K, C))
     ops.rms_norm_qk(rows, Hk, Dk, Hk * Dk, out=rows)
