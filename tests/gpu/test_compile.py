@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FAMILIES = tuple("norm elementwise rope embed cache linear moe attention mla delta sampling collective".split())
+FAMILIES = tuple("norm elementwise rope embed cache linear moe attention mla delta drafts sampling collective".split())
 ARCHS = (80, 89, 90, 100, 120)
 QUICK = "embed"  # compiled for GPUs other than Hopper in any case; its kernels are short
 
