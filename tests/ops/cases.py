@@ -1610,6 +1610,18 @@ def _sample_tokens(rng, dtype, B, V, mode, S=0, M=0, logprobs=None):
     }
 
 
+@case(
+    "token_logprobs",
+    sizes={"some": (5, 61, 3), "one": (1, 1, 2), "wide": (4, 20_003, 20), "alone": (3, 300, 0), "empty": (0, 7, 2)},
+    rel=1e-13,
+    dtypes=("float32",),
+)
+def _token_logprobs(rng, dtype, R, V, top):
+    tokens = rng.integers(0, V, R).astype(np.int32)
+    tokens[R // 2 : R // 2 + (R > 1)] = -1
+    return {"logits": normal(rng, R, V, scale=3), "tokens": tokens, "top": top}
+
+
 # -- collective: of one rank, see test_collective.py for several -----------------------------------------------------
 
 
