@@ -739,16 +739,35 @@ class CountTokensRequest(Prompted):
 
 
 class TokenizeRequest(Strict):
-    """/tokenize."""
+    """/tokenize: llama.cpp's fields, or vLLM's `prompt`, to which special tokens are added unless it says otherwise."""
 
-    content: str
+    content: str | None = None
     add_special: bool = Field(False, description="Add what the tokenizer puts around a text, such as a BOS token.")
     with_pieces: bool = Field(False, description="Give each token's text beside its id.")
+    model: str | None = None
+    prompt: str | None = Field(None, description="In place of content.")
+    add_special_tokens: bool = Field(True, description="As add_special, of a prompt.")
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeRequest:
+        if (self.content is None) == (self.prompt is None):
+            found = "neither content nor prompt" if self.content is None else "content and prompt"
+            raise ApiError(400, f"the request has {found}, expected one of them", param="content", code="invalid_value")
+        return self
+
+    @property
+    def text(self) -> tuple[str, bool]:
+        """What is to be tokenized, and whether special tokens are added."""
+        if self.content is not None:
+            return self.content, self.add_special
+        assert self.prompt is not None
+        return self.prompt, self.add_special_tokens
 
 
 class DetokenizeRequest(Strict):
     """/detokenize."""
 
+    model: str | None = None
     tokens: Items[Annotated[int, Field(ge=0, le=2**32 - 1)]] = Field(max_length=MAX_IDS)
 
 
