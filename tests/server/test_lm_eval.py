@@ -80,7 +80,9 @@ def test_the_tokenizer_of_the_server(place, llm):
         assert found["tokens"] == tokenizer.encode("The king", add_special_tokens=special)
         assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), llm.max_context)
     assert place.client.post("/tokenize", json={"prompt": "The king"}).json()["tokens"] == tokenizer.encode("The king")
-    assert place.client.post("/detokenize", json={"tokens": [eos], "model": "demo"}).json()["prompt"] == info["eos_token"]
+    assert (
+        place.client.post("/detokenize", json={"tokens": [eos], "model": "demo"}).json()["prompt"] == info["eos_token"]
+    )
     for both in ({}, {"content": "a", "prompt": "a"}):
         assert "expected one of them" in error_of(place.client.post("/tokenize", json=both))["message"]
     for path, asked in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):

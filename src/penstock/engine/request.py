@@ -28,7 +28,7 @@ class Chunk:
     """One generated token: the text that became final with it, and on the last one why generation ended.
 
     finish_reason: "stop" (end-of-text token, stop string or end of the grammar), "length" (max_tokens, or the context
-    is full), else None.
+    is full; also of JSON that was closed before), else None.
     """
 
     text: str
@@ -110,6 +110,15 @@ class Constraint(Protocol):
 
     def accept(self, token: int) -> None:
         """The token was chosen."""
+        ...
+
+    def end_within(self, tokens: int) -> None:
+        """The answer has at most so many more tokens, before which the text is to end."""
+        ...
+
+    @property
+    def closing(self) -> bool:
+        """Whether the text ends where it does because of that."""
         ...
 
 

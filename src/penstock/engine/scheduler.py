@@ -252,6 +252,8 @@ class Scheduler:
             with self.condition:
                 self._counts["refused"] += 1
             raise
+        if request.grammar is not None:
+            request.grammar.end_within(most - held - length)
         digests = self._prefix.digests(request.prompt) if self._prefix is not None and continued is None else []
         context = () if continued is None else continued.tokens
         sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])

@@ -198,13 +198,14 @@ class RequestState:
         self.tokens.append(drawn.token)
         if self.speculation is not None:
             self.speculation.extend((drawn.token,))
+        ended = "stop" if request.grammar is None or not request.grammar.closing else "length"
         if drawn.token in request.eos:
-            reason = "stop"
+            reason = ended
         else:
             if request.grammar is not None:
                 request.grammar.accept(drawn.token)
             if request.grammar is not None and request.grammar.done:
-                reason = "stop"
+                reason = ended
             elif len(self.tokens) >= request.max_tokens or position + 1 >= self.max_context:
                 reason = "length"
         self.finish_reason = reason

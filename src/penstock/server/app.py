@@ -296,11 +296,15 @@ class Application:
             except TooManyTokens:
                 message = f"{name} has more than {most} tokens, expected at most that many in one request"
                 raise ApiError(400, message, param=name, code="invalid_value") from None
-            about = dumps({"count": len(ids), "max_model_len": llm.max_context})
+            about = (
+                b""
+                if asked.prompt is None
+                else b"," + dumps({"count": len(ids), "max_model_len": llm.max_context})[1:-1]
+            )
             if asked.with_pieces:
                 ids = [{"id": token, "piece": self._texts.text_of(token)} for token in ids]
             parts = [dumps(ids[at : at + _STEP])[1:-1] for at in range(0, len(ids), _STEP)]  # dumps holds up the others
-            return b'{"tokens":[' + b",".join(parts) + b"]," + about[1:]
+            return b'{"tokens":[' + b",".join(parts) + b"]" + about + b"}"
 
         return Response((await self._ready(request, schema.TokenizeRequest, work))[1], media_type=Json.media_type)
 
@@ -322,7 +326,9 @@ class Application:
         bos, eos = tokenizer.bos_id, min(tokenizer.eos_ids, default=None)
         named = {"bos_token": bos, "eos_token": eos, "pad_token": None}
         shown = {name: None if token is None else self._texts.text_of(token) for name, token in named.items()}
-        return Json(shown | {"chat_template": tokenizer.chat_template, "model_max_length": self.service.llm.max_context})
+        return Json(
+            shown | {"chat_template": tokenizer.chat_template, "model_max_length": self.service.llm.max_context}
+        )
 
     async def _apply_template(self, request: Request) -> Json:
         def work(asked: schema.TemplateRequest) -> dict[str, Any]:
