@@ -15,7 +15,7 @@ import penstock
 from penstock.errors import InvalidArgument
 from penstock.text import grammar as module
 from penstock.text.formats import FORMATS, parse_whole, shown_tokens
-from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
+from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools, grammar_of_gbnf
 from penstock.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -373,6 +373,24 @@ def test_the_end_closes_what_is_open(plain, text, end):
         grammar.accept(token)
         written += plain.decode([token])
     assert written == end and json.loads(end) is not None
+
+
+def test_no_second_call_begins_that_has_no_room(plain):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    ids = plain.encode(one, add_special_tokens=False)
+    for room, ends in ((len(ids) + 20, False), (len(ids), True)):
+        grammar = grammar_for_tools(tools, "required", "qwen", plain)
+        grammar.end_within(len(ids) + room)
+        for token in ids:
+            assert token in allowed(grammar)
+            grammar.accept(token)
+        assert (set(allowed(grammar)) <= plain.eos_ids) == ends and not grammar.closing
+    free = grammar_of_gbnf("root ::= [a-z]+", plain)
+    free.end_within(9)
+    for token in plain.encode("abcdefghi", add_special_tokens=False):
+        assert len(allowed(free)) > 20
+        free.accept(token)
 
 
 def test_the_end_is_not_looked_for_before_it_is_near(plain):
