@@ -436,6 +436,11 @@ class Engine:
         return self.device.samples_tokens and (self.experts is None or self.experts.fully_cached)
 
     @property
+    def tells_experts(self) -> bool:
+        """Whether the experts that tokens choose can be counted at no cost worth naming (`heat.py`)."""
+        return self.programs is not None and not self.device.captures and self.leader is None
+
+    @property
     def chunk_alignment(self) -> int:
         """Chunks of prompts end at multiples of it. Those at multiples of the device's may be stored, and where results
         are not to depend on the cut all are.

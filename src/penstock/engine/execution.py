@@ -104,9 +104,10 @@ class Part:
             return Run(sequence, ids, wanted, True)
         number = self.at - state.prompt_end
         token = state.tokens[number] if number < len(state.tokens) else CHAINED - sequence.slot
+        heat = state.queue.heat if self.draws else None
         if self.drafts is not None:
-            return Run(sequence, np.array((token, *self.drafts.tokens), np.int32), "all", keep=True)
-        return Run(sequence, np.array((token,), np.int32), wanted)
+            return Run(sequence, np.array((token, *self.drafts.tokens), np.int32), "all", keep=True, heat=heat)
+        return Run(sequence, np.array((token,), np.int32), wanted, heat=heat)
 
 
 Drawn = list[tuple[RequestState, Token | Exception]]
@@ -329,6 +330,8 @@ class Execution:
         assert held is not None and state.speculation is not None
         state.verification = None
         self._engine.accept(state.opened, held.drawn)
+        if state.queue.heat is not None:
+            state.queue.heat.accept(held.drawn)
         state.drawn = len(state.tokens)
         state.speculation.acceptance.record(held.group, len(held.drafts), held.met)
 

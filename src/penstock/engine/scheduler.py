@@ -39,6 +39,7 @@ from penstock.engine.draft_gate import DraftGate
 from penstock.engine.draft_head import Asked
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
+from penstock.engine.heat import ExpertHeat
 from penstock.engine.hooks import HookInterrupted
 from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.order import Order
@@ -263,6 +264,7 @@ class Scheduler:
         context = () if continued is None else continued.tokens
         sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])
         queue = ChunkQueue(buffer or self.buffer, self._wake, Timings(prompt_tokens=length))
+        queue.heat = ExpertHeat() if request.expert_heat and engine.tells_experts else None
         state = RequestState(
             request, queue, sampler, engine.max_context, pages, digests, client, held=held, progress=progress
         )
