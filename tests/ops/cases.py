@@ -1684,6 +1684,18 @@ def _chain_draft(rng, dtype, S, D, B, k):
     return {"drawn": drawn, **_ahead(rng, S, D, B), "place": k - 1}
 
 
+@case(
+    "token_logprobs",
+    sizes={"some": (5, 61, 3), "one": (1, 1, 2), "wide": (4, 20_003, 20), "alone": (3, 300, 0), "empty": (0, 7, 2)},
+    rel=1e-13,
+    dtypes=("float32",),
+)
+def _token_logprobs(rng, dtype, R, V, top):
+    tokens = rng.integers(0, V, R).astype(np.int32)
+    tokens[R // 2 : R // 2 + (R > 1)] = -1
+    return {"logits": normal(rng, R, V, scale=3), "tokens": tokens, "top": top}
+
+
 # -- collective: of one rank, see test_collective.py for several -----------------------------------------------------
 
 

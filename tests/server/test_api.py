@@ -388,7 +388,7 @@ def test_tokenize_and_detokenize_are_inverse(quiet, llm):
     text = "Once upon a time, naïve 🦊."
     tokens = quiet.client.post("/tokenize", json={"content": text}).json()["tokens"]
     assert tokens == llm.tokenizer.encode(text, add_special_tokens=False)
-    assert quiet.client.post("/detokenize", json={"tokens": tokens}).json() == {"content": text}
+    assert quiet.client.post("/detokenize", json={"tokens": tokens}).json() == {"content": text, "prompt": text}
     pieces = quiet.client.post("/tokenize", json={"content": "Once upon", "with_pieces": True}).json()["tokens"]
     assert [piece["piece"] for piece in pieces] == ["Once", " upon"]
     assert error_of(quiet.client.post("/detokenize", json={"tokens": [10**9]}))["param"] == "tokens"

@@ -126,7 +126,7 @@ class HeadDrafter:
         for run in runs:
             rows = kept[first : first + len(run.tokens)]
             first += len(run.tokens)
-            if run.wanted in ("all", "hidden") and not run.keep:  # nothing is generated behind it
+            if run.wanted in ("all", "hidden", "logprobs") and not run.keep:  # nothing is generated behind it
                 continue
             waiting = self._add(run, rows)
             if run.prompt or len(waiting.tokens) > _MOST_ROWS:

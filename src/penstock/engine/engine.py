@@ -35,9 +35,11 @@ from penstock.engine.steps import (
     Run,
     kept_arrays,
     ragged_step,
+    read_logprobs,
     step_arrays,
     table_names,
     wants_hidden,
+    wants_logprobs,
 )
 from penstock.errors import CheckpointError, EngineDied, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
@@ -692,7 +694,10 @@ class Engine:
         if wants_hidden(runs):
             assert family.final_norm is not None
             return family.final_norm(replace(step, dtype="float32"), h, weights, config)
-        return family.logits(step, h[arrays["wanted"]], weights, config) if len(arrays["wanted"]) else None
+        if not len(arrays["wanted"]):
+            return None
+        logits = family.logits(step, h[arrays["wanted"]], weights, config)
+        return read_logprobs(self.device, runs[0], [logits]) if wants_logprobs(runs) else logits
 
     def lost(self, error: BaseException) -> bool:
         """Whether nothing can be computed any more after this error: the device or another rank is gone."""

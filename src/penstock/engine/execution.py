@@ -25,7 +25,7 @@ from penstock.models.step import PAGE
 from penstock.ops.device import PendingStep
 from penstock.ops.sampling import INACTIVE
 
-_LOGITS_BYTES = 1 << 28  # that a step may hand to the host, but for those of a page
+_LOGITS_BYTES = 1 << 28  # that a step may hand out, but for those of a page
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +95,10 @@ class Part:
         wanted = "last" if self.draws else "none"
         if self.prompt:
             ids = np.array(state.request.prompt[self.at - state.held : self.end - state.held], np.int32)
+            reading = state.request.reading
+            if self.all_logits and reading is not None:
+                targets = reading.targets(state.request.prompt, self.at, self.end)
+                return Run(sequence, ids, "logprobs", True, targets=targets, top=reading.top)
             if self.all_rows:
                 wanted = "all" if self.all_logits else "hidden"
             return Run(sequence, ids, wanted, True)
@@ -112,14 +116,14 @@ Drawn = list[tuple[RequestState, Token | Exception]]
 @dataclass(slots=True, eq=False)
 class Launched:
     """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; rows:
-    those of each part, where all are wanted of all parts.
+    those of each part, where all are wanted of all parts, as tuples of arrays.
     """
 
     parts: list[Part]
     sequences: list[Sequence]
     drawn: PendingStep | Drawn
     begin: float
-    rows: list[np.ndarray] | None = None
+    rows: list[tuple[np.ndarray, ...]] | None = None
 
     @property
     def ahead(self) -> bool:
@@ -196,9 +200,13 @@ class Execution:
             self.steps += 1
             found = engine.step(runs)
             assert found is not None
-            ends = np.cumsum([len(run.tokens) for run in runs])
-            rows = np.split(found, ends[:-1])
-            return Launched(parts, [run.sequence for run in runs], self._after(parts, rows), begin, rows)
+            if runs[0].wanted == "logprobs":
+                read = [runs[0].found]
+                first = self._after(parts[0], found[0])
+            else:
+                ends = np.cumsum([len(run.tokens) for run in runs])
+                read, first = [(own,) for own in np.split(found, ends[:-1])], []
+            return Launched(parts, [run.sequence for run in runs], first, begin, read)
         if engine.device.samples_tokens:
             drawing = [part for part in parts if part.draws]
             samplers = [part.state.sampler for part in drawing if not part.hosted]
@@ -264,15 +272,13 @@ class Execution:
         if part.verified and state.speculation is not None:
             state.speculation.acceptance.record(state.speculation.kind, part.verified, met)
 
-    def _after(self, parts: list[Part], rows: list[np.ndarray]) -> Drawn:
-        """First tokens of answers to prompts whose logits were all wanted: by the last of them, on the host."""
-        found: Drawn = []
-        for part, logits in zip(parts, rows, strict=True):
-            state = part.state
-            if part.all_logits and part.end == state.prompt_end and state.request.max_tokens and not state.drawn:
-                found.append((state, sampled(self._engine, state, logits[-1], part.end)))
-                state.drawn += 1
-        return found
+    def _after(self, part: Part, logits: np.ndarray) -> Drawn:
+        """The first token of the answer to a prompt that was read, by the logits after its last token, on the host."""
+        state = part.state
+        if part.end < state.prompt_end or not state.request.max_tokens or state.drawn:
+            return []
+        state.drawn += 1
+        return [(state, sampled(self._engine, state, logits, part.end))]
 
     def _drawn(self, parts: list[Part], logits: np.ndarray) -> Drawn:
         """Tokens of a step by its logits, on the host."""

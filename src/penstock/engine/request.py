@@ -16,6 +16,7 @@ from penstock.engine.reading import Reading
 from penstock.engine.sampling import SamplingParams, check_vocabulary
 from penstock.engine.speculate import check_speculate
 from penstock.errors import InvalidArgument
+from penstock.ops.sampling import MAX_TOP
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
 
@@ -27,7 +28,7 @@ class Chunk:
     """One generated token: the text that became final with it, and on the last one why generation ended.
 
     finish_reason: "stop" (end-of-text token, stop string or end of the grammar), "length" (max_tokens, or the context
-    is full), else None.
+    is full; also of JSON that was closed before), else None.
     """
 
     text: str
@@ -116,6 +117,15 @@ class Constraint(Protocol):
         """The token was chosen."""
         ...
 
+    def end_within(self, tokens: int) -> None:
+        """The answer has at most so many more tokens, before which the text is to end."""
+        ...
+
+    @property
+    def closing(self) -> bool:
+        """Whether the text ends where it does because of that."""
+        ...
+
 
 class RequestLimits(NamedTuple):
     """What a request is checked against: positions of a sequence, ids with an embedding."""
@@ -187,8 +197,8 @@ def make_request(
     least = 1 if reading is None else 0
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < least:
         raise InvalidArgument(f"max_tokens is {max_tokens!r}, expected an integer of at least {least}")
-    if reading is not None and not 0 <= reading.top <= limits.vocab_size:
-        raise InvalidArgument(f"reading: top is {reading.top}, expected 0 to {limits.vocab_size}, the vocabulary")
+    if reading is not None and not 0 <= reading.top <= MAX_TOP:
+        raise InvalidArgument(f"reading: top is {reading.top}, expected 0 to {MAX_TOP}")
     if not ids and not continues:
         raise InvalidArgument("prompt has no tokens, expected at least one")
     if start + len(ids) >= limits.max_context + (max_tokens == 0):

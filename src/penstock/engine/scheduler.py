@@ -258,6 +258,8 @@ class Scheduler:
             with self.condition:
                 self._counts["refused"] += 1
             raise
+        if request.grammar is not None:
+            request.grammar.end_within(most - held - length)
         digests = self._prefix.digests(request.prompt) if self._prefix is not None and continued is None else []
         context = () if continued is None else continued.tokens
         sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])
@@ -827,17 +829,17 @@ class Scheduler:
         if part.end == state.prompt_end:
             state.queue.state = "generating"
 
-    def _computed(self, part: Part, rows: np.ndarray | None) -> None:
+    def _computed(self, part: Part, rows: tuple[np.ndarray, ...] | None) -> None:
         """A chunk of a prompt has been computed; rows: what is wanted of each of its tokens."""
         state, sequence = part.state, part.state.sequence
         if part.end == state.prompt_end:
             state.end_prompt()
         try:
             if state.rows is not None and rows is not None:
-                fresh = rows[max(0, state.rows_end - part.at) :]
+                known = max(0, state.rows_end - part.at)
                 state.rows_end = max(state.rows_end, part.end)
-                if len(fresh):
-                    state.rows(fresh)
+                if known < part.end - part.at:
+                    state.rows(*(array[known:] for array in rows))
             if state.progress is not None:
                 state.progress(part.end - part.at)
         except Exception as error:

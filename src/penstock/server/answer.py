@@ -153,7 +153,7 @@ class Answer:
             for row, token in enumerate(itertools.islice(tokens, len(logprobs))):
                 own = (token, max(_LEAST, float(logprobs[row])), int(ranks[row]))
                 best = zip(ids[row, :top].tolist(), values[row, :top].tolist(), strict=True)
-                likeliest = [(other, max(_LEAST, value), rank) for rank, (other, value) in enumerate(best, 1)]
+                likeliest = [(other, max(_LEAST, value), n) for n, (other, value) in enumerate(best, 1) if other >= 0]
                 if token not in ids[row, :top]:
                     likeliest.append(own)
                 yield *own, likeliest

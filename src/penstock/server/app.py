@@ -93,6 +93,7 @@ class Application:
             "/models": self._models,
             "/v1/models/{name:path}": self._one_model,
             "/props": self._props,
+            "/tokenizer_info": self._tokenizer_info,
             "/openapi.json": self._openapi,
         }
         post: dict[str, Callable[[Request], Awaitable[Any]]] = {
@@ -276,28 +277,47 @@ class Application:
 
     async def _tokenize(self, request: Request) -> Response:
         def work(asked: schema.TokenizeRequest) -> bytes:
-            tokenizer, most = self.service.llm.tokenizer, self._options.limits.tokenized
+            llm, most = self.service.llm, self._options.limits.tokenized
+            self.service.check_model(asked.model)
+            (text, special), name = asked.text, "prompt" if asked.content is None else "content"
             try:
-                ids: list[Any] = tokenizer.encode(asked.content, add_special_tokens=asked.add_special, limit=most)
+                ids: list[Any] = llm.tokenizer.encode(text, add_special_tokens=special, limit=most)
             except TooManyTokens:
-                message = f"content has more than {most} tokens, expected at most that many in one request"
-                raise ApiError(400, message, param="content", code="invalid_value") from None
+                message = f"{name} has more than {most} tokens, expected at most that many in one request"
+                raise ApiError(400, message, param=name, code="invalid_value") from None
+            about = (
+                b""
+                if asked.prompt is None
+                else b"," + dumps({"count": len(ids), "max_model_len": llm.max_context})[1:-1]
+            )
             if asked.with_pieces:
                 ids = [{"id": token, "piece": self._texts.text_of(token)} for token in ids]
             parts = [dumps(ids[at : at + _STEP])[1:-1] for at in range(0, len(ids), _STEP)]  # dumps holds up the others
-            return b'{"tokens":[' + b",".join(parts) + b"]}"
+            return b'{"tokens":[' + b",".join(parts) + b"]" + about + b"}"
 
         return Response((await self._ready(request, schema.TokenizeRequest, work))[1], media_type=Json.media_type)
 
     async def _detokenize(self, request: Request) -> Json:
         def work(asked: schema.DetokenizeRequest) -> dict[str, Any]:
             llm = self.service.llm
+            self.service.check_model(asked.model)
             vocab = max(llm.config.vocab_size, llm.tokenizer.vocab_size)
             if asked.tokens and max(asked.tokens) >= vocab:
                 raise ApiError(400, f"tokens has {max(asked.tokens)}, expected ids below {vocab}", param="tokens")
-            return {"content": llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+            text = llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+            return {"content": text, "prompt": text}
 
         return Json((await self._ready(request, schema.DetokenizeRequest, work))[1])
+
+    async def _tokenizer_info(self, request: Request) -> Json:
+        """What clients of vLLM that use the server's tokenizer ask about it."""
+        tokenizer = self.service.llm.tokenizer
+        bos, eos = tokenizer.bos_id, min(tokenizer.eos_ids, default=None)
+        named = {"bos_token": bos, "eos_token": eos, "pad_token": None}
+        shown = {name: None if token is None else self._texts.text_of(token) for name, token in named.items()}
+        return Json(
+            shown | {"chat_template": tokenizer.chat_template, "model_max_length": self.service.llm.max_context}
+        )
 
     async def _apply_template(self, request: Request) -> Json:
         def work(asked: schema.TemplateRequest) -> dict[str, Any]:
