@@ -6,16 +6,17 @@
 import { copied, el } from "./dom.js";
 import { code, formula } from "./rich.js";
 
+// Spans are bounded: what is opened again and again and never closed would be looked through to its end each time.
 const INLINE = new RegExp(
   [
-    /(?<ticks>`+)(?<code>[\s\S]*?[^`])\k<ticks>(?!`)/,
-    /\\\((?<round>[^\n]+?)\\\)|\\\[(?<square>[^\n]+?)\\\]|\$\$(?<dollars>[^\n$]+?)\$\$/,
-    /(?<![\w\\$])\$(?<dollar>[^\s$](?:[^\n$]*?[^\s$\\])?)\$(?![\w$])/,
+    /(?<ticks>`+)(?<code>[\s\S]{0,2000}?[^`])\k<ticks>(?!`)/,
+    /\\\((?<round>[^\n]{1,2000}?)\\\)|\\\[(?<square>[^\n]{1,2000}?)\\\]|\$\$(?<dollars>[^\n$]{1,2000}?)\$\$/,
+    /(?<![\w\\$])\$(?<dollar>[^\s$](?:[^\n$]{0,2000}?[^\s$\\])?)\$(?![\w$])/,
     /\\(?<escaped>[!-/:-@[-`{-~])/,
-    /\*\*(?<strong>[^\s*](?:[\s\S]*?[^\s])?)\*\*|__(?<strong2>[^\s_](?:[\s\S]*?[^\s])?)__/,
-    /(?<![\w*])\*(?<em>[^\s*](?:[^*\n]*?[^\s*])?)\*(?![\w*])|(?<!\w)_(?<em2>[^\s_](?:[^_\n]*?[^\s_])?)_(?!\w)/,
-    /~~(?<struck>[\s\S]+?)~~/,
-    /\[(?<label>[^\]\n]+)\]\((?<target>(?:https?:\/\/|mailto:)[^\s)]+)\)|(?<bare>https?:\/\/[^\s<>()\]]+[^\s<>()\].,;:!?'"])/,
+    /\*\*(?<strong>[^\s*](?:[\s\S]{0,2000}?[^\s])?)\*\*|__(?<strong2>[^\s_](?:[\s\S]{0,2000}?[^\s])?)__/,
+    /(?<![\w*])\*(?<em>[^\s*](?:[^*\n]{0,2000}?[^\s*])?)\*(?![\w*])|(?<!\w)_(?<em2>[^\s_](?:[^_\n]{0,2000}?[^\s_])?)_(?!\w)/,
+    /~~(?<struck>[\s\S]{1,2000}?)~~/,
+    /\[(?<label>[^\]\n]{1,500})\]\((?<target>(?:https?:\/\/|mailto:)[^\s)]+)\)|(?<bare>https?:\/\/[^\s<>()\]]+[^\s<>()\].,;:!?'"])/,
   ]
     .map((part) => part.source)
     .join("|"),
