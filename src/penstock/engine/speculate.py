@@ -4,13 +4,14 @@ A step may append drafts behind the last token of an answer. The trunk's own tok
 draft counts exactly if it is that token: the text is what it would be without drafts. What is drafted, and how many,
 decides about time alone.
 
-The gate compares what steps take (running means by their number of tokens) with what drafts bring (moving averages of
+The gate compares what steps take (the lower quartile of the latest ones by their number of tokens) with what drafts bring (moving averages of
 how often they were accepted, by request and by what they come from), and takes as many as make tokens come soonest,
 none where that is best. Where it takes none it tries some in one step of `PROBE`, and the other way around.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -180,22 +181,24 @@ class Acceptance:
 
 
 class StepCosts:
-    """Seconds of steps of answers by their tokens: running means, between them straight lines."""
+    """Seconds of steps of answers by their tokens: the lower quartile of the latest, between them straight lines.
+
+    Not their mean: what interrupts steps falls on few of them, and on those of one size by chance.
+    """
 
     def __init__(self) -> None:
+        self._latest: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
         self._met: set[int] = set()
 
     def record(self, tokens: int, seconds: float) -> None:
-        """The first step of a size, which is bound then, does not count; nor does most of what an interruption took."""
+        """The first step of a size, which is bound then, does not count."""
         if tokens not in self._met:
             self._met.add(tokens)
             return
-        known = self._seconds.get(tokens)
-        if known is None:
-            self._seconds[tokens] = seconds
-        else:
-            self._seconds[tokens] = 0.9 * known + 0.1 * min(seconds, 2 * known)
+        latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST))
+        latest.append(seconds)
+        self._seconds[tokens] = lower_quartile(latest)
 
     def known(self, tokens: int) -> bool:
         return tokens in self._seconds
@@ -214,6 +217,12 @@ class StepCosts:
         return known[near] * (1 + _ROW * (tokens - 1)) / (1 + _ROW * (near - 1))
 
 
+def lower_quartile(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4]
+
+
+_LATEST = 16  # steps of a size
 _ROW = 0.25  # what a token of a step costs more than none, as a share of a step of one, before any was measured
 
 
@@ -326,7 +335,8 @@ class Speculator:
         self.recent = RecentAnswers()
         self.acceptance = Acceptance()
         self.costs = StepCosts()
-        self.seconds_each = 0.0  # of a model, for one draft of all answers: a running mean
+        self.seconds_each = 0.0  # of a model, for one draft of all answers: the lower quartile of the latest
+        self._each: deque[float] = deque(maxlen=_LATEST)
         self._timed = False  # its programs have been made
         self._same = 0  # steps since it last took drafts, or took none, as a try
         self._every = PROBE  # steps to the next try
@@ -387,8 +397,8 @@ class Speculator:
             proposal.tokens = tokens
         each = (compile_progress.clock() - begin) / max(wanted.values())
         if self._timed:
-            known = self.seconds_each
-            self.seconds_each = 0.9 * known + 0.1 * min(each, 2 * known) if known else each
+            self._each.append(each)
+            self.seconds_each = lower_quartile(self._each)
         self._timed = True
 
     def _tried(self, counts: list[int], found: Sequence[Proposal | None], room: int) -> list[int]:
