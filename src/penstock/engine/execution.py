@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,8 @@ Drawn = list[tuple[RequestState, Token | Exception]]
 @dataclass(slots=True, eq=False)
 class Launched:
     """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; rows:
-    those of each part, where all are wanted of all parts.
+    those of each part, where all are wanted of all parts. busy: seconds that this thread has worked on one that has
+    been run, without those in which other programs had its processor.
     """
 
     parts: list[Part]
@@ -106,6 +108,7 @@ class Launched:
     drawn: PendingStep | Drawn
     begin: float
     rows: list[np.ndarray] | None = None
+    busy: float | None = None
 
     @property
     def states(self) -> list[RequestState]:
@@ -162,7 +165,7 @@ class Execution:
 
     def launch(self, parts: list[Part]) -> Launched:
         """Start a step. Where the device does not sample, it has been run when this returns."""
-        begin = compile_progress.clock()
+        begin, worked = compile_progress.clock(), time.thread_time()
         engine, runs = self._engine, [part.run() for part in parts]
         drawn: PendingStep | Drawn
         if any(part.all_rows for part in parts):
@@ -192,7 +195,8 @@ class Execution:
             if part.draws and part.drafts is None:
                 part.state.drawn += 1
         self.steps += 1
-        return Launched(parts, [run.sequence for run in runs], drawn, begin)
+        busy = None if engine.device.samples_tokens else time.thread_time() - worked
+        return Launched(parts, [run.sequence for run in runs], drawn, begin, busy=busy)
 
     def _after(self, parts: list[Part], rows: list[np.ndarray]) -> Drawn:
         """First tokens of answers to prompts whose logits were all wanted: by the last of them, on the host."""

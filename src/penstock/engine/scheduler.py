@@ -139,7 +139,7 @@ class Scheduler:
         self._admission = Admission(engine, self.memory, self._prefix)
         self._execution = Execution(engine)
         self._most_rows = most_rows(engine)
-        self._speculator = Speculator()
+        self._speculator = Speculator(compile_progress.clock if engine.device.samples_tokens else time.thread_time)
         self._record = llm.add_timings if record is None else record
 
         self.condition = threading.Condition()  # guards what follows
@@ -752,7 +752,7 @@ class Scheduler:
             if state.sequence is not None:
                 self._deliver(state, token)
         now = compile_progress.clock()
-        self._count(step.parts, now - max(step.begin, self._collected))
+        self._count(step.parts, now - max(step.begin, self._collected), step.busy)
         self._collected = now
         self._launched = [step for step in self._launched if step.states]  # else nobody reads what it has drawn
 
@@ -789,7 +789,7 @@ class Scheduler:
             state.finish_reason = state.queue.finish_reason = "length"
             self._end(state, None)
 
-    def _count(self, parts: list[Part], seconds: float) -> None:
+    def _count(self, parts: list[Part], seconds: float, busy: float | None) -> None:
         """Seconds of a step go to prompts and answers by their tokens."""
         work = self._work
         prompt = sum(part.end - part.at for part in parts if part.prompt)
@@ -806,7 +806,7 @@ class Scheduler:
         if prompt and not parts[0].all_logits:  # which cost more, and what is done with them
             self._execution.record(prompt + tokens, seconds)
         elif tokens and not prompt:
-            self._speculator.costs.record(tokens, seconds)
+            self._speculator.costs.record(tokens, seconds if busy is None else busy)
 
     def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""

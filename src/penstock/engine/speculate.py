@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from penstock import compile_progress
 from penstock.errors import DTypeError, InvalidArgument
 
 MOST_DRAFTS = 7  # of a sequence in a step, which then has eight tokens of it
@@ -344,9 +344,14 @@ class Speculation:
 
 
 class Speculator:
-    """What all requests of a scheduler have in common: recent answers, how drafts fare, and what steps take."""
+    """What all requests of a scheduler have in common: recent answers, how drafts fare, and what steps take.
 
-    def __init__(self) -> None:
+    clock: of seconds that drafting takes, the same as of steps. Where this thread computes it is that of the thread:
+    other programs on the processor make steps of one size longer than those of another by chance.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
         self.recent = RecentAnswers()
         self.acceptance = Acceptance()
         self.costs = StepCosts()
@@ -411,12 +416,12 @@ class Speculator:
         return found
 
     def _draft(self, wanted: dict[int, int], found: list[Proposal | None], draft: Draft) -> None:
-        begin = compile_progress.clock()
+        begin = self._clock()
         for n, tokens in draft(wanted).items():
             proposal = found[n]
             assert proposal is not None
             proposal.tokens = tokens
-        each = (compile_progress.clock() - begin) / max(wanted.values())
+        each = (self._clock() - begin) / max(wanted.values())
         if self._timed:
             self._each.append(each)
             self.seconds_each = lower_quartile(self._each)
