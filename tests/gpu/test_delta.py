@@ -15,7 +15,7 @@ from penstock.dtypes import numpy_dtype
 from penstock.errors import BackendError
 from tests.gpu.common import DEVICE, GPU, reference, run, to_host
 from tests.gpu.common import to_device as view_on_device
-from tests.ops.common import EPS, assert_close, assert_same_bits, i32, normal
+from tests.ops.common import EPS, assert_close, assert_same_bits, i32, normal, quantized
 
 
 def to_device(value: Any) -> Any:
@@ -336,6 +336,36 @@ def test_gated_delta_step_in_any_launches_moves_on_step_by_step(
             a, b = to_host(a), to_host(b)
             rel = 0 if name == "conv_state" else 16 * EPS["float32"] if kept == "float32" else 2 * EPS[kept]
             assert_close(name, a, b, rel, max(1, np.abs(b.astype(np.float64)).max(initial=0)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "K", "bits", "W", "room", "dtype"),
+    [((3, 1, 3, 20, 12), 96, 4, 4, 0, "float32"), ((3, 2, 2, 16, 40), 320, 8, 2, 3, "bfloat16")]
+    + [((9, 16, 32, 128, 128), 2048, 4, 4, 3, "bfloat16")] * GPU,
+)
+def test_norm_delta_step_of_one_row_moves_on_step_by_step(sizes, K, bits, W, room, dtype, rng):
+    """Four steps of one row: in two slots, in none and beyond the states; kept rows exactly those of the product."""
+    (S, Hk, Hv, Dk, Dv), C = sizes, 2 * sizes[1] * sizes[3] + sizes[2] * sizes[4]
+    call = layer(rng, 1, S, Hk, Hv, Dk, Dv, dtype)
+    N = C + Hv * Dv + 2 * Hv
+    call |= {"conv_weight": normal(rng, C, W, dtype=dtype), "conv_state": normal(rng, S, W - 1 + room, C, dtype=dtype)}
+    call = {name: to_device(value) for name, value in call.items() if name not in ("qkv", "z", "alpha", "beta")}
+    again, gate = {name: value.clone() for name, value in call.items()}, call.pop("norm_weight")
+    norm, w = to_device(normal(rng, K)), to_device(quantized(rng, N, K, bits=bits))
+    for slot in (S - 1, -1, S - 1, S, 0):
+        x, slots = to_device(normal(rng, 1, K)), to_device(i32(slot))
+        out = torch.full((1, Hv, Dv), float("nan"), dtype=getattr(torch, dtype), device=DEVICE)
+        with penstock.backend("cuda"):
+            ops.norm_delta_step(x, norm, w, **call, slots=slots, gate_weight=gate, Hk=Hk, normed=dtype, out=out)
+            y = ops.quantized_matmul(ops.rms_norm(x, norm, dtype=dtype), w)
+            qkv, z, alpha, beta = ops.split_columns(y, C, Hv * Dv, Hv, Hv)
+            want = ops.gated_delta_step(qkv, z.view(1, Hv, Dv), alpha, beta, **again, slots=slots, Hk=Hk)
+        pairs = (("y", out, want), *((name, call[name], again[name]) for name in ("conv_state", "state")))
+        for name, a, b in pairs:
+            a, b = to_host(a), to_host(b)
+            rel = 0 if name == "conv_state" else 8 * EPS[dtype]
+            assert_close(name, a, b, rel, max(1e-3, np.abs(b.astype(np.float64)).max(initial=0)))
+        assert bool(to_host(out).any()) == (0 <= slot < S)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -214,6 +214,15 @@ def delta(
     return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
+def projected_delta(x: Value, conv: Value, state: Value, slots: Value, activations: str = "float32") -> Any:
+    """A DeltaNet layer of one row behind its norm and its joined projections."""
+    h = norm(x, 4)
+    weights = block(CHANNELS, HV * DV, HV, HV, seed=5)
+    qkv, z, a, b = (ops.quantized_matmul(h, w, activations) for w in weights)
+    made, between = delta(qkv, z.reshape(1, HV, DV), a, b, conv, state, slots)
+    return made, [h, qkv, z, a, b, *between]
+
+
 H, D, INV_FREQ = 4, 8, vector(2, seed=9)
 CACHE = {name: Spec((6, 16, 2 * D), "float32") for name in ("keys", "values")}
 DECODE = {"at": Spec((T,), "int32"), "table": Spec((T, 2), "int32"), "lengths": Spec((T,), "int32")}
@@ -396,6 +405,7 @@ LINEAR = {
     "slots": Spec((T,), "int32"),
 }
 SLOTS = {"slots": np.array([5, 0, 3], np.int32)}
+ONE_STATE = {"conv": LINEAR["conv"], "state": LINEAR["state"], "slots": Spec((1,), "int32")}
 QUERY, KEY, GATED = (Spec((T, count, width), "float32") for count, width in ((H, D), (2, D), (H, 2 * D)))
 PROMPT = {"at": Spec((), "int32"), "table": Spec((3,), "int32"), **CACHE}
 MLA = {
@@ -450,6 +460,9 @@ CASES = {
         lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
     ),
     "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS, devices=CUDA),
+    "norm_delta_step": Case(
+        projected_delta, ["norm_delta_step"], ONE_ROW | ONE_STATE, {"slots": np.array([5], np.int32)}, devices=CUDA
+    ),
     "attention_prepare": Case(
         gated_heads,
         ["attention_prepare", "attention_paged"],
@@ -544,7 +557,7 @@ def test_a_rule_fires_and_changes_no_result(case: Case) -> None:
 USES: dict[str, Callable[[Value], Value]] = {
     "returned": lambda value: value,
     "read": ops.gelu_tanh,
-    "read in part": lambda value: ops.gelu_tanh(value[1:] if len(value) > 1 else value[:, 5:]),
+    "read in part": lambda value: ops.gelu_tanh(value[1:] if len(value) > 1 else value[:, value.shape[1] // 2 :]),
 }
 
 
@@ -691,6 +704,11 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         lambda conv, state, slots, **v: delta(conv=conv[2], state=state[2], **v),
         LINEAR,
         "gated_delta_step",
+    ),
+    "norm_delta_step of rounded rows": (
+        lambda **v: projected_delta(**v, activations="int8"),
+        ONE_ROW | ONE_STATE,
+        "norm_delta_step",
     ),
     "gated_delta_step of runs": (
         lambda starts, slots, **v: delta(slots=slots, starts=starts, **v),

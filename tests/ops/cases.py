@@ -1393,6 +1393,20 @@ def _gated_delta_step_channels(rng, dtype, B, Hk, Hv, Dk, Dv, W):
     return _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W, 0) | gates
 
 
+@case(
+    "norm_delta_step",
+    sizes={"decode": (1, 2, 4, 64, 32, 4, 0), "ragged": (3, 1, 3, 20, 12, 3, 0), "room": (1, 1, 3, 20, 12, 3, 2),
+           "empty": (0, 1, 1, 4, 4, 4, 0)},
+    rel=2e-5, whole=True, dtypes=F32,
+)  # fmt: skip
+def _norm_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W, room):
+    call = _gated_delta_step(rng, dtype, B, Hk, Hv, Dk, Dv, W, room)
+    rows = {name: call.pop(name) for name in ("qkv", "z", "alpha", "beta")}
+    N = sum(array[:1].size if B else int(np.prod(array.shape[1:])) for array in rows.values())
+    x = {"x": normal(rng, B, 96, dtype=dtype), "norm_weight": normal(rng, 96), "w": quantized(rng, N, 96)}
+    return {**x, "gate_weight": call.pop("norm_weight"), "gate_eps": call.pop("eps"), **call, "eps": 1e-4}
+
+
 # -- mla -------------------------------------------------------------------------------------------------------------
 
 

@@ -247,13 +247,39 @@ def norm_matmul(match: Match, node: Node) -> Candidates:
         yield match.call(ops.moe_shared_forward, **args, instead=(norm, node), makes=node.outs)
 
 
+@rule(ops.gated_delta_step, devices=CUDA)
+def norm_delta_step(match: Match, node: Node) -> Candidates:
+    """gated_delta_step(split_columns(norm_matmul(x, w)), …) → norm_delta_step(x, w, …), for one row
+
+    The product convolves its own columns: 8 layers of Qwen3.6-35B-A3B took 350 µs on an H200 and 335 without a launch
+    for the convolution.
+    """
+    split = match.maker(node["qkv"], ops.split_columns)
+    product = match.made_by(split["x"], ops.norm_matmul) if split is not None else None
+    if split is None or product is None or product["x"].spec.size > product["x"].shape[-1]:
+        return
+    parts = (node["qkv"], node["z"], node["alpha"], node["beta"])
+    if any(out is None or part.base is not out.base for out, part in zip(split.outs, parts, strict=True)):
+        return
+    if product["activations"] != "float32" or product["dtype"] not in (None, product.out.dtype):
+        return
+    names = "conv_state", "state", "slots", "conv_weight", "A_log", "dt_bias", "norm_weight", "Hk"
+    yield match.call(
+        ops.norm_delta_step,
+        *(product["x"], product["norm_weight"], product["w"], *(node[name] for name in names)),
+        *(product["eps"], node["eps"], node["act"], product["normed"]),
+        instead=(product, split, node),
+        makes=(node.out,),
+    )
+
+
 def fetch_ahead(graph: Graph) -> None:
     """Tell each router with a product which dense weight is read next: its launch leaves most of the GPU idle."""
     w = None
     for node in reversed(graph.nodes):
         if node.op in (ops.moe_norm_route, ops.moe_norm_group_route):
             node.args["fetch"] = w
-        elif node.op in (*_PRODUCTS, ops.norm_matmul):
+        elif node.op in (*_PRODUCTS, ops.norm_matmul, ops.norm_delta_step):
             w = node["w"]
 
 
@@ -265,4 +291,4 @@ BLOCKS: tuple[Rule, ...] = (
     mla_prepare,
     attention_gate,
 )
-INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, moe_norm_route, norm_matmul)
+INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, moe_norm_route, norm_matmul, norm_delta_step)

@@ -22,6 +22,7 @@ from penstock.ops.delta import (
     gated_delta_net,
     gated_delta_step,
     gdn_decay_beta,
+    norm_delta_step,
 )
 from penstock.ops.elementwise import (
     add,
@@ -178,6 +179,7 @@ __all__ = [
     "mul",
     "norm_add",
     "norm_add_scalar",
+    "norm_delta_step",
     "norm_matmul",
     "op",
     "part_ids",

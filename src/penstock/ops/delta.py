@@ -1,7 +1,8 @@
 """Gated DeltaNet and Kimi Delta Attention: causal convolution, decay gates, and the delta rule.
 
 Around these ops a layer runs: projections → conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta →
-gated_delta_net → gated_rms_norm → output projection; `gated_delta_step` is all between the projections for one token.
+gated_delta_net → gated_rms_norm → output projection; `gated_delta_step` is all between the projections for one token,
+`norm_delta_step` has the norm and the projections before it, too.
 State ops have three forms: T steps of one sequence with its own state; one step of B sequences with `slots` int32 [B]
 into states that have a leading slot axis; and with `starts` int32 [B + 1] beside the slots the runs of B sequences (see
 ragged.py).
@@ -28,10 +29,12 @@ from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
-from penstock.ops.elementwise import sigmoid, silu
+from penstock.ops.elementwise import sigmoid, silu, split_columns
+from penstock.ops.linear import norm_matmul
 from penstock.ops.norm import GATE_ACTS, f64, gated_rms_norm, rms_norm_qk
 from penstock.ops.op import op
 from penstock.ops.ragged import check_starts, runs, sequences, with_runs
+from penstock.quant import QuantizedTensor
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 
@@ -551,3 +554,73 @@ def gated_delta_step(
     g, b = gdn_decay_beta.body(alpha, beta, A_log, dt_bias)
     d = gated_delta_net.body(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots)
     return gated_rms_norm.body(d, z, norm_weight, eps, act)
+
+
+def step_columns(Hk: int, Hv: int, Dk: int, Dv: int) -> tuple[int, int, int, int]:
+    """Columns of qkv, z, alpha and beta in the joined projections of a layer."""
+    return 2 * Hk * Dk + Hv * Dv, Hv * Dv, Hv, Hv
+
+
+def _norm_step(
+    x: Spec,
+    norm_weight: Spec,
+    w: Spec | QuantizedTensor,
+    conv_state: Spec,
+    state: Spec,
+    slots: Spec,
+    conv_weight: Spec,
+    A_log: Spec,
+    dt_bias: Spec,
+    gate_weight: Spec,
+    Hk: int,
+    eps: float,
+    gate_eps: float,
+    act: str,
+    normed: str | None,
+) -> Spec:
+    check.axes("[B, K]", 2, x=x)
+    y = norm_matmul.infer(x, norm_weight, w, eps, "float32", None, normed)
+    check.positive(Hk=Hk)
+    check.axes("[S, Hv, Dv, Dk]", 4, state=state)
+    Hv, Dv, Dk = state.shape[1:]
+    widths = step_columns(Hk, Hv, Dk, Dv)
+    if y.shape[1] != sum(widths):
+        raise ShapeError(f"w has {y.shape[1]} rows, expected {sum(widths)} (2 Hk Dk + 2 Hv Dv + 2 Hv)")
+    check.floating(gate_weight=gate_weight)
+    check.shape((Dv,), "Dv", gate_weight=gate_weight)
+    check.eps(gate_eps, name="gate_eps")
+    qkv, z, alpha, beta = (Spec((y.shape[0], count), y.dtype) for count in widths)
+    rows = qkv, Spec((y.shape[0], Hv, Dv), z.dtype), alpha, beta
+    weights = conv_weight, A_log, dt_bias, gate_weight
+    return _step(*rows, conv_state, state, slots, *weights, Hk, gate_eps, act)
+
+
+@op(infer=_norm_step, check=_check_slots, writes=("conv_state", "state"))
+def norm_delta_step(
+    x: Array,
+    norm_weight: Array,
+    w: QuantizedTensor | Array,
+    conv_state: Array,
+    state: Array,
+    slots: Array,
+    conv_weight: Array,
+    A_log: Array,
+    dt_bias: Array,
+    gate_weight: Array,
+    Hk: int,
+    eps: float = 1e-6,
+    gate_eps: float = 1e-6,
+    act: str = "silu",
+    normed: str | None = None,
+) -> Array:
+    """One token of B sequences through a layer up to its output projection → [B, Hv, Dv].
+
+    norm_matmul(x, norm_weight, w, eps, normed=normed), whose columns are qkv, z, alpha and beta, and gated_delta_step
+    of these with norm_weight gate_weight and eps gate_eps. x [B, K], norm_weight [K], w [2 Hk Dk + 2 Hv Dv + 2 Hv, K]
+    quantized or dense; all else as in gated_delta_step, with one decay of a head.
+    """
+    Hv, Dv, Dk = state.shape[1:]
+    y = norm_matmul.body(x, norm_weight, w, eps, normed=normed)
+    qkv, z, alpha, beta = split_columns.body(y, *step_columns(Hk, Hv, Dk, Dv))
+    states, weights = (conv_state, state, slots), (conv_weight, A_log, dt_bias, gate_weight)
+    return gated_delta_step.body(qkv, z.reshape(-1, Hv, Dv), alpha, beta, *states, *weights, Hk, gate_eps, act)

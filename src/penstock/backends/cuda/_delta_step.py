@@ -16,6 +16,7 @@ from penstock.backends.cuda._launch import pdl_options, prefetch_lines, sigmoid,
 from penstock.backends.cuda._recurrence import gates_of, moved_on, token_of
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import DELTA_HINTS, DELTA_STEP, DeltaStep
+from penstock.ops.delta import step_columns
 from penstock.ops.op import deterministic
 
 # -- gates -----------------------------------------------------------------------------------------------------------
@@ -86,6 +87,15 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
     """The same of q, by sqrt(Dk) too."""
     length = tl.sqrt_rn(tl.sum(y * y, axis=0) + eps)
     return rounded(y / length * (1.0 / tl.sqrt_rn(tl.cast(Dk, tl.float32))), dtype).to(tl.float32)
+
+
+@triton.jit
+def _unit_rows(q, k, Dk, eps, dtype: tl.constexpr):
+    """`_unit_query` and `_unit` of a head as [1, WIDE, 32]."""
+    q_length = tl.sqrt_rn(tl.sum(tl.sum(q * q, axis=2, keep_dims=True), axis=1, keep_dims=True) + eps)
+    k_length = tl.sqrt_rn(tl.sum(tl.sum(k * k, axis=2, keep_dims=True), axis=1, keep_dims=True) + eps)
+    q = rounded(q / q_length * (1.0 / tl.sqrt_rn(tl.cast(Dk, tl.float32))), dtype).to(tl.float32)
+    return q, rounded(k / k_length, dtype).to(tl.float32)
 
 
 # mix      y = silu(conv1d(x)) of a row, its q and k heads divided by their lengths (q by sqrt(Dk) too); the rows kept
@@ -314,19 +324,22 @@ def _step_kernel(
             tl.store(arrived_ptr + slot * Hk + key, 0)
 
 
-# head      `recurrence` of one token behind `mix` and, of its y rounded, out = y * rinv(y) * act(z) * norm
-# shapes    as in `recurrence`; z, out [B, Hv, Dv]; norm [Dv]
+# head      `recurrence` of one token behind `mix` and, of its y rounded, out = y * rinv(y) * act(z) * norm. RAW: q and
+#           k are as the convolution made them and g and b are alpha and beta: what else `mix` does is done here
+# shapes    as in `recurrence`; z, out [B, Hv, Dv]; norm [Dv]; A_log, dt_bias [Hv]
 # grid      (B, Hv): one program owns the state of a head
 # bytes     2 * B * Hv * Dv * Dk * itemsize for the state, read and written once
 # limits    Dv * Dk, each up to a power of two, at most 16384: the state lies in the registers of a program
 #
 # PDL: it starts while `mix` ends, which writes neither state nor z nor slots and by then has seen the end of the kernel
-# before itself: so it asks for those before it waits.
+# before itself: so it asks for those before it waits. RAW: as it does beside a product with a convolution, which has
+# waited as well, but writes z.
 @triton.jit
 def _head_kernel(
-    state_ptr, qkv_ptr, g_ptr, b_ptr, z_ptr, norm_ptr, slots_ptr, out_ptr, slots, Hk, Hv, Dk, Dv, eps,
+    state_ptr, qkv_ptr, g_ptr, b_ptr, A_log_ptr, dt_bias_ptr, z_ptr, norm_ptr, slots_ptr, out_ptr, slots,
+    Hk, Hv, Dk, Dv, unit_eps, eps,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
-    PDL: tl.constexpr,
+    RAW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -339,13 +352,21 @@ def _head_kernel(
     tile = state_ptr + ((slot * Hv + head) * Dv + rows[:, None, None]) * Dk + cols
     S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
     at = (token * Hv + head) * Dv + rows
-    z = tl.load(z_ptr + at, mask=rows < Dv, other=0.0).to(tl.float32)
+    if not RAW:
+        z = tl.load(z_ptr + at, mask=rows < Dv, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + rows, mask=rows < Dv, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     q, k, v = token_of(qkv_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-    g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, CHANNELS)
+    if RAW:
+        z = tl.load(z_ptr + at, mask=rows < Dv, other=0.0).to(tl.float32)
+        alpha = tl.load(g_ptr + token * Hv + head).to(tl.float32)
+        b = sigmoid(tl.load(b_ptr + token * Hv + head).to(tl.float32))
+        g = decay(alpha, tl.load(A_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32))
+        q, k = _unit_rows(q, k, Dk, unit_eps, qkv_ptr.dtype.element_ty)
+    else:
+        g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, CHANNELS)
     S, y = moved_on(S, q, k, v, g, b, state_ptr.dtype.element_ty, CHANNELS)
     tl.store(tile, rounded(S, state_ptr.dtype.element_ty), mask=moved)
     y = rounded(y, kind).to(tl.float32)
@@ -400,6 +421,24 @@ def mix(
     return y, g, b
 
 
+def _heads(qkv, g, b, A_log, dt_bias, z, state, slots, norm_weight, Hk: int, eps: float, act: str, out) -> None:
+    """Launch `head`; with A_log and dt_bias of what is RAW."""
+    S, Hv, Dv, Dk = state.shape
+    rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, 32))
+    _head_kernel[(len(out), Hv)](
+        state, qkv, g, b, A_log, dt_bias, z, norm_weight, slots, out, S, Hk, Hv, Dk, Dv, 1e-6, eps, GROUP=Hv // Hk,
+        ROWS=rows, WIDE=wide, CHANNELS=g.ndim == 3, ACT=act, RAW=A_log is not None,
+        num_warps=max(1, min(8, rows * wide // 64)), **pdl_options(),
+    )  # fmt: skip
+
+
+def convolved_step(y, state, slots, A_log, dt_bias, norm_weight, Hk: int, eps: float, act: str, out) -> None:
+    """`gated_delta_step` of one row, where `takes_steps`, of joined projections y [1, N] whose qkv is convolved."""
+    Hv, Dv, Dk = state.shape[1:]
+    qkv, z, alpha, beta = y.split(step_columns(Hk, Hv, Dk, Dv), dim=1)
+    _heads(qkv, alpha, beta, A_log, dt_bias, z, state, slots, norm_weight, Hk, eps, act, out)
+
+
 def step(
     qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk: int, eps: float,
     act: str, out,
@@ -409,11 +448,7 @@ def step(
     choice = _choice(B)
     if choice.launches == 2:
         y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
-        rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, 32))
-        _head_kernel[(B, Hv)](
-            state, y, g, b, z, norm_weight, slots, out, S, Hk, Hv, Dk, Dv, eps, GROUP=Hv // Hk, ROWS=rows, WIDE=wide,
-            CHANNELS=alpha.ndim == 3, ACT=act, num_warps=max(1, min(8, rows * wide // 64)), **pdl_options(),
-        )  # fmt: skip
+        _heads(y, g, b, None, None, z, state, slots, norm_weight, Hk, eps, act, out)
         return
     found = _tile(Dk, Dv, state.element_size(), choice.parts, choice.warps)
     assert found is not None

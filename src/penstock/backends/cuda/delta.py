@@ -12,11 +12,14 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, delta_chunks_of_runs, takes_chunks
 from penstock.backends.cuda._conv import commit_kept, commit_rows, convolve, convolve_runs, move_on, move_runs_on
-from penstock.backends.cuda._delta_step import decay, mix, step, takes_steps
+from penstock.backends.cuda._delta_step import convolved_step, decay, mix, step, takes_steps
 from penstock.backends.cuda._launch import sigmoid
+from penstock.backends.cuda._matvec import Conv, matvec
 from penstock.backends.cuda._recurrence import commit_states, recur, recur_runs
 from penstock.backends.cuda._tuning import DELTA_STEPS
+from penstock.ops.delta import step_columns
 from penstock.ops.op import deterministic, kernel
+from penstock.quant import QuantizedTensor
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 
@@ -184,3 +187,25 @@ def gated_delta_step(
     y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
     recur(state, y, g, b, slots, out, Hk, Hv, Dk, Dv)
     ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)
+
+
+@kernel(ops.norm_delta_step, device="cuda")
+def norm_delta_step(
+    x, norm_weight, w, conv_state, state, slots, conv_weight, A_log, dt_bias, gate_weight, Hk, eps, gate_eps, act,
+    normed, *, out,
+) -> None:  # fmt: skip
+    """Of one row the product convolves its columns: no launch between it and the recurrence."""
+    if not len(x):
+        return
+    Hv, Dv, Dk = state.shape[1:]
+    if len(x) == 1 and isinstance(w, QuantizedTensor) and takes_steps(Dk, Dv) and not deterministic():
+        rows = ops.rms_norm(x, norm_weight, eps, dtype=normed)
+        y = torch.empty((1, w.shape[0]), dtype=rows.dtype, device=x.device)
+        C, (S, depth) = step_columns(Hk, Hv, Dk, Dv)[0], conv_state.shape[:2]
+        matvec(rows, w, y, conv=Conv(conv_weight, conv_state, slots, C, S, depth))
+        convolved_step(y, state, slots, A_log, dt_bias, gate_weight, Hk, gate_eps, act, out)
+        return
+    y = ops.norm_matmul(x, norm_weight, w, eps, normed=normed)
+    qkv, z, alpha, beta = ops.split_columns(y, *step_columns(Hk, Hv, Dk, Dv))
+    states, weights = (conv_state, state, slots), (conv_weight, A_log, dt_bias, gate_weight)
+    gated_delta_step(qkv, z.view(-1, Hv, Dv), alpha, beta, *states, *weights, Hk, gate_eps, act, out=out)
