@@ -214,13 +214,21 @@ def delta(
     return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
-def projected_delta(x: Value, conv: Value, state: Value, slots: Value, activations: str = "float32") -> Any:
-    """A DeltaNet layer of one row behind its norm and its joined projections."""
-    h = norm(x, 4)
-    weights = block(CHANNELS, HV * DV, HV, HV, seed=5)
-    qkv, z, a, b = (ops.quantized_matmul(h, w, activations) for w in weights)
-    made, between = delta(qkv, z.reshape(1, HV, DV), a, b, conv, state, slots)
-    return made, [h, qkv, z, a, b, *between]
+def kept_delta(
+    gates: Value, accepted: Value, slots: Value, starts: Value, keep: Value, conv: Value, state: Value, qkv: Value,
+    z: Value, a: Value, b: Value, seed: int = 0, others: Value | None = None,
+) -> Any:  # fmt: skip
+    """A DeltaNet layer with runs that are kept, behind a commit: by another weight if it has a seed, of other slots."""
+    weights = vector(CHANNELS, TAPS), vector(HV, seed=1), vector(HV, seed=2), vector(DV, seed=3)
+    at = slots if others is None else others
+    ops.delta_commit(conv, state, gates, at, accepted, vector(CHANNELS, TAPS, seed=seed) if seed else weights[0], HK)
+    y = ops.conv1d_causal(qkv, conv, weights[0], slots, starts)
+    ops.conv1d_state_update(conv, qkv, slots, starts, keep, TAPS)
+    unit = ops.rms_norm_qk(y, HK, DK, HK * DK)
+    g, strength = ops.gdn_decay_beta(a, b, *weights[1:3])
+    runs = {"slots": slots, "starts": starts, "keep": keep, "gates": gates}
+    d = ops.gated_delta_net(state, unit, g, strength, HK, HV, DK, DV, **runs)
+    return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
 H, D, INV_FREQ = 4, 8, vector(2, seed=9)
@@ -432,7 +440,11 @@ LINEAR = {
     "slots": Spec((T,), "int32"),
 }
 SLOTS = {"slots": np.array([5, 0, 3], np.int32)}
-ONE_STATE = {"conv": LINEAR["conv"], "state": LINEAR["state"], "slots": Spec((1,), "int32")}
+_ROOM = 3  # for kept runs
+_KEPT = {"slots": [5, 0], "starts": [0, 2, 3], "keep": [2, 0], "accepted": [1, 3]}
+KEPT = {name: np.array(value, np.int32) for name, value in _KEPT.items()}
+KEPT_RUNS = LINEAR | {name: Spec(array.shape, "int32") for name, array in KEPT.items()}
+KEPT_RUNS |= {"conv": Spec((7, TAPS - 1 + _ROOM, CHANNELS), "float32"), "gates": Spec((7, _ROOM, 2, HV), "float32")}
 QUERY, KEY, GATED = (Spec((T, count, width), "float32") for count, width in ((H, D), (2, D), (H, 2 * D)))
 PROMPT = {"at": Spec((), "int32"), "table": Spec((3,), "int32"), **CACHE}
 MLA = {
@@ -487,9 +499,7 @@ CASES = {
         lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
     ),
     "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS, devices=CUDA),
-    "norm_delta_step": Case(
-        projected_delta, ["norm_delta_step"], ONE_ROW | ONE_STATE, {"slots": np.array([5], np.int32)}, devices=CUDA
-    ),
+    "gated_delta_verify": Case(kept_delta, ["gated_delta_verify"], KEPT_RUNS, KEPT, devices=CUDA),
     "attention_prepare": Case(
         gated_heads,
         ["attention_prepare", "attention_paged"],
@@ -594,7 +604,7 @@ def test_a_rule_fires_and_changes_no_result(case: Case) -> None:
 USES: dict[str, Callable[[Value], Value]] = {
     "returned": lambda value: value,
     "read": ops.gelu_tanh,
-    "read in part": lambda value: ops.gelu_tanh(value[1:] if len(value) > 1 else value[:, value.shape[1] // 2 :]),
+    "read in part": lambda value: ops.gelu_tanh(value[1:] if len(value) > 1 else value[:, 5:]),
 }
 
 
@@ -742,10 +752,15 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         LINEAR,
         "gated_delta_step",
     ),
-    "norm_delta_step of rounded rows": (
-        lambda **v: projected_delta(**v, activations="int8"),
-        ONE_ROW | ONE_STATE,
-        "norm_delta_step",
+    "gated_delta_verify, the commit by another weight": (
+        lambda **v: kept_delta(**v, seed=5),
+        KEPT_RUNS,
+        "gated_delta_verify",
+    ),
+    "gated_delta_verify, the commit of other slots": (
+        lambda others, **v: kept_delta(**v, others=others),
+        KEPT_RUNS | {"others": Spec((2,), "int32")},
+        "gated_delta_verify",
     ),
     "gated_delta_step of runs": (
         lambda starts, slots, **v: delta(slots=slots, starts=starts, **v),

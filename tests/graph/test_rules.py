@@ -45,7 +45,6 @@ FIRES: dict[str, tuple[str, tuple[str, ...], str, int]] = {
     "experts_add": ("gpt_oss", ("cuda",), "decode", 2),
     "moe_norm_route": ("qwen3_5", ("cuda",), "decode", 1),
     "norm_matmul": ("llama-tied", ("cuda",), "decode", 8),
-    "norm_delta_step": ("qwen3_next", ("cuda",), "decode", 1),
 }
 
 

@@ -29,8 +29,6 @@ from penstock.ops import (
     gated_delta_step,
     gated_rms_norm,
     gdn_decay_beta,
-    norm_delta_step,
-    norm_matmul,
     rms_norm_qk,
 )
 from penstock.ops.delta import chunkwise, recurrence
@@ -442,23 +440,6 @@ def test_gated_delta_step_is_its_ops_one_after_the_other(dtype, kept, rng):
     assert_same_bits("state", call["state"], state)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_delta_step_is_a_product_and_a_step(dtype, rng):
-    call = layer(rng, dtype)
-    rows = {name: call.pop(name) for name in ("qkv", "z", "alpha", "beta")}
-    N = sum(array[0].size for array in rows.values())
-    x, norm, w = normal(rng, 3, 32, dtype=dtype), normal(rng, 32), normal(rng, N, 32, dtype=dtype)
-    y = norm_matmul(x, norm, w, 1e-4)
-    ends = np.cumsum([array[0].size for array in rows.values()])[:-1]
-    parts = [part.reshape(like.shape).copy() for part, like in zip(np.split(y, ends, 1), rows.values(), strict=True)]
-    again = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in call.items()}
-    want = gated_delta_step(*parts, **again, eps=0.1)
-    gate = call.pop("norm_weight")
-    assert_same_bits("y", norm_delta_step(x, norm, w, gate_weight=gate, **call, eps=1e-4, gate_eps=0.1), want)
-    assert_same_bits("conv_state", call["conv_state"], again["conv_state"])
-    assert_same_bits("state", call["state"], again["state"])
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 CONV = {"x": zeros(5, 6), "state": zeros(3, 6)}
@@ -479,10 +460,6 @@ VALID: dict[str, dict[str, Any]] = {
     "gated_delta_net": RULE,
     "gated_delta_net slots": {**RULE, "state": zeros(7, 2, 9, 4), "slots": i32(6, 5, 4, 3, 0)},
     "gated_delta_step": STEP,
-    "norm_delta_step": {
-        "x": zeros(2, 8), "norm_weight": zeros(8), "w": zeros(48, 8), **STATES,
-        **{"gate_weight" if name == "norm_weight" else name: value for name, value in WEIGHTS.items()}, "Hk": 1,
-    },
     "gdn_decay_beta by channel": {
         "alpha": zeros(5, 2, 3), "beta": zeros(5, 2), "A_log": zeros(2), "dt_bias": zeros(2, 3)
     },
@@ -561,15 +538,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], type, str]]] = {
         ({"Hk": 3}, InvalidArgument, "Hk is 3, expected a divisor of 2 (Hv)"),
         ({"eps": -1.0}, InvalidArgument, "eps is -1.0, expected a finite number, 0 or more"),
         ({"act": "gelu"}, InvalidArgument, "act is 'gelu', expected one of 'silu', 'sigmoid'"),
-    ],
-    "norm_delta_step": [
-        ({"x": zeros(1, 2, 8)}, ShapeError, "x has shape (1, 2, 8), expected [B, K]"),
-        ({"w": zeros(47, 8)}, ShapeError, "w has 47 rows, expected 48 (2 Hk Dk + 2 Hv Dv + 2 Hv)"),
-        ({"norm_weight": zeros(9)}, ShapeError, "norm_weight has shape (9,), expected (8,) (last axis of x)"),
-        ({"gate_weight": zeros(8)}, ShapeError, "gate_weight has shape (8,), expected (9,) (Dv)"),
-        ({"gate_eps": -1.0}, InvalidArgument, "gate_eps is -1.0, expected a finite number, 0 or more"),
-        ({"slots": i32(3, 4)}, InvalidArgument, "slots has 4, expected -1 to 3 (4 slots)"),
-        ({"state": zeros(2, 9, 4)}, ShapeError, "state has shape (2, 9, 4), expected [S, Hv, Dv, Dk]"),
     ],
     "gdn_decay_beta by channel": [
         ({"alpha": zeros(5, 2, 3, 1)}, ShapeError, "alpha has shape (5, 2, 3, 1), expected [T, Hv] or [T, Hv, D]"),

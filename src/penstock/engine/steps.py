@@ -200,9 +200,17 @@ def step_arrays(
         "slots": np.array([run.sequence.slot for run in runs], np.int32),
         "wanted": np.concatenate(wanted) if wanted else rows[:0],
     }
+    return arrays | block_tables([run.sequence for run in runs], tables, width)
+
+
+def block_tables(
+    sequences: Seq[Sequence], tables: Mapping[int | None, str], width: Callable[[int], int] = table_width
+) -> dict[str, np.ndarray]:
+    """The block tables of a step, by name. width: see `table_width`."""
+    arrays = {}
     for window, name in tables.items():
-        own = [run.sequence.tables[window].array for run in runs]
-        arrays[name] = np.zeros((len(runs), width(max(map(len, own)))), np.int32)
+        own = [sequence.tables[window].array for sequence in sequences]
+        arrays[name] = np.zeros((len(own), width(max(map(len, own)))), np.int32)
         for row, pages in zip(arrays[name], own, strict=True):
             row[: len(pages)] = pages
     return arrays

@@ -45,7 +45,7 @@ def dense_norm(match: Match, node: Node) -> Candidates:
 @rule(ops.gated_rms_norm, devices=CUDA)
 def gated_delta_step(match: Match, node: Node) -> Candidates:
     """conv1d_causal, conv1d_state_update, rms_norm_qk, gdn_decay_beta, gated_delta_net, gated_rms_norm, with slots
-    → gated_delta_step
+    → gated_delta_step; of runs that are kept, with delta_commit before → gated_delta_verify
     """
     net = match.made_by(node["values"], ops.gated_delta_net)
     unit = match.made_by(net["qkv"], ops.rms_norm_qk) if net is not None else None
@@ -56,20 +56,32 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
     heads = (net["Hk"], net["Dk"], net["Hk"] * net["Dk"], None, 1e-6, "sum")
     if tuple(unit.args.values())[1:] != heads or not all(map(same, gates.outs, (net["g"], net["b"]))):
         return
-    if conv["starts"] is not None or net["starts"] is not None or conv["act"] != "silu":
+    if not same(conv["starts"], net["starts"]) or conv["act"] != "silu":
         return
+    of = (conv["state"], conv["x"], conv["slots"], conv["starts"], net["keep"])
+    rows = conv["x"], node["z"], gates["alpha"], gates["beta"]
+    states = conv["state"], net["state"]
+    weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]
+    rest = net["Hk"], node["eps"], node["act"]
     for moved in match.readers(conv["state"]):
-        of = (conv["state"], conv["x"], conv["slots"], None)
-        if moved.op is ops.conv1d_state_update and all(map(same, list(moved.args.values())[:4], of)):
-            rows = conv["x"], node["z"], gates["alpha"], gates["beta"]
-            states = conv["state"], net["state"], net["slots"]
-            weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]
-            yield match.call(
-                ops.gated_delta_step,
-                *(*rows, *states, *weights, net["Hk"], node["eps"], node["act"]),
-                instead=(conv, moved, unit, gates, net, node),
-                makes=(node.out,),
-            )
+        if moved.op is not ops.conv1d_state_update or not all(map(same, list(moved.args.values())[:5], of)):
+            continue
+        whole = (conv, moved, unit, gates, net, node)
+        if net["starts"] is None:
+            args = (*rows, *states, net["slots"], *weights, *rest)
+            yield match.call(ops.gated_delta_step, *args, instead=whole, makes=(node.out,))
+        elif net["keep"] is not None and moved["width"] == conv["weight"].shape[1]:
+            for commit in match.readers(net["gates"]):
+                runs = (net["gates"], net["slots"])
+                its = (*states, *runs, conv["weight"], net["Hk"])
+                if commit.op is ops.delta_commit and all(map(same, _without(commit, "accepted"), its)):
+                    args = (*rows, *states, *runs, net["starts"], net["keep"], commit["accepted"], *weights, *rest)
+                    yield match.call(ops.gated_delta_verify, *args, instead=(commit, *whole), makes=(node.out,))
+
+
+def _without(node: Node, name: str) -> list[Any]:
+    """The arguments of a node but for one."""
+    return [value for key, value in node.args.items() if key != name]
 
 
 @rule(ops.kv_pages_append, devices=CUDA)
@@ -276,39 +288,13 @@ def norm_matmul(match: Match, node: Node) -> Candidates:
         yield match.call(ops.moe_shared_forward, **args, instead=(norm, node), makes=node.outs)
 
 
-@rule(ops.gated_delta_step, devices=CUDA)
-def norm_delta_step(match: Match, node: Node) -> Candidates:
-    """gated_delta_step(split_columns(norm_matmul(x, w)), …) → norm_delta_step(x, w, …), for one row
-
-    The product convolves its own columns: 8 layers of Qwen3.6-35B-A3B took 350 µs on an H200 and 335 without a launch
-    for the convolution.
-    """
-    split = match.maker(node["qkv"], ops.split_columns)
-    product = match.made_by(split["x"], ops.norm_matmul) if split is not None else None
-    if split is None or product is None or product["x"].spec.size > product["x"].shape[-1]:
-        return
-    parts = (node["qkv"], node["z"], node["alpha"], node["beta"])
-    if any(out is None or part.base is not out.base for out, part in zip(split.outs, parts, strict=True)):
-        return
-    if product["activations"] != "float32" or product["dtype"] not in (None, product.out.dtype):
-        return
-    names = "conv_state", "state", "slots", "conv_weight", "A_log", "dt_bias", "norm_weight", "Hk"
-    yield match.call(
-        ops.norm_delta_step,
-        *(product["x"], product["norm_weight"], product["w"], *(node[name] for name in names)),
-        *(product["eps"], node["eps"], node["act"], product["normed"]),
-        instead=(product, split, node),
-        makes=(node.out,),
-    )
-
-
 def fetch_ahead(graph: Graph) -> None:
     """Tell each router with a product which dense weight is read next: its launch leaves most of the GPU idle."""
     w = None
     for node in reversed(graph.nodes):
         if node.op in (ops.moe_norm_route, ops.moe_norm_group_route):
             node.args["fetch"] = w
-        elif node.op in (*_PRODUCTS, ops.norm_matmul, ops.norm_delta_step):
+        elif node.op in (*_PRODUCTS, ops.norm_matmul):
             w = node["w"]
 
 
@@ -320,4 +306,4 @@ BLOCKS: tuple[Rule, ...] = (
     mla_prepare,
     attention_gate,
 )
-INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, experts_add, moe_norm_route, norm_matmul, norm_delta_step)
+INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, experts_add, moe_norm_route, norm_matmul)

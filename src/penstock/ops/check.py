@@ -76,9 +76,9 @@ def one_of(allowed: tuple[str, ...], /, **values: str) -> None:
             raise InvalidArgument(f"{name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
 
 
-def eps(value: float, name: str = "eps") -> None:
+def eps(value: float) -> None:
     if not 0 <= value < float("inf"):
-        raise InvalidArgument(f"{name} is {value}, expected a finite number, 0 or more")
+        raise InvalidArgument(f"eps is {value}, expected a finite number, 0 or more")
 
 
 def finite(**numbers: float) -> None:

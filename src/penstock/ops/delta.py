@@ -1,8 +1,7 @@
 """Gated DeltaNet and Kimi Delta Attention: causal convolution, decay gates, and the delta rule.
 
 Around these ops a layer runs: projections → conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta →
-gated_delta_net → gated_rms_norm → output projection; `gated_delta_step` is all between the projections for one token,
-`norm_delta_step` has the norm and the projections before it, too.
+gated_delta_net → gated_rms_norm → output projection; `gated_delta_step` is all between the projections for one token.
 State ops have three forms: T steps of one sequence with its own state; one step of B sequences with `slots` int32 [B]
 into states that have a leading slot axis; and with `starts` int32 [B + 1] beside the slots the runs of B sequences (see
 ragged.py).
@@ -29,12 +28,10 @@ from penstock.dtypes import round_to
 from penstock.errors import InvalidArgument, ShapeError
 from penstock.ops import check
 from penstock.ops.array import Array, Spec
-from penstock.ops.elementwise import sigmoid, silu, split_columns
-from penstock.ops.linear import norm_matmul
+from penstock.ops.elementwise import sigmoid, silu
 from penstock.ops.norm import GATE_ACTS, f64, gated_rms_norm, rms_norm_qk
 from penstock.ops.op import op
 from penstock.ops.ragged import check_starts, runs, sequences, with_runs
-from penstock.quant import QuantizedTensor
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 
@@ -556,71 +553,89 @@ def gated_delta_step(
     return gated_rms_norm.body(d, z, norm_weight, eps, act)
 
 
-def step_columns(Hk: int, Hv: int, Dk: int, Dv: int) -> tuple[int, int, int, int]:
-    """Columns of qkv, z, alpha and beta in the joined projections of a layer."""
-    return 2 * Hk * Dk + Hv * Dv, Hv * Dv, Hv, Hv
-
-
-def _norm_step(
-    x: Spec,
-    norm_weight: Spec,
-    w: Spec | QuantizedTensor,
+def _verify(
+    qkv: Spec,
+    z: Spec,
+    alpha: Spec,
+    beta: Spec,
     conv_state: Spec,
     state: Spec,
+    gates: Spec,
     slots: Spec,
+    starts: Spec,
+    keep: Spec,
+    accepted: Spec,
     conv_weight: Spec,
     A_log: Spec,
     dt_bias: Spec,
-    gate_weight: Spec,
+    norm_weight: Spec,
     Hk: int,
     eps: float,
-    gate_eps: float,
     act: str,
-    normed: str | None,
 ) -> Spec:
-    check.axes("[B, K]", 2, x=x)
-    y = norm_matmul.infer(x, norm_weight, w, eps, "float32", None, normed)
-    check.positive(Hk=Hk)
-    check.axes("[S, Hv, Dv, Dk]", 4, state=state)
-    Hv, Dv, Dk = state.shape[1:]
-    widths = step_columns(Hk, Hv, Dk, Dv)
-    if y.shape[1] != sum(widths):
-        raise ShapeError(f"w has {y.shape[1]} rows, expected {sum(widths)} (2 Hk Dk + 2 Hv Dv + 2 Hv)")
-    check.floating(gate_weight=gate_weight)
-    check.shape((Dv,), "Dv", gate_weight=gate_weight)
-    check.eps(gate_eps, name="gate_eps")
-    qkv, z, alpha, beta = (Spec((y.shape[0], count), y.dtype) for count in widths)
-    rows = qkv, Spec((y.shape[0], Hv, Dv), z.dtype), alpha, beta
-    weights = conv_weight, A_log, dt_bias, gate_weight
-    return _step(*rows, conv_state, state, slots, *weights, Hk, gate_eps, act)
+    check.alike(qkv=qkv, z=z, alpha=alpha, beta=beta)
+    check.one_of(GATE_ACTS, act=act)
+    check.floating(A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
+    check.eps(eps)
+    check.axes("[T, Hv]", 2, alpha=alpha)
+    _committed(conv_state, state, gates, slots, accepted, conv_weight, Hk)
+    if conv_state.dtype not in ("float32", qkv.dtype):
+        check.dtype(qkv.dtype, conv_state=conv_state)
+    Hv, Dv, _ = state.shape[1:]
+    _gates_shape(gates, gates.shape[1], state, 2)
+    T, C = qkv.shape[0], conv_weight.shape[0]
+    check.shape((T, C), "T, 2 Hk Dk + Hv Dv", qkv=qkv)
+    check.shape((T, Hv, Dv), "T, Hv, Dv", z=z)
+    check.shape((T, Hv), "T, Hv", alpha=alpha, beta=beta)
+    check.shape((sequences(starts),), "one per sequence", slots=slots)
+    check.dtype("int32", keep=keep)
+    check.shape(slots.shape, "as slots", keep=keep)
+    check.shape((Hv,), "Hv", A_log=A_log, dt_bias=dt_bias)
+    check.shape((Dv,), "Dv", norm_weight=norm_weight)
+    return z
 
 
-@op(infer=_norm_step, check=_check_slots, writes=("conv_state", "state"))
-def norm_delta_step(
-    x: Array,
-    norm_weight: Array,
-    w: QuantizedTensor | Array,
+def _check_verify(
+    qkv: Array, state: Array, gates: Array, slots: Array, starts: Array, keep: Array, accepted: Array
+) -> None:
+    check_starts(starts, len(qkv))
+    _check_commit(state, gates, slots, accepted)
+    _check_keep(keep, starts, gates.shape[1])
+
+
+@op(infer=_verify, check=_check_verify, writes=("conv_state", "state", "gates"))
+def gated_delta_verify(
+    qkv: Array,
+    z: Array,
+    alpha: Array,
+    beta: Array,
     conv_state: Array,
     state: Array,
+    gates: Array,
     slots: Array,
+    starts: Array,
+    keep: Array,
+    accepted: Array,
     conv_weight: Array,
     A_log: Array,
     dt_bias: Array,
-    gate_weight: Array,
+    norm_weight: Array,
     Hk: int,
     eps: float = 1e-6,
-    gate_eps: float = 1e-6,
     act: str = "silu",
-    normed: str | None = None,
 ) -> Array:
-    """One token of B sequences through a layer up to its output projection → [B, Hv, Dv].
+    """Runs of B sequences through all of a layer between its projections, behind what was accepted of the runs that
+    were kept before → [T, Hv, Dv].
 
-    norm_matmul(x, norm_weight, w, eps, normed=normed), whose columns are qkv, z, alpha and beta, and gated_delta_step
-    of these with norm_weight gate_weight and eps gate_eps. x [B, K], norm_weight [K], w [2 Hk Dk + 2 Hv Dv + 2 Hv, K]
-    quantized or dense; all else as in gated_delta_step, with one decay of a head.
+    delta_commit → conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta → gated_delta_net →
+    gated_rms_norm(eps, act), each rounded as on its own; shapes as in `gated_delta_step`, with T rows in place of B,
+    conv_state [S, W − 1 + K, C] and gates float32 [S, K, 2, Hv]; starts int32 [B + 1], keep and accepted int32 [B].
     """
     Hv, Dv, Dk = state.shape[1:]
-    y = norm_matmul.body(x, norm_weight, w, eps, normed=normed)
-    qkv, z, alpha, beta = split_columns.body(y, *step_columns(Hk, Hv, Dk, Dv))
-    states, weights = (conv_state, state, slots), (conv_weight, A_log, dt_bias, gate_weight)
-    return gated_delta_step.body(qkv, z.reshape(-1, Hv, Dv), alpha, beta, *states, *weights, Hk, gate_eps, act)
+    delta_commit.body(conv_state, state, gates, slots, accepted, conv_weight, Hk)
+    y = conv1d_causal.body(qkv, conv_state, conv_weight, slots, starts)
+    conv1d_state_update.body(conv_state, qkv, slots, starts, keep, conv_weight.shape[1])
+    y = rms_norm_qk.body(y, Hk, Dk, Hk * Dk)
+    g, b = gdn_decay_beta.body(alpha, beta, A_log, dt_bias)
+    d = gated_delta_net.body(state, y, g, b, Hk, Hv, Dk, Dv, "step", CHUNK, slots, starts, keep, gates)
+    return gated_rms_norm.body(d, z, norm_weight, eps, act)

@@ -34,7 +34,7 @@ from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import FUSED_MULTIPLY_ADD, SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.norm import gated_rms_norm, rms_norm_qk
 from penstock.errors import BackendError
-from penstock.ops.delta import slotted_runs, step_columns
+from penstock.ops.delta import slotted_runs
 from penstock.ops.op import kernel
 from penstock.ops.ragged import equal_runs, with_runs
 
@@ -813,15 +813,3 @@ def gated_delta_step(
     gdn_decay_beta(alpha, beta, A_log, dt_bias, out=(g, b))
     gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots, out=out)
     gated_rms_norm(out, z, norm_weight, eps, act, out=out)
-
-
-@kernel(ops.norm_delta_step, device="cpu", composed=True)
-def norm_delta_step(
-    x, norm_weight, w, conv_state, state, slots, conv_weight, A_log, dt_bias, gate_weight, Hk, eps, gate_eps, act,
-    normed, *, out,
-) -> None:  # fmt: skip
-    Hv, Dv, Dk = state.shape[1:]
-    y = ops.norm_matmul(x, norm_weight, w, eps, normed=normed)
-    qkv, z, alpha, beta = ops.split_columns(y, *step_columns(Hk, Hv, Dk, Dv))
-    states, weights = (conv_state, state, slots), (conv_weight, A_log, dt_bias, gate_weight)
-    gated_delta_step(qkv, z.reshape(-1, Hv, Dv), alpha, beta, *states, *weights, Hk, gate_eps, act, out=out)

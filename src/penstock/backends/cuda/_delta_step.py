@@ -16,7 +16,6 @@ from penstock.backends.cuda._launch import pdl_options, prefetch_lines, sigmoid,
 from penstock.backends.cuda._recurrence import gates_of, moved_on, token_of
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._tuning import DELTA_HINTS, DELTA_STEP, DeltaStep
-from penstock.ops.delta import step_columns
 from penstock.ops.op import deterministic
 
 # -- gates -----------------------------------------------------------------------------------------------------------
@@ -89,15 +88,6 @@ def _unit_query(y, Dk, eps, dtype: tl.constexpr):
     return rounded(y / length * (1.0 / tl.sqrt_rn(tl.cast(Dk, tl.float32))), dtype).to(tl.float32)
 
 
-@triton.jit
-def _unit_rows(q, k, Dk, eps, dtype: tl.constexpr):
-    """`_unit_query` and `_unit` of a head as [1, WIDE, 32]."""
-    q_length = tl.sqrt_rn(tl.sum(tl.sum(q * q, axis=2, keep_dims=True), axis=1, keep_dims=True) + eps)
-    k_length = tl.sqrt_rn(tl.sum(tl.sum(k * k, axis=2, keep_dims=True), axis=1, keep_dims=True) + eps)
-    q = rounded(q / q_length * (1.0 / tl.sqrt_rn(tl.cast(Dk, tl.float32))), dtype).to(tl.float32)
-    return q, rounded(k / k_length, dtype).to(tl.float32)
-
-
 # mix      y = silu(conv1d(x)) of a row, its q and k heads divided by their lengths (q by sqrt(Dk) too); the rows kept
 #          for the convolution move on; g and b as in gdn_decay_beta
 # shapes   x, y [B, C], C = 2 Hk Dk + Hv Dv; kept [S, depth, C], its first W - 1 rows; weight [C, W]; alpha, beta, g,
@@ -163,7 +153,7 @@ def _mix_kernel(
 
 
 @triton.jit
-def _gate(z, ACT: tl.constexpr):
+def gate(z, ACT: tl.constexpr):
     if ACT == "sigmoid":
         y = sigmoid(z)
     else:
@@ -172,7 +162,7 @@ def _gate(z, ACT: tl.constexpr):
 
 
 @triton.jit
-def _advance(S, q, k, kq, v, g, b, CHANNELS: tl.constexpr):
+def advance(S, q, k, kq, v, g, b, CHANNELS: tl.constexpr):
     """The state [WIDE, ROWS, LINE] after a token and its output; y = S q as g (S q) + d (k.q) of the old S.
 
     A line has 128 bytes of a row and a warp 4 rows in 8 lanes each: a sum over columns takes 3 shuffles for 4 rows. k.q
@@ -198,7 +188,7 @@ def _row(x, number: tl.constexpr):
 
 
 @triton.jit
-def _load_part(tile, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
+def load_part(tile, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
     """Value rows of a state; where EXACT all of the tile is inside."""
     if EXACT:
         S = tl.load(tile, eviction_policy=HINT)
@@ -208,7 +198,7 @@ def _load_part(tile, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
 
 
 @triton.jit
-def _store_part(tile, S, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
+def store_part(tile, S, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
     S = rounded(S, tile.dtype.element_ty)
     if EXACT:
         tl.store(tile, S, eviction_policy=HINT)
@@ -271,7 +261,7 @@ def _step_kernel(
     rows = tl.arange(0, ROWS)[None, :, None]
     cols = LINE * tl.arange(0, WIDE)[:, None, None] + tl.arange(0, LINE)[None, None, :]
     tile = state_ptr + (slot * Hv + head) * Dv * Dk + (rows * Dk + cols)
-    S = _load_part(tile, (rows < Dv) & (cols < Dk), EXACT, LOAD)
+    S = load_part(tile, (rows < Dv) & (cols < Dk), EXACT, LOAD)
     z = tl.load(z_ptr + at * Dv + value, mask=value < Dv, other=0.0).to(tl.float32)
     norm = tl.load(norm_ptr + value, mask=value < Dv, other=0.0).to(tl.float32)
 
@@ -304,15 +294,15 @@ def _step_kernel(
         S_next = S
         if part + 1 < PARTS:
             inside = (rows + (part + 1) * ROWS < Dv) & (cols < Dk)
-            S_next = _load_part(tile + (part + 1) * ROWS * Dk, inside, EXACT, LOAD)
-        S, y = _advance(S.to(tl.float32), q, k, kq, _row(v, part), g, b, CHANNELS)
+            S_next = load_part(tile + (part + 1) * ROWS * Dk, inside, EXACT, LOAD)
+        S, y = advance(S.to(tl.float32), q, k, kq, _row(v, part), g, b, CHANNELS)
         inside = (rows + part * ROWS < Dv) & (cols < Dk)
-        _store_part(tile + part * ROWS * Dk, S, inside, EXACT, STORE)
+        store_part(tile + part * ROWS * Dk, S, inside, EXACT, STORE)
         y = rounded(y, kind).to(tl.float32)
         y_all = tl.where(tl.arange(0, PARTS)[:, None] == part, y[None, :], y_all)
         S = S_next
     length = tl.sum(tl.sum(y_all * y_all, axis=1), axis=0)
-    y_all *= tl.rsqrt(length / Dv + eps) * _gate(z, ACT) * norm
+    y_all *= tl.rsqrt(length / Dv + eps) * gate(z, ACT) * norm
     tl.store(out_ptr + at * Dv + value, rounded(y_all, kind), mask=value < Dv)
     # Behind the sum above: all rows kept of v have been read.
     row = tl.arange(0, PARTS * ROWS)
@@ -324,22 +314,19 @@ def _step_kernel(
             tl.store(arrived_ptr + slot * Hk + key, 0)
 
 
-# head      `recurrence` of one token behind `mix` and, of its y rounded, out = y * rinv(y) * act(z) * norm. RAW: q and
-#           k are as the convolution made them and g and b are alpha and beta: what else `mix` does is done here
-# shapes    as in `recurrence`; z, out [B, Hv, Dv]; norm [Dv]; A_log, dt_bias [Hv]
+# head      `recurrence` of one token behind `mix` and, of its y rounded, out = y * rinv(y) * act(z) * norm
+# shapes    as in `recurrence`; z, out [B, Hv, Dv]; norm [Dv]
 # grid      (B, Hv): one program owns the state of a head
 # bytes     2 * B * Hv * Dv * Dk * itemsize for the state, read and written once
 # limits    Dv * Dk, each up to a power of two, at most 16384: the state lies in the registers of a program
 #
 # PDL: it starts while `mix` ends, which writes neither state nor z nor slots and by then has seen the end of the kernel
-# before itself: so it asks for those before it waits. RAW: as it does beside a product with a convolution, which has
-# waited as well, but writes z.
+# before itself: so it asks for those before it waits.
 @triton.jit
 def _head_kernel(
-    state_ptr, qkv_ptr, g_ptr, b_ptr, A_log_ptr, dt_bias_ptr, z_ptr, norm_ptr, slots_ptr, out_ptr, slots,
-    Hk, Hv, Dk, Dv, unit_eps, eps,
+    state_ptr, qkv_ptr, g_ptr, b_ptr, z_ptr, norm_ptr, slots_ptr, out_ptr, slots, Hk, Hv, Dk, Dv, eps,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
-    RAW: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     kind: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -352,25 +339,17 @@ def _head_kernel(
     tile = state_ptr + ((slot * Hv + head) * Dv + rows[:, None, None]) * Dk + cols
     S = tl.load(tile, mask=moved, other=0.0).to(tl.float32)
     at = (token * Hv + head) * Dv + rows
-    if not RAW:
-        z = tl.load(z_ptr + at, mask=rows < Dv, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + at, mask=rows < Dv, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + rows, mask=rows < Dv, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     q, k, v = token_of(qkv_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-    if RAW:
-        z = tl.load(z_ptr + at, mask=rows < Dv, other=0.0).to(tl.float32)
-        alpha = tl.load(g_ptr + token * Hv + head).to(tl.float32)
-        b = sigmoid(tl.load(b_ptr + token * Hv + head).to(tl.float32))
-        g = decay(alpha, tl.load(A_log_ptr + head).to(tl.float32), tl.load(dt_bias_ptr + head).to(tl.float32))
-        q, k = _unit_rows(q, k, Dk, unit_eps, qkv_ptr.dtype.element_ty)
-    else:
-        g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, CHANNELS)
+    g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, CHANNELS)
     S, y = moved_on(S, q, k, v, g, b, state_ptr.dtype.element_ty, CHANNELS)
     tl.store(tile, rounded(S, state_ptr.dtype.element_ty), mask=moved)
     y = rounded(y, kind).to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y, axis=0) / Dv + eps) * _gate(z, ACT) * weight
+    y *= tl.rsqrt(tl.sum(y * y, axis=0) / Dv + eps) * gate(z, ACT) * weight
     tl.store(out_ptr + at, rounded(tl.where(active, y, 0.0), kind), mask=rows < Dv)
 
 
@@ -421,24 +400,6 @@ def mix(
     return y, g, b
 
 
-def _heads(qkv, g, b, A_log, dt_bias, z, state, slots, norm_weight, Hk: int, eps: float, act: str, out) -> None:
-    """Launch `head`; with A_log and dt_bias of what is RAW."""
-    S, Hv, Dv, Dk = state.shape
-    rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, 32))
-    _head_kernel[(len(out), Hv)](
-        state, qkv, g, b, A_log, dt_bias, z, norm_weight, slots, out, S, Hk, Hv, Dk, Dv, 1e-6, eps, GROUP=Hv // Hk,
-        ROWS=rows, WIDE=wide, CHANNELS=g.ndim == 3, ACT=act, RAW=A_log is not None,
-        num_warps=max(1, min(8, rows * wide // 64)), **pdl_options(),
-    )  # fmt: skip
-
-
-def convolved_step(y, state, slots, A_log, dt_bias, norm_weight, Hk: int, eps: float, act: str, out) -> None:
-    """`gated_delta_step` of one row, where `takes_steps`, of joined projections y [1, N] whose qkv is convolved."""
-    Hv, Dv, Dk = state.shape[1:]
-    qkv, z, alpha, beta = y.split(step_columns(Hk, Hv, Dk, Dv), dim=1)
-    _heads(qkv, alpha, beta, A_log, dt_bias, z, state, slots, norm_weight, Hk, eps, act, out)
-
-
 def step(
     qkv, z, alpha, beta, conv_state, state, slots, conv_weight, A_log, dt_bias, norm_weight, Hk: int, eps: float,
     act: str, out,
@@ -448,7 +409,11 @@ def step(
     choice = _choice(B)
     if choice.launches == 2:
         y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
-        _heads(y, g, b, None, None, z, state, slots, norm_weight, Hk, eps, act, out)
+        rows, wide = triton.next_power_of_2(Dv), triton.next_power_of_2(triton.cdiv(Dk, 32))
+        _head_kernel[(B, Hv)](
+            state, y, g, b, z, norm_weight, slots, out, S, Hk, Hv, Dk, Dv, eps, GROUP=Hv // Hk, ROWS=rows, WIDE=wide,
+            CHANNELS=alpha.ndim == 3, ACT=act, num_warps=max(1, min(8, rows * wide // 64)), **pdl_options(),
+        )  # fmt: skip
         return
     found = _tile(Dk, Dv, state.element_size(), choice.parts, choice.warps)
     assert found is not None

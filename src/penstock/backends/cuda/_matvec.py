@@ -2,7 +2,6 @@
 
 import functools
 import weakref
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,6 @@ from penstock.backends.cuda._launch import (
     counters,
     multiprocessors,
     pdl_options,
-    prefetch_lines,
 )
 from penstock.backends.cuda._rows import rounded
 from penstock.ops.op import deterministic
@@ -172,66 +170,16 @@ def _last_of_parts(s, y, parts_at, N, C: tl.constexpr, PARTS: tl.constexpr):
     return y, last
 
 
-# What a product has whose first columns are convolved: conv1d of one row by slots (`_conv.py`), weight [channels, W],
-# kept [states, depth, channels], slots [1].
-Conv = namedtuple("Conv", "weight kept slots channels states depth")
-
-
-@triton.jit
-def _fetch_kept(conv, first, R: tl.constexpr, W: tl.constexpr):
-    """Taps and kept rows of channels first … come to the L2 cache; what these hold may still change."""
-    if first < conv.channels:
-        count = tl.minimum(R, conv.channels - first)
-        prefetch_lines(conv.weight + first * W, count * W, R * W)
-        slot = tl.load(conv.slots).to(tl.int64)
-        if (slot >= 0) & (slot < conv.states):
-            for j in tl.static_range(W - 1):
-                prefetch_lines(conv.kept + (slot * conv.depth + j) * conv.channels + first, count, R)
-
-
-@triton.jit
-def _load_kept(conv, first, T, C: tl.constexpr, W: tl.constexpr):
-    """Channels first … [R, TP], how many of them there are, their kept rows and their taps: for `_convolved`."""
-    token = tl.arange(0, C.TP)[None, :]
-    channel = first + tl.arange(0, C.R)[:, None] + token * 0
-    slot = tl.load(conv.slots).to(tl.int64)
-    mine = (channel < conv.channels) & (token < T)
-    moved = mine & (channel < tl.where((slot >= 0) & (slot < conv.states), conv.channels, 0))
-    at = conv.kept + slot * conv.depth * conv.channels + channel
-    kept, taps = (), ()
-    for j in tl.static_range(W):
-        taps += (tl.load(conv.weight + channel * W + j, mask=mine, other=0.0).to(tl.float32),)
-        if j < W - 1:
-            kept += (tl.load(at + j * conv.channels, mask=moved, other=0.0),)
-    return at, mine, moved, kept, taps
-
-
-@triton.jit
-def _convolved(conv, y, rows, W: tl.constexpr):
-    """y [R, TP], where it is of channels silu(conv1d) of it, 0 for a row of no slot; the kept rows move on."""
-    at, mine, moved, kept, taps = rows
-    kind: tl.constexpr = conv.kept.dtype.element_ty
-    total = tl.zeros(y.shape, tl.float32)
-    for j in tl.static_range(W - 1):
-        total = tl.fma(kept[j].to(tl.float32), taps[j], total)
-    total = tl.fma(y, taps[W - 1], total)
-    tl.debug_barrier()  # all threads have read what is written now
-    for j in tl.static_range(1, W):
-        row = kept[j] if j < W - 1 else rounded(y, kind)
-        tl.store(at + (j - 1) * conv.channels, row, mask=moved)
-    return tl.where(mine, tl.where(moved, total / (1.0 + tl.exp(-total)), 0.0), y)
-
-
 # codes     y[p, t] = residual[p, t] + sum_i weights[q] * (W[e] . x[q // pairs_per_x, t]), q = p * PAIRS_PER_ROW + i,
 #           e = expert of q (ids, slot_of) or q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not
 #           there. norm: x is rms_norm(x, norm), PAIRS_PER_ROW 1. SHARED_EVERY: the last of so many pairs is that of the
 #           shared expert, which has no id and for its weight sigmoid(score[token]), or 1. order: the turn of the pairs,
-#           PAIRS_PER_ROW 1. conv: of the first columns of y silu(conv1d) of y rounded, for one row; W taps. bias:
-#           W[e] . x + bias[id of q], or bias; ACT "clamped": of that and U[e] . x + up_bias[id of q] (`clamped_swiglu`)
+#           PAIRS_PER_ROW 1. bias: W[e] . x + bias[id of q], or bias; ACT "clamped": of that and U[e] . x + up_bias[id
+#           of q] (`clamped_swiglu`)
 # shapes    w, up: codes, scales, biases of rows of one format, `matrix` rows for each expert, those of up `up_row` rows
 #           further; common, common_up: those of one expert; x rows of K, x_step apart for tokens; norm [K];
 #           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one; s: float32 [PARTS, rows of
-#           all programs, TP] and a counter for each R rows, 0 before and after; conv as in `Conv`
+#           all programs, TP] and a counter for each R rows, 0 before and after
 # grid      (ceil(N / R) * p * PARTS,): a program has R rows for one p, its S warps take U blocks of (i, K) at a time;
 #           MANY: p is a part of the tokens, TP of them, and programs of the same rows are neighbours. PARTS > 1 and one
 #           p: neighbours share K, and the last of them to end adds up their sums
@@ -239,12 +187,10 @@ def _convolved(conv, y, rows, W: tl.constexpr):
 # limits    T <= TP <= 8 tokens without MANY; R a multiple of 16, with ACT of 8; PARTS > 1 without ACT
 #
 # PDL: the kernel starts while the one before it ends, asks for weights, and waits for that end before it reads x or
-# writes y. wait_first 1: weights or ids may be what the one before writes, so it waits before it reads anything. With
-# conv the next one starts when this one has waited: it may read states that kernels before this one write.
+# writes y. wait_first 1: weights or ids may be what the one before writes, so it waits before it reads anything.
 @triton.jit(do_not_specialize=["magic", "wait_first", "T", "known", "stack", "pairs_per_x"])
 def _matvec_codes_kernel(
-    a, s, conv, magic, wait_first, T, known, stack, pairs_per_x, n,
-    C: tl.constexpr, PARTS: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
+    a, s, magic, wait_first, T, known, stack, pairs_per_x, n, C: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         wait_if(wait_first)
@@ -258,17 +204,10 @@ def _matvec_codes_kernel(
     begin = tl.program_id(0) % PARTS * EACH
     blocks = load_blocks(a, pair, begin, first, known, stack, n, C)
     if PDL:
-        if W > 0:
-            _fetch_kept(conv, first, C.R, W)
-            gdc_wait()
-            gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            gdc_wait()
+        gdc_launch_dependents()
+        gdc_wait()
     rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
     bias, above_bias = _biases(a, pair, first, known, stack, n, C)
-    if W > 0:
-        rows = _load_kept(conv, first, T, C, W)
     total = multiplied_blocks(a, x, blocks, rinv, magic, pair, begin, T, pairs_per_x, n, C)
     if EACH > STEP:
         for block in range(begin + STEP, begin + EACH, STEP):
@@ -289,8 +228,6 @@ def _matvec_codes_kernel(
             y += bias
     if a.residual is not None:
         y += residual
-    if W > 0:
-        y = _convolved(conv, rounded(y, a.y.dtype.element_ty).to(tl.float32), rows, W)
     tl.store(a.y + at, rounded(y, a.y.dtype.element_ty), mask=ok)
 
 
@@ -439,7 +376,7 @@ def _long_rows(rows: int, blocks: int, tiles: float, gated: bool, alone: bool) -
     if tiles >= short and blocks <= split and blocks > 4:
         return _coded(1, rows, 2, 3)
     if 1 < tiles < short and 8 < blocks <= 16:
-        return _coded(1, rows, 4, -(-blocks // 4))
+        return _coded(1, rows, 8)
     return None
 
 
@@ -498,14 +435,13 @@ def launch(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     normed: torch.dtype | None = None,
-    conv: Conv | None = None,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     clamp: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Launch `codes` or `dense`. up None with an act: the up rows follow the N gate rows of w. common: the expert
     of the last of `per_token` pairs of a token. order: the turn in which pairs come, by their ids. many: more tokens
-    than one pass over the weights takes. normed: what normed rows are rounded to, None: x's dtype. conv: for one row
-    and codes. biases: of w and up, by expert where there are ids; clamp: limit and alpha of the act "clamped".
+    than one pass over the weights takes. normed: what normed rows are rounded to, None: x's dtype. biases: of w and up,
+    by expert where there are ids; clamp: limit and alpha of the act "clamped".
     """
     arrays, bits, gs, G = weight_parts(w)
     ups = NO_WEIGHT if act is None else arrays if up is None else weight_parts(up)[0]
@@ -523,7 +459,6 @@ def launch(
     run_time = (T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], pairs_per_x)
     grid = (triton.cdiv(N, R) * pairs * parts,)
     if bits == 0:
-        assert conv is None
         _matvec_dense_kernel[grid](a, *run_time, n, C=compiled_for(C), **options, **pdl_options())
         return
     read = [is_new(one) for one in (w, up, common, common_up) if one is not None]
@@ -537,9 +472,8 @@ def launch(
         else:
             split = _Split(torch.empty(parts * tiles * R * TP, dtype=torch.float32, device=x.device), ended)
     _matvec_codes_kernel[grid](
-        a, split, conv, FP_MAGIC, int(wait_first), *run_time, n, C=compiled_for(C), PARTS=parts,
-        W=0 if conv is None else conv.weight.shape[1], **options, **pdl_options(),
-    )  # fmt: skip
+        a, split, FP_MAGIC, int(wait_first), *run_time, n, C=compiled_for(C), PARTS=parts, **options, **pdl_options()
+    )
 
 
 @functools.cache
@@ -569,20 +503,19 @@ def matvec(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     normed: torch.dtype | None = None,
-    conv: Conv | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
     """out [T, N] = residual + bias + x [T, K] · w [N, K], or act(x · w) · (x · up).
 
     A few rows of x per pass over the weights. norm [K]: x is normed first and rounded to `normed`, or as it is. out may
-    be residual. conv: T is 1, w has codes, and the first columns are convolved.
+    be residual.
     """
     (T, K), N = x.shape, out.shape[1]
     most = passes_over(x.dtype if norm is None or normed is None else normed, w)
     passes = triton.cdiv(T, most)
     launch(
         x, w, out, N, T, pairs=passes, many=passes > 1, steps=(K, N), up=up, act=act, residual=residual, norm=norm,
-        eps=eps, normed=normed, conv=conv, biases=(bias, None),
+        eps=eps, normed=normed, biases=(bias, None),
     )  # fmt: skip
 
 

@@ -137,7 +137,8 @@ MATVEC_NORMED = {3: (2, 2), 4: (2, 2)}
 # empty; gate and up of experts likewise. From so many tiles for each multiprocessor on 2 warps go round: [8192, 3072]
 # gated 12.4 → 9.5 µs, [248320, 5120] 218 → 194, [128256, 3072] 77 → 62, [262144, 2816] 153 → 119, experts of
 # DeepSeek-V3 81 → 75, of Gemma 4 at 8 tokens 92 → 78. From so many on (and below so many blocks) 2 warps with 3 blocks:
-# [5120, 3072] 5.5 → 4.5, [5120, 6144] 12.4 → 8.9; fewer, with up to 16 blocks, 4 warps: [3072, 8192] 8.5 → 6.2.
+# [5120, 3072] 5.5 → 4.5, [5120, 6144] 12.4 → 8.9; fewer, with up to 16 blocks, 8 warps go round: 8 layers
+# of Llama 3.2 3B take 341 µs with 4 warps of 4 blocks for [3072, 8192], which alone are quicker (6.2), and 335 so.
 # In a whole step of Qwen3.6-35B-A3B 2 warps are quicker for rows of 4 blocks, too: 8 layers take 338 µs with [12352,
 # 2048] by 2 warps, 352 with 32 rows by 4.
 # With so many blocks and two to three tiles programs share K, about so many for each multiprocessor: [5120, 17408] 29.9

@@ -2,7 +2,8 @@
 
 The rule is the recurrence with the state in registers (`_recurrence.py`: decode, short and kept runs, float32
 activations) or, for many tokens, chunks of 64 on tensor cores (`_chunk.py`). Slots outside the states, −1 for an
-inactive row too, give a row of zeros and touch no state. `gated_delta_step` is a whole decode step (`_delta_step.py`).
+inactive row too, give a row of zeros and touch no state. `gated_delta_step` is a whole decode step (`_delta_step.py`),
+`gated_delta_verify` one of runs that are kept (`_delta_verify.py`); where bits are not to depend on it, both take that.
 """
 
 import torch
@@ -12,14 +13,12 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, delta_chunks_of_runs, takes_chunks
 from penstock.backends.cuda._conv import commit_kept, commit_rows, convolve, convolve_runs, move_on, move_runs_on
-from penstock.backends.cuda._delta_step import convolved_step, decay, mix, step, takes_steps
+from penstock.backends.cuda._delta_step import decay, mix, step, takes_steps
+from penstock.backends.cuda._delta_verify import verify
 from penstock.backends.cuda._launch import sigmoid
-from penstock.backends.cuda._matvec import Conv, matvec
 from penstock.backends.cuda._recurrence import commit_states, recur, recur_runs
 from penstock.backends.cuda._tuning import DELTA_STEPS
-from penstock.ops.delta import step_columns
 from penstock.ops.op import deterministic, kernel
-from penstock.quant import QuantizedTensor
 
 # -- convolution -----------------------------------------------------------------------------------------------------
 
@@ -159,11 +158,18 @@ def gated_delta_net(
 
 @kernel(ops.delta_commit, device="cuda")
 def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
-    """The convolution of the kept rows, which moves on; rms_norm_qk of what it gives; the recurrence."""
+    """Runs of no rows behind what was accepted; or the convolution of the kept rows, which moves on, rms_norm_qk of
+    what it gives, the recurrence.
+    """
     (B,), K, C = slots.shape, gates.shape[1], conv_state.shape[2]
     if not B or not K:
         return
-    Dk = state.shape[3]
+    Hv, Dv, Dk = state.shape[1:]
+    if takes_steps(Dk, Dv) and gates.shape[2] == 2:
+        none, rows = conv_state.new_empty((0, Hv)), conv_state.new_empty((0, C))
+        runs, unread = (gates, slots, slots.new_zeros(B + 1), None, accepted), conv_weight
+        verify(rows, none, none, none, conv_state, state, *runs, conv_weight, *(unread,) * 3, Hk, 0.0, "silu", rows)
+        return
     rows = conv_state.new_zeros((B * K, C))  # those that are not accepted are normed, and not read
     commit_rows(conv_state, conv_weight, slots, accepted, rows.view(B, K, C))
     ops.rms_norm_qk(rows, Hk, Dk, Hk * Dk, out=rows)
@@ -180,8 +186,12 @@ def gated_delta_step(
     if not len(qkv):
         return
     Hv, Dv, Dk = state.shape[1:]
+    weights = (conv_weight, A_log, dt_bias, norm_weight)
+    if takes_steps(Dk, Dv) and deterministic() and alpha.ndim == 2:
+        rows, runs = (qkv, z, alpha, beta, conv_state, state), (None, slots, None, None, None)
+        verify(*rows, *runs, *weights, Hk, eps, act, out)
+        return
     if takes_steps(Dk, Dv):
-        weights = (conv_weight, A_log, dt_bias, norm_weight)
         step(qkv, z, alpha, beta, conv_state, state, slots, *weights, Hk, eps, act, out)
         return
     y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
@@ -189,23 +199,23 @@ def gated_delta_step(
     ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)
 
 
-@kernel(ops.norm_delta_step, device="cuda")
-def norm_delta_step(
-    x, norm_weight, w, conv_state, state, slots, conv_weight, A_log, dt_bias, gate_weight, Hk, eps, gate_eps, act,
-    normed, *, out,
+@kernel(ops.gated_delta_verify, device="cuda")
+def gated_delta_verify(
+    qkv, z, alpha, beta, conv_state, state, gates, slots, starts, keep, accepted, conv_weight, A_log, dt_bias,
+    norm_weight, Hk, eps, act="silu", *, out,
 ) -> None:  # fmt: skip
-    """Of one row the product convolves its columns: no launch between it and the recurrence."""
-    if not len(x):
+    if not len(qkv):
         return
     Hv, Dv, Dk = state.shape[1:]
-    if len(x) == 1 and isinstance(w, QuantizedTensor) and takes_steps(Dk, Dv) and not deterministic():
-        rows = ops.rms_norm(x, norm_weight, eps, dtype=normed)
-        y = torch.empty((1, w.shape[0]), dtype=rows.dtype, device=x.device)
-        C, (S, depth) = step_columns(Hk, Hv, Dk, Dv)[0], conv_state.shape[:2]
-        matvec(rows, w, y, conv=Conv(conv_weight, conv_state, slots, C, S, depth))
-        convolved_step(y, state, slots, A_log, dt_bias, gate_weight, Hk, gate_eps, act, out)
+    if takes_steps(Dk, Dv):
+        runs = (gates, slots, starts, keep, accepted)
+        weights = (conv_weight, A_log, dt_bias, norm_weight)
+        verify(qkv, z, alpha, beta, conv_state, state, *runs, *weights, Hk, eps, act, out)
         return
-    y = ops.norm_matmul(x, norm_weight, w, eps, normed=normed)
-    qkv, z, alpha, beta = ops.split_columns(y, *step_columns(Hk, Hv, Dk, Dv))
-    states, weights = (conv_state, state, slots), (conv_weight, A_log, dt_bias, gate_weight)
-    gated_delta_step(qkv, z.view(-1, Hv, Dv), alpha, beta, *states, *weights, Hk, gate_eps, act, out=out)
+    delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk)
+    y = ops.conv1d_causal(qkv, conv_state, conv_weight, slots, starts)
+    ops.conv1d_state_update(conv_state, qkv, slots, starts, keep, conv_weight.shape[1])
+    y = ops.rms_norm_qk(y, Hk, Dk, Hk * Dk)
+    g, b = ops.gdn_decay_beta(alpha, beta, A_log, dt_bias)
+    ops.gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, "step", 16, slots, starts, keep, gates, out=out)
+    ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)
