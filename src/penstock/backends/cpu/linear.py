@@ -1292,9 +1292,11 @@ def norm_matmul(x, norm_weight, w, eps, activations, dtype, normed, *, out, vari
 
 
 @kernel(ops.matmul_add, device="cpu", variants=tuple(VARIANTS), composed=True)
-def matmul_add(residual, x, w, activations, *, out, variant):
+def matmul_add(residual, x, w, activations, bias, *, out, variant):
     y, total = np.empty(out.shape, np.float32), float_target(out)
     product_into(x, w, y, activations, variant)
+    if bias is not None:
+        y += bias.astype(np.float32)
     np.add(float_rows(residual).reshape(y.shape), y, out=total)
     finish(total, out)
 

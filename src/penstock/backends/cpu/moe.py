@@ -340,8 +340,8 @@ def _clamped_parallel(gate, up, gate_bias, up_bias, expert, limit, alpha, h):
 
 @kernel(ops.moe_biased_forward, device="cpu", variants=tuple(VARIANTS), composed=True)
 def moe_biased_forward(
-    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, *, out,
-    variant,
+    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, residual,
+    *, out, variant,
 ):  # fmt: skip
     if out.size == 0:
         return
@@ -356,7 +356,13 @@ def moe_biased_forward(
     by_size(_clamped, _clamped_parallel, gate.size, gate, up, *biases, gate)
     each = _down(float_rows(_rounded(gate, x.dtype)), pairs, down_w, activations, variant)
     each += down_bias[expert]
-    _sum(each, pairs, weights, out)
+    if residual is None:
+        _sum(each, pairs, weights, out)
+        return
+    routed, y = np.empty(out.shape, np.float32), float_target(out)
+    _sum(each, pairs, weights, routed)
+    np.add(float_rows(residual).reshape(out.shape), routed, out=y)
+    finish(y, out)
 
 
 @kernel(ops.moe_shared_forward, device="cpu", variants=tuple(VARIANTS), composed=True)
