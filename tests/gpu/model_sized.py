@@ -149,6 +149,15 @@ def verified(B: int, each: int) -> Any:
     return ops.gated_delta_verify(*rows, *states, *runs, half(C, 4), torch.zeros(Hv), half(Hv), half(D), Hk)
 
 
+def stepped(B: int, deterministic: bool) -> Any:
+    Hk, Hv, D = 16, 32, 128
+    C = (2 * Hk + Hv) * D
+    rows, states = (half(B, C), half(B, Hv, D), half(B, Hv), half(B, Hv)), (half(B, 3, C), torch.zeros(B, Hv, D, D))
+    with penstock.backend("cuda", deterministic=deterministic):
+        weights = half(C, 4), torch.zeros(Hv), half(Hv), half(D)
+        return ops.gated_delta_step(*rows, *states, ints(B), *weights, Hk)
+
+
 CALLS = (
     Call("attention_paged", paged, ((24, 8, 128), (16, 2, 256), (16, 2, 512), (16, 8, 256, 1024))),
     Call("attention_prefill", prefill, ((128, 16, 2, 64), (128, 16, 2, 128), (128, 16, 2, 256), (128, 16, 2, 512))),
@@ -178,5 +187,6 @@ CALLS = (
     Call("gated_delta_net", chunks, ((), (128,))),
     Call("gated_delta_net", chunks_of_runs),
     Call("gated_delta_verify", verified, ((1, 4), (8, 2))),
+    Call("gated_delta_step", stepped, ((1, True), (1, False), (48, False))),
     Call("conv1d_causal", convolved),
 )
