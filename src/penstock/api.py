@@ -385,8 +385,8 @@ class LLM:
         A list of prompts gives a list of completions, decoded together; an option that is a list then has one value per
         prompt (of `stop`, `extra_eos` and `logits_processors` a list of lists). `more`: repetition_penalty,
         presence_penalty, frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids),
-        response_format as OpenAI has it ({"type": "json_schema", …}), and of one prompt grammar and shown (see
-        `Request`).
+        response_format as OpenAI has it ({"type": "json_schema", …}), expert_heat (for `Completion.expert_counts`), and
+        of one prompt grammar and shown (see `Request`).
 
         logits_processors: callables (tokens int32 [n] of the prompt and the answer so far, logits float32 [1, V]) →
         logits [1, V], called one after the other for each token, before penalties, bias and grammar; log-probabilities

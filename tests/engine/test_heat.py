@@ -7,6 +7,7 @@ import penstock
 from penstock.analysis.expert_routes import record
 from penstock.engine.heat import ExpertHeat
 from penstock.engine.scheduler import Scheduler
+from penstock.errors import InvalidArgument
 from tests.models.common import dense_config, moe_config, some_tokens, write_model
 
 CONFIG = moe_config(mlp_only_layers=[1], intermediate_size=160)  # of four layers the second has no experts
@@ -40,6 +41,15 @@ def test_counts_are_those_of_the_recorded_routes(llm):
     plain = scheduler.submit(scheduler.request(some_tokens(300), **options))
     assert plain.result().tokens == text.tokens and plain.expert_counts is None
     scheduler.close()
+
+
+def test_generate_tells_them_too(llm):
+    prompt = some_tokens(20)
+    found = llm.generate(prompt, 5, expert_heat=True)
+    np.testing.assert_array_equal(found.expert_counts, recorded(llm, prompt, max_tokens=5))
+    assert llm.generate(prompt, 5).expert_counts is None
+    with pytest.raises(InvalidArgument, match="expert_heat is 1, expected True or False"):
+        llm.generate(prompt, 5, expert_heat=1)
 
 
 def test_streamed_experts_are_counted_alike(folder, llm):

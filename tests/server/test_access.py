@@ -178,6 +178,8 @@ def test_the_pages_files_are_whole_and_sent_once(place):
         assert again.status_code == 304 and not again.content
         assert again.headers["content-security-policy"] == response.headers["content-security-policy"]
     assert place.client.get("/vendor/katex/LICENSE").status_code == 404
+    counted = place.client.get("/metrics").text
+    assert 'path="/",status="304"' in counted and "vendor" not in counted and "app.js" not in counted
     assert sum(file.stat().st_size for file in FILES.values()) < 1_000_000
 
 

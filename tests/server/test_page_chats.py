@@ -582,6 +582,10 @@ def test_the_list_lies_over_a_narrow_page_and_keys_close_it(browser, place):
     page.locator("#open-list").click()
     page.locator("#conversations .open").click()
     expect(page.locator("#side")).to_be_hidden()
+    page.locator("#open-list").click()
+    row(page, "Narrow").get_by_role("button", name="Delete").click()
+    page.locator("#toast button").click()  # over the list
+    expect(page.locator("#conversations .open")).to_have_text(["Narrow"])
     page.close()
 
 

@@ -79,7 +79,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer. tokens include the one that ended it; text does not."""
+    """A finished answer. tokens include the one that ended it; text does not.
+
+    expert_counts: int64 [L, E], how often it chose each expert of the layers that have some, if `expert_heat` asked for
+    it and the device tells (the CPU does).
+    """
 
     text: str
     tokens: list[int]
@@ -89,6 +93,7 @@ class Completion:
     logprobs: list[float] | None = None
     top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
     seed: int | None = None
+    expert_counts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.text
@@ -179,6 +184,8 @@ def make_request(
     extra = options.pop("extra_eos", ())
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
     reading, heat = options.pop("reading", None), options.pop("expert_heat", False)
+    if not isinstance(heat, bool):
+        raise InvalidArgument(f"generate: expert_heat is {heat!r:.40}, expected True or False")
     speculate, drafts = options.pop("speculate", None), options.pop("num_draft_tokens", None)
     check_speculate("generate", speculate, drafts)
     hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
@@ -207,7 +214,7 @@ def make_request(
     eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
     shown, grammar = tuple(more.get("shown", ())), more.get("grammar")
     about = (ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
-    return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading, expert_heat=bool(heat))
+    return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading, expert_heat=heat)
 
 
 def reading_request(limits: RequestLimits, tokens: Seq[int], reading: Reading | None = None) -> Request:

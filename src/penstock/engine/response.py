@@ -339,6 +339,7 @@ class ResponseHandle:
             logprobs=[chunk.logprob for chunk in self.chunks] if wanted else None,  # type: ignore[misc]
             top_logprobs=[chunk.top_logprobs or () for chunk in self.chunks] if wanted else None,
             seed=self.request.params.seed,
+            expert_counts=self.expert_counts,
         )
 
     def _finish_reason(self) -> str:

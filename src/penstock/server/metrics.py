@@ -22,6 +22,7 @@ from penstock.engine.replicas import Replicas
 from penstock.machine import available_memory
 from penstock.server.model_info import info_of
 from penstock.server.service import Service
+from penstock.server.static import FILES
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -37,8 +38,11 @@ class Metrics:
         self._registry.register(self)
 
     def count(self, path: str, status: int) -> None:
-        """A request was answered. Unknown paths count together: a client must not be able to make up names."""
-        self._requests[path if path in self._paths else "other", status] += 1
+        """A request was answered. All files of the page count as the page, and unknown paths together: a client must
+        not be able to make up names.
+        """
+        known = "/" if path in FILES else path
+        self._requests[known if known in self._paths else "other", status] += 1
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -66,6 +66,8 @@ function row(about) {
   return item;
 }
 
+const shownRows = () => [...$("conversations").querySelectorAll(".open")];
+
 async function read(id) {
   const here = opened(id);
   if (here) return here;
@@ -125,6 +127,7 @@ function nameField(about) {
 async function remove(id) {
   const conversation = await read(id);
   if (!conversation) return;
+  const at = shownRows().findIndex((row) => row.closest("li").dataset.id === id);
   conversation.deleted = true; // an answer under way does not bring it back
   running(id)?.controller.abort();
   const held = await store.remove(id);
@@ -135,7 +138,8 @@ async function remove(id) {
     remember("");
   }
   show();
-  $("search").focus();
+  const rows = shownRows();
+  (rows[Math.min(at, rows.length - 1)] ?? $(NARROW.matches ? "close-list" : "search")).focus();
   const name = conversation.about.title || "Untitled";
   toast(`“${name}” was deleted.`, "Undo", async () => {
     conversation.deleted = false;
@@ -244,7 +248,7 @@ $("side").addEventListener("keydown", (event) => {
     setOpen(false);
     $("open-list").focus();
   }
-  const rows = [...$("conversations").querySelectorAll(".open")];
+  const rows = shownRows();
   const at = rows.indexOf(document.activeElement);
   const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
   if (step && (at >= 0 || event.target === $("search"))) {
