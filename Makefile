@@ -12,7 +12,7 @@ PIP  := $(PY) -m pip --disable-pip-version-check
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 export PYTHONDONTWRITEBYTECODE = # else each of hundreds of processes compiles all of penstock anew
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench docs clean
 
 help:
 	@echo "make demo      show penstock at work"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-all  the same with the slow tests"
 	@echo "make lint      lint and type check alone"
 	@echo "make bench     run the benchmarks"
+	@echo "make docs      build the site into build/site"
 	@echo "make clean     remove .venv and all caches"
 	@echo
 	@echo "PYTHON=python3.12 chooses the interpreter, TESTS='tests/ops -k norm' the tests."
@@ -39,7 +40,7 @@ test: $(VENV)/.dev
 	@$(call BOTH,$(TESTS))
 	@$(PY) benchmarks/gpu_evidence.py check
 
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.dev $(VENV)/.docs
 	@$(RUFF)
 	@$(call BOTH,-m "not cuda" $(TESTS))
 
@@ -49,6 +50,12 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@set -e; for script in $(wildcard benchmarks/bench_*.py); do echo "== $$script"; $(PY) $$script; done
+
+SPHINX = $(PY) -m sphinx -q -W --keep-going -c tools/docs -d build/doctrees . build/site
+
+docs: $(VENV)/.docs
+	@$(SPHINX)
+	@echo "The site is in build/site: open build/site/index.html."
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
@@ -65,6 +72,11 @@ $(VENV)/.made:
 $(VENV)/.core: pyproject.toml | $(VENV)/.made
 	@echo "Installing penstock and its libraries (numpy, numba, ...) into $(VENV): about a minute, once."
 	@$(PIP) install --quiet --editable ".[server,grammar]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.core
+	@echo "Installing what builds the site (Sphinx, ...) into $(VENV), once."
+	@$(PIP) install --quiet --editable ".[docs]"
 	@touch $@
 
 # torch comes first and pinned. Its CUDA build brings gigabytes that are useless without a GPU, so there pip is asked

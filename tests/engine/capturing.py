@@ -16,6 +16,11 @@ from penstock.dtypes import numpy_dtype
 from penstock.engine.steps import CHAINED
 from penstock.ops.sampling import ONE, SEEN, Edits, mask_words, split_mode
 
+SAMPLING = {
+    "temperature": "float64", "top_k": "int32", "top_p": "float64", "min_p": "float64", "seed": "int64",
+    "draw_at": "int32", "draw_slots": "int32",
+}  # fmt: skip
+
 
 class CapturingHost(CpuDevice):
     """Arrays are NumPy arrays and kernels those of the CPU; what was launched has run."""
@@ -37,7 +42,8 @@ class CapturingHost(CpuDevice):
         return super().capture(calls)
 
     def step_inputs(self, wanted: Mapping[str, tuple[tuple[int, ...], str]], slots: int) -> Any:
-        return HostStepInputs(wanted, slots)
+        rows = wanted["wanted"][0]
+        return HostStepInputs({**wanted, **{name: (rows, dtype) for name, dtype in SAMPLING.items()}}, slots)
 
     def sampler(self, inputs: Any, vocab: int) -> Any:
         return HostSampler(inputs, vocab)
@@ -47,7 +53,6 @@ class HostStepInputs:
     def __init__(self, wanted: Mapping[str, tuple[tuple[int, ...], str]], slots: int) -> None:
         self.on_device = {name: np.full(shape, -99, numpy_dtype(dtype)) for name, (shape, dtype) in wanted.items()}
         self.last = np.full(slots, -99, np.int32)
-        self.rows: dict[str, np.ndarray] = {}
         self._sent: dict[str, np.ndarray] = {}
 
     def send(self, values: Mapping[str, np.ndarray]) -> None:
@@ -58,10 +63,7 @@ class HostStepInputs:
             if name == "tokens":
                 chained = value <= CHAINED
                 value = np.where(chained, self.last[np.where(chained, CHAINED - value, 0)], value)
-            if name in self.on_device:
-                self.on_device[name][tuple(map(slice, value.shape))] = value
-            else:
-                self.rows[name] = value
+            self.on_device[name][tuple(map(slice, value.shape))] = value
 
 
 class HostSampler:
@@ -72,10 +74,11 @@ class HostSampler:
         self.counts: dict[Edits, np.ndarray] = {}
         self.edits: list[Edits | None] = []
         self.masks: Seq[np.ndarray | None] = ()
+        self.drawn = np.full(len(inputs.on_device["wanted"]), -99, np.int32)
         self.found: list[np.ndarray] = []
 
     def values(self, rows: Seq[Mapping[str, Any]], masks: Seq[np.ndarray | None] = ()) -> dict[str, np.ndarray]:
-        kinds = {"temperature": "f8", "top_k": "i4", "top_p": "f8", "min_p": "f8", "seed": "i8"}
+        kinds = {name: kind for name, kind in SAMPLING.items() if not name.startswith("draw_")}
         self.masks = masks
         self.edits = [row.get("edits") for row in rows]
         for one in self.edits:
@@ -90,14 +93,16 @@ class HostSampler:
             one.forgotten.clear()
         return {name: np.array([row[name] for row in rows], kind) for name, kind in kinds.items()}
 
-    def calls(self, logits: np.ndarray, mode: str) -> list[Callable[[], object]]:
-        return [functools.partial(self.draw, logits, mode)]
+    def calls(
+        self, logits: np.ndarray, mode: str, behind: Seq[Callable[[], object]] = ()
+    ) -> list[Callable[[], object]]:
+        return [functools.partial(self.draw, logits, mode), *behind]
 
     def draw(self, logits: np.ndarray, mode: str) -> None:
         kind, edited, wanted = split_mode(mode)
         more: dict[str, Any] = {"logprobs": 20} if wanted else {}
-        given = self.inputs.rows
-        rows = len(given["draw_at"])
+        rows = len(logits)
+        given = {name: self.inputs.on_device[name][:rows] for name in SAMPLING}
         own = [*self.edits, *([None] * (rows - len(self.edits)))]
         have = [one for one in own if one is not None]
         if edited and have:
@@ -112,13 +117,14 @@ class HostSampler:
             masked += [-1] * (rows - len(masked))
             more |= {"masked": np.array(masked, np.int32), "masks": np.stack(words)}
         how = [given[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")]
-        drawn: Any = ops.sample_tokens(logits[:rows], given["draw_at"], *how, kind, **more)
-        self.drawn, *self.found = drawn if wanted else (drawn,)
-        for one, token in zip(own, self.drawn.tolist(), strict=True):
+        found: Any = ops.sample_tokens(logits, given["draw_at"], *how, kind, **more)
+        drawn, *self.found = found if wanted else (found,)
+        self.drawn[:rows] = drawn
+        for one, token in zip(own, drawn.tolist(), strict=True):
             if one is not None and token >= 0:
                 self.counts[one][token] = (self.counts[one][token] + ONE) | SEEN
         slots = given["draw_slots"]
-        self.inputs.last[slots[slots >= 0]] = self.drawn[slots >= 0]
+        self.inputs.last[slots[slots >= 0]] = drawn[slots >= 0]
 
     def launched(self, rows: int, mode: str) -> Any:
         return HostPending(self.drawn[:rows].tolist(), [found[:rows] for found in self.found])

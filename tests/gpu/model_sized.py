@@ -132,6 +132,15 @@ def chunks() -> Any:
     return ops.gated_delta_net(torch.zeros(4, 128, 128), half(128, 1024), *gates, 2, 4, 128, 128)
 
 
+def verified(B: int, each: int) -> Any:
+    Hk, Hv, D, T = 16, 32, 128, B * each
+    C = (2 * Hk + Hv) * D
+    rows = half(T, C), half(T, Hv, D), half(T, Hv), half(T, Hv)
+    states = half(B, 3 + 8, C), torch.zeros(B, Hv, D, D), torch.zeros(B, 8, 2, Hv)
+    runs = ints(B), ints(B + 1), ints(B), ints(B)
+    return ops.gated_delta_verify(*rows, *states, *runs, half(C, 4), torch.zeros(Hv), half(Hv), half(D), Hk)
+
+
 CALLS = (
     Call("attention_paged", paged, ((24, 8, 128), (16, 2, 256), (16, 2, 512), (16, 8, 256, 1024))),
     Call("attention_prefill", prefill, ((128, 16, 2, 64), (128, 16, 2, 128), (128, 16, 2, 256), (128, 16, 2, 512))),
@@ -159,5 +168,6 @@ CALLS = (
     Call("moe_norm_route", router, ((1, 256, 2048), (8, 256, 2048))),
     Call("moe_norm_group_route", router, ((1, 256, 7168, 8),)),
     Call("gated_delta_net", chunks),
+    Call("gated_delta_verify", verified, ((1, 4), (8, 2))),
     Call("conv1d_causal", convolved),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FAMILIES = tuple("norm elementwise rope embed cache linear moe attention mla delta sampling collective".split())
+FAMILIES = tuple("norm elementwise rope embed cache linear moe attention mla delta drafts sampling collective".split())
 ARCHS = (80, 89, 90, 100, 120)
 QUICK = "embed"  # compiled for GPUs other than Hopper in any case; its kernels are short
 
@@ -45,3 +45,26 @@ def test_a_call_of_each_kind_at_the_sizes_of_models_compiles_for_hopper():
 @pytest.mark.slow
 def test_calls_at_the_sizes_of_models_compile_for_hopper():
     compile_for((90,), *LARGE)
+
+
+MATVEC = """
+import re, torch
+from tests.gpu.compile import pretend
+from tests.gpu.model_sized import codes
+from penstock.backends.cuda._matvec import matvec
+
+with pretend(90, needs=False) as made:
+    matvec(torch.zeros(1, 5120, dtype=torch.bfloat16), codes(512, 5120), torch.zeros(1, 512))
+print(len(re.findall(r"st[.]shared", made[0].asm["ptx"])))
+"""
+
+
+def test_codes_of_one_row_do_not_pass_through_shared_memory():
+    """Only sums over warps do, a few words of a thread; hundreds if Triton lays out what is loaded otherwise."""
+    root = Path(__file__).parents[2]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
+    command = [sys.executable, "-c", MATVEC]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 0 < int(done.stdout) <= 16

@@ -287,6 +287,48 @@ def test_gated_delta_step_in_any_launches_moves_on_step_by_step(
             assert_close(name, a, b, rel, max(1, np.abs(b.astype(np.float64)).max(initial=0)))
 
 
+# -- runs that are kept ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "kept"),
+    [((1, 2, 20, 12), "float32", "float32"), ((2, 4, 16, 8), "bfloat16", "bfloat16")]
+    + [((16, 32, 128, 128), dtype, kept) for dtype, kept in (("bfloat16", "float32"), ("float32", "bfloat16")) if GPU],
+)
+def test_gated_delta_verify_has_the_bits_of_single_steps(sizes, dtype, kept, rng):
+    """Runs of two sequences, of which some tokens are accepted each time, beside all accepted tokens one by one."""
+    Hk, Hv, Dk, Dv = sizes
+    room, W, S = 5, 4, 3
+    steps = [((4, 2), (3, 1)), ((1, 5), (1, 5)), ((3, 3), (1, 2))]
+    made = layer(rng, sum(sum(runs) for runs, _ in steps), S, Hk, Hv, Dk, Dv, dtype)
+    more = normal(rng, S, room, made["qkv"].shape[1], dtype=dtype)
+    made["conv_state"] = np.concatenate([made["conv_state"], more], axis=1)
+    made["state"] = made["state"].astype(numpy_dtype(kept))
+    rows = {name: to_device(made.pop(name)) for name in ("qkv", "z", "alpha", "beta")}
+    call = {name: to_device(value) for name, value in made.items()} | {"Hk": Hk}
+    single = {name: value.clone() if name in ("conv_state", "state") else value for name, value in call.items()}
+    gates, slots = to_device(np.zeros((S, room, 2, Hv), np.float32)), to_device(i32(2, 0))
+    first, accepted = 0, (0, 0)
+    with penstock.backend("cuda", deterministic=True):
+        for runs, taken in steps:
+            own = {name: value[first : first + sum(runs)].contiguous() for name, value in rows.items()}
+            starts = to_device(np.cumsum([0, *runs], dtype=np.int32))
+            kept_runs = {"starts": starts, "keep": to_device(i32(*runs)), "accepted": to_device(i32(*accepted))}
+            got = to_host(ops.gated_delta_verify(**own, **call, gates=gates, slots=slots, **kept_runs))
+            for b, count in enumerate(taken):
+                for t in range(count):
+                    at = sum(runs[:b]) + t
+                    one = {name: value[at : at + 1].contiguous() for name, value in own.items()}
+                    want = ops.gated_delta_step(**one, **single, slots=slots[b : b + 1].contiguous())
+                    assert_same_bits("y", got[at], to_host(want)[0])
+            first, accepted = first + sum(runs), taken
+        ops.delta_commit(
+            call["conv_state"], call["state"], gates, slots, to_device(i32(*accepted)), call["conv_weight"], Hk
+        )
+    assert_same_bits("conv_state", to_host(call["conv_state"])[:, : W - 1], to_host(single["conv_state"])[:, : W - 1])
+    assert_same_bits("state", to_host(call["state"]), to_host(single["state"]))
+
+
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 MODEL = {"Hk": 16, "Hv": 32, "Dk": 128, "Dv": 128}

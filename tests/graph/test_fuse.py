@@ -214,6 +214,23 @@ def delta(
     return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
+def kept_delta(
+    gates: Value, accepted: Value, slots: Value, starts: Value, keep: Value, conv: Value, state: Value, qkv: Value,
+    z: Value, a: Value, b: Value, seed: int = 0, others: Value | None = None,
+) -> Any:  # fmt: skip
+    """A DeltaNet layer with runs that are kept, behind a commit: by another weight if it has a seed, of other slots."""
+    weights = vector(CHANNELS, TAPS), vector(HV, seed=1), vector(HV, seed=2), vector(DV, seed=3)
+    at = slots if others is None else others
+    ops.delta_commit(conv, state, gates, at, accepted, vector(CHANNELS, TAPS, seed=seed) if seed else weights[0], HK)
+    y = ops.conv1d_causal(qkv, conv, weights[0], slots, starts)
+    ops.conv1d_state_update(conv, qkv, slots, starts, keep, TAPS)
+    unit = ops.rms_norm_qk(y, HK, DK, HK * DK)
+    g, strength = ops.gdn_decay_beta(a, b, *weights[1:3])
+    runs = {"slots": slots, "starts": starts, "keep": keep, "gates": gates}
+    d = ops.gated_delta_net(state, unit, g, strength, HK, HV, DK, DV, **runs)
+    return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
+
+
 H, D, INV_FREQ = 4, 8, vector(2, seed=9)
 CACHE = {name: Spec((6, 16, 2 * D), "float32") for name in ("keys", "values")}
 DECODE = {"at": Spec((T,), "int32"), "table": Spec((T, 2), "int32"), "lengths": Spec((T,), "int32")}
@@ -396,6 +413,11 @@ LINEAR = {
     "slots": Spec((T,), "int32"),
 }
 SLOTS = {"slots": np.array([5, 0, 3], np.int32)}
+_ROOM = 3  # for kept runs
+_KEPT = {"slots": [5, 0], "starts": [0, 2, 3], "keep": [2, 0], "accepted": [1, 3]}
+KEPT = {name: np.array(value, np.int32) for name, value in _KEPT.items()}
+KEPT_RUNS = LINEAR | {name: Spec(array.shape, "int32") for name, array in KEPT.items()}
+KEPT_RUNS |= {"conv": Spec((7, TAPS - 1 + _ROOM, CHANNELS), "float32"), "gates": Spec((7, _ROOM, 2, HV), "float32")}
 QUERY, KEY, GATED = (Spec((T, count, width), "float32") for count, width in ((H, D), (2, D), (H, 2 * D)))
 PROMPT = {"at": Spec((), "int32"), "table": Spec((3,), "int32"), **CACHE}
 MLA = {
@@ -450,6 +472,7 @@ CASES = {
         lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
     ),
     "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS, devices=CUDA),
+    "gated_delta_verify": Case(kept_delta, ["gated_delta_verify"], KEPT_RUNS, KEPT, devices=CUDA),
     "attention_prepare": Case(
         gated_heads,
         ["attention_prepare", "attention_paged"],
@@ -691,6 +714,16 @@ UNFIT: dict[str, tuple[Build, dict[str, Spec], str]] = {
         lambda conv, state, slots, **v: delta(conv=conv[2], state=state[2], **v),
         LINEAR,
         "gated_delta_step",
+    ),
+    "gated_delta_verify, the commit by another weight": (
+        lambda **v: kept_delta(**v, seed=5),
+        KEPT_RUNS,
+        "gated_delta_verify",
+    ),
+    "gated_delta_verify, the commit of other slots": (
+        lambda others, **v: kept_delta(**v, others=others),
+        KEPT_RUNS | {"others": Spec((2,), "int32")},
+        "gated_delta_verify",
     ),
     "gated_delta_step of runs": (
         lambda starts, slots, **v: delta(slots=slots, starts=starts, **v),

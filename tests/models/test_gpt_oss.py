@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import penstock
+from penstock.analysis.expert_routes import record
 from penstock.analysis.survey import survey
 from penstock.convert.run import convert
 from penstock.errors import CheckpointError
@@ -124,6 +125,18 @@ def test_logits_agree_with_mlx_lm_wherever_the_experts_are(released: Any, tmp_pa
     found = logits(folder, tokens)
     assert error(found, want) <= SHORT
     np.testing.assert_array_equal(logits(folder, tokens, expert_cache="60%"), found)
+
+
+@pytest.mark.parametrize("cache", ["auto", "60%"])
+def test_routes_and_heat_know_its_experts(released: Any, cache: str) -> None:
+    with penstock.load(released[0], activations="float32", device="cpu", expert_cache=cache) as llm:
+        routes = record(llm, some_tokens(9), max_tokens=6)
+        assert (routes.experts, routes.layers) == (5, (0, 1, 2, 3)) and routes.ids.min() >= 0
+        handle = llm.scheduler.submit(llm.request(some_tokens(9), 6, expert_heat=True))
+        handle.result()
+        ids = routes.ids[routes.decode].transpose(1, 0, 2)
+        want = [np.bincount(layer.reshape(-1), minlength=5) for layer in ids]
+        np.testing.assert_array_equal(handle.expert_counts, want)
 
 
 @pytest.fixture(scope="module")

@@ -1367,6 +1367,41 @@ def _delta_commit_channels(rng, dtype, Hk, Hv, Dk, Dv, W, K):
     return _delta_commit(rng, dtype, Hk, Hv, Dk, Dv, W, K) | {"gates": gates}
 
 
+RUNS_KEPT = {  # runs, of which those of 4 and less are kept where `kept` says so; the last: room
+    "runs": ((3, 0, 1, 4), (3, 0, 0, 4), 2, 4, 16, 12, 4, 5),
+    "one": ((2,), (2,), 1, 1, 8, 8, 2, 2),
+    "odd": ((1, 3, 2), (1, 3, 0), 1, 3, 20, 12, 3, 3),
+    "long": ((11, 2), (0, 2), 1, 2, 32, 16, 4, 8),
+    "wide": ((4, 4, 4), (4, 4, 4), 2, 4, 128, 128, 4, 8),
+}
+
+
+@case("gated_delta_verify", sizes=RUNS_KEPT, rel=2e-5, whole=True, dtypes=F32)
+def _gated_delta_verify(rng, dtype, runs, kept, Hk, Hv, Dk, Dv, W, K):
+    T, B, C = sum(runs) + 1, len(runs), 2 * Hk * Dk + Hv * Dv  # a row of no sequence
+    slots = np.array([4, 1, 0, 2], np.int32)[:B]
+    slots[1:2] = -1 if B == 3 else slots[1:2]
+    gates = np.stack([rng.uniform(0.7, 1, (5, K, Hv)), rng.uniform(0, 1, (5, K, Hv))], axis=2).astype("float32")
+    return {
+        "qkv": normal(rng, T, C, dtype=dtype),
+        "z": normal(rng, T, Hv, Dv, dtype=dtype),
+        "alpha": normal(rng, T, Hv, dtype=dtype),
+        "beta": normal(rng, T, Hv, dtype=dtype),
+        "conv_state": normal(rng, 5, W - 1 + K, C, dtype=dtype),
+        "state": normal(rng, 5, Hv, Dv, Dk, scale=0.1),
+        "gates": gates,
+        "slots": slots,
+        "starts": np.cumsum([0, *runs], dtype=np.int32),
+        "keep": np.array(kept, np.int32),
+        "accepted": np.array([K, 1, 0, 2], np.int32)[:B],
+        "conv_weight": normal(rng, C, W, dtype="bfloat16"),
+        "A_log": normal(rng, Hv),
+        "dt_bias": normal(rng, Hv, dtype="bfloat16"),
+        "norm_weight": normal(rng, Dv, dtype="bfloat16"),
+        "Hk": Hk,
+    }
+
+
 DELTA_STEPS = {  # the last: room behind the rows of the convolution
     "decode": (1, 2, 4, 64, 32, 4, 0),
     "ragged": (3, 1, 3, 20, 12, 3, 0),
@@ -1608,6 +1643,45 @@ def _sample_tokens(rng, dtype, B, V, mode, S=0, M=0, logprobs=None):
         "logprobs": logprobs,
         **tables,
     }
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def _ahead(rng, S, D, B):
+    """Rows of `ahead`, some with fewer drafts than there is room for, and slots, the second of them −1."""
+    ahead = rng.integers(0, 50, (S, 3 + D)).astype(np.int32)
+    ahead[:, 1] = rng.integers(0, D + 2, S)
+    ahead[rng.random(S) < 0.4, 3 + D // 2 :] = -1
+    slots = rng.permutation(S)[:B].astype(np.int32)
+    slots[1:2] = -1
+    return {"ahead": ahead, "slots": slots}
+
+
+DRAFTED = {"one": (1, 3, 1, 3), "some": (7, 5, 5, 2), "most": (9, 7, 3, 7), "other": (4, 3, 4, 1)}  # S, D, B, k
+
+
+@case("draft_rows", sizes=DRAFTED | {"empty": (2, 3, 0, 2)}, rel=0, dtypes=("float32",))
+def _draft_rows(rng, dtype, S, D, B, k):
+    known = rng.integers(0, 40, (B, 3)).astype(np.int32)
+    known[::2, 0] = -1
+    return _ahead(rng, S, D, B) | {"known": known, "drafts": k}
+
+
+@case("accept_drafts", sizes=DRAFTED, rel=0, dtypes=("float32",))
+def _accept_drafts(rng, dtype, S, D, B, k):
+    tokens = rng.integers(-1, 4, B * (1 + k)).astype(np.int32)
+    drawn = np.where(rng.random(len(tokens)) < 0.7, np.roll(tokens, -1), rng.integers(-2, 4, len(tokens)))
+    positions = (rng.integers(0, 90, (B, 1)) + np.arange(1 + k)).astype(np.int32).reshape(-1)
+    chance = rng.uniform(-1, 1, (B, D)).astype(np.float32)
+    given = {"drawn": drawn.astype(np.int32), **_ahead(rng, S, D, B), "tokens": tokens, "positions": positions}
+    return given | {"seed": rng.integers(-(2**63), 2**63 - 1, B), "chance": chance, "vocab": 4}
+
+
+@case("chain_draft", sizes=DRAFTED | {"empty": (2, 3, 0, 2)}, rel=0, dtypes=("float32",))
+def _chain_draft(rng, dtype, S, D, B, k):
+    drawn = rng.integers(-2, 60, B).astype(np.int32)
+    return {"drawn": drawn, **_ahead(rng, S, D, B), "place": k - 1}
 
 
 @case(

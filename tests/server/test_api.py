@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.server.schema import IGNORED, NEUTRAL
+from penstock.server.schema import IGNORED, NEUTRAL, Message
 from penstock.server.service import Options
+from penstock.text.control_tokens import ChatText
 from tests.server.common import CHAT, PROMPT, error_of, scripted, serving
 
 STORY = "Once upon a time"
@@ -240,6 +241,21 @@ def test_continue_final_message_goes_on_where_the_message_ends(quiet, llm):
     body = quiet.chat(messages=messages, continue_final_message=True, max_tokens=6).json()
     assert body["choices"][0]["message"]["content"] == want
     assert "assistant" in error_of(quiet.chat(continue_final_message=True))["message"]
+
+
+def test_continue_final_message_goes_on_in_a_reasoning(quiet, llm, monkeypatch):
+    begun = [*PROMPT, {"role": "assistant", "content": "", "reasoning_content": "A fox, I\n"}]
+    asked, plain = [Message(**message) for message in begun], llm.tokenizer.apply_chat_template(PROMPT)
+    with scripted(monkeypatch, quiet, " see.\n</think>\n\nThere was a fox."):
+        assert quiet.service.prompt(asked, [], None, continued=True).text == f"{plain}<think>\nA fox, I"
+        message = quiet.chat(messages=begun, continue_final_message=True, max_tokens=60).json()["choices"][0]["message"]
+        assert message["reasoning_content"].strip() == "see." and message["content"] == "There was a fox."
+        opened = ChatText(f"{plain}<think>\n")  # by the template
+        monkeypatch.setattr(type(llm.tokenizer), "chat_text", lambda *_, **__: opened)
+        assert quiet.service.prompt(asked, [], None, continued=True).text == f"{plain}<think>\nA fox, I"
+        monkeypatch.undo()
+    refused = quiet.chat(messages=begun, continue_final_message=True)  # of a model that does not reason
+    assert refused.status_code == 400 and "assistant" in error_of(refused)["message"]
 
 
 def test_reasoning_is_split_off_streamed_and_whole(quiet, monkeypatch):

@@ -15,6 +15,7 @@ from penstock.server.guard import Access
 from penstock.server.limits import Limits
 from penstock.server.openapi import described
 from penstock.server.service import Options, Service
+from penstock.server.static import FILES
 from tests.server.common import serving
 
 # Some texts have no tokens and some schemas no grammar: 400 is right for them, though a schema cannot say so.
@@ -60,7 +61,7 @@ def test_the_description_names_every_endpoint():
     application = Application(Service(Options()), Access())
     paths = set(described()["paths"])
     routed = {route.path for route in application._routes()}
-    public = {"/", "/app.js", "/style.css", "/icon.svg", "/openapi.json"}
+    public = {*FILES, "/openapi.json"}
     doubles = {"/models", "/chat/completions", "/completions", "/embeddings", "/responses", "/v1/health"}
     assert routed - public - doubles == {path.replace("{model}", "{name:path}") for path in paths}
     assert "/metrics" not in described(metrics=False)["paths"]

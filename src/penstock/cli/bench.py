@@ -149,6 +149,7 @@ def bench(
         numbers("-d", depths),
         numbers("-b", batches, 1),
     )
+    tests = [drafting.with_spare(test) for test in tests]
     counts: list[int | None] = [*numbers("-t", threads, 1)] if threads is not None else [None]
     need = max(test.positions for test in tests)
     if random is None:
@@ -178,6 +179,7 @@ class Test:
     generation: int
     depth: int
     batch: int = 1
+    spare: int = 0  # tokens that an answer may be ahead of those whose drafts are accepted less often
 
     @property
     def name(self) -> str:
@@ -198,7 +200,7 @@ class Test:
     def positions(self) -> int:
         """Of each of its sequences: with the first token of an answer, which is not measured, and those ahead."""
         before = self.depth + self.prompt or 1
-        return before + (self.generation and self.generation + 1 + (_SLACK if self.batch > 1 else 0))
+        return before + (self.generation and self.generation + 1 + (_SLACK + self.spare if self.batch > 1 else 0))
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,10 @@ class Drafting:
         if not all(0 <= chance <= 1 for chance in chances):
             raise UsageError(f"--acceptance: is {acceptance!r}, expected numbers from 0 to 1 such as 0.85,0.75,0.65")
         return cls("mtp" if number else speculate, int(speculate) if number else None, chances)
+
+    def with_spare(self, test: Test) -> Test:
+        """The test with room for answers that run ahead of others, so that none ends before all are measured."""
+        return test if self.kind == "off" else replace(test, spare=test.generation // 2)
 
     def of_request(self) -> dict[str, Any]:
         """Fields of a request."""
@@ -418,7 +424,7 @@ class Requests:
         """Run the test once, with answers of `generation` tokens behind their first, and add to `times`."""
         test = self.test
         continued = self._rewound() if test.prompt and test.depth else None
-        most = generation + 1 + (_SLACK if test.batch > 1 else 0)
+        most = generation + 1 + (_SLACK + test.spare if test.batch > 1 else 0)
         requests = [self._request(test.prompt or max(1, test.depth), most) for _ in range(test.batch)]
         begin = compile_progress.clock()
         handles = [self._scheduler.submit(request, continued=continued) for request in requests]
@@ -490,9 +496,9 @@ class Requests:
 
 
 def _written(handles: "list[ResponseHandle]", count: int) -> int:
-    """Run steps until each has `count` tokens more; those of all together."""
+    """Run steps until they have `count` tokens more each, on average; those of all together."""
     counts = [0] * len(handles)
-    while min(counts) < count:
+    while sum(counts) < count * len(handles):
         next(handle for handle in handles if not handle.ended).poll()
         for number, handle in enumerate(handles):
             counts[number] += len(handle.take())

@@ -1,7 +1,8 @@
 """Steps in a few fixed sizes, for a device that captures: any mix of tokens runs in the next larger one.
 
 There are three forms. Answers: one token of each of B sequences. Verification: 2, 4 or 8 tokens of each of B sequences,
-of which the host says afterwards how many count. Mixed: T tokens of up to as many sequences as there are. Rows beyond
+of which the host says afterwards how many count, or the device itself, which drafts the next ones in the same piece
+(`draft_chain.py`). Mixed: T tokens of up to as many sequences as there are. Rows beyond
 those of the step are of no sequence: they read nothing and change nothing. Everything that differs from step to step
 lies in arrays that all sizes share, so that no size is captured twice; the residual stream is written to one place, and
 the head reads the wanted rows of it: logits, and the tokens drawn from them, are programs of their own by the number of
@@ -20,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.engine.cache import Sequence
+from penstock.engine.draft_chain import AheadRun, DraftChain, chain_inputs, chain_values
 from penstock.engine.runner import Call, Runner, SegmentedRunner, between_replays
 from penstock.engine.steps import (
     KEPT,
     MOST_LOGITS,
     Run,
+    block_tables,
     kept_arrays,
     padded,
     read_logprobs,
@@ -51,6 +55,9 @@ MIXED = (
 )  # fmt: skip
 VERIFIED = (2, 4, 8)  # tokens of each sequence
 _VERIFYING = (1, 2, 4, 8, 16, 32)  # sequences
+_PREPARED = (1, 2, 4, 8)  # sequences, and drafts of each, of steps that the device accepts by itself
+_DRAFTED = (1, 3)
+POSITIONS_TO_PREPARE = 128
 _SHORT = 4  # pages: a token of Qwen3.6-35B-A3B on an H200 takes 20 µs less than with a table of full width
 _FEW = 8  # rows up to which products take norms and sums in: see graph/fuse_cuda.py
 _HIDDEN = "hidden"  # in place of a mode: the head is the final norm alone
@@ -92,8 +99,11 @@ class BucketedSteps:
         self._runners: dict[Any, Runner] = {}
         self._wholes: dict[Any, Runner] = {}
         self._heads: dict[Any, tuple[Runner, Any]] = {}
+        self._chain: DraftChain | None = None
+        self._drafting: dict[Any, Runner] = {}
         self._head_arena: Any = None
         self._seconds: dict[Bucket, float] = {}
+        self._draft_seconds: dict[int, dict[int, float]] = {}
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -127,6 +137,10 @@ class BucketedSteps:
                 if count >= sequences and count * each >= tokens:
                     return Bucket(count * each, count, False, keeps=True)
         return Bucket(_next(self.mixed, tokens), most, False, keeps=True)
+
+    def draft_seconds(self, sequences: int) -> dict[int, float]:
+        """Seconds of steps of so many sequences by the drafts that the device makes for each, where they are known."""
+        return self._draft_seconds.get(sequences, {})
 
     def tokens_within(self, seconds: float) -> int:
         """The most tokens of a step that is known to take no longer, at least those of the smallest size."""
@@ -207,6 +221,57 @@ class BucketedSteps:
             logits = self._device.rows_to_host(self._head(self._head_rows(len(rows)), mode)[1], hosted)
         return _Drawing(drawn, logits)
 
+    def launch_ahead(self, runs: Seq[AheadRun], drafts: int, rows: Seq[Any], mode: str) -> PendingStep:
+        """Start a step that verifies the drafts which the device has for each sequence, and makes so many more, as
+        `rows` (`Sampler.row` of each sequence) and a mode of `mode_of` say. Of the 1 + drafts tokens that are reported
+        for each, those behind the last one that counts are −1.
+        """
+        self._bind_anew()
+        assert self._inputs is not None and self._sampler is not None
+        count, each = len(runs), 1 + drafts
+        bucket = self.drafting(count, drafts)
+        T, B = bucket.rows, bucket.sequences
+        values = chain_values(runs, rows)
+        by_row = self._sampler.values([row for row in rows for _ in range(each)])
+        by_row |= {"wanted": np.arange(count * each, dtype=np.int32), "draw_slots": np.full(T, -1, np.int32)}
+        by_row["sequence"] = np.repeat(np.arange(count, dtype=np.int32), each)
+        values |= {name: padded(array, T, _PADS.get(name, 0)) for name, array in by_row.items()}
+        values["starts"] = np.minimum(np.arange(B + 1, dtype=np.int32), count) * np.int32(each)
+        values["slots"] = padded(np.array([run.sequence.slot for run in runs], np.int32), B, -1)
+        values["keep"] = padded(np.full(count, each, np.int32), B, 0)
+        values |= block_tables([run.sequence for run in runs], self._programs.windows, lambda pages: pages)
+        runner = self._drafting_runner(bucket, mode)
+        self._inputs.send(values)
+        with self._running(bucket):
+            runner.run()
+        return _Drawing(self._sampler.launched(count * each, mode), None)
+
+    def drafting(self, sequences: int, drafts: int) -> Bucket:
+        """The size for a step with so many drafts of so many sequences."""
+        count = _next((*(size for size in _VERIFYING if size < self.sequences), self.sequences), sequences)
+        return Bucket(count * (1 + drafts), count, False, keeps=True)
+
+    def _drafting_runner(self, bucket: Bucket, mode: str) -> Runner:
+        key = (bucket, mode)
+        if key not in self._drafting:
+            assert self._inputs is not None and self._sampler is not None
+            if self._chain is None:
+                drafter = self._programs.drafter
+                assert drafter is not None
+                given = self._inputs.on_device
+                self._chain = DraftChain(self._programs, drafter.head, given, self._hidden, self._pages)
+            B, chain, drawn = bucket.sequences, self._chain, self._sampler.drawn
+            drafts = bucket.rows // B - 1
+            unpack, *body = self._runner(bucket, prompt=False).calls
+            head, logits = self._head(bucket.rows, None)
+            calls = [unpack, *chain.before(B, drafts), *body, *head.calls]
+            calls += self._sampler.calls(logits, mode, chain.accept(B, drafts, drawn))
+            calls += chain.draft(B, drafts, drawn, mode)
+            runner = self._drafting[key] = Runner(self._device, [calls])
+            with self._running(bucket):
+                self._device.compile(runner.calls)
+        return self._drafting[key]
+
     def _launch(
         self, runs: Seq[Run], drawing: dict[str, np.ndarray], bucket: Bucket | None = None, mode: str | None = None
     ) -> dict[str, np.ndarray]:
@@ -274,13 +339,17 @@ class BucketedSteps:
         self._hidden = device.zeros((self.most_tokens, programs.config.dim), STREAM)
         shapes = step_shapes(self.most_tokens, B, max(B, MOST_LOGITS), self._pages, programs.windows.values())
         shapes |= dict.fromkeys(KEPT, (B,))
-        self._inputs = device.step_inputs({name: (shape, "int32") for name, shape in shapes.items()}, B)
+        wanted: dict[str, Any] = {name: (shape, "int32") for name, shape in shapes.items()}
+        if programs.drafter is not None:
+            wanted |= chain_inputs(B)
+        self._inputs = device.step_inputs(wanted, B)
         self._sampler = device.sampler(self._inputs, programs.config.vocab_size) if device.samples_tokens else None
         self._version = caches.version
 
     def unbind(self) -> None:
         """Let go of the caches' arrays."""
         self._runners, self._wholes, self._heads, self._arenas, self._seconds = {}, {}, {}, {}, {}
+        self._chain, self._drafting, self._draft_seconds = None, {}, {}
         self._hidden = self._head_arena = self._inputs = self._sampler = self._version = None
 
     def _exchanging(self, wrap: Wrap | None) -> Wrap | None:
@@ -435,6 +504,47 @@ class BucketedSteps:
             for bucket in buckets:
                 for mode in _WHOLE if bucket.answers else ():
                     self._draw_nothing(self._whole(bucket, mode), bucket.rows, mode)
+
+    def prepare_drafting(self, sequences: Seq[Sequence]) -> None:
+        """Have the usual sizes captured in which the device accepts and drafts by itself, and know how long they take;
+        sequences: empty ones, with pages for `POSITIONS_TO_PREPARE` positions.
+        """
+        room = self._programs.caches.room
+        for count in _PREPARED if self._sampler is not None else ():
+            if count > min(len(sequences), self.answers[-1]):
+                break
+            own, known = sequences[:count], {}
+            tokens = [np.full(1, n % self._programs.config.vocab_size, np.int32) for n in range(count)]
+            rows = [UNREAD] * count
+            runs = [Run(sequence, token) for sequence, token in zip(own, tokens, strict=True)]
+            for _ in range(2):
+                self.launch(runs, rows, "greedy").tokens()
+            pages = max((len(table.ids) for one in own for table in one.tables.values()), default=0)
+            known[0] = self._replayed(self._whole(self.bucket(count, count, pages), "greedy"), count)
+            for drafts in (one for one in _DRAFTED if room is None or one < room):
+                for mode in _WHOLE:
+                    for sequence in own:
+                        sequence.drafted = None
+                    for _ in range(3):  # the first has no drafts
+                        ahead = [AheadRun(one, token.tolist(), 0) for one, token in zip(own, tokens, strict=True)]
+                        self.launch_ahead(ahead, drafts, rows, mode).tokens()
+                        for sequence in own:
+                            sequence.drafted = drafts
+                runner = self._drafting_runner(self.drafting(count, drafts), _WHOLE[-1])
+                known[drafts] = self._replayed(runner, count * (1 + drafts))
+            self._draft_seconds[count] = known
+
+    def _replayed(self, runner: Runner, rows: int) -> float:
+        """Seconds of a replay, one behind the other, of what was sent last; rows: that draw."""
+        assert self._sampler is not None
+        count = 3
+        self._device.wait()
+        begin = time.perf_counter()
+        for _ in range(count):
+            runner.run()
+            self._sampler.launched(rows, _WHOLE[0])
+        self._device.wait()
+        return (time.perf_counter() - begin) / count
 
     def _draw_nothing(self, runner: Runner, rows: int, mode: str | None) -> None:
         """Capture what ends with a draw; no row is active."""

@@ -95,6 +95,8 @@ class Sequence:
     corrupt: bool = False  # a step stopped half-way: recurrent state may be ahead of `length`
     writable: int = 0  # positions below it are known to lie in pages that no snapshot holds
     accepted: int = 0  # of a run that was kept, the tokens that its recurrent states do not hold yet, but `length` does
+    drafted: int | None = None  # where it is the device knows, and so many drafts behind it: ops/drafts.py
+    ahead: int = 0  # tokens that steps under way may append at the most: how many, the device says
     closed: bool = field(default=False, repr=False)
 
 
@@ -310,7 +312,7 @@ class Caches:
 
     def rewind(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Put a sequence (the snapshot's own or another one) into the state of the snapshot, which stays valid."""
-        sequence.accepted = 0
+        sequence.accepted, sequence.drafted = 0, None
         for window, table in snapshot.tables.items():
             self.pools[window].hold(table.live)
         self._release(sequence.tables)

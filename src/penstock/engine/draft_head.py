@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from penstock.engine.cache import PageTable, Sequence
+from penstock.engine.draft_chain import AheadRun
 from penstock.engine.runner import Runner
 from penstock.engine.sampling import Sampler, mode_of
 from penstock.engine.steps import CHAINED, MOST_TOKENS, Run, padded, ragged_step, step_arrays, step_shapes, table_width
@@ -105,6 +106,10 @@ class HeadDrafter:
         self._waiting: weakref.WeakKeyDictionary[Sequence, _Waiting] = weakref.WeakKeyDictionary()
         self.unbind = runner.unbind
 
+    @property
+    def head(self) -> mtp.Head:
+        return self._runner.head
+
     def replace_head(self, head: mtp.Head) -> None:
         """The same head with its weights elsewhere in memory, before the first step."""
         self._runner.head = head
@@ -160,19 +165,41 @@ class HeadDrafter:
         waiting = self._waiting.get(sequence)
         return waiting is not None and bool(waiting.tokens) and waiting.end == sequence.length
 
+    def knows(self, sequence: Sequence) -> bool:
+        """Whether nothing before the next token is missing but what waits."""
+        waiting = self._waiting.get(sequence)
+        return waiting is not None and waiting.end == sequence.length
+
     def draft(self, asked: Seq[Asked]) -> None:
         """Draft for sequences that are `ready`; pages for their next positions are reserved."""
         runs, rows = [], []
         for one in asked:
-            waiting = self._waiting[one.sequence]
-            known = [
-                token if token >= 0 else one.answer[position - one.start]
-                for position, token in enumerate(waiting.tokens, waiting.start)
-            ]
-            runs.append(Run(_at(one.sequence, waiting.start), np.array([*known[1:], one.answer[-1]], np.int32)))
-            rows += waiting.rows
-            waiting.start, waiting.rows, waiting.tokens = waiting.end, [], []
+            run, own = self._taken(one.sequence, one.answer, one.start)
+            runs.append(run)
+            rows += own
         self._runner.draft(asked, runs, rows)
+
+    def catch_up(self, runs: Seq[AheadRun]) -> None:
+        """Compute what waits of sequences that the device will draft for by itself."""
+        waiting = [one for one in runs if (known := self._waiting.get(one.sequence)) is not None and known.tokens]
+        for part in _within([self._taken(one.sequence, one.answer, one.start, "none") for one in waiting]):
+            self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
+
+    def caught_up(self, sequence: Sequence) -> None:
+        """The device has computed all before the next token by itself."""
+        self._waiting[sequence] = _Waiting(sequence.length, [], [])
+
+    def _taken(self, sequence: Sequence, answer: Seq[int], start: int, wanted: str = "last") -> tuple[Run, Rows]:
+        """A run of all that waits, up to the last token of an answer whose first is at position `start`."""
+        waiting = self._waiting[sequence]
+        known = [
+            token if token >= 0 else answer[position - start]
+            for position, token in enumerate(waiting.tokens, waiting.start)
+        ]
+        run = Run(_at(sequence, waiting.start), np.array([*known[1:], answer[-1]], np.int32), wanted)
+        rows = waiting.rows
+        waiting.start, waiting.rows, waiting.tokens = waiting.end, [], []
+        return run, rows
 
 
 class ExactHead:

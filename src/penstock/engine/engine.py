@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias
 
 import numpy as np
 
-from penstock.engine.buckets import Bucket, BucketedSteps
+from penstock.engine.buckets import POSITIONS_TO_PREPARE, Bucket, BucketedSteps
 from penstock.engine.cache import Caches, Sequence, Snapshot
 from penstock.engine.cache_size import CacheSize, sequences_within, size_for_batches, size_for_load, size_within
+from penstock.engine.draft_chain import AheadRun
 from penstock.engine.draft_head import Asked, CapturedHead, ExactHead, HeadDrafter
 from penstock.engine.nonfinite import NonFinite, first_nonfinite
 from penstock.engine.options import WORKING_BYTES
@@ -160,7 +161,8 @@ class Engine:
         layouts = with_state_dtype(model.family.caches(model.config), state_dtype)
         if model.family.commit is not None:
             layouts = with_room(layouts, 1 + drafts if drafts and model.family.commits(model.config) else 0)
-        asked = speculate == "mtp" or (speculate == "auto" and not self.device.captures)  # on a GPU by name alone yet
+        by_itself = not self.device.captures or model.experts is None  # else the host would decide between replays
+        asked = speculate == "mtp" or (speculate == "auto" and by_itself)
         runs_head = self.device.runs_programs and model.mesh is None and drafts > 0 and asked
         head = model.head if runs_head and model.family.final_norm is not None else None
         if head is not None:
@@ -434,6 +436,11 @@ class Engine:
         return self.device.samples_tokens and (self.experts is None or self.experts.fully_cached)
 
     @property
+    def tells_experts(self) -> bool:
+        """Whether the experts that tokens choose can be counted at no cost worth naming (`heat.py`)."""
+        return self.programs is not None and not self.device.captures and self.leader is None
+
+    @property
     def chunk_alignment(self) -> int:
         """Chunks of prompts end at multiples of it. Those at multiples of the device's may be stored, and where results
         are not to depend on the cut all are.
@@ -523,7 +530,7 @@ class Engine:
                         self._copied[run.sequence] = self.caches.copied_states(run.sequence), run.tokens
                 yield
                 for run in runs:
-                    run.sequence.accepted = 0
+                    run.sequence.accepted, run.sequence.drafted = 0, None
                     if not run.keep:
                         self.caches.advance(run.sequence, len(run.tokens))
 
@@ -563,6 +570,53 @@ class Engine:
                 self.caches.reserve(one.sequence, one.count)
             self.drafter.draft(asked)
 
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether the device verifies, accepts and drafts by itself, and the host reads tokens afterwards."""
+        return self.drafter is not None and self.can_chain and self.experts is None and not self._copies_states
+
+    def has_room_ahead(self, sequence: Sequence, drafts: int, under_way: bool = False) -> bool:
+        """Whether `launch_ahead` may be called for a sequence: its pages, which may end behind max_context, have room
+        for what may come, and the head has all before it. under_way: a step that ends before will see to that.
+        """
+        assert self.drafter is not None
+        most = -(-self.max_context // PAGE) * PAGE
+        known = under_way or sequence.drafted is not None or self.drafter.knows(sequence)
+        return known and sequence.length + sequence.ahead + 1 + 2 * drafts <= most
+
+    def launch_ahead(
+        self, runs: Seq[AheadRun], drafts: int, rows: Seq[Mapping[str, Any]], mode: str
+    ) -> PendingStep:
+        """Start a step that verifies the drafts which the device has for each sequence, none at first, and makes so
+        many more; only where `drafts_ahead`. Of each sequence 1 + drafts tokens are reported, −1 behind the last that
+        counts; `advance_ahead` is to be told how many those are. Steps may be started before; rows, mode: see `launch`.
+        """
+        each = 1 + drafts
+        for run in runs:
+            self.check_room(run.sequence, 0)
+            assert self.has_room_ahead(run.sequence, drafts)
+        with self.lock, self.device.running(self.deterministic):
+            self._check_files()
+            assert self.programs is not None and isinstance(self.programs.steps, BucketedSteps)
+            assert self.drafter is not None
+            for run in runs:  # drafts behind the step's tokens have entries in the head's cache
+                self.caches.reserve(run.sequence, run.sequence.ahead + each + drafts)
+            with mark_corrupt_on_error([run.sequence for run in runs]):
+                self.drafter.catch_up([run for run in runs if run.sequence.drafted is None])
+                step = self.programs.steps.launch_ahead(runs, drafts, rows, mode)
+                for run in runs:
+                    run.sequence.accepted, run.sequence.drafted = 0, drafts
+                    run.sequence.ahead += each
+            return step
+
+    def advance_ahead(self, sequence: Sequence, drafts: int, count: int) -> None:
+        """Of the oldest step under way that `launch_ahead` has started with so many drafts, so many tokens count."""
+        with self.lock:
+            sequence.ahead -= 1 + drafts
+            self.caches.accept(sequence, count)
+            if self.drafter is not None:
+                self.drafter.caught_up(sequence)
+
     def settle(self, sequence: Sequence) -> None:
         """Have the recurrent states of a sequence hold all that was accepted."""
         with self.lock:
@@ -582,7 +636,7 @@ class Engine:
             slots, accepted = (np.array(values, np.int32) for values in arrays.values())
             self._commit_defined(Step(slots, slots, slots, slots, {}, accepted=accepted))
         for sequence in behind:
-            sequence.accepted = 0
+            sequence.accepted, sequence.drafted = 0, None
 
     def _commit_defined(self, step: Step) -> None:
         model = self.model
@@ -617,6 +671,10 @@ class Engine:
             try:
                 opened += [self.open() for _ in range(steps.answers[-1])]
                 steps.prepare(seconds)
+                if self.drafts_ahead and self.max_context >= POSITIONS_TO_PREPARE:
+                    for sequence in opened:
+                        self.caches.reserve(sequence, POSITIONS_TO_PREPARE)
+                    steps.prepare_drafting(opened)
             finally:
                 for sequence in opened:
                     self.close(sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from penstock import compile_progress
 from penstock.engine.buckets import UNREAD, BucketedSteps
 from penstock.engine.cache import Sequence
+from penstock.engine.draft_chain import AheadRun
 from penstock.engine.engine import Engine
 from penstock.engine.response import Token
 from penstock.engine.sampling import mode_of, with_logprobs
@@ -21,6 +23,7 @@ from penstock.engine.steps import CHAINED, Run
 from penstock.errors import NonFiniteLogits
 from penstock.models.step import PAGE
 from penstock.ops.device import PendingStep
+from penstock.ops.sampling import INACTIVE
 
 _LOGITS_BYTES = 1 << 28  # that a step may hand out, but for those of a page
 
@@ -37,6 +40,8 @@ class Part:
     prompt: bool
     draws: bool
     drafts: Proposal | None = None  # behind the token of an answer
+    ahead: int = 0  # drafts that the device is to make, and verifies in the step behind this one
+    verified: int = 0  # drafts of the step before that made some
 
     @classmethod
     def of_prompt(cls, state: RequestState, end: int) -> Part:
@@ -48,9 +53,17 @@ class Part:
         at = state.opened.length
         return cls(state, at, at + 1, False, at + 1 == state.prompt_end + state.drawn)
 
+    @classmethod
+    def ahead_of(cls, state: RequestState, drafts: int) -> Part:
+        """An answer whose drafts the device accepts by itself; the position is that which the host knows."""
+        at = state.opened.length
+        return cls(state, at, at + 1, False, True, ahead=drafts, verified=min(drafts, state.opened.drafted or 0))
+
     @property
     def tokens(self) -> int:
         """Of the step."""
+        if self.ahead:
+            return 1 + self.ahead
         return self.end - self.at + (0 if self.drafts is None else len(self.drafts.tokens))
 
     @property
@@ -91,9 +104,10 @@ class Part:
             return Run(sequence, ids, wanted, True)
         number = self.at - state.prompt_end
         token = state.tokens[number] if number < len(state.tokens) else CHAINED - sequence.slot
+        heat = state.queue.heat if self.draws else None
         if self.drafts is not None:
-            return Run(sequence, np.array((token, *self.drafts.tokens), np.int32), "all", keep=True)
-        return Run(sequence, np.array((token,), np.int32), wanted)
+            return Run(sequence, np.array((token, *self.drafts.tokens), np.int32), "all", keep=True, heat=heat)
+        return Run(sequence, np.array((token,), np.int32), wanted, heat=heat)
 
 
 Drawn = list[tuple[RequestState, Token | Exception]]
@@ -110,6 +124,11 @@ class Launched:
     drawn: PendingStep | Drawn
     begin: float
     rows: list[tuple[np.ndarray, ...]] | None = None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the device accepts drafts by itself."""
+        return bool(self.parts[0].ahead)
 
     @property
     def states(self) -> list[RequestState]:
@@ -130,6 +149,12 @@ class Execution:
     def overlaps(self) -> bool:
         """Whether a step may be launched before the tokens of the one before are read."""
         return self._engine.can_chain
+
+    def draft_seconds(self, answers: int) -> Mapping[int, float]:
+        """Seconds of a step of so many answers by the drafts of each that the device makes, as far as measured."""
+        programs = self._engine.programs
+        steps = None if programs is None else programs.steps
+        return steps.draft_seconds(answers) if isinstance(steps, BucketedSteps) else {}
 
     def room(self, seconds: float, answers: int) -> int:
         """Tokens of prompts for a step beside so many of answers that is to take up to so many seconds, twice as many
@@ -167,6 +192,8 @@ class Execution:
     def launch(self, parts: list[Part]) -> Launched:
         """Start a step. Where the device does not sample, it has been run when this returns."""
         begin = compile_progress.clock()
+        if parts[0].ahead:
+            return self._launch_ahead(parts, begin)
         engine, runs = self._engine, [part.run() for part in parts]
         drawn: PendingStep | Drawn
         if any(part.all_rows for part in parts):
@@ -201,6 +228,49 @@ class Execution:
                 part.state.drawn += 1
         self.steps += 1
         return Launched(parts, [run.sequence for run in runs], drawn, begin)
+
+    def _launch_ahead(self, parts: list[Part], begin: float) -> Launched:
+        """Start a step of answers that verifies the device's drafts and makes more."""
+        states = [part.state for part in parts]
+        runs = [AheadRun(one.opened, one.tokens, one.prompt_end, one.request.acceptance) for one in states]
+        samplers = [state.sampler for state in states]
+        rows = [sampler.row for sampler in samplers]
+        drawn = self._engine.launch_ahead(runs, parts[0].ahead, rows, mode_of(samplers))
+        for state in states:
+            state.drawn += 1
+            state.ahead += 1
+        self.host_seconds += compile_progress.clock() - begin
+        self.steps += 1
+        return Launched(parts, [run.sequence for run in runs], drawn, begin)
+
+    def _collect_ahead(self, step: Launched, tokens: list[int]) -> Drawn:
+        """The tokens of each answer up to the last one that counts, or with which it ends."""
+        found: Drawn = []
+        each = 1 + step.parts[0].ahead
+        for n, (part, sequence) in enumerate(zip(step.parts, step.sequences, strict=True)):
+            state = part.state
+            if state.sequence is not sequence:
+                continue
+            own = [token for token in tokens[n * each : (n + 1) * each] if token != INACTIVE]
+            length = sequence.length
+            state.ahead -= 1
+            self._engine.advance_ahead(sequence, part.ahead, len(own))
+            self._count_drafts(part, len(own) - 1)
+            for place, token in enumerate(own):
+                taken = self._taken(state, token, None, length + 1 + place)
+                found.append((state, taken))
+                if isinstance(taken, Exception) or taken.finish_reason is not None:
+                    break
+            state.drawn = len(state.tokens) + state.ahead
+        return found
+
+    def _count_drafts(self, part: Part, met: int) -> None:
+        state = part.state
+        state.timings.draft_n += part.verified
+        for place in range(min(part.verified, met + 1)):
+            state.timings.count_draft(place, place < met)
+        if part.verified and state.speculation is not None:
+            state.speculation.acceptance.record(state.speculation.kind, part.verified, met)
 
     def _after(self, part: Part, logits: np.ndarray) -> Drawn:
         """The first token of the answer to a prompt that was read, by the logits after its last token, on the host."""
@@ -260,6 +330,8 @@ class Execution:
         assert held is not None and state.speculation is not None
         state.verification = None
         self._engine.accept(state.opened, held.drawn)
+        if state.queue.heat is not None:
+            state.queue.heat.accept(held.drawn)
         state.drawn = len(state.tokens)
         state.speculation.acceptance.record(held.group, len(held.drafts), held.met)
 
@@ -269,6 +341,10 @@ class Execution:
             return step.drawn
         tokens = step.drawn.tokens()
         begin = compile_progress.clock()
+        if step.ahead:
+            found = self._collect_ahead(step, tokens)
+            self.host_seconds += compile_progress.clock() - begin
+            return found
         drawing = [(part, own) for part, own in zip(step.parts, step.sequences, strict=True) if part.draws]
         wanted = any(part.state.sampler.params.logprobs is not None and not part.hosted for part, _ in drawing)
         logits = step.drawn.logits() if any(part.hosted for part, _ in drawing) else None
@@ -297,6 +373,8 @@ class Execution:
     def _taken(self, state: RequestState, token: int, logprobs: Any, position: int) -> Token | Exception:
         if token < 0:
             error = NonFiniteLogits(f"sample: the model produced non-finite logits at position {position}")
+            if state.ahead:  # its states have moved on
+                return error
             return self._engine.located(error, state.opened, state.last)
         try:
             if state.sampler.edits is not None:

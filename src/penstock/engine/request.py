@@ -139,7 +139,8 @@ class Request:
     is wanted of the prompt. speculate, and num_draft_tokens: what drafts come from and how many a step verifies at the
     most; None: as the model was loaded.
     acceptance, for benchmarks: the draft at place i counts with this probability if those before it do, whatever the
-    token is, drawn by seed and position; and with fixed_drafts every step verifies num_draft_tokens.
+    token is, drawn by seed and position; and with fixed_drafts every step verifies num_draft_tokens. expert_heat: the
+    experts that the answer chooses are counted, where the device tells them (`heat.py`).
     """
 
     prompt: list[int]
@@ -155,6 +156,7 @@ class Request:
     acceptance: tuple[float, ...] | None = None
     fixed_drafts: bool = False
     reading: Reading | None = None
+    expert_heat: bool = False
 
 
 def make_request(
@@ -176,7 +178,7 @@ def make_request(
     options = dict(options)
     extra = options.pop("extra_eos", ())
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
-    reading = options.pop("reading", None)
+    reading, heat = options.pop("reading", None), options.pop("expert_heat", False)
     speculate, drafts = options.pop("speculate", None), options.pop("num_draft_tokens", None)
     check_speculate("generate", speculate, drafts)
     hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
@@ -205,7 +207,7 @@ def make_request(
     eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
     shown, grammar = tuple(more.get("shown", ())), more.get("grammar")
     about = (ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
-    return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading)
+    return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading, expert_heat=bool(heat))
 
 
 def reading_request(limits: RequestLimits, tokens: Seq[int], reading: Reading | None = None) -> Request:

@@ -35,9 +35,11 @@ import numpy as np
 from penstock import compile_progress
 from penstock.engine.admission import Admission, Pages, share_memory
 from penstock.engine.cache import Sequence
+from penstock.engine.draft_gate import DraftGate
 from penstock.engine.draft_head import Asked
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
+from penstock.engine.heat import ExpertHeat
 from penstock.engine.hooks import HookInterrupted
 from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.order import Order
@@ -46,7 +48,7 @@ from penstock.engine.reading import Reader
 from penstock.engine.request import Request, Timings
 from penstock.engine.response import ChunkQueue, ResponseHandle, Token, TokenBatch
 from penstock.engine.sampling import Sampler
-from penstock.engine.speculate import Speculation, Speculator
+from penstock.engine.speculate import MOST_DRAFTS, Speculation, Speculator
 from penstock.engine.state import RequestState
 from penstock.engine.steps import MOST_LOGITS
 from penstock.errors import Cancelled, CheckpointError, InvalidArgument, OutOfMemory, QueueFull
@@ -140,6 +142,7 @@ class Scheduler:
         self._execution = Execution(engine)
         self._most_rows = most_rows(engine)
         self._speculator = Speculator()
+        self._gate = DraftGate(self._execution.draft_seconds)
         self._record = llm.add_timings if record is None else record
 
         self.condition = threading.Condition()  # guards what follows
@@ -245,7 +248,10 @@ class Scheduler:
     ) -> RequestState:
         engine, length = self._engine, len(request.prompt)
         held = 0 if continued is None else continued.sequence.length
-        most = min(held + length + request.max_tokens, engine.max_context)
+        most = held + length + request.max_tokens
+        if engine.drafts_ahead:  # two steps may be under way behind an answer's end
+            most += 3 * (1 + MOST_DRAFTS)
+        most = min(most, engine.max_context)
         try:
             pages = engine.caches.pages_of(most) if continued is not None else self._admission.check(most, length)
         except OutOfMemory:
@@ -258,6 +264,7 @@ class Scheduler:
         context = () if continued is None else continued.tokens
         sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])
         queue = ChunkQueue(buffer or self.buffer, self._wake, Timings(prompt_tokens=length))
+        queue.heat = ExpertHeat() if request.expert_heat and engine.tells_experts else None
         state = RequestState(
             request, queue, sampler, engine.max_context, pages, digests, client, held=held, progress=progress
         )
@@ -454,8 +461,15 @@ class Scheduler:
         self._admit()
         if self._verify_more():
             return True
-        parts, suspects = self._parts()
-        self._add_drafts(parts)
+        drafting = self._draft_parts()
+        if drafting:
+            return self._step_ahead(drafting)
+        if any(step.ahead for step in self._launched):
+            self._collect()  # where sequences are, the device alone knows until then
+            return True
+        parts, suspects = self._parts(drafting is None)
+        if drafting is None:
+            self._add_drafts(parts)
         groups = self._execution.groups(parts)
         chains = self.overlap and self._execution.overlaps
         overlap = chains and len(groups) == 1 and not suspects and not groups[0][0].all_rows
@@ -466,6 +480,44 @@ class Scheduler:
             if group and self._launch(group) and not (overlap and len(self._launched) == 1):
                 self._collect()
         return bool(parts or suspects)
+
+    def _step_ahead(self, parts: list[Part]) -> bool:
+        """A step of answers whose drafts the device accepts by itself, launched before the last one's tokens are read:
+        those of a step of another kind have to be known.
+        """
+        others = any(not step.ahead for step in self._launched)
+        if others or (self._launch(parts) and not (self.overlap and len(self._launched) == 1)):
+            self._collect()
+        return True
+
+    def _draft_parts(self) -> list[Part] | None:
+        """What the next step has of each request, if the device is to accept drafts by itself; empty: there are to be
+        none, since they do not pay or there is no room; None: some requests need the host, or have no head's drafts.
+        """
+        if not self._engine.drafts_ahead:
+            return None
+        states: list[RequestState] = []
+        for state in self._running:
+            if state.paused is not None and (state.queue.state == "generating" or not state.owned):
+                continue
+            waits = state.verification is not None or state.verifying or state.suspect
+            if state.queue.state != "generating" or waits or not state.drafts_ahead or state.sequence is None:
+                return None
+            under_way = state.drawn - len(state.tokens)
+            if not under_way and state.computed_tokens + 1 != len(state.tokens):  # it is computed again
+                return None
+            if state.drawn < state.request.max_tokens:
+                states.append(state)
+        if not states:
+            return None
+        drafts = self._gate.drafts([state.speculation for state in states if state.speculation is not None])
+        if not drafts:
+            return []
+        for state in states:
+            under_way = state.drawn > len(state.tokens)  # it is looked at again with its token known
+            if not self._engine.has_room_ahead(state.opened, drafts, under_way):
+                return []
+        return [Part.ahead_of(state, drafts) for state in states]
 
     def _reap(self) -> None:
         """End requests that were cancelled, whose reader has gone to sleep, or that are past the deadline."""
@@ -538,7 +590,7 @@ class Scheduler:
         """Close the sequence of a running request; it waits for another one, in which it is computed again."""
         self._engine.close(state.opened)
         state.sequence, state.queue.state = None, "waiting"
-        state.verification, state.verifying = None, False
+        state.verification, state.verifying, state.ahead = None, False, 0
         state.drawn = len(state.tokens)
         if state.sampler.edits is not None:
             state.sampler.edits.stale = True  # a device may have counted a token that nobody has read
@@ -626,8 +678,10 @@ class Scheduler:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _parts(self) -> tuple[list[Part], list[Part]]:
-        """What the next step has of each request; and of those that are to run alone."""
+    def _parts(self, may_draft: bool) -> tuple[list[Part], list[Part]]:
+        """What the next step has of each request; and of those that are to run alone. may_draft: there may be drafts
+        for those whose token is known.
+        """
         parts: list[Part] = []
         suspects: list[Part] = []
         prompts: list[RequestState] = []
@@ -638,7 +692,8 @@ class Scheduler:
             if state.verification is not None or state.verifying:
                 continue
             if state.queue.state == "generating":
-                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain and not self._waits(state)):
+                waits = may_draft and self._waits(state)
+                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain and not waits):
                     (suspects if state.suspect else parts).append(Part.of_answer(state))
             elif state.suspect:
                 suspects.append(self._chunk(state, self._engine.most_tokens))
@@ -658,7 +713,15 @@ class Scheduler:
     def _waits(self, state: RequestState) -> bool:
         """Whether a request sits out a step that is launched ahead: with its token known there may be drafts."""
         speculation = state.speculation
-        return speculation is not None and self._speculator.wants(speculation)
+        return speculation is not None and self._host_drafts(state) and self._speculator.wants(speculation)
+
+    def _host_drafts(self, state: RequestState) -> bool:
+        """Whether a request's drafts may be accepted by the host: where the device does it by itself only those that
+        were asked for by name.
+        """
+        assert state.speculation is not None
+        kind = state.request.speculate or self._engine.speculate
+        return state.speculation.kind != "mtp" or kind != "auto" or not self._engine.drafts_ahead
 
     def _add_drafts(self, parts: list[Part]) -> None:
         """Let answers verify drafts, as many as make their tokens come soonest."""
@@ -686,7 +749,7 @@ class Scheduler:
     def _draft_limit(self, part: Part) -> int:
         """Drafts that an answer may have."""
         state, drafter = part.state, self._engine.drafter
-        if not part.draws or state.speculation is None:
+        if not part.draws or state.speculation is None or not self._host_drafts(state):
             return 0
         if state.speculation.kind == "mtp" and (drafter is None or not drafter.ready(state.opened)):
             return 0
@@ -808,7 +871,10 @@ class Scheduler:
         if prompt and not parts[0].all_logits:  # which cost more, and what is done with them
             self._execution.record(prompt + tokens, seconds)
         elif tokens and not prompt:
-            self._speculator.costs.record(tokens, seconds)
+            if not parts[0].ahead:
+                self._speculator.costs.record(tokens, seconds)
+            if parts[0].ahead or tokens == answers:
+                self._gate.record(answers, parts[0].ahead, seconds)
 
     def _failed(self, states: list[RequestState], error: Exception) -> None:
         """A step failed: one request alone ends with the error, several are tried alone."""

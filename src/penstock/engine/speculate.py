@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-
 from penstock import compile_progress
 from penstock.errors import DTypeError, InvalidArgument
+from penstock.ops.drafts import made_up
 
 MOST_DRAFTS = 7  # of a sequence in a step, which then has eight tokens of it
 COPIED_TOKENS = 7  # of a run behind a copy of recurrent states: more are computed in chunks, with other bits
@@ -197,6 +196,11 @@ class StepCosts:
         else:
             self._seconds[tokens] = 0.9 * known + 0.1 * min(seconds, 2 * known)
 
+    def expect(self, tokens: int, seconds: float) -> None:
+        """A step of a size that was not met yet takes about so long."""
+        self._met.add(tokens)
+        self._seconds.setdefault(tokens, seconds)
+
     def known(self, tokens: int) -> bool:
         return tokens in self._seconds
 
@@ -254,8 +258,7 @@ def accepts(acceptance: Sequence[float], place: int, seed: int, position: int) -
     """Whether a draft counts by a made-up acceptance."""
     if place >= len(acceptance):
         return False
-    drawn = np.random.Generator(np.random.Philox(key=seed, counter=position)).random()
-    return bool(drawn < acceptance[place])
+    return made_up(seed, position, acceptance[place])
 
 
 # -- of one request --------------------------------------------------------------------------------------------------

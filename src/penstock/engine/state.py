@@ -81,6 +81,7 @@ class RequestState:
     speculation: Speculation | None = None
     verification: Verification | None = None  # whose tokens have not all been drawn: of a session
     verifying: bool = False  # a step with its drafts is under way
+    ahead: int = 0  # steps under way whose drafts the device accepts by itself
 
     def __post_init__(self) -> None:
         self.prompt_end = self.held + len(self.request.prompt)
@@ -124,6 +125,16 @@ class RequestState:
         if not self.owned or self.request.grammar is not None or self.hosted or self.sampler.waits:
             return False
         return self.drawn < self.request.max_tokens and self.opened.length + 1 < self.max_context
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether the device may accept its drafts by itself: nothing but the text says what comes next, and nothing
+        is wanted beside the tokens.
+        """
+        if self.speculation is None or self.speculation.kind != "mtp" or not self.owned or self.hosted:
+            return False
+        sampler = self.sampler
+        return self.request.grammar is None and sampler.edits is None and sampler.params.logprobs is None
 
     @property
     def draft_limit(self) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock import ops
 from penstock.engine.cache import Sequence
+from penstock.engine.heat import ChoiceNotes, ExpertHeat
 from penstock.graph import Bound, Graph, SizedProgram
 from penstock.graph.sizes import Sizes
 from penstock.models.step import PAGE, Step
@@ -37,7 +38,8 @@ class Run:
     step of its own.
 
     A token CHAINED − s stands for the one that the step before has drawn for the sequence in slot s. keep: the sequence
-    is as it was until `Engine.accept` says how many of the tokens are its own.
+    is as it was until `Engine.accept` says how many of the tokens are its own. heat: takes the experts that the tokens
+    choose, where the device tells them.
     """
 
     sequence: Sequence
@@ -48,6 +50,7 @@ class Run:
     targets: np.ndarray | None = None
     top: int = 0
     found: tuple[np.ndarray, ...] = ()
+    heat: ExpertHeat | None = None
 
 
 class ExactSteps:
@@ -65,6 +68,7 @@ class ExactSteps:
         self._bound: dict[Any, tuple[Bound, dict[str, np.ndarray]]] = {}
         self._buffers: dict[str, np.ndarray] = {}
         self._arena: Any = None
+        self._notes: ChoiceNotes | None = None
 
     def working_bytes(self, sequences: int) -> int:
         """Memory that steps take beside weights and caches, at the most."""
@@ -82,11 +86,16 @@ class ExactSteps:
         T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
         pages = max((arrays[name].shape[1] for name in windows.values()), default=_LEAST_PAGES)
         sizes = {"T": T, "B": B, "R": max(R, 1), "n": pages}
-        bound, inputs = self._bind(sizes, output, any(run.prompt for run in runs), self._keeps(runs, arrays))
+        counts = any(run.heat is not None for run in runs)
+        bound, inputs = self._bind(sizes, output, any(run.prompt for run in runs), self._keeps(runs, arrays), counts)
         for name, array in arrays.items():
             if array.size:
                 inputs[name][...] = array
         found, *hidden = bound.run()
+        if counts and self._notes is not None:
+            for run, begin, end in zip(runs, arrays["starts"], arrays["starts"][1:], strict=False):
+                if run.heat is not None:
+                    run.heat.add(self._notes.of(begin, end), self._notes.experts, run.keep)
         drafter = self._programs.drafter
         if drafter is not None and hidden:
             drafter.observe(runs, device.to_host(hidden[0]))
@@ -106,11 +115,11 @@ class ExactSteps:
         self._bound = {}
 
     def _bind(
-        self, sizes: dict[str, int], output: str, prompt: bool, keeps: bool
+        self, sizes: dict[str, int], output: str, prompt: bool, keeps: bool, counts: bool
     ) -> tuple[Bound, dict[str, np.ndarray]]:
         programs = self._programs
         prompt = prompt and programs.experts is not None
-        key = (tuple(sizes.values()), output, prompt, keeps, programs.caches.version)
+        key = (tuple(sizes.values()), output, prompt, keeps, counts, programs.caches.version)
         kept = self._bound.pop(key, None)
         if kept is None:
             program = self._kind(sizes["T"], output, prompt, keeps)
@@ -121,6 +130,9 @@ class ExactSteps:
             shapes |= dict.fromkeys(KEPT, (sizes["B"],)) if keeps else {}
             inputs = {name: self._buffer(name, shape) for name, shape in shapes.items()}
             wrap = programs.wrap
+            if counts:
+                self._notes = self._notes or ChoiceNotes(program.graph, MOST_TOKENS)
+                wrap = self._notes.wrap(wrap)
             if programs.experts is not None:
                 wrap = programs.experts.wrap(program.graph, prompt, wrap)
             kept = program.bind(sizes, inputs | programs.cache_arrays(), self._arena, wrap), inputs
@@ -233,9 +245,17 @@ def step_arrays(
         "slots": np.array([run.sequence.slot for run in runs], np.int32),
         "wanted": np.concatenate(wanted) if wanted else rows[:0],
     }
+    return arrays | block_tables([run.sequence for run in runs], tables, width)
+
+
+def block_tables(
+    sequences: Seq[Sequence], tables: Mapping[int | None, str], width: Callable[[int], int] = table_width
+) -> dict[str, np.ndarray]:
+    """The block tables of a step, by name. width: see `table_width`."""
+    arrays = {}
     for window, name in tables.items():
-        own = [run.sequence.tables[window].array for run in runs]
-        arrays[name] = np.zeros((len(runs), width(max(map(len, own)))), np.int32)
+        own = [sequence.tables[window].array for sequence in sequences]
+        arrays[name] = np.zeros((len(own), width(max(map(len, own)))), np.int32)
         for row, pages in zip(arrays[name], own, strict=True):
             row[: len(pages)] = pages
     return arrays

@@ -45,7 +45,7 @@ def dense_norm(match: Match, node: Node) -> Candidates:
 @rule(ops.gated_rms_norm, devices=CUDA)
 def gated_delta_step(match: Match, node: Node) -> Candidates:
     """conv1d_causal, conv1d_state_update, rms_norm_qk, gdn_decay_beta, gated_delta_net, gated_rms_norm, with slots
-    → gated_delta_step
+    → gated_delta_step; of runs that are kept, with delta_commit before → gated_delta_verify
     """
     net = match.made_by(node["values"], ops.gated_delta_net)
     unit = match.made_by(net["qkv"], ops.rms_norm_qk) if net is not None else None
@@ -56,20 +56,32 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
     heads = (net["Hk"], net["Dk"], net["Hk"] * net["Dk"], None, 1e-6, "sum")
     if tuple(unit.args.values())[1:] != heads or not all(map(same, gates.outs, (net["g"], net["b"]))):
         return
-    if conv["starts"] is not None or net["starts"] is not None or conv["act"] != "silu":
+    if not same(conv["starts"], net["starts"]) or conv["act"] != "silu":
         return
+    of = (conv["state"], conv["x"], conv["slots"], conv["starts"], net["keep"])
+    rows = conv["x"], node["z"], gates["alpha"], gates["beta"]
+    states = conv["state"], net["state"]
+    weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]
+    rest = net["Hk"], node["eps"], node["act"]
     for moved in match.readers(conv["state"]):
-        of = (conv["state"], conv["x"], conv["slots"], None)
-        if moved.op is ops.conv1d_state_update and all(map(same, list(moved.args.values())[:4], of)):
-            rows = conv["x"], node["z"], gates["alpha"], gates["beta"]
-            states = conv["state"], net["state"], net["slots"]
-            weights = conv["weight"], gates["A_log"], gates["dt_bias"], node["weight"]
-            yield match.call(
-                ops.gated_delta_step,
-                *(*rows, *states, *weights, net["Hk"], node["eps"], node["act"]),
-                instead=(conv, moved, unit, gates, net, node),
-                makes=(node.out,),
-            )
+        if moved.op is not ops.conv1d_state_update or not all(map(same, list(moved.args.values())[:5], of)):
+            continue
+        whole = (conv, moved, unit, gates, net, node)
+        if net["starts"] is None:
+            args = (*rows, *states, net["slots"], *weights, *rest)
+            yield match.call(ops.gated_delta_step, *args, instead=whole, makes=(node.out,))
+        elif net["keep"] is not None and moved["width"] == conv["weight"].shape[1]:
+            for commit in match.readers(net["gates"]):
+                runs = (net["gates"], net["slots"])
+                its = (*states, *runs, conv["weight"], net["Hk"])
+                if commit.op is ops.delta_commit and all(map(same, _without(commit, "accepted"), its)):
+                    args = (*rows, *states, *runs, net["starts"], net["keep"], commit["accepted"], *weights, *rest)
+                    yield match.call(ops.gated_delta_verify, *args, instead=(commit, *whole), makes=(node.out,))
+
+
+def _without(node: Node, name: str) -> list[Any]:
+    """The arguments of a node but for one."""
+    return [value for key, value in node.args.items() if key != name]
 
 
 @rule(ops.kv_pages_append, devices=CUDA)

@@ -67,13 +67,16 @@ class Program:
     def begins_segment(self, node: Node) -> bool:
         return self._cut is not None and self._cut(node)
 
-    def bind(self, inputs: Mapping[str, Any], arena: Any, wrap: Wrap | None = None) -> Bound:
+    def bind(
+        self, inputs: Mapping[str, Any], arena: Any, wrap: Wrap | None = None, outputs: Sequence[Any] = ()
+    ) -> Bound:
         """Calls of the device's kernels on these inputs, everything between them in `arena` (uint8, `arena_bytes`).
 
         An input may have more rows than the one the graph was traced with (a cache that has grown). wrap(node,
-        kernel) may replace the kernel of a node.
+        kernel) may replace the kernel of a node. outputs: arrays that the first outputs are written to, if not to the
+        arena.
         """
-        arrays: dict[Value, Any] = {}
+        arrays: dict[Value, Any] = dict(zip(self.graph.outputs, outputs, strict=False))
         for name, value in self.graph.inputs.items():
             if name not in inputs:
                 raise InvalidArgument(f"program: input {name!r} is missing, expected {', '.join(self.graph.inputs)}")

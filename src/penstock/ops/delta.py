@@ -551,3 +551,91 @@ def gated_delta_step(
     g, b = gdn_decay_beta.body(alpha, beta, A_log, dt_bias)
     d = gated_delta_net.body(state, y, g, b, Hk, Hv, Dk, Dv, slots=slots)
     return gated_rms_norm.body(d, z, norm_weight, eps, act)
+
+
+def _verify(
+    qkv: Spec,
+    z: Spec,
+    alpha: Spec,
+    beta: Spec,
+    conv_state: Spec,
+    state: Spec,
+    gates: Spec,
+    slots: Spec,
+    starts: Spec,
+    keep: Spec,
+    accepted: Spec,
+    conv_weight: Spec,
+    A_log: Spec,
+    dt_bias: Spec,
+    norm_weight: Spec,
+    Hk: int,
+    eps: float,
+    act: str,
+) -> Spec:
+    check.alike(qkv=qkv, z=z, alpha=alpha, beta=beta)
+    check.one_of(GATE_ACTS, act=act)
+    check.floating(A_log=A_log, dt_bias=dt_bias, norm_weight=norm_weight)
+    check.eps(eps)
+    check.axes("[T, Hv]", 2, alpha=alpha)
+    _committed(conv_state, state, gates, slots, accepted, conv_weight, Hk)
+    if conv_state.dtype not in ("float32", qkv.dtype):
+        check.dtype(qkv.dtype, conv_state=conv_state)
+    Hv, Dv, _ = state.shape[1:]
+    _gates_shape(gates, gates.shape[1], state, 2)
+    T, C = qkv.shape[0], conv_weight.shape[0]
+    check.shape((T, C), "T, 2 Hk Dk + Hv Dv", qkv=qkv)
+    check.shape((T, Hv, Dv), "T, Hv, Dv", z=z)
+    check.shape((T, Hv), "T, Hv", alpha=alpha, beta=beta)
+    check.shape((sequences(starts),), "one per sequence", slots=slots)
+    check.dtype("int32", keep=keep)
+    check.shape(slots.shape, "as slots", keep=keep)
+    check.shape((Hv,), "Hv", A_log=A_log, dt_bias=dt_bias)
+    check.shape((Dv,), "Dv", norm_weight=norm_weight)
+    return z
+
+
+def _check_verify(
+    qkv: Array, state: Array, gates: Array, slots: Array, starts: Array, keep: Array, accepted: Array
+) -> None:
+    check_starts(starts, len(qkv))
+    _check_commit(state, gates, slots, accepted)
+    _check_keep(keep, starts, gates.shape[1])
+
+
+@op(infer=_verify, check=_check_verify, writes=("conv_state", "state", "gates"))
+def gated_delta_verify(
+    qkv: Array,
+    z: Array,
+    alpha: Array,
+    beta: Array,
+    conv_state: Array,
+    state: Array,
+    gates: Array,
+    slots: Array,
+    starts: Array,
+    keep: Array,
+    accepted: Array,
+    conv_weight: Array,
+    A_log: Array,
+    dt_bias: Array,
+    norm_weight: Array,
+    Hk: int,
+    eps: float = 1e-6,
+    act: str = "silu",
+) -> Array:
+    """Runs of B sequences through all of a layer between its projections, behind what was accepted of the runs that
+    were kept before → [T, Hv, Dv].
+
+    delta_commit → conv1d_causal → conv1d_state_update → rms_norm_qk → gdn_decay_beta → gated_delta_net →
+    gated_rms_norm(eps, act), each rounded as on its own; shapes as in `gated_delta_step`, with T rows in place of B,
+    conv_state [S, W − 1 + K, C] and gates float32 [S, K, 2, Hv]; starts int32 [B + 1], keep and accepted int32 [B].
+    """
+    Hv, Dv, Dk = state.shape[1:]
+    delta_commit.body(conv_state, state, gates, slots, accepted, conv_weight, Hk)
+    y = conv1d_causal.body(qkv, conv_state, conv_weight, slots, starts)
+    conv1d_state_update.body(conv_state, qkv, slots, starts, keep, conv_weight.shape[1])
+    y = rms_norm_qk.body(y, Hk, Dk, Hk * Dk)
+    g, b = gdn_decay_beta.body(alpha, beta, A_log, dt_bias)
+    d = gated_delta_net.body(state, y, g, b, Hk, Hv, Dk, Dv, "step", CHUNK, slots, starts, keep, gates)
+    return gated_rms_norm.body(d, z, norm_weight, eps, act)

@@ -70,8 +70,12 @@ class DeviceSampler(Protocol):
         """
         ...
 
-    def calls(self, logits: Any, mode: str) -> list[Callable[[], object]]:
-        """What draws from logits [rows, vocab]; a mode of `ops.sample_tokens`, "+edits", "+logprobs": `split_mode`."""
+    drawn: Any  # int32: what the rows of the last step have drawn
+
+    def calls(self, logits: Any, mode: str, behind: Seq[Callable[[], object]] = ()) -> list[Callable[[], object]]:
+        """What draws from logits [rows, vocab]; a mode of `ops.sample_tokens`, "+edits", "+logprobs": `split_mode`.
+        behind: calls that may change what was drawn (`drawn`), before it is kept and reported.
+        """
         ...
 
     def launched(self, rows: int, mode: str) -> PendingDraw:

@@ -226,5 +226,11 @@ def timings(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
+def expert_heat(answers: Sequence[Answer]) -> dict[str, Any]:
+    """How often the answers chose each expert, by layers with experts; nothing where that is not counted."""
+    counted = [counts for answer in answers if (counts := answer.handle.expert_counts) is not None]
+    return {"expert_heat": {"counts": sum(counted[1:], counted[0]).tolist()}} if counted else {}
+
+
 def _ratio(a: float, b: float) -> float:
     return a / b if b > 0 else 0.0

@@ -8,7 +8,6 @@ import functools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -30,6 +29,7 @@ from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.model_info import info_of
 from penstock.server.openapi import described
 from penstock.server.service import Service, Work, response_format_of
+from penstock.server.static import FILES, page_file
 from penstock.server.stream import Events, EventStream, awaited
 from penstock.text.token_texts import TokenTexts
 
@@ -40,18 +40,6 @@ _LONG = 1 << 16  # bytes of a body whose preparation other requests should not w
 _STEP = 1 << 12  # tokens of an answer that are written at a time
 
 FINGERPRINT = f"penstock-{__version__}"
-
-_PAGE = Path(__file__).parent / "page"
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_PAGE_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
 
 
 class Json(Response):
@@ -126,7 +114,7 @@ class Application:
         if self._options.metrics:
             get["/metrics"] = self._metrics
         if self._options.page:
-            get |= {path: functools.partial(_page_file, *file) for path, file in _PAGE_FILES.items()}
+            get |= {path: functools.partial(page_file, path) for path in FILES}
         return [
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()),
@@ -282,6 +270,7 @@ class Application:
             "n_params": info.parameters,
             "size": info.weight_bytes,
             "quantization": info.quantization,
+            "expert_layers": info.expert_layers,
         }
 
     # -- tokens and templates ----------------------------------------------------------------------------------------
@@ -391,11 +380,6 @@ class Application:
 
     async def _openapi(self, request: Request) -> Json:
         return Json(described(bool(self._options.metrics), self._options.root_path))
-
-
-async def _page_file(name: str, kind: str, request: Request) -> Response:
-    headers = {"content-security-policy": _PAGE_POLICY, "x-frame-options": "DENY", "cache-control": "no-cache"}
-    return Response((_PAGE / name).read_bytes(), media_type=kind, headers=headers)
 
 
 def _tokens(answers: list[Answer]) -> dict[str, int]:

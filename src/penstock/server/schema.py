@@ -395,6 +395,7 @@ class Generating(Request):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     json_schema: Object | None = Field(None, description="Short form of response_format, as in llama.cpp.")
+    expert_heat: bool | None = Field(None, description="Count the experts that the answer chooses, where that is told.")
 
     @model_validator(mode="after")
     def _options_fit(self) -> Generating:

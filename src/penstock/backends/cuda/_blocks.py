@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._floats import BLOCK_KINDS, float_values, width
-from penstock.backends.cuda._launch import WIDENED
+from penstock.backends.cuda._launch import WIDENED, load_by_lane
 from penstock.quant import BLOCK_TYPES, layout_in_planes
 
 _NAMES = {kind: name for name, kind in BLOCK_KINDS.items()}
@@ -163,13 +163,13 @@ def load_high(rows, at, ok, L: tl.constexpr, BITS: tl.constexpr):
     at = tl.broadcast_to(at, ok.shape)
     if L >= RUN:
         more = tl.arange(0, L // RUN)
-        words = tl.load((rows + at // RUN)[:, :, :, :, None] + more, mask=ok[:, :, :, :, None], other=0)
+        words = load_by_lane((rows + at // RUN)[:, :, :, :, None] + more, ok[:, :, :, :, None])
         spread = words
         for _ in tl.static_range(RUN.bit_length() - 1):
             spread = tl.join(spread, spread)
         words = spread.reshape(ok.shape[0], ok.shape[1], ok.shape[2], ok.shape[3], L)
     else:
-        word = tl.load(rows + at // RUN, mask=ok, other=0)
+        word = load_by_lane(rows + at // RUN, ok)
         word = word.to(tl.uint32, bitcast=True) >> (at % RUN * (16 // width(BITS) * high_bits(BITS)))
         word = word.to(tl.int32, bitcast=True)[:, :, :, :, None]
         words = tl.broadcast_to(word, (ok.shape[0], ok.shape[1], ok.shape[2], ok.shape[3], L))

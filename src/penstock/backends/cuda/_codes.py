@@ -9,7 +9,7 @@ bfloat16 as well.
 
 A lane loads 1 to 4 words (2, 4 and 8 bits) or 32 codes (3, 5 and 6 bits) of a row and shares the row with 3 others: a
 tile is what the 4 have. Tensors are [S, R, …]: S warps, each with its own block of K, and R rows. Which lane holds what
-follows from the order of axes at the loads (Triton 3.6 takes axes of equal stride from the first to the last).
+follows from the order of axes at the loads (`load_by_lane`).
 """
 
 from collections import namedtuple
@@ -32,7 +32,7 @@ from penstock.backends.cuda._blocks import (
     with_high,
 )
 from penstock.backends.cuda._floats import float_tile, global_factor, is_float, scale_of, width
-from penstock.backends.cuda._launch import WIDENED, sigmoid
+from penstock.backends.cuda._launch import WIDENED, load_by_lane, sigmoid
 from penstock.backends.cuda._rows import rounded
 
 # The bits of a pair of bfloat16 numbers 128; a code OR-ed into the mantissa makes 128 + code. It is an argument of the
@@ -223,10 +223,10 @@ def _load_words(a, base, common, block, first, n, C: tl.constexpr):
         ok = live & (at < ROW)
         if is_stream(BITS):
             for i in tl.static_range(BITS):
-                words += (tl.load(rows + at + i, mask=ok, other=0),)
+                words += (load_by_lane(rows + at + i, ok),)
         else:
             at = at[:, :, :, :, None] + tl.arange(0, L)
-            words += (tl.load(rows[:, :, :, None] + at, mask=ok[:, :, :, :, None], other=0),)
+            words += (load_by_lane(rows[:, :, :, None] + at, ok[:, :, :, :, None]),)
             if high_bits(BITS) > 0:
                 words += (load_high(above, start + t * (4 * L), ok, L, BITS),)
     return words
@@ -252,20 +252,20 @@ def _load_block_scales(a, base, common, block, first, n, C: tl.constexpr):
     if a.w[2] is not None:
         EVERY: tl.constexpr = sub_groups(BITS)
         at = _rows(a, 2, base, common, n.up_row, row, m, C.G // EVERY, HALF)
-        sub = tl.load(at + group // EVERY, mask=live, other=0)
+        sub = load_by_lane(at + group // EVERY, live)
     if a.w[3] is not None:
         MORE: tl.constexpr = more_groups(BITS)
         at = _rows(a, 3, base, common, n.up_row, row, m, C.G // MORE, HALF)
-        more = tl.load(at + group // MORE, mask=live, other=0)
+        more = load_by_lane(at + group // MORE, live)
     if a.w[4] is not None:
         TOP: tl.constexpr = top_groups(BITS)
         at = _rows(a, 4, base, common, n.up_row, row, m, C.G // TOP, HALF)
         if TOP > 1 and TOP % (COLS // C.TP) == 0:  # one for all columns, which each of the lanes of a row loads
             which = (block * (COLS // C.TP) // TOP)[:, None, None, None]
             lane = tl.arange(0, 4)[:, None, None, None, None, None] * 0
-            top = tl.load(at + which + lane, mask=(row < n.N) & (which < C.G // TOP) & (base >= 0), other=0)
+            top = load_by_lane(at + which + lane, (row < n.N) & (which < C.G // TOP) & (base >= 0))
         else:
-            top = tl.load(at + group // TOP, mask=live, other=0)
+            top = load_by_lane(at + group // TOP, live)
     scale, bias = block_scales(sub, more, top, group, BITS)
     return _in_columns(scale, COLS, C), _in_columns(bias, COLS, C)
 
@@ -294,7 +294,7 @@ def _load_scales(a, PART: tl.constexpr, base, common, block, first, n, C: tl.con
     base, common = base[:, None, None, None], common[:, None, None, None]
     at = _rows(a, PART, base, common, n.up_row, row, m, C.G, HALF)
     live = (row < n.N) & (group < C.G) & (base >= 0)
-    scale = scale_of(tl.load(at + group, mask=live, other=0), C.BITS)
+    scale = scale_of(load_by_lane(at + group, live), C.BITS)
     if is_float(C.BITS) and a.w[2] is not None:
         slot = tl.maximum(base, 0) // n.matrix
         which = a.w[2] + slot
@@ -323,7 +323,7 @@ def _load_x(
     at = block[:, None, None, None] * (block_codes(BITS, GS, TP) // PW) + column // (KT // PART) * (KT // PW) + word
     ok = (word // (PART // PW) == column % (KT // PART)) & (at < K // PW) & (n % TP < T) & live[:, None, None, None]
     at += x_at[:, None, None, None] // PW + (n % TP) * (x_step // PW)
-    return tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, mask=ok, other=0)
+    return load_by_lane(ptr.to(tl.pointer_type(tl.int32)) + at, ok)
 
 
 @triton.jit

@@ -79,6 +79,29 @@ def wait_for_previous(PDL: tl.constexpr):
         gdc_wait()
 
 
+# Triton spreads what is loaded over lanes, then warps, along the axes in the order of their contiguity. Axes that are
+# alike in it came from the first to the last up to 3.6, and come from the last to the first since.
+LAST_AXIS_FIRST = tl.constexpr(not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6))
+
+
+@triton.jit
+def load_by_lane(ptr, mask):
+    """What pointers [4, 8, S, …] with four to six axes point at, 0 where not mask: lanes along the first two, warps
+    along the third, and what is contiguous along the last of five or six axes in one lane.
+    """
+    ptr, mask = tl.broadcast(ptr, mask)
+    if not LAST_AXIS_FIRST:
+        y = tl.load(ptr, mask=mask, other=0)
+    elif len(ptr.shape) == 4:
+        y = tl.load(ptr.permute(3, 2, 1, 0), mask=mask.permute(3, 2, 1, 0), other=0).permute(3, 2, 1, 0)
+    elif len(ptr.shape) == 5:
+        y = tl.load(ptr.permute(3, 2, 1, 0, 4), mask=mask.permute(3, 2, 1, 0, 4), other=0).permute(3, 2, 1, 0, 4)
+    else:
+        y = tl.load(ptr.permute(4, 3, 2, 1, 0, 5), mask=mask.permute(4, 3, 2, 1, 0, 5), other=0)
+        y = y.permute(4, 3, 2, 1, 0, 5)
+    return y
+
+
 FETCHED = tl.constexpr(2048)  # bytes that a lane of `prefetch_l2` asks for at once
 
 

@@ -276,7 +276,8 @@ def config(
     short = block_codes(bits, gs, tokens) if is_blocks(bits) else 0
     whole = -(-blocks * short // 512) if short else blocks  # blocks of 512 codes
     found = None
-    if tokens == 1 and (narrow or (short and not wide)) and not normed and (pairs > 1 if whole <= busy else slots == 1):
+    several = pairs > 1 or (not short and whole == busy and slots == 1 and tiles >= _tuning.MATVEC_LONG[0])
+    if tokens == 1 and (narrow or (short and not wide)) and not normed and (several if whole <= busy else slots == 1):
         found = _long_rows(rows, whole, tiles, gated, pairs * slots == 1)
     if short:
         return _blocks_config(short, tokens, blocks, tiles, rows, narrow, wide, found)
@@ -330,7 +331,7 @@ def _long_rows(rows: int, blocks: int, tiles: float, gated: bool, alone: bool) -
     if tiles >= short and blocks <= split and blocks > 4:
         return _coded(1, rows, 2, 3)
     if 1 < tiles < short and 8 < blocks <= 16:
-        return _coded(1, rows, 4, -(-blocks // 4))
+        return _coded(1, rows, 8)
     return None
 
 

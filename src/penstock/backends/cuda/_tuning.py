@@ -137,7 +137,10 @@ MATVEC_NORMED = {3: (2, 2), 4: (2, 2)}
 # empty; gate and up of experts likewise. From so many tiles for each multiprocessor on 2 warps go round: [8192, 3072]
 # gated 12.4 → 9.5 µs, [248320, 5120] 218 → 194, [128256, 3072] 77 → 62, [262144, 2816] 153 → 119, experts of
 # DeepSeek-V3 81 → 75, of Gemma 4 at 8 tokens 92 → 78. From so many on (and below so many blocks) 2 warps with 3 blocks:
-# [5120, 3072] 5.5 → 4.5, [5120, 6144] 12.4 → 8.9; fewer, with up to 16 blocks, 4 warps: [3072, 8192] 8.5 → 6.2.
+# [5120, 3072] 5.5 → 4.5, [5120, 6144] 12.4 → 8.9; fewer, with up to 16 blocks, 8 warps go round: 8 layers
+# of Llama 3.2 3B take 341 µs with 4 warps of 4 blocks for [3072, 8192], which alone are quicker (6.2), and 335 so.
+# In a whole step of Qwen3.6-35B-A3B 2 warps are quicker for rows of 4 blocks, too: 8 layers take 338 µs with [12352,
+# 2048] by 2 warps, 352 with 32 rows by 4.
 # With so many blocks and two to three tiles programs share K, about so many for each multiprocessor: [5120, 17408] 29.9
 # → 19.3, unshared at best 23.4. (Above three it is unmeasured alone.)
 MATVEC_LONG = (5.0, 2.0, 24, 14)
@@ -198,18 +201,19 @@ FEW_NARROW = 4096
 FEW_EXACT = (1024, 256)  # float32 results: rows of a weight for any number of tokens, and tokens for any weight
 # Experts by pairs of a tile. 256 experts of [512, 2048], gate and up, and down in µs: 32 tokens 62 and 34 (tiles of
 # `GROUPED` 84 and 44), 128 tokens 97 and 58, 256 tokens 127 and 81 (tiles of 16: 132 and 81). Gate and up with 2 tiles:
-# 62 at 32 tokens, 101 at 128, 138 at 256.
+# 62 at 32 tokens, 101 at 128, 138 at 256. In a step of 8 layers down with 2 tiles instead of 4: 765 µs instead of 787
+# at 8 tokens, 1691 instead of 1700 at 32.
 FEW_GROUPS = {
     ("gate_up", 8): FewGroups(4, 4, 4, False),
     ("gate_up", 16): FewGroups(4, 4, 2, True),
-    ("down", 8): FewGroups(4, 4, 2, False),
+    ("down", 8): FewGroups(2, 4, 2, False),
     ("down", 16): FewGroups(4, 4, 2, True),
 }
 FEW_TILES = ((10, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
 FEW_PROGRAMS = 8  # for each multiprocessor
-# Tokens from which and pairs per expert up to which lanes take experts. A block in µs, pair by pair and by lanes: 53
-# and 54 at 8 tokens, 90 and 98 at 16, 162 and 118 at 32.
-FEW_EXPERTS = (17, 10)
+# Tokens from which and pairs per expert up to which lanes take experts. A step of 8 layers in µs, pair by pair and by
+# lanes: 803 and 765 at 8 tokens. A block alone at 32: 162 and 118.
+FEW_EXPERTS = (8, 10)
 
 # Whole rows: numbers of a program at least, numbers of a thread in long rows (8 in short ones), fewest and most warps.
 # At 4096 rows: dim 2816 13.7 µs, with 16 per thread 14.5; dim 7168 30.7 against 32.4; heads of 128 26.6, with 16 per

@@ -2,7 +2,8 @@
 
 The rule is the recurrence with the state in registers (`_recurrence.py`: decode, short and kept runs, float32
 activations) or, for many tokens, chunks of 64 on tensor cores (`_chunk.py`). Slots outside the states, −1 for an
-inactive row too, give a row of zeros and touch no state. `gated_delta_step` is a whole decode step (`_delta_step.py`).
+inactive row too, give a row of zeros and touch no state. `gated_delta_step` is a whole decode step (`_delta_step.py`),
+`gated_delta_verify` one of runs that are kept (`_delta_verify.py`); where bits are not to depend on it, both take that.
 """
 
 import torch
@@ -13,6 +14,7 @@ from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, delta_chunks_of_runs, takes_chunks
 from penstock.backends.cuda._conv import commit_kept, commit_rows, convolve, convolve_runs, move_on, move_runs_on
 from penstock.backends.cuda._delta_step import decay, mix, step, takes_steps
+from penstock.backends.cuda._delta_verify import verify
 from penstock.backends.cuda._launch import sigmoid
 from penstock.backends.cuda._recurrence import commit_states, recur, recur_runs
 from penstock.backends.cuda._tuning import DELTA_STEPS
@@ -156,11 +158,18 @@ def gated_delta_net(
 
 @kernel(ops.delta_commit, device="cuda")
 def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
-    """The convolution of the kept rows, which moves on; rms_norm_qk of what it gives; the recurrence."""
+    """Runs of no rows behind what was accepted; or the convolution of the kept rows, which moves on, rms_norm_qk of
+    what it gives, the recurrence.
+    """
     (B,), K, C = slots.shape, gates.shape[1], conv_state.shape[2]
     if not B or not K:
         return
-    Dk = state.shape[3]
+    Hv, Dv, Dk = state.shape[1:]
+    if takes_steps(Dk, Dv) and gates.shape[2] == 2:
+        none, rows = conv_state.new_empty((0, Hv)), conv_state.new_empty((0, C))
+        runs, unread = (gates, slots, slots.new_zeros(B + 1), None, accepted), conv_weight
+        verify(rows, none, none, none, conv_state, state, *runs, conv_weight, *(unread,) * 3, Hk, 0.0, "silu", rows)
+        return
     rows = conv_state.new_zeros((B * K, C))  # those that are not accepted are normed, and not read
     commit_rows(conv_state, conv_weight, slots, accepted, rows.view(B, K, C))
     ops.rms_norm_qk(rows, Hk, Dk, Hk * Dk, out=rows)
@@ -177,10 +186,36 @@ def gated_delta_step(
     if not len(qkv):
         return
     Hv, Dv, Dk = state.shape[1:]
+    weights = (conv_weight, A_log, dt_bias, norm_weight)
+    if takes_steps(Dk, Dv) and deterministic() and alpha.ndim == 2:
+        rows, runs = (qkv, z, alpha, beta, conv_state, state), (None, slots, None, None, None)
+        verify(*rows, *runs, *weights, Hk, eps, act, out)
+        return
     if takes_steps(Dk, Dv):
-        weights = (conv_weight, A_log, dt_bias, norm_weight)
         step(qkv, z, alpha, beta, conv_state, state, slots, *weights, Hk, eps, act, out)
         return
     y, g, b = mix(qkv, alpha, beta, conv_state, slots, conv_weight, A_log, dt_bias, Hk, Hv, Dk, Dv)
     recur(state, y, g, b, slots, out, Hk, Hv, Dk, Dv)
+    ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)
+
+
+@kernel(ops.gated_delta_verify, device="cuda")
+def gated_delta_verify(
+    qkv, z, alpha, beta, conv_state, state, gates, slots, starts, keep, accepted, conv_weight, A_log, dt_bias,
+    norm_weight, Hk, eps, act="silu", *, out,
+) -> None:  # fmt: skip
+    if not len(qkv):
+        return
+    Hv, Dv, Dk = state.shape[1:]
+    if takes_steps(Dk, Dv):
+        runs = (gates, slots, starts, keep, accepted)
+        weights = (conv_weight, A_log, dt_bias, norm_weight)
+        verify(qkv, z, alpha, beta, conv_state, state, *runs, *weights, Hk, eps, act, out)
+        return
+    delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk)
+    y = ops.conv1d_causal(qkv, conv_state, conv_weight, slots, starts)
+    ops.conv1d_state_update(conv_state, qkv, slots, starts, keep, conv_weight.shape[1])
+    y = ops.rms_norm_qk(y, Hk, Dk, Hk * Dk)
+    g, b = ops.gdn_decay_beta(alpha, beta, A_log, dt_bias)
+    ops.gated_delta_net(state, y, g, b, Hk, Hv, Dk, Dv, "step", 16, slots, starts, keep, gates, out=out)
     ops.gated_rms_norm(out, z, norm_weight, eps, act, out=out)

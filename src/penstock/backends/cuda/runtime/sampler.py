@@ -162,7 +162,7 @@ class DeviceSampler:
     def __init__(self, gpu: Any, inputs: StepInputs, vocab: int) -> None:
         self._gpu, self._inputs, self._vocab = gpu, inputs, vocab
         self._most = most = len(inputs.on_device["draw_at"])
-        self._drawn = gpu.zeros((most,), "int32")
+        self.drawn = gpu.zeros((most,), "int32")
         self._step = gpu.zeros((1,), "int32")
         self._ring = self._new_ring((most,), torch.int32)
         self._events = [None if gpu.interpreted else torch.cuda.Event() for _ in range(RING)]
@@ -189,8 +189,10 @@ class DeviceSampler:
             self._masks.send()
         return found | {"edited": edited, "masked": masked}
 
-    def calls(self, logits: torch.Tensor, mode: str) -> list[Callable[[], object]]:
-        """The draw in a mode of `ops.sample_tokens`, and its way back."""
+    def calls(
+        self, logits: torch.Tensor, mode: str, behind: Sequence[Callable[[], object]] = ()
+    ) -> list[Callable[[], object]]:
+        """The draw in a mode of `ops.sample_tokens`, what is done behind it, and its way back."""
         kind, edited, wanted = split_mode(mode)
         rows, vocab = logits.shape
         p = {name: self._inputs.on_device[name][:rows] for name in SAMPLING_INPUTS}
@@ -202,20 +204,20 @@ class DeviceSampler:
         found = [array[:rows] for array in self._logprobs[0]] if wanted else [None, None, None]
         draw = functools.partial(
             sample_tokens, logits, p["draw_at"], p["temperature"], p["top_k"], p["top_p"], p["min_p"], p["seed"], kind,
-            **tables, logprobs=MAX_TOP if wanted else None, out=(self._drawn[:rows], *found), in_place=True,
+            **tables, logprobs=MAX_TOP if wanted else None, out=(self.drawn[:rows], *found), in_place=True,
         )  # fmt: skip
         feed = functools.partial(
-            _feed_kernel[(1,)], self._drawn, p["draw_slots"], self._inputs.last, self._ring, self._step,
+            _feed_kernel[(1,)], self.drawn, p["draw_slots"], self._inputs.last, self._ring, self._step,
             tables.get("slots"), tables.get("counts"), rows, self._most, vocab, RING=RING,
             BLOCK=triton.next_power_of_2(rows), num_warps=1, **pdl_options(),
         )  # fmt: skip
         if not wanted:
-            return [draw, feed]
+            return [draw, *behind, feed]
         report = functools.partial(
             _report_kernel[(rows,)], *found, *self._logprobs[1], self._step, self._most, MAX_TOP, RING=RING,
             BLOCK=triton.next_power_of_2(MAX_TOP), num_warps=1, **pdl_options(),
         )  # fmt: skip
-        return [draw, report, feed]
+        return [draw, *behind, report, feed]
 
     def launched(self, rows: int, mode: str) -> PendingStep:
         """The draw that was just launched."""

@@ -1,0 +1,88 @@
+"""How many drafts the answers of a step get, where a device makes and accepts them by itself: as many as make tokens
+come soonest, by what steps of so many answers and drafts take and by how often drafts were accepted; none if that is
+best. Then some are tried now and then, ever more rarely while they do not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.engine.speculate import PROBE, Speculation, StepCosts
+
+DRAFTED = (1, 2, 3, 7)  # of a sequence in a step
+MOST_ANSWERS = 32
+_SIZES = (1, 2, 4, 8, 16, MOST_ANSWERS)  # of answers, up to which steps are known apart
+_BEGIN, _STAY = 1.05, 1.0  # what drafts have to bring at the least, as a factor, behind a step without and with some
+_TRY = 4  # steps: the first has no drafts yet
+_RARELY = 16 * PROBE * _TRY
+
+
+class DraftGate:
+    """measured: seconds of a step of so many answers by the drafts of each, as far as they were measured ahead."""
+
+    def __init__(self, measured: Callable[[int], Mapping[int, float]] = lambda answers: {}) -> None:
+        self._measured = measured
+        self._costs: dict[int, StepCosts] = {}
+        self._drafts = 0  # of the last step
+        self._plain = 0  # steps without since then
+        self._every = PROBE * _TRY  # of them until some are tried
+        self._trying = 0  # steps of a try that are left
+
+    def drafts(self, answers: Sequence[Speculation]) -> int:
+        """Of each of these answers in the next step."""
+        self._drafts = self._chosen(answers)
+        return self._drafts
+
+    def _chosen(self, answers: Sequence[Speculation]) -> int:
+        if len(answers) > MOST_ANSWERS:
+            return 0
+        most = min(one.most for one in answers)
+        if any(one.fixed for one in answers):
+            return most
+        costs = self._costs_of(len(answers))
+        best = self._best(answers, costs, most) if costs.known(1) else 0
+        if best:
+            self._plain, self._every, self._trying = 0, PROBE * _TRY, 0
+            return best
+        if self._trying:
+            self._trying -= 1
+            return 1
+        self._plain += 1
+        if self._plain >= self._every:
+            self._plain, self._every, self._trying = 0, min(2 * self._every, _RARELY), _TRY
+        return 0
+
+    def _best(self, answers: Sequence[Speculation], costs: StepCosts, most: int) -> int:
+        sizes = [size for size in DRAFTED if size <= most]
+        if self._measured(_size(len(answers))):  # others would be captured while requests wait
+            sizes = [size for size in sizes if costs.known(1 + size)]
+        if not sizes:
+            return 0
+        gains = [0.0] * sizes[-1]
+        for one in answers:
+            for place, chance in enumerate(one.acceptance.chances(one.kind, sizes[-1])):
+                gains[place] += chance
+        best, rate = 0, (_STAY if self._drafts else _BEGIN) * len(answers) / costs(1)
+        for size in sizes:
+            found = (len(answers) + sum(gains[:size])) / costs(1 + size)
+            if found > rate:
+                best, rate = size, found
+        return best
+
+    def record(self, answers: int, drafts: int, seconds: float) -> None:
+        """A step of answers alone, with so many drafts of each, took so long."""
+        if 0 < answers <= MOST_ANSWERS:
+            self._costs_of(answers).record(1 + drafts, seconds)
+
+    def _costs_of(self, answers: int) -> StepCosts:
+        """Of a number of answers, by 1 + the drafts of each."""
+        size = _size(answers)
+        if size not in self._costs:
+            costs = self._costs[size] = StepCosts()
+            for drafts, seconds in self._measured(size).items():
+                costs.expect(1 + drafts, seconds)
+        return self._costs[size]
+
+
+def _size(answers: int) -> int:
+    return next(size for size in _SIZES if size >= answers)

@@ -1,0 +1,281 @@
+"""Steps that verify, accept and draft on a device by themselves: the text is the same, the drafts are those of the
+host's way, and requests join, end and leave in between.
+"""
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.api import LLM
+from penstock.engine.draft_gate import DraftGate
+from penstock.engine.engine import Engine
+from penstock.engine.request import Request
+from penstock.engine.sampling import SamplingParams
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculate import Acceptance, Speculation
+from tests.engine.capturing import CapturingHost
+from tests.engine.test_speculate import with_head
+from tests.models.common import some_tokens
+
+
+@pytest.fixture(scope="module")
+def demo() -> LLM:
+    """The demo model, whose head is trained, on a device that captures."""
+    own = penstock.load(device="cpu")
+    engine = own.engine
+    options = {"activations": engine.activations, "max_context": 700, "drafts": 7, "speculate": "mtp"}
+    return LLM(Engine(engine.model, device=CapturingHost(), **options), own.tokenizer, None, ())
+
+
+@pytest.fixture(scope="module")
+def random(demo: LLM) -> LLM:
+    """A random model with latent attention: no recurrent states."""
+    return with_head("deepseek_v3", True, demo.tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate takes what requests allow."""
+    monkeypatch.setattr(DraftGate, "drafts", lambda self, answers: min(one.most for one in answers))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    tale = (Path(penstock.__file__).parent / "demo" / "tale.txt").read_text()
+    return [tale[start : start + length] for start, length in ((0, 40), (900, 700), (2000, 5), (3000, 250))]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Answers and drafts of each step that the device accepts by itself."""
+    found: list[tuple[int, int]] = []
+    launch = Engine.launch_ahead
+
+    def noted(self: Engine, runs: Any, drafts: int, *more: Any) -> Any:
+        found.append((len(runs), drafts))
+        return launch(self, runs, drafts, *more)
+
+    monkeypatch.setattr(Engine, "launch_ahead", noted)
+    return found
+
+
+DRAWS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 0.8, "seed": 3},
+    "top_k": {"temperature": 0.9, "top_k": 30, "seed": 2},
+    "full": {"temperature": 1.2, "top_k": 100, "top_p": 0.9, "min_p": 0.02, "seed": 2**64 - 5},
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_text_is_the_same(name: str, demo: LLM, texts: list[str], steps: list[tuple[int, int]]) -> None:
+    make: Any = functools.partial(demo.generate, texts, max_tokens=24, **DRAWS[name])
+    want = make(speculate="off")
+    for drafts in (1, 3, 7):
+        steps.clear()
+        found = make(num_draft_tokens=drafts)
+        assert [done.tokens for done in found] == [done.tokens for done in want]
+        assert max(steps) == (4, drafts)
+        timings = [done.timings for done in found]
+        assert 0 < sum(t.draft_n_accepted for t in timings) < sum(t.draft_n for t in timings)
+        assert all(sum(place[1] for place in t.draft_places) == t.draft_n_accepted for t in timings)
+        assert all(t.generated_tokens == len(done.tokens) for t, done in zip(timings, found, strict=True))
+    assert demo.engine.caches.slots_used == 0 and demo.engine.caches.pools[None].used == 0
+
+
+def test_a_model_without_recurrent_states(random: LLM, steps: list[tuple[int, int]]) -> None:
+    prompts = [some_tokens(5), [3, 4] * 10, some_tokens(300, 2)]
+    make = functools.partial(random.generate, prompts, max_tokens=12, temperature=0.9, seed=2)
+    want = [done.tokens for done in make(speculate="off")]
+    assert [done.tokens for done in make(num_draft_tokens=3)] == want and steps
+
+
+def drafts_by_position(llm: LLM, text: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """Drafts behind each position of an answer that had some."""
+    found: dict[int, list[int]] = {}
+    draft, launch = Engine.draft, Engine.launch_ahead
+
+    def noted(self: Engine, asked: Any) -> None:
+        draft(self, asked)
+        found.update({one.sequence.length: one.drafts for one in asked})
+
+    def noted_ahead(self: Engine, runs: Any, *more: Any) -> Any:
+        step = launch(self, runs, *more)
+        for run in runs:
+            row = self.programs.steps._chain._ahead[run.sequence.slot].tolist()  # type: ignore[union-attr]
+            found[row[0]] = [token for token in row[3:] if token >= 0]
+        return step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "draft", noted)
+        patch.setattr(Engine, "launch_ahead", noted_ahead)
+        patch.setattr("penstock.engine.speculate.StepCosts.__call__", lambda self, tokens: 1.0)
+        if not ahead:
+            patch.setattr(Engine, "drafts_ahead", False)
+        llm.generate(text, max_tokens=40, temperature=0.7, seed=5, num_draft_tokens=3)
+    return found
+
+
+def test_the_drafts_are_those_of_the_host(demo: LLM, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the same positions: the head has seen the same rows, those of accepted drafts too."""
+    common = 0
+    for text in texts:
+        host, device = (drafts_by_position(demo, text, ahead, monkeypatch) for ahead in (False, True))
+        for position in host.keys() & device.keys():
+            common += 1
+            assert device[position][: len(host[position])] == host[position]
+    assert common > 15
+
+
+def test_heads_of_requests_that_need_the_host_draft_as_exact_ones(demo: LLM, texts: list[str]) -> None:
+    """Log-probabilities, penalties: beside a request that does not."""
+    options: list[dict[str, Any]] = [{"logprobs": 2}, {"repetition_penalty": 1.2}, {}]
+    with Scheduler(demo, max_sequences=3) as made:
+        found = []
+        for kind in ("off", "mtp"):
+            handles = [
+                made.submit(made.request(texts[n], 16, temperature=0.8, seed=n, speculate=kind, **own))
+                for n, own in enumerate(options)
+            ]
+            found.append([handle.result(60) for handle in handles])
+    for plain, drafted in zip(*found, strict=True):
+        assert (plain.tokens, plain.logprobs) == (drafted.tokens, drafted.logprobs)
+
+
+def test_requests_join_and_end_in_between(demo: LLM, texts: list[str], steps: list[tuple[int, int]]) -> None:
+    ids = [demo.tokenizer.encode(text) for text in texts]
+    counts = [30, 11, 25, 4]
+    with Scheduler(demo, max_sequences=4, prefix_cache=False) as made:
+        request = functools.partial(made.request, temperature=0.8, seed=9, num_draft_tokens=3)
+        pairs = list(zip(ids, counts, strict=True))
+        want = [made.submit(request(own, count, speculate="off")).result(60).tokens for own, count in pairs]
+        steps.clear()
+        handles = []
+        for own, count in pairs:
+            handles.append(made.submit(request(own, count)))
+            for _ in range(3):
+                next(handles[0])
+        got = [[token.token for token in handle] for handle in handles]
+    assert got[1:] == want[1:] and got[0] == want[0][12:]
+    assert {1, 2, 4} <= {answers for answers, _ in steps}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_answers_end_where_they_would(overlap: bool, demo: LLM, texts: list[str]) -> None:
+    """At max_tokens, an end token, a stop string, and the end of the context."""
+    ids = demo.tokenizer.encode(texts[0])
+    with Scheduler(demo, max_sequences=2, overlap=overlap, prefix_cache=False) as made:
+        request = functools.partial(made.request, temperature=0.9, seed=4)
+        text = made.submit(request(ids, 30, speculate="off")).result(60).tokens
+        for count in (1, 2, 3, 5, 8, 13):
+            done = made.submit(request(ids, count, num_draft_tokens=3)).result(60)
+            assert (done.tokens, done.finish_reason) == (text[:count], "length")
+        done = made.submit(request(ids, 30, extra_eos=[text[9]])).result(60)
+        assert (done.tokens, done.finish_reason) == (text[: text.index(text[9]) + 1], "stop")
+        stop = demo.tokenizer.decode(text[6:8]).strip()
+        want = made.submit(request(ids, 30, stop=[stop], speculate="off")).result(60)
+        done = made.submit(request(ids, 30, stop=[stop])).result(60)
+        assert (done.text, done.finish_reason) == (want.text, want.finish_reason) == (want.text, "stop")
+        whole = (ids * 99)[: 700 - 20]
+        want = made.submit(request(whole, 50, speculate="off")).result(60)
+        done = made.submit(request(whole, 50)).result(60)
+        assert (done.tokens, done.finish_reason) == (want.tokens, "length") and len(want.tokens) <= 20
+    assert demo.engine.caches.pools[None].used == 0
+
+
+def test_a_prefix_that_is_stored_and_pages_that_are_crossed(demo: LLM, texts: list[str]) -> None:
+    ids = (demo.tokenizer.encode(texts[1]) * 9)[:509]  # two pages but for three positions
+    with Scheduler(demo, max_sequences=1) as made:
+        request = functools.partial(made.request, ids, 20, temperature=0.8, seed=1)
+        want = made.submit(request(speculate="off")).result(60).tokens
+        for _ in range(2):
+            assert made.submit(request(num_draft_tokens=7)).result(60).tokens == want
+
+
+def test_a_reader_that_lags_behind_is_computed_again(demo: LLM, texts: list[str]) -> None:
+    """Its sequence goes to another request meanwhile."""
+    with Scheduler(demo, max_sequences=1, buffer=3, prefix_cache=False) as made:
+        request = functools.partial(made.request, temperature=0.8, seed=1, num_draft_tokens=3)
+        want = [made.submit(request(text, 24, speculate="off"), buffer=99).result(60).tokens for text in texts[:2]]
+        slow = made.submit(request(texts[0], 24))
+        first = [next(slow).token for _ in range(2)]
+        other = made.submit(request(texts[1], 24), buffer=99).result(60).tokens
+        assert other == want[1]
+        assert [*first, *(token.token for token in slow)] == want[0]
+
+
+def test_made_up_acceptance_counts_as_often_as_it_says(demo: LLM, texts: list[str]) -> None:
+    ids = demo.tokenizer.encode(texts[0])
+    params = SamplingParams(temperature=1.0, seed=3)
+    drafting: dict[str, Any] = {"speculate": "mtp", "num_draft_tokens": 3, "fixed_drafts": True}
+    with Scheduler(demo, max_sequences=1, prefix_cache=False) as made:
+        request = Request(ids, params, 400, frozenset(), acceptance=(0.9, 0.5), **drafting)
+        places = made.submit(request, buffer=500).result(120).timings.draft_places
+    shares = [hits / tries for tries, hits in places]
+    assert abs(shares[0] - 0.9) < 0.08 and abs(shares[1] - 0.5) < 0.12 and shares[2] == 0
+
+
+def test_a_session_goes_on_behind_an_answer(demo: LLM, texts: list[str]) -> None:
+    """A session's own answers take the host's way; its sequence beside them is untouched."""
+    demo.engine.allocate(sequences=2)
+    with demo.session() as session:
+        options: dict[str, Any] = {"temperature": 0.7, "seed": 2}
+        one = session.generate(texts[0], max_tokens=9, num_draft_tokens=3, **options).tokens
+        demo.generate(texts[1], max_tokens=9, num_draft_tokens=3, **options)
+        two = session.generate(max_tokens=9, num_draft_tokens=3, **options).tokens
+        assert one + two == demo.generate(texts[0], max_tokens=18, speculate="off", **options).tokens
+
+
+# -- how many --------------------------------------------------------------------------------------------------------
+
+
+def speculation(chance: float, most: int = 7, fixed: bool = False) -> Speculation:
+    acceptance = Acceptance()
+    for _ in range(200):
+        acceptance.record("mtp", 1, int(chance > 0.5))
+        acceptance.record("mtp", 7, 7 if chance > 0.5 else 0)
+    return Speculation("mtp", most, acceptance, fixed)
+
+
+SURE, UNSURE = speculation(1.0), speculation(0.0)
+GATE = DraftGate.drafts
+
+
+def gate(**measured: float) -> DraftGate:
+    """By measured seconds of one answer: s0 without drafts, s1 with one, …"""
+    seconds = {int(name[1:]): took for name, took in measured.items()}
+    return DraftGate(lambda answers: seconds if answers == 1 else {})
+
+
+def test_the_gate_takes_what_makes_tokens_come_soonest() -> None:
+    assert GATE(gate(s0=1.0, s1=1.2, s3=1.6), [SURE]) == 3
+    assert GATE(gate(s0=1.0, s1=1.2, s3=4.0), [SURE]) == 1
+    assert GATE(gate(s0=1.0, s1=2.1, s3=4.2), [SURE]) == 0
+    assert GATE(gate(s0=1.0, s1=1.1, s3=1.2), [UNSURE]) == 0
+    assert GATE(gate(s0=1.0, s1=1.2, s3=1.6), [speculation(1.0, most=2)]) == 1  # of what was measured
+    assert GATE(gate(s0=1.0, s1=9.0), [speculation(0.0, 5, fixed=True)]) == 5
+
+
+def test_the_gate_measures_what_it_does_not_know() -> None:
+    one = DraftGate()
+    assert GATE(one, [SURE]) == 0  # what a step without takes is not known
+    for _ in range(3):
+        one.record(1, 0, 1.0)
+    assert GATE(one, [SURE]) > 0 and GATE(one, [SURE] * 2) == 0 and GATE(one, [SURE] * 33) == 0
+    for drafts in (1, 2, 3, 7):
+        for _ in range(3):
+            one.record(1, drafts, 9.0)
+    assert GATE(one, [SURE]) == 0
+
+
+def test_the_gate_tries_drafts_that_do_not_pay_ever_more_rarely() -> None:
+    one = gate(s0=1.0, s1=1.5)
+    taken = [GATE(one, [UNSURE]) for _ in range(4000)]
+    tries = [n for n in range(1, 4000) if taken[n] and not taken[n - 1]]
+    assert sum(taken) <= 4000 / 64 and 3 <= len(tries) <= 6
+    apart = [after - before for before, after in itertools.pairwise(tries)]
+    assert all(after > 1.9 * before for before, after in itertools.pairwise(apart))
