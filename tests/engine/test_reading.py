@@ -190,14 +190,14 @@ def test_log_probabilities_of_a_prompt_and_the_answer_behind_it(llm: LLM, kind: 
     prompts = [some_tokens(length, seed=length) for length in (1, 7, 600, 257)]
     options = {"max_tokens": 6, **KINDS[kind]}
     want = [llm.generate(prompt, **options) for prompt in prompts]
+    each = [log_softmax(alone(llm.engine, prompt))[:-1] for prompt in prompts]
     with scheduler(llm, max_sequences=3) as made:
         asked = [made.request(prompt, reading=Reading("logprobs", 3), **options) for prompt in prompts]
         handles = [made.submit(one) for one in asked]
-        for handle, prompt, answer in zip(handles, prompts, want, strict=True):
+        for handle, prompt, answer, rows in zip(handles, prompts, want, each, strict=True):
             same(handle.result(SECONDS), answer)
             assert handle.usage.cached_tokens == 0
             logprobs, ranks, ids, values = (np.concatenate(arrays) for arrays in zip(*handle.pieces, strict=True))
-            rows = log_softmax(alone(llm.engine, prompt))[:-1]
             own = rows[np.arange(len(rows)), prompt[1:]]
             np.testing.assert_allclose(logprobs, own, atol=1e-5)
             np.testing.assert_array_equal(ranks, 1 + (rows > own[:, None]).sum(axis=1))

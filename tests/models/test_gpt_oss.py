@@ -232,13 +232,26 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, An
         Checkpoint.open(folder).tensor("x")
 
 
-def test_released_files_are_streamed_after_a_conversion_only(in_blocks: Any, tmp_path: Path) -> None:
-    folder, _ = in_blocks
-    with pytest.raises(CheckpointError, match="in turns, which is not streamed, expected .*: penstock convert"):
-        penstock.load(folder, device="cpu", expert_cache="60%")
+@pytest.mark.parametrize("io", ["pagecache", "direct", "mmap"])
+def test_experts_of_released_files_are_streamed_with_the_bits_of_resident_ones(in_blocks: Any, io: str) -> None:
+    """Rows of gate and up lie in turns, and are dealt to two slots when they were read."""
+    folder, tokens = in_blocks[0], some_tokens(12)
+    options = {"expert_cache": "60%", "expert_io": io}
+    np.testing.assert_array_equal(logits(folder, tokens, **options), logits(folder, tokens))
+
+
+def test_experts_of_released_files_are_packed_and_converted(
+    in_blocks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A packed file has gate and up each in one piece."""
+    folder, tokens = shutil.copytree(in_blocks[0], tmp_path / "m"), some_tokens(12)
+    want = logits(folder, tokens)
+    assert call(capsys, "pack", str(folder)).status == 0
+    file = folder / "experts.penstock"
+    assert file.is_file()
+    np.testing.assert_array_equal(logits(folder, tokens, expert_cache="60%", expert_file=str(file)), want)
     convert(folder, tmp_path / "made")
-    tokens = some_tokens(12)
-    np.testing.assert_array_equal(logits(tmp_path / "made", tokens, expert_cache="60%"), logits(folder, tokens))
+    np.testing.assert_array_equal(logits(tmp_path / "made", tokens, expert_cache="60%"), want)
 
 
 def test_released_files_are_known_without_reading_them(

@@ -21,6 +21,7 @@ pytest.importorskip("torch.distributed", reason="the extra `distributed` is not 
 pytest.importorskip("msgspec", reason="the extra `distributed` is not installed")
 
 import penstock
+from penstock.engine.reading import Reading
 from penstock.errors import EngineDied, InvalidArgument
 from penstock.models import bytes_of
 from penstock.parallel.group import RankGroup, torch_distributed
@@ -83,6 +84,21 @@ def test_logits_and_texts_are_those_of_one_rank(one, two):
     assert two.generate(PROMPT, max_tokens=6, **hooks).text == one.generate(PROMPT, max_tokens=6, **hooks).text
     found = two.generate(PROMPT, max_tokens=3, logprobs=2)
     assert found.logprobs == pytest.approx(one.generate(PROMPT, max_tokens=3, logprobs=2).logprobs, abs=1e-4)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_one_rank(one, two):
+    ids = np.random.default_rng(4).integers(0, one.config.vocab_size, 300).tolist()
+    found = []
+    for llm in (one, two):
+        scheduler = llm.scheduler
+        handle = scheduler.submit(scheduler.request(ids, max_tokens=3, reading=Reading("logprobs", 2)))
+        text = handle.result().text
+        found.append((text, [np.concatenate(arrays) for arrays in zip(*handle.pieces, strict=True)]))
+    (text, want), (other, got) = found
+    assert other == text and len(want[0]) == 299
+    for number in (0, 3):
+        np.testing.assert_allclose(got[number], want[number], atol=1e-4)
+    assert two.generate(PROMPT, max_tokens=4).text == one.generate(PROMPT, max_tokens=4).text
 
 
 def test_sessions_are_saved_whole_and_go_on_with_any_number_of_ranks(one, two, tmp_path):

@@ -155,7 +155,8 @@ class BucketedSteps:
     def working_bytes(self, sequences: int) -> int:
         """Memory that steps take beside weights and caches, at the most."""
         programs = self._programs
-        config, rows = programs.config, min(sequences, MOST_LOGITS)
+        each = 1 if programs.drafter is None else 1 + _DRAFTED[-1]
+        config, rows = programs.config, min(each * sequences, MOST_LOGITS)
         mixed = self._kind(Bucket(MIXED[-1], min(sequences, ANSWERS[-1]), False)).arena_bytes
         return 2 * mixed + 3 * 4 * rows * config.vocab_size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,8 @@ Drawn = list[tuple[RequestState, Token | Exception]]
 @dataclass(slots=True, eq=False)
 class Launched:
     """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; rows:
-    those of each part, where all are wanted of all parts, as tuples of arrays.
+    those of each part, where all are wanted of all parts, as tuples of arrays. busy: seconds that this thread has
+    worked on one that has been run, without those in which other programs had its processor.
     """
 
     parts: list[Part]
@@ -124,6 +126,7 @@ class Launched:
     drawn: PendingStep | Drawn
     begin: float
     rows: list[tuple[np.ndarray, ...]] | None = None
+    busy: float | None = None
 
     @property
     def ahead(self) -> bool:
@@ -191,7 +194,7 @@ class Execution:
 
     def launch(self, parts: list[Part]) -> Launched:
         """Start a step. Where the device does not sample, it has been run when this returns."""
-        begin = compile_progress.clock()
+        begin, worked = compile_progress.clock(), time.thread_time()
         if parts[0].ahead:
             return self._launch_ahead(parts, begin)
         engine, runs = self._engine, [part.run() for part in parts]
@@ -227,7 +230,8 @@ class Execution:
             if part.draws and part.drafts is None:
                 part.state.drawn += 1
         self.steps += 1
-        return Launched(parts, [run.sequence for run in runs], drawn, begin)
+        busy = None if engine.device.samples_tokens else time.thread_time() - worked
+        return Launched(parts, [run.sequence for run in runs], drawn, begin, busy=busy)
 
     def _launch_ahead(self, parts: list[Part], begin: float) -> Launched:
         """Start a step of answers that verifies the device's drafts and makes more."""

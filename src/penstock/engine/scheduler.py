@@ -141,7 +141,7 @@ class Scheduler:
         self._admission = Admission(engine, self.memory, self._prefix)
         self._execution = Execution(engine)
         self._most_rows = most_rows(engine)
-        self._speculator = Speculator()
+        self._speculator = Speculator(compile_progress.clock if engine.device.samples_tokens else time.thread_time)
         self._gate = DraftGate(self._execution.draft_seconds)
         self._record = llm.add_timings if record is None else record
 
@@ -817,7 +817,7 @@ class Scheduler:
             if state.sequence is not None:
                 self._deliver(state, token)
         now = compile_progress.clock()
-        self._count(step.parts, now - max(step.begin, self._collected))
+        self._count(step.parts, now - max(step.begin, self._collected), step.busy)
         self._collected = now
         self._launched = [step for step in self._launched if step.states]  # else nobody reads what it has drawn
 
@@ -854,7 +854,7 @@ class Scheduler:
             state.finish_reason = state.queue.finish_reason = "length"
             self._end(state, None)
 
-    def _count(self, parts: list[Part], seconds: float) -> None:
+    def _count(self, parts: list[Part], seconds: float, busy: float | None) -> None:
         """Seconds of a step go to prompts and answers by their tokens."""
         work = self._work
         prompt = sum(part.end - part.at for part in parts if part.prompt)
@@ -872,7 +872,7 @@ class Scheduler:
             self._execution.record(prompt + tokens, seconds)
         elif tokens and not prompt:
             if not parts[0].ahead:
-                self._speculator.costs.record(tokens, seconds)
+                self._speculator.costs.record(tokens, seconds if busy is None else busy)
             if parts[0].ahead or tokens == answers:
                 self._gate.record(answers, parts[0].ahead, seconds)
 

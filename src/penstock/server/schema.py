@@ -762,9 +762,11 @@ class TokenizeRequest(Strict):
 
     @model_validator(mode="after")
     def _one_text(self) -> TokenizeRequest:
-        if (self.content is None) == (self.prompt is None):
-            found = "neither content nor prompt" if self.content is None else "content and prompt"
-            raise ApiError(400, f"the request has {found}, expected one of them", param="content", code="invalid_value")
+        if self.content is None and self.prompt is None:
+            raise ApiError(400, "content is missing, expected text", param="content", code="missing_parameter")
+        if self.content is not None and self.prompt is not None:
+            message = "the request has content and prompt, expected one of them"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
         return self
 
     @property

@@ -153,7 +153,7 @@ def _mix_kernel(
 
 
 @triton.jit
-def gate(z, ACT: tl.constexpr):
+def _gate(z, ACT: tl.constexpr):
     if ACT == "sigmoid":
         y = sigmoid(z)
     else:
@@ -162,7 +162,7 @@ def gate(z, ACT: tl.constexpr):
 
 
 @triton.jit
-def advance(S, q, k, kq, v, g, b, CHANNELS: tl.constexpr):
+def _advance(S, q, k, kq, v, g, b, CHANNELS: tl.constexpr):
     """The state [WIDE, ROWS, LINE] after a token and its output; y = S q as g (S q) + d (k.q) of the old S.
 
     A line has 128 bytes of a row and a warp 4 rows in 8 lanes each: a sum over columns takes 3 shuffles for 4 rows. k.q
@@ -188,7 +188,7 @@ def _row(x, number: tl.constexpr):
 
 
 @triton.jit
-def load_part(tile, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
+def _load_part(tile, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
     """Value rows of a state; where EXACT all of the tile is inside."""
     if EXACT:
         S = tl.load(tile, eviction_policy=HINT)
@@ -198,7 +198,7 @@ def load_part(tile, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
 
 
 @triton.jit
-def store_part(tile, S, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
+def _store_part(tile, S, inside, EXACT: tl.constexpr, HINT: tl.constexpr):
     S = rounded(S, tile.dtype.element_ty)
     if EXACT:
         tl.store(tile, S, eviction_policy=HINT)
@@ -261,7 +261,7 @@ def _step_kernel(
     rows = tl.arange(0, ROWS)[None, :, None]
     cols = LINE * tl.arange(0, WIDE)[:, None, None] + tl.arange(0, LINE)[None, None, :]
     tile = state_ptr + (slot * Hv + head) * Dv * Dk + (rows * Dk + cols)
-    S = load_part(tile, (rows < Dv) & (cols < Dk), EXACT, LOAD)
+    S = _load_part(tile, (rows < Dv) & (cols < Dk), EXACT, LOAD)
     z = tl.load(z_ptr + at * Dv + value, mask=value < Dv, other=0.0).to(tl.float32)
     norm = tl.load(norm_ptr + value, mask=value < Dv, other=0.0).to(tl.float32)
 
@@ -294,15 +294,15 @@ def _step_kernel(
         S_next = S
         if part + 1 < PARTS:
             inside = (rows + (part + 1) * ROWS < Dv) & (cols < Dk)
-            S_next = load_part(tile + (part + 1) * ROWS * Dk, inside, EXACT, LOAD)
-        S, y = advance(S.to(tl.float32), q, k, kq, _row(v, part), g, b, CHANNELS)
+            S_next = _load_part(tile + (part + 1) * ROWS * Dk, inside, EXACT, LOAD)
+        S, y = _advance(S.to(tl.float32), q, k, kq, _row(v, part), g, b, CHANNELS)
         inside = (rows + part * ROWS < Dv) & (cols < Dk)
-        store_part(tile + part * ROWS * Dk, S, inside, EXACT, STORE)
+        _store_part(tile + part * ROWS * Dk, S, inside, EXACT, STORE)
         y = rounded(y, kind).to(tl.float32)
         y_all = tl.where(tl.arange(0, PARTS)[:, None] == part, y[None, :], y_all)
         S = S_next
     length = tl.sum(tl.sum(y_all * y_all, axis=1), axis=0)
-    y_all *= tl.rsqrt(length / Dv + eps) * gate(z, ACT) * norm
+    y_all *= tl.rsqrt(length / Dv + eps) * _gate(z, ACT) * norm
     tl.store(out_ptr + at * Dv + value, rounded(y_all, kind), mask=value < Dv)
     # Behind the sum above: all rows kept of v have been read.
     row = tl.arange(0, PARTS * ROWS)
@@ -349,7 +349,7 @@ def _head_kernel(
     S, y = moved_on(S, q, k, v, g, b, state_ptr.dtype.element_ty, CHANNELS)
     tl.store(tile, rounded(S, state_ptr.dtype.element_ty), mask=moved)
     y = rounded(y, kind).to(tl.float32)
-    y *= tl.rsqrt(tl.sum(y * y, axis=0) / Dv + eps) * gate(z, ACT) * weight
+    y *= tl.rsqrt(tl.sum(y * y, axis=0) / Dv + eps) * _gate(z, ACT) * weight
     tl.store(out_ptr + at, rounded(tl.where(active, y, 0.0), kind), mask=rows < Dv)
 
 

@@ -14,7 +14,7 @@ from penstock.errors import BackendError
 
 
 @functools.cache
-def _recurrence_tile(Dk: int, Dv: int) -> tuple[int, int, int]:
+def recurrence_tile(Dk: int, Dv: int) -> tuple[int, int, int]:
     """Value rows of a program, key columns / 32 and warps: 16 values of the state a thread."""
     if Dk > 16384:
         raise BackendError(f"gated_delta_net: Dk is {Dk}, expected at most 16384 on cuda")
@@ -111,7 +111,7 @@ def recur(
 ) -> None:  # fmt: skip
     """Writes out [T, Hv, Dv] and moves the state on over the T tokens of qkv, or with slots each state over its own."""
     T = len(qkv)
-    rows, wide, warps = _recurrence_tile(Dk, Dv)
+    rows, wide, warps = recurrence_tile(Dk, Dv)
     states, tokens = (1, T) if slots is None else (T, 1)
     _recurrence_kernel[(states, Hv, triton.cdiv(Dv, rows))](
         state, qkv, g, b, slots, out, tokens, state.shape[0], Hk, Hv, Dk, Dv, slots is not None, Hv // Hk, rows, wide,
@@ -190,7 +190,7 @@ def recur_runs(
     Hk: int, Hv: int, Dk: int, Dv: int,
 ) -> None:  # fmt: skip
     """One launch of `runs`: those of more than `longest` tokens are for chunks unless they are kept."""
-    rows, wide, warps = _recurrence_tile(Dk, Dv)
+    rows, wide, warps = recurrence_tile(Dk, Dv)
     B = len(slots)
     programs = min(B + 1, DELTA_RUNS)
     _recurrence_runs_kernel[(programs, Hv, triton.cdiv(Dv, rows))](
@@ -243,7 +243,7 @@ def commit_states(
 ) -> None:
     """Moves states on by accepted tokens of qkv [B, K, C]."""
     Hv, Dv, Dk = state.shape[1:]
-    rows, wide, warps = _recurrence_tile(Dk, Dv)
+    rows, wide, warps = recurrence_tile(Dk, Dv)
     _commit_kernel[(len(slots), Hv, triton.cdiv(Dv, rows))](
         state, qkv, gates, slots, accepted, state.shape[0], gates.shape[1], Hk, Hv, Dk, Dv, Hv // Hk, rows, wide,
         DELTA_AHEAD, gates.shape[2] > 2, num_warps=warps,

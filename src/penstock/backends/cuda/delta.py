@@ -14,7 +14,7 @@ from penstock import ops
 from penstock.backends.cuda._chunk import delta_chunks, delta_chunks_of_runs, takes_chunks
 from penstock.backends.cuda._conv import commit_kept, commit_rows, convolve, convolve_runs, move_on, move_runs_on
 from penstock.backends.cuda._delta_step import decay, mix, step, takes_steps
-from penstock.backends.cuda._delta_verify import verify
+from penstock.backends.cuda._delta_verify import takes_runs, verify
 from penstock.backends.cuda._launch import sigmoid
 from penstock.backends.cuda._recurrence import commit_states, recur, recur_runs
 from penstock.backends.cuda._tuning import DELTA_STEPS
@@ -144,13 +144,13 @@ def gated_delta_net(
     if starts is not None and slots is not None:
         by_steps = method in ("step", "sequential") if variant is None else variant == "step"
         all_chunks = method == "chunkwise" if variant is None else variant == "chunks"
-        longest = _ANY if by_steps or not takes_chunks(qkv, g, Dk) else 0 if all_chunks else DELTA_STEPS
+        longest = _ANY if by_steps or not takes_chunks(qkv, Dk) else 0 if all_chunks else DELTA_STEPS
         recur_runs(state, qkv, g, b, starts, slots, keep, gates, longest, out, Hk, Hv, Dk, Dv)
         if longest < T:
             delta_chunks_of_runs(state, qkv, g, b, starts, slots, keep, longest, out, Hk, Hv, Dk, Dv)
         return
     many = method == "chunkwise" or (method == "auto" and (T > DELTA_STEPS or deterministic()))
-    if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, g, Dk):
+    if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, Dk):
         delta_chunks(state, qkv, g, b, out, Hk, Hv, Dk, Dv)
     else:
         recur(state, qkv, g, b, slots, out, Hk, Hv, Dk, Dv)
@@ -165,7 +165,7 @@ def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> 
     if not B or not K:
         return
     Hv, Dv, Dk = state.shape[1:]
-    if takes_steps(Dk, Dv) and gates.shape[2] == 2:
+    if takes_runs(conv_weight.shape[1]) and gates.shape[2] == 2:
         none, rows = conv_state.new_empty((0, Hv)), conv_state.new_empty((0, C))
         runs, unread = (gates, slots, slots.new_zeros(B + 1), None, accepted), conv_weight
         verify(rows, none, none, none, conv_state, state, *runs, conv_weight, *(unread,) * 3, Hk, 0.0, "silu", rows)
@@ -187,7 +187,7 @@ def gated_delta_step(
         return
     Hv, Dv, Dk = state.shape[1:]
     weights = (conv_weight, A_log, dt_bias, norm_weight)
-    if takes_steps(Dk, Dv) and deterministic() and alpha.ndim == 2:
+    if deterministic() and takes_runs(conv_weight.shape[1]) and alpha.ndim == 2:
         rows, runs = (qkv, z, alpha, beta, conv_state, state), (None, slots, None, None, None)
         verify(*rows, *runs, *weights, Hk, eps, act, out)
         return
@@ -207,7 +207,7 @@ def gated_delta_verify(
     if not len(qkv):
         return
     Hv, Dv, Dk = state.shape[1:]
-    if takes_steps(Dk, Dv):
+    if takes_runs(conv_weight.shape[1]):
         runs = (gates, slots, starts, keep, accepted)
         weights = (conv_weight, A_log, dt_bias, norm_weight)
         verify(qkv, z, alpha, beta, conv_state, state, *runs, *weights, Hk, eps, act, out)
