@@ -449,7 +449,8 @@ def test_metrics_have_the_names_that_routers_read(quiet):
     first, gaps = grown["time_to_first_token_seconds_sum"], grown["inter_token_latency_seconds_sum"]
     assert grown["e2e_request_latency_seconds_sum"] == pytest.approx(first + gaps) and gaps > 0
     assert first > grown["request_queue_time_seconds_sum"] > 0
-    assert grown["prefix_cache_queries_total"] == prompt
+    assert grown["prefix_cache_queries_total"] == prompt and grown["generation_tokens_total"] == 5
+    assert grown["prompt_tokens_total"] == prompt - grown["prefix_cache_hits_total"]
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
 
 

@@ -16,6 +16,7 @@ from penstock.errors import InvalidArgument
 from penstock.text import grammar as module
 from penstock.text.formats import FORMATS, parse_whole, shown_tokens
 from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools, grammar_of_gbnf
+from penstock.text.grammar_end import shortest_end
 from penstock.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -373,6 +374,20 @@ def test_the_end_closes_what_is_open(plain, text, end):
         grammar.accept(token)
         written += plain.decode([token])
     assert written == end and json.loads(end) is not None
+
+
+def test_the_end_of_long_strings_and_deep_lists(plain):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 90}}, "required": ["a"]}
+    for asked, begun, end in (
+        (schema_format(schema), '{"a":"x', '{"a":"x' + "0" * 89 + '"}'),
+        ({"type": "json_object"}, '{"a":' + "[" * 40, '{"a":' + "[" * 40 + "]" * 40 + "}"),
+    ):
+        grammar = grammar_for(asked, plain)
+        for token in plain.encode(begun, add_special_tokens=False):
+            grammar.accept(token)
+        found = shortest_end(grammar._matcher, grammar._tokens, 200)
+        assert found is not None and begun + plain.decode(found) == end
+        assert shortest_end(grammar._matcher, grammar._tokens, len(found) - 1) is None
 
 
 def test_no_second_call_begins_that_has_no_room(plain):

@@ -178,6 +178,8 @@ def _as_vllm(service: Service, now: SchedulerMetrics) -> Iterable[Metric]:
         (GaugeMetricFamily, "num_requests_running", "Requests that are running.", now.running),
         (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", now.waiting),
         (GaugeMetricFamily, "kv_cache_usage_perc", "Of 1.", _rate(now.pages_used, now.pages_total)),
+        (CounterMetricFamily, "prompt_tokens", "Tokens of prompts that were computed.", now.prompt_tokens),
+        (CounterMetricFamily, "generation_tokens", "Tokens that were generated.", now.generated_tokens),
         (CounterMetricFamily, "prefix_cache_queries", "Tokens of prompts that were looked up.", looked_up),
         (CounterMetricFamily, "prefix_cache_hits", "Tokens of prompts that were found.", now.cached_tokens),
     ]

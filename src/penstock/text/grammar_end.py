@@ -7,6 +7,7 @@ from typing import Any
 # What is tried, in this order, inside of a string and elsewhere: what closes something, then the least of everything.
 _IN_STRING = (b'"', b"0", b"a")
 _ELSEWHERE = (b"}", b"]", b"null", b'"', b":", b"0", b",", b"false", b"{", b"[")
+_MOST_BRACKETS = 64  # in a row: more than a schema has levels are text of a string
 _BEGINNINGS = ((False, b""), (True, b""), (True, b"n"))  # elsewhere, in a string, behind a backslash of one
 
 
@@ -23,13 +24,15 @@ def shortest_end(matcher: Any, tokens: Any, most: int) -> list[int] | None:
         trial, found = matcher.deep_copy(), []
         if first and not _taken(trial, tokens, first, found):
             continue
-        while len(found) <= most:
+        brackets = 0
+        while len(found) <= most and brackets <= _MOST_BRACKETS:
             if trial.is_accepting():
                 return found
             written = _next(trial, tokens, in_string, found)
             if written is None:
                 break
             in_string = _in_string(written, in_string)
+            brackets = brackets + 1 if written in (b"}", b"]") else 0
     return None
 
 
