@@ -61,7 +61,8 @@ class _At:
 class Asked:
     """So many drafts are wanted behind the last token of an answer, which has not been computed yet.
 
-    answer: its tokens, the first of them at position `start`.
+    answer: its tokens, the first of them at position `start`. text: all tokens of the sequence and that last one, for a
+    second model.
     """
 
     sequence: Sequence
@@ -71,6 +72,7 @@ class Asked:
     sampler: Sampler
     mask: np.ndarray | None = None  # of a grammar, for the first of them
     drafts: list[int] = field(default_factory=list)
+    text: Seq[int] = ()
 
 
 Rows = list[Any]

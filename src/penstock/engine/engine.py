@@ -49,6 +49,7 @@ from penstock.ops.device import Device, PendingStep, device_for
 from penstock.units import amount
 
 if TYPE_CHECKING:
+    from penstock.engine.draft_model import DraftModel
     from penstock.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("penstock")
@@ -125,7 +126,7 @@ class Engine:
     lock: held during a step, and by code that changes caches, weights or programs beside the methods here.
     cache_memory: bytes that the caches of all sequences may take, None for the rule of `allocate`. drafts: the most
     that a step may verify of one sequence. speculate: what the drafts of requests come from that do not say it, of
-    `SPECULATE`, and num_draft_tokens how many they have at the most.
+    `SPECULATE`, and num_draft_tokens how many they have at the most. draft_model: drafts where that is asked for.
     """
 
     def __init__(
@@ -144,8 +145,10 @@ class Engine:
         drafts: int = 0,
         speculate: str = "off",
         num_draft_tokens: int | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.model = model
+        self.draft_model = draft_model
         self.leader = leader
         self.activations = activations
         self.dtype = dtype
@@ -199,7 +202,9 @@ class Engine:
         Raises InvalidArgument for what this model cannot do.
         """
         chosen = self.speculate if kind is None or kind == "auto" else kind
-        if chosen == "auto" and self.drafter is not None:
+        if chosen == "auto" and self.draft_model is not None:
+            chosen = "draft"
+        elif chosen == "auto" and self.drafter is not None:
             chosen = "mtp"
         if chosen in ("auto", "off"):
             return "off", 0
@@ -211,7 +216,7 @@ class Engine:
                 f"{where}: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
                 "in its recurrent states (speculate='off')"
             )
-        if chosen == "draft" or (chosen == "mtp" and self.drafter is None):
+        if {"draft": self.draft_model, "mtp": self.drafter}.get(chosen, self) is None:
             need = "a head for drafts in its files" if chosen == "mtp" else "a draft_model"
             raise InvalidArgument(f"{where}: speculate is {chosen!r}, expected another: the model has not {need}")
         most = drafts or self.num_draft_tokens or MOST_DRAFTS
