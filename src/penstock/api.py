@@ -49,7 +49,7 @@ from penstock.models.source import (
     Source,
     left_over,
 )
-from penstock.models.split import SplitSource, group_columns
+from penstock.models.split import group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
@@ -873,7 +873,7 @@ def _read_folder(
     tokenizer = Tokenizer.from_folder(folder)
     source = stored = CheckpointSource(checkpoint, *family.names(checkpoint, config))
     head, notices = _find_head(drafting, family, config, stored)
-    copied, share = _copied_bytes(checkpoint), 1
+    copied, share, whole = _copied_bytes(checkpoint), 1, config
     if rank is not None:
         source, config = rank.split(family, stored, config, group_columns(checkpoint))
         share, copied = rank.size, checkpoint.nbytes  # columns and experts of a rank are copies
@@ -905,8 +905,8 @@ def _read_folder(
         weights, placed = _weights(family, source, config, device, nbytes, progress)
         weights = weights if rank is None else rank.with_slots(weights, config, device)
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes + drafter, streamed)
-    if head is not None:
-        model = _read_head(head, model, config, device, source, rank)
+    if head is not None and (rank is None or rank.leads):
+        model = _read_head(head, model, whole, device, None if rank is None else stored)
     if progress is not None:
         progress(1.0)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
@@ -957,19 +957,19 @@ def _find_head(
 
 
 def _read_head(
-    files: mtp.HeadFiles, model: AnyModel, config: ModelConfig, device: Device, split: Any, rank: Rank | None
+    files: mtp.HeadFiles, model: AnyModel, config: ModelConfig, device: Device, trunk: CheckpointSource | None
 ) -> AnyModel:
     """The model with the head of these files. Its experts are held like those of a model that fits, whatever is
-    streamed. config: of the model, its arrays on the host; split: of a rank the source of the trunk's part.
+    streamed. config: of the whole model, its arrays on the host; trunk: of a split model, whose first rank has the
+    whole head, the source of the tables of which it has a part.
     """
-
-    def through(head: Source) -> Source:
-        own = head if rank is None else SplitSource(head, split.split, split.mesh)
-        return DeviceSource(own, device.to_device)
-
-    head = files.read(model.family, config, model.weights.embed, model.weights.head, through)
-    head = models.placed(head, device.to_device)
-    return replace(model, head=head if rank is None else rank.with_slots(head, config, device))
+    embed, table = model.weights.embed, model.weights.head
+    if trunk is not None:
+        put = DeviceSource(trunk, device.to_device)
+        embed = put.weight("embed_tokens", config.vocab_size, config.dim)
+        table = put.weight("lm_head", config.vocab_size, config.dim) if "lm_head" in trunk else embed
+    head = files.read(model.family, config, embed, table, lambda source: DeviceSource(source, device.to_device))
+    return replace(model, head=models.placed(head, device.to_device))
 
 
 def _streamed_layers(
@@ -1181,10 +1181,10 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
         fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
     head = None
-    if _may_draft(given["speculate"]) and mtp.declared(family, read, config):
+    if rank is None and _may_draft(given["speculate"]) and mtp.declared(family, read, config):
         made = mtp.read(DeviceSource(source, where.to_device), family, read, weights.embed, weights.head)
         head = models.placed(made, where.to_device)
-    weights, head = (weights, head) if rank is None else rank.with_slots((weights, head), read, where)
+    weights = weights if rank is None else rank.with_slots(weights, read, where)
     model = Model(family, placed, weights, fingerprint, models.bytes_of((weights, head)), head=head)
     model = model if rank is None else rank.part(model)
     leader = None if rank is None else rank.leader(family, states)

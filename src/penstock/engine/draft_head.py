@@ -286,8 +286,7 @@ class ExactHead:
         specs |= {name: spec for name, spec in programs.cache_specs().items() if name.startswith(f"cache{own}.")}
 
         def fn(hidden: Any, **given: Any) -> Any:
-            options = {"activations": programs.activations, "dtype": programs.caches.dtype, "mesh": programs.mesh}
-            step = ragged_step(given, programs.windows, **options)
+            step = ragged_step(given, programs.windows, activations=programs.activations, dtype=programs.caches.dtype)
             h = mtp.forward(head, step, hidden, (given[f"cache{own}.0"], given[f"cache{own}.1"]))
             if not R:
                 return h

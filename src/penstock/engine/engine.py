@@ -73,7 +73,7 @@ class Model(Generic[ConfigT, WeightsT]):
     lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
     split: Split[Any] | None = None  # it is a rank's part: config and weights are that part's
     mesh: Mesh | None = None
-    head: Head | None = None  # drafts tokens; its experts are all in memory
+    head: Head | None = None  # drafts tokens; whole, its experts all in memory; of a split model on the first rank
 
 
 AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]
@@ -162,7 +162,8 @@ class Engine:
         if model.family.commit is not None:
             layouts = with_room(layouts, 1 + drafts if drafts and model.family.commits(model.config) else 0)
         asked = speculate == "mtp" or (speculate == "auto" and not self.device.captures)  # on a GPU by name alone yet
-        runs_head = self.device.runs_programs and model.mesh is None and drafts > 0 and asked
+        whole = model.mesh is None or (leader is not None and not self.device.captures)  # the first rank has the head
+        runs_head = self.device.runs_programs and whole and drafts > 0 and asked
         head = model.head if runs_head and model.family.final_norm is not None else None
         if head is not None:
             layouts = (*layouts, mtp.layout(head, model.family))
@@ -563,7 +564,7 @@ class Engine:
             if self._damage is not None:
                 return
             for one in asked:
-                self.caches.reserve(one.sequence, one.count)
+                self.caches.reserve_ahead(one.sequence, one.count)
             self.drafter.draft(asked)
 
     def settle(self, sequence: Sequence) -> None:
