@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("penstock")
 
+DRAFT_ROWS = 1 << 15  # of lm_head that a draft reads, if there are twice as many
+
 # caches stay if they have this share of the pages that are wanted, and are not larger than all of it by this factor
 _ENOUGH, _TOO_LARGE = 0.9, 1.25
 
@@ -164,7 +166,7 @@ class Engine:
         asked = speculate == "mtp" or (speculate == "auto" and not self.device.captures)  # on a GPU by name alone yet
         whole = model.mesh is None or (leader is not None and not self.device.captures)  # the first rank has the head
         runs_head = self.device.runs_programs and whole and drafts > 0 and asked
-        head = model.head if runs_head and model.family.final_norm is not None else None
+        head = _with_frequent_rows(model.head) if runs_head and model.family.final_norm is not None else None
         if head is not None:
             layouts = (*layouts, mtp.layout(head, model.family))
         make = Caches if leader is None else leader.caches
@@ -658,7 +660,7 @@ class Engine:
             if self.programs is not None:
                 self.programs.weights = model.weights
                 if self.programs.drafter is not None and model.head is not None:
-                    self.programs.drafter.replace_head(model.head)
+                    self.programs.drafter.replace_head(_with_frequent_rows(model.head))
 
     @property
     def reads_files(self) -> bool:
@@ -702,6 +704,13 @@ class Engine:
                 f"context: {sequence.length} positions are filled and {count} more were given, "
                 f"expected at most {self.max_context} in all (max_context)"
             )
+
+
+def _with_frequent_rows(head: Head | None) -> Head | None:
+    """A head that drafts the most frequent tokens alone where there are many others, whose rows of lm_head are most of
+    what a draft reads.
+    """
+    return head if head is None or head.rows < 2 * DRAFT_ROWS else mtp.with_rows(head, DRAFT_ROWS)
 
 
 @contextlib.contextmanager
