@@ -505,6 +505,15 @@ def test_rows_that_waited_make_the_same_drafts(monkeypatch: pytest.MonkeyPatch) 
     assert len(made[0]) > 1 and made[0] == made[1] == made[2]
 
 
+def test_many_rows_of_several_sequences_wait_for_one_draft(eager: None) -> None:
+    """More than one run of the head takes."""
+    llm = penstock.load(device="cpu", speculate="mtp")
+    prompts = [some_tokens(count, seed) for seed, count in enumerate((250, 201, 180, 9, 600))]
+    want = [done.tokens for done in llm.generate(prompts, max_tokens=9, speculate="off")]
+    found = llm.generate(prompts, max_tokens=9)
+    assert [done.tokens for done in found] == want and all(done.timings.draft_n for done in found)
+
+
 @pytest.mark.slow
 def test_a_thousand_texts_are_the_same() -> None:
     """Prompts, seeds and temperatures on the demo model, with its head and with n-grams, many at a time."""

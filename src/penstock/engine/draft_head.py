@@ -176,13 +176,14 @@ class HeadDrafter:
     def draft(self, asked: Seq[Asked]) -> None:
         """Draft for sequences that are `ready`; pages for their next positions are reserved."""
         runs, rows, filled = [], [], []
+        most = _MOST_ROWS if sum(len(self._waiting[one.sequence].tokens) for one in asked) <= MOST_TOKENS else 1
         for one in asked:
             waiting = self._waiting[one.sequence]
             waiting.tokens = [
                 token if token >= 0 else one.answer[position - one.start]
                 for position, token in enumerate(waiting.tokens, waiting.start)
             ]
-            if len(waiting.tokens) > _MOST_ROWS:
+            if len(waiting.tokens) > most:
                 filled.append(self._fill(one.sequence, waiting))
             known = [*waiting.tokens[1:], one.answer[-1]]
             runs.append(Run(_at(one.sequence, waiting.start), np.array(known, np.int32)))
