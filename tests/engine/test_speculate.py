@@ -13,6 +13,7 @@ import pytest
 import penstock
 from penstock.api import LLM, load_random
 from penstock.engine import draft_head, speculate
+from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculate import Acceptance, Proposal, RecentAnswers, Speculation, StepCosts, TokenIndex, choose
@@ -427,6 +428,29 @@ def test_a_head_drafts_and_changes_no_text(family: str, captures: bool, llm: LLM
         assert [done.tokens for done in make()] == want  # auto
 
 
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_head_of_many_tokens_drafts_the_first_of_them(
+    captures: bool, llm: LLM, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which changes no text."""
+    monkeypatch.setattr(engine_module, "DRAFT_ROWS", 64)
+    few = with_head("qwen3_5", captures, llm.tokenizer)
+    drafted: list[int] = []
+    draft = Engine.draft
+
+    def noted(self: Engine, asked: list[Any]) -> None:
+        draft(self, asked)
+        drafted.extend(token for one in asked for token in one.drafts)
+
+    monkeypatch.setattr(Engine, "draft", noted)
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+        want = few.generate(some_tokens(9), max_tokens=16, speculate="off", **options).tokens
+        assert few.generate(some_tokens(9), max_tokens=16, speculate="mtp", **options).tokens == want
+    assert len(set(drafted)) > 5 and max(drafted) < 64 and VOCAB >= 128
+    monkeypatch.setattr(engine_module, "DRAFT_ROWS", VOCAB)
+    assert with_head("qwen3_5", captures, llm.tokenizer).engine.drafter._runner.head.rows == VOCAB  # type: ignore[union-attr]
+
+
 def test_captured_heads_draft_what_exact_ones_do(llm: LLM, eager: None) -> None:
     """Also behind steps that were launched before the token of the last one was known."""
     made = []
@@ -480,6 +504,15 @@ def test_rows_that_waited_make_the_same_drafts(monkeypatch: pytest.MonkeyPatch) 
             llm.generate("The king and the fox went into the forest, and", max_tokens=40)
         made.append(drafted)
     assert len(made[0]) > 1 and made[0] == made[1] == made[2]
+
+
+def test_many_rows_of_several_sequences_wait_for_one_draft(eager: None) -> None:
+    """More than one run of the head takes."""
+    llm = penstock.load(device="cpu", speculate="mtp")
+    prompts = [some_tokens(count, seed) for seed, count in enumerate((250, 201, 180, 9, 600))]
+    want = [done.tokens for done in llm.generate(prompts, max_tokens=9, speculate="off")]
+    found = llm.generate(prompts, max_tokens=9)
+    assert [done.tokens for done in found] == want and all(done.timings.draft_n for done in found)
 
 
 @pytest.mark.slow

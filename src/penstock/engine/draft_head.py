@@ -62,7 +62,8 @@ class _At:
 class Asked:
     """So many drafts are wanted behind the last token of an answer, which has not been computed yet.
 
-    answer: its tokens, the first of them at position `start`.
+    answer: its tokens, the first of them at position `start`. text: all tokens of the sequence and that last one, for a
+    second model.
     """
 
     sequence: Sequence
@@ -72,6 +73,7 @@ class Asked:
     sampler: Sampler
     mask: np.ndarray | None = None  # of a grammar, for the first of them
     drafts: list[int] = field(default_factory=list)
+    text: Seq[int] = ()
 
 
 Rows = list[Any]
@@ -184,8 +186,9 @@ class HeadDrafter:
     def draft(self, asked: Seq[Asked]) -> None:
         """Draft for sequences that are `ready`; pages for their next positions are reserved."""
         runs, rows, filled = [], [], []
+        most = _MOST_ROWS if sum(len(self._waiting[one.sequence].tokens) for one in asked) <= MOST_TOKENS else 1
         for one in asked:
-            filled.append(self._filled(one.sequence, one.answer, one.start))
+            filled.append(self._filled(one.sequence, one.answer, one.start, most))
             run, own = self._taken(one.sequence, one.answer)
             runs.append(run)
             rows += own
@@ -203,16 +206,16 @@ class HeadDrafter:
         """The device has computed all before the next token by itself."""
         self._waiting[sequence] = _Waiting(sequence.length, [], [])
 
-    def _filled(self, sequence: Sequence, answer: Seq[int], start: int) -> list[tuple[Run, Rows]]:
-        """The tokens that wait are all known then. Where they are more than are computed at once, runs of all but the
-        last one.
-        """
+    def _filled(
+        self, sequence: Sequence, answer: Seq[int], start: int, most: int = _MOST_ROWS
+    ) -> list[tuple[Run, Rows]]:
+        """The tokens that wait are all known then. Where they are more than `most`, runs of all but the last one."""
         waiting = self._waiting[sequence]
         waiting.tokens = [
             token if token >= 0 else answer[position - start]
             for position, token in enumerate(waiting.tokens, waiting.start)
         ]
-        return self._fill(sequence, waiting) if len(waiting.tokens) > _MOST_ROWS else []
+        return self._fill(sequence, waiting) if len(waiting.tokens) > most else []
 
     def _taken(self, sequence: Sequence, answer: Seq[int], wanted: str = "last") -> tuple[Run, Rows]:
         """A run of all that waits, `_filled` before, up to the last token of an answer."""
@@ -317,8 +320,7 @@ class ExactHead:
         specs |= {name: spec for name, spec in programs.cache_specs().items() if name.startswith(f"cache{own}.")}
 
         def fn(hidden: Any, **given: Any) -> Any:
-            options = {"activations": programs.activations, "dtype": programs.caches.dtype, "mesh": programs.mesh}
-            step = ragged_step(given, programs.windows, **options)
+            step = ragged_step(given, programs.windows, activations=programs.activations, dtype=programs.caches.dtype)
             h = mtp.forward(head, step, hidden, (given[f"cache{own}.0"], given[f"cache{own}.1"]))
             if not R:
                 return h

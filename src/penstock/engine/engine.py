@@ -52,9 +52,12 @@ from penstock.ops.device import Device, PendingStep, device_for
 from penstock.units import amount
 
 if TYPE_CHECKING:
+    from penstock.engine.draft_model import DraftModel
     from penstock.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("penstock")
+
+DRAFT_ROWS = 1 << 15  # of lm_head that a draft reads, if there are twice as many
 
 # caches stay if they have this share of the pages that are wanted, and are not larger than all of it by this factor
 _ENOUGH, _TOO_LARGE = 0.9, 1.25
@@ -75,7 +78,7 @@ class Model(Generic[ConfigT, WeightsT]):
     lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
     split: Split[Any] | None = None  # it is a rank's part: config and weights are that part's
     mesh: Mesh | None = None
-    head: Head | None = None  # drafts tokens; its experts are all in memory
+    head: Head | None = None  # drafts tokens; whole, its experts all in memory; of a split model on the first rank
 
 
 AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]
@@ -128,7 +131,7 @@ class Engine:
     lock: held during a step, and by code that changes caches, weights or programs beside the methods here.
     cache_memory: bytes that the caches of all sequences may take, None for the rule of `allocate`. drafts: the most
     that a step may verify of one sequence. speculate: what the drafts of requests come from that do not say it, of
-    `SPECULATE`, and num_draft_tokens how many they have at the most.
+    `SPECULATE`, and num_draft_tokens how many they have at the most. draft_model: drafts where that is asked for.
     """
 
     def __init__(
@@ -147,8 +150,10 @@ class Engine:
         drafts: int = 0,
         speculate: str = "off",
         num_draft_tokens: int | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.model = model
+        self.draft_model = draft_model
         self.leader = leader
         self.activations = activations
         self.dtype = dtype
@@ -163,8 +168,9 @@ class Engine:
             layouts = with_room(layouts, 1 + drafts if drafts and model.family.commits(model.config) else 0)
         by_itself = not self.device.captures or model.experts is None  # else the host would decide between replays
         asked = speculate == "mtp" or (speculate == "auto" and by_itself)
-        runs_head = self.device.runs_programs and model.mesh is None and drafts > 0 and asked
-        head = model.head if runs_head and model.family.final_norm is not None else None
+        whole = model.mesh is None or (leader is not None and not self.device.captures)  # the first rank has the head
+        runs_head = self.device.runs_programs and whole and drafts > 0 and asked
+        head = _with_frequent_rows(model.head) if runs_head and model.family.final_norm is not None else None
         if head is not None:
             layouts = (*layouts, mtp.layout(head, model.family))
         make = Caches if leader is None else leader.caches
@@ -203,7 +209,9 @@ class Engine:
         Raises InvalidArgument for what this model cannot do.
         """
         chosen = self.speculate if kind is None or kind == "auto" else kind
-        if chosen == "auto" and self.drafter is not None:
+        if chosen == "auto" and self.draft_model is not None:
+            chosen = "draft"
+        elif chosen == "auto" and self.drafter is not None:
             chosen = "mtp"
         if chosen in ("auto", "off"):
             return "off", 0
@@ -215,7 +223,7 @@ class Engine:
                 f"{where}: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
                 "in its recurrent states (speculate='off')"
             )
-        if chosen == "draft" or (chosen == "mtp" and self.drafter is None):
+        if {"draft": self.draft_model, "mtp": self.drafter}.get(chosen, self) is None:
             need = "a head for drafts in its files" if chosen == "mtp" else "a draft_model"
             raise InvalidArgument(f"{where}: speculate is {chosen!r}, expected another: the model has not {need}")
         most = drafts or self.num_draft_tokens or MOST_DRAFTS
@@ -567,7 +575,7 @@ class Engine:
             if self._damage is not None:
                 return
             for one in asked:
-                self.caches.reserve(one.sequence, one.count)
+                self.caches.reserve_ahead(one.sequence, one.count)
             self.drafter.draft(asked)
 
     @property
@@ -715,7 +723,7 @@ class Engine:
             if self.programs is not None:
                 self.programs.weights = model.weights
                 if self.programs.drafter is not None and model.head is not None:
-                    self.programs.drafter.replace_head(model.head)
+                    self.programs.drafter.replace_head(_with_frequent_rows(model.head))
 
     @property
     def reads_files(self) -> bool:
@@ -759,6 +767,13 @@ class Engine:
                 f"context: {sequence.length} positions are filled and {count} more were given, "
                 f"expected at most {self.max_context} in all (max_context)"
             )
+
+
+def _with_frequent_rows(head: Head | None) -> Head | None:
+    """A head that drafts the most frequent tokens alone where there are many others, whose rows of lm_head are most of
+    what a draft reads.
+    """
+    return head if head is None or head.rows < 2 * DRAFT_ROWS else mtp.with_rows(head, DRAFT_ROWS)
 
 
 @contextlib.contextmanager

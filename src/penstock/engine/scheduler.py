@@ -737,21 +737,33 @@ class Scheduler:
             part.drafts = drafts
 
     def _drafted(self, answers: list[Part], counts: dict[int, int]) -> dict[int, list[int]]:
-        """What the model's own head drafts for answers by their numbers."""
-        asked = {}
+        """What the model's own head or a second model drafts for answers by their numbers."""
+        asked: dict[int, Asked] = {}
         for n, count in counts.items():
             state = answers[n].state
             mask = None if state.request.grammar is None else state.request.grammar.mask()
             asked[n] = Asked(state.opened, state.tokens, state.prompt_end, count, state.sampler, mask)
-        self._engine.draft(list(asked.values()))
+            assert state.speculation is not None
+            asked[n].text = state.speculation.tokens
+        by_head = [one for one in asked.values() if not one.text]
+        by_model = [one for one in asked.values() if one.text]
+        if by_head:
+            self._engine.draft(by_head)
+        if by_model:
+            assert self._engine.draft_model is not None
+            self._engine.draft_model.draft(by_model)
         return {n: one.drafts for n, one in asked.items()}
 
     def _draft_limit(self, part: Part) -> int:
         """Drafts that an answer may have."""
-        state, drafter = part.state, self._engine.drafter
-        if not part.draws or state.speculation is None or not self._host_drafts(state):
+        state, speculation = part.state, part.state.speculation
+        if not part.draws or speculation is None or not self._host_drafts(state):
             return 0
-        if state.speculation.kind == "mtp" and (drafter is None or not drafter.ready(state.opened)):
+        engine = self._engine
+        drafter = {"mtp": engine.drafter, "draft": engine.draft_model}.get(speculation.kind)
+        if speculation.by_model and (drafter is None or not drafter.ready(state.opened)):
+            return 0
+        if speculation.kind == "draft" and len(speculation.tokens) != state.opened.length + 1:
             return 0
         return state.draft_limit
 

@@ -293,6 +293,7 @@ class Speculation:
     acceptance: Acceptance
     fixed: bool = False  # every step has as many drafts as it can
     text: TokenIndex = field(default_factory=TokenIndex)
+    tokens: list[int] = field(default_factory=list)  # of the same text, for a second model
     _watched: tuple[Group, list[int]] | None = None  # drafts that were not taken
     _met: int = 0  # how many of them have come true
 
@@ -303,6 +304,8 @@ class Speculation:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Tokens that have come, of the prompt or of the answer. Drafts that were not taken tell as much as others."""
+        if self.kind == "draft":
+            self.tokens.extend(tokens)
         if self.by_model:
             return
         tokens = list(tokens)
@@ -424,6 +427,8 @@ class Speculator:
             proposal = found[n]
             assert proposal is not None
             proposal.tokens = tokens
+            if not tokens:
+                found[n] = None
         each = (self._clock() - begin) / max(wanted.values())
         if self._timed:
             self._each.append(each)
