@@ -506,12 +506,16 @@ def test_rows_that_waited_make_the_same_drafts(monkeypatch: pytest.MonkeyPatch) 
     assert len(made[0]) > 1 and made[0] == made[1] == made[2]
 
 
-def test_many_rows_of_several_sequences_wait_for_one_draft(eager: None) -> None:
+def test_many_rows_of_several_sequences_wait_for_one_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one run of the head takes."""
+    steps = itertools.count()
+    late = lambda self, counts, found, room: [2 * (next(steps) >= 60) for _ in counts]  # noqa: E731
+    monkeypatch.setattr(speculate, "_REST", 0)
+    monkeypatch.setattr(speculate.Speculator, "_tried", late)
     llm = penstock.load(device="cpu", speculate="mtp")
-    prompts = [some_tokens(count, seed) for seed, count in enumerate((250, 201, 180, 9, 600))]
-    want = [done.tokens for done in llm.generate(prompts, max_tokens=9, speculate="off")]
-    found = llm.generate(prompts, max_tokens=9)
+    prompts = [some_tokens(count, seed) for seed, count in enumerate((240, 230, 220, 210, 9, 600))]
+    want = [done.tokens for done in llm.generate(prompts, max_tokens=30, speculate="off")]
+    found = llm.generate(prompts, max_tokens=30)
     assert [done.tokens for done in found] == want and all(done.timings.draft_n for done in found)
 
 

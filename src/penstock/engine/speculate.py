@@ -441,7 +441,7 @@ class Speculator:
         """
         self._same += 1
         if any(counts):
-            self._every = PROBE
+            self._every = max(PROBE, self._every // 2)
         if self._same < self._every:
             return counts
         self._same = 0
