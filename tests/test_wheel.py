@@ -54,8 +54,11 @@ def ran(program: list[str], *arguments: str, cwd: Path, given: str = "") -> subp
 def test_wheel_has_what_commands_read(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     own = {f"penstock/{path.relative_to(ROOT / 'src/penstock')}" for path in (ROOT / "src/penstock").rglob("*.*")}
-    data = {name for name in own if name.endswith((".json", ".txt", ".html", ".css", ".js", ".safetensors", ".typed"))}
+    kinds = (".json", ".txt", ".html", ".css", ".js", ".svg", ".woff2", ".safetensors", ".typed")
+    data = {name for name in own if name.endswith(kinds)}
     assert "penstock/demo/tale.txt" in data and data <= names
+    texts = [name for name in names if name.endswith(("/LICENSE", "/NOTICE")) and ".dist-info/" in name]
+    assert len(texts) == 5 and "penstock/server/page/vendor/highlight/LICENSE" in names
 
 
 def test_wheel_runs_from_its_own_files(program, tmp_path):

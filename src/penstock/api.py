@@ -21,6 +21,7 @@ from penstock import compile_progress, models
 from penstock.engine import compile_ahead
 from penstock.engine.admission import all_memory
 from penstock.engine.cache import Caches
+from penstock.engine.draft_model import DraftModel
 from penstock.engine.engine import AnyModel, Engine, LeadingRank, Model
 from penstock.engine.expert_weights import ExpertOptions, budget_of, expert_layers, open_experts
 from penstock.engine.hooks import LogitsProcessor, TokenSampler
@@ -48,7 +49,7 @@ from penstock.models.source import (
     Source,
     left_over,
 )
-from penstock.models.split import SplitSource, group_columns
+from penstock.models.split import group_columns
 from penstock.models.step import with_state_dtype
 from penstock.ops.device import Device, device_for
 from penstock.parallel.group import STEP_SECONDS
@@ -58,7 +59,7 @@ from penstock.text.tokenizer import Tokenizer, tokens_beyond
 from penstock.units import amount, parse_size
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.gguf import GgufFile
-from penstock.weights.resolve import resolve_model
+from penstock.weights.resolve import ResolvedModel, resolve_model
 
 _TEMPLATE_OPTIONS = ("tools", "template_variables", "allow_special_in_messages")  # of chat, for its template
 _LISTS = ("stop", "extra_eos", "logits_processors")  # options of which a list is one value
@@ -385,8 +386,8 @@ class LLM:
         A list of prompts gives a list of completions, decoded together; an option that is a list then has one value per
         prompt (of `stop`, `extra_eos` and `logits_processors` a list of lists). `more`: repetition_penalty,
         presence_penalty, frequency_penalty, logit_bias and the other fields of SamplingParams, extra_eos (token ids),
-        response_format as OpenAI has it ({"type": "json_schema", …}), and of one prompt grammar and shown (see
-        `Request`).
+        response_format as OpenAI has it ({"type": "json_schema", …}), expert_heat (for `Completion.expert_counts`), and
+        of one prompt grammar and shown (see `Request`).
 
         logits_processors: callables (tokens int32 [n] of the prompt and the answer so far, logits float32 [1, V]) →
         logits [1, V], called one after the other for each token, before penalties, bias and grammar; log-probabilities
@@ -649,9 +650,10 @@ def load(
     this call until the first one closes its model. expert_parallel: each rank has whole experts, else a part of each
     one's width. step_timeout: seconds that a step may take before the ranks are ended. speculate: what drafts of the
     next tokens come from (docs/speculation.md), which make answers quicker and do not change them: "off", "mtp" (the
-    model's own head), "ngram" (what followed the last tokens before) or "auto" (the head, if there is one and it pays);
-    num_draft_tokens: how many a step verifies of a sequence at the most.
-    draft_model: a folder or hub id with the head that drafts, if the model's own files have none.
+    model's own head), "ngram" (what followed the last tokens before), "draft" (draft_model) or "auto" (draft_model, or
+    the head, if there is one and it pays); num_draft_tokens: how many a step verifies of a sequence at the most.
+    draft_model: a smaller model of the same vocabulary, or a folder or hub id with the head that drafts, if the model's
+    own files have none.
     Raises CheckpointError, InvalidArgument, OutOfMemory, BackendError, EngineDied.
     """
     check_speculate("load", speculate, num_draft_tokens)
@@ -734,16 +736,23 @@ def _load(
     folder = found.path
     notify = notify or logging.getLogger("penstock").info
     options = {"path_or_hub_id": str(folder), "dtype": dtype, "activations": activations, "threads": threads}
-    drafter = given["draft_model"]
-    if drafter is not None and (found.kind == "gguf" or given["speculate"] in ("off", "ngram")):
-        unused = f"{folder} is a GGUF file" if found.kind == "gguf" else f"speculate is {given['speculate']!r}"
+    drafter, second = given["draft_model"], None
+    if drafter is not None and given["speculate"] in ("off", "ngram"):
+        unused = f"speculate is {given['speculate']!r}"
         raise InvalidArgument(f"load: draft_model is {drafter!r}, expected None: {unused}")
+    if drafter is not None:
+        second = resolve_model(drafter, offline=offline, quiet=quiet)
+        if not _drafts_alone(second, found, given["speculate"]):
+            drafter, second = second.path, None
+    if given["speculate"] == "draft" and second is None:
+        came = "is None" if given["draft_model"] is None else f"{given['draft_model']!r} has a head alone"
+        raise InvalidArgument(f"load: draft_model {came}, expected a model that drafts for speculate='draft'")
     if found.kind == "gguf":
+        if drafter is not None and second is None:
+            raise InvalidArgument(f"load: draft_model is {str(drafter)!r}, expected a model: {folder} is a GGUF file")
         model, tokenizer, notices = _read_gguf(folder, where, experts, options, progress, rank)
     else:
-        if drafter is not None:
-            drafter = resolve_model(drafter, ("folder",), offline=offline, quiet=quiet).path
-        drafting = _Drafting(given["speculate"], drafter)
+        drafting = _Drafting(given["speculate"], None if second is not None else drafter)
         model, tokenizer, notices = _read_folder(
             folder, where, experts, options, progress, room, states, drafting, rank
         )
@@ -753,7 +762,8 @@ def _load(
     context, deterministic = given["max_context"], given["deterministic"]
     drafts = given["speculate"], given["num_draft_tokens"]
     about = (dtype, states, activations, context, deterministic, f"{folder}", room, leader)
-    engine = _engine(model, where, *about, *drafts)
+    helper = None if second is None else _read_draft_model(second, given, model, tokenizer, notify, rank)
+    engine = _engine(model, where, *about, *drafts, helper)
     spent = compile_progress.seconds()
     if where.compiles_ahead and rank is None:
         compile_ahead.compile_model(engine, load, options)
@@ -762,6 +772,79 @@ def _load(
     llm = LLM(engine, tokenizer, name, notices, None if rank is None or not rank.leads else rank.close)
     llm.add_timings([Timings(compile_seconds=compile_progress.seconds() - spent)])
     return llm
+
+
+def _drafts_alone(drafter: ResolvedModel, trunk: ResolvedModel, speculate: str) -> bool:
+    """Whether what `draft_model` names is a model by itself, not a folder with the head of the trunk. A folder of the
+    trunk's own shapes that may have both has the head, unless a model is asked for.
+    """
+    if drafter.kind == "gguf":
+        return True
+    raw = drafter.read_config()
+    if mtp.is_head(raw) or speculate == "mtp":
+        return False
+    if speculate == "draft" or trunk.kind == "gguf":
+        return True
+    config = trunk.read_config()
+    family = models.family_of(config)
+    if raw.get("model_type") not in family.model_types:
+        return True
+    try:
+        mtp.check_trunk(family.read_config(raw), family.read_config(config), str(drafter.config_path))
+    except CheckpointError:
+        return True
+    return False
+
+
+def _read_draft_model(
+    drafter: ResolvedModel,
+    given: Mapping[str, Any],
+    model: AnyModel,
+    tokenizer: Tokenizer,
+    notify: Callable[[str], None],
+    rank: Rank | None,
+) -> DraftModel | None:
+    """The model that drafts, beside the one of these weights; of several ranks the first has it. Raises CheckpointError
+    for one of another vocabulary.
+    """
+    if drafter.kind == "gguf":
+        theirs = gguf_tokenizer(open_gguf(drafter.path).file)
+    else:
+        theirs = Tokenizer.from_folder(drafter.path)
+    _check_same_vocabulary(drafter, theirs, tokenizer)
+    if rank is not None and not rank.leads:
+        return None
+    options = {name: given[name] for name in ("device", "dtype", "activations", "threads", "deterministic", "offline")}
+    beside = {
+        **given,
+        **options,
+        "path_or_hub_id": None if drafter.kind == "demo" else str(drafter.path),
+        "max_context": None,
+        "revision": None,
+        "expert_cache": "auto",
+        "expert_file": None,
+        "cache_memory": None,
+        "speculate": "off",
+        "draft_model": None,
+    }
+    engine = _load(beside, notify, None).engine
+    if engine.device.fixed_caches:  # which the other model's are not to take, nor the other way around
+        engine.cache_memory = max(engine.caches.bytes_of(engine.max_context), engine.free_memory() // 10)
+        engine.allocate()
+    return DraftModel(engine, model.config.vocab_size)
+
+
+def _check_same_vocabulary(drafter: ResolvedModel, theirs: Tokenizer, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError for a model whose tokens are others than those that it is to draft."""
+    if theirs.backend.get_vocab() == tokenizer.backend.get_vocab():
+        return
+    count = min(theirs.vocab_size, tokenizer.vocab_size)
+    other = next((n for n in range(count) if theirs.name_of(n) != tokenizer.name_of(n)), count)
+    named = ", ".join(f"{each.name_of(other)!r}" for each in (theirs, tokenizer))
+    raise CheckpointError(
+        f"{drafter.path}: token {other} is another than the model's ({named}), expected a draft model of the same "
+        "vocabulary"
+    )
 
 
 def _cache_bytes(value: int | str | None) -> int | None:
@@ -790,7 +873,7 @@ def _read_folder(
     tokenizer = Tokenizer.from_folder(folder)
     source = stored = CheckpointSource(checkpoint, *family.names(checkpoint, config))
     head, notices = _find_head(drafting, family, config, stored)
-    copied, share = _copied_bytes(checkpoint), 1
+    copied, share, whole = _copied_bytes(checkpoint), 1, config
     if rank is not None:
         source, config = rank.split(family, stored, config, group_columns(checkpoint))
         share, copied = rank.size, checkpoint.nbytes  # columns and experts of a rank are copies
@@ -822,8 +905,8 @@ def _read_folder(
         weights, placed = _weights(family, source, config, device, nbytes, progress)
         weights = weights if rank is None else rank.with_slots(weights, config, device)
     model = Model(family, placed, weights, checkpoint.fingerprint, checkpoint.nbytes + drafter, streamed)
-    if head is not None:
-        model = _read_head(head, model, config, device, source, rank)
+    if head is not None and (rank is None or rank.leads):
+        model = _read_head(head, model, whole, device, None if rank is None else stored)
     if progress is not None:
         progress(1.0)
     notices += tokens_beyond(f"{folder}", tokenizer, config.vocab_size)
@@ -874,19 +957,19 @@ def _find_head(
 
 
 def _read_head(
-    files: mtp.HeadFiles, model: AnyModel, config: ModelConfig, device: Device, split: Any, rank: Rank | None
+    files: mtp.HeadFiles, model: AnyModel, config: ModelConfig, device: Device, trunk: CheckpointSource | None
 ) -> AnyModel:
     """The model with the head of these files. Its experts are held like those of a model that fits, whatever is
-    streamed. config: of the model, its arrays on the host; split: of a rank the source of the trunk's part.
+    streamed. config: of the whole model, its arrays on the host; trunk: of a split model, whose first rank has the
+    whole head, the source of the tables of which it has a part.
     """
-
-    def through(head: Source) -> Source:
-        own = head if rank is None else SplitSource(head, split.split, split.mesh)
-        return DeviceSource(own, device.to_device)
-
-    head = files.read(model.family, config, model.weights.embed, model.weights.head, through)
-    head = models.placed(head, device.to_device)
-    return replace(model, head=head if rank is None else rank.with_slots(head, config, device))
+    embed, table = model.weights.embed, model.weights.head
+    if trunk is not None:
+        put = DeviceSource(trunk, device.to_device)
+        embed = put.weight("embed_tokens", config.vocab_size, config.dim)
+        table = put.weight("lm_head", config.vocab_size, config.dim) if "lm_head" in trunk else embed
+    head = files.read(model.family, config, embed, table, lambda source: DeviceSource(source, device.to_device))
+    return replace(model, head=models.placed(head, device.to_device))
 
 
 def _streamed_layers(
@@ -1098,10 +1181,10 @@ def _load_random(given: Mapping[str, Any], progress: Callable[[int], None] | Non
         fingerprint += f"-{zlib.crc32(json.dumps(config, sort_keys=True).encode()):08x}"
     weights, placed = _weights(family, source, read, where)
     head = None
-    if _may_draft(given["speculate"]) and mtp.declared(family, read, config):
+    if rank is None and _may_draft(given["speculate"]) and mtp.declared(family, read, config):
         made = mtp.read(DeviceSource(source, where.to_device), family, read, weights.embed, weights.head)
         head = models.placed(made, where.to_device)
-    weights, head = (weights, head) if rank is None else rank.with_slots((weights, head), read, where)
+    weights = weights if rank is None else rank.with_slots(weights, read, where)
     model = Model(family, placed, weights, fingerprint, models.bytes_of((weights, head)), head=head)
     model = model if rank is None else rank.part(model)
     leader = None if rank is None else rank.leader(family, states)
@@ -1164,6 +1247,7 @@ def _engine(
     leader: LeadingRank | None = None,
     speculate: str = "off",
     num_draft_tokens: int | None = None,
+    draft_model: DraftModel | None = None,
 ) -> Engine:
     limit = model.config.max_positions
     if max_context is None:
@@ -1185,8 +1269,10 @@ def _engine(
         drafts=0 if speculate == "off" else MOST_DRAFTS,
         speculate=speculate,
         num_draft_tokens=num_draft_tokens,
+        draft_model=draft_model,
     )
-    engine.speculating(where="load")  # refuses what the model cannot do
+    if leader is not None or model.mesh is None or speculate != "draft":  # else the first rank has what drafts
+        engine.speculating(where="load")  # refuses what the model cannot do
     free = device.free_memory() - WORKING_BYTES
     if cache_memory is not None:
         if cache_memory > free:

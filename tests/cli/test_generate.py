@@ -7,14 +7,18 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock import api
 from penstock.cli import generate as verb
 from penstock.cli._foreign import LOADING, SAMPLING
 from tests.cli.common import call, program
 from tests.cli.model import write_small_model
+
+DEMO = Path(penstock.__file__).parent / "demo" / "model"
 
 
 @pytest.fixture(scope="module")
@@ -500,3 +504,15 @@ def test_cache_prompt_failures_are_one_line(capsys, loaded, words, status, messa
     shown = call(capsys, "cache_prompt", *words)
     assert (shown.status, shown.out) == (status, "")
     assert f"penstock: error: {message}" in shown.err.splitlines()[-1]
+
+
+def test_generate_drafts_with_a_second_model(capsys):
+    demo = str(DEMO)
+    line = ("generate", "-p", "The king", "-m", "12", "--temp", "0.8", "--seed", "3", "--device", "cpu")
+    plain = call(capsys, *line, "--speculate", "off")
+    for more in (("--speculate", "draft", "--num-draft-tokens", "2"), ()):
+        shown = call(capsys, *line, "--draft-model", demo, *more)
+        assert (shown.status, shown.out) == (0, plain.out)
+    lacking = call(capsys, *line, "--speculate", "draft")
+    assert lacking.status == 1 and "draft_model is None, expected a model that drafts" in lacking.err
+    assert lacking.err.count("\n") == 1

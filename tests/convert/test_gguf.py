@@ -313,7 +313,8 @@ def test_convert_of_each_architecture_keeps_every_value(tmp_path: Path, name: st
     got = folder_logits(tmp_path / "made", tokens)
     # norms and decays are turned back and forth, sums over heads have another order
     assert error(got, gguf_logits(path, tokens)) < 2e-6
-    if name not in ("gpt-oss", "deepseek2"):  # mlx-lm truncates YaRN's bounds, and has another eps inside of attention
+    # mlx-lm truncates YaRN's bounds, has another eps inside of attention, and no tied embeddings in DeepSeek-V3
+    if name not in ("gpt-oss", "deepseek2", "deepseek2 flash"):
         assert error(mlx_logits(tmp_path / "made", tokens), got) < 2e-5
 
 

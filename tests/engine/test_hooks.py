@@ -193,13 +193,16 @@ def test_a_stop_string_and_a_grammar_hold_with_hooks(llm: LLM) -> None:
     class Even:
         """A grammar: even ids."""
 
-        source, done = "", False
+        source, done, closing = "", False, False
 
         def mask(self) -> np.ndarray:
             return np.full(-(-VOCAB // 32), 0x55555555, np.uint32)
 
         def accept(self, token: int) -> None:
             assert token % 2 == 0
+
+        def end_within(self, tokens: int) -> None:
+            assert tokens > 0
 
     def odd(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
         logits[:, ::2] = -np.inf

@@ -15,7 +15,7 @@ from penstock.engine.reading import Reading
 from penstock.engine.request import RequestLimits, reading_request
 from penstock.engine.scheduler import Continued, Scheduler
 from penstock.engine.steps import Run
-from penstock.errors import BackendError, Cancelled, InvalidArgument, OutOfMemory
+from penstock.errors import BackendError, Cancelled, InvalidArgument, NonFiniteLogits, OutOfMemory
 from tests.engine.capturing import CapturingHost
 from tests.engine.test_scheduler import KINDS, SECONDS, same, scheduler, with_device
 from tests.models.common import VOCAB, small_config, some_tokens, write_model
@@ -190,20 +190,48 @@ def test_log_probabilities_of_a_prompt_and_the_answer_behind_it(llm: LLM, kind: 
     prompts = [some_tokens(length, seed=length) for length in (1, 7, 600, 257)]
     options = {"max_tokens": 6, **KINDS[kind]}
     want = [llm.generate(prompt, **options) for prompt in prompts]
+    each = [log_softmax(alone(llm.engine, prompt))[:-1] for prompt in prompts]
     with scheduler(llm, max_sequences=3) as made:
         asked = [made.request(prompt, reading=Reading("logprobs", 3), **options) for prompt in prompts]
         handles = [made.submit(one) for one in asked]
-        for handle, prompt, answer in zip(handles, prompts, want, strict=True):
+        for handle, prompt, answer, rows in zip(handles, prompts, want, each, strict=True):
             same(handle.result(SECONDS), answer)
             assert handle.usage.cached_tokens == 0
             logprobs, ranks, ids, values = (np.concatenate(arrays) for arrays in zip(*handle.pieces, strict=True))
-            rows = log_softmax(alone(llm.engine, prompt))[:-1]
             own = rows[np.arange(len(rows)), prompt[1:]]
             np.testing.assert_allclose(logprobs, own, atol=1e-5)
             np.testing.assert_array_equal(ranks, 1 + (rows > own[:, None]).sum(axis=1))
             np.testing.assert_allclose(values, -np.sort(-rows, axis=1)[:, :3], atol=1e-5)
             np.testing.assert_allclose(np.take_along_axis(rows, ids.astype(np.int64), 1), values, atol=1e-5)
         assert made.metrics().prefix_entries == 0
+
+
+def test_log_probabilities_are_reduced_where_the_logits_are(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host gets a few numbers of each token, and the logits of one row of a chunk."""
+    device, seen = type(llm.engine.device), []
+    to_host = device.to_host
+    monkeypatch.setattr(device, "to_host", lambda self, array: (seen.append(array.shape), to_host(self, array))[1])
+    with scheduler(llm) as made:
+        handle = made.submit(made.request(some_tokens(300), max_tokens=0, reading=Reading("logprobs", 2)))
+        assert handle.result(SECONDS).finish_reason == "length" and sum(len(piece[1]) for piece in handle.pieces) == 299
+    assert max(np.prod(shape) for shape in seen if shape[-1:] == (VOCAB,)) == VOCAB
+    assert {shape[1:] for shape in seen} == {(VOCAB,), (), (2,)}
+
+
+def test_a_prompt_with_logits_that_are_not_finite_is_refused(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = plain.engine
+    step = engine.step
+
+    def damaged(runs: Seq[Run]) -> np.ndarray | None:
+        found = step(runs)
+        runs[0].found[1][5:7] = -2
+        return found
+
+    monkeypatch.setattr(engine, "step", damaged)
+    with scheduler(plain) as made:
+        handle = made.submit(made.request(some_tokens(9), max_tokens=0, reading=Reading("logprobs")))
+        with pytest.raises(NonFiniteLogits, match="non-finite logits at position 6$"):
+            handle.result(SECONDS)
 
 
 def test_a_prompt_that_fills_the_context_is_read_where_no_answer_is_wanted(plain: LLM) -> None:

@@ -1195,6 +1195,13 @@ class Spelling:
     def accept(self, token: int) -> None:
         self.accepted.append(token)
 
+    def end_within(self, tokens: int) -> None:
+        self.most = tokens
+
+    @property
+    def closing(self) -> bool:
+        return False
+
 
 def test_a_grammar_decides_what_may_come(llm: LLM) -> None:
     ids = llm.tokenizer.encode('{"name": 42}')
@@ -1208,6 +1215,10 @@ def test_a_grammar_decides_what_may_come(llm: LLM) -> None:
             same(other.result(SECONDS), want)
         done = made.submit(made.request([5], max_tokens=5, grammar=Spelling(ids))).result(SECONDS)
         assert (done.text, done.finish_reason) == ('{"nam', "length")
+        for prompt, asked, most in (([5], 9, 9), ([5] * 60, 10**6, llm.max_context - 60)):
+            grammar = Spelling(ids)
+            made.submit(made.request(prompt, max_tokens=asked, grammar=grammar)).result(SECONDS)
+            assert grammar.most == most
     with pytest.raises(InvalidArgument, match="^generate: grammar belongs to one prompt"):
         llm.generate([[5], [6]], grammar=Spelling(ids))
     done = llm.generate([5], max_tokens=50, grammar=Spelling(ids), logprobs=2)

@@ -12,8 +12,9 @@ import pytest
 
 from penstock.errors import BackendError, CheckpointError, InvalidArgument
 from penstock.experts import disk, reader
-from penstock.experts.layout import Layer, files, stacked
+from penstock.experts.layout import ExpertFiles, Layer, files, in_turns, stacked
 from penstock.experts.reader import BLOCK, ExpertReader
+from penstock.ops.array import Spec
 from tests.experts.files import WIDE, layers_in, scattered, stored, write_files
 
 
@@ -527,3 +528,29 @@ def test_stacked_places_may_lie_apart(tmp_path):
     part = stacked(tmp_path / "a", 100, 4, WIDE[1], step=512)
     assert [extent.start for extent in part.extents] == [100, 612, 1124, 1636]
     assert {b.start - a.start for a, b in pairwise(stacked(tmp_path / "a", 0, 3, WIDE[1]).extents)} == {WIDE[1].nbytes}
+
+
+def test_rows_that_lie_in_turns_are_dealt_apart(tmp_path, rng, io):
+    """Two arrays of 7 rows each, of words and of odd bytes, beside one that lies alone; several blocks of a disk."""
+    E, N = 3, 7
+    words, odd, alone = Spec((2 * N, 1501), "uint32"), Spec((2 * N, 13), "uint8"), Spec((5, 3), "bfloat16")
+    path, at, parts = tmp_path / "x.bin", 11, []
+    for spec in (words, odd, alone):
+        parts.append(stacked(path, at, E, spec))
+        at += E * spec.nbytes
+    path.write_bytes(rng.bytes(at + 9))
+    both = ExpertFiles("layers.0.experts.gate_up_proj", None, tuple(parts[:2]))
+    first, second = in_turns(both)
+    layer = Layer("layers.0.experts", (*first.parts, *second.parts, parts[2]))
+    assert [part.spec.shape[0] for part in layer.parts] == [N, N, N, N, 5]
+    with ExpertReader([layer], io) as reader:
+        assert reader.bandwidth > 0
+        for expert in (2, 0, 1):
+            got = [np.full(part.spec.nbytes, 7, np.uint8) for part in layer.parts]
+            reader.submit(0, expert, [array.data for array in got]).result()
+            for number, part in enumerate((*parts[:2], *parts[:2], parts[2])):
+                extent = part.extents[expert]
+                want = np.frombuffer(path.read_bytes()[extent.start : extent.start + extent.nbytes], np.uint8)
+                if number < 4:
+                    want = want.reshape(N, 2, -1)[:, number // 2].reshape(-1)
+                np.testing.assert_array_equal(got[number], want)

@@ -123,12 +123,20 @@ def expanded() -> Any:
     return ops.mla_prefill(half(128, 16, 128), half(128, 16, 64), *caches, 0, 0.5, codes(16 * 256, 512))
 
 
+def chunks_of_runs() -> Any:
+    gates = torch.zeros(128, 4, 128), torch.zeros(128, 4)
+    sizes = (2, 4, 128, 128)
+    return ops.gated_delta_net(
+        torch.zeros(3, 4, 128, 128), half(128, 1024), *gates, *sizes, slots=ints(2), starts=ints(3)
+    )
+
+
 def convolved() -> Any:
     return ops.conv1d_causal(half(128, 8192), half(4, 3, 8192), half(8192, 4), ints(3), ints(4))
 
 
-def chunks() -> Any:
-    gates = torch.zeros(128, 4), torch.zeros(128, 4)
+def chunks(*channels: int) -> Any:
+    gates = torch.zeros(128, 4, *channels), torch.zeros(128, 4)
     return ops.gated_delta_net(torch.zeros(4, 128, 128), half(128, 1024), *gates, 2, 4, 128, 128)
 
 
@@ -176,7 +184,8 @@ CALLS = (
     Call("quantized_matmul", lanes, ((8, 5120, 2880, 8), (8, 2880, 4096, 8))),
     Call("moe_norm_route", router, ((1, 256, 2048), (8, 256, 2048))),
     Call("moe_norm_group_route", router, ((1, 256, 7168, 8),)),
-    Call("gated_delta_net", chunks),
+    Call("gated_delta_net", chunks, ((), (128,))),
+    Call("gated_delta_net", chunks_of_runs),
     Call("gated_delta_verify", verified, ((1, 4), (8, 2))),
     Call("gated_delta_step", stepped, ((1, True), (1, False), (48, False))),
     Call("conv1d_causal", convolved),

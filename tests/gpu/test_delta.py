@@ -149,6 +149,57 @@ def test_gated_delta_net_cut_at_chunks_equals_whole(rng, monkeypatch):
         assert_same_bits(name, got, want)
 
 
+def with_channels(rng: Any, call: dict, low: float = 0.7) -> dict:
+    """A call whose key channels have decays of their own."""
+    return call | {"g": rng.uniform(low, 1, (*call["g"].shape, call["Dk"])).astype("f4")}
+
+
+@pytest.mark.parametrize(("T", "dtype"), [(1, "float16"), (17, "bfloat16"), (66, "float16"), (130, "bfloat16")])
+def test_decays_of_channels_by_ragged_chunks(T, dtype, rng, poisoned_scratch):
+    """One token, one behind 16, chunks with one or two; Dk and Dv do not fill their tiles, heads share keys."""
+    check(with_channels(rng, sequence(rng, T, 1, 2 if T < 60 else 1, 20, 12, dtype)))
+
+
+def test_decays_of_channels_that_are_all_one_are_those_of_a_head(rng):
+    call = sequence(rng, 80, 1, 1, 16, 24, "bfloat16")
+    spread = call | {"g": np.repeat(call["g"][:, :, None], 16, axis=2)}
+    for name, got, want in zip(("y", "state"), moved(spread, "chunks"), defined(call), strict=True):
+        assert_as_defined(name, got, want, 4e-5)
+
+
+@pytest.mark.parametrize("low", [0.0, 1e-12, 1e-38])
+def test_decays_of_channels_may_be_anything_up_to_one(low, rng):
+    """Channels that forget all at once beside others that keep everything: products of 64 of them leave float32, and
+    none becomes infinite on the way.
+    """
+    call = with_channels(rng, sequence(rng, 70, 1, 1, 16, 16, "bfloat16"))
+    call["g"][:, :, ::3] = low
+    call["g"][:, :, 1::3] = 1
+    call["g"][[0, 15, 16, 33, 63, 64], :, 2::3] = 0
+    check(call)
+
+
+def test_decays_of_channels_by_chunks_of_equal_keys(rng):
+    """Without decays the numbers of both schemes are the same, also where I + A is hard to solve."""
+    call = sequence(rng, 64, 1, 1, 16, 16, "bfloat16")
+    key = rng.standard_normal(16)
+    call["qkv"][:, 16:32] = key / np.linalg.norm(key)
+    call["g"][:], call["b"][:] = 1, 1
+    spread = call | {"g": np.ones((64, 1, 16), "f4")}
+    for name, got, want in zip(("y", "state"), moved(spread, "chunks"), moved(call, "chunks"), strict=True):
+        assert_same_bits(name, got, want)
+
+
+def test_decays_of_channels_cut_at_chunks_equal_the_whole(rng, monkeypatch):
+    call = with_channels(rng, sequence(rng, 70, 1, 1, 16, 16, "bfloat16"))
+    whole = moved(call, "chunks")
+    for name, got, want in zip(("y", "state"), moved(call, "chunks", cuts=(64,)), whole, strict=True):
+        assert_same_bits(name, got, want)
+    monkeypatch.setattr(_chunk, "CHANNELS_SEGMENT", 64)
+    for name, got, want in zip(("y", "state"), moved(call, "chunks"), whole, strict=True):
+        assert_same_bits(name, got, want)
+
+
 def test_gated_delta_net_steps_may_be_cut_anywhere(rng):
     call = sequence(rng, 7, 1, 2, 40, 6)
     check(call, "step", rel=2e-6)
@@ -441,7 +492,8 @@ if not GPU:  # the method and chunk arguments reach the kernels
         moved(call | {name: call[name][:1] for name in ("qkv", "g", "b")})
         moved(sequence(rng, 20, 1, 1, 200, 16, "bfloat16"), method="chunkwise")  # keys too wide for the chunks
         moved(sequence(rng, 20, 1, 1, 16, 16), method="chunkwise")
-        assert used == ["chunks", "step", "step", "chunks", "step", "step", "step"]
+        moved(with_channels(rng, call))
+        assert used == ["chunks", "step", "step", "chunks", "step", "step", "step", "chunks"]
 
 
 @pytest.mark.cuda

@@ -429,6 +429,34 @@ def test_gated_delta_net_of_runs_prepares_some_chunks_at_a_time(monkeypatch, rng
         same(one, expected)
 
 
+def of_channels(rng, call, low=0.5):
+    """A layer whose key channels have decays of their own."""
+    return call | {"g": rng.uniform(low, 1, (*call["g"].shape, Dk)).astype(np.float32)}
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["moved", "kept"])
+def test_decays_of_channels_of_runs(mix, kept, rng):
+    """Short and kept runs by steps, the others by chunks, each from its own state."""
+    dtype, writes = ml_dtypes.bfloat16, ("state",)
+    call = of_channels(rng, linear_layer(rng, mix, dtype))
+    if kept:
+        call |= {"keep": keep_some(mix), "gates": unset((SLOTS, K, Dk + 1, Hv), np.float32)}
+        writes = ("state", "gates")
+    got = called(ops.gated_delta_net, writes, out=unset((mix.T, Hv, Dv), dtype), **call)
+    for one, want in zip(got, defined(ops.gated_delta_net, writes, **call), strict=True):
+        close(one, want, STATES if one.dtype == np.float32 else None)
+    same(got[0][mix.starts[-1] :], np.zeros((mix.rest, Hv, Dv)))
+
+
+def test_decays_of_channels_of_runs_prepare_some_chunks_at_a_time(monkeypatch, rng):
+    mix, dtype = Mix((70, 1, 140, 20), (0,) * 4, 1), ml_dtypes.bfloat16
+    call = of_channels(rng, linear_layer(rng, mix, dtype)) | {"slots": np.array([3, 0, 8, 1], np.int32)}
+    want = called(ops.gated_delta_net, ("state",), **call)
+    monkeypatch.setattr(_chunk, "CHANNELS_CHUNKS", 3)
+    for one, expected in zip(called(ops.gated_delta_net, ("state",), **call), want, strict=True):
+        same(one, expected)
+
+
 def test_gated_delta_net_of_a_run_does_not_depend_on_the_others(dtype, rng):
     mix = LONG
     call = linear_layer(rng, mix, dtype)

@@ -10,7 +10,7 @@ from penstock.backends.cuda import _limits, sampling
 from penstock.ops.sampling import MODES, gumbel
 from tests.gpu.common import GPU, reference, run, to_device, to_host
 from tests.ops.common import assert_close, assert_same_bits
-from tests.ops.test_sampling import FREQUENCIES, arguments, call, check_frequencies, edge_of_min_p, edits, rows
+from tests.ops.test_sampling import FREQUENCIES, arguments, call, check_frequencies, damaged, edge_of_min_p, edits, rows
 
 ROWS = {"greedy": 6, "plain": 4, "top_k": 2, "full": 2}  # in the interpreter
 
@@ -49,6 +49,17 @@ def test_sample_tokens_gives_the_log_probabilities_of_the_definition(n, rng):
     with penstock.backend("cuda"):
         ops.sample_tokens(**{name: to_device(value) for name, value in given.items()}, out=out)
     for name, got, array in zip(("tokens", "own", "ids", "top"), to_host(out), want, strict=True):
+        assert_close(name, got, array, 1e-13)
+
+
+@pytest.mark.parametrize("V, top", [(297, 3), (297, 0), (5, 20)])
+def test_token_logprobs_gives_the_numbers_of_the_definition(V, top, rng):
+    given = damaged(rng, 500 if GPU else 10, V)
+    want = reference(ops.token_logprobs, **given, top=top)
+    out = tuple(to_device(np.full_like(array, -7 if array.dtype == np.int32 else np.nan)) for array in want)
+    with penstock.backend("cuda"):
+        ops.token_logprobs(**{name: to_device(value) for name, value in given.items()}, top=top, out=out)
+    for name, got, array in zip(("own", "ranks", "ids", "top"), to_host(out), want, strict=True):
         assert_close(name, got, array, 1e-13)
 
 

@@ -150,6 +150,22 @@ def test_prompts_and_answers_in_one_step_match_the_definitions(family):
     assert written(engine) == [7 if isinstance(layout, PagedKV) else 2 for layout in engine.caches.layouts]
 
 
+def test_log_probabilities_of_a_prompt_are_made_on_the_device():
+    engine = made(SMALL["llama"], "cuda", dtype="float32").engine
+    tokens, targets, found = np.array(some_tokens(5), np.int32), np.array([3, 0, 7, 3, -1], np.int32), []
+    for wanted in ("all", "logprobs"):
+        sequence = engine.open()
+        run = Run(sequence, tokens, wanted, prompt=True, targets=targets, top=2)
+        found.append(engine.step([run]))
+        engine.close(sequence)
+    rows, last = found
+    np.testing.assert_array_equal(last, rows[-1:])
+    with penstock.backend("reference"):
+        want = penstock.ops.token_logprobs(rows, targets, 2)
+    for got, expected in zip(run.found, want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", EVERY)
 def test_cuda_prompts_and_answers_in_one_step_are_those_one_by_one(name, rng):

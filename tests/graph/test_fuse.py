@@ -283,6 +283,14 @@ def bare_heads(q: Value, k: Value, v: Value, at: Value, **cache: Value) -> Any:
     return [attend(turned, key, v, at=at, **cache)], [turned, key]
 
 
+def biased_heads(q: Value, k: Value, v: Value, at: Value, **cache: Value) -> Any:
+    """gpt-oss and Qwen2: biases, then rotations."""
+    rows = [ops.add(x.reshape(T, x.spec.size // T), vector(x.spec.size // T, seed=n)) for n, x in enumerate((q, k, v))]
+    q, k, v = (row.reshape(*x.shape) for row, x in zip(rows, (q, k, v), strict=True))
+    turned, key = turn(q, at, None), turn(k, at, None)
+    return [attend(turned, key, v, at=at, **cache)], [turned, key, *rows]
+
+
 def prompt_heads(q: Value, k: Value, v: Value, at: Value, table: Value, keys: Value, values: Value) -> Any:
     """A prompt's tokens of one sequence."""
     turned, key, value = turn(q, at, 1), turn(k, at, 2), ops.rms_norm(v, None, EPS)
@@ -362,6 +370,25 @@ def gated_twice(q: Value, g: Value, keys: Value, values: Value, at: Value, table
 def matmul_add(h: Value, x: Value) -> Any:
     y = ops.quantized_matmul(x, matrix(DIM, DIM), "int8")
     return [ops.residual_add(h, y)], [y]
+
+
+def biased_matmul_add(h: Value, x: Value) -> Any:
+    y = ops.quantized_matmul(x, matrix(DIM, DIM))
+    z = ops.add(y, vector(DIM))
+    return [ops.residual_add(h, z)], [y, z]
+
+
+def experts_add(h: Value, x: Value, ids: Value, w: Value) -> Any:
+    stacks = matrix(5, 64, DIM, seed=1), matrix(5, 64, DIM, seed=2), matrix(5, DIM, 64, seed=3)
+    y = ops.moe_biased_forward(x, ids, w, *stacks, vector(5, 64, seed=4), vector(5, 64, seed=5), vector(5, DIM, seed=6))
+    return [ops.residual_add(h, y)], [y]
+
+
+def biased_router(x: Value) -> Any:
+    y = norm(x, 1)
+    logits = ops.quantized_matmul(y, matrix(7, DIM), "float32", "float32")
+    scores = ops.add(logits, vector(7, seed=3))
+    return [*ops.moe_route(scores, None, 3), ops.gelu_tanh(y)], [logits, scores]
 
 
 def dense_matmul_add(h: Value, x: Value) -> Any:
@@ -494,6 +521,13 @@ CASES = {
         DECODED,
         devices=CUDA,
     ),
+    "attention_prepare with biases": Case(
+        biased_heads,
+        ["attention_prepare", "attention_paged"],
+        {"q": QUERY, "k": KEY, "v": KEY, **DECODE, **CACHE},
+        DECODED,
+        devices=CUDA,
+    ),
     "attention_prepare of a prompt": Case(
         prompt_heads,
         ["attention_prepare", "attention_prefill"],
@@ -535,6 +569,9 @@ CASES = {
     ),
     "matmul_add": Case(matmul_add, ["matmul_add"], two(), devices=CUDA),
     "matmul_add of a dense weight": Case(dense_matmul_add, ["matmul_add"], two(), devices=CUDA),
+    "matmul_add with a bias": Case(biased_matmul_add, ["matmul_add"], two(), devices=CUDA),
+    "experts_add": Case(experts_add, ["moe_biased_forward"], two(**CHOSEN), IDS, devices=CUDA),
+    "moe_norm_route with a bias": Case(biased_router, ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA),
     "norm_matmul": Case(norm_matmul, ["norm_matmul", "norm_matmul"], {"x": ROWS}, devices=CUDA),
     "moe_norm_route": Case(router, ["moe_norm_route", "gelu_tanh"], {"x": ROW}, devices=CUDA),
     "moe_norm_route without a norm": Case(

@@ -19,6 +19,7 @@ from tests.models.test_deepseek_v3 import CONFIGS as DEEPSEEK
 from tests.models.test_gemma3 import CONFIGS as GEMMA3
 from tests.models.test_gemma3n import CONFIGS as GEMMA3N
 from tests.models.test_gemma4 import CONFIGS as GEMMA
+from tests.models.test_gpt_oss import CONFIG as GPT_OSS
 from tests.models.test_kimi_linear import CONFIGS as KIMI
 from tests.models.test_lfm2 import CONFIGS as LFM2
 from tests.models.test_llama import CONFIGS as LLAMA
@@ -32,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{f"gemma4-{name}": config for name, config in GEMMA.items()},
     **{f"deepseek_v3-{name}": config for name, config in DEEPSEEK.items()},
     "kimi_linear": KIMI["moe"],
+    "gpt_oss": GPT_OSS,
     **{f"llama-{name}": LLAMA[name] for name in ("tied", "biases", "window", "qwen3", "moe", "mixed moe")},
     **{f"llama-{name}": LLAMA[name] for name in ("qwen2 moe", "glm", "minimax", "ministral")},
 }

@@ -42,6 +42,7 @@ FIRES: dict[str, tuple[str, tuple[str, ...], str, int]] = {
     "mla_prepare": ("deepseek_v3-v3", ("cuda",), "decode", 1),
     "attention_gate": ("qwen3_5", ("cuda",), "decode", 1),
     "matmul_add": ("llama-tied", ("cuda",), "decode", 8),
+    "experts_add": ("gpt_oss", ("cuda",), "decode", 2),
     "moe_norm_route": ("qwen3_5", ("cuda",), "decode", 1),
     "norm_matmul": ("llama-tied", ("cuda",), "decode", 8),
 }

@@ -14,7 +14,7 @@ import penstock.mlx_lm as mlx_lm
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.mlx_lm import generate, load, stream_generate
 from penstock.mlx_lm.generate import BatchStats, GenerationResponse, _Answer, _responses, generate_step
-from penstock.text.tokenizer import BYTE_OF
+from penstock.text.byte_level import BYTE_OF
 
 PROMPT = "The fox said to the crow"
 

@@ -65,6 +65,15 @@ SIGMOID = {
     "routed_scaling_factor": 1.7,
 }
 MLA = {"q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 96}
+MISTRAL = {
+    "model_type": "mistral4",
+    "num_key_value_heads": 8,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "rope_parameters": YARN
+    | {"rope_theta": 50000.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+    | {"original_max_position_embeddings": 16},
+}
 GEMMA4 = {
     "num_hidden_layers": 6,
     "intermediate_size": 512,
@@ -170,6 +179,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": True,
     },
+    "mistral4": BASE | SIGMOID | MLA | MISTRAL,
+    # Mistral Large 3, whose converter writes how queries grow, and experts as three stacks
+    "deepseek2 large": BASE | SIGMOID | MLA | MISTRAL | {"first_k_dense_replace": 1, "n_shared_experts": 2},
     "gpt-oss": BASE
     | {
         "model_type": "gpt_oss",
@@ -276,6 +288,7 @@ ARCHITECTURES = {
     "minimax-m2": gguf.MODEL_ARCH.MINIMAXM2,
     "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "mistral3": gguf.MODEL_ARCH.MISTRAL3,
+    "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "lfm2moe": gguf.MODEL_ARCH.LFM2MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "kimi-linear": gguf.MODEL_ARCH.KIMI_LINEAR,
@@ -295,7 +308,8 @@ class Released:
         self.found: dict[str, np.ndarray] = {}
 
     def __contains__(self, path: str) -> bool:
-        joined = self.config["model_type"].startswith("gemma4")
+        kind = self.config["model_type"]
+        joined = kind.startswith("gemma4") or (kind == "mistral4" and not self.config["first_k_dense_replace"])
         if path.endswith(("experts.gate_up_proj", "switch_glu.gate_proj")):
             return path.endswith("gate_up_proj") == joined
         if path.endswith(("in_proj_qkv", "block_sparse_moe.gate_proj")):
@@ -518,8 +532,9 @@ def _of_sigmoid(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    scaling = config.get("rope_scaling") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return _of_sigmoid(config) | {
+        "expert_gating_func": 1 if config["model_type"] == "mistral4" else 2,
         "attention.head_count_kv": 1,
         "vocab_size": config["vocab_size"],
         "attention.q_lora_rank": config["q_lora_rank"],
@@ -618,7 +633,21 @@ _MORE: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         }
     ),
     "gemma4": _of_gemma4,
-    "deepseek2": _of_deepseek,
+    "deepseek2": lambda config: (
+        _of_deepseek(config)
+        | (
+            {
+                "attention.temperature_scale": config["rope_parameters"]["llama_4_scaling_beta"],
+                "attention.temperature_length": config["rope_parameters"]["original_max_position_embeddings"],
+            }
+            if config["model_type"] == "mistral4"
+            else {}
+        )
+    ),
+    "mistral4": lambda config: (
+        _of_deepseek(config)
+        | {"expert_gating_func": None, "attention.temperature_scale": config["rope_parameters"]["llama_4_scaling_beta"]}
+    ),
     "mistral3": lambda config: {
         "rope.dimension_count": config["head_dim"],
         "vocab_size": config["vocab_size"],

@@ -58,7 +58,8 @@ def of_file(model: GgufModel, tokens: list[int], device: str = "cpu") -> np.ndar
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_released_weights(tmp_path: Path, name: str) -> None:
     model = open_gguf(write(tmp_path / "x.gguf", name))
-    bound = 3 * CLOSE if name.startswith("deepseek2") else CLOSE  # kv_b_proj is two: sums have another order
+    two = name.startswith(("deepseek2", "mistral4"))
+    bound = 3 * CLOSE if two else CLOSE  # kv_b_proj is two: sums have another order
     assert error(of_file(model, some_tokens(60)), wanted(name, 60)) < bound
     assert not model.source.unused()
     assert not [notice for notice in model.notices if "not known" in notice]
@@ -72,7 +73,8 @@ def test_logits_of_blocks_are_those_of_their_numbers(tmp_path: Path, name: str) 
     assert error(of_file(model, tokens), of_file(dense, tokens)) < 3 * CLOSE
 
 
-STREAMED = ("qwen35moe", "gemma4", "deepseek2", "gpt-oss", "glm4moe", "minimax-m2", "lfm2moe", "kimi-linear")
+STREAMED = ("qwen35moe", "gemma4", "deepseek2", "gpt-oss", "glm4moe", "minimax-m2", "lfm2moe")
+STREAMED += ("kimi-linear", "mistral4")
 
 
 @pytest.mark.parametrize("name", some(STREAMED, ("gemma4", "gpt-oss")))
@@ -146,6 +148,19 @@ def test_older_files_are_read(tmp_path: Path) -> None:
     assert error(of_file(open_gguf(path), some_tokens(60)), wanted("qwen3next", 60)) < CLOSE
 
 
+def test_queries_of_mistral4_grow_only_where_a_file_says_so(tmp_path: Path) -> None:
+    """llama.cpp's converter writes it for Mistral's own files, not for those in the layout of transformers."""
+    rope = MODELS["mistral4"]["rope_parameters"] | {"llama_4_scaling_beta": 0.0}
+    config = MODELS["mistral4"] | {"rope_parameters": rope}
+    family, tokens = family_of(config), some_tokens(60)
+    read: Any = family.read_config(config)
+    assert read.query_scale is None
+    want = logits(engine_of(family, read, family.read_weights(Released(config), read)), tokens)
+    model = open_gguf(write(tmp_path / "x.gguf", "mistral4", attention__temperature_scale=None))
+    assert any("temperature_scale is missing, queries do not grow from position 16 on" in n for n in model.notices)
+    assert error(of_file(model, tokens), want) < 3 * CLOSE < error(want, wanted("mistral4", 60))
+
+
 def test_what_is_copied_and_skipped_is_said(tmp_path: Path) -> None:
     model = open_gguf(write(tmp_path / "x.gguf", "qwen35moe"))
     assert model.copied_nbytes == 0 and model.nbytes == model.file.nbytes  # value heads stay in their order
@@ -208,8 +223,12 @@ def test_drafts_change_nothing_where_value_heads_are_in_the_order_of_the_file(tm
         ("gpt-oss", {"attention__sliding_window": None}, "gpt-oss.attention.sliding_window is missing"),
         ("glm4moe", {"expert_used_count": 99}, "num_experts_per_tok is 99"),
         ("minimax-m2", {"expert_shared_count": 1}, "minimax-m2: experts have n_shared_experts 1, expected 0"),
+        ("mistral4", {"rope__scaling__type": "linear"}, "mistral4.rope.scaling.type is 'linear', expected 'yarn'"),
+        ("mistral4", {"expert_gating_func": 2}, "mistral4.expert_gating_func is 2, expected 1 (softmax)"),
+        ("mistral4", {"attention__temperature_length": 8}, "mistral4.attention.temperature_length is 8, expected 16"),
+        ("mistral4", {"expert_group_count": 2}, "n_group is 2, expected 1"),
     ],
-    ids=range(17),
+    ids=range(21),
 )
 def test_open_refuses_metadata_by_name(tmp_path: Path, name: str, changes: dict[str, Any], expected: str) -> None:
     path = write(tmp_path / "x.gguf", name, tensors=tensors_of(name), **changes)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import penstock
+from penstock.analysis.expert_routes import record
 from penstock.analysis.survey import survey
 from penstock.convert.run import convert
 from penstock.errors import CheckpointError
@@ -126,6 +127,18 @@ def test_logits_agree_with_mlx_lm_wherever_the_experts_are(released: Any, tmp_pa
     np.testing.assert_array_equal(logits(folder, tokens, expert_cache="60%"), found)
 
 
+@pytest.mark.parametrize("cache", ["auto", "60%"])
+def test_routes_and_heat_know_its_experts(released: Any, cache: str) -> None:
+    with penstock.load(released[0], activations="float32", device="cpu", expert_cache=cache) as llm:
+        routes = record(llm, some_tokens(9), max_tokens=6)
+        assert (routes.experts, routes.layers) == (5, (0, 1, 2, 3)) and routes.ids.min() >= 0
+        handle = llm.scheduler.submit(llm.request(some_tokens(9), 6, expert_heat=True))
+        handle.result()
+        ids = routes.ids[routes.decode].transpose(1, 0, 2)
+        want = [np.bincount(layer.reshape(-1), minlength=5) for layer in ids]
+        np.testing.assert_array_equal(handle.expert_counts, want)
+
+
 @pytest.fixture(scope="module")
 def in_blocks(released: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
     """The same model in the files of Hugging Face: experts in blocks of mxfp4, gate and up in turns, the rest dense."""
@@ -219,13 +232,26 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, An
         Checkpoint.open(folder).tensor("x")
 
 
-def test_released_files_are_streamed_after_a_conversion_only(in_blocks: Any, tmp_path: Path) -> None:
-    folder, _ = in_blocks
-    with pytest.raises(CheckpointError, match="in turns, which is not streamed, expected .*: penstock convert"):
-        penstock.load(folder, device="cpu", expert_cache="60%")
+@pytest.mark.parametrize("io", ["pagecache", "direct", "mmap"])
+def test_experts_of_released_files_are_streamed_with_the_bits_of_resident_ones(in_blocks: Any, io: str) -> None:
+    """Rows of gate and up lie in turns, and are dealt to two slots when they were read."""
+    folder, tokens = in_blocks[0], some_tokens(12)
+    options = {"expert_cache": "60%", "expert_io": io}
+    np.testing.assert_array_equal(logits(folder, tokens, **options), logits(folder, tokens))
+
+
+def test_experts_of_released_files_are_packed_and_converted(
+    in_blocks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A packed file has gate and up each in one piece."""
+    folder, tokens = shutil.copytree(in_blocks[0], tmp_path / "m"), some_tokens(12)
+    want = logits(folder, tokens)
+    assert call(capsys, "pack", str(folder)).status == 0
+    file = folder / "experts.penstock"
+    assert file.is_file()
+    np.testing.assert_array_equal(logits(folder, tokens, expert_cache="60%", expert_file=str(file)), want)
     convert(folder, tmp_path / "made")
-    tokens = some_tokens(12)
-    np.testing.assert_array_equal(logits(tmp_path / "made", tokens, expert_cache="60%"), logits(folder, tokens))
+    np.testing.assert_array_equal(logits(tmp_path / "made", tokens, expert_cache="60%"), want)
 
 
 def test_released_files_are_known_without_reading_them(

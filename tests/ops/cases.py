@@ -424,6 +424,18 @@ def _matmul_add_dense(rng, dtype, T, N, K):
     return {"x": normal(rng, T, K, dtype=dtype), "w": dense, "residual": normal(rng, T, N, dtype=dtype)}
 
 
+@case(
+    "matmul_add", sizes={"bias": (1, 37, 96), "bias-few": (5, 33, 64), "bias-many": (20, 13, 64)}, rel=4e-6, whole=True
+)
+def _matmul_add_bias(rng, dtype, T, N, K):
+    return {**_matmul_add_stream(rng, dtype, T, N, K), "bias": normal(rng, N)}
+
+
+@case("matmul_add", sizes={"dense-bias": (1, 37, 96), "dense-bias-many": (20, 13, 64)}, rel=4e-6, whole=True)
+def _matmul_add_dense_bias(rng, dtype, T, N, K):
+    return {**_matmul_add_dense(rng, dtype, T, N, K), "bias": normal(rng, N, dtype="bfloat16")}
+
+
 @case("expert_matmul", sizes={"shared": (5, 3, 13, 64)}, rel=4e-6, whole=True)
 def _expert_matmul(rng, dtype, E, k, N, K):
     return {"x": normal(rng, K, dtype=dtype), "experts": quantized(rng, E, N, K), "ids": ids_of(rng, 1, k, E)[0]}
@@ -562,6 +574,16 @@ def _moe_norm_route_of_normed_rows(rng, dtype, T, E, k, scores, K):
     w = quantized(rng, E + scores, K, bits=4, group_size=32)
     call = {**_moe_norm_route(rng, dtype, T, E, k, scores, K), "w": w, "norm_weight": None, "write_normed": False}
     return {**call, "active": np.arange(T, dtype=np.int32) - 1, "propagate_nan": True}
+
+
+@case("moe_norm_route", sizes={"bias": (1, 32, 4, 0, 96), "bias-ragged": (3, 24, 5, 2, 64)}, rel=1e-5, whole=True)
+def _moe_norm_route_bias(rng, dtype, T, E, k, scores, K):
+    return {**_moe_norm_route(rng, dtype, T, E, k, scores, K), "logit_bias": normal(rng, E)}
+
+
+@case("moe_norm_route", sizes={"dense-bias": (1, 32, 4, 3, 96)}, rel=1e-5, whole=True)
+def _moe_norm_route_dense_bias(rng, dtype, T, E, k, scores, K):
+    return {**_moe_norm_route_dense(rng, dtype, T, E, k, scores, K), "logit_bias": normal(rng, E, dtype="bfloat16")}
 
 
 @case(
@@ -950,6 +972,22 @@ def _moe_biased_forward(rng, dtype, T, E, k, K, N):
     return {**routing, **stacks, **biases, **where}
 
 
+@case("moe_biased_forward", sizes={"sum": (1, 4, 3, 96, 64), "sum-few": (5, 5, 2, 64, 96)}, rel=8e-6, whole=True)
+def _moe_biased_forward_sum(rng, dtype, T, E, k, K, N):
+    call = _moe_biased_forward(rng, dtype, T, E, k, K, N)
+    slots = call["slot_of"].copy()
+    slots[call["ids"][0, 0]] = -2  # another rank's: neither its product nor its bias counts
+    call["weights"][0, 0] = np.nan
+    return {**call, "slot_of": slots, "residual": normal(rng, T, K)}
+
+
+@case("moe_biased_forward", sizes={"dense": (1, 4, 3, 96, 64), "dense-many": (9, 3, 2, 32, 64)}, rel=8e-6, whole=True)
+def _moe_biased_forward_dense(rng, dtype, T, E, k, K, N):
+    sizes = {"gate_w": (E, N, K), "up_w": (E, N, K), "down_w": (E, K, N)}
+    stacks = {name: normal(rng, *size, dtype="bfloat16", scale=0.2) for name, size in sizes.items()}
+    return {**_moe_biased_forward_sum(rng, dtype, T, E, k, K, N), **stacks}
+
+
 RUNS = (1, 0, 19, 4)  # rows of each sequence, two rows of no sequence behind them
 
 
@@ -1089,6 +1127,20 @@ def _attention_prepare(rng, dtype, T, H, Hkv, D, width, form):
         where = {"positions": np.array([15, 0, 6], np.int32)[:T], "block_table": table}
     pages = {"key_pages": k_pages, "value_pages": v_pages, "H": H, "inv_freq": rope_inv_freq(width, 1e4)}
     return {**call, "v": None if k_is_v else call["v"], **norms, **where, **pages, "rotary_dim": width, **form}
+
+
+BIASED = {
+    "bias": (3, 4, 2, 32, 32, {"normed": False}),
+    "bias-gated": (2, 6, 2, 40, 12, {"gated": True, "norm_values": True}),
+    "bias-keys": (1, 4, 1, 20, 20, {"k_is_v": True}),
+}
+
+
+@case("attention_prepare", sizes=BIASED)
+def _attention_prepare_bias(rng, dtype, T, H, Hkv, D, width, form):
+    call = _attention_prepare(rng, dtype, T, H, Hkv, D, width, form)
+    rows = [(name, call[name]) for name in ("q", "k", "v") if call[name] is not None]
+    return {**call, **{f"{name}_bias": normal(rng, x.shape[1]) for name, x in rows}}
 
 
 @case("attention_prepare", sizes={"runs": (2, 2, 40, 12)})
@@ -1682,6 +1734,18 @@ def _accept_drafts(rng, dtype, S, D, B, k):
 def _chain_draft(rng, dtype, S, D, B, k):
     drawn = rng.integers(-2, 60, B).astype(np.int32)
     return {"drawn": drawn, **_ahead(rng, S, D, B), "place": k - 1}
+
+
+@case(
+    "token_logprobs",
+    sizes={"some": (5, 61, 3), "one": (1, 1, 2), "wide": (4, 20_003, 20), "alone": (3, 300, 0), "empty": (0, 7, 2)},
+    rel=1e-13,
+    dtypes=("float32",),
+)
+def _token_logprobs(rng, dtype, R, V, top):
+    tokens = rng.integers(0, V, R).astype(np.int32)
+    tokens[R // 2 : R // 2 + (R > 1)] = -1
+    return {"logits": normal(rng, R, V, scale=3), "tokens": tokens, "top": top}
 
 
 # -- collective: of one rank, see test_collective.py for several -----------------------------------------------------

@@ -31,8 +31,8 @@ moe_combine_residual moe_forward moe_group_route moe_norm_group_route moe_norm_r
 moe_shared_forward moe_softmax_topk moe_wsum_dnorm_add moe_wsum_norm_add moe_wsum_post_ff_norm2_endlayer mul norm_add
 norm_add_scalar norm_matmul part_ids position_scale post_attn_triple_norm post_ff_norm2_endlayer proportional_inv_freq
 quantized_embedding quantized_matmul residual_add residual_norm residual_norm_scalar rms_norm rms_norm_mul rms_norm_qk
-rms_norm_triple rope rope_inv_freq sample_tokens sigmoid_gate softcap split_columns split_q_gate swiglu weighted_sum
-yarn_inv_freq
+rms_norm_triple rope rope_inv_freq sample_tokens sigmoid_gate softcap split_columns split_q_gate swiglu token_logprobs
+weighted_sum yarn_inv_freq
 """.split()
 
 FAMILIES = """

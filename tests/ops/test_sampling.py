@@ -1,4 +1,6 @@
-"""sample_tokens: hand values, statistics, thousands of rows against the definition, edits, modes, and refusals."""
+"""sample_tokens: hand values, statistics, thousands of rows against the definition, edits, modes, and refusals;
+token_logprobs.
+"""
 
 from typing import Any
 
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import DTypeError, InvalidArgument, ShapeError
-from penstock.ops import sample_tokens
+from penstock.ops import sample_tokens, token_logprobs
 from penstock.ops.sampling import FEW, MODES, gumbel, philox4x32
 from tests.ops.common import assert_close, assert_refused, assert_same_bits, i32, run_on
 
@@ -342,3 +344,57 @@ TABLES = {
 )
 def test_sample_tokens_refuses(change, error, message):
     assert_refused(sample_tokens, call(np.zeros((2, 4), np.float32)) | change, error, message)
+
+
+def damaged(rng: np.random.Generator, count: int, V: int) -> dict[str, np.ndarray]:
+    """A call of token_logprobs: rows of every form, some without a token, with NaN, +inf, nothing but −inf, ties."""
+    logits, _, _ = rows(rng, count, V)
+    tokens = rng.integers(0, V, count).astype(np.int32)
+    logits[1, V // 2], logits[2, 0], logits[3], tokens[4], logits[5] = np.nan, np.inf, -np.inf, -1, 1.5
+    logits[6, : V - 1], logits[4, 0] = -np.inf, np.nan
+    tokens[6] = 0
+    return {"logits": logits, "tokens": tokens}
+
+
+@DEVICES
+def test_token_logprobs_by_hand(device):
+    p = np.array([0.1, 0.4, 0.4, 0.0999999, 1e-7])
+    logits = np.log(p).astype(np.float32) + np.float32([[0], [30], [-70]])
+    own, ranks, ids, top = run_on(device, token_logprobs, logits, i32(3, 2, 1), top=3)
+    assert_close("own", own, np.log(p[[3, 2, 1]]), 1e-5)
+    assert ranks.tolist() == [4, 1, 1] and ids.tolist() == [[1, 2, 0]] * 3
+    assert_close("top", top, np.tile(np.log(p[[1, 2, 0]]), (3, 1)), 1e-5)
+    few = run_on(device, token_logprobs, np.float32([[1, -np.inf, 2]]), i32(1), top=20)
+    assert few[0].tolist() == [-np.inf] and few[1].tolist() == [3] and few[2][0].tolist() == [2, 0, *[-1] * 18]
+    assert np.isfinite(few[3]).sum() == 2
+
+
+@pytest.mark.parametrize("V, top", [(7, 20), (700, 20), (5003, 0), (1, 1)])
+def test_token_logprobs_gives_the_numbers_of_the_definition(V, top, rng):
+    given = damaged(rng, 300, V)
+    want = run_on("reference", token_logprobs, **given, top=top)
+    assert want[1][[1, 2, 3, 4]].tolist() == [-2, -2, -2, -1]
+    got = tuple(np.full_like(array, -7 if array.dtype == np.int32 else np.nan) for array in want)
+    run_on("cpu", token_logprobs, **given, top=top, out=got)
+    for name, array, other in zip(("own", "ranks", "ids", "top"), got, want, strict=True):
+        assert_close(name, array, other, 1e-13)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"logits": np.zeros(4, "f4")}, ShapeError, "logits has shape (4,), expected [R, V]"),
+        ({"logits": np.zeros((2, 0), "f4")}, ShapeError, "logits has shape (2, 0), expected"),
+        ({"logits": np.zeros((2, 4))}, DTypeError, "logits has dtype float64, expected float32"),
+        ({"tokens": i32(1)}, ShapeError, "tokens has shape (1,), expected (2,) (rows of logits)"),
+        ({"tokens": np.zeros(2)}, DTypeError, "tokens has dtype float64, expected int32"),
+        ({"tokens": i32(0, 4)}, InvalidArgument, "tokens has 4, expected -1 to 3 (ids of logits, or −1)"),
+        ({"tokens": i32(0, -2)}, InvalidArgument, "tokens has -2, expected -1 to 3"),
+        ({"top": 21}, InvalidArgument, "top is 21, expected 0 to 20"),
+        ({"top": -1}, InvalidArgument, "top is -1, expected 0 to 20"),
+    ],
+    ids=str,
+)
+def test_token_logprobs_refuses(change, error, message):
+    given = {"logits": np.zeros((2, 4), np.float32), "tokens": i32(0, 3), "top": 1}
+    assert_refused(token_logprobs, given | change, error, message)

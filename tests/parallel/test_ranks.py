@@ -21,6 +21,8 @@ pytest.importorskip("torch.distributed", reason="the extra `distributed` is not 
 pytest.importorskip("msgspec", reason="the extra `distributed` is not installed")
 
 import penstock
+from penstock.engine.reading import Reading
+from penstock.engine.speculate import StepCosts
 from penstock.errors import EngineDied, InvalidArgument
 from penstock.models import bytes_of
 from penstock.parallel.group import RankGroup, torch_distributed
@@ -85,6 +87,37 @@ def test_logits_and_texts_are_those_of_one_rank(one, two):
     assert found.logprobs == pytest.approx(one.generate(PROMPT, max_tokens=3, logprobs=2).logprobs, abs=1e-4)
 
 
+def test_log_probabilities_of_a_prompt_are_those_of_one_rank(one, two):
+    ids = np.random.default_rng(4).integers(0, one.config.vocab_size, 300).tolist()
+    found = []
+    for llm in (one, two):
+        scheduler = llm.scheduler
+        handle = scheduler.submit(scheduler.request(ids, max_tokens=3, reading=Reading("logprobs", 2)))
+        text = handle.result().text
+        found.append((text, [np.concatenate(arrays) for arrays in zip(*handle.pieces, strict=True)]))
+    (text, want), (other, got) = found
+    assert other == text and len(want[0]) == 299
+    for number in (0, 3):
+        np.testing.assert_allclose(got[number], want[number], atol=1e-4)
+    assert two.generate(PROMPT, max_tokens=4).text == one.generate(PROMPT, max_tokens=4).text
+
+
+def test_the_head_of_the_first_rank_drafts_for_all(one, two, monkeypatch):
+    """Drafts travel with the step that verifies them; answers of several lengths, accepted counts and prompts."""
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, tokens: 1.0)
+    prompts = [PROMPT, "The king", "A fox and a hen", PROMPT + " there was a king who" * 30]
+    for options in ({}, {"temperature": 0.8, "seed": 7}):
+        want = [answer.tokens for answer in one.generate(prompts, max_tokens=40, speculate="off", **options)]
+        found = two.generate(prompts, max_tokens=40, speculate="mtp", num_draft_tokens=3, **options)
+        assert [answer.tokens for answer in found] == want
+        assert all(0 < answer.timings.draft_n_accepted < answer.timings.draft_n for answer in found)
+    with two.session() as session:
+        for n, _ in enumerate(session.stream(PROMPT, max_tokens=20, speculate="mtp")):
+            if n == 9:
+                break
+        assert session.tokens[-10:] == one.generate(PROMPT, max_tokens=10, speculate="off").tokens
+
+
 def test_sessions_are_saved_whole_and_go_on_with_any_number_of_ranks(one, two, tmp_path):
     for first, second in ((one, two), (two, one)):
         session = first.session()
@@ -101,7 +134,8 @@ def test_sessions_are_saved_whole_and_go_on_with_any_number_of_ranks(one, two, t
 
 
 def test_a_rank_keeps_about_half_and_knows_no_key(one, two):
-    assert two.stats().weight_bytes < 0.55 * one.stats().weight_bytes
+    split, whole = (llm.stats().weight_bytes - bytes_of(llm.engine.model.head) for llm in (two, one))
+    assert split < 0.55 * whole  # the head is whole, on the first rank
     [pid] = pids_of(two)
     assert b"PENSTOCK_API_KEY" not in Path(f"/proc/{pid}/environ").read_bytes()
     assert b"penstock.parallel" in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -117,7 +117,7 @@ class Script:
     def __init__(self, tokens: list[int], eos: int, vocab: int) -> None:
         self._tokens, self._vocab, self._eos = tokens, vocab, eos
         self._at = 0
-        self.done = False
+        self.done = self.closing = False
 
     def mask(self) -> np.ndarray:
         words = np.zeros((self._vocab + 31) // 32, np.uint32)
@@ -127,6 +127,9 @@ class Script:
 
     def accept(self, token: int) -> None:
         self._at += 1
+
+    def end_within(self, tokens: int) -> None:
+        pass
 
     def copy(self) -> "Script":
         return Script(self._tokens, self._eos, self._vocab)

@@ -7,13 +7,16 @@ import re
 import sys
 import time
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from starlette.datastructures import Headers
 
+import penstock
 from penstock.cli._model import note
 from penstock.server.guard import Access, client_of, host_name, hosts_of, is_loopback
 from penstock.server.logs import JsonLines, LogStream, TextLines
+from penstock.server.static import FILES
 from tests.server.common import CHAT, PROMPT, error_of, serving, wait_for
 
 KEYS = ("first-key", "zweiter Schlüssel 🔑")
@@ -160,9 +163,32 @@ def test_the_page_carries_a_strict_policy(place):
         headers = place.client.get(path).headers
         assert headers["x-content-type-options"] == "nosniff" and headers["referrer-policy"] == "no-referrer"
         assert headers["x-request-id"].startswith("req_") and "server" not in headers
-    for path in ("/", "/app.js", "/style.css"):
+    for path in (path for path in FILES if "/vendor/" not in path):
         text = place.client.get(path).text.replace("http://www.w3.org/2000/svg", "")
         assert "innerHTML" not in text and "//cdn" not in text and 'src="http' not in text and "url(http" not in text
+
+
+def test_the_pages_files_are_whole_and_sent_once(place):
+    kinds = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8", "woff2": "font/woff2"}
+    for path, file in FILES.items():
+        response = place.client.get(path)
+        assert response.content == file.read_bytes() and "content-security-policy" in response.headers
+        assert response.headers["content-type"] == kinds.get(file.suffix[1:], response.headers["content-type"])
+        again = place.client.get(path, headers={"if-none-match": response.headers["etag"]})
+        assert again.status_code == 304 and not again.content
+        assert again.headers["content-security-policy"] == response.headers["content-security-policy"]
+    assert place.client.get("/vendor/katex/LICENSE").status_code == 404
+    counted = place.client.get("/metrics").text
+    assert 'path="/",status="304"' in counted and "vendor" not in counted and "app.js" not in counted
+    assert sum(file.stat().st_size for file in FILES.values()) < 1_000_000
+
+
+def test_vendored_libraries_come_with_their_licences():
+    folder = Path(penstock.__file__).parent / "server/page/vendor"
+    notice = Path(__file__).parents[2] / "NOTICE"
+    for library in (*folder.iterdir(), folder / "katex/fonts"):
+        assert "Copyright" in (library / "LICENSE").read_text()
+        assert f"src/penstock/server/page/vendor/{library.relative_to(folder)}" in notice.read_text()
 
 
 def test_the_log_has_no_prompts_and_no_keys(locked, caplog):

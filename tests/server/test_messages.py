@@ -167,6 +167,30 @@ def test_the_requests_of_coding_agents_become_conversations(place, monkeypatch):
     assert counted.json()["input_tokens"] > 50
 
 
+def test_a_runner_of_tools_goes_on_without_a_thread(client, place, monkeypatch):
+    """The code of the refusal has the client's tool runner send whole conversations."""
+    refusal = place.client.post(PATH, json=ASKED | {"thread": {"type": "create"}})
+    assert "expected the whole of it in messages" in refused(refusal, 400)
+    assert refusal.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    assert place.client.post(PATH, json=ASKED | {"thread": None, "fallbacks": "default"}).status_code == 200
+    assert "details" not in place.client.post(PATH, json=ASKED | {"stream": 3}).json()["error"]
+    called = []
+
+    def weather(city: str, days: int = 1) -> str:
+        """Look the weather up."""
+        called.append((city, days))
+        return "Rain."
+
+    with scripted(monkeypatch, place, CALLS):
+        tools, turns = [anthropic.beta_tool(weather)], [{"role": "user", "content": "The weather?"}]
+        runner = client.beta.messages.tool_runner(
+            model="demo", max_tokens=200, messages=turns, tools=tools, max_iterations=1
+        )
+        answers = list(runner)
+    assert [block.name for block in answers[0].content if block.type == "tool_use"] == ["weather", "weather"]
+    assert called == [("Oslo", 2), ("Rome", 1)]
+
+
 def test_more_tokens_than_the_context_has_are_clamped_and_said(place):
     context = place.service.llm.max_context
     asked = ASKED | {"max_tokens": 10**6, "stop_sequences": ["a"]}

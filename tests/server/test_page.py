@@ -1,63 +1,16 @@
 """The page in a real browser: Debian's chromium, headless."""
 
 import json
-import shutil
 
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from playwright.sync_api import Page, Route, expect, sync_playwright
+from playwright.sync_api import expect
 
 from penstock.server.guard import Access
 from penstock.server.service import Options
 from tests.server.common import serving
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
-@pytest.fixture
-def page(browser, place):
-    """A fresh page, connected; whatever it reports as an error fails the test."""
-    context = browser.new_context()
-    made = context.new_page()
-    problems: list[str] = []
-    made.on("pageerror", lambda error: problems.append(str(error)))
-    made.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
-    asked: list[str] = []
-    made.on("request", lambda request: asked.append(request.url))
-    made.goto(place.url)
-    expect(made.locator("#dot")).to_have_class("dot ok")
-    yield made
-    assert [url for url in asked if not url.startswith(place.url)] == []  # nothing from elsewhere
-    assert not [line for line in problems if "Failed to load resource" not in line]
-    context.close()
-
-
-def say(page: Page, text: str) -> None:
-    page.locator("#input").fill(text)
-    page.locator("#input").press("Enter")
-
-
-def set_messages(page: Page, *messages: dict[str, str]) -> None:
-    page.evaluate("messages => localStorage.setItem('penstock.messages', JSON.stringify(messages))", list(messages))
-    page.reload()
-
-
-def told(route: Route, deltas: list[dict[str, str]], status: int = 200) -> None:
-    """Answer a request of the page with a stream of these deltas."""
-    events = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-    events.append({"choices": [], "usage": {"completion_tokens": 3, "prompt_tokens": 9}, "timings": {}})
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    route.fulfill(status=status, content_type="text/event-stream", body=body)
+from tests.server.pages import say, set_messages, told
 
 
 def test_send_stream_and_reload(page, place, llm):

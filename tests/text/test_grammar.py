@@ -15,7 +15,8 @@ import penstock
 from penstock.errors import InvalidArgument
 from penstock.text import grammar as module
 from penstock.text.formats import FORMATS, parse_whole, shown_tokens
-from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools
+from penstock.text.grammar import Grammar, grammar_for, grammar_for_tools, grammar_of_gbnf
+from penstock.text.grammar_end import shortest_end
 from penstock.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -320,12 +321,115 @@ def test_a_model_that_knows_no_json_writes_it(llm):
     assert len({completion.text for completion in done}) > 1
 
 
+FREE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "tale": {"type": "string"}, "legs": {"type": "integer"}},
+    "required": ["name", "tale", "legs"],
+}
+SEVERAL = {
+    "type": "object",
+    "properties": {"foxes": {"type": "array", "items": FREE | {"additionalProperties": False}, "minItems": 1}},
+    "required": ["foxes"],
+}
+
+
+@pytest.mark.parametrize("asked", [{"type": "json_object"}, schema_format(FREE), schema_format(SEVERAL)], ids=range(3))
+@pytest.mark.parametrize("most", [50, 73, 100])
+def test_json_is_closed_before_the_last_token(llm, asked, most):
+    """Strings that a model would never end, and what is required behind them."""
+    grammar = grammar_for(asked, llm.tokenizer, llm.config.vocab_size)
+    for options in ({}, {"temperature": 1.5, "seed": most}):
+        done = llm.chat([{"role": "user", "content": "A fox"}], max_tokens=most, response_format=asked, **options)
+        assert len(done.tokens) <= most and done.finish_reason in (("length",) if not options else ("length", "stop"))
+        assert isinstance(json.loads(done.text), dict) and fits(grammar, llm.tokenizer, done.text)
+
+
+@pytest.mark.parametrize(
+    "text, end",
+    [
+        ("", "{}"),
+        ('{"a": "b', '{"a": "b"}'),
+        ('{"a": "b\\', '{"a": "b\\n"}'),
+        ('{"a": "b\\u00', '{"a": "b\\u0000"}'),
+        ('{"a": [1, {"b": tr', '{"a": [1, {"b": true}]}'),
+        ('{"a": -', '{"a": -0}'),
+        ('{"a": 1.', '{"a": 1.0}'),
+        ('{"a', '{"a":null}'),
+        ('{"a": ', '{"a": null}'),
+        ('{"a": [[', '{"a": [[]]}'),
+        ('{"a": 1,', '{"a": 1,"":null}'),
+        ('{"a": "}"', '{"a": "}"}'),
+    ],
+)
+def test_the_end_closes_what_is_open(plain, text, end):
+    grammar = grammar_for({"type": "json_object"}, plain)
+    for token in plain.encode(text, add_special_tokens=False):
+        grammar.accept(token)
+    need = len(plain.encode(end[len(text) :], add_special_tokens=False))
+    grammar.end_within(need + 4)
+    written = text
+    while not grammar.done:
+        [token] = allowed(grammar)
+        assert grammar.closing
+        grammar.accept(token)
+        written += plain.decode([token])
+    assert written == end and json.loads(end) is not None
+
+
+def test_the_end_of_long_strings_and_deep_lists(plain):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 90}}, "required": ["a"]}
+    for asked, begun, end in (
+        (schema_format(schema), '{"a":"x', '{"a":"x' + "0" * 89 + '"}'),
+        ({"type": "json_object"}, '{"a":' + "[" * 40, '{"a":' + "[" * 40 + "]" * 40 + "}"),
+    ):
+        grammar = grammar_for(asked, plain)
+        for token in plain.encode(begun, add_special_tokens=False):
+            grammar.accept(token)
+        found = shortest_end(grammar._matcher, grammar._tokens, 200)
+        assert found is not None and begun + plain.decode(found) == end
+        assert shortest_end(grammar._matcher, grammar._tokens, len(found) - 1) is None
+
+
+def test_no_second_call_begins_that_has_no_room(plain):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    ids = plain.encode(one, add_special_tokens=False)
+    for room, ends in ((len(ids) + 20, False), (len(ids), True)):
+        grammar = grammar_for_tools(tools, "required", "qwen", plain)
+        grammar.end_within(len(ids) + room)
+        for token in ids:
+            assert token in allowed(grammar)
+            grammar.accept(token)
+        assert (set(allowed(grammar)) <= plain.eos_ids) == ends and not grammar.closing
+    free = grammar_of_gbnf("root ::= [a-z]+", plain)
+    free.end_within(9)
+    for token in plain.encode("abcdefghi", add_special_tokens=False):
+        assert len(allowed(free)) > 20
+        free.accept(token)
+
+
+def test_the_end_is_not_looked_for_before_it_is_near(plain):
+    free, held = (grammar_for({"type": "json_object"}, plain) for _ in range(2))
+    held.end_within(300)
+    for n, token in enumerate(plain.encode('{"a": "' + "x" * 280, add_special_tokens=False)):
+        assert (held.mask() == free.mask()).all() and not held.closing, n
+        free.accept(token)
+        held.accept(token)
+
+
+def test_reasoning_is_not_ended(llm):
+    grammar = grammar_for(
+        {"type": "json_object"}, llm.tokenizer, llm.config.vocab_size, format="qwen", in_reasoning=True
+    )
+    done = llm.generate("Once", max_tokens=60, grammar=grammar)
+    assert len(done.tokens) == 60 and done.finish_reason == "length" and "{" not in done.text
+
+
 def test_a_model_cut_off_has_written_a_beginning(llm):
-    grammar = grammar_for({"type": "json_object"}, llm.tokenizer, llm.config.vocab_size)
+    grammar = grammar_for(schema_format(FREE), llm.tokenizer, llm.config.vocab_size)
     completion = llm.generate("Once", max_tokens=5, temperature=1.0, seed=0, grammar=grammar.copy())
     ids = completion.tokens
-    if completion.finish_reason == "length":
-        assert len(ids) == 5 and completion.text.startswith("{")
+    assert completion.finish_reason == "length" and len(ids) == 5 and completion.text.startswith("{")
     for token in ids:
         grammar.accept(token)
 

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import CheckpointError
-from penstock.quant import QuantizedTensor, dequantize
+from penstock.quant import BLOCK_TYPES, QuantizedTensor, dequantize
 from penstock.weights import gguf as module
 from penstock.weights.gguf import SUPPORTED, GgufFile, TensorInfo
+from tests.weights.blocks import pack
 
 BLOCKS = ("Q4_0", "Q4_1", "Q8_0")
 AFFINE = ("F32", "F16", "BF16", *BLOCKS)
@@ -47,6 +48,8 @@ def write(path: Path, tensors: dict[str, tuple[np.ndarray, str]], alignment: int
 
 
 def stored(array: np.ndarray, type_name: str) -> np.ndarray:
+    if type_name in BLOCK_TYPES:
+        return pack(array, type_name)
     return gguf.quants.quantize(array.astype(np.float32), kind(type_name))
 
 
@@ -533,14 +536,47 @@ def test_open_refuses_a_file_cut_anywhere(tmp_path, rng):
         assert refused(tmp_path, data[:length])
 
 
+@pytest.mark.parametrize("type_name", BLOCK_TYPES)
+def test_blocks_that_are_cut_or_do_not_fit_rows_are_refused_at_open(tmp_path, type_name):
+    """A file that ends in a block, or before the last one; rows that are no whole blocks."""
+    known, number = BLOCK_TYPES[type_name], kind(type_name).value
+    rows = 3 * 2 * known.nbytes
+    good = file_bytes([entry("w", (2 * known.size, 3), number)], data=bytes(rows))
+    (tmp_path / "good.gguf").write_bytes(good)
+    assert GgufFile.open(tmp_path / "good.gguf").tensors["w"].nbytes == rows
+    for missing in (1, known.nbytes - 1, known.nbytes, rows):
+        cut = file_bytes([entry("w", (2 * known.size, 3), number)], data=bytes(rows - missing))
+        assert refused(tmp_path, cut).startswith("tensor 'w' ends at byte")
+    for columns in (1, known.size - 1, known.size + 1, 2 * known.size - 16):
+        found = refused(tmp_path, file_bytes([entry("w", (columns, 3), number)], data=bytes(1 << 12)))
+        assert found.startswith(f"tensor 'w' is {type_name} of shape [3, {columns}], expected rows of a multiple of")
+
+
+@pytest.mark.parametrize(
+    ("type_name", "at"), [(name, at) for name, known in BLOCK_TYPES.items() for at in known.halves]
+)
+def test_blocks_with_a_scale_that_is_not_finite_are_refused_by_number(tmp_path, type_name, at):
+    """Each half of a block, infinite and NaN, of either sign; the file opens, its tensor does not."""
+    known = BLOCK_TYPES[type_name]
+    for pattern in (0x7C00, 0xFC00, 0x7C01, 0xFFFF):
+        data = np.zeros((6, known.nbytes), np.uint8)
+        data[4, at : at + 2] = pattern & 0xFF, pattern >> 8
+        path = tmp_path / "x.gguf"
+        path.write_bytes(file_bytes([entry("w", (2 * known.size, 3), kind(type_name).value)], data=data.tobytes()))
+        file = GgufFile.open(path)
+        expected = "tensor 'w' has a scale that is not finite in block 4, expected finite numbers: damaged"
+        with pytest.raises(CheckpointError, match=re.escape(expected)):
+            file.tensor("w")
+
+
 # anything else
 
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
-    values = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
-    tensors = {f"blk.{n}.{t}": (values, t) for n, t in enumerate(AFFINE)}
+    values = np.random.default_rng(0).standard_normal((2, 256)).astype(np.float32)
+    tensors = {f"blk.{n}.{t}": (values, t) for n, t in enumerate((*AFFINE, *BLOCK_TYPES))}
     return folder, write(folder / "good.gguf", tensors, words=["a", "bc", "é"], ids=[1, 2, 3], n=3, f=1.5).read_bytes()
 
 

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock import ops
 from penstock.analysis.weights import walk
 from penstock.engine.admission import all_memory
 from penstock.engine.engine import Engine, Model
+from penstock.engine.heat import EXPERT_OPS, experts_of
 from penstock.engine.scheduler import SchedulableModel, Scheduler
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.simulate import Row, Trace, repeats, table
 from penstock.graph import Node
-from penstock.ops.array import leaves
+from penstock.ops.array import address, leaves
 
 if TYPE_CHECKING:
     pass
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 FORMAT = "penstock-routes"
 VERSION = 1
 
-_EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward, ops.expert_gate_up)  # a layer with experts has one of them
 _LIMIT = 1 << 30  # bytes of a file's arrays
 
 
@@ -170,7 +169,7 @@ def record(
     InvalidArgument for a model without experts or on device "reference". Other threads wait until it is done.
     """
     engine, tokenizer = llm.engine, llm.tokenizer
-    request = llm.request(prompt, max_tokens, stop, **sampling)
+    request = llm.request(prompt, max_tokens, stop, **(sampling | {"speculate": "off"}))  # a token each step
     pieces: list[np.ndarray] = []
     with engine.lock, _pages(engine), _watched(engine) as (nodes, read), _alone(llm) as scheduler:
 
@@ -192,7 +191,7 @@ def record(
         texts=tuple(detokenizer.add(token) for token in tokens),
         ids=np.concatenate(pieces),
         decode=decode,
-        experts=_experts(nodes[0]),
+        experts=experts_of(nodes[0]),
         layers=_layers(engine.model, len(nodes)),
         expert_bytes=tuple(map(_expert_bytes, nodes)),
     )
@@ -219,26 +218,24 @@ def _alone(llm: SchedulableModel) -> Scheduler:
 def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.ndarray]]]:
     """Inside, programs note the ids of their expert ops; the expert nodes, and what reads the ids of a step's tokens.
 
-    The last gives int32 [tokens, L, k]. Layers are told apart by the order in which a program has them.
+    The last gives int32 [tokens, L, k]. Layers are told apart by their experts; those of a head that drafts are none.
     """
     programs, device = engine.programs, engine.device
     if programs is None:
         raise InvalidArgument(f"routes: device is {engine.device.name!r}, expected cpu or cuda")
     graph = programs.graph(1, 1, 1, decode=True)
-    nodes = [node for node in graph.nodes if node.op in _EXPERT_OPS]
+    nodes = [node for node in graph.nodes if node.op in EXPERT_OPS]
     if not nodes:
         raise InvalidArgument(f"routes: {engine.model.config.model_type} has no experts, expected a model with experts")
     noted = device.zeros((len(nodes), engine.most_tokens, nodes[0]["ids"].shape[-1]), "int32")
-    before, bound = programs.wrap, 0
+    before, layers = programs.wrap, {_place(node): n for n, node in enumerate(nodes)}
 
     def wrap(node: Node, kernel: Any) -> Any:
-        nonlocal bound
         run = kernel if before is None else before(node, kernel)
-        if node.op not in _EXPERT_OPS:
+        if node.op not in EXPERT_OPS or _place(node) not in layers:
             return run
         at = node.op.params.index("ids")
-        layer = noted[bound % len(nodes)]
-        bound += 1
+        layer = noted[layers[_place(node)]]
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             device.copy_all([layer[: len(args[at])]], [args[at]])
@@ -255,9 +252,10 @@ def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.nd
         engine.caches.version += 1
 
 
-def _experts(node: Node) -> int:
-    stack, slot_of = node["gate_w"], node["slot_of"]
-    return stack.shape[0] if slot_of is None else slot_of.shape[0]
+def _place(node: Node) -> int:
+    """Of what a layer's experts are found by, the same in all programs of a model."""
+    slot_of = node["slot_of"]
+    return address(leaves(node["gate_w"] if slot_of is None else slot_of)[0])
 
 
 def _expert_bytes(node: Node) -> int:

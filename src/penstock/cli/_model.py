@@ -305,7 +305,7 @@ class AnyModel:
             "-md",
             metavar="M",
             rich_help_panel=DRAFTS,
-            help="Folder or hub id with the model's head for drafts.",
+            help="A smaller model of the same vocabulary that drafts, or a folder with the model's head.",
         ),
     ] = None
 

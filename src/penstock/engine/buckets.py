@@ -31,9 +31,11 @@ from penstock.engine.steps import (
     block_tables,
     kept_arrays,
     padded,
+    read_logprobs,
     step_arrays,
     step_shapes,
     wants_hidden,
+    wants_logprobs,
 )
 from penstock.experts.streamed import EXPERT_OPS
 from penstock.graph import Graph, Program, SizedProgram, Wrap
@@ -167,7 +169,10 @@ class BucketedSteps:
         bucket: a size, if not the next larger one.
         """
         wanted = self._launch(runs, {}, bucket)["wanted"]
-        parts = [self._device.to_host(rows) for rows in self._passes(wanted, wants_hidden(runs))]
+        passes = self._passes(wanted, wants_hidden(runs))
+        if wants_logprobs(runs):
+            return read_logprobs(self._device, runs[0], passes)
+        parts = [self._device.to_host(rows) for rows in passes]
         if not parts:
             return None
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

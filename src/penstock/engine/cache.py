@@ -282,6 +282,10 @@ class Caches:
                 table.changed()
         sequence.writable = -(-end // PAGE) * PAGE
 
+    def reserve_ahead(self, sequence: Sequence, count: int) -> None:
+        """The same before the step that writes them; of a split model on all ranks, whose pages are to be the same."""
+        self.reserve(sequence, count)
+
     def advance(self, sequence: Sequence, count: int) -> None:
         """The next `count` positions have been written; pages that no later position reads go back."""
         sequence.length += count

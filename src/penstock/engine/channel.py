@@ -60,6 +60,7 @@ class Submit(_Message):
     speculate: str | None = None
     num_draft_tokens: int | None = None
     reading: Reading | None = None
+    expert_heat: bool = False
 
 
 class Cancel(_Message):
@@ -117,11 +118,12 @@ class State(_Message):
 
 
 class End(_Message):
-    """A request is done; nothing follows about it."""
+    """A request is done; nothing follows about it. experts: how often its answer chose each, by layers."""
 
     id: int
     reused: int
     timings: list[float]
+    experts: list[list[int]] | None = None
 
 
 class Failed(_Message):
@@ -185,7 +187,7 @@ def submit_message(number: int, request: Request, client: str | None) -> Submit:
     grammar = None if request.grammar is None else request.grammar.source
     drafts = request.speculate, request.num_draft_tokens
     about = (request.prompt, params, request.max_tokens, sorted(request.eos), client, grammar, *drafts)
-    return Submit(number, *about, request.reading)
+    return Submit(number, *about, request.reading, request.expert_heat)
 
 
 def sampling_params_of(message: Submit) -> SamplingParams:

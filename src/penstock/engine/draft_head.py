@@ -1,14 +1,15 @@
 """Drafts by a model's own head (`models/mtp.py`): its keys and values lie beside the trunk's, in the same pages.
 
-The head's entry for position t needs the trunk's hidden row t and the token t + 1. Rows of prompts are computed as soon
-as the tokens are known; those of answers wait until drafts are wanted, and are then computed together with the first
-one. A rejected draft leaves entries that the next rows write over. What is missing (the beginning of a restored
-session) makes drafts worse, and changes no text.
+The head's entry for position t needs the trunk's hidden row t and the token t + 1. Rows wait until drafts are wanted,
+and are then computed together with the first one; without it where they become many, as those of a chunk of a prompt
+that may be stored. A rejected draft leaves entries that the next rows write over. What is missing (the beginning of a
+restored session) makes drafts worse, and changes no text.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -31,7 +32,8 @@ from penstock.ops.array import Spec, spec_of
 if TYPE_CHECKING:
     from penstock.engine.programs import Programs
 
-_MOST_ROWS = 256  # of answers that wait for a draft
+_MOST_ROWS = 256  # of a sequence that are computed at once
+_MOST_BYTES = 16 << 20  # of rows of an answer that wait for a draft
 
 
 @dataclass(eq=False)
@@ -60,7 +62,8 @@ class _At:
 class Asked:
     """So many drafts are wanted behind the last token of an answer, which has not been computed yet.
 
-    answer: its tokens, the first of them at position `start`.
+    answer: its tokens, the first of them at position `start`. text: all tokens of the sequence and that last one, for a
+    second model.
     """
 
     sequence: Sequence
@@ -70,6 +73,7 @@ class Asked:
     sampler: Sampler
     mask: np.ndarray | None = None  # of a grammar, for the first of them
     drafts: list[int] = field(default_factory=list)
+    text: Seq[int] = ()
 
 
 Rows = list[Any]
@@ -118,21 +122,26 @@ class HeadDrafter:
         """The trunk has computed these runs, whose sequences are not longer yet; hidden [T, dim]: its rows, as the
         runner takes them.
 
-        Rows of prompts are computed now, but for the last one, whose next token is not known.
+        Where many wait they are computed now, but for the last one, whose next token is not known.
         """
         kept = self._runner.copy(hidden)
-        filled: list[tuple[Run, Rows]] = []
-        first = 0
+        filled: list[list[tuple[Run, Rows]]] = []
+        first, most = 0, max(_MOST_ROWS, _MOST_BYTES // (4 * hidden.shape[1]))
         for run in runs:
             rows = kept[first : first + len(run.tokens)]
             first += len(run.tokens)
-            if run.wanted in ("all", "hidden") and not run.keep:  # nothing is generated behind it
+            if run.wanted in ("all", "hidden", "logprobs") and not run.keep:  # nothing is generated behind it
                 continue
             waiting = self._add(run, rows)
-            if run.prompt or len(waiting.tokens) > _MOST_ROWS:
+            if len(waiting.tokens) >= (_MOST_ROWS if run.prompt else most):
                 filled.append(self._fill(run.sequence, waiting))
-        for part in _within(filled):
-            self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
+        self._run(filled)
+
+    def _run(self, filled: list[list[tuple[Run, Rows]]]) -> None:
+        """Runs of each sequence one after the other, those of several together."""
+        for each in itertools.zip_longest(*filled):
+            for part in _within([one for one in each if one is not None]):
+                self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
 
     def _add(self, run: Run, rows: Any) -> _Waiting:
         at, tokens = run.sequence.length, [int(token) for token in run.tokens]
@@ -144,13 +153,17 @@ class HeadDrafter:
             known = self._waiting[run.sequence] = _Waiting(at, [rows], tokens)
         return known
 
-    def _fill(self, sequence: Sequence, waiting: _Waiting) -> tuple[Run, Rows]:
-        """A run of all rows but the last, which alone waits then."""
-        run = Run(_at(sequence, waiting.start), np.array(waiting.tokens[1:], np.int32), "none")
-        last = waiting.rows[-1]
-        rows = [] if min(waiting.tokens) < 0 else [*waiting.rows[:-1], last[:-1]]  # else the host does not know them
-        waiting.start, waiting.rows, waiting.tokens = waiting.end - 1, [last[-1:]], waiting.tokens[-1:]
-        return run, [part for part in rows if len(part)]
+    def _fill(self, sequence: Sequence, waiting: _Waiting) -> list[tuple[Run, Rows]]:
+        """Runs of all rows but the last, which alone waits then."""
+        start, tokens, rows, last = waiting.start, waiting.tokens, waiting.rows, waiting.rows[-1]
+        waiting.start, waiting.rows, waiting.tokens = waiting.end - 1, [last[-1:]], tokens[-1:]
+        if min(tokens) < 0:  # the host does not know them
+            return []
+        return [
+            (Run(_at(sequence, start + at), np.array(part, np.int32), "none"), _rows(rows, at, at + len(part)))
+            for at in range(0, len(tokens) - 1, _MOST_ROWS)
+            for part in [tokens[1:][at : at + _MOST_ROWS]]
+        ]
 
     def accepted(self, sequence: Sequence, count: int) -> None:
         """Of a run that was kept behind `sequence.length` so many tokens count."""
@@ -172,31 +185,42 @@ class HeadDrafter:
 
     def draft(self, asked: Seq[Asked]) -> None:
         """Draft for sequences that are `ready`; pages for their next positions are reserved."""
-        runs, rows = [], []
+        runs, rows, filled = [], [], []
+        most = _MOST_ROWS if sum(len(self._waiting[one.sequence].tokens) for one in asked) <= MOST_TOKENS else 1
         for one in asked:
-            run, own = self._taken(one.sequence, one.answer, one.start)
+            filled.append(self._filled(one.sequence, one.answer, one.start, most))
+            run, own = self._taken(one.sequence, one.answer)
             runs.append(run)
             rows += own
+        self._run(filled)
         self._runner.draft(asked, runs, rows)
 
     def catch_up(self, runs: Seq[AheadRun]) -> None:
         """Compute what waits of sequences that the device will draft for by itself."""
         waiting = [one for one in runs if (known := self._waiting.get(one.sequence)) is not None and known.tokens]
-        for part in _within([self._taken(one.sequence, one.answer, one.start, "none") for one in waiting]):
+        self._run([self._filled(one.sequence, one.answer, one.start) for one in waiting])
+        for part in _within([self._taken(one.sequence, one.answer, "none") for one in waiting]):
             self._runner.fill([run for run, _ in part], [row for _, rows in part for row in rows])
 
     def caught_up(self, sequence: Sequence) -> None:
         """The device has computed all before the next token by itself."""
         self._waiting[sequence] = _Waiting(sequence.length, [], [])
 
-    def _taken(self, sequence: Sequence, answer: Seq[int], start: int, wanted: str = "last") -> tuple[Run, Rows]:
-        """A run of all that waits, up to the last token of an answer whose first is at position `start`."""
+    def _filled(
+        self, sequence: Sequence, answer: Seq[int], start: int, most: int = _MOST_ROWS
+    ) -> list[tuple[Run, Rows]]:
+        """The tokens that wait are all known then. Where they are more than `most`, runs of all but the last one."""
         waiting = self._waiting[sequence]
-        known = [
+        waiting.tokens = [
             token if token >= 0 else answer[position - start]
             for position, token in enumerate(waiting.tokens, waiting.start)
         ]
-        run = Run(_at(sequence, waiting.start), np.array([*known[1:], answer[-1]], np.int32), wanted)
+        return self._fill(sequence, waiting) if len(waiting.tokens) > most else []
+
+    def _taken(self, sequence: Sequence, answer: Seq[int], wanted: str = "last") -> tuple[Run, Rows]:
+        """A run of all that waits, `_filled` before, up to the last token of an answer."""
+        waiting = self._waiting[sequence]
+        run = Run(_at(sequence, waiting.start), np.array([*waiting.tokens[1:], answer[-1]], np.int32), wanted)
         rows = waiting.rows
         waiting.start, waiting.rows, waiting.tokens = waiting.end, [], []
         return run, rows
@@ -296,8 +320,7 @@ class ExactHead:
         specs |= {name: spec for name, spec in programs.cache_specs().items() if name.startswith(f"cache{own}.")}
 
         def fn(hidden: Any, **given: Any) -> Any:
-            options = {"activations": programs.activations, "dtype": programs.caches.dtype, "mesh": programs.mesh}
-            step = ragged_step(given, programs.windows, **options)
+            step = ragged_step(given, programs.windows, activations=programs.activations, dtype=programs.caches.dtype)
             h = mtp.forward(head, step, hidden, (given[f"cache{own}.0"], given[f"cache{own}.1"]))
             if not R:
                 return h
@@ -475,6 +498,17 @@ def _at(sequence: Sequence, length: int) -> Any:
 def _next_run(one: Asked, place: int, token: int) -> Run:
     """The head's run behind the draft at the place before."""
     return Run(_at(one.sequence, one.sequence.length - 1 + place), np.array([token], np.int32))
+
+
+def _rows(rows: Rows, first: int, stop: int) -> Rows:
+    """Those of some parts from one number up to another."""
+    found, at = [], 0
+    for part in rows:
+        own = part[max(0, first - at) : max(0, stop - at)]
+        at += len(part)
+        if len(own):
+            found.append(own)
+    return found
 
 
 def _within(filled: list[tuple[Run, Rows]]) -> list[list[tuple[Run, Rows]]]:

@@ -35,9 +35,11 @@ from penstock.engine.steps import (
     Run,
     kept_arrays,
     ragged_step,
+    read_logprobs,
     step_arrays,
     table_names,
     wants_hidden,
+    wants_logprobs,
 )
 from penstock.errors import CheckpointError, EngineDied, InvalidArgument, NonFiniteLogits, OutOfMemory
 from penstock.experts.streamed import Streamed
@@ -50,9 +52,12 @@ from penstock.ops.device import Device, PendingStep, device_for
 from penstock.units import amount
 
 if TYPE_CHECKING:
+    from penstock.engine.draft_model import DraftModel
     from penstock.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("penstock")
+
+DRAFT_ROWS = 1 << 15  # of lm_head that a draft reads, if there are twice as many
 
 # caches stay if they have this share of the pages that are wanted, and are not larger than all of it by this factor
 _ENOUGH, _TOO_LARGE = 0.9, 1.25
@@ -73,7 +78,7 @@ class Model(Generic[ConfigT, WeightsT]):
     lease: Callable[[], bool] | None = None  # asks the system to hold off writers of these files; whether it does
     split: Split[Any] | None = None  # it is a rank's part: config and weights are that part's
     mesh: Mesh | None = None
-    head: Head | None = None  # drafts tokens; its experts are all in memory
+    head: Head | None = None  # drafts tokens; whole, its experts all in memory; of a split model on the first rank
 
 
 AnyModel: TypeAlias = Model[ModelConfig, ModelWeights]
@@ -126,7 +131,7 @@ class Engine:
     lock: held during a step, and by code that changes caches, weights or programs beside the methods here.
     cache_memory: bytes that the caches of all sequences may take, None for the rule of `allocate`. drafts: the most
     that a step may verify of one sequence. speculate: what the drafts of requests come from that do not say it, of
-    `SPECULATE`, and num_draft_tokens how many they have at the most.
+    `SPECULATE`, and num_draft_tokens how many they have at the most. draft_model: drafts where that is asked for.
     """
 
     def __init__(
@@ -145,8 +150,10 @@ class Engine:
         drafts: int = 0,
         speculate: str = "off",
         num_draft_tokens: int | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.model = model
+        self.draft_model = draft_model
         self.leader = leader
         self.activations = activations
         self.dtype = dtype
@@ -161,8 +168,9 @@ class Engine:
             layouts = with_room(layouts, 1 + drafts if drafts and model.family.commits(model.config) else 0)
         by_itself = not self.device.captures or model.experts is None  # else the host would decide between replays
         asked = speculate == "mtp" or (speculate == "auto" and by_itself)
-        runs_head = self.device.runs_programs and model.mesh is None and drafts > 0 and asked
-        head = model.head if runs_head and model.family.final_norm is not None else None
+        whole = model.mesh is None or (leader is not None and not self.device.captures)  # the first rank has the head
+        runs_head = self.device.runs_programs and whole and drafts > 0 and asked
+        head = _with_frequent_rows(model.head) if runs_head and model.family.final_norm is not None else None
         if head is not None:
             layouts = (*layouts, mtp.layout(head, model.family))
         make = Caches if leader is None else leader.caches
@@ -201,7 +209,9 @@ class Engine:
         Raises InvalidArgument for what this model cannot do.
         """
         chosen = self.speculate if kind is None or kind == "auto" else kind
-        if chosen == "auto" and self.drafter is not None:
+        if chosen == "auto" and self.draft_model is not None:
+            chosen = "draft"
+        elif chosen == "auto" and self.drafter is not None:
             chosen = "mtp"
         if chosen in ("auto", "off"):
             return "off", 0
@@ -213,7 +223,7 @@ class Engine:
                 f"{where}: speculate is {chosen!r}, expected 'off': the model was loaded without room for drafts "
                 "in its recurrent states (speculate='off')"
             )
-        if chosen == "draft" or (chosen == "mtp" and self.drafter is None):
+        if {"draft": self.draft_model, "mtp": self.drafter}.get(chosen, self) is None:
             need = "a head for drafts in its files" if chosen == "mtp" else "a draft_model"
             raise InvalidArgument(f"{where}: speculate is {chosen!r}, expected another: the model has not {need}")
         most = drafts or self.num_draft_tokens or MOST_DRAFTS
@@ -434,6 +444,11 @@ class Engine:
         return self.device.samples_tokens and (self.experts is None or self.experts.fully_cached)
 
     @property
+    def tells_experts(self) -> bool:
+        """Whether the experts that tokens choose can be counted at no cost worth naming (`heat.py`)."""
+        return self.programs is not None and not self.device.captures and self.leader is None
+
+    @property
     def chunk_alignment(self) -> int:
         """Chunks of prompts end at multiples of it. Those at multiples of the device's may be stored, and where results
         are not to depend on the cut all are.
@@ -560,7 +575,7 @@ class Engine:
             if self._damage is not None:
                 return
             for one in asked:
-                self.caches.reserve(one.sequence, one.count)
+                self.caches.reserve_ahead(one.sequence, one.count)
             self.drafter.draft(asked)
 
     @property
@@ -687,7 +702,10 @@ class Engine:
         if wants_hidden(runs):
             assert family.final_norm is not None
             return family.final_norm(replace(step, dtype="float32"), h, weights, config)
-        return family.logits(step, h[arrays["wanted"]], weights, config) if len(arrays["wanted"]) else None
+        if not len(arrays["wanted"]):
+            return None
+        logits = family.logits(step, h[arrays["wanted"]], weights, config)
+        return read_logprobs(self.device, runs[0], [logits]) if wants_logprobs(runs) else logits
 
     def lost(self, error: BaseException) -> bool:
         """Whether nothing can be computed any more after this error: the device or another rank is gone."""
@@ -705,7 +723,7 @@ class Engine:
             if self.programs is not None:
                 self.programs.weights = model.weights
                 if self.programs.drafter is not None and model.head is not None:
-                    self.programs.drafter.replace_head(model.head)
+                    self.programs.drafter.replace_head(_with_frequent_rows(model.head))
 
     @property
     def reads_files(self) -> bool:
@@ -749,6 +767,13 @@ class Engine:
                 f"context: {sequence.length} positions are filled and {count} more were given, "
                 f"expected at most {self.max_context} in all (max_context)"
             )
+
+
+def _with_frequent_rows(head: Head | None) -> Head | None:
+    """A head that drafts the most frequent tokens alone where there are many others, whose rows of lm_head are most of
+    what a draft reads.
+    """
+    return head if head is None or head.rows < 2 * DRAFT_ROWS else mtp.with_rows(head, DRAFT_ROWS)
 
 
 @contextlib.contextmanager

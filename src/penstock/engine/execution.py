@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from penstock.models.step import PAGE
 from penstock.ops.device import PendingStep
 from penstock.ops.sampling import INACTIVE
 
-_LOGITS_BYTES = 1 << 28  # that a step may hand to the host, but for those of a page
+_LOGITS_BYTES = 1 << 28  # that a step may hand out, but for those of a page
 
 
 @dataclass(slots=True, eq=False)
@@ -95,14 +96,19 @@ class Part:
         wanted = "last" if self.draws else "none"
         if self.prompt:
             ids = np.array(state.request.prompt[self.at - state.held : self.end - state.held], np.int32)
+            reading = state.request.reading
+            if self.all_logits and reading is not None:
+                targets = reading.targets(state.request.prompt, self.at, self.end)
+                return Run(sequence, ids, "logprobs", True, targets=targets, top=reading.top)
             if self.all_rows:
                 wanted = "all" if self.all_logits else "hidden"
             return Run(sequence, ids, wanted, True)
         number = self.at - state.prompt_end
         token = state.tokens[number] if number < len(state.tokens) else CHAINED - sequence.slot
+        heat = state.queue.heat if self.draws else None
         if self.drafts is not None:
-            return Run(sequence, np.array((token, *self.drafts.tokens), np.int32), "all", keep=True)
-        return Run(sequence, np.array((token,), np.int32), wanted)
+            return Run(sequence, np.array((token, *self.drafts.tokens), np.int32), "all", keep=True, heat=heat)
+        return Run(sequence, np.array((token,), np.int32), wanted, heat=heat)
 
 
 Drawn = list[tuple[RequestState, Token | Exception]]
@@ -111,14 +117,16 @@ Drawn = list[tuple[RequestState, Token | Exception]]
 @dataclass(slots=True, eq=False)
 class Launched:
     """A step that has been started: its parts, their sequences, and what will tell the tokens drawn after them; rows:
-    those of each part, where all are wanted of all parts.
+    those of each part, where all are wanted of all parts, as tuples of arrays. busy: seconds that this thread has
+    worked on one that has been run, without those in which other programs had its processor.
     """
 
     parts: list[Part]
     sequences: list[Sequence]
     drawn: PendingStep | Drawn
     begin: float
-    rows: list[np.ndarray] | None = None
+    rows: list[tuple[np.ndarray, ...]] | None = None
+    busy: float | None = None
 
     @property
     def ahead(self) -> bool:
@@ -186,7 +194,7 @@ class Execution:
 
     def launch(self, parts: list[Part]) -> Launched:
         """Start a step. Where the device does not sample, it has been run when this returns."""
-        begin = compile_progress.clock()
+        begin, worked = compile_progress.clock(), time.thread_time()
         if parts[0].ahead:
             return self._launch_ahead(parts, begin)
         engine, runs = self._engine, [part.run() for part in parts]
@@ -195,9 +203,13 @@ class Execution:
             self.steps += 1
             found = engine.step(runs)
             assert found is not None
-            ends = np.cumsum([len(run.tokens) for run in runs])
-            rows = np.split(found, ends[:-1])
-            return Launched(parts, [run.sequence for run in runs], self._after(parts, rows), begin, rows)
+            if runs[0].wanted == "logprobs":
+                read = [runs[0].found]
+                first = self._after(parts[0], found[0])
+            else:
+                ends = np.cumsum([len(run.tokens) for run in runs])
+                read, first = [(own,) for own in np.split(found, ends[:-1])], []
+            return Launched(parts, [run.sequence for run in runs], first, begin, read)
         if engine.device.samples_tokens:
             drawing = [part for part in parts if part.draws]
             samplers = [part.state.sampler for part in drawing if not part.hosted]
@@ -218,7 +230,8 @@ class Execution:
             if part.draws and part.drafts is None:
                 part.state.drawn += 1
         self.steps += 1
-        return Launched(parts, [run.sequence for run in runs], drawn, begin)
+        busy = None if engine.device.samples_tokens else time.thread_time() - worked
+        return Launched(parts, [run.sequence for run in runs], drawn, begin, busy=busy)
 
     def _launch_ahead(self, parts: list[Part], begin: float) -> Launched:
         """Start a step of answers that verifies the device's drafts and makes more."""
@@ -263,15 +276,13 @@ class Execution:
         if part.verified and state.speculation is not None:
             state.speculation.acceptance.record(state.speculation.kind, part.verified, met)
 
-    def _after(self, parts: list[Part], rows: list[np.ndarray]) -> Drawn:
-        """First tokens of answers to prompts whose logits were all wanted: by the last of them, on the host."""
-        found: Drawn = []
-        for part, logits in zip(parts, rows, strict=True):
-            state = part.state
-            if part.all_logits and part.end == state.prompt_end and state.request.max_tokens and not state.drawn:
-                found.append((state, sampled(self._engine, state, logits[-1], part.end)))
-                state.drawn += 1
-        return found
+    def _after(self, part: Part, logits: np.ndarray) -> Drawn:
+        """The first token of the answer to a prompt that was read, by the logits after its last token, on the host."""
+        state = part.state
+        if part.end < state.prompt_end or not state.request.max_tokens or state.drawn:
+            return []
+        state.drawn += 1
+        return [(state, sampled(self._engine, state, logits, part.end))]
 
     def _drawn(self, parts: list[Part], logits: np.ndarray) -> Drawn:
         """Tokens of a step by its logits, on the host."""
@@ -323,6 +334,8 @@ class Execution:
         assert held is not None and state.speculation is not None
         state.verification = None
         self._engine.accept(state.opened, held.drawn)
+        if state.queue.heat is not None:
+            state.queue.heat.accept(held.drawn)
         state.drawn = len(state.tokens)
         state.speculation.acceptance.record(held.group, len(held.drafts), held.met)
 

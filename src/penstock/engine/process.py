@@ -138,7 +138,7 @@ class EngineLoop:
                 grammar = grammar_of_source(message.grammar, self._tokenizer, self._vocab_size)
             params = sampling_params_of(message)
             about: dict[str, Any] = {"speculate": message.speculate, "num_draft_tokens": message.num_draft_tokens}
-            about["reading"] = message.reading
+            about |= {"reading": message.reading, "expert_heat": message.expert_heat}
             eos = frozenset(message.eos)
             request = Request(message.prompt, params, message.max_tokens, eos, grammar=grammar, **about)
         except Exception as error:
@@ -200,7 +200,9 @@ class EngineLoop:
             handle.take()  # raises the error it ended with
         except Exception as error:
             return error_message(number, error)
-        return End(number, handle.usage.cached_tokens, timings_values(handle.timings))
+        counts = handle.expert_counts
+        experts = None if counts is None else counts.tolist()
+        return End(number, handle.usage.cached_tokens, timings_values(handle.timings), experts)
 
     def _add_metrics(self, out: list[Message]) -> None:
         now = time.monotonic()

@@ -67,6 +67,13 @@ class Truncate(_Command, frozen=True):
     length: int
 
 
+class ReserveAhead(_Command, frozen=True):
+    """Pages for positions that the first rank writes before the step: those of its head."""
+
+    sequence: int
+    count: int
+
+
 class Accept(_Command, frozen=True):
     """Of the run of a sequence that the last step has kept so many tokens are its own."""
 
@@ -157,6 +164,7 @@ Command = (
     | TakeSnapshot
     | Rewind
     | Truncate
+    | ReserveAhead
     | Accept
     | Settle
     | Drop
@@ -437,6 +445,11 @@ class LedCaches(Caches):
         self._leader.send(Truncate(self._leader.number(sequence), length))
 
     @_whole
+    def reserve_ahead(self, sequence: Sequence, count: int) -> None:
+        super().reserve_ahead(sequence, count)
+        self._leader.send(ReserveAhead(self._leader.number(sequence), count))
+
+    @_whole
     def accept(self, sequence: Sequence, count: int) -> None:
         super().accept(sequence, count)
         self._leader.send(Accept(self._leader.number(sequence), count))
@@ -476,7 +489,7 @@ class LedCaches(Caches):
         for pair in rows:
             for array in pair:
                 leader.send(Values(dtype_name(array.dtype), array.shape, np.ascontiguousarray(array).tobytes()))
-        super().fill(sequence, length, part_of_rows(rows, leader.splits[0], self.layouts))
+        super().fill(sequence, length, part_of_rows(rows, leader.splits[0], self.layouts[: len(leader.layouts)]))
 
 
 def _merged(parts: list[np.ndarray], indices: list[Any], layout: Layout, n: int) -> np.ndarray:
@@ -550,6 +563,8 @@ class Follower:
             caches.rewind(things[command.sequence], things[command.snapshot])
         elif isinstance(command, Truncate):
             caches.truncate(things[command.sequence], command.length)
+        elif isinstance(command, ReserveAhead):
+            caches.reserve_ahead(things[command.sequence], command.count)
         elif isinstance(command, Accept):
             caches.accept(things[command.sequence], command.count)
         elif isinstance(command, Settle):

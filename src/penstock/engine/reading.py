@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine.sampling import refuse_logits
 from penstock.errors import InvalidArgument, NonFiniteLogits
+from penstock.ops.sampling import NOT_FINITE
 
 POOLINGS = ("mean", "last")
 
@@ -18,7 +18,8 @@ class Reading(NamedTuple):
 
     What is found are pieces, tuples of arrays. Of an embedding one piece: float32 [dim]. Of log probabilities one for
     each chunk, which together have n tokens, all of the prompt but the first: log probabilities float64 [n], ranks
-    int32 [n] (1: no other was likelier), the `top` likeliest tokens int32 [n, top] and theirs float64 [n, top].
+    int32 [n] (1: no other was likelier), the `top` likeliest tokens int32 [n, top] (−1: there are fewer) and theirs
+    float64 [n, top].
     """
 
     kind: str
@@ -28,6 +29,11 @@ class Reading(NamedTuple):
     def hidden(self) -> bool:
         """Whether it reads hidden states in place of logits."""
         return self.kind in POOLINGS
+
+    @staticmethod
+    def targets(prompt: Sequence[int], at: int, end: int) -> np.ndarray:
+        """Behind each token of a chunk of the prompt the one that comes next, int32 [end − at]; −1 behind the last."""
+        return np.array([*prompt[at + 1 : end + 1], *[-1] * (end == len(prompt))], np.int32)
 
     def piece(self, parts: Sequence[bytes]) -> tuple[np.ndarray, ...]:
         """The arrays of a piece from their bytes. Raises ValueError for others."""
@@ -48,11 +54,14 @@ class Reader:
         self._count = 0
         self._sum = np.zeros(())
 
-    def add(self, rows: np.ndarray) -> None:
-        """rows: hidden states float32 [n, dim], or logits float32 [n, vocab]. Raises NonFiniteLogits."""
+    def add(self, rows: np.ndarray, *more: np.ndarray) -> None:
+        """rows: hidden states float32 [n, dim]; or, with more, what `ops.token_logprobs` gives for the token behind
+        each. Raises NonFiniteLogits.
+        """
         at, self._count = self._count, self._count + len(rows)
         if not self._reading.hidden:
-            self._pieces.append(_likelihoods(rows, self._prompt[at + 1 : self._count + 1], self._reading.top, at + 1))
+            behind = min(self._count, len(self._prompt) - 1) - at
+            self._pieces.append(_likelihoods(tuple(array[:behind] for array in (rows, *more)), at + 1))
             return
         if self._reading.kind == "mean":
             self._sum = self._sum + rows.sum(axis=0, dtype=np.float64)
@@ -62,23 +71,13 @@ class Reader:
             self._pieces.append((_direction(self._sum),))
 
 
-def _likelihoods(rows: np.ndarray, tokens: Sequence[int], top: int, position: int) -> tuple[np.ndarray, ...]:
-    """A piece of `Reading`: how likely these tokens, the first of them at `position`, were by the rows before them."""
-    n = len(tokens)
-    logprobs, ranks = np.empty(n), np.empty(n, np.int32)
-    ids, values = np.empty((n, top), np.int32), np.empty((n, top))
-    for i, token in enumerate(tokens):
-        row = rows[i]
-        most = float(row.max())
-        if not np.isfinite(most):
-            refuse_logits(row, position + i)
-        total = most + np.log(np.exp(row - most).sum(dtype=np.float64))
-        logprobs[i], ranks[i] = row[token] - total, 1 + np.count_nonzero(row > row[token])
-        if top:
-            best = np.argpartition(row, -top)[-top:]
-            ids[i] = best[np.lexsort((best, -row[best]))]
-            values[i] = row[ids[i]] - total
-    return logprobs, ranks, ids, values
+def _likelihoods(piece: tuple[np.ndarray, ...], position: int) -> tuple[np.ndarray, ...]:
+    """The piece, whose first token is at `position`, if all its rows were finite."""
+    wrong = np.flatnonzero(piece[1] == NOT_FINITE)
+    if wrong.size:
+        at = position + int(wrong[0])
+        raise NonFiniteLogits(f"sample: the model produced non-finite logits at position {at}")
+    return piece
 
 
 def _direction(vector: np.ndarray) -> np.ndarray:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.engine.channel import (
     Cancel,
     ChannelError,
@@ -41,6 +43,7 @@ from penstock.engine.channel import (
     set_timings,
     submit_message,
 )
+from penstock.engine.heat import ExpertHeat
 from penstock.engine.metrics import SchedulerMetrics, total
 from penstock.engine.request import Request, RequestLimits, Timings, make_request
 from penstock.engine.resources import Resources
@@ -336,8 +339,17 @@ class RemoteScheduler:
         else:
             live.queue.reused = message.reused
             set_timings(live.queue.timings, message.timings)
+            if message.experts is not None:
+                live.queue.heat = ExpertHeat(_counts(message.experts))
             self._record([live.queue.timings])
             live.queue.end(None, batch)
+
+
+def _counts(experts: list[list[int]]) -> np.ndarray:
+    try:
+        return np.array(experts, np.int64)
+    except (ValueError, OverflowError):
+        raise ChannelError("channel: not counts of experts, layers have different numbers of them") from None
 
 
 @dataclasses.dataclass(eq=False)

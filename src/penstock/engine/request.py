@@ -16,6 +16,7 @@ from penstock.engine.reading import Reading
 from penstock.engine.sampling import SamplingParams, check_vocabulary
 from penstock.engine.speculate import check_speculate
 from penstock.errors import InvalidArgument
+from penstock.ops.sampling import MAX_TOP
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
 
@@ -27,7 +28,7 @@ class Chunk:
     """One generated token: the text that became final with it, and on the last one why generation ended.
 
     finish_reason: "stop" (end-of-text token, stop string or end of the grammar), "length" (max_tokens, or the context
-    is full), else None.
+    is full; also of JSON that was closed before), else None.
     """
 
     text: str
@@ -78,7 +79,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished answer. tokens include the one that ended it; text does not."""
+    """A finished answer. tokens include the one that ended it; text does not.
+
+    expert_counts: int64 [L, E], how often it chose each expert of the layers that have some, if `expert_heat` asked for
+    it and the device tells (the CPU does).
+    """
 
     text: str
     tokens: list[int]
@@ -88,6 +93,7 @@ class Completion:
     logprobs: list[float] | None = None
     top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
     seed: int | None = None
+    expert_counts: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.text
@@ -111,6 +117,15 @@ class Constraint(Protocol):
         """The token was chosen."""
         ...
 
+    def end_within(self, tokens: int) -> None:
+        """The answer has at most so many more tokens, before which the text is to end."""
+        ...
+
+    @property
+    def closing(self) -> bool:
+        """Whether the text ends where it does because of that."""
+        ...
+
 
 class RequestLimits(NamedTuple):
     """What a request is checked against: positions of a sequence, ids with an embedding."""
@@ -129,7 +144,8 @@ class Request:
     is wanted of the prompt. speculate, and num_draft_tokens: what drafts come from and how many a step verifies at the
     most; None: as the model was loaded.
     acceptance, for benchmarks: the draft at place i counts with this probability if those before it do, whatever the
-    token is, drawn by seed and position; and with fixed_drafts every step verifies num_draft_tokens.
+    token is, drawn by seed and position; and with fixed_drafts every step verifies num_draft_tokens. expert_heat: the
+    experts that the answer chooses are counted, where the device tells them (`heat.py`).
     """
 
     prompt: list[int]
@@ -145,6 +161,7 @@ class Request:
     acceptance: tuple[float, ...] | None = None
     fixed_drafts: bool = False
     reading: Reading | None = None
+    expert_heat: bool = False
 
 
 def make_request(
@@ -166,7 +183,9 @@ def make_request(
     options = dict(options)
     extra = options.pop("extra_eos", ())
     more = {name: options.pop(name) for name in ("grammar", "shown") if name in options}
-    reading = options.pop("reading", None)
+    reading, heat = options.pop("reading", None), options.pop("expert_heat", False)
+    if not isinstance(heat, bool):
+        raise InvalidArgument(f"generate: expert_heat is {heat!r:.40}, expected True or False")
     speculate, drafts = options.pop("speculate", None), options.pop("num_draft_tokens", None)
     check_speculate("generate", speculate, drafts)
     hooks = make_hooks(options.pop("logits_processors", None), options.pop("sampler", None))
@@ -178,8 +197,8 @@ def make_request(
     least = 1 if reading is None else 0
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, numbers.Integral) or max_tokens < least:
         raise InvalidArgument(f"max_tokens is {max_tokens!r}, expected an integer of at least {least}")
-    if reading is not None and not 0 <= reading.top <= limits.vocab_size:
-        raise InvalidArgument(f"reading: top is {reading.top}, expected 0 to {limits.vocab_size}, the vocabulary")
+    if reading is not None and not 0 <= reading.top <= MAX_TOP:
+        raise InvalidArgument(f"reading: top is {reading.top}, expected 0 to {MAX_TOP}")
     if not ids and not continues:
         raise InvalidArgument("prompt has no tokens, expected at least one")
     if start + len(ids) >= limits.max_context + (max_tokens == 0):
@@ -195,7 +214,7 @@ def make_request(
     eos = tokenizer.eos_ids | set(token_array(extra, limits.vocab_size, "extra_eos", tokenizer).tolist())
     shown, grammar = tuple(more.get("shown", ())), more.get("grammar")
     about = (ids, params, int(max_tokens), frozenset(eos), stops, shown, grammar, hooks)
-    return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading)
+    return Request(*about, speculate=speculate, num_draft_tokens=drafts, reading=reading, expert_heat=heat)
 
 
 def reading_request(limits: RequestLimits, tokens: Seq[int], reading: Reading | None = None) -> Request:

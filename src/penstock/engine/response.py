@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from penstock.engine.heat import ExpertHeat
 from penstock.engine.request import AnswerText, Chunk, Completion, Request, Timings, Usage
 from penstock.text.tokenizer import Tokenizer
 
@@ -65,6 +66,7 @@ class ChunkQueue:
         self.timings = timings
         self.finish_reason: str | None = None  # of a request that ends without a token
         self.pieces: list[tuple[np.ndarray, ...]] = []  # what its reading has found so far
+        self.heat: ExpertHeat | None = None  # the experts that its answer has chosen, where they are counted
         self.cancelled = False  # the reader wants no more
         self.complete = False  # since it has all it wants
         self.reading = False  # it waits for a token
@@ -229,6 +231,13 @@ class ResponseHandle:
         return self._queue.pieces
 
     @property
+    def expert_counts(self) -> np.ndarray | None:
+        """How often the answer has chosen each expert so far, int64 [L, E] by layers with experts; None if that was not
+        asked for, or is not told here.
+        """
+        return None if self._queue.heat is None else self._queue.heat.counts
+
+    @property
     def stop_string(self) -> str | None:
         """That of the request that ended the answer, None if none did."""
         return None if self._text is None else self._text.stop_string
@@ -330,6 +339,7 @@ class ResponseHandle:
             logprobs=[chunk.logprob for chunk in self.chunks] if wanted else None,  # type: ignore[misc]
             top_logprobs=[chunk.top_logprobs or () for chunk in self.chunks] if wanted else None,
             seed=self.request.params.seed,
+            expert_counts=self.expert_counts,
         )
 
     def _finish_reason(self) -> str:

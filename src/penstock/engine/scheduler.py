@@ -39,6 +39,7 @@ from penstock.engine.draft_gate import DraftGate
 from penstock.engine.draft_head import Asked
 from penstock.engine.engine import Engine
 from penstock.engine.execution import Execution, Launched, Part, most_rows, sampled
+from penstock.engine.heat import ExpertHeat
 from penstock.engine.hooks import HookInterrupted
 from penstock.engine.metrics import SchedulerMetrics, Work
 from penstock.engine.order import Order
@@ -140,7 +141,7 @@ class Scheduler:
         self._admission = Admission(engine, self.memory, self._prefix)
         self._execution = Execution(engine)
         self._most_rows = most_rows(engine)
-        self._speculator = Speculator()
+        self._speculator = Speculator(compile_progress.clock if engine.device.samples_tokens else time.thread_time)
         self._gate = DraftGate(self._execution.draft_seconds)
         self._record = llm.add_timings if record is None else record
 
@@ -257,10 +258,13 @@ class Scheduler:
             with self.condition:
                 self._counts["refused"] += 1
             raise
+        if request.grammar is not None:
+            request.grammar.end_within(most - held - length)
         digests = self._prefix.digests(request.prompt) if self._prefix is not None and continued is None else []
         context = () if continued is None else continued.tokens
         sampler = Sampler(request.params, engine.model.config.vocab_size, [*context, *request.prompt])
         queue = ChunkQueue(buffer or self.buffer, self._wake, Timings(prompt_tokens=length))
+        queue.heat = ExpertHeat() if request.expert_heat and engine.tells_experts else None
         state = RequestState(
             request, queue, sampler, engine.max_context, pages, digests, client, held=held, progress=progress
         )
@@ -733,21 +737,33 @@ class Scheduler:
             part.drafts = drafts
 
     def _drafted(self, answers: list[Part], counts: dict[int, int]) -> dict[int, list[int]]:
-        """What the model's own head drafts for answers by their numbers."""
-        asked = {}
+        """What the model's own head or a second model drafts for answers by their numbers."""
+        asked: dict[int, Asked] = {}
         for n, count in counts.items():
             state = answers[n].state
             mask = None if state.request.grammar is None else state.request.grammar.mask()
             asked[n] = Asked(state.opened, state.tokens, state.prompt_end, count, state.sampler, mask)
-        self._engine.draft(list(asked.values()))
+            assert state.speculation is not None
+            asked[n].text = state.speculation.tokens
+        by_head = [one for one in asked.values() if not one.text]
+        by_model = [one for one in asked.values() if one.text]
+        if by_head:
+            self._engine.draft(by_head)
+        if by_model:
+            assert self._engine.draft_model is not None
+            self._engine.draft_model.draft(by_model)
         return {n: one.drafts for n, one in asked.items()}
 
     def _draft_limit(self, part: Part) -> int:
         """Drafts that an answer may have."""
-        state, drafter = part.state, self._engine.drafter
-        if not part.draws or state.speculation is None or not self._host_drafts(state):
+        state, speculation = part.state, part.state.speculation
+        if not part.draws or speculation is None or not self._host_drafts(state):
             return 0
-        if state.speculation.kind == "mtp" and (drafter is None or not drafter.ready(state.opened)):
+        engine = self._engine
+        drafter = {"mtp": engine.drafter, "draft": engine.draft_model}.get(speculation.kind)
+        if speculation.by_model and (drafter is None or not drafter.ready(state.opened)):
+            return 0
+        if speculation.kind == "draft" and len(speculation.tokens) != state.opened.length + 1:
             return 0
         return state.draft_limit
 
@@ -813,7 +829,7 @@ class Scheduler:
             if state.sequence is not None:
                 self._deliver(state, token)
         now = compile_progress.clock()
-        self._count(step.parts, now - max(step.begin, self._collected))
+        self._count(step.parts, now - max(step.begin, self._collected), step.busy)
         self._collected = now
         self._launched = [step for step in self._launched if step.states]  # else nobody reads what it has drawn
 
@@ -825,17 +841,17 @@ class Scheduler:
         if part.end == state.prompt_end:
             state.queue.state = "generating"
 
-    def _computed(self, part: Part, rows: np.ndarray | None) -> None:
+    def _computed(self, part: Part, rows: tuple[np.ndarray, ...] | None) -> None:
         """A chunk of a prompt has been computed; rows: what is wanted of each of its tokens."""
         state, sequence = part.state, part.state.sequence
         if part.end == state.prompt_end:
             state.end_prompt()
         try:
             if state.rows is not None and rows is not None:
-                fresh = rows[max(0, state.rows_end - part.at) :]
+                known = max(0, state.rows_end - part.at)
                 state.rows_end = max(state.rows_end, part.end)
-                if len(fresh):
-                    state.rows(fresh)
+                if known < part.end - part.at:
+                    state.rows(*(array[known:] for array in rows))
             if state.progress is not None:
                 state.progress(part.end - part.at)
         except Exception as error:
@@ -850,7 +866,7 @@ class Scheduler:
             state.finish_reason = state.queue.finish_reason = "length"
             self._end(state, None)
 
-    def _count(self, parts: list[Part], seconds: float) -> None:
+    def _count(self, parts: list[Part], seconds: float, busy: float | None) -> None:
         """Seconds of a step go to prompts and answers by their tokens."""
         work = self._work
         prompt = sum(part.end - part.at for part in parts if part.prompt)
@@ -868,7 +884,7 @@ class Scheduler:
             self._execution.record(prompt + tokens, seconds)
         elif tokens and not prompt:
             if not parts[0].ahead:
-                self._speculator.costs.record(tokens, seconds)
+                self._speculator.costs.record(tokens, seconds if busy is None else busy)
             if parts[0].ahead or tokens == answers:
                 self._gate.record(answers, parts[0].ahead, seconds)
 

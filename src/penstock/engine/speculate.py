@@ -4,18 +4,22 @@ A step may append drafts behind the last token of an answer. The trunk's own tok
 draft counts exactly if it is that token: the text is what it would be without drafts. What is drafted, and how many,
 decides about time alone.
 
-The gate compares what steps take (running means by their number of tokens) with what drafts bring (moving averages of
-how often they were accepted, by request and by what they come from), and takes as many as make tokens come soonest,
-none where that is best. Where it takes none it tries some in one step of `PROBE`, and the other way around.
+The gate compares what steps take (the lower quartile of the latest by their number of tokens) with what drafts bring
+(moving averages of how often they were accepted, by request and by what they come from), and takes as many as make
+tokens come soonest, none where that is best. Where it takes none it tries some in one step of `PROBE`, and the other
+way around.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from penstock import compile_progress
 from penstock.errors import DTypeError, InvalidArgument
 from penstock.ops.drafts import made_up
 
@@ -24,13 +28,14 @@ COPIED_TOKENS = 7  # of a run behind a copy of recurrent states: more are comput
 SPECULATE = ("off", "auto", "mtp", "ngram", "draft")
 PROBE = 64  # steps, of which one may try what is not expected to be best
 _RARELY = 16 * PROBE  # where drafts did not pay time after time
+_REST = 7  # steps between two looks at whether a model's drafts pay
 
 _BITS = 21  # of a token id in a key
 _SHORT, _LONG = 2, 4  # tokens of the ends of a text that are looked up
 _END = -1  # between texts
 _RECENT = 1 << 16  # tokens of answers that are remembered, at the least
 _SEEN = 32  # tokens up to which a match is measured
-_GAIN = 1.02  # what drafts have to bring at the least, as a factor
+_GAIN = 1.04  # what drafts have to bring at the least, as a factor
 
 
 def check_speculate(where: str, kind: object, drafts: object = None) -> None:
@@ -147,21 +152,24 @@ class Acceptance:
         self._hits: dict[Group, list[float]] = {}
 
     def chance(self, group: Group, place: int) -> float:
-        tries, hits = self._counts(group)
-        before = self._others.chance(group, place) if self._others is not None else self._usual(group, place)
-        return (hits[place] + 2 * before) / (tries[place] + 2)
+        """Of the draft at a place, if those before it are accepted."""
+        return self._each(group, place + 1)[place]
 
-    def _usual(self, group: Group, place: int) -> float:
-        """At a later place as at the one before it."""
-        return _EXPECTED[group] if place == 0 else self.chance(group, place - 1)
+    def _each(self, group: Group, count: int) -> list[float]:
+        """The chance at each place; what is usual at a later one is that of the one before it."""
+        tries, hits = self._counts(group)
+        if self._others is not None:
+            before = self._others._each(group, count)
+            return [(hits[n] + 2 * before[n]) / (tries[n] + 2) for n in range(count)]
+        found, last = [], _EXPECTED[group]
+        for n in range(count):
+            last = (hits[n] + 2 * last) / (tries[n] + 2)
+            found.append(last)
+        return found
 
     def chances(self, group: Group, count: int) -> list[float]:
         """That the first one is accepted, the first two, …"""
-        found, share = [], 1.0
-        for place in range(count):
-            share *= self.chance(group, place)
-            found.append(share)
-        return found
+        return list(itertools.accumulate(self._each(group, count), operator.mul))
 
     def record(self, group: Group, drafts: int, accepted: int) -> None:
         """So many of the drafts were accepted: those behind the first wrong one say nothing."""
@@ -179,26 +187,28 @@ class Acceptance:
 
 
 class StepCosts:
-    """Seconds of steps of answers by their tokens: running means, between them straight lines."""
+    """Seconds of steps of answers by their tokens: the lower quartile of the latest, between them straight lines.
+
+    Not their mean: what interrupts steps falls on few of them, and on those of one size by chance.
+    """
 
     def __init__(self) -> None:
+        self._latest: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
-        self._met: set[int] = set()
+        self._met: Counter[int] = Counter()
 
     def record(self, tokens: int, seconds: float) -> None:
-        """The first step of a size, which is bound then, does not count; nor does most of what an interruption took."""
-        if tokens not in self._met:
-            self._met.add(tokens)
+        """The first steps of a size do not count: it is bound in one, and kernels may be loaded in the next."""
+        self._met[tokens] += 1
+        if self._met[tokens] <= _UNCOUNTED:
             return
-        known = self._seconds.get(tokens)
-        if known is None:
-            self._seconds[tokens] = seconds
-        else:
-            self._seconds[tokens] = 0.9 * known + 0.1 * min(seconds, 2 * known)
+        latest = self._latest.setdefault(tokens, deque(maxlen=_LATEST))
+        latest.append(seconds)
+        self._seconds[tokens] = lower_quartile(latest)
 
     def expect(self, tokens: int, seconds: float) -> None:
         """A step of a size that was not met yet takes about so long."""
-        self._met.add(tokens)
+        self._met[tokens] += 1
         self._seconds.setdefault(tokens, seconds)
 
     def known(self, tokens: int) -> bool:
@@ -218,6 +228,13 @@ class StepCosts:
         return known[near] * (1 + _ROW * (tokens - 1)) / (1 + _ROW * (near - 1))
 
 
+def lower_quartile(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 4]
+
+
+_LATEST = 16  # steps of a size
+_UNCOUNTED = 2  # of the first ones
 _ROW = 0.25  # what a token of a step costs more than none, as a share of a step of one, before any was measured
 
 
@@ -276,11 +293,21 @@ class Speculation:
     acceptance: Acceptance
     fixed: bool = False  # every step has as many drafts as it can
     text: TokenIndex = field(default_factory=TokenIndex)
+    tokens: list[int] = field(default_factory=list)  # of the same text, for a second model
     _watched: tuple[Group, list[int]] | None = None  # drafts that were not taken
     _met: int = 0  # how many of them have come true
 
+    @property
+    def by_model(self) -> bool:
+        """Whether a model drafts, so that the drafts are not known before they are wanted."""
+        return self.kind != "ngram"
+
     def extend(self, tokens: Iterable[int]) -> None:
         """Tokens that have come, of the prompt or of the answer. Drafts that were not taken tell as much as others."""
+        if self.kind == "draft":
+            self.tokens.extend(tokens)
+        if self.by_model:
+            return
         tokens = list(tokens)
         self.text.extend(tokens)
         for token in tokens:
@@ -304,7 +331,7 @@ class Speculation:
 
     def proposal(self, recent: RecentAnswers, most: int) -> Proposal | None:
         """What may be drafted, with the tokens where they are known already."""
-        if self.kind == "ngram":
+        if not self.by_model:
             return self.ngram(recent, most)
         return Proposal(self.kind, self.acceptance.chances(self.kind, most), [])
 
@@ -323,16 +350,23 @@ class Speculation:
 
 
 class Speculator:
-    """What all requests of a scheduler have in common: recent answers, how drafts fare, and what steps take."""
+    """What all requests of a scheduler have in common: recent answers, how drafts fare, and what steps take.
 
-    def __init__(self) -> None:
+    clock: of seconds that drafting takes, the same as of steps. Where this thread computes it is that of the thread:
+    other programs on the processor make steps of one size longer than those of another by chance.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
         self.recent = RecentAnswers()
         self.acceptance = Acceptance()
         self.costs = StepCosts()
-        self.seconds_each = 0.0  # of a model, for one draft of all answers: a running mean
+        self.seconds_each = 0.0  # of a model, for one draft of all answers: the lower quartile of the latest
+        self._each: deque[float] = deque(maxlen=_LATEST)
         self._timed = False  # its programs have been made
         self._same = 0  # steps since it last took drafts, or took none, as a try
         self._every = PROBE  # steps to the next try
+        self._rest = 0  # steps in which a model's drafts, which did not pay just now, are not thought of
 
     def speculation(self, kind: str, most: int, fixed: bool = False) -> Speculation:
         return Speculation(kind, most, Acceptance(self.acceptance), fixed)
@@ -355,6 +389,10 @@ class Speculator:
         draft: gives the drafts of a model, for answers by number and how many of them are wanted.
         """
         found: list[Proposal | None] = []
+        if self._rest and all(one is None or (one.by_model and not one.fixed) for one, _ in answers):
+            self._rest -= 1
+            self._same += 1
+            return [None] * len(answers)
         for speculation, most in answers:
             most = 0 if speculation is None else min(most, speculation.most)
             found.append(None if speculation is None or most < 1 else speculation.proposal(self.recent, most))
@@ -364,6 +402,7 @@ class Speculator:
         each = self.seconds_each if models else 0.0
         counts = choose([[] if one is None else one.chances for one in found], self.costs, room, each)
         counts = self._tried(counts, found, room)
+        self._rest = 0 if any(counts) else min(_REST, self._every - self._same - 1)
         for n, (speculation, _) in enumerate(answers):
             proposal = found[n]
             if speculation is not None and speculation.fixed and proposal is not None:
@@ -383,15 +422,17 @@ class Speculator:
         return found
 
     def _draft(self, wanted: dict[int, int], found: list[Proposal | None], draft: Draft) -> None:
-        begin = compile_progress.clock()
+        begin = self._clock()
         for n, tokens in draft(wanted).items():
             proposal = found[n]
             assert proposal is not None
             proposal.tokens = tokens
-        each = (compile_progress.clock() - begin) / max(wanted.values())
+            if not tokens:
+                found[n] = None
+        each = (self._clock() - begin) / max(wanted.values())
         if self._timed:
-            known = self.seconds_each
-            self.seconds_each = 0.9 * known + 0.1 * min(each, 2 * known) if known else each
+            self._each.append(each)
+            self.seconds_each = lower_quartile(self._each)
         self._timed = True
 
     def _tried(self, counts: list[int], found: Sequence[Proposal | None], room: int) -> list[int]:

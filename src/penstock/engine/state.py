@@ -41,7 +41,8 @@ class RequestState:
     owned: the sequence ends with the request; one of a session does not, and is moved on only while its reader waits,
     so that it holds no token that the session does not know. held: positions it had before the prompt, context: their
     tokens. logits: those after them, for an empty prompt. progress: called with the number of tokens of each chunk of
-    the prompt, rows with the logits after each of these tokens (hidden: with their hidden states), once.
+    the prompt, rows with the logits after each of these tokens (hidden: with their hidden states; a request that reads
+    log-probabilities: with what `ops.token_logprobs` makes of them), once.
     """
 
     request: Request
@@ -57,7 +58,7 @@ class RequestState:
     context: Seq[int] = ()
     logits: np.ndarray | None = None
     progress: Callable[[int], None] | None = None
-    rows: Callable[[np.ndarray], None] | None = None
+    rows: Callable[..., None] | None = None
     hidden: bool = False
     rows_end: int = 0  # positions whose rows were handed out: no second time where a prompt is computed again
 
@@ -208,13 +209,14 @@ class RequestState:
         self.tokens.append(drawn.token)
         if self.speculation is not None:
             self.speculation.extend((drawn.token,))
+        ended = "stop" if request.grammar is None or not request.grammar.closing else "length"
         if drawn.token in request.eos:
-            reason = "stop"
+            reason = ended
         else:
             if request.grammar is not None:
                 request.grammar.accept(drawn.token)
             if request.grammar is not None and request.grammar.done:
-                reason = "stop"
+                reason = ended
             elif len(self.tokens) >= request.max_tokens or position + 1 >= self.max_context:
                 reason = "length"
         self.finish_reason = reason

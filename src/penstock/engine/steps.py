@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock import ops
 from penstock.engine.cache import Sequence
+from penstock.engine.heat import ChoiceNotes, ExpertHeat
 from penstock.graph import Bound, Graph, SizedProgram
 from penstock.graph.sizes import Sizes
 from penstock.models.step import PAGE, Step
+from penstock.ops.device import Device
 
 if TYPE_CHECKING:
     from penstock.engine.programs import Programs
@@ -30,8 +33,13 @@ class Run:
     """Tokens int32 [n] that a step appends to a sequence; `wanted`: logits after none of them, the last or all, or the
     hidden state of each after the final norm ("hidden": then of all runs of a step).
 
+    "logprobs": logits after the last one, and `found` gets what `ops.token_logprobs` makes of those after each, for the
+    tokens `targets` int32 [n] and so many of the first ranks (None: nothing, another rank does it). Such a run is a
+    step of its own.
+
     A token CHAINED − s stands for the one that the step before has drawn for the sequence in slot s. keep: the sequence
-    is as it was until `Engine.accept` says how many of the tokens are its own.
+    is as it was until `Engine.accept` says how many of the tokens are its own. heat: takes the experts that the tokens
+    choose, where the device tells them.
     """
 
     sequence: Sequence
@@ -39,6 +47,10 @@ class Run:
     wanted: str = "last"
     prompt: bool = False  # a chunk of a prompt, not of an answer
     keep: bool = False
+    targets: np.ndarray | None = None
+    top: int = 0
+    found: tuple[np.ndarray, ...] = ()
+    heat: ExpertHeat | None = None
 
 
 class ExactSteps:
@@ -56,6 +68,7 @@ class ExactSteps:
         self._bound: dict[Any, tuple[Bound, dict[str, np.ndarray]]] = {}
         self._buffers: dict[str, np.ndarray] = {}
         self._arena: Any = None
+        self._notes: ChoiceNotes | None = None
 
     def working_bytes(self, sequences: int) -> int:
         """Memory that steps take beside weights and caches, at the most."""
@@ -65,7 +78,7 @@ class ExactSteps:
         """Run the step; logits float32 [R, vocab] after the wanted tokens, in the order of the runs, None if R is 0; or
         hidden states float32 [T, dim].
         """
-        windows = self._programs.windows
+        device, windows = self._programs.device, self._programs.windows
         arrays = step_arrays(runs, windows)
         output = "hidden" if wants_hidden(runs) else "logits" if len(arrays["wanted"]) else "stream"
         if output == "hidden":
@@ -73,15 +86,22 @@ class ExactSteps:
         T, B, R = (len(arrays[name]) for name in ("tokens", "slots", "wanted"))
         pages = max((arrays[name].shape[1] for name in windows.values()), default=_LEAST_PAGES)
         sizes = {"T": T, "B": B, "R": max(R, 1), "n": pages}
-        bound, inputs = self._bind(sizes, output, any(run.prompt for run in runs), self._keeps(runs, arrays))
+        counts = any(run.heat is not None for run in runs)
+        bound, inputs = self._bind(sizes, output, any(run.prompt for run in runs), self._keeps(runs, arrays), counts)
         for name, array in arrays.items():
             if array.size:
                 inputs[name][...] = array
         found, *hidden = bound.run()
+        if counts and self._notes is not None:
+            for run, begin, end in zip(runs, arrays["starts"], arrays["starts"][1:], strict=False):
+                if run.heat is not None:
+                    run.heat.add(self._notes.of(begin, end), self._notes.experts, run.keep)
         drafter = self._programs.drafter
         if drafter is not None and hidden:
-            drafter.observe(runs, self._programs.device.to_host(hidden[0]))
-        return None if output == "stream" else self._programs.device.to_host(found)
+            drafter.observe(runs, device.to_host(hidden[0]))
+        if wants_logprobs(runs):
+            return read_logprobs(device, runs[0], [found])
+        return None if output == "stream" else device.to_host(found)
 
     def _keeps(self, runs: Seq[Run], arrays: dict[str, np.ndarray]) -> bool:
         """Whether recurrent states wait for what is accepted; then the step reads what was of the runs before."""
@@ -95,11 +115,11 @@ class ExactSteps:
         self._bound = {}
 
     def _bind(
-        self, sizes: dict[str, int], output: str, prompt: bool, keeps: bool
+        self, sizes: dict[str, int], output: str, prompt: bool, keeps: bool, counts: bool
     ) -> tuple[Bound, dict[str, np.ndarray]]:
         programs = self._programs
         prompt = prompt and programs.experts is not None
-        key = (tuple(sizes.values()), output, prompt, keeps, programs.caches.version)
+        key = (tuple(sizes.values()), output, prompt, keeps, counts, programs.caches.version)
         kept = self._bound.pop(key, None)
         if kept is None:
             program = self._kind(sizes["T"], output, prompt, keeps)
@@ -110,6 +130,9 @@ class ExactSteps:
             shapes |= dict.fromkeys(KEPT, (sizes["B"],)) if keeps else {}
             inputs = {name: self._buffer(name, shape) for name, shape in shapes.items()}
             wrap = programs.wrap
+            if counts:
+                self._notes = self._notes or ChoiceNotes(program.graph, MOST_TOKENS)
+                wrap = self._notes.wrap(wrap)
             if programs.experts is not None:
                 wrap = programs.experts.wrap(program.graph, prompt, wrap)
             kept = program.bind(sizes, inputs | programs.cache_arrays(), self._arena, wrap), inputs
@@ -150,6 +173,28 @@ class ExactSteps:
 def wants_hidden(runs: Seq[Run]) -> bool:
     """Whether a step of these runs gives hidden states."""
     return any(run.wanted == "hidden" for run in runs)
+
+
+def wants_logprobs(runs: Seq[Run]) -> bool:
+    """Whether the logits of these runs, of one, are reduced to those of its targets."""
+    return runs[0].wanted == "logprobs"
+
+
+def read_logprobs(device: Device, run: Run, passes: Iterable[Any]) -> np.ndarray:
+    """Reduce the logits after each token of a run, which come in arrays [n, vocab] of the device, there: into `found`;
+    logits [1, vocab] after the last one. An array is read before the next one comes.
+    """
+    at, parts, last = 0, [], None
+    for logits in passes:
+        at, first = at + len(logits), at
+        if run.targets is not None:
+            targets = device.to_device(np.ascontiguousarray(run.targets[first:at]))
+            parts.append([device.to_host(part) for part in ops.token_logprobs(logits, targets, run.top)])
+        if at == len(run.tokens):
+            last = device.to_host(logits[-1:])
+    run.found = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    assert last is not None
+    return last
 
 
 def table_names(windows: Iterable[int | None]) -> dict[int | None, str]:

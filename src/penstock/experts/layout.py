@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -31,12 +31,14 @@ class Extent:
 class TensorExtents:
     """One array of each expert of a layer, such as the scales of `gate`: its spec, and where each expert's lies.
 
-    blocks: the type of GGUF blocks that its bytes are; None: they are what the spec says.
+    blocks: the type of GGUF blocks that its bytes are; None: they are what the spec says. turn: of two arrays whose
+    rows lie in turns, which one this is, 0 or 1; extents are of both then, and the same for both.
     """
 
     spec: Spec
     extents: Sequence[Extent]
     blocks: str | None = None
+    turn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,17 @@ class ExpertFiles:
     name: str
     format: QuantFormat | None
     parts: tuple[TensorExtents, ...]
+
+
+def in_turns(files: ExpertFiles) -> tuple[ExpertFiles, ExpertFiles]:
+    """Two stacks of matrices out of one that has their rows in turns."""
+
+    def half(part: TensorExtents, turn: int) -> TensorExtents:
+        rows, *rest = part.spec.shape
+        return replace(part, spec=Spec((rows // 2, *rest), part.spec.dtype), turn=turn)
+
+    first, second = (replace(files, parts=tuple(half(part, turn) for part in files.parts)) for turn in (0, 1))
+    return first, second
 
 
 class StridedExtents(Sequence[Extent]):

@@ -75,6 +75,8 @@ class ExpertReader:
         self._layers, self._owned = list(layers), owned
         self._sizes = [[spec.nbytes for spec in layer.format.specs] for layer in self._layers]
         self._payload = [sum(sizes) for sizes in self._sizes]
+        self._turned = [_turned(layer) for layer in self._layers]
+        self._both = threading.local()  # a thread's memory for arrays whose rows lie in turns, by their bytes
         self._compared = [bytearray(layer.count) for layer in self._layers]  # with the hash, by expert
         self._threads = threads or THREADS
         self._lock = threading.Lock()
@@ -170,7 +172,7 @@ class ExpertReader:
         extents = layer.extents(expert)
         for part in sorted(range(len(extents)), key=lambda part: (str(extents[part].path), extents[part].start)):
             path, start, nbytes = extents[part].path, extents[part].start, extents[part].nbytes
-            if nbytes == 0:
+            if nbytes == 0 or layer.parts[part].turn == 1:  # the latter comes with the array it takes turns with
                 continue
             file, step, piece = self._files[path], steps[part], _Piece(part, start, start + nbytes)
             if not (runs and runs[-1].takes(file, step, piece)):
@@ -185,14 +187,32 @@ class ExpertReader:
 
     def _read(self, layer: int, expert: int, into: Sequence[memoryview]) -> None:
         start = time.perf_counter()
-        for run in self._runs(layer, expert):
-            self._way.read(run, into)
+        self._fetch(self._way, self._runs(layer, expert), layer, into)
         self._compare(layer, expert, into)
         seconds = time.perf_counter() - start
         with self._lock:
             self._reads += 1
             self._nbytes += self._payload[layer]
             self._seconds += seconds
+
+    def _fetch(self, way: _Way, runs: list[_Run], layer: int, into: Sequence[memoryview]) -> None:
+        """Read the arrays of an expert; those whose rows lie in turns by way of memory that has both."""
+        turned, whole = self._turned[layer], list(into)
+        for n, (first, second) in enumerate(turned):
+            whole[first] = self._memory(n, len(into[first]) + len(into[second]))
+        for run in runs:
+            way.read(run, whole)
+        for first, second in turned:
+            rows = self._layers[layer].format.specs[first].shape[0]
+            both = _bytes(whole[first]).reshape(rows, 2, -1)
+            for turn, part in enumerate((first, second)):
+                np.copyto(_bytes(into[part]).reshape(rows, -1), both[:, turn])
+
+    def _memory(self, number: int, nbytes: int) -> memoryview:
+        name = f"{number} {nbytes}"
+        if not hasattr(self._both, name):
+            setattr(self._both, name, memoryview(mmap.mmap(-1, nbytes)))
+        return getattr(self._both, name)
 
     def _compare(self, layer: int, expert: int, into: Sequence[memoryview]) -> None:
         """Raises CheckpointError for a record that is not what its hash says; each is looked at once."""
@@ -240,8 +260,7 @@ class ExpertReader:
             runs, into = self._runs(layer, expert), self._layers[layer].format.views(spaces.record)
             for run in runs:
                 run.file.drop(run.start, run.stop)
-            for run in runs:
-                way.read(run, into)
+            self._fetch(way, runs, layer, into)
             return self._payload[layer]
 
         devices = tuple(sorted({file.status.st_dev for file in self._files.values()}))
@@ -475,6 +494,12 @@ class _Mapped:
         if hasattr(mmap, "MADV_DONTNEED"):  # the pages stay in the page cache, but do not count as this process's
             start = run.start // mmap.PAGESIZE * mmap.PAGESIZE
             map.madvise(mmap.MADV_DONTNEED, start, run.stop - start)
+
+
+def _turned(layer: Layer) -> list[tuple[int, int]]:
+    """The numbers of two arrays each whose rows lie in turns."""
+    seconds = {id(part.extents): n for n, part in enumerate(layer.parts) if part.turn == 1}
+    return [(n, seconds[id(part.extents)]) for n, part in enumerate(layer.parts) if part.turn == 0]
 
 
 def damaged(path: Path, layer: str, expert: int) -> CheckpointError:

@@ -508,7 +508,7 @@ def _check_count(name: str, values: Sequence[Any], count: int) -> None:
 
 _OPTIONS = ("sampler", "logits_processors", "max_kv_size", "prompt_cache", "prompt_progress_callback", "seed")
 _REFUSED = {
-    "draft_model": "penstock does not draft with a second model",
+    "draft_model": "penstock.load takes the folder of one",
     "kv_bits": "penstock keeps keys and values in the dtype of the model",
     "input_embeddings": "penstock takes token ids",
     "stream": "penstock has no streams of mlx",

@@ -21,9 +21,10 @@ import numpy as np
 from penstock.errors import DTypeError, InvalidArgument
 from penstock.mlx_lm._arrays import as_numpy, token_ids
 from penstock.mlx_lm._schema import tool_schema
+from penstock.text.byte_level import BYTE_OF
 from penstock.text.formats import FORMATS, format_of, parse_whole
 from penstock.text.template import ChatTemplates, special_tokens
-from penstock.text.tokenizer import BYTE_OF, Tokenizer, is_byte_token
+from penstock.text.tokenizer import Tokenizer, is_byte_token
 
 __all__ = [
     "BPEStreamingDetokenizer",

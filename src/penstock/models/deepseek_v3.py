@@ -18,7 +18,7 @@ import numpy as np
 from penstock import ops
 from penstock.models.config import Fields, expert_groups, query_scale, text_part
 from penstock.models.family import DraftHead, Family, GgufArchitecture, GgufNames, MlxRules, SplitHeads
-from penstock.models.gguf_keys import GgufKeys, rope_scaling, sigmoid_experts, stem
+from penstock.models.gguf_keys import SOFTMAX, GgufKeys, rope_scaling, sigmoid_experts, softmax_experts, stem
 from penstock.models.layers import (
     ExpertStack,
     Mlp,
@@ -141,7 +141,7 @@ def read_config(raw: dict) -> Config:
         renormalise=fields.boolean("norm_topk_prob", True),
         routed_scale=fields.number("routed_scaling_factor", 1.8 if flash else 1.0, above=0),
         softmax=mistral,
-        query_scale=query_scale(fields) if mistral else None,
+        query_scale=scale if mistral and (scale := query_scale(fields))[0] else None,
     )
 
 
@@ -470,8 +470,13 @@ def mlx_rules(raw: Mapping[str, Any], config: Config) -> MlxRules:
 
 
 def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
-    """Older files have `kv_b_proj` in one piece, and the widths of heads as key_length and value_length."""
-    config, rank = stem(keys, "deepseek_v3"), keys.integer("attention.kv_lora_rank")
+    """Older files have `kv_b_proj` in one piece, and the widths of heads as key_length and value_length.
+
+    Mistral Large 3 is `deepseek2`, too, and has experts by softmax and queries that grow with their position.
+    """
+    grown = "attention.temperature_scale" in keys.values and keys.integer("expert_gating_func", SOFTMAX) == SOFTMAX
+    mistral = keys.arch == "mistral4" or grown
+    config, rank = stem(keys, "mistral4" if mistral else "deepseek_v3"), keys.integer("attention.kv_lora_rank")
     rope_dim = keys.integer("rope.dimension_count")
     own = "attention.key_length_mla" in keys
     keys.accept("attention.head_count_kv", "attention.key_length", "attention.value_length")
@@ -482,24 +487,37 @@ def _of_gguf(keys: GgufKeys) -> dict[str, Any]:
         # The converter writes a tenth of mscale_all_dim. mscale is in no key: it is the same in all released models.
         scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * gain, 6))
     if keys.integer("expert_count", 0, least=0):
-        config |= sigmoid_experts(keys)
-    return config | {
+        config |= softmax_experts(keys) if mistral else sigmoid_experts(keys)
+    if mistral:
+        more = {"rope_parameters": _grown_queries(keys, scaling), "num_key_value_heads": config["num_attention_heads"]}
+    else:
+        more = {"rope_scaling": scaling}
+    return config | more | {
         "intermediate_size": keys.integer("feed_forward_length"),
         "q_lora_rank": keys.integer("attention.q_lora_rank", None),
         "kv_lora_rank": rank,
         "qk_nope_head_dim": width - rope_dim,
         "qk_rope_head_dim": rope_dim,
         "v_head_dim": keys.integer("attention.value_length_mla" if own else "attention.value_length"),
-        "rope_scaling": scaling,
     }  # fmt: skip
 
 
+def _grown_queries(keys: GgufKeys, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """`rope_parameters` of Mistral. The converter of released files leaves out how queries grow: then they do not."""
+    if scaling is None or scaling["rope_type"] != "yarn":
+        raise keys.error("rope.scaling.type", "'yarn', whose original_context_length is where queries begin to grow")
+    beta, original = keys.number("attention.temperature_scale", 0.0), scaling["original_max_position_embeddings"]
+    if keys.integer("attention.temperature_length", original) != original:
+        raise keys.error("attention.temperature_length", f"{original}, the original_context_length")
+    if not beta:
+        found = f"{keys.arch}.attention.temperature_scale is missing, queries do not grow from position {original} on"
+        keys.file.notices.append(f"{keys.file.path}: {found}")
+    return scaling | {"rope_theta": keys.number("rope.freq_base", 10000.0, above=0), "llama_4_scaling_beta": beta}
+
+
+_TURNED = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa")
 _GGUF = GgufNames(
-    architectures={
-        "deepseek2": GgufArchitecture(
-            _of_gguf, copied=("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa")
-        )
-    },
+    architectures={name: GgufArchitecture(_of_gguf, copied=_TURNED) for name in ("deepseek2", "mistral4")},
     modules={
         "embed_tokens": "token_embd",
         "norm": "output_norm",

@@ -232,6 +232,19 @@ def sigmoid_experts(keys: GgufKeys) -> dict[str, Any]:
         if "expert_gating_func" in keys:
             raise keys.error("expert_gating_func", f"{SIGMOID} (sigmoid)")
         raise keys.error("expert_gating_func", f"{SIGMOID} (sigmoid), or tensors exp_probs_b.bias")
+    return _experts(keys)
+
+
+def softmax_experts(keys: GgufKeys) -> dict[str, Any]:
+    """Keys of experts that are chosen by softmax without a bias beside shared ones, as Mistral Small 4 has them."""
+    if keys.integer("expert_gating_func", SOFTMAX) != SOFTMAX:
+        raise keys.error("expert_gating_func", f"{SOFTMAX} (softmax)")
+    if keys.has(r"blk\.\d+\.exp_probs_b\.bias"):
+        raise CheckpointError(f"{keys.file.path}: has tensors exp_probs_b.bias, expected none where softmax chooses")
+    return _experts(keys)
+
+
+def _experts(keys: GgufKeys) -> dict[str, Any]:
     return {
         "num_experts_per_tok": keys.integer("expert_used_count"),
         "moe_intermediate_size": keys.integer("expert_feed_forward_length"),

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from penstock import ops
+from penstock.experts.layout import ExpertFiles
+from penstock.experts.layout import in_turns as in_turns_in_files
 from penstock.models.rope import Rope
 from penstock.models.source import Source, Weight
 from penstock.models.step import STREAM, Step
@@ -169,7 +171,11 @@ def read_experts(
 
 
 def in_turns(stack: Weight) -> tuple[Weight, Weight]:
-    """Two stacks [E, N, K] out of one [E, 2 N, K] that has their rows in turns: copies, on its device."""
+    """Two stacks [E, N, K] out of one [E, 2 N, K] that has their rows in turns: copies, on its device, or where they
+    lie in files.
+    """
+    if isinstance(stack, ExpertFiles):
+        return in_turns_in_files(stack)  # type: ignore[return-value]
 
     def every_other(array: Any, first: int) -> Any:
         rows = array[:, first::2]

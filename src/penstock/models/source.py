@@ -160,16 +160,20 @@ class CheckpointSource:
     def _expert_files(self, path: str, shape: tuple[int, ...], count: int) -> ExpertFiles:
         name = self.name_of(path)
         format, names = self.checkpoint.parts(name)
-        *rows, last = self.checkpoint.shape(names[0])
+        specs = [Spec(self.checkpoint.shape(tensor), self.checkpoint.dtype(tensor)) for tensor in names]
+        if names[0].endswith("_blocks"):  # of 16 bytes with 32 codes: the same bytes in words
+            *stack, groups, _ = specs[0].shape
+            specs[0] = Spec((*stack, 4 * groups), "uint32")
+        *rows, last = specs[0].shape
         self._check_shape(name, (*rows, last if format is None else last * 32 // format.bits), shape)
         self.used.update(names)
         if format is None:
             self._floating(path, self.checkpoint.dtype(names[0]))
         parts = []
-        for tensor in names:
-            own = () if tensor.endswith(".global_scale") else self.checkpoint.shape(tensor)[-2:]
+        for tensor, spec in zip(names, specs, strict=True):
+            own = () if tensor.endswith(".global_scale") else spec.shape[-2:]
             file, start, _ = self.checkpoint.location(tensor)
-            parts.append(stacked(file, start, count, Spec(own, self.checkpoint.dtype(tensor))))
+            parts.append(stacked(file, start, count, Spec(own, spec.dtype)))
         return ExpertFiles(name, format, tuple(parts))
 
     def mark_used(self, paths: Sequence[str]) -> None:

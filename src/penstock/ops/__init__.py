@@ -103,7 +103,7 @@ from penstock.ops.rope import (
     yarn_gain,
     yarn_inv_freq,
 )
-from penstock.ops.sampling import sample_tokens
+from penstock.ops.sampling import sample_tokens, token_logprobs
 
 __all__ = [
     "REGISTRY",
@@ -208,6 +208,7 @@ __all__ = [
     "split_columns",
     "split_q_gate",
     "swiglu",
+    "token_logprobs",
     "weighted_sum",
     "yarn_gain",
     "yarn_inv_freq",

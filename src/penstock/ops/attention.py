@@ -161,10 +161,14 @@ def _prepared(
     gated: bool,
     norm_values: bool,
     sequence: Spec | None,
+    q_bias: Spec | None,
+    k_bias: Spec | None,
+    v_bias: Spec | None,
 ) -> tuple[Spec, Spec | None]:
     check.positive(H=H)
     check.eps(eps)
     dtype = check.alike(q=q, k=k, v=v)
+    check.floating(q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
     check.floating(q_norm=q_norm, k_norm=k_norm)
     check.axes("[T, H D]", 2, q=q, k=k, v=v)
     check.filled(q=q, k=k, v=v)
@@ -175,6 +179,10 @@ def _prepared(
         raise ShapeError(f"q has shape {q.shape}, expected {form}")
     check.shape((D,), "the width of a head", q_norm=q_norm, k_norm=k_norm)
     check.shape(k.shape, "as k", v=v)
+    check.shape(q.shape[1:], "columns of q", q_bias=q_bias)
+    check.shape(k.shape[1:], "columns of k", k_bias=k_bias, v_bias=v_bias)
+    if v is None and v_bias is not None:
+        raise InvalidArgument("v_bias is there without v, expected both")
     Hkv = k.shape[1] // D
     if Hkv == 0 or k.shape[1] % D or H % Hkv:
         raise ShapeError(f"k has shape {k.shape}, expected heads of {D} whose number divides {H} (H)")
@@ -209,6 +217,9 @@ def attention_prepare(
     gated: bool = False,
     norm_values: bool = False,
     sequence: Array | None = None,
+    q_bias: Array | None = None,
+    k_bias: Array | None = None,
+    v_bias: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """All between the projections of a layer and its attention: q [T, H, D] and, if gated, the gate [T, H, D].
 
@@ -216,8 +227,14 @@ def attention_prepare(
     into the pages as `kv_pages_append` puts them. q [T, H · D], or gated [T, H · 2D] as `split_q_gate` takes it; k, v
     [T, Hkv · D]; v None: the values are k as it came; norm_values: they are normed, without a weight. Decode: positions
     int32 [B], block_table int32 [B, n]. Prefill: the position of the first of T tokens, block_table [n]. Ragged:
-    positions and sequence int32 [T], block_table [B, n]; rows of no sequence are written nowhere.
+    positions and sequence int32 [T], block_table [B, n]; rows of no sequence are written nowhere. Biases [H · D] (gated
+    [H · 2D]), [Hkv · D] are added first, the sum rounded as `add` rounds it.
     """
+
+    def biased(x: Array, bias: Array | None) -> Array:
+        return x if bias is None else round_to(f64(x) + f64(bias), x.dtype)
+
+    q, k, v = biased(q, q_bias), biased(k, k_bias), None if v is None else biased(v, v_bias)
     T, width = len(q), q.shape[1] // H
     D = width // 2 if gated else width
     parts = q.reshape(T, H, width)

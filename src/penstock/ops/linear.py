@@ -221,18 +221,23 @@ def norm_matmul(
     return _matmul(rms_norm.body(x, norm_weight, eps, normed), w, dtype, activations)
 
 
-def _product_add(residual: Spec, x: Spec, w: Spec | QuantizedTensor, activations: str) -> Spec:
+def _product_add(residual: Spec, x: Spec, w: Spec | QuantizedTensor, activations: str, bias: Spec | None) -> Spec:
     check.one_of(ROUNDINGS, activations=activations)
-    check.floating(residual=residual)
+    check.floating(residual=residual, bias=bias)
     y = _product(x, w, residual.dtype)
     check.shape(y.shape, "that of x · w", residual=residual)
+    check.shape(y.shape[-1:], "rows of w", bias=bias)
     return y
 
 
 @op(infer=_product_add, alias=True)
-def matmul_add(residual: Array, x: Array, w: QuantizedTensor | Array, activations: str = "float32") -> Array:
-    """residual + x · w, the sum rounded once to residual's dtype. x [..., K], w [N, K], residual [..., N]."""
+def matmul_add(
+    residual: Array, x: Array, w: QuantizedTensor | Array, activations: str = "float32", bias: Array | None = None
+) -> Array:
+    """residual + x · w + bias, rounded once to residual's dtype. x [..., K], w [N, K], residual [..., N], bias [N]."""
     y = product(x.reshape(-1, x.shape[-1]), w, activations).reshape(residual.shape)
+    if bias is not None:
+        y = y + bias.astype(np.float64)
     return round_to(residual.astype(np.float64) + y, residual.dtype)
 
 

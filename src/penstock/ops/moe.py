@@ -245,8 +245,11 @@ def _norm_route(
     write_normed: bool,
     fetch: Any,
     dtype: str | None,
+    logit_bias: Spec | None,
 ) -> tuple[Spec | None, Spec, Spec, Spec | None]:
     normed, logits, more = _scored(x, norm_weight, w, scores, eps, write_normed, dtype)
+    check.floating(logit_bias=logit_bias)
+    check.shape(logits.shape[-1:], "experts", logit_bias=logit_bias)
     return normed, *_route(logits, per_expert_scale, top_k, propagate_nan, active), more
 
 
@@ -264,9 +267,10 @@ def moe_norm_route(
     write_normed: bool = False,
     fetch: QuantizedTensor | Array | None = None,
     dtype: str | None = None,
+    logit_bias: Array | None = None,
 ) -> tuple[Array | None, Array, Array, Array | None]:
     """`moe_route` with what is before it: the norm of the rows, h = rms_norm(x, norm_weight, eps) or x itself, and
-    the product, logits = h · w in float32.
+    the product, logits = h · w in float32, plus logit_bias [E].
 
     x [(T,) K], norm_weight [K] or None, w [E + scores, K] quantized or dense: the last `scores` rows are no experts',
     their products are returned. → h with write_normed, in dtype (None: x's) as the product reads it, ids int32,
@@ -274,6 +278,8 @@ def moe_norm_route(
     may bring it to a cache meanwhile.
     """
     normed, logits, more = _scores_of(x, norm_weight, w, scores, eps, write_normed, dtype)
+    if logit_bias is not None:
+        logits = (logits.astype(np.float64) + logit_bias).astype(np.float32)
     return normed, *moe_route.body(logits, per_expert_scale, top_k, propagate_nan, active), more
 
 
@@ -591,6 +597,7 @@ def _moe_biased_forward(
     limit: float,
     alpha: float,
     activations: str,
+    residual: Spec | None,
 ) -> Spec:
     if up_w is None:
         raise InvalidArgument("up_w is None, expected gate and up rows apart")
@@ -603,10 +610,12 @@ def _moe_biased_forward(
         raise InvalidArgument(f"limit is {limit}, expected a number above 0")
     if not 1e-4 <= alpha <= 1e4:
         raise InvalidArgument(f"alpha is {alpha}, expected a number from 1e-4 to 1e4")
-    return y
+    check.floating(residual=residual)
+    check.shape(y.shape, "that of the sum", residual=residual)
+    return y if residual is None else residual
 
 
-@op(infer=_moe_biased_forward, check=_check_ids)
+@op(infer=_moe_biased_forward, check=_check_ids, alias=True)
 def moe_biased_forward(
     x: Array,
     ids: Array,
@@ -621,12 +630,13 @@ def moe_biased_forward(
     limit: float = 7.0,
     alpha: float = 1.702,
     activations: str = "float32",
+    residual: Array | None = None,
 ) -> Array:
     """y[t] = Σ_i weights[t, i] · (down_w[e] · h[t, i] + down_bias[e]), e = ids[t, i], the experts of gpt-oss.
 
     h = g · σ(alpha · g) · (u + 1), rounded to x's dtype, g = min(gate_w[e] · x[t] + gate_bias[e], limit), u = up_w[e] ·
     x[t] + up_bias[e] between −limit and limit. Biases float32 [E, ·] by expert, whatever its place in the stack; other
-    arguments as in `moe_forward`.
+    arguments as in `moe_forward`. With a residual [(T,) dim] residual + y, rounded once to its dtype.
     """
     k, rows = ids.shape[-1], x.reshape(-1, x.shape[-1])
     each = np.zeros((ids.size, down_w.shape[1]))
@@ -637,7 +647,10 @@ def moe_biased_forward(
         g, u = np.minimum(gate + gate_bias[e], limit), np.clip(up + up_bias[e], -limit, limit)
         h = round_to(g / (1 + np.exp(-alpha * g)) * (u + 1), x.dtype)
         each[where] = product(h, expert_at(down_w, slot), activations) + down_bias[e]
-    return round_to(_sum_of_chosen(each.reshape(*ids.shape, -1), ids, weights, slot_of), x.dtype)
+    total = _sum_of_chosen(each.reshape(*ids.shape, -1), ids, weights, slot_of)
+    if residual is None:
+        return round_to(total, x.dtype)
+    return round_to(residual.astype(np.float64) + total, residual.dtype)
 
 
 def _score(score: Spec | None, lead: tuple[int, ...], name: str) -> None:

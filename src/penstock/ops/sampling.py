@@ -1,4 +1,5 @@
-"""The token of a step from its logits: edited (bias, penalties, grammar), cut (top-k, top-p, min-p), then drawn.
+"""The token of a step from its logits: edited (bias, penalties, grammar), cut (top-k, top-p, min-p), then drawn; and
+how likely a given one is.
 
 The draw is Gumbel-max: every id has noise of its own that depends on the seed, the token's position and the id alone,
 so every device gives the same token, alone or in a batch, and two distributions at one position share their noise.
@@ -246,6 +247,50 @@ def sample_tokens(
             first = ranked[:logprobs][each[ranked[:logprobs]] > -np.inf]
             own[b], top_ids[b, : first.size], top[b, : first.size] = each[tokens[b]], first, each[first]
     return (tokens, None, None, None) if logprobs is None else (tokens, own, top_ids, top)
+
+
+def _of_each(logits: Spec, tokens: Spec, top: int) -> tuple[Spec, ...]:
+    check.axes("[R, V]", 2, logits=logits)
+    check.filled(1, logits=logits)
+    check.dtype("float32", logits=logits)
+    check.dtype("int32", tokens=tokens)
+    check.shape(logits.shape[:1], "rows of logits", tokens=tokens)
+    if not 0 <= top <= MAX_TOP:
+        raise InvalidArgument(f"top is {top}, expected 0 to {MAX_TOP}")
+    R = logits.shape[0]
+    return Spec((R,), "float64"), Spec((R,), "int32"), Spec((R, top), "int32"), Spec((R, top), "float64")
+
+
+def _check_ids(logits: Array, tokens: Array) -> None:
+    check.in_range("tokens", tokens, -1, logits.shape[1], "ids of logits, or −1")
+
+
+@op(infer=_of_each, check=_check_ids)
+def token_logprobs(logits: Array, tokens: Array, top: int = 0) -> tuple[Array, ...]:
+    """How likely a given token is by each row of logits: its log-probability and rank, and the first `top` ranks.
+
+    With x = logits[r] and m = max(x), in float64: log-probabilities are x − m − log(sum exp(x − m)); the rank of a
+    token is 1 + the number of ids with a higher x; ids are ranked by x, highest first, lower id first among equals.
+
+    logits float32 [R, V]; tokens int32 [R], −1: the row is not read; top 0 to 20. Log-probabilities float64 [R], ranks
+    int32 [R], ids int32 [R, top] and their log-probabilities float64 [R, top]. The rank is −1 where the token is, −2
+    where x holds NaN or +inf or nothing but −inf; there, and of ranks whose x is −inf, the ids are −1, the
+    log-probabilities −inf.
+    """
+    R = len(logits)
+    own, ranks = np.full(R, -np.inf), np.full(R, INACTIVE, np.int32)
+    ids, values = np.full((R, top), -1, np.int32), np.full((R, top), -np.inf)
+    for r in np.flatnonzero(tokens >= 0):
+        x = logits[r]
+        if not np.isfinite(x.max()):
+            ranks[r] = NOT_FINITE
+            continue
+        each = log_probabilities(x)
+        own[r], ranks[r] = each[tokens[r]], 1 + np.count_nonzero(x > x[tokens[r]])
+        first = np.argsort(-x, kind="stable")[:top]
+        first = first[x[first] > -np.inf]
+        ids[r, : first.size], values[r, : first.size] = first, each[first]
+    return own, ranks, ids, values
 
 
 def edited_logits(x: Array, edits: Edits | None, words: Array | None) -> Array:

@@ -153,7 +153,7 @@ class Answer:
             for row, token in enumerate(itertools.islice(tokens, len(logprobs))):
                 own = (token, max(_LEAST, float(logprobs[row])), int(ranks[row]))
                 best = zip(ids[row, :top].tolist(), values[row, :top].tolist(), strict=True)
-                likeliest = [(other, max(_LEAST, value), rank) for rank, (other, value) in enumerate(best, 1)]
+                likeliest = [(other, max(_LEAST, value), n) for n, (other, value) in enumerate(best, 1) if other >= 0]
                 if token not in ids[row, :top]:
                     likeliest.append(own)
                 yield *own, likeliest
@@ -224,6 +224,12 @@ def timings(answers: Sequence[Answer]) -> dict[str, Any]:
         "queue_ms": 1e3 * max(one.queue_seconds for one in times),
         **({"draft_n": drafts, "draft_n_accepted": accepted} if drafts else {}),
     }
+
+
+def expert_heat(answers: Sequence[Answer]) -> dict[str, Any]:
+    """How often the answers chose each expert, by layers with experts; nothing where that is not counted."""
+    counted = [counts for answer in answers if (counts := answer.handle.expert_counts) is not None]
+    return {"expert_heat": {"counts": sum(counted[1:], counted[0]).tolist()}} if counted else {}
 
 
 def _ratio(a: float, b: float) -> float:

@@ -8,7 +8,6 @@ import functools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -30,6 +29,7 @@ from penstock.server.metrics import CONTENT_TYPE, Metrics
 from penstock.server.model_info import info_of
 from penstock.server.openapi import described
 from penstock.server.service import Service, Work, response_format_of
+from penstock.server.static import FILES, page_file
 from penstock.server.stream import Events, EventStream, awaited
 from penstock.text.token_texts import TokenTexts
 
@@ -40,18 +40,6 @@ _LONG = 1 << 16  # bytes of a body whose preparation other requests should not w
 _STEP = 1 << 12  # tokens of an answer that are written at a time
 
 FINGERPRINT = f"penstock-{__version__}"
-
-_PAGE = Path(__file__).parent / "page"
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_PAGE_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
 
 
 class Json(Response):
@@ -105,6 +93,7 @@ class Application:
             "/models": self._models,
             "/v1/models/{name:path}": self._one_model,
             "/props": self._props,
+            "/tokenizer_info": self._tokenizer_info,
             "/openapi.json": self._openapi,
         }
         post: dict[str, Callable[[Request], Awaitable[Any]]] = {
@@ -125,7 +114,7 @@ class Application:
         if self._options.metrics:
             get["/metrics"] = self._metrics
         if self._options.page:
-            get |= {path: functools.partial(_page_file, *file) for path, file in _PAGE_FILES.items()}
+            get |= {path: functools.partial(page_file, path) for path in FILES}
         return [
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in get.items()),
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in post.items()),
@@ -281,34 +270,54 @@ class Application:
             "n_params": info.parameters,
             "size": info.weight_bytes,
             "quantization": info.quantization,
+            "expert_layers": info.expert_layers,
         }
 
     # -- tokens and templates ----------------------------------------------------------------------------------------
 
     async def _tokenize(self, request: Request) -> Response:
         def work(asked: schema.TokenizeRequest) -> bytes:
-            tokenizer, most = self.service.llm.tokenizer, self._options.limits.tokenized
+            llm, most = self.service.llm, self._options.limits.tokenized
+            self.service.check_model(asked.model)
+            (text, special), name = asked.text, "prompt" if asked.content is None else "content"
             try:
-                ids: list[Any] = tokenizer.encode(asked.content, add_special_tokens=asked.add_special, limit=most)
+                ids: list[Any] = llm.tokenizer.encode(text, add_special_tokens=special, limit=most)
             except TooManyTokens:
-                message = f"content has more than {most} tokens, expected at most that many in one request"
-                raise ApiError(400, message, param="content", code="invalid_value") from None
+                message = f"{name} has more than {most} tokens, expected at most that many in one request"
+                raise ApiError(400, message, param=name, code="invalid_value") from None
+            about = (
+                b""
+                if asked.prompt is None
+                else b"," + dumps({"count": len(ids), "max_model_len": llm.max_context})[1:-1]
+            )
             if asked.with_pieces:
                 ids = [{"id": token, "piece": self._texts.text_of(token)} for token in ids]
             parts = [dumps(ids[at : at + _STEP])[1:-1] for at in range(0, len(ids), _STEP)]  # dumps holds up the others
-            return b'{"tokens":[' + b",".join(parts) + b"]}"
+            return b'{"tokens":[' + b",".join(parts) + b"]" + about + b"}"
 
         return Response((await self._ready(request, schema.TokenizeRequest, work))[1], media_type=Json.media_type)
 
     async def _detokenize(self, request: Request) -> Json:
         def work(asked: schema.DetokenizeRequest) -> dict[str, Any]:
             llm = self.service.llm
+            self.service.check_model(asked.model)
             vocab = max(llm.config.vocab_size, llm.tokenizer.vocab_size)
             if asked.tokens and max(asked.tokens) >= vocab:
                 raise ApiError(400, f"tokens has {max(asked.tokens)}, expected ids below {vocab}", param="tokens")
-            return {"content": llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+            text = llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+            return {"content": text, "prompt": text}
 
         return Json((await self._ready(request, schema.DetokenizeRequest, work))[1])
+
+    async def _tokenizer_info(self, request: Request) -> Json:
+        """What clients of vLLM that use the server's tokenizer ask about it."""
+        tokenizer = self.service.llm.tokenizer
+        bos, eos = tokenizer.bos_id, min(tokenizer.eos_ids, default=None)
+        named = {"bos_token": bos, "eos_token": eos, "pad_token": None}
+        shown = {name: None if token is None else self._texts.text_of(token) for name, token in named.items()}
+        return Json(
+            shown | {"chat_template": tokenizer.chat_template, "model_max_length": self.service.llm.max_context}
+        )
 
     async def _apply_template(self, request: Request) -> Json:
         def work(asked: schema.TemplateRequest) -> dict[str, Any]:
@@ -371,11 +380,6 @@ class Application:
 
     async def _openapi(self, request: Request) -> Json:
         return Json(described(bool(self._options.metrics), self._options.root_path))
-
-
-async def _page_file(name: str, kind: str, request: Request) -> Response:
-    headers = {"content-security-policy": _PAGE_POLICY, "x-frame-options": "DENY", "cache-control": "no-cache"}
-    return Response((_PAGE / name).read_bytes(), media_type=kind, headers=headers)
 
 
 def _tokens(answers: list[Answer]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from penstock.server.answer import Answer, AnswerChunk, Logprob, timings, usage
+from penstock.server.answer import Answer, AnswerChunk, Logprob, expert_heat, timings, usage
 from penstock.server.errors import as_api_error, dumps
 from penstock.text.formats.deltas import CallArguments, CallBegin, Content, Reasoning, gather
 
@@ -32,7 +32,7 @@ class ChatShape:
     def whole(self, answers: Sequence[Answer], pieces: Sequence[Sequence[AnswerChunk]]) -> dict[str, Any]:
         """The response for complete answers."""
         choices = [self._choice(answer, own) for answer, own in zip(answers, pieces, strict=True)]
-        numbers = {"usage": usage(answers, self._prompts), "timings": timings(answers)}
+        numbers = {"usage": usage(answers, self._prompts), "timings": timings(answers)} | expert_heat(answers)
         return self._about | {"object": self.whole_object, "choices": choices} | numbers
 
     def events(self, answers: Sequence[Answer], include_usage: bool) -> ChatEvents:
@@ -196,7 +196,8 @@ class ChatEvents:
         if piece.finish_reason is not None:
             end = self._shape.end(answer.index, piece.finish_reason)
             others = any(not other.ended for other in self.answers)
-            events.append(self._event(end, **({} if others else {"timings": timings(self.answers)})))
+            numbers = {} if others else {"timings": timings(self.answers)} | expert_heat(self.answers)
+            events.append(self._event(end, **numbers))
 
     def _text_around(self, index: int) -> tuple[bytes, bytes]:
         before, behind = self._shape.text_around(index)

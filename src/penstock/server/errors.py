@@ -17,6 +17,8 @@ from penstock.errors import (
     QueueFull,
 )
 
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's word
+
 _FOLDERS = re.compile(r"^.*/(?=[^/]*: )")  # up to the last slash before a name and what is said of it
 
 _TYPES = {
@@ -58,7 +60,8 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "o
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """The body of an error as Anthropic's API has it."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    details = {"details": {"error_code": error.code}} if error.code == THREAD_UNSUPPORTED else {}
+    return {"type": "error", "error": {"type": kind, "message": error.message, **details}}
 
 
 def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:

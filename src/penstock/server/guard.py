@@ -25,11 +25,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.server.body import Disconnected
 from penstock.server.errors import ApiError, anthropic_body, as_api_error, dumps
 from penstock.server.limits import Limits
+from penstock.server.static import FILES
 
 log = logging.getLogger("penstock.server")
 
 # open without a key: there is nothing to hide
-PUBLIC = frozenset({"/", "/health", "/v1/health", "/style.css", "/app.js", "/icon.svg"})
+PUBLIC = frozenset({"/health", "/v1/health", *FILES})
 
 _OFTEN = PUBLIC | {"/metrics"}  # asked for again and again by pages and watchers
 

@@ -22,6 +22,7 @@ from penstock.engine.replicas import Replicas
 from penstock.machine import available_memory
 from penstock.server.model_info import info_of
 from penstock.server.service import Service
+from penstock.server.static import FILES
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -37,8 +38,11 @@ class Metrics:
         self._registry.register(self)
 
     def count(self, path: str, status: int) -> None:
-        """A request was answered. Unknown paths count together: a client must not be able to make up names."""
-        self._requests[path if path in self._paths else "other", status] += 1
+        """A request was answered. All files of the page count as the page, and unknown paths together: a client must
+        not be able to make up names.
+        """
+        known = "/" if path in FILES else path
+        self._requests[known if known in self._paths else "other", status] += 1
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -174,6 +178,8 @@ def _as_vllm(service: Service, now: SchedulerMetrics) -> Iterable[Metric]:
         (GaugeMetricFamily, "num_requests_running", "Requests that are running.", now.running),
         (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue.", now.waiting),
         (GaugeMetricFamily, "kv_cache_usage_perc", "Of 1.", _rate(now.pages_used, now.pages_total)),
+        (CounterMetricFamily, "prompt_tokens", "Tokens of prompts that were computed.", now.prompt_tokens),
+        (CounterMetricFamily, "generation_tokens", "Tokens that were generated.", now.generated_tokens),
         (CounterMetricFamily, "prefix_cache_queries", "Tokens of prompts that were looked up.", looked_up),
         (CounterMetricFamily, "prefix_cache_hits", "Tokens of prompts that were found.", now.cached_tokens),
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from penstock.analysis.weights import distinct
+from penstock.analysis.weights import distinct, walk
 from penstock.models.gguf import open_gguf
 from penstock.quant import QuantizedTensor
 from penstock.text.gguf_tokenizer import gguf_tokenizer
@@ -33,6 +33,7 @@ class ModelInfo:
     quantization: str | None
     weight_bytes: int
     device: str
+    expert_layers: list[int]  # numbers of the layers whose chosen experts are told; none where they are not
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -48,7 +49,13 @@ def model_info(llm: LLM) -> ModelInfo:
         quantization=quantization,
         weight_bytes=llm.stats().weight_bytes,
         device=llm.engine.device.name,
+        expert_layers=_expert_layers(llm) if llm.engine.tells_experts else [],
     )
+
+
+def _expert_layers(llm: LLM) -> list[int]:
+    found = {weight.layer for weight in walk(llm.engine.model) if weight.role == "experts" and weight.layer is not None}
+    return sorted(found)
 
 
 def _parameters(llm: LLM) -> tuple[int, str | None]:

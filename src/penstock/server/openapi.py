@@ -120,6 +120,7 @@ _GETS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/models": ("The model and its names.", _json(_object("object data", data=_list(_MODEL)))),
     "/v1/models/{model}": ("One of them.", _json(_MODEL)),
     "/props": ("What the server was started with.", _json({"type": "object"})),
+    "/tokenizer_info": ("Special tokens and the chat template.", _json({"type": "object"})),
     "/metrics": ("Counters for Prometheus.", {"text/plain": {"schema": _TEXT}}),
 }
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from penstock.server.errors import ApiError
+from penstock.server.errors import THREAD_UNSUPPORTED, ApiError
 from penstock.text.stop import MAX_STOPS
 
 MAX_TOKENS = 2**31 - 1
@@ -29,7 +29,7 @@ MAX_NAMES = 1024  # of an object whose names are free
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
     "verbosity prediction cache_prompt id_slot slot_id timings_per_token priority request_id session_id num_ctx "
-    "keep_alive".split()
+    "keep_alive client_metadata".split()
 )
 
 # Parameters of features that penstock does not have, with the values that do not ask for them.
@@ -79,6 +79,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "context_management": (),
     "max_tool_calls": (),
+    "compaction": (),
+    "mcp_servers": ([],),
 }
 _ADVICE = {
     "functions": "tools",
@@ -393,6 +395,7 @@ class Generating(Request):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     json_schema: Object | None = Field(None, description="Short form of response_format, as in llama.cpp.")
+    expert_heat: bool | None = Field(None, description="Count the experts that the answer chooses, where that is told.")
 
     @model_validator(mode="after")
     def _options_fit(self) -> Generating:
@@ -698,11 +701,20 @@ class Prompted(Request):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
+    thread: Annotated[Any, WithJsonSchema({"type": "null"})] = None
 
     IGNORED: ClassVar[frozenset[str]] = IGNORED | frozenset(
         "context_management container inference_geo betas cache_control speed diagnostics user_profile_id "
-        "workspace_id anthropic_version".split()
+        "workspace_id anthropic_version fallbacks fallback_credit_token".split()
     )
+
+    @field_validator("thread")
+    @classmethod
+    def _nothing_held(cls, value: Any) -> None:
+        """The code tells clients to send the whole conversation again without it."""
+        if value is not None:
+            message = "thread is not supported: no conversation is kept here, expected the whole of it in messages"
+            raise ApiError(400, message, param="thread", code=THREAD_UNSUPPORTED)
 
     @model_validator(mode="after")
     def _consistent(self) -> Prompted:
@@ -739,16 +751,37 @@ class CountTokensRequest(Prompted):
 
 
 class TokenizeRequest(Strict):
-    """/tokenize."""
+    """/tokenize: llama.cpp's fields, or vLLM's `prompt`, to which special tokens are added unless it says otherwise."""
 
-    content: str
+    content: str | None = None
     add_special: bool = Field(False, description="Add what the tokenizer puts around a text, such as a BOS token.")
     with_pieces: bool = Field(False, description="Give each token's text beside its id.")
+    model: str | None = None
+    prompt: str | None = Field(None, description="In place of content.")
+    add_special_tokens: bool = Field(True, description="As add_special, of a prompt.")
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeRequest:
+        if self.content is None and self.prompt is None:
+            raise ApiError(400, "content is missing, expected text", param="content", code="missing_parameter")
+        if self.content is not None and self.prompt is not None:
+            message = "the request has content and prompt, expected one of them"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        return self
+
+    @property
+    def text(self) -> tuple[str, bool]:
+        """What is to be tokenized, and whether special tokens are added."""
+        if self.content is not None:
+            return self.content, self.add_special
+        assert self.prompt is not None
+        return self.prompt, self.add_special_tokens
 
 
 class DetokenizeRequest(Strict):
     """/detokenize."""
 
+    model: str | None = None
     tokens: Items[Annotated[int, Field(ge=0, le=2**32 - 1)]] = Field(max_length=MAX_IDS)
 
 

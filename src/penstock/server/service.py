@@ -267,7 +267,8 @@ class Service:
             chat = self.prompt(messages, tools, request.chat_template_kwargs, effort, add_generation_prompt, continued)
             ids = tokenizer.encode_chat(chat, limit=most)
         self._check_ids(ids, "messages")
-        inside = self.options.split_reasoning and in_reasoning(self._format, chat.text)
+        thinks_on = continued and self._begun_thought(messages) is not None
+        inside = self.options.split_reasoning and (thinks_on or in_reasoning(self._format, chat.text))
         own = GENERIC_TOOLS if tools and self._generic_tools else self._format
         format = own if self.options.split_reasoning or tools else "plain"
         grammar = self._grammar(response_format, tools, choice, format=format, in_reasoning=inside, parallel=parallel)
@@ -336,7 +337,9 @@ class Service:
         add_generation_prompt: bool = True,
         continued: bool = False,
     ) -> ChatText:
-        """A conversation as the model's template writes it. `continued`: the last message goes on in the answer."""
+        """A conversation as the model's template writes it. `continued`: the last message goes on in the answer, or the
+        reasoning of one that has got no further.
+        """
         for name in _RESERVED:
             if name in (variables or {}):
                 param = "chat_template_kwargs"
@@ -346,10 +349,12 @@ class Service:
         plain = with_arguments([message.plain() for message in messages], self._format)
         if self._generic_tools:
             plain, tools = with_tools(plain, tools, self.llm.tokenizer.chat_template or ""), []
-        last = plain[-1]["content"].rstrip()
-        if continued and (plain[-1]["role"] != "assistant" or not last):
+        last, thought = plain[-1]["content"].rstrip(), self._begun_thought(messages) if continued else None
+        if thought is not None:
+            plain = plain[:-1]
+        elif continued and (plain[-1]["role"] != "assistant" or not last):
             raise ApiError(400, "continue_final_message needs a last message of the assistant", param="messages")
-        add = add_generation_prompt and not continued
+        add = (add_generation_prompt and not continued) or thought is not None
         try:
             chat = self.llm.tokenizer.chat_text(
                 plain, tools or None, add, merged, self.options.allow_special_in_messages
@@ -358,12 +363,25 @@ class Service:
             _, place, reason = one_line(error).rpartition("chat template")  # what stands before it are folders
             status = 400 if isinstance(error, InvalidArgument) else 500
             raise ApiError(status, place + reason, param="messages", code="chat_template") from None
+        if thought is not None:
+            known = FORMATS[self._format]
+            assert known.reasoning is not None
+            opening = "" if in_reasoning(self._format, chat.text) else known.reasoning[0] + (known.label or "\n")
+            return replace(chat, marked=chat.marked + opening + thought)
         if not continued:
             return chat
         before, found, _ = chat.marked.rpartition(last)
         if not found:
             raise ApiError(400, "the chat template does not show the last message as it is", param="messages")
         return replace(chat, marked=before + last)
+
+    def _begun_thought(self, messages: Sequence[schema.Message]) -> str | None:
+        """The reasoning of a last message that has nothing else, where the model's format knows of reasoning."""
+        last = messages[-1]
+        if last.role != "assistant" or (last.text or "").strip() or last.tool_calls:
+            return None
+        thought = (last.reasoning_content or last.reasoning or "").rstrip()
+        return thought if thought and FORMATS[self._format].reasoning is not None else None
 
     @property
     def _generic_tools(self) -> bool:
@@ -455,6 +473,8 @@ class Service:
             bias |= {token: -1e30 for token in self.llm.tokenizer.eos_ids if token < vocab}
         if bias:
             options["logit_bias"] = bias
+        if isinstance(request, schema.Generating) and request.expert_heat:
+            options["expert_heat"] = True
         if request.stop_token_ids:
             options["extra_eos"] = request.stop_token_ids
         if shown:

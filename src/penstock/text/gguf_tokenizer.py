@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from penstock.errors import CheckpointError
 from penstock.text.template import ChatTemplates
 from penstock.text.tokenizer import Tokenizer, harmony_ends
+from penstock.text.words import DEEPSEEK3, GPT2, KIMI, LLAMA3, O200K, QWEN2, QWEN35, TEKKEN
 from penstock.weights.files import short
 from penstock.weights.gguf import GgufFile
 
@@ -29,38 +30,6 @@ _ENDS_OF_TURN = (
 )
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>", "<|endoftext|>")  # where <|end|> ends one message of several
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
-_QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SIGNS}|{_SPACES}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-)
-_QWEN35 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
-)
-_NOT_HAN = r"&&[^\p{Han}]]"
-_KIMI_UPPER, _KIMI_LOWER = _UPPER.replace("]", _NOT_HAN), _LOWER.replace("]", _NOT_HAN)
-_KIMI = (
-    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
-)
-_DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
-)
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
 
 @dataclass(frozen=True)
 class _Pre:
@@ -72,23 +41,23 @@ class _Pre:
     normalizer: Callable[[], Any] | None = None
 
 
-_DEFAULT = _Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
-_LLAMA_BPE = _Pre((_LLAMA3,), add_bos=True, ignore_merges=True)
-_DIGITS = _Pre((r"\p{N}", _GPT2))
-_NFC_QWEN2 = _Pre((_QWEN2,), normalizer=normalizers.NFC)
+_DEFAULT = _Pre((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_LLAMA_BPE = _Pre((LLAMA3,), add_bos=True, ignore_merges=True)
+_DIGITS = _Pre((r"\p{N}", GPT2))
+_NFC_QWEN2 = _Pre((QWEN2,), normalizer=normalizers.NFC)
 PRE: dict[str, _Pre] = {
     "default": _DEFAULT,
-    "gpt-2": _Pre((_GPT2,)),
+    "gpt-2": _Pre((GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA_BPE),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Pre((_LLAMA3,))),
-    "tekken": _Pre((_TEKKEN,), add_bos=True, ignore_merges=True),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _Pre((LLAMA3,))),
+    "tekken": _Pre((TEKKEN,), add_bos=True, ignore_merges=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "command-r", "exaone"), _DIGITS),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _NFC_QWEN2),
-    **dict.fromkeys(("stablelm2", "megrez", "hunyuan", "grok-2"), _Pre((_QWEN2,))),
-    "qwen35": _Pre((_QWEN35,), normalizer=normalizers.NFC),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Pre((_O200K,))),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _Pre(_DEEPSEEK3)),
-    "kimi-k2": _Pre((_KIMI,), ignore_merges=True),
+    **dict.fromkeys(("stablelm2", "megrez", "hunyuan", "grok-2"), _Pre((QWEN2,))),
+    "qwen35": _Pre((QWEN35,), normalizer=normalizers.NFC),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Pre((O200K,))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _Pre(DEEPSEEK3)),
+    "kimi-k2": _Pre((KIMI,), ignore_merges=True),
     "deepseek-coder": _Pre((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
 }
 KINDS = ("gpt2", "llama", "gemma4")

@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.errors import InvalidArgument
 from penstock.text.formats import FORMATS
+from penstock.text.grammar_end import shortest_end
 from penstock.text.lark import Lark, Tools, arguments
 from penstock.text.tokenizer import Tokenizer
 
@@ -29,6 +30,8 @@ MAX_WRITTEN_OUT = (
 )
 MAX_SECONDS = 3.0  # for a schema that is tried first
 
+_HORIZON = 256  # tokens before the last one from which on the end is looked for
+_SLACK = 4  # tokens that one token may add to the end: what it opens has to be closed, and may need a value
 _MAX_ALTERNATIVES = 10_000  # open at once while parsing; an object with n optional properties has about 4 n
 _MANY = 16 << 10  # characters of a schema that is tried first
 _COSTLY = {"pattern", "patternProperties", "propertyNames", "multipleOf", "allOf", "not", "if", "oneOf"}
@@ -47,7 +50,8 @@ print(matcher.get_error())
 class Grammar:
     """What may come next in one answer. Each request needs its own; `copy` makes another one in the same state.
 
-    Before a token is drawn: `mask`, which has end tokens in it where the text may end; after it: `accept`.
+    Before a token is drawn: `mask`, which has end tokens in it where the text may end; after it: `accept`. With
+    `end_within` JSON that nears that number of tokens is closed.
     """
 
     def __init__(self, matcher: Any, tokens: Any, vocab_size: int, source: str) -> None:
@@ -55,6 +59,19 @@ class Grammar:
         self._matcher = matcher
         self._tokens = tokens
         self._vocab_size = vocab_size
+        self._left: int | None = None  # tokens that the answer may still have
+        self._look = 0  # so many being left, it is time to see how many the end takes
+        self._end: list[int] | None = None  # what the text is ended with
+        self._cut = False  # what it is ended with is more than it had
+
+    def end_within(self, tokens: int) -> None:
+        """The answer has at most so many more tokens: where the text is JSON, it is closed before they are over."""
+        self._left, self._look, self._end, self._cut = tokens, min(tokens, _HORIZON), None, False
+
+    @property
+    def closing(self) -> bool:
+        """Whether something in the text is being closed, or has been, because of `end_within`."""
+        return self._cut
 
     @property
     def done(self) -> bool:
@@ -72,7 +89,52 @@ class Grammar:
             raise InvalidArgument(f"grammar: {_reason(self._matcher.get_error())}")
         if not words.any():
             raise InvalidArgument("grammar: no token fits, expected a schema that some text does")
-        return words
+        if self._left is not None and self._end is None and self._left <= _HORIZON:
+            self._consider_end(self._left, words)
+        return words if self._end is None else self._only(self._end[:1] or self._tokens.eos_tokens, words)
+
+    def _consider_end(self, left: int, words: np.ndarray) -> None:
+        """Begin to end the text if it is time; else say when to look again, which is before much can be opened.
+
+        A text that may end here does so where another one of its kind, such as a second call, has no room.
+        """
+        if self._matcher.is_accepting():
+            more = self._least_more(left, words)
+            if more > _SLACK and more + _SLACK >= left:
+                self._end = []
+            return
+        if left > self._look:
+            return
+        end = shortest_end(self._matcher, self._tokens, left)
+        if end is None:
+            self._look = left - _SLACK
+        elif len(end) + _SLACK >= left:
+            self._end, self._cut = end, True
+        else:
+            self._look = left - max(1, (left - len(end) - _SLACK) // 2)
+
+    def _least_more(self, left: int, words: np.ndarray) -> int:
+        """Tokens of a short continuation of a text that may end here; `left` if it has more, 0 if there is none."""
+        going_on = self._without(self._tokens.eos_tokens, words)
+        if not going_on.any():
+            return 0
+        trial = self._matcher.deep_copy()
+        trial.consume_token(int(np.unpackbits(going_on.view(np.uint8), bitorder="little").argmax()))
+        end = shortest_end(trial, self._tokens, left)
+        return left if end is None else 1 + len(end)
+
+    @staticmethod
+    def _without(tokens: Sequence[int], words: np.ndarray) -> np.ndarray:
+        found = words.copy()
+        for token in tokens:
+            found[token // 32] &= ~np.uint32(1 << token % 32)
+        return found
+
+    def _only(self, tokens: Sequence[int], words: np.ndarray) -> np.ndarray:
+        found = np.zeros_like(words)
+        for token in tokens:
+            found[token // 32] |= words[token // 32] & np.uint32(1 << token % 32)
+        return found if found.any() else words
 
     def accept(self, token: int) -> None:
         """The token was drawn. Raises InvalidArgument, naming it, if it is not allowed here; nothing changes then."""
@@ -88,6 +150,10 @@ class Grammar:
                 raise InvalidArgument(f"grammar: token {token} is not allowed, expected one of the mask")
         if not self._matcher.consume_tokens(tokens):
             raise InvalidArgument(f"grammar: {_reason(self._matcher.get_error())}")
+        if self._left is not None:
+            self._left -= 1
+        if self._end is not None:
+            self._end = self._end[1:] if self._end[:1] == [token] else []
 
     def copy(self) -> "Grammar":
         return Grammar(self._matcher.deep_copy(), self._tokens, self._vocab_size, self.source)

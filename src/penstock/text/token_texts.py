@@ -3,7 +3,8 @@
 import functools
 
 from penstock.errors import no_panic
-from penstock.text.tokenizer import BYTE_OF, Tokenizer, is_byte_token
+from penstock.text.byte_level import BYTE_OF
+from penstock.text.tokenizer import Tokenizer, is_byte_token
 
 
 class TokenTexts:

@@ -10,14 +10,16 @@ from typing import Any, Protocol, overload
 import tokenizers
 
 from penstock.errors import CheckpointError, DTypeError, InvalidArgument, TooManyTokens, no_panic
+from penstock.text.byte_level import BYTE_OF
 from penstock.text.control_tokens import ChatText, ControlTokens
 from penstock.text.pieces import PIECE, RUN, Cuts, bytes_of_a_token, fewest_tokens
 from penstock.text.template import ChatTemplates, special_tokens, templates_in
+from penstock.text.tiktoken import FILE as TIKTOKEN
+from penstock.text.tiktoken import read_tiktoken
 
 _OTHER_FORMATS = {
     "tokenizer.model": "sentencepiece",
     "spiece.model": "sentencepiece",
-    "tiktoken.model": "tiktoken",
     "vocab.json": "vocab.json and merges.txt",
     "vocab.txt": "vocab.txt",
 }
@@ -95,8 +97,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> "Tokenizer":
-        """The tokenizer of a model folder: tokenizer.json, with what tokenizer_config.json, generation_config.json and
-        config.json say about special tokens, and the chat template.
+        """The tokenizer of a model folder: tokenizer.json or Kimi's tiktoken.model, with what tokenizer_config.json,
+        generation_config.json and config.json say about special tokens, and the chat template.
 
         A chat template that cannot be compiled is refused when it is used. Raises CheckpointError, naming the file.
         """
@@ -105,7 +107,9 @@ class Tokenizer:
             raise CheckpointError(f"{folder}: no such folder, expected one with tokenizer.json")
         settings = _json_object(folder / "tokenizer_config.json")
         named = special_tokens(settings, _json_object(folder / "special_tokens_map.json"))
-        backend = _read_backend(folder)
+        whole = folder / "tokenizer.json"
+        tiktoken = not whole.is_file() and (folder / TIKTOKEN).is_file()
+        backend = read_tiktoken(folder / TIKTOKEN, settings) if tiktoken else _read_backend(whole)
         _add_missing(backend, settings, folder / "tokenizer_config.json")
         config, generation = _json_object(folder / "config.json"), _json_object(folder / "generation_config.json")
         eos = named.get("eos_token")
@@ -114,7 +118,7 @@ class Tokenizer:
             eos_id=backend.token_to_id(eos) if isinstance(eos, str) else None,
             bos_id=_bos_id(backend, named, config, folder),
             templates=templates_in(folder, settings, named),
-            source=str(folder / "tokenizer.json"),
+            source=str(folder / TIKTOKEN if tiktoken else whole),
         )
         tokenizer.eos_ids = _eos_ids(tokenizer, named, config, generation, folder) | harmony_ends(backend)
         return tokenizer
@@ -313,16 +317,6 @@ class _Stream(Protocol):
     def finish(self) -> str: ...
 
 
-def _byte_of_characters() -> dict[str, int]:
-    """The alphabet of byte-level vocabularies: printable Latin-1 stands for itself, the other bytes for U+0100 up."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_of_characters()  # by character
-
-
 class _ByteStream:
     """For byte-level vocabularies: tokens are bytes, and the text is their UTF-8."""
 
@@ -404,10 +398,9 @@ def is_byte_token(piece: str) -> bool:
     return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
 
 
-def _read_backend(folder: Path) -> tokenizers.Tokenizer:
-    path = folder / "tokenizer.json"
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        found = [f"{name} ({kind})" for name, kind in _OTHER_FORMATS.items() if (folder / name).is_file()]
+        found = [f"{name} ({kind})" for name, kind in _OTHER_FORMATS.items() if (path.parent / name).is_file()]
         raise CheckpointError(
             f"{path}: no such file; only tokenizer.json is supported, found {', '.join(found) or 'no other tokenizer'}"
         )

@@ -218,12 +218,12 @@ class Checkpoint:
             self._refuse(names[0], f"cannot be used: {error}")
 
     def parts(self, module_path: str) -> tuple[Format | None, tuple[str, ...]]:
-        """The format of a module's weight, and the tensors it is made of, as `QuantizedTensor.arrays` has them; None
-        and one tensor if it is dense. Raises CheckpointError as `tensor` does; the files are not touched.
+        """The format of a module's weight, and the tensors it is made of, as `QuantizedTensor.arrays` has them (the
+        bytes, where they are `mxfp4_blocks`); None and one tensor if it is dense. Raises CheckpointError as `tensor`
+        does; the files are not touched.
         """
         if f"{module_path}{_BLOCKS}" in self:
-            found = "is mxfp4 with rows of gate and up in turns, which is not streamed"
-            self._refuse(f"{module_path}{_BLOCKS}", f"{found}, expected MLX's files of it: penstock convert")
+            return _MXFP4, self.mxfp4_blocks(module_path)
         format = self.quantization(module_path)
         if format is not None:
             return format, self._quantized(module_path, format)

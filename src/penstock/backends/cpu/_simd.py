@@ -540,6 +540,25 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
     return sig, codegen
 
 
+def _scaled_step(code: _Code, args: Any, kind: int) -> Callable[..., list[ir.Value]]:
+    """16 groups of `scaled_sum` from g on, added to what there is."""
+    sums, scales, biases, delta, total = args[:5]
+    b = code.b
+
+    def step(g, acc, mask=None):
+        ints = (
+            code.load(code.at(sums, g, I32), V16I) if mask is None else code.masked(code.at(sums, g, I32), V16I, mask)
+        )
+        s = code.floats(scales, g, kind, mask)
+        d, x = code.floats(delta, g, FLOAT32, mask), code.floats(total, g, FLOAT32, mask)
+        if kind >= WIDE_E8M0:
+            return [b.fadd(acc, b.fmul(b.fmul(s, d), b.fsub(b.sitofp(ints, V16F), x)))]
+        acc = b.fadd(acc, b.fmul(b.fmul(s, d), b.sitofp(ints, V16F)))
+        return [b.fadd(acc, b.fmul(code.floats(biases, g, kind, mask), x))]
+
+    return step
+
+
 @intrinsic(prefer_literal=True)
 def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
     """Σ_g (scale_g · delta_g) · sums_g + bias_g · total_g; lane g % 16 collects group g, then the lanes' tree. With
@@ -552,28 +571,53 @@ def scaled_sum(typingctx, sums, scales, biases, delta, total, groups, fmt):
     sig = types.float32(_INT, _U8, _U8, _FLOAT, _FLOAT, types.int64, fmt)
 
     def codegen(context, builder, sig, args):
-        code, (kind,) = _Code(builder), fixed
-        sums, scales, biases, delta, total, groups = args[:6]
-        b = builder
-
-        def step(g, acc, mask=None):
-            ints = (
-                code.load(code.at(sums, g, I32), V16I)
-                if mask is None
-                else code.masked(code.at(sums, g, I32), V16I, mask)
-            )
-            s = code.floats(scales, g, kind, mask)
-            d, x = code.floats(delta, g, FLOAT32, mask), code.floats(total, g, FLOAT32, mask)
-            if kind >= WIDE_E8M0:
-                return [b.fadd(acc, b.fmul(b.fmul(s, d), b.fsub(b.sitofp(ints, V16F), x)))]
-            acc = b.fadd(acc, b.fmul(b.fmul(s, d), b.sitofp(ints, V16F)))
-            return [b.fadd(acc, b.fmul(code.floats(biases, g, kind, mask), x))]
-
+        code, groups, b = _Code(builder), args[5], builder
+        step = _scaled_step(code, args, fixed[0])
         whole = b.and_(groups, I64(-LANES))
         (acc,) = code.loop(0, whole, LANES, step, _const(V16F, 0.0))
         rest = b.sub(groups, whole)
         (acc,) = code.last(rest, [acc], lambda: step(whole, acc, code.below(rest)))
         return code.lane_sum(acc)
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def scaled_terms(typingctx, sums, scales, biases, delta, total, count, terms, fmt):
+    """The terms of `scaled_sum` by themselves: float32 [count], a multiple of 16, of several rows with few groups."""
+    if (fixed := _constants(fmt)) is None:
+        return None
+    sig = types.void(_INT, _U8, _U8, _FLOAT, _FLOAT, types.int64, _FLOAT, fmt)
+
+    def codegen(context, builder, sig, args):
+        code, count, terms = _Code(builder), args[5], args[6]
+        step = _scaled_step(code, args, fixed[0])
+
+        def body(g):
+            code.store(step(g, _const(V16F, 0.0))[0], code.at(terms, g, F32))
+
+        code.loop(0, count, LANES, body)
+        return context.get_dummy_value()
+
+    return sig, codegen
+
+
+@intrinsic(prefer_literal=True)
+def row_sums(typingctx, terms, out, groups):
+    """out[r] = the sum of the terms of row r of 16, by the lanes' tree; terms float32 [16, groups], up to 16 groups."""
+    if (fixed := _constants(groups)) is None:
+        return None
+    sig = types.void(_FLOAT, _FLOAT, groups)
+
+    def codegen(context, builder, sig, args):
+        code, (groups,) = _Code(builder), fixed
+        every = code.load(args[0], ir.VectorType(F32, LANES * groups))
+        lanes = [code.shuffle(every, every, range(g, LANES * groups, groups)) for g in range(groups)]
+        for n in (8, 4, 2, 1):
+            above = lanes[n : 2 * n]
+            lanes = [builder.fadd(v, above[i]) if i < len(above) else v for i, v in enumerate(lanes[:n])]
+        code.store(lanes[0], args[1])
+        return context.get_dummy_value()
 
     return sig, codegen
 

@@ -53,11 +53,12 @@ def _turned(x, weight, inv_freq, positions, mscale, eps, out) -> None:
 @kernel(ops.attention_prepare, device="cpu", composed=True)
 def attention_prepare(
     q, k, v, q_norm, k_norm, inv_freq, positions, key_pages, value_pages, block_table, H, rotary_dim, mscale, eps,
-    gated, norm_values, sequence, *, out,
+    gated, norm_values, sequence, q_bias, k_bias, v_bias, *, out,
 ) -> None:  # fmt: skip
     T, _, D = out[0].shape
     if T == 0:
         return
+    q, k, v = (x if x is None or b is None else ops.add(x, b) for x, b in ((q, q_bias), (k, k_bias), (v, v_bias)))
     heads = q.reshape(T, H, -1)
     if gated:
         split(heads, *out)

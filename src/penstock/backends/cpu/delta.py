@@ -379,7 +379,7 @@ def gated_delta_net(
         for n, slot, low, high in slotted_runs(starts, slots):
             if keep[n]:
                 own = slice(low, high)
-                gated_delta_net(state[slot].copy(), qkv[own], g[own], b[own], *sizes, "step", out=out[own])
+                _step(state[slot], None, qkv[own], g[own], b[own], Hk, out[own], kept=True)
                 gates[slot, : high - low, :-1] = g[own].reshape(high - low, Hv, -1).swapaxes(1, 2)
                 gates[slot, : high - low, -1] = b[own]
         return
@@ -391,15 +391,25 @@ def gated_delta_net(
                 gated_delta_net(state, qkv[rows], g[rows], b[rows], *sizes, method, chunk, own, out=out[rows])
         return
     T = len(qkv)
+    wide = method == "chunkwise" or (method == "auto" and T >= _LANES_FROM)
+    if T and wide and slots is None and not numba.config.DISABLE_JIT:
+        rows = (bytes_in(qkv), frozen(g), frozen(b), Hk, fmt(qkv), bytes_out(out.reshape(T, Hv * Dv)))
+        run(_lane_heads_by_channel if g.ndim == 3 else _lane_heads, state.reshape(-1, Dv, Dk), *rows)
+    else:
+        _step(state, slots, qkv, g, b, Hk, out)
+
+
+def _step(state, slots, qkv, g, b, Hk: int, out, kept: bool = False) -> None:
+    """Token by token; kept: the state stays as it is."""
+    Hv, Dv, Dk = state.shape[-3:]
+    T, by_channel = len(qkv), g.ndim == 3
     if T == 0:
         return
+    if kept and T > _BLOCK:
+        state, kept = state.copy(), False
+    rows = (bytes_in(qkv), frozen(g), frozen(b), Hk, fmt(qkv), kept, bytes_out(out.reshape(T, Hv * Dv)))
     heads = state.reshape(-1, Dv, Dk)
-    rows = (bytes_in(qkv), frozen(g), frozen(b), Hk, fmt(qkv), bytes_out(out.reshape(T, Hv * Dv)))
-    wide = method == "chunkwise" or (method == "auto" and T >= _LANES_FROM)
-    by_channel = g.ndim == 3
-    if wide and slots is None and not numba.config.DISABLE_JIT:
-        run(_lane_heads_by_channel if by_channel else _lane_heads, heads, *rows)
-    elif T * Hv * Dv * Dk <= _SERIAL_DELTA:
+    if T * Hv * Dv * Dk <= _SERIAL_DELTA:
         some = _step_some_by_channel if by_channel else _step_some
         some(heads, _slots(slots), *rows, 0, (1 if slots is None else T) * Hv)
     else:
@@ -407,24 +417,25 @@ def gated_delta_net(
 
 
 # delta     for each token: S <- g S; d = (v - S k) b; S <- S + d k'; y = S q, from one read of S: y = g S q + d (k q)
-# shapes    state float32 [(S *) Hv, Dv, Dk], written; qkv [T, 2 Hk Dk + Hv Dv], out [T, Hv Dv] as bytes; g, b [T, Hv]
+# shapes    state float32 [(S *) Hv, Dv, Dk], written unless `kept`; qkv [T, 2 Hk Dk + Hv Dv], out [T, Hv Dv] as bytes;
+#           g, b [T, Hv]
 # threads   prange over sequences and heads; the arithmetic of a token does not depend on how many there are
-# bytes     the state twice for each block of 8 tokens (in and out), qkv and out once
-# limits    none
+# bytes     the state twice for each block of 8 tokens (in and out; once if kept), qkv and out once
+# limits    8 tokens where the state is kept
 @njit(parallel=True)
-def _step_heads(state, slots, qkv, g, b, Hk, fmt, out):
+def _step_heads(state, slots, qkv, g, b, Hk, fmt, kept, out):
     for task in prange(slots.size * g.shape[1]):
-        _step_some(state, slots, qkv, g, b, Hk, fmt, out, task, task + 1)
+        _step_some(state, slots, qkv, g, b, Hk, fmt, kept, out, task, task + 1)
 
 
 @njit
-def _step_some(state, slots, qkv, g, b, Hk, fmt, out, start, stop):
+def _step_some(state, slots, qkv, g, b, Hk, fmt, kept, out, start, stop):
     Hv, Dv, Dk = g.shape[1], state.shape[1], state.shape[2]
     T = 1 if slots[0] >= 0 else g.shape[0]  # tokens of each sequence
     n = min(T, _BLOCK)
     q, k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
     v, y = np.empty((n, Dv), np.float32), np.empty((n, Dv), np.float32)
-    gates = np.empty((n, 3), np.float32)
+    gates, row = np.empty((n, 3), np.float32), np.empty(Dk, np.float32)
     for task in range(start, stop):
         s, h = task // Hv, task % Hv
         S = state[(slots[s] if slots[0] >= 0 else 0) * Hv + h]
@@ -433,7 +444,7 @@ def _step_some(state, slots, qkv, g, b, Hk, fmt, out, start, stop):
             _load_heads(qkv, fmt, first, n, h, Hk, Hv, Dv, q, k, v)
             for i in range(n):
                 gates[i, 0], gates[i, 1], gates[i, 2] = g[first + i, h], b[first + i, h], _dot(k[i], q[i])
-            _step_block(S, q, k, v, gates, y, n)
+            _step_block(S, kept, row, q, k, v, gates, y, n)
             store_block(y[:n], fmt, first, h * Dv, Dv, out)
 
 
@@ -456,19 +467,24 @@ def _dot(a, b):
 
 
 @njit(fastmath=SUM_IN_ANY_ORDER)
-def _step_block(S, q, k, v, gates, y, n):
+def _step_block(S, kept, row, q, k, v, gates, y, n):
     Dv, Dk = S.shape
     for r in range(Dv):
+        for j in range(Dk):
+            row[j] = S[r, j]
         for i in range(n):
             with_k, with_q = np.float32(0), np.float32(0)
             for j in range(Dk):
-                with_k += S[r, j] * k[i, j]
-                with_q += S[r, j] * q[i, j]
+                with_k += row[j] * k[i, j]
+                with_q += row[j] * q[i, j]
             decay = gates[i, 0]
             change = (v[i, r] - decay * with_k) * gates[i, 1]
             for j in range(Dk):
-                S[r, j] = decay * S[r, j] + change * k[i, j]
+                row[j] = decay * row[j] + change * k[i, j]
             y[i, r] = decay * with_q + change * gates[i, 2]
+        if not kept:
+            for j in range(Dk):
+                S[r, j] = row[j]
 
 
 # delta     the same with a decay for each channel: y = S (g q) + d (k q), d = (v - S (g k)) b; S <- S diag(g) + d k'
@@ -477,20 +493,20 @@ def _step_block(S, q, k, v, gates, y, n):
 # bytes     as _step_heads, and g
 # limits    none
 @njit(parallel=True)
-def _step_heads_by_channel(state, slots, qkv, g, b, Hk, fmt, out):
+def _step_heads_by_channel(state, slots, qkv, g, b, Hk, fmt, kept, out):
     for task in prange(slots.size * g.shape[1]):
-        _step_some_by_channel(state, slots, qkv, g, b, Hk, fmt, out, task, task + 1)
+        _step_some_by_channel(state, slots, qkv, g, b, Hk, fmt, kept, out, task, task + 1)
 
 
 @njit
-def _step_some_by_channel(state, slots, qkv, g, b, Hk, fmt, out, start, stop):
+def _step_some_by_channel(state, slots, qkv, g, b, Hk, fmt, kept, out, start, stop):
     Hv, Dv, Dk = g.shape[1], state.shape[1], state.shape[2]
     T = 1 if slots[0] >= 0 else g.shape[0]  # tokens of each sequence
     n = min(T, _BLOCK)
     q, k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
     with_q, with_k = np.empty((n, Dk), np.float32), np.empty((n, Dk), np.float32)
     v, y = np.empty((n, Dv), np.float32), np.empty((n, Dv), np.float32)
-    gates = np.empty((n, 2), np.float32)
+    gates, row = np.empty((n, 2), np.float32), np.empty(Dk, np.float32)
     for task in range(start, stop):
         s, h = task // Hv, task % Hv
         S = state[(slots[s] if slots[0] >= 0 else 0) * Hv + h]
@@ -501,7 +517,7 @@ def _step_some_by_channel(state, slots, qkv, g, b, Hk, fmt, out, start, stop):
                 gates[i, 0], gates[i, 1] = b[first + i, h], _dot(k[i], q[i])
                 _times(g[first + i, h], q[i], with_q[i])
                 _times(g[first + i, h], k[i], with_k[i])
-            _step_block_by_channel(S, g[first : first + n, h], with_q, with_k, k, v, gates, y, n)
+            _step_block_by_channel(S, kept, row, g[first : first + n, h], with_q, with_k, k, v, gates, y, n)
             store_block(y[:n], fmt, first, h * Dv, Dv, out)
 
 
@@ -512,18 +528,23 @@ def _times(a, b, out):
 
 
 @njit(fastmath=SUM_IN_ANY_ORDER)
-def _step_block_by_channel(S, g, with_q, with_k, k, v, gates, y, n):
+def _step_block_by_channel(S, kept, row, g, with_q, with_k, k, v, gates, y, n):
     Dv, Dk = S.shape
     for r in range(Dv):
+        for j in range(Dk):
+            row[j] = S[r, j]
         for i in range(n):
             known, read = np.float32(0), np.float32(0)
             for j in range(Dk):
-                known += S[r, j] * with_k[i, j]
-                read += S[r, j] * with_q[i, j]
+                known += row[j] * with_k[i, j]
+                read += row[j] * with_q[i, j]
             change = (v[i, r] - known) * gates[i, 0]
             for j in range(Dk):
-                S[r, j] = g[i, j] * S[r, j] + change * k[i, j]
+                row[j] = g[i, j] * row[j] + change * k[i, j]
             y[i, r] = read + change * gates[i, 1]
+        if not kept:
+            for j in range(Dk):
+                S[r, j] = row[j]
 
 
 # delta     the same for many tokens, with 32 rows of the state in lanes and two tokens at a time: S = c Z, c the
@@ -793,7 +814,7 @@ def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> 
         g, b = gates[slot, :count, :-1].swapaxes(1, 2), np.ascontiguousarray(gates[slot, :count, -1])
         g = np.ascontiguousarray(g[..., 0] if g.shape[2] == 1 else g)
         ignored = np.empty((count, Hv, Dv), y.dtype)
-        gated_delta_net(state[slot], y, g, b, Hk, Hv, Dk, Dv, "step", out=ignored)
+        _step(state[slot], None, y, g, b, Hk, ignored)
         rows[:kept] = rows[count : count + kept].copy()
 
 

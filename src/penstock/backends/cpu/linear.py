@@ -60,7 +60,10 @@ NEEDS = {
     "portable": (),
 }
 STRIP = 16  # rows of a weight that one task takes: the lanes of a panel
-FEW = 3  # tokens up to which a row is read against all of them; above, 16 rows become a panel first (1.9 × at 8 tokens)
+WIDE = 64  # where they are short
+FEW = 2  # tokens up to which a row is read against all of them; above, 16 rows become a panel first (1.7 × at 3 tokens)
+FEW_SHORT = 4  # the same for rows of up to 512
+SOME = 16  # tokens up to which a product is one call
 SMALL = 1 << 17  # weight bytes × tokens below which one thread is faster than waking the others
 
 
@@ -410,24 +413,68 @@ def pair_rows(x, out):
             out[t, j] = x[t, j]
 
 
-# pair_tail the last 512 bytes of each row as `pair_rows` would have them, or as they are
-# shapes    x int8 [T, K]; out int8 [T, 512], not written where K is below 512 or a multiple of it
-# threads   none: a few rows
-# bytes     1024 · T
-# limits    none
+# block_rows  rows that a whole block of 512 codes of a short or ragged row meets, paired or as they are: below 512 x
+#             again and again, as often as it takes to end with a block (codes of as many rows lie in one piece), above
+#             its last 512 bytes
+# shapes      x int8 [T, K]; out int8 [T, block_size(K)], not written where no such block is needed or none fits
+# threads     none: a few rows
+# bytes       T · (K + block_size(K))
+# limits      none
 @njit
-def pair_tail(x, pairs, out):
-    K = x.shape[1]
-    if K < 512 or K % 512 == 0:
+def block_rows(x, pairs, out):
+    K, size = x.shape[1], out.shape[1]
+    if K % 512 == 0 or (K < 512 and size % K):
         return
+    whole = np.empty(size, np.int8)
     for t in range(x.shape[0]):
-        for start in range(0, 512, 128):
-            source, to = x[t, K - 512 + start : K - 384 + start], out[t, start : start + 128]
-            for j in range(64):
-                if pairs:
+        if K > 512:
+            last = x[t, K - 512 :]
+            for j in range(512):
+                whole[j] = last[j]
+        else:
+            for start in range(0, size, K):
+                copy, row = whole[start : start + K], x[t]
+                for j in range(K):
+                    copy[j] = row[j]
+        for start in range(0, size, 128):
+            source, to = whole[start : start + 128], out[t, start : start + 128]
+            if pairs:
+                for j in range(64):
                     to[j], to[64 + j] = source[2 * j], source[2 * j + 1]
-                else:
-                    to[j], to[64 + j] = source[j], source[64 + j]
+            else:
+                for j in range(128):
+                    to[j] = source[j]
+
+
+@njit
+def rounded_rows(x, gs, offset, pairs, xp, xb, delta, total):
+    """float32 rows as `int8_one` takes them: bytes, paired for codes of 4 bits, those of `block_rows`; delta and total
+    [T, 16 · G], 16 times the same.
+    """
+    xq, groups = np.empty(xp.shape, np.int8), xp.shape[1] // gs
+    for t in range(x.shape[0]):
+        int8_row(x[t], gs, offset, xq[t], delta[t, :groups], total[t, :groups])
+        for row in (delta[t], total[t]):
+            for start in range(groups, row.size, groups):
+                copy = row[start : start + groups]
+                for g in range(groups):
+                    copy[g] = row[g]
+    if pairs:
+        pair_rows(xq, xp)
+    else:
+        xp[:] = xq
+    block_rows(xq, pairs, xb)
+
+
+@njit
+def block_size(K):
+    """Bytes of a row of `block_rows`."""
+    if K >= 512 or K % 32:
+        return 512
+    size = K
+    while size % 512:
+        size += K
+    return size
 
 
 # portable_dot  what group_dots and scaled_sum of _simd.py give together, in plain Python: the same bits everywhere
@@ -457,14 +504,18 @@ def _portable_dot(codes, scales, biases, form, kind, gs, xq, delta, total):
 
 
 @functools.cache
-def _scaled_sum(kind: int) -> Any:
-    """`_simd.scaled_sum` for scales of any format that goes with a kind of codes."""
+def _scaled_sum(kind: int) -> tuple[Any, Any]:
+    """`_simd.scaled_sum` and `_simd.scaled_terms` for scales of any format that goes with a kind of codes."""
     if kind in _simd.SCALES:
         fixed = _simd.SCALES[kind]
 
         @njit
         def scaled(ints, s, b, d, x, groups, form):
             return _simd.scaled_sum(ints, s, b, d, x, groups, fixed)
+
+        @njit
+        def terms(ints, s, b, d, x, count, out, form):
+            _simd.scaled_terms(ints, s, b, d, x, count, out, fixed)
 
     else:
 
@@ -476,7 +527,39 @@ def _scaled_sum(kind: int) -> Any:
                 return _simd.scaled_sum(ints, s, b, d, x, groups, 1)
             return _simd.scaled_sum(ints, s, b, d, x, groups, 2)
 
-    return scaled
+        @njit
+        def terms(ints, s, b, d, x, count, out, form):
+            if form == 0:
+                _simd.scaled_terms(ints, s, b, d, x, count, out, 0)
+            elif form == 1:
+                _simd.scaled_terms(ints, s, b, d, x, count, out, 1)
+            else:
+                _simd.scaled_terms(ints, s, b, d, x, count, out, 2)
+
+    return scaled, terms
+
+
+@njit
+def _sum_terms(terms, groups, out, first):
+    """out[first + r] = the sum over the groups of row r of a strip, in the order of `_simd.scaled_sum`: a number of
+    groups that `_has_few_groups`.
+    """
+    source, to = at(terms, 0), at(out, first)
+    if groups == 2:
+        _simd.row_sums(source, to, 2)
+    elif groups == 3:
+        _simd.row_sums(source, to, 3)
+    elif groups == 4:
+        _simd.row_sums(source, to, 4)
+    elif groups == 6:
+        _simd.row_sums(source, to, 6)
+    elif groups == 8:
+        _simd.row_sums(source, to, 8)
+
+
+@njit
+def _has_few_groups(groups):
+    return groups == 2 or groups == 3 or groups == 4 or groups == 6 or groups == 8
 
 
 @functools.cache
@@ -486,74 +569,138 @@ def int8_one(kind: int, how: int) -> Any:
         dot = _block_rows.int8_dot(kind, False, how)
 
         @njit
-        def block_rows(codes, scales, biases, form, gs, first, xp, xt, delta, total, t, out):
+        def gguf_rows(codes, scales, biases, form, gs, first, xp, xb, delta, total, t, out):
             N = codes.shape[1]
             for i in range(out.size):
                 row = codes[(first + i) // N, (first + i) % N]
                 out[i] = dot(row, xp[t], delta[t], total[t])
 
-        return block_rows
-    bits, scaled = _simd.width(kind), _scaled_sum(kind)
+        return gguf_rows
+    bits, (scaled, terms) = _simd.width(kind), _scaled_sum(kind)
 
     # int8_one  out[i] = row first + i of the weight · token t, for out.size rows
-    # shapes    codes, scales, biases as in Stack; xp int8 [P, K] paired, xt int8 [P, 512] its tail; delta, total
-    #           float32 [P, G]; out float32
+    # shapes    codes, scales, biases as in Stack; xp int8 [P, K] paired, xb int8 [P, block_size(K)] of `block_rows`;
+    #           delta, total float32 [P, 16 · G]: 16 times the same; out float32
     # threads   none: part of a task
     # bytes     out.size · (K · bits / 8 + 2 · G · itemsize)
     # limits    instructions of `how`, not PORTABLE
     @njit
-    def rows(codes, scales, biases, form, gs, first, xp, xt, delta, total, t, out):
-        K, groups = xp.shape[1], delta.shape[1]
-        sums = np.empty(groups, np.int32)
+    def rows(codes, scales, biases, form, gs, first, xp, xb, delta, total, t, out):
+        K, size = xp.shape[1], xb.shape[1]
+        groups = K // gs
         stride, each = codes.shape[2], scales.shape[2]
-        x, d, sx, ints = at(xp, t * K), at(delta, t * groups), at(total, t * groups), at(sums, 0)
+        sums = np.empty(STRIP * groups, np.int32)
+        d, sx, ints = at(delta, t * STRIP * groups), at(total, t * STRIP * groups), at(sums, 0)
+        i = 0
+        together = 1 if K % 512 == 0 else size // K if K < 512 and size % K == 0 else 0
+        if together and _has_few_groups(groups):
+            # The codes of as many short rows as end with a whole block are one row of blocks, and one vector holds
+            # groups of several rows.
+            found, length = np.empty(STRIP * groups, np.float32), K * together
+            x = at(xb, t * size) if together > 1 else at(xp, t * K)
+            while i + STRIP <= out.size:
+                row = first + i
+                for r in range(0, STRIP, together):
+                    c, to = at(codes, (row + r) * stride), at(sums, r * groups)
+                    _simd.group_dots(c, x, to, 1, length, gs, kind, how)
+                s, b = at(scales, row * each), at(biases, row * each)
+                terms(ints, s, b, d, sx, STRIP * groups, at(found, 0), form)
+                _sum_terms(found, groups, out, i)
+                i += STRIP
         # A ragged row ends with a whole block of 512 that goes over some groups again: their sums are integers, so they
         # come out the same, and a block is as fast as 64 elements by themselves.
         ragged = K > 512 and K % 512 != 0
         blocks = K // 512 * 512 if ragged else K
-        tail, tail_x, tail_ints = (K - 512) * bits // 8, at(xt, t * 512), at(sums, (K - 512) // gs if ragged else 0)
-        for i in range(out.size):
+        tail, tail_x, tail_ints = (K - 512) * bits // 8, at(xb, t * size), at(sums, (K - 512) // gs if ragged else 0)
+        while i < out.size:
             row = first + i
-            _simd.group_dots(at(codes, row * stride), x, ints, 1, blocks, gs, kind, how)
+            _simd.group_dots(at(codes, row * stride), at(xp, t * K), ints, 1, blocks, gs, kind, how)
             if ragged:
                 _simd.group_dots(at(codes, row * stride + tail), tail_x, tail_ints, 1, 512, gs, kind, how)
             s, b = at(scales, row * each), at(biases, row * each)
             out[i] = scaled(ints, s, b, d, sx, groups, form)
+            i += 1
 
     return rows
 
 
 @functools.cache
-def int8_few(kind: int, how: int) -> Any:
-    """The kernel of a product with at most FEW rows of float32, from rounding them to the results in one call."""
-    one, bits = int8_one(kind, how), _simd.width(kind)
+def int8_few(kind: int, how: int) -> tuple[Any, Any]:
+    """Serial and parallel kernel of a product with a few rows of float32, from rounding them to the results in
+    one call.
+    """
+    one, pairs = int8_one(kind, how), _simd.width(kind) == 4
 
     # int8_few  y[t] = W · int8(x[t]) for one weight and a few rows
     # shapes    codes, scales, biases as in Stack, S = 1; x float32 [T, K]; y float32 [T, N]
-    # threads   prange over strips of the weight; a number belongs to one thread
+    # threads   prange over strips of the weight in the parallel form; a number belongs to one thread
     # bytes     the weight once per row of x (the second finds it in cache), x stays in cache
     # limits    instructions of `how`, not PORTABLE
-    @njit(parallel=True)
-    def few(codes, scales, biases, form, gs, offset, x, y):
+    @njit
+    def serial(codes, scales, biases, form, gs, offset, x, y):
         T, K = x.shape
-        xq, xp = np.empty((T, K), np.int8), np.empty((T, K), np.int8)
-        delta, total = np.empty((T, K // gs), np.float32), np.empty((T, K // gs), np.float32)
+        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
+        rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
         for t in range(T):
-            int8_row(x[t], gs, offset, xq[t], delta[t], total[t])
-        if bits == 4:
-            pair_rows(xq, xp)
-        else:
-            xp[:] = xq
-        xt = np.empty((T, 512), np.int8)
-        pair_tail(xq, bits == 4, xt)
-        N = y.shape[1]
-        for i in prange((N + STRIP - 1) // STRIP):
-            first = i * STRIP
-            for t in range(T):
-                part = y[t, first : min(first + STRIP, N)]
-                one(codes, scales, biases, form, gs, first, xp, xt, delta, total, t, part)
+            one(codes, scales, biases, form, gs, 0, xp, xb, delta, total, t, y[t])
 
-    return few
+    @njit(parallel=True)
+    def parallel(codes, scales, biases, form, gs, offset, x, y):
+        T, K = x.shape
+        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
+        rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
+        N, rows = y.shape[1], STRIP if K > 512 else WIDE
+        for i in prange((N + rows - 1) // rows):
+            first = i * rows
+            for t in range(T):
+                part = y[t, first : min(first + rows, N)]
+                one(codes, scales, biases, form, gs, first, xp, xb, delta, total, t, part)
+
+    return serial, parallel
+
+
+@functools.cache
+def int8_some(kind: int) -> tuple[Any, Any]:
+    """Serial and parallel kernel of a product with some rows of float32, from rounding them to the results in
+    one call: AVX-512 VNNI alone.
+    """
+    task, panels = _panel_task(kind), _simd.width(kind) == 4
+
+    @njit
+    def rounded(x, gs, offset, xq, xp, delta, total):
+        for t in range(x.shape[0]):
+            int8_row(x[t], gs, offset, xq[t], delta[t], total[t])
+            if panels:
+                _panel_row(xq[t], xp[t])
+
+    # int8_some  y[t] = W · int8(x[t]) for one weight and some rows
+    # shapes     codes, scales, biases as in Stack, S = 1; x float32 [T, K]; y float32 [T, N]
+    # threads    prange over strips of the weight in the parallel form; a number belongs to one thread
+    # bytes      the weight once, its panels (in L2) once per tile of rows
+    # limits     AVX-512 VNNI
+    @njit
+    def serial(codes, scales, biases, form, gs, offset, x, y):
+        T, K = x.shape
+        xq = np.empty((T, K), np.int8)
+        xp = np.empty((T, K), np.int8) if panels else xq
+        delta, total = np.empty((T, K // gs), np.float32), np.empty((T, K // gs), np.float32)
+        rounded(x, gs, offset, xq, xp, delta, total)
+        for first in range(0, y.shape[1], STRIP):
+            task(codes, scales, biases, form, gs, 0, first, xp, xp, delta, total, 0, T, y)
+
+    @njit(parallel=True)
+    def parallel(codes, scales, biases, form, gs, offset, x, y):
+        T, K = x.shape
+        xq = np.empty((T, K), np.int8)
+        xp = np.empty((T, K), np.int8) if panels else xq
+        delta, total = np.empty((T, K // gs), np.float32), np.empty((T, K // gs), np.float32)
+        rounded(x, gs, offset, xq, xp, delta, total)
+        for i in prange((y.shape[1] + STRIP - 1) // STRIP):
+            task(codes, scales, biases, form, gs, 0, i * STRIP, xp, xp, delta, total, 0, T, y)
+
+    return serial, parallel
 
 
 @functools.cache
@@ -584,11 +731,57 @@ def _scale_panels(kind: int) -> Any:
 
 
 @functools.cache
+def _panel_task(kind: int) -> Any:
+    """The task of `int8_product` for many tokens, AVX-512 VNNI."""
+    scale_panels = _scale_panels(kind)
+
+    # panel_task  y[t, n] as in int8_rows for many tokens: 16 rows unpacked once, rows in lanes, tokens in tiles of 8
+    # shapes      as in int8_rows; panel uint8 [K/4, 16, 4], scales and biases float32 [G, 16], G filled up to 16
+    # threads     none: one task
+    # bytes       the strip once; the panel (16 · K bytes, in L2) once per tile of tokens
+    # limits      AVX-512 VNNI
+    @njit
+    def panel_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+        N, K, groups = codes.shape[1], xq.shape[1], delta.shape[1]
+        rows = min(STRIP, N - first)
+        panel = np.empty(K * STRIP, np.uint8)
+        full = (groups + STRIP - 1) // STRIP * STRIP
+        s, b = np.empty((full, STRIP), np.float32), np.empty((full, STRIP), np.float32)
+        acc = np.empty(STRIP * 8 * STRIP, np.float32)
+        stride = codes.shape[2]
+        _simd.code_panel(at(codes, (slot * N + first) * stride), stride, rows, at(panel, 0), K, kind)
+        each = scales.shape[2]
+        to_s, to_b = at(s, 0), at(b, 0)
+        from_s, from_b = at(scales, (slot * N + first) * each), at(biases, (slot * N + first) * each)
+        scale_panels(from_s, from_b, each, rows, to_s, to_b, groups, form)
+        t = lo
+        while t < hi:
+            x, d, sx = at(xq, t * K), at(delta, t * groups), at(total, t * groups)
+            to = at(y, t * N + first)
+            ps, pb, pp, pa = at(s, 0), at(b, 0), at(panel, 0), at(acc, 0)
+            ahead = at(codes, (slot * N + first + STRIP) * stride)
+            if hi - t >= 8:
+                _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 8)
+                t += 8
+            elif hi - t >= 4:
+                _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 4)
+                t += 4
+            elif hi - t >= 2:
+                _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 2)
+                t += 2
+            else:
+                _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 1)
+                t += 1
+
+    return panel_task
+
+
+@functools.cache
 def int8_product(kind: int, how: int) -> tuple[Any, Any]:
     """Serial and parallel kernel of the grouped product with int8 activations, for one kind of codes."""
     if kind >= _blocks.FIRST:
         return _over_strips(_block_task(kind, how))
-    scaled = _scaled_sum(kind)
+    scaled, _ = _scaled_sum(kind)
     if how == PORTABLE:
 
         @njit
@@ -622,50 +815,16 @@ def int8_product(kind: int, how: int) -> tuple[Any, Any]:
         task = rows_task
 
     if how == _simd.VNNI:
-        scale_panels = _scale_panels(kind)
+        panel_task = _panel_task(kind)
 
-        # panel_task  the same for many tokens: 16 rows unpacked once, rows in lanes, tokens in tiles of 8
-        # shapes      as above; panel uint8 [K/4, 16, 4], scales and biases float32 [G, 16], G filled up to 16
-        # threads     none: one task
-        # bytes       the strip once; the panel (16 · K bytes, in L2) once per tile of tokens
-        # limits      AVX-512 VNNI
         @njit
-        def panel_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y):
+        def either_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y):
             if hi - lo <= FEW:
                 rows_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y)
-                return
-            N, K, groups = codes.shape[1], xq.shape[1], delta.shape[1]
-            rows = min(STRIP, N - first)
-            panel = np.empty(K * STRIP, np.uint8)
-            full = (groups + STRIP - 1) // STRIP * STRIP
-            s, b = np.empty((full, STRIP), np.float32), np.empty((full, STRIP), np.float32)
-            acc = np.empty(STRIP * 8 * STRIP, np.float32)
-            stride = codes.shape[2]
-            _simd.code_panel(at(codes, (slot * N + first) * stride), stride, rows, at(panel, 0), K, kind)
-            each = scales.shape[2]
-            to_s, to_b = at(s, 0), at(b, 0)
-            from_s, from_b = at(scales, (slot * N + first) * each), at(biases, (slot * N + first) * each)
-            scale_panels(from_s, from_b, each, rows, to_s, to_b, groups, form)
-            t = lo
-            while t < hi:
-                x, d, sx = at(xq, t * K), at(delta, t * groups), at(total, t * groups)
-                to = at(y, t * N + first)
-                ps, pb, pp, pa = at(s, 0), at(b, 0), at(panel, 0), at(acc, 0)
-                ahead = at(codes, (slot * N + first + STRIP) * stride)
-                if hi - t >= 8:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 8)
-                    t += 8
-                elif hi - t >= 4:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 4)
-                    t += 4
-                elif hi - t >= 2:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 2)
-                    t += 2
-                else:
-                    _simd.panel_dots(pp, ps, pb, x, d, sx, pa, to, N, rows, K, gs, ahead, kind, 1)
-                    t += 1
+            else:
+                panel_task(codes, scales, biases, form, gs, slot, first, xq, xp, delta, total, lo, hi, y)
 
-        task = panel_task
+        task = either_task
 
     return _over_strips(task)
 
@@ -1004,13 +1163,27 @@ def product_into(x: np.ndarray, w: Any, out: np.ndarray, activations: str, varia
     y = float_target(out)
     flat = y.reshape(len(rows), out.shape[-1])
     stack = stack_of(w)
-    few = activations == "int8" and stack.rounds and 0 < len(rows) <= FEW and stack.codes.nbytes >= SMALL
-    if few and not stack.is_blocks and stack.global_scale is None and (how := chosen(variant)) != PORTABLE:
-        arrays = (stack.codes, stack.scales, stack.biases)
-        run(int8_few(stack.kind, how), *arrays, stack.fmt, stack.gs, stack.offset, rows, flat)
-    else:
+    if not _in_one_call(rows, stack, flat, activations, variant):
         grouped_product(rows, stack, whole(len(rows)), flat, activations, variant)
     finish(y, out)
+
+
+def _in_one_call(x: np.ndarray, w: Stack, y: np.ndarray, activations: str, variant: str | None) -> bool:
+    """A product with a few rows, for which calls take as long as the work, by one kernel; whether there is one."""
+    T = len(x)
+    if activations != "int8" or not w.rounds or w.is_blocks or w.global_scale is not None or not 0 < T <= SOME:
+        return False
+    how = chosen(variant)
+    by_rows = (FEW_SHORT if w.K <= 512 else FEW) >= T
+    if how == PORTABLE or (not by_rows and how != _simd.VNNI):
+        return False
+    serial, parallel = int8_few(w.kind, how) if by_rows else int8_some(w.kind)
+    args = (w.codes, w.scales, w.biases, w.fmt, w.gs, w.offset, x, y)
+    if w.codes.nbytes * T < SMALL:
+        serial(*args)
+    else:
+        run(parallel, *args)
+    return True
 
 
 @kernel(ops.dequantize, device="cpu")
@@ -1095,7 +1268,8 @@ def _gate_up(x, gate_w, up_w, act: str, activations: str, out: np.ndarray, varia
     rows, y = float_rows(x), float_target(out)
     gate, up = y.reshape(len(rows), out.shape[-1]), np.empty((len(rows), out.shape[-1]), np.float32)
     stacks = [stack_of(gate_w), stack_of(up_w)]
-    shared_products(rows, stacks, whole(len(rows)), lambda a: a, [gate, up], activations, variant)
+    if not all(_in_one_call(rows, w, y, activations, variant) for w, y in zip(stacks, (gate, up), strict=True)):
+        shared_products(rows, stacks, whole(len(rows)), lambda a: a, [gate, up], activations, variant)
     gated(gate, up, act, gate)
     finish(y, out)
 
@@ -1118,9 +1292,11 @@ def norm_matmul(x, norm_weight, w, eps, activations, dtype, normed, *, out, vari
 
 
 @kernel(ops.matmul_add, device="cpu", variants=tuple(VARIANTS), composed=True)
-def matmul_add(residual, x, w, activations, *, out, variant):
+def matmul_add(residual, x, w, activations, bias, *, out, variant):
     y, total = np.empty(out.shape, np.float32), float_target(out)
     product_into(x, w, y, activations, variant)
+    if bias is not None:
+        y += bias.astype(np.float32)
     np.add(float_rows(residual).reshape(y.shape), y, out=total)
     finish(total, out)
 

@@ -25,7 +25,9 @@ from penstock.backends.cpu.linear import (
     PORTABLE,
     STRIP,
     VARIANTS,
+    WIDE,
     Pairs,
+    block_size,
     by_size,
     chosen,
     finish,
@@ -35,12 +37,9 @@ from penstock.backends.cpu.linear import (
     gated_row,
     grouped_product,
     int8_one,
-    int8_row,
-    int8_rows,
-    pair_rows,
-    pair_tail,
     pairs_of,
     product_into,
+    rounded_rows,
     shared_products,
     stack_of,
     whole,
@@ -108,11 +107,16 @@ def _down(h: np.ndarray, pairs: Pairs, down_w: Any, activations: str, variant: s
 
 def _sum(each: np.ndarray, pairs: Pairs, weights: np.ndarray, out: np.ndarray) -> None:
     """out = the weighted sums over slots of float32 rows [P, dim], sorted as `pairs`."""
-    place = np.arange(weights.size)
+    _sum_placed(each, _places(pairs, len(each), weights.size), weights, out)
+
+
+def _places(pairs: Pairs, count: int, size: int) -> np.ndarray:
+    """Which of `count` sorted rows is that of each of `size` pairs, −1: it has none."""
+    place = np.arange(size)
     if pairs.order is not None:
         place[:] = -1
-        place[pairs.order] = np.arange(len(each))
-    _sum_placed(each, place, weights, out)
+        place[pairs.order] = np.arange(count)
+    return place
 
 
 def _sum_placed(each: np.ndarray, place: np.ndarray, weights: np.ndarray, out: np.ndarray) -> None:
@@ -142,79 +146,116 @@ def expert_down_sum(h, down_w, ids, weights, slot_of, activations, *, out, varia
     _sum(_down(pairs.sort(float_rows(h)), pairs, down_w, activations, variant), pairs, weights, out)
 
 
-WIDE = 64  # rows of a down projection that one task takes: 16 KB of each expert at a width of 512
+FEW_TOKENS = 8  # that go through their experts in one launch
 
 
 @functools.cache
 def token_block(up_kind: int, down_kind: int, how: int) -> Any:
-    """The kernel that takes one token through its chosen experts, int8, for two kinds of codes."""
+    """The kernel that takes a few tokens through their chosen experts, int8, for two kinds of codes."""
     up_rows, down_rows = int8_one(up_kind, how), int8_one(down_kind, how)
     up_pairs, down_pairs = width_of(up_kind) == 4, width_of(down_kind) == 4
 
-    # token_block  h[i] = act(gate_e · x) · (up_e · x), e = slot[i];  y = Σ_i weights[i] · (down_e · h[i]), in order
-    # shapes       gate, up [S, N, ·], down [S, dim, ·] as in Stack, up rows from `offset` on; xq, xp int8 [1, K] with
-    #              delta and total; slot int64, weights float32 [k]; h float32, hq and hp int8 [k, I]; y float32 [dim]
-    # threads      prange over strips of h, then over strips of y; a number belongs to one thread
-    # bytes        the weights of k experts once
+    # token_block  h[p] = act(gate_e · x[t]) · (up_e · x[t]) of pairs p of a token t and an expert e, sorted by e;
+    #              y[t] = Σ_i weights[t, i] · (down_e · h of pair (t, i)), in order, those of a slot below 0 left out
+    # shapes       gate, up [S, N, ·], down [S, dim, ·] as in Stack, up rows from `offset` on; x float32 [T, K]; slots
+    #              integers [T · k]; weights float32 [T, k]; width I of h; y float32 [T, dim]
+    # threads      prange over strips of each expert's rows of h, then over strips of y; a number belongs to one thread
+    # bytes        the weights of each chosen expert once
     # limits       instructions of `how`
     @njit(parallel=True)
     def block(
         gate, gate_s, gate_b, up, up_s, up_b, offset, down, down_s, down_b, form, down_form, up_gs, down_gs,
-        down_offset,
-        slot, weights, xq, xp, delta, total, gelu, h, hq, hp, h_delta, h_total, y,
+        up_offset, down_offset, slots, weights, x, width, gelu, y,
     ):  # fmt: skip
-        k, width = h.shape
-        xt, ht = np.empty((1, 512), np.int8), np.empty((k, 512), np.int8)
-        pair_tail(xq, up_pairs, xt)
-        strips = (width + STRIP - 1) // STRIP
-        for i in prange(k * strips):
-            e, first = i // strips, i % strips * STRIP
-            rows = min(STRIP, width - first)
+        (T, dim), K, k = y.shape, x.shape[1], weights.shape[1]
+        order, place = np.empty(slots.size, np.int64), np.empty((T, k), np.int64)
+        P = _sort_pairs(slots, order, place)
+        lo = np.empty(P + 1, np.int64)
+        experts = _first_of_each(slots, order, P, lo)
+
+        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        groups = K // up_gs * STRIP
+        delta, total = np.empty((T, groups), np.float32), np.empty((T, groups), np.float32)
+        rounded_rows(x, up_gs, up_offset, up_pairs, xp, xb, delta, total)
+        h = np.empty((P, width), np.float32)
+        strip = STRIP if K > 512 else WIDE
+        strips = (width + strip - 1) // strip
+        for i in prange(experts * strips):
+            e, first = i // strips, i % strips * strip
+            rows = min(strip, width - first)
             g, u = np.empty(rows, np.float32), np.empty(rows, np.float32)
-            up_rows(gate, gate_s, gate_b, form, up_gs, slot[e] * gate.shape[1] + first, xp, xt, delta, total, 0, g)
-            at_up = slot[e] * up.shape[1] + offset + first
-            up_rows(up, up_s, up_b, form, up_gs, at_up, xp, xt, delta, total, 0, u)
-            gated_row(g, u, gelu, h[e, first : first + rows])
-        for e in range(k):
-            int8_row(h[e], down_gs, down_offset, hq[e], h_delta[e], h_total[e])
-        if down_pairs:
-            pair_rows(hq, hp)
-        pair_tail(hq, down_pairs, ht)
-        dim = y.size
-        for i in prange((dim + WIDE - 1) // WIDE):
+            slot = np.int64(slots[order[lo[e]]])
+            at_gate, at_up = slot * gate.shape[1] + first, slot * up.shape[1] + offset + first
+            for p in range(lo[e], lo[e + 1]):
+                t = order[p] // k
+                up_rows(gate, gate_s, gate_b, form, up_gs, at_gate, xp, xb, delta, total, t, g)
+                up_rows(up, up_s, up_b, form, up_gs, at_up, xp, xb, delta, total, t, u)
+                gated_row(g, u, gelu, h[p, first : first + rows])
+
+        hp, hb = np.empty((P, width), np.int8), np.empty((P, block_size(width)), np.int8)
+        h_groups = width // down_gs * STRIP
+        h_delta, h_total = np.empty((P, h_groups), np.float32), np.empty((P, h_groups), np.float32)
+        rounded_rows(h, down_gs, down_offset, down_pairs, hp, hb, h_delta, h_total)
+        for i in prange((dim + WIDE - 1) // WIDE):  # 16 KB of each expert at a width of 512
             first = i * WIDE
             rows = min(WIDE, dim - first)
-            one, part = np.empty(rows, np.float32), y[first : first + rows]
-            part[:] = 0
-            for e in range(k):
-                at_row = slot[e] * dim + first
-                down_rows(down, down_s, down_b, down_form, down_gs, at_row, hp, ht, h_delta, h_total, e, one)
-                w = weights[e]
-                for j in range(rows):
-                    part[j] += w * one[j]
+            each = np.empty((P, rows), np.float32)
+            for p in range(P):
+                at_row = np.int64(slots[order[p]]) * dim + first
+                down_rows(down, down_s, down_b, down_form, down_gs, at_row, hp, hb, h_delta, h_total, p, each[p])
+            for t in range(T):
+                _weighted_row(each, place[t], weights[t], y[t, first : first + rows])
 
     return block
 
 
-def _one_token(
-    x: np.ndarray, slots: np.ndarray, weights: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, act: str, how: int
-) -> np.ndarray:
-    """All of `moe_forward` for one float32 row [1, K]."""
+@njit
+def _sort_pairs(slots, order, place):
+    """Pairs in order of their slots, those below 0 left out: `order` has their numbers, `place` where each is or −1;
+    how many there are. For a few pairs.
+    """
+    count, k = 0, place.shape[1]
+    for p in range(slots.size):
+        if slots[p] < 0:
+            continue
+        i = count
+        while i > 0 and slots[order[i - 1]] > slots[p]:
+            order[i] = order[i - 1]
+            i -= 1
+        order[i] = p
+        count += 1
+    place[:] = -1
+    for i in range(count):
+        place[order[i] // k, order[i] % k] = i
+    return count
+
+
+@njit
+def _first_of_each(slots, order, count, lo):
+    """Where the pairs of each slot begin, and where all end; how many slots there are."""
+    found = 0
+    for p in range(count):
+        if p == 0 or slots[order[p]] != slots[order[p - 1]]:
+            lo[found] = p
+            found += 1
+    lo[found] = count
+    return found
+
+
+def _few_tokens(
+    x: np.ndarray, slots: np.ndarray, weights: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, act: str, how: int,
+    y: np.ndarray,
+) -> None:  # fmt: skip
+    """All of `moe_forward` for a few float32 rows [T, K] and weights [T, k] into y [T, dim]."""
     gate, down = stack_of(gate_w), stack_of(down_w)
     up = gate if up_w is None else stack_of(up_w)
-    k, width = slots.size, gate.rows if up_w is not None else gate.rows // 2
-    rows = int8_rows(x, gate, whole(1), how)
-    h, hq = np.empty((k, width), np.float32), np.empty((2, k, width), np.int8)
-    sums, y = np.empty((2, k, width // down.gs), np.float32), np.empty(down.rows, np.float32)
+    width = gate.rows if up_w is not None else gate.rows // 2
     run(
         token_block(gate.kind, down.kind, how),
         gate.codes, gate.scales, gate.biases, up.codes, up.scales, up.biases, 0 if up_w is not None else width,
-        down.codes, down.scales, down.biases, gate.fmt, down.fmt, gate.gs, down.gs, down.offset,
-        slots.astype(np.int64), frozen(weights.reshape(-1)), rows.xq, rows.paired, rows.delta, rows.total,
-        act == "gelu_tanh",
-        h, hq[0], hq[1 if width_of(down.kind) == 4 else 0], sums[0], sums[1], y,
+        down.codes, down.scales, down.biases, gate.fmt, down.fmt, gate.gs, down.gs, gate.offset, down.offset,
+        frozen(slots), frozen(weights), x, width, act == "gelu_tanh", y,
     )  # fmt: skip
-    return y
 
 
 def _rounded(h: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -230,7 +271,7 @@ def _fits_one_launch(x: np.ndarray, gate_w: Any, up_w: Any, down_w: Any, activat
     weights = [w for w in (gate_w, up_w, down_w) if w is not None]
     return (
         activations == "int8"
-        and x.size == x.shape[-1]
+        and x.size <= FEW_TOKENS * x.shape[-1]
         and x.dtype == np.float32
         and all(isinstance(w, QuantizedTensor) and w.format.integers and w.global_scale is None for w in weights)
         and (up_w is None or up_w.key[1:] == gate_w.key[1:])
@@ -262,10 +303,10 @@ def moe_forward(x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations
         _sum_placed(float_rows(expert_out), place, weights, out)
         return
     how, slots = chosen(variant), slots_of(ids, slot_of).reshape(-1)
-    present = slots >= 0
-    if how != PORTABLE and present.any() and _fits_one_launch(x, gate_w, up_w, down_w, activations):
-        factors = weights.reshape(-1)[present]
-        out.reshape(-1)[:] = _one_token(float_rows(x), slots[present], factors, gate_w, up_w, down_w, act, how)
+    if how != PORTABLE and _fits_one_launch(x, gate_w, up_w, down_w, activations):
+        rows, k = float_rows(x), ids.shape[-1]
+        y = out.reshape(len(rows), out.shape[-1])
+        _few_tokens(rows, slots, weights.reshape(-1, k), gate_w, up_w, down_w, act, how, y)
         return
     pairs = pairs_of(slots, ids.size // ids.shape[-1])
     _sum(_mlp(x, ids.shape[-1], pairs, gate_w, up_w, down_w, act, activations, variant), pairs, weights, out)
@@ -299,8 +340,8 @@ def _clamped_parallel(gate, up, gate_bias, up_bias, expert, limit, alpha, h):
 
 @kernel(ops.moe_biased_forward, device="cpu", variants=tuple(VARIANTS), composed=True)
 def moe_biased_forward(
-    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, *, out,
-    variant,
+    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, residual,
+    *, out, variant,
 ):  # fmt: skip
     if out.size == 0:
         return
@@ -315,7 +356,13 @@ def moe_biased_forward(
     by_size(_clamped, _clamped_parallel, gate.size, gate, up, *biases, gate)
     each = _down(float_rows(_rounded(gate, x.dtype)), pairs, down_w, activations, variant)
     each += down_bias[expert]
-    _sum(each, pairs, weights, out)
+    if residual is None:
+        _sum(each, pairs, weights, out)
+        return
+    routed, y = np.empty(out.shape, np.float32), float_target(out)
+    _sum(each, pairs, weights, routed)
+    np.add(float_rows(residual).reshape(out.shape), routed, out=y)
+    finish(y, out)
 
 
 @kernel(ops.moe_shared_forward, device="cpu", variants=tuple(VARIANTS), composed=True)

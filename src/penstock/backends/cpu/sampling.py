@@ -63,6 +63,20 @@ def sample_tokens(
             _logprobs(x, tokens[b], highest, own[b : b + 1], top_ids[b], top[b])
 
 
+@kernel(ops.token_logprobs, device="cpu")
+def token_logprobs(
+    logits: np.ndarray, tokens: np.ndarray, top: int = 0, *, out: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+) -> None:
+    own, ranks, ids, values = out
+    for r, token in enumerate(tokens.tolist()):
+        x = logits[r]
+        highest = float(x[x.argmax()])  # the first NaN, if there is one
+        if token >= 0 and not math.isfinite(highest):
+            token = NOT_FINITE
+        _logprobs(x, token, highest, own[r : r + 1], ids[r], values[r])
+        ranks[r] = token if token < 0 else 1 + np.count_nonzero(x > x[token])
+
+
 def _token(
     x: np.ndarray, position: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> tuple[int, float]:

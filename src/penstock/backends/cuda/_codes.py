@@ -40,10 +40,14 @@ from penstock.backends.cuda._rows import rounded
 FP_MAGIC = 0x43004300
 
 # Arrays of a launch. w, up, common, common_up: codes, scales, biases, or planes of blocks, None where there are none.
-Arrays = namedtuple("Arrays", "w up common common_up x norm residual ids order slot_of weights score y")
+Arrays = namedtuple(
+    "Arrays",
+    "w up common common_up x norm residual ids order slot_of weights score y bias up_bias",
+    defaults=(None, None),
+)
 # Numbers of a launch: N rows of a product, rows from one matrix to the next and from w to up, numbers from one token to
-# the next in x and y, eps of the norm.
-Sizes = namedtuple("Sizes", "N matrix up_row x_step y_step eps")
+# the next in x and y, eps of the norm, limit and alpha of a clamped gate.
+Sizes = namedtuple("Sizes", "N matrix up_row x_step y_step eps limit alpha", defaults=(0.0, 0.0))
 # What a kernel is compiled for: G groups of GS codes of BITS in a row; TP tokens, R rows of y from ROWS rows of weights
 # (twice as many with ACT), S warps, U blocks of a warp at a time; NORMED: dtype of normed rows of x (None: no norm).
 Constants = namedtuple("Constants", "G BITS GS TP R ROWS S U PAIRS_PER_ROW SHARED_EVERY MANY ACT NORMED")

@@ -214,6 +214,14 @@ def gelu_tanh(x):
 
 
 @triton.jit
+def clamped_swiglu(g, u, limit, alpha):
+    """min(g, limit) · σ(alpha · min(g, limit)) · (u between −limit and limit, + 1): the gate of gpt-oss."""
+    g = tl.minimum(g, limit, tl.PropagateNan.ALL)
+    u = tl.minimum(tl.maximum(u, -limit, tl.PropagateNan.ALL), limit, tl.PropagateNan.ALL)
+    return g * sigmoid(alpha * g) * (u + 1.0)
+
+
+@triton.jit
 def activation(x, ACT: tl.constexpr):
     """ACT "silu" or "gelu_tanh"."""
     if ACT == "silu":

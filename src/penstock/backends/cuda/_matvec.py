@@ -30,6 +30,7 @@ from penstock.backends.cuda._launch import (
     INTERPRETED,
     TL_DTYPES,
     activation,
+    clamped_swiglu,
     compiled_for,
     counters,
     multiprocessors,
@@ -121,6 +122,35 @@ def _arrived(a, x, p, at, ok, T, pairs_per_x, n, C: tl.constexpr):
 
 
 @triton.jit
+def _bias_of(bias, a, q, first, known, stack, n, C: tl.constexpr):
+    """Rows first … of the bias of pair q's expert, [R, 1], 0 if that is not there; without ids of the only one."""
+    row = first + tl.arange(0, C.R)[:, None]
+    if a.ids is None:
+        b = tl.load(bias + row, mask=row < n.N, other=0.0)
+    else:
+        there = place_of(a.ids, a.slot_of, q, q >= 0, known, stack) >= 0
+        expert = tl.load(a.ids + q, cache_modifier=".cg").to(tl.int64)
+        b = tl.load(bias + expert * n.N + row, mask=row < tl.where(there, n.N, 0), other=0.0)
+    return b.to(tl.float32)
+
+
+@triton.jit
+def _biases(a, pair, first, known, stack, n, C: tl.constexpr):
+    """What is added to the products of a program, [R, 1] or 0: of several pairs the sum, times their weights."""
+    b, above = 0.0, 0.0
+    if a.bias is not None:
+        if a.weights is None:
+            b = _bias_of(a.bias, a, pair, first, known, stack, n, C)
+        else:
+            for i in tl.static_range(C.PAIRS_PER_ROW):
+                one = _bias_of(a.bias, a, pair + i, first, known, stack, n, C)
+                b += tl.where(one != 0.0, one * tl.load(a.weights + pair + i), 0.0)
+    if a.up_bias is not None:
+        above = _bias_of(a.up_bias, a, pair, first, known, stack, n, C)
+    return b, above
+
+
+@triton.jit
 def _last_of_parts(s, y, parts_at, N, C: tl.constexpr, PARTS: tl.constexpr):
     """Keep this program's part y [R, TP] of a sum over K. The last of PARTS programs to do so gets the sum of all, in
     the order of the parts, and True.
@@ -144,7 +174,8 @@ def _last_of_parts(s, y, parts_at, N, C: tl.constexpr, PARTS: tl.constexpr):
 #           e = expert of q (ids, slot_of) or q itself; with ACT act(W[e] . x) * (U[e] . x); 0 for an expert that is not
 #           there. norm: x is rms_norm(x, norm), PAIRS_PER_ROW 1. SHARED_EVERY: the last of so many pairs is that of the
 #           shared expert, which has no id and for its weight sigmoid(score[token]), or 1. order: the turn of the pairs,
-#           PAIRS_PER_ROW 1
+#           PAIRS_PER_ROW 1. bias: W[e] . x + bias[id of q], or bias; ACT "clamped": of that and U[e] . x + up_bias[id
+#           of q] (`clamped_swiglu`)
 # shapes    w, up: codes, scales, biases of rows of one format, `matrix` rows for each expert, those of up `up_row` rows
 #           further; common, common_up: those of one expert; x rows of K, x_step apart for tokens; norm [K];
 #           ids, weights [pairs with one]; y, residual rows of N, y_step apart, may be one; s: float32 [PARTS, rows of
@@ -176,6 +207,7 @@ def _matvec_codes_kernel(
         gdc_launch_dependents()
         gdc_wait()
     rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
+    bias, above_bias = _biases(a, pair, first, known, stack, n, C)
     total = multiplied_blocks(a, x, blocks, rinv, magic, pair, begin, T, pairs_per_x, n, C)
     if EACH > STEP:
         for block in range(begin + STEP, begin + EACH, STEP):
@@ -184,10 +216,16 @@ def _matvec_codes_kernel(
     y = columns_summed(total, C.S, C.ROWS, columns(C.BITS, C.GS, C.TP), C.TP)
     if C.ACT is not None:
         y, above = tl.split(y.reshape(2, C.R, C.TP).permute(1, 2, 0))
-        y = activation(y, C.ACT) * above
+        if C.ACT == "clamped":
+            y = clamped_swiglu(y + bias, above + above_bias, n.limit, n.alpha)
+        else:
+            y = activation(y, C.ACT) * above
     if PARTS > 1:
         y, last = _last_of_parts(s, y, (first, tl.program_id(0) % PARTS), n.N, C, PARTS)
         ok = tl.where(last, ok, ok & False)
+    if a.bias is not None:  # noqa: SIM102
+        if C.ACT is None:
+            y += bias
     if a.residual is not None:
         y += residual
     tl.store(a.y + at, rounded(y, a.y.dtype.element_ty), mask=ok)
@@ -214,7 +252,14 @@ def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PD
         part = dense_product(a.w[0], x, a.norm, rinv, base, x_at, first, T, n, C)
         if C.ACT is not None:
             above = dense_product(a.up[0], x, a.norm, rinv, base + n.up_row, x_at, first, T, n, C)
-            part = activation(part, C.ACT) * above
+            if C.ACT == "clamped":
+                part += _bias_of(a.bias, a, q, first, known, stack, n, C)
+                above += _bias_of(a.up_bias, a, q, first, known, stack, n, C)
+                part = clamped_swiglu(part, above, n.limit, n.alpha)
+            else:
+                part = activation(part, C.ACT) * above
+        elif a.bias is not None:
+            part += _bias_of(a.bias, a, q, first, known, stack, n, C)
         if a.weights is not None:
             part *= tl.load(a.weights + q)
         if a.ids is not None:  # x of a row without an expert may be anything
@@ -390,10 +435,13 @@ def launch(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     normed: torch.dtype | None = None,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    clamp: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Launch `codes` or `dense`. up None with an act: the up rows follow the N gate rows of w. common: the expert
     of the last of `per_token` pairs of a token. order: the turn in which pairs come, by their ids. many: more tokens
-    than one pass over the weights takes. normed: what normed rows are rounded to, None: x's dtype.
+    than one pass over the weights takes. normed: what normed rows are rounded to, None: x's dtype. biases: of w and up,
+    by expert where there are ids; clamp: limit and alpha of the act "clamped".
     """
     arrays, bits, gs, G = weight_parts(w)
     ups = NO_WEIGHT if act is None else arrays if up is None else weight_parts(up)[0]
@@ -404,8 +452,8 @@ def launch(
     how = (act is not None, norm is not None, rounding != torch.bfloat16, multiprocessors(x))
     TP, R, S, U, options, parts = config(bits, gs, N, G * gs, tokens, several, slots, *how)
     shared = (NO_WEIGHT if one is None else weight_parts(one)[0] for one in (common, common_up))
-    a = Arrays(arrays, ups, *shared, x, norm, residual, ids, order, slot_of, weights, score, out)
-    n = Sizes(N, w.shape[-2], N if up is None else 0, *steps, eps)
+    a = Arrays(arrays, ups, *shared, x, norm, residual, ids, order, slot_of, weights, score, out, *biases)
+    n = Sizes(N, w.shape[-2], N if up is None else 0, *steps, eps, *clamp)
     rows, kind = R if act is None else 2 * R, None if norm is None else TL_DTYPES[rounding]
     C = Constants(G, bits, gs, TP, R, rows, S, U, slots, per_token, many, act, kind)
     run_time = (T, 0 if slot_of is None else slot_of.shape[0], stack or w.shape[0], pairs_per_x)
@@ -455,17 +503,19 @@ def matvec(
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     normed: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """out [T, N] = residual + x [T, K] · w [N, K], or act(x · w) · (x · up); a few rows of x per pass over the weights.
+    """out [T, N] = residual + bias + x [T, K] · w [N, K], or act(x · w) · (x · up).
 
-    norm [K]: x is normed first and rounded to `normed`, or as it is. out may be residual.
+    A few rows of x per pass over the weights. norm [K]: x is normed first and rounded to `normed`, or as it is. out may
+    be residual.
     """
     (T, K), N = x.shape, out.shape[1]
     most = passes_over(x.dtype if norm is None or normed is None else normed, w)
     passes = triton.cdiv(T, most)
     launch(
         x, w, out, N, T, pairs=passes, many=passes > 1, steps=(K, N), up=up, act=act, residual=residual, norm=norm,
-        eps=eps, normed=normed,
+        eps=eps, normed=normed, biases=(bias, None),
     )  # fmt: skip
 
 

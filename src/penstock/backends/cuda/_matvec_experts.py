@@ -23,7 +23,7 @@ def expert_rows(
     launch(x, experts, out, N, pairs=pairs, pairs_per_x=pairs_per_x, ids=ids, slot_of=slot_of, stack=stack)
 
 
-def _alike(gate_w: Any, up_w: Any) -> bool:
+def alike(gate_w: Any, up_w: Any) -> bool:
     """Whether one launch reads both."""
     if isinstance(gate_w, QuantizedTensor) and isinstance(up_w, QuantizedTensor):
         return weight_parts(gate_w)[1:] == weight_parts(up_w)[1:] and gate_w.global_scale is None is up_w.global_scale
@@ -44,13 +44,33 @@ def expert_gate_up_rows(
     All chosen experts of a token in one launch; 0 for an expert that is not there.
     """
     T, k, N = out.shape
-    if up_w is not None and not _alike(gate_w, up_w):  # one kernel reads one format
+    if up_w is not None and not alike(gate_w, up_w):  # one kernel reads one format
         gate, up = (torch.empty((T * k, N), dtype=torch.float32, device=x.device) for _ in range(2))
         expert_rows(x, gate_w, ids, slot_of, k, gate)
         expert_rows(x, up_w, ids, slot_of, k, up)
         gated(gate, up, act, out)
         return
     launch(x, gate_w, out, N, pairs=T * k, pairs_per_x=k, ids=ids, slot_of=slot_of, up=up_w, act=act)
+
+
+def clamped_gate_up_rows(
+    x: torch.Tensor,
+    gate_w: Any,
+    up_w: Any,
+    gate_bias: torch.Tensor,
+    up_bias: torch.Tensor,
+    ids: torch.Tensor,
+    slot_of: torch.Tensor | None,
+    limit: float,
+    alpha: float,
+    out: torch.Tensor,
+) -> None:
+    """out [T, k, N] = clamped_swiglu(gate_w[e] · x[t] + gate_bias[id], up_w[e] · x[t] + up_bias[id]), in one launch."""
+    T, k, N = out.shape
+    launch(
+        x, gate_w, out, N, pairs=T * k, pairs_per_x=k, ids=ids, slot_of=slot_of, up=up_w, act="clamped",
+        biases=(gate_bias, up_bias), clamp=(limit, alpha),
+    )  # fmt: skip
 
 
 def expert_down_sum_rows(
@@ -61,15 +81,18 @@ def expert_down_sum_rows(
     slot_of: torch.Tensor | None,
     out: torch.Tensor,
     after_gate_up: bool = False,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> None:
-    """out [T, dim] = Σ_i weights[t, i] · (down_w[ids[t, i]] · h[t, i]) in one launch, without atomics.
+    """out [T, dim] = residual + Σ_i weights[t, i] · (down_w[e] · h[t, i] + bias[e]), e = ids[t, i], in one launch and
+    without atomics.
 
     after_gate_up: the kernel before this one on the stream is that of `expert_gate_up_rows` with the same ids.
     """
     T, k, _ = h.shape
     launch(
         h, down_w, out, out.shape[1], pairs=T, slots=k, ids=ids, slot_of=slot_of, weights=weights,
-        old_ids=after_gate_up,
+        old_ids=after_gate_up, residual=residual, biases=(bias, None),
     )  # fmt: skip
 
 

@@ -14,7 +14,9 @@ from penstock.backends.cuda.rope import pieces_of, sincos
 from penstock.ops.op import deterministic
 
 # Arguments of the two kernels: arrays (None where there is none), numbers of the model, what they are compiled for.
-_Arrays = namedtuple("_Arrays", "q k v q_w k_w inv_freq positions table sequence q_out gate k_pages v_pages")
+_Arrays = namedtuple(
+    "_Arrays", "q k v q_w k_w q_b k_b v_b inv_freq positions table sequence q_out gate k_pages v_pages"
+)
 _Sizes = namedtuple("_Sizes", "H heads D half page pages entries mscale eps")
 _Constants = namedtuple("_Constants", "EACH NORM_VALUES TOKENS HALF PIECES")
 _MlaArrays = namedtuple("_MlaArrays", "q kv w inv_freq positions table sequence q_nope q_pe latent rope")
@@ -35,12 +37,18 @@ def _columns(r: tl.constexpr, half, D, HALF: tl.constexpr):
 
 
 @triton.jit
-def _load_head(rows, live, half, D, HALF: tl.constexpr, PIECES: tl.constexpr):
-    """The heads that start at `rows` [TOKENS, 1], as PIECES float32 [TOKENS, HALF]."""
+def _load_head(rows, bias, place, live, half, D, HALF: tl.constexpr, PIECES: tl.constexpr):
+    """The heads that start at `rows` [TOKENS, 1], as PIECES float32 [TOKENS, HALF]; with a bias, whose part of this
+    head starts at `place`, added and rounded.
+    """
     head = ()
     for r in tl.static_range(PIECES):
         column, there = _columns(r, half, D, HALF)
-        head = head + (tl.load(rows + column, mask=live & there, other=0.0).to(tl.float32),)  # noqa: RUF005
+        x = tl.load(rows + column, mask=live & there, other=0.0).to(tl.float32)
+        if bias is not None:
+            x += tl.load(bias + place + column, mask=there, other=0.0).to(tl.float32)
+            x = rounded(x, rows.dtype.element_ty).to(tl.float32)
+        head = head + (x,)  # noqa: RUF005
     return head
 
 
@@ -99,11 +107,12 @@ def _row_in_pages(a, t, p, live, lines, n, EACH: tl.constexpr):
 
 
 # prepare   q_out[t, h] = rope(n(q[t, h], q_w)), gate[t, h] behind it in q if there is one; row p of the pages likewise
-#           rope(n(k[t, h], k_w)), and v[t, h] or k[t, h], with NORM_VALUES n(v[t, h], 1). Without weights no norm
-# shapes    q [T, H, D or 2D], q_out, gate [T, H, D], k, v [T, heads, D], pages [pages * page, heads, D];
-#           inv_freq [half]; p = positions[t] if EACH, else start + t (start: positions[0] where it is on the device);
-#           table int32, `entries` for each of `lines` sequences: that of sequence[t], or t. A row of a negative p gives
-#           0; rows outside of the pages, and those of no sequence, are not written
+#           rope(n(k[t, h], k_w)), and v[t, h] or k[t, h], with NORM_VALUES n(v[t, h], 1). Without weights no
+#           norm n. Biases are added to q, k and v first, rounded to their dtype
+# shapes    q [T, H, D or 2D], q_out, gate [T, H, D], k, v [T, heads, D], pages [pages * page, heads, D]; biases [H,
+#           D or 2D], [heads, D]; inv_freq [half]; p = positions[t] if EACH, else start + t (start: positions[0] where
+#           it is on the device); table int32, `entries` for each of `lines` sequences: that of sequence[t], or t. A row
+#           of a negative p gives 0; rows outside of the pages, and those of no sequence, are not written
 # grid      (ceil(T / TOKENS), H + heads): TOKENS rows of a head of q, or of k and v
 # bytes     q, k and v in, the same out
 # limits    D <= 16384; a head is cut in PIECES of HALF columns as in `rope`
@@ -120,9 +129,9 @@ def _prepare_kernel(a, T, start, lines, n, C: tl.constexpr, PDL: tl.constexpr):
     if h < n.H:
         wide = n.D if a.gate is None else 2 * n.D
         rows = a.q + (t * n.H + h) * wide
-        head = _load_head(rows, live, n.half, n.D, C.HALF, PIECES)
+        head = _load_head(rows, a.q_b, h * wide, live, n.half, n.D, C.HALF, PIECES)
         if a.gate is not None:
-            gate = _load_head(rows + n.D, live, n.half, n.D, C.HALF, PIECES)
+            gate = _load_head(rows + n.D, a.q_b, h * wide + n.D, live, n.half, n.D, C.HALF, PIECES)
             _store_head(a.gate + (t * n.H + h) * n.D, gate, live, n.half, n.D, C.HALF, PIECES)
         sine, cosine = sincos(p.to(tl.float32) * inv_freq)
         if a.q_w is not None:
@@ -135,11 +144,11 @@ def _prepare_kernel(a, T, start, lines, n, C: tl.constexpr, PDL: tl.constexpr):
     else:
         h -= n.H
         place = (t * n.heads + h) * n.D
-        head = _load_head(a.k + place, live, n.half, n.D, C.HALF, PIECES)
+        head = _load_head(a.k + place, a.k_b, h * n.D, live, n.half, n.D, C.HALF, PIECES)
         if a.v is None:
             value = head
         else:
-            value = _load_head(a.v + place, live, n.half, n.D, C.HALF, PIECES)
+            value = _load_head(a.v + place, a.v_b, h * n.D, live, n.half, n.D, C.HALF, PIECES)
         row, live = _row_in_pages(a, t, p, live, lines, n, C.EACH)
         place = (row * n.heads + h) * n.D
         if C.NORM_VALUES:
@@ -166,6 +175,7 @@ def prepare(
     k: torch.Tensor,
     v: torch.Tensor | None,
     norms: tuple[torch.Tensor | None, torch.Tensor | None],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     inv_freq: torch.Tensor,
     positions: torch.Tensor | int,
     pages: tuple[torch.Tensor, torch.Tensor],
@@ -181,7 +191,8 @@ def prepare(
     half, heads = inv_freq.shape[0], k.shape[1] // D
     given = isinstance(positions, torch.Tensor)
     tokens, *pieces, warps = _tile(D, half, T <= PREPARE_ONE and not deterministic())
-    arrays = _Arrays(q, k, v, *norms, inv_freq, positions if given else None, block_table, sequence, *out, *pages)
+    where = inv_freq, positions if given else None, block_table, sequence
+    arrays = _Arrays(q, k, v, *norms, *biases, *where, *out, *pages)
     n = _Sizes(H, heads, D, half, pages[0].shape[1], pages[0].shape[0], block_table.shape[-1], mscale, eps)
     C = _Constants(given and positions.ndim == 1, norm_values, tokens, *pieces)
     grid = (triton.cdiv(T, tokens), H + heads)

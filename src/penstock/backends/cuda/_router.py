@@ -90,6 +90,8 @@ def _end(a, made, r, y, first, T, n, C: tl.constexpr, ROUTER: tl.constexpr):
     row = first + tl.arange(0, C.R)[:, None]
     token = tl.arange(0, C.TP)[None, :]
     E = n.y_step
+    if a.bias is not None:
+        y += tl.load(a.bias + row, mask=row < E, other=0.0).to(tl.float32)
     tl.store(a.y + token * E + row, y, mask=(token < T) & (row < E))
     if made.scores is not None:
         more = (token < T) & (row >= E) & (row < n.N)
@@ -102,10 +104,10 @@ def _end(a, made, r, y, first, T, n, C: tl.constexpr, ROUTER: tl.constexpr):
                 choose(a.y + t * E, r, t, ROUTER)
 
 
-# router    h = rms_norm(x, norm) or x; logits[t, e] = w[e] . h[t] for e < E, scores[t, e - E] = w[e] . h[t] for others;
-#           then ids and weights as in `route` or `group_route`
-# shapes    x, normed [T, K]; w codes, scales, biases of [N, K]; logits float32 [T, E], scores float32 [T, N - E];
-#           counter int32, 0 before and after; ids int32, weights float32 [T, k]
+# router    h = rms_norm(x, norm) or x; logits[t, e] = w[e] . h[t] + bias[e] for e < E, scores[t, e - E] = w[e] . h[t]
+#           for others; then ids and weights as in `route` or `group_route`
+# shapes    x, normed [T, K]; w codes, scales, biases of [N, K]; logits float32 [T, E], scores float32 [T, N - E]; bias
+#           [E]; counter int32, 0 before and after; ids int32, weights float32 [T, k]
 # grid      (ceil(N / R) + more,): a program has R rows of w, of which its S warps take U blocks of K at a time, and
 #           WIDTH columns of normed; the last one to end has the choice. Those behind fetch parts of the next weight
 # bytes     w, x and normed once; x and logits stay in L2
@@ -179,7 +181,17 @@ def _fetched(w: Any, programs: int) -> Fetched:
 
 
 def _launch(
-    x, norm, w, eps: float, kind: torch.dtype, made: Made, r: Routing | None, logits, chooses: Any, fetch: Any
+    x,
+    norm,
+    w,
+    eps: float,
+    kind: torch.dtype,
+    made: Made,
+    r: Routing | None,
+    logits,
+    chooses: Any,
+    fetch: Any,
+    bias: Any,
 ) -> None:
     """Launch `router` or its dense form; chooses: what `choose` is compiled for, with made.counter."""
     arrays, bits, gs, G = weight_parts(w)
@@ -187,7 +199,7 @@ def _launch(
     how = (False, norm is not None, kind is not torch.bfloat16, multiprocessors(x))
     TP, R, S, U, options, _ = config(bits, gs, N, K, T, 1, 1, *how)
     nothing = (None,) * 6
-    a = Arrays(arrays, NO_WEIGHT, NO_WEIGHT, NO_WEIGHT, x, norm, *nothing, logits)
+    a = Arrays(arrays, NO_WEIGHT, NO_WEIGHT, NO_WEIGHT, x, norm, *nothing, logits, bias)
     n = Sizes(N, N, 0, K, logits.shape[1], eps)
     rounding = None if norm is None else TL_DTYPES[kind]
     C = compiled_for(Constants(G, bits, gs, TP, R, R, S, U, 1, 0, False, None, rounding))
@@ -226,8 +238,9 @@ def _logits(
 
 
 def _made_logits(
-    x, norm, w, by, factor: float, eps: float, active, chooses: Any, fetch: Any, dtype: str | None, out: Any
-) -> torch.Tensor | None:
+    x, norm, w, by, factor: float, eps: float, active, chooses: Any, fetch: Any, dtype: str | None, out: Any,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor | None:  # fmt: skip
     """The logits [T, E], with the other outputs but for the choice; None: the choice is made, too."""
     normed, ids, weights, scores = out
     x = flat_rows(x)
@@ -237,24 +250,28 @@ def _made_logits(
     kind = x.dtype if dtype is None else getattr(torch, dtype)
     if deterministic() or len(x) > min(_tuning.ROUTER_FUSED, passes_over(kind, w)):
         _logits(x, norm, w, eps, kind, normed, logits, scores)
+        if bias is not None:
+            logits += bias
         return logits
     ended = counters(ids) if chooses is not None and len(x) <= _tuning.ROUTER_LAST else None
     made = Made(normed, scores, ended)
     if ended is None:
-        _launch(x, norm, w, eps, kind, made, None, logits, None, fetch)
+        _launch(x, norm, w, eps, kind, made, None, logits, None, fetch, bias)
         return logits
-    _launch(x, norm, w, eps, kind, made, Routing(by, active, ids, weights, factor), logits, chooses, fetch)
+    _launch(x, norm, w, eps, kind, made, Routing(by, active, ids, weights, factor), logits, chooses, fetch, bias)
     return None
 
 
 @kernel(ops.moe_norm_route, device="cuda")
 def moe_norm_route(
-    x, norm_weight, w, per_expert_scale, top_k, scores, eps, propagate_nan, active, write_normed, fetch, dtype, *, out
+    x, norm_weight, w, per_expert_scale, top_k, scores, eps, propagate_nan, active, write_normed, fetch, dtype,
+    logit_bias, *, out,
 ):  # fmt: skip
     if x.numel() == 0:
         return
     chooses = router(w.shape[0] - scores, top_k, 0, 0, -1.0, propagate_nan)
-    logits = _made_logits(x, norm_weight, w, per_expert_scale, 1.0, eps, active, chooses, fetch, dtype, out)
+    how = (1.0, eps, active, chooses, fetch, dtype, out, logit_bias)
+    logits = _made_logits(x, norm_weight, w, per_expert_scale, *how)
     if logits is not None:
         moe_route(logits, per_expert_scale, top_k, propagate_nan, active, out=out[1:3])
 

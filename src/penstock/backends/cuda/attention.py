@@ -56,12 +56,12 @@ def attention_prefill(q, k_cache, v_cache, start, scale, window, block_table, *,
 @kernel(ops.attention_prepare, device="cuda")
 def attention_prepare(
     q, k, v, q_norm, k_norm, inv_freq, positions, key_pages, value_pages, block_table, H, rotary_dim, mscale, eps,
-    gated, norm_values, sequence, *, out,
+    gated, norm_values, sequence, q_bias, k_bias, v_bias, *, out,
 ):  # fmt: skip
     if len(q):
-        pages = (key_pages, value_pages)
-        norms = (q_norm, k_norm)
-        prepare(q, k, v, norms, inv_freq, positions, pages, block_table, mscale, eps, norm_values, sequence, out)
+        pages, norms, biases = (key_pages, value_pages), (q_norm, k_norm), (q_bias, k_bias, v_bias)
+        where = (inv_freq, positions, pages, block_table)
+        prepare(q, k, v, norms, biases, *where, mscale, eps, norm_values, sequence, out)
 
 
 # -- one launch of the sources each ----------------------------------------------------------------------------------

@@ -144,13 +144,13 @@ def gated_delta_net(
     if starts is not None and slots is not None:
         by_steps = method in ("step", "sequential") if variant is None else variant == "step"
         all_chunks = method == "chunkwise" if variant is None else variant == "chunks"
-        longest = _ANY if by_steps or not takes_chunks(qkv, g, Dk) else 0 if all_chunks else DELTA_STEPS
+        longest = _ANY if by_steps or not takes_chunks(qkv, Dk) else 0 if all_chunks else DELTA_STEPS
         recur_runs(state, qkv, g, b, starts, slots, keep, gates, longest, out, Hk, Hv, Dk, Dv)
         if longest < T:
             delta_chunks_of_runs(state, qkv, g, b, starts, slots, keep, longest, out, Hk, Hv, Dk, Dv)
         return
     many = method == "chunkwise" or (method == "auto" and (T > DELTA_STEPS or deterministic()))
-    if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, g, Dk):
+    if (many if variant is None else variant == "chunks") and slots is None and takes_chunks(qkv, Dk):
         delta_chunks(state, qkv, g, b, out, Hk, Hv, Dk, Dv)
     else:
         recur(state, qkv, g, b, slots, out, Hk, Hv, Dk, Dv)

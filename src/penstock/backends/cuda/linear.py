@@ -102,8 +102,9 @@ def product(
     variant: str | None,
     half: bool = False,
     residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """out [..., N] = residual + x [..., K] · w [N, K]; out may be residual.
+    """out [..., N] = residual + bias + x [..., K] · w [N, K]; out may be residual.
 
     half: what is made of a float32 out is rounded to x's dtype in the end, so weights rounded to it will do.
     """
@@ -112,11 +113,15 @@ def product(
     x, out = flat_rows(x), flat_rows(out)
     residual = None if residual is None else flat_rows(residual)
     exact = out.dtype is torch.float32 and x.dtype is not out.dtype and not half
-    if _by_lanes(x, (w,), variant, exact):
-        few_rows(x, w, out, residual)
+    lanes = _by_lanes(x, (w,), variant, exact)
+    if not lanes and _few(x, variant, _exact(x.dtype, w, out) and not half):
+        matvec(x, w, out, residual=residual, bias=bias)
         return
-    if _few(x, variant, _exact(x.dtype, w, out) and not half):
-        matvec(x, w, out, residual=residual)
+    if bias is not None:
+        rows = bias.expand(out.shape)
+        residual = rows.contiguous() if residual is None else torch.add(residual, rows)
+    if lanes:
+        few_rows(x, w, out, residual)
         return
     from penstock.backends.cuda._gemm import dense_gemm, quantized_gemm
 
@@ -197,14 +202,14 @@ def norm_matmul(x, norm_weight, w, eps, activations, dtype, normed, *, out, vari
 
 
 @kernel(ops.matmul_add, device="cuda", variants=CODED)
-def matmul_add(residual, x, w, activations, *, out, variant):
+def matmul_add(residual, x, w, activations, bias, *, out, variant):
     if out.numel() == 0:
         return
     if _rounds(activations, w):
         x = round_activations(x, w.group_size)
     if x.data_ptr() == out.data_ptr():  # of one shape: columns of out would be written while x is read
         x = x.clone()
-    product(x, w, out, variant, half=out.dtype is x.dtype, residual=residual)
+    product(x, w, out, variant, half=out.dtype is x.dtype, residual=residual, bias=bias)
 
 
 def _sequence_product(

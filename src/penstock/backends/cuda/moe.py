@@ -17,9 +17,11 @@ from penstock import ops
 from penstock.backends.cuda._activations import gated, round_activations
 from penstock.backends.cuda._few_rows import expert_products, expert_tiles, refused, takes
 from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up, grouped_mlp, grouped_product
-from penstock.backends.cuda._launch import flat_rows, pdl_options, sigmoid, wait_for_previous
+from penstock.backends.cuda._launch import clamped_swiglu, flat_rows, pdl_options, sigmoid, wait_for_previous
 from penstock.backends.cuda._matvec import same_codes
 from penstock.backends.cuda._matvec_experts import (
+    alike,
+    clamped_gate_up_rows,
     expert_down_sum_rows,
     expert_gate_up_rows,
     expert_rows,
@@ -207,10 +209,9 @@ def _clamped_kernel(
     known = column < tl.where((e >= 0) & (e < experts), N, 0)
     gate = tl.load(gate_ptr + pair * N + column, mask=known, other=0.0)
     up = tl.load(up_ptr + pair * N + column, mask=known, other=0.0)
-    g = tl.minimum(gate + tl.load(gate_bias_ptr + e * N + column, mask=known, other=0.0), limit)
-    u = up + tl.load(up_bias_ptr + e * N + column, mask=known, other=0.0)
-    u = tl.minimum(tl.maximum(u, -limit), limit)
-    h = tl.where(known, g * sigmoid(alpha * g) * (u + 1.0), 0.0)
+    gate += tl.load(gate_bias_ptr + e * N + column, mask=known, other=0.0)
+    up += tl.load(up_bias_ptr + e * N + column, mask=known, other=0.0)
+    h = tl.where(known, clamped_swiglu(gate, up, limit, alpha), 0.0)
     tl.store(h_ptr + pair * N + column, rounded(h, h_ptr.dtype.element_ty), mask=live)
 
 
@@ -249,15 +250,25 @@ def _pair_products(x, stacks: list[Any], ids, slot_of, per_x: int, plan) -> list
 
 @kernel(ops.moe_biased_forward, device="cuda", variants=VARIANTS, composed=True)
 def moe_biased_forward(
-    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, *, out,
-    variant,
+    x, ids, weights, gate_w, up_w, down_w, gate_bias, up_bias, down_bias, slot_of, limit, alpha, activations, residual,
+    *, out, variant,
 ):  # fmt: skip
+    """Pair by pair two launches: gate, up, biases and what is made of them, then all from there to the sum."""
     if out.numel() == 0:
         return
     name = "moe_biased_forward"
     x, ids, weights, y = map(flat_rows, (x, ids, weights, out))
     plan = _plan(variant, ids, gate_w, slot_of)
     rows = _rounded(name, x, [gate_w, up_w], activations)
+    if plan is None and ids.numel() <= _PAIRS and alike(gate_w, up_w):
+        h = torch.empty((*ids.shape, gate_w.shape[-2]), dtype=x.dtype, device=x.device)
+        clamped_gate_up_rows(rows, gate_w, up_w, gate_bias, up_bias, ids, slot_of, limit, alpha, h)
+        ready = _rounded(name, flat_rows(h), [down_w], activations).view(h.shape)
+        more = {"bias": down_bias, "residual": None if residual is None else flat_rows(residual)}
+        expert_down_sum_rows(ready, down_w, ids, weights, slot_of, y, ready.data_ptr() == h.data_ptr(), **more)
+        return
+    if residual is not None:
+        total, y = y, torch.empty(y.shape, dtype=torch.float32, device=y.device)
     gate, up = _pair_products(rows, [gate_w, up_w], ids, slot_of, ids.shape[1], plan)
     h = torch.empty(gate.shape, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(gate.shape[1]))
@@ -270,6 +281,8 @@ def moe_biased_forward(
         each, down_bias, ids, len(down_bias), each.shape[1], BLOCK=block, **pdl_options()
     )
     sum_of_chosen(each.view(*ids.shape, -1), weights, ids, slot_of, y)
+    if residual is not None:
+        torch.add(flat_rows(residual), y, out=total)
 
 
 def expert_room(pairs: tuple[int, int], experts: int, x: torch.Tensor, block: bool) -> torch.Tensor | None:

@@ -187,13 +187,16 @@ def _draw_kernel(
 # -- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-# weights   sums[b, j] = sum of exp(x − highest) over block j of row b, in float64
-# shapes    logits float32 [B, V]; highest float32, sums float64 [B, blocks]
+# weights   sums[b, j] = sum of exp(x − highest) over block j of row b, in float64; with above also above[b, j] = the
+#           logits there that are higher than that of token[b]
+# shapes    logits float32 [B, V]; highest float32, sums float64, above int32 [B, blocks]; token int32 [B]
 # grid      (B, blocks): a program has BLOCK logits
 # bytes     4 * B * V
 # limits    V < 2**31
 @triton.jit
-def _weights_kernel(given, sums_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _weights_kernel(
+    given, sums_ptr, token_ptr, above_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     wait_for_previous(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -201,19 +204,23 @@ def _weights_kernel(given, sums_ptr, V, BLOCKS: tl.constexpr, BLOCK: tl.constexp
     highest = highest_of(given.highest, row, blocks, BLOCKS)
     if is_finite(highest):
         tl.store(sums_ptr + row * blocks + block, tl.sum(tl.exp(x.to(tl.float64) - highest.to(tl.float64)), axis=0))
+        if above_ptr is not None:
+            own = tl.load(given.logits + row * V + tl.maximum(tl.load(token_ptr + row), 0))
+            tl.store(above_ptr + row * blocks + block, tl.sum((x > own).to(tl.int32), axis=0))
 
 
 # logprobs  own[b] = x − highest − log(sum exp(x − highest)) of the token, top[b, :] that of the first n ranks, ids[b,
-#           :] which those are; −inf and −1 where there are none
-# shapes    logits float32 [B, V]; highest float32, first int32, sums float64 [B, blocks]; token int32, own float64 [B];
-#           ids int32, top float64 [B, n]
+#           :] which those are; −inf and −1 where there are none; with above also ranks[b] = 1 + sum of above[b], −1 and
+#           −2: ops.token_logprobs
+# shapes    logits float32 [B, V]; highest float32, first int32, sums float64, above int32 [B, blocks]; token, ranks
+#           int32, own float64 [B]; ids int32, top float64 [B, n]
 # grid      (B,): a program takes the highest of what the blocks have left, n times, and reads its block again
 # bytes     4 * BLOCK * n + 16 * blocks for each row
 # limits    none
 @triton.jit
 def _logprobs_kernel(
-    given, sums_ptr, token_ptr, own_ptr, ids_ptr, top_ptr, n, V, blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    given, sums_ptr, above_ptr, token_ptr, own_ptr, ranks_ptr, ids_ptr, top_ptr, n, V, blocks, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -222,6 +229,10 @@ def _logprobs_kernel(
     left = tl.load(given.highest + at, mask=there, other=float("-inf"))
     firsts = tl.load(given.first + at, mask=there, other=_FAR)
     highest, token = tl.max(left, axis=0), tl.load(token_ptr + row)
+    if above_ptr is not None:
+        token = tl.where((token < 0) | is_finite(highest), token, -2)
+        rank = 1 + tl.sum(tl.load(above_ptr + at, mask=there, other=0), axis=0)
+        tl.store(ranks_ptr + row, tl.where(token >= 0, rank, token))
     base = tl.log(tl.sum(tl.load(sums_ptr + at, mask=there, other=0.0), axis=0))  # a row without a token: anything
     own = tl.load(given.logits + row * V + tl.maximum(token, 0)).to(tl.float64) - highest.to(tl.float64) - base
     tl.store(own_ptr + row, tl.where(token >= 0, own, float("-inf")))
@@ -253,9 +264,7 @@ def sample_tokens(
     if B == 0:
         return
     assert logits.is_contiguous()
-    fewest, most = SAMPLE_BLOCK
-    block = min(most, max(fewest, triton.next_power_of_2(triton.cdiv(V, SAMPLE_PARTS))))
-    blocks = triton.cdiv(V, block)
+    block, blocks = _blocks(V)
     grid, sizes = (B, blocks), {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": block}
     new, pdl = functools.partial(torch.empty, device=logits.device), pdl_options()
     if slots is not None or masked is not None:
@@ -280,5 +289,31 @@ def sample_tokens(
     _draw_kernel[(B,)](given, limits, best, tokens, out[0], blocks, BLOCKS=sizes["BLOCKS"], **pdl)
     if logprobs is not None:
         sums = new(grid, dtype=torch.float64)
-        _weights_kernel[grid](given, sums, V, **sizes, **pdl)
-        _logprobs_kernel[(B,)](given, sums, *out, logprobs, V, blocks, **sizes, **pdl)
+        _weights_kernel[grid](given, sums, None, None, V, **sizes, **pdl)
+        tokens, own, ids, top = out
+        _logprobs_kernel[(B,)](given, sums, None, tokens, own, None, ids, top, logprobs, V, blocks, **sizes, **pdl)
+
+
+@kernel(ops.token_logprobs, device="cuda")
+def token_logprobs(logits, tokens, top=0, *, out):
+    B, V = logits.shape
+    if B == 0:
+        return
+    assert logits.is_contiguous()
+    block, blocks = _blocks(V)
+    grid, sizes = (B, blocks), {"BLOCKS": triton.next_power_of_2(blocks), "BLOCK": block}
+    new, pdl = functools.partial(torch.empty, device=logits.device), pdl_options()
+    highest, first = new(grid, dtype=torch.float32), new(grid, dtype=torch.int32)
+    given = Given(logits, highest, first, tokens, *[tokens] * 5)  # rows without one are inactive; none is drawn
+    _maxima_kernel[grid](given, None, V, BLOCK=block, **pdl)
+    sums, above = new(grid, dtype=torch.float64), new(grid, dtype=torch.int32)
+    _weights_kernel[grid](given, sums, tokens, above, V, **sizes, **pdl)
+    own, ranks, ids, values = out
+    _logprobs_kernel[(B,)](given, sums, above, tokens, own, ranks, ids, values, top, V, blocks, **sizes, **pdl)
+
+
+def _blocks(V: int) -> tuple[int, int]:
+    """Logits of a block, and how many blocks a row of V has."""
+    fewest, most = SAMPLE_BLOCK
+    block = min(most, max(fewest, triton.next_power_of_2(triton.cdiv(V, SAMPLE_PARTS))))
+    return block, triton.cdiv(V, block)
