@@ -76,7 +76,8 @@ class Programs:
         bound, inputs = self._commits[key]
         inputs["slots"][:] = device.to_device(np.array([one.slot for one in sequences], np.int32))
         inputs["accepted"][:] = device.to_device(np.array([one.accepted for one in sequences], np.int32))
-        bound.run()
+        with device.running(self.batch_invariant):
+            bound.run()
 
     @property
     def options(self) -> dict[str, Any]:

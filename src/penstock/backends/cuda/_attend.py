@@ -164,7 +164,7 @@ def _constants(
         raise BackendError(f"attention: keys are {W + W2} and values {WV} wide, expected at most 576 and 512 on cuda")
     return Constants(
         GROUP=H // Hkv, W=W, W2=W2, WV=WV, B=_padded(W), B2=_padded(W2), BV=_padded(WV), M=0, N=0, COUNTED=2,
-        KEYS=keys.value, LAYOUT=0, WINDOWED=window is not None, SPLIT=False, EXACT=False, ONE=False,
+        KEYS=keys.value, LAYOUT=0, WINDOWED=window is not None, SPLIT=False, EXACT=False, ONE=False, BY_ROW=False,
     )  # fmt: skip
 
 
@@ -186,6 +186,7 @@ def attend(
     gate: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    short: int = 0,
 ) -> None:
     """Launch the attention of these keys and, if the positions were split, what puts the parts together.
 
@@ -193,8 +194,9 @@ def attend(
     the keys if it has arrays of its own (with v = k: latents). steps: T may be any number, so `deterministic` forbids
     to look at it. state: instead of writing `out`, merge into float32 (running max, denominator, accumulator, first),
     with the weights of the values in float32 as well. gate: like out, which is multiplied by its sigmoid. starts: of
-    sequences whose run is one row, which is where starts says; T is 1, and rows of other runs stay as they are. sinks
-    [H]: scores of heads without a value.
+    sequences whose run is one row, which is where starts says; T is 1, and rows of other runs stay as they are. short:
+    with starts, of all rows of runs of up to so many, each as if it were its sequence's only one. sinks [H]: scores of
+    heads without a value.
     """
     B, T, H, heads, WV = sizes
     if scale < 0:
@@ -203,24 +205,28 @@ def attend(
         window = None
     counted = 0 if isinstance(number, int) else 1 + number.ndim
     C = _constants(q, q2, k, v, (H, heads, WV), window)._replace(COUNTED=counted, EXACT=state is not None, ONE=T == 1)
+    C = C._replace(BY_ROW=short > 0)
     keys = C.KEYS
     (M, N, warps, stages, BV), tiles, splits = _sizes(q, C, cache, number, shift, window, sizes, steps)
     split = splits > 1 or state is not None
     C = C._replace(BV=BV, M=M, N=N, LAYOUT=cache.layout(N), SPLIT=split)
     part, stats = out, out
     if split:
-        part = torch.empty(B * T * H * splits * WV, dtype=torch.float32, device=q.device)
-        stats = torch.empty(B * T * H * splits * 2, dtype=torch.float32, device=q.device)
+        lines = (len(q) if short else B * T) * H * splits
+        part = torch.empty(lines * WV, dtype=torch.float32, device=q.device)
+        stats = torch.empty(lines * 2, dtype=torch.float32, device=q.device)
     table = q if cache.table is None else cache.table
     second = (q if q2 is None else q2, k, k if k2 is None else k2)
     arrays = Arrays(q, *second, v, table, None if split else gate, part, stats, starts, sinks)
     model = Heads(heads, cache.page, scale * math.log2(math.e) or 1e-30)  # 0 · −inf is not −inf
     rows = (cache.entries, cache.pages, cache.capacity)
-    grid, options = (B * tiles * splits * heads * -(-WV // BV),), {"num_warps": warps, "num_stages": stages}
+    each = max(1, short)  # programs for each row of a run
+    grid, options = (B * each * tiles * splits * heads * -(-WV // BV),), {"num_warps": warps, "num_stages": stages}
     if T == 1 and keys != LATENT.value:
         decode_kernel[grid](
-            arrays, number, *rows, shift, window or 0, splits, model, C=compiled_for(C), **options, **pdl_options()
-        )
+            arrays, number, *rows, window or 0, splits, model, C=compiled_for(C), SHIFT=shift, SHORT=short, **options,
+            **pdl_options(),
+        )  # fmt: skip
     else:
         kernel = latent_kernel if keys == LATENT.value else prefill_kernel
         assert shift == (-T if keys == LATENT.value else 0)
@@ -233,13 +239,14 @@ def attend(
         accumulate_kernel[(H,)](part, stats, top, total, acc, splits, WV, S=S, BLOCK=_padded(WV), FIRST=first)
     elif split:
         tile = _combined(splits, WV)
-        combine_kernel[(B * T * H, -(-WV // tile["BLOCK"]))](
-            part, stats, gate, number if counted and T == 1 else None, starts, out, splits, shift + 1, cache.capacity,
-            cache.capacity if window is None else window, H, WV, N=N, EACH=counted - 1, **tile, **pdl_options(),
+        combine_kernel[(B * each * T * H, -(-WV // tile["BLOCK"]))](
+            part, stats, gate, number if counted and T == 1 else None, starts, out, splits, cache.capacity,
+            cache.capacity if window is None else window, H, WV, MORE=shift + 1, N=N, EACH=counted - 1, SHORT=short,
+            **tile, **pdl_options(),
         )  # fmt: skip
 
 
-ANSWER_ROWS = 1  # of a run up to which it is attended to as a step of decoding
+ANSWER_ROWS = 8  # of a run up to which each is attended to as a step of decoding; of latents one
 _ANY = (1 << 31) - 1
 ALL_RUNS = (0, _ANY, _ANY)  # limits of a launch that leaves none out
 
@@ -262,16 +269,18 @@ def attend_runs(
     up_to: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """The attention of the runs of sequences: `attend` of those of ANSWER_ROWS, tiles of the rows of all others.
+    """The attention of the runs of sequences: `attend` of those of ANSWER_ROWS (of latents: one row), tiles of the rows
+    of all others.
 
     heads: of queries, of keys and values, width of a value. longest, up_to: runs of more rows than `longest` that end
     at up to `up_to` positions are left out. Those and the rows of no sequence are 0.
     """
     B = len(lengths)
-    few = 0 if longest is not None and longest < ANSWER_ROWS else ANSWER_ROWS
+    short = ANSWER_ROWS if q2 is None and longest is None else 0
+    few = short or (0 if longest is not None and longest < 1 else 1)
     if few and B:
-        sizes = (B, 1, *heads)
-        attend(q, q2, k, k2, v, out, cache, lengths, -1, scale, window, sizes, gate=gate, starts=starts, sinks=sinks)
+        sizes, more = (B, 1, *heads), {"gate": gate, "starts": starts, "sinks": sinks}
+        attend(q, q2, k, k2, v, out, cache, lengths, -1, scale, window, sizes, **more, short=short)
     limits = (few, _ANY if longest is None else longest, _ANY if up_to is None else up_to)
     attend_tiles(q, q2, k, k2, v, out, cache, lengths, starts, scale, window, heads, gate, limits, len(q), sinks)
 

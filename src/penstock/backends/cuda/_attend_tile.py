@@ -26,7 +26,8 @@ Heads = namedtuple("Heads", "heads page scale")
 # What a kernel is compiled for: widths W of a key, W2 of its second part and WV of a value, each up to a power of two
 # B, B2, BV (BV less: a block of columns); M rows and N positions of a tile. COUNTED: number is an int (0), an array of
 # one (1) or one of each sequence (2). EXACT: weights of the values stay float32. ONE: one token of each sequence.
-Constants = namedtuple("Constants", "GROUP W W2 WV B B2 BV M N COUNTED KEYS LAYOUT WINDOWED SPLIT EXACT ONE")
+# BY_ROW: one row of a run, and its part of a split by the row.
+Constants = namedtuple("Constants", "GROUP W W2 WV B B2 BV M N COUNTED KEYS LAYOUT WINDOWED SPLIT EXACT ONE BY_ROW")
 # The part of one program: first column of its values, key-value head, split, tile of rows, sequence and its first row.
 Program = namedtuple("Program", "block head split tile b first")
 # What the rows of a program see: positions low … high − 1, a row at `at` those up to it and inside the window.
@@ -267,9 +268,12 @@ def _attend_view(view, entry, begin, earliest, latest, splits, top, total, h, C:
 
 
 @triton.jit
-def _part_of(p, T):
-    """Where a split leaves its part: by sequences, wherever their rows are."""
-    return Program(p.block, p.head, p.split, p.tile, p.b, p.b.to(tl.int64) * T)
+def _part_of(p, T, C: tl.constexpr):
+    """Where a split leaves its part: by sequences, wherever their rows are, unless programs are of rows."""
+    first = p.first
+    if not C.BY_ROW:
+        first = p.b.to(tl.int64) * T
+    return Program(p.block, p.head, p.split, p.tile, p.b, first)
 
 
 @triton.jit
@@ -284,7 +288,7 @@ def store_zeros(a, p, T, h, C: tl.constexpr):
 @triton.jit
 def _store_nothing(a, p, T, splits, h, C: tl.constexpr):
     """The maximum and denominator of a split in which no position is in sight."""
-    _, live, line = _rows_of(_part_of(p, T), T, h.heads, C)
+    _, live, line = _rows_of(_part_of(p, T, C), T, h.heads, C)
     line = line * splits + p.split
     tl.store(a.stats + line * 2, tl.full([C.M], float("-inf"), tl.float32), mask=live)
     tl.store(a.stats + line * 2 + 1, tl.zeros([C.M], tl.float32), mask=live)
@@ -296,7 +300,7 @@ def _store_rows(a, p, acc, top, total, T, splits, h, C: tl.constexpr):
     # The rows once more, from a number that only we know to be 0: those of above would be kept in registers, and spill.
     tile = Program(p.block, p.head, p.split, p.tile + tl.minimum(splits, 0), p.b, p.first)
     if C.SPLIT:
-        tile = _part_of(tile, T)
+        tile = _part_of(tile, T, C)
     _, live, line = _rows_of(tile, T, h.heads, C)
     dv = p.block + tl.arange(0, C.BV)
     if C.SPLIT:

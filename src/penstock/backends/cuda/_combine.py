@@ -6,6 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._launch import sigmoid
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._runs import row_of
 
 
 @triton.jit
@@ -35,30 +36,40 @@ def _merged(part_ptr, stats_ptr, line, d, splits, used, WIDTH, S: tl.constexpr):
 # shapes    part float32 [rows, splits, WIDTH], stats float32 [rows, splits, 2] (top, total), out, gate [rows, WIDTH];
 #           number (or None) int32 [rows / heads], or one number where EACH is 0: with `more` the positions, of which
 #           `window` are in sight; splits beyond them are not read. With starts row r is that of sequence r / heads,
-#           which is the only one of its run, and goes to it in out
+#           which is the only one of its run, and goes to it in out; if SHORT, there are so many rows of each sequence,
+#           parts are those of the rows of runs, and number goes by sequences
 # grid      (rows, ⌈WIDTH / BLOCK⌉): BLOCK columns of a row over all splits at once
 # bytes     4 · rows · splits · WIDTH, in L2 since the launch before wrote them
 # limits    S = next power of two ≥ splits; S · BLOCK floats in registers
 #
 # PDL: it starts while `attend` ends, which by then has seen the end of the kernel before itself: so `number` is read
 # before it waits.
-@triton.jit(do_not_specialize=["splits", "more", "capacity", "window"])
+@triton.jit(do_not_specialize=["splits", "capacity", "window"])
 def combine_kernel(
-    part_ptr, stats_ptr, gate_ptr, number_ptr, starts_ptr, out_ptr, splits, more, capacity, window, heads, WIDTH,
-    N: tl.constexpr, EACH: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    part_ptr, stats_ptr, gate_ptr, number_ptr, starts_ptr, out_ptr, splits, capacity, window, heads, WIDTH,
+    MORE: tl.constexpr, N: tl.constexpr, EACH: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     line = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = splits
-    if number_ptr is not None:
-        high = tl.minimum(tl.maximum(tl.load(number_ptr + line // heads * EACH) + more, 0), capacity)
+    if SHORT > 0:
+        b, row, shift, there = row_of(starts_ptr, line // heads, SHORT)
+        line = row.to(tl.int64) * heads + line % heads
+        high = tl.minimum(tl.maximum(tl.load(number_ptr + b * EACH) + shift + 1, 0), capacity)
+        used = tl.minimum(tl.cdiv(high - tl.maximum(high - window, 0) // N * N, N), splits)
+    elif number_ptr is not None:
+        high = tl.minimum(tl.maximum(tl.load(number_ptr + line // heads * EACH) + MORE, 0), capacity)
         used = tl.minimum(tl.cdiv(high - tl.maximum(high - window, 0) // N * N, N), splits)
     if PDL:
         gdc_wait()
     to = line
-    if starts_ptr is not None:
+    if SHORT > 0:
+        if there == 0:
+            return
+    elif starts_ptr is not None:
         first = tl.load(starts_ptr + line // heads)
         if tl.load(starts_ptr + line // heads + 1) != first + 1:
             return

@@ -162,8 +162,8 @@ def _mix_runs_kernel(
 # verify    `recurrence` over the accepted tokens behind `mix of runs`, after which the state is written; then over the
 #           run, behind which it moves on too unless that is kept
 # shapes    as in `mix of runs`; state [S, Hv, Dv, Dk], y_out [T, Hv, Dv]
-# grid      (B + 1, Hv, blocks of Dv): one program owns ROWS value rows of a state; those of B rows of no sequence, which
-#           are 0
+# grid      (B + 1, Hv, blocks of Dv): one program owns ROWS value rows of a state; those of B rows of no sequence,
+#           which are 0
 # bytes     B * Hv * Dv * Dk * itemsize for the state, read once and, where it moves, written
 # limits    as in `recurrence`
 #
@@ -195,9 +195,9 @@ def _verify_kernel(
     if accepted > 0:
         for place in tl.range(0, accepted, num_stages=AHEAD):
             old = n.to(tl.int64) * K + place
-            _, key, value = token_of(old_ptr, old, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+            _query, key, value = token_of(old_ptr, old, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
             before, strength = gates_of(old_g_ptr, old_b_ptr, old * Hv + head, cols, Hv, Dk, False)
-            S, _ = moved_on(S, key, key, value, before, strength, dtype, False)
+            S, _read = moved_on(S, key, key, value, before, strength, dtype, False)
         tl.store(tile, rounded(S, dtype), mask=moved)
     for t in tl.range(low, high, num_stages=AHEAD):
         q, k, v = token_of(y_ptr, t, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)

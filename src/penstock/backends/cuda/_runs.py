@@ -20,6 +20,17 @@ def sequence_of(starts_ptr, B, t, SEQUENCES: tl.constexpr):
 
 
 @triton.jit
+def row_of(starts_ptr, number, SHORT: tl.constexpr):
+    """Row number % SHORT of the run of sequence number // SHORT: that sequence, the row, minus how many of the run come
+    from it on, and whether there is such a row, in a run of up to SHORT.
+    """
+    b, place = number // SHORT, number % SHORT
+    first = tl.load(starts_ptr + b)
+    T = tl.load(starts_ptr + b + 1) - first
+    return b, first + place, place - T, (place < T) & (T <= SHORT)
+
+
+@triton.jit
 def by_chunks(length, kept, longest):
     """Whether a run of the delta rule goes by chunks: one of more than `longest` rows that is not kept."""
     return (length > longest) & (kept == 0)

@@ -158,14 +158,14 @@ def gated_delta_net(
 
 @kernel(ops.delta_commit, device="cuda")
 def delta_commit(conv_state, state, gates, slots, accepted, conv_weight, Hk) -> None:
-    """Runs of no rows behind what was accepted; or the convolution of the kept rows, which moves on, rms_norm_qk of
-    what it gives, the recurrence.
+    """The convolution of the kept rows, which moves on; rms_norm_qk of what it gives; the recurrence. Where bits are
+    not to depend on when it is done, as steps do it: runs of no rows behind what was accepted.
     """
     (B,), K, C = slots.shape, gates.shape[1], conv_state.shape[2]
     if not B or not K:
         return
-    Hv, Dv, Dk = state.shape[1:]
-    if takes_runs(conv_weight.shape[1]) and gates.shape[2] == 2:
+    Hv, _, Dk = state.shape[1:]
+    if deterministic() and takes_runs(conv_weight.shape[1]) and gates.shape[2] == 2:
         none, rows = conv_state.new_empty((0, Hv)), conv_state.new_empty((0, C))
         runs, unread = (gates, slots, slots.new_zeros(B + 1), None, accepted), conv_weight
         verify(rows, none, none, none, conv_state, state, *runs, conv_weight, *(unread,) * 3, Hk, 0.0, "silu", rows)
