@@ -263,11 +263,11 @@ def test_the_gate_takes_what_makes_tokens_come_soonest() -> None:
 def test_the_gate_measures_what_it_does_not_know() -> None:
     one = DraftGate()
     assert GATE(one, [SURE]) == 0  # what a step without takes is not known
-    for _ in range(3):
-        one.record(1, 0, 1.0)
+    for seconds in (90.0, 900.0, 90.0, 9.0, 1.0):  # compiled, captured, launched before
+        one.record(1, 0, seconds)
     assert GATE(one, [SURE]) > 0 and GATE(one, [SURE] * 2) == 0 and GATE(one, [SURE] * 33) == 0
     for drafts in (1, 2, 3, 7):
-        for _ in range(3):
+        for _ in range(5):
             one.record(1, drafts, 9.0)
     assert GATE(one, [SURE]) == 0
 
