@@ -170,8 +170,9 @@ class Engine:
         asked = speculate == "mtp" or (speculate == "auto" and by_itself)
         whole = model.mesh is None or (leader is not None and not self.device.captures)  # the first rank has the head
         runs_head = self.device.runs_programs and whole and drafts > 0 and asked
-        head = _with_frequent_rows(model.head) if runs_head and model.family.final_norm is not None else None
+        head = model.head if runs_head and model.family.final_norm is not None else None
         if head is not None:
+            head = _with_frequent_rows(head)
             layouts = (*layouts, mtp.layout(head, model.family))
         make = Caches if leader is None else leader.caches
         self.caches = make(layouts, dtype, self.device)
@@ -769,11 +770,11 @@ class Engine:
             )
 
 
-def _with_frequent_rows(head: Head | None) -> Head | None:
+def _with_frequent_rows(head: Head) -> Head:
     """A head that drafts the most frequent tokens alone where there are many others, whose rows of lm_head are most of
     what a draft reads.
     """
-    return head if head is None or head.rows < 2 * DRAFT_ROWS else mtp.with_rows(head, DRAFT_ROWS)
+    return head if head.rows < 2 * DRAFT_ROWS else mtp.with_rows(head, DRAFT_ROWS)
 
 
 @contextlib.contextmanager
