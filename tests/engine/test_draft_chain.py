@@ -7,16 +7,19 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import penstock
 from penstock.api import LLM
+from penstock.engine.draft_chain import AheadRun
 from penstock.engine.draft_gate import DraftGate
 from penstock.engine.engine import Engine
 from penstock.engine.request import Request
 from penstock.engine.sampling import SamplingParams
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculate import Acceptance, Speculation
+from penstock.engine.steps import Run
 from tests.engine.capturing import CapturingHost
 from tests.engine.test_speculate import with_head
 from tests.models.common import some_tokens
@@ -144,6 +147,31 @@ def test_heads_of_requests_that_need_the_host_draft_as_exact_ones(demo: LLM, tex
             found.append([handle.result(60) for handle in handles])
     for plain, drafted in zip(*found, strict=True):
         assert (plain.tokens, plain.logprobs) == (drafted.tokens, drafted.logprobs)
+
+
+def test_what_the_host_has_accepted_is_committed_on_the_device(demo: LLM) -> None:
+    """To the bit as token by token, behind a run of which three tokens count."""
+    engine, row = demo.engine, {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    ids = demo.tokenizer.encode("Once upon a time there was a miller who had a daughter and she")[:9]
+    engine.ensure_allocated()
+    states, tokens = [], []
+    for ahead in (False, True):
+        sequence = engine.open()
+        engine.prefill(sequence, ids[:5])
+        if ahead:
+            engine.step([Run(sequence, np.array([*ids[5:8], 1], np.int32), "all", keep=True)])
+            engine.accept(sequence, 3)
+            tokens.append(engine.launch_ahead([AheadRun(sequence, ids[8:], 8)], 3, [row], "greedy").tokens()[0])
+            engine.advance_ahead(sequence, 3, 1)
+            engine.settle(sequence)
+        else:
+            tokens += [int(engine.decode([sequence], [token])[0].argmax()) for token in ids[5:]][-1:]
+        states.append([np.array(one) for one in engine.caches.copied_states(sequence)])
+        engine.close(sequence)
+    assert tokens[0] == tokens[1]
+    for one, other in zip(*states, strict=True):
+        rows = slice(3 if one.ndim == 2 else None)  # behind those of the convolution are kept ones
+        np.testing.assert_array_equal(one[rows], other[rows])
 
 
 def test_requests_join_and_end_in_between(demo: LLM, texts: list[str], steps: list[tuple[int, int]]) -> None:

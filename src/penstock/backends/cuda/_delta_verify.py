@@ -193,17 +193,18 @@ def _verify_kernel(
         return
     accepted, keep = _count(accepted_ptr, n, K), _count(keep_ptr, n, T)
     if accepted > 0:
-        for place in tl.range(0, accepted, num_stages=AHEAD):
+        for place in tl.range(0, accepted.to(tl.int32), num_stages=AHEAD):
             old = n.to(tl.int64) * K + place
             _query, key, value = token_of(old_ptr, old, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
             before, strength = gates_of(old_g_ptr, old_b_ptr, old * Hv + head, cols, Hv, Dk, False)
             S, _read = moved_on(S, key, key, value, before, strength, dtype, False)
         tl.store(tile, rounded(S, dtype), mask=moved)
-    for t in tl.range(low, high, num_stages=AHEAD):
-        q, k, v = token_of(y_ptr, t, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
-        g, b = gates_of(g_ptr, b_ptr, t * Hv + head, cols, Hv, Dk, False)
+    for t in tl.range(low.to(tl.int32), high.to(tl.int32), num_stages=AHEAD):
+        token = tl.cast(t, tl.int64)
+        q, k, v = token_of(y_ptr, token, head, rows, cols, Hk, Hv, Dk, Dv, GROUP)
+        g, b = gates_of(g_ptr, b_ptr, token * Hv + head, cols, Hv, Dk, False)
         S, y = moved_on(S, q, k, v, g, b, dtype, False)
-        tl.store(out_ptr + t * Hv * Dv, rounded(y, out_ptr.dtype.element_ty), mask=rows < Dv)
+        tl.store(out_ptr + token * Hv * Dv, rounded(y, out_ptr.dtype.element_ty), mask=rows < Dv)
     if keep == 0:
         tl.store(tile, rounded(S, dtype), mask=moved)
 
