@@ -300,6 +300,18 @@ def test_the_gate_measures_what_it_does_not_know() -> None:
     assert GATE(one, [SURE]) == 0
 
 
+def test_the_gate_learns_what_more_drafts_take_than_seem_best() -> None:
+    """By steps of none and of one three would take too long; they take less."""
+    one, took = DraftGate(), {0: 1.0, 1: 1.7, 2: 1.9, 3: 2.1, 7: 9.0}
+    for _ in range(5):
+        one.record(1, 0, took[0])
+    taken = []
+    for _ in range(40):
+        taken.append(GATE(one, [SURE]))
+        one.record(1, taken[-1], took[taken[-1]])
+    assert taken[-20:] == [3] * 20 and taken.count(7) <= 5
+
+
 def test_the_gate_tries_drafts_that_do_not_pay_ever_more_rarely() -> None:
     one = gate(s0=1.0, s1=1.5)
     taken = [GATE(one, [UNSURE]) for _ in range(4000)]

@@ -53,7 +53,8 @@ def check_accepted(llm: LLM, prompt: list[int], count: int, acceptance: tuple[fl
         (done,) = answered(made, [prompt], count, {}, acceptance=acceptance, **drafting)
     assert all(hits == tries for tries, hits in done.timings.draft_places[: drafts - 1]) and done.timings.draft_n > 0
     logits = llm.logits([*prompt, *done.tokens[:-1]])[len(prompt) - 1 :]
-    own = [int(row.argmax()) == token for row, token in zip(logits, done.tokens, strict=True)]
+    near = 0.02 * np.abs(logits).max(1)  # prompts take other kernels: two highest logits may change places
+    own = [row.max() - row[token] <= gap for row, token, gap in zip(logits, done.tokens, near, strict=True)]
     # the first of the prompt, one without drafts, then of each step the token behind the drafts that count
     places = [0, 1, *range(1 + drafts, count, drafts)]
     assert all(own[place] for place in places)

@@ -63,10 +63,16 @@ class DraftGate:
             for place, chance in enumerate(one.acceptance.chances(one.kind, sizes[-1])):
                 gains[place] += chance
         best, rate = 0, (_STAY if self._drafts else _BEGIN) * len(answers) / costs(1)
+        least = costs(1)  # what a step of more drafts takes at the least
         for size in sizes:
-            found = (len(answers) + sum(gains[:size])) / costs(1 + size)
-            if found > rate:
-                best, rate = size, found
+            tokens = len(answers) + sum(gains[:size])
+            if not costs.settled(1 + size):
+                if tokens / least > rate:  # it may pay: it is taken until what it takes is known
+                    return size
+                continue
+            least = max(least, costs(1 + size))
+            if tokens / costs(1 + size) > rate:
+                best, rate = size, tokens / costs(1 + size)
         return best
 
     def record(self, answers: int, drafts: int, seconds: float) -> None:

@@ -208,11 +208,15 @@ class StepCosts:
 
     def expect(self, tokens: int, seconds: float) -> None:
         """A step of a size that was not met yet takes about so long."""
-        self._met[tokens] += 1
+        self._met[tokens] += _SETTLED
         self._seconds.setdefault(tokens, seconds)
 
     def known(self, tokens: int) -> bool:
         return tokens in self._seconds
+
+    def settled(self, tokens: int) -> bool:
+        """Whether enough steps of a size were met that one which had to wait does not count."""
+        return self._met[tokens] >= _SETTLED
 
     def __call__(self, tokens: int) -> float:
         known = self._seconds
@@ -234,7 +238,7 @@ def lower_quartile(values: Iterable[float]) -> float:
 
 
 _LATEST = 16  # steps of a size
-_UNCOUNTED = 2  # of the first ones
+_UNCOUNTED, _SETTLED = 2, 5  # of the first ones, and so many that what they took is known well
 _ROW = 0.25  # what a token of a step costs more than none, as a share of a step of one, before any was measured
 
 

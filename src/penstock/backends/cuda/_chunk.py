@@ -191,7 +191,7 @@ def _advance_kernel(
 @functools.cache
 def _tiles(Dk: int, Dv: int, major: int, channels: bool) -> tuple[int, int, int]:
     """Padded key width, columns of S of a program and stages of `_advance_kernel`."""
-    DK = max(16, triton.next_power_of_2(Dk))
+    DK = max(32 if channels else 16, triton.next_power_of_2(Dk))  # Triton 3.6 has no layout for 16 of channels
     BV = min(32, max(16, triton.next_power_of_2(Dv)))
     return DK, BV, 3 if major in (9, 10) and not channels else 1  # 227 KB of shared memory, or as little as 99
 

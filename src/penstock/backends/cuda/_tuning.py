@@ -211,9 +211,10 @@ FEW_GROUPS = {
 }
 FEW_TILES = ((10, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
 FEW_PROGRAMS = 8  # for each multiprocessor
-# Tokens from which and pairs per expert up to which lanes take experts. A step of 8 layers in µs, pair by pair and by
-# lanes: 803 and 765 at 8 tokens. A block alone at 32: 162 and 118.
-FEW_EXPERTS = (8, 10)
+# Tokens from which lanes take experts, where they have MOE_GROUPED pairs each or fewer (streamed ones come all at once
+# then, so that they go the same way) and where they have more; pairs per expert up to which they do. A step of 8 layers
+# in µs, pair by pair and by lanes: 803 and 765 at 8 tokens. A block alone at 32: 162 and 118.
+FEW_EXPERTS = (8, 17, 10)
 
 # Whole rows: numbers of a program at least, numbers of a thread in long rows (8 in short ones), fewest and most warps.
 # At 4096 rows: dim 2816 13.7 µs, with 16 per thread 14.5; dim 7168 30.7 against 32.4; heads of 128 26.6, with 16 per

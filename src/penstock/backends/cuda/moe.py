@@ -63,7 +63,8 @@ def _by_lanes(variant: str | None, x: torch.Tensor, stacks: list[Any], ids: torc
     fit = takes(x, *stacks) and same_codes(*stacks[:-1]) and not any(isinstance(w, GgufTensor) for w in stacks)
     if variant == "lanes" and not fit:
         raise refused(x, *stacks)
-    (T, k), (least, most) = ids.shape, FEW_EXPERTS
+    (T, k), (spread, crowded, most) = ids.shape, FEW_EXPERTS
+    least = spread if T * k <= MOE_GROUPED * experts else crowded
     return variant == "lanes" or (variant is None and fit and least <= T and T * k <= most * experts)
 
 
