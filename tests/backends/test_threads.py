@@ -37,6 +37,32 @@ def test_threads_beyond_the_machine_are_refused():
     assert "threads is 9999, expected 1 to" in in_child(COUNT, PENSTOCK_THREADS="9999")
 
 
+SCRATCH = """
+import threading
+import numpy as np
+from tests.ops.common import normal, quantized
+from penstock import ops
+
+rng = np.random.default_rng(0)
+w, rows = quantized(rng, 1024, 512), [normal(rng, 2, 512) for _ in range(8)]
+want, wrong = [ops.quantized_matmul(x, w, "int8") for x in rows], []
+
+def work(x, y):
+    wrong.extend(not np.array_equal(ops.quantized_matmul(x, w, "int8"), y) for _ in range(500))
+
+workers = [threading.Thread(target=work, args=pair) for pair in zip(rows, want)]
+[worker.start() for worker in workers]
+[worker.join() for worker in workers]
+print(len(wrong), sum(wrong))
+"""
+
+
+def test_kernels_hold_their_scratch_as_long_as_they_use_it():
+    """With one heap for all threads and none of their own, what one of them frees too early another one has at once."""
+    tunables = "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"
+    assert in_child(SCRATCH, GLIBC_TUNABLES=tunables) == "4000 0\n"
+
+
 def test_kernels_may_be_called_from_many_threads_at_once(rng):
     w, rows = quantized(rng, 1024, 512), [normal(rng, 2, 512) for _ in range(8)]
     want = [ops.quantized_matmul(x, w, "int8") for x in rows]

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.backends.cpu import _blocks
 from penstock.backends.cpu._blocks import KINDS, STEP
 from penstock.backends.cpu._formats import FLOAT16, number, widened
-from penstock.backends.cpu._simd import LANES, TWICE, at
+from penstock.backends.cpu._simd import LANES, TWICE, at, keep
 from penstock.backends.cpu.compile import njit
 from penstock.quant.gguf_blocks import GROUP, LEVELS
 
@@ -169,7 +169,9 @@ def int8_dot(kind: int, portable: bool, how: int) -> Any:
             return _blocks.block_dot(at(row, 0), x, d, sx, steps, kind, how)
         whole = np.zeros(steps * nbytes, np.uint8)
         whole[: row.size] = row
-        return _blocks.block_dot(at(whole, 0), x, d, sx, steps, kind, how)
+        y = _blocks.block_dot(at(whole, 0), x, d, sx, steps, kind, how)
+        keep(whole)
+        return y
 
     return dot
 
@@ -189,5 +191,6 @@ def unpack(kind: int, how: int) -> Any:
             whole = np.zeros(steps * nbytes, np.uint8)
             whole[: row.size] = row
             _blocks.block_codes(at(whole, 0), c, s, b, steps, kind, how)
+            keep(whole)
 
     return codes

@@ -38,7 +38,7 @@ from penstock.backends.cpu._formats import (
     writable,
 )
 from penstock.backends.cpu._math import gelu32, silu32
-from penstock.backends.cpu._simd import at
+from penstock.backends.cpu._simd import at, keep
 from penstock.backends.cpu._threads import run
 from penstock.backends.cpu.compile import SUM_IN_ANY_ORDER, njit
 from penstock.backends.cpu.features import usable_features
@@ -620,6 +620,7 @@ def int8_one(kind: int, how: int) -> Any:
             s, b = at(scales, row * each), at(biases, row * each)
             out[i] = scaled(ints, s, b, d, sx, groups, form)
             i += 1
+        keep(sums)
 
     return rows
 
@@ -888,6 +889,7 @@ def _block_task(kind: int, how: int) -> Any:
         ps, pb = np.empty((groups, STRIP), np.float32), np.empty((groups, STRIP), np.float32)
         acc = np.empty(STRIP * 8 * STRIP, np.float32)
         _simd.code_panel(at(c, 0), K, rows, at(panel, 0), K, 8)
+        keep(c)
         for r in range(STRIP):
             for g in range(groups):
                 ps[g, r], pb[g, r] = s[min(r, rows - 1), g], b[min(r, rows - 1), g]
