@@ -13,6 +13,7 @@ from penstock.engine.sampling import SamplingParams
 from penstock.engine.scheduler import Scheduler
 from tests.engine.test_speculate import HEADS
 from tests.models.common import small_config, some_tokens
+from tests.models.made import decoded
 
 
 def made(config: dict[str, Any]) -> LLM:
@@ -52,9 +53,8 @@ def check_accepted(llm: LLM, prompt: list[int], count: int, acceptance: tuple[fl
     with Scheduler(llm, prefix_cache=False, allocate=False) as made:
         (done,) = answered(made, [prompt], count, {}, acceptance=acceptance, **drafting)
     assert all(hits == tries for tries, hits in done.timings.draft_places[: drafts - 1]) and done.timings.draft_n > 0
-    logits = llm.logits([*prompt, *done.tokens[:-1]])[len(prompt) - 1 :]
-    near = 0.02 * np.abs(logits).max(1)  # prompts take other kernels: two highest logits may change places
-    own = [row.max() - row[token] <= gap for row, token, gap in zip(logits, done.tokens, near, strict=True)]
+    logits = decoded(llm, [*prompt, *done.tokens[:-1]], len(prompt))
+    own = [row.argmax() == token for row, token in zip(logits, done.tokens, strict=True)]
     # the first of the prompt, one without drafts, then of each step the token behind the drafts that count
     places = [0, 1, *range(1 + drafts, count, drafts)]
     assert all(own[place] for place in places)

@@ -17,6 +17,7 @@ def test_small_model_matches_the_definitions():
 def test_a_step_of_one_row_is_six_nodes_a_layer():
     """Biases, the residual stream and the clamped gate are inside of other launches."""
     engine = made(SMALL["gpt_oss"], "cuda", dtype="float32").engine
+    engine.allocate(sequences=1)
     graph = fuse(engine.programs.graph(1, 1, 4, 0, decode=True, padded=True), "cuda")
     found = [node.op.name for node in graph.nodes]
     layer = [
