@@ -411,8 +411,9 @@ class Speculator:
         models = [n for n, one in enumerate(found) if one is not None and not one.tokens]
         each = self.seconds_each if models else 0.0
         counts = choose([[] if one is None else one.chances for one in found], self.costs, room, each)
-        if models and not self.costs.known(len(answers)):  # what a step without drafts takes is measured first
-            counts = [0 if n in models else count for n, count in enumerate(counts)]
+        if not self.costs.known(len(answers)):  # what a step without a head's drafts takes is measured first
+            heads = [one is not None and one.group == "mtp" for one in found]
+            counts = [0 if head else count for head, count in zip(heads, counts, strict=True)]
         counts = self._tried(counts, found, room)
         self._rest = (
             0 if any(counts) or not self.costs.known(len(answers)) else min(_REST, self._every - self._same - 1)
