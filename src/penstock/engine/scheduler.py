@@ -692,8 +692,8 @@ class Scheduler:
             if state.verification is not None or state.verifying:
                 continue
             if state.queue.state == "generating":
-                waits = may_draft and self._waits(state)
-                if state.computed_tokens < len(state.tokens) or (chains and state.can_chain and not waits):
+                known = state.computed_tokens < len(state.tokens)
+                if known or (chains and state.can_chain and not (may_draft and self._waits(state))):
                     (suspects if state.suspect else parts).append(Part.of_answer(state))
             elif state.suspect:
                 suspects.append(self._chunk(state, self._engine.most_tokens))
@@ -729,6 +729,8 @@ class Scheduler:
         if self._engine.device.captures and len(answers) < len(parts):  # there are no such sizes
             return
         if not any(part.state.speculation is not None and part.draws for part in answers):
+            return
+        if self._speculator.rests([part.state.speculation for part in answers]):
             return
         room = min(MOST_LOGITS, self._engine.most_sequences) - len(answers)
         wanted = [(part.state.speculation, self._draft_limit(part)) for part in answers]

@@ -385,6 +385,16 @@ class Speculator:
         each = 0.0 if proposal.tokens else self.seconds_each
         return choose([proposal.chances], self.costs, MOST_DRAFTS, each)[0] > 0
 
+    def rests(self, answers: Sequence[Speculation | None]) -> bool:
+        """Whether the next step of these answers has no drafts, since those of a model did not pay just now. Asked once
+        for each step, before `drafts`.
+        """
+        if not self._rest or any(one is not None and (one.fixed or not one.by_model) for one in answers):
+            return False
+        self._rest -= 1
+        self._same += 1
+        return True
+
     def drafts(
         self, answers: Sequence[tuple[Speculation | None, int]], room: int, draft: Draft
     ) -> list[Proposal | None]:
@@ -393,10 +403,6 @@ class Speculator:
         draft: gives the drafts of a model, for answers by number and how many of them are wanted.
         """
         found: list[Proposal | None] = []
-        if self._rest and all(one is None or (one.by_model and not one.fixed) for one, _ in answers):
-            self._rest -= 1
-            self._same += 1
-            return [None] * len(answers)
         for speculation, most in answers:
             most = 0 if speculation is None else min(most, speculation.most)
             found.append(None if speculation is None or most < 1 else speculation.proposal(self.recent, most))
@@ -405,8 +411,13 @@ class Speculator:
         models = [n for n, one in enumerate(found) if one is not None and not one.tokens]
         each = self.seconds_each if models else 0.0
         counts = choose([[] if one is None else one.chances for one in found], self.costs, room, each)
+        if not self.costs.known(len(answers)):  # what a step without a head's drafts takes is measured first
+            heads = [one is not None and one.group == "mtp" for one in found]
+            counts = [0 if head else count for head, count in zip(heads, counts, strict=True)]
         counts = self._tried(counts, found, room)
-        self._rest = 0 if any(counts) else min(_REST, self._every - self._same - 1)
+        self._rest = (
+            0 if any(counts) or not self.costs.known(len(answers)) else min(_REST, self._every - self._same - 1)
+        )
         for n, (speculation, _) in enumerate(answers):
             proposal = found[n]
             if speculation is not None and speculation.fixed and proposal is not None:

@@ -1,0 +1,51 @@
+"""What drafts of a model cost where they do not pay, and bring where they do, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.speculate import Speculator
+
+STEPS = 4096
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tokens_and_seconds(token: float, draft: float, accepted: int) -> tuple[int, float]:
+    """Of steps of one answer: a step of one token takes a second, each further one `token` and each draft `draft`."""
+    clock = Clock()
+    speculator = Speculator(clock)
+    one, made = speculator.speculation("mtp", 3), 0
+
+    def drafts(counts: dict[int, int]) -> dict[int, list[int]]:
+        clock.now += draft * max(counts.values())
+        return {n: [1] * count for n, count in counts.items()}
+
+    for _ in range(STEPS):
+        found = None if speculator.rests([one]) else speculator.drafts([(one, 3)], 7, drafts)[0]
+        count = 0 if found is None else len(found.tokens)
+        seconds = 1 + token * count
+        clock.now += seconds
+        speculator.costs.record(1 + count, seconds)
+        if count:
+            one.acceptance.record("mtp", count, min(accepted, count))
+        made += 1 + min(accepted, count)
+    return made, clock.now
+
+
+@pytest.mark.parametrize("token, draft, accepted", [(0.7, 0.3, 0), (1.0, 2.0, 0), (1.2, 0.3, 3)])
+def test_speculator_costs_two_percent_at_the_most_where_drafts_do_not_pay(token, draft, accepted):
+    made, seconds = tokens_and_seconds(token, draft, accepted)
+    assert seconds <= 1.02 * made
+
+
+@pytest.mark.parametrize("token, draft, accepted, least", [(0.1, 0.05, 3, 2.4), (0.3, 0.1, 1, 1.2)])
+def test_speculator_takes_drafts_where_they_pay(token, draft, accepted, least):
+    made, seconds = tokens_and_seconds(token, draft, accepted)
+    assert made >= least * seconds
