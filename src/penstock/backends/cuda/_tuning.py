@@ -211,6 +211,11 @@ FEW_GROUPS = {
 }
 FEW_TILES = ((10, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
 FEW_PROGRAMS = 8  # for each multiprocessor
+# Experts through shared memory: tokens from which on; codes of a row that a warp has at most, warps of a program,
+# registers of a thread and programs for each multiprocessor. 256 experts of [512, 2048], gate and up, and down in µs,
+# by lanes and so: 8 tokens 24 and 15, 26 and 15; 32 tokens 63 and 37, 59 and 33; 128 tokens 98 and 65, 85 and 47. With
+# 8 warps 66 and 37 at 32 tokens, with 128 registers and 4 programs 76 and 43.
+STAGED_TOKENS, STAGED_NUMBERS, STAGED_WARPS, STAGED_REGISTERS, STAGED_PROGRAMS = 12, 512, 4, 168, 3
 # Tokens from which lanes take experts, where they have MOE_GROUPED pairs each or fewer (streamed ones come all at once
 # then, so that they go the same way) and where they have more; pairs per expert up to which they do. A step of 8 layers
 # in µs, pair by pair and by lanes: 803 and 765 at 8 tokens. A block alone at 32: 162 and 118.

@@ -30,6 +30,7 @@ from penstock.backends.cuda._matvec_experts import (
     mixed_gate_up,
 )
 from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._staged import staged_products, stages
 from penstock.backends.cuda._tuning import FEW_EXPERTS, MOE_GROUPED, MOE_IN_TURN, MOE_NORMED
 from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.backends.cuda.linear import gate_up, product
@@ -161,9 +162,12 @@ def _lanes_mlp(
     (T, k), shared = ids.shape, common[0] is not None
     tiles = expert_tiles(ids, gate_w.shape[0], slot_of, _count(gate_w, slot_of), shared)
     h = torch.empty((T, k + shared, down_w.shape[-1]), dtype=x.dtype, device=x.device)
-    expert_products(x, gate_w, up_w, tiles, k + shared, act, h, common[0], common[1])
+    both = (gate_w, up_w, *common[:2])
+    products = staged_products if stages(x, h.shape[-1], tiles, act, *both) else expert_products
+    products(x, gate_w, up_w, tiles, k + shared, act, h, common[0], common[1])
     each = torch.empty((T, k + shared, down_w.shape[-2]), dtype=torch.float32, device=x.device)
-    expert_products(h, down_w, None, tiles, 1, None, each, common[2], None, weights, score)
+    products = staged_products if stages(h, each.shape[-1], tiles, None, down_w, common[2]) else expert_products
+    products(h, down_w, None, tiles, 1, None, each, common[2], None, weights, score)
     return each
 
 
