@@ -453,12 +453,13 @@ def _block_of(start, S: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr):
+def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr, expert=None):
     """Weights of U blocks of K per warp, of the pairs from `pair` on: for `multiplied_blocks`.
 
     Rows first … of the matrices of PAIRS_PER_ROW pairs lie one after the other as blocks; `start` is the first block.
     With up the second half of the ROWS rows is that of another weight, `up_row` rows further. The last of every
-    SHARED_EVERY pairs is the shared expert's; ids are those of the others.
+    SHARED_EVERY pairs is the shared expert's; ids are those of the others. expert: that of the only pair, −1 for none
+    and 0 for the shared one, instead of ids.
     """
     BLOCKS: tl.constexpr = triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
     U: tl.constexpr = C.U
@@ -468,7 +469,10 @@ def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr):
         live = at < C.PAIRS_PER_ROW * BLOCKS
         q = (pair + at // BLOCKS).to(tl.int32)
         is_common = at < 0
-        if a.ids is None:
+        if expert is not None:
+            is_common = q % C.SHARED_EVERY == C.SHARED_EVERY - 1
+            slot = tl.where(live, expert, -1).to(tl.int64)
+        elif a.ids is None:
             slot = tl.where(live, q, -1).to(tl.int64)
         elif C.SHARED_EVERY > 0:
             is_common = q % C.SHARED_EVERY == C.SHARED_EVERY - 1
