@@ -20,7 +20,7 @@ from gpu_evidence import evidence
 
 from penstock import api
 from penstock.analysis.trace import taken_layers
-from penstock.backends.cuda import _chosen
+from penstock.backends.cuda import _chosen, _shared_down
 from penstock.backends.cuda._matvec import Config
 from penstock.engine.steps import Run, step_arrays, table_width
 from penstock.graph import Program, fuse_cuda
@@ -36,14 +36,17 @@ def launch_of(rows: int, warps: int, blocks: int) -> Callable[..., Config]:
     return lambda *_: Config(1, rows, warps, blocks, {"num_warps": warps, "num_stages": 1})
 
 
-# A way: rules that are left out, and what `_chosen` is given instead of its sizes.
 CHOSEN = _chosen.config
-WAYS: dict[str, tuple[set[str], Callable[..., Config]]] = {
-    "router chooses": ({"moe_route_forward"}, CHOSEN),
-    "gate and up choose": (set(), CHOSEN),
-    "gate and up choose, 8 rows by 4 warps": (set(), launch_of(8, 4, 1)),
-    "gate and up choose, 8 rows by 2 warps of 2 blocks": (set(), launch_of(8, 2, 2)),
-    "gate and up choose, 16 rows by 4 warps": (set(), launch_of(16, 4, 1)),
+# A way: rules that are left out, numbers of blocks with which down's warps share the common expert, and sizes of gate
+# and up that choose.
+WAYS: dict[str, tuple[set[str], tuple[int, ...], Callable[..., Config]]] = {
+    "neither": ({"moe_route_forward"}, (), CHOSEN),
+    "down shares": ({"moe_route_forward"}, _shared_down.SHARED_DOWN, CHOSEN),
+    "gate and up choose": (set(), (), CHOSEN),
+    "both": (set(), _shared_down.SHARED_DOWN, CHOSEN),
+    "both, gate and up 8 rows by 4 warps": (set(), _shared_down.SHARED_DOWN, launch_of(8, 4, 1)),
+    "both, gate and up 8 rows by 2 warps of 2 blocks": (set(), _shared_down.SHARED_DOWN, launch_of(8, 2, 2)),
+    "both, gate and up 16 rows by 4 warps": (set(), _shared_down.SHARED_DOWN, launch_of(16, 4, 1)),
 }
 
 
@@ -119,7 +122,7 @@ def main() -> None:
     step = Step(args.model, args.layers, args.depth)
     replays, logits, rows = {}, {}, []
     with step.device.running(deterministic=False):
-        for name, (without, _chosen.config) in WAYS.items():
+        for name, (without, _shared_down.SHARED_DOWN, _chosen.config) in WAYS.items():
             bound, nodes = step.bound(without)
             logits[name], replays[name] = step.checked(name, bound)
             first = next(iter(logits.values()))
