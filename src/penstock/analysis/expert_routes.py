@@ -22,7 +22,7 @@ import numpy as np
 from penstock.analysis.weights import walk
 from penstock.engine.admission import all_memory
 from penstock.engine.engine import Engine, Model
-from penstock.engine.heat import EXPERT_OPS, experts_of
+from penstock.engine.heat import EXPERT_OPS, experts_of, ids_of, noting
 from penstock.engine.scheduler import SchedulableModel, Scheduler
 from penstock.errors import CheckpointError, InvalidArgument
 from penstock.experts.simulate import Row, Trace, repeats, table
@@ -227,21 +227,15 @@ def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.nd
     nodes = [node for node in graph.nodes if node.op in EXPERT_OPS]
     if not nodes:
         raise InvalidArgument(f"routes: {engine.model.config.model_type} has no experts, expected a model with experts")
-    noted = device.zeros((len(nodes), engine.most_tokens, nodes[0]["ids"].shape[-1]), "int32")
+    noted = device.zeros((len(nodes), engine.most_tokens, ids_of(nodes[0]).shape[-1]), "int32")
     before, layers = programs.wrap, {_place(node): n for n, node in enumerate(nodes)}
 
     def wrap(node: Node, kernel: Any) -> Any:
         run = kernel if before is None else before(node, kernel)
         if node.op not in EXPERT_OPS or _place(node) not in layers:
             return run
-        at = node.op.params.index("ids")
         layer = noted[layers[_place(node)]]
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            device.copy_all([layer[: len(args[at])]], [args[at]])
-            return run(*args, **kwargs)
-
-        return noting
+        return noting(node, run, lambda ids: device.copy_all([layer[: len(ids)]], [ids]))
 
     programs.wrap = wrap
     engine.caches.version += 1  # programs are bound anew
@@ -254,7 +248,7 @@ def _watched(engine: Engine) -> Iterator[tuple[list[Node], Callable[[int], np.nd
 
 def _place(node: Node) -> int:
     """Of what a layer's experts are found by, the same in all programs of a model."""
-    slot_of = node["slot_of"]
+    slot_of = node.args.get("slot_of")
     return address(leaves(node["gate_w"] if slot_of is None else slot_of)[0])
 
 

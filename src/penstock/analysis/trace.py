@@ -407,7 +407,7 @@ def _read_args(node: Node) -> Iterator[tuple[str, Any]]:
 def moved(node: Node, work: Work, layouts: Sequence[Any]) -> tuple[int, int]:
     """Bytes that a node reads and writes: of caches the rows of this step, of experts and tables those it takes."""
     reads, writes = 0.0, sum(nbytes(out) for out in node.outs if out is not None)
-    ids = node.args.get("ids")
+    ids = node.outs[1] if node.op is ops.moe_route_forward else node.args.get("ids")
     for name, arg in _read_args(node):
         if isinstance(arg, Value):
             read, written = _value_bytes(arg, name in node.op.writes, work, layouts)

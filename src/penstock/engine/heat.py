@@ -7,15 +7,22 @@ layer would be a launch for each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from penstock import ops
-from penstock.graph import Graph, Node, Wrap
+from penstock.graph import Graph, Node, Value, Wrap
 
 # a layer with experts has one of them
-EXPERT_OPS = (ops.moe_forward, ops.moe_shared_forward, ops.moe_biased_forward, ops.expert_gate_up)
+EXPERT_OPS = (
+    ops.moe_forward,
+    ops.moe_shared_forward,
+    ops.moe_route_forward,
+    ops.moe_biased_forward,
+    ops.expert_gate_up,
+)
 
 
 class ExpertHeat:
@@ -54,7 +61,7 @@ class ChoiceNotes:
         """graph: of a program, as it runs."""
         nodes = [node for node in graph.nodes if node.op in EXPERT_OPS]
         self.experts = experts_of(nodes[0]) if nodes else 0
-        width = nodes[0]["ids"].shape[-1] if nodes else 0
+        width = ids_of(nodes[0]).shape[-1] if nodes else 0
         self._ids = np.full((len(nodes), most_tokens, width), -1, np.int32)
 
     def wrap(self, inner: Wrap | None) -> Wrap:
@@ -65,13 +72,12 @@ class ChoiceNotes:
             run = kernel if inner is None else inner(node, kernel)
             if node.op not in EXPERT_OPS:
                 return run
-            at, layer = node.op.params.index("ids"), next(layers)
+            layer = next(layers)
 
-            def noting(*args: Any, **kwargs: Any) -> Any:
-                layer[: len(args[at])] = args[at]
-                return run(*args, **kwargs)
+            def note(ids: Any) -> None:
+                layer[: len(ids)] = ids
 
-            return noting
+            return noting(node, run, note)
 
         return wrap
 
@@ -82,5 +88,31 @@ class ChoiceNotes:
 
 def experts_of(node: Node) -> int:
     """How many experts an expert op chooses from."""
-    stack, slot_of = node["gate_w"], node["slot_of"]
+    stack, slot_of = node["gate_w"], node.args.get("slot_of")
     return stack.shape[0] if slot_of is None else slot_of.shape[0]
+
+
+def ids_of(node: Node) -> Value:
+    """The ids that an expert op is given, or that it chooses itself."""
+    made = node["ids"] if "ids" in node.args else node.outs[1]
+    assert made is not None
+    return made
+
+
+def noting(node: Node, run: Any, note: Callable[[Any], None]) -> Any:
+    """The kernel of an expert op that has its ids noted: before it where it is given them, else after it."""
+    if "ids" in node.args:
+        at = node.op.params.index("ids")
+
+        def given(*args: Any, **kwargs: Any) -> Any:
+            note(args[at])
+            return run(*args, **kwargs)
+
+        return given
+
+    def chosen(*args: Any, out: Any, **kwargs: Any) -> Any:
+        result = run(*args, out=out, **kwargs)
+        note(out[1])
+        return result
+
+    return chosen

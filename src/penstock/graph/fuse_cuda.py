@@ -264,6 +264,31 @@ def moe_norm_route(match: Match, node: Node) -> Candidates:
     )
 
 
+_ROUTING = ("x", "norm_weight", "w", "per_expert_scale", "top_k", "eps", "propagate_nan", "active", "fetch", "dtype")
+_EXPERTS = ("residual", "gate_w", "up_w", "down_w", "shared_gate_w", "shared_up_w", "shared_down_w", "act")
+
+
+@rule(ops.moe_shared_forward, devices=CUDA)
+def moe_route_forward(match: Match, node: Node) -> Candidates:
+    """moe_shared_forward(r, h, ids, w, …) of what moe_norm_route(x, …) gives → moe_route_forward(r, x, …)
+
+    Experts that may be absent keep their router: what brings them has to see its choice first.
+    """
+    route = match.maker(node["ids"], ops.moe_norm_route)
+    if route is None or route["logit_bias"] is not None or node["slot_of"] is not None:
+        return
+    if node["activations"] != "float32" or node["norm_weight"] is not None or node["expert_out"] is not None:
+        return
+    normed, ids, weights, score = route.outs
+    read = node["x"], node["weights"], node["shared_score"]
+    if normed is None or not all(map(same, (normed, weights, score), read)):
+        return
+    args = {name: route[name] for name in _ROUTING} | {name: node[name] for name in _EXPERTS}
+    yield match.call(
+        ops.moe_route_forward, **args, scored=score is not None, instead=(route, node), makes=(node.out, ids, weights)
+    )
+
+
 @rule(*_PRODUCTS, ops.moe_shared_forward, devices=CUDA)
 def norm_matmul(match: Match, node: Node) -> Candidates:
     """rms_norm(x) @ w → norm_matmul(x, w),
@@ -292,7 +317,7 @@ def fetch_ahead(graph: Graph) -> None:
     """Tell each router with a product which dense weight is read next: its launch leaves most of the GPU idle."""
     w = None
     for node in reversed(graph.nodes):
-        if node.op in (ops.moe_norm_route, ops.moe_norm_group_route):
+        if node.op in (ops.moe_norm_route, ops.moe_norm_group_route, ops.moe_route_forward):
             node.args["fetch"] = w
         elif node.op in (*_PRODUCTS, ops.norm_matmul):
             w = node["w"]
@@ -306,4 +331,4 @@ BLOCKS: tuple[Rule, ...] = (
     mla_prepare,
     attention_gate,
 )
-INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, experts_add, moe_norm_route, norm_matmul)
+INTO_PRODUCTS: tuple[Rule, ...] = (matmul_add, experts_add, moe_norm_route, moe_route_forward, norm_matmul)

@@ -74,6 +74,7 @@ from penstock.ops.moe import (
     moe_norm_route,
     moe_normalize_weights,
     moe_route,
+    moe_route_forward,
     moe_shared_forward,
     moe_softmax_topk,
 )
@@ -176,6 +177,7 @@ __all__ = [
     "moe_norm_route",
     "moe_normalize_weights",
     "moe_route",
+    "moe_route_forward",
     "moe_shared_forward",
     "moe_softmax_topk",
     "moe_wsum_dnorm_add",

@@ -731,6 +731,72 @@ def moe_shared_forward(
     return round_to(y + shared, x.dtype if residual is None else residual.dtype)
 
 
+def _moe_route_forward(
+    residual: Spec | None,
+    x: Spec,
+    norm_weight: Spec,
+    w: Any,
+    per_expert_scale: Spec | None,
+    top_k: int,
+    gate_w: Any,
+    up_w: Any,
+    down_w: Any,
+    shared_gate_w: Any,
+    shared_up_w: Any,
+    shared_down_w: Any,
+    scored: bool,
+    eps: float,
+    propagate_nan: bool,
+    active: Spec | None,
+    act: str,
+    fetch: Any,
+    dtype: str | None,
+) -> tuple[Spec, Spec, Spec]:
+    routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, True, fetch, dtype, None)
+    normed, ids, weights, score = _norm_route(x, norm_weight, w, *routing)
+    assert normed is not None
+    experts = (gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w)
+    y = _moe_shared_forward(residual, normed, ids, weights, *experts, score, None, act, "float32", None, eps, None)
+    E = w.shape[0] - scored
+    if gate_w.shape[0] != E:
+        raise ShapeError(f"gate_w has {gate_w.shape[0]} experts, expected {E} (rows of w that are experts')")
+    return y, ids, weights
+
+
+@op(infer=_moe_route_forward)
+def moe_route_forward(
+    residual: Array | None,
+    x: Array,
+    norm_weight: Array,
+    w: QuantizedTensor | Array,
+    per_expert_scale: Array | None,
+    top_k: int,
+    gate_w: QuantizedTensor | Array,
+    up_w: QuantizedTensor | Array | None,
+    down_w: QuantizedTensor | Array,
+    shared_gate_w: QuantizedTensor | Array,
+    shared_up_w: QuantizedTensor | Array | None,
+    shared_down_w: QuantizedTensor | Array,
+    scored: bool = False,
+    eps: float = 1e-6,
+    propagate_nan: bool = False,
+    active: Array | None = None,
+    act: str = "silu",
+    fetch: QuantizedTensor | Array | None = None,
+    dtype: str | None = None,
+) -> tuple[Array, Array, Array]:
+    """`moe_shared_forward` of the rows and experts that `moe_norm_route` gives: a whole MoE block with its router.
+
+    h, ids, weights, score = moe_norm_route(x, norm_weight, w, …); y = moe_shared_forward(residual, h, ids, weights, …).
+    w [E, K], where scored [E + 1, K]: its last row makes the score of the shared expert, whose factor else is 1. All E
+    experts are in the stacks. → y [(T,) dim] as of `moe_shared_forward`, ids int32 and weights float32 [(T,) k].
+    """
+    routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, True, fetch, dtype)
+    h, ids, weights, score = moe_norm_route.body(x, norm_weight, w, *routing)
+    experts = (gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w)
+    return moe_shared_forward.body(residual, h, ids, weights, *experts, score, None, act), ids, weights
+
+
 # -- combination -----------------------------------------------------------------------------------------------------
 
 

@@ -453,12 +453,13 @@ def _block_of(start, S: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr):
+def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr, expert=None):
     """Weights of U blocks of K per warp, of the pairs from `pair` on: for `multiplied_blocks`.
 
     Rows first … of the matrices of PAIRS_PER_ROW pairs lie one after the other as blocks; `start` is the first block.
     With up the second half of the ROWS rows is that of another weight, `up_row` rows further. The last of every
-    SHARED_EVERY pairs is the shared expert's; ids are those of the others.
+    SHARED_EVERY pairs is the shared expert's; ids are those of the others. expert: that of the only pair, −1 for none
+    and 0 for the shared one, instead of ids.
     """
     BLOCKS: tl.constexpr = triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
     U: tl.constexpr = C.U
@@ -468,7 +469,10 @@ def load_blocks(a, pair, start, first, known, stack, n, C: tl.constexpr):
         live = at < C.PAIRS_PER_ROW * BLOCKS
         q = (pair + at // BLOCKS).to(tl.int32)
         is_common = at < 0
-        if a.ids is None:
+        if expert is not None:
+            is_common = q % C.SHARED_EVERY == C.SHARED_EVERY - 1
+            slot = tl.where(live, expert, -1).to(tl.int64)
+        elif a.ids is None:
             slot = tl.where(live, q, -1).to(tl.int64)
         elif C.SHARED_EVERY > 0:
             is_common = q % C.SHARED_EVERY == C.SHARED_EVERY - 1
@@ -524,9 +528,25 @@ def factor_of(weights_ptr, score_ptr, q, live, SHARED_EVERY: tl.constexpr):
 
 
 @triton.jit
-def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n, C: tl.constexpr):
+def load_x_blocks(x, blocks, pair, start, T, pairs_per_x, n, C: tl.constexpr):
+    """What `multiplied_blocks` multiplies the blocks with: words of x for each of U."""
+    K: tl.constexpr = C.G * C.GS
+    BLOCKS: tl.constexpr = triton.cdiv(K, block_codes(C.BITS, C.GS, C.TP))
+    xs = ()
+    for u in tl.static_range(C.U):
+        at = _block_of(start + u * C.S, C.S)
+        x_at = (pair + at // BLOCKS) // pairs_per_x * K
+        xs += (_load_x(x, x_at, n.x_step, at % BLOCKS, blocks[0][u] >= 0, T, K, C.BITS, C.GS, C.TP),)
+    return xs
+
+
+@triton.jit
+def multiplied_blocks(
+    a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n, C: tl.constexpr, xs=None, others=None
+):  # fmt: skip
     """The products [S, ROWS, columns] of the blocks that `load_blocks` loaded, with x, summed over U. With a norm x is
-    times rinv [TP] and norm [K], rounded to NORMED.
+    times rinv [TP] and norm [K], rounded to NORMED. xs: x, where `load_x_blocks` has loaded it; others: more of that,
+    which is to be under way before the first product.
     """
     bases, words, scales, biases = blocks
     BITS: tl.constexpr = C.BITS
@@ -536,13 +556,13 @@ def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n,
     K: tl.constexpr = C.G * GS
     COLS: tl.constexpr = columns(BITS, GS, TP)
     BLOCKS: tl.constexpr = triton.cdiv(K, block_codes(BITS, GS, TP))
-    xs, norms = (), ()
-    for u in tl.static_range(U):
-        at = _block_of(start + u * C.S, C.S)
-        live, block = bases[u] >= 0, at % BLOCKS
-        xs += (_load_x(x, (pair + at // BLOCKS) // pairs_per_x * K, n.x_step, block, live, T, K, BITS, GS, TP),)
-        if a.norm is not None:
-            norms += (_load_x(a.norm, at * 0, 0, block, live, T, K, BITS, GS, TP),)
+    if xs is None:
+        xs = load_x_blocks(x, blocks, pair, start, T, pairs_per_x, n, C)
+    norms = ()
+    if a.norm is not None:
+        for u in tl.static_range(U):
+            at = _block_of(start + u * C.S, C.S)
+            norms += (_load_x(a.norm, at * 0, 0, at % BLOCKS, bases[u] >= 0, T, K, BITS, GS, TP),)
 
     # The compiler would put loads off until their use; with few warps each delay is another wait for memory. So the
     # first use is made to depend on all of them: `nothing` is 0, which only we know.
@@ -557,6 +577,9 @@ def multiplied_blocks(a, x, blocks, rinv, magic, pair, start, T, pairs_per_x, n,
                 late |= biases[u].to(tl.int32, bitcast=True)
             x_guard |= xs[u]
         x_guard = tl.xor_sum(x_guard, 4, keep_dims=True)
+        if others is not None:
+            for u in tl.static_range(len(others)):
+                x_guard |= tl.xor_sum(others[u], 4, keep_dims=True)
     magic = (guard & nothing) | magic
     late = (late & nothing).to(tl.float32, bitcast=True)
 

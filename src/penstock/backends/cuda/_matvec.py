@@ -103,7 +103,7 @@ def _part_of(a, program, programs, T, n, C: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(p, first, start, T, n, C: tl.constexpr):
+def rows_of(p, first, start, T, n, C: tl.constexpr):
     """Where the results of a program belong, [R, TP], and which of them there are."""
     row = first + tl.arange(0, C.R)[:, None]
     token = tl.arange(0, C.TP)[None, :]
@@ -195,7 +195,7 @@ def _matvec_codes_kernel(
     if PDL:
         wait_if(wait_first)
     p, first, start, T = _part_of(a, tl.program_id(0) // PARTS, tl.num_programs(0) // PARTS, T, n, C)
-    at, ok = _rows_of(p, first, start, T, n, C)
+    at, ok = rows_of(p, first, start, T, n, C)
     x = a.x + start * n.x_step
     pair = p * C.PAIRS_PER_ROW
     BLOCKS: tl.constexpr = C.PAIRS_PER_ROW * triton.cdiv(C.G * C.GS, block_codes(C.BITS, C.GS, C.TP))
@@ -242,7 +242,7 @@ def _matvec_dense_kernel(a, T, known, stack, pairs_per_x, n, C: tl.constexpr, PD
         gdc_wait()
         gdc_launch_dependents()
     p, first, start, T = _part_of(a, tl.program_id(0), tl.num_programs(0), T, n, C)
-    at, ok = _rows_of(p, first, start, T, n, C)
+    at, ok = rows_of(p, first, start, T, n, C)
     x = a.x + start * n.x_step
     rinv, residual = _arrived(a, x, p, at, ok, T, pairs_per_x, n, C)
     y = tl.zeros((C.R, C.TP), tl.float32)

@@ -6,6 +6,7 @@ import torch
 
 from penstock.backends.cuda._activations import gated
 from penstock.backends.cuda._matvec import launch, weight_parts
+from penstock.backends.cuda._shared_down import shared_down_sum
 from penstock.quant import QuantizedTensor
 
 
@@ -137,6 +138,8 @@ def mixed_down_sum(
 
     One launch, straight after `mixed_gate_up` with the same ids; slots in order, no atomics; out may be residual.
     """
+    if shared_down_sum(h, down_w, common, ids, weights, score, slot_of, residual, out):
+        return
     T, slots, _ = h.shape
     launch(
         h, down_w, out, out.shape[1], pairs=T, slots=slots, ids=ids, slot_of=slot_of, weights=weights, old_ids=True,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from penstock import ops
-from penstock.backends.cuda._launch import flat_rows, pdl_options, wait_for_previous
+from penstock.backends.cuda._launch import flat_rows, load_by_lane, pdl_options, wait_for_previous
 from penstock.errors import BackendError
 from penstock.ops.op import kernel
 
@@ -309,6 +309,40 @@ def choose(logits, r, row, C: tl.constexpr):
         own = tl.load(logits + ids, mask=chosen, other=0.0, cache_modifier=".cg")
         weights = _sigmoids_of(own, chosen, r.factor, C.NORM)
     _store(row, C.K, ids, weights, sound, r.active, r.ids, r.weights, C.NAN, C.BLOCK_K)
+
+
+@triton.jit
+def expert_in_place(logits, active_ptr, row, place, C: tl.constexpr, S: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The expert in one place of `route` of a row of logits, as `choose` gives it: a number, found by each of S warps
+    for itself, which goes down the distinct keys of the row. Where some of those before it are equal, once more with
+    barriers.
+    """
+    EACH: tl.constexpr = min(4, BLOCK_E // 32)  # in one load of a lane
+    active = row >= 0
+    if active_ptr is not None:
+        active = tl.load(active_ptr + row) >= 0
+    lane = tl.arange(0, 4)[:, None, None, None, None] * 8 + tl.arange(0, 8)[:, None, None, None]
+    at = (tl.arange(0, BLOCK_E // 32 // EACH)[:, None] * 32 + lane) * EACH + tl.arange(0, EACH)
+    at += tl.zeros((S, 1, 1), tl.int32)
+    seen = load_by_lane(logits + at, at < C.E).permute(2, 3, 0, 1, 4).reshape(S, BLOCK_E)
+    index = tl.arange(0, BLOCK_E)[None, :]
+    live = index < C.E
+    keys = tl.where(live, _key(seen), _NONE)
+    top = tl.max(keys, axis=1, keep_dims=True)
+    sound = _sound(top)
+    if C.NAN:
+        sound &= tl.min(tl.where(live, keys, 0), axis=1, keep_dims=True) > _MINUS_INF
+    bar = top
+    for _ in range(place):
+        bar = tl.max(tl.where(keys < bar, keys, _NONE), axis=1, keep_dims=True)
+    expert = tl.min(tl.where(keys == bar, index, index + _BEYOND), axis=1, keep_dims=True)
+    ahead = tl.sum((keys > bar).to(tl.int32), axis=1, keep_dims=True)
+    expert = tl.max(tl.where(sound, tl.where(ahead == place, expert, _FAR), 0))
+    if expert == _FAR:
+        for _ in range(place + 1):
+            expert = _first(keys == tl.max(keys), index)
+            keys = tl.where(index == expert, _NONE, keys)
+    return tl.where(active, expert, -1)
 
 
 def router(E: int, k: int, groups: int, topk_group: int, norm: float, nan: bool) -> Router | None:

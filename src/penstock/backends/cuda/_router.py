@@ -262,6 +262,15 @@ def _made_logits(
     return None
 
 
+def router_logits(x, norm_weight, w, eps: float, fetch: Any, normed, scores, E: int) -> torch.Tensor:
+    """Float32 [T, E] for a choice that another launch makes, with the normed rows and the scores of other rows of w."""
+    x, normed = flat_rows(x), flat_rows(normed)
+    logits = torch.empty((len(x), E), dtype=torch.float32, device=x.device)
+    made = Made(normed, None if scores is None else flat_rows(scores), None)
+    _launch(x, norm_weight, w, eps, normed.dtype, made, None, logits, None, fetch, None)
+    return logits
+
+
 @kernel(ops.moe_norm_route, device="cuda")
 def moe_norm_route(
     x, norm_weight, w, per_expert_scale, top_k, scores, eps, propagate_nan, active, write_normed, fetch, dtype,

@@ -180,6 +180,9 @@ MOE_GROUPED = 1  # pairs per expert up to which they are taken one by one
 # Then their order by expert pays where many tokens choose the same ones: with 256 experts of [512, 2048] a block takes
 # 162 µs instead of 183 at T = 32, and 53 instead of 54 at T = 8.
 MOE_IN_TURN = 3  # experts per pair up to which pairs are sorted
+MOE_CHOOSES = 1  # tokens up to which gate and up choose their experts themselves, and the router's launch writes logits
+# Blocks of all routed experts of a token with which down has a warp for each, all of which share the common expert.
+SHARED_DOWN = (4, 8)
 MOE_NORMED = 4096  # widest row that every program norms for itself: at 7168 73 µs against 62 and 1.6 for a norm
 
 # Products of 2 rows and more by lanes, the first row that fits. In µs on an H200, [12352, 2048] and [2048, 4096]: 8

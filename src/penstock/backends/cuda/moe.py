@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-import penstock.backends.cuda._route
-import penstock.backends.cuda._router  # noqa: F401  (these register the routers)
 from penstock import ops
 from penstock.backends.cuda._activations import gated, round_activations
+from penstock.backends.cuda._chosen import chosen_gate_up
 from penstock.backends.cuda._few_rows import expert_products, expert_tiles, refused, takes
 from penstock.backends.cuda._grouped import group_pairs, grouped_down_sum, grouped_gate_up, grouped_mlp, grouped_product
 from penstock.backends.cuda._launch import clamped_swiglu, flat_rows, pdl_options, sigmoid, wait_for_previous
@@ -29,9 +28,11 @@ from penstock.backends.cuda._matvec_experts import (
     mixed_down_sum,
     mixed_gate_up,
 )
+from penstock.backends.cuda._route import Routing, router
+from penstock.backends.cuda._router import moe_norm_route, router_logits
 from penstock.backends.cuda._rows import rounded
 from penstock.backends.cuda._staged import staged_products, stages
-from penstock.backends.cuda._tuning import FEW_EXPERTS, MOE_GROUPED, MOE_IN_TURN, MOE_NORMED
+from penstock.backends.cuda._tuning import FEW_EXPERTS, MOE_CHOOSES, MOE_GROUPED, MOE_IN_TURN, MOE_NORMED
 from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.backends.cuda.linear import gate_up, product
 from penstock.backends.cuda.norm import rms_norm
@@ -455,6 +456,41 @@ def moe_shared_forward(
     h = _shared_hidden(x, own, own_up, act, activations)
     product(_rounded("moe_shared_forward", h, [shared_down_w], activations), shared_down_w, shared, None, half=True)
     moe_combine_residual(residual, None, None, shared, shared_score, routed, out=y)
+
+
+@kernel(ops.moe_route_forward, device="cuda", composed=True)
+def moe_route_forward(
+    residual, x, norm_weight, w, per_expert_scale, top_k, gate_w, up_w, down_w, shared_gate_w, shared_up_w,
+    shared_down_w, scored, eps, propagate_nan, active, act, fetch, dtype, *, out,
+):  # fmt: skip
+    """Three launches for few tokens: norm and logits; gate and up, which choose; down, weights, sum and residual."""
+    y, ids, weights = out
+    if y.numel() == 0:
+        return
+    E = w.shape[0] - scored
+    normed = torch.empty_like(x, dtype=x.dtype if dtype is None else getattr(torch, dtype))
+    score = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if scored else None
+    own, own_up = _halves(shared_gate_w) if shared_up_w is None else (shared_gate_w, shared_up_w)
+    experts = [each for each in (gate_w, up_w, down_w) if each is not None]
+    chooses = router(E, top_k, 0, 0, -1.0, propagate_nan)
+    T = ids.numel() // top_k
+    joint = T <= MOE_CHOOSES and _by_rows(None, T, top_k, E) and _joins(experts, [own, own_up, shared_down_w])
+    if chooses is None or not joint or deterministic():
+        routing = (per_expert_scale, top_k, int(scored), eps, propagate_nan, active, True, fetch, dtype, None)
+        moe_norm_route(x, norm_weight, w, *routing, out=(normed, ids, weights, score))
+        moe_shared_forward(
+            residual, normed, ids, weights, gate_w, up_w, down_w, shared_gate_w, shared_up_w, shared_down_w, score,
+            None, act, "float32", None, eps, None, out=y, variant=None,
+        )  # fmt: skip
+        return
+    logits = router_logits(x, norm_weight, w, eps, fetch, normed, score, E)
+    rows, h = flat_rows(normed), torch.empty((T, top_k + 1, down_w.shape[-1]), dtype=normed.dtype, device=x.device)
+    routing = Routing(per_expert_scale, active, ids, weights, 1.0)
+    chosen_gate_up(rows, gate_w, up_w, own, own_up, logits, routing, chooses, act, h)
+    score = None if score is None else score.view(T)
+    before = None if residual is None else flat_rows(residual)
+    down = (h, down_w, shared_down_w, flat_rows(ids), flat_rows(weights), score, None)
+    mixed_down_sum(*down, before, flat_rows(y))
 
 
 # accumulate total[token_idx[b]] += bucket[b] * weights[b], all rows of a token in order, rounded once for each token

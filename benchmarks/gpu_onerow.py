@@ -1,0 +1,148 @@
+"""Times a whole decode step of one row on a GPU, with and without some of its fusions, in replays that take turns.
+
+    python benchmarks/gpu_onerow.py [--model qwen3.6-35b-a3b] [--layers 8] [--depth 100] [--rounds 15] [--json FILE]
+
+Each way is checked first: from the same caches, the logits of its calls with a wait after each one have to be those of
+its replay, bit for bit, and those of the other ways.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_evidence import evidence
+
+from penstock import api
+from penstock.analysis.trace import taken_layers
+from penstock.backends.cuda import _chosen, _shared_down
+from penstock.backends.cuda._matvec import Config
+from penstock.engine.steps import Run, step_arrays, table_width
+from penstock.graph import Program, fuse_cuda
+from penstock.graph.fuse import RULES
+from penstock.graph.rewrite import rewritten
+from penstock.models.step import PAGE
+from penstock.weights.resolve import ANY, resolve_model
+
+REPLAYS = 100  # in a round
+
+
+def launch_of(rows: int, warps: int, blocks: int) -> Callable[..., Config]:
+    return lambda *_: Config(1, rows, warps, blocks, {"num_warps": warps, "num_stages": 1})
+
+
+CHOSEN = _chosen.config
+# A way: rules that are left out, numbers of blocks with which down's warps share the common expert, and sizes of gate
+# and up that choose.
+WAYS: dict[str, tuple[set[str], tuple[int, ...], Callable[..., Config]]] = {
+    "neither": ({"moe_route_forward"}, (), CHOSEN),
+    "down shares": ({"moe_route_forward"}, _shared_down.SHARED_DOWN, CHOSEN),
+    "gate and up choose": (set(), (), CHOSEN),
+    "both": (set(), _shared_down.SHARED_DOWN, CHOSEN),
+    "both, gate and up 8 rows by 4 warps": (set(), _shared_down.SHARED_DOWN, launch_of(8, 4, 1)),
+    "both, gate and up 8 rows by 2 warps of 2 blocks": (set(), _shared_down.SHARED_DOWN, launch_of(8, 2, 2)),
+    "both, gate and up 16 rows by 4 warps": (set(), _shared_down.SHARED_DOWN, launch_of(16, 4, 1)),
+}
+
+
+class Step:
+    """One row of a model with made-up weights, at some depth."""
+
+    def __init__(self, model: str, layers: int, depth: int) -> None:
+        _, raw = taken_layers(resolve_model(model, ANY), layers)
+        assert raw is not None
+        self.engine = api.load_random(raw, device="cuda", max_context=depth + 16, on_device=True).engine
+        self.device = self.engine.device
+        self.engine.allocate_for([(1, depth + 1)])
+        sequence = self.engine.open()
+        self.engine.caches.reserve(sequence, depth + 1)
+        self.engine.caches.advance(sequence, depth)
+        programs = self.engine.programs
+        assert programs is not None
+        self.graph = programs.graph(1, 1, table_width(-(-(depth + 1) // PAGE)), R=1, decode=True)
+        runs = [Run(sequence, np.array([17], np.int32))]
+        self.inputs = {name: self.device.to_device(a) for name, a in step_arrays(runs, programs.windows).items()}
+        self.arrays = programs.cache_arrays()
+        torch.manual_seed(0)
+        self.start = {name: torch.randn_like(a) * 0.1 for name, a in self.arrays.items()}
+
+    def reset(self) -> None:
+        for name, array in self.arrays.items():
+            array.copy_(self.start[name])
+
+    def bound(self, without: set[str]) -> Any:
+        rules = [each for each in RULES if each.offers.__name__ not in without]
+        graph = rewritten(self.graph, "cuda", rules)
+        fuse_cuda.fetch_ahead(graph)
+        program = Program(graph, "cuda", fused=False)
+        bound = program.bind(self.arrays | self.inputs, self.device.arena(program.arena_bytes))
+        return bound, len(graph.nodes)
+
+    def checked(self, name: str, bound: Any) -> tuple[torch.Tensor, Callable[[], object]]:
+        """The logits, and a replay of the step."""
+        self.reset()
+        for call in bound.calls:
+            call()
+            self.device.wait()
+        want = bound.outputs[0].clone()
+        if not torch.isfinite(want).all():
+            raise SystemExit(f"{name}: logits that are not finite")
+        replay = self.device.capture(bound.calls)
+        for _ in range(30):
+            self.reset()
+            replay()
+            self.device.wait()
+            if not torch.equal(bound.outputs[0], want):
+                raise SystemExit(f"{name}: a replay gives other logits than call by call")
+        return want, replay
+
+    def seconds(self, replay: Callable[[], object]) -> float:
+        """Of one replay, of many that follow one another."""
+        self.device.wait()
+        start = time.perf_counter()
+        for _ in range(REPLAYS):
+            replay()
+        self.device.wait()
+        return (time.perf_counter() - start) / REPLAYS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", default="qwen3.6-35b-a3b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    step = Step(args.model, args.layers, args.depth)
+    replays, logits, rows = {}, {}, []
+    with step.device.running(deterministic=False):
+        for name, (without, _shared_down.SHARED_DOWN, _chosen.config) in WAYS.items():
+            bound, nodes = step.bound(without)
+            logits[name], replays[name] = step.checked(name, bound)
+            first = next(iter(logits.values()))
+            error = float((logits[name].double() - first.double()).norm() / first.double().norm())
+            rows.append({"way": name, "nodes": nodes, "error": error})
+            if error > 1e-2:
+                raise SystemExit(f"{name}: logits differ by {error:.2g} from those of the first way")
+        times: dict[str, list[float]] = {name: [] for name in WAYS}
+        for _ in range(args.rounds):
+            for name, replay in replays.items():
+                times[name].append(step.seconds(replay))
+    for row in rows:
+        found = times[row["way"]]
+        row |= {"us": statistics.median(found) * 1e6, "least": min(found) * 1e6}
+        print(f"{row['way']:60} {row['nodes']:4} nodes {row['us']:8.1f} us (least {row['least']:.1f}), "
+              f"difference {row['error']:.1g}")  # fmt: skip
+    if args.json is not None:
+        about = {"model": args.model, "layers": args.layers, "depth": args.depth, **evidence()}
+        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
