@@ -38,7 +38,7 @@ def counted(*values: int) -> torch.Tensor:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_experts(T: int = 300, dim: int = 512, width: int = 256, E: int = 16) -> None:
+def check_experts(T: int = 600, dim: int = 512, width: int = 256, E: int = 16) -> None:
     """A block with a shared expert against float64 on dequantized weights, with an expert that is absent."""
     stacks = [random_weight(E, *shape) for shape in ((width, dim), (width, dim), (dim, width))]
     own = [random_weight(*shape) for shape in ((width, dim), (width, dim), (dim, width))]
