@@ -172,31 +172,6 @@ def test_grouped_experts_in_whole_and_short_tiles(rng, monkeypatch):
     assert torch.equal(again, y)
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_grouped_experts_in_two_tiles_of_weights(joined, rng, monkeypatch):
-    monkeypatch.setattr(_grouped, "GROUPED_TWO", {32: (16, 64, 64, 4, 3)})
-    T, E, K, N, dim = 80, 3, 192, 128, 70  # N and dim end within a tile, and in its second half
-    gate, up, down = (
-        to_device(quantized(rng, E, *shape, dtype="float16")) for shape in ((N * (1 + joined), K), (N, K), (dim, N))
-    )
-    up = None if joined else up
-    x, weights = to_device(normal(rng, T, K, dtype="float16")), to_device(np.abs(normal(rng, T, 1)))
-    ids = np.repeat(np.array([0, 2, -1], np.int32), [37, 41, 2])[rng.permutation(T)][:, None]  # tiles of 32, 5 and 9
-    plan = _grouped.group_pairs(to_device(ids), E, None, rows=32)
-    assert _grouped._takes_two(x, gate, torch.float16, True, 32)
-    h, y = poison(T, 1, N, like=x), poison(T, dim, like=x)
-    _grouped.grouped_gate_up(x, gate, up, to_device(ids), None, "silu", h, plan=plan)
-    _grouped.grouped_down_sum(h, down, to_device(ids), weights, None, y, plan=plan)
-    want_h, want_y = expected(x, gate, up, down, ids, weights, "silu", h)
-    check(h, want_h)
-    check(y, want_y)
-    monkeypatch.setattr(_grouped, "_tile_rows", lambda *_: 32)
-    each, again = poison(T, 1, dim, like=x), poison(T, dim, like=x)
-    _grouped.grouped_mlp(x, gate, up, down, to_device(ids), None, "silu", each)
-    _grouped.sum_of_chosen(each, weights, to_device(ids), None, again)
-    assert torch.equal(again, y)
-
-
 # -- on a GPU only ---------------------------------------------------------------------------------------------------
 
 

@@ -161,11 +161,10 @@ def _every_second(words, J: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def load_codes(ptr, start, k, C: tl.constexpr, SETTLED: tl.constexpr = False):
+def load_codes(ptr, start, k, C: tl.constexpr):
     """Codes k…k+BK of rows that start at these words, [BN, chunks, VPW / 2, 4, half]; 0 beyond K.
 
     PAIRS: without the last axis, both halves in the halves of a word, with other codes in the bits above each.
-    SETTLED: not before all products but the last one have ended, whose registers a weight tile made of these may take.
     """
     BITS: tl.constexpr = width(C.BITS)
     MASK: tl.constexpr = (1 << BITS) - 1
@@ -177,10 +176,6 @@ def load_codes(ptr, start, k, C: tl.constexpr, SETTLED: tl.constexpr = False):
             words = tl.load(at)
         else:
             words = tl.load(at, mask=w[None, :] < C.K // VPW, other=0)
-        if SETTLED and _SETTLE:
-            words |= tl.inline_asm_elementwise(
-                "wgmma.wait_group.sync.aligned 1; mov.b32 $0, 0;", "=r,r", [k], dtype=tl.int32, is_pure=False, pack=1
-            )
         words = tl.reshape(words.to(tl.uint32, bitcast=True), [C.BN, C.BK // (4 * VPW), 4])
         j = tl.arange(0, VPW // 2) * BITS
         words = words[:, :, None, :] >> j[None, None, :, None]
@@ -262,28 +257,6 @@ def accumulate(acc, a, x_start, x_live, w_start, s_start, b_start, first, last, 
             if _SETTLE:
                 acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return acc
-
-
-@triton.jit
-def _dense_tile(a, starts, k, C: tl.constexpr):
-    """k…k+BK of rows of a weight whose codes, scales and biases start there: [BN, BK] in dot order and in DTYPE."""
-    codes = load_codes(a.w[0], starts[0], k, C, True)
-    s = load_scales(a.w[1], starts[1], k, C)
-    b = load_scales(a.w[2], starts[2], k, C)
-    return weight_tile(codes, s, b, C)
-
-
-@triton.jit
-def accumulate_two(one, two, a, x_start, x_live, starts, others, C: tl.constexpr):
-    """one + W · xᵀ and two + V · xᵀ over K, rows of W and V as `starts` and `others` say: codes, scales, biases.
-
-    While the tensor cores multiply one tile of weights, the next one is made; x is in dot order.
-    """
-    for k in range(0, C.K, C.BK):
-        x = tl.trans(load_tile(a.x, x_start, x_live, k, C).to(C.DTYPE))
-        one = tl.dot(_dense_tile(a, starts, k, C), x, one)
-        two = tl.dot(_dense_tile(a, others, k, C), x, two)
-    return one, two
 
 
 @triton.jit

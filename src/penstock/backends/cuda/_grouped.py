@@ -21,7 +21,6 @@ from penstock.backends.cuda._floats import global_factor, groups_of, is_float, k
 from penstock.backends.cuda._gemm import (
     Constants,
     accumulate,
-    accumulate_two,
     blocks_config,
     dot_dtype,
     dot_order,
@@ -34,27 +33,18 @@ from penstock.backends.cuda._gemm import (
     weight_starts,
     words_fit,
 )
-from penstock.backends.cuda._launch import (
-    INTERPRETED,
-    TL_DTYPES,
-    activation,
-    capability,
-    compiled_for,
-    shared_memory,
-)
+from penstock.backends.cuda._launch import TL_DTYPES, activation, compiled_for, shared_memory
 from penstock.backends.cuda._rows import rounded
-from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS, GROUPED_TWO, PLAN_COUNTS, PLAN_MANY
+from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS, PLAN_COLUMNS, PLAN_COUNTS, PLAN_MANY
 from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.errors import BackendError
-from penstock.quant import MODES, GgufTensor, QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 # Arrays of a product: as those of `_gemm`, and a plan.
 _Arrays = namedtuple("_Arrays", "x w out order tiles")
 # What it is compiled for besides `Constants`: pairs of a row of x, act of gate and up (None: one product), codes per
-# unit of the weight that reads out in dot order (0: out as it is), rows of a short tile (0: none), whether a
-# program has two tiles of weights, gate and up or rows one after the other, of which it makes one while it multiplies
-# the other.
-_Grouping = namedtuple("_Grouping", "SHARE ACT OUT TAIL TWO")
+# unit of the weight that reads out in dot order (0: out as it is), rows of a short tile (0: none).
+_Grouping = namedtuple("_Grouping", "SHARE ACT OUT TAIL")
 
 
 @dataclass(frozen=True)
@@ -132,17 +122,25 @@ def _count_kernel(
 # grid      (blocks,): a program adds up all counts, has the places of its BLOCK pairs, each behind those of its slot
 #           in the blocks before and among its own, and its share of the tiles
 # bytes     8 · P, and the counts for each program, from L2
-# limits    as `plan`, and BINS as `count`; COUNTS blocks are added up at a time, a pair is compared with COUNTS others
+# limits    as `plan`, and BINS as `count`; COUNTS blocks are added up at a time, pairs compared with COLUMNS others
 @triton.jit(do_not_specialize=["P", "S", "experts", "NT"])
 def _place_kernel(
     ids_ptr, slot_of_ptr, counts_ptr, order_ptr, tiles_ptr, P, S, experts, NT, MAPPED: tl.constexpr,
     LEAVE: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, COUNTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block, blocks = tl.program_id(0), tl.num_programs(0)
+    p = block * BLOCK + tl.arange(0, BLOCK)
+    key = _key(ids_ptr, slot_of_ptr, p, P, S, experts, MAPPED)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in tl.static_range(0, BLOCK, COLUMNS):
+        q = block * BLOCK + first + tl.arange(0, COLUMNS)
+        other = _key(ids_ptr, slot_of_ptr, q, P, S, experts, MAPPED)
+        rank += tl.sum(((key[:, None] == other[None, :]) & (q[None, :] < p[:, None])).to(tl.int32), axis=1)
     slot = tl.arange(0, BINS)
     before = tl.zeros([COUNTS, BINS], tl.int32)
     every = tl.zeros([COUNTS, BINS], tl.int32)
-    for first in range(0, blocks, COUNTS):
+    for first in tl.range(0, blocks, COUNTS, loop_unroll_factor=4):  # as many loads under way
         b = first + tl.arange(0, COUNTS)[:, None]
         count = tl.load(counts_ptr + b * BINS + slot[None, :], mask=b < blocks, other=0)
         before += tl.where(b < block, count, 0)
@@ -150,13 +148,7 @@ def _place_kernel(
     total = tl.sum(every, axis=0)
     end = tl.cumsum(total)
     begin = end - total
-    p = block * BLOCK + tl.arange(0, BLOCK)
-    key = _key(ids_ptr, slot_of_ptr, p, P, S, experts, MAPPED)
-    place = tl.gather(begin + tl.sum(before, axis=0), key, axis=0)
-    for first in range(block * BLOCK, block * BLOCK + BLOCK, COUNTS):
-        q = first + tl.arange(0, COUNTS)
-        other = _key(ids_ptr, slot_of_ptr, q, P, S, experts, MAPPED)
-        place += tl.sum(((key[:, None] == other[None, :]) & (q[None, :] < p[:, None])).to(tl.int32), axis=1)
+    place = tl.gather(begin + tl.sum(before, axis=0), key, axis=0) + rank
     tl.store(order_ptr + place, p, mask=p < P)
     more = tl.where(slot <= S, end // BM - begin // BM, -1)
     for j in range(block, tl.max(more) + 1, blocks):
@@ -201,43 +193,6 @@ def _tile(a, up, slot, first, end, N, rows, n, G: tl.constexpr, BM: tl.constexpr
     tl.store(at, y, mask=live[:, None] & (col[None, :] < N))
 
 
-@triton.jit
-def _two_tiles(a, up, slot, first, end, N, rows, n, G: tl.constexpr, BM: tl.constexpr, C: tl.constexpr):
-    """As `_tile`, of two tiles of weights: the same rows of gate and up, or rows n … and those behind them."""
-    place = first + tl.arange(0, BM)
-    live = place < end
-    pair = tl.load(a.order + place, mask=live, other=0)
-    x_start = (pair // G.SHARE).to(tl.int64) * C.K
-    row = n + tl.arange(0, C.BN)
-    begin = slot.to(tl.int64) * rows
-    w_start, s_start = weight_starts(begin + tl.minimum(row, N - 1), C)
-    starts = (w_start, s_start, s_start)
-    if G.ACT is None:
-        w_start, s_start = weight_starts(begin + tl.minimum(row + C.BN, N - 1), C)
-        others = (w_start, s_start, s_start)
-    else:
-        others = (w_start + up[0], s_start + up[1], s_start + up[2])
-    one = tl.zeros([C.BN, BM], tl.float32)
-    two = tl.zeros([C.BN, BM], tl.float32)
-    one, two = accumulate_two(one, two, a, x_start, live, starts, others, C)
-    at = a.out + pair.to(tl.int64)[:, None] * N + row[None, :]
-    if G.ACT is not None:
-        one = activation(one, G.ACT) * two
-    y = rounded(tl.trans(one), a.out.dtype.element_ty)
-    if G.OUT > 0:
-        y = dot_order(y, BM, C.BN, G.OUT)
-    tl.store(at, y, mask=live[:, None] & (row[None, :] < N))
-    if G.ACT is None:
-        y = rounded(tl.trans(two), a.out.dtype.element_ty)
-        tl.store(at + C.BN, y, mask=live[:, None] & (row[None, :] + C.BN < N))
-
-
-@triton.constexpr_function
-def _width(G, C) -> int:
-    """Columns of out of a program."""
-    return C.BN * (2 if G.TWO else 1) // (1 if G.ACT is None else 2)
-
-
 # grouped   out[p] = W[e] · x[p // SHARE]ᵀ for the pairs p of expert e; with ACT: act(gate · x) · (up · x)
 # shapes    x [P / SHARE, K]; W stacks [S, rows, K]; out [P, N], in the dot order of OUT codes per unit if not 0;
 #           ACT: half the rows of a weight tile are of gate, half of up, whose row n is `up_*` elements behind that of
@@ -249,7 +204,7 @@ def _width(G, C) -> int:
 def _grouped_kernel(
     a, up_w: tl.int64, up_s: tl.int64, up_b: tl.int64, NT, N, S, rows, G: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    WIDTH: tl.constexpr = _width(G, C)
+    WIDTH: tl.constexpr = C.BN if G.ACT is None else C.BN // 2
     across = tl.cdiv(N, WIDTH)
     tile = tl.program_id(0) // across
     n = tl.program_id(0) % across * WIDTH
@@ -266,15 +221,9 @@ def _grouped_kernel(
         zeros = tl.zeros([C.BM, WIDTH], a.out.dtype.element_ty)
         tl.store(a.out + pair[:, None] * N + col[None, :], zeros, mask=live[:, None] & (col[None, :] < N))
     elif end - first > G.TAIL:
-        if G.TWO:
-            _two_tiles(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, C.BM, C)
-        else:
-            _tile(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, C.BM, C)
+        _tile(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, C.BM, C)
     elif G.TAIL > 0:
-        if G.TWO:
-            _two_tiles(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, G.TAIL, C)
-        else:
-            _tile(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, G.TAIL, C)
+        _tile(a, (up_w, up_s, up_b), slot, first, end, N, rows, n, G, G.TAIL, C)
 
 
 # -- launches --------------------------------------------------------------------------------------------------------
@@ -295,13 +244,6 @@ def _config(rows: int, bits: int, wide: bool, even: bool, shared: int) -> tuple[
         return tail, BN, BK, warps, stages
     BK = BK if even else min(BK, 64)
     return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages_for(stages, bits, shared)
-
-
-def _takes_two(x: torch.Tensor, w: Any, dtype: torch.dtype, is_ordered: bool, rows: int) -> bool:
-    """Whether a program has two tiles of weights: Hopper's tensor cores, half precision, words of whole codes."""
-    coded = isinstance(w, QuantizedTensor) and w.mode in MODES and (INTERPRETED or pairs_of(w, dtype) is not None)
-    size = rows in GROUPED_TWO and coded and w.shape[-1] % GROUPED_TWO[rows][2] == 0 and 32 % w.bits == 0
-    return size and is_ordered and dtype is not torch.float32 and capability(x) == (9, 0)
 
 
 def _blocks(pairs: int) -> int:
@@ -326,7 +268,7 @@ def group_pairs(
         _count_kernel[grid](ids, mapping, counts, P, slots, experts, mapped, block, bins, num_warps=4)
         _place_kernel[grid](
             ids, mapping, counts, order, tiles, P, slots, experts, NT, mapped, leave, rows, block, bins, by,
-            num_warps=8,
+            min(block, PLAN_COLUMNS), num_warps=8,
         )  # fmt: skip
         return Plan(order, tiles, rows)
     block = min(4096, max(256, triton.next_power_of_2(P)))
@@ -364,15 +306,11 @@ def _grouped(
     if not is_ordered and ordering(x.shape[0], K, bits):
         x, is_ordered = ordered(x, bits), True
     plain, even = plainly(dtype, bits, is_ordered), K % (2 * gs) == 0
-    two = _takes_two(x, w, dtype, is_ordered, plan.rows)
-    tail, BN, BK, warps, stages = (
-        GROUPED_TWO[plan.rows] if two else _config(plan.rows, bits, plain, even, shared_memory(x))
-    )
+    tail, BN, BK, warps, stages = _config(plan.rows, bits, plain, even, shared_memory(x))
     C = Constants(K, bits, gs, words, pairs_of(w, dtype), is_ordered, TL_DTYPES[dtype], plan.rows, BN, BK)
-    G = _Grouping(pairs_per_x, act, out_unit, tail, two)
+    G = _Grouping(pairs_per_x, act, out_unit, tail)
     a = _Arrays(x, arrays, out, plan.order, plan.tiles)
-    width = BN * (2 if two else 1) // (2 if act else 1)
-    _grouped_kernel[(NT * triton.cdiv(N, width),)](
+    _grouped_kernel[(NT * triton.cdiv(N, BN // 2 if act else BN),)](
         a, *apart, NT, N, S, rows, G=compiled_for(G), C=compiled_for(C), num_warps=warps, num_stages=stages
     )
 

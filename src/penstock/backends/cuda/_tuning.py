@@ -169,16 +169,15 @@ DENSE_BLOCKS = (8, 256)  # rows and columns of GGUF blocks that a program makes 
 # Tiles of pairs of one expert: rows of a short tile (0: none), BN, BK, warps, stages. Short tiles take what is left of
 # an expert beyond whole ones: 1129 → 699 µs at 128 rows and pairs per expert.
 GROUPED = {16: (0, 128, 128, 4, 4), 32: (16, 128, 128, 4, 3), 64: (16, 128, 128, 4, 3), 128: (32, 128, 64, 4, 3)}
-# The same with two tiles of BN weights in a program, one made while the other is multiplied (Hopper alone).
-GROUPED_TWO = {128: (32, 64, 128, 4, 3)}
 # Rows of a tile by the mean of pairs per expert. With 256 experts of 2048 × 512, the whole block in µs: 8 pairs per
 # expert 214 with 16 rows and 225 with 32; 32 pairs 351 with 32 and 360 with 64; 64 pairs 493 with 64 and 538 with 128;
 # 128 pairs 820 and 700.
 GROUPED_ROWS = ((10, 16), (40, 32), (90, 64), (float("inf"), 128))
 
 # Pairs from which they are counted by blocks, then placed: below, a program for each slot goes through all of them,
-# which takes 39 µs with 32768 pairs and 256 slots. Counts of blocks that a program has at a time.
-PLAN_MANY, PLAN_COUNTS = 4096, 8192
+# which takes 41.6 µs with 32768 pairs and 256 slots, and 7.4 with 4096. Counts of blocks that a program has at a time,
+# and pairs that it compares its own with.
+PLAN_MANY, PLAN_COUNTS, PLAN_COLUMNS = 8192, 8192, 32
 
 # Grouping pairs by expert pays once chosen experts have several tokens: with 4 bits from T = 60 on for 256 experts of
 # [512, 2048], from 14 on for 128 experts of [704, 2816].
