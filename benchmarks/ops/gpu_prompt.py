@@ -2,11 +2,12 @@
 
     python -m benchmarks.ops.gpu_prompt [--tokens 4096,512] [--sweep] [--json FILE]
 
-Results are checked first: experts against float64 on dequantized weights. --sweep times sizes of the tiles of experts
-instead, each checked against the first. Runs with sources of before, too (PYTHONPATH).
+Results are checked first: experts against float64 on dequantized weights. --sweep times sizes of launches instead, each
+checked, too. Without --sweep it runs with older sources as well (PYTHONPATH).
 """
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.quant import dequantize
 DIM, EXPERTS, WIDTH, TOP = 2048, 256, 512, 8
 KEYS, VALUES, HEAD, TAPS = 16, 32, 128, 4
 CHANNELS = (2 * KEYS + VALUES) * HEAD
+JOINED = "key_heads" in inspect.signature(ops.conv1d_causal).parameters  # the convolution takes q and k along
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -91,8 +93,11 @@ class Delta:
         self.weights = normal(CHANNELS, TAPS), normal(VALUES, dtype=torch.float32), normal(VALUES, dtype=torch.float32)
 
     def convolved(self) -> torch.Tensor:
-        y = ops.conv1d_causal(self.qkv, self.states[0], self.weights[0], self.slots, self.starts)
-        return ops.rms_norm_qk(y, KEYS, HEAD, KEYS * HEAD, out=y)
+        where = self.slots, self.starts
+        if JOINED:
+            return ops.conv1d_causal(self.qkv, self.states[0], self.weights[0], *where, "silu", KEYS, HEAD)
+        y = ops.conv1d_causal(self.qkv, self.states[0], self.weights[0], *where)
+        return ops.rms_norm_qk(y, KEYS, HEAD, KEYS * HEAD)
 
     def all(self) -> torch.Tensor:
         y = self.convolved()
@@ -167,67 +172,135 @@ def node_rows(T: int) -> list[dict[str, Any]]:
     return rows
 
 
-# -- tiles of experts --------------------------------------------------------------------------------------------------
+# -- sizes of launches -------------------------------------------------------------------------------------------------
 
-# Tiles of weights of a program; rows of a short tile, BN, BK, warps and stages. The first is compared with.
-SIZES = (
-    (1, (32, 128, 64, 4, 3)),
-    (1, (32, 128, 64, 4, 4)),
-    (1, (32, 128, 128, 4, 2)),
-    (1, (32, 256, 64, 8, 3)),
-    (1, (32, 256, 64, 8, 4)),
-    (2, (32, 64, 128, 4, 2)),
-    (2, (32, 64, 128, 4, 3)),
-    (2, (16, 64, 128, 4, 3)),
-    (2, (64, 64, 128, 4, 3)),
-    (2, (32, 128, 128, 8, 2)),
-    (2, (32, 128, 128, 8, 3)),
+# Tiles of experts: rows of a short tile, BN, BK, warps and stages, and registers of a thread at most (0: any). The
+# first is compared with.
+EXPERT_TILES = (
+    ((32, 128, 64, 4, 3), 0),
+    ((16, 128, 64, 4, 3), 0),
+    ((64, 128, 64, 4, 3), 0),
+    ((32, 128, 32, 4, 4), 0),
+    ((32, 128, 64, 8, 3), 0),
+    ((32, 128, 64, 8, 3), 128),
+    ((32, 128, 128, 8, 3), 128),
+    ((32, 128, 32, 8, 4), 128),
 )
+# Tiles of a router's scores: BM, BN, warps, stages.
+SCORE_TILES = ((64, 128, 4, 3), (64, 64, 4, 3), (32, 128, 4, 3), (64, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4))
+# Rows of a program and its warps, of a norm with the sum before it.
+NORM_SHARES = ((1, 4), (1, 2), (1, 8), (2, 4), (2, 8), (4, 8))
 
 
-def sweep_rows(T: int) -> list[dict[str, Any]]:
-    """Gate and up, and down, with each of `SIZES`, checked against the first."""
+class Limited:
+    """A kernel with at most so many registers for a thread."""
+
+    def __init__(self, kernel: Any, registers: int) -> None:
+        self.kernel, self.registers = kernel, registers
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return functools.partial(self.kernel[grid], **({"maxnreg": self.registers} if self.registers else {}))
+
+
+def attempt(name: str, call: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of a call, or none and what is wrong."""
+    try:
+        return call()
+    except SystemExit as error:
+        print(f"{name}: WRONG: {error}")
+    except Exception as error:  # of any kind: too large for a GPU, not compiled
+        print(f"{name}: {type(error).__name__} {str(error)[:200]}")
+    return []
+
+
+def expert_sizes(T: int, even: bool) -> list[dict[str, Any]]:
+    """Gate and up, and down, with each of `EXPERT_TILES`; even: every expert has as many pairs."""
     gate, up = (random_weight(EXPERTS, WIDTH, DIM) for _ in range(2))
     down = random_weight(EXPERTS, DIM, WIDTH)
-    x, ids = normal(T, DIM), chosen(T)
+    x, ids, kernel = normal(T, DIM), chosen(T), _grouped._grouped_kernel
+    if even:
+        ids = (torch.arange(T * TOP, device="cuda") % EXPERTS).int().view(T, TOP)
     plan = _grouped.group_pairs(ids, EXPERTS)
     wants: list[torch.Tensor] = []
-    rows = []
-    for count, sizes in SIZES:
-        _grouped.GROUPED_TWO = {} if count == 1 else {plan.rows: sizes}
-        _grouped.GROUPED = {plan.rows: sizes}
-        _grouped._config.cache_clear()
+
+    def timed(name: str) -> list[dict[str, Any]]:
         h = torch.empty(T, TOP, WIDTH, device="cuda", dtype=torch.bfloat16)
         each = torch.empty(T, TOP, DIM, device="cuda", dtype=torch.bfloat16)
         first = functools.partial(_grouped.grouped_gate_up, x, gate, up, ids, None, "silu", h, plan)
         second = functools.partial(_grouped._grouped_down, h, down, plan, each, False)
-        name = f"{count} {sizes}"
-        try:
-            for _ in range(3):
-                first()
-                made = h.clone()
-                if wants:
-                    h.copy_(wants[0])
-                second()
-                if wants:
-                    check(f"gate and up, {name}", made, wants[0], 2e-3)
-                    check(f"down, {name}", each, wants[1], 2e-3)
-                else:
-                    wants = [made, each.clone()]
-            pairs = 2 * T * TOP * DIM * WIDTH
-            rows.append(row("gate and up", f"T={T} {name}", seconds([first]), flops=2 * pairs))
-            rows.append(row("down", f"T={T} {name}", seconds([second]), flops=pairs))
-        except Exception as error:  # of any kind: too large for a GPU, wrong
-            print(f"{name}: {type(error).__name__} {str(error)[:200]}")
-        except SystemExit as error:
-            print(f"{name}: WRONG: {error}")
+        first()
+        second()
+        wants.extend([] if wants else [h.clone(), each.clone()])
+        check(f"gate and up, {name}", h, wants[0], 2e-3)
+        check(f"down, {name}", each, wants[1], 5e-3)
+        flops = 2 * T * TOP * DIM * WIDTH
+        return [
+            row("gate and up", f"T={T} {name}", seconds([first]), flops=2 * flops),
+            row("down", f"T={T} {name}", seconds([second]), flops=flops),
+        ]
+
+    rows = []
+    for sizes, registers in EXPERT_TILES[: 2 if even else None]:
+        _grouped.GROUPED = {plan.rows: sizes}
+        _grouped._grouped_kernel = Limited(kernel, registers)
+        _grouped._config.cache_clear()
+        name = f"{sizes} {registers or ''}{' even' if even else ''}"
+        rows += attempt(name, functools.partial(timed, name))
+    _grouped._grouped_kernel = kernel
     return rows
+
+
+def score_sizes(T: int) -> list[dict[str, Any]]:
+    """A router's scores with each of `SCORE_TILES`, checked against float64."""
+    from penstock.backends.cuda import _exact
+
+    x, w = normal(T, DIM), random_weight(EXPERTS, DIM, bits=8)
+    want, got = x.double() @ dequantize(w).double().t(), torch.empty(T, EXPERTS, device="cuda")
+
+    def timed(name: str) -> list[dict[str, Any]]:
+        _exact.exact_product(x, w, got)
+        check(name, got, want, 2e-6)
+        return [row("scores", name, seconds([lambda: _exact.exact_product(x, w, got)]), T * DIM * 2 + got.nbytes)]
+
+    rows = []
+    for sizes in SCORE_TILES:
+        _exact.EXACT_TILES = (1, 1024, *sizes)
+        name = f"T={T} {sizes}"
+        rows += attempt(name, functools.partial(timed, name))
+    return rows
+
+
+def norm_sizes(T: int) -> list[dict[str, Any]]:
+    """A norm with the sum before it, with each of `NORM_SHARES`."""
+    from penstock.backends.cuda import norm
+
+    w, out = normal(DIM, dtype=torch.float32), (normal(T, DIM), torch.empty(T, DIM, device="cuda"))
+    sets = [(normal(T, DIM, dtype=torch.float32), normal(T, DIM)) for _ in range(4)]
+    total = sets[0][0].double() + sets[0][1].double()
+    want = total * (total.square().mean(1, keepdim=True) + 1e-6).rsqrt() * w.double()
+    whole, rows = norm.tile, []
+
+    def timed(name: str) -> list[dict[str, Any]]:
+        ops.residual_norm(*sets[0], w, 1e-6, True, out=out)
+        check(name, out[0], want, 4e-3)
+        calls = [functools.partial(ops.residual_norm, *each, w, 1e-6, True, out=out) for each in sets]
+        return [row("residual_norm", name, seconds(calls), T * DIM * 12)]
+
+    for R, warps in NORM_SHARES:
+        norm.tile = lambda op, dim, *more, R=R, warps=warps: whole(op, dim, *more)._replace(R=R, warps=warps)
+        rows += attempt(f"T={T} {R} rows, {warps} warps", functools.partial(timed, f"T={T} {R} rows, {warps} warps"))
+    norm.tile = whole
+    return rows
+
+
+def sweep_rows(T: int) -> list[dict[str, Any]]:
+    return [*expert_sizes(T, True), *expert_sizes(T, False), *score_sizes(T), *norm_sizes(T)]
 
 
 def main() -> None:
     made = parser(__doc__.split("\n", 1)[0])
     made.add_argument("--tokens", default="4096,512")
-    made.add_argument("--sweep", action="store_true", help="sizes of the tiles of experts instead")
+    made.add_argument("--sweep", action="store_true", help="sizes of launches instead")
     args = made.parse_args()
     tokens = [int(T) for T in args.tokens.split(",")]
     if args.sweep:
