@@ -131,8 +131,8 @@ def chunks_of_runs() -> Any:
     )
 
 
-def convolved() -> Any:
-    return ops.conv1d_causal(half(128, 8192), half(4, 3, 8192), half(8192, 4), ints(3), ints(4))
+def convolved(*heads: int) -> Any:
+    return ops.conv1d_causal(half(128, 8192), half(4, 3, 8192), half(8192, 4), ints(3), ints(4), "silu", *heads)
 
 
 def chunks(*channels: int) -> Any:
@@ -188,5 +188,5 @@ CALLS = (
     Call("gated_delta_net", chunks_of_runs),
     Call("gated_delta_verify", verified, ((1, 4), (8, 2))),
     Call("gated_delta_step", stepped, ((1, True), (1, False), (48, False))),
-    Call("conv1d_causal", convolved),
+    Call("conv1d_causal", convolved, ((), (16, 128))),
 )

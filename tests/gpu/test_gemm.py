@@ -87,8 +87,10 @@ def test_dense_copy_is_the_definition(bits, rng):
 
 
 @pytest.mark.parametrize("rows", [16, 64])
-@pytest.mark.parametrize(("T", "k", "slots"), [(1, 1, 1), (7, 3, 5), (90, 4, 70)])
-def test_group_pairs_sorts_by_slot_and_covers_every_pair(T, k, slots, rows, rng):
+@pytest.mark.parametrize("many", [0, 1 << 30], ids=["by blocks", "by slots"])
+@pytest.mark.parametrize(("T", "k", "slots"), [(1, 1, 1), (7, 3, 5), (90, 4, 70), (301, 5, 3)])
+def test_group_pairs_sorts_by_slot_and_covers_every_pair(T, k, slots, rows, many, rng, monkeypatch):
+    monkeypatch.setattr(_grouped, "PLAN_MANY", many)
     experts = slots + 3
     ids = rng.integers(-2, experts + 2, (T, k)).astype(np.int32)
     slot_of = rng.integers(-1, slots + 1, experts).astype(np.int32)

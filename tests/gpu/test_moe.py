@@ -8,7 +8,7 @@ import torch
 
 import penstock
 from penstock import ops
-from penstock.backends.cuda import _tuning
+from penstock.backends.cuda import _tuning, moe
 from penstock.backends.cuda._launch import counters
 from penstock.errors import BackendError
 from tests.gpu.common import GPU, reference, run, to_device, to_host
@@ -583,6 +583,16 @@ def test_other_ranks_experts_are_no_experts(variant, shared, own, rng):
         each[mine] = 1
         got = run(op, **call | {"expert_out": each, "slot_of": np.where(call["slot_of"] < 0, -2, -1).astype(np.int32)})
         assert_close("y of rows", got, np.nansum(call["weights"] * mine, axis=1, keepdims=True) * np.ones(32), 2**-7)
+
+
+def test_moe_shared_forward_of_many_pairs_sums_rows_of_half_precision(rng, monkeypatch):
+    monkeypatch.setattr(moe, "_EXACT", 0)
+    call = whole_block(rng, 9, 3, 2, 96, 64, dtype="float16")
+    call["residual"] = normal(rng, 9, 64)
+    call["ids"][4, 1] = -1
+    want = reference(ops.moe_shared_forward, **call)
+    got = run(ops.moe_shared_forward, "grouped", **call)
+    assert_close("y", got, want, 2**-11, np.abs(want.astype(np.float64)).max())
 
 
 def test_moe_shared_forward_writes_over_the_residual(rng):

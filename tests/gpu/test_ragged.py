@@ -384,6 +384,10 @@ def test_conv1d_of_long_runs(mix, absent, dtype, rng):
     close(got, *defined(ops.conv1d_causal, **call))
     here = np.append(slots, -1)[mix.sequence] >= 0
     assert got[here].any(axis=1).all() and not got[~here].any()
+    for heads, dim in ((5, 32), (2, 128), (1, 96)):  # they end within a program, with it; 96 do not divide it
+        (unit,) = called(ops.conv1d_causal, out=unset(x.shape, dtype), **call, key_heads=heads, key_dim=dim)
+        close(unit, *defined(ops.conv1d_causal, **call, key_heads=heads, key_dim=dim))
+        same(unit[:, 2 * heads * dim :], got[:, 2 * heads * dim :])
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -214,6 +214,12 @@ def delta(
     return [ops.gated_rms_norm(d, z, weights[3], EPS)], [y, unit, g, strength, d]
 
 
+def delta_of_runs(**values: Value) -> Any:
+    """A DeltaNet layer of runs, of which rows before the norm of q and k are not kept."""
+    made, between = delta(**values)
+    return made, between[:1]
+
+
 def kept_delta(
     gates: Value, accepted: Value, slots: Value, starts: Value, keep: Value, conv: Value, state: Value, qkv: Value,
     z: Value, a: Value, b: Value, seed: int = 0, others: Value | None = None,
@@ -499,6 +505,13 @@ CASES = {
         lambda **values: moe(None, **values), ["moe_shared_forward"], {"x": ROWS, **CHOSEN}, IDS, devices=CUDA
     ),
     "gated_delta_step": Case(delta, ["gated_delta_step"], LINEAR, SLOTS, devices=CUDA),
+    "convolution_heads": Case(
+        delta_of_runs,
+        ["conv1d_causal", "conv1d_state_update", "gdn_decay_beta", "gated_delta_net", "gated_rms_norm"],
+        LINEAR | {"slots": Spec((2,), "int32"), "starts": Spec((3,), "int32")},
+        {"slots": KEPT["slots"], "starts": KEPT["starts"]},
+        devices=CUDA,
+    ),
     "gated_delta_verify": Case(kept_delta, ["gated_delta_verify"], KEPT_RUNS, KEPT, devices=CUDA),
     "attention_prepare": Case(
         gated_heads,

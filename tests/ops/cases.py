@@ -1277,6 +1277,16 @@ def _conv1d_causal_runs(rng, dtype, C, W):
     return {"x": normal(rng, sum(RUNS) + 2, C, dtype=dtype), "state": state, "weight": weight, **where}
 
 
+@case("conv1d_causal", sizes={"heads": (5, 43, 3, 2, 8), "heads-long": (70, 70, 4, 1, 32)})
+def _conv1d_heads(rng, dtype, T, C, W, heads, dim):
+    return _conv1d_causal(rng, dtype, T, C, W) | {"key_heads": heads, "key_dim": dim}
+
+
+@case("conv1d_causal", sizes={"heads-runs": (43, 4, 2, 8)})
+def _conv1d_heads_runs(rng, dtype, C, W, heads, dim):
+    return _conv1d_causal_runs(rng, dtype, C, W) | {"key_heads": heads, "key_dim": dim}
+
+
 @case("conv1d_causal", sizes={"plain-slots": (3, 37, 3, 0), "plain-slots-room": (3, 37, 3, 2)})
 def _conv1d_plain_slots(rng, dtype, B, C, W, room):
     return _conv1d_causal_slots(rng, dtype, B, C, W, room) | {"act": "none"}

@@ -79,6 +79,18 @@ def gated_delta_step(match: Match, node: Node) -> Candidates:
                     yield match.call(ops.gated_delta_verify, *args, instead=(commit, *whole), makes=(node.out,))
 
 
+@rule(ops.rms_norm_qk, devices=CUDA)
+def convolution_heads(match: Match, node: Node) -> Candidates:
+    """rms_norm_qk(conv1d_causal(x, …, starts)) → conv1d_causal(x, …, starts, key_heads, key_dim)"""
+    conv = match.made_by(node["x"], ops.conv1d_causal)
+    heads, dim = node["num_k_heads"], node["key_dim"]
+    if conv is None or conv["starts"] is None or conv["key_heads"]:
+        return
+    if tuple(node.args.values())[1:] == (heads, dim, heads * dim, None, 1e-6, "sum"):
+        args = {**conv.args, "key_heads": heads, "key_dim": dim}
+        yield match.call(ops.conv1d_causal, **args, instead=(conv, node), makes=(node.out,))
+
+
 def _without(node: Node, name: str) -> list[Any]:
     """The arguments of a node but for one."""
     return [value for key, value in node.args.items() if key != name]
@@ -327,6 +339,7 @@ BLOCKS: tuple[Rule, ...] = (
     moe_shared_forward,
     dense_norm,
     gated_delta_step,
+    convolution_heads,  # after that one, which takes all of a step
     attention_prepare,
     mla_prepare,
     attention_gate,

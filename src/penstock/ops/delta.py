@@ -90,7 +90,16 @@ def _conv_state(
     _slots(slots, x.shape[0], starts, keep)
 
 
-def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: Spec | None, act: str) -> Spec:
+def _convolved(
+    x: Spec,
+    state: Spec,
+    weight: Spec,
+    slots: Spec | None,
+    starts: Spec | None,
+    act: str,
+    key_heads: int,
+    key_dim: int,
+) -> Spec:
     check.one_of(("silu", "none"), act=act)
     check.floating(weight=weight)
     check.axes("[C, W]", 2, weight=weight)
@@ -98,18 +107,31 @@ def _convolved(x: Spec, state: Spec, weight: Spec, slots: Spec | None, starts: S
     _conv_state(state, x, slots, weight.shape[1], starts)
     if weight.shape[0] != x.shape[1]:
         raise ShapeError(f"weight has shape {weight.shape}, expected {x.shape[1]} rows (channels of x)")
+    if key_heads < 0 or key_dim < 0 or 2 * key_heads * key_dim > x.shape[1] or (key_heads > 0) != (key_dim > 0):
+        raise InvalidArgument(
+            f"key_heads and key_dim are {key_heads} and {key_dim}, expected both 0, or heads of q and k that fit in "
+            f"{x.shape[1]} channels"
+        )
     return x
 
 
 @op(infer=_convolved, check=lambda x, state, slots, starts: _check_runs(slots, state, starts, len(x)))
 def conv1d_causal(
-    x: Array, state: Array, weight: Array, slots: Array | None = None, starts: Array | None = None, act: str = "silu"
+    x: Array,
+    state: Array,
+    weight: Array,
+    slots: Array | None = None,
+    starts: Array | None = None,
+    act: str = "silu",
+    key_heads: int = 0,
+    key_dim: int = 0,
 ) -> Array:
     """silu(Σ_j seq[t + j] · weight[:, j]) per channel, seq = state followed by x: tap W − 1 meets the current token.
 
     x [T, C], state [W − 1, C], weight [C, W]; or x [B, C], state [S, W − 1, C], slots int32 [B], one step each → like
     x. With starts x [T, C] has the runs of B sequences. Slot −1: 0, and no state moves, here and below. Reads the state
-    only: `conv1d_state_update` moves it on. act "none": the sum itself.
+    only: `conv1d_state_update` moves it on. act "none": the sum itself. With key_heads the result, rounded, is that of
+    rms_norm_qk: q and k in front, so many heads of key_dim channels each.
     """
     taps = f64(weight).T  # [W, C]
     starts = with_runs(slots, starts)
@@ -124,7 +146,8 @@ def conv1d_causal(
     else:
         seq = np.concatenate([f64(state[slots, : len(taps) - 1]), f64(x)[:, None]], axis=1)  # [B, W, C]
         y = sum(seq[:, j] * taps[j] for j in range(len(taps)))
-    return round_to(silu(np.asarray(y)) if act == "silu" else np.asarray(y), x.dtype)
+    made = round_to(silu(np.asarray(y)) if act == "silu" else np.asarray(y), x.dtype)
+    return rms_norm_qk.body(made, key_heads, key_dim, key_heads * key_dim) if key_heads else made
 
 
 def _updated(

@@ -87,9 +87,15 @@ def conv1d_causal(
     slots: np.ndarray | None = None,
     starts: np.ndarray | None = None,
     act: str = "silu",
+    key_heads: int = 0,
+    key_dim: int = 0,
     *,
     out: np.ndarray,
 ) -> None:
+    if key_heads:
+        conv1d_causal(x, state, weight, slots, starts, act, out=out)
+        rms_norm_qk(out, key_heads, key_dim, key_heads * key_dim, None, 1e-6, "sum", out=out)
+        return
     starts = with_runs(slots, starts)
     if starts is not None and slots is not None:
         kept = weight.shape[1] - 1

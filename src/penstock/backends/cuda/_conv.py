@@ -18,6 +18,22 @@ def _store(y_ptr, x, mask, SILU: tl.constexpr):
     tl.store(y_ptr, rounded(x, y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _store_unit(y_ptr, x, first, mask, heads, SILU: tl.constexpr, DIM: tl.constexpr):
+    """`_store` of a row of channels from `first` on; DIM > 0: q and k, `heads` of DIM channels each, to unit length."""
+    CHANNELS: tl.constexpr = x.shape[0]
+    kind: tl.constexpr = y_ptr.dtype.element_ty
+    if SILU:
+        x = x / (1.0 + tl.exp(-x))
+    if DIM > 0:  # noqa: SIM102  (known when it is compiled)
+        if first < 2 * heads * DIM:
+            v = tl.reshape(rounded(x, kind).to(tl.float32), (CHANNELS // DIM, DIM))
+            head = first // DIM + tl.arange(0, CHANNELS // DIM)
+            factor = tl.rsqrt(tl.sum(v * v, axis=1) + 1e-6) * tl.where(head < heads, DIM**-0.5, 1.0)
+            x = tl.reshape(v * tl.where(head < 2 * heads, factor, 1.0)[:, None], (CHANNELS,))
+    tl.store(y_ptr, rounded(x, kind), mask=mask)
+
+
 # conv1d   y[t, c] = silu(sum_j seq[t + j, c] * weight[c, j]), seq = state, x; by slots: seq = state[slots[t]], x[t];
 #          the sum itself without SILU, here and below
 # shapes   x, y [T, C]; state [W - 1, C] or [S, depth, C], depth >= W - 1, float32 or x's dtype; weight [C, W] of any
@@ -201,21 +217,23 @@ def _run_of(starts_ptr, slots_ptr, b, B, T, slots):
     return first, end, tl.where(slot < slots, slot, -1)
 
 
-# conv1d of runs, 4 taps  as conv1d of runs, for many rows
+# conv1d of runs, 4 taps  as conv1d of runs, for many rows; DIM > 0: then q and k in front, `heads` of DIM each, as
+#                         in rms_norm_qk
 # shapes                  as conv1d of runs, W = 4
 # grid                    (blocks of tokens * blocks of channels,): one program goes down TOKENS rows of CHANNELS
 #                         channels and keeps the last three in registers; where another run begins it takes those of
 #                         its slot
 # bytes                   as conv1d of 4 taps
-# limits                  SEQUENCES >= B; TOKENS a multiple of 4
+# limits                  SEQUENCES >= B; TOKENS a multiple of 4, CHANNELS one of DIM
 @triton.jit(do_not_specialize=["T", "B", "slots"])
 def _conv1d_runs_down_kernel(
-    x_ptr, state_ptr, weight_ptr, starts_ptr, slots_ptr, y_ptr, T, B, C, rows, slots,
-    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr,
+    x_ptr, state_ptr, weight_ptr, starts_ptr, slots_ptr, y_ptr, T, B, C, rows, slots, heads,
+    SEQUENCES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, SILU: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(C, CHANNELS)
     top = (tl.program_id(0) // across).to(tl.int64) * TOKENS
-    c = (tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS)
+    left = (tl.program_id(0) % across) * CHANNELS
+    c = left + tl.arange(0, CHANNELS)
     taps = tl.load(weight_ptr + c[:, None] * 4 + tl.arange(0, 4)[None, :], mask=(c < C)[:, None], other=0.0)
     even, odd = tl.split(tl.reshape(taps.to(tl.float32), (CHANNELS, 2, 2)))
     w0, w2 = tl.split(even)
@@ -234,10 +252,10 @@ def _conv1d_runs_down_kernel(
             x1 = tl.load(x_ptr + at + C, mask=c < live, other=0.0).to(tl.float32)
             x2 = tl.load(x_ptr + at + 2 * C, mask=c < live, other=0.0).to(tl.float32)
             x3 = tl.load(x_ptr + at + 3 * C, mask=c < live, other=0.0).to(tl.float32)
-            _store(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), c < C, SILU)
-            _store(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), c < C, SILU)
-            _store(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), c < C, SILU)
-            _store(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), c < C, SILU)
+            _store_unit(y_ptr + at, _taps(p, q, r, x0, w0, w1, w2, w3), left, c < C, heads, SILU, DIM)
+            _store_unit(y_ptr + at + C, _taps(q, r, x0, x1, w0, w1, w2, w3), left, c < C, heads, SILU, DIM)
+            _store_unit(y_ptr + at + 2 * C, _taps(r, x0, x1, x2, w0, w1, w2, w3), left, c < C, heads, SILU, DIM)
+            _store_unit(y_ptr + at + 3 * C, _taps(x0, x1, x2, x3, w0, w1, w2, w3), left, c < C, heads, SILU, DIM)
             p, q, r = x1, x2, x3
         else:
             for i in range(4):
@@ -252,29 +270,32 @@ def _conv1d_runs_down_kernel(
                         q = _kept_row(state_ptr, x_ptr, row - 2, first, slot, rows, C, c, live)
                         r = _kept_row(state_ptr, x_ptr, row - 1, first, slot, rows, C, c, live)
                     x = tl.load(x_ptr + row * C + c, mask=c < live, other=0.0).to(tl.float32)
-                    _store(y_ptr + row * C + c, _taps(p, q, r, x, w0, w1, w2, w3), c < C, SILU)
+                    _store_unit(y_ptr + row * C + c, _taps(p, q, r, x, w0, w1, w2, w3), left, c < C, heads, SILU, DIM)
                     p, q, r = q, r, x
 
 
 def convolve_runs(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor, slots: torch.Tensor,
-    silu: bool, out: torch.Tensor,
-) -> None:  # fmt: skip
+    silu: bool, heads: int, dim: int, out: torch.Tensor,
+) -> bool:  # fmt: skip
+    """Whether heads of q and k in front, so many of `dim` channels, are of unit length, too: those of many rows."""
     T, C = x.shape
     if weight.shape[1] == 4 and T >= 64:
         tokens, channels, warps = CONV_DOWN
         channels = min(channels, triton.next_power_of_2(C))
+        whole = heads > 0 and channels % dim == 0
         _conv1d_runs_down_kernel[(triton.cdiv(T, tokens) * triton.cdiv(C, channels),)](
-            x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0],
-            block_of(len(slots)), tokens, channels, silu, num_warps=warps,
+            x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0], heads,
+            block_of(len(slots)), tokens, channels, silu, dim if whole else 0, num_warps=warps,
         )  # fmt: skip
-        return
+        return whole
     tokens, channels = 1 if T < 64 else 8, min(128, triton.next_power_of_2(C))
     grid = (triton.cdiv(T, tokens) * triton.cdiv(C, channels),)
     _conv1d_runs_kernel[grid](
         x, state, weight, starts, slots, out, T, len(slots), C, state.shape[1], state.shape[0], weight.shape[1],
         block_of(len(slots)), tokens, channels, silu, num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
+    return False
 
 
 def move_on(state: torch.Tensor, x: torch.Tensor, slots: torch.Tensor | None, width: int | None = None) -> None:

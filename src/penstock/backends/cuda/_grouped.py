@@ -35,7 +35,7 @@ from penstock.backends.cuda._gemm import (
 )
 from penstock.backends.cuda._launch import TL_DTYPES, activation, compiled_for, shared_memory
 from penstock.backends.cuda._rows import rounded
-from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS
+from penstock.backends.cuda._tuning import GEMM_WIDE, GROUPED, GROUPED_ROWS, PLAN_COLUMNS, PLAN_COUNTS, PLAN_MANY
 from penstock.backends.cuda.elementwise import sum_of_chosen
 from penstock.errors import BackendError
 from penstock.quant import GgufTensor, QuantizedTensor
@@ -101,6 +101,63 @@ def _plan_kernel(
         tl.store(tiles_ptr + tile, tl.where(needed, slot, -1), mask=live)
         tl.store(tiles_ptr + NT + tile, start, mask=live)
         tl.store(tiles_ptr + 2 * NT + tile, end, mask=live)
+
+
+# count     counts[b, s] = pairs of slot s in block b
+# shapes    ids int32 [P]; slot_of int32 [experts], or ids are slots; counts int32 [P / BLOCK, BINS]
+# grid      (P / BLOCK,)
+# bytes     4 · P in, 4 · BINS for each block out
+# limits    BINS ≥ S + 2, a power of two: S for pairs without a slot, S + 1 beyond the pairs
+@triton.jit(do_not_specialize=["P", "S", "experts"])
+def _count_kernel(
+    ids_ptr, slot_of_ptr, counts_ptr, P, S, experts, MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr
+):
+    block = tl.program_id(0)
+    key = _key(ids_ptr, slot_of_ptr, block * BLOCK + tl.arange(0, BLOCK), P, S, experts, MAPPED)
+    tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), tl.histogram(key, BINS))
+
+
+# place     as `plan`, for many pairs, from the counts of their blocks
+# shapes    as `plan`, and counts int32 [blocks, BINS]
+# grid      (blocks,): a program adds up all counts, has the places of its BLOCK pairs, each behind those of its slot
+#           in the blocks before and among its own, and its share of the tiles
+# bytes     8 · P, and the counts for each program, from L2
+# limits    as `plan`, and BINS as `count`; COUNTS blocks are added up at a time, pairs compared with COLUMNS others
+@triton.jit(do_not_specialize=["P", "S", "experts", "NT"])
+def _place_kernel(
+    ids_ptr, slot_of_ptr, counts_ptr, order_ptr, tiles_ptr, P, S, experts, NT, MAPPED: tl.constexpr,
+    LEAVE: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, COUNTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    p = block * BLOCK + tl.arange(0, BLOCK)
+    key = _key(ids_ptr, slot_of_ptr, p, P, S, experts, MAPPED)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in tl.static_range(0, BLOCK, COLUMNS):
+        q = block * BLOCK + first + tl.arange(0, COLUMNS)
+        other = _key(ids_ptr, slot_of_ptr, q, P, S, experts, MAPPED)
+        rank += tl.sum(((key[:, None] == other[None, :]) & (q[None, :] < p[:, None])).to(tl.int32), axis=1)
+    slot = tl.arange(0, BINS)
+    before = tl.zeros([COUNTS, BINS], tl.int32)
+    every = tl.zeros([COUNTS, BINS], tl.int32)
+    for first in tl.range(0, blocks, COUNTS, loop_unroll_factor=4):  # as many loads under way
+        b = first + tl.arange(0, COUNTS)[:, None]
+        count = tl.load(counts_ptr + b * BINS + slot[None, :], mask=b < blocks, other=0)
+        before += tl.where(b < block, count, 0)
+        every += count
+    total = tl.sum(every, axis=0)
+    end = tl.cumsum(total)
+    begin = end - total
+    place = tl.gather(begin + tl.sum(before, axis=0), key, axis=0) + rank
+    tl.store(order_ptr + place, p, mask=p < P)
+    more = tl.where(slot <= S, end // BM - begin // BM, -1)
+    for j in range(block, tl.max(more) + 1, blocks):
+        start = begin + j * BM
+        needed = (start < end) & (slot < S) if LEAVE else start < end
+        at = tiles_ptr + begin // BM + slot + j
+        tl.store(at, tl.where(needed, slot, -1), mask=j <= more)
+        tl.store(at + NT, start, mask=j <= more)
+        tl.store(at + 2 * NT, end, mask=j <= more)
 
 
 @triton.jit
@@ -189,6 +246,11 @@ def _config(rows: int, bits: int, wide: bool, even: bool, shared: int) -> tuple[
     return tail, BN, max(BK, 4 * units(bits)) if bits else BK, warps, stages_for(stages, bits, shared)
 
 
+def _blocks(pairs: int) -> int:
+    """Pairs of a block: about 128 blocks, whose counts each of them reads."""
+    return max(256, triton.next_power_of_2(pairs) // 128)
+
+
 def group_pairs(
     ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None = None, rows: int | None = None, leave: bool = False
 ) -> Plan:
@@ -198,11 +260,21 @@ def group_pairs(
     NT = P // rows + slots + 1
     made = torch.empty(P + 3 * NT, dtype=torch.int32, device=ids.device)
     order, tiles = made[:P], made[P:]
+    mapping, experts = (slot_of, slot_of.numel()) if slot_of is not None else (ids, 0)
+    if P >= PLAN_MANY:
+        block, bins = _blocks(P), triton.next_power_of_2(slots + 2)
+        counts = torch.empty((triton.cdiv(P, block), bins), dtype=torch.int32, device=ids.device)
+        grid, by = (len(counts),), max(1, min(64, PLAN_COUNTS // bins))
+        _count_kernel[grid](ids, mapping, counts, P, slots, experts, mapped, block, bins, num_warps=4)
+        _place_kernel[grid](
+            ids, mapping, counts, order, tiles, P, slots, experts, NT, mapped, leave, rows, block, bins, by,
+            min(block, PLAN_COLUMNS), num_warps=8,
+        )  # fmt: skip
+        return Plan(order, tiles, rows)
     block = min(4096, max(256, triton.next_power_of_2(P)))
     _plan_kernel[(slots + 1,)](
-        ids, slot_of if mapped else ids, order, tiles, P, slots, slot_of.numel() if mapped else 0, NT, mapped, leave,
-        rows, block, num_warps=block // 512 or 1,
-    )  # fmt: skip
+        ids, mapping, order, tiles, P, slots, experts, NT, mapped, leave, rows, block, num_warps=block // 512 or 1
+    )
     return Plan(order, tiles, rows)
 
 

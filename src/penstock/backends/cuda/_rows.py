@@ -59,6 +59,17 @@ def vector(ptr, col, dim):
 
 
 @triton.jit
+def adds(id_ptr, slot_of_ptr, known, live):
+    """Whether the experts whose ids are there add to a sum: not those below 0, nor, of the `known`, other ranks'."""
+    expert = tl.load(id_ptr, mask=live, other=-1)
+    there = expert >= 0
+    if slot_of_ptr is not None:
+        place = tl.load(slot_of_ptr + expert, mask=there & (expert < known), other=0)
+        there = there & (place != FOREIGN)
+    return there
+
+
+@triton.jit
 def expert_sum(x_ptr, slots_ptr, ids_ptr, slot_of_ptr, known, row, col, live, rows, dim, K: tl.constexpr):
     """Σ_i slots[row, i] · x[row, i, col] in float32, slot after slot; x [rows, K, dim], slots [rows, K]: [R, BLOCK].
 
@@ -70,11 +81,7 @@ def expert_sum(x_ptr, slots_ptr, ids_ptr, slot_of_ptr, known, row, col, live, ro
         slot = tl.load(slots_ptr + row * K + i, mask=row < rows, other=0.0)
         x = tl.load(x_ptr + (row[:, None] * K + i) * dim + col[None, :], mask=live, other=0.0).to(tl.float32)
         if ids_ptr is not None:  # x is read all the same, not to wait for the id
-            expert = tl.load(ids_ptr + row * K + i, mask=row < rows, other=-1)
-            there = expert >= 0
-            if slot_of_ptr is not None:
-                place = tl.load(slot_of_ptr + expert, mask=there & (expert < known), other=0)
-                there = there & (place != FOREIGN)
+            there = adds(ids_ptr + row * K + i, slot_of_ptr, known, row < rows)
             slot = tl.where(there, slot, 0.0)
             x = tl.where(there[:, None], x, 0.0)
         total += x * slot[:, None]

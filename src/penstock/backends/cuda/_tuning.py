@@ -174,6 +174,11 @@ GROUPED = {16: (0, 128, 128, 4, 4), 32: (16, 128, 128, 4, 3), 64: (16, 128, 128,
 # 128 pairs 820 and 700.
 GROUPED_ROWS = ((10, 16), (40, 32), (90, 64), (float("inf"), 128))
 
+# Pairs from which they are counted by blocks, then placed: below, a program for each slot goes through all of them,
+# which takes 41.6 µs with 32768 pairs and 256 slots, and 7.4 with 4096. Counts of blocks that a program has at a time,
+# and pairs that it compares its own with.
+PLAN_MANY, PLAN_COUNTS, PLAN_COLUMNS = 8192, 8192, 32
+
 # Grouping pairs by expert pays once chosen experts have several tokens: with 4 bits from T = 60 on for 256 experts of
 # [512, 2048], from 14 on for 128 experts of [704, 2816].
 MOE_GROUPED = 1  # pairs per expert up to which they are taken one by one
@@ -202,6 +207,8 @@ FEW_WORDS = 8  # of a row that a lane loads for the groups of one block of scale
 FEW_MOST = 16  # rows up to which lanes take a product; up to twice as many of a weight with so few rows
 FEW_NARROW = 4096
 FEW_EXACT = (1024, 256)  # float32 results: rows of a weight for any number of tokens, and tokens for any weight
+# Float32 results of codes in bytes by tiles: tokens from which, rows of a weight up to which, BM, BN, warps, stages.
+EXACT_TILES = (1024, 1024, 64, 128, 4, 3)
 # Experts by pairs of a tile. 256 experts of [512, 2048], gate and up, and down in µs: 32 tokens 62 and 34 (tiles of
 # `GROUPED` 84 and 44), 128 tokens 97 and 58, 256 tokens 127 and 81 (tiles of 16: 132 and 81). Gate and up with 2 tiles:
 # 62 at 32 tokens, 101 at 128, 138 at 256. In a step of 8 layers down with 2 tiles instead of 4: 765 µs instead of 787

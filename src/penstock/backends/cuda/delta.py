@@ -31,15 +31,21 @@ def conv1d_causal(
     slots: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     act: str = "silu",
+    key_heads: int = 0,
+    key_dim: int = 0,
     *,
     out: torch.Tensor,
 ) -> None:
     if not x.numel():
         return
     if starts is not None and slots is not None:
-        convolve_runs(x, state, weight, starts, slots, act == "silu", out)
+        inside = 0 if deterministic() else key_heads  # where another order of a head's sum will do
+        if convolve_runs(x, state, weight, starts, slots, act == "silu", inside, key_dim, out):
+            return
     else:
         convolve(x, state, weight, slots, act == "silu", out)
+    if key_heads:
+        ops.rms_norm_qk(out, key_heads, key_dim, key_heads * key_dim, out=out)
 
 
 @kernel(ops.conv1d_state_update, device="cuda")

@@ -1,5 +1,5 @@
 """Products with dense and quantized weights: a matvec for one row (`_matvec`), lanes for a few rows of codes
-(`_few_rows`), tiles for many (`_gemm`).
+(`_few_rows`), tiles for many (`_gemm`), and for many with codes that may not be rounded (`_exact`).
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import triton.language as tl
 from penstock import ops
 from penstock.backends.cuda import _tuning
 from penstock.backends.cuda._activations import gated, round_activations
+from penstock.backends.cuda._exact import exact_product, takes_exactly
 from penstock.backends.cuda._few_rows import few_rows, refused, takes
 from penstock.backends.cuda._floats import global_factor, is_float, kernel_arrays, kind_of, width
 from penstock.backends.cuda._gemm import dense_blocks
@@ -113,6 +114,10 @@ def product(
     x, out = flat_rows(x), flat_rows(out)
     residual = None if residual is None else flat_rows(residual)
     exact = out.dtype is torch.float32 and x.dtype is not out.dtype and not half
+    alone = variant is None and residual is None and bias is None
+    if exact and alone and not deterministic() and takes_exactly(x, w, out):
+        exact_product(x, w, out)
+        return
     lanes = _by_lanes(x, (w,), variant, exact)
     if not lanes and _few(x, variant, _exact(x.dtype, w, out) and not half):
         matvec(x, w, out, residual=residual, bias=bias)

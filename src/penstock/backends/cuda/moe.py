@@ -30,7 +30,7 @@ from penstock.backends.cuda._matvec_experts import (
 )
 from penstock.backends.cuda._route import Routing, router
 from penstock.backends.cuda._router import moe_norm_route, router_logits
-from penstock.backends.cuda._rows import rounded
+from penstock.backends.cuda._rows import adds, rounded
 from penstock.backends.cuda._staged import staged_products, stages
 from penstock.backends.cuda._tuning import FEW_EXPERTS, MOE_CHOOSES, MOE_GROUPED, MOE_IN_TURN, MOE_NORMED
 from penstock.backends.cuda.elementwise import sum_of_chosen
@@ -303,16 +303,17 @@ def expert_room(pairs: tuple[int, int], experts: int, x: torch.Tensor, block: bo
 
 
 # combine   out[t] = (h[t] + sum_i weights[t, i] * experts[t, i]) + shared[t] * sigmoid(scores[t]), slots in order;
-#           without scores shared is added as it is
+#           without scores shared is added as it is; slots of ids below 0, and other ranks' experts, add nothing
 # shapes    h, shared (each or None), out [T, dim], experts [T, k, dim] of any float; weights float32 [T, k], None: 1;
-#           scores [T] of any float; out may be h, shared or the experts if k = 1
+#           scores [T] of any float; ids int32 [T, k] or None: all add, slot_of int32 [known] or None: none is another
+#           rank's; out may be h, shared or the experts if k = 1
 # grid      (T, ceil(dim / BLOCK)): a program has BLOCK columns of a token
 # bytes     (k + 3) * T * dim * itemsize, each once
 # limits    none
-@triton.jit
+@triton.jit(do_not_specialize=["known"])
 def _combine_kernel(
-    h_ptr, experts_ptr, weights_ptr, shared_ptr, scores_ptr, out_ptr, dim, K: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    h_ptr, experts_ptr, weights_ptr, ids_ptr, slot_of_ptr, shared_ptr, scores_ptr, out_ptr, known, dim,
+    K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -323,7 +324,11 @@ def _combine_kernel(
         h = tl.load(h_ptr + row * dim + column, mask=live, other=0.0).to(tl.float32)
     for i in tl.range(K, num_stages=1, loop_unroll_factor=8):
         e = tl.load(experts_ptr + (row * K + i) * dim + column, mask=live, other=0.0).to(tl.float32)
-        total += e if weights_ptr is None else e * tl.load(weights_ptr + row * K + i)
+        if weights_ptr is not None:
+            e *= tl.load(weights_ptr + row * K + i)
+        if ids_ptr is not None:  # all is read, not to wait for the id
+            e = tl.where(adds(ids_ptr + row * K + i, slot_of_ptr, known, True), e, 0.0)
+        total += e
     if h_ptr is not None:
         total += h
     if shared_ptr is not None:
@@ -332,12 +337,13 @@ def _combine_kernel(
     tl.store(out_ptr + row * dim + column, rounded(total, out_ptr.dtype.element_ty), mask=live)
 
 
-def _combine(h, experts, weights, shared, scores, out: torch.Tensor) -> None:
+def _combine(h, experts, weights, shared, scores, out: torch.Tensor, ids=None, slot_of=None) -> None:
     """Launch `combine`: experts [T, k, dim], out [T, dim]."""
     T, dim = out.shape
     block = min(1024, triton.next_power_of_2(dim))
+    known = 0 if slot_of is None else slot_of.numel()
     _combine_kernel[(T, triton.cdiv(dim, block))](
-        h, experts, weights, shared, scores, out, dim,
+        h, experts, weights, ids, slot_of, shared, scores, out, known, dim,
         K=experts.shape[1], BLOCK=block, num_warps=max(1, block // 256), **pdl_options(),
     )  # fmt: skip
 
@@ -448,14 +454,23 @@ def moe_shared_forward(
             mixed_down(*down, order, each)
             _combine(residual, each, None, None, None, y)
         return
-    # One rounding, except that the experts' rows of many tokens are worth their memory in half precision.
-    routed = torch.empty(y.shape, dtype=torch.float32 if ids.numel() <= _EXACT else x.dtype, device=y.device)
-    shared = torch.empty(y.shape, dtype=torch.float32, device=y.device)
-    routing = (x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
-    moe_forward(*routing, out=routed, variant=variant)
+    # One rounding, except that rows of many tokens on their way to the sum are worth their memory in half precision.
+    kind = torch.float32 if ids.numel() <= _EXACT else x.dtype
+    shared = torch.empty(y.shape, dtype=kind, device=y.device)
     h = _shared_hidden(x, own, own_up, act, activations)
     product(_rounded("moe_shared_forward", h, [shared_down_w], activations), shared_down_w, shared, None, half=True)
-    moe_combine_residual(residual, None, None, shared, shared_score, routed, out=y)
+    score = None if shared_score is None else shared_score.view(T)
+    lanes = expert_out is None and activations == "float32" and _by_lanes(variant, x, experts, ids, count)
+    if lanes or variant == "lanes" or (expert_out is None and _by_rows(variant, T, k, count)):
+        routed = torch.empty(y.shape, dtype=kind, device=y.device)
+        routing = (x, ids, weights, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
+        moe_forward(*routing, out=routed, variant=variant)
+        _combine(residual, routed.view(T, 1, -1), None, shared, score, y)
+        return
+    if expert_out is None:
+        expert_out = torch.empty((T, k, y.shape[1]), dtype=kind, device=y.device)
+        _mlp("moe_shared_forward", x, ids, gate_w, up_w, down_w, slot_of, act, activations, expert_out)
+    _combine(residual, expert_out.view(T, k, y.shape[1]), weights, shared, score, y, ids, slot_of)
 
 
 @kernel(ops.moe_route_forward, device="cuda", composed=True)
