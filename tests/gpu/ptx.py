@@ -87,9 +87,9 @@ def run(asm: str, constraints: str, inputs: list[np.ndarray]) -> list[np.ndarray
         elif op.startswith("shfl.sync.bfly"):
             values[to] = value(args[0])[np.arange(LANES) ^ int(args[1])]
         elif op == "prmt.b32":
-            values[to] = _prmt(*(value(n) for n in args))
+            values[to] = _prmt(value(args[0]), value(args[1]), value(args[2]))
         elif op == "lop3.b32":
-            values[to] = _lop3(*(value(n) for n in args[:3]), int(args[3], 0))
+            values[to] = _lop3(value(args[0]), value(args[1]), value(args[2]), int(args[3], 0))
         elif op == "shf.l.wrap.b32":
             low, high, by = (value(n).astype(np.uint64) for n in args)
             values[to] = (((high << np.uint64(32) | low) << (by & np.uint64(31))) >> np.uint64(32)).astype(np.uint32)
