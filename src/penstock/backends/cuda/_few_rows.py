@@ -16,11 +16,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import factor_of, place_of
-from penstock.backends.cuda._lane_blocks import SIX
+from penstock.backends.cuda._lane_blocks import FIVE, SIX
 from penstock.backends.cuda._lanes import (
     MAGIC,
     Constants,
     codes_offset,
+    five,
     four,
     high_offset,
     lane_words,
@@ -69,8 +70,11 @@ def _start(arrays, row, q, C: tl.constexpr):
         sub, high = arrays[2].to(tl.int64) + row * (C.K // 16), arrays[1].to(tl.int64) + row * (C.K // 4)
         starts = codes, sub, high + high_offset(q, C), arrays[3].to(tl.int64) + row * (C.K // 128)
     elif four(C):
-        sub, more = arrays[1].to(tl.int64) + row * (C.K // 32), arrays[2].to(tl.int64) + row * (C.K // 64)
-        starts = codes, sub, more, arrays[3].to(tl.int64) + row * (C.K // 64)
+        HIGH: tl.constexpr = 1 if five(C) else 0  # a plane more before the others
+        sub, more = arrays[1 + HIGH].to(tl.int64) + row * (C.K // 32), arrays[2 + HIGH].to(tl.int64) + row * (C.K // 64)
+        starts = codes, sub, more, arrays[3 + HIGH].to(tl.int64) + row * (C.K // 64)
+        if five(C):
+            starts += (arrays[1].to(tl.int64) + row * (C.K // 8) + high_offset(q, C),)
     else:
         starts = codes, arrays[1].to(tl.int64) + row * GROUPS, arrays[2].to(tl.int64) + row * GROUPS
     return starts
@@ -312,7 +316,7 @@ class Launch(NamedTuple):
     registers: int | None = None
 
 
-LANE_BLOCKS = ("Q4_K", "Q6_K")  # types of GGUF blocks that lanes can read
+LANE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # types of GGUF blocks that lanes can read
 
 
 def _form(w: QuantizedTensor) -> tuple[int, int, str | None]:
@@ -321,7 +325,7 @@ def _form(w: QuantizedTensor) -> tuple[int, int, str | None]:
 
 
 def _magic(w: QuantizedTensor) -> int:
-    return SIX if w.mode == "Q6_K" else MAGIC[w.bits]
+    return {"Q4_K": MAGIC[4], "Q5_K": FIVE, "Q6_K": SIX}[w.mode] if isinstance(w, GgufTensor) else MAGIC[w.bits]
 
 
 def _fits(w: Any) -> bool:
@@ -353,8 +357,8 @@ def refused(x: torch.Tensor, *weights: Any) -> BackendError:
     """What is raised where lanes are asked for by name and cannot take these products."""
     given = ", ".join(repr(w) if isinstance(w, QuantizedTensor) else f"dense {w.dtype}" for w in weights)
     taken = (
-        "bfloat16 rows and Q4_K or Q6_K, or codes of 2, 4 or 8 bits of one format, 16 to 64 bytes of a group, 16-bit "
-        "scales"
+        "bfloat16 rows and Q4_K, Q5_K or Q6_K, or codes of 2, 4 or 8 bits of one format, 16 to 64 bytes of a group, "
+        "16-bit scales"
     )
     return BackendError(f"variant 'lanes': x has {x.dtype} rows, weights are {given}, expected {taken} on cuda")
 

@@ -1,4 +1,7 @@
-"""Device functions for the planes of Q4_K and Q6_K (`quant.gguf_planes`) in the lanes of `_lanes`.
+"""Device functions for the planes of Q4_K, Q5_K and Q6_K (`quant.gguf_planes`) in the lanes of `_lanes`.
+
+Q4_K has groups of 32, as affine codes may, with scales of their own. Q5_K has a word of `high` for each: lane q loads
+that of the q-th of four groups, and two exchanges leave it with 4 bits of each half for its word of every group.
 
 Q6_K has groups of 16: one product of 16 rows, 8 tokens and 16 codes each. A lane loads 16 bytes of `low`, two groups of
 a row, and the 8 of `high` for them; four lanes have the 8 groups of 128 codes, and each needs a quarter of every one.
@@ -7,7 +10,8 @@ neighbours exchange bytes, which leave one with the codes 0, 1, 4 and 5 of words
 2 h + g of a lane is then of the groups 4 h + g (its lower bytes in each half) and 4 h + g + 2, and word g of `high` has
 their upper bits, group after group in each half. x is brought to the same places by one exchange of neighbours.
 
-64 + code is exact in bfloat16. Sums of products begin at −96 times the sum of x, so that they are those of code − 32.
+32 or 64 + code is exact in bfloat16. Sums of products of Q6_K begin at −96 times the sum of x: they are those of
+code − 32.
 """
 
 import triton
@@ -15,7 +19,7 @@ import triton.language as tl
 
 from penstock.backends.cuda._launch import WIDENED
 
-SIX = 0x42804280  # 64 in both halves of a word
+FIVE, SIX = 0x42004200, 0x42804280  # 32 and 64 in both halves of a word
 
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 
@@ -90,6 +94,29 @@ def _codes_asm():
         lines += [f"shfl.sync.bfly.b32 t, h{i}, 1, 0x1f, 0xffffffff;", "shf.l.wrap.b32 t, t, t, turn;"]
         lines += [f"lop3.b32 ${4 + i}, h{i}, t, keep, 0xE4;"]
     return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
+def _upper_asm():
+    """Four bits of each half for each of four groups ($0) from the word of one of them ($1) and a lane's place ($2)."""
+    lines = [".reg .pred odd, far;", ".reg .b32 t, h, n, turn, keep;"]
+    lines += ["and.b32 t, $2, 1;", "setp.ne.b32 odd, t, 0;", "setp.gt.u32 far, $2, 1;"]
+    lines += ["selp.b32 n, 0x3715, 0x6240, odd;", "selp.b32 turn, 28, 4, far;"]
+    lines += ["selp.b32 keep, 0xF0F0F0F0, 0x0F0F0F0F, far;"]
+    lines += ["shfl.sync.bfly.b32 t, $1, 1, 0x1f, 0xffffffff;", "prmt.b32 h, $1, t, n;"]
+    lines += ["shfl.sync.bfly.b32 t, h, 2, 0x1f, 0xffffffff;", "shf.l.wrap.b32 t, t, t, turn;"]
+    return "\n".join(["{", *lines, "lop3.b32 $0, h, t, keep, 0xE4;", "}"])
+
+
+@triton.jit
+def five_upper(words, q):
+    """What a lane loaded of `high` of a row of Q5_K for 128 codes, as the upper bits of its word of each group."""
+    if not WIDENED:
+        made = tl.inline_asm_elementwise(
+            _upper_asm(), _exchange_constraints(1), [words[0], q], dtype=tl.int32, is_pure=False, pack=1
+        )
+        words = (made,)
+    return words
 
 
 @triton.jit
@@ -184,6 +211,51 @@ def six_products(words, xs, sums, magic, p: tl.constexpr, TILES: tl.constexpr):
         _product_asm(p, TILES), _product_constraints(TILES), words + xs + sums + (magic,), dtype=kinds, is_pure=True,
         pack=1,
     )  # fmt: skip
+
+
+@triton.constexpr_function
+def _five_asm(p, tiles):
+    """4 sums for each tile of tokens: of the word of a row and its upper bits, those of the row 8 further, pairs of x,
+    and magic; p: which of four groups.
+    """
+    row, x = 4 * tiles, 4 * tiles + 4
+    magic, place = f"${x + 4 * tiles}", 8 * (p % 2) + 4 * (p // 2)
+    lines = [".reg .b32 t, a0, a1, a2, a3;"]
+    for j in (0, 2):
+        for to, low, i in (("a0", row, j), ("a1", row + 2, j), ("a2", row, j + 1), ("a3", row + 2, j + 1)):
+            lines += [_moved("t", f"${low}", 4 * i, 2), f"lop3.b32 {to}, t, 0x3C003C, {magic}, 0xEA;"]
+            lines += [_moved("t", f"${low + 1}", place + i, 6), f"lop3.b32 {to}, t, 0x400040, {to}, 0xEA;"]
+        for tile in range(tiles):
+            d = ", ".join(f"${4 * tile + i}" for i in range(4))
+            b = f"${x + 4 * tile + j}, ${x + 4 * tile + j + 1}"
+            c = d if j else ", ".join(["0f00000000"] * 4)
+            lines.append(f"{_MMA} {{{d}}}, {{a0, a1, a2, a3}}, {{{b}}}, {{{c}}};")
+    return "\n".join(["{", *lines, "}"])
+
+
+@triton.constexpr_function
+def _five_constraints(tiles):
+    return ",".join(["=&f"] * (4 * tiles) + ["r"] * (5 + 4 * tiles))
+
+
+@triton.jit
+def five_products(words, xs, magic, p: tl.constexpr, TILES: tl.constexpr):
+    """Σ (32 + code) · x over the p-th of four groups. words: of a row and its upper bits, for two rows."""
+    kinds: tl.constexpr = _same(tl.float32, 4 * TILES)
+    given = (magic,)
+    return tl.inline_asm_elementwise(
+        _five_asm(p, TILES), _five_constraints(TILES), words + xs + given, dtype=kinds, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def five_numbers(low, high, place):
+    """32 + code of a word [threads, 1] of `low` whose upper bits are at a place [threads] of the halves of a word of
+    `high` [threads]: float32 [threads, 8].
+    """
+    i = tl.arange(0, 8)[None, :]
+    upper = (high[:, None] >> (i // 4 * 16 + i % 4 + place[:, None])) & 1
+    return (((low >> (4 * i)) & 15) + 16 * upper + 32).to(tl.float32)
 
 
 @triton.jit

@@ -24,6 +24,9 @@ import triton
 import triton.language as tl
 
 from penstock.backends.cuda._lane_blocks import (
+    five_numbers,
+    five_products,
+    five_upper,
     four_scales,
     half_of,
     scaled_byte,
@@ -38,8 +41,8 @@ from penstock.backends.cuda._launch import INTERPRETED, WIDENED
 # What a product is compiled for: rows of K codes of BITS in groups of GS. A warp has MT times 16 rows and NT times 8
 # tokens; S warps share K and V the rows of a program. P groups have their scales in one load, U of these are loaded at
 # a time. ACT: the second half of the MT tiles is of up rows. EVEN: rows end with a program's. AHEAD: x is loaded one
-# step ahead, too. SHARED_EVERY, GROUPED: see `_few_rows`. BLOCKS: weights are planes of Q4_K or Q6_K (else None), BITS
-# those of `low`, GS is 32 and P is 4: for Q6_K two groups stand for one.
+# step ahead, too. SHARED_EVERY, GROUPED: see `_few_rows`. BLOCKS: weights are planes of Q4_K, Q5_K or Q6_K (else
+# None), BITS those of `low`, GS is 32 and P is 4: for Q6_K two groups stand for one.
 Constants = namedtuple("Constants", "K BITS GS MT NT S V P U ACT EVEN AHEAD GROUPED SHARED_EVERY BLOCKS")
 
 MAGIC = {2: 0x40804080, 4: 0x41804180, 8: 0x41804180}  # 2^BITS (of 8 bits 16) in both halves of a word
@@ -85,8 +88,20 @@ def six(C):
 
 @triton.constexpr_function
 def four(C):
-    """Whether weights are planes of Q4_K."""
-    return C.BLOCKS == "Q4_K"
+    """Whether weights are planes of Q4_K or Q5_K."""
+    return C.BLOCKS in ("Q4_K", "Q5_K")
+
+
+@triton.constexpr_function
+def five(C):
+    """Whether weights are planes of Q5_K."""
+    return C.BLOCKS == "Q5_K"
+
+
+@triton.constexpr_function
+def upper_words(blocks, groups):
+    """Tensors that hold what a lane loads of `high` of a row of Q5_K: one for each group in the interpreter."""
+    return 0 if blocks != "Q5_K" else groups if INTERPRETED else 1
 
 
 @triton.constexpr_function
@@ -267,7 +282,11 @@ def codes_offset(q, C: tl.constexpr):
 @triton.jit
 def high_offset(q, C: tl.constexpr):
     """Bytes from the start of a block to what lane q of a row loads first of `high`."""
-    return quarter(q, C) // 2 * 4 if WIDENED else q * 8
+    if five(C):
+        offset = q * 0 if WIDENED else q * 4
+    else:
+        offset = quarter(q, C) // 2 * 4 if WIDENED else q * 8
+    return offset
 
 
 @triton.jit
@@ -418,14 +437,42 @@ def _products(words, xs, magic, C: tl.constexpr):
 
 
 @triton.jit
+def _with_upper(biases, C: tl.constexpr):
+    """Biases of all rows of Q5_K with the upper bits as a lane's own of each group."""
+    q = tl.arange(0, warps(C)) % 4
+    EACH: tl.constexpr = _bias_words(C) // 2
+    new = ()
+    for i in tl.static_range(2 * C.U * C.MT):
+        new += biases[i * EACH : i * EACH + 2] + five_upper(biases[i * EACH + 2 : (i + 1) * EACH], q)
+    return new
+
+
+@triton.jit
+def _five_tile(words, upper, below, xs, magic, p: tl.constexpr, C: tl.constexpr):
+    """`_products` of Q5_K for the p-th of four groups; upper, below: upper bits of row r and of row r + 8."""
+    if WIDENED:
+        made, place = (), 4 * quarter(tl.arange(0, warps(C)) % 4, C)
+        for t in tl.static_range(C.NT):
+            made += _by_token(five_numbers(words[0], upper[p], place), xs[t], warps(C))
+            made += _by_token(five_numbers(words[1], below[p], place), xs[t], warps(C))
+    else:
+        made = five_products(words[:1] + upper + words[1:] + below, xs, magic, p, C.NT)
+    return made
+
+
+@triton.jit
 def _add_tile(total, words, scales, biases, xs, sums, magic, p: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
     """total + the products of 16 rows and a group, the p-th of those whose scales these are."""
-    OFFSET: tl.constexpr = 272.0 if C.BITS == 8 else float(1 << C.BITS)
+    OFFSET: tl.constexpr = 272.0 if C.BITS == 8 else 32.0 if five(C) else float(1 << C.BITS)
     HALF: tl.constexpr = max(1, C.P // 2)
-    product = _products(words, xs, magic, C)
+    EACH: tl.constexpr = _bias_words(C) // 2
+    if five(C):
+        product = _five_tile(words, biases[2:EACH], biases[2 + EACH :], xs, magic, p, C)
+    else:
+        product = _products(words, xs, magic, C)
     if four(C):
         s0, b0 = four_scales(scales[0], biases[0], biases[1], p)
-        s1, b1 = four_scales(scales[1], biases[2], biases[3], p)
+        s1, b1 = four_scales(scales[1], biases[EACH], biases[1 + EACH], p)
     else:
         s0, s1 = _number(scales[:HALF], p, KIND), _number(scales[HALF:], p, KIND)
         b0, b1 = _number(biases[:HALF], p, KIND), _number(biases[HALF:], p, KIND)
@@ -481,6 +528,8 @@ def load_block(starts, back, block, C: tl.constexpr):
                     top = starts[weight][3] + at // 2 * 4
                     scales += _load(s + row * (C.K // 32), 4, "")
                     biases += _load(b + row * (C.K // 64), 2, "") + _load(top + row * (C.K // 64), 4, "")
+                    for i in tl.static_range(upper_words(C.BLOCKS, C.P)):
+                        biases += _load(starts[weight][4] + at * 16 + row * (C.K // 8) + 4 * i, 4, "")
                 else:
                     scales += _load(s + row * GROUPS, 2 * C.P, "")
                     biases += _load(b + row * GROUPS, 2 * C.P, "")
@@ -515,8 +564,8 @@ def _scale_words(C):
 
 @triton.constexpr_function
 def _bias_words(C):
-    """Words that hold their biases."""
-    return 4 if C.BLOCKS else 2 * max(1, C.P // 2)
+    """Words that hold their biases, of Q5_K upper bits of codes, too."""
+    return 2 * (2 + upper_words(C.BLOCKS, C.P)) if C.BLOCKS else 2 * max(1, C.P // 2)
 
 
 @triton.jit
@@ -600,6 +649,8 @@ def _add_groups(total, loaded, xs, magic, KIND: tl.constexpr, C: tl.constexpr):
     """`add_blocks` of groups of whole words."""
     words, scales, biases = loaded
     words = _exchanged(words, C)
+    if five(C):
+        biases = _with_upper(biases, C)
     WORDS: tl.constexpr = word_parts(C.BITS, C.GS)
     PARTS: tl.constexpr = x_parts(C.BITS, C.GS)
     EACH: tl.constexpr = _scale_words(C)

@@ -207,8 +207,11 @@ FEW_BLOCKS: dict[str | None, tuple[FewRows, ...]] = {
     "Q4_K": (
         FewRows(8, 64, 2, 1, 8, 1, 2, 1, 128),
         FewRows(8, 0, 1, 1, 8, 1, 4, 2),
-        FewRows(16, 64, 1, 2, 8, 1, 2, 1, 128),
-        FewRows(16, 0, 1, 2, 8, 1, 2, 1, 128),
+        FewRows(_ANY, 0, 1, 2, 8, 1, 2, 1, 128),
+    ),
+    "Q5_K": (
+        FewRows(8, 64, 2, 1, 8, 1, 2, 1, 128),
+        FewRows(8, 0, 1, 1, 8, 1, 4, 2),
         FewRows(_ANY, 0, 1, 2, 8, 1, 2, 1, 128),
     ),
     "Q6_K": (
@@ -237,6 +240,10 @@ FEW_BLOCK_GROUPS = {
     ("Q4_K", "gate_up", 16): FewGroups(2, 4, 4, False, 168),
     ("Q4_K", "down", 8): FewGroups(2, 4, 4, False, 128),
     ("Q4_K", "down", 16): FewGroups(2, 4, 4, False, 128),
+    ("Q5_K", "gate_up", 8): FewGroups(2, 4, 4, False, 128),
+    ("Q5_K", "gate_up", 16): FewGroups(2, 4, 4, False, 168),
+    ("Q5_K", "down", 8): FewGroups(2, 4, 4, False, 128),
+    ("Q5_K", "down", 16): FewGroups(2, 4, 4, False, 168),
     ("Q6_K", "gate_up", 8): FewGroups(2, 4, 4, False, 128),
     ("Q6_K", "gate_up", 16): FewGroups(2, 4, 4, False, 168),
     ("Q6_K", "down", 8): FewGroups(2, 4, 4, False, 128),
