@@ -1,7 +1,8 @@
 """Products of few tokens with quantized weights on a GPU, as a decode step makes them: checked, then timed.
 
     python -m benchmarks.ops.gpu_linear [--json FILE]
-    python -m benchmarks.ops.gpu_linear --formats [Q4_K,Q6_K]    every format, or these, beside affine 4 bits
+    python -m benchmarks.ops.gpu_linear --formats [Q4_K,Q6_K]    every format, or these, beside affine 4 bits; with Q4_K
+                                                                 experts as a Q4_K_M file has them, too
 
 Weights of 4 bits in groups of 64 unless the line says otherwise, bfloat16 scales and activations, float32 results.
 Bytes are codes, scales and biases, each once; every call reads another matrix, so that none is in the L2 cache.
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+import penstock
 from benchmarks.ops.gpu_common import (
     check,
     compile_ahead,
@@ -48,7 +50,9 @@ EXPERTS = {  # dim, width of an expert, experts, chosen and shared ones
 
 FORMATS = ("4 bits", "8 bits", "mxfp4", "mxfp8", "nvfp4", *BLOCK_TYPES)
 SHAPES = ((12288, 2048), (2048, 4096), (17408, 5120))  # N, K
-TOKENS = (1, 4, 8)
+TOKENS = (1, 2, 4, 8, 16, 32)
+EXPERT_TOKENS = (1, 8, 32, 128)
+FILES = {"4 bits": ("4 bits", "4 bits"), "Q4_K": ("Q4_K", "Q6_K")}  # gate and up, and down: those of a Q4_K_M file
 
 
 def first_rows(w: QuantizedTensor, rows: int = 4096) -> torch.Tensor:
@@ -85,6 +89,42 @@ def format_rows(formats: Sequence[str]) -> list[dict[str, Any]]:
         for T in TOKENS:
             found = [format_row(format, N, K, T) for format in formats]
             rows += [one | {"of 4 bits": one["TB/s"] / found[0]["TB/s"]} for one in found]
+    return rows
+
+
+def block_weights(name: str, experts: int | None = None) -> tuple[QuantizedTensor, ...]:
+    """Gate, up and down of Qwen's experts in the formats of a file."""
+    dim, width, E, _ = EXPERTS[QWEN]
+    E, (first, last) = experts or E, FILES[name]
+    return weight_of(first, E, width, dim), weight_of(first, E, width, dim), weight_of(last, E, dim, width)
+
+
+def expert_format_row(name: str, T: int) -> dict[str, Any]:
+    """A block of 8 of Qwen's 256 experts in the formats of a file; two tokens of it are checked."""
+    dim, _, E, _ = EXPERTS[QWEN]
+    gate, up, down = stacks = block_weights(name)
+    ids = [torch.rand(T, E, device="cuda").topk(8, dim=1).indices.int() for _ in range(16)]
+    x, share = torch.randn(T, dim, device="cuda").bfloat16(), torch.rand(T, 8, device="cuda")
+    got, error = ops.moe_forward(x, ids[0], share, *stacks), 0.0
+    for t in {0, T - 1}:
+        want = torch.zeros(dim, device="cuda", dtype=torch.float64)
+        for slot, factor in zip(ids[0][t].tolist(), share[t].double(), strict=True):
+            g, u = (ops.dequantize(w[slot]).double() @ x[t].double() for w in (gate, up))
+            h = (torch.nn.functional.silu(g) * u).bfloat16().double()
+            want += factor * (ops.dequantize(down[slot]).double() @ h)
+        error = max(error, check(f"experts of {name} T = {T}, token {t}", got[t], want, 5e-3))
+    out = torch.empty(T, dim, device="cuda", dtype=x.dtype)
+    took = seconds([lambda i=i: ops.moe_forward(x, i, share, *stacks, out=out) for i in ids])
+    read = sum(len(i.unique()) for i in ids) / len(ids)
+    nbytes = int(read * sum(w.nbytes for w in stacks) / E)
+    return row(f"moe_forward, {name}", f"{QWEN} 8 experts T = {T}", took, nbytes, error=error)
+
+
+def expert_format_rows(formats: Sequence[str]) -> list[dict[str, Any]]:
+    rows = []
+    for T in EXPERT_TOKENS:
+        found = [expert_format_row(name, T) for name in FILES if name in formats]
+        rows += [one | {"of 4 bits": one["TB/s"] / found[0]["TB/s"]} for one in found]
     return rows
 
 
@@ -138,6 +178,14 @@ def compiled(kind: str, *sizes: Any) -> None:
         for dtype in ("float32", None):
             ops.quantized_matmul(x, w, dtype=dtype)
         return
+    if kind == "file":
+        name, T = sizes
+        ids = torch.zeros(T, 8, device="cuda", dtype=torch.int32)
+        x, share = torch.randn(T, EXPERTS[QWEN][0], device="cuda").bfloat16(), torch.rand(T, 8, device="cuda")
+        ids += torch.arange(8, device="cuda", dtype=torch.int32)
+        with penstock.backend("cuda", variant=None if T == 1 else "lanes"):
+            ops.moe_forward(x, ids, share, *block_weights(name, 8 if T < 128 else 128))
+        return
     if kind == "product":
         _, N, K, T, bits, dtype = sizes
         x, w = torch.randn(T, K, device="cuda").to(getattr(torch, dtype)), random_weight(N, K, bits=bits)
@@ -156,8 +204,9 @@ def main() -> None:
     if args.formats:
         formats = ["4 bits", *(format for format in args.formats.split(",") if format != "4 bits")]
         sizes = [("format", format, N, K, T) for format in formats for N, K in SHAPES for T in TOKENS]
+        sizes += [("file", name, T) for name in FILES if name in formats for T in EXPERT_TOKENS]
         compile_ahead(compiled, sizes, 15)
-        finish("Formats", format_rows(formats), args.json)
+        finish("Formats", format_rows(formats) + expert_format_rows(formats), args.json)
         return
     compile_ahead(compiled, [("product", *sizes) for sizes in PRODUCTS] + [("experts", model) for model in EXPERTS], 15)
     rows = [product_row(*sizes) for sizes in PRODUCTS]

@@ -87,6 +87,13 @@ def blocks_experts(T: int, kind: str) -> Any:
     return ops.moe_forward(half(T, 512), ints(T, 2), torch.zeros(T, 2), *stacks)
 
 
+def lanes_blocks_experts(T: int, first: str, last: str) -> Any:
+    """Of 16 experts; 8 tokens are in tiles of 8 pairs, 64 in those of 16."""
+    stacks = (blocks(kind, 16, n, k) for kind, n, k in ((first, 512, 2048), (first, 512, 2048), (last, 2048, 512)))
+    with penstock.backend("cuda", variant="lanes"):
+        return ops.moe_forward(half(T, 2048), ints(T, 8), torch.zeros(T, 8), *stacks)
+
+
 def blocks_latent(kind: str) -> Any:
     return ops.mla_q_prime(half(2, 16, 128), blocks(kind, 16 * 256, 512))
 
@@ -173,6 +180,11 @@ CALLS = (
     Call("quantized_matmul", lanes, ((8, 1025, 704), (16, 12352, 2048, 8))),
     Call("quantized_matmul", blocks_product, tuple((T, kind) for T in (1, 8, 32, 300) for kind in BLOCK_TYPES)),
     Call("moe_forward", blocks_experts, ((1, "Q6_K"), (64, "Q6_K"))),
+    Call(
+        "moe_forward",
+        lanes_blocks_experts,
+        tuple((T, *kinds) for T in (8, 64) for kinds in (("Q4_K", "Q6_K"), ("Q6_K", "Q5_K"), ("Q5_K", "Q4_K"))),
+    ),
     Call("mla_q_prime", blocks_latent, (("Q4_K",),)),
     Call("quantized_embedding", lambda: ops.quantized_embedding(ints(3), blocks("Q6_K", 64, 256), "bfloat16")),
     Call("dequantize", lambda: ops.dequantize(blocks("Q6_K", 64, 256))),

@@ -165,7 +165,7 @@ def test_norm_matmul_by_lanes(stream, rng):
 
 def test_lanes_refuse_what_they_cannot_read(rng):
     x, norm, residual = (normal(rng, *shape, dtype="bfloat16") for shape in ((2, 128), (128,), (2, 16)))
-    message = r"^variant 'lanes': x has torch.%s rows, weights are %s.*, expected bfloat16 rows and Q4_K, or codes of 2"
+    message = r"^variant 'lanes': x has torch.%s rows, weights are %s.*, expected bfloat16 rows and Q4_K, Q5_K or Q6_K"
     for bits, gs, kind in ((3, 32, "bfloat16"), (2, 32, "bfloat16"), (8, 128, "bfloat16"), (4, 32, "float32")):
         w = quantized(rng, 16, 128, bits=bits, group_size=gs, dtype=kind)
         for op in (ops.quantized_matmul, ops.norm_matmul, ops.matmul_add):

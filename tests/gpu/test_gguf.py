@@ -63,19 +63,48 @@ def test_kernels_equal_definitions(kind, rng):
             assert_close(f"{op.name} y", got, want, 4e-6 + 4 * EPS[dtype], size)
 
 
-def test_lanes_take_q4_k(rng):
-    """Rows that end in a tile, more tokens than one tile of them has, gate and up; other types are refused by name."""
-    for T, N, K in ((3, 37, 768), (11, 70, 256)):
-        x, w, up = normal(rng, T, K, dtype="bfloat16"), some(rng, "Q4_K", N, K), some(rng, "Q4_K", N, K)
-        want = reference(ops.quantized_matmul, x=x, w=w, dtype="float32")
-        got = run(ops.quantized_matmul, variant="lanes", x=x, w=w, dtype="float32")
-        assert_close("y", got, want, 4e-6, np.abs(want).max())
-        want = reference(ops.fused_gate_up_swiglu, x=x, gate_w=w, up_w=up).astype(np.float32)
-        got = run(ops.fused_gate_up_swiglu, variant="lanes", x=x, gate_w=w, up_w=up).astype(np.float32)
-        assert_close("h", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize(("T", "N", "K"), [(3, 37, 768), (11, 70, 256), (19, 17, 1280)])
+def test_lanes_take_blocks(T, N, K, kind, rng):
+    """Rows that end in a tile, more tokens than one tile of them has, few and many steps of K, gate and up."""
+    x, w, up = normal(rng, T, K, dtype="bfloat16"), some(rng, kind, N, K), some(rng, kind, N, K)
+    want = reference(ops.quantized_matmul, x=x, w=w, dtype="float32")
+    got = run(ops.quantized_matmul, variant="lanes", x=x, w=w, dtype="float32")
+    assert_close("y", got, want, 4e-6 if GPU else 1e-6, np.abs(want).max())
+    want = reference(ops.fused_gate_up_swiglu, x=x, gate_w=w, up_w=up).astype(np.float32)
+    got = run(ops.fused_gate_up_swiglu, variant="lanes", x=x, gate_w=w, up_w=up).astype(np.float32)
+    assert_close("h", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
+
+
+def test_lanes_refuse_other_blocks(rng):
     x = normal(rng, 3, 256, dtype="bfloat16")
-    with pytest.raises(BackendError, match="variant 'lanes': .*GgufPlanes.*expected bfloat16 rows and Q4_K"):
-        run(ops.quantized_matmul, variant="lanes", x=x, w=some(rng, "Q6_K", 5, 256))
+    with pytest.raises(BackendError, match="variant 'lanes': .*GgufPlanes.*expected .* Q4_K, Q5_K or Q6_K"):
+        run(ops.quantized_matmul, variant="lanes", x=x, w=some(rng, "Q3_K", 5, 256))
+
+
+@pytest.mark.parametrize(("first", "last", "stacked"), [("Q4_K", "Q6_K", False), ("Q6_K", "Q5_K", True)])
+def test_lanes_take_experts_in_blocks(first, last, stacked, rng):
+    """Gate and up of one type and down of another, in one stack and in two, in tiles of 8 pairs and of 16, absent ones
+    among them; the shared expert as one more.
+    """
+    E, k, dim, width = 3, 2, 512, 256
+    own = [some(rng, first, width, dim), some(rng, first, width, dim), some(rng, last, dim, width)]
+    both, down = some(rng, first, E, 2 * width, dim), some(rng, last, E, dim, width)
+    halves = [
+        GgufTensor(np.ascontiguousarray(both.packed[:, rows]), first) for rows in (slice(width), slice(width, None))
+    ]
+    gate, up = (both, None) if stacked else halves
+    for T, op in ((5, ops.moe_forward), (27, ops.moe_shared_forward)):
+        ids = np.stack([rng.permutation(5)[:k] for _ in range(T)]).astype(np.int32)
+        ids[-1, 0] = -1
+        call = {"x": normal(rng, T, dim, dtype="bfloat16"), "ids": ids, "weights": rng.random((T, k), np.float32)}
+        call |= {"gate_w": gate, "up_w": up, "down_w": down, "slot_of": i32(2, -2, 0, 1, -2)}
+        if op is ops.moe_shared_forward:
+            call |= {"residual": normal(rng, T, dim), "shared_gate_w": own[0], "shared_up_w": own[1]}
+            call |= {"shared_down_w": own[2], "shared_score": normal(rng, T, dtype="bfloat16")}
+        want = reference(op, **call | {"gate_w": halves[0], "up_w": halves[1]}).astype(np.float32)
+        got = run(op, variant="lanes", **call).astype(np.float32)
+        assert_close(f"{op.name} y", got, want, 4 * EPS["bfloat16"], np.abs(want).max())
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)

@@ -16,16 +16,20 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.backends.cuda._codes import factor_of, place_of
-from penstock.backends.cuda._floats import groups_of
+from penstock.backends.cuda._lane_blocks import FIVE, SIX
 from penstock.backends.cuda._lanes import (
     MAGIC,
     Constants,
     codes_offset,
+    five,
+    four,
+    high_offset,
     lane_words,
     load_block,
     multiplied,
     quarter,
     row_tiles,
+    six,
     summed,
     warps,
 )
@@ -40,7 +44,15 @@ from penstock.backends.cuda._launch import (
 )
 from penstock.backends.cuda._matvec import NO_WEIGHT, is_new, wait_if
 from penstock.backends.cuda._rows import rounded
-from penstock.backends.cuda._tuning import FEW_GROUPS, FEW_PROGRAMS, FEW_ROWS, FEW_TILES, FEW_WORDS, FewRows
+from penstock.backends.cuda._tuning import (
+    FEW_BLOCK_GROUPS,
+    FEW_BLOCKS,
+    FEW_GROUPS,
+    FEW_PROGRAMS,
+    FEW_TILES,
+    FEW_WORDS,
+    FewRows,
+)
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic
 from penstock.quant import GgufTensor, QuantizedTensor
@@ -54,9 +66,15 @@ def _start(arrays, row, q, C: tl.constexpr):
     """Addresses of the codes, scales and biases of a lane's first row in a weight, or of its planes."""
     GROUPS: tl.constexpr = C.K // C.GS * 2
     codes = arrays[0].to(tl.int64) + row * (C.K * C.BITS // 8) + codes_offset(q, C)
-    if C.BLOCKS:
-        sub, more = arrays[1].to(tl.int64) + row * (C.K // 32), arrays[2].to(tl.int64) + row * (C.K // 64)
-        starts = codes, sub, more, arrays[3].to(tl.int64) + row * (C.K // 64)
+    if six(C):
+        sub, high = arrays[2].to(tl.int64) + row * (C.K // 16), arrays[1].to(tl.int64) + row * (C.K // 4)
+        starts = codes, sub, high + high_offset(q, C), arrays[3].to(tl.int64) + row * (C.K // 128)
+    elif four(C):
+        HIGH: tl.constexpr = 1 if five(C) else 0  # a plane more before the others
+        sub, more = arrays[1 + HIGH].to(tl.int64) + row * (C.K // 32), arrays[2 + HIGH].to(tl.int64) + row * (C.K // 64)
+        starts = codes, sub, more, arrays[3 + HIGH].to(tl.int64) + row * (C.K // 64)
+        if five(C):
+            starts += (arrays[1].to(tl.int64) + row * (C.K // 8) + high_offset(q, C),)
     else:
         starts = codes, arrays[1].to(tl.int64) + row * GROUPS, arrays[2].to(tl.int64) + row * GROUPS
     return starts
@@ -64,10 +82,12 @@ def _start(arrays, row, q, C: tl.constexpr):
 
 @triton.jit
 def _either(this, other, choice):
-    """Three pointers: `other` where there are some and the choice is true."""
+    """Pointers: those of `other` where there are some and the choice is true."""
     if other[0] is not None:
-        codes = tl.where(choice, other[0], this[0])
-        this = (codes, tl.where(choice, other[1], this[1]), tl.where(choice, other[2], this[2]))
+        chosen = ()
+        for i in tl.static_range(len(this)):
+            chosen += (tl.where(choice, other[i], this[i]),)
+        this = chosen
     return this
 
 
@@ -282,7 +302,9 @@ class Tiles:
 
 
 class Launch(NamedTuple):
-    """How a product is launched: the constants of a program besides those of the weight."""
+    """How a product is launched: the constants of a program besides those of the weight, and registers of a thread at
+    most (None: any number).
+    """
 
     MT: int
     NT: int
@@ -291,12 +313,25 @@ class Launch(NamedTuple):
     P: int
     U: int
     AHEAD: bool
+    registers: int | None = None
+
+
+LANE_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # types of GGUF blocks that lanes can read
+
+
+def _form(w: QuantizedTensor) -> tuple[int, int, str | None]:
+    """Bits, group size and type of blocks that a product is compiled for."""
+    return (4, 32, w.mode) if isinstance(w, GgufTensor) else (w.bits, w.group_size, None)
+
+
+def _magic(w: QuantizedTensor) -> int:
+    return {"Q4_K": MAGIC[4], "Q5_K": FIVE, "Q6_K": SIX}[w.mode] if isinstance(w, GgufTensor) else MAGIC[w.bits]
 
 
 def _fits(w: Any) -> bool:
     """Whether lanes can read this weight: whole words of a group for each, scales of 16 bits, rows that are aligned."""
     if isinstance(w, GgufTensor):
-        return w.mode == "Q4_K" and all(array.data_ptr() % 16 == 0 for array in w.arrays)
+        return w.mode in LANE_BLOCKS and all(array.data_ptr() % 16 == 0 for array in w.arrays)
     if not isinstance(w, QuantizedTensor):
         return False
     if w.bits not in MAGIC or w.scales.element_size() != 2:
@@ -321,7 +356,10 @@ def takes(x: torch.Tensor, *weights: Any) -> bool:
 def refused(x: torch.Tensor, *weights: Any) -> BackendError:
     """What is raised where lanes are asked for by name and cannot take these products."""
     given = ", ".join(repr(w) if isinstance(w, QuantizedTensor) else f"dense {w.dtype}" for w in weights)
-    taken = "bfloat16 rows and Q4_K, or codes of 2, 4 or 8 bits of one format, 16 to 64 bytes of a group, 16-bit scales"
+    taken = (
+        "bfloat16 rows and Q4_K, Q5_K or Q6_K, or codes of 2, 4 or 8 bits of one format, 16 to 64 bytes of a group, "
+        "16-bit scales"
+    )
     return BackendError(f"variant 'lanes': x has {x.dtype} rows, weights are {given}, expected {taken} on cuda")
 
 
@@ -333,13 +371,14 @@ def _groups(K: int, bits: int, gs: int, most: int) -> int:
 
 @functools.cache
 def _dense_launch(
-    T: int, N: int, K: int, bits: int, gs: int, gated: bool, processors: int, blocks: bool = False
+    T: int, N: int, K: int, bits: int, gs: int, gated: bool, processors: int, blocks: str | None = None
 ) -> Launch:  # fmt: skip
-    row: FewRows = next(row for row in FEW_ROWS if row.tokens >= T and row.rows * processors <= N)
+    row: FewRows = next(row for row in FEW_BLOCKS[blocks] if row.tokens >= T and row.rows * processors <= N)
     P = 4 if blocks else _groups(K, bits, gs, row.groups)
     U = row.ahead * max(1, row.groups // (2 if blocks else P))  # groups of blocks are half as long
     U = max(1, min(U, -(-(K // gs // P) // row.parts)))
-    return Launch(max(2, row.tiles) if gated else row.tiles, row.token_tiles, row.parts, row.across, P, U, False)
+    tiles = max(2, row.tiles) if gated else row.tiles
+    return Launch(tiles, row.token_tiles, row.parts, row.across, P, U, False, row.registers)
 
 
 def _rows(how: Launch, act: str | None) -> int:
@@ -348,9 +387,9 @@ def _rows(how: Launch, act: str | None) -> int:
 
 
 def _constants(how: Launch, w: QuantizedTensor, N: int, act: str | None, grouped: bool, every: int) -> Constants:
-    K, even = w.shape[-1], N % _rows(how, act) == 0
+    K, even, (bits, gs, blocks) = w.shape[-1], N % _rows(how, act) == 0, _form(w)
     fixed = (how.MT, how.NT, how.S, how.V, how.P, how.U, act, even, how.AHEAD, grouped, every)
-    return Constants(K, w.bits, groups_of(w), *fixed, isinstance(w, GgufTensor))
+    return Constants(K, bits, gs, *fixed, blocks)
 
 
 def few_rows(
@@ -362,16 +401,16 @@ def few_rows(
     out may be residual.
     """
     (T, K), N = x.shape, w.shape[0]
-    gpu = (multiprocessors(x), isinstance(w, GgufTensor))
-    how = _dense_launch(T, N, K, w.bits, groups_of(w), up is not None, *gpu)
+    bits, gs, blocks = _form(w)
+    how = _dense_launch(T, N, K, bits, gs, up is not None, multiprocessors(x), blocks)
     C = _constants(how, w, N, act, False, 0)
     ups = NO_WEIGHT if up is None else up.arrays
     a = _Arrays(w.arrays, ups, NO_WEIGHT, NO_WEIGHT, x, residual, None, None, None, None, out)
     grid = (triton.cdiv(N, _rows(how, act)) * triton.cdiv(T, 8 * how.NT),)
     unread = [is_new(one) for one in (w, up) if one is not None]
     _few_kernel[grid](
-        a, MAGIC[w.bits], int(any(unread)), T, N, 0, 0, 0, 1, C=compiled_for(C), num_warps=how.S * how.V, num_stages=1,
-        **pdl_options(),
+        a, _magic(w), int(any(unread)), T, N, 0, 0, 0, 1, C=compiled_for(C), num_warps=how.S * how.V, num_stages=1,
+        maxnreg=how.registers, **pdl_options(),
     )  # fmt: skip
 
 
@@ -399,13 +438,13 @@ def expert_tiles(ids: torch.Tensor, slots: int, slot_of: torch.Tensor | None, ex
 
 
 @functools.cache
-def _expert_launch(kind: str, rows: int, K: int, bits: int, gs: int) -> Launch:
-    row = FEW_GROUPS[kind, rows]
+def _expert_launch(kind: str, rows: int, K: int, bits: int, gs: int, blocks: str | None = None) -> Launch:
+    row = FEW_GROUPS[kind, rows] if blocks is None else FEW_BLOCK_GROUPS[blocks, kind, rows]
     if INTERPRETED:  # which is slow by the operation: fewer of them
-        row = row._replace(tiles=2, across=1)
+        row = row._replace(tiles=2, across=1 if blocks is None else 8)
     P = _groups(K, bits, gs, row.groups)
     U = max(1, min(row.groups // P, K // gs // P))
-    return Launch(row.tiles, rows // 8, 1, row.across, P, U, row.x_ahead)
+    return Launch(row.tiles, rows // 8, 1, row.across, P, U, row.x_ahead, row.registers)
 
 
 def expert_products(
@@ -419,7 +458,7 @@ def expert_products(
     up None: the up rows follow the N gate rows of w. common, common_up [N, K]: those of the shared expert.
     """
     N, K = out.shape[-1], w.shape[-1]
-    how = _expert_launch("down" if act is None else "gate_up", tiles.rows, K, w.bits, w.group_size)
+    how = _expert_launch("down" if act is None else "gate_up", tiles.rows, K, *_form(w))
     C = _constants(how, w, N, act, True, tiles.every if tiles.shared else 0)
     ups, *shared = (NO_WEIGHT if one is None else one.arrays for one in (up, common, common_up))
     if act is not None and up is None:
@@ -429,6 +468,6 @@ def expert_products(
     across = triton.cdiv(N, _rows(how, act))
     programs = 2 if INTERPRETED else FEW_PROGRAMS * multiprocessors(x)
     _few_kernel[(min(NT * across, programs),)](
-        a, MAGIC[w.bits], 0, P, N, w.shape[-2], NT, w.shape[0], pairs_per_x, C=compiled_for(C),
-        num_warps=how.S * how.V, num_stages=1, **pdl_options(),
+        a, _magic(w), 0, P, N, w.shape[-2], NT, w.shape[0], pairs_per_x, C=compiled_for(C),
+        num_warps=how.S * how.V, num_stages=1, maxnreg=how.registers, **pdl_options(),
     )  # fmt: skip

@@ -23,12 +23,26 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from penstock.backends.cuda._lane_blocks import (
+    five_numbers,
+    five_products,
+    five_upper,
+    four_scales,
+    half_of,
+    scaled_byte,
+    six_codes,
+    six_numbers,
+    six_products,
+    six_sums,
+    six_x,
+)
 from penstock.backends.cuda._launch import INTERPRETED, WIDENED
 
 # What a product is compiled for: rows of K codes of BITS in groups of GS. A warp has MT times 16 rows and NT times 8
 # tokens; S warps share K and V the rows of a program. P groups have their scales in one load, U of these are loaded at
 # a time. ACT: the second half of the MT tiles is of up rows. EVEN: rows end with a program's. AHEAD: x is loaded one
-# step ahead, too. SHARED_EVERY, GROUPED: see `_few_rows`. BLOCKS: weights are planes of Q4_K, P is 4.
+# step ahead, too. SHARED_EVERY, GROUPED: see `_few_rows`. BLOCKS: weights are planes of Q4_K, Q5_K or Q6_K (else
+# None), BITS those of `low`, GS is 32 and P is 4: for Q6_K two groups stand for one.
 Constants = namedtuple("Constants", "K BITS GS MT NT S V P U ACT EVEN AHEAD GROUPED SHARED_EVERY BLOCKS")
 
 MAGIC = {2: 0x40804080, 4: 0x41804180, 8: 0x41804180}  # 2^BITS (of 8 bits 16) in both halves of a word
@@ -64,6 +78,36 @@ def paired(C):
     of blocks, whose groups are half a sector of 32 bytes.
     """
     return (C.GROUPED or C.BLOCKS) and C.P % 2 == 0 and lane_words(C.BITS, C.GS) <= 2
+
+
+@triton.constexpr_function
+def six(C):
+    """Whether weights are planes of Q6_K."""
+    return C.BLOCKS == "Q6_K"
+
+
+@triton.constexpr_function
+def four(C):
+    """Whether weights are planes of Q4_K or Q5_K."""
+    return C.BLOCKS in ("Q4_K", "Q5_K")
+
+
+@triton.constexpr_function
+def five(C):
+    """Whether weights are planes of Q5_K."""
+    return C.BLOCKS == "Q5_K"
+
+
+@triton.constexpr_function
+def upper_words(blocks, groups):
+    """Tensors that hold what a lane loads of `high` of a row of Q5_K: one for each group in the interpreter."""
+    return 0 if blocks != "Q5_K" else groups if INTERPRETED else 1
+
+
+@triton.constexpr_function
+def row_words(C):
+    """Tensors that hold what a lane loads of `low` and `high` of a row of Q6_K."""
+    return 8 if INTERPRETED else 6
 
 
 @triton.constexpr_function
@@ -226,11 +270,37 @@ def quarter(q, C: tl.constexpr):
 def codes_offset(q, C: tl.constexpr):
     """Bytes from the start of a block to what lane q of a row loads first."""
     WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
-    if paired(C) and not WIDENED:
+    if six(C) and not WIDENED:
+        offset = q * 16
+    elif paired(C) and not WIDENED:
         offset = q * (8 * WORDS)
     else:
         offset = quarter(q, C) * (4 * WORDS)
     return offset
+
+
+@triton.jit
+def high_offset(q, C: tl.constexpr):
+    """Bytes from the start of a block to what lane q of a row loads first of `high`."""
+    if five(C):
+        offset = q * 0 if WIDENED else q * 4
+    else:
+        offset = quarter(q, C) // 2 * 4 if WIDENED else q * 8
+    return offset
+
+
+@triton.jit
+def _load_six(low, high, C: tl.constexpr):
+    """What a lane loads of a row of Q6_K for 128 codes, before `six_codes`."""
+    words = ()
+    if WIDENED:
+        for p in tl.static_range(C.P):
+            words += (tl.load((low + p * 16).to(tl.pointer_type(tl.int32)))[:, None],)
+        for p in tl.static_range(C.P):
+            words += (tl.load((high + p * 8).to(tl.pointer_type(tl.int32)))[:, None],)
+    else:
+        words += _load(low, 16, ".L1::no_allocate.L2::128B") + _load(high, 8, ".L1::no_allocate.L2::128B")
+    return words
 
 
 @triton.jit
@@ -367,22 +437,42 @@ def _products(words, xs, magic, C: tl.constexpr):
 
 
 @triton.jit
-def _block_scale(sub, more, top, p: tl.constexpr):
-    """Scale and bias of the p-th of four groups of Q4_K from their entries of the planes."""
-    byte, upper = sub >> (8 * p), more >> (4 * p)
-    scale = _number((top,), 0, tl.float16) * (byte & 63).to(tl.float32)
-    return scale, -(_number((top,), 1, tl.float16) * (((byte >> 6) & 3) | ((upper & 15) << 2)).to(tl.float32))
+def _with_upper(biases, C: tl.constexpr):
+    """Biases of all rows of Q5_K with the upper bits as a lane's own of each group."""
+    q = tl.arange(0, warps(C)) % 4
+    EACH: tl.constexpr = _bias_words(C) // 2
+    new = ()
+    for i in tl.static_range(2 * C.U * C.MT):
+        new += biases[i * EACH : i * EACH + 2] + five_upper(biases[i * EACH + 2 : (i + 1) * EACH], q)
+    return new
+
+
+@triton.jit
+def _five_tile(words, upper, below, xs, magic, p: tl.constexpr, C: tl.constexpr):
+    """`_products` of Q5_K for the p-th of four groups; upper, below: upper bits of row r and of row r + 8."""
+    if WIDENED:
+        made, place = (), 4 * quarter(tl.arange(0, warps(C)) % 4, C)
+        for t in tl.static_range(C.NT):
+            made += _by_token(five_numbers(words[0], upper[p], place), xs[t], warps(C))
+            made += _by_token(five_numbers(words[1], below[p], place), xs[t], warps(C))
+    else:
+        made = five_products(words[:1] + upper + words[1:] + below, xs, magic, p, C.NT)
+    return made
 
 
 @triton.jit
 def _add_tile(total, words, scales, biases, xs, sums, magic, p: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
     """total + the products of 16 rows and a group, the p-th of those whose scales these are."""
-    OFFSET: tl.constexpr = 272.0 if C.BITS == 8 else float(1 << C.BITS)
+    OFFSET: tl.constexpr = 272.0 if C.BITS == 8 else 32.0 if five(C) else float(1 << C.BITS)
     HALF: tl.constexpr = max(1, C.P // 2)
-    product = _products(words, xs, magic, C)
-    if C.BLOCKS:
-        s0, b0 = _block_scale(scales[0], biases[0], biases[1], p)
-        s1, b1 = _block_scale(scales[1], biases[2], biases[3], p)
+    EACH: tl.constexpr = _bias_words(C) // 2
+    if five(C):
+        product = _five_tile(words, biases[2:EACH], biases[2 + EACH :], xs, magic, p, C)
+    else:
+        product = _products(words, xs, magic, C)
+    if four(C):
+        s0, b0 = four_scales(scales[0], biases[0], biases[1], p)
+        s1, b1 = four_scales(scales[1], biases[EACH], biases[1 + EACH], p)
     else:
         s0, s1 = _number(scales[:HALF], p, KIND), _number(scales[HALF:], p, KIND)
         b0, b1 = _number(biases[:HALF], p, KIND), _number(biases[HALF:], p, KIND)
@@ -406,8 +496,9 @@ def load_block(starts, back, block, C: tl.constexpr):
     """Words, scales and biases of U blocks, every S-th from `block` on, for the rows of a lane.
 
     starts: addresses of the codes, scales and biases of a lane's first row, for each weight (gate, up), of blocks those
-    of low, sub, more and top: then entries of sub are scales, those of more and top biases. back: how many rows before
-    its place a row is to be read, where rows end before the program's.
+    of low, sub, more (of Q6_K high) and top: then entries of sub are scales, those of more and top biases, and words of
+    high follow those of low. back: how many rows before its place a row is to be read, where rows end before the
+    program's.
     """
     WORDS: tl.constexpr = lane_words(C.BITS, C.GS)
     ROW: tl.constexpr = C.K * C.BITS // 8
@@ -420,17 +511,25 @@ def load_block(starts, back, block, C: tl.constexpr):
         at = at.to(tl.int64)
         for weight in tl.static_range(C.MT // row_tiles(C)):
             w = starts[weight][0] + at * (C.P * 16 * WORDS)
-            s = starts[weight][1] + at * (C.P if C.BLOCKS else 2 * C.P)
-            b = starts[weight][2] + at * (C.P // 2 if C.BLOCKS else 2 * C.P)
+            s = starts[weight][1] + at * (C.P if four(C) else 2 * C.P)
+            b = starts[weight][2] + at * (32 if six(C) else C.P // 2 if four(C) else 2 * C.P)
             for m in tl.static_range(2 * row_tiles(C)):
                 row = m * 8
                 if not C.EVEN:
                     row = row - back[m]
-                words += _load_codes(w + row * ROW, C)
-                if C.BLOCKS:
+                if six(C):
+                    words += _load_six(w + row * ROW, b + row * (C.K // 4), C)
+                else:
+                    words += _load_codes(w + row * ROW, C)
+                if six(C):
+                    scales += _load(s + row * (C.K // 16), 8, "")
+                    biases += _load(starts[weight][3] + at // 2 * 2 + row * (C.K // 128), 2, "")
+                elif four(C):
                     top = starts[weight][3] + at // 2 * 4
                     scales += _load(s + row * (C.K // 32), 4, "")
                     biases += _load(b + row * (C.K // 64), 2, "") + _load(top + row * (C.K // 64), 4, "")
+                    for i in tl.static_range(upper_words(C.BLOCKS, C.P)):
+                        biases += _load(starts[weight][4] + at * 16 + row * (C.K // 8) + 4 * i, 4, "")
                 else:
                     scales += _load(s + row * GROUPS, 2 * C.P, "")
                     biases += _load(b + row * GROUPS, 2 * C.P, "")
@@ -465,15 +564,93 @@ def _scale_words(C):
 
 @triton.constexpr_function
 def _bias_words(C):
-    """Words that hold their biases."""
-    return 4 if C.BLOCKS else 2 * max(1, C.P // 2)
+    """Words that hold their biases, of Q5_K upper bits of codes, too."""
+    return 2 * (2 + upper_words(C.BLOCKS, C.P)) if C.BLOCKS else 2 * max(1, C.P // 2)
+
+
+@triton.jit
+def _six_tile(words, xs, sums, magic, p: tl.constexpr, g: tl.constexpr, q, C: tl.constexpr):
+    """Σ (code − 32) · x of a row tile over group g of the p-th 32 codes, as `_products`. words: what `six_codes` gives
+    for row r, then for row r + 8.
+    """
+    WORDS: tl.constexpr = row_words(C)
+    if WIDENED:
+        made = ()
+        for t in tl.static_range(C.NT):
+            for row in tl.static_range(2):
+                low, high = words[row * WORDS + p], words[row * WORDS + C.P + p]
+                numbers = six_numbers(low, high >> (q // 2 * 8)[:, None])  # lane q has a word of group q % 2
+                made += _by_token(tl.where((q % 2 == g)[:, None], numbers, 0.0), xs[t], warps(C))
+    else:
+        at: tl.constexpr = p // 2 * 2 + g
+        both = words[at : at + 1] + words[4 + g : 5 + g]
+        both += words[WORDS + at : WORDS + at + 1] + words[WORDS + 4 + g : WORDS + 5 + g]
+        made = six_products(both, xs, sums, magic, p, C.NT)
+    return made
+
+
+@triton.jit
+def _six_scales(scales, tops, p: tl.constexpr, g: tl.constexpr):
+    """Scales of the two rows of a lane in a tile for group g of the p-th 32 codes."""
+    s0 = scaled_byte(scales[p // 2] ^ -2139062144, (2 * p + g) % 4, half_of(tops[0], 0), 128)  # ^ 0x80808080: unsigned
+    return s0, scaled_byte(scales[2 + p // 2] ^ -2139062144, (2 * p + g) % 4, half_of(tops[1], 0), 128)
+
+
+@triton.jit
+def _add_six(total, loaded, xs, magic, C: tl.constexpr):
+    """`add_blocks` of Q6_K."""
+    words, scales, tops = loaded
+    q = tl.arange(0, warps(C)) % 4
+    WORDS: tl.constexpr = row_words(C)
+    PARTS: tl.constexpr = x_parts(C.BITS, C.GS)
+    for u in tl.static_range(C.U):
+        rows = ()
+        for m in tl.static_range(2 * C.MT * u, 2 * C.MT * (u + 1)):
+            rows += six_codes(words[m * WORDS : (m + 1) * WORDS], q)
+        for p in tl.static_range(C.P):
+            mine = ()
+            for t in tl.static_range((u * C.P + p) * C.NT, (u * C.P + p + 1) * C.NT):
+                mine += six_x(xs[t * PARTS : (t + 1) * PARTS], q)
+            for g in tl.static_range(2):
+                x, sums = (), ()
+                if WIDENED:
+                    x = mine
+                else:
+                    for t in tl.static_range(C.NT):
+                        x += mine[4 * t + 2 * g : 4 * t + 2 * g + 2]
+                        sums += six_sums(mine[4 * t + 2 * g : 4 * t + 2 * g + 2])
+                new = ()
+                for m in tl.static_range(C.MT):
+                    made = _six_tile(rows[2 * m * WORDS : 2 * (m + 1) * WORDS], x, sums, magic, p, g, q, C)
+                    s0, s1 = _six_scales(
+                        scales[4 * (u * C.MT + m) : 4 * (u * C.MT + m + 1)],
+                        tops[2 * (u * C.MT + m) : 2 * (u * C.MT + m + 1)], p, g,
+                    )  # fmt: skip
+                    for t in tl.static_range(C.NT):
+                        for i in tl.static_range(4):
+                            y = total[4 * (m * C.NT + t) + i]
+                            new += (y + made[4 * t + i] * (s0 if i < 2 else s1),)
+                total = new
+    return total
 
 
 @triton.jit
 def add_blocks(total, loaded, xs, magic, KIND: tl.constexpr, C: tl.constexpr):
     """total [4 · MT · NT] + the products of what `load_block` and `load_x` loaded."""
+    if six(C):
+        total = _add_six(total, loaded, xs, magic, C)
+    else:
+        total = _add_groups(total, loaded, xs, magic, KIND, C)
+    return total
+
+
+@triton.jit
+def _add_groups(total, loaded, xs, magic, KIND: tl.constexpr, C: tl.constexpr):
+    """`add_blocks` of groups of whole words."""
     words, scales, biases = loaded
     words = _exchanged(words, C)
+    if five(C):
+        biases = _with_upper(biases, C)
     WORDS: tl.constexpr = word_parts(C.BITS, C.GS)
     PARTS: tl.constexpr = x_parts(C.BITS, C.GS)
     EACH: tl.constexpr = _scale_words(C)

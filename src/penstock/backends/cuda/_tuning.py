@@ -60,7 +60,8 @@ class Attend(NamedTuple):
 
 class FewRows(NamedTuple):
     """A row of FEW_ROWS: up to which tokens and from which rows for each multiprocessor; tiles of 16 rows and of 8
-    tokens of a warp, warps that share K, warps with rows of their own, groups of a block, blocks at a time.
+    tokens of a warp, warps that share K, warps with rows of their own, groups of a block, blocks at a time, and
+    registers of a thread at most.
     """
 
     tokens: int
@@ -71,15 +72,19 @@ class FewRows(NamedTuple):
     across: int
     groups: int
     ahead: int
+    registers: int | None = None
 
 
 class FewGroups(NamedTuple):
-    """Tiles of 16 rows of a warp, warps of a program, groups of a block, whether x comes a block ahead."""
+    """Tiles of 16 rows of a warp, warps of a program, groups of a block, whether x comes a block ahead, registers of a
+    thread at most.
+    """
 
     tiles: int
     across: int
     groups: int
     x_ahead: bool
+    registers: int | None = None
 
 
 class DeltaStep(NamedTuple):
@@ -203,6 +208,26 @@ FEW_ROWS = (
     FewRows(256, 0, 1, 2, 8, 1, 2, 1),
     FewRows(_ANY, 0, 2, 4, 4, 1, 2, 1),
 )
+# Of GGUF blocks by their type, 128 codes for two groups. With at most 128 registers two programs of 8 warps run at once
+# on a multiprocessor: Q4_K would take 170, Q6_K 193, and one would. Unmeasured.
+FEW_BLOCKS: dict[str | None, tuple[FewRows, ...]] = {
+    None: FEW_ROWS,
+    "Q4_K": (
+        FewRows(8, 64, 2, 1, 8, 1, 2, 1, 128),
+        FewRows(8, 0, 1, 1, 8, 1, 4, 2),
+        FewRows(_ANY, 0, 1, 2, 8, 1, 2, 1, 128),
+    ),
+    "Q5_K": (
+        FewRows(8, 64, 2, 1, 8, 1, 2, 1, 128),
+        FewRows(8, 0, 1, 1, 8, 1, 4, 2),
+        FewRows(_ANY, 0, 1, 2, 8, 1, 2, 1, 128),
+    ),
+    "Q6_K": (
+        FewRows(8, 64, 2, 1, 8, 1, 2, 1, 128),
+        FewRows(8, 0, 1, 1, 8, 1, 4, 2),
+        FewRows(_ANY, 0, 1, 2, 8, 1, 2, 1, 128),
+    ),
+}
 FEW_WORDS = 8  # of a row that a lane loads for the groups of one block of scales, at most
 FEW_MOST = 16  # rows up to which lanes take a product; up to twice as many of a weight with so few rows
 FEW_NARROW = 4096
@@ -218,6 +243,21 @@ FEW_GROUPS = {
     ("gate_up", 16): FewGroups(4, 4, 2, True),
     ("down", 8): FewGroups(2, 4, 2, False),
     ("down", 16): FewGroups(4, 4, 2, True),
+}
+# Of GGUF blocks, four groups of 32 codes each. Unmeasured.
+FEW_BLOCK_GROUPS = {
+    ("Q4_K", "gate_up", 8): FewGroups(4, 4, 4, False),
+    ("Q4_K", "gate_up", 16): FewGroups(2, 4, 4, False, 168),
+    ("Q4_K", "down", 8): FewGroups(2, 4, 4, False, 128),
+    ("Q4_K", "down", 16): FewGroups(2, 4, 4, False, 128),
+    ("Q5_K", "gate_up", 8): FewGroups(2, 4, 4, False, 128),
+    ("Q5_K", "gate_up", 16): FewGroups(2, 4, 4, False, 168),
+    ("Q5_K", "down", 8): FewGroups(2, 4, 4, False, 128),
+    ("Q5_K", "down", 16): FewGroups(2, 4, 4, False, 168),
+    ("Q6_K", "gate_up", 8): FewGroups(2, 4, 4, False, 128),
+    ("Q6_K", "gate_up", 16): FewGroups(2, 4, 4, False, 168),
+    ("Q6_K", "down", 8): FewGroups(2, 4, 4, False, 128),
+    ("Q6_K", "down", 16): FewGroups(2, 4, 4, False, 168),
 }
 FEW_TILES = ((10, 8), (float("inf"), 16))  # pairs per expert up to which a tile has so many
 FEW_PROGRAMS = 8  # for each multiprocessor

@@ -38,7 +38,7 @@ from penstock.backends.cuda.linear import gate_up, product
 from penstock.backends.cuda.norm import rms_norm
 from penstock.errors import BackendError
 from penstock.ops.op import deterministic, kernel
-from penstock.quant import GgufTensor, QuantizedTensor
+from penstock.quant import QuantizedTensor
 
 VARIANTS = ("rows", "grouped")
 BLOCKS = ("rows", "lanes", "grouped")  # of gate, up and down together
@@ -62,7 +62,7 @@ def _by_rows(variant: str | None, T: int, k: int, experts: int) -> bool:
 
 def _by_lanes(variant: str | None, x: torch.Tensor, stacks: list[Any], ids: torch.Tensor, experts: int) -> bool:
     """Whether pairs go through lanes, in tiles of one expert: several tokens, few of them for each expert."""
-    fit = takes(x, *stacks) and same_codes(*stacks[:-1]) and not any(isinstance(w, GgufTensor) for w in stacks)
+    fit = takes(x, *stacks) and same_codes(*stacks[:-1])
     if variant == "lanes" and not fit:
         raise refused(x, *stacks)
     (T, k), (spread, crowded, most) = ids.shape, FEW_EXPERTS
