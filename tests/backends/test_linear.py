@@ -12,7 +12,7 @@ from penstock import machine, ops
 from penstock.backends.cpu import _threads, linear
 from penstock.errors import BackendError
 from penstock.quant import ExpertBlobs, QuantizedTensor, pack_codes
-from tests.ops.common import assert_close, assert_same_bits, normal, quantized
+from tests.ops.common import assert_close, assert_same_bits, i32, normal, quantized
 
 VARIANTS = [name for name in linear.VARIANTS if linear._runs_here(name)]
 FORMATS = [
@@ -73,6 +73,38 @@ def test_quantized_matmul_of_a_few_rows_has_the_bits_of_many(bits, K, rng):
     for variant in (name for name in VARIANTS if name != "portable"):
         for rows in (slice(0, 1), slice(1, 3)):
             assert_same_bits(variant, on_cpu(ops.quantized_matmul, x[rows], w, "int8", variant=variant), many[rows])
+
+
+@pytest.mark.parametrize("K", [2880, 64 * 7, 512 + 128, 1536])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"bits": 4, "group_size": 32},
+        {"bits": 4, "group_size": 64},
+        {"bits": 8, "group_size": 32},
+        {"bits": 8, "group_size": 64},
+        {"bits": 3, "group_size": 64},
+        {"mode": "mxfp4"},
+        {"mode": "nvfp4"},
+    ],
+    ids=str,
+)
+def test_expert_matmul_of_any_width_has_the_bits_of_every_way(form, K, rng):
+    """Widths that end within a block of 512: one, two and more rows of an expert, which lies anywhere."""
+    experts = quantized(rng, 3, 21, K, **form)
+    x = normal(rng, 6, 1, K)
+    ids = i32(2, 0, 1, 2, 0, 2)[:, None]  # expert 1 has one row, 0 two, 2 three
+    int8 = {"activations": "int8"}
+    want = on_cpu(ops.expert_matmul, x, experts, ids, **int8, variant="portable")
+    with penstock.backend("reference"):
+        assert_close("y", want, ops.expert_matmul(x, experts, ids, **int8), 4e-6, np.abs(want).max())
+    for variant in VARIANTS:
+        assert_same_bits(variant, on_cpu(ops.expert_matmul, x, experts, ids, **int8, variant=variant), want)
+        for t in range(len(x)):
+            alone = on_cpu(ops.expert_matmul, x[t : t + 1], experts, ids[t : t + 1], **int8, variant=variant)
+            assert_same_bits(f"{variant}, row {t}", alone, want[t : t + 1])
+            plain = on_cpu(ops.quantized_matmul, x[t], experts[ids[t, 0]], "int8", variant=variant)
+            assert_same_bits(f"{variant}, row {t} of a plain product", plain, want[t])
 
 
 @pytest.mark.parametrize("activations", ["int8", "float32"])

@@ -360,18 +360,23 @@ class _Code:
         return b.bitcast(b.or_(sign, value), V16F)
 
     def floats(self, base: ir.Value, index: ir.Value | int, fmt: int, mask: ir.Value | None = None) -> ir.Value:
-        """16 numbers of a format at base[index …] as float32; lanes outside of the mask are 0."""
+        """16 numbers of a format at base[index …] as float32; lanes outside of the mask come from the bits of 0.
+
+        Those of E8M0 would be a subnormal float32, which takes the CPU a hundred cycles: they come from the bits of 1.
+        """
         element = _ELEMENT[fmt]
         vector = ir.VectorType(element, LANES)
         pointer = self.at(self.b.bitcast(base, element.as_pointer()), index, element)
-        return self.widen(self.load(pointer, vector) if mask is None else self.masked(pointer, vector, mask), fmt)
+        other = 127 if fmt in (WIDE_E8M0, HALF_E8M0) else 0
+        bits = self.load(pointer, vector) if mask is None else self.masked(pointer, vector, mask, other)
+        return self.widen(bits, fmt)
 
-    def masked(self, pointer: ir.Value, vector: ir.VectorType, mask: ir.Value) -> ir.Value:
+    def masked(self, pointer: ir.Value, vector: ir.VectorType, mask: ir.Value, other: int = 0) -> ir.Value:
         name = {F32: "f32", I32: "i32", I16: "i16", I8: "i8"}[vector.element]
         kind = vector.as_pointer()
         bools = ir.VectorType(ir.IntType(1), LANES)
         load = self.function(f"llvm.masked.load.v16{name}.p0", vector, kind, I32, bools, vector)
-        return self.b.call(load, [self.b.bitcast(pointer, kind), I32(1), mask, _const(vector, 0)])
+        return self.b.call(load, [self.b.bitcast(pointer, kind), I32(1), mask, _const(vector, other)])
 
     def below(self, count: ir.Value) -> ir.Value:
         """Lanes 0 … count − 1."""
@@ -470,7 +475,9 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
     """sums[t, g] = Σ code · xq[t] over group g: one packed row of K codes against T rows of K bytes. Of E2M1 the code
     is twice the float, plus OFFSET.
 
-    For 4-bit codes x is paired: of each 128 elements in whole blocks of 512 the even ones come first, then the odd.
+    Codes are taken in blocks of 512. The last one of a ragged row goes over some groups again: their sums are integers,
+    so they come out the same, and a block is as fast as 64 elements by themselves. For 4-bit codes x is as `pair_rows`
+    of linear.py makes it: the elements of each block, of each 128 the even ones first, then the odd ones.
     """
     if (fixed := _constants(kind, how)) is None:
         return None
@@ -484,23 +491,28 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
         group_of = code.divider(gs)
         groups = group_of(K)
         is_32, is_64 = (b.icmp_signed("==", gs, I64(size)) for size in (32, 64))
+        short = b.icmp_signed("<", K, I64(512))
+        many = b.select(short, I64(0), b.and_(b.add(K, I64(511)), I64(-512)))
+        x_stride = b.select(short, K, many) if nbits == 4 else K
 
         def target(t, k):
             return code.at(sums, b.add(b.mul(t, groups), group_of(k)), I32)
 
         def x_at(t, k):
-            return code.at(xq, b.add(b.mul(t, K), k), I8)
+            return code.at(xq, b.add(b.mul(t, x_stride), k), I8)
 
         def first(v, n, place):
             code.store(code.shuffle(v, v, range(n)), place)
 
-        def block(k):  # 512 elements: 16 sums over 32, then sums over groups
+        def block(i):  # 512 elements: 16 sums over 32, then sums over groups
+            last = b.sub(K, I64(512))
+            k = b.select(b.icmp_signed("<", i, last), i, last)
             for line in range(nbits):
                 code.prefetch(code.at(row, b.add(b.mul(b.lshr(k, I64(3)), I64(nbits)), I64(AHEAD + 64 * line)), I8))
             sums_with = code.sums_of_32(row, k, kind, how)
 
             def token(t):
-                place, (total, *more) = target(t, k), sums_with(x_at(t, k))
+                place, (total, *more) = target(t, k), sums_with(x_at(t, i if nbits == 4 else k))
                 if more:
                     code.store(total, place)
                     code.store(more[0], code.at(place, LANES, I32))
@@ -540,10 +552,11 @@ def group_dots(typingctx, codes, xq, sums, T, K, gs, kind, how):
 
             code.loop(0, T, 1, token)
 
-        many, whole = b.and_(K, I64(-512)), b.and_(K, I64(-64))
         code.loop(0, many, 512, block)
-        code.loop(many, whole, 64, one)
-        code.loop(whole, K, 64, lambda k: one(k, half=True))
+        rest = b.select(short, K, I64(0))
+        whole = b.and_(rest, I64(-64))
+        code.loop(0, whole, 64, one)
+        code.loop(whole, rest, 64, lambda k: one(k, half=True))
         return context.get_dummy_value()
 
     return sig, codegen

@@ -316,7 +316,7 @@ def int8_rows(x: np.ndarray, w: Stack, groups: Groups, how: int) -> Bytes:
     by_size(_int8_rows, _int8_rows_parallel, x.size, x, w.gs, w.offset, xq, delta, total)
     paired = xq
     if _simd.width(w.kind) == 4 and how != PORTABLE and (how != _simd.VNNI or groups.least <= FEW):
-        paired = np.empty((P, K), np.int8)
+        paired = np.empty((P, paired_size(K)), np.int8)
         pair_rows(xq, paired)
     panelled = xq
     if _simd.width(w.kind) == 4 and how == _simd.VNNI and P > FEW:
@@ -394,56 +394,54 @@ def _code_at(row, j, bits):
     return (word >> (at_bit & 7)) & ((1 << bits) - 1)
 
 
-# pair_rows of each 128 bytes in whole blocks of 512 the even ones, then the odd ones; the rest as it is
-# shapes    x, out int8 [T, K]
+# pair_rows of each 128 bytes of a block of 512 the even ones, then the odd ones; the last block of a ragged row is its
+#           last 512 bytes. Rows below 512 as they are.
+# shapes    x int8 [T, K]; out int8 [T, paired_size(K)]
 # threads   none: a few rows
 # bytes     2 · T · K
 # limits    none
 @njit
 def pair_rows(x, out):
-    K = x.shape[1]
-    whole = K // 512 * 512
+    K, size = x.shape[1], out.shape[1]
     for t in range(x.shape[0]):
-        for start in range(0, whole, 128):
-            source, to = x[t, start : start + 128], out[t, start : start + 128]
-            for j in range(64):
-                to[j] = source[2 * j]
-                to[64 + j] = source[2 * j + 1]
-        for j in range(whole, K):
-            out[t, j] = x[t, j]
+        if K < 512:
+            for j in range(K):
+                out[t, j] = x[t, j]
+            continue
+        for block in range(0, size, 512):
+            row, paired = x[t, min(block, K - 512) :], out[t, block : block + 512]
+            for start in range(0, 512, 128):
+                source, to = row[start : start + 128], paired[start : start + 128]
+                for j in range(64):
+                    to[j], to[64 + j] = source[2 * j], source[2 * j + 1]
 
 
-# block_rows  rows that a whole block of 512 codes of a short or ragged row meets, paired or as they are: below 512 x
-#             again and again, as often as it takes to end with a block (codes of as many rows lie in one piece), above
-#             its last 512 bytes
-# shapes      x int8 [T, K]; out int8 [T, block_size(K)], not written where no such block is needed or none fits
+@njit
+def paired_size(K):
+    """Bytes of a row of `pair_rows`."""
+    return K if K < 512 else (K + 511) // 512 * 512
+
+
+# block_rows  rows below 512 again and again, as often as it takes to end with a block of 512, paired or as they are:
+#             what the codes of as many rows meet, which lie in one piece
+# shapes      x int8 [T, K]; out int8 [T, block_size(K)]
 # threads     none: a few rows
 # bytes       T · (K + block_size(K))
 # limits      none
 @njit
 def block_rows(x, pairs, out):
     K, size = x.shape[1], out.shape[1]
-    if K % 512 == 0 or (K < 512 and size % K):
-        return
-    whole = np.empty(size, np.int8)
+    whole = np.empty((1, size), np.int8)
     for t in range(x.shape[0]):
-        if K > 512:
-            last = x[t, K - 512 :]
-            for j in range(512):
-                whole[j] = last[j]
+        for start in range(0, size, K):
+            copy, row = whole[0, start : start + K], x[t]
+            for j in range(K):
+                copy[j] = row[j]
+        if pairs:
+            pair_rows(whole, out[t : t + 1])
         else:
-            for start in range(0, size, K):
-                copy, row = whole[start : start + K], x[t]
-                for j in range(K):
-                    copy[j] = row[j]
-        for start in range(0, size, 128):
-            source, to = whole[start : start + 128], out[t, start : start + 128]
-            if pairs:
-                for j in range(64):
-                    to[j], to[64 + j] = source[2 * j], source[2 * j + 1]
-            else:
-                for j in range(128):
-                    to[j] = source[j]
+            for j in range(size):
+                out[t, j] = whole[0, j]
 
 
 @njit
@@ -451,7 +449,7 @@ def rounded_rows(x, gs, offset, pairs, xp, xb, delta, total):
     """float32 rows as `int8_one` takes them: bytes, paired for codes of 4 bits, those of `block_rows`; delta and total
     [T, 16 · G], 16 times the same.
     """
-    xq, groups = np.empty(xp.shape, np.int8), xp.shape[1] // gs
+    xq, groups = np.empty(x.shape, np.int8), x.shape[1] // gs
     for t in range(x.shape[0]):
         int8_row(x[t], gs, offset, xq[t], delta[t, :groups], total[t, :groups])
         for row in (delta[t], total[t]):
@@ -468,9 +466,9 @@ def rounded_rows(x, gs, offset, pairs, xp, xb, delta, total):
 
 @njit
 def block_size(K):
-    """Bytes of a row of `block_rows`."""
-    if K >= 512 or K % 32:
-        return 512
+    """Bytes of a row of `block_rows`; 0: there are none."""
+    if K >= 512:
+        return 0
     size = K
     while size % 512:
         size += K
@@ -579,25 +577,25 @@ def int8_one(kind: int, how: int) -> Any:
     bits, (scaled, terms) = _simd.width(kind), _scaled_sum(kind)
 
     # int8_one  out[i] = row first + i of the weight · token t, for out.size rows
-    # shapes    codes, scales, biases as in Stack; xp int8 [P, K] paired, xb int8 [P, block_size(K)] of `block_rows`;
-    #           delta, total float32 [P, 16 · G]: 16 times the same; out float32
+    # shapes    codes, scales, biases as in Stack; xp int8 [P, K], or [P, paired_size(K)] of `pair_rows`; xb int8
+    #           [P, block_size(K)] of `block_rows`; delta, total float32 [P, 16 · G]: 16 times the same; out float32
     # threads   none: part of a task
     # bytes     out.size · (K · bits / 8 + 2 · G · itemsize)
     # limits    instructions of `how`, not PORTABLE
     @njit
     def rows(codes, scales, biases, form, gs, first, xp, xb, delta, total, t, out):
-        K, size = xp.shape[1], xb.shape[1]
+        stride, each, size = codes.shape[2], scales.shape[2], xb.shape[1]
+        K = stride * 8 // bits
         groups = K // gs
-        stride, each = codes.shape[2], scales.shape[2]
         sums = np.empty(STRIP * groups, np.int32)
         d, sx, ints = at(delta, t * STRIP * groups), at(total, t * STRIP * groups), at(sums, 0)
         i = 0
-        together = 1 if K % 512 == 0 else size // K if K < 512 and size % K == 0 else 0
+        together = 1 if K % 512 == 0 else size // K
         if together and _has_few_groups(groups):
             # The codes of as many short rows as end with a whole block are one row of blocks, and one vector holds
             # groups of several rows.
             found, length = np.empty(STRIP * groups, np.float32), K * together
-            x = at(xb, t * size) if together > 1 else at(xp, t * K)
+            x = at(xb, t * size) if together > 1 else at(xp, t * xp.shape[1])
             while i + STRIP <= out.size:
                 row = first + i
                 for r in range(0, STRIP, together):
@@ -607,16 +605,9 @@ def int8_one(kind: int, how: int) -> Any:
                 terms(ints, s, b, d, sx, STRIP * groups, at(found, 0), form)
                 _sum_terms(found, groups, out, i)
                 i += STRIP
-        # A ragged row ends with a whole block of 512 that goes over some groups again: their sums are integers, so they
-        # come out the same, and a block is as fast as 64 elements by themselves.
-        ragged = K > 512 and K % 512 != 0
-        blocks = K // 512 * 512 if ragged else K
-        tail, tail_x, tail_ints = (K - 512) * bits // 8, at(xb, t * size), at(sums, (K - 512) // gs if ragged else 0)
         while i < out.size:
             row = first + i
-            _simd.group_dots(at(codes, row * stride), at(xp, t * K), ints, 1, blocks, gs, kind, how)
-            if ragged:
-                _simd.group_dots(at(codes, row * stride + tail), tail_x, tail_ints, 1, 512, gs, kind, how)
+            _simd.group_dots(at(codes, row * stride), at(xp, t * xp.shape[1]), ints, 1, K, gs, kind, how)
             s, b = at(scales, row * each), at(biases, row * each)
             out[i] = scaled(ints, s, b, d, sx, groups, form)
             i += 1
@@ -640,7 +631,8 @@ def int8_few(kind: int, how: int) -> tuple[Any, Any]:
     @njit
     def serial(codes, scales, biases, form, gs, offset, x, y):
         T, K = x.shape
-        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        xp = np.empty((T, paired_size(K) if pairs else K), np.int8)
+        xb = np.empty((T, block_size(K)), np.int8)
         delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
         rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
         for t in range(T):
@@ -649,7 +641,8 @@ def int8_few(kind: int, how: int) -> tuple[Any, Any]:
     @njit(parallel=True)
     def parallel(codes, scales, biases, form, gs, offset, x, y):
         T, K = x.shape
-        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        xp = np.empty((T, paired_size(K) if pairs else K), np.int8)
+        xb = np.empty((T, block_size(K)), np.int8)
         delta, total = np.empty((T, K // gs * STRIP), np.float32), np.empty((T, K // gs * STRIP), np.float32)
         rounded_rows(x, gs, offset, pairs, xp, xb, delta, total)
         N, rows = y.shape[1], STRIP if K > 512 else WIDE
@@ -795,7 +788,8 @@ def int8_product(kind: int, how: int) -> tuple[Any, Any]:
 
     else:
         # int8_rows  y[t, n] = Σ_g (scale · delta) · Σ code·xq + bias · total for 16 rows n, one row of codes at a time
-        # shapes     codes, scales, biases as in Stack; xq int8 [P, K]; delta, total float32 [P, G]; y [P, N]
+        # shapes     codes, scales, biases as in Stack; xq int8 [P, K], xp the same or `pair_rows` of it; delta, total
+        #            float32 [P, G]; y [P, N]
         # threads    none: one task; a row's codes are read once for all tokens
         # bytes      16 · (K · bits / 8 + 2 · G · itemsize) per task, x stays in cache
         # limits     instructions of `how`
@@ -807,7 +801,7 @@ def int8_product(kind: int, how: int) -> tuple[Any, Any]:
                 row = slot * codes.shape[1] + n
                 scale_row = row * scales.shape[2]
                 c = at(codes, row * codes.shape[2])
-                _simd.group_dots(c, at(xp, lo * K), at(sums, 0), hi - lo, K, gs, kind, how)
+                _simd.group_dots(c, at(xp, lo * xp.shape[1]), at(sums, 0), hi - lo, K, gs, kind, how)
                 for t in range(hi - lo):
                     ints, s, b = at(sums, t * groups), at(scales, scale_row), at(biases, scale_row)
                     d, x = at(delta, (lo + t) * groups), at(total, (lo + t) * groups)

@@ -37,6 +37,7 @@ from penstock.backends.cpu.linear import (
     gated_row,
     grouped_product,
     int8_one,
+    paired_size,
     pairs_of,
     product_into,
     rounded_rows,
@@ -173,7 +174,8 @@ def token_block(up_kind: int, down_kind: int, how: int) -> Any:
         lo = np.empty(P + 1, np.int64)
         experts = _first_of_each(slots, order, P, lo)
 
-        xp, xb = np.empty((T, K), np.int8), np.empty((T, block_size(K)), np.int8)
+        xp = np.empty((T, paired_size(K) if up_pairs else K), np.int8)
+        xb = np.empty((T, block_size(K)), np.int8)
         groups = K // up_gs * STRIP
         delta, total = np.empty((T, groups), np.float32), np.empty((T, groups), np.float32)
         rounded_rows(x, up_gs, up_offset, up_pairs, xp, xb, delta, total)
@@ -192,7 +194,8 @@ def token_block(up_kind: int, down_kind: int, how: int) -> Any:
                 up_rows(up, up_s, up_b, form, up_gs, at_up, xp, xb, delta, total, t, u)
                 gated_row(g, u, gelu, h[p, first : first + rows])
 
-        hp, hb = np.empty((P, width), np.int8), np.empty((P, block_size(width)), np.int8)
+        hp = np.empty((P, paired_size(width) if down_pairs else width), np.int8)
+        hb = np.empty((P, block_size(width)), np.int8)
         h_groups = width // down_gs * STRIP
         h_delta, h_total = np.empty((P, h_groups), np.float32), np.empty((P, h_groups), np.float32)
         rounded_rows(h, down_gs, down_offset, down_pairs, hp, hb, h_delta, h_total)
