@@ -52,7 +52,7 @@ from penstock.backends.cuda._tuning import (
     STAGED_TOKENS,
     STAGED_WARPS,
 )
-from penstock.quant import QuantizedTensor
+from penstock.quant import GgufTensor, QuantizedTensor
 
 # What a stage holds: ROWS of N rows, CODES and SCALES bytes in each; bytes of a stage, where barriers and sums of parts
 # begin behind the stages, and bytes of it all.
@@ -446,6 +446,8 @@ def stages(x: torch.Tensor, N: int, tiles: Tiles, act: str | None, *weights: Qua
     """Whether `staged_products` takes these products, which lanes can take, and takes less time for them."""
     there = [w for w in weights if w is not None]
     if tiles.rows != 8 or tiles.order.numel() < STAGED_TOKENS * tiles.every or capability(x) < (9, 0):
+        return False
+    if any(isinstance(w, GgufTensor) for w in there):
         return False
     if _shape(N, there[0].shape[-1], there[0].bits, there[0].group_size, act is not None) is None:
         return False
